@@ -46,9 +46,7 @@ def reported(line: CommandLine, folder: Path, *options: str) -> tuple[str, dict[
     return result.stdout, json.loads(paths[0].read_text()), paths[1].read_text()
 
 
-def test_replay_reports_on_the_terminal_as_json_and_as_html(
-    command_line: CommandLine, tmp_path: Path
-) -> None:
+def test_replay_reports_on_the_terminal_as_json_and_as_html(command_line, tmp_path):
     text, report, page = reported(command_line, tmp_path)
     for word in ("prefix hits", "throughput", "balance", "torch SDPA", "peak memory", "passed"):
         assert word in text
@@ -63,9 +61,7 @@ def test_replay_reports_on_the_terminal_as_json_and_as_html(
 
 
 @pytest.mark.slow
-def test_replay_reports_what_a_decode_process_gets(
-    command_line: CommandLine, tmp_path: Path
-) -> None:
+def test_replay_reports_what_a_decode_process_gets(command_line, tmp_path):
     requires_mooncake()
     options = ("--disaggregate", "--pp-size=2", "--cp-size=1", "--decode-tokens=3")
     text, report, page = reported(command_line, tmp_path, *options)
@@ -106,7 +102,7 @@ def end_of(running: Running, code: int) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["start", "run"])
-def test_ctrl_c_ends_all_processes_with_one_line(command_line: CommandLine, moment: str) -> None:
+def test_ctrl_c_ends_all_processes_with_one_line(command_line, moment):
     before = shared_memory()
     running = command_line.start("replay", "--requests", "3000", "--no-check", columns=100)
     workers = {"start": wait_for_workers, "run": wait_for_batch}[moment](running)
@@ -119,9 +115,7 @@ def test_ctrl_c_ends_all_processes_with_one_line(command_line: CommandLine, mome
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_leave_nothing_behind(
-    command_line: CommandLine, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_other_signals_leave_nothing_behind(command_line, tmp_path, number):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     running = command_line.start("replay", "--requests", "3000", "--no-check", env=env)
     wait_for_workers(running)
@@ -135,7 +129,7 @@ def test_other_signals_leave_nothing_behind(
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_rates_are_measured(command_line: CommandLine) -> None:
+def test_ctrl_c_while_rates_are_measured(command_line):
     running = command_line.start("plan", "--calibrate", "--threads=1", columns=100)
     wait_for_workers(running)  # of the exchange, which comes last
     running.interrupt()
@@ -144,7 +138,7 @@ def test_ctrl_c_while_rates_are_measured(command_line: CommandLine) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_all_with_one_line(command_line: CommandLine) -> None:
+def test_a_killed_worker_ends_all_with_one_line(command_line):
     running = command_line.start("replay", "--requests", "3000", "--no-check", columns=100)
     workers = wait_for_batch(running)
     os.kill(max(workers), signal.SIGKILL)
@@ -152,7 +146,7 @@ def test_a_killed_worker_ends_all_with_one_line(command_line: CommandLine) -> No
     assert len(workers) == 2
 
 
-def test_help_teaches() -> None:
+def test_help_teaches():
     text = invoke("replay", "--help").output
     for word in ("--trace", "--cp-size", "--html", "[default: zigzag]", "cpattn replay --trace"):
         assert word in text
@@ -163,7 +157,7 @@ def test_help_teaches() -> None:
 
 
 @pytest.mark.parametrize("module", ["dense.model.DenseConfig", "dsa.model.DsaConfig"])
-def test_help_tells_the_defaults_of_models_and_settings(module: str) -> None:
+def test_help_tells_the_defaults_of_models_and_settings(module):
     pytest.importorskip("torch")
     from cpattn.replay.command import CHECK_ROWS, DECODE_TOKENS
 
@@ -179,7 +173,7 @@ def test_help_tells_the_defaults_of_models_and_settings(module: str) -> None:
     assert (told["check_rows"], told["decode_tokens"]) == (str(CHECK_ROWS), str(DECODE_TOKENS))
 
 
-def test_explain_prints_the_block_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_prints_the_block_map(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     result = invoke("explain", "--lens", "13,40", "--prefix", "0,64", "--cp-size", "4")
     assert result.output.rstrip() == block_map([13, 40], [13, 104], cp_size=4, strategy="zigzag")
@@ -193,7 +187,7 @@ def without(package: str, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def test_a_missing_engine_is_one_line(command_line: CommandLine, tmp_path: Path) -> None:
+def test_a_missing_engine_is_one_line(command_line, tmp_path):
     result = command_line.run(*QUICK, "--disaggregate", env=without("mooncake", tmp_path))
     assert result.returncode == 1
     assert result.stderr.startswith("Error: MooncakeEngine: ")
@@ -202,9 +196,7 @@ def test_a_missing_engine_is_one_line(command_line: CommandLine, tmp_path: Path)
 
 
 @pytest.mark.parametrize("missing", ["click", "rich", "torch", "matplotlib"])
-def test_a_missing_package_is_one_line(
-    command_line: CommandLine, missing: str, tmp_path: Path
-) -> None:
+def test_a_missing_package_is_one_line(command_line, missing, tmp_path):
     html = ["--html", str(tmp_path / "r.html")] if missing == "matplotlib" else []
     result = command_line.run(*QUICK, *html, env=without(missing, tmp_path))
     assert result.returncode == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ from cpattn.replay.command import check_room
 from cpattn.replay.footprint import footprint
 from cpattn.replay.records import ReplayOptions
 from cpattn.traffic.trace import Request
-from support.command_line import QUICK, CommandLine, invoke
+from support.command_line import QUICK, invoke
 
 ABSURD = (
     *("0", "-1", str(2**31), str(2**63), str(2**64), "9" * 5000),
@@ -73,7 +72,7 @@ def refusal(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
-def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, option: str) -> None:
+def test_absurd_values_are_refused_in_a_line_that_names_the_option(name, option):
     refused = 0
     for value in ABSURD:
         script = (__file__,) if name == "simulate" else ()
@@ -149,18 +148,18 @@ plan --calibrate --threads 10000 => --threads must be at most .* measured .* got
 
 
 @pytest.mark.parametrize("wrong", re.sub(r"\n  =>", " =>", WRONG).strip().splitlines())
-def test_a_wrong_argument_is_named(wrong: str) -> None:
+def test_a_wrong_argument_is_named(wrong):
     arguments, message = wrong.split(" => ")
     assert re.search(message, refusal(*arguments.split()))
 
 
 @pytest.mark.parametrize("option", FILES[1:])
 @pytest.mark.parametrize("value", ["", "/", "/nowhere/r", "x" * 5000])
-def test_a_file_that_cannot_be_written_is_refused(option: str, value: str) -> None:
+def test_a_file_that_cannot_be_written_is_refused(option, value):
     assert option in refusal("replay", f"{option}={value}")
 
 
-def test_a_line_and_pages_of_a_trace_are_named(tmp_path: Path) -> None:
+def test_a_line_and_pages_of_a_trace_are_named(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 0}\n')
     for name in ("replay", "plan"):
@@ -172,7 +171,7 @@ def test_a_line_and_pages_of_a_trace_are_named(tmp_path: Path) -> None:
     assert message == "--page-size must divide the 512 tokens of a hash block, got 100"
 
 
-def test_what_a_machine_cannot_do_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_machine_cannot_do_is_said_before(monkeypatch):
     monkeypatch.setattr(command, "num_cpus", lambda: 2)
     monkeypatch.setattr(command, "memory", lambda: (64 << 30, 8 << 30))
     requests = [Request(0, 4096, 1, tuple(range(8)))]
@@ -195,7 +194,7 @@ def test_what_a_machine_cannot_do_is_said_before(monkeypatch: pytest.MonkeyPatch
     assert check_room(requests, ReplayOptions()) is None
 
 
-def test_replicated_pools_to_compare_with_must_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicated_pools_to_compare_with_must_fit_too(monkeypatch):
     monkeypatch.setattr(command, "memory", lambda: (2 << 30, 2 << 30))
     sizes = ("--cp-size", "8", "--pool-tokens", "131072")
     sharded = ("replay", "--placement", "page_interleave", *sizes)
@@ -204,7 +203,7 @@ def test_replicated_pools_to_compare_with_must_fit_too(monkeypatch: pytest.Monke
     assert message.startswith("replicated pools and weights of 8 processes take ")
 
 
-def test_a_warning_comes_before_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_comes_before_the_processes(monkeypatch):
     monkeypatch.setattr(command, "num_cpus", lambda: 1)
     result = run("replay", "--cp-size", "3")
     assert isinstance(result.exception, Reached)
@@ -212,7 +211,7 @@ def test_a_warning_comes_before_the_processes(monkeypatch: pytest.MonkeyPatch) -
     assert result.stderr.count("\n") == 1
 
 
-def test_memory_is_that_of_pools_and_weights() -> None:
+def test_memory_is_that_of_pools_and_weights():
     small, large = ReplayOptions(), ReplayOptions(pool_tokens=32768 + 1024)
     per_token = 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, width, float32
     assert footprint(large, 1).arrays - footprint(small, 1).arrays == 2 * 1024 * per_token
@@ -221,7 +220,7 @@ def test_memory_is_that_of_pools_and_weights() -> None:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stdin", "stderr"])
-def test_closed_streams(command_line: CommandLine, stream: str) -> None:
+def test_closed_streams(command_line, stream):
     number = {"stdin": "0<&-", "stdout": "1>&-", "stderr": "2>&-"}[stream]
     result = command_line.shell(f"plan --cp-size 2,4 {number}")
     if stream == "stdout":
@@ -234,7 +233,7 @@ def test_closed_streams(command_line: CommandLine, stream: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_replay_needs_no_stdin_and_says_that_a_disk_is_full(command_line: CommandLine) -> None:
+def test_a_replay_needs_no_stdin_and_says_that_a_disk_is_full(command_line):
     result = command_line.shell(" ".join([*QUICK, "--requests=2", "--json=/dev/full", "0<&-"]))
     assert result.returncode == 1
     assert "passed" in result.stdout
@@ -243,7 +242,7 @@ def test_a_replay_needs_no_stdin_and_says_that_a_disk_is_full(command_line: Comm
 
 
 @pytest.mark.parametrize("command", ["explain --lens 13,40", "plan --cp-size 2,4", "--help"])
-def test_a_full_disk(command_line: CommandLine, command: str) -> None:
+def test_a_full_disk(command_line, command):
     result = command_line.shell(f"{command} > /dev/full")
     assert result.stderr == "Error: standard output: No space left on device\n"
     assert result.returncode == 1
@@ -252,7 +251,7 @@ def test_a_full_disk(command_line: CommandLine, command: str) -> None:
 @pytest.mark.parametrize(
     "command", ["explain --lens 9999 --cp-size 4096", "plan --cp-size 1..4096", "plan --help"]
 )
-def test_a_reader_that_has_seen_enough(command_line: CommandLine, command: str) -> None:
+def test_a_reader_that_has_seen_enough(command_line, command):
     result = command_line.shell(f"{command} | head -n 1", pipefail=True)
     assert result.stderr == ""
     assert result.stdout.count("\n") == 1

@@ -72,7 +72,7 @@ def typed(example: str) -> Any:
 
 
 @pytest.fixture
-def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def traces(tmp_path, monkeypatch):
     """A folder with the files that examples name."""
     monkeypatch.chdir(tmp_path)
     record = {"timestamp": 0, "input_length": 700, "output_length": 9, "hash_ids": [0, 1]}
@@ -90,20 +90,20 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("traces")
 @pytest.mark.parametrize("example", sorted({*EXAMPLES, *examples_in(PAGE.read_text("utf-8"))}))
-def test_every_example_can_be_typed(example: str) -> None:
+def test_every_example_can_be_typed(example):
     result = typed(example)
     if not isinstance(result.exception, Reached):
         assert result.exit_code == 0, result.output
         assert example not in EXAMPLES or len(result.stdout.splitlines()) > 5
 
 
-def test_there_are_examples_of_every_command() -> None:
+def test_there_are_examples_of_every_command():
     assert {e.split()[1] for e in HELP[""]} == set(commands.commands)
     for name in commands.commands:
         assert any(f"cpattn {name}" in example for example in HELP[name]), name
 
 
-def test_the_command_alone_teaches() -> None:
+def test_the_command_alone_teaches():
     alone = invoke()
     assert alone.exit_code == 0
     assert alone.output == help_of()
@@ -113,7 +113,7 @@ def test_the_command_alone_teaches() -> None:
 
 
 @pytest.mark.parametrize("name", ["explain", "plan"])
-def test_the_page_shows_what_comes_out(name: str) -> None:
+def test_the_page_shows_what_comes_out(name):
     (block,) = re.findall(rf"```console\n\$ (cpattn {name} .*?)```", PAGE.read_text("utf-8"), re.S)
     example, _, shown = block.partition("\n")
     result = invoke(*shlex.split(example)[1:], env={"COLUMNS": "80"})
@@ -141,7 +141,7 @@ def names_in(pattern: str, *globs: str) -> set[str]:
 SOURCES = ("tests_py/**/*.py", "bench/**/*.py")
 
 
-def test_the_page_has_all_variables_and_options() -> None:
+def test_the_page_has_all_variables_and_options():
     read = names_in(r"""["'](CPATTN_[A-Z_]+)["']""", "python/**/*.py")
     read |= names_in(r'getenv\("(CPATTN_[A-Z_]+)"', "cpp/**/*.cc", "cpp/**/*.h")
     assert tables_of_names("What the library and the command read") == read
@@ -157,7 +157,7 @@ def test_the_page_has_all_variables_and_options() -> None:
     assert tables_of_names("Options of the build") == options
 
 
-def test_the_page_has_every_command_and_its_options() -> None:
+def test_the_page_has_every_command_and_its_options():
     page = PAGE.read_text("utf-8")
     rows = re.findall(r"^\| \[`cpattn (\w+)`\]\(#cpattn-\1\) \|", page, re.M)
     assert rows == list(commands.commands)
@@ -190,7 +190,7 @@ def completed(folder: Path, *lines: str) -> list[list[str]]:
     return [offer.split() for offer in offers]
 
 
-def test_bash_completes(tmp_path: Path) -> None:
+def test_bash_completes(tmp_path):
     lines = ("''", "re", "replay --strategy ''", "plan --dt")
     assert completed(tmp_path, *lines) == [
         list(commands.commands), ["replay"], ["zigzag", "interleave", "contiguous"], ["--dtype"],
@@ -198,7 +198,7 @@ def test_bash_completes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_of_every_shell_is_on_the_page(shell: str) -> None:
+def test_completion_of_every_shell_is_on_the_page(shell):
     assert f"_CPATTN_COMPLETE={shell}_source cpattn" in PAGE.read_text(encoding="utf-8")
     result = invoke(env={"_CPATTN_COMPLETE": f"{shell}_source"})
     assert result.exit_code == 0
@@ -206,7 +206,7 @@ def test_completion_of_every_shell_is_on_the_page(shell: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["--trace", "--json", "--html"])
-def test_files_are_completed(option: str) -> None:
+def test_files_are_completed(option):
     """click says `file`, and the shell looks for files itself."""
     variables = {"COMP_WORDS": f"cpattn replay {option} ", "COMP_CWORD": "3"}
     answer = invoke(env=variables | {"_CPATTN_COMPLETE": "bash_complete"})
@@ -222,7 +222,7 @@ def test_files_are_completed(option: str) -> None:
         ("explain --strategy zigzac", "zigzag"),
     ],
 )
-def test_what_was_meant_is_suggested(typo: str, meant: str) -> None:
+def test_what_was_meant_is_suggested(typo, meant):
     result = invoke(*typo.split())
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert meant in result.stderr

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,7 +17,7 @@ Console = pytest.importorskip("rich.console").Console
 
 from cpattn._cli import progress as _progress  # noqa: E402
 from cpattn._cli import tables as _tables  # noqa: E402
-from support.command_line import QUICK, CommandLine, invoke, run_on_terminal  # noqa: E402
+from support.command_line import QUICK, invoke, run_on_terminal  # noqa: E402
 
 EXPLAIN = ("explain", "--lens", "12500000,13", "--prefix", "0,900", "--cp-size", "4")
 PLAN = ("plan", "--cp-size", "8,16")
@@ -37,7 +36,7 @@ def visible(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [(), EXPLAIN, pytest.param(REPLAY, marks=pytest.mark.slow)])
-def test_a_terminal_is_not_too_narrow(command_line: CommandLine, command: tuple[str, ...]) -> None:
+def test_a_terminal_is_not_too_narrow(command_line, command):
     """Of 60 columns; a replay also shows where it stands there, and has colours."""
     written = run_on_terminal(command_line, 60, *command)
     lines = visible(written)
@@ -51,7 +50,7 @@ def test_a_terminal_is_not_too_narrow(command_line: CommandLine, command: tuple[
 
 @pytest.mark.parametrize("command", [EXPLAIN, PLAN], ids=lambda command: command[0])
 @pytest.mark.parametrize("columns", ["40", "80", "120", "0", "-3", "x", "1", "99999"])
-def test_columns_are_those_of_the_environment(command: tuple[str, ...], columns: str) -> None:
+def test_columns_are_those_of_the_environment(command, columns):
     result = invoke(*command, env={"COLUMNS": columns})
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if not line.startswith("assumed: ")]
@@ -62,7 +61,7 @@ def test_columns_are_those_of_the_environment(command: tuple[str, ...], columns:
 
 
 @pytest.mark.slow
-def test_a_dumb_terminal_has_lines(command_line: CommandLine) -> None:
+def test_a_dumb_terminal_has_lines(command_line):
     written = "\n".join(run_on_terminal(command_line, 80, *REPLAY, env={"TERM": "dumb"}))
     assert "passed" in written
     assert "\x1b" not in written
@@ -72,9 +71,7 @@ def test_a_dumb_terminal_has_lines(command_line: CommandLine) -> None:
     ("command", "environment"),
     [*((c, ASCII) for c in (EXPLAIN, PLAN, ())), *((c, C_LOCALE) for c in (EXPLAIN, PLAN))],
 )
-def test_ascii_is_enough(
-    command_line: CommandLine, command: tuple[str, ...], environment: dict[str, str]
-) -> None:
+def test_ascii_is_enough(command_line, command, environment):
     result = command_line.run(*command, env={**os.environ, **environment})
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
@@ -92,9 +89,7 @@ def test_ascii_is_enough(
     ("environment", "name", "shown"),
     [(ASCII, "träce.jsonl", r"tr\xe4ce.jsonl"), (C_LOCALE, "trace.jsonl", "trace.jsonl")],
 )
-def test_a_replay_without_colours_in_ascii(
-    command_line: CommandLine, tmp_path: Path, environment: dict[str, str], name: str, shown: str
-) -> None:
+def test_a_replay_without_colours_in_ascii(command_line, tmp_path, environment, name, shown):
     """Its files are in UTF-8, and a name that ASCII has not is written in another way."""
     trace, paths = tmp_path / name, (tmp_path / "r.json", tmp_path / "r.html")
     trace.write_text('{"timestamp":0,"input_length":640,"output_length":1,"hash_ids":[0,1]}\n')
@@ -110,7 +105,7 @@ def test_a_replay_without_colours_in_ascii(
     assert paths[0].read_bytes().isascii()
 
 
-def test_lines_say_what_was_told_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_say_what_was_told_last(capsys):
     """After a second, and then every ten."""
     lines = _progress.ProgressLines("cpattn replay", "prompt tokens")
     waited: list[float] = []
@@ -140,7 +135,7 @@ def test_lines_say_what_was_told_last(capsys: pytest.CaptureFixture[str]) -> Non
         )
 
 
-def test_a_table_leaves_out_what_matters_least() -> None:
+def test_a_table_leaves_out_what_matters_least():
     def printed(width: int) -> tuple[str, list[str]]:
         console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True)
         rows = [_tables.Row(["1", "22", "333"])]
@@ -158,7 +153,7 @@ def test_a_table_leaves_out_what_matters_least() -> None:
     assert printed(5)[1] == ["three"]
 
 
-def test_pace_and_time_left() -> None:
+def test_pace_and_time_left():
     pace = _progress.Pace()
     assert pace.rate(0.0) is None
     pace.note(0, 10.0)  # five seconds until processes have started
@@ -189,7 +184,7 @@ def bar_at(width: int, unit: str, done: int, total: int | None) -> str:
 
 
 @pytest.mark.parametrize("width", [40, 50, 60, 80, 100, 200])
-def test_a_bar_says_how_fast_and_how_long(width: int) -> None:
+def test_a_bar_says_how_fast_and_how_long(width):
     text = bar_at(width, "prompt tokens", 20_000, 70_000)
     assert len(text) <= width
     assert "\n" not in text
@@ -204,6 +199,6 @@ def test_a_bar_says_how_fast_and_how_long(width: int) -> None:
     assert "left" not in endless
 
 
-def test_without_rich_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_there_are_lines(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert isinstance(_progress.make_progress("cpattn.distributed.check"), _progress.ProgressLines)

@@ -46,7 +46,7 @@ def fake(folder: Path, name: str, version: str, points: str = "") -> None:
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packages(tmp_path, monkeypatch):
     """A folder whose distributions are all that is installed."""
     folder = tmp_path / "packages"
     folder.mkdir()
@@ -63,7 +63,7 @@ def of_environment(**environ: str) -> dict[str, Finding]:
 
 
 @pytest.fixture
-def machine_of(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineOf:
+def machine_of(packages, tmp_path, monkeypatch):
     """All findings on a machine that is described by the arguments, by their names."""
 
     def findings_of(
@@ -114,9 +114,7 @@ def machine_of(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", MACHINES)
-def test_only_a_long_path_is_wider_than_the_terminal(
-    machine_of: MachineOf, packages: Path, kind: str
-) -> None:
+def test_only_a_long_path_is_wider_than_the_terminal(machine_of, packages, kind):
     fake(packages, "torch", "2.13.0")
     found = list(machine_of(**MACHINES[kind]).values())
     for width in range(40, 121):
@@ -128,9 +126,7 @@ def test_only_a_long_path_is_wider_than_the_terminal(
         assert all(set(f"{f.name} {f.text} {f.hint}".split()) <= set(words) for f in found)
 
 
-def test_text_json_and_exit_code_are_those_of_the_findings(
-    machine_of: MachineOf, packages: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_json_and_exit_code_are_those_of_the_findings(machine_of, packages, monkeypatch):
     fake(packages, "torch", "2.13.0")
     for kind, code in (("every instruction set", 0), ("half-exposed AMX", 1)):
         found = list(machine_of(**MACHINES[kind]).values())
@@ -147,7 +143,7 @@ def test_text_json_and_exit_code_are_those_of_the_findings(
         assert verdict in text.stdout
 
 
-def test_a_process_needs_numpy_and_click_only() -> None:
+def test_a_process_needs_numpy_and_click_only():
     """Whatever the machine is: exit code 1 says that something is broken."""
     others = ("rich", "torch", "matplotlib", "jinja2", "vllm", "sglang", "transformers")
     program = (
@@ -182,16 +178,14 @@ def test_a_process_needs_numpy_and_click_only() -> None:
         (ValueError("'sse9' is not"), "sse9", "'sse9' is not", "broken"),
     ],
 )
-def test_instructions(
-    machine_of: MachineOf, active: str | ValueError, chosen: str | None, text: str, state: str
-) -> None:
+def test_instructions(machine_of, active, chosen, text, state):
     environ = {"CPATTN_ISA": chosen} if chosen else {}
     found = machine_of(isas=("portable", "amx"), active=active, environ=environ)["instructions"]
     assert (found.text, found.state) == (text, state)
     assert (found.hint != "") == (state == "broken")
 
 
-def test_threads(machine_of: MachineOf) -> None:
+def test_threads(machine_of):
     found = machine_of(cpus=4)["threads"]
     assert (found.text, found.state) == ("a call uses 4, one for each of 4 CPUs", "ok")
     found = machine_of(cpus=4, threads=16, environ={"CPATTN_NUM_THREADS": "16"})["threads"]
@@ -215,9 +209,7 @@ QUOTA, PERIOD = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
         ({"cpu.max": "nonsense"}, None),
     ],
 )
-def test_quota_of_a_container(
-    machine_of: MachineOf, contents: dict[str, str], cpus: float | None
-) -> None:
+def test_quota_of_a_container(machine_of, contents, cpus):
     files = {f"sys/fs/cgroup/{name}": text for name, text in contents.items()}
     finding = machine_of(files=files)["CPU quota"]
     if cpus is None:
@@ -227,7 +219,7 @@ def test_quota_of_a_container(
         assert (finding.state, finding.hint) == ("warning", "export CPATTN_NUM_THREADS=1")
 
 
-def test_memory_and_nodes(machine_of: MachineOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_nodes(machine_of, monkeypatch):
     pages = "sys/kernel/mm/transparent_hugepage/enabled"
     node = "sys/devices/system/node/node{}/cpulist"
     found = machine_of(files={pages: "always madvise [never]\n", node.format(0): "0-1"})
@@ -252,9 +244,7 @@ def test_memory_and_nodes(machine_of: MachineOf, monkeypatch: pytest.MonkeyPatch
         *((value, "ok") for value in ("AVX512_CORE_FP16", "avx2")),
     ],
 )
-def test_torch_without_its_guard(
-    machine_of: MachineOf, packages: Path, given: str, state: str
-) -> None:
+def test_torch_without_its_guard(machine_of, packages, given, state):
     variable = torch_guard.VARIABLE
     environ = {variable: given} if given else {}
     assert "torch guard" not in machine_of(amx="half", environ=environ)
@@ -278,16 +268,14 @@ def test_torch_without_its_guard(
         ("numpy", "1.25.2", "NumPy", "1.25.2: refused", "warning"),
     ],
 )
-def test_releases(
-    packages: Path, distribution: str, version: str, name: str, text: str, state: str
-) -> None:
+def test_releases(packages, distribution, version, name, text, state):
     fake(packages, distribution, version)
     found = of_environment()[name]
     assert found.text.startswith(text)
     assert found.state == state
 
 
-def test_plugins(packages: Path) -> None:
+def test_plugins(packages):
     def lines(**environ: str) -> tuple[Finding, Finding]:
         found = of_environment(**environ)
         return found["sglang plug-in"], found["vLLM plug-in"]
@@ -310,7 +298,7 @@ def test_plugins(packages: Path) -> None:
     assert lines(SGLANG_PLUGINS="")[0].text.startswith("found, left out by SGLANG_PLUGINS=")
 
 
-def test_extras(packages: Path) -> None:
+def test_extras(packages):
     fake(packages, "click", "8.1")
     found = of_environment()["extra cli"]
     assert found.text.startswith("without torch, rich, matplotlib, jinja2, which ")
@@ -320,7 +308,7 @@ def test_extras(packages: Path) -> None:
     assert of_environment()["extra cli"].text.startswith("complete")
 
 
-def test_extras_are_those_of_the_project() -> None:
+def test_extras_are_those_of_the_project():
     from support.entry_points import PYPROJECT, tomllib
 
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
@@ -339,7 +327,7 @@ def test_extras_are_those_of_the_project() -> None:
         ("""print('{"isa": "portable", "error": 7.5}')""", "largest error 7.50"),
     ],
 )
-def test_a_self_test_that_fails(program: str, text: str) -> None:
+def test_a_self_test_that_fails(program, text):
     (finding,) = self_test.findings([sys.executable, "-c", program])
     assert text in finding.text
     assert finding.state == "broken"
@@ -347,7 +335,7 @@ def test_a_self_test_that_fails(program: str, text: str) -> None:
     assert "\x1b[31mx " in report.as_text([finding], 80, colours=True)
 
 
-def test_attention_differs_from_its_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_differs_from_its_oracle(monkeypatch):
     assert self_test.error_of_attention() <= 1
     wrong = self_test.paged_attention
     monkeypatch.setattr(self_test, "paged_attention", lambda *a, **k: wrong(*a, **k) + 1e-4)

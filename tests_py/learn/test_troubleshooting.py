@@ -18,7 +18,7 @@ import pytest
 import cpattn
 from cpattn import _core, torch_guard
 from cpattn.traffic import PrefixCache
-from support.children import Children, path_with
+from support.children import path_with
 from support.places import ROOT, TESTS
 
 pytestmark = pytest.mark.slow  # children that import torch, a dozen
@@ -134,7 +134,7 @@ for length in (20 + rank, 20)[: 2 - rank]:  # rank 1 is gone at the second
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, module_children: Children) -> str:
+def two_ranks(tmp_path_factory, module_children):
     """Ranks with plans that differ, then one whose peer has ended."""
     pytest.importorskip("torch")
     store = tmp_path_factory.mktemp("ranks") / "store"

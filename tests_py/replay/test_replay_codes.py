@@ -38,7 +38,7 @@ def bytes_of(config: DenseConfig) -> int:
 @pytest.mark.parametrize(
     ("kv_dtype", "dtype"), [("fp8", "float32"), ("fp8_e5m2", "bfloat16"), ("int8", "float32")]
 )
-def test_a_replay_over_codes(kv_dtype: str, dtype: str) -> None:
+def test_a_replay_over_codes(kv_dtype, dtype):
     model = replace(WIDE, kv_dtype=kv_dtype, dtype=dtype)
     report = replay(generate_trace(8, seed=2), replace(OPTIONS, model=model, torch_baseline=True))
     summary = summarize(report)
@@ -54,7 +54,7 @@ def test_a_replay_over_codes(kv_dtype: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", CODES)
-def test_tokens_decoded_over_codes(kv_dtype: str) -> None:
+def test_tokens_decoded_over_codes(kv_dtype):
     """Codes and scales are sent, and decoding reads them."""
     config = replace(WIDE, kv_dtype=kv_dtype)
     requests = scale_lengths(generate_trace(12, seed=2), 64)
@@ -70,7 +70,7 @@ def test_tokens_decoded_over_codes(kv_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", CODES)
-def test_the_oracle_on_codes_sees_what_is_wrong(kv_dtype: str) -> None:
+def test_the_oracle_on_codes_sees_what_is_wrong(kv_dtype):
     """A page that changed after attention, which the tolerance for codes might swallow."""
     config = replace(WIDE, kv_dtype=kv_dtype)
     pool = make_pool(config, 8, 4, range(1))
@@ -101,7 +101,7 @@ def test_the_oracle_on_codes_sees_what_is_wrong(kv_dtype: str) -> None:
     assert error_over_codes(config, pool, 0, q, out, tables, lens) == np.inf
 
 
-def test_ranks_without_rows_have_no_error() -> None:
+def test_ranks_without_rows_have_no_error():
     config = replace(WIDE, kv_dtype="int8")
     with one_rank() as group:
         attention = DenseAttention(config, ContextParallel(group, page_size=4), 8, range(2))

@@ -39,9 +39,7 @@ def page_bytes(model: DenseConfig) -> int:
         ("page_interleave", 2, 2, 1, "fp8"),
     ],
 )
-def test_tokens_are_those_of_one_process(
-    placement: str, cp_size: int, pp_size: int, decode_ranks: int, kv_dtype: str
-) -> None:
+def test_tokens_are_those_of_one_process(placement, cp_size, pp_size, decode_ranks, kv_dtype):
     requires_mooncake()
     model = replace(SMALL, head_dim=32, vocab_size=256, kv_dtype=kv_dtype)
     options = replace(
@@ -80,9 +78,7 @@ class Recorder:
     ("cp_size", "num_peers", "is_sharded"),
     [(size, peers, (size + peers) % 2 == 0) for size in (1, 2, 3) for peers in (1, 2, 3)],
 )
-def test_each_page_is_sent_once_to_its_place(
-    cp_size: int, num_peers: int, is_sharded: bool
-) -> None:
+def test_each_page_is_sent_once_to_its_place(cp_size, num_peers, is_sharded):
     rng = np.random.default_rng(cp_size * 10 + num_peers)
     # Pages of 8 bytes; those of rank r of a group lie at r << 20.
     src_pages, dst_pages = (rng.permutation(np.arange(3, 90))[:40].astype(np.int32) for _ in "sd")

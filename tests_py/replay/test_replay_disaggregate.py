@@ -64,9 +64,7 @@ def run(
         (FP8_ROWS, 788, (1, 1, 4)),
     ],
 )
-def test_tokens_are_those_of_one_process(
-    model: Any, token_bytes: int, sizes: tuple[int, int, int]
-) -> None:
+def test_tokens_are_those_of_one_process(model, token_bytes, sizes):
     """All parts of rows arrive, and each token's keys are right, in sparse models too."""
     pp_size, cp_size, page_size = sizes
     system = run(model, pp_size=pp_size, cp_size=cp_size, page_size=page_size)
@@ -126,9 +124,7 @@ def nothing_of_rank_0(send: Send, link: Endpoint, delivery: Delivery, *rank: int
         (nothing_of_rank_0, "bfloat16"),
     ],
 )
-def test_the_check_sees_wrong_sending(
-    monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: str
-) -> None:
+def test_the_check_sees_wrong_sending(monkeypatch, wrong, dtype):
     send = Endpoint.send_pages
     monkeypatch.setattr(
         Endpoint, "send_pages", lambda link, *arguments: wrong(send, link, *arguments)
@@ -147,7 +143,7 @@ def test_the_check_sees_wrong_sending(
         *((FP8_ROWS, kind) for kind in ("k", "index_k")),
     ],
 )
-def test_the_check_sees_a_page_of_another_prompt(model: Any, kind: str) -> None:
+def test_the_check_sees_a_page_of_another_prompt(model, kind):
     """Written before, so that no NaN gives it away."""
 
     def harm(system: InOneProcess) -> None:
@@ -163,7 +159,7 @@ def test_the_check_sees_a_page_of_another_prompt(model: Any, kind: str) -> None:
     assert checker.num_wrong > 0 or model is not DENSE
 
 
-def test_near_ties_are_not_wrong() -> None:
+def test_near_ties_are_not_wrong():
     checker = DecodeChecker(replace(DENSE, dtype="bfloat16"), block_tokens=8, rows_per_chunk=4)
     logits = torch.zeros(3, 8)
     logits[:, 5] = torch.tensor([0.0, 0.9, 1.1]) * checker.margin
@@ -173,7 +169,7 @@ def test_near_ties_are_not_wrong() -> None:
     assert (checker.num_tokens, checker.num_wrong, checker.num_near_ties) == (6, 1, 1)
 
 
-def test_an_engine_is_tried_without_a_trace(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_is_tried_without_a_trace(capfd):
     requires_mooncake()
     before = dict(os.environ)
     require_engine()
@@ -186,7 +182,7 @@ def children() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_replay_over_the_engine() -> None:
+def test_a_replay_over_the_engine():
     requires_mooncake()
     requests = generate_trace(20, seed=2)
     report = replay(requests, replace(DECODING, pp_size=2, cp_size=2))
@@ -221,7 +217,7 @@ def test_a_replay_over_the_engine() -> None:
     ("model", "token_bytes"),
     [(replace(SPARSE, dtype="bfloat16"), (64 + 16 + 32) * 2), (FP8_ROWS, 656 + 132)],
 )
-def test_a_sparse_replay_over_the_engine(model: Any, token_bytes: int) -> None:
+def test_a_sparse_replay_over_the_engine(model, token_bytes):
     requires_mooncake()
     report = replay(generate_trace(8, seed=2), replace(DECODING, model=model, cp_size=2))
     assert report.passed
@@ -237,7 +233,7 @@ def test_a_sparse_replay_over_the_engine(model: Any, token_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("victim", "name"), [("the-decode-process", "the decode process"), ("rank-0", "rank 0")]
 )
-def test_a_killed_process_ends_all(victim: str, name: str) -> None:
+def test_a_killed_process_ends_all(victim, name):
     requires_mooncake()
 
     def kill(done: int, total: int, what: str) -> None:
@@ -250,7 +246,7 @@ def test_a_killed_process_ends_all(victim: str, name: str) -> None:
     assert not children()
 
 
-def test_wrong_tokens_fail_the_report() -> None:
+def test_wrong_tokens_fail_the_report():
     report = ReplayReport(OPTIONS, {}, 1, 1, 0, tolerance=0.1, decode=DecodeReport())
     assert report.passed
     assert report.decode is not None

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
     [("zigzag", 2, FP8_DSA), ("interleave", 3, SMALL_DSA), ("contiguous", 2, RAGGED_DSA)],
     ids=["fp8", "float32", "ragged"],
 )
-def test_every_batch_is_right(strategy: str, cp_size: int, model: DsaConfig) -> None:
+def test_every_batch_is_right(strategy, cp_size, model):
     options = replace(OPTIONS, model=model, strategy=strategy, cp_size=cp_size, torch_baseline=True)
     report = replay(generate_trace(10, seed=1), options)
     assert report.passed
@@ -73,7 +73,7 @@ def test_every_batch_is_right(strategy: str, cp_size: int, model: DsaConfig) -> 
 
 
 @pytest.fixture
-def cp() -> Iterator[ContextParallel]:
+def cp():
     with one_rank() as group:
         yield ContextParallel(group, page_size=PAGE_SIZE)
 
@@ -116,7 +116,7 @@ def checked(
     [SMALL_DSA, replace(SMALL_DSA, dtype="bfloat16"), FP8_DSA, RAGGED_DSA],
     ids=["float32", "bfloat16", "fp8", "fp8 ragged"],
 )
-def test_errors_are_roundings(cp: ContextParallel, config: DsaConfig) -> None:
+def test_errors_are_roundings(cp, config):
     checker = checked(cp, config)
     assert checker.num_rows > 100
     assert max(checker.errors.values()) <= checker.tolerance
@@ -137,9 +137,7 @@ def test_errors_are_roundings(cp: ContextParallel, config: DsaConfig) -> None:
         (FP8_DSA, "index_k", False),
     ],
 )
-def test_the_check_sees_a_spoiled_page(
-    cp: ContextParallel, config: DsaConfig, buffer: str, is_written: bool
-) -> None:
+def test_the_check_sees_a_spoiled_page(cp, config, buffer, is_written):
     """It has what was written to another one, or nothing."""
 
     def harm(batch: Batch, attention: SparseAttention) -> None:
@@ -154,7 +152,7 @@ def test_the_check_sees_a_spoiled_page(
     assert max(checker.errors.values()) > checker.tolerance
 
 
-def test_a_rank_without_rows(cp: ContextParallel) -> None:
+def test_a_rank_without_rows(cp):
     """Of one new token two of three ranks have nothing, and still say how long it took them."""
     metadata = build_cp_metadata([1], [5], cp_rank=2, cp_size=3, strategy="interleave")
     plan = replace(cp.plan([1], [5], block_tables=[[1, 0]]), metadata=metadata, rows_per_rank=(0,))
@@ -192,7 +190,7 @@ def best_keys(inputs: SparseInputs, topk: int) -> Any:
     return chosen
 
 
-def test_the_torch_baseline_is_the_same_attention() -> None:
+def test_the_torch_baseline_is_the_same_attention():
     inputs, rows = inputs_of(SMALL_DSA, 60), np.arange(60)
     table = np.random.default_rng(0).permutation(20).astype(np.int32)[None]
     segments = make_segments(rows * 0, rows + 1, table, PAGE_SIZE, masks=False)
@@ -222,7 +220,7 @@ def test_the_torch_baseline_is_the_same_attention() -> None:
 
 
 @pytest.mark.parametrize("kind", ["right", "another key", "twice", "too few", "later", "far"])
-def test_keys_are_checked(kind: str) -> None:
+def test_keys_are_checked(kind):
     inputs = inputs_of(SMALL_DSA, 60)
     chosen = best_keys(inputs, SMALL_DSA.topk)
     row = 40
@@ -235,7 +233,7 @@ def test_keys_are_checked(kind: str) -> None:
     assert np.flatnonzero(operators.wrong_rows).tolist() == ([] if kind == "right" else [row])
 
 
-def test_a_key_of_nearly_the_same_score_is_no_error() -> None:
+def test_a_key_of_nearly_the_same_score_is_no_error():
     inputs = inputs_of(SMALL_DSA, 60)
     inputs.index_weights.abs_()
     last = inputs._replace(**{name: getattr(inputs, name)[-1:] for name in PER_QUERY})

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from cpattn._hosts import Hosts, HostsError, enter
 from cpattn.replay.driver import replay
 from cpattn.replay.report.summary import figures
 from cpattn.traffic.trace import generate_trace
-from support.children import Children
-from support.command_line import COMMAND, QUICK, CommandLine, workers_of
+from support.command_line import COMMAND, QUICK, workers_of
 from support.replay.replay_models import OPTIONS
 from support.time_limits import PATIENCE
 from support.transfer.transfer_processes import requires_mooncake
@@ -34,7 +33,7 @@ ON_HOSTS = replace(OPTIONS, cp_size=4, hosts=2)
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[Hosts]:
+def two_hosts():
     """With cables of 100 Mbit/s."""
     hosts = Hosts(2, link_gbps=0.1)
     try:
@@ -57,7 +56,7 @@ def on_host(path: str, function: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def test_a_cable_has_the_rate_that_was_asked_for(two_hosts: Hosts) -> None:
+def test_a_cable_has_the_rate_that_was_asked_for(two_hosts):
     num_bytes, listening, ended = 4 << 20, threading.Event(), []
 
     def receive() -> None:
@@ -86,7 +85,7 @@ def test_a_cable_has_the_rate_that_was_asked_for(two_hosts: Hosts) -> None:
     assert here > num_bytes > there
 
 
-def test_hosts_see_each_other_and_nobody_else(two_hosts: Hosts) -> None:
+def test_hosts_see_each_other_and_nobody_else(two_hosts):
     names: list[list[str]] = []
     on_host(two_hosts.path(0), lambda: names.append([n for _, n in socket.if_nameindex()])).join()
     assert sorted(names[0])[:1] == ["eth0"]
@@ -97,7 +96,7 @@ def test_hosts_see_each_other_and_nobody_else(two_hosts: Hosts) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["replicated", "page_interleave"])
-def test_a_replay_over_two_hosts(two_hosts: Hosts, placement: str) -> None:
+def test_a_replay_over_two_hosts(two_hosts, placement):
     options = replace(ON_HOSTS, placement=placement, link_gbps=1.0)
     report = replay(generate_trace(12, seed=1), options)
     assert report.passed
@@ -113,7 +112,7 @@ def test_a_replay_over_two_hosts(two_hosts: Hosts, placement: str) -> None:
 
 
 @pytest.mark.slow
-def test_decoding_on_hosts(two_hosts: Hosts) -> None:
+def test_decoding_on_hosts(two_hosts):
     requires_mooncake()
     options = replace(
         ON_HOSTS, placement="page_interleave", cp_size=2, decode_tokens=4, decode_ranks=2
@@ -138,9 +137,7 @@ def namespaces() -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_hosts(
-    two_hosts: Hosts, command_line: CommandLine, number: signal.Signals
-) -> None:
+def test_nothing_is_left_of_hosts(two_hosts, command_line, number):
     run = command_line.start(*QUICK, "--requests=1000", "--hosts=2", "--no-torch-baseline")
     deadline = time.monotonic() + PATIENCE
     own = os.readlink("/proc/self/ns/net")
@@ -162,7 +159,7 @@ def test_nothing_is_left_of_hosts(
         time.sleep(0.1)
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(_hosts, "which", lambda command: None if command == "ip" else command)
         with pytest.raises(HostsError, match=r"hosts need the command ip, of iproute2"):
@@ -176,7 +173,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_rights_it_says_which(children: Children) -> None:
+def test_without_the_rights_it_says_which(children):
     """An error in a line before any process starts, and no replay on one host instead."""
     dropped = "-sys_admin,-net_admin"
     bare = ["setpriv", f"--bounding-set={dropped}", f"--inh-caps={dropped}"]

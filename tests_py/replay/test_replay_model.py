@@ -65,7 +65,7 @@ def replay(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_chunks_behind_cached_prefixes_equal_the_whole_prompt(dtype: str) -> None:
+def test_chunks_behind_cached_prefixes_equal_the_whole_prompt(dtype):
     checker = replay(replace(LAYERS, dtype=dtype))
     assert checker.num_rows > 100
     worst = max(checker.errors.values())
@@ -77,7 +77,7 @@ def test_chunks_behind_cached_prefixes_equal_the_whole_prompt(dtype: str) -> Non
 @pytest.mark.parametrize(
     ("dtype", "kind"), [("float32", "other page"), ("bfloat16", "other page"), ("float32", "never")]
 )
-def test_the_check_sees_a_spoiled_page(dtype: str, kind: str) -> None:
+def test_the_check_sees_a_spoiled_page(dtype, kind):
     def harm(batch: Batch, pools: list[torch.Tensor]) -> None:
         for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
             if chunk.begin >= 2 * PAGE_SIZE:
@@ -90,7 +90,7 @@ def test_the_check_sees_a_spoiled_page(dtype: str, kind: str) -> None:
     assert not any(np.isnan(error) for error in checker.errors.values())
 
 
-def test_rows_of_the_last_layer_are_the_rows_of_the_whole() -> None:
+def test_rows_of_the_last_layer_are_the_rows_of_the_whole():
     model = Decoder(SMALL)
     tokens, positions = torch.arange(40) % SMALL.vocab_size, torch.arange(40)
     rows = torch.tensor([0, 7, 39])
@@ -104,7 +104,7 @@ def test_rows_of_the_last_layer_are_the_rows_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize(("pp_size", "sizes"), [(1, [4]), (2, [2, 2]), (3, [2, 1, 1])])
-def test_stages_one_after_the_other_are_the_decoder(pp_size: int, sizes: list[int]) -> None:
+def test_stages_one_after_the_other_are_the_decoder(pp_size, sizes):
     config = replace(SMALL, num_layers=4)
     tokens, positions = torch.arange(20) % config.vocab_size, torch.arange(20)
     called = []
@@ -122,7 +122,7 @@ def test_stages_one_after_the_other_are_the_decoder(pp_size: int, sizes: list[in
     assert torch.equal(x, Decoder(config)(tokens, positions, attention))
 
 
-def test_logits_do_not_repeat_the_token() -> None:
+def test_logits_do_not_repeat_the_token():
     head = Head(SMALL)
     hidden = Decoder(SMALL)(
         torch.arange(64), torch.zeros(64), lambda _, q, k, v: dense_attention(q, k, v, None)
@@ -134,7 +134,7 @@ def test_logits_do_not_repeat_the_token() -> None:
     assert len(set(logits.argmax(dim=-1).tolist())) > 8
 
 
-def test_positions_are_global() -> None:
+def test_positions_are_global():
     """Attention scores depend on distances: shifting every position alike changes nothing."""
     model = Decoder(SMALL)
     tokens, positions = torch.arange(24) % SMALL.vocab_size, torch.arange(24)
@@ -149,7 +149,7 @@ def test_positions_are_global() -> None:
     assert (model(tokens, folded, attention) - base).abs().max() > 0.1
 
 
-def test_equal_seeds_are_equal_weights() -> None:
+def test_equal_seeds_are_equal_weights():
     a, b = (Decoder(SMALL).state_dict() for _ in range(2))
     other = Decoder(replace(SMALL, seed=1)).state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -157,7 +157,7 @@ def test_equal_seeds_are_equal_weights() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 3])
-def test_segments_gather_what_each_row_sees(stride: int) -> None:
+def test_segments_gather_what_each_row_sees(stride):
     rng = torch.Generator().manual_seed(0)
     tables = np.array([[5, 2, 7, -1], [1, 0, 3, 6]], dtype=np.int32)
     requests = np.array([0, 0, 0, 1, 1, 1, 1])
@@ -176,7 +176,7 @@ def test_segments_gather_what_each_row_sees(stride: int) -> None:
             assert_similar(out[row, head], p @ v[slots, head // 2])
 
 
-def test_sampled_rows_cover_every_chunk() -> None:
+def test_sampled_rows_cover_every_chunk():
     checker = Checker(SMALL, block_tokens=8, rows_per_chunk=5)
     requests = scale_lengths(generate_trace(6), 64)
     cache = PrefixCache(800, page_size=PAGE_SIZE, block_tokens=8)

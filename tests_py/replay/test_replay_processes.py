@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
         ("contiguous", 2, 1, "float16"),
     ],
 )
-def test_every_batch_is_right(strategy: str, cp_size: int, pp_size: int, dtype: str) -> None:
+def test_every_batch_is_right(strategy, cp_size, pp_size, dtype):
     sizes = {"strategy": strategy, "cp_size": cp_size, "pp_size": pp_size, "torch_baseline": True}
     options = replace(OPTIONS, **sizes, model=replace(SMALL, dtype=dtype))
     steps: list[tuple[int, int, str]] = []
@@ -77,7 +77,7 @@ REQUESTS = [Request(0, 64 * length, 128, ids) for ids, length in LENGTHS.items()
 
 
 @pytest.mark.parametrize(
-    ("model", "cp_size", "pp_size", "strategy", "token_budget", "decode_tokens"),
+    ("model", "cp_size", "pp_size", "strategy", "budget", "decode_tokens"),
     [
         (SMALL, 2, 1, "zigzag", 1, 0),
         (SMALL, 3, 1, "contiguous", 3, 0),
@@ -89,20 +89,20 @@ REQUESTS = [Request(0, 64 * length, 128, ids) for ids, length in LENGTHS.items()
     ],
 )
 def test_a_rank_may_have_nothing_to_do(
-    model: Any, cp_size: int, pp_size: int, strategy: str, token_budget: int, decode_tokens: int
-) -> None:
+    model, cp_size, pp_size, strategy, token_budget, decode_tokens
+):
     """A rank without a row of a batch takes part, and computes nothing."""
     if decode_tokens:
         requires_mooncake()
     sizes = {"cp_size": cp_size, "pp_size": pp_size, "strategy": strategy, "model": model}
-    options = replace(OPTIONS, **sizes, token_budget=token_budget, decode_tokens=decode_tokens)
+    options = replace(OPTIONS, **sizes, token_budget=budget, decode_tokens=decode_tokens)
     report = replay(REQUESTS, options)
     assert report.passed
     assert report.new_tokens + report.hit_tokens == report.input_tokens == 17
     assert 0 in [rank for batch in report.batches for rank in batch.rank_rows]
 
 
-def test_a_dense_layer_takes_no_rows() -> None:
+def test_a_dense_layer_takes_no_rows():
     nothing = torch.empty(0, dtype=torch.int64)
     shapes = []
 
@@ -114,7 +114,7 @@ def test_a_dense_layer_takes_no_rows() -> None:
     assert shapes == [[(0, 4, 16), (0, 2, 16), (0, 2, 16)]] * 2
 
 
-def test_a_failing_worker_says_why() -> None:
+def test_a_failing_worker_says_why():
     lease = Lease(blocks=(), cached_tokens=0)
     chunk = Chunk(0, Request(0, 3, 1, (0,)), lease, begin=0, end=3)
     pages = np.array([[11]], dtype=np.int32)  # one more than there are

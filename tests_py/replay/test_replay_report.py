@@ -7,9 +7,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +29,7 @@ def printed(report: ReplayReport, width: int | None = None) -> str:
     return file.getvalue()
 
 
-def test_the_summary_adds_up() -> None:
+def test_the_summary_adds_up():
     assert (imbalance([0, 0]), imbalance([4, 0])) == (1.0, 2.0)
     summary = summarize(make_report())
     assert summary["hit_rate"] == 0.8
@@ -47,7 +45,7 @@ def test_the_summary_adds_up() -> None:
     assert summary["passed"] is True
 
 
-def test_a_sparse_model_is_told_by_phase(tmp_path: Path) -> None:
+def test_a_sparse_model_is_told_by_phase(tmp_path):
     report = make_sparse_report()
     summary = summarize(report)
     assert summary["model"] == "dsa"
@@ -68,7 +66,7 @@ def test_a_sparse_model_is_told_by_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [0.03, math.inf])
-def test_a_wrong_result_is_said_everywhere(error: float, tmp_path: Path) -> None:
+def test_a_wrong_result_is_said_everywhere(error, tmp_path):
     report = make_report()
     report.batches[1].max_error = error
     assert not report.passed
@@ -81,7 +79,7 @@ def test_a_wrong_result_is_said_everywhere(error: float, tmp_path: Path) -> None
     assert "FAILED" in (tmp_path / "r.html").read_text()
 
 
-def test_what_was_not_asked_for_is_left_out(tmp_path: Path) -> None:
+def test_what_was_not_asked_for_is_left_out(tmp_path):
     report = make_report(tolerance=None)
     report.options = replace(report.options, torch_baseline=False, check_rows=0)
     for batch in report.batches:
@@ -99,7 +97,7 @@ def test_what_was_not_asked_for_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_report, make_sparse_report])
-def test_the_table_fits_the_terminal(make: Callable[[], ReplayReport]) -> None:
+def test_the_table_fits_the_terminal(make):
     for width in (60, 80, 120):
         lines = re.sub("\x1b\\[[0-9;]*m", "", printed(make(), width)).splitlines()
         assert max(map(len, lines)) <= width
@@ -110,9 +108,7 @@ def test_the_table_fits_the_terminal(make: Callable[[], ReplayReport]) -> None:
 
 
 @pytest.mark.parametrize("make", [make_report, make_sparse_report])
-def test_the_page_fits_a_telephone_and_a_dark_room(
-    make: Callable[[], ReplayReport], tmp_path: Path
-) -> None:
+def test_the_page_fits_a_telephone_and_a_dark_room(make, tmp_path):
     """As screenshots of a browser showed; here is what makes them so."""
     write_html(make(), "a title", tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
@@ -131,7 +127,7 @@ def test_the_page_fits_a_telephone_and_a_dark_room(
 
 
 @pytest.mark.parametrize("width", [40, 80, None])
-def test_the_guide_says_what_was_seen_and_what_comes_next(width: int | None) -> None:
+def test_the_guide_says_what_was_seen_and_what_comes_next(width):
     lines = guide_lines(make_report(), width)
     assert max(map(len, lines)) <= (width or 100)
     assert [line[:4] for line in lines if line[0] != " "] == ["seen", "why ", "next"]

@@ -8,7 +8,6 @@ import math
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from cpattn.replay.report.summary import (
 )
 from cpattn.replay.shards import PlacementName
 from cpattn.traffic.trace import Request, generate_trace
-from support.command_line import QUICK, CommandLine
+from support.command_line import QUICK
 from support.replay.made_up_reports import make_report
 from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA
 
@@ -69,9 +68,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("placement", "exchange", "cp_size", "pp_size", "strategy", "dtype"), CASES
 )
-def test_sharded_batches_are_right(
-    placement: str, exchange: str, cp_size: int, pp_size: int, strategy: str, dtype: str
-) -> None:
+def test_sharded_batches_are_right(placement, exchange, cp_size, pp_size, strategy, dtype):
     sizes = {"cp_size": cp_size, "pp_size": pp_size, "model": replace(SMALL, dtype=dtype)}
     ways = {"placement": placement, "exchange": exchange, "strategy": strategy}
     report = run(20, **sizes, **ways, torch_baseline=True)
@@ -95,9 +92,7 @@ def test_sharded_batches_are_right(
         ("token_interleave:2", "pass_q", 2, "contiguous"),
     ],
 )
-def test_sparse_attention_over_shards_is_right(
-    placement: str, exchange: str, cp_size: int, strategy: str
-) -> None:
+def test_sparse_attention_over_shards_is_right(placement, exchange, cp_size, strategy):
     ways = {"placement": placement, "exchange": exchange, "strategy": strategy}
     report = run(**ways, cp_size=cp_size, model=SMALL_DSA, torch_baseline=True)
     assert 0 < report.checked_keys <= report.checked_rows * SMALL_DSA.topk
@@ -118,7 +113,7 @@ def test_sparse_attention_over_shards_is_right(
         ("token_interleave", "auto", "int8"),
     ],
 )
-def test_sharded_codes_are_right(placement: str, exchange: str, kv_dtype: str) -> None:
+def test_sharded_codes_are_right(placement, exchange, kv_dtype):
     model = replace(SMALL, kv_dtype=kv_dtype, head_dim=32)
     ways = {"placement": placement, "exchange": exchange, "cp_size": 3}
     report = run(8, **ways, model=model, torch_baseline=True)
@@ -135,7 +130,7 @@ def shares(report: ReplayReport) -> list[int]:
 
 
 @pytest.mark.slow
-def test_each_rank_holds_its_share_and_the_batches_are_the_same() -> None:
+def test_each_rank_holds_its_share_and_the_batches_are_the_same():
     whole = run(cp_size=3, pool_tokens=1200)
     assert shares(whole) == [1204] * 3
     assert summarize(whole)["error_over_codes"] is None
@@ -167,7 +162,7 @@ VERSIONS = 8 * len(own_values(0))  # compared before the first exchange
         ("replicated", 32 * 256),  # every row
     ],
 )
-def test_bytes_are_those_of_the_exchange(exchange: str, attended: int) -> None:
+def test_bytes_are_those_of_the_exchange(exchange, attended):
     ways = {"placement": "page_interleave", "exchange": exchange}
     is_sharded = exchange != "replicated"
     report = replay(PROMPT, replace(OPTIONS, **(ways if is_sharded else {})))
@@ -183,7 +178,7 @@ def test_bytes_are_those_of_the_exchange(exchange: str, attended: int) -> None:
 @pytest.mark.parametrize(
     "text", ["page_interleave", "token_interleave", "token_interleave:3", "token_interleave:32"]
 )
-def test_a_rank_has_room_for_its_rows(text: str) -> None:
+def test_a_rank_has_room_for_its_rows(text):
     name = PlacementName.parse(text)
     assert name
     for size, page_size, num_pages in product((1, 2, 3, 4), (1, 4, 16), (1, 2, 3, 7, 24)):
@@ -218,14 +213,14 @@ def test_a_rank_has_room_for_its_rows(text: str) -> None:
         ({"hosts": 2, "link_gbps": 0.0}, "link_gbps must be positive and finite, got 0.0"),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together_is_refused(changes, message):
     """Beside what the command line is tried with, in cli/test_cli_errors.py."""
     with pytest.raises(ValueError, match=re.compile(message)):
         replace(OPTIONS, **changes)
 
 
 @pytest.mark.slow
-def test_results_are_those_of_replicated_pools(command_line: CommandLine, tmp_path: Path) -> None:
+def test_results_are_those_of_replicated_pools(command_line, tmp_path):
     path = tmp_path / "r.json"
     arguments = ["--requests=6", "--placement=page_interleave", "--dtype=float32"]
     result = command_line.run(*QUICK, *arguments, "--against-replicated", f"--json={path}")
@@ -243,7 +238,7 @@ def test_results_are_those_of_replicated_pools(command_line: CommandLine, tmp_pa
     assert re.search(r"^replicated +[0-9.]+ s for .* times as long", result.stdout, re.MULTILINE)
 
 
-def test_rows_are_compared_by_request_and_position() -> None:
+def test_rows_are_compared_by_request_and_position():
     rows, other = SampledRows(), SampledRows()
     rows.of = {(0, 1): np.array([1.0, 2.0]), (0, 2): np.array([0.0, 0.0])}
     other.of = {(0, 1): np.array([1.0, 2.5]), (1, 2): np.array([9.0, 9.0])}
@@ -254,9 +249,7 @@ def test_rows_are_compared_by_request_and_position() -> None:
 
 
 @pytest.mark.parametrize(("difference", "passed"), [(0.03, True), (0.05, False), (math.inf, False)])
-def test_rows_unlike_those_of_replicated_pools_are_a_failure(
-    difference: float, passed: bool, tmp_path: Path
-) -> None:
+def test_rows_unlike_those_of_replicated_pools_are_a_failure(difference, passed, tmp_path):
     report = make_report()
     report.replicated = ReplicatedRecord(3.0, 300, 2**22, 2**28, 2**23, 30, difference)
     assert report.passed is passed
@@ -269,7 +262,7 @@ def test_rows_unlike_those_of_replicated_pools_are_a_failure(
     )
 
 
-def test_the_report_says_what_pools_take_and_ranks_send() -> None:
+def test_the_report_says_what_pools_take_and_ranks_send():
     report = make_report(pool_bytes=[3 << 20, 3 << 20])
     report.options = replace(report.options, placement="page_interleave")
     for i, batch in enumerate(report.batches):

@@ -158,9 +158,7 @@ def randomised(config: DecoderConfig) -> Decoder:
 
 
 @torch.inference_mode()
-def test_the_dense_model_is_a_llama_with_normalised_queries_and_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_dense_model_is_a_llama_with_normalised_queries_and_keys(monkeypatch):
     ours, tokens = randomised(DENSE), tokens_of(DENSE)
     expected = qwen3(ours, DENSE)(tokens[None]).last_hidden_state[0]
     assert (dense_states(ours, tokens) - expected).abs().max() <= tolerance(DENSE)
@@ -186,7 +184,7 @@ def choice_of(theirs: Any, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
 
 
 @torch.inference_mode()
-def test_the_sparse_model_is_a_layer_of_deepseek_v32() -> None:
+def test_the_sparse_model_is_a_layer_of_deepseek_v32():
     """Attention to the keys that theirs has chosen, which by ours are the best ones, too."""
     ours, tokens = randomised(SPARSE), tokens_of(SPARSE)
     expected, keys = choice_of(deepseek_v32(ours, SPARSE), tokens)

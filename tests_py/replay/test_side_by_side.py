@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ TINY = replace(SMALL, hidden_size=32, num_heads=2, num_kv_heads=1)
 
 
 @pytest.fixture
-def four_threads() -> Iterator[None]:
+def four_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -47,7 +46,7 @@ def four_threads() -> Iterator[None]:
         ([7], 100, 1),
     ],
 )
-def test_items_share_the_cpus(sizes: list[int], at_once: int, workers: int) -> None:
+def test_items_share_the_cpus(sizes, at_once, workers):
     together = threading.Barrier(max(workers, 1))
     seen: set[int] = set()
 
@@ -66,7 +65,7 @@ def test_items_share_the_cpus(sizes: list[int], at_once: int, workers: int) -> N
 
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_stops_the_others(error: type[BaseException]) -> None:
+def test_an_error_stops_the_others(error):
     stopped = threading.Event()
     computed = []
 
@@ -82,7 +81,7 @@ def test_an_error_stops_the_others(error: type[BaseException]) -> None:
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_the_check_of_a_prompt_does_not_depend_on_others() -> None:
+def test_the_check_of_a_prompt_does_not_depend_on_others():
     answers: list[list[Any]] = []
     for at_once in (1, check._TOKENS_AT_ONCE):
         checker = Checker(TINY, block_tokens=8, rows_per_chunk=4)
@@ -94,7 +93,7 @@ def test_the_check_of_a_prompt_does_not_depend_on_others() -> None:
         assert_logits_close(together, alone)
 
 
-def test_a_check_that_was_stopped_ends_at_the_next_layer() -> None:
+def test_a_check_that_was_stopped_ends_at_the_next_layer():
     checker = Checker(TINY, block_tokens=8, rows_per_chunk=4)
     checker._stop()
     with pytest.raises(RuntimeError, match="was stopped"):

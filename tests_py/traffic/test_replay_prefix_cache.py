@@ -94,7 +94,7 @@ class SlowCache:
     each=6,
 )  # fmt: skip
 @given(steps=steps, size=st.integers(1, 4), each=st.integers(5, 9))
-def test_behaves_as_the_slow_model(steps: list[Any], size: int, each: int) -> None:
+def test_behaves_as_the_slow_model(steps, size, each):
     each *= 3 if size == 1 else 1
     cache, slow = (
         PrefixCache(size * each, page_size=2, block_tokens=BLOCK, shard_size=size),
@@ -138,7 +138,7 @@ def keys(entries: list[Entry]) -> list[Any]:
     return [(i, *page) for i, page in enumerate(pages)]
 
 
-def test_the_least_recently_used_leaf_goes_first() -> None:
+def test_the_least_recently_used_leaf_goes_first():
     cache = PrefixCache(4, page_size=BLOCK, block_tokens=BLOCK)
     for ids in ([1, 2], [3, 4], [1, 2]):  # the second use makes 1, 2 the younger ones
         lease = cache.acquire(ids, 8)
@@ -157,7 +157,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert hits == {(1, 2): 8, (3, 4): 4}
 
 
-def test_a_full_pool_waits_and_a_small_one_refuses() -> None:
+def test_a_full_pool_waits_and_a_small_one_refuses():
     cache = PrefixCache(4, page_size=2, block_tokens=BLOCK)
     first = cache.acquire([1], 4)
     assert first is not None

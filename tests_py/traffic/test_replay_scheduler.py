@@ -44,9 +44,7 @@ def text(r: Request, position: int) -> tuple[object, ...]:
     spare=st.integers(0, 30),
     max_sequences=st.integers(1, 6),
 )
-def test_every_query_finds_its_own_prefix(
-    requests: list[Request], token_budget: int, page_size: int, spare: int, max_sequences: int
-) -> None:
+def test_every_query_finds_its_own_prefix(requests, token_budget, page_size, spare, max_sequences):
     cache = PrefixCache(20 // page_size + spare, page_size=page_size, block_tokens=BLOCK)
     pool: dict[int, object] = {}  # slot -> what was written there
     computed = [0] * len(requests)
@@ -82,7 +80,7 @@ def run(batch: Batch, pool: dict[int, object], page_size: int) -> None:
             assert pool[slot] == text(chunk.request, position)
 
 
-def test_hits_do_not_depend_on_the_batches() -> None:
+def test_hits_do_not_depend_on_the_batches():
     requests, block_tokens = scale_lengths(generate_trace(120, seed=1), 8), 64
     expected = list(unbounded_hits(requests, block_tokens))
     for token_budget in (100, 1000, 100_000):
@@ -95,7 +93,7 @@ def test_hits_do_not_depend_on_the_batches() -> None:
         assert cache.evictions == 0
 
 
-def test_a_long_prompt_is_computed_in_chunks() -> None:
+def test_a_long_prompt_is_computed_in_chunks():
     cache = PrefixCache(10, page_size=4, block_tokens=BLOCK)
     batches = list(
         prefill_batches([request([1, 2, 3, 4], 14), request([5], 3)], cache, token_budget=6)
@@ -108,7 +106,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     np.testing.assert_array_equal(batches[2].block_tables[1, 1:], -1)
 
 
-def test_a_fully_cached_prompt_computes_its_last_token_and_writes_nothing() -> None:
+def test_a_fully_cached_prompt_computes_its_last_token_and_writes_nothing():
     cache = PrefixCache(10, page_size=2, block_tokens=BLOCK)
     prompt = request([1, 2], 7)
     (batch,) = prefill_batches([prompt, prompt], cache, token_budget=100)
@@ -118,7 +116,7 @@ def test_a_fully_cached_prompt_computes_its_last_token_and_writes_nothing() -> N
     assert (batch.slots[:-1] >= 0).all()
 
 
-def test_a_batch_ends_where_the_pool_does() -> None:
+def test_a_batch_ends_where_the_pool_does():
     cache = PrefixCache(4, page_size=4, block_tokens=BLOCK)
     requests = [request([i, i + 10], 8) for i in range(5)]
     batches = list(prefill_batches(requests, cache, token_budget=100))
@@ -126,7 +124,7 @@ def test_a_batch_ends_where_the_pool_does() -> None:
     assert cache.evictions == 6
 
 
-def test_what_can_never_run_is_refused_before_anything_runs() -> None:
+def test_what_can_never_run_is_refused_before_anything_runs():
     cache = PrefixCache(2, page_size=4, block_tokens=BLOCK)
     requests = [request([1], 4), request([1, 2, 3], 9)]
     with pytest.raises(ValueError, match="request 1 has 9 tokens, the pool 8"):

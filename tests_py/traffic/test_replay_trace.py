@@ -33,7 +33,7 @@ def write(path: Path, *records: object) -> Path:
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-def test_reads_plain_and_compressed(tmp_path: Path, name: str) -> None:
+def test_reads_plain_and_compressed(tmp_path, name):
     path = write(tmp_path / name, GOOD, {**GOOD, "timestamp": 4})
     first = Request(3, 700, 5, (0, 9))
     assert read_trace(path) == [first, Request(4, 700, 5, (0, 9))]
@@ -51,12 +51,12 @@ def test_reads_plain_and_compressed(tmp_path: Path, name: str) -> None:
         ({"hash_ids": [0]}, "line 2: input_length 700 has 2 blocks .* hash_ids has 1"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_a_bad_line_is_named(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         read_trace(write(tmp_path / "t.jsonl", GOOD, {**GOOD, **change}))
 
 
-def test_what_is_no_json_object_is_named(tmp_path: Path) -> None:
+def test_what_is_no_json_object_is_named(tmp_path):
     path = tmp_path / "t.jsonl"
     for text, message in [
         ("{", "line 1: not JSON"),
@@ -70,7 +70,7 @@ def test_what_is_no_json_object_is_named(tmp_path: Path) -> None:
             read_trace(path)
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(tmp_path):
     path = write(tmp_path / "t.jsonl.gz", *[GOOD] * 100)
     whole = path.read_bytes()
     for damaged in (b"no gzip", whole[:-20], whole[:20] + b"\xff" * 40 + whole[60:]):
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_generated_traffic_looks_like_chat(tmp_path: Path) -> None:
+def test_generated_traffic_looks_like_chat(tmp_path):
     trace = generate_trace(2000, seed=5)
     assert trace == generate_trace(2000, seed=5) != generate_trace(2000, seed=6)
     assert read_trace(write(tmp_path / "t.jsonl", *[vars(r) for r in trace])) == trace
@@ -100,7 +100,7 @@ def test_generated_traffic_looks_like_chat(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def real() -> list[Request]:
+def real():
     path = real_trace.find()
     if path is None:
         pytest.skip("CPATTN_TRACE names no file with the real trace")
@@ -110,7 +110,7 @@ def real() -> list[Request]:
     return read_trace(path)
 
 
-def test_the_real_trace_is_read_to_the_last_request(real: list[Request]) -> None:
+def test_the_real_trace_is_read_to_the_last_request(real):
     # Counted by other programs, once.
     assert len(real) == 4_000
     assert sum(request.input_length for request in real) == 53_249_359
@@ -142,16 +142,16 @@ def assert_hashes_of_prefixes(trace: list[Request]) -> None:
     assert list(before) == list(range(len(before)))
 
 
-def test_the_real_trace_has_hashes_of_prefixes(real: list[Request]) -> None:
+def test_the_real_trace_has_hashes_of_prefixes(real):
     assert_hashes_of_prefixes(real)
 
 
-def test_generated_traffic_has_hashes_of_prefixes() -> None:
+def test_generated_traffic_has_hashes_of_prefixes():
     for seed in range(3):
         assert_hashes_of_prefixes(generate_trace(500, seed=seed))
 
 
-def test_scaling_keeps_the_blocks() -> None:
+def test_scaling_keeps_the_blocks():
     trace = generate_trace(200)
     for divisor in (1, 2, 8, 64, 512):
         for before, after in zip(trace, scale_lengths(trace, divisor), strict=True):
@@ -160,7 +160,7 @@ def test_scaling_keeps_the_blocks() -> None:
             assert 0 <= after.input_length * divisor - before.input_length < divisor
 
 
-def test_equal_blocks_are_equal_tokens() -> None:
+def test_equal_blocks_are_equal_tokens():
     a = Request(0, 20, 1, (4, 7, 5))
     b = Request(0, 24, 1, (4, 6, 5))
     kinds = {"block_tokens": 8, "vocab_size": 1000, "seed": 3}
@@ -172,7 +172,7 @@ def test_equal_blocks_are_equal_tokens() -> None:
     assert (block_tokens_of(a, 0, 20, **{**kinds, "seed": 4}) != tokens_a).any()
 
 
-def test_tokens_cover_the_vocabulary_evenly() -> None:
+def test_tokens_cover_the_vocabulary_evenly():
     request = Request(0, 512 * 64, 1, tuple(range(64)))
     tokens = block_tokens_of(request, 0, 512 * 64, block_tokens=512, vocab_size=16, seed=0)
     counts = np.bincount(tokens, minlength=16)
