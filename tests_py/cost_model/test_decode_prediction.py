@@ -120,15 +120,17 @@ def test_auto_is_the_exchange_that_takes_less(num_sequences, out_heads, taken):
 
 
 def test_one_rank_and_ranks_of_one_host_send_nothing():
+    layer, lengths = AttentionLayer(), np.array([4096] * 3)
     for ranks in (1, 4):
-        options = {"cp_size": ranks, "ranks_per_host": ranks}
-        step = predict_decode([4096] * 3, AttentionLayer(), RATES, **options)
+        step = predict_decode(lengths, layer, RATES, cp_size=ranks, ranks_per_host=ranks)
         assert not step.sent_bytes.any()
         parts = 0 if ranks == 1 else ranks  # that each rank merges, of its share of the heads
         merged = 3 * 32 * 128 * parts / ranks
         assert step.exchange_seconds == pytest.approx(1e-9 * RATES.merge_ns * merged)
-    alone = predict_decode([4096] * 3, AttentionLayer(), RATES, cp_size=1)
-    assert alone.speedup == pytest.approx(1)
+        assert step.num_sequences == 3
+        assert ranks > 1 or step.speedup == pytest.approx(1)
+    with pytest.raises(TypeError, match=r"predict_decode: seq_lens must be an integer, got 2\.5"):
+        predict_decode([2.5], layer, RATES, cp_size=2)
 
 
 def test_crowded_cpus_make_a_step_longer():
@@ -158,10 +160,3 @@ def test_crowded_cpus_make_a_step_longer():
 def test_what_cannot_be_is_refused(seq_lens, arguments, message):
     with pytest.raises(ValueError, match=message):
         predict_decode(seq_lens, AttentionLayer(), RATES, **({"cp_size": 2} | arguments))
-
-
-def test_lengths_are_integers():
-    with pytest.raises(TypeError, match=r"predict_decode: seq_lens must be an integer, got 2\.5"):
-        predict_decode([2.5], AttentionLayer(), RATES, cp_size=2)
-    step = predict_decode(np.array([9, 9]), AttentionLayer(), RATES, cp_size=2)
-    assert step.num_sequences == 2

@@ -87,12 +87,3 @@ def test_a_ring_packs_keys_for_each_of_its_sequences(placement):
         rows = Rows(np.zeros(len(positions), np.int64), positions)
         _, packed = planned_pieces(shares, rows, item=96)
         assert work.packed_keys[rank] == pytest.approx(packed, rel=SEQUENCE_ENDS)
-
-
-def test_windows_go_in_blocks_of_64_rows():
-    options = {"cp_size": 2, "placement": "page_interleave", "exchange": "ring"}
-    packed = [
-        exchange_work([4096], [4096], layer=AttentionLayer(window=window), **options).packed_keys
-        for window in (None, 4096)
-    ]
-    assert (packed[1] > 1.5 * packed[0]).all()

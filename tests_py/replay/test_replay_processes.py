@@ -88,9 +88,7 @@ REQUESTS = [Request(0, 64 * length, 128, ids) for ids, length in LENGTHS.items()
         (SMALL_DSA, 3, 1, "zigzag", 1, 2),
     ],
 )
-def test_a_rank_may_have_nothing_to_do(
-    model, cp_size, pp_size, strategy, token_budget, decode_tokens
-):
+def test_a_rank_may_have_nothing_to_do(model, cp_size, pp_size, strategy, budget, decode_tokens):
     """A rank without a row of a batch takes part, and computes nothing."""
     if decode_tokens:
         requires_mooncake()
