@@ -14,7 +14,7 @@ import cpattn
 from bench.attention import race, workloads
 from bench.attention.peers import inputs
 from bench.attention.workloads import Workload
-from bench.harness import figures, sampling
+from bench.harness import sampling
 from bench.harness.contender import Contender, Failed
 from support.places import ROOT
 
@@ -111,25 +111,3 @@ def test_samples_beside_a_fallen_peak_are_dropped():
     row = sampling.measured(lane, [QUIET, NOISY, NOISY, NOISY, NOISY], None)
     assert (row["samples"], row["dropped"], row["noisy"]) == (4, 0, True)
     assert "percent_of_peak" not in row  # without work
-
-
-def test_findings_name_who_is_ahead():
-    def row(name, threads, rate, **rest):
-        case = {"workload": name, "threads": threads}
-        common = {"implementation": "cpattn", "status": "ok", "shape": {"cp": None}}
-        return (
-            common | {"case": case, "rate": rate, "percent_of_peak": rate, "peak": threads} | rest
-        )
-
-    rows = [row("a", 2, 1.9), row("a", 1, 1.0), row("b", 2, 1.0, base="a", within=10)]
-    assert list(figures.findings(rows)) == [
-        "a: 2 threads are 1.90 × as fast as one, where the peak is 2.00 × as high",
-        "b: +90.0 % time against a (bar: 10 % MISSED)",
-    ]
-    rows[0] |= {"speedup": 1.5, "speedup_unstaged": 1.4, "best_peer": "other"}
-    assert list(figures.findings(rows))[-1] == (
-        "ahead of every peer in all 1 cases, by 1.50 × or more; "
-        "by 1.40 × with their staging left out"
-    )
-    rows[1] |= {"speedup": 0.5, "best_peer": "other"}
-    assert list(figures.findings(rows))[-1] == "behind other (0.50 ×): a, threads 1"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import exchange_tables
 import pytest
 
 from bench.bench_scaling import Error, crowded, row_of, verdict
@@ -56,57 +55,6 @@ def test_ranks_of_a_host_share_cpus_and_the_link(size, cpus, exchange, slower, s
     assert rates.store_gbps == RATES.store_gbps / slower
     assert rates.merge_ns == RATES.merge_ns * slower
     assert rates.gather_gbps == 2 * share
-
-
-def rows(link, **seconds):
-    case = {"ranks": 2, "link": link, "shape": "8 new behind 0"}
-    return [
-        {
-            "case": case, "implementation": name.replace("_in_turns", ", in turns"),
-            "median": median, "compute": 0.02, "predicted": predicted, "of_bound": median / 0.02,
-        }
-        for name, (median, predicted) in seconds.items()
-    ]  # fmt: skip
-
-
-ALL = [
-    *rows("1 Gbit/s", gather_in_turns=(0.06, 0), gather=(0.03, 0.03), ring=(0.0299, 0.04),
-          pass_q=(0.05, 0.05), all_to_all=(0.04, 0.06)),
-    *rows("9 Gbit/s", gather_in_turns=(0.03, 0), gather=(0.022, 0.03), ring=(0.02, 0.04),
-          pass_q=(0.05, 0.05), all_to_all=(0.04, 0.06)),
-]  # fmt: skip
-
-
-def test_the_fastest_and_the_choice_are_marked():
-    heading, table, _, _ = exchange_tables.exchanges(ALL)
-    assert heading == "### 2 ranks, 8 new behind 0"
-    assert table.splitlines() == [
-        "| ms | 1 Gbit/s | 9 Gbit/s |",
-        "| --- | --: | --: |",
-        "| attention alone | 20.0 | 20.0 |",
-        "| gather, in turns | 60.0 (3.00) | 30.0 (1.50) |",
-        "| gather | 30.0† (1.50) | 22.0† (1.10) |",
-        "| ring | **29.9** (1.49) | **20.0** (1.00) |",
-        "| pass_q | 50.0 (2.50) | 50.0 (2.50) |",
-        "| all_to_all | 40.0 (2.00) | 40.0 (2.00) |",
-    ]
-
-
-def test_what_holds_is_counted():
-    overlapped, gains, choices = exchange_tables.verdicts(ALL)
-    assert overlapped == (
-        "Within 1.12 × the longer of attention and link: gather 1 of 2 (at most 1.50 ×); ring 1 of "
-        "2 (at most 1.49 ×); pass_q 0 of 2 (at most 2.50 ×); all_to_all 0 of 2 (at most 2.00 ×)."
-    )
-    assert gains.endswith("1.36 to 2.00 × as fast.")
-    assert "within 2 %, in 1 of 2 cases; in the worst it takes 1.10 × the fastest" in choices
-    *_, auto = exchange_tables.verdicts([row | {"auto": "ring"} for row in ALL])
-    assert auto.startswith('What `exchange="auto"` takes')
-    assert "within 2 %, in 2 of 2 cases; in the worst it takes 1.00 × the fastest" in auto
-    more = ALL + rows("1 Gbit/s", **{"ring-flash-attn zigzag": (0.029, 0)})
-    *_, last = exchange_tables.verdicts(more)
-    assert last.endswith("in 0 of 1 cases.")
-    assert Settings.from_json(SETTINGS.to_json()) == SETTINGS
 
 
 def test_ranks_of_one_cpu_wait_for_each_other():

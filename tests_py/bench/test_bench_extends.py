@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import figure_tables
 import pytest
 import torch
 
@@ -151,34 +150,3 @@ def test_a_worker_holds_several_workloads_of_one_cache(tmp_path):
         assert worker.sample(1, which)["run"] > 0
     worker.forget()
     assert worker.loaded is None
-
-
-def test_tables_of_extends_mark_what_was_missed():
-    def row(new, name, seconds, met=True, **more):
-        case = {**Group(8192, 16, 8, 128, "int8").case, "new": new, "threads": 2}
-        bar = {"name": "of peak, %", "value": 64.2, "limit": 65, "at_least": True, "met": met}
-        bars = [bar] if name == "cpattn" else []
-        common = {"case": case, "implementation": name, "status": "ok", "bars": bars}
-        return common | {"median": seconds, "percent_of_peak": 64.2} | more
-
-    rows = [row(1, "cpattn", 1.0), row(1, "vllm-cpu", 2.0)]
-    rows += [row(16, "cpattn", 1.0, met=False), row(16, "vllm-cpu", 1.5)]
-    title, table = figure_tables.tables(rows)
-    assert title == "## 8,192 cached tokens"
-    assert table.splitlines()[2] == "| 16, 32/8\u00a0× 128, int8 | 64 | 64* | 1.50\u00a0× |"
-    assert list(figure_tables.missed(rows, lambda row: f"of {row['case']['new']}")) == [
-        "1 of 2 bars met.",
-        "- 1 missed: of 16",
-    ]
-
-
-def test_bars_of_8_bit_caches_stand_side_by_side():
-    def bar(name, value, met=True):
-        return {"name": name, "value": value, "limit": 1, "at_least": True, "met": met}
-
-    bars = [bar("times as fast as bfloat16", 1.5, met=False), bar("longer than x, %", 5)]
-    row = {"part": "decode", "case": {"cache": "int8"}, "bars": bars}
-    _, table = figure_tables.all_bars([row, {"part": "decode", "case": {"cache": "bfloat16"}}])
-    head, _, line = table.splitlines()
-    assert head == "| cache | × bfloat16 | longer, % |"
-    assert line == "| int8 | 1.5* | 5 |"

@@ -258,18 +258,18 @@ def test_torch_without_its_guard(machine_of, packages, given, state):
 
 
 @pytest.mark.parametrize(
-    ("distribution", "version", "name", "text", "state"),
+    ("installed", "name", "text", "state"),
     [
-        ("vllm", "0.32.0", "vLLM on CPU", "vllm 0.32.0, as tried", "ok"),
-        ("vllm", "0.33.1", "vLLM on CPU", "vllm 0.33.1: refused, 0.32.0 was", "warning"),
-        ("sglang", "0.5.1", "sglang", "0.5.1: not tried, 0.5.23 was", "warning"),
-        ("transformers", "5.23.0", "transformers", "5.23.0, as tried", "ok"),
-        ("torch", "2.13.0+cpu", "torch", "2.13.0+cpu, as tried", "ok"),
-        ("numpy", "1.25.2", "NumPy", "1.25.2: refused", "warning"),
+        ("vllm 0.32.0", "vLLM on CPU", "vllm 0.32.0, as tried", "ok"),
+        ("vllm 0.33.1", "vLLM on CPU", "vllm 0.33.1: refused, 0.32.0 was", "warning"),
+        ("sglang 0.5.1", "sglang", "0.5.1: not tried, 0.5.23 was", "warning"),
+        ("transformers 5.23.0", "transformers", "5.23.0, as tried", "ok"),
+        ("torch 2.13.0+cpu", "torch", "2.13.0+cpu, as tried", "ok"),
+        ("numpy 1.25.2", "NumPy", "1.25.2: refused", "warning"),
     ],
 )
-def test_releases(packages, distribution, version, name, text, state):
-    fake(packages, distribution, version)
+def test_releases(packages, installed, name, text, state):
+    fake(packages, *installed.split())
     found = of_environment()[name]
     assert found.text.startswith(text)
     assert found.state == state
@@ -299,6 +299,8 @@ def test_plugins(packages):
 
 
 def test_extras(packages):
+    from support.entry_points import PYPROJECT, tomllib
+
     fake(packages, "click", "8.1")
     found = of_environment()["extra cli"]
     assert found.text.startswith("without torch, rich, matplotlib, jinja2, which ")
@@ -306,11 +308,6 @@ def test_extras(packages):
     for name in ("torch", "rich", "matplotlib", "jinja2"):
         fake(packages, name, "99")
     assert of_environment()["extra cli"].text.startswith("complete")
-
-
-def test_extras_are_those_of_the_project():
-    from support.entry_points import PYPROJECT, tomllib
-
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     assert set(environment._EXTRAS) == set(extras) - {"test", "fuzz", "lint", "docs", "wheels"}
     for extra, (distributions, _) in environment._EXTRAS.items():

@@ -242,15 +242,6 @@ def test_ranks_that_share_cpus_compute_longer():
     assert alone.speedup == pytest.approx(1)
 
 
-@pytest.mark.parametrize("exchange", ["gather", "ring", "pass_q", "all_to_all"])
-def test_overlap_makes_no_rank_better_than_perfect(exchange):
-    """One rank alone hides its stores, too."""
-    rates, options = Rates(gflops=5000, threads=1), {"cp_size": 8, "placement": "page_interleave"}
-    batch = [([1 << 17], [1 << 17])]
-    forecast = predict(batch, AttentionLayer(), rates, exchange=exchange, overlap=True, **options)
-    assert 0.5 < forecast.efficiency < 1.001
-
-
 def test_cached_keys_a_layer_ahead():
     """By hand: 2 ranks, 68 pages of 16 cached, 32 new tokens; 1 byte a nanosecond, 10 us a call."""
     layer = AttentionLayer(page_size=16, num_kv_heads=1, num_heads=8)

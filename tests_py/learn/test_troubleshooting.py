@@ -139,10 +139,8 @@ def two_ranks(tmp_path_factory, module_children):
     pytest.importorskip("torch")
     store = tmp_path_factory.mktemp("ranks") / "store"
     environment = {**os.environ, "PYTHONPATH": path_with(), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        module_children.start([sys.executable, "-c", RANK, str(rank), store], env=environment)
-        for rank in (0, 1)
-    ]
+    command = [sys.executable, "-c", RANK]
+    ranks = [module_children.start([*command, rank, store], env=environment) for rank in "01"]
     printed, _ = zip(*(rank.communicate(timeout=120) for rank in ranks), strict=True)
     return "".join(printed)
 

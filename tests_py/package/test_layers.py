@@ -164,31 +164,22 @@ def small_package(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(
-    ("line", "package"),
-    [
+def test_an_import_that_runs_back_up_or_in_a_circle_is_found(small_package):
+    for line, package in (
         ("import cpattn", "cpattn"),
         ("from .. import plan", "cpattn"),
         ("from cpattn import plan", "cpattn"),
         ("def f():\n    from . import pool", "cpattn.kv"),
-    ],
-)
-def test_an_import_that_runs_back_up_is_found(small_package, line, package):
-    graph = small_package(kv__pools=line, plan_of="")
-    assert upward_imports(graph) == {("cpattn.kv.pools", package)}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    ):
+        graph = small_package(kv__pools=line, plan_of="")
+        assert upward_imports(graph) == {("cpattn.kv.pools", package)}
+    for line in (
         "from ..cli import main",
         "def f():\n    from .. import cli",
         "if TYPE_CHECKING:\n    from cpattn.cli import main",
-    ],
-)
-def test_a_circle_is_found(small_package, line):
-    graph = small_package(kv__pools=line, cli="from .kv.pools import pool\n")
-    assert set(circle_in(graph)) == {"cpattn.kv.pools", "cpattn.cli"}
+    ):
+        graph = small_package(kv__pools=line, cli="from .kv.pools import pool\n")
+        assert set(circle_in(graph)) == {"cpattn.kv.pools", "cpattn.cli"}
     assert circle_in(small_package(kv__pools="pool = 1")) == ()
 
 
@@ -207,19 +198,16 @@ def test_integrations_do_not_know_each_other():
     assert {path: names for path, names in known.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_an_integration_that_knows_another_is_found(tmp_path):
+    folder = tmp_path / "cpattn" / "integrations"
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "torch_ops.py").touch()
+    backend = folder / "vllm" / "backend.py"
+    for line in (
         "from ..torch_ops import define",
         "from .. import torch_ops",
         "from ...integrations.torch_ops import define",
         "import cpattn.integrations.torch_ops",
-    ],
-)
-def test_an_integration_that_knows_another_is_found(tmp_path, line):
-    folder = tmp_path / "cpattn" / "integrations"
-    (folder / "vllm").mkdir(parents=True)
-    (folder / "torch_ops.py").touch()
-    (folder / "vllm" / "backend.py").write_text(f"from .cache import x\n\ndef f():\n    {line}\n")
-    known = integrations_known_to(folder / "vllm" / "backend.py", tmp_path / "cpattn")
-    assert known == {"torch_ops"}
+    ):
+        backend.write_text(f"from .cache import x\n\ndef f():\n    {line}\n")
+        assert integrations_known_to(backend, tmp_path / "cpattn") == {"torch_ops"}

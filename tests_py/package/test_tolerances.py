@@ -6,8 +6,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-import pytest
-
 from support.places import ROOT
 
 PLACES = [ROOT / "tests_py/support/tolerances.py", ROOT / "bench/harness/accuracy.py"]
@@ -107,41 +105,35 @@ def test_no_tolerance_is_written_down_elsewhere():
     assert not wrong, "give the numbers of these lines names and reasons, where PLACES says"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "assert_close(x, y, rtol=0, atol=1e-5)",
-        "torch.testing.assert_close(x, y, rtol=0, atol=100 * EPS * y.abs().max())",
-        "assert x == pytest.approx(1.41, abs=0.005)",
-        "np.testing.assert_allclose(x, y, 1e-12)",
-        "torch.testing.assert_close(x, y)",
-        "torch.allclose(x, y, rtol=0)",
-        "assert (x - y).abs().max() < 1e-3",
-        "assert 0.001 >= error",
-        "assert torch.all(error <= 2.0**-20 * sizes)",
-        "assert torch.all(error <= 1.5 * EPS['bfloat16'] * magnitude)",
-        "LOGITS = 100 * EPS",
-        "bound = 64 * torch.finfo(x.dtype).eps",
-        "rounding = 1e-4 * scores.max()",
-        "TOLERANCES = {'ours': 1e-5, 'torch': 0.03}",
-    ],
-)
-def test_literal_tolerances_are_found(line):
-    assert literal_tolerances(line) == [1]
+TOLERANCES = r"""
+assert_close(x, y, rtol=0, atol=1e-5)
+torch.testing.assert_close(x, y, rtol=0, atol=100 * EPS * y.abs().max())
+assert x == pytest.approx(1.41, abs=0.005)
+np.testing.assert_allclose(x, y, 1e-12)
+torch.testing.assert_close(x, y)
+torch.allclose(x, y, rtol=0)
+assert (x - y).abs().max() < 1e-3
+assert 0.001 >= error
+assert torch.all(error <= 2.0**-20 * sizes)
+assert torch.all(error <= 1.5 * EPS['bfloat16'] * magnitude)
+LOGITS = 100 * EPS
+bound = 64 * torch.finfo(x.dtype).eps
+rounding = 1e-4 * scores.max()
+TOLERANCES = {'ours': 1e-5, 'torch': 0.03}
+"""
+OTHERS = r"""
+torch.testing.assert_close(x, y, rtol=0, atol=0)
+assert_close(x, y, 1, 'attention', 'float32')
+assert x == pytest.approx(3 * 0.2)
+assert share > 2 * TOLERANCES[op, dtype] * EPS[dtype]
+assert (wrong - whole).abs().max() > 0.01
+assert error <= LIMIT * EPS[dtype]
+rms_norm(x, eps=1e-6)
+assert len(x) < 3
+"""
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.testing.assert_close(x, y, rtol=0, atol=0)",
-        "assert_close(x, y, 1, 'attention', 'float32')",
-        "assert x == pytest.approx(3 * 0.2)",
-        "assert share > 2 * TOLERANCES[op, dtype] * EPS[dtype]",
-        "assert (wrong - whole).abs().max() > 0.01",
-        "assert error <= LIMIT * EPS[dtype]",
-        "rms_norm(x, eps=1e-6)",
-        "assert len(x) < 3",
-    ],
-)
-def test_what_is_no_tolerance_is_left_alone(line):
-    assert not literal_tolerances(line)
+def test_literal_tolerances_are_found_and_others_left_alone():
+    found = literal_tolerances(TOLERANCES)
+    assert found == list(range(2, 1 + len(TOLERANCES.splitlines())))
+    assert not literal_tolerances(OTHERS)

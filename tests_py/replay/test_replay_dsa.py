@@ -15,7 +15,6 @@ import pytest
 torch = pytest.importorskip("torch")
 Console = pytest.importorskip("rich.console").Console
 
-from cpattn import build_cp_metadata  # noqa: E402
 from cpattn.distributed import ContextParallel  # noqa: E402
 from cpattn.replay.dense.baseline import make_segments  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
@@ -150,21 +149,6 @@ def test_the_check_sees_a_spoiled_page(cp, config, buffer, is_written):
 
     checker = checked(cp, config, harm)
     assert max(checker.errors.values()) > checker.tolerance
-
-
-def test_a_rank_without_rows(cp):
-    """Of one new token two of three ranks have nothing, and still say how long it took them."""
-    metadata = build_cp_metadata([1], [5], cp_rank=2, cp_size=3, strategy="interleave")
-    plan = replace(cp.plan([1], [5], block_tables=[[1, 0]]), metadata=metadata, rows_per_rank=(0,))
-    attention = SparseAttention(SMALL_DSA, cp, 1, range(1))
-    attention._pools.write = lambda *_: None
-    batch = Batch(0, (), [1], [4], np.array([[1, 0]], np.int32), np.array([0]))
-    attention.begin(batch, plan, PhaseClock())
-    assert attention.attend(0, inputs_of(SMALL_DSA, 0)).shape == (0, 2, SMALL_DSA.kv_lora_rank)
-    assert attention.flops() == {"indexer": 0, "attention": 0}
-    seconds, difference = attention.baseline()
-    assert tuple(seconds) == SMALL_DSA.attention_phases
-    assert difference == 0.0
 
 
 def inputs_of(config: DsaConfig, tokens: int, seed: int = 0) -> SparseInputs:

@@ -27,7 +27,6 @@ from cpattn.traffic.trace import generate_trace
 from support.command_line import COMMAND, QUICK, workers_of
 from support.replay.replay_models import OPTIONS
 from support.time_limits import PATIENCE
-from support.transfer.transfer_processes import requires_mooncake
 
 ON_HOSTS = replace(OPTIONS, cp_size=4, hosts=2)
 
@@ -109,19 +108,6 @@ def test_a_replay_over_two_hosts(two_hosts, placement):
     alone = replay(generate_trace(12, seed=1), replace(options, hosts=1, link_gbps=None))
     assert alone.link_bytes == []
     assert [b.max_error for b in alone.batches] == [b.max_error for b in report.batches]
-
-
-@pytest.mark.slow
-def test_decoding_on_hosts(two_hosts):
-    requires_mooncake()
-    options = replace(
-        ON_HOSTS, placement="page_interleave", cp_size=2, decode_tokens=4, decode_ranks=2
-    )
-    report = replay(generate_trace(6, seed=1), options)
-    assert report.passed
-    assert report.decode is not None
-    assert report.decode.wrong_tokens == 0
-    assert report.decode.num_tokens > 6
 
 
 def namespaces() -> set[str]:

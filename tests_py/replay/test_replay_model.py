@@ -19,7 +19,6 @@ from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
 from cpattn.traffic.scheduler import Batch, prefill_batches  # noqa: E402
 from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_models import SMALL  # noqa: E402
-from support.tolerances import assert_similar  # noqa: E402
 
 LAYERS = replace(SMALL, num_layers=3)
 PAGE_SIZE = 4
@@ -134,46 +133,11 @@ def test_logits_do_not_repeat_the_token():
     assert len(set(logits.argmax(dim=-1).tolist())) > 8
 
 
-def test_positions_are_global():
-    """Attention scores depend on distances: shifting every position alike changes nothing."""
-    model = Decoder(SMALL)
-    tokens, positions = torch.arange(24) % SMALL.vocab_size, torch.arange(24)
-
-    def attention(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return dense_attention(q, k, v, torch.arange(24))
-
-    base = model(tokens, positions, attention)
-    for far in (1000, 100_000):
-        assert (model(tokens, positions + far, attention) - base).abs().max() <= tolerance(SMALL)
-    folded = torch.cat([positions[:12], positions[:12]])
-    assert (model(tokens, folded, attention) - base).abs().max() > 0.1
-
-
 def test_equal_seeds_are_equal_weights():
     a, b = (Decoder(SMALL).state_dict() for _ in range(2))
     other = Decoder(replace(SMALL, seed=1)).state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["embedding.weight"], other["embedding.weight"])
-
-
-@pytest.mark.parametrize("stride", [1, 3])
-def test_segments_gather_what_each_row_sees(stride):
-    rng = torch.Generator().manual_seed(0)
-    tables = np.array([[5, 2, 7, -1], [1, 0, 3, 6]], dtype=np.int32)
-    requests = np.array([0, 0, 0, 1, 1, 1, 1])
-    kv_lens = np.array([2, 2 + stride, 2 + 2 * stride, 1, 9, 9 + stride, 9 + 2 * stride])
-    q = torch.randn(7, 4, 16, generator=rng)
-    k, v = torch.randn(2, 8 * PAGE_SIZE, 2, 16, generator=rng)
-    segments = make_segments(requests, kv_lens, tables, PAGE_SIZE, stride=stride)
-    assert [segment.rows for segment in segments] == [slice(0, 3), slice(3, 4), slice(4, 7)]
-    out = gathered_attention(q, k, v, segments, scale=0.25)
-    for row, (request, kv_len) in enumerate(zip(requests, kv_lens, strict=True)):
-        slots = [
-            int(tables[request, j // PAGE_SIZE]) * PAGE_SIZE + j % PAGE_SIZE for j in range(kv_len)
-        ]
-        for head in range(4):
-            p = torch.softmax(k[slots, head // 2] @ q[row, head] * 0.25, dim=0)
-            assert_similar(out[row, head], p @ v[slots, head // 2])
 
 
 def test_sampled_rows_cover_every_chunk():

@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ class Running:
         self._master = None
         env = (options.pop("env", None) or os.environ) | {"OMP_NUM_THREADS": "1"}  # more would spin
         if columns:
-            self._master, slave = pty.openpty()
-            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+            self._master, slave = _terminal(columns)
             options["stderr"] = slave
             env = {**env, "TERM": "xterm"}
             env.pop("COLUMNS", None)
@@ -137,45 +137,40 @@ def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:
 
 def run_on_terminal(line: CommandLine, columns: int, *arguments: str, **options: Any) -> list[str]:
     """The lines that a command writes to a terminal which has both its streams."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    master, slave = _terminal(columns)
     env = {**os.environ, "TERM": "xterm", **options.pop("env", {})}
     env.pop("COLUMNS", None)
     running = line.start(*arguments, stdout=slave, stderr=slave, stdin=slave, env=env, **options)
     os.close(slave)
     written = b""
-    while True:
-        try:
+    with contextlib.suppress(OSError):  # the other side is closed
+        while True:
             written += os.read(master, 65536)
-        except OSError:
-            break
     os.close(master)
     running.process.wait(PATIENCE)
     return written.decode().replace("\r\n", "\n").split("\n")
 
 
-def children_of(pid: int) -> list[int]:
-    """Processes whose parent is pid, the dead but unreaped ones too."""
-    found = []
+def _terminal(columns: int) -> tuple[int, int]:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    return master, slave
+
+
+def _stats() -> Iterator[tuple[Path, list[str]]]:
+    """Of all processes their folder in /proc and what `stat` has there behind their name."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
+        with contextlib.suppress(OSError):
+            yield stat.parent, stat.read_text().rpartition(")")[2].split()
 
 
 def workers_of(pid: int) -> list[int]:
     """The processes that a command has spawned to work for it."""
     workers = []
-    for child in children_of(pid):
-        try:
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                workers.append(child)
-        except OSError:
-            continue
+    for folder, fields in _stats():
+        with contextlib.suppress(OSError):
+            if int(fields[1]) == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+                workers.append(int(folder.name))
     return workers
 
 
@@ -184,11 +179,10 @@ def left_of_session(pid: int, seconds: float = 10) -> list[str]:
     deadline = time.monotonic() + seconds
     while True:
         found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == pid and fields[0] != "Z":
-                    found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
+        for folder, fields in _stats():
+            if int(fields[3]) == pid and fields[0] != "Z":
+                with contextlib.suppress(OSError):
+                    found.append((folder / "cmdline").read_text().replace("\0", " "))
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
