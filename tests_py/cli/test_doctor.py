@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ import pytest
 pytest.importorskip("click")
 
 from audit.machine import INSTRUCTION_SETS
-from cpattn import _core, supported_isas, torch_guard
+from cpattn import _core, _machine, supported_isas, torch_guard
 from cpattn._cli.doctor import environment, machine, report, self_test
 from cpattn._cli.doctor.finding import Finding
 from support.command_line import invoke
@@ -337,3 +338,20 @@ def test_attention_differs_from_its_oracle(monkeypatch):
     wrong = self_test.paged_attention
     monkeypatch.setattr(self_test, "paged_attention", lambda *a, **k: wrong(*a, **k) + 1e-4)
     assert self_test.error_of_attention() > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor : 0\nmodel name\t: A CPU @ 2 GHz\n\nmodel name\t: another\n", "A CPU @ 2 GHz"),
+        ("processor : 0\nCPU implementer : 0x41\n", platform.machine()),  # as on Arm
+        (None, platform.machine()),
+    ],
+    ids=["x86-64", "aarch64", "no such file"],
+)
+def test_cpu_name(monkeypatch, tmp_path, text, name):
+    file = tmp_path / "cpuinfo"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(_machine, "_CPUINFO", file)
+    assert _machine.cpu_name() == name

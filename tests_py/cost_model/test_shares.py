@@ -10,7 +10,6 @@ pytest.importorskip("torch")
 
 import cpattn
 from cpattn.cost_model import AttentionLayer, exchange_work
-from cpattn.cost_model.work import Shares
 from cpattn.distributed.layers.ring import ring_pages
 from cpattn.distributed.plans.key_shares import KeyShares
 from cpattn.distributed.plans.sequence_calls import Rows, Visibility, sequence_calls
@@ -18,7 +17,6 @@ from cpattn.kv import PageInterleave, TokenInterleave
 from support.tolerances import SEQUENCE_ENDS
 
 PAGE = 32
-ITEM = 12  # tokens of an item of work
 
 
 def keys_of(size, placement, length):
@@ -30,46 +28,18 @@ def keys_of(size, placement, length):
     return KeyShares(made, np.arange(pages, dtype=np.int32)[None], np.array([length]), PAGE)
 
 
-def planned_pieces(shares, rows, item=ITEM):
-    """Items of work of the calls to each share, and the keys that they pack."""
-    pieces, packed = [], 0.0
+def packed_keys(shares, rows, item):
+    """Keys that the items of work of calls to all shares pack."""
+    packed = 0.0
     for share in range(int(shares.owner.max()) + 1):
         pages = ring_pages(shares, share)
-        calls = sequence_calls(shares, share, pages, rows, Visibility(True, None, None))
-        count = 0
-        for call in calls:
+        for call in sequence_calls(shares, share, pages, rows, Visibility(True, None, None)):
             items = -(-np.asarray(call.q_lens) // item)
             keys = (np.diff(call.kv_indptr) - 1) * call.page_size + call.last_page_len
-            count += int(items.sum())
             # Items of causal rows pack the keys up to their last row.
             hidden = np.asarray(call.q_lens) * (items - 1) / 2 if call.causal else 0 * items
             packed += float((items * keys - hidden).sum())
-        pieces.append(count)
-    return pieces, packed
-
-
-@pytest.mark.parametrize(("size", "step"), [(2, 1), (3, 1), (4, 1), (4, 4)])
-@pytest.mark.parametrize("placement", ["page_interleave", "token_interleave"])
-def test_rows_are_cut_as_calls_to_each_share_cut_them(placement, step, size):
-    """Of rows that fill whole rounds of stripes, behind a prefix that does."""
-    around = size * PAGE
-    positions = np.arange(2 * around, 40 * around, step)
-    shares = keys_of(size, placement, 40 * around)
-    rows = Rows(np.zeros(len(positions), np.int64), positions)
-    planned, _ = planned_pieces(shares, rows)
-    of_shares = Shares(PAGE if placement == "page_interleave" else 1, size)
-    expected = of_shares.pieces(np.array([len(positions)]), step, np.array([ITEM]))
-    assert np.mean(planned) == pytest.approx(float(expected[0]), rel=SEQUENCE_ENDS)
-
-
-def test_rows_of_one_page_are_one_sequence_for_each_share():
-    few = Shares(PAGE, 4).pieces(np.array([8]), 1, np.array([ITEM]))
-    assert 0 < few[0] <= 1  # and never fewer than one, whoever attends
-    planned, _ = planned_pieces(
-        keys_of(4, "page_interleave", 8 * PAGE),
-        Rows(np.zeros(8, np.int64), np.arange(4 * PAGE, 4 * PAGE + 8)),
-    )
-    assert planned == [1] * 4
+    return packed
 
 
 @pytest.mark.parametrize("placement", ["page_interleave", "token_interleave"])
@@ -85,5 +55,5 @@ def test_a_ring_packs_keys_for_each_of_its_sequences(placement):
     for rank, plan in enumerate(plans):
         positions = np.asarray(plan.query_cache_lengths, np.int64) - 1
         rows = Rows(np.zeros(len(positions), np.int64), positions)
-        _, packed = planned_pieces(shares, rows, item=96)
+        packed = packed_keys(shares, rows, item=96)
         assert work.packed_keys[rank] == pytest.approx(packed, rel=SEQUENCE_ENDS)

@@ -11,82 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cpattn.replay.dense.baseline import gathered_attention, make_segments  # noqa: E402
 from cpattn.replay.dense.check import Checker, dense_attention, tolerance  # noqa: E402
-from cpattn.replay.dense.model import DenseConfig  # noqa: E402
 from cpattn.replay.model import Decoder, Head, stage_layers  # noqa: E402
 from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
-from cpattn.traffic.scheduler import Batch, prefill_batches  # noqa: E402
-from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
+from cpattn.traffic.scheduler import prefill_batches  # noqa: E402
+from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_models import SMALL  # noqa: E402
 
-LAYERS = replace(SMALL, num_layers=3)
 PAGE_SIZE = 4
-
-
-def paged_forward(
-    model: Decoder, batch: Batch, pools: list[torch.Tensor], token_ids: torch.Tensor
-) -> torch.Tensor:
-    """A forward pass over K/V pages, with the baseline's attention."""
-    requests = np.repeat(np.arange(len(batch.chunks)), batch.extend_lens)
-    segments = make_segments(requests, batch.positions + 1, batch.block_tables, PAGE_SIZE)
-    slots = torch.from_numpy(batch.slots)
-
-    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        pools[layer][:, slots[slots >= 0]] = torch.stack([k, v])[:, slots >= 0]
-        return gathered_attention(q, *pools[layer], segments, scale=q.shape[-1] ** -0.5)
-
-    return model(token_ids, torch.from_numpy(batch.positions), attention)
-
-
-def replay(
-    config: DenseConfig,
-    harm: Callable[[Batch, list[torch.Tensor]], None] = lambda batch, pools: None,
-) -> Checker:
-    """Twelve requests of generated traffic, checked; `harm` may spoil pools before a batch."""
-    requests, block_tokens = scale_lengths(generate_trace(12, seed=1), 64), 8
-    cache = PrefixCache(800, page_size=PAGE_SIZE, block_tokens=block_tokens)
-    kinds = {"block_tokens": block_tokens, "vocab_size": config.vocab_size, "seed": config.seed}
-    model = Decoder(config)
-    checker = Checker(config, block_tokens=block_tokens, rows_per_chunk=8)
-    shape = (2, 801 * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-    pools = [
-        torch.full(shape, torch.nan, dtype=config.torch_dtype) for _ in range(config.num_layers)
-    ]
-    for batch in prefill_batches(requests, cache, token_budget=150):
-        harm(batch, pools)
-        tokens = [block_tokens_of(c.request, c.begin, c.end, **kinds) for c in batch.chunks]
-        with torch.inference_mode():
-            hidden = paged_forward(model, batch, pools, torch.from_numpy(np.concatenate(tokens)))
-        rows = checker.sample_rows(batch)
-        checker.compare(batch, rows, hidden[torch.from_numpy(rows)].float().numpy())
-    return checker
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_chunks_behind_cached_prefixes_equal_the_whole_prompt(dtype):
-    checker = replay(replace(LAYERS, dtype=dtype))
-    assert checker.num_rows > 100
-    worst = max(checker.errors.values())
-    assert worst <= checker.tolerance
-    # A bound twenty times the truth would miss mistakes.
-    assert worst > checker.tolerance / 20
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [("float32", "other page"), ("bfloat16", "other page"), ("float32", "never")]
-)
-def test_the_check_sees_a_spoiled_page(dtype, kind):
-    def harm(batch: Batch, pools: list[torch.Tensor]) -> None:
-        for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
-            if chunk.begin >= 2 * PAGE_SIZE:
-                first, second = (slice(p * PAGE_SIZE, (p + 1) * PAGE_SIZE) for p in table[:2])
-                for pool in pools:
-                    pool[:, first] = torch.nan if kind == "never" else pool[:, second]
-
-    checker = replay(replace(LAYERS, dtype=dtype), harm)
-    assert max(checker.errors.values()) > checker.tolerance
-    assert not any(np.isnan(error) for error in checker.errors.values())
 
 
 def test_rows_of_the_last_layer_are_the_rows_of_the_whole():

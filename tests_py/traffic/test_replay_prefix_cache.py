@@ -138,25 +138,6 @@ def keys(entries: list[Entry]) -> list[Any]:
     return [(i, *page) for i, page in enumerate(pages)]
 
 
-def test_the_least_recently_used_leaf_goes_first():
-    cache = PrefixCache(4, page_size=BLOCK, block_tokens=BLOCK)
-    for ids in ([1, 2], [3, 4], [1, 2]):  # the second use makes 1, 2 the younger ones
-        lease = cache.acquire(ids, 8)
-        assert lease is not None
-        cache.release(lease)
-    lease = cache.acquire([7], 4)  # one page: the leaf 4 goes, its parent 3 stays
-    assert lease is not None
-    cache.release(lease)
-    assert cache.evictions == 1
-    hits = {}
-    for ids in ([1, 2], [3, 4]):
-        lease = cache.acquire(ids, 8)
-        assert lease is not None
-        hits[tuple(ids)] = lease.cached_tokens
-        cache.release(lease)
-    assert hits == {(1, 2): 8, (3, 4): 4}
-
-
 def test_a_full_pool_waits_and_a_small_one_refuses():
     cache = PrefixCache(4, page_size=2, block_tokens=BLOCK)
     first = cache.acquire([1], 4)
