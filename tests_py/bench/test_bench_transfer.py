@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench/transfer that a wrong benchmark would come from."""
+"""The parts of bench/transfer and bench_metadata.py that a wrong benchmark would come from."""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 
 import cpattn
 from bench import bench_transfer
+from bench.context_parallel import metadata
 from bench.harness import program, runner
 from bench.harness.comparison import Wrong
 from bench.harness.contender import Failed
+from bench.harness.figures import case_label
 from bench.transfer import engine, planning, receiver, scatter
 from bench.transfer.receiver import Receiver
 
@@ -128,3 +131,41 @@ def test_a_missing_engine_is_no_failure(monkeypatch):
 def test_the_file_lies_in_memory_if_there_is_room(free, monkeypatch):
     monkeypatch.setattr(receiver.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     assert (receiver._folder(1 << 20) is not None) == (free > 0)
+
+
+METADATA = list(metadata.comparisons(quick=True))
+
+
+@pytest.mark.parametrize("comparison", METADATA, ids=lambda c: case_label(c.case))
+def test_quick_cases_of_metadata_give_whole_rows(comparison, monkeypatch):
+    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)  # not to be measured
+    rows = program.run(comparison, budget=0.01)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert [row["implementation"] for row in rows] == [metadata.OURS, metadata.PEER]
+    for row in rows:
+        assert row["case"] == comparison.case
+        assert row["ns_per_item"] == 1e9 * row["median"] / comparison.case["batch"]
+        assert row.keys().isdisjoint({"rate", "unit", "peak", "percent_of_peak"})
+
+
+def test_wrong_metadata_is_found():
+    comparison = METADATA[0]
+    result = comparison.implementations[metadata.PEER]()
+    assert comparison.check(metadata.OURS, result) == 0
+    result[3][0] += 1
+    with pytest.raises(Wrong, match="not equal"):
+        comparison.check(metadata.OURS, result)
+
+
+def test_what_stops_in_a_sample_is_a_row(monkeypatch):
+    calls = []
+
+    def stopping():
+        calls.append(1)
+        if len(calls) > 1:
+            raise MemoryError("why")
+
+    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
+    stops = replace(METADATA[0], implementations={"peer": stopping}, check=lambda *_: 0.0)
+    (row,) = runner.run(stops, budget=1.0)
+    assert (row["status"], row["reason"]) == ("error", "MemoryError: why")

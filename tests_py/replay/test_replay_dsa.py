@@ -51,7 +51,6 @@ def test_every_batch_is_right(strategy, cp_size, model):
     assert report.passed
     assert len(report.batches) > 2
     assert report.evictions > 0
-    assert report.tolerance is not None
     assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
     assert 0 < report.checked_keys <= report.checked_rows * model.topk
     assert report.swapped_keys < report.checked_keys / 10
@@ -61,9 +60,7 @@ def test_every_batch_is_right(strategy, cp_size, model):
         assert all(seconds > 0 for seconds in batch.phases.values())
         per_pair = 2 * model.index_heads * model.index_head_dim
         assert batch.flops["indexer"] == sum(batch.rank_pairs) * per_pair
-        assert batch.torch_seconds is not None
         assert tuple(batch.torch_seconds) == model.attention_phases
-        assert batch.torch_difference is not None
         assert batch.torch_difference < 0.1
     text = io.StringIO()
     print_report(report, "a title", Console(file=text))

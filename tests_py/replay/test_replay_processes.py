@@ -44,7 +44,6 @@ def test_every_batch_is_right(strategy, cp_size, pp_size, dtype):
     steps: list[tuple[int, int, str]] = []
     report = replay(generate_trace(30, seed=1), options, progress=lambda *step: steps.append(step))
     assert report.passed
-    assert report.tolerance is not None
     assert all(batch.max_error is not None for batch in report.batches)
     assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
     assert report.evictions > 0
@@ -58,9 +57,7 @@ def test_every_batch_is_right(strategy, cp_size, pp_size, dtype):
         phases = {"metadata", "gather", "attention", "rest", *["stage"] * (pp_size > 1)}
         assert set(batch.phases) == phases
         assert all(seconds > 0 for seconds in batch.phases.values())
-        assert batch.torch_seconds is not None
         assert batch.torch_seconds["attention"] > 0
-        assert batch.torch_difference is not None
         assert batch.torch_difference < report.tolerance
     assert [done for done, _, _ in steps] == sorted(done for done, _, _ in steps)
     assert {total for _, total, _ in steps} == {report.input_tokens}

@@ -42,11 +42,9 @@ from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA
 def run(requests: int = 12, **changes: Any) -> ReplayReport:
     report = replay(generate_trace(requests, seed=1), replace(OPTIONS, **changes))
     assert report.passed
-    assert report.tolerance is not None
     assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
     assert report.new_tokens + report.hit_tokens == report.input_tokens
     for batch in report.batches if report.options.torch_baseline else ():
-        assert batch.torch_difference is not None
         is_sparse = report.options.model.kind == "dsa"
         assert batch.torch_difference < (0.1 if is_sparse else report.tolerance)
     return report
@@ -100,7 +98,6 @@ def test_sparse_attention_over_shards_is_right(placement, exchange, cp_size, str
     for batch in report.batches:
         assert batch.exchange in ("gather", "pass_q")
         assert tuple(batch.phases) == ("metadata", "gather", "attention", "projections")
-        assert batch.torch_seconds is not None
         assert tuple(batch.torch_seconds) == ("attention",)
 
 
