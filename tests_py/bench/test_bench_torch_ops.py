@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench_torch_ops.py, _torch_npu.py and bench_threads.py that a wrong benchmark would come from."""
+"""The parts of bench_torch_ops.py, bench_torch_npu.py and bench_threads.py that may be wrong."""
 
 from __future__ import annotations
 

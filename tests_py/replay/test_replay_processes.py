@@ -4,28 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from cpattn._workers import WorkerError, Workers  # noqa: E402
-from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.messages import Work, WorkerConfig, ranks_of, run  # noqa: E402
-from cpattn.replay.model import Decoder  # noqa: E402
-from cpattn.traffic.prefix_cache import Lease  # noqa: E402
-from cpattn.traffic.scheduler import Batch, Chunk  # noqa: E402
-from cpattn.traffic.trace import Request, generate_trace  # noqa: E402
-from support.replay.replay_models import (  # noqa: E402
-    FP8_DSA,
-    OPTIONS,
-    RAGGED_DSA,
-    SMALL,
-    SMALL_DSA,
-)
-from support.transfer.transfer_processes import requires_mooncake  # noqa: E402
+from cpattn._workers import WorkerError, Workers
+from cpattn.replay.driver import replay
+from cpattn.replay.messages import Work, WorkerConfig, ranks_of, run
+from cpattn.traffic.prefix_cache import Lease
+from cpattn.traffic.scheduler import Batch, Chunk
+from cpattn.traffic.trace import Request, generate_trace
+from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL, SMALL_DSA
+from support.transfer.transfer_processes import requires_mooncake
 
 pytestmark = pytest.mark.slow
 
@@ -95,18 +87,6 @@ def test_a_rank_may_have_nothing_to_do(model, cp_size, pp_size, strategy, budget
     assert report.passed
     assert report.new_tokens + report.hit_tokens == report.input_tokens == 17
     assert 0 in [rank for batch in report.batches for rank in batch.rank_rows]
-
-
-def test_a_dense_layer_takes_no_rows():
-    nothing = torch.empty(0, dtype=torch.int64)
-    shapes = []
-
-    def attention(layer: int, q: Any, k: Any, v: Any) -> Any:
-        shapes.append([tuple(x.shape) for x in (q, k, v)])
-        return torch.empty_like(q)
-
-    assert Decoder(SMALL)(nothing, nothing, attention).shape == (0, 64)
-    assert shapes == [[(0, 4, 16), (0, 2, 16), (0, 2, 16)]] * 2
 
 
 def test_a_failing_worker_says_why():
