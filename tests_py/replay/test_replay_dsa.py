@@ -15,25 +15,21 @@ import pytest
 torch = pytest.importorskip("torch")
 Console = pytest.importorskip("rich.console").Console
 
-from cpattn.distributed import ContextParallel  # noqa: E402
 from cpattn.replay.dense.baseline import make_segments  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.dsa.attention import SparseAttention  # noqa: E402
 from cpattn.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
 from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
 from cpattn.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
-from cpattn.replay.model import Decoder  # noqa: E402
 from cpattn.replay.phases import PhaseClock  # noqa: E402
 from cpattn.replay.report.summary import print_report  # noqa: E402
-from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
-from cpattn.traffic.scheduler import Batch, prefill_batches  # noqa: E402
-from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
-from support.replay.replay_in_one_process import one_rank  # noqa: E402
+from cpattn.traffic.scheduler import Batch  # noqa: E402
+from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
+from support.replay.replay_in_one_process import InOneProcess  # noqa: E402
 from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL_DSA  # noqa: E402
 from support.tolerances import assert_close, to_float64  # noqa: E402
 
 PER_QUERY = ("q", "index_q", "index_weights")
-PAGE_SIZE, BLOCK_TOKENS, NUM_PAGES = 4, 8, 800
+PAGE_SIZE, NUM_PAGES = 4, 251
 
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -68,43 +64,13 @@ def test_every_batch_is_right(strategy, cp_size, model):
         assert word in text.getvalue()
 
 
-@pytest.fixture
-def cp():
-    with one_rank() as group:
-        yield ContextParallel(group, page_size=PAGE_SIZE)
-
-
 def checked(
-    cp: ContextParallel,
-    config: DsaConfig,
-    harm: Callable[[Batch, SparseAttention], None] = lambda batch, attention: None,
+    config: DsaConfig, spoil: Callable[[Batch, Any], None] = lambda batch, attention: None
 ) -> SparseChecker:
-    """Twelve requests of generated traffic on one rank; `harm` may spoil what it keeps."""
-    cache = PrefixCache(NUM_PAGES, page_size=PAGE_SIZE, block_tokens=BLOCK_TOKENS)
-    model, attention = Decoder(config), SparseAttention(config, cp, NUM_PAGES, range(1))
-    checker = SparseChecker(config, block_tokens=BLOCK_TOKENS, rows_per_chunk=8)
-    kinds = {"block_tokens": BLOCK_TOKENS, "vocab_size": config.vocab_size, "seed": config.seed}
-    requests = scale_lengths(generate_trace(12, seed=1), 64)
-    for batch in prefill_batches(requests, cache, token_budget=150):
-        token_ids = np.concatenate(
-            [block_tokens_of(c.request, c.begin, c.end, **kinds) for c in batch.chunks]
-        )
-        plan = cp.plan(
-            batch.extend_lens,
-            batch.seq_lens,
-            block_tables=batch.block_tables,
-            out_cache_loc=batch.slots,
-        )
-        attention.begin(batch, plan, PhaseClock())
-        harm(batch, attention)
-        with torch.inference_mode():
-            local = [cp.shard(plan, torch.from_numpy(x)) for x in (token_ids, batch.positions)]
-            hidden = cp.gather(plan, model(*local, attention))
-        rows = checker.sample_rows(batch)
-        wanted = torch.from_numpy(rows)
-        chosen = cp.gather(plan, attention.chosen)[wanted].numpy()
-        checker.compare(batch, rows, hidden[wanted].float().numpy(), chosen)
-    return checker
+    """Twelve requests of generated traffic on one rank; `spoil` may change what it keeps."""
+    with InOneProcess(config) as system:
+        system.run(scale_lengths(generate_trace(12, seed=1), 64), spoil=spoil)
+    return system.checker
 
 
 @pytest.mark.parametrize(
@@ -112,8 +78,8 @@ def checked(
     [SMALL_DSA, replace(SMALL_DSA, dtype="bfloat16"), FP8_DSA, RAGGED_DSA],
     ids=["float32", "bfloat16", "fp8", "fp8 ragged"],
 )
-def test_errors_are_roundings(cp, config):
-    checker = checked(cp, config)
+def test_errors_are_roundings(config):
+    checker = checked(config)
     assert checker.num_rows > 100
     assert max(checker.errors.values()) <= checker.tolerance
     # A bound ten times the truth would miss mistakes.
@@ -133,18 +99,18 @@ def test_errors_are_roundings(cp, config):
         (FP8_DSA, "index_k", False),
     ],
 )
-def test_the_check_sees_a_spoiled_page(cp, config, buffer, is_written):
+def test_the_check_sees_a_spoiled_page(config, buffer, is_written):
     """It has what was written to another one, or nothing."""
 
-    def harm(batch: Batch, attention: SparseAttention) -> None:
-        pages = attrgetter(buffer)(attention._pools).view(NUM_PAGES + 1, -1)
+    def spoil(batch: Batch, attention: Any) -> None:
+        pages = attrgetter(buffer)(attention._pools).view(NUM_PAGES, -1)
         nothing = 0xFF if pages.dtype == torch.uint8 else torch.nan
         for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
             if chunk.begin >= 4 * PAGE_SIZE:
                 first, second = torch.from_numpy(table[:4]).long().chunk(2)
                 pages[first] = pages[second] if is_written else nothing
 
-    checker = checked(cp, config, harm)
+    checker = checked(config, spoil)
     assert max(checker.errors.values()) > checker.tolerance
 
 

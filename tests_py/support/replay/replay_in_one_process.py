@@ -22,7 +22,7 @@ from cpattn.replay.dsa.attention import SparseAttention
 from cpattn.replay.model import Decoder, DecoderConfig, Head, stage_layers
 from cpattn.replay.phases import PhaseClock
 from cpattn.traffic.prefix_cache import PrefixCache
-from cpattn.traffic.scheduler import prefill_batches
+from cpattn.traffic.scheduler import Batch, prefill_batches
 from cpattn.traffic.trace import block_tokens_of
 
 BLOCK, DECODE, MAX_SEQUENCES = 8, 5, 64
@@ -74,7 +74,7 @@ class InOneProcess:
         make_attention: Any = SparseAttention if sparse else DenseAttention
         self.checker = make_checker(config, block_tokens=BLOCK, rows_per_chunk=4)
         self.cp = ContextParallel(group, page_size=page_size)
-        self.cp_size = cp_size
+        self.cp_size, self.config = cp_size, config
         self.stages = [
             (
                 Decoder(config, layers),
@@ -100,17 +100,20 @@ class InOneProcess:
         self._stack.close()
 
     @torch.inference_mode()
-    def run(self, requests: Any, harm: Callable[[InOneProcess], None] = lambda _: None) -> None:
+    def run(
+        self,
+        requests: Any,
+        harm: Callable[[InOneProcess], None] = lambda _: None,
+        spoil: Callable[[Batch, Any], None] = lambda batch, attention: None,
+    ) -> None:
+        """Prefills and decodes; `harm` is called before decoding, `spoil` before each prefill."""
+        kinds = {"block_tokens": BLOCK, "vocab_size": self.config.vocab_size, "seed": 0}
         for batch in prefill_batches(requests, self.cache, token_budget=120):
             for chunk in batch.chunks:
                 assert self.handover.reserve(chunk)
             delivery = self.handover.deliver(batch)
-            tokens = [
-                block_tokens_of(
-                    c.request, c.begin, c.end, block_tokens=BLOCK, vocab_size=256, seed=0
-                )
-                for c in batch.chunks
-            ]
+            chunks = batch.chunks
+            tokens = [block_tokens_of(c.request, c.begin, c.end, **kinds) for c in chunks]
             plan = self.cp.plan(
                 batch.extend_lens,
                 batch.seq_lens,
@@ -121,6 +124,7 @@ class InOneProcess:
             positions = self.cp.shard(plan, torch.from_numpy(batch.positions))
             for model, attention, link in self.stages:
                 attention.begin(batch, plan, PhaseClock())
+                spoil(batch, attention)
                 x = model(x, positions, attention)
                 for cp_rank in range(self.cp_size):
                     self.num_bytes += link.send_pages(delivery, cp_rank, self.cp_size).num_bytes
