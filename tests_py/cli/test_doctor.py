@@ -8,10 +8,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,6 @@ from cpattn._cli.doctor.finding import Finding
 from support.command_line import invoke
 from support.entry_points import write_distribution
 
-MachineOf = Callable[..., dict[str, Finding]]
-GIB = 1 << 30
 DEEP = "/a-home-folder" + "/a-folder-with-a-long-name" * 5
 #: Arguments of `machine_of`.
 MACHINES = {
@@ -66,50 +65,40 @@ def of_environment(**environ: str) -> dict[str, Finding]:
 @pytest.fixture
 def machine_of(packages, tmp_path, monkeypatch):
     """All findings on a machine that is described by the arguments, by their names."""
+    usual = {"isas": ("portable",), "active": "", "amx": "none", "cpus": 2, "threads": 0}
+    usual |= {"shared": 4 << 30, "folder": "/usr/lib", "files": {}, "environ": {}}
 
-    def findings_of(
-        *,
-        isas: tuple[str, ...] = ("portable",),
-        active: str | ValueError = "",
-        amx: str = "none",
-        cpus: int = 2,
-        threads: int | ValueError = 0,
-        shared: int = 4 * GIB,
-        folder: str = "/usr/lib",
-        files: dict[str, str] | None = None,
-        environ: dict[str, str] | None = None,
-    ) -> dict[str, Finding]:
-        root, environ = tmp_path / "root", environ or {}
-        for name, text in {"dev/shm/x": "", **(files or {})}.items():
+    def answer(value: object) -> object:
+        if isinstance(value, ValueError):
+            raise value
+        return value
+
+    def findings_of(**described: Any) -> dict[str, Finding]:
+        m, root = SimpleNamespace(**usual | described), tmp_path / "root"
+        for name, text in {"dev/shm/x": "", **m.files}.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)
-
-        def answer(value: object) -> object:
-            if isinstance(value, ValueError):
-                raise value
-            return value
-
         core = {
-            "supported_isas": list(isas), "compiled_isas": list(INSTRUCTION_SETS),
-            "active_isa": active or isas[-1], "default_num_threads": threads or cpus,
-            "amx_usable": amx != "none", "amx_palette_missing": amx == "half",
-            "has_avx512_fp16": amx != "none",
+            "supported_isas": list(m.isas), "compiled_isas": list(INSTRUCTION_SETS),
+            "active_isa": m.active or m.isas[-1], "default_num_threads": m.threads or m.cpus,
+            "amx_usable": m.amx != "none", "amx_palette_missing": m.amx == "half",
+            "has_avx512_fp16": m.amx != "none",
         }  # fmt: skip
         for name, value in core.items():
             monkeypatch.setattr(_core, name, lambda value=value: answer(value))
-        blocks = shared // 4096
-        size = os.statvfs_result((4096, 4096, *[blocks] * 3, 0, 0, 0, 0, 255))
+        size = os.statvfs_result((4096, 4096, *[m.shared // 4096] * 3, 0, 0, 0, 0, 255))
         monkeypatch.setattr(os, "statvfs", lambda _: size)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
-        monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(m.cpus)))
+        monkeypatch.setattr(os, "cpu_count", lambda: m.cpus)
         monkeypatch.setattr(machine, "cpu_name", lambda: "A Processor of Many Words @ 2.00GHz")
-        monkeypatch.setattr(sys, "executable", f"{folder}/bin/python")
-        monkeypatch.setattr(environment, "__file__", f"{folder}/cpattn/_cli/doctor/environment.py")
-        lines = [json.dumps({"isa": isa, "error": 0.25}) for isa in reversed(isas)]
+        monkeypatch.setattr(sys, "executable", f"{m.folder}/bin/python")
+        file = f"{m.folder}/cpattn/_cli/doctor/environment.py"
+        monkeypatch.setattr(environment, "__file__", file)
+        lines = [json.dumps({"isa": isa, "error": 0.25}) for isa in reversed(m.isas)]
         done = SimpleNamespace(stdout="\n".join(lines), stderr="", returncode=0)
         monkeypatch.setattr(self_test, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
-        parts = machine.findings(root, environ), environment.findings(environ), self_test.findings()
-        return by_name(chain(*parts))
+        found = machine.findings(root, m.environ), environment.findings(m.environ)
+        return by_name(chain(*found, self_test.findings()))
 
     return findings_of
 
