@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.bench_scaling import Error, crowded, row_of, verdict
+from bench.bench_scaling import Error, crowded, verdict
 from bench.context_parallel.exchanges import AHEAD, WAYS, Settings, Shape, predicted, rates_of
-from bench.context_parallel.ranks import Measured
 from cpattn.cost_model import AttentionLayer, Rates, predict
 
 SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
@@ -66,17 +65,6 @@ def test_ranks_of_one_cpu_wait_for_each_other():
     assert waiting.store_seconds == pytest.approx(4 * free.store_seconds)
     messages = 2 * (100e-6 + 7 * 10e-6)
     assert waiting.gather_seconds == pytest.approx(free.gather_seconds + 3 * messages)
-
-
-def test_eight_ranks_are_one_row_within_a_hundred_columns():
-    forecast = predict([([4096], [4096])], AttentionLayer(), SCALING, cp_size=8)
-    mine = [
-        Measured(cpu, cpu, 0.01, int(forecast.sent_bytes[0])) for cpu in forecast.attention_seconds
-    ]
-    cells, errors = row_of("4 behind prefixes", forecast, forecast, mine)
-    assert len(cells) == 9
-    assert [(error.kind, error.relative) for error in errors] == [("CPU", 0), ("wall", 0)]
-    assert sum(map(len, cells)) + 2 * len(cells) < 100
 
 
 def test_what_is_missed_is_named():

@@ -71,14 +71,6 @@ def test_a_wrong_choice_is_found():
     found_wrong(comparison.check, topk.TORCH, right)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_scores_are_near(dtype):
-    quantized = indexer.quantize(SMALL, dtype)
-    near = indexer.exact(quantized, 31, 100)
-    scores = indexer.exact(SMALL, 31, 100)
-    assert abs(near - scores).max() < 0.1 * abs(scores).max()
-
-
 def test_pool_holds_the_same_rows_twice():
     rows, kv = mla.pool(300)
     assert torch.equal(mla.expand(rows), kv[:, 0])

@@ -151,9 +151,7 @@ def test_help_teaches():
     for word in ("--trace", "--cp-size", "--html", "[default: zigzag]", "cpattn replay --trace"):
         assert word in text
     assert "cpattn replay --model dsa" in text
-    overview = invoke("--help").output
-    assert set(commands.commands) <= set(overview.split())
-    assert "..." not in overview.split("Commands:")[1]
+    assert "..." not in invoke("--help").output.split("Commands:")[1]
 
 
 @pytest.mark.parametrize("module", ["dense.model.DenseConfig", "dsa.model.DsaConfig"])

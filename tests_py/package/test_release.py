@@ -10,8 +10,6 @@ from datetime import date, timedelta
 import check_release
 import pytest
 
-from support.places import ROOT
-
 TODAY = date.today().isoformat()
 LOG = (
     f"# Changelog\n\n## [Unreleased]\n\n## [1.2.0] - {TODAY}\n\n- New.\n\n## [1.1.0] - 2020-01-01\n"
@@ -149,15 +147,3 @@ def test_what_the_tools_say(monkeypatch, tmp_path, dist, program, num_complaints
     python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)
     assert len(list(check_release.wrong_to_tools(dist))) == num_complaints
-
-
-def test_the_procedure_has_ten_steps():
-    page = (ROOT / "docs" / "releasing.md").read_text(encoding="utf-8")
-    steps = [line for line in page.splitlines() if line[:1].isdigit()]
-    assert [step.partition(".")[0] for step in steps] == [str(i) for i in range(1, 11)]
-    for script in ("check_release.py", "try_wheel.py"):
-        assert script in page
-        assert (ROOT / "scripts" / script).exists()
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in ("wheel:", "sdist:"):
-        assert f"\n{target}" in makefile
