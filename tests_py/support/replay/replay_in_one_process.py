@@ -45,7 +45,13 @@ class InOneProcess:
     """
 
     def __init__(
-        self, config: DecoderConfig, *, pp_size: int = 1, cp_size: int = 1, page_size: int = 4
+        self,
+        config: DecoderConfig,
+        *,
+        pp_size: int = 1,
+        cp_size: int = 1,
+        page_size: int = 4,
+        rows_per_chunk: int = 4,
     ) -> None:
         self._stack = contextlib.ExitStack()
         group = self._stack.enter_context(one_rank())
@@ -72,7 +78,7 @@ class InOneProcess:
         sparse = config.kind == "dsa"
         make_checker = SparseDecodeChecker if sparse else DecodeChecker
         make_attention: Any = SparseAttention if sparse else DenseAttention
-        self.checker = make_checker(config, block_tokens=BLOCK, rows_per_chunk=4)
+        self.checker = make_checker(config, block_tokens=BLOCK, rows_per_chunk=rows_per_chunk)
         self.cp = ContextParallel(group, page_size=page_size)
         self.cp_size, self.config = cp_size, config
         self.stages = [
