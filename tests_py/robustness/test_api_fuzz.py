@@ -19,7 +19,7 @@ import pytest
 import cpattn
 from cpattn import distributed, reference
 from support.api import api_fuzz
-from support.api.api_calls import Good, Target
+from support.api.argument_kinds import Call, Target
 from support.children import path_with
 from support.public_names import PUBLIC, PUBLIC_MODULES
 from support.time_limits import PATIENCE
@@ -98,8 +98,8 @@ def test_random_calls() -> None:
 def findings(monkeypatch: pytest.MonkeyPatch, function: Any, calls: int = 30) -> set[str]:
     """What the fuzzer says of a function with an argument `x`."""
 
-    def make() -> Good:
-        return Good(function, {"x": ("tensor", np.ones(4, np.float32))})
+    def make() -> Call:
+        return Call(function, {"x": ("tensor", np.ones(4, np.float32))})
 
     monkeypatch.setattr(api_fuzz, "all_targets", lambda: [Target("fake", make)])
     monkeypatch.setattr(api_fuzz, "SECONDS", 1)

@@ -13,7 +13,8 @@ import torch
 
 import cpattn
 from cpattn import reference
-from support.api.argument_sweep import CALLS, Call
+from support.api.argument_kinds import Call
+from support.api.argument_sweep import CALLS
 from support.public_names import PUBLIC
 
 LONGEST = 400  # characters of a message

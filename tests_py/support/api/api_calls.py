@@ -9,320 +9,359 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-import cpattn
-from cpattn import transfer
+import numpy as np
+
+from cpattn import kv, transfer
 from cpattn.transfer import wire
-from support.api import argument_sweep
-from support.api.api_call_kinds import Arguments, Good, Target
-from support.api.pool_calls import (
-    dsa_pool,
-    mha_pool,
-    mla_pool,
-    scaled_pool,
-    set_codes,
-    set_dsa_index_k,
-    set_dsa_rows,
-    set_index_k,
-    set_kv,
-    set_latent,
+from support.api import argument_sweep, transfer_calls
+from support.api.argument_kinds import Call, Target, f32, given, of_kind
+from support.api.transfer_calls import BAG, FILTERS, kv_args, layout, method, of
+
+POOL = given(size=16, page_size=4, num_layers=2)
+POOL_OPTIONS = given(start_layer=0, use_fia=False, container="numpy")
+BUFFERS = ("buffer", "elements", "slots")
+SIZES = {"size": 16, "page_size": 4, "num_layers": 2}
+HEADS = {"num_kv_heads": 2, "head_dim": 8}
+mha_pool = functools.partial(kv.MHATokenToKVPool, **SIZES, **HEADS, dtype="float32")
+mla_pool = functools.partial(
+    kv.MLATokenToKVPool, **SIZES, kv_lora_rank=16, qk_rope_head_dim=8, index_head_dim=8,
+    dtype="float32",
+)  # fmt: skip
+scaled_pool = functools.partial(
+    kv.MHATokenToKVPool, **SIZES, **HEADS, dtype="int8", scale_dtype="float32"
 )
-from support.api.shard_calls import SHARDED, cp_share, shard_share
-from support.api.transfer_calls import (
-    BAG,
-    chunk,
-    closed_registration,
-    cursor,
-    engine_register,
-    engine_unregister,
-    engine_write,
-    execute,
-    kv_args,
-    layout,
-    links,
-    method,
-    of,
-    planned,
-    planned_decode,
-    pointers,
-    profiled,
-    register,
-    registration_message,
-    selected,
-    send_aux,
-    send_indices,
-    send_kvcache,
-    send_slice,
-    send_state,
-    sharded,
-    transfer_plan,
-)
+dsa_pool = functools.partial(kv.DSATokenToKVPool, **SIZES, index_head_dim=128)
+pages = functools.partial(kv.PageInterleave, shard_size=2, page_size=4)
+tokens = functools.partial(kv.TokenInterleave, shard_size=2, interleave=4)
+
+
+def allocator() -> kv.StripedAllocator:
+    """With pages 2, 3 and 4 in use."""
+    made = kv.StripedAllocator(16, page_size=4, shard_size=2)
+    made.alloc_cyclic(0, 12)
+    return made
+
+
+def gather() -> kv.ShardGatherPlan:
+    return kv.plan_shard_gather(
+        [list(range(8, 20))], None, [8], [10], placement=pages(), size=16, max_prefix_tokens=16,
+        chunk_tokens=8,
+    )  # fmt: skip
+
 
 GROUPED = ("source", "destination", "number of layers")
-
+POINTERS = of_kind("list", src_kv_ptrs=[10, 11, 12, 13], dst_kv_ptrs=[20, 21, 22, 23]) | given(
+    prefill_start_layer=0, total_kv_layers=2, compat=False
+)
 LAYOUT = (
     "buffer", "page", "layer", "heads", "rank", "entries", "kind", "is_draft", "addr", "nbytes",
     "item_len", "token_rows", "dtype", "dcp", "tp_", "shard_", "argument",
 )  # fmt: skip
-POOL_SIZES: Arguments = {
-    "size": ("int", 16),
-    "page_size": ("int", 4),
-    "num_layers": ("int", 2),
-    "dtype": ("dtype", "float32"),
-    "start_layer": ("int", 0),
-    "use_fia": ("?flag", False),
-    "container": ("?text", "numpy"),
-}
-TRANSFERS: dict[str, Callable[[], Good]] = {
-    "plan_kv_links": links,
-    "plan_kv_transfer": transfer_plan,
-    "plan_send_kvcache": send_kvcache,
-    "plan_send_kvcache_slice": send_slice,
-    "plan_send_aux": send_aux,
-    "plan_send_state": send_state,
+INTERLEAVE = given(dcp_interleave=1, shard_rank=0, shard_size=1)
+DCP = given(dcp_rank=0, dcp_size=1) | INTERLEAVE
+LAYOUTS = {"prefixes": ("KVLayout: ",)}
+ROWS = given(layer_id=1, loc=[1, 6])
+LAYER = given(layer_id=1)
+K_V = {"names": ("k ", "v ")}
+SLOTS = of_kind("ints", slots=[8, 12, -1])
+POSITIONS = given(positions=[8, 12, -1])
+SLICE = of_kind("value", index_slice=slice(2, 5))
+KV_INDICES = given(kv_indices=[8, 9, 11])
+TP = given(engine_rank=3, prefill_tp_size=8, decode_tp_size=4, is_mla=True)
+
+TRANSFERS: dict[str, Callable[[], Call]] = {
+    "plan_kv_links": transfer_calls.links,
+    "plan_kv_transfer": transfer_calls.transfer_plan,
+    "plan_send_kvcache": transfer_calls.send_kvcache,
+    "plan_send_kvcache_slice": transfer_calls.send_slice,
+    "plan_send_aux": transfer_calls.send_aux,
+    "plan_send_state": transfer_calls.send_state,
     "slice_heads": of(
         transfer.slice_heads,
-        total_kv_heads=("int", 4), prefill_tp_size=("int", 8), prefill_rank=("int", 7),
-        decode_tp_size=("int", 2), decode_rank=("int", 1), compat=("flag", False),
+        given(total_kv_heads=4, prefill_tp_size=8, prefill_rank=7, decode_tp_size=2),
+        given(decode_rank=1, compat=False),
         names=("rank", "sizes", "heads"),
     ),
-    "plan_send_indices": send_indices,
-    "KVSendIndices.select": selected,
-    "filter_kv_indices_for_cp_rank": cp_share,
-    "filter_kv_indices_for_shard_rank": shard_share,
+    "plan_send_indices": of(
+        transfer.plan_send_indices,
+        given(sender=transfer.KVSender(kv_shard_rank=1, kv_shard_size=2), compat=False),
+        KV_INDICES,
+        given(curr_idx=2, num_kv_indices=5),
+        names=("pages",),
+        prefixes=FILTERS,
+    ),
+    "KVSendIndices.select": transfer_calls.selected,
+    "filter_kv_indices_for_cp_rank": of(
+        transfer.filter_kv_indices_for_cp_rank,
+        given(kv_mgr=transfer.KVSender(1, 2), total_pages=5),
+        KV_INDICES,
+        SLICE,
+        names=("pages", "attn_cp_rank"),
+    ),
+    "filter_kv_indices_for_shard_rank": of(
+        transfer.filter_kv_indices_for_shard_rank,
+        KV_INDICES,
+        SLICE,
+        given(shard_rank=1, shard_size=2),
+        names=("pages",),
+    ),
     "KVSender": of(
         transfer.KVSender,
-        attn_cp_rank=("int", 1), attn_cp_size=("int", 2), kv_shard_rank=("int", 0),
-        kv_shard_size=("int", 1), enable_dsa_cache_layer_split=("flag", False),
-        all_cp_ranks_transfer=("flag", True), is_hybrid_mla_backend=("flag", False),
-        enable_cp_tp_group_sharing=("flag", False),
+        given(attn_cp_rank=1, attn_cp_size=2, kv_shard_rank=0, kv_shard_size=1),
+        given(enable_dsa_cache_layer_split=False, all_cp_ranks_transfer=True),
+        given(is_hybrid_mla_backend=False, enable_cp_tp_group_sharing=False),
     ),
     "get_layer_shard_range": of(
-        transfer.get_layer_shard_range,
-        rank=("int", 1), shard_size=("int", 3), total_layers=("int", 7),
+        transfer.get_layer_shard_range, given(rank=1, shard_size=3, total_layers=7)
     ),
     "get_layer_owner": of(
-        transfer.get_layer_owner,
-        local_layer_idx=("int", 4), shard_size=("int", 3), total_layers=("int", 7),
+        transfer.get_layer_owner, given(local_layer_idx=4, shard_size=3, total_layers=7)
     ),
     "is_elided_entry": of(
         transfer.is_elided_entry,
-        src_len=("int", 64), dst_lens=("?ints", [64, 0]), dst_index=("int", 1),
-        allow_dst_elision=("flag", True),
+        given(src_len=64, dst_index=1, allow_dst_elision=True),
+        of_kind("?ints", dst_lens=[64, 0]),
     ),
     "pull_targets": of(
         transfer.pull_targets,
-        engine_rank=("int", 3), prefill_tp_size=("int", 8), decode_tp_size=("int", 4),
-        is_mla=("flag", True), prefill_cp_size=("int", 1), decode_cp_size=("int", 1),
-        prefill_pp_size=("int", 2), decode_pp_size=("int", 1), pp_rank=("int", 0),
-        decode_dcp_size=("int", 1), enable_kv_cache_sharding=("flag", False),
-        enable_dsa_cache_layer_split=("flag", False),
-        enable_all_cp_ranks_for_transfer=("flag", True),
+        TP,
+        given(prefill_cp_size=1, decode_cp_size=1, prefill_pp_size=2, decode_pp_size=1, pp_rank=0),
+        given(decode_dcp_size=1, enable_kv_cache_sharding=False),
+        given(enable_dsa_cache_layer_split=False, enable_all_cp_ranks_for_transfer=True),
     ),
-    "decode_targets": of(
-        transfer.decode_targets,
-        engine_rank=("int", 3), prefill_tp_size=("int", 8), decode_tp_size=("int", 4),
-        is_mla=("flag", True),
-    ),
-    "kv_start_layer": of(
-        transfer.kv_start_layer, start_layer=("int", 30), kv_layer_ids=("ints", [3, 7, 31])
-    ),
-    "build_transfer_entry_pairs": lambda: Good(
+    "decode_targets": of(transfer.decode_targets, TP),
+    "kv_start_layer": of(transfer.kv_start_layer, given(start_layer=30, kv_layer_ids=[3, 7, 31])),
+    "build_transfer_entry_pairs": of(
         transfer.build_transfer_entry_pairs,
-        {
-            "src_layer_ids": ("?ints", [3, 7]),
-            "dst_layer_ids": ("?ints", [3, 7, 11]),
-            "n_src": ("int", 2),
-            "n_dst": ("int", 3),
-            "allow_positional_fallback": ("flag", False),
-        },
+        of_kind("?ints", src_layer_ids=[3, 7], dst_layer_ids=[3, 7, 11]),
+        given(n_src=2, n_dst=3, allow_positional_fallback=False),
         errors=(RuntimeError,),  # in the words of engines
         prefixes=("Layer metadata", "PP-heterogeneous", "Decode peer"),
         names=("Layer metadata", "entries", "layer"),
     ),
-    "get_mha_kv_ptrs_with_pp": lambda: Good(
-        transfer.get_mha_kv_ptrs_with_pp, pointers(), names=GROUPED
-    ),
-    "get_mla_kv_ptrs_with_pp": lambda: Good(
+    "get_mha_kv_ptrs_with_pp": of(transfer.get_mha_kv_ptrs_with_pp, POINTERS, names=GROUPED),
+    "get_mla_kv_ptrs_with_pp": of(
         transfer.get_mla_kv_ptrs_with_pp,
-        {
-            **pointers(),
-            "kv_buf_groups": ("int", 2),
-            "hidden_kv_layers": ("?int", 2),
-            "draft_kv_layers": ("int", 0),
-            "is_last_rank": ("flag", False),
-            "num_draft_entries": ("?int", None),
-        },
+        POINTERS,
+        given(kv_buf_groups=2, hidden_kv_layers=2, draft_kv_layers=0, is_last_rank=False),
+        of_kind("?int", num_draft_entries=None),
         names=GROUPED,
     ),
-    "kv_to_page_num": of(transfer.kv_to_page_num, num_tokens=("int", 9), page_size=("int", 4)),
+    "kv_to_page_num": of(transfer.kv_to_page_num, given(num_tokens=9, page_size=4)),
     "kv_to_page_indices": of(
-        transfer.kv_to_page_indices, names=("pages",), kv_indices=("ints", [12, 13, 14, 15, 4]),
-        page_size=("int", 4),
+        transfer.kv_to_page_indices,
+        given(kv_indices=[12, 13, 14, 15, 4], page_size=4),
+        names=("pages",),
     ),
     "group_concurrent_contiguous": of(
         transfer.group_concurrent_contiguous,
+        given(src_indices=[2, 3, 7], dst_indices=[20, 21, 40]),
         names=("index arrays",),
-        src_indices=("ints", [2, 3, 7]), dst_indices=("ints", [20, 21, 40]),
     ),
     "registration_regions": of(
         transfer.registration_regions,
-        ptrs=("addresses", [4096, 8192, 4096]), lens=("addresses", [64, 0, 64]),
-        alignment=("int", 1),
+        of_kind("addresses", ptrs=[4096, 8192, 4096], lens=[64, 0, 64]),
+        given(alignment=1),
     ),
     "TransferPlan": of(
         transfer.TransferPlan,
-        src_addrs=("addresses", [0, 64]), dst_addrs=("addresses", [4096, 8192]),
-        lengths=("addresses", [64, 192]), parts=("value", [("k", 1, 1), ("v", 1, 1)]),
+        of_kind("addresses", src_addrs=[0, 64], dst_addrs=[4096, 8192], lengths=[64, 192]),
+        of_kind("value", parts=[("k", 1, 1), ("v", 1, 1)]),
     ),
-    "TransferPlan.execute": execute,
+    "TransferPlan.execute": transfer_calls.execute,
     "KVLayout": of(
         transfer.KVLayout,
-        entries=("value", [transfer.KVEntry(0, "k", False, 1 << 48, 4608, 512)]),
-        page_size=("int", 8), tp_rank=("int", 0), tp_size=("int", 1),
-        total_kv_heads=("?int", 1), layers=("?value", (0, 1)), dcp_rank=("int", 0),
-        dcp_size=("int", 1), dcp_interleave=("int", 1), shard_rank=("int", 0),
-        shard_size=("int", 1), names=LAYOUT,
+        of_kind("value", entries=[transfer.KVEntry(0, "k", False, 1 << 48, 4608, 512)]),
+        given(page_size=8, tp_rank=0, tp_size=1, total_kv_heads=1, layers=(0, 1)),
+        DCP,
+        names=LAYOUT,
     ),
-    "KVLayout.from_pool": lambda: Good(
+    "KVLayout.from_pool": lambda: Call(
         transfer.KVLayout.from_pool,
-        {
-            "pool": ("value", mha_pool()),
-            "draft_pool": ("?value", mha_pool()),
-            "tp_rank": ("int", 0),
-            "tp_size": ("int", 1),
-            "total_kv_heads": ("?int", 2),
-            "layers": ("?value", (0, 2)),
-            "dcp_rank": ("int", 0),
-            "dcp_size": ("int", 1),
-            "dcp_interleave": ("int", 1),
-            "shard_rank": ("int", 0),
-            "shard_size": ("int", 1),
-        },
-        prefixes=("KVLayout: ",),
+        given(pool=mha_pool(), draft_pool=mha_pool(), tp_rank=0, tp_size=1, total_kv_heads=2)
+        | given(layers=(0, 2))
+        | DCP,
         names=("buffer", "page", "layer", "heads", "rank"),
+        **LAYOUTS,
     ),
-    "KVLayout.from_kv_args": lambda: Good(
+    "KVLayout.from_kv_args": of(
         transfer.KVLayout.from_kv_args,
-        {
-            "kv_args": ("bag", kv_args()),
-            "is_mla": ("flag", False),
-            "tp_size": ("int", 1),
-            "total_layers": ("?int", 2),
-            "draft_layers": ("?int", 0),
-            "layers": ("?value", (0, 2)),
-            "dcp_interleave": ("int", 1),
-            "shard_rank": ("int", 0),
-            "shard_size": ("int", 1),
-        },
-        prefixes=("KVLayout: ",),
+        of_kind("bag", kv_args=kv_args()),
+        given(is_mla=False, tp_size=1, total_layers=2, draft_layers=0, layers=(0, 2)),
+        INTERLEAVE,
         names=(*BAG, *LAYOUT),
+        **LAYOUTS,
     ),
-    "KVLayout.from_dict": lambda: Good(
-        transfer.KVLayout.from_dict, {"fields": ("bag", layout().to_dict())},
-        names=LAYOUT, prefixes=("KVLayout: ", "KVLayout.__init__()"),
+    "KVLayout.from_dict": of(
+        transfer.KVLayout.from_dict,
+        of_kind("bag", fields=layout().to_dict()),
+        names=LAYOUT,
+        prefixes=("KVLayout: ", "KVLayout.__init__()"),
     ),
     "KVSendCursor": of(
         transfer.KVSendCursor,
-        num_tokens=("int", 10), page_size=("int", 4), decode_prefix_len=("int", 4),
-        compat=("flag", False),
+        given(num_tokens=10, page_size=4, decode_prefix_len=4, compat=False),
     ),
-    "KVSendCursor.advance": cursor,
-    "KVChunk.select": chunk,
+    "KVSendCursor.advance": method(
+        lambda: transfer.KVSendCursor(10, 4),
+        "advance",
+        given(num_computed=6, last_chunk=False),
+        of_kind("?int", end=None),
+    ),
+    "KVChunk.select": method(
+        lambda: transfer.KVChunk(4, 12, 1, 3, False, 4),
+        "select",
+        given(kv_indices=list(range(16)), dst_page_indices=[5, 6, 7, 8]),
+        names=("pages",),
+        prefixes=("kv_to_page_indices: ",),
+    ),
     "MHATokenToKVPool": of(
-        cpattn.kv.MHATokenToKVPool,
-        **{**POOL_SIZES, "dtype": ("dtype", "int8")}, num_kv_heads=("int", 2),
-        head_dim=("int", 8), v_head_dim=("?int", 8), scale_dtype=("dtype", "float16"),
-        names=("buffer", "elements", "slots"),
+        kv.MHATokenToKVPool,
+        POOL | POOL_OPTIONS,
+        of_kind("dtype", dtype="int8", scale_dtype="float16"),
+        given(num_kv_heads=2, head_dim=8, v_head_dim=8),
+        names=BUFFERS,
     ),
     "MLATokenToKVPool": of(
-        cpattn.kv.MLATokenToKVPool,
-        **POOL_SIZES, kv_lora_rank=("int", 16), qk_rope_head_dim=("int", 8),
-        index_head_dim=("?int", 8), names=("buffer", "elements", "slots"),
+        kv.MLATokenToKVPool,
+        POOL | POOL_OPTIONS,
+        of_kind("dtype", dtype="float32"),
+        given(kv_lora_rank=16, qk_rope_head_dim=8, index_head_dim=8),
+        names=BUFFERS,
     ),
     "DSATokenToKVPool": of(
-        cpattn.kv.DSATokenToKVPool,
-        size=("int", 16), page_size=("int", 4), num_layers=("int", 2),
-        index_head_dim=("?int", 128), start_layer=("int", 0), container=("?text", "numpy"),
-        names=("buffer", "elements", "slots"),
+        kv.DSATokenToKVPool,
+        POOL,
+        given(index_head_dim=128, start_layer=0, container="numpy"),
+        names=BUFFERS,
     ),
-    "set_kv_buffer": set_kv,
-    "set_kv_buffer#codes": set_codes,
-    "set_kv_buffer#DSA": set_dsa_rows,
-    "set_index_k_buffer#DSA": set_dsa_index_k,
-    "get_index_k_buffer#DSA": functools.partial(
-        lambda: method(dsa_pool, "get_index_k_buffer", layer_id=("int", 1))()
+    "set_kv_buffer": method(
+        mha_pool,
+        "set_kv_buffer",
+        ROWS,
+        given(k=f32(2, 2, 8), v=f32(2, 2, 8)),
+        of_kind("?float", k_scale=1.0, v_scale=1.0),
+        **K_V,
     ),
-    **{
-        name: functools.partial(lambda name: method(scaled_pool, name, layer_id=("int", 1))(), name)
-        for name in ("get_key_scale_buffer", "get_value_scale_buffer")
-    },
-    "set_kv_buffer#MLA": set_latent,
-    "set_index_k_buffer": set_index_k,
-    **{
-        name: functools.partial(lambda name: method(mla_pool, name, layer_id=("int", 1))(), name)
-        for name in ("get_key_buffer", "get_value_buffer", "get_index_k_buffer")
-    },
-    "get_key_buffer#get_kv_buffer": lambda: Good(
-        mha_pool().get_kv_buffer, {"layer_id": ("int", 1)}, prefixes=("get_value_buffer: ",)
+    "set_kv_buffer#codes": method(
+        scaled_pool,
+        "set_kv_buffer",
+        ROWS,
+        of_kind("tensor", k=np.ones((2, 2, 8), np.int8), v=np.ones((2, 2, 8), np.int8)),
+        of_kind("tensor", k_scale=f32(2, 2), v_scale=f32(2, 2)),
+        **K_V,
     ),
-    "LocalEngine": of(
-        transfer.LocalEngine, num_threads=("?int", 1), max_blocks=("int", 16)
+    "set_kv_buffer#DSA": method(
+        dsa_pool,
+        "set_kv_buffer",
+        ROWS,
+        given(k=f32(2, 512), v=f32(2, 64)),
+        names=("k ", "nope", "rope"),
+        prefixes=("quantize_kv_rows: ",),
     ),
-    "LocalEngine.register": engine_register,
-    "LocalEngine.unregister": engine_unregister,
-    "LocalEngine.write": engine_write,
-    "register": register,
-    "Registration.close": closed_registration,
-    "fill_kv_args": lambda: Good(
+    "set_index_k_buffer#DSA": method(
+        dsa_pool,
+        "set_index_k_buffer",
+        ROWS,
+        given(index_k=f32(2, 128)),
+        of_kind("?tensor", k_scale=None),
+        names=("slots", "k "),
+        prefixes=("write_index_k_cache: ",),
+    ),
+    "set_kv_buffer#MLA": method(
+        mla_pool,
+        "set_kv_buffer",
+        ROWS,
+        given(k=f32(2, 1, 16)),
+        of_kind("?tensor", v=f32(2, 1, 8)),
+        **K_V,
+    ),
+    "set_index_k_buffer": method(mla_pool, "set_index_k_buffer", ROWS, given(index_k=f32(2, 1, 8))),
+    "get_index_k_buffer#DSA": method(dsa_pool, "get_index_k_buffer", LAYER),
+    "get_key_scale_buffer": method(scaled_pool, "get_key_scale_buffer", LAYER),
+    "get_value_scale_buffer": method(scaled_pool, "get_value_scale_buffer", LAYER),
+    "get_key_buffer": method(mla_pool, "get_key_buffer", LAYER),
+    "get_value_buffer": method(mla_pool, "get_value_buffer", LAYER),
+    "get_index_k_buffer": method(mla_pool, "get_index_k_buffer", LAYER),
+    "get_key_buffer#get_kv_buffer": method(
+        mha_pool, "get_kv_buffer", LAYER, prefixes=("get_value_buffer: ",)
+    ),
+    "LocalEngine": of(transfer.LocalEngine, given(num_threads=1, max_blocks=16)),
+    "LocalEngine.register": transfer_calls.engine_register,
+    "LocalEngine.unregister": transfer_calls.engine_unregister,
+    "LocalEngine.write": transfer_calls.engine_write,
+    "register": transfer_calls.register,
+    "Registration.close": transfer_calls.closed_registration,
+    "fill_kv_args": lambda: Call(
         transfer.fill_kv_args,
-        {
-            "kv_args": ("value", transfer.KVArgs()),
-            "pool": ("value", mha_pool()),
-            "draft_pool": ("?value", mha_pool()),
-            "total_kv_layers": ("?int", 2),
-        },
+        given(kv_args=transfer.KVArgs(), pool=mha_pool(), draft_pool=mha_pool(), total_kv_layers=2),
     ),
-    "setup_state_kv_args": lambda: Good(
+    "setup_state_kv_args": lambda: Call(
         transfer.setup_state_kv_args,
-        {
-            "kv_args": ("value", transfer.KVArgs()),
-            "pool": ("value", mla_pool()),
-            "draft_pool": ("?value", mla_pool()),
-            "total_kv_layers": ("int", 2),
-        },
+        given(kv_args=transfer.KVArgs(), pool=mla_pool(), draft_pool=mla_pool(), total_kv_layers=2),
     ),
     "pack_int_lists": of(
-        wire.pack_int_lists, lists=("value", [[7], [], [8, 9]]), fmt=("text", "I"), names=("list",)
+        wire.pack_int_lists,
+        of_kind("value", lists=[[7], [], [8, 9]]),
+        given(fmt="I"),
+        names=("list",),
     ),
     "unpack_int_lists": of(
         wire.unpack_int_lists,
-        buf=("frame", wire.pack_int_lists([[7], [], [8, 9]], "I")), fmt=("text", "I"),
+        of_kind("frame", buf=wire.pack_int_lists([[7], [], [8, 9]], "I")),
+        given(fmt="I"),
         names=("list",),
     ),
-    "KVRegistration.from_frames": lambda: Good(
+    "KVRegistration.from_frames": of(
         wire.KVRegistration.from_frames,
-        {"frames": ("frames", registration_message().to_frames())}, names=("frame",),
+        of_kind("frames", frames=transfer_calls.registration_message().to_frames()),
+        names=("frame",),
     ),
-    "ContextParallel.plan": planned,
-    "ContextParallel.plan_decode": planned_decode,
-    "shard#ContextParallel": sharded,
-    "select": profiled,
-}  # fmt: skip
+    "ContextParallel.plan": transfer_calls.planned,
+    "ContextParallel.plan_decode": transfer_calls.planned_decode,
+    "shard#ContextParallel": transfer_calls.sharded,
+    "select": transfer_calls.profiled,
+    "PageInterleave": of(kv.PageInterleave, given(shard_size=2, page_size=4)),
+    "PageInterleave.owner_of": method(pages, "owner_of", SLOTS),
+    "PageInterleave.local_index": method(pages, "local_index", SLOTS),
+    "PageInterleave.filter_local": method(pages, "filter_local", SLOTS, given(rank=1)),
+    "PageInterleave.global_index": method(pages, "global_index", given(rank=1, local=[4, 5, -1])),
+    "PageInterleave.num_local_slots": method(pages, "num_local_slots", given(num_slots=9)),
+    "TokenInterleave": of(kv.TokenInterleave, given(shard_size=2, interleave=4)),
+    "TokenInterleave.owner_of": method(tokens, "owner_of", POSITIONS),
+    "TokenInterleave.local_index": method(tokens, "local_index", POSITIONS),
+    "TokenInterleave.filter_local": method(tokens, "filter_local", POSITIONS, given(rank=1)),
+    "TokenInterleave.global_index": method(tokens, "global_index", given(rank=1, local=[4, 5, -1])),
+    "TokenInterleave.local_lens": method(tokens, "local_lens", given(seq_lens=[9, 0], rank=1)),
+    "StripedAllocator": of(
+        kv.StripedAllocator, given(size=16, page_size=4, shard_size=2, need_sort=False)
+    ),
+    "StripedAllocator.alloc_extend": method(
+        allocator,
+        "alloc_extend",
+        given(prefix_lens=[0, 8], seq_lens=[3, 9]),
+        of_kind("value", rotation_bases=[None, 1]),
+    ),
+    "StripedAllocator.alloc_cyclic": method(
+        allocator, "alloc_cyclic", given(start_class=1, num_slots=5)
+    ),
+    "StripedAllocator.free": method(allocator, "free", given(slots=[8, 12])),
+    "ShardGatherPlan.translate": method(gather, "translate", SLOTS),
+    "ShardGatherPlan.write_plan": method(gather, "write_plan", SLOTS, of_kind("int", rank=1)),
+    "plan_shard_gather": of(
+        kv.plan_shard_gather,
+        of_kind("table", req_to_token=[list(range(8, 20))]),
+        given(req_pool_indices=[0], prefix_lens=[8], seq_lens=[10], placement=pages()),
+        given(size=16, max_prefix_tokens=16, chunk_tokens=8),
+    ),
+}
 
 TABLES = (
-    "heads",
-    "page_size",
-    "num_pages",
-    "page table",
-    "page ids",
-    "head_dim",
-    "indices",
-    "lengths",
-    "columns",
-    "queries",
-    "rows",
-)
+    "heads", "page_size", "num_pages", "page table", "page ids", "head_dim", "indices", "lengths",
+    "columns", "queries", "rows",
+)  # fmt: skip
 
 # In the words of engines, as its documentation says.
 ENGINES = {
@@ -335,9 +374,7 @@ UNJUDGED = {"hadamard_transform"}
 def targets() -> Iterator[Target]:
     """All of them."""
     for call in argument_sweep.CALLS:
-        arguments = {name: (kind, value) for name, (kind, value) in call.arguments.items()}
-        options = {"names": TABLES} | ENGINES.get(call.name, {})
-        make = functools.partial(Good, call.function, arguments, **options)
+        make = functools.partial(replace, call, names=TABLES, **ENGINES.get(call.name, {}))
         yield Target(call.name, make, judged=call.name not in UNJUDGED)
-    for name, make in (TRANSFERS | SHARDED).items():
+    for name, make in TRANSFERS.items():
         yield Target(name.partition("#")[0], make)

@@ -43,8 +43,9 @@ import numpy as np
 import torch
 
 import cpattn
-from support.api.api_calls import Target, targets
+from support.api.api_calls import targets
 from support.api.api_fuzz_rules import LARGE, Case, check_error, has_garbage, ordinary
+from support.api.argument_kinds import Target
 from support.api.hostile_values import Draw, hostile
 
 SECONDS = 10  # of a call: all of them are small

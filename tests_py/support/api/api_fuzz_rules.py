@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.api.api_call_kinds import Good, Target
+from support.api.argument_kinds import Call, Target
 
 LARGE = 1 << 21  # bytes of an array that is not looked at
 ORDINARY = 1e30  # beyond this a result is not one of ordinary numbers
@@ -20,7 +20,7 @@ class Case:
     """A call, made from its number."""
 
     target: Target
-    good: Good
+    good: Call
     arguments: dict[str, Any]
     changed: list[str]
     owned: list[Any]  # arrays that the caller had before they were hidden in something else

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may not stand for an argument of a kind, and a call with good ones."""
+"""Calls with good arguments, their kinds, and what may not stand for an argument of a kind."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import numpy as np
 import torch
 
 import cpattn
+
+Arguments = dict[str, tuple[str, Any]]  # by name: (kind, value); kinds with ? take None too
+SHOWN = "shown by "  # before the kinds of `given`, until a call knows its function
 
 
 class Opaque:
@@ -26,17 +30,10 @@ class Nameless:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("no attributes")
 
-    def __len__(self) -> int:
-        raise RuntimeError("no length")
-
-    def __index__(self) -> int:
+    def _refuse(self) -> Any:
         raise RuntimeError("no number")
 
-    def __float__(self) -> float:
-        raise RuntimeError("no number")
-
-    def __bool__(self) -> bool:
-        raise RuntimeError("no truth value")
+    __len__ = __index__ = __float__ = __bool__ = _refuse
 
 
 NOTHING = [Opaque(), Nameless(), object, {}, {1, 2}, b"bytes", 1 + 2j]
@@ -70,31 +67,67 @@ WRONG: dict[str, list[Any]] = {
 def wrong_tensors(good: np.ndarray[Any, Any]) -> Iterator[Any]:
     """What may not stand for a tensor that is good."""
     yield from [*NOTHING, "x", 1, 1.5, True, [1.0], [[1.0]], memoryview(b"1234")]
-    yield np.ma.array(good)
-    yield np.array(["a"])
-    yield np.array([None])
-    yield good.astype(np.complex64)
+    yield from [np.ma.array(good), np.array(["a"]), np.array([None]), good.astype(np.complex64)]
     yield np.zeros(good.shape, np.uint16)
     yield np.zeros(good.shape, np.float32).astype(">f4")
     yield np.zeros((2,) * 7, good.dtype)
     yield np.zeros((2, *good.shape[1:]), good.dtype)[::-1]
     whole = torch.from_numpy(np.zeros(good.shape, np.float32))
-    yield whole.to(torch.complex64)
-    yield torch.empty(good.shape, device="meta")
-    yield whole.to_sparse()
-    yield whole.requires_grad_()
+    yield from [whole.to(torch.complex64), torch.empty(good.shape, device="meta")]
+    yield from [whole.to_sparse(), whole.requires_grad_()]
+
+
+def kind_of(value: Any) -> str:
+    if isinstance(value, list):
+        return "table" if value and isinstance(value[0], list) else "ints"
+    kinds = {bool: "flag", int: "int", float: "float", str: "text", np.ndarray: "tensor"}
+    return next((kind for known, kind in kinds.items() if isinstance(value, known)), "value")
+
+
+def given(**values: Any) -> Arguments:
+    """Arguments of the kinds that their values show; the signature says which may be None."""
+    return {name: (SHOWN + kind_of(value), value) for name, value in values.items()}
+
+
+def of_kind(kind: str, **values: Any) -> Arguments:
+    return {name: (kind, value) for name, value in values.items()}
+
+
+def known_kinds(function: Callable[..., Any], arguments: Arguments) -> Arguments:
+    """The arguments, those that `given` made with a ? if the function takes None for them."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # of a builtin
+        parameters = {}
+
+    def known(name: str, kind: str) -> str:
+        parameter = parameters.get(name)
+        optional = parameter is not None and (
+            parameter.default is None or "None" in str(parameter.annotation)
+        )
+        return kind.replace(SHOWN, "?" if optional else "")
+
+    return {name: (known(name, kind), value) for name, (kind, value) in arguments.items()}
 
 
 @dataclass
 class Call:
-    """A function with good arguments, by name: (kind, value)."""
+    """A call that succeeds."""
 
     function: Callable[..., Any]
-    arguments: dict[str, tuple[str, Any]]
+    arguments: Arguments
     name: str = ""  # as errors begin
+    close: Callable[[], None] = lambda: None
+    # Errors other than TypeError, ValueError and MemoryError that its documentation has.
+    errors: tuple[type[Exception], ...] = ()
+    # What its messages may say instead of an argument's name.
+    names: tuple[str, ...] = ()
+    # What they may begin with instead of the function's name.
+    prefixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.name = self.name or self.function.__name__
+        self.name = self.name or getattr(self.function, "__name__", "")
+        self.arguments = known_kinds(self.function, self.arguments)
 
     def values(self) -> dict[str, Any]:
         return {name: value for name, (_, value) in self.arguments.items()}
@@ -118,8 +151,18 @@ class Call:
                 yield name, np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
 
+@dataclass
+class Target:
+    """A public callable; `name` is what its errors begin with."""
+
+    name: str
+    make: Callable[[], Call]
+    judged: bool = True  # whether results for ordinary numbers are ordinary
+
+
 def f32(*shape: int) -> np.ndarray[Any, Any]:
-    return np.ones(shape, np.float32)
+    """Numbers around 1 that all differ, so that results show which of them were read."""
+    return np.random.default_rng(shape).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
 def i32(*rows: Any) -> np.ndarray[Any, Any]:
@@ -127,41 +170,3 @@ def i32(*rows: Any) -> np.ndarray[Any, Any]:
 
 
 METADATA = cpattn.build_cp_metadata([4, 4], [7, 4], cp_rank=0, cp_size=2)
-
-LAYER = {
-    "q": ("tensor", f32(3, 2, 16)),
-    "k_cache": ("tensor", f32(4, 8, 1, 16)),
-    "v_cache": ("tensor", f32(4, 8, 1, 16)),
-}
-OPTIONS = {
-    "kv_layout": ("text", "NHD"),
-    "k_scale": ("?scale", 0.5),
-    "v_scale": ("?scale", f32(1)),
-    "kv_dtype": ("?text", None),
-    "scale": ("?float", 0.25),
-    "softcap": ("float", 0.0),
-    "sinks": ("?tensor", f32(2)),
-    "out": ("?output", f32(3, 2, 16)),
-    "lse": ("?output", f32(3, 2)),
-    "return_lse": ("flag", True),
-}
-BATCH = {
-    "q_lens": ("ints", [3]),
-    "kv_lens": ("ints", [10]),
-    "block_tables": ("table", [[2, 0]]),
-    "causal": ("flag", True),
-    "window": ("?int", 5),
-    "custom_mask": ("?tensor", np.ones(30, bool)),
-    "allow_short_kv": ("flag", False),
-    "batch_invariant": ("flag", False),
-    "num_threads": ("?int", 1),
-}
-SPARSE_MLA = {
-    "q": ("tensor", f32(2, 4, 32)),
-    "kv": ("tensor", f32(10, 1, 32)),
-    "indices": ("tensor", i32([[7, 9, -1]], [[-1, 3, -1]])),
-    "sm_scale": ("float", 0.125),
-    "d_v": ("int", 16),
-    "attn_sink": ("?tensor", f32(4)),
-    "topk_length": ("?ints", [3, 2]),
-}
