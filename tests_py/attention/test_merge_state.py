@@ -123,14 +123,8 @@ def test_narrow_parts_round_at_every_merge_but_not_more():
         ({2: torch.zeros(2, 3, 5)}, r"out_b must have shape \[2, 3, 4\], got \[2, 3, 5\]"),
         ({3: torch.zeros(2, 2)}, r"lse_b must have shape \[2, 3\], got \[2, 2\]"),
         ({1: torch.zeros(2, 3).double()}, "lse_a must be float32, got float64"),
-        (
-            {3: torch.tensor([[0, 0, 0], [0, INF, 0.0]])},
-            r"lse_b must not be \+inf .* got \+inf at \[1, 1\]",
-        ),
-        (
-            {2: torch.zeros(2, 3, 8)[..., ::2]},
-            "out_b must be contiguous in its last dimension, got stride 2",
-        ),
+        ({3: torch.tensor([[0, 0, 0], [0, INF, 0.0]])}, r"lse_b must not .*got \+inf at \[1, 1\]"),
+        ({2: torch.zeros(2, 3, 8)[..., ::2]}, "out_b must be .*its last dimension, got stride 2"),
     ],
 )
 def test_errors_name_argument_rule_and_value(change, message):

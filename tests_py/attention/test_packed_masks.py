@@ -82,15 +82,8 @@ BYTES = len(packed(random_masks(0)))
             r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = "
             rf"{BYTES} bytes, got {BYTES + 1}",
         ),
-        (
-            {"packed_custom_mask": np.ones(3, np.uint8)},
-            r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = 16 or more bytes, "
-            "got 3",
-        ),
-        (
-            {"packed_custom_mask": np.ones(BYTES, bool)},
-            "packed_custom_mask must be uint8, got bool",
-        ),
+        ({"packed_custom_mask": np.ones(3, np.uint8)}, "packed_custom_mask .*more bytes, got 3"),
+        ({"packed_custom_mask": np.ones(BYTES, bool)}, "packed_custom_mask must .*uint8, got bool"),
         (
             {"packed_custom_mask": np.ones(2 * BYTES, np.uint8)[::2]},
             "packed_custom_mask must be contiguous",

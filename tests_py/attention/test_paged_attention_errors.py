@@ -30,29 +30,17 @@ def changed_table(row, column, value):
 
 
 VALUE_ERRORS = {
-    "q rows": (
-        {"q": torch.zeros(6, 4, 32)},
-        r"q must have a row for each new token, sum\(q_lens\) = 5, got 6",
-    ),
-    "too few q rows": (
-        {"q": torch.zeros(4, 4, 32)},
-        r"q must have a row for each new token, sum\(q_lens\) = 5, got 4",
-    ),
+    "q rows": ({"q": torch.zeros(6, 4, 32)}, r"q must have .*new token, sum\(q_lens\) = 5, got 6"),
+    "too few q rows": ({"q": torch.zeros(4, 4, 32)}, r"q must have .*sum\(q_lens\) = 5, got 4"),
     "q heads": ({"q": torch.zeros(5, 3, 32)}, r"num_heads must be a positive multiple of .*got 3"),
-    "q stride": (
-        {"q": torch.zeros(5, 4, 64)[..., ::2]},
-        "q must be contiguous in its last dimension, got stride 2",
-    ),
+    "q stride": ({"q": torch.zeros(5, 4, 64)[..., ::2]}, "q must be .*dimension, got stride 2"),
     "head_dim": (
         {"q": torch.zeros(5, 4, 577), "k_cache": torch.zeros(7, 16, 2, 577), "scale": 1.0},
         r"head_dim must be in \[1, 576\], got 577",
     ),
     "cache dtype": ({"k_cache": torch.zeros(7, 16, 2, 32).half()}, "k_cache must be float32, got"),
     "q dtype": ({"q": torch.zeros(5, 4, 32).double()}, "q must be float32, float16 or bfloat16"),
-    "cache dim": (
-        {"k_cache": torch.zeros(7, 16, 2, 48)},
-        "k_cache must have head dimension 32, got 48",
-    ),
+    "cache dim": ({"k_cache": torch.zeros(7, 16, 2, 48)}, "k_cache must .*dimension 32, got 48"),
     "cache rank": ({"k_cache": torch.zeros(7, 16)}, "k_cache must have 3 dimensions"),
     "cache heads": ({"v_cache": torch.zeros(7, 16, 1, 32)}, "v_cache must have 2 KV heads, got 1"),
     "page_size": ({"page_size": 8}, "page_size 8 does not agree with k_cache, whose pages hold 16"),
@@ -60,10 +48,7 @@ VALUE_ERRORS = {
         {"k_cache": torch.zeros(112, 2, 32), "page_size": None},
         "page_size is required for a 3-dimensional k_cache",
     ),
-    "3-D, not whole pages": (
-        {"k_cache": torch.zeros(100, 2, 32)},
-        r"k_cache must have a multiple of page_size \(16\) slots, got 100",
-    ),
+    "3-D, not whole pages": ({"k_cache": torch.zeros(100, 2, 32)}, "k_cache .*slots, got 100"),
     "kv_layout": ({"kv_layout": "BSND"}, "kv_layout must be 'NHD' or 'HND', got 'BSND'"),
     "3-D HND": (
         {"k_cache": torch.zeros(112, 2, 32), "kv_layout": "HND"},
@@ -72,26 +57,11 @@ VALUE_ERRORS = {
     "negative q_len": ({"q_lens": [6, -1]}, r"q_lens must be in \[0, 2\^31\), got -1 at index 1"),
     "negative kv_len": ({"kv_lens": [-3, 33]}, "kv_lens must be in .*, got -3 at index 0"),
     "huge kv_len": ({"kv_lens": [20, 2**31]}, "kv_lens must be in .*, got 2147483648 at index 1"),
-    "unequal lists": (
-        {"kv_lens": [20]},
-        "q_lens and kv_lens must have the same length, got 2 and 1",
-    ),
-    "table rows": (
-        {"block_tables": [[0, 1, 2]]},
-        r"block_tables must have one row per sequence \(2\), got 1",
-    ),
-    "table columns": (
-        {"block_tables": [[0, 1], [2, 3]]},
-        r"block_tables must have at least 3 columns for sequence 1 \(kv_len 33, page_size 16\)",
-    ),
-    "page below": (
-        {"block_tables": changed_table(1, 2, -1)},
-        r"page ids must be in \[0, 7\), got -1 at position 2 of sequence 1",
-    ),
-    "page above": (
-        {"block_tables": changed_table(0, 1, 7)},
-        r"page ids must be in \[0, 7\), got 7 at position 1 of sequence 0",
-    ),
+    "unequal lists": ({"kv_lens": [20]}, "q_lens and kv_lens .*have the same length, got 2 and 1"),
+    "table rows": ({"block_tables": [[0, 1, 2]]}, r"block_tables must .*per sequence \(2\), got 1"),
+    "table columns": ({"block_tables": [[0, 1], [2, 3]]}, r"block_tables must .*page_size 16\)"),
+    "page below": ({"block_tables": changed_table(1, 2, -1)}, "page ids must .*2 of sequence 1"),
+    "page above": ({"block_tables": changed_table(0, 1, 7)}, "page ids must .*1 of sequence 0"),
     "negative scale": ({"scale": -1.0}, "scale must be a positive number, got -1"),
     "tiny scale": ({"scale": 1e-300}, "scale must be in .*, the range of float32, got 1e-300"),
     "NaN scale": ({"scale": math.nan}, "scale must be a positive number, got nan"),
@@ -103,10 +73,7 @@ VALUE_ERRORS = {
     "window without causal": ({"window": 3, "causal": False}, "window needs causal=True"),
     "sinks shape": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),
     "sinks dtype": ({"sinks": torch.zeros(4).half()}, "sinks must be float32, got float16"),
-    "mask size": (
-        {"custom_mask": torch.ones(138, dtype=torch.bool)},
-        r"custom_mask must have sum\(q_len \* kv_len\) = 139 elements, got 138",
-    ),
+    "mask size": ({"custom_mask": torch.ones(138, dtype=torch.bool)}, "custom_mask .*got 138"),
     "mask dtype": ({"custom_mask": torch.ones(139)}, "custom_mask must be bool, got float32"),
     "num_threads": ({"num_threads": 0}, "num_threads must be >= 1, got 0"),
     "no tables": ({"block_tables": None}, "give either block_tables with kv_lens, or kv_indptr"),

@@ -17,59 +17,32 @@ INT32_MAX = 2**31 - 1
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"extend_lens": [3, -1]},
-            "extend_lens must be >= 0 and fit into int32, got -1 at index 1",
-        ),
+        ({"extend_lens": [3, -1]}, "extend_lens must be ... and fit into int32, got -1 at index 1"),
         ({"extend_lens": []}, "extend_lens must hold at least one sequence, got none"),
         ({"extend_lens": None}, "extend_lens must be given unless compat is true"),
-        (
-            {"extend_lens": None, "compat": True},
-            "one of extend_lens, seq_lens and num_tokens must be given",
-        ),
-        (
-            {"seq_lens": [9]},
-            "seq_lens must have as many elements as extend_lens, got 1 and 2",
-        ),
+        ({"extend_lens": None, "compat": True}, "one of extend_lens, ... num_tokens must be given"),
+        ({"seq_lens": [9]}, "seq_lens must have as many elements as extend_lens, got 1 and 2"),
         ({"seq_lens": [9, 3]}, "seq_lens must be >= extend_lens, got 3 below 4 at index 1"),
         ({"seq_lens": [-9, 4]}, "seq_lens must be >= extend_lens, got -9 below 3 at index 0"),
-        (
-            {"seq_lens": [3, INT32_MAX + 1]},
-            "prefix + extend and the sum of extend_lens must fit into int32, "
-            "got 2147483648 at index 1",
-        ),
-        (
-            {"extend_lens": [INT32_MAX, 1]},
-            "prefix + extend and the sum of extend_lens must fit into int32, "
-            "got 2147483648 at index 1",
-        ),
-        (
-            {"extend_lens": [1], "seq_lens": [INT32_MAX], "num_tokens": 2},
-            "num_tokens, and the last sequence padded to it, must fit into int32, got 2",
-        ),
+        ({"seq_lens": [3, INT32_MAX + 1]}, "prefix + extend ... int32, got 2147483648 at index 1"),
+        ({"extend_lens": [INT32_MAX, 1]}, "prefix + extend ... int32, got 2147483648 at index 1"),
+        ({"extend_lens": [1], "seq_lens": [INT32_MAX], "num_tokens": 2}, "num_tokens, ... got 2"),
         ({"num_tokens": 6}, "num_tokens must be >= the sum of extend_lens, 7, got 6"),
         ({"num_tokens": 6, "compat": True}, "num_tokens must be >= the sum of extend_lens, 7"),
         ({"num_tokens": 2**31}, "num_tokens, and the last sequence padded to it, must fit"),
         ({"cp_size": 0}, "cp_size must be in [1, 32768], got 0"),
         ({"cp_size": 32769}, "cp_size must be in [1, 32768], got 32769"),
-        (
-            {"extend_lens": [0] * 32768, "cp_size": 32768},
-            "the number of blocks, 2 * cp_size * len(extend_lens), must fit into int32, "
-            "got 2147483648",
-        ),
-        (
-            {"strategy": "ring"},
-            "strategy must be 'zigzag' ('in-seq-split', 'head_tail', 'dual_chunk_swap'), "
-            "'interleave' ('round-robin-split') or 'contiguous', got 'ring'",
-        ),
+        ({"extend_lens": [0] * 32768, "cp_size": 32768}, "the number of ... int32, got 2147483648"),
+        ({"strategy": "ring"}, "strategy must be ... or 'contiguous', got 'ring'"),
         ({"kv_len_convention": "raw"}, "kv_len_convention must be 'baked' or 'bare', got 'raw'"),
     ],
 )
 def test_value_errors(arguments, message):
     arguments = {"extend_lens": [3, 4], "cp_size": 2} | arguments
-    with pytest.raises(ValueError, match=re.escape(f"build_cp_metadata: {message}")):
+    message = re.escape(message).replace(r"\.\.\.", ".*")
+    with pytest.raises(ValueError, match=f"build_cp_metadata: {message}"):
         build_cp_metadata(**arguments, cp_rank=0)
-    with pytest.raises(ValueError, match=re.escape(f"build_cp_metadata_all_ranks: {message}")):
+    with pytest.raises(ValueError, match=f"build_cp_metadata_all_ranks: {message}"):
         build_cp_metadata_all_ranks(**arguments)
 
 

@@ -94,10 +94,7 @@ def test_values_in_the_keys_have_the_scale_of_keys(scale):
     ("change", "message"),
     [
         ({"kv_dtype": "int4"}, "kv_dtype must be 'float8_e4m3fn', 'float8_e5m2' or 'int8'"),
-        (
-            {"kv_dtype": "float8_e5m2"},
-            "k_cache must be float8_e5m2, as kv_dtype says, or its bytes",
-        ),
+        ({"kv_dtype": "float8_e5m2"}, "k_cache must be .*as kv_dtype says, or its bytes"),
         ({"k_scale": torch.ones(3)}, "k_scale must"),
         ({"v_scale": -1.0}, "v_scale must"),
         ({"v": None, "v_head_dim": 16}, "v_scale must not be given without v_cache"),

@@ -175,23 +175,14 @@ BYTES = sum(-(-new * (new + cached) // 8) for new, cached in LENS)
             rf"custom_mask must have sum\(q_len \* kv_len\) = {SIZE} elements, got {SIZE - 1}",
         ),
         ({"custom_mask": np.ones(SIZE, np.uint8)}, "custom_mask must be bool, got uint8"),
-        (
-            {"custom_mask": np.ones(2 * SIZE, bool)[::2]},
-            "custom_mask must be contiguous",
-        ),
+        ({"custom_mask": np.ones(2 * SIZE, bool)[::2]}, "custom_mask must be contiguous"),
         (
             {"packed_custom_mask": np.ones(BYTES + 1, np.uint8)},
             r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = "
             rf"{BYTES} bytes, got {BYTES + 1}",
         ),
-        (
-            {"packed_custom_mask": np.ones(BYTES // 3, np.uint8)},
-            r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = \d+ or more bytes",
-        ),
-        (
-            {"packed_custom_mask": np.ones(BYTES, bool)},
-            "packed_custom_mask must be uint8, got bool",
-        ),
+        ({"packed_custom_mask": np.ones(BYTES // 3, np.uint8)}, "packed_custom_mask .*more bytes"),
+        ({"packed_custom_mask": np.ones(BYTES, bool)}, "packed_custom_mask must .*uint8, got bool"),
         (
             {"packed_custom_mask": np.ones(2 * BYTES, np.uint8)[::2]},
             "packed_custom_mask must be contiguous",
@@ -205,10 +196,7 @@ BYTES = sum(-(-new * (new + cached) // 8) for new, cached in LENS)
         ),
         ({"q_rope": torch.zeros(0, 64)}, "q_rope and k_rope must be given together"),
         ({"k_rope": torch.zeros(0, 64)}, "q_rope and k_rope must be given together"),
-        (
-            {"v_head_dim": 16},
-            "v_head_dim must not be given beside v_cache, which has it in its size, got 16",
-        ),
+        ({"v_head_dim": 16}, "v_head_dim must not .*v_cache, which has it in its size, got 16"),
     ],
 )
 def test_value_errors(change, message):

@@ -192,10 +192,7 @@ def rank_zero(batch):
         ({"num_heads": 0}, r"num_heads must be in \[1, 65536\], got 0"),
         ({"num_kv_heads": 0}, r"num_kv_heads must be in \[1, 65536\], got 0"),
         ({"block_tables": [[0]]}, r"block_tables must have one row per sequence \(2\), got 1"),
-        (
-            {"block_tables": [[0], [1]]},
-            r"block_tables must have at least 2 columns for sequence 1 \(kv_len 26",
-        ),
+        ({"block_tables": [[0], [1]]}, r"block_tables must have .*for sequence 1 \(kv_len 26"),
         ({"block_tables": [[0, 1], [2, 99]]}, r"page ids must be in .*, got 99 at position 1"),
     ],
 )

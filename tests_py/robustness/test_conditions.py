@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import pytest
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow
 TESTS = (
     "distributed/test_distributed.py::test_interrupt_ends_a_wait",
     "distributed/test_distributed.py::test_one_token_leaves_other_ranks_without_rows",
-    "sparse/test_indexer_runtime.py::test_ctrl_c_ends_a_long_call",
+    "robustness/test_interrupts.py::test_ctrl_c_ends_the_call",
     "cli/test_cli.py::test_ctrl_c_ends_all_processes_with_one_line[run]",
 )
 # As under nohup or in the background of a script, without standard input, and where the folder
@@ -37,7 +38,7 @@ def start(children, *prefix):
 def all_pass(process):
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, out + err
-    assert "8 passed" in out.splitlines()[-1], out
+    assert re.match(r"\d+ passed in", out.splitlines()[-1]), out
 
 
 def test_two_runs_at_once_in_odd_surroundings(children):

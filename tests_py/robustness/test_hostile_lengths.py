@@ -25,15 +25,9 @@ def one_page(**changes):
 @pytest.mark.parametrize(
     ("indptr", "message"),
     [
-        (
-            [0, 1000, 2],
-            "kv_indptr must be at most the length of kv_indices, 2, got 1000 at index 1",
-        ),
+        ([0, 1000, 2], "kv_indptr must be .*most the length of kv_indices, 2, got 1000 at index 1"),
         ([0, HUGE, 2], "kv_indptr must be at most the length of kv_indices, 2, got 9223372036854"),
-        (
-            [0, 2, 1],
-            "kv_indptr must be prefix sums, which never decrease, got 1 after 2 at index 2",
-        ),
+        ([0, 2, 1], "kv_indptr must be .*sums, which never decrease, got 1 after 2 at index 2"),
         ([0, -(2**62), 2], "kv_indptr must be prefix sums, .*, got -4611686018427387904 after 0"),
         ([1, 1, 2], "kv_indptr must begin with 0, got 1"),
         ([], "kv_indptr must begin with 0, got nothing"),

@@ -152,10 +152,7 @@ def test_the_error_of_an_argument_is_the_cause():
 KINDS = {
     "meta": (lambda x: x.to("meta"), "must be on the CPU, got one on meta, which has no elements"),
     "sparse": (torch.Tensor.to_sparse, "must be dense, got torch.sparse_coo; pass x.to_dense"),
-    "nested": (
-        lambda x: torch.nested.nested_tensor([x, x[:1]]),
-        "is a nested tensor; pass the rows of all its parts as one plain tensor",
-    ),
+    "nested": (lambda x: torch.nested.nested_tensor([x, x[:1]]), "is a nested .*one plain tensor"),
     "jagged": (
         lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
         "is a nested tensor; pass the rows of all its parts as one plain tensor",
@@ -164,30 +161,14 @@ KINDS = {
         lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         "is quantized; pass x.dequantize",
     ),
-    "uint16": (
-        lambda x: x.bfloat16().view(torch.uint16),
-        r"has an unsupported dtype \(uint16\); if these are the bits of bfloat16, pass a view",
-    ),
-    "negated": (
-        lambda x: torch.complex(x, x).conj().imag, "is a negated view; pass x.resolve_neg"
-    ),
+    "uint16": (lambda x: x.bfloat16().view(torch.uint16), "has an .*of bfloat16, pass a view"),
+    "negated": (lambda x: torch.complex(x, x).conj().imag, "is a negated view; pass x.resolve_neg"),
     "float64": (torch.Tensor.double, "must be float32, float16 or bfloat16, got float64"),
-    "masked": (
-        lambda x: np.ma.array(x.numpy(), mask=True),
-        "is a masked array, whose mask would have no effect; pass a plain one, such as x.filled",
-    ),
+    "masked": (lambda x: np.ma.array(x.numpy(), mask=True), "is a masked .*one, such as x.filled"),
     "memoryview": (lambda x: memoryview(x.numpy()), "got memoryview, which numpy.asarray makes"),
-    "uint16 of NumPy": (
-        lambda x: x.numpy().view(np.uint16),
-        r"has an unsupported dtype \(uint16\); if these are the bits of bfloat16, pass a view\(ml",
-    ),
-    "big-endian": (
-        lambda x: x.numpy().astype(">f4"), r"is not in native byte order; pass x.astype\(x.dtype"
-    ),
-    "reversed": (
-        lambda x: x.numpy()[::-1],
-        r"has a negative stride \(-64 bytes .*, which is not taken; pass numpy.ascontiguousarray",
-    ),
+    "uint16 of NumPy": (lambda x: x.numpy().view(np.uint16), r"has an .*bfloat16, pass a view\(ml"),
+    "big-endian": (lambda x: x.numpy().astype(">f4"), r"is not in .*order; pass x.astype\(x.dtype"),
+    "reversed": (lambda x: x.numpy()[::-1], "has a negative .*pass numpy.ascontiguousarray"),
 }  # fmt: skip
 
 

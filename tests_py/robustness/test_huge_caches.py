@@ -11,9 +11,11 @@ import mmap
 
 import numpy as np
 import pytest
+import torch
 
 import cpattn
 from audit import machine
+from support.cases import Case, assert_attention, make_inputs
 
 RNG = np.random.default_rng(5)
 BOUNDARIES = (1 << 31, 1 << 32)
@@ -259,3 +261,12 @@ def test_int8_blocks(isa, offsets):
 
     (huge_k, pages), (huge_v, _) = spread(k), spread(v)
     assert_same(attend(huge_k, huge_v, pages), attend(k, v, [0, 1, 2, 3, 4]))
+
+
+def test_query_rows_far_apart(tmp_path):
+    """Rows of 2^30 elements, in a sparse file."""
+    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(20,), dtype="float16"))
+    rows = np.memmap(tmp_path / "q", dtype=np.float16, mode="w+", shape=(3, 2**30))
+    q = torch.from_numpy(rows)[:, : 4 * 64].unflatten(1, (4, 64))
+    q.copy_(inputs["q"])
+    assert_attention(*cpattn.paged_attention(**inputs | {"q": q}, return_lse=True), inputs)

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import cpattn
+from support.sparse import sparse_mla_cases
 from support.time_limits import PATIENCE
 
 THREADS, REPEATS = 8, 10
@@ -87,20 +89,38 @@ def use_dsa_metadata(metadata: cpattn.sparse.DsaMetadata) -> Any:
     ]
 
 
-CASES = [
+def sparse_arguments() -> Any:
+    return sparse_mla_cases.make_inputs(sparse_mla_cases.Case()), torch.from_numpy(
+        Q.reshape(-1, 32)
+    )
+
+
+def use_sparse_arguments(arguments: Any) -> Any:
+    """Functions that have no plan."""
+    inputs, x = arguments
+    rows = cpattn.sparse.quantize_kv_rows(x.reshape(-1, 640)[:, :512], x.reshape(-1, 640)[:, -64:])
+    ones = torch.ones(16), torch.ones(8)
+    return [
+        *cpattn.sparse.flash_mla_sparse_fwd(**inputs),
+        cpattn.sparse.dequantize_kv_rows(rows).view(torch.int16),
+        *cpattn.sparse.fused_split_qk_norm(x, *ones, 16, 8, 8),
+    ]
+
+
+PLANS = [
     (plan, run_plan),
     (zigzag, use_metadata),
     (interleave, use_metadata),
     (dsa_metadata, use_dsa_metadata),
 ]
-every_case = pytest.mark.parametrize(("make", "use"), CASES, ids=lambda function: function.__name__)
+CASES = [*PLANS, (sparse_arguments, use_sparse_arguments)]
 
 
 def are_equal(result: list[Any], expected: list[Any]) -> bool:
     return all(np.array_equal(*pair) for pair in zip(result, expected, strict=True))
 
 
-@every_case
+@pytest.mark.parametrize(("make", "use"), CASES, ids=lambda function: function.__name__)
 def test_eight_threads_share_it(make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
     shared = make()
     expected = use(shared)
@@ -120,39 +140,30 @@ def test_eight_threads_share_it(make: Callable[[], Any], use: Callable[[Any], An
     assert are_equal(use(shared), expected)
 
 
-def answer(connection: Any, use: Callable[[Any], Any], shared: Any) -> None:
-    connection.send(use(shared))
+def answer(connection: Any, uses: list[Any], plans: list[Any]) -> None:
+    connection.send([use(shared) for use, shared in zip(uses, plans, strict=True)])
 
 
-def in_child(method: str, use: Callable[[Any], Any], shared: Any) -> Any:
+# Python warns about any fork of a process with threads; surviving one is the point here.
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_has_all_of_them(method: str) -> None:
+    uses = [use for _, use in PLANS]
+    plans = [make() for make, _ in PLANS]
+    expected = [use(shared) for use, shared in zip(uses, plans, strict=True)]  # threads run now
     context: Any = multiprocessing.get_context(method)
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=answer, args=(there, use, shared))
+    child = context.Process(target=answer, args=(there, uses, plans))
     child.start()
     there.close()
     try:
         assert here.poll(PATIENCE), "the child hangs"
-        result = here.recv()
+        results = here.recv()
     finally:
         child.kill()
         child.join()
         child.close()
         here.close()
-    return result
-
-
-# Python warns about any fork of a process with threads; surviving one is the point here.
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@every_case
-def test_a_forked_child_has_it(make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
-    shared = make()
-    expected = use(shared)  # threads are running now
-    assert are_equal(in_child("fork", use, shared), expected)
-    assert are_equal(use(shared), expected)
-
-
-@every_case
-def test_a_spawned_child_is_sent_it(make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
-    shared = make()
-    expected = use(shared)
-    assert are_equal(in_child("spawn", use, shared), expected)
+    for result, right, use, shared in zip(results, expected, uses, plans, strict=True):
+        assert are_equal(result, right)
+        assert are_equal(use(shared), right)  # here, after the fork

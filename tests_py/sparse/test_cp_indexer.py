@@ -184,67 +184,25 @@ REFUSED = [
     ({"topk": -3}, "topk must be 1 to 1048576, got -3"),
     ({"num_threads": 0}, "num_threads must be >= 1, got 0"),
     ({"block_tables": [[0]]}, r"block_tables must have one row per sequence \(2\), got 1"),
-    (
-        {"block_tables": [[0], [1]]},
-        r"block_tables must have at least 2 columns for sequence 1 \(kv_len 26",
-    ),
+    ({"block_tables": [[0], [1]]}, r"block_tables must have .*columns for sequence 1 \(kv_len 26"),
     ({"block_tables": [[0, 1], [2, 99]]}, r"page ids must be in .*, got 99 at position 1"),
-    (
-        {"cache": torch.zeros(5, 16, 32, dtype=torch.float16)},
-        "index_k_cache must be bfloat16, float32, float8_e4m3fn, int8 or uint8, got float16",
-    ),
-    (
-        {"cache": torch.zeros(5, 16, 32)},
-        "q must be float32 as the keys, got bfloat16",
-    ),
-    (
-        {"cache": torch.zeros(5, 16, 48, dtype=torch.bfloat16)},
-        r"index_k_cache must have the head_dim of q, 32, got shape \[5, 16, 48\]",
-    ),
-    (
-        {"cache": torch.zeros(5, 16, 2, 32, dtype=torch.bfloat16)},
-        r"index_k_cache must be .* with page_size 16, got shape \[5, 16, 2, 32\]",
-    ),
-    (
-        {"cache": torch.zeros(80, 32, dtype=torch.bfloat16)},
-        r"index_k_cache must be .* with page_size 16, got shape \[80, 32\]",
-    ),
-    (
-        {"cache": torch.zeros(5, 16, 64, dtype=torch.bfloat16)[..., ::2]},
-        "index_k_cache must be contiguous in its last dimension, got stride 2",
-    ),
-    (
-        {"cache": torch.zeros(81, 1, 32, dtype=torch.bfloat16)},
-        "index_k_cache must hold a multiple of page_size = 16 rows, got 81",
-    ),
-    (
-        {"cache": torch.zeros(5, 16 * 37, dtype=torch.uint8)},
-        r"index_k_cache of uint8 must be .* contiguous pages of 576 bytes, got shape \[5, 592\]",
-    ),
-    (
-        {"cache": torch.zeros(576, dtype=torch.uint8)},
-        r"index_k_cache of uint8 must be .*, got shape \[576\]",
-    ),
-    (
-        {"cache": torch.zeros(5, 16, 40, dtype=torch.uint8)[..., :36]},
-        "index_k_cache of uint8 must be .* contiguous pages of 576 bytes",
-    ),
-    (
-        {"cache": torch.zeros(5, 578, dtype=torch.uint8)[:, :576]},
-        "scales at multiples of 4 bytes, got head_dim 32, page_size 16 and pages 578 bytes apart",
-    ),
-    (
-        {"cache": torch.zeros(5, 580, dtype=torch.uint8)[:, 1:577]},
-        "index_k_cache must have its scales at multiples of 4 bytes",
-    ),
+    ({"cache": torch.zeros(5, 16, 32, dtype=torch.float16)}, "index_k_cache .*uint8, got float16"),
+    ({"cache": torch.zeros(5, 16, 32)}, "q must be float32 as the keys, got bfloat16"),
+    ({"cache": torch.zeros(5, 16, 48, dtype=torch.bfloat16)}, r"index_k_cache .*\[5, 16, 48\]"),
+    ({"cache": torch.zeros(5, 16, 2, 32, dtype=torch.bfloat16)}, r"index_k_cache .*16, 2, 32\]"),
+    ({"cache": torch.zeros(80, 32, dtype=torch.bfloat16)}, r"index_k_cache .*got shape \[80, 32\]"),
+    ({"cache": torch.zeros(5, 16, 64, dtype=torch.bfloat16)[..., ::2]}, "index_k_cache .*stride 2"),
+    ({"cache": torch.zeros(81, 1, 32, dtype=torch.bfloat16)}, "index_k_cache .*= 16 rows, got 81"),
+    ({"cache": torch.zeros(5, 16 * 37, dtype=torch.uint8)}, r"index_k_cache of .*shape \[5, 592\]"),
+    ({"cache": torch.zeros(576, dtype=torch.uint8)}, r"index_k_cache of uint8 .*got shape \[576\]"),
+    ({"cache": torch.zeros(5, 16, 40, dtype=torch.uint8)[..., :36]}, "index_k_cache .*576 bytes"),
+    ({"cache": torch.zeros(5, 578, dtype=torch.uint8)[:, :576]}, "scales at .*578 bytes apart"),
+    ({"cache": torch.zeros(5, 580, dtype=torch.uint8)[:, 1:577]}, "index_k_cache .*of 4 bytes"),
     (
         {"cache": torch.zeros(5, 576, dtype=torch.uint8), "k_scale": torch.ones(5, 16)},
         "k_scale must not be given with index_k_cache of uint8, which has it",
     ),
-    (
-        {"k_scale": torch.ones(3, 16)},
-        r"k_scale must be float32 \[\d+, 16\] like the rows of index_k_cache, got float32 \[3, 16",
-    ),
+    ({"k_scale": torch.ones(3, 16)}, r"k_scale must be .*of index_k_cache, got float32 \[3, 16"),
     ({"k_scale": torch.ones(3, 16, 1)}, "k_scale must be float32"),
     ({"k_scale": torch.ones(3, 16).half()}, r"k_scale must be .*, got float16 \[3, 16\]"),
 ]

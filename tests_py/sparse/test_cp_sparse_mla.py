@@ -124,10 +124,7 @@ def test_a_given_out_is_filled():
     [
         ({"q": torch.zeros(3, HEADS, DIM)}, r"q must have the 31 rows of index_q"),
         ({"topk": 0}, r"topk must be in \[1, .*, got 0"),
-        (
-            {"kv": torch.zeros(16, 1, DIM)},
-            "kv must have the slots of block_tables, got 16 for slot",
-        ),
+        ({"kv": torch.zeros(16, 1, DIM)}, "kv must have .*slots of block_tables, got 16 for slot"),
         ({"kv": torch.zeros(480, 1, 16)}, "kv must have shape"),
         ({"d_v": 0}, "d_v must be"),
         ({"page_size": 5}, "index_k_cache must"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer among threads and signals, its memory, and what it refuses."""
+"""The indexer among threads, its memory, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,7 @@ import pytest
 import torch
 
 import cpattn
-from support.interrupts import assert_interruptible
 from support.sparse.indexer_cases import make_inputs
-
-# A call of one item and, with one thread, ten seconds.
-LONG_CALL = """
-import numpy as np, cpattn
-q = np.zeros((32, 1024, 16), np.float32)
-k = np.zeros((3000000, 16), np.float32)
-print("ready", flush=True)
-cpattn.set_num_threads({threads})
-cpattn.sparse.indexer_topk(q, k, q[:, :, 0], [0] * 32, [3000000] * 32, topk=2048)
-"""
 
 # Bytes that the process grew by at most, in a call on so many keys.
 MEMORY_OF_A_CALL = """
@@ -64,11 +53,6 @@ def test_the_result_does_not_depend_on_the_number_of_threads(isa, threads, num_q
             assert torch.equal(result, one)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_ctrl_c_ends_a_long_call(num_threads):
-    assert_interruptible(LONG_CALL.format(threads=num_threads))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_keys():
     """Scores of 256 queries and 128 K keys would be 128 MiB."""
@@ -85,16 +69,10 @@ BAD_ARGUMENTS = [
     ({"k": torch.zeros(1, 5, 64)}, r"k must have 2 dimensions"),
     ({"k": torch.zeros(333, 64).half()}, r"keys must be bfloat16, .*, got float16"),
     ({"k": torch.zeros(333, 64)}, r"q must be float32 as the keys, got bfloat16"),
-    (
-        {"k": torch.zeros(333, 32).bfloat16()},
-        r"q must have the dimension of the keys \(32\), got 64",
-    ),
+    ({"k": torch.zeros(333, 32).bfloat16()}, r"q must have .*dimension of the keys \(32\), got 64"),
     ({"k": torch.zeros(64, 333).bfloat16().T}, r"k must .*contiguous"),
     ({"q": torch.zeros(7, 0, 64).bfloat16()}, r"q must have 1 to 1024 heads, got 0"),
-    (
-        {"weights": torch.zeros(7, 2)},
-        r"weights must have shape \[7, 3\] or that and 1, got \[7, 2\]",
-    ),
+    ({"weights": torch.zeros(7, 2)}, r"weights must have .*\[7, 3\] or that and 1, got \[7, 2\]"),
     ({"weights": torch.zeros(7, 3, 2)}, r"weights must have shape \[7, 3\]"),
     ({"weights": torch.zeros(7, 3).double()}, r"weights must be float32 or bfloat16, got float64"),
     ({"k_scale": torch.zeros(332)}, r"k_scale must have shape \[333\] or \[333, 1\], got \[332\]"),

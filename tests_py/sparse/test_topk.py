@@ -166,16 +166,10 @@ def test_ragged_and_paged_select_the_same_tokens(page_size):
         ({"row_starts": [0] * 3}, "row_starts must have one element per row of score, 2, got 3"),
         ({"row_starts": [0, -1]}, "row_starts must be in [0, 9], got -1 at index 1"),
         ({"row_starts": [0, 10]}, "row_starts must be in [0, 9], got 10 at index 1"),
-        (
-            {"lengths": [9, 8], "row_starts": [0, 2]},
-            "row_starts + lengths must be at most the number of columns, 9, got 2 + 8 at index 1",
-        ),
+        ({"lengths": [9, 8], "row_starts": [0, 2]}, "row_starts + lengths ... 2 + 8 at index 1"),
         ({"score": np.zeros((2, 9))}, "score must be float32, got float64"),
         ({"score": np.zeros((2, 2, 9), np.float32)}, "score must have 2 dimensions, got shape"),
-        (
-            {"score": np.zeros((2, 18), np.float32)[:, ::2]},
-            "score must be contiguous in its last dimension, got stride 2",
-        ),
+        ({"score": np.zeros((2, 18), np.float32)[:, ::2]}, "score ... dimension, got stride 2"),
     ],
 )
 def test_errors_of_all_selections(change, message):
@@ -186,13 +180,12 @@ def test_errors_of_all_selections(change, message):
         "row_starts": None,
     } | change
     score, lengths, topk, row_starts = case.values()
-    with pytest.raises(ValueError, match="^fast_topk: " + re.escape(message)):
+    message = re.escape(message).replace(r"\.\.\.", ".*")
+    with pytest.raises(ValueError, match=f"^fast_topk: {message}"):
         fast_topk(score, lengths, topk, row_starts)
-    with pytest.raises(ValueError, match="^fast_topk_transform_fused: " + re.escape(message)):
+    with pytest.raises(ValueError, match=f"^fast_topk_transform_fused: {message}"):
         fast_topk_transform_fused(score, lengths, [[0] * 9] * 2, None, topk, row_starts)
-    with pytest.raises(
-        ValueError, match="^fast_topk_transform_ragged_fused: " + re.escape(message)
-    ):
+    with pytest.raises(ValueError, match=f"^fast_topk_transform_ragged_fused: {message}"):
         fast_topk_transform_ragged_fused(score, lengths, [0, 0], topk, row_starts)
 
 
@@ -204,20 +197,9 @@ def test_errors_of_all_selections(change, message):
         ({"cu": [1, 1, 2]}, "cu_seqlens_q must begin with 0, got 1"),
         ({"cu": [0, 1, 3]}, "cu_seqlens_q must end at the number of rows, 2, got 3"),
         ({"cu": [0, 3, 2]}, "must be prefix sums, which never decrease, got 2 after 3 at index 2"),
-        (
-            {"cu": [0, -1, 2]},
-            "must be prefix sums, which never decrease, got -1 after 0 at index 1",
-        ),
-        (
-            {"cu": None, "table": np.zeros((3, 9), int)},
-            "without cu_seqlens_q there must be a row of the page table, or of batch_idx_list, "
-            "per row of score, 2, got 3",
-        ),
-        (
-            {"table": np.array([[0] * 9, [0, -1] + [0] * 7])},
-            "entries of the page table must be >= 0 and their slots fit into int32, got -1 at "
-            "[1, 1]",
-        ),
+        ({"cu": [0, -1, 2]}, "must be prefix ... which never decrease, got -1 after 0 at index 1"),
+        ({"cu": None, "table": np.zeros((3, 9), int)}, "without cu_seqlens_q ... score, 2, got 3"),
+        ({"table": np.array([[0] * 9, [0, -1] + [0] * 7])}, "entries of the ... got -1 at [1, 1]"),
         ({"table": np.full((2, 9), 2**31)}, "got 2147483648 at [0, 0]"),
         ({"table": np.full((2, 9), 2**25), "page_size": 64}, "got 33554432 at [0, 0]"),
         ({"page_size": 0}, "page_size must be in [1, 2147483647], got 0"),
@@ -226,7 +208,8 @@ def test_errors_of_all_selections(change, message):
 def test_errors_of_the_paged_transform(change, message):
     case = {"table": np.zeros((2, 9), int), "cu": [0, 1, 2], "page_size": 1} | change
     score = np.zeros((2, 9), np.float32)
-    with pytest.raises(ValueError, match="^fast_topk_transform_fused: .*" + re.escape(message)):
+    message = re.escape(message).replace(r"\.\.\.", ".*")
+    with pytest.raises(ValueError, match=f"^fast_topk_transform_fused: .*{message}"):
         fast_topk_transform_fused(
             score, [9, 9], case["table"], case["cu"], 4, page_size=case["page_size"]
         )

@@ -82,20 +82,15 @@ def test_methods_are_numbered_as_in_engines():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            {"prefill_impl": "flashmla"},
-            ValueError,
-            "prefill_impl must be one of 'aiter', 'fa3', 'flashinfer_sparse_mla', "
-            "'flashmla_auto', 'flashmla_kv', 'flashmla_sparse', 'flashmla_sparse_q8', 'intel_xpu', "
-            "'tilelang', 'triton', 'triton_sparse_mla', 'trtllm', got 'flashmla'",
-        ),
+        ({"prefill_impl": "flashmla"}, ValueError, "prefill_impl must be ... got 'flashmla'"),
         ({"forward_mode": 10}, ValueError, "forward_mode must be a ForwardMode, got 10"),
         ({"forward_mode": "EXTEND"}, TypeError, "forward_mode must be an integer, got str"),
     ],
 )
 def test_unknown_modes_and_implementations_are_refused(arguments, error, message):
     arguments = {"fp8_kv_cache": True, "prefill_impl": "flashmla_sparse"} | arguments
-    with pytest.raises(error, match=re.escape(f"get_topk_transform_method: {message}")):
+    message = re.escape(message).replace(r"\.\.\.", ".*")
+    with pytest.raises(error, match=f"get_topk_transform_method: {message}"):
         get_topk_transform_method(**arguments)
 
 
@@ -185,10 +180,7 @@ def test_no_method_is_no_transform():
     [
         ({"page_table": None}, "page_table must be given for PAGED"),
         ({"method": 3}, "method must be TopkTransformMethod.PAGED, RAGGED or None, got 3"),
-        (
-            {"batch_idx_list": [0, 3], "cu_seqlens_q": [0, 1, 4]},
-            "batch_idx_list must be rows of the page table, in [0, 3), got 3 at index 1",
-        ),
+        ({"batch_idx_list": [0, 3], "cu_seqlens_q": [0, 1, 4]}, "batch_idx_list ... 3 at index 1"),
         ({"batch_idx_list": [0, -1]}, "in [0, 3), got -1 at index 1"),
         ({"batch_idx_list": [0, 1]}, "per row of score, 4, got 2"),
         ({"lengths": [1]}, "lengths must have one element per row of score, 4, got 1"),
@@ -196,7 +188,8 @@ def test_no_method_is_no_transform():
 )
 def test_errors_of_topk_transform(arguments, message):
     case = {"method": PAGED, "lengths": LENGTHS, "page_table": TABLE} | arguments
-    with pytest.raises(ValueError, match="^topk_transform: .*" + re.escape(message)):
+    message = re.escape(message).replace(r"\.\.\.", ".*")
+    with pytest.raises(ValueError, match=f"^topk_transform: .*{message}"):
         topk_transform(SCORE, 16, **case)
 
 
@@ -249,47 +242,23 @@ ONE_ROW = np.zeros((1, 4), np.int32)
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (
-            transform_index_page_table_decode,
-            (TABLE, ONE_ROW),
-            "page_table must have one row per row of topk_indices, 1, got 3",
-        ),
-        (
-            transform_index_page_table_decode,
-            (TABLE[:1], ONE_ROW + 100),
-            "indices must be within the page table, 100 pages of 1, got 100 for its row 0",
-        ),
+        (transform_index_page_table_decode, (TABLE, ONE_ROW), "page_table ... 1, got 3"),
+        (transform_index_page_table_decode, (TABLE[:1], ONE_ROW + 100), "indices ... its row 0"),
         (
             transform_index_page_table_decode,
             (TABLE[:1], np.int64([[2**31]])),
             "topk_indices must fit into int32, got 2147483648 at [0, 0]",
         ),
-        (
-            transform_index_page_table_prefill,
-            (TABLE, ONE_ROW, [1, 0]),
-            "extend_lens_cpu must have one element per row of page_table, 3, got 2",
-        ),
-        (
-            transform_index_page_table_prefill,
-            (TABLE, ONE_ROW, [0, 0, 0]),
-            "extend_lens_cpu must add up to the rows of topk_indices, 1, got 0",
-        ),
-        (
-            transform_index_page_table_prefill,
-            (TABLE, ONE_ROW, [0, 2, -1]),
-            "extend_lens_cpu must be >= 0 and add up to the rows of topk_indices, 1, got 2 at "
-            "index 1",
-        ),
-        (
-            page_table_to_topk,
-            (TABLE, [1, 2], 4),
-            "lengths must have one element per row of page_table, 3, got 2",
-        ),
+        (transform_index_page_table_prefill, (TABLE, ONE_ROW, [1, 0]), "extend_lens_cpu ... got 2"),
+        (transform_index_page_table_prefill, (TABLE, ONE_ROW, [0, 0, 0]), "extend_lens_cpu ... 0"),
+        (transform_index_page_table_prefill, (TABLE, ONE_ROW, [0, 2, -1]), "extend_lens_cpu ... 1"),
+        (page_table_to_topk, (TABLE, [1, 2], 4), "lengths must have ... of page_table, 3, got 2"),
         (page_table_to_topk, (TABLE, [1, 2, 101], 400), "got 100 for its row 2"),
     ],
 )
 def test_errors_of_unfused_transforms(function, arguments, message):
-    with pytest.raises(ValueError, match=f"^{function.__name__}: .*" + re.escape(message)):
+    message = re.escape(message).replace(r"\.\.\.", ".*")
+    with pytest.raises(ValueError, match=f"^{function.__name__}: .*{message}"):
         function(*arguments)
 
 
