@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
 import cpattn
-from support.cases import DTYPES, Case, assert_attention, make_inputs
+from support.cases import DTYPES, Case, assert_attention, expected_attention, make_inputs
+from support.pairwise import pairwise
 
-CODES = {
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
+CODES = {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "int8")}
 SCALES = ("one", "tensor", "heads", "tokens")
 DECODE = Case(q_lens=(1, 3, 0), kv_lens=(1200, 70, 5), num_heads=8, num_kv_heads=2, page_size=64)
 CASES = [
@@ -78,25 +75,25 @@ def run(inputs, **options):
     return cpattn.paged_attention(**inputs, return_lse=True, **options)
 
 
+CODES_IN_DTYPES = list(itertools.product(CODES, DTYPES))
+COMBINATIONS = pairwise(range(len(CASES)), CODES_IN_DTYPES, SCALES)
+
+
+@functools.cache
+def given_and_expected(index, code, dtype, kind):
+    """Made once for all instruction sets."""
+    given, meant = coded(make_inputs(CASES[index].with_(dtype=dtype)), code, kind)
+    return given, meant, expected_attention(meant)
+
+
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
 def test_against_the_oracle(isa, index):
-    kinds = itertools.product(CODES, SCALES)
-    for i, (code, kind) in enumerate(kinds):
-        dtypes = DTYPES if isa == cpattn.active_isa() else [DTYPES[(index + i) % 3]]
-        for dtype in dtypes:
-            given, meant = coded(make_inputs(CASES[index].with_(dtype=dtype)), code, kind)
-            assert_attention(*run(given), meant, rounds_values=kind == "tokens")
-
-
-def test_the_oracle_reads_codes_itself():
-    """From codes and scales it computes what it does from the numbers that these stand for."""
-    for case, code, kind in itertools.product(CASES[:4], CODES, SCALES):
-        given, meant = coded(make_inputs(case), code, kind)
-        results = cpattn.reference.paged_attention(**given)
-        for result, expected in zip(
-            results, cpattn.reference.paged_attention(**meant), strict=True
-        ):
-            np.testing.assert_array_equal(result, expected)
+    """Every case with codes of each kind in each dtype, and with each kind of scale."""
+    for which, (code, dtype), kind in COMBINATIONS:
+        if which == index:
+            given, meant, expected = given_and_expected(index, code, dtype, kind)
+            rounds_values = kind == "tokens"
+            assert_attention(*run(given), meant, "attention", expected, rounds_values)
 
 
 @pytest.mark.parametrize("token_dtype", [torch.float16, torch.bfloat16])
@@ -112,18 +109,15 @@ def test_bytes_with_their_type_named(code):
     given, _ = coded(make_inputs(CASES[0]), code, "tensor")
     wanted = run(given)
     given |= {name: given[name].view(torch.uint8) for name in ("k_cache", "v_cache")}
-    for result, expected in zip(run(given, kv_dtype=code), wanted, strict=True):
-        assert torch.equal(result, expected)
+    assert all(map(torch.equal, run(given, kv_dtype=code), wanted))
 
 
 @pytest.mark.parametrize("kind", SCALES)
-@pytest.mark.parametrize("code", CODES)
-def test_results_do_not_depend_on_threads(code, kind):
+def test_results_do_not_depend_on_threads(kind):
     for case in (CASES[0], CASES[6]):
-        given, _ = coded(make_inputs(case), code, kind)
-        results = [run(given, num_threads=n) for n in (1, 2, 5)]
-        for result in results[1:]:
-            assert all(map(torch.equal, result, results[0]))
+        given, _ = coded(make_inputs(case), "int8", kind)
+        one = run(given, num_threads=1)
+        assert all(map(torch.equal, run(given, num_threads=5), one))
 
 
 @pytest.mark.parametrize("kind", SCALES)
@@ -153,8 +147,7 @@ def test_what_is_not_seen_does_not_matter(isa, code, q_len):
         for name in ("k", "v"):
             given[f"{name}_cache"].view(torch.uint8)[page, slot] = 0x7F
             given[f"{name}_scale"][page, slot] = math.nan
-    for result, expected in zip(run(given), wanted, strict=True):
-        assert torch.equal(result, expected)
+    assert all(map(torch.equal, run(given), wanted))
 
 
 @pytest.mark.parametrize("q_len", [1, 40])
@@ -170,17 +163,6 @@ def test_nan_is_not_lost(isa, q_len):
         given, _ = coded(make_inputs(case), "int8", "tokens")
         given[f"{name}_scale"][int(given["block_tables"][0][0]), 5] = math.nan
         assert run(given)[0].isnan().all()
-
-
-def test_infinite_codes_are_infinite(isa):
-    """float8_e5m2 has infinities; a value of one makes its dimension infinite."""
-    case = Case(q_lens=(3,), kv_lens=(100,), num_heads=2, num_kv_heads=1)
-    given, _ = coded(make_inputs(case), "float8_e5m2", "tensor")
-    page = int(given["block_tables"][0][0])
-    given["v_cache"].view(torch.uint8)[page, 5, 0, 3] = 0x7C
-    out, _ = run(given)
-    assert out[:, :, 3].isposinf().all()
-    assert out[:, :, :3].isfinite().all()
 
 
 def test_every_code_is_what_torch_says(isa):

@@ -77,8 +77,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(isa):
         inputs = make_inputs(case)
         one, *others = (run(inputs, num_threads=n) for n in (1, 2, 3, 7))
         for other in others:
-            assert torch.equal(one[0], other[0])
-            assert torch.equal(one[1], other[1])
+            assert all(map(torch.equal, one, other))
 
 
 def test_parts_cover_every_row_and_key_once():

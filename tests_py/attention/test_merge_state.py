@@ -75,8 +75,7 @@ def test_large_differences_do_not_overflow():
     parts[3] -= 1e4
     before = [part.clone() for part in parts]
     result = cpattn.merge_state(*parts)
-    assert torch.equal(result[0], before[0])
-    assert torch.equal(result[1], before[1])
+    assert all(map(torch.equal, result, before))
 
 
 @pytest.mark.parametrize("world", [8, 64])

@@ -31,8 +31,7 @@ def test_bits_are_the_mask_that_bools_are(causal, batch_invariant):
     options = inputs_of() | {"causal": causal, "batch_invariant": batch_invariant}
     bools = cpattn.paged_attention(**options, custom_mask=dense(masks), return_lse=True)
     bits = cpattn.paged_attention(**options, packed_custom_mask=packed(masks), return_lse=True)
-    assert torch.equal(bools[0], bits[0])
-    assert torch.equal(bools[1], bits[1])
+    assert all(map(torch.equal, bools, bits))
 
 
 def test_bits_behind_the_last_one_of_a_sequence_do_not_matter():

@@ -66,8 +66,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(kind, scale, strate
     assert torch.all(torch.isfinite(expected[1]))
     for cp_size in (1, 2, 3, 8, 16):
         results = all_ranks(q, k, v, cp_size, strategy, **options, window=25, softcap=3.0)
-        for result, whole in zip(results, expected, strict=True):
-            assert torch.equal(result, whole), cp_size
+        assert all(map(torch.equal, results, expected)), cp_size
 
 
 @pytest.mark.parametrize("kind", CODES)
@@ -76,8 +75,7 @@ def test_bytes_are_the_codes_that_kv_dtype_names(kind):
     raw = (k.view(torch.uint8), v.view(torch.uint8))
     expected = all_ranks(q, k, v, 2, "zigzag", **options)
     results = all_ranks(q, *raw, 2, "zigzag", **options, kv_dtype=kind)
-    for result, whole in zip(results, expected, strict=True):
-        assert torch.equal(result, whole)
+    assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.parametrize("scale", ["tensor", "heads", "tokens"])
@@ -86,8 +84,7 @@ def test_values_in_the_keys_have_the_scale_of_keys(scale):
     expected = one_process(q, k, k[..., :16], **options | {"v_scale": options["k_scale"]})
     del options["v_scale"]
     results = all_ranks(q, k, None, 3, "zigzag", **options, v_head_dim=16)
-    for result, whole in zip(results, expected, strict=True):
-        assert torch.equal(result, whole)
+    assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.parametrize(

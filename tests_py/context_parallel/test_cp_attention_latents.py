@@ -83,8 +83,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(options, rope_apart
     assert_attention(*expected, inputs)
     for cp_size in range(1, 17):
         results = latents.all_ranks(cp_size, strategy, rope_apart=rope_apart, **options)
-        for result, whole in zip(results, expected, strict=True):
-            assert torch.equal(result, whole), cp_size
+        assert all(map(torch.equal, results, expected)), cp_size
 
 
 @pytest.mark.parametrize("rope_apart", [False, True])
@@ -94,8 +93,7 @@ def test_deepseek_s_dimensions(isa, dtype, rope_apart):
     latents = Latents(512, 64, 512, dtype, heads=8)
     expected, _ = latents.whole()
     results = latents.all_ranks(3, "zigzag", rope_apart=rope_apart)
-    for result, whole in zip(results, expected, strict=True):
-        assert torch.equal(result, whole)
+    assert all(map(torch.equal, results, expected))
 
 
 def test_the_scale_of_both_parts_is_the_default():

@@ -61,8 +61,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(name, strategy):
         whole = batch.whole()
         if cp_size == 1:
             assert_attention(*whole, batch.inputs)
-        for result, expected in zip(batch.all_ranks(pad_rows=cp_size % 3), whole, strict=True):
-            assert torch.equal(result, expected), cp_size
+        assert all(map(torch.equal, batch.all_ranks(pad_rows=cp_size % 3), whole)), cp_size
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -80,8 +79,7 @@ def test_every_instruction_set(isa, strategy):
         )
         whole = batch.whole()
         assert_attention(*whole, batch.inputs)
-        for result, expected in zip(batch.all_ranks(), whole, strict=True):
-            assert torch.equal(result, expected)
+        assert all(map(torch.equal, batch.all_ranks(), whole))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -99,13 +97,9 @@ def test_bits_are_the_mask_that_bools_are(causal, strategy):
                 head_dim=32,
                 options={"causal": causal, **mask},
             ).all_ranks()
-            for mask in (
-                {"custom_mask": dense(masks)},
-                {"packed_custom_mask": packed(masks)},
-            )
+            for mask in ({"custom_mask": dense(masks)}, {"packed_custom_mask": packed(masks)})
         )
-        assert torch.equal(bools[0], bits[0])
-        assert torch.equal(bools[1], bits[1])
+        assert all(map(torch.equal, bools, bits))
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -134,8 +128,7 @@ def test_ragged_batches(
     batch = Batch(extends, prefixes, cp_size, strategy, head_dim=16, seed=seed, options=options)
     whole = batch.whole()
     assert_attention(*whole, batch.inputs)
-    for result, expected in zip(batch.all_ranks(), whole, strict=True):
-        assert torch.equal(result, expected)
+    assert all(map(torch.equal, batch.all_ranks(), whole))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -188,10 +181,7 @@ BYTES = sum(-(-new * (new + cached) // 8) for new, cached in LENS)
             "packed_custom_mask must be contiguous",
         ),
         (
-            {
-                "custom_mask": np.ones(SIZE, bool),
-                "packed_custom_mask": np.ones(BYTES, np.uint8),
-            },
+            {"custom_mask": np.ones(SIZE, bool), "packed_custom_mask": np.ones(BYTES, np.uint8)},
             "give either custom_mask or packed_custom_mask, got both",
         ),
         ({"q_rope": torch.zeros(0, 64)}, "q_rope and k_rope must be given together"),

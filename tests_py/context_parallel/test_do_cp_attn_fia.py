@@ -43,8 +43,7 @@ def test_ranks_agree_bit_for_bit_with_one_process(strategy, dtype):
     one, eight = (
         Batch((50, 23), (37, 0), cp_size, strategy, dtype=dtype).all_ranks() for cp_size in (1, 8)
     )
-    assert torch.equal(one[0], eight[0])
-    assert torch.equal(one[1], eight[1])
+    assert all(map(torch.equal, one, eight))
 
 
 def test_pull_request_23415():

@@ -34,11 +34,7 @@ class DLTensor(ctypes.Structure):
 
 
 class DLManagedTensor(ctypes.Structure):
-    _fields_ = [
-        ("tensor", DLTensor),
-        ("manager", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
+    _fields_ = [("tensor", DLTensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
 class Exported:

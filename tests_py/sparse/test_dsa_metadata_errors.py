@@ -33,11 +33,7 @@ CP = build_cp_metadata([3, 2], [10, 4], cp_rank=0, cp_size=2)
         ),
         ({"num_draft_tokens": 4}, "num_draft_tokens is for ... batches, instead of extend_lens"),
         (
-            {
-                "extend_lens": None,
-                "num_draft_tokens": 0,
-                "forward_mode": ForwardMode.TARGET_VERIFY,
-            },
+            {"extend_lens": None, "num_draft_tokens": 0, "forward_mode": ForwardMode.TARGET_VERIFY},
             "num_draft_tokens must be >= 1, got 0",
         ),
         ({"extend_lens": [3]}, "extend_lens must have as many elements as seq_lens, 2, got 1"),

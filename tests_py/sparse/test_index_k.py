@@ -129,8 +129,7 @@ def test_a_group_that_is_not_finite_is_marked(isa, code, nan, bad):
     assert scale.isnan().tolist() == [[False, False], [False, True]]
     assert torch.all(codes.view(torch.uint8)[1, 128:] == nan)
     assert torch.equal(
-        codes.view(torch.uint8)[0],
-        sparse.quantize_index(x[0], dtype=code)[0].view(torch.uint8),
+        codes.view(torch.uint8)[0], sparse.quantize_index(x[0], dtype=code)[0].view(torch.uint8)
     )
 
 

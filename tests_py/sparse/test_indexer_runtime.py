@@ -49,8 +49,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(isa, threads, num_q
 
     expected = results(1)
     for num_threads in (2, 7):
-        for result, one in zip(results(num_threads), expected, strict=True):
-            assert torch.equal(result, one)
+        assert all(map(torch.equal, results(num_threads), expected))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -240,10 +240,7 @@ def test_threads_change_nothing():
     ("change", "message"),
     [
         ({"nope": torch.zeros(2, 511)}, r"nope must be \[num_tokens, 512\] or .* got \[2, 511\]"),
-        (
-            {"nope": torch.zeros(2, 3, 512)},
-            r"nope must be \[num_tokens, 512\] .* got \[2, 3,",
-        ),
+        ({"nope": torch.zeros(2, 3, 512)}, r"nope must be \[num_tokens, 512\] .* got \[2, 3,"),
         ({"nope": torch.zeros(512)}, r"nope must have 2 to 3 dimensions, got shape \[512\]"),
         ({"nope": torch.zeros(2, 512).int()}, "nope must be float32, .* got int32"),
         ({"nope": torch.zeros(2, 1024)[:, ::2]}, "nope must be contiguous in its last dimension"),

@@ -201,8 +201,7 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
         prefixes=("KVLayout: ", "KVLayout.__init__()"),
     ),
     "KVSendCursor": of(
-        transfer.KVSendCursor,
-        given(num_tokens=10, page_size=4, decode_prefix_len=4, compat=False),
+        transfer.KVSendCursor, given(num_tokens=10, page_size=4, decode_prefix_len=4, compat=False)
     ),
     "KVSendCursor.advance": method(
         lambda: transfer.KVSendCursor(10, 4),
@@ -365,7 +364,7 @@ TABLES = (
 
 # In the words of engines, as its documentation says.
 ENGINES = {
-    "topk_transform": {"errors": (RuntimeError,), "prefixes": ("RAGGED topk_transform requires",)},
+    "topk_transform": {"errors": (RuntimeError,), "prefixes": ("RAGGED topk_transform requires",)}
 }
 # For float16 the fuzzer's scales are too large: results beyond 65504 are infinite.
 UNJUDGED = {"hadamard_transform"}

@@ -179,10 +179,7 @@ CALLS = [
     call(cpattn.build_cp_metadata_all_ranks, CP_BATCH),
     call(cpattn.can_apply_cp, CP_LENS, given(cp_size=2, strategy="zigzag", num_tokens=8), MODE),
     call(
-        sparse.can_dsa_prefill_cp_interleave,
-        CP_LENS,
-        given(cp_size=2, strategy="interleave"),
-        MODE,
+        sparse.can_dsa_prefill_cp_interleave, CP_LENS, given(cp_size=2, strategy="interleave"), MODE
     ),
     call(METADATA.shard, of_kind("any", x=np.ones((8, 2))), given(dim=0, truncate=False)),
     call(METADATA.unshard, of_kind("value", parts=[f32(4, 2), f32(4, 2)]), given(dim=0)),
@@ -264,10 +261,7 @@ CALLS = [
     call(sparse.read_index_k_cache, given(cache=INDEX_CACHE, slots=[3, 9], dtype="int8")),
     call(sparse.split_qk_norm, SPLIT, given(q_eps=1e-6, kv_eps=1e-6)),
     call(sparse.fused_split_qk_norm, SPLIT, given(eps=1e-6)),
-    call(
-        sparse.can_fuse_split_qk_norm,
-        given(num_rows=3, neox_rope=False, uses_prefill_cp=False),
-    ),
+    call(sparse.can_fuse_split_qk_norm, given(num_rows=3, neox_rope=False, uses_prefill_cp=False)),
     call(sparse.dsa_use_prefill_cp, MODE, given(has_cp_metadata=True, enabled=True)),
     call(cpattn.set_num_threads, given(num_threads=2)),
     call(cpattn.profile, given(max_events=10)),

@@ -393,8 +393,6 @@ MAKERS: dict[str, Callable[[int], Call]] = {
         lambda n: np.ones((64 * n, 64), np.int32),
     ),
     "registration_regions": made(
-        transfer.registration_regions,
-        lambda n: list(range(4096, 4096 + n)),
-        lambda n: [1] * n,
+        transfer.registration_regions, lambda n: list(range(4096, 4096 + n)), lambda n: [1] * n
     ),
 }
