@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No wrong row of K or V can hide behind thousands of keys: the weight of each key comes out.
 
-See `probes` for how. Every instruction set, every way to attend, up to 131,079 keys.
+See `probes` for how. Every instruction set, up to 131,079 keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import cpattn
 from cpattn import reference
 from support import probes
 from support.cases import DTYPES
-from support.npu.fia_cases import TEMPLATE
 from support.tolerances import EPS, TOLERANCES, Expected, assert_attended, assert_close
 
 pytestmark = pytest.mark.slow
@@ -159,71 +158,6 @@ def test_paged_attention(made, size, dtype, isa):
     assert_attended(*run(inputs), expected, dtype)
     assert np.any(plan_of(inputs).items[:, 5] > 0)
     assert_attended(*run(inputs, batch_invariant=True), expected, dtype)
-
-
-def test_fused_operator(made, size, dtype, isa):
-    inputs, expected = made
-    k, v = (inputs[name].flatten(2) for name in ("k_cache", "v_cache"))
-    out, lse = cpattn.npu.npu_fused_infer_attention_score(
-        inputs["q"], k, v,
-        block_table=inputs["block_tables"], block_size=size.page_size, input_layout="TND",
-        num_heads=inputs["q"].shape[1], num_key_value_heads=size.kv_heads, sparse_mode=3,
-        atten_mask=TEMPLATE, softmax_lse_flag=True, actual_seq_lengths=[size.tokens],
-        actual_seq_lengths_kv=[size.kv_len],
-    )  # fmt: skip
-    assert_attended(out, lse[..., 0], expected, dtype)
-
-
-def test_context_parallel(made, size, dtype, isa):
-    """The keys of a row stay together on every rank; of the most keys one strategy is enough."""
-    inputs, expected = made
-    q = inputs["q"].flatten(1)
-    for strategy in ("zigzag", "interleave", "contiguous")[: 1 if size.kv_len > 10**5 else 3]:
-        ranks = cpattn.build_cp_metadata_all_ranks(
-            [size.tokens], [size.kv_len], cp_size=4, strategy=strategy
-        )
-        parts = [
-            cpattn.do_cp_attn_fia(
-                metadata.shard(q), inputs["k_cache"], inputs["v_cache"], metadata,
-                block_tables=inputs["block_tables"], page_size=size.page_size,
-                num_heads=inputs["q"].shape[1], num_kv_heads=size.kv_heads, scale=1.0,
-                return_lse=True,
-            )
-            for metadata in ranks
-        ]  # fmt: skip
-        out, lse = (ranks[0].unshard(list(part)) for part in zip(*parts, strict=True))
-        assert_attended(out.unflatten(1, (-1, size.v_head_dim)), lse, expected, dtype)
-
-
-@functools.lru_cache(maxsize=1)
-def named_keys(size: Size) -> torch.Tensor:
-    """For each token all positions, in any order, those that it cannot see among them."""
-    rng = np.random.default_rng(2)
-    rows = [rng.permutation(size.kv_len) for _ in range(size.tokens)]
-    return torch.from_numpy(np.stack(rows).astype(np.int32))[:, None]
-
-
-def test_sparse_operator(made, size, dtype, isa):
-    """Keys by their position, of the fewest by blocks too; half of the dimensions are rotated."""
-    attend_named(made, size, dtype, named_keys(size), 1)
-    if size.kv_len < 10**4:
-        blocks = torch.arange(-(-size.kv_len // 64), dtype=torch.int32).flip(0)
-        attend_named(made, size, dtype, blocks.expand(size.tokens, 1, -1).contiguous(), 64)
-
-
-def attend_named(made, size, dtype, named, block):
-    inputs, expected = made
-    q, k, v = inputs["q"][:, : size.group], inputs["k_cache"][:, :, :1], inputs["v_cache"][:, :, :1]
-    half = size.head_dim // 2
-    out, largest, total = cpattn.npu.npu_sparse_flash_attention(
-        q[..., :half].contiguous(), k[..., :half].contiguous(), v.contiguous(), named, 1.0,
-        query_rope=q[..., half:].contiguous(), key_rope=k[..., half:].contiguous(),
-        attention_mode=2, sparse_block_size=block, block_table=inputs["block_tables"],
-        layout_query="TND", layout_kv="PA_BSND", actual_seq_lengths_query=[size.tokens],
-        actual_seq_lengths_kv=[size.kv_len], return_softmax_lse=True,
-    )  # fmt: skip
-    first = expected.rows(np.s_[:, : size.group])
-    assert_attended(out, (largest + total.log())[0], first, dtype)
 
 
 def test_each_key_is_more_than_roundings_explain(size, dtype):

@@ -47,13 +47,6 @@ def test_against_the_oracle(isa, shape, dtype):
     assert torch.equal(parts[3], before[3])
 
 
-def test_golden_value():
-    out, lse = torch.zeros(1, 1, 1), torch.tensor([[2.0]]).log()
-    cpattn.merge_state(out, lse, torch.full((1, 1, 1), 10.0), torch.tensor([[8.0]]).log())
-    assert out.item() == pytest.approx(8.0)
-    assert lse.item() == pytest.approx(math.log(10))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_part_without_keys_is_ignored_whatever_it_holds(isa, dtype):
     parts = make_parts(dtype)
@@ -116,12 +109,8 @@ def test_narrow_parts_round_at_every_merge_but_not_more():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({0: torch.zeros(2, 3)}, r"out_a must have 3 dimensions, got shape \[2, 3\]"),
-        ({0: torch.zeros(2, 3, 4).int()}, "out_a must be float32, float16 or bfloat16, got int32"),
-        ({2: torch.zeros(2, 3, 4).half()}, "out_b must be float32, got float16"),
         ({2: torch.zeros(2, 3, 5)}, r"out_b must have shape \[2, 3, 4\], got \[2, 3, 5\]"),
         ({3: torch.zeros(2, 2)}, r"lse_b must have shape \[2, 3\], got \[2, 2\]"),
-        ({1: torch.zeros(2, 3).double()}, "lse_a must be float32, got float64"),
         ({3: torch.tensor([[0, 0, 0], [0, INF, 0.0]])}, r"lse_b must not .*got \+inf at \[1, 1\]"),
         ({2: torch.zeros(2, 3, 8)[..., ::2]}, "out_b must be .*its last dimension, got stride 2"),
     ],

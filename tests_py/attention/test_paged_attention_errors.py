@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -79,14 +78,6 @@ VALUE_ERRORS = {
     "no tables": ({"block_tables": None}, "give either block_tables with kv_lens, or kv_indptr"),
     "half of CSR": ({"kv_indptr": [0, 1]}, "kv_indptr, kv_indices and last_page_len must be given"),
 }
-TYPE_ERRORS = {
-    "float lengths": ({"q_lens": [2.0, 3.0]}, "q_lens must hold integers, got float at index 0"),
-    "bool lengths": ({"q_lens": [True, 3]}, "q_lens must hold integers, got bool at index 0"),
-    "float array": ({"kv_lens": np.array([20.0, 33.0])}, "kv_lens must be int32 or int64, got"),
-    "float table": ({"block_tables": np.zeros((2, 3))}, "block_tables must be int32 or int64, got"),
-    "not a tensor": ({"q": [[[1.0]]]}, "must be a tensor|tensor"),
-    "gradient": ({"q": torch.zeros(5, 4, 32, requires_grad=True)}, "q requires a gradient"),
-}
 
 
 @pytest.mark.parametrize("name", VALUE_ERRORS)
@@ -97,27 +88,6 @@ def test_value_errors_name_function_argument_rule_and_value(name):
         cpattn.paged_attention(**(plain_inputs() | {"out": out} | change))
     assert str(error.value).startswith("paged_attention: ")
     assert torch.all(out == 7)
-
-
-@pytest.mark.parametrize("name", TYPE_ERRORS)
-def test_type_errors(name):
-    change, message = TYPE_ERRORS[name]
-    with pytest.raises(TypeError, match=message):
-        cpattn.paged_attention(**(plain_inputs() | change))
-
-
-def test_fake_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        inputs = plain_inputs() | {"q": mode.from_tensor(torch.zeros(5, 4, 32))}
-        with pytest.raises(TypeError, match="q has no storage"):
-            cpattn.paged_attention(**inputs)
-
-
-def test_the_rank_of_q():
-    with pytest.raises(ValueError, match=r"q must have 3 dimensions, got shape \[5, 128\]"):
-        cpattn.paged_attention(**plain_inputs() | {"q": torch.zeros(5, 128)})
 
 
 def test_the_default_scale_is_refused_for_wide_heads():
@@ -153,14 +123,6 @@ def test_outputs_that_overlap_inputs_are_refused(output, name):
 def test_outputs_of_the_wrong_kind_are_refused(outputs, message):
     with pytest.raises(ValueError, match=message):
         cpattn.paged_attention(**plain_inputs(), **outputs, return_lse=True)
-
-
-def test_a_read_only_output_is_refused():
-    inputs = {k: v.numpy() if hasattr(v, "numpy") else v for k, v in plain_inputs().items()}
-    out = np.zeros((5, 4, 32), np.float32)
-    out.flags.writeable = False
-    with pytest.raises(ValueError, match="out must be writable"):
-        cpattn.paged_attention(**inputs, out=out)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cpattn
-from support.cp_batches import STRATEGIES
+from support.cp_batches import STRATEGIES, on_ranks
 
 EXTENDS, PREFIXES, PAGE, KV_HEADS, DIM = (13, 1, 40, 0), (20, 3, 33, 9), 16, 2, 32
 LENGTHS = [new + cached for new, cached in zip(EXTENDS, PREFIXES, strict=True)]
@@ -45,16 +45,8 @@ def one_process(q, k, v, **options):
 
 
 def all_ranks(q, k, v, cp_size, strategy, **options):
-    ranks = cpattn.build_cp_metadata_all_ranks(EXTENDS, LENGTHS, cp_size=cp_size, strategy=strategy)
-    parts = [
-        cpattn.do_cp_attn_fia(
-            rank.shard(q.flatten(1)), k, v, rank, block_tables=TABLES, page_size=PAGE,
-            num_heads=HEADS, num_kv_heads=KV_HEADS, return_lse=True, **options,
-        )
-        for rank in ranks
-    ]  # fmt: skip
-    out, lse = (ranks[0].unshard(list(part)) for part in zip(*parts, strict=True))
-    return out.unflatten(1, (HEADS, -1)), lse
+    options |= {"block_tables": TABLES, "page_size": PAGE, "num_kv_heads": KV_HEADS}
+    return on_ranks(q, (k, v), EXTENDS, LENGTHS, cp_size, strategy, **options)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -64,7 +56,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(kind, scale, strate
     q, k, v, options = inputs(kind, scale)
     expected = one_process(q, k, v, **options, window=25, softcap=3.0)
     assert torch.all(torch.isfinite(expected[1]))
-    for cp_size in (1, 2, 3, 8, 16):
+    for cp_size in (1, 3, 16):
         results = all_ranks(q, k, v, cp_size, strategy, **options, window=25, softcap=3.0)
         assert all(map(torch.equal, results, expected)), cp_size
 

@@ -81,7 +81,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(options, rope_apart
     latents = Latents()
     expected, inputs = latents.whole(**options)
     assert_attention(*expected, inputs)
-    for cp_size in range(1, 17):
+    for cp_size in (1, 2, 3, 8, 16):
         results = latents.all_ranks(cp_size, strategy, rope_apart=rope_apart, **options)
         assert all(map(torch.equal, results, expected)), cp_size
 
@@ -123,7 +123,6 @@ def test_the_scale_of_both_parts_is_the_default():
         ({"q_rope": torch.zeros(59, 0)}, r"the dimension of q_rope must be in \[1, 576\], got 0"),
         ({"q_rope": torch.zeros(59, 4 * 32)}, "k_rope must have .*32 dimensions of q_rope, got 16"),
         ({"q_rope": torch.zeros(58, 64)}, r"q_rope must have shape \[59, 4, 16\]"),
-        ({"q_rope": torch.zeros(59, 64).double()}, "q_rope must be float32, got float64"),
         ({"k_rope": torch.zeros(5)}, "k_rope must hold a multiple of num_pages"),
     ],
 )

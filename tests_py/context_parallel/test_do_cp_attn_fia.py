@@ -5,45 +5,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cpattn
 from support.cases import DTYPES, assert_attention
 from support.cp_batches import STRATEGIES, Batch
-from support.examples import examples
 from support.npu.fia_cases import TEMPLATE
+from support.pairwise import pairwise
+
+BATCHES = [
+    ((13,), (0,)),
+    ((10, 14), (5, 0)),
+    ((40, 1, 17), (100, 33, 16)),
+    ((3, 0, 2), (7, 9, 0)),  # fewer tokens than ranks
+    ((2,), (300,)),
+]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(
-    ("extend_lens", "prefix_lens"),
-    [
-        ((13,), (0,)),
-        ((10, 14), (5, 0)),
-        ((40, 1, 17), (100, 33, 16)),
-        ((3, 0, 2), (7, 9, 0)),  # fewer tokens than ranks
-        ((2,), (300,)),
-    ],
+    ("batch", "cp_size", "strategy", "dtype"),
+    pairwise(BATCHES, (1, 2, 3, 5, 8), STRATEGIES, DTYPES),
 )
-def test_ranks_together_compute_the_whole(extend_lens, prefix_lens, cp_size, strategy):
-    dtype = DTYPES[cp_size % 3]
-    Batch(extend_lens, prefix_lens, cp_size, strategy, dtype=dtype).check(pad_rows=cp_size % 3)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_instruction_set(isa, strategy):
-    Batch((40, 9), (20, 70), 4, strategy, dtype="bfloat16", v_head_dim=48).check()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_agree_bit_for_bit_with_one_process(strategy, dtype):
-    one, eight = (
-        Batch((50, 23), (37, 0), cp_size, strategy, dtype=dtype).all_ranks() for cp_size in (1, 8)
-    )
-    assert all(map(torch.equal, one, eight))
+def test_ranks_together_compute_the_whole(batch, cp_size, strategy, dtype):
+    Batch(*batch, cp_size, strategy, dtype=dtype).check(pad_rows=cp_size % 3)
 
 
 def test_pull_request_23415():
@@ -116,24 +99,6 @@ def test_upstream_s_unit_test():
     assert_attention(out[:3].unflatten(1, (16, 128)), lse[:3], batch.inputs)
 
 
-@pytest.mark.parametrize(
-    "shape", ["[pages, page, H]", "[pages, page, heads, dim]", "flat", "[slots, heads, dim]"]
-)
-def test_any_contiguous_cache_with_the_right_number_of_elements(shape):
-    batch = Batch((10, 14), (5, 0), 2, "zigzag")
-    k, v = batch.flat_caches()
-    q = batch.metadata[0].shard(batch.inputs["q"].flatten(1).contiguous())
-    expected = batch.run(batch.metadata[0], q)
-    forms = {
-        "[pages, page, H]": lambda x: x.view(-1, 16, x[0].numel()),
-        "[pages, page, heads, dim]": lambda x: x.view(-1, 16, *x.shape[1:]),
-        "flat": lambda x: x.flatten(),
-        "[slots, heads, dim]": lambda x: x,
-    }
-    batch.flat_caches = lambda: [forms[shape](k), forms[shape](v)]
-    assert torch.equal(batch.run(batch.metadata[0], q), expected)
-
-
 def test_a_given_out_is_filled():
     batch = Batch((10,), (5,), 2, "zigzag")
     q = batch.metadata[1].shard(batch.inputs["q"].flatten(1).contiguous())
@@ -163,19 +128,6 @@ def test_an_out_over_what_is_read_is_refused_untouched(name):
             out=out,
         )
     assert torch.equal(shared.nan_to_num(), before.nan_to_num())
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(
-    lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=4),
-    cp_size=st.integers(1, 6),
-    strategy=st.sampled_from(STRATEGIES),
-    page_size=st.sampled_from([1, 16, 64]),
-    pad_rows=st.integers(0, 2),
-)
-def test_ragged_batches(lens, cp_size, strategy, page_size, pad_rows):
-    extend_lens, prefix_lens = zip(*lens, strict=True)
-    Batch(extend_lens, prefix_lens, cp_size, strategy, page_size=page_size).check(pad_rows=pad_rows)
 
 
 def rank_zero(batch):

@@ -12,8 +12,8 @@ import torch
 
 import cpattn
 from support.cases import Case, assert_attention, dense, make_inputs
+from support.cp_batches import STRATEGIES, on_ranks
 
-STRATEGIES = ("zigzag", "interleave", "contiguous")
 SMALL = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "page_size": 64}
 SAMPLE = 24
 
@@ -34,27 +34,11 @@ class Scenario:
         )
 
     def ranks(self, cp_size, strategy):
-        ranks = cpattn.build_cp_metadata_all_ranks(
-            self.case.q_lens, self.case.kv_lens, cp_size=cp_size, strategy=strategy
-        )
-        q = self.inputs["q"].flatten(1).contiguous()
-        parts = [self.attend(rank, rank.shard(q)) for rank in ranks]
-        out, lse = (ranks[0].unshard(list(part)) for part in zip(*parts, strict=True))
-        return out.unflatten(1, (self.case.num_heads, -1)), lse
-
-    def attend(self, rank, q):
-        return cpattn.do_cp_attn_fia(
-            q,
-            *self.caches,
-            rank,
-            block_tables=self.inputs["block_tables"],
-            page_size=self.case.page_size,
-            num_heads=self.case.num_heads,
-            num_kv_heads=self.case.num_kv_heads,
-            scale=0.25,
-            return_lse=True,
-            **self.options,
-        )
+        sizes = {"page_size": self.case.page_size, "num_kv_heads": self.case.num_kv_heads}
+        return on_ranks(
+            self.inputs["q"], self.caches, self.case.q_lens, self.case.kv_lens, cp_size, strategy,
+            block_tables=self.inputs["block_tables"], scale=0.25, **sizes, **self.options,
+        )  # fmt: skip
 
     def check(self, cp_size, strategies=STRATEGIES):
         whole = self.whole()
@@ -109,9 +93,8 @@ def test_one_sequence_of_32k_and_one_of_8():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cp_size", [2, 8])
-def test_five_tokens_behind_128k(cp_size):
-    Scenario([5], [131072]).check(cp_size)
+def test_five_tokens_behind_128k():
+    Scenario([5], [131072]).check(8)
 
 
 @pytest.mark.slow
@@ -137,7 +120,7 @@ def test_32k_in_one_step_or_in_chunks(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("cp_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("cp_size", [3, 4])
 def test_drafts_verified_before_there_are_so_many_tokens(cp_size, strategy):
     """Four drafts of which two stand before the first token: they see -1, 0, 1 and 2 keys.
 
@@ -162,7 +145,7 @@ def test_drafts_verified_before_there_are_so_many_tokens(cp_size, strategy):
     assert all(map(torch.equal, masked.ranks(cp_size, strategy), expected))
 
 
-@pytest.mark.parametrize("window", [0, 1, 100, 255, 256, 300, 2000])
+@pytest.mark.parametrize("window", [0, 255, 256, 2000])
 def test_windows_within_and_over_the_blocks_of_eight_ranks(window):
     """Blocks of 256: windows shorter than one, as long, over several, and into the prefix."""
     Scenario([4096, 37], [1000, 300], window=window).check(8)
@@ -179,7 +162,5 @@ def test_sinks_count_once(sinks):
         assert torch.equal(out[:, 1], plain[:, 1])
 
 
-@pytest.mark.parametrize("cp_size", [2, 7, 16])
-def test_sinks_and_windows_of_a_long_prompt(cp_size):
-    scenario = Scenario([3000], [1500], window=127, sinks=torch.tensor([1.5, -0.5]))
-    scenario.check(cp_size)
+def test_sinks_and_windows_of_a_long_prompt():
+    Scenario([3000], [1500], window=127, sinks=torch.tensor([1.5, -0.5])).check(7)

@@ -24,9 +24,6 @@ from support.children import path_with
 from support.public_names import PUBLIC, PUBLIC_MODULES
 from support.time_limits import PATIENCE
 
-pytestmark = pytest.mark.slow
-
-
 CALLS = 20_000
 
 # Public names that are no calls of their own, and why.
@@ -81,6 +78,7 @@ def test_good_calls_succeed() -> None:
         good.close()
 
 
+@pytest.mark.slow
 def test_random_calls() -> None:
     """The seed is that of the day of a release; another one by CPATTN_FUZZ_SEED."""
     seed = int(os.environ.get("CPATTN_FUZZ_SEED", "1"))
@@ -141,6 +139,7 @@ def test_the_fuzzer_sees_what_is_wrong(monkeypatch, function, fault):
         assert any(text.startswith(fault) for text in found)
 
 
+@pytest.mark.slow
 def test_the_fuzzer_sees_a_call_that_hangs(monkeypatch):
     begin = time.monotonic()
     assert findings(monkeypatch, lambda x=None, **_: time.sleep(PATIENCE), calls=2) == {

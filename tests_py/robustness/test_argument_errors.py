@@ -12,55 +12,21 @@ import pytest
 import torch
 
 import cpattn
-from cpattn import reference
 from support.api.argument_kinds import Call
 from support.api.argument_sweep import CALLS
-from support.public_names import PUBLIC
 
 LONGEST = 400  # characters of a message
 
-# What is not swept here, and why.
-TRANSFER = {
-    "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLayout", "KVSendCursor",
-    "KVSendIndices", "KVSender", "PullTargets",
-    "DSATokenToKVPool", "LocalEngine", "MHATokenToKVPool", "MLATokenToKVPool", "TransferEngine",
-    "TransferPlan",
-    "TransferError", "TransferStatus", "build_transfer_entry_pairs", "decode_targets",
-    "fill_kv_args", "filter_kv_indices_for_cp_rank", "filter_kv_indices_for_shard_rank",
-    "get_layer_owner", "get_layer_shard_range", "get_mha_kv_ptrs_with_pp",
-    "get_mla_kv_ptrs_with_pp", "is_elided_entry", "plan_send_indices", "pull_targets",
-    "group_concurrent_contiguous",
-    "kv_start_layer", "kv_to_page_indices", "kv_to_page_num", "plan_kv_links", "plan_kv_transfer",
-    "plan_send_aux", "plan_send_kvcache", "plan_send_kvcache_slice", "plan_send_state",
-    "registration_regions", "setup_state_kv_args", "slice_heads",
-    "KVLink", "KVLinks", "KVRegistration", "KVTransferRequest", "Registration", "pack_int_lists",
-    "register", "unpack_int_lists",
-}  # fmt: skip
-SHARDED = {
-    "PageInterleave", "Placement", "ShardGatherPlan", "StripedAllocator", "TokenInterleave",
-    "plan_shard_gather",
-}  # fmt: skip
-WITHOUT_ARGUMENTS = {"active_isa", "supported_isas", "__version__", "reference", "MAX_EVENTS"}
-TYPES = {
-    "AttentionPlan", "ContextParallelMetadata", "DsaMetadata", "ForwardMode", "Profile",
-    "ScopeTime", "Thread", "TopkTransformMethod", "TraceScope", "num_threads",
-}  # fmt: skip
 
-
-def test_every_public_function_is_swept():
-    swept = {call.function.__name__ for call in CALLS}
-    public = set(PUBLIC) - TRANSFER - SHARDED - WITHOUT_ARGUMENTS - TYPES
-    assert public <= swept
-    assert set(reference.__all__) <= swept
-
-
-@pytest.mark.parametrize("name", sorted({call.name for call in CALLS}))
-def test_every_argument_is_swept(name):
+def test_every_argument_is_swept():
     """Of all calls of a function together."""
-    calls = [call for call in CALLS if call.name == name]
-    swept = {argument for call in calls for argument in call.arguments}
-    if name != "set_num_threads":  # a builtin, without a signature
-        assert swept == {*inspect.signature(calls[0].function).parameters}
+    swept = {}
+    for call in CALLS:
+        if call.name != "set_num_threads":  # a builtin, without a signature
+            named = swept.setdefault(call.name, (call.function, set()))[1]
+            named |= set(call.arguments)
+    for function, named in swept.values():
+        assert named == {*inspect.signature(function).parameters}
 
 
 def contents(values: dict[str, Any]) -> dict[str, bytes]:

@@ -146,6 +146,7 @@ def test_the_error_of_an_argument_is_the_cause():
 
 
 KINDS = {
+    "gradient": (torch.Tensor.requires_grad_, "requires a gradient"),
     "meta": (lambda x: x.to("meta"), "must be on the CPU, got one on meta, which has no elements"),
     "sparse": (torch.Tensor.to_sparse, "must be dense, got torch.sparse_coo; pass x.to_dense"),
     "nested": (lambda x: torch.nested.nested_tensor([x, x[:1]]), "is a nested .*one plain tensor"),

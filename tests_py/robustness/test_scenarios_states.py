@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that are used again, partial results that meet, and ties."""
+"""Buffers that are used again, and partial results that meet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import cpattn
 from cpattn.integrations import flash_attn, flashinfer
 from support.cases import Case, assert_attention, expected_attention, make_inputs
 from support.merge_cases import split_keys
-from support.sparse.topk_cases import expected_topk
 from support.tolerances import to_float64
 
 # --- a small batch in the buffers of a large one ------------------------------------------------
@@ -81,22 +80,6 @@ def test_plans_keep_what_they_were_made_of_when_buffers_are_used_again(isa):
     for plan, inputs in zip(plans, (large, small), strict=True):
         tensors = (inputs[name] for name in ("q", "k_cache", "v_cache"))
         assert_attention(*cpattn.run_attention(plan, *tensors, return_lse=True), inputs)
-
-
-@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
-def test_metadata_of_a_small_batch_after_a_large_one(strategy):
-    """Lengths come from buffers that held more before; all fields are those of fresh lists."""
-    extend, seq = np.zeros(8, np.int64), np.zeros(8, np.int64)
-    made = []
-    for case in (LARGE, SMALL):
-        batch = len(case.q_lens)
-        extend[:batch], seq[:batch] = case.q_lens, case.kv_lens
-        options = {"cp_size": 3, "strategy": strategy}
-        made.append(cpattn.build_cp_metadata_all_ranks(extend[:batch], seq[:batch], **options))
-    extend[:], seq[:] = -1, -1
-    for case, ranks in zip((LARGE, SMALL), made, strict=True):
-        fresh = cpattn.build_cp_metadata_all_ranks(case.q_lens, case.kv_lens, **options)
-        assert [rank.to_dict() for rank in ranks] == [rank.to_dict() for rank in fresh]
 
 
 # --- states of others ---------------------------------------------------------------------------
@@ -180,35 +163,3 @@ def test_shards_kept_in_float32_cost_nothing_however_many(isa):
     assert max(wide.values()) < narrow[1] / 1000
     assert wide[64] < 2 * wide[8]
     assert narrow[64] > 2 * narrow[8] > 2 * narrow[1]
-
-
-# --- ties ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("columns", [9, 130, 5000, 70_001])
-def test_ties_go_to_the_smaller_index_and_mirrored_to_the_larger(isa, columns):
-    """Of few and of many equal scores, in each call the same, on any number of threads."""
-    rng = np.random.default_rng(columns)
-    few_values = rng.integers(0, 3, columns)
-    rows = np.stack([np.zeros(columns), few_values, np.arange(columns) == 5]).astype(np.float32)
-    lengths = [columns] * len(rows)
-    for topk in {1, 7, columns // 2, columns - 1}:
-        chosen = cpattn.sparse.fast_topk(rows, lengths, topk)
-        np.testing.assert_array_equal(chosen, expected_topk(rows, lengths, topk))
-        assert chosen[0].tolist() == list(range(topk))
-        # Who wants the largest indices turns the row around.
-        turned = columns - 1 - cpattn.sparse.fast_topk(rows[:, ::-1].copy(), lengths, topk)
-        assert turned[0].tolist() == list(range(columns - 1, columns - 1 - topk, -1))
-        for row, ours, mirrored in zip(rows, chosen, turned, strict=True):
-            assert sorted(row[ours]) == sorted(row[mirrored])
-            last = row[ours].min()  # of equal ones, the first come in, and the last
-            tied = np.flatnonzero(row == last)
-            assert set(ours[row[ours] == last]) == set(tied[: (row[ours] == last).sum()])
-            assert set(mirrored[row[mirrored] == last]) == set(
-                tied[len(tied) - (row[mirrored] == last).sum() :]
-            )
-        for threads in (1, 3):
-            cpattn.set_num_threads(threads)
-            for _ in range(3):
-                np.testing.assert_array_equal(cpattn.sparse.fast_topk(rows, lengths, topk), chosen)
-        cpattn.set_num_threads(cpattn._core.default_num_threads())

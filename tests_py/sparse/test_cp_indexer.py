@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from support.examples import examples
+from support.pairwise import pairwise
 from support.sparse.indexer_batch import KEY_DTYPES, PACKED_FORMS, ROW_FORMS, IndexerBatch
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -24,11 +25,11 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(("extend_lens", "prefix_lens"), BATCHES)
-def test_ranks_together_are_the_whole(extend_lens, prefix_lens, cp_size, strategy):
-    IndexerBatch(extend_lens, prefix_lens, cp_size, strategy).check(pad_rows=cp_size % 3)
+@pytest.mark.parametrize(
+    ("batch", "cp_size", "strategy"), pairwise(BATCHES, (1, 2, 3, 4, 8), STRATEGIES)
+)
+def test_ranks_together_are_the_whole(batch, cp_size, strategy):
+    IndexerBatch(*batch, cp_size, strategy).check(pad_rows=cp_size % 3)
 
 
 @pytest.mark.parametrize("dtype", [*KEY_DTYPES, "uint8"])
@@ -40,10 +41,10 @@ def test_every_instruction_set(isa, strategy, dtype):
     ).check(pad_rows=2)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("dtype", KEY_DTYPES)
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("form", ROW_FORMS)
+@pytest.mark.parametrize(
+    ("form", "scaled", "dtype", "page_size"),
+    pairwise(ROW_FORMS, (False, True), KEY_DTYPES, (1, 16, 64)),
+)
 def test_forms_of_rows(form, scaled, dtype, page_size):
     IndexerBatch(
         (6, 3), (20, 0), 2, form=form, dtype=dtype, scaled=scaled, page_size=page_size
@@ -187,7 +188,6 @@ REFUSED = [
     ({"block_tables": [[0], [1]]}, r"block_tables must have .*columns for sequence 1 \(kv_len 26"),
     ({"block_tables": [[0, 1], [2, 99]]}, r"page ids must be in .*, got 99 at position 1"),
     ({"cache": torch.zeros(5, 16, 32, dtype=torch.float16)}, "index_k_cache .*uint8, got float16"),
-    ({"cache": torch.zeros(5, 16, 32)}, "q must be float32 as the keys, got bfloat16"),
     ({"cache": torch.zeros(5, 16, 48, dtype=torch.bfloat16)}, r"index_k_cache .*\[5, 16, 48\]"),
     ({"cache": torch.zeros(5, 16, 2, 32, dtype=torch.bfloat16)}, r"index_k_cache .*16, 2, 32\]"),
     ({"cache": torch.zeros(80, 32, dtype=torch.bfloat16)}, r"index_k_cache .*got shape \[80, 32\]"),
@@ -202,9 +202,7 @@ REFUSED = [
         {"cache": torch.zeros(5, 576, dtype=torch.uint8), "k_scale": torch.ones(5, 16)},
         "k_scale must not be given with index_k_cache of uint8, which has it",
     ),
-    ({"k_scale": torch.ones(3, 16)}, r"k_scale must be .*of index_k_cache, got float32 \[3, 16"),
     ({"k_scale": torch.ones(3, 16, 1)}, "k_scale must be float32"),
-    ({"k_scale": torch.ones(3, 16).half()}, r"k_scale must be .*, got float16 \[3, 16\]"),
 ]
 
 
@@ -226,16 +224,6 @@ def test_queries_that_do_not_fit():
         batch.run(metadata, q[0], weights)
     with pytest.raises(ValueError, match="weights must"):
         batch.run(metadata, q, weights[:, :2])
-
-
-def test_type_errors():
-    batch = IndexerBatch((10,), (5,))
-    metadata = batch.metadata[0]
-    for change in ({"prefix_lens": [1.5]}, {"block_tables": [[0.5]]}, {"cache": [1]}):
-        with pytest.raises(TypeError):
-            batch.run(metadata, **change)
-    with pytest.raises(TypeError, match="q must be a tensor"):
-        batch.run(metadata, [1, 2], None)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -293,9 +281,7 @@ def test_owned_indices_of_strided_numpy():
 @pytest.mark.parametrize(
     ("indices", "rank", "size", "interleave", "message"),
     [
-        (torch.zeros(2, 3, dtype=torch.int64), 0, 1, 1, "indices must be int32, got int64"),
         (torch.zeros(2, 6, dtype=torch.int32)[:, ::2], 0, 1, 1, "indices must be contiguous in it"),
-        (torch.zeros(2, dtype=torch.int32), 0, 1, 1, "indices must have 2 dimensions"),
         (torch.zeros(2, 3, dtype=torch.int32), 0, 0, 1, "dcp_size must be >= 1, got 0"),
         (torch.zeros(2, 3, dtype=torch.int32), 2, 2, 1, r"dcp_rank must be in \[0, 2\), got 2"),
         (torch.zeros(2, 3, dtype=torch.int32), -1, 2, 1, r"dcp_rank must be in \[0, 2\), got -1"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""every rank's rows against one process, the two steps, and the oracle."""
+"""Every rank's rows against one process, the two steps, and the oracle."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Batch(IndexerBatch):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("topk", [1, 8, 200])  # all keys of all sequences, in the end
 def test_every_number_of_ranks_gives_the_bits_of_one_process(topk, strategy):
-    for cp_size in range(1, 17):
+    for cp_size in (1, 3, 16):
         batch = Batch(EXTENDS, PREFIXES, cp_size, strategy, topk=topk)
         expected = flash_mla_sparse_fwd(
             batch.latent_q, batch.kv, batch.slots(), SCALE, D_V, batch.sinks

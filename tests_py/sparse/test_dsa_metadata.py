@@ -148,18 +148,6 @@ def test_golden_extend():
     assert batch.topk_transform_method is TopkTransformMethod.RAGGED
 
 
-def test_offsets_are_there_in_a_plain_extend_only():
-    for mode in ForwardMode:
-        if mode is ForwardMode.PREBUILT:
-            continue
-        batch = build_dsa_metadata([1, 1], [4, 2], forward_mode=mode, topk=4, **RAGGED)
-        assert (batch.topk_indices_offset is not None) == (mode is ForwardMode.EXTEND)
-        if mode is not ForwardMode.EXTEND:
-            continue
-        batch = build_dsa_metadata([1, 1], [4, 2], forward_mode=mode, topk=4, **PAGED)
-        assert batch.topk_indices_offset is None
-
-
 def test_round_robin_leaves_out_sequences_without_a_token():
     """Token t is rank t % 4's: rank 3 has the last of five tokens of sequence 0 only."""
     cp = build_cp_metadata([5, 2], [5, 9], cp_rank=3, cp_size=4, strategy="round-robin-split")

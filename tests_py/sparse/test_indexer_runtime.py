@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -64,18 +63,12 @@ def test_memory_does_not_grow_with_the_keys():
 
 
 BAD_ARGUMENTS = [
-    ({"q": torch.zeros(7, 64)}, r"indexer_logits: q must have 3 dimensions, got shape \[7, 64\]"),
-    ({"k": torch.zeros(1, 5, 64)}, r"k must have 2 dimensions"),
-    ({"k": torch.zeros(333, 64).half()}, r"keys must be bfloat16, .*, got float16"),
-    ({"k": torch.zeros(333, 64)}, r"q must be float32 as the keys, got bfloat16"),
     ({"k": torch.zeros(333, 32).bfloat16()}, r"q must have .*dimension of the keys \(32\), got 64"),
     ({"k": torch.zeros(64, 333).bfloat16().T}, r"k must .*contiguous"),
     ({"q": torch.zeros(7, 0, 64).bfloat16()}, r"q must have 1 to 1024 heads, got 0"),
     ({"weights": torch.zeros(7, 2)}, r"weights must have .*\[7, 3\] or that and 1, got \[7, 2\]"),
     ({"weights": torch.zeros(7, 3, 2)}, r"weights must have shape \[7, 3\]"),
-    ({"weights": torch.zeros(7, 3).double()}, r"weights must be float32 or bfloat16, got float64"),
     ({"k_scale": torch.zeros(332)}, r"k_scale must have shape \[333\] or \[333, 1\], got \[332\]"),
-    ({"k_scale": torch.zeros(333).half()}, r"k_scale must be float32, got float16"),
     ({"ks": [0] * 6}, r"ks and ke must have one entry for each of 7 queries, got 6 and 7"),
     ({"ks": [0, 0, -1, 0, 0, 0, 0]}, r"ks must be >= 0, got -1 at index 2"),
     ({"ke": [0, 333, 334, 0, 0, 0, 0]}, r"ke must be at most the number of keys \(333\), got 334"),
@@ -103,9 +96,3 @@ def test_dimensions_that_are_refused(dim, dtype, multiple):
 def test_topk_out_of_range(topk):
     with pytest.raises(ValueError, match=rf"indexer_topk: topk must be .*, got {topk}"):
         cpattn.sparse.indexer_topk(**make_inputs(0), topk=topk)
-
-
-@pytest.mark.parametrize("name", ["ks", "ke"])
-def test_indices_are_integers(name):
-    with pytest.raises(TypeError, match=name):
-        cpattn.sparse.indexer_logits(**make_inputs() | {name: np.zeros(7)})

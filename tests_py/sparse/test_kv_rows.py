@@ -211,12 +211,8 @@ def test_results_go_where_they_are_asked_to():
         (lambda rows, x: cpattn.sparse.quantize_kv_rows(
             x, x[:, :64], out=x.view(torch.uint8)[:, None, :656]),
          "quantize_kv_rows: out must not overlap nope in memory"),
-        (lambda rows, x: cpattn.sparse.quantize_kv_rows(x, x[:, :64], out=rows.char()),
-         "quantize_kv_rows: out must be uint8, got int8"),
         (lambda rows, x: cpattn.sparse.dequantize_kv_rows(rows, out=x[:, None].bfloat16()),
          r"dequantize_kv_rows: out must have shape \[2, 1, 576\], got \[2, 1, 512\]"),
-        (lambda rows, x: cpattn.sparse.dequantize_kv_rows(rows, out=torch.zeros(2, 1, 576)),
-         "dequantize_kv_rows: out must be bfloat16, got float32"),
     ],
 )  # fmt: skip
 def test_results_that_do_not_fit_are_refused(call, message):
@@ -241,12 +237,8 @@ def test_threads_change_nothing():
     [
         ({"nope": torch.zeros(2, 511)}, r"nope must be \[num_tokens, 512\] or .* got \[2, 511\]"),
         ({"nope": torch.zeros(2, 3, 512)}, r"nope must be \[num_tokens, 512\] .* got \[2, 3,"),
-        ({"nope": torch.zeros(512)}, r"nope must have 2 to 3 dimensions, got shape \[512\]"),
-        ({"nope": torch.zeros(2, 512).int()}, "nope must be float32, .* got int32"),
-        ({"nope": torch.zeros(2, 1024)[:, ::2]}, "nope must be contiguous in its last dimension"),
         ({"rope": torch.zeros(2, 63)}, r"rope must be \[num_tokens, 64\] .* got \[2, 63\]"),
         ({"rope": torch.zeros(3, 64)}, "rope must have the 2 tokens of nope, got 3"),
-        ({"rope": torch.zeros(2, 64).half()}, "rope must be float32, got float16"),
     ],
 )
 def test_errors_of_quantising(function, change, message):
@@ -259,9 +251,6 @@ def test_errors_of_quantising(function, change, message):
     ("rows", "indices", "message"),
     [
         (torch.zeros(2, 1, 655).byte(), None, r"rows must be 656 bytes wide, got shape \[2, 1"),
-        (torch.zeros(656).byte(), None, r"rows must have 2 to 5 dimensions, got shape \[656\]"),
-        (torch.zeros(2, 656).char(), None, "rows must be uint8 or float8_e4m3fn, got int8"),
-        (torch.zeros(2, 1312).byte()[:, ::2], None, "rows must be contiguous in its last dim"),
         (torch.zeros(2, 3, 1, 656).byte(), [0, 5, 6], r"indices must be in \[0, 6\), got 6 at"),
         (torch.zeros(2, 656).byte(), [-1], r"indices must be in \[0, 2\), got -1 at index 0"),
     ],
@@ -269,10 +258,3 @@ def test_errors_of_quantising(function, change, message):
 def test_errors_of_reading(rows, indices, message):
     with pytest.raises(ValueError, match=f"^dequantize_kv_rows: {message}"):
         cpattn.sparse.dequantize_kv_rows(rows, indices)
-
-
-def test_what_is_not_a_tensor_is_a_type_error():
-    with pytest.raises(TypeError, match="quantize_kv_rows: nope must be a tensor"):
-        cpattn.sparse.quantize_kv_rows([1.0], [2.0])
-    with pytest.raises(TypeError, match="dequantize_kv_rows: indices must hold integers"):
-        cpattn.sparse.dequantize_kv_rows(torch.zeros(2, 656).byte(), [0.5])

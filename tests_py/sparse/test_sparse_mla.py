@@ -21,7 +21,6 @@ from support.sparse.sparse_mla_cases import (
     fp8_rows,
     make_inputs,
 )
-from support.tolerances import assert_similar
 
 DEFAULT = Case()
 CASES = [
@@ -55,23 +54,6 @@ def test_against_the_oracle(isa, index, dtype):
     result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
     assert [x.dtype for x in result] == [inputs["q"].dtype, torch.float32, torch.float32]
     assert_result(result, inputs, expected)
-
-
-def test_no_key_at_all_gives_zeros_and_minus_infinity(isa):
-    inputs = make_inputs(DEFAULT.with_(counts=(0, 0, 0), sinks=True))
-    out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
-    assert torch.all(out == 0)
-    assert torch.all(torch.isneginf(max_logits))
-    assert torch.all(torch.isneginf(lse))
-
-
-def test_a_key_counts_as_often_as_it_is_named(isa):
-    inputs = make_inputs(DEFAULT.with_(counts=(0,), topk=6))
-    inputs["kv"] = torch.randn(10, 1, 64)
-    inputs["indices"][0, 0] = torch.tensor([3, -1, 3, 10, 3, 3])
-    out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
-    assert_similar(out[0], inputs["kv"][3, :, :48].expand(4, 48))
-    assert_similar(lse, max_logits + np.log(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -230,17 +212,14 @@ def test_the_oracle_by_hand():
 
 
 ERRORS = {
-    "q rank": ({"q": torch.zeros(3, 64)}, "q must have 3 dimensions"),
     "q dtype": (
         {"q": torch.zeros(3, 4, 64).double(), "out": torch.zeros(3, 4, 48).double()},
         "q must be float32, float16 or bfloat16",
     ),
-    "q stride": ({"q": torch.zeros(3, 4, 128)[..., ::2]}, "q must be contiguous in its last"),
     "head_dim": ({"q": torch.zeros(3, 4, 577)}, r"head_dim must be in \[1, 576\], got 577"),
     "d_v": ({"d_v": 0, "out": None}, r"d_v must be in \[1, 576\], got 0"),
     "d_v negative": ({"d_v": -16, "out": None}, "d_v must be .* got -16"),
     "d_v too large": ({"d_v": 80}, r"d_v must be at most head_dim \(64\), got 80"),
-    "kv dtype": ({"kv": torch.zeros(9, 1, 64).half()}, "kv must be float32, got float16"),
     "kv width": ({"kv": torch.zeros(9, 1, 80)}, r"kv must have shape \[rows, 1, 64\] .*80\]"),
     "kv heads": ({"kv": torch.zeros(9, 2, 64)}, r"kv must have shape \[rows, 1, 64\]"),
     "kv rank": ({"kv": torch.zeros(9, 64)}, r"kv must have shape .* got \[9, 64\]"),
@@ -248,18 +227,15 @@ ERRORS = {
     "kv pages": ({"kv": torch.zeros(4, 6, 1, 64)[:, :5]}, "the pages of .*elements apart, got 384"),
     "indices rows": ({"indices": torch.zeros(2, 8).int()}, r"indices must have shape \[3, 1, topk"),
     "indices rank": ({"indices": torch.zeros(3, 2, 8).int()}, r"got \[3, 2, 8\]"),
-    "indices dtype": ({"indices": torch.zeros(3, 8)}, "indices must be int32 or int64, got float"),
     "indices stride": ({"indices": torch.zeros(3, 16).int()[:, ::2]}, "indices .*last dimension"),
     "sm_scale": ({"sm_scale": 0.0}, "sm_scale must be a positive number, got 0"),
     "sm_scale too large": ({"sm_scale": 1e300}, "sm_scale must be in .*, the range of float32"),
     "sm_scale NaN": ({"sm_scale": float("nan")}, "sm_scale must be a positive number, got nan"),
     "sinks shape": ({"attn_sink": torch.zeros(5)}, r"attn_sink must have shape \[4\], got \[5\]"),
-    "sinks dtype": ({"attn_sink": torch.zeros(4).half()}, "attn_sink must be float32, got float16"),
     "lengths": ({"topk_length": [1, 2]}, r"topk_length must have one entry per token \(3\), got 2"),
     "length": ({"topk_length": [1, 2, 9]}, r"topk_length must be .*topk = 8\], got 9 at index 2"),
     "threads": ({"num_threads": 0}, "num_threads must be >= 1, got 0"),
     "out shape": ({"out": torch.zeros(3, 4, 64)}, r"out must have shape \[3, 4, 48\]"),
-    "out dtype": ({"out": torch.zeros(3, 4, 48).half()}, "out must be float32, got float16"),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split and RMS norm, fused and not, and why context parallelism needs the second."""
+"""Split and RMS norm, fused and not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import cpattn
 from cpattn import ForwardMode, reference
 from support.cases import DTYPES, strided_copy
-from support.tolerances import assert_close, assert_similar, rms_norm_units
+from support.tolerances import assert_close, rms_norm_units
 
 DIMS = [(1536, 512, 64), (16, 16, 0), (17, 5, 3), (1, 1, 1)]
 
@@ -126,46 +126,6 @@ def test_prefill_cp_needs_metadata_the_switch_and_an_extend():
         assert used is (metadata and enabled and extend)
 
 
-# --- what goes wrong when the gate forgets context parallelism ---
-
-
-def attend(x_of_ranks, weights, dims, gate_knows_cp):
-    """One layer of two ranks: each ends with the keys that its queries attend to."""
-    locals_, latents = [], []
-    for x in x_of_ranks:
-        fuse = cpattn.sparse.can_fuse_split_qk_norm(
-            len(x), neox_rope=False, uses_prefill_cp=gate_knows_cp
-        )
-        if fuse:
-            q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x, *weights, *dims)
-        else:
-            q, k_nope, k_pe, latent = cpattn.sparse.split_qk_norm(
-                x, *weights, *dims, q_eps=1e-6, kv_eps=1e-6
-            )
-            latent[:] = torch.cat([k_nope, k_pe], -1)  # as the gather expects it
-            latents.append(latent)
-        locals_.append((q, torch.cat([k_nope, k_pe], -1)))
-    keys = [torch.cat(latents)] * 2 if latents else [k for _, k in locals_]
-    out = []
-    for (q, _), k in zip(locals_, keys, strict=True):
-        k = k.squeeze(1)
-        out.append(torch.softmax(q @ k.T / q.shape[1] ** 0.5, -1) @ k[:, : dims[1]])
-    return torch.cat(out)
-
-
-def test_fusing_under_context_parallelism_loses_the_keys_of_other_ranks():
-    """Keys of all ranks are gathered in `latent_cache`, which only the split form has."""
-    dims = (24, 16, 8)
-    x, *weights = make(10, dims, "float32")[:3]
-    q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x, *weights, *dims)  # one rank, no split
-    k = torch.cat([k_nope, k_pe], -1).squeeze(1)
-    whole = torch.softmax(q @ k.T / 24**0.5, -1) @ k[:, :16]
-    right = attend(x.chunk(2), weights, dims, gate_knows_cp=True)
-    wrong = attend(x.chunk(2), weights, dims, gate_knows_cp=False)
-    assert_similar(right, whole)
-    assert torch.all((wrong - whole).abs().amax(-1) > 0.01)
-
-
 # --- errors ---
 
 
@@ -173,14 +133,8 @@ def test_fusing_under_context_parallelism_loses_the_keys_of_other_ranks():
     ("change", "message"),
     [
         ({"x": torch.zeros(2, 23)}, r"x must have q_lora_rank .* = 24 columns, got .*23"),
-        ({"x": torch.zeros(2, 3, 24)}, r"x must have 2 dimensions, got shape \[2, 3, 24\]"),
-        ({"x": torch.zeros(2, 24).int()}, "x must be float32, float16 or bfloat16, got int32"),
-        ({"x": torch.zeros(2, 48)[:, ::2]}, "x must be contiguous in its last dimension"),
         ({"q_weight": torch.ones(15)}, "q_weight must have 16 elements, got 15"),
-        ({"kv_weight": torch.ones(1, 6)}, "kv_weight must have 1 dimensions"),
-        ({"kv_weight": torch.ones(6).half()}, r"kv_weight must be float32 or of .*, got float16"),
         ({"q_bias": torch.ones(17)}, "q_bias must have 16 elements, got 17"),
-        ({"kv_bias": torch.ones(6).double()}, "kv_bias must be float32 .*, got float64"),
         ({"kv_lora_rank": -6}, "q_lora_rank and kv_lora_rank must be positive .* got 16, -6 and 2"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -24,54 +25,24 @@ from support.sparse.topk_cases import random_scores
 
 PAGED, RAGGED = TopkTransformMethod.PAGED, TopkTransformMethod.RAGGED
 
-# The column "none" is a call without a mode; the others are members of ForwardMode.
-METHODS = """
-prefill_impl           kv    none EXTEND DECODE MIXED IDLE TARGET_VERIFY DRAFT_EXTEND_V2 PREBUILT SPLIT_PREFILL DLLM_EXTEND
-aiter                  bf16  P    P      P      P     P    P             P               P        P             P
-aiter                  fp8   P    P      P      P     P    P             P               P        P             P
-fa3                    bf16  P    P      P      P     P    P             P               P        P             P
-fa3                    fp8   P    P      P      P     P    P             P               P        P             P
-flashinfer_sparse_mla  bf16  P    P      P      P     P    P             P               P        P             P
-flashinfer_sparse_mla  fp8   P    P      P      P     P    P             P               P        P             P
-flashmla_auto          bf16  P    P      P      P     P    P             P               P        P             P
-flashmla_auto          fp8   P    P      P      P     P    P             P               P        P             P
-flashmla_kv            bf16  P    P      P      P     P    P             P               P        P             P
-flashmla_kv            fp8   P    P      P      P     P    P             P               P        P             P
-flashmla_sparse        bf16  P    P      P      P     P    P             P               P        P             P
-flashmla_sparse        fp8   P    R      P      P     P    P             P               P        P             P
-flashmla_sparse_q8     bf16  P    R      P      P     P    P             P               P        P             P
-flashmla_sparse_q8     fp8   P    R      P      P     P    P             P               P        P             P
-intel_xpu              bf16  P    P      P      P     P    P             P               P        P             P
-intel_xpu              fp8   P    P      P      P     P    P             P               P        P             P
-tilelang               bf16  P    P      P      P     P    P             P               P        P             P
-tilelang               fp8   P    P      P      P     P    P             P               P        P             P
-triton                 bf16  P    P      P      P     P    P             P               P        P             P
-triton                 fp8   P    P      P      P     P    P             P               P        P             P
-triton_sparse_mla      bf16  P    P      P      P     P    P             P               P        P             P
-triton_sparse_mla      fp8   P    R      P      P     P    P             P               P        P             P
-trtllm                 bf16  P    P      P      P     P    P             P               P        P             P
-trtllm                 fp8   P    P      P      P     P    P             P               P        P             P
-"""  # noqa: E501
+
+PREFILL_IMPLS = (
+    "aiter", "fa3", "flashinfer_sparse_mla", "flashmla_auto", "flashmla_kv", "flashmla_sparse",
+    "flashmla_sparse_q8", "intel_xpu", "tilelang", "triton", "triton_sparse_mla", "trtllm",
+)  # fmt: skip
+# Of a plain extend, with caches of FP8 or not; all other modes are PAGED.
+RAGGED_EXTENDS = {
+    *[("flashmla_sparse", True), ("triton_sparse_mla", True)],
+    *[("flashmla_sparse_q8", True), ("flashmla_sparse_q8", False)],
+}
 
 
-def method_cases():
-    header, *rows = [line.split() for line in METHODS.strip().splitlines()]
-    for impl, kv, *methods in rows:
-        for mode, method in zip(header[2:], methods, strict=True):
-            yield pytest.param(impl, kv, mode, {"P": PAGED, "R": RAGGED}[method])
-
-
-@pytest.mark.parametrize(("impl", "kv", "mode", "method"), list(method_cases()))
-def test_method_of_every_combination(impl, kv, mode, method):
-    forward_mode = None if mode == "none" else ForwardMode[mode]
-    chosen = get_topk_transform_method(forward_mode, fp8_kv_cache=kv == "fp8", prefill_impl=impl)
-    assert chosen is method
-
-
-def test_the_table_of_methods_is_complete():
-    modes = {"none", *ForwardMode.__members__}
-    assert {param.values[2] for param in method_cases()} == modes
-    assert len(list(method_cases())) == len(modes) * 12 * 2
+@pytest.mark.parametrize("impl", PREFILL_IMPLS)
+def test_method_of_every_combination(impl):
+    for fp8, mode in itertools.product((False, True), (None, *ForwardMode)):
+        chosen = get_topk_transform_method(mode, fp8_kv_cache=fp8, prefill_impl=impl)
+        ragged = mode is ForwardMode.EXTEND and (impl, fp8) in RAGGED_EXTENDS
+        assert chosen is (RAGGED if ragged else PAGED)
 
 
 def test_methods_are_numbered_as_in_engines():

@@ -11,6 +11,20 @@ from support.cases import Case, assert_attention, make_inputs
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 
 
+def on_ranks(q, caches, extend_lens, kv_lens, cp_size, strategy, **options):
+    """out [tokens, heads, dim] and lse of the whole batch, from the shares of all ranks."""
+    ranks = cpattn.build_cp_metadata_all_ranks(
+        extend_lens, kv_lens, cp_size=cp_size, strategy=strategy
+    )
+    rows, options = q.flatten(1).contiguous(), options | {"num_heads": q.shape[1]}
+    parts = [
+        cpattn.do_cp_attn_fia(rank.shard(rows), *caches, rank, return_lse=True, **options)
+        for rank in ranks
+    ]
+    out, lse = (ranks[0].unshard(list(part)) for part in zip(*parts, strict=True))
+    return out.unflatten(1, (q.shape[1], -1)), lse
+
+
 class Batch:
     """New tokens behind prefixes, their caches, and the ranks' shares."""
 

@@ -64,6 +64,11 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
+# What is read a number at a time, in any layout or any dtype too.
+ANY_FLOATS = {"antiquant_scale", "antiquant_offset"}
+STRIDED = {"lse", "lse_a", "lse_b", "k_scale", "index_k_scale", "page_table", "topk_indices"}
+
+
 def wrong_tensors(good: np.ndarray[Any, Any]) -> Iterator[Any]:
     """What may not stand for a tensor that is good."""
     yield from [*NOTHING, "x", 1, 1.5, True, [1.0], [[1.0]], memoryview(b"1234")]
@@ -144,6 +149,14 @@ class Call:
             yield from ((name, bad) for bad in WRONG.get(kind, ()) if bad is not None)
             if kind in ("tensor", "output"):
                 yield from ((name, bad) for bad in wrong_tensors(value))
+                if not self.name.startswith("reference.") and name not in ANY_FLOATS:
+                    yield (
+                        name,
+                        value.astype(np.float64 if value.dtype == np.float32 else np.float32),
+                    )
+                    yield name, value.reshape(-1)[0]
+                    if value.shape[-1] > 1 and name not in STRIDED:
+                        yield name, np.repeat(value, 2, -1)[..., ::2]
             if kind == "output":
                 read_only = value.copy()
                 read_only.flags.writeable = False

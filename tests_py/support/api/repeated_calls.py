@@ -17,41 +17,28 @@ from pathlib import Path
 import numpy as np
 
 import cpattn
-from cpattn import transfer
 from cpattn.transfer.wire import KVTransferRequest
+from support.api.api_calls import targets
 
 WARM_UP = 3000  # calls after which caches and free lists are as large as they become
-RNG = np.random.default_rng(0)
-Q, CACHE = (
-    RNG.standard_normal((2, 2, 16), np.float32),
-    RNG.standard_normal((4, 4, 1, 16), np.float32),
-)
-PLAN = cpattn.plan_attention(
-    q_lens=[1, 1], kv_lens=[5, 7], block_tables=[[0, 1], [3, 2]], page_size=4, num_pages=4,
-    num_heads=2, num_kv_heads=1, head_dim=16, num_threads=1,
-)  # fmt: skip
-OUT = np.empty_like(Q)
-SCORE = RNG.standard_normal((2, 40), np.float32)
-LAYOUTS = [
-    transfer.KVLayout([transfer.KVEntry(0, "k", False, base << 48, 64 * 512, 512)], 16)
-    for base in (1, 2)
-]
-POOL = cpattn.kv.MHATokenToKVPool(
-    size=16,
-    page_size=4,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=16,
-    dtype="float32",
-    container="numpy",
-)
 FRAMES = KVTransferRequest(
     room=7, host="10.0.0.1", port=4000, session_id="10.0.0.1:4001",
     page_indices=np.arange(9), aux_index=7, required_count=2,
 ).to_frames()  # fmt: skip
 
 
-def refuse(function: Callable[..., object], **arguments: object) -> None:
+def good(name: str) -> Callable[[], object]:
+    """The good call of this function."""
+
+    def call() -> Callable[[], object]:
+        found = next(target for target in targets() if target.name == name).make()
+        values = found.values()
+        return lambda: found.function(**values)
+
+    return call
+
+
+def refused(function: Callable[..., object], **arguments: object) -> None:
     try:
         function(**arguments)
     except (ValueError, TypeError):
@@ -61,38 +48,22 @@ def refuse(function: Callable[..., object], **arguments: object) -> None:
 
 def refused_batch() -> None:
     """Errors of the core, of its checks of arguments, and of Python above it."""
-    refuse(cpattn.run_attention, plan=PLAN, q=Q[:1], k_cache=CACHE, v_cache=CACHE, out=OUT)
-    refuse(cpattn.build_cp_metadata, extend_lens=[1.5], cp_rank=0, cp_size=2)
-    refuse(cpattn.kv.MLATokenToKVPool, size=0, page_size=0, num_layers=1, kv_lora_rank=1,
-           qk_rope_head_dim=1)  # fmt: skip
+    refused(cpattn.sparse.fast_topk, score=np.zeros((2, 9), np.float32), lengths=[9], topk=4)
+    refused(cpattn.build_cp_metadata, extend_lens=[1.5], cp_rank=0, cp_size=2)
+    sizes = {"size": 0, "page_size": 0, "num_layers": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 1}
+    refused(cpattn.kv.MLATokenToKVPool, **sizes)
 
-
-CALLS: dict[str, Callable[[], object]] = {
-    "plan_attention": lambda: cpattn.plan_attention(
-        q_lens=[1, 1], kv_lens=[5, 7], block_tables=[[0, 1], [3, 2]], page_size=4, num_pages=4,
-        num_heads=2, num_kv_heads=1, head_dim=16,
-    ).items,
-    "run_attention": lambda: cpattn.run_attention(PLAN, Q, CACHE, CACHE, return_lse=True),
-    "run_attention, into out": lambda: cpattn.run_attention(PLAN, Q, CACHE, CACHE, out=OUT),
-    "paged_attention": lambda: cpattn.paged_attention(
-        Q, CACHE, CACHE, q_lens=[1, 1], kv_lens=[5, 7], block_tables=[[0, 1], [3, 2]]
-    ),
-    "build_cp_metadata": lambda: cpattn.build_cp_metadata(
-        [30, 20], [50, 20], cp_rank=1, cp_size=2
-    ).kv_len_prev_tensor,
-    "build_dsa_metadata": lambda: cpattn.sparse.build_dsa_metadata(
-        [3, 2], [10, 4], forward_mode=cpattn.ForwardMode.EXTEND, topk=8, fp8_kv_cache=True,
-        prefill_impl="flashmla_sparse",
-    ).ks,
-    "fast_topk": lambda: cpattn.sparse.fast_topk(SCORE, [40, 30], 8),
-    "set_kv_buffer": lambda: POOL.set_kv_buffer(0, [3, 9], Q[0], Q[1]),
-    "plan_kv_transfer": lambda: transfer.plan_kv_transfer(*LAYOUTS, [7, 2, 3], [1, 20, 21]).lengths,
-    "KVTransferRequest": lambda: KVTransferRequest.from_frames(FRAMES).to_frames(),
-    "errors": refused_batch,
-}  # fmt: skip
 
 KEPT: list[object] = []
-LEAKS: dict[str, Callable[[], object]] = {"a leak of one object": lambda: KEPT.append(object())}
+NAMES = (
+    "plan_attention", "run_attention", "paged_attention", "build_cp_metadata", "fast_topk",
+    "build_dsa_metadata", "set_kv_buffer", "plan_kv_transfer",
+)  # fmt: skip
+CALLS = {name: good(name) for name in NAMES} | {
+    "KVTransferRequest": lambda: lambda: KVTransferRequest.from_frames(FRAMES).to_frames(),
+    "errors": lambda: refused_batch,
+}
+LEAKS = {"a leak of one object": lambda: lambda: KEPT.append(object())}
 
 
 def resident() -> int:
@@ -107,7 +78,8 @@ def run(call: Callable[[], object], times: int) -> None:
 
 
 def main() -> None:
-    call, times = (CALLS | LEAKS)[sys.argv[1]], int(sys.argv[2])
+    call, times = (CALLS | LEAKS)[sys.argv[1]](), int(sys.argv[2])
+    cpattn.set_num_threads(1)
     run(call, WARM_UP)
     before = resident()
     run(call, times)
