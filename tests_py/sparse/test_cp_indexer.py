@@ -130,12 +130,6 @@ def test_unsorted_rows_are_by_index():
             assert other == chosen + [-1] * (batch.topk - len(chosen))
 
 
-def test_threads_change_nothing():
-    batch = IndexerBatch((40, 23), (37, 0), 2)
-    one, three = (batch.run(batch.metadata[0], num_threads=n) for n in (1, 3))
-    assert torch.equal(one, three)
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), min_size=1, max_size=4),

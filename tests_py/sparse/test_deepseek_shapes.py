@@ -19,7 +19,7 @@ from support.cases import DTYPES
 from support.sparse import indexer_cases, sparse_mla_cases
 from support.sparse.indexer_batch import PACKED_FORMS, IndexerBatch
 from support.sparse.sparse_mla_cases import expanded, fp8_rows
-from support.tolerances import EPS, TOLERANCES, assert_attended, indexer_units
+from support.tolerances import EPS, assert_attended, indexer_units
 
 pytestmark = pytest.mark.slow
 
@@ -154,6 +154,12 @@ class Tokens:
         self.q = np.stack([q] * tokens)
         self.indices = np.stack([rng.permutation(NUM_ROWS - 2)[:topk] + 1 for _ in self.q])
         self.indices[:, 0], self.indices[:, -1] = NUM_ROWS - 1, 0
+        keys, columns = dealt()
+        parts = [
+            probes.result_of(q, keys[row], columns[row], V_HEAD_DIM)
+            for q, row in zip(self.q, self.indices, strict=True)
+        ]
+        self.expected = probes.expectation(*(np.stack(x) for x in zip(*parts, strict=True)))
 
     def run(self, kv, dtype):
         q, indices = torch.from_numpy(self.q), torch.from_numpy(self.indices)
@@ -162,51 +168,13 @@ class Tokens:
         )
         return out, lse
 
-    def expected(self, indices):
-        keys, columns = dealt()
-        parts = [
-            probes.result_of(q, keys[row], columns[row], V_HEAD_DIM)
-            for q, row in zip(self.q, indices, strict=True)
-        ]
-        return probes.expectation(*(np.stack(x) for x in zip(*parts, strict=True)))
-
 
 @functools.cache
-def tokens_and_expected(*sizes):
-    tokens = Tokens(*sizes)
-    return tokens, tokens.expected(tokens.indices)
+def tokens_of(*sizes):
+    return Tokens(*sizes)
 
 
-SIZES = pytest.mark.parametrize(
-    "sizes", [(HEADS, TOPK, 2), (16, 32768, 1), (16, 131072, 1)], ids=str
-)
-
-
-@SIZES
+@pytest.mark.parametrize("sizes", [(HEADS, TOPK, 2), (16, 131072, 1)], ids=str)
 def test_the_weight_of_every_chosen_key(pool, sizes, isa):
-    tokens, expected = tokens_and_expected(*sizes)
-    assert_attended(*tokens.run(*pool), expected, pool[1])
-
-
-@SIZES
-def test_mistakes_are_seen(pool, sizes):
-    """Indices one row off at edges of chunks, or two alike; every other key would show as well."""
-    dtype, (tokens, _), (keys, columns) = pool[1], tokens_and_expected(*sizes), dealt()
-    for q, row in zip(tokens.q, tokens.indices, strict=True):
-        share = probes.smallest_share(q, keys[row], columns[row], V_HEAD_DIM)
-        assert share > 2 * TOLERANCES["attention", dtype] * EPS[dtype]
-    out, lse = tokens.run(*pool)
-    for mistaken in expected_of_mistakes(*sizes):
-        with pytest.raises(AssertionError, match="times what is allowed"):
-            assert_attended(out, lse, mistaken, dtype)
-
-
-@functools.cache
-def expected_of_mistakes(*sizes):
-    (tokens, _), results = tokens_and_expected(*sizes), []
-    for at in (1, 64, 1023, 1024, 2047):
-        for wrong in (tokens.indices[:, at] + 1, tokens.indices[:, at - 1]):
-            indices = tokens.indices.copy()
-            indices[:, at] = wrong
-            results.append(tokens.expected(indices))
-    return results
+    tokens = tokens_of(*sizes)
+    assert_attended(*tokens.run(*pool), tokens.expected, pool[1])

@@ -220,17 +220,6 @@ def test_results_that_do_not_fit_are_refused(call, message):
         call(torch.zeros(2, 1, 656).byte(), torch.zeros(2, 512))
 
 
-def test_threads_change_nothing():
-    nope, rope = make_parts(1000)
-    results = []
-    for threads in (1, 3):
-        cpattn.set_num_threads(threads)
-        rows = cpattn.sparse.quantize_kv_rows(nope, rope)
-        results.append((rows, cpattn.sparse.dequantize_kv_rows(rows)))
-    cpattn.set_num_threads(cpattn._core.default_num_threads())
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("function", ["quantize_kv_rows", "quantize_kv_rows_separate"])
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn import _core, set_num_threads
 from cpattn.sparse import fast_topk, fast_topk_transform_fused, fast_topk_transform_ragged_fused
 from support.sparse.topk_cases import adversarial_rows, expected_topk, random_scores
 
@@ -72,17 +71,6 @@ def test_any_row(data):
         fast_topk(score, [length], topk, [start], sorted=sorted),
         expected_topk(score, [length], topk, [start], sorted=sorted),
     )
-
-
-def test_the_number_of_threads_changes_nothing():
-    score = random_scores(40, COLUMNS)
-    results = []
-    before = _core.default_num_threads()
-    for threads in (1, 4):
-        set_num_threads(threads)
-        results.append(fast_topk(score, [COLUMNS] * 40, 700))
-    set_num_threads(before)
-    np.testing.assert_array_equal(*results)
 
 
 def test_containers_and_index_types():
