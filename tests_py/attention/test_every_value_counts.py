@@ -69,14 +69,11 @@ class Probe:
         self.tables = rng.permutation(pages + 2)[None, :pages].astype(np.int32)
         self.visible = np.arange(n) <= np.repeat(np.arange(n - size.tokens, n), size.group)[:, None]
 
-    def expected(self, wrong: probes.Wrong | None = None) -> Expected:
+    def expected(self) -> Expected:
         """Of the tokens, in float64."""
         size, parts = self.size, []
         for head in range(size.kv_heads):
             q, k, columns, counts = *self.of(head), self.visible
-            if wrong is not None:
-                k, columns = k[wrong.key_at], columns[wrong.value_at]
-                counts = counts * wrong.counts
             result = probes.result_of(q, k, columns, size.v_head_dim, counts)
             parts.append([x.reshape(size.tokens, size.group, *x.shape[1:]) for x in result])
         return probes.expectation(*(np.concatenate(x, 1) for x in zip(*parts, strict=True)))
@@ -158,27 +155,11 @@ def test_paged_attention(made, size, dtype, isa):
 
 
 def test_each_key_is_more_than_roundings_explain(size, dtype):
-    """Twice the tolerance: what is right is not taken for what lacks the key, nor the reverse."""
+    """Twice the tolerance: what lacks a key, counts it twice or reads another one is not right."""
     probe = probe_of(size)
     for head in range(size.kv_heads):
         share = probes.smallest_share(*probe.of(head), size.v_head_dim)
         assert share > 2 * TOLERANCES["attention", dtype] * EPS[dtype]
-
-
-def test_mistakes_are_seen(made, size, dtype):
-    """What comes out differs from what each mistake would give."""
-    inputs, _ = made
-    out, lse = run(inputs)
-    for wrong in wrongs_of(size):
-        with pytest.raises(AssertionError, match="times what is allowed"):
-            assert_attended(out, lse, wrong, dtype)
-
-
-@functools.lru_cache(maxsize=1)
-def wrongs_of(size: Size):
-    rng = np.random.default_rng(1)
-    wrongs = list(probes.wrongs(size.kv_len, size.page_size, rng))
-    return [probe_of(size).expected(wrong) for wrong in wrongs[:: 1 + size.kv_len // 8192]]
 
 
 def test_the_oracle_agrees():

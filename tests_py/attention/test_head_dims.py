@@ -79,44 +79,6 @@ def test_latents_have_any_number_of_dimensions(isa, rope_dim):
         assert_attention(*run(inputs), inputs)
 
 
-@pytest.mark.parametrize("rope_dim", [16, 20])
-def test_rope_parts_have_any_number_of_dimensions(isa, rope_dim):
-    rng = np.random.default_rng(0)
-    extend, kv_lens = [70, 3], [110, 14]
-    metadata = cpattn.build_cp_metadata(extend, kv_lens, cp_rank=0, cp_size=1)
-    pages, page_size, heads = 9, 16, 2
-    q = rng.standard_normal((73, heads, 44 + rope_dim), np.float32)
-    latent = rng.standard_normal((pages, page_size, 1, 44 + rope_dim), np.float32)
-    table = np.array([[3, 5, 0, 7, 8, 1, 2], [4, 0, 0, 0, 0, 0, 0]], np.int32)
-    order = metadata.shard(np.arange(73))
-    rows = q[order]
-    out = np.empty((73, heads, 44), np.float32)
-    out[order] = cpattn.do_cp_attn_fia(
-        rows[..., :44].reshape(73, -1),
-        np.ascontiguousarray(latent[..., :44]),
-        None,
-        metadata,
-        q_rope=rows[..., 44:].reshape(73, -1),
-        k_rope=np.ascontiguousarray(latent[..., 44:]),
-        v_head_dim=44,
-        block_tables=table,
-        page_size=page_size,
-        num_heads=heads,
-        num_kv_heads=1,
-        scale=0.2,
-    ).reshape(out.shape)
-    inputs = {
-        "q": torch.from_numpy(q),
-        "k_cache": torch.from_numpy(latent),
-        "v_cache": torch.from_numpy(latent[..., :44]),
-        "q_lens": extend,
-        "kv_lens": kv_lens,
-        "block_tables": table,
-        "scale": 0.2,
-    }
-    assert_attention(torch.from_numpy(out), None, inputs)
-
-
 def test_parts_of_a_head_are_at_most_576_dimensions_with_their_zeros():
     with pytest.raises(ValueError, match=r"filled up .* at most 576 together, got 559 and 17$"):
         npu_sparse_flash_attention(

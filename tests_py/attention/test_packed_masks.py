@@ -73,24 +73,18 @@ SIZE = sum(q * kv for q, kv in zip(CASE.q_lens, CASE.kv_lens, strict=True))
 BYTES = len(packed(random_masks(0)))
 
 
+def bits_of(count, dtype=np.uint8, step=1):
+    return {"packed_custom_mask": np.ones(count, dtype)[::step]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"packed_custom_mask": np.ones(BYTES + 1, np.uint8)},
-            r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = "
-            rf"{BYTES} bytes, got {BYTES + 1}",
-        ),
-        ({"packed_custom_mask": np.ones(3, np.uint8)}, "packed_custom_mask .*more bytes, got 3"),
-        ({"packed_custom_mask": np.ones(BYTES, bool)}, "packed_custom_mask must .*uint8, got bool"),
-        (
-            {"packed_custom_mask": np.ones(2 * BYTES, np.uint8)[::2]},
-            "packed_custom_mask must be contiguous",
-        ),
-        (
-            {"custom_mask": np.ones(SIZE, bool), "packed_custom_mask": np.ones(BYTES, np.uint8)},
-            "give either custom_mask or packed_custom_mask, got both",
-        ),
+        (bits_of(BYTES + 1), rf"packed_custom_mask must .* = {BYTES} bytes, got {BYTES + 1}"),
+        (bits_of(3), "packed_custom_mask .*more bytes, got 3"),
+        (bits_of(BYTES, bool), "packed_custom_mask must .*uint8, got bool"),
+        (bits_of(2 * BYTES, step=2), "packed_custom_mask must be contiguous"),
+        (bits_of(BYTES) | {"custom_mask": np.ones(SIZE, bool)}, "give either .* got both"),
     ],
 )
 def test_value_errors(change, message):

@@ -96,6 +96,12 @@ def test_deepseek_s_dimensions(isa, dtype, rope_apart):
     assert all(map(torch.equal, results, expected))
 
 
+def test_parts_have_any_number_of_dimensions(isa):
+    latents = Latents(44, 20, 44)
+    _, inputs = latents.whole()
+    assert_attention(*latents.all_ranks(2, "zigzag", rope_apart=True), inputs)
+
+
 def test_the_scale_of_both_parts_is_the_default():
     latents = Latents()
     rank = cpattn.build_cp_metadata(EXTENDS, KV_LENS, cp_rank=0, cp_size=1, strategy="contiguous")

@@ -157,6 +157,10 @@ SIZE = sum(new * (new + cached) for new, cached in LENS)
 BYTES = sum(-(-new * (new + cached) // 8) for new, cached in LENS)
 
 
+def bits_of(count, dtype=np.uint8, step=1):
+    return {"packed_custom_mask": np.ones(count, dtype)[::step]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -168,21 +172,11 @@ BYTES = sum(-(-new * (new + cached) // 8) for new, cached in LENS)
             {"custom_mask": np.ones(SIZE - 1, bool)},
             rf"custom_mask must have sum\(q_len \* kv_len\) = {SIZE} elements, got {SIZE - 1}",
         ),
-        (
-            {"packed_custom_mask": np.ones(BYTES + 1, np.uint8)},
-            r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = "
-            rf"{BYTES} bytes, got {BYTES + 1}",
-        ),
-        ({"packed_custom_mask": np.ones(BYTES // 3, np.uint8)}, "packed_custom_mask .*more bytes"),
-        ({"packed_custom_mask": np.ones(BYTES, bool)}, "packed_custom_mask must .*uint8, got bool"),
-        (
-            {"packed_custom_mask": np.ones(2 * BYTES, np.uint8)[::2]},
-            "packed_custom_mask must be contiguous",
-        ),
-        (
-            {"custom_mask": np.ones(SIZE, bool), "packed_custom_mask": np.ones(BYTES, np.uint8)},
-            "give either custom_mask or packed_custom_mask, got both",
-        ),
+        (bits_of(BYTES + 1), rf"packed_custom_mask must .* = {BYTES} bytes, got {BYTES + 1}"),
+        (bits_of(BYTES // 3), "packed_custom_mask .*more bytes"),
+        (bits_of(BYTES, bool), "packed_custom_mask must .*uint8, got bool"),
+        (bits_of(2 * BYTES, step=2), "packed_custom_mask must be contiguous"),
+        (bits_of(BYTES) | {"custom_mask": np.ones(SIZE, bool)}, "give either .* got both"),
         ({"q_rope": torch.zeros(0, 64)}, "q_rope and k_rope must be given together"),
         ({"k_rope": torch.zeros(0, 64)}, "q_rope and k_rope must be given together"),
         ({"v_head_dim": 16}, "v_head_dim must not .*v_cache, which has it in its size, got 16"),

@@ -15,6 +15,10 @@ from cpattn.transfer.bounded import BoundedCalls, CallHangs
 LONG = 60.0
 
 
+class Result:
+    """Something that is let go."""
+
+
 @pytest.fixture
 def calls():
     return BoundedCalls("test")
@@ -52,6 +56,14 @@ def eventually(condition):
         time.sleep(0.001)
 
 
+def returns(calls):
+    """Whether a call with the key "a" does, or an earlier one still hangs."""
+    try:
+        return calls.run("a", LONG, int) == 0
+    except CallHangs:
+        return False
+
+
 def test_close_ends_the_threads_and_later_calls_have_others(calls):
     first = calls.run("a", LONG, threading.current_thread)
     calls.close()
@@ -62,9 +74,6 @@ def test_close_ends_the_threads_and_later_calls_have_others(calls):
 
 
 def test_results_are_let_go(calls):
-    class Result:
-        pass
-
     watched = weakref.ref(calls.run("a", LONG, Result))
     eventually(lambda: watched() is None)
 
@@ -79,9 +88,6 @@ def test_results_are_let_go(calls):
 
 
 def test_what_a_call_returns_too_late_is_let_go_by_the_next(calls, let_go):
-    class Result:
-        pass
-
     results = []
 
     def late():
@@ -93,14 +99,7 @@ def test_what_a_call_returns_too_late_is_let_go_by_the_next(calls, let_go):
     with pytest.raises(CallHangs):
         calls.run("a", 0.05, late)
     let_go.set()
-
-    def next_call_returns():
-        try:
-            return calls.run("a", LONG, lambda: True)
-        except CallHangs:
-            return False
-
-    eventually(next_call_returns)
+    eventually(lambda: returns(calls))
     eventually(lambda: results[0]() is None)
 
 
@@ -113,13 +112,7 @@ def test_what_hangs_keeps_its_key_and_no_other(calls, let_go):
     assert calls.run("b", LONG, int) == 0
     assert time.monotonic() - begin < LONG / 2
     let_go.set()
-    deadline = time.monotonic() + LONG
-    while True:
-        try:
-            assert calls.run("a", LONG, int) == 0
-            break
-        except CallHangs:
-            assert time.monotonic() < deadline
+    eventually(lambda: returns(calls))
 
 
 def test_close_waits_until_the_limit(calls, let_go):
@@ -143,14 +136,8 @@ def test_close_waits_until_the_limit(calls, let_go):
 
 
 def test_arguments_are_let_go_with_the_call(calls):
-    class Memory:
-        pass
-
-    memory = Memory()
+    memory = Result()
     watched = weakref.ref(memory)
     calls.run("a", LONG, id, memory)
     del memory
-    deadline = time.monotonic() + LONG
-    while watched() is not None:  # the thread may still be on its way back to the queue
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(lambda: watched() is None)  # the thread may be on its way back to the queue

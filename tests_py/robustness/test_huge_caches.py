@@ -8,7 +8,9 @@ rows that are zero: the result must be that of a small cache, bit for bit.
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -48,7 +50,7 @@ def spread(small: np.ndarray) -> tuple[np.ndarray, list[int]]:
     return huge, pages
 
 
-def normal(*shape: int, dtype: type = np.float32) -> np.ndarray:
+def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return RNG.standard_normal(shape, np.float32).astype(dtype)
 
 
@@ -62,132 +64,123 @@ def assert_same(results, expected):
         assert np.any(result)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND", "3-D"])
-def test_paged_attention(isa, kv_layout, dtype):
+def attend(kv_layout: str, dtype: type):
     shape = (5, HEADS, PAGE_SIZE, DIM) if kv_layout == "HND" else (5, PAGE_SIZE, HEADS, DIM)
-    q, k, v = (normal(*s, dtype=dtype) for s in ((3, 6, DIM), shape, shape))
+    q, layout = normal(3, 6, DIM, dtype=dtype), "HND" if kv_layout == "HND" else "NHD"
 
-    def attend(k, v, pages):
+    def run(cache, pages):
         if kv_layout == "3-D":
-            k, v = (x.reshape(-1, HEADS, DIM) for x in (k, v))
+            cache = cache.reshape(-1, HEADS, DIM)
         return cpattn.paged_attention(
-            q, k, v, q_lens=[3], kv_lens=[NUM_TOKENS], block_tables=[pages], page_size=PAGE_SIZE,
-            kv_layout="HND" if kv_layout == "HND" else "NHD", return_lse=True,
+            q, cache, cache, q_lens=[3], kv_lens=[NUM_TOKENS], block_tables=[pages],
+            page_size=PAGE_SIZE, kv_layout=layout, return_lse=True,
         )  # fmt: skip
 
-    (huge_k, pages), (huge_v, _) = spread(k), spread(v)
-    assert_same(attend(huge_k, huge_v, pages), attend(k, v, [0, 1, 2, 3, 4]))
+    return normal(*shape, dtype=dtype), run
 
 
-@pytest.mark.parametrize("layout", ["BSH", "BNSD"])
-def test_fused_infer_attention(isa, layout):
-    query = normal(1, 2, 6, DIM)
+def fused(layout: str):
+    query, small = normal(1, 6, 2, DIM), normal(5, HEADS, PAGE_SIZE, DIM)
     if layout == "BSH":
-        query, small = query.reshape(1, 2, -1), normal(5, PAGE_SIZE, HEADS * DIM)
-    else:
-        query, small = query.swapaxes(1, 2).copy(), normal(5, HEADS, PAGE_SIZE, DIM)
-
-    def attend(cache, pages):
-        return cpattn.npu.npu_fused_infer_attention_score(
-            query, cache, cache, num_heads=6, num_key_value_heads=HEADS, input_layout=layout,
-            block_size=PAGE_SIZE, block_table=[pages], actual_seq_lengths_kv=[NUM_TOKENS],
-            scale=0.1, softmax_lse_flag=True,
-        )  # fmt: skip
-
-    assert_same(attend(*spread(small)), attend(small, [0, 1, 2, 3, 4]))
+        query, small = normal(1, 2, 6 * DIM), normal(5, PAGE_SIZE, HEADS * DIM)
+    return small, lambda cache, pages: cpattn.npu.npu_fused_infer_attention_score(
+        query, cache, cache, num_heads=6, num_key_value_heads=HEADS, input_layout=layout,
+        block_size=PAGE_SIZE, block_table=[pages], actual_seq_lengths_kv=[NUM_TOKENS],
+        scale=0.1, softmax_lse_flag=True,
+    )  # fmt: skip
 
 
-def test_context_parallel_attention(isa):
-    metadata = cpattn.build_cp_metadata([20], [NUM_TOKENS], cp_rank=0, cp_size=2)
-    q, small = normal(10, 6 * DIM), normal(5, PAGE_SIZE, HEADS, DIM)
+def fused_int8(*names: str):
+    """Codes that are written out: only those of the sequence, as all would be 16 GiB."""
+    numbers = {
+        f"{side}_antiquant_{name}": RNG.random((HEADS, DIM), np.float32) / 50
+        for side in ("key", "value")
+        for name in names
+    }
+    q, small = normal(1, 3, HEADS, DIM), RNG.integers(-90, 90, (5, PAGE_SIZE, HEADS * DIM), np.int8)
+    return small, lambda cache, pages: cpattn.npu.npu_fused_infer_attention_score(
+        q, cache, cache, input_layout="BSND", num_heads=HEADS, block_table=[pages],
+        block_size=PAGE_SIZE, actual_seq_lengths_kv=[NUM_TOKENS], softmax_lse_flag=True, **numbers,
+    )  # fmt: skip
 
-    def attend(cache, pages):
-        return cpattn.do_cp_attn_fia(
-            q, cache, cache, metadata, block_tables=[pages], page_size=PAGE_SIZE, num_heads=6,
-            num_kv_heads=HEADS, scale=None, return_lse=True,
-        )  # fmt: skip
 
-    assert_same(attend(*spread(small)), attend(small, [0, 1, 2, 3, 4]))
+def context_parallel():
+    metadata, q = METADATA, normal(20, 6 * DIM)
+    return normal(5, PAGE_SIZE, HEADS, DIM), lambda cache, pages: cpattn.do_cp_attn_fia(
+        q, cache, cache, metadata, block_tables=[pages], page_size=PAGE_SIZE, num_heads=6,
+        num_kv_heads=HEADS, scale=None, return_lse=True,
+    )  # fmt: skip
+
+
+def sparse_flash():
+    query, positions = normal(2, 4, DIM), np.array([[[0, 30, 108, 71]], [[100, 5, 23, 48]]])
+    small = normal(5, PAGE_SIZE, 1, DIM)
+    return small, lambda cache, pages: cpattn.npu.npu_sparse_flash_attention(
+        query, cache, cache, positions, 0.1, block_table=[pages], layout_query="TND",
+        layout_kv="PA_BSND", actual_seq_lengths_query=[2], actual_seq_lengths_kv=[NUM_TOKENS],
+        return_softmax_lse=True,
+    )  # fmt: skip
+
+
+def paged_indexer(keys: str):
+    """Keys of 128 on pages; those of uint8 with their scales behind them."""
+    q, small, weights = normal(20, 4, 128), normal(5, PAGE_SIZE, 128), normal(20, 4)
+    if keys == "uint8":
+        q, small = q.astype(ml_dtypes.float8_e4m3fn), codes(5, PAGE_SIZE * 132)
+        small[:, PAGE_SIZE * 128 :].view(np.float32)[...] = RNG.random((5, PAGE_SIZE), np.float32)
+    elif keys == "int8":
+        q, small = (codes(*s).view(np.int8) for s in (q.shape, small.shape))
+    return small, lambda cache, pages: [
+        cpattn.sparse.cp_indexer_topk(
+            q, cache, weights, METADATA, block_tables=[pages], page_size=PAGE_SIZE, topk=20
+        )
+    ]
+
+
+def lightning_indexer():
+    query, weights = normal(2, 4, 128), normal(2, 4)
+    return normal(5, PAGE_SIZE, 1, 128), lambda cache, pages: cpattn.npu.npu_lightning_indexer(
+        query, cache, weights, layout_query="TND", layout_key="PA_BSND", sparse_count=20,
+        actual_seq_lengths_query=[2], actual_seq_lengths_key=[NUM_TOKENS], block_table=[pages],
+        return_value=True,
+    )  # fmt: skip
+
+
+METADATA = cpattn.build_cp_metadata([20], [NUM_TOKENS], cp_rank=0, cp_size=1)
+PAGED = [
+    *[(attend, "NHD", np.float16), (attend, "HND", np.float32), (attend, "3-D", np.float32)],
+    *[(fused, "BSH"), (fused, "BNSD"), (fused_int8, "scale"), (fused_int8, "scale", "offset")],
+    *[(context_parallel,), (sparse_flash,), (lightning_indexer,)],
+    *[(paged_indexer, "float32"), (paged_indexer, "int8"), (paged_indexer, "uint8")],
+]
+
+
+@pytest.mark.parametrize("make", PAGED, ids=lambda make: make[0].__name__)
+def test_pages_far_apart(isa, make):
+    small, run = make[0](*make[1:])
+    assert_same(run(*spread(small)), run(small, [0, 1, 2, 3, 4]))
 
 
 @pytest.mark.parametrize("rows", ["float32", "float16", "FP8"])
 def test_sparse_mla(isa, rows):
     if rows == "FP8":
-        import ml_dtypes
-
         q, small = normal(2, 16, 576, dtype=ml_dtypes.bfloat16), fp8_rows(5 * PAGE_SIZE)
         small = small.reshape(5, PAGE_SIZE, 1, 656)
     else:
-        q, small = (
-            normal(*s, dtype=np.dtype(rows)) for s in ((2, 16, DIM), (5, PAGE_SIZE, 1, DIM))
-        )
+        q, small = (normal(*s, dtype=rows) for s in ((2, 16, DIM), (5, PAGE_SIZE, 1, DIM)))
     positions = np.array([[0, 30, 119, 71], [100, 5, 23, 48]])
     huge, pages = spread(small)
     slots = np.array(pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
     assert slots.max() * small.shape[-1] > BOUNDARIES[1]
-    for flat in (False, True):
-        if flat:
-            huge = huge.reshape(-1, *huge.shape[2:])
+    for cache in (huge, huge.reshape(-1, *huge.shape[2:])):
         assert_same(
-            cpattn.sparse.flash_mla_sparse_fwd(q, huge, slots, 0.1, 64),
+            cpattn.sparse.flash_mla_sparse_fwd(q, cache, slots, 0.1, 64),
             cpattn.sparse.flash_mla_sparse_fwd(q, small, positions, 0.1, 64),
         )
 
 
 def fp8_rows(count: int) -> np.ndarray:
     return cpattn.sparse.quantize_kv_rows(normal(count, 512), normal(count, 64))
-
-
-def test_sparse_flash_attention(isa):
-    query, small = normal(2, 4, DIM), normal(5, PAGE_SIZE, 1, DIM)
-    positions = np.array([[[0, 30, 108, 71]], [[100, 5, 23, 48]]])
-
-    def attend(cache, pages):
-        return cpattn.npu.npu_sparse_flash_attention(
-            query, cache, cache, positions, 0.1, block_table=[pages], layout_query="TND",
-            layout_kv="PA_BSND", actual_seq_lengths_query=[2], actual_seq_lengths_kv=[NUM_TOKENS],
-            return_softmax_lse=True,
-        )  # fmt: skip
-
-    assert_same(attend(*spread(small)), attend(small, [0, 1, 2, 3, 4]))
-
-
-@pytest.mark.parametrize("keys", ["float32", "int8", "uint8"])
-def test_paged_indexer(isa, keys):
-    """Keys of 128 on pages; those of uint8 with their scales behind them."""
-    metadata = cpattn.build_cp_metadata([6], [NUM_TOKENS], cp_rank=0, cp_size=1)
-    if keys == "uint8":
-        import ml_dtypes
-
-        q = normal(6, 4, 128, dtype=ml_dtypes.float8_e4m3fn)
-        small = codes(5, PAGE_SIZE * 132)
-        small[:, PAGE_SIZE * 128 :].view(np.float32)[...] = RNG.random((5, PAGE_SIZE), np.float32)
-    elif keys == "int8":
-        q, small = (codes(*s).view(np.int8) for s in ((6, 4, 128), (5, PAGE_SIZE, 128)))
-    else:
-        q, small = normal(6, 4, 128), normal(5, PAGE_SIZE, 128)
-    weights = normal(6, 4)
-
-    def select(cache, pages):
-        return cpattn.sparse.cp_indexer_topk(
-            q, cache, weights, metadata, block_tables=[pages], page_size=PAGE_SIZE, topk=20
-        )
-
-    assert_same([select(*spread(small))], [select(small, [0, 1, 2, 3, 4])])
-
-
-def test_lightning_indexer(isa):
-    query, weights, small = normal(2, 4, 128), normal(2, 4), normal(5, PAGE_SIZE, 1, 128)
-
-    def select(cache, pages):
-        return cpattn.npu.npu_lightning_indexer(
-            query, cache, weights, layout_query="TND", layout_key="PA_BSND", sparse_count=20,
-            actual_seq_lengths_query=[2], actual_seq_lengths_key=[NUM_TOKENS],
-            block_table=[pages], return_value=True,
-        )  # fmt: skip
-
-    assert_same(select(*spread(small)), select(small, [0, 1, 2, 3, 4]))
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -239,28 +232,6 @@ def test_a_pool_is_written(use_fia):
     pool.set_kv_buffer(0, slots, k, v)
     for buffer, rows in ((pool.get_key_buffer(0), k), (pool.get_value_buffer(0), v)):
         assert_same(buffer.reshape(-1, HEADS, DIM)[slots], rows)
-
-
-@pytest.mark.parametrize("offsets", [False, True])
-def test_int8_blocks(isa, offsets):
-    """Codes that are written out: only those of the sequence, as all would be 16 GiB."""
-    q = normal(1, 3, HEADS, DIM)
-    k, v = (RNG.integers(-90, 90, (5, PAGE_SIZE, HEADS * DIM), np.int8) for _ in range(2))
-    numbers = {
-        f"{side}_antiquant_{name}": RNG.random((HEADS, DIM), np.float32) / 50
-        for side in ("key", "value")
-        for name in (("scale", "offset") if offsets else ("scale",))
-    }
-
-    def attend(k, v, pages):
-        return cpattn.npu.npu_fused_infer_attention_score(
-            q, k, v, input_layout="BSND", num_heads=HEADS, block_table=[pages],
-            block_size=PAGE_SIZE, actual_seq_lengths_kv=[NUM_TOKENS], softmax_lse_flag=True,
-            **numbers,
-        )  # fmt: skip
-
-    (huge_k, pages), (huge_v, _) = spread(k), spread(v)
-    assert_same(attend(huge_k, huge_v, pages), attend(k, v, [0, 1, 2, 3, 4]))
 
 
 def test_query_rows_far_apart(tmp_path):

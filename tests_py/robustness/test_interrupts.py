@@ -11,6 +11,8 @@ import pytest
 
 from support.interrupts import assert_interruptible
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import numpy as np, cpattn
 cpattn.set_num_threads({threads})

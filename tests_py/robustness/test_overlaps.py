@@ -65,10 +65,10 @@ def sparse_flash(**tensors):
 NORM = {"x": own(2, 40), "q": own(2, 16), "k_nope": own(2, 1, 16), "k_pe": own(2, 1, 8)}
 READ = {"q": own(2, 4, 32), "kv": own(8, 1, 32), "indices": own(2, 4, dtype=I32)}
 WRITTEN = {"out": own(2, 4, 32), "max_logits": own(2, 4), "lse": own(2, 4)}
-KEY, HEADS = own(1, 8, 1, 32), own(1, 2, 4, 32)
-FLASH = {"query": HEADS, "key": KEY, "value": KEY, "sparse_indices": own(1, 2, 1, 4, dtype=I32)}
+FLASH = {"query": own(1, 2, 4, 32), "key": own(1, 8, 1, 32), "value": own(1, 8, 1, 32)}
 FLASH |= {"query_rope": own(1, 2, 4, 16), "key_rope": own(1, 8, 1, 16)}
-FLASHED = {"out": HEADS, "softmax_max": own(1, 2, 4), "softmax_sum": own(1, 2, 4)}
+FLASH |= {"sparse_indices": own(1, 2, 1, 4, dtype=I32)}
+FLASHED = {"out": own(1, 2, 4, 32), "softmax_max": own(1, 2, 4), "softmax_sum": own(1, 2, 4)}
 # By name: the function, all its tensors, and two of them that may not overlap.
 CALLS = {
     "hadamard_transform": (

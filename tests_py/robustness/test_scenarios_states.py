@@ -13,7 +13,6 @@ import cpattn
 from cpattn.integrations import flash_attn, flashinfer
 from support.cases import Case, assert_attention, expected_attention, make_inputs
 from support.merge_cases import split_keys
-from support.tolerances import to_float64
 
 # --- a small batch in the buffers of a large one ------------------------------------------------
 
@@ -91,18 +90,6 @@ def whole_and_parts(dtype="float32"):
     return inputs | {"causal": False}, list(split_keys(inputs, [0, 3, 4, 9, 16]))
 
 
-@pytest.mark.parametrize("place", [0, 2, 4])
-def test_a_shard_without_keys_whose_output_was_never_written(isa, place):
-    """Its output is NaN and its LSE -inf; wherever it comes, the others are what is merged."""
-    inputs, parts = whole_and_parts()
-    empty = torch.full_like(parts[0][0], torch.nan), torch.full_like(parts[0][1], -math.inf)
-    parts.insert(place, empty)
-    merged = parts[0]
-    for part in parts[1:]:
-        merged = cpattn.merge_state(*merged, *part)
-    assert_attention(*merged, inputs)
-
-
 def test_a_shard_without_keys_as_flash_attn_marks_it():
     """flash-attn gives +inf there: refused as it is, and merged when it is made -inf."""
     inputs, parts = whole_and_parts()
@@ -142,24 +129,3 @@ def test_shards_of_two_libraries_with_lses_to_different_bases(dtype):
     assert_attention(*merge(back), inputs, op, expected)
     with pytest.raises(AssertionError, match="times what is allowed"):
         assert_attention(*merge(mixed), inputs, op, expected)
-
-
-def errors_of_parts(dtype, world):
-    """Of the merged results of so many shards, whose states are kept in this dtype."""
-    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(16 * 64,), dtype="bfloat16"))
-    exact = expected_attention(inputs | {"causal": False}).out
-    as_kept = {name: inputs[name].to(getattr(torch, dtype)) for name in ("q", "k_cache", "v_cache")}
-    parts = split_keys(inputs | as_kept, range(0, 65, 64 // world))
-    out, lse = next(parts)
-    for part in parts:
-        cpattn.merge_state(out, lse, *part)
-    return np.sqrt(np.mean((to_float64(out) - exact) ** 2))
-
-
-def test_shards_kept_in_float32_cost_nothing_however_many(isa):
-    """In bfloat16 each merge rounds what was merged before; in float32 that is not to be seen."""
-    wide = {world: errors_of_parts("float32", world) for world in (1, 8, 64)}
-    narrow = {world: errors_of_parts("bfloat16", world) for world in (1, 8, 64)}
-    assert max(wide.values()) < narrow[1] / 1000
-    assert wide[64] < 2 * wide[8]
-    assert narrow[64] > 2 * narrow[8] > 2 * narrow[1]

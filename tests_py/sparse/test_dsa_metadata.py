@@ -135,37 +135,6 @@ def test_every_field_under_context_parallelism(data, strategy):
     )
 
 
-def test_golden_extend():
-    batch = build_dsa_metadata(
-        [3, 2], [10, 4], forward_mode=ForwardMode.EXTEND, topk=2048, **RAGGED
-    )
-    assert batch.ks.tolist() == [0, 0, 0, 10, 10]
-    assert batch.ke.tolist() == [8, 9, 10, 13, 14]
-    assert batch.seqlens_expanded.tolist() == [8, 9, 10, 3, 4]
-    assert batch.topk_indices_offset.tolist() == [0, 0, 0, 10, 10]
-    assert batch.page_table_1 is batch.page_table_1_flattened is None
-    assert batch.forward_mode is ForwardMode.EXTEND
-    assert batch.topk_transform_method is TopkTransformMethod.RAGGED
-
-
-def test_round_robin_leaves_out_sequences_without_a_token():
-    """Token t is rank t % 4's: rank 3 has the last of five tokens of sequence 0 only."""
-    cp = build_cp_metadata([5, 2], [5, 9], cp_rank=3, cp_size=4, strategy="round-robin-split")
-    batch = build_dsa_metadata(
-        [5, 2], [5, 9], forward_mode=ForwardMode.EXTEND, topk=4, **RAGGED, cp_metadata=cp
-    )
-    assert batch.bs_idx.tolist() == [0]
-    assert batch.seqlens_expanded.tolist() == [4]
-    cp = build_cp_metadata([1, 5, 2], [3, 5, 9], cp_rank=2, cp_size=4, strategy="interleave")
-    batch = build_dsa_metadata(
-        [1, 5, 2], [3, 5, 9], forward_mode=ForwardMode.EXTEND, topk=4, **RAGGED, cp_metadata=cp
-    )
-    assert batch.bs_idx.tolist() == [1, 2]
-    assert batch.ks.tolist() == batch.topk_indices_offset.tolist() == [0, 5]
-    assert batch.ke.tolist() == [2, 13]
-    assert batch.token_to_batch_idx.tolist() == [0, 1]
-
-
 def test_decode_and_verify_find_their_lengths():
     decode = build_dsa_metadata(None, [7, 1], forward_mode=ForwardMode.DECODE, topk=4, **RAGGED)
     assert decode.seqlens_expanded.tolist() == [7, 1]

@@ -128,22 +128,6 @@ def test_ragged_transform():
     np.testing.assert_array_equal(rows, np.where(indices >= 0, indices + offsets[:, None], -1))
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_ragged_and_paged_select_the_same_tokens(page_size):
-    """Concatenated keys in the order of a page table: rows and slots are two names."""
-    score, lengths, _, cu_seqlens_q, rows = paged_case(page_size)
-    width = -(-200 // page_size)
-    table = np.arange(3 * width, dtype=np.int32).reshape(3, width)
-    offsets = [row * width * page_size for row in rows]
-    for row_starts in (None, [0, 100, 200, 50, 136]):
-        np.testing.assert_array_equal(
-            fast_topk_transform_fused(
-                score, lengths, table, cu_seqlens_q, 48, row_starts, page_size=page_size
-            ),
-            fast_topk_transform_ragged_fused(score, lengths, offsets, 48, row_starts),
-        )
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -93,30 +93,6 @@ def test_paged_selects_rows_of_the_table():
     np.testing.assert_array_equal(by_token, by_sequence)
 
 
-def test_chunks_of_the_rows_give_the_rows_of_the_whole():
-    """Engines cut large logits into chunks: tables by token when PAGED, offsets when RAGGED."""
-    cu_seqlens_q, token_to_batch, offsets = [0, 2, 3, 4], [0, 0, 1, 2], [0, 0, 100, 200]
-    paged = topk_transform(
-        SCORE, 16, method=PAGED, lengths=LENGTHS, page_table=TABLE, cu_seqlens_q=cu_seqlens_q
-    )
-    ragged = topk_transform(SCORE, 16, method=RAGGED, lengths=LENGTHS, topk_indices_offset=offsets)
-    for chunk in (slice(0, 3), slice(3, 4)):
-        part = {"lengths": LENGTHS[chunk]}
-        np.testing.assert_array_equal(
-            topk_transform(
-                SCORE[chunk], 16, method=PAGED, page_table=TABLE,
-                batch_idx_list=token_to_batch[chunk], **part,
-            ),
-            paged[chunk],
-        )  # fmt: skip
-        np.testing.assert_array_equal(
-            topk_transform(
-                SCORE[chunk], 16, method=RAGGED, topk_indices_offset=offsets[chunk], **part
-            ),
-            ragged[chunk],
-        )
-
-
 def test_ragged():
     result = topk_transform(
         SCORE, 16, method=RAGGED, lengths=LENGTHS, topk_indices_offset=[5, 5, 9, 9],

@@ -14,9 +14,6 @@ What should come out is computed here, in float64, from what was dealt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 
 from support.tolerances import Expected
@@ -25,9 +22,6 @@ from support.tolerances import Expected
 #: back to 0, one makes the weights of keys differ, by up to exp(1/2). The others are 0 in q.
 USED, OWNER, BIAS, NOISE = 16, slice(0, 8), 8, 9
 STRENGTH = 64  # the key of another row weighs exp(-2 STRENGTH), which is 0 in float32
-
-#: Where loops over keys, chunks, parts and pages may begin.
-EDGES = (16, 64, 128, 256, 512, 1024, 8192, 32768, 65536)
 
 
 def codes(owners: np.ndarray) -> np.ndarray:
@@ -117,41 +111,3 @@ def smallest_share(q: np.ndarray, k: np.ndarray, columns: np.ndarray, v_head_dim
     weights, _ = weights_of(q, k)
     out, *_ = result_of(q, k, columns, v_head_dim)
     return float((weights.max(axis=0) / out[weights.argmax(axis=0), columns]).min())
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A mistake: the row of K and of V that is read at each position, and how often it counts."""
-
-    name: str
-    key_at: np.ndarray
-    value_at: np.ndarray
-    counts: np.ndarray
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def wrongs(kv_len: int, page_size: int, rng: np.random.Generator) -> Iterator[Wrong]:
-    """Mistakes at edges and anywhere. Exchanged pages would be none: their keys all count."""
-    right, once = np.arange(kv_len), np.ones(kv_len)
-
-    def exchanged(a: int, b: int) -> np.ndarray:
-        rows = right.copy()
-        rows[[a, b]] = b, a
-        return rows
-
-    edges = [0, *(e for e in EDGES if e < kv_len), kv_len - 1]
-    for key in [*edges, *(e - 1 for e in edges[1:])]:
-        yield Wrong(f"key {key} is lost", right, right, np.where(right == key, 0, once))
-    for key in (*edges[1:], *rng.integers(1, kv_len, 3)):
-        rows = exchanged(key - 1, key)
-        yield Wrong(f"values {key - 1} and {key} are exchanged", right, rows, once)
-        yield Wrong(f"keys {key - 1} and {key} are exchanged", rows, right, once)
-        yield Wrong(f"key {key} counts twice", right, right, np.where(right == key, 2, once))
-    for _ in range(2):
-        pages = rng.permutation(kv_len // page_size)[:2]
-        wrong_page, page = pages[:, None] * page_size + np.arange(page_size)
-        rows = right.copy()
-        rows[page] = wrong_page
-        yield Wrong(f"page {pages[1]} is read from page {pages[0]}", rows, rows, once)

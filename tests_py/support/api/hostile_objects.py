@@ -104,66 +104,37 @@ class Exporter:
 def array(draw: Draw, good: Any) -> Any:
     """A tensor that something is odd about, if not wrong."""
     good = np.asarray(good)
-    form = draw.randrange(24)
-    if form == 0:
-        return converted(good, draw.choice(DTYPES))
-    if form == 1 and good.ndim:  # another size of an axis
-        return resized(draw, good, draw.choice([0, 1, 2, 3, 5, 17]))
-    if form == 2 and good.ndim:  # a huge one, without memory
-        axis = draw.randrange(good.ndim)
-        shape = list(good.shape)
-        shape[axis] = draw.choice([2**20, 2**31, 2**31 + 1, 2**40, 2**62])
-        try:
-            return np.broadcast_to(good[(slice(None),) * axis + (slice(1),)], shape)
-        except ValueError:
-            return good[..., None]
-    if form == 3:
-        return np.moveaxis(good, draw.randrange(-1, good.ndim), 0) if good.ndim else good
-    if form == 4:  # transposed in memory, of the same shape
-        return np.asfortranarray(good)
-    if form == 5:
-        return good[::-1] if good.ndim else good
-    if form == 6:  # with gaps
-        wide = np.zeros((*good.shape[:-1], 2 * good.shape[-1]), good.dtype) if good.ndim else good
-        return wide[..., ::2] if good.ndim else good
-    if form == 7 and good.ndim:
-        return np.repeat(good, 2, axis=0)[::2]
-    if form == 8:  # one row for all
-        return np.broadcast_to(good[:1], good.shape) if good.ndim and len(good) else good
-    if form == 9:
-        return misaligned(good)
-    if form == 10:
-        copy = good.copy()
-        copy.flags.writeable = False
-        return copy
-    if form == 11:
-        return good[None] if draw.random() < 0.5 else good.reshape(-1)
-    if form == 12:
-        return np.ma.array(good, mask=draw.random() < 0.5)
-    if form == 13:
-        return Exporter(good, draw.choice(["true", None, 1, RuntimeError("no"), BufferError("no")]))
-    if form == 14:
-        form = draw.choice([list, tuple, memoryview, bytes, Arrayish])
-        try:
-            return form(good)
-        except ValueError:  # a dtype that buffers do not know
-            return list(good)
-    if form in (15, 16) and good.dtype.kind in "fV" and good.size:
-        copy = good.copy()
-        copy.flat[draw.randrange(good.size)] = draw.choice([np.nan, np.inf, -np.inf, 1e38, -1e4])
-        return copy
-    if form == 17 and good.dtype.kind in "iu" and good.size:
-        copy = good.copy()
+    forms = [
+        lambda: converted(good, draw.choice(DTYPES)),
+        lambda: np.asfortranarray(good),  # transposed in memory, of the same shape
+        lambda: misaligned(good),
+        lambda: good[None] if draw.random() < 0.5 else good.reshape(-1),
+        lambda: np.ma.array(good, mask=draw.random() < 0.5),
+        lambda: Exporter(
+            good, draw.choice(["true", None, 1, RuntimeError("no"), BufferError("no")])
+        ),
+        lambda: held(good, draw.choice([list, tuple, memoryview, bytes, Arrayish])),
+        lambda: torch_tensor(draw, good),
+        lambda: np.zeros(good.shape, good.dtype)[..., None],
+        lambda: np.zeros(draw.choice([(), (0,), (1,), (0, 0), (2,) * 7, (0, 2**40)]), good.dtype),
+        lambda: np.broadcast_to(good, good.shape),  # read-only
+    ]
+    if good.ndim:
+        forms += [
+            lambda: resized(draw, good, draw.choice([0, 1, 2, 3, 5, 17])),
+            lambda: huge(draw, good, draw.choice([2**20, 2**31, 2**31 + 1, 2**40, 2**62])),
+            lambda: np.moveaxis(good, draw.randrange(-1, good.ndim), 0),
+            lambda: good[::-1],
+            lambda: np.zeros((*good.shape[:-1], 2 * good.shape[-1]), good.dtype)[..., ::2],
+            lambda: np.repeat(good, 2, axis=0)[::2],
+            lambda: np.broadcast_to(good[:1], good.shape) if len(good) else good,
+        ]
+    if good.size and good.dtype.kind in "fV":
+        forms += 2 * [lambda: with_one(draw, good, [np.nan, np.inf, -np.inf, 1e38, -1e4])]
+    if good.size and good.dtype.kind in "iu":
         edge = np.iinfo(good.dtype)
-        copy.flat[draw.randrange(good.size)] = draw.choice([edge.min, edge.max, 0])
-        return copy
-    if form == 18:
-        return torch_tensor(draw, good)
-    if form == 19:
-        return np.zeros(good.shape, good.dtype)[..., None]
-    if form == 20:
-        return np.zeros(draw.choice([(), (0,), (1,), (0, 0), (2,) * 7, (0, 2**40)]), good.dtype)
-    return good.copy()
+        forms.append(lambda: with_one(draw, good, [edge.min, edge.max, 0]))
+    return draw.choice(forms)() if draw.random() < 0.8 else good.copy()
 
 
 def converted(good: Any, dtype: Any) -> Any:
@@ -173,10 +144,33 @@ def converted(good: Any, dtype: Any) -> Any:
         return good.copy()
 
 
+def held(good: Any, form: Any) -> Any:
+    try:
+        return form(good)
+    except ValueError:  # a dtype that buffers do not know
+        return list(good)
+
+
+def with_one(draw: Draw, good: Any, values: list[Any]) -> Any:
+    """One of these numbers at one place."""
+    copy = good.copy()
+    copy.flat[draw.randrange(good.size)] = draw.choice(values)
+    return copy
+
+
+def huge(draw: Draw, good: Any, size: int) -> Any:
+    """An axis of this size, without memory."""
+    axis = draw.randrange(good.ndim)
+    shape = [*good.shape[:axis], size, *good.shape[axis + 1 :]]
+    try:
+        return np.broadcast_to(good[(slice(None),) * axis + (slice(1),)], shape)
+    except ValueError:
+        return good[..., None]
+
+
 def resized(draw: Draw, good: Any, size: int) -> Any:
     axis = draw.randrange(good.ndim)
-    shape = list(good.shape)
-    shape[axis] = size
+    shape = [*good.shape[:axis], size, *good.shape[axis + 1 :]]
     if np.prod(shape, dtype=object) > 1 << 16:
         return good.copy()
     return np.resize(good, shape) if good.size else np.zeros(shape, good.dtype)
@@ -189,39 +183,24 @@ def misaligned(good: Any) -> Any:
 
 
 def torch_tensor(draw: Draw, good: Any) -> Any:
-    names = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8}
-    name = good.dtype.name
-    if name in names:
-        tensor = torch.from_numpy(
-            good.copy()
-            .view(f"u{good.dtype.itemsize}")
-            .view(np.int16 if name == "bfloat16" else np.uint8)
-        )
-        tensor = tensor.view(getattr(torch, name))
-    else:
-        try:
-            tensor = torch.from_numpy(good.copy())
-        except (TypeError, ValueError):
-            return good
-    form = draw.randrange(12)
-    if form == 0 and tensor.is_floating_point():
-        return tensor.requires_grad_()
-    if form == 1:
-        return tensor.to("meta")
-    if form == 2 and tensor.ndim:
-        return tensor.transpose(0, -1)
-    if form == 3 and tensor.ndim and len(tensor):
-        return tensor[:1].expand(draw.choice([len(tensor), 2**33]), *tensor.shape[1:])
-    if form == 4 and tensor.dtype is torch.float32:
-        return tensor.to(
-            draw.choice([torch.bfloat16, torch.float16, torch.float64, torch.complex64])
-        )
-    if form == 5 and tensor.dtype is torch.float32:
-        return tensor.to_sparse()
-    if form == 6 and tensor.dtype is torch.float32:
-        return torch.complex(tensor, tensor).conj().imag
-    if form == 7 and tensor.dtype is torch.float32:
-        return torch.nested.nested_tensor([tensor, tensor])
-    if form == 8:
-        return torch.nn.Parameter(tensor, requires_grad=False)
-    return tensor
+    integers = {"bfloat16": np.int16, "float8_e4m3fn": np.uint8}.get(good.dtype.name)
+    try:
+        tensor = torch.from_numpy(good.copy() if integers is None else good.copy().view(integers))
+    except (TypeError, ValueError):
+        return good
+    if integers is not None:
+        tensor = tensor.view(getattr(torch, good.dtype.name))
+    forms = [lambda: tensor, lambda: tensor.to("meta")]
+    forms.append(lambda: torch.nn.Parameter(tensor, requires_grad=False))
+    if tensor.is_floating_point():
+        forms.append(tensor.requires_grad_)
+    if tensor.ndim and len(tensor):
+        forms.append(lambda: tensor.transpose(0, -1))
+        repeats = draw.choice([len(tensor), 2**33])
+        forms.append(lambda: tensor[:1].expand(repeats, *tensor.shape[1:]))
+    if tensor.dtype is torch.float32:
+        other = draw.choice([torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+        forms += [lambda: tensor.to(other), tensor.to_sparse]
+        forms.append(lambda: torch.complex(tensor, tensor).conj().imag)
+        forms.append(lambda: torch.nested.nested_tensor([tensor, tensor]))
+    return draw.choice(forms)()

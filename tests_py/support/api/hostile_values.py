@@ -52,32 +52,21 @@ def number(draw: Draw, good: Any = 1) -> Any:
     value = draw.choice(EDGES)
     if draw.random() < 0.3 and isinstance(good, int):
         value = draw.choice([good - 1, good + 1, 2 * good, good + 2**32, -good, good + 2**64])
-    form = draw.randrange(12)
-    if form == 0:
-        return Index(value)
-    if form == 1:
-        return Index(draw.choice(["1", None, 1.5, True]))
-    if form == 2:
-        return draw.choice([np.uint64, np.int64])(value % 2**63)
-    if form == 3:
-        return draw.choice([np.int8, np.uint8, np.int32])(value % 128)
-    if form == 4:
-        return draw.choice([True, np.True_, float(value % 2**53), str(value), [value], (value,)])
-    if form == 5:
-        return draw.choice([np.array(value % 2**63), torch.tensor(value % 2**63), Changing()])
-    return value
+    forms = [
+        lambda: Index(value),
+        lambda: Index(draw.choice(["1", None, 1.5, True])),
+        lambda: draw.choice([np.uint64, np.int64])(value % 2**63),
+        lambda: draw.choice([np.int8, np.uint8, np.int32])(value % 128),
+        lambda: draw.choice([True, np.True_, float(value % 2**53), str(value), [value], (value,)]),
+        lambda: draw.choice([np.array(value % 2**63), torch.tensor(value % 2**63), Changing()]),
+    ]
+    return draw.choice(forms)() if draw.random() < 0.5 else value
 
 
 def real(draw: Draw, good: Any = 1.0) -> Any:
-    value = draw.choice(REALS)
-    form = draw.randrange(10)
-    if form == 0:
-        return draw.choice([np.float64(0.5), np.float32(1e30), np.float32(-1), np.float16(2)])
-    if form == 1:
-        return draw.choice([np.array(0.5), torch.tensor(0.5), np.ones(1), "0.5", Changing(), True])
-    if form == 2:
-        return draw.choice(EDGES)
-    return value
+    odd = [np.array(0.5), torch.tensor(0.5), np.ones(1), "0.5", Changing(), True]
+    odd += [np.float64(0.5), np.float32(1e30), np.float32(-1), np.float16(2)]
+    return draw.choice([*odd, *EDGES]) if draw.random() < 0.3 else draw.choice(REALS)
 
 
 def flag(draw: Draw, good: Any = True) -> Any:
@@ -91,22 +80,18 @@ def text(draw: Draw, good: Any = "") -> Any:
 def items(draw: Draw, good: list[Any], item: Callable[[Draw, Any], Any]) -> list[Any]:
     """A list with something changed."""
     values = list(good)
-    form = draw.randrange(10)
-    if form <= 3 and values:
-        values[draw.randrange(len(values))] = item(draw, values[0])
-    elif form == 4:
-        values = values[:-1]
-    elif form == 5:
-        values = [*values, values[-1] if values else 0]
-    elif form == 6:
-        values = values[::-1]
-    elif form == 7:
-        values = []
-    elif form == 8:
-        values = values * draw.choice([2, 50])
-    else:
-        values = [item(draw, 1) for _ in values]
-    return values
+    place = draw.randrange(len(values)) if values else 0
+    changed = [item(draw, values[0]) if i == place else v for i, v in enumerate(values)]
+    forms = [
+        *[lambda: changed] * 4,
+        lambda: values[:-1],
+        lambda: [*values, values[-1] if values else 0],
+        lambda: values[::-1],
+        list,
+        lambda: values * draw.choice([2, 50]),
+        lambda: [item(draw, 1) for _ in values],
+    ]
+    return draw.choice(forms)()
 
 
 def listed(draw: Draw, good: Any) -> list[Any]:
