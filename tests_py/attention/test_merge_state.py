@@ -11,8 +11,8 @@ import torch
 
 import cpattn
 from cpattn import reference
+from support.attention_cases import split_keys
 from support.cases import DTYPES, Case, assert_attention, make_inputs, strided_copy
-from support.merge_cases import split_keys
 from support.tolerances import assert_close
 
 INF = math.inf

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -80,6 +81,38 @@ def test_wrong_arguments_are_refused_by_name(call):
         assert list(faults(call)) == []
     finally:
         cpattn.set_num_threads(num_threads)
+
+
+def in_torch(value: Any) -> Any:
+    if isinstance(value, list):
+        return [in_torch(item) for item in value]
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(value.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(value.copy())
+
+
+def parts_of(result: Any) -> list[Any]:
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    return [part for part in parts if isinstance(part, (np.ndarray, torch.Tensor))]
+
+
+def bytes_of(part: Any) -> bytes:
+    part = part.contiguous().view(torch.uint8).numpy() if torch.is_tensor(part) else part
+    return part.tobytes()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_results_are_in_the_container_of_the_tensors(call):
+    """Of NumPy and of torch, with the same bytes, or in what is given; oracles give arrays."""
+    values = copied(call.values())
+    arrays = parts_of(call.function(**values))
+    assert "out" not in values or arrays[0] is values["out"]
+    tensors = parts_of(call.function(**{k: in_torch(v) for k, v in call.values().items()}))
+    assert all(isinstance(array, np.ndarray) for array in arrays)
+    assert call.name.startswith("reference.") or all(map(torch.is_tensor, tensors))
+    assert list(map(bytes_of, arrays)) == list(map(bytes_of, tensors))
 
 
 SCALARS = {

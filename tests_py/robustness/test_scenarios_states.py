@@ -11,8 +11,8 @@ import torch
 
 import cpattn
 from cpattn.integrations import flash_attn, flashinfer
+from support.attention_cases import split_keys
 from support.cases import Case, assert_attention, expected_attention, make_inputs
-from support.merge_cases import split_keys
 
 # --- a small batch in the buffers of a large one ------------------------------------------------
 

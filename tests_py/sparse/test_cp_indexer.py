@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -74,26 +73,6 @@ def test_strided_caches():
     packed = torch.full((batch.num_pages, 3, batch.cache.shape[1]), 99, dtype=torch.uint8)[:, 1]
     batch.cache = packed.copy_(batch.cache)
     batch.check()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint8", "float32"])
-def test_numpy_in_numpy_out(dtype):
-    batch = IndexerBatch((6, 3), (20, 0), 2, dtype=dtype, scaled=dtype == "uint8")
-    metadata = batch.metadata[1]
-    q, weights = batch.shard(metadata)
-    name = "float8_e4m3fn" if dtype == "uint8" else dtype
-    numpy_type = np.dtype(name) if name == "float32" else np.dtype(getattr(ml_dtypes, name))
-    cache = batch.cache.view(torch.uint8).numpy()
-    out = batch.run(
-        metadata,
-        q.view(torch.uint8).numpy().view(numpy_type),
-        weights.numpy(),
-        cache=cache if dtype == "uint8" else cache.view(numpy_type),
-        block_tables=batch.block_tables.tolist(),
-    )
-    assert isinstance(out, np.ndarray)
-    assert out.dtype == np.int32
-    np.testing.assert_array_equal(out, batch.expected()[metadata.local_q_indices])
 
 
 @pytest.mark.parametrize("shape", ["[T, H]", "[T, H, 1]"])
@@ -233,9 +212,6 @@ def test_ranges_of_concatenated_keys(cp_size, strategy):
         ke = ks + metadata.query_cache_lengths
         flat = cpattn.sparse.indexer_topk(q, k, weights, ks, ke, topk=batch.topk)
         assert torch.equal(flat, batch.run(metadata))
-        if cp_size == 1 and strategy != "zigzag":
-            assert ks[:5].tolist() == [0, 0, 0, 10, 10]
-            assert ke[:5].tolist() == [8, 9, 10, 13, 14]
 
 
 @pytest.mark.parametrize("dcp_size", [1, 2, 3, 8])
@@ -273,19 +249,17 @@ def test_owned_indices_of_strided_numpy():
 
 
 @pytest.mark.parametrize(
-    ("indices", "rank", "size", "interleave", "message"),
+    ("rank", "size", "interleave", "message"),
     [
-        (torch.zeros(2, 6, dtype=torch.int32)[:, ::2], 0, 1, 1, "indices must be contiguous in it"),
-        (torch.zeros(2, 3, dtype=torch.int32), 0, 0, 1, "dcp_size must be >= 1, got 0"),
-        (torch.zeros(2, 3, dtype=torch.int32), 2, 2, 1, r"dcp_rank must be in \[0, 2\), got 2"),
-        (torch.zeros(2, 3, dtype=torch.int32), -1, 2, 1, r"dcp_rank must be in \[0, 2\), got -1"),
-        (torch.zeros(2, 3, dtype=torch.int32), 0, 2, 0, "interleave_size must be >= 1, got 0"),
-        (torch.zeros(2, 3, dtype=torch.int32), 0, 1 << 31, 1, "dcp_size must fit into int32"),
-        (torch.zeros(2, 3, dtype=torch.int32), 0, 1, 1 << 31, "interleave_size must fit into int3"),
+        (0, 0, 1, "dcp_size must be >= 1, got 0"),
+        (2, 2, 1, r"dcp_rank must be in \[0, 2\), got 2"),
+        (-1, 2, 1, r"dcp_rank must be in \[0, 2\), got -1"),
+        (0, 2, 0, "interleave_size must be >= 1, got 0"),
+        (0, 1 << 31, 1, "dcp_size must fit into int32"),
+        (0, 1, 1 << 31, "interleave_size must fit into int3"),
     ],
 )
-def test_owner_errors(indices, rank, size, interleave, message):
+def test_owner_errors(rank, size, interleave, message):
+    indices, sizes = torch.zeros(2, 3, dtype=torch.int32), {"dcp_rank": rank, "dcp_size": size}
     with pytest.raises(ValueError, match=f"dcp_local_indices: {message}"):
-        cpattn.sparse.dcp_local_indices(
-            indices, dcp_rank=rank, dcp_size=size, interleave_size=interleave
-        )
+        cpattn.sparse.dcp_local_indices(indices, **sizes, interleave_size=interleave)

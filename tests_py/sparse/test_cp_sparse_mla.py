@@ -111,14 +111,6 @@ def test_bare_metadata_with_its_prefixes():
         assert torch.equal(bare.attend(one, prefix_lens=PREFIXES), baked.attend(other))
 
 
-def test_a_given_out_is_filled():
-    batch = Batch(EXTENDS, PREFIXES, 2)
-    metadata = batch.metadata[0]
-    out = torch.full((len(metadata.local_q_indices), HEADS, D_V), torch.nan)
-    assert batch.attend(metadata, out=out) is out
-    assert torch.equal(out, batch.attend(metadata))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from cpattn import ForwardMode, TopkTransformMethod, build_cp_metadata
 from cpattn.sparse import build_dsa_metadata, fast_topk, topk_transform
-from support.sparse.dsa_restatement import PAGED, RAGGED
-from support.sparse.topk_cases import random_scores
+from support.sparse.topk_cases import PAGED, RAGGED, random_scores
 
 SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
 

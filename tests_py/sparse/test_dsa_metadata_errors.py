@@ -10,7 +10,7 @@ import pytest
 
 from cpattn import ForwardMode, build_cp_metadata
 from cpattn.sparse import build_dsa_metadata
-from support.sparse.dsa_restatement import PAGED, RAGGED
+from support.sparse.topk_cases import PAGED, RAGGED
 
 
 def test_sums_beyond_int32_are_none():

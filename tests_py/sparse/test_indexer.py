@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -130,20 +129,6 @@ def test_a_score_depends_on_its_query_and_key_alone(isa, dtype):
         )
     moved = inputs | {n: inputs[n][35:] for n in ("k", "k_scale")} | {"ke": [665] * 50}
     np.testing.assert_array_equal(cpattn.sparse.indexer_logits(**moved), logits[:, 35:])
-
-
-def test_containers(isa):
-    inputs = make_inputs(scales=False)
-    logits = cpattn.sparse.indexer_logits(**inputs)
-    assert logits.dtype == torch.float32
-    arrays = {n: inputs[n].float().numpy() for n in ("q", "k", "weights")}
-    arrays |= {n: arrays[n].astype(ml_dtypes.bfloat16) for n in ("q", "k")}
-    same = cpattn.sparse.indexer_logits(**inputs | arrays)
-    assert isinstance(same, np.ndarray)
-    np.testing.assert_array_equal(same, logits)
-    indices = cpattn.sparse.indexer_topk(**inputs | arrays, topk=5)
-    assert isinstance(indices, np.ndarray)
-    assert indices.dtype == np.int32
 
 
 def test_forms_of_weights_and_scales():

@@ -180,29 +180,6 @@ def test_rows_are_gathered_from_flat_and_paged_buffers(data):
             assert torch.equal(cpattn.sparse.dequantize_kv_rows(buffer, given_as), whole[indices])
 
 
-def test_numpy_gives_numpy():
-    nope, rope = make_parts(3)
-    arrays = [x.float().numpy().astype(ml_dtypes.bfloat16) for x in (nope, rope)]
-    rows = cpattn.sparse.quantize_kv_rows(*arrays)
-    assert isinstance(rows, np.ndarray)
-    np.testing.assert_array_equal(rows, cpattn.sparse.quantize_kv_rows(nope, rope).numpy())
-    numbers = cpattn.sparse.dequantize_kv_rows(rows.view(ml_dtypes.float8_e4m3fn), np.array([2, 0]))
-    assert numbers.dtype == ml_dtypes.bfloat16
-    expected = cpattn.sparse.dequantize_kv_rows(torch.from_numpy(rows), [2, 0])
-    np.testing.assert_array_equal(numbers.astype(np.float32), expected.float().numpy())
-
-
-def test_results_go_where_they_are_asked_to():
-    nope, rope = make_parts(6)
-    out = torch.empty(6, 2, 656, dtype=torch.uint8)[:, 1:]
-    rows = cpattn.sparse.quantize_kv_rows(nope, rope, out=out)
-    assert rows is out
-    assert torch.equal(rows, cpattn.sparse.quantize_kv_rows(nope, rope))
-    numbers = torch.empty(2, 1, 576, dtype=torch.bfloat16)
-    assert cpattn.sparse.dequantize_kv_rows(rows, [4, 1], out=numbers) is numbers
-    assert torch.equal(numbers, cpattn.sparse.dequantize_kv_rows(rows)[[4, 1]])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

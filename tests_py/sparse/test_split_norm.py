@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import itertools
 
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
 
@@ -97,15 +95,9 @@ def test_latent_cache_is_memory_of_its_own():
     assert torch.equal(k_pe, kept)
 
 
-def test_numpy_gives_numpy_and_no_rows_give_none():
-    x, q_weight, kv_weight, *_ = make(3, (8, 8, 4), "bfloat16")
-    arrays = [t.float().numpy().astype(ml_dtypes.bfloat16) for t in (x, q_weight, kv_weight)]
-    parts = cpattn.sparse.fused_split_qk_norm(*arrays, 8, 8, 4)
-    expected = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, 8, 8, 4)
-    for a, b in zip(parts, expected, strict=True):
-        assert a.dtype == ml_dtypes.bfloat16
-        np.testing.assert_array_equal(a.astype(np.float32), b.float().numpy())
-    q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x[:0], q_weight, kv_weight, 8, 8, 4)
+def test_no_rows_give_none():
+    x, q_weight, kv_weight, *_ = make(0, (8, 8, 4), "bfloat16")
+    q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, 8, 8, 4)
     assert (q.shape, k_nope.shape, k_pe.shape) == ((0, 8), (0, 1, 8), (0, 1, 4))
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of paged attention: shapes, lengths and options, with the oracle's results."""
+"""Cases of paged attention with the oracle's results, and attention over parts of the keys."""
 
 from __future__ import annotations
 
 import functools
 import math
+from itertools import pairwise
 
 import torch
 
@@ -89,3 +90,14 @@ def inputs_and_expected(index, dtype):
     """Made once for all instruction sets."""
     inputs = make_inputs(with_scale(ALL_CASES[index].with_(dtype=dtype)))
     return inputs, expected_attention(inputs)
+
+
+def split_keys(inputs, splits):
+    """Attention over consecutive slices of the keys of one sequence, not causal."""
+    pages = inputs["block_tables"][0]
+    for begin, end in pairwise(splits):
+        part = inputs | {
+            "kv_lens": [(end - begin) * 16],
+            "block_tables": [pages[begin:end].tolist()],
+        }
+        yield cpattn.paged_attention(**part, causal=False, return_lse=True)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of scores, and top-k by a sort that is obviously right."""
+"""Rows of scores, top-k by a sort that is obviously right, and the kinds of its transform."""
 
 from __future__ import annotations
 
 import numpy as np
+
+RAGGED = {"fp8_kv_cache": True, "prefill_impl": "flashmla_sparse"}
+PAGED = {"fp8_kv_cache": False, "prefill_impl": "flashmla_sparse"}
 
 
 def expected_topk(score, lengths, topk, row_starts=None, *, sorted=True):
