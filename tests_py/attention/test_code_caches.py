@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cpattn
+from support.attention_cases import plan_of, run
 from support.cases import DTYPES, Case, assert_attention, expected_attention, make_inputs
 from support.pairwise import pairwise
 
@@ -69,10 +70,6 @@ def coded(inputs, code, kind, token_dtype=torch.float32):
         given[f"{name}_scale"] = scale
         meant[f"{name}_cache"] = codes.double() * factors
     return given, meant
-
-
-def run(inputs, **options):
-    return cpattn.paged_attention(**inputs, return_lse=True, **options)
 
 
 CODES_IN_DTYPES = list(itertools.product(CODES, DTYPES))
@@ -194,17 +191,10 @@ def test_scales_without_codes():
 
 def test_a_plan_runs_on_codes():
     given, _ = coded(make_inputs(DECODE), "int8", "tokens")
-    wanted, wanted_lse = run(given)
-    k, v = given["k_cache"], given["v_cache"]
-    plan = cpattn.plan_attention(
-        **{name: given[name] for name in ("q_lens", "kv_lens", "block_tables")},
-        page_size=64, num_pages=len(k), num_heads=8, num_kv_heads=2, head_dim=k.shape[-1],
-    )  # fmt: skip
-    out, lse = cpattn.run_attention(
-        plan, given["q"], k, v, k_scale=given["k_scale"], v_scale=given["v_scale"], return_lse=True
-    )
-    assert torch.equal(out, wanted)
-    assert torch.equal(lse, wanted_lse)
+    tensors = (given[name] for name in ("q", "k_cache", "v_cache"))
+    scales = {name: given[name] for name in ("k_scale", "v_scale")}
+    result = cpattn.run_attention(plan_of(given), *tensors, **scales, return_lse=True)
+    assert all(map(torch.equal, result, run(given)))
 
 
 REFUSED = [

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
 import pytest
 import torch
 
-import cpattn
-from support.cases import DTYPES, Case, assert_attention, make_inputs
+from support.attention_cases import plan_of, run
+from support.cases import DTYPES, Case, assert_attention, expected_attention, make_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -35,29 +36,18 @@ CASES = [
 ]
 
 
-def run(inputs, **options):
-    return cpattn.paged_attention(**inputs, return_lse=True, **options)
-
-
-def plan_of(inputs, **options):
-    names = ("q_lens", "kv_lens", "block_tables", "page_size")
-    q, k_cache, v_cache = (inputs[name] for name in ("q", "k_cache", "v_cache"))
-    return cpattn.plan_attention(
-        **{name: inputs[name] for name in names},
-        num_pages=len(k_cache),
-        num_heads=q.shape[1],
-        num_kv_heads=k_cache.shape[2],
-        head_dim=q.shape[2],
-        v_head_dim=v_cache.shape[3],
-        **options,
-    )
+@functools.cache
+def inputs_and_expected(index, dtype):
+    """Made once for all instruction sets."""
+    inputs = make_inputs(CASES[index].with_(dtype=dtype))
+    return inputs, expected_attention(inputs)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
 def test_against_the_oracle(isa, index):
-    for dtype in DTYPES if isa == cpattn.active_isa() else DTYPES[index % 3 :][:1]:
-        inputs = make_inputs(CASES[index].with_(dtype=dtype))
-        assert_attention(*run(inputs), inputs)
+    for dtype in DTYPES:
+        inputs, expected = inputs_and_expected(index, dtype)
+        assert_attention(*run(inputs), inputs, expected=expected)
 
 
 def test_custom_masks_across_parts(isa):
@@ -72,16 +62,6 @@ def test_custom_masks_across_parts(isa):
     assert_attention(*run(inputs), inputs)
 
 
-def test_a_window_across_the_border_of_parts_is_not_divided():
-    """Else each of many short windows would be two parts, however few its keys are."""
-    plan = cpattn.plan_attention(
-        q_lens=[1] * 1024, kv_lens=[1034] * 1024, block_tables=np.zeros((1024, 3), np.int32),
-        page_size=512, num_pages=1, num_heads=128, num_kv_heads=1, head_dim=512, window=127,
-    )  # fmt: skip
-    assert len(plan.items) <= 1024 * 2
-    assert np.all(plan.items[:, 5] == 0)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_invariant_rows_are_those_of_a_prefill(isa, dtype):
     """Decode behind 1200 keys, chunks of 16 and the prompt at once: the same bits."""
@@ -94,9 +74,7 @@ def test_batch_invariant_rows_are_those_of_a_prefill(isa, dtype):
         part = inputs | {
             "q": inputs["q"][begin:end], "q_lens": [end - begin], "kv_lens": [kv_len],
         }  # fmt: skip
-        part_out, part_lse = run(part)
-        assert torch.equal(part_out, out[begin:end])
-        assert torch.equal(part_lse, lse[begin:end])
+        assert all(map(torch.equal, run(part), (out[begin:end], lse[begin:end])))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,9 +95,7 @@ def test_heads_that_are_read_together_have_the_bits_of_each_alone(isa, dtype):
             "q": inputs["q"][rows], "q_lens": [q_len], "kv_lens": [kv_len],
             "block_tables": inputs["block_tables"][i : i + 1],
         }  # fmt: skip
-        alone_out, alone_lse = run(alone)
-        assert torch.equal(alone_out, out[rows])
-        assert torch.equal(alone_lse, lse[rows])
+        assert all(map(torch.equal, run(alone), (out[rows], lse[rows])))
         row += q_len
 
 
@@ -131,7 +107,7 @@ def test_bits_do_not_depend_on_pages(isa, dtype):
         options={"window": 600},
     )  # fmt: skip
     inputs = make_inputs(case)
-    out, lse = run(inputs)
+    whole = run(inputs)
     for page_size in (1, 8):
         parts = 16 // page_size
         tables = inputs["block_tables"][:, :, None] * parts + np.arange(parts)
@@ -140,9 +116,7 @@ def test_bits_do_not_depend_on_pages(isa, dtype):
             for name in ("k_cache", "v_cache")
         }
         small = inputs | caches | {"page_size": page_size, "block_tables": tables.reshape(2, -1)}
-        small_out, small_lse = run(small)
-        assert torch.equal(small_out, out)
-        assert torch.equal(small_lse, lse)
+        assert all(map(torch.equal, run(small), whole))
 
 
 def test_batch_invariance_is_not_free():

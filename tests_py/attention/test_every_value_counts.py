@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-import cpattn
 from cpattn import reference
 from support import probes
+from support.attention_cases import plan_of, run
 from support.cases import DTYPES
 from support.tolerances import EPS, TOLERANCES, Expected, assert_attended, assert_close
 
@@ -128,22 +128,6 @@ def made(size, dtype):
     """Inputs and what comes of them, once for all instruction sets and ways to attend."""
     probe = probe_of(size)
     return probe.inputs(dtype), probe.expected()
-
-
-def run(inputs, **options):
-    return cpattn.paged_attention(**inputs, return_lse=True, **options)
-
-
-def plan_of(inputs):
-    q, k_cache, v_cache = (inputs[name] for name in ("q", "k_cache", "v_cache"))
-    return cpattn.plan_attention(
-        **{name: inputs[name] for name in ("q_lens", "kv_lens", "block_tables", "page_size")},
-        num_pages=len(k_cache),
-        num_heads=q.shape[1],
-        num_kv_heads=k_cache.shape[2],
-        head_dim=q.shape[2],
-        v_head_dim=v_cache.shape[3],
-    )
 
 
 def test_paged_attention(made, size, dtype, isa):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cpattn
+from support.attention_cases import plan_of
 from support.cases import Case, dense, make_inputs, packed
 
 CASE = Case(q_lens=(5, 1, 0, 19, 33), kv_lens=(25, 4, 9, 52, 1100))
@@ -52,21 +53,10 @@ def test_bits_behind_the_last_one_of_a_sequence_do_not_matter():
 
 def test_a_plan_of_bits_is_that_of_bools():
     masks = random_masks(2)
-    inputs = inputs_of()
-    sizes = {
-        "q_lens": CASE.q_lens,
-        "kv_lens": CASE.kv_lens,
-        "block_tables": inputs["block_tables"],
-        "page_size": CASE.page_size,
-        "num_pages": len(inputs["k_cache"]),
-        "num_heads": CASE.num_heads,
-        "num_kv_heads": CASE.num_kv_heads,
-        "head_dim": CASE.head_dim,
-    }
-    bools = cpattn.plan_attention(**sizes, custom_mask=dense(masks))
-    bits = cpattn.plan_attention(**sizes, packed_custom_mask=packed(masks))
+    bools = plan_of(inputs_of(), custom_mask=dense(masks))
+    bits = plan_of(inputs_of(), packed_custom_mask=packed(masks))
     assert bools == bits
-    assert bits != cpattn.plan_attention(**sizes)
+    assert bits != plan_of(inputs_of())
 
 
 SIZE = sum(q * kv for q, kv in zip(CASE.q_lens, CASE.kv_lens, strict=True))

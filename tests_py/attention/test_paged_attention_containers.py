@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cpattn
-from support.attention_cases import DEFAULT, run
+from support.attention_cases import DEFAULT, plan_of, run
 from support.cases import DTYPES, assert_attention, make_inputs
 
 
@@ -77,16 +77,7 @@ def test_given_outputs_are_filled_and_returned():
 def test_a_plan_serves_many_layers(isa):
     case = DEFAULT.with_(q_lens=(5, 0, 40), kv_lens=(37, 9, 100), dtype="bfloat16")
     inputs = make_inputs(case)
-    plan = cpattn.plan_attention(
-        q_lens=case.q_lens,
-        kv_lens=case.kv_lens,
-        block_tables=inputs["block_tables"],
-        page_size=case.page_size,
-        num_pages=len(inputs["k_cache"]),
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-    )
+    plan = plan_of(inputs)
     for seed in (0, 1):
         layer = make_inputs(case, seed) | {"block_tables": inputs["block_tables"]}
         layer["k_cache"], layer["v_cache"] = inputs["k_cache"], inputs["v_cache"]

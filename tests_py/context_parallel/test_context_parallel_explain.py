@@ -10,6 +10,7 @@ import pytest
 from cpattn import build_cp_metadata_all_ranks
 from cpattn.context_parallel.explain import block_map
 
+
 @pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
 def test_bars_and_table_show_the_plan(strategy):
     extend, seq = [13, 0, 40], [13, 5, 104]

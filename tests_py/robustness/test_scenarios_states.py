@@ -11,7 +11,7 @@ import torch
 
 import cpattn
 from cpattn.integrations import flash_attn, flashinfer
-from support.attention_cases import split_keys
+from support.attention_cases import plan_of, split_keys
 from support.cases import Case, assert_attention, expected_attention, make_inputs
 
 # --- a small batch in the buffers of a large one ------------------------------------------------
@@ -64,17 +64,8 @@ def test_a_small_batch_in_the_buffers_of_a_large_one(isa):
 def test_plans_keep_what_they_were_made_of_when_buffers_are_used_again(isa):
     """Tables and lengths of the small batch replace those of the large one, whose plan runs on."""
     buffers, large, small = Buffers(), make_inputs(LARGE), make_inputs(SMALL, seed=1)
-    named = ("q_lens", "kv_lens", "block_tables", "page_size")
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    plans = []
-    for case, inputs in ((LARGE, large), (SMALL, small)):
-        placed = buffers.place(case, inputs)
-        num_pages = len(inputs["k_cache"])
-        plans.append(
-            cpattn.plan_attention(
-                **{name: placed[name] for name in named}, num_pages=num_pages, **sizes
-            )
-        )
+    pairs = ((LARGE, large), (SMALL, small))
+    plans = [plan_of(buffers.place(case, inputs)) for case, inputs in pairs]
     buffers.tables[:], buffers.q_lens[:], buffers.kv_lens[:] = 1 << 30, -1, -1
     for plan, inputs in zip(plans, (large, small), strict=True):
         tensors = (inputs[name] for name in ("q", "k_cache", "v_cache"))

@@ -53,11 +53,10 @@ def test_hadamard_is_exact_where_float32_is(isa):
 
 def test_hadamard_of_rows_does_not_depend_on_their_number_or_on_threads(isa):
     x = make((1201, 2, 64), "bfloat16")
-    cpattn.set_num_threads(1)
-    whole = sparse.hadamard_transform(x)
-    cpattn.set_num_threads(3)
-    assert torch.equal(sparse.hadamard_transform(x), whole)
-    cpattn.set_num_threads(cpattn._core.default_num_threads())
+    with cpattn.num_threads(1):
+        whole = sparse.hadamard_transform(x)
+    with cpattn.num_threads(3):
+        assert torch.equal(sparse.hadamard_transform(x), whole)
     for rows in (slice(0, 1), slice(3, 10), slice(600, 1201)):
         assert torch.equal(sparse.hadamard_transform(x[rows]), whole[rows])
 

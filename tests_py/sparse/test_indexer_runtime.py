@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -29,22 +28,16 @@ print(peak() - before)
 """
 
 
-@pytest.fixture
-def threads():
-    yield cpattn.set_num_threads
-    cpattn.set_num_threads(len(os.sched_getaffinity(0)))
-
-
 @pytest.mark.parametrize("num_queries", [1, 20, 100])
-def test_the_result_does_not_depend_on_the_number_of_threads(isa, threads, num_queries):
+def test_the_result_does_not_depend_on_the_number_of_threads(isa, num_queries):
     """Of few queries, several threads take a part of the keys each."""
     inputs = make_inputs(num_queries, 20000, heads=1, dim=32)
     inputs["k"][3000:17000] = inputs["k"][3000]  # ties among parts
 
     def results(num_threads):
-        threads(num_threads)
-        selected = [cpattn.sparse.indexer_topk(**inputs, topk=k, sorted=k < 9) for k in (8, 2048)]
-        return [cpattn.sparse.indexer_logits(**inputs), *selected]
+        with cpattn.num_threads(num_threads):
+            chosen = [cpattn.sparse.indexer_topk(**inputs, topk=k, sorted=k < 9) for k in (8, 2048)]
+            return [cpattn.sparse.indexer_logits(**inputs), *chosen]
 
     expected = results(1)
     for num_threads in (2, 7):

@@ -251,5 +251,3 @@ def test_fp8_rows_that_are_refused(kv, head_dim, message):
     q = torch.zeros(1, 2, head_dim, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=message):
         cpattn.sparse.flash_mla_sparse_fwd(q, kv, np.zeros((1, 4), np.int32), 0.1)
-
-

@@ -74,9 +74,8 @@ def test_results_do_not_depend_on_rows_or_threads(isa):
     dims = DIMS[0]
     x, q_weight, kv_weight, *_ = make(150, dims, "bfloat16")
     whole = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
-    cpattn.set_num_threads(1)
-    one = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
-    cpattn.set_num_threads(cpattn._core.default_num_threads())
+    with cpattn.num_threads(1):
+        one = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
     part = cpattn.sparse.fused_split_qk_norm(x[70:71], q_weight, kv_weight, *dims)
     for a, b, c in zip(whole, one, part, strict=True):
         assert torch.equal(a, b)

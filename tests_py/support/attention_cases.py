@@ -75,6 +75,16 @@ def run(inputs, **options):
     return cpattn.paged_attention(**inputs, return_lse=True, **options)
 
 
+def plan_of(inputs, **options):
+    """The plan of these arguments of paged_attention, in caches of four dimensions."""
+    q, k_cache, v_cache = (inputs[name] for name in ("q", "k_cache", "v_cache"))
+    return cpattn.plan_attention(
+        **{name: inputs[name] for name in ("q_lens", "kv_lens", "block_tables", "page_size")},
+        num_pages=len(k_cache), num_heads=q.shape[1], num_kv_heads=k_cache.shape[2],
+        head_dim=q.shape[2], v_head_dim=v_cache.shape[3], **options,
+    )  # fmt: skip
+
+
 def with_scale(case):
     """head_dim > 256 has no default scale: absorbed MLA scales by the unabsorbed width."""
     if case.head_dim <= 256 or "scale" in case.options:
