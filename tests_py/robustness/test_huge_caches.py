@@ -13,11 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 import cpattn
 from audit import machine
-from support.cases import Case, assert_attention, make_inputs
 
 RNG = np.random.default_rng(5)
 BOUNDARIES = (1 << 31, 1 << 32)
@@ -232,12 +230,3 @@ def test_a_pool_is_written(use_fia):
     pool.set_kv_buffer(0, slots, k, v)
     for buffer, rows in ((pool.get_key_buffer(0), k), (pool.get_value_buffer(0), v)):
         assert_same(buffer.reshape(-1, HEADS, DIM)[slots], rows)
-
-
-def test_query_rows_far_apart(tmp_path):
-    """Rows of 2^30 elements, in a sparse file."""
-    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(20,), dtype="float16"))
-    rows = np.memmap(tmp_path / "q", dtype=np.float16, mode="w+", shape=(3, 2**30))
-    q = torch.from_numpy(rows)[:, : 4 * 64].unflatten(1, (4, 64))
-    q.copy_(inputs["q"])
-    assert_attention(*cpattn.paged_attention(**inputs | {"q": q}, return_lse=True), inputs)

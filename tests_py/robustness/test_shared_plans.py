@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import cpattn
-from support.sparse import sparse_mla_cases
 from support.time_limits import PATIENCE
 
 THREADS, REPEATS = 8, 10
@@ -90,20 +88,17 @@ def use_dsa_metadata(metadata: cpattn.sparse.DsaMetadata) -> Any:
 
 
 def sparse_arguments() -> Any:
-    return sparse_mla_cases.make_inputs(sparse_mla_cases.Case()), torch.from_numpy(
-        Q.reshape(-1, 32)
-    )
+    return {"q": Q[:20], "kv": CACHE.reshape(-1, 1, 32), "indices": RNG.integers(-1, 384, (20, 50))}
 
 
 def use_sparse_arguments(arguments: Any) -> Any:
     """Functions that have no plan."""
-    inputs, x = arguments
-    rows = cpattn.sparse.quantize_kv_rows(x.reshape(-1, 640)[:, :512], x.reshape(-1, 640)[:, -64:])
-    ones = torch.ones(16), torch.ones(8)
+    x, ones = Q.reshape(-1, 640), np.ones(16, np.float32)
+    rows = cpattn.sparse.quantize_kv_rows(x[:, :512], x[:, -64:])
     return [
-        *cpattn.sparse.flash_mla_sparse_fwd(**inputs),
-        cpattn.sparse.dequantize_kv_rows(rows).view(torch.int16),
-        *cpattn.sparse.fused_split_qk_norm(x, *ones, 16, 8, 8),
+        *cpattn.sparse.flash_mla_sparse_fwd(**arguments, sm_scale=0.2, d_v=16),
+        cpattn.sparse.dequantize_kv_rows(rows).view(np.int16),
+        *cpattn.sparse.fused_split_qk_norm(Q.reshape(-1, 32), ones, ones[:8], 16, 8, 8),
     ]
 
 

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 import cpattn
+
+torch: Any = None
+with contextlib.suppress(ImportError):  # other interpreters run what needs NumPy alone
+    import torch
 
 Arguments = dict[str, tuple[str, Any]]  # by name: (kind, value); kinds with ? take None too
 SHOWN = "shown by "  # before the kinds of `given`, until a call knows its function
@@ -37,7 +41,11 @@ class Nameless:
 
 
 NOTHING = [Opaque(), Nameless(), object, {}, {1, 2}, b"bytes", 1 + 2j]
-ARRAYS = [np.ones(2, np.float32), torch.ones(2), np.ma.array([1.0, 2.0], mask=[True, False])]
+ARRAYS = [np.ones(2, np.float32), np.ma.array([1.0, 2.0], mask=[True, False])]
+META: list[Any] = []
+if torch is not None:
+    ARRAYS.append(torch.ones(2))
+    META.append(torch.ones((2, 2), dtype=torch.int64, device="meta"))
 
 # Kind: what is wrong, beside None where it is not optional.
 WRONG: dict[str, list[Any]] = {
@@ -53,13 +61,13 @@ WRONG: dict[str, list[Any]] = {
         *[[1.5, 2], [True, 2], ["1"], [None, 1], [[1], [2]], [2**70, 1]],
         *[np.ones((1, 1), np.int64), np.array([1, 2], np.uint16), np.array(["a"])],
         *[np.array([1, 2], ">i4"), np.array([1, 2])[::-1], np.ma.array([1, 2])],
-        torch.ones(2, dtype=torch.int64, device="meta"),
+        *META,
     ],
     "table": [
         *[*NOTHING, *ARRAYS, "12", 1, 1.5, True, [1, 2], [[1.5]], [[True]], [["1"]], [[None]]],
         *[[[2**70]], [1, [2]], np.ones(3, np.int64), np.ones((1, 1, 1), np.int64)],
         *[np.ones((2, 2), np.uint16), np.ones((2, 2), ">i4"), np.ma.ones((2, 2), np.int64)],
-        *[np.ones((2, 2), np.int64)[::-1], torch.ones((2, 2), dtype=torch.int32, device="meta")],
+        *[np.ones((2, 2), np.int64)[::-1], *META],
     ],
 }
 
@@ -77,6 +85,8 @@ def wrong_tensors(good: np.ndarray[Any, Any]) -> Iterator[Any]:
     yield np.zeros(good.shape, np.float32).astype(">f4")
     yield np.zeros((2,) * 7, good.dtype)
     yield np.zeros((2, *good.shape[1:]), good.dtype)[::-1]
+    if torch is None:
+        return
     whole = torch.from_numpy(np.zeros(good.shape, np.float32))
     yield from [whole.to(torch.complex64), torch.empty(good.shape, device="meta")]
     yield from [whole.to_sparse(), whole.requires_grad_()]

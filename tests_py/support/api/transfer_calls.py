@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 import cpattn
-from cpattn import distributed, kv, transfer
-from cpattn.distributed.plans.plan import make_plan
+from cpattn import kv, transfer
 from cpattn.transfer import wire
 from support.api.argument_kinds import METADATA, Arguments, Call, f32, given, of_kind
 
@@ -206,8 +205,10 @@ def selected() -> Call:
     return Call(found.select, given(dst_kv_indices=[5, 6, 7]))
 
 
-def without_group(**attributes: Any) -> distributed.ContextParallel:
+def without_group(**attributes: Any) -> Any:
     """A `ContextParallel` that plans, for which it needs no process group."""
+    from cpattn import distributed  # which needs torch
+
     cp = object.__new__(distributed.ContextParallel)
     vars(cp).update(attributes)
     return cp
@@ -231,6 +232,8 @@ def planned_decode() -> Call:
 
 
 def sharded() -> Call:
+    from cpattn.distributed.plans.plan import make_plan
+
     cp = without_group(_exchange=SimpleNamespace(rank=0, size=2))
     plan = make_plan(
         METADATA, [4, 4], block_tables=[[1, 2], [3, -1]], out_cache_loc=None, page_size=4,
