@@ -51,18 +51,11 @@ def test_predicates_that_may_include_draft_extend_v2(predicate):
 @pytest.mark.parametrize(
     ("strategy", "extend", "allowed"),
     [
-        ("zigzag", [8], True),
-        ("zigzag", [7], False),
-        ("zigzag", [100, 7], False),
-        ("zigzag", [8, 8], True),
-        ("in-seq-split", [7], False),
-        ("contiguous", [4], True),
-        ("contiguous", [100, 3], False),
-        ("interleave", [4], True),
-        ("interleave", [3], False),
-        ("interleave", [1, 1, 1, 1], True),
-        ("interleave", [4, 0], True),
-        ("zigzag", [8, 0], False),
+        *[("zigzag", [8], True), ("zigzag", [7], False), ("zigzag", [100, 7], False)],
+        *[("zigzag", [8, 8], True), ("in-seq-split", [7], False), ("contiguous", [4], True)],
+        *[("contiguous", [100, 3], False), ("interleave", [4], True), ("interleave", [3], False)],
+        *[("interleave", [1, 1, 1, 1], True), ("interleave", [4, 0], True)],
+        *[("zigzag", [8, 0], False)],
     ],
 )
 def test_can_apply_cp_needs_enough_tokens(strategy, extend, allowed):

@@ -65,18 +65,10 @@ def test_more_queries_than_keys_have_to_be_meant():
 @pytest.mark.parametrize(
     ("shape", "fits"),
     [
-        ((64, 16, 2, 64), True),
-        ((64, 16, 128), True),
-        ((1024, 2, 64), True),
-        ((1024, 128), True),
-        ((64, 16 * 128), True),
-        ((64 * 16 * 128,), True),
-        ((64, 1, 16, 2, 64), True),
-        ((64, 2, 16, 64), False),
-        ((128, 8, 2, 64), False),
-        ((64, 16, 1, 128), True),
-        ((64, 16, 4, 32), False),
-        ((32, 32, 2, 64), False),
+        *[((64, 16, 2, 64), True), ((64, 16, 128), True), ((1024, 2, 64), True)],
+        *[((1024, 128), True), ((64, 16 * 128), True), ((64 * 16 * 128,), True)],
+        *[((64, 1, 16, 2, 64), True), ((64, 2, 16, 64), False), ((128, 8, 2, 64), False)],
+        *[((64, 16, 1, 128), True), ((64, 16, 4, 32), False), ((32, 32, 2, 64), False)],
     ],
 )
 def test_a_cache_may_not_contradict_the_sizes(shape, fits):

@@ -18,51 +18,29 @@ DEFAULT = Case()
 SHAPES = [
     DEFAULT.with_(head_dim=head_dim, v_head_dim=v_head_dim, num_heads=heads, num_kv_heads=kv_heads)
     for head_dim, v_head_dim, heads, kv_heads in [
-        (16, None, 1, 1),
-        (32, 48, 3, 3),
-        (64, None, 8, 2),
-        (80, None, 5, 1),
-        (96, 16, 6, 3),
-        (112, 128, 2, 2),
-        (128, None, 32, 8),
-        (192, 128, 4, 4),
-        (256, None, 4, 1),
-        (576, 512, 16, 1),
-        (64, None, 64, 1),
-        (20, 40, 6, 2),
-        (72, None, 3, 3),
+        *[(16, None, 1, 1), (32, 48, 3, 3), (64, None, 8, 2), (80, None, 5, 1), (96, 16, 6, 3)],
+        *[(112, 128, 2, 2), (128, None, 32, 8), (192, 128, 4, 4), (256, None, 4, 1)],
+        *[(576, 512, 16, 1), (64, None, 64, 1), (20, 40, 6, 2), (72, None, 3, 3)],
     ]
 ]
 # Key lengths around multiples of pages and blocks, query lengths around those of rows.
 LENGTHS = [
     DEFAULT.with_(kv_lens=kv_lens, q_lens=q_lens, page_size=page_size)
     for kv_lens, q_lens, page_size in [
-        ((1, 15, 16, 17), (1, 1, 16, 17), 16),
-        ((63, 64, 65, 127), (2, 3, 4, 5), 64),
-        ((128, 129, 255), (6, 7, 8), 64),
-        ((256, 257, 300), (9, 10, 11), 128),
-        ((511, 512, 513), (12, 13, 14), 512),
-        ((1023, 1024, 1025, 2049), (3, 4, 5, 6), 64),
-        ((31, 33, 5), (15, 16, 5), 1),
-        ((0, 7, 0, 3), (2, 0, 0, 9), 16),
-        ((5, 1), (17, 3), 16),
-        ((700,), (130,), 128),
-        ((), (), 16),
+        *[((1, 15, 16, 17), (1, 1, 16, 17), 16), ((63, 64, 65, 127), (2, 3, 4, 5), 64)],
+        *[((128, 129, 255), (6, 7, 8), 64), ((256, 257, 300), (9, 10, 11), 128)],
+        *[((511, 512, 513), (12, 13, 14), 512), ((1023, 1024, 1025, 2049), (3, 4, 5, 6), 64)],
+        *[((31, 33, 5), (15, 16, 5), 1), ((0, 7, 0, 3), (2, 0, 0, 9), 16), ((5, 1), (17, 3), 16)],
+        *[((700,), (130,), 128), ((), (), 16)],
     ]
 ]
 OPTIONS = [
     DEFAULT.with_(options=options)
     for options in [
-        {"causal": False},
-        {"scale": 0.3},
-        {"window": 0},
-        {"window": 3},
-        {"window": 16},
-        {"window": 10**12},
-        {"softcap": 2.0},
-        {"softcap": 30.0, "window": 5},
-        {"sinks": torch.tensor([0.5, -2.0, math.inf, -math.inf])},
-        {"sinks": torch.tensor([100.0, -100.0, 1.0, 2.0]), "softcap": 3.0},
+        *[{"causal": False}, {"scale": 0.3}, {"window": 0}, {"window": 3}, {"window": 16}],
+        *[{"window": 10**12}, {"softcap": 2.0}, {"softcap": 30.0, "window": 5}],
+        *[{"sinks": torch.tensor([0.5, -2.0, math.inf, -math.inf])}],
+        *[{"sinks": torch.tensor([100.0, -100.0, 1.0, 2.0]), "softcap": 3.0}],
     ]
 ]
 WINDOWS = [

@@ -22,7 +22,7 @@ from support.api.transfer_calls import BAG, FILTERS, kv_args, layout, method, of
 POOL = given(size=16, page_size=4, num_layers=2)
 POOL_OPTIONS = given(start_layer=0, use_fia=False, container="numpy")
 BUFFERS = ("buffer", "elements", "slots")
-SIZES = {"size": 16, "page_size": 4, "num_layers": 2}
+SIZES = {"size": 16, "page_size": 4, "num_layers": 2, "container": "numpy"}
 HEADS = {"num_kv_heads": 2, "head_dim": 8}
 mha_pool = functools.partial(kv.MHATokenToKVPool, **SIZES, **HEADS, dtype="float32")
 mla_pool = functools.partial(

@@ -99,7 +99,7 @@ def norm(function: Any, n: int, **eps: float) -> Call:
 
 def set_rows(pool: Any, name: str, n: int, *widths: int) -> Call:
     """Writes rows of these shapes into a pool of as many."""
-    made = pool(size=256 * n, page_size=16, num_layers=1)
+    made = pool(size=256 * n, page_size=16, num_layers=1, container="numpy")
     row = normal(256 * n, *widths)
     both = (row, row) if pool is MHA_POOL else (row,)
     return partial(getattr(made, name), 0, np.arange(256 * n), *both)
