@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of the indexer, top-k and sparse MLA, and a restatement of their metadata."""
+"""Batches of the indexer, top-k and sparse MLA."""
