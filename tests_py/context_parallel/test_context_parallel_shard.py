@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cpattn import build_cp_metadata, build_cp_metadata_all_ranks
+from support.pairwise import pairwise
 
 torch = pytest.importorskip("torch")
 
@@ -27,17 +28,16 @@ def make_tokens(shape, dtype):
     )
 
 
-@pytest.mark.parametrize("physical", [False, True], ids=["logical", "physical"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+SHAPES = [((TOTAL,), 0), ((TOTAL, 4), 0), ((2, TOTAL), -1), ((2, TOTAL, 3), 1)]
+DTYPES = [np.float32, np.int64, ml_dtypes.bfloat16, torch.bfloat16, torch.float32, torch.int64]
+
+
 @pytest.mark.parametrize(
-    "dtype",
-    [np.float32, np.int64, ml_dtypes.bfloat16, torch.bfloat16, torch.float32, torch.int64],
-    ids=str,
+    ("shape_and_dim", "dtype", "strategy", "physical"),
+    pairwise(SHAPES, DTYPES, STRATEGIES, (False, True)),
 )
-@pytest.mark.parametrize(
-    ("shape", "dim"), [((TOTAL,), 0), ((TOTAL, 4), 0), ((2, TOTAL), -1), ((2, TOTAL, 3), 1)]
-)
-def test_scenario_09_unshard_of_shard_is_the_identity(shape, dim, dtype, strategy, physical):
+def test_scenario_09_unshard_of_shard_is_the_identity(shape_and_dim, dtype, strategy, physical):
+    shape, dim = shape_and_dim
     x = make_tokens(shape, dtype)
     plans = make_plans(strategy, physical)
     parts = [plan.shard(x, dim) for plan in plans]
