@@ -128,7 +128,11 @@ def refuse(error: Exception, write: bool = False) -> Any:
         (refuse(OverflowError("fake: x is too large")), "an error that is not documented"),
         (lambda x=None, **_: np.full(3, np.nan), "garbage in a result"),
         (lambda x=None, **_: np.zeros(3), None),
-        (lambda x=None, **_: os.kill(os.getpid(), 11), "ends the process, wait status 11"),
+        pytest.param(
+            lambda x=None, **_: os.kill(os.getpid(), 11),
+            "ends the process, wait status 11",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_the_fuzzer_sees_what_is_wrong(monkeypatch, function, fault):
