@@ -67,6 +67,7 @@ class Probe:
         self.tables = rng.permutation(pages + 2)[None, :pages].astype(np.int32)
         self.visible = np.arange(n) <= np.repeat(np.arange(n - size.tokens, n), size.group)[:, None]
 
+    @functools.cached_property
     def expected(self) -> Expected:
         """Of the tokens, in float64."""
         size, parts = self.size, []
@@ -125,7 +126,7 @@ def dtype(request):
 def made(size, dtype):
     """Inputs and what comes of them, once for all instruction sets and ways to attend."""
     probe = probe_of(size)
-    return probe.inputs(dtype), probe.expected()
+    return probe.inputs(dtype), probe.expected
 
 
 def test_paged_attention(made, size, dtype, isa):
@@ -147,7 +148,7 @@ def test_each_key_is_more_than_roundings_explain(size):
 
 def test_the_oracle_agrees():
     probe = probe_of(PREFILL[0])
-    expected = probe.expected()
+    expected = probe.expected
     out, lse = reference.paged_attention(**probe.inputs("float32"))
     assert_close(out, expected.out, 1, "restated", "float64")
     assert_close(lse, expected.lse, 1, "restated", "float64")
