@@ -122,5 +122,9 @@ def test_unshard_refuses_other_parts():
         plan.unshard([np.zeros(3), np.zeros(1)])
     with pytest.raises(ValueError, match=r"the part of rank 1 must have 1 dim.* \(2, 1\)"):
         plan.unshard([np.zeros(3), np.zeros((2, 1))])
+    with pytest.raises(ValueError, match=r"one shape but for dim 0, got \(2, 4\) of rank 1 beside"):
+        plan.unshard([np.zeros((3, 1)), np.zeros((2, 4))])
+    with pytest.raises(TypeError, match="all tensors of torch or none, got both"):
+        plan.unshard([np.zeros(3), torch.zeros(2)])
     with pytest.raises(ValueError, match=r"unshard: dim must be in \[-1, 1\), got -2"):
         plan.unshard([np.zeros(3), np.zeros(2)], dim=-2)

@@ -228,6 +228,8 @@ CACHE = torch.zeros(2, 3 * 132, dtype=torch.uint8)
          r"write_index_k_cache: k must be \[1, 128\], one row per slot, got \[2, 128\]"),
         (lambda: sparse.write_index_k_cache(CACHE, [0, 1], CODES[:, :64], SCALE),
          r"write_index_k_cache: k must be \[2, 128\]"),
+        (lambda: sparse.write_index_k_cache(CACHE, [0, 1], torch.zeros(2, 64)),
+         r"write_index_k_cache: k must be .* \[num_tokens, 1, 128\], got \[2, 64\]"),
         (lambda: sparse.write_index_k_cache(CACHE, [0, 1], CODES.float(), SCALE),
          "write_index_k_cache: k must be float8_e4m3fn, int8 or uint8 if k_scale is given"),
         (lambda: sparse.write_index_k_cache(CACHE, [0, 1], CODES, SCALE[:1]),

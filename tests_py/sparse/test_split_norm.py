@@ -115,6 +115,8 @@ def test_prefill_cp_needs_metadata_the_switch_and_an_extend():
         used = cpattn.sparse.dsa_use_prefill_cp(mode, has_cp_metadata=metadata, enabled=enabled)
         extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
         assert used is (metadata and enabled and extend)
+    with pytest.raises(ValueError, match="forward_mode must be a ForwardMode, got 10"):
+        cpattn.sparse.dsa_use_prefill_cp(10, has_cp_metadata=True, enabled=True)
 
 
 # --- errors ---

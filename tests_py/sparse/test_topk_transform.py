@@ -181,6 +181,8 @@ def test_padding_rows():
         assert padded.tolist() == [[1, 2], [3, -1], [-1, -1], [-1, -1]]
     with pytest.raises(ValueError, match=r"^pad_topk_indices: .* number of rows, 2, got 1"):
         pad_topk_indices(indices, 1)
+    with pytest.raises(ValueError, match=r"^pad_topk_indices: .* 2 dimensions, got shape \[2\]"):
+        pad_topk_indices(indices[0], 2)
 
 
 ONE_ROW = np.zeros((1, 4), np.int32)
