@@ -299,7 +299,14 @@ def test_extras(packages):
         fake(packages, name, "99")
     assert of_environment()["extra cli"].text.startswith("complete")
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    assert set(environment._EXTRAS) == set(extras) - {"test", "fuzz", "lint", "docs", "wheels"}
+    assert set(environment._EXTRAS) == set(extras) - {
+        "test",
+        "fuzz",
+        "lint",
+        "docs",
+        "coverage",
+        "wheels",
+    }
     for extra, (distributions, _) in environment._EXTRAS.items():
         assert all(name in " ".join(extras[extra]) for name in distributions), extra
 

@@ -7,8 +7,8 @@ import json
 import os
 import posix
 import re
+import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -17,7 +17,6 @@ import cpattn
 pytest.importorskip("click")
 pytest.importorskip("jsonschema")
 pytest.importorskip("torch")
-from cpattn._cli.program import commands
 from cpattn.proof import NotUsable, read_captures, simulate
 from cpattn.proof.captures import recorder
 from cpattn.proof.linting import document
@@ -68,7 +67,7 @@ def test_the_script_does_not_choose_the_exit_code(
     assert (done.returncode, "refuted" in done.stdout) == (1, True), done.stderr
 
 
-HUGE = 10**400
+HUGE = int("1" + "0" * 400)
 
 
 @pytest.mark.parametrize(
@@ -92,18 +91,28 @@ def test_a_name_that_comes_twice_is_found_at_once():
         document._object([*pairs, ("199999", 1)])
 
 
-def test_a_fault_of_a_command_is_no_verdict(capsys, tmp_path):
+BROKEN = """
+import sys
+from cpattn._cli.cli import main
+from cpattn.proof.linting import linter
+def lint(_):
+    raise {}
+linter.lint = lint
+sys.argv = ["cpattn", "lint", {!r}]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("RuntimeError('oops')", "RuntimeError: oops"), ("MemoryError", "Error: out of")],
+)
+def test_a_fault_of_a_command_is_no_verdict(children, tmp_path, error, said):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"schema": document.SCHEMA, "ranks": [{}]}))
-    for error, said in (
-        (RuntimeError("oops"), "RuntimeError: oops"),
-        (MemoryError(), "Error: out of"),
-    ):
-        broken = mock.patch("cpattn.proof.linting.linter.lint", side_effect=error)
-        with broken, pytest.raises(SystemExit) as end:
-            commands(["lint", str(plan)], prog_name="cpattn")
-        assert end.value.code == 2
-        assert said in capsys.readouterr().err
+    done = children.run([sys.executable, "-c", BROKEN.format(error, str(plan))])
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns rows of `product(*values)` in which each two values of two parameters meet once or more.
+    """Returns rows of `product(*values)` in which each two values of two parameters meet.
 
     The choice is greedy and always the same. Values are told apart by their positions.
     """

@@ -6,9 +6,10 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import traceback
 
 from . import streams
-from .exit_codes import INTERRUPTED
+from .exit_codes import CANNOT_TELL, INTERRUPTED
 
 EXTRA_PACKAGES = ("click", "hypothesis", "jinja2", "jsonschema", "matplotlib", "rich", "torch")
 
@@ -29,14 +30,15 @@ def main() -> None:
         from .program import commands
 
         commands(prog_name="cpattn", obj=OWN_PROCESS)
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if name not in EXTRA_PACKAGES:
-            raise
-        sys.exit(
-            f"cpattn: {name} is not installed; pip install '.[cli]' in the folder of cpattn's "
-            "sources brings it"
-        )
+    except Exception as error:
+        name = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and name in EXTRA_PACKAGES:
+            sys.exit(
+                f"cpattn: {name} is not installed; pip install '.[cli]' in the folder of cpattn's "
+                "sources brings it"
+            )
+        traceback.print_exc()  # a fault of the command is no verdict, which 1 would be
+        sys.exit(CANNOT_TELL)
     except KeyboardInterrupt:  # while modules are imported; later `CommandGroup` has it
         print("cpattn: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -92,10 +91,6 @@ def _outcome(run: Callable[[], Any]) -> int:
         return _said(f"Error: {' '.join(message.splitlines())}", error.exit_code)
     except MemoryError as error:
         return _said(f"Error: out of memory{f': {error}' if str(error) else ''}", CANNOT_TELL)
-    except OSError:  # a pipe or a disk, which the caller names
-        raise
-    except Exception:  # a fault of the command is no verdict, and 1 would be one
-        return _said(traceback.format_exc().rstrip(), CANNOT_TELL)
 
 
 class _Interrupted(click.ClickException):
