@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from audit import machine
 from cpattn.proof import conform
 from support.children import Children, path_with
 from support.entry_points import write_distribution
@@ -42,6 +43,9 @@ def test_values_behind_the_last_key_are_multiplied_by_weights_of_zero():
     assert report.findings[0].details["only_when"]["poison"] is True
 
 
+@pytest.mark.skipif(
+    not machine.has_instruction_set("avx512"), reason="vLLM's ranks share memory by AVX-512 alone"
+)
 def test_the_same_rows_go_to_all_ranks_by_both(children: Children) -> None:
     """What both bring is compared with what was sent before anything is timed."""
     command = [sys.executable, ROOT / "bench" / "bench_shared_pool.py", "--quick"]
