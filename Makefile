@@ -29,29 +29,29 @@ PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 export MAKE_TIMES ?= $(CURDIR)/build/times-$(shell echo $$PPID)
 TIMED = scripts/timed.sh
 
-.PHONY: demo extension test test-all coverage test-asan test-engines test-in-engines fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
+.PHONY: demo extension test-cpp test test-all coverage test-asan test-engines test-in-engines fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
 
 demo: .venv/.build  ## the main job: replays serving traffic over two processes; options in ARGS
 	@$(MAKE) --no-print-directory -j 2 extension .venv/.demo
 	@$(TIMED) replay python -m cpattn replay --guide $(ARGS)
 	@$(TIMED) --table
 
-# ninja does not know the jobs of this version of make, and takes as many as there are cores.
-# The extension for this machine: fewer kernels than the other builds in this folder have.
+# The extension has kernels for this machine alone. ninja cannot share the jobs of make.
 extension: .venv/.build
 	@echo "Building the extension for this machine, without tests ..."
 	@test -e build/release/.configured || \
 	  cmake --preset release -DCPATTN_TESTS=OFF -DCPATTN_AMX_TWIN=OFF -DCPATTN_ISAS=best >/dev/null
 	@MAKEFLAGS= $(TIMED) "building the extension" cmake --build --preset release --target _core
 
-test: .venv/.build  ## the tests of every day, in C++ and Python; options of pytest in ARGS
+# Packages are installed beside the build.
+test-cpp: .venv/.build
 	@$(MAKE) --no-print-directory -j 2 build .venv/.ready
 	@$(TIMED) "tests in C++" ctest --preset release -j $(JOBS)
+
+test: test-cpp  ## the tests of every day, in C++ and Python; options of pytest in ARGS
 	@$(PYTEST) -m "not slow" --hypothesis-profile=quick --file-seconds=10 $(ARGS)
 
-test-all: .venv/.build  ## all tests: also long property tests, whole products, pages, notebooks, faults
-	@$(MAKE) --no-print-directory -j 2 build .venv/.ready
-	@$(TIMED) "tests in C++" ctest --preset release -j $(JOBS)
+test-all: test-cpp  ## all tests: also long property tests, whole products, pages, notebooks, faults
 	@$(PYTEST) $(ARGS)
 
 system:  ## installs by apt what building and testing need, as root or through sudo

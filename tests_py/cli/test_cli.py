@@ -37,7 +37,7 @@ def shared_memory() -> set[str]:
 
 
 def reported(line: CommandLine, folder: Path, *options: str) -> tuple[str, dict[str, Any], str]:
-    """What a replay prints, its JSON and its page."""
+    """Runs a replay once; returns its output, its JSON and its page."""
     paths = folder / "r.json", folder / "r.html"
     result = line.run(*QUICK, *options, "--json", str(paths[0]), "--html", str(paths[1]))
     assert result.returncode == 0, result.stderr
@@ -91,7 +91,7 @@ def wait_for_batch(running: Running) -> list[int]:
 
 
 def end_of(running: Running, code: int) -> bytes:
-    """What stands on the terminal at the end of a command that leaves no process behind."""
+    """Returns the terminal's text after a command, which has left no process behind."""
     output, _ = running.process.communicate(timeout=60)
     said = running.read_until(b"\0", 5)
     assert (running.process.returncode, output) == (code, "")

@@ -169,7 +169,7 @@ def test_the_page_has_every_command_and_its_options():
 
 
 def completed(folder: Path, *lines: str) -> list[list[str]]:
-    """What bash offers for the last words of lines, by what the page says to put into ~/.bashrc."""
+    """Bash completes the last words of lines by the code that the page puts into ~/.bashrc."""
     command = folder / "cpattn"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m cpattn "$@"\n')
     command.chmod(0o755)

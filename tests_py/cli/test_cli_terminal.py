@@ -37,7 +37,7 @@ def visible(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("command", [(), EXPLAIN, pytest.param(REPLAY, marks=pytest.mark.slow)])
 def test_a_terminal_is_not_too_narrow(command_line, command):
-    """Of 60 columns; a replay also shows where it stands there, and has colours."""
+    """Output fits into 60 columns; a replay also shows its progress there, in colours."""
     written = run_on_terminal(command_line, 60, *command)
     lines = visible(written)
     assert not any("Traceback" in line or "…" in line for line in lines)

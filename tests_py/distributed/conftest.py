@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of ranks share."""
+"""Fixtures for tests of ranks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from support.time_limits import BUSY
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Of each rank what it was told, of whole pools and of shares."""
+    """Returns the errors of each rank, over whole pools and over shares."""
     found = [{} for _ in range(3)]
     for program in (worker.run_replicated, worker.run_sharded):
         ranks = run_world(3, tmp_path_factory.mktemp("world"), program)

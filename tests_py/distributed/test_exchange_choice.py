@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which exchange is chosen for a layer, its rounds of heads, and plans of a rank that has all."""
+"""`ContextParallel` chooses an exchange and its rounds of heads; one rank alone has all keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls of `ContextParallel` refuse, before anything is sent or written."""
+"""Calls of `ContextParallel` refuse wrong arguments before anything is sent or written."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ BITS = torch.ones(4 * 9 + 6 * 6, dtype=torch.bool)
 ROWS = "the shard of rank 0 must have the 40 rows"
 FEW = "must have at least the 10 rows of"
 
-# Of sharded pools: call, what is changed of its arguments, and what it says.
+# A row is a call on sharded pools, the arguments that are changed, and the message.
 SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("attend", {"q_local": z(9, 4, 32)}, f"q_local {FEW} rank 0, got 9"),
     ("attend", {"q_local": z(10, 128)}, r"q must be \[num_rows, num_heads, dim\], got shape"),

@@ -119,7 +119,7 @@ def test_a_forked_child_is_not_the_rank_and_says_nothing_to_anybody(tmp_path, la
 
 
 def test_ranks_that_are_killed_leave_nothing_behind(tmp_path):
-    """What each host shared had no name, and nobody has it any more."""
+    """Shared memory of a host has no name, and no process keeps it."""
     ranks = run_world(4, tmp_path, worker.run_killed_with_pools, TWO, tmp_path)
     assert ranks == [None] * 4
     lines = [line for rank in range(4) for line in (tmp_path / str(rank)).read_text().splitlines()]
