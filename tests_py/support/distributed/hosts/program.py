@@ -59,7 +59,7 @@ def main() -> None:
         "written": bool((private[0][1:].abs().sum((1, 2, 3)) > 0).all()),
     }
     dist.barrier()  # until all have looked
-    print(json.dumps(answer))
+    os.write(1, f"{json.dumps(answer)}\n".encode())  # whole, beside what another rank writes
     dist.destroy_process_group()
 
 
