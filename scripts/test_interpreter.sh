@@ -52,4 +52,5 @@ done
 import platform, numpy
 print(f"Tests with CPython {platform.python_version()} and NumPy {numpy.__version__}:", flush=True)'
 # shellcheck disable=SC2086
-PYTHONPATH=$folder/python exec "$folder/venv/bin/python" -m pytest -q "$@" $files
+PYTHONPATH=$folder/python exec "$folder/venv/bin/python" -m pytest -q -m "not slow" \
+  --hypothesis-profile=quick "$@" $files

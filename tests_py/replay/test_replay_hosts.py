@@ -31,6 +31,11 @@ from support.time_limits import PATIENCE
 ON_HOSTS = replace(OPTIONS, cp_size=4, hosts=2)
 
 
+@pytest.fixture(autouse=True)
+def forked_workers() -> None:
+    """A worker ends with its parent: none from a server, as other replays have it."""
+
+
 @pytest.fixture
 def two_hosts():
     """With cables of 100 Mbit/s."""

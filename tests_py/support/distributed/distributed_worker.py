@@ -13,6 +13,7 @@ import warnings
 from datetime import timedelta
 from multiprocessing import connection, forkserver
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,19 +24,28 @@ from support.distributed.prefill_batches import Batch, Case
 from support.time_limits import PATIENCE
 
 
+def forking(preload: str = __name__) -> Any:
+    """Returns a context of multiprocessing: its processes fork from a server that has `preload`.
+
+    Importing torch takes seconds in each process otherwise. Where a server runs, it stays as it is.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    said = {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with mock.patch.dict(os.environ, said):
+        forkserver.ensure_running()
+    return context
+
+
 def run_world(
     size: int, path: Path, program, *arguments, group_timeout=PATIENCE, preload=__name__
 ) -> list:
     """What program(rank, *arguments) returns on every rank; None for a rank that died.
 
-    Ranks are forked from a server that has imported torch (or the module `preload`, where no
-    server runs yet), and live until all have answered: a rank that ended early would be an error
-    of its own. Where one fails, that is raised at once, and the others end, which may wait for it.
+    Ranks live until all have answered: a rank that ended early would be an error of its own.
+    Where one fails, that is raised at once, and the others end, which may wait for it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        forkserver.ensure_running()
+    context = forking(preload)
     ranks = []
     for rank in range(size):
         ours, theirs = context.Pipe()
