@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -103,17 +103,18 @@ def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
         return []
     num_lists = int.from_bytes(buf[:4], "little")
     begin = 4 * (1 + num_lists)
-    sizes = struct.unpack_from(f"<{num_lists}I", buf, 4) if begin <= len(buf) else ()
-    bounds = list(accumulate(sizes, initial=begin))
-    if bounds[-1] != len(buf):
+    sizes = np.frombuffer(buf[4:begin] if begin <= len(buf) else b"", "<u4")
+    if (end := begin + int(sizes.sum(dtype=np.int64))) != len(buf):
         raise ValueError(
             f"unpack_int_lists: the sizes of {num_lists} lists must end at byte {begin} and the "
-            f"lists with the frame, got {bounds[-1]} bytes in a frame of {len(buf)}"
+            f"lists with the frame, got {end} bytes in a frame of {len(buf)}"
         )
-    return [
-        _unpack_ints(fmt, buf[begin:end], f"unpack_int_lists: list {i} ")
-        for i, (begin, end) in enumerate(pairwise(bounds))
-    ]
+    if (broken := np.flatnonzero(sizes % WIDTHS[fmt])).size:
+        _unpack_ints(fmt, bytes(sizes[broken[0]]), f"unpack_int_lists: list {broken[0]} ")
+    # All integers at once: a frame may hold millions of empty lists.
+    ints = _unpack_ints(fmt, buf[begin:])
+    ends = (sizes.cumsum(dtype=np.int64) // WIDTHS[fmt]).tolist()
+    return [ints[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 def _check_format(function: str, fmt: str) -> None:
