@@ -10,6 +10,9 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "cpattn/base/isa.h"
 #include "cpattn/base/tensor_view.h"
@@ -46,6 +49,21 @@ std::string message_of(F call) {
     return error.what();
   }
   return "no error";
+}
+
+/// Whether `call` takes or makes a number below the normal floats on this thread, which stops the
+/// pipeline of many processors each time. False where the processor does not tell.
+template <class F>
+bool meets_subnormals(F call) {
+#if defined(__x86_64__)
+  constexpr unsigned kDenormal = 0x02, kUnderflow = 0x10;
+  _mm_setcsr(_mm_getcsr() & ~(kDenormal | kUnderflow));
+  call();
+  return (_mm_getcsr() & (kDenormal | kUnderflow)) != 0;
+#else
+  call();
+  return false;
+#endif
 }
 
 /// Runs a test once per instruction set of this machine; restores it after.

@@ -61,6 +61,26 @@ TEST_P(AttentionKernelExtremes, HugeScoresAreCoarserThanTheirWeights) {
   }
 }
 
+TEST_P(AttentionKernelExtremes, WeightsVanishBeforeTheyAreSubnormal) {
+  // Query 1, key g: in base 2 the score is g, that of one key ahead of all others. Values have one
+  // sign, as sums of any numbers may cancel.
+  for (float gap = 60.0F; gap < 127; gap += 0.5F) {
+    for (int64_t ahead : {0, 150, 309}) {
+      KernelProblem problem =
+          filled({.dim = 16, .kv_len = 310, .first_position = 309, .scale = 0.693147181F});
+      std::fill(problem.q.begin() + 1, problem.q.end(), 0);
+      problem.q[0] = to_bfloat16(1.0F);
+      for (int64_t key = 0; key < problem.kv_len; ++key) {
+        problem.k[key * problem.dim] = to_bfloat16(key == ahead ? gap : 0.0F);
+      }
+      for (uint16_t& value : problem.v) value &= 0x7fff;
+      KernelResult result = problem.empty_result();
+      ASSERT_FALSE(testing::meets_subnormals([&] { problem.run(result, 0, 1, 0, 1); }))
+          << gap << " at key " << ahead;
+    }
+  }
+}
+
 TEST_P(AttentionKernelExtremes, MinusInfinityHasNoWeight) {
   KernelProblem problem = filled({.dim = 16, .kv_len = 300, .first_position = 299});
   std::fill(problem.q.begin(), problem.q.end(), to_bfloat16(1.0F));

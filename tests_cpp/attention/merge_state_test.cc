@@ -64,6 +64,15 @@ TEST_F(MergeState, IsTheSameOnAnyNumberOfThreads) {
   }
 }
 
+TEST_F(MergeState, WeightsVanishBeforeTheyAreSubnormal) {
+  set_num_threads(1);
+  for (float gap = 40; gap < 110; gap += 0.25F) {
+    Parts parts(4);
+    for (float& lse : parts.lse_a) lse += gap;
+    EXPECT_FALSE(testing::meets_subnormals([&] { parts.merge(); })) << gap;
+  }
+}
+
 TEST_F(MergeState, EndsWhereItIsInterrupted) {
   constexpr int64_t kRows = 20'000'000;  // tenths of a second, and a poll every twentieth
   std::vector<float> out(kRows, 1.0F), lse(kRows, 0.0F), two(1, 2.0F), zero(1, 0.0F);

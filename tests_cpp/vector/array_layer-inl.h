@@ -144,7 +144,9 @@ inline Vector split_exponent(Vector x, Vector& rest) {
   return x;
 }
 inline Vector scale_by_power(Vector p, Vector exponent) {
-  return each([&](int i) { return p.at[i] * exp2f(floorf(exponent.at[i])); });
+  return each([&](int i) {
+    return exponent.at[i] < kLeastExponent ? 0.0F : p.at[i] * exp2f(floorf(exponent.at[i]));
+  });
 }
 
 inline Vector select(uint32_t mask, Vector x, Vector other) {

@@ -233,11 +233,11 @@ inline bool scales_by_powers() {
     const Vector exponent = split_exponent(splat(x), rest);
     const float left = Lanes(rest).at[0];
     const float scaled = Lanes(scale_by_power(splat(1.5F), exponent)).at[0];
-    const float wanted = 1.5F * __builtin_exp2f(x - left);
-    const float allowed = x < -126 ? 0x1p-125F : wanted * 0x1p-20F;
+    const float wanted = x < kLeastExponent ? 0.0F : 1.5F * __builtin_exp2f(x - left);
+    const float allowed = wanted * 0x1p-20F;
     const bool in_unit = left >= 0 && left <= 1;
     const bool close = scaled - wanted <= allowed && wanted - scaled <= allowed;
-    if (!close || (!in_unit && x > -126)) return false;
+    if (!close || (!in_unit && x >= kLeastExponent)) return false;
   }
   Vector rest;
   const Vector lowest = split_exponent(splat(-kInfinity), rest);

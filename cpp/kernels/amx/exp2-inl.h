@@ -22,9 +22,9 @@ alignas(64) constexpr float kSixteenths[] = {
     1.68179286F, 1.75625217F, 1.8340081F,  1.91520655F,
 };
 
-/// 2^x to 5.4e-7 for any x: 0 for -inf, +inf for +inf. The sixteenths of x are looked up,
-/// with a shuffle, and a quadratic does for the rest of it: five operations on the busy
-/// port instead of the six of exp2_less_half<4>.
+/// 2^x to 5.4e-7 for any x from the least exponent on: 0 below it, +inf for +inf. The sixteenths of
+/// x are looked up, with a shuffle, and a quadratic does for the rest of it: five operations on the
+/// busy port instead of the six of exp2_less_half<4>.
 class ExactExp2 {
  public:
   ExactExp2() {
@@ -41,7 +41,7 @@ class ExactExp2 {
     const __m512i index = _mm512_castps_si512(add(x, to_index_));
     const Vector power = _mm512_permutexvar_ps(index, sixteenths_);
     const Vector slope = fma(rest, quadratic_, linear_);
-    // vscalefps takes the floor of the exponent, and underflows to 0.
+    // vscalefps takes the floor of the exponent.
     return scale_by_power(fma(mul(power, rest), slope, power), sub(x, rest));
   }
 
@@ -65,8 +65,9 @@ class RoundedExp2 {
     pin(bits_of_zero_);
   }
 
-  /// The bits, in elements of 32: below 0 for 2^x below 2^-126 and for some NaN, above 0xffff
-  /// for an infinity and the other NaN.
+  /// The bits, in elements of 32: below 0 for 2^x below 2^-127 and for some NaN, above 0xffff
+  /// for an infinity and the other NaN. Those below 2^-126 are subnormal and cost nothing: tiles
+  /// count them as 0.
   [[gnu::always_inline]] __m512i operator()(Vector x) const {
     constexpr int kToOnes = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
     const Vector fraction = _mm512_reduce_ps(x, kToOnes);  // 0 for an infinity

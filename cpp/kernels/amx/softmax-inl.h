@@ -129,10 +129,14 @@ struct SoftmaxGroup {
     }
   }
 
+  /// Subnormal bits, which tiles count as 0, are 0.
   static Vector load_parts(const Bfloat16* cells) {
     Vector sum = load(cells);
-    if constexpr (kParts == 2) sum = add(sum, load(cells + kPartElements));
-    return sum;
+    if constexpr (kParts == 2) return add(sum, load(cells + kPartElements));
+    const __mmask16 normal = _mm512_cmp_epi32_mask(
+        _mm512_castps_si512(sum), _mm512_set1_epi32(0x00800000), _MM_CMPINT_NLT
+    );
+    return _mm512_maskz_mov_ps(normal, sum);
   }
 
   /// Scales what was computed under the old reference, in this block as well.
@@ -146,8 +150,8 @@ struct SoftmaxGroup {
                                    reference_exponent(references[row], biases[row], factor);
     references[row] = reference;
     biases[row] = bias;
-    sums[row] *= __builtin_exp2f(-growth);
-    const Vector shrink = splat(__builtin_exp2f(-growth));
+    sums[row] *= shrink_by(-growth);
+    const Vector shrink = splat(shrink_by(-growth));
     const auto scale = [&](float* x) { store(x, mul(load(x), shrink)); };
     if (exact_sums != nullptr) scale(exact_sums + row * kLanes);
     for (int d = 0; d < column_tiles; ++d) scale(output + d * column_stride + row * kLanes);

@@ -95,7 +95,7 @@ void merge_parts(const AttentionTile* tile, const float* parts, int64_t num_part
       const float* state = states + i * stride;
       // Equal references may both be infinite, and their difference NaN.
       const float weight =
-          state[0] == total.reference ? 1.0F : __builtin_exp2f(state[0] - total.reference);
+          state[0] == total.reference ? 1.0F : shrink_by(state[0] - total.reference);
       total.sum += weight * state[1];
       exact_sum += weight * state[1] * state[3];
       total.maximum = state[2] > total.maximum ? state[2] : total.maximum;

@@ -31,8 +31,11 @@ struct Exp2Polynomial<6> {
                                             0.000153458124F};
 };
 
-/// 2^(x - 1/2) for x <= 127; 0 for -inf, NaN for NaN. Results below 2^-126 may be
-/// 0. The half costs nothing where x is a sum, and lets the exponent be cut off.
+/// 2^x, by which results are scaled, with the least exponent of the weights.
+inline float shrink_by(float x) { return x < kLeastExponent ? 0.0F : __builtin_exp2f(x); }
+
+/// 2^(x - 1/2) for x <= 127; 0 below the least exponent, NaN for NaN. The half costs nothing
+/// where x is a sum, and lets the exponent be cut off.
 template <int kDegree>
 inline Vector exp2_less_half(Vector x) {
   Vector rest;
@@ -122,9 +125,9 @@ inline float output_scale(const RowState& state, const float* sink) {
   if (sink == nullptr) return 1.0F / state.sum;
   const float exponent = *sink * kLog2E;
   if (exponent <= state.reference) {
-    return 1.0F / (state.sum + __builtin_exp2f(exponent - state.reference));
+    return 1.0F / (state.sum + shrink_by(exponent - state.reference));
   }
-  const float shrink = __builtin_exp2f(state.reference - exponent);
+  const float shrink = shrink_by(state.reference - exponent);
   return shrink / (state.sum * shrink + 1.0F);
 }
 
@@ -198,7 +201,7 @@ inline void softmax_row(
   state.maximum = pass.maximum > state.maximum ? pass.maximum : state.maximum;
   const float top = pass.maximum * factor;
   if (top > state.reference + kRescaleAbove) {
-    const float shrink = __builtin_exp2f(state.reference - top);
+    const float shrink = shrink_by(state.reference - top);
     for (int d = 0; d < v_head_dim; d += kLanes) {
       store(output + d, mul(load(output + d), splat(shrink)));
     }

@@ -120,18 +120,22 @@ inline float reduce_max(Vector x) {
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
-/// Splits x into an integer for scale_by_power and the rest in [0, 1]. Below -127
-/// x counts as -127, whose power is 0.
+/// Splits x into an integer for scale_by_power and the rest in [0, 1]. Smaller x counts as
+/// kLeastExponent - 1, whose power is 0.
 inline Vector split_exponent(Vector x, Vector& rest) {
-  x = max(splat(-127.0F), x);
+  x = max(splat(kLeastExponent - 1), x);
   const Vector n = _mm256_floor_ps(x);
   rest = sub(x, n);
   return n;
 }
-/// x * 2^n for integral n in [-127, 127], with 2^-127 counted as 0.
+/// x * 2^n for integral n up to 127, with powers below the least counted as 0.
 inline Vector scale_by_power(Vector x, Vector n) {
-  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-  return mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+  const __m256i exponent = _mm256_cvtps_epi32(n);
+  const __m256i kept =
+      _mm256_cmpgt_epi32(exponent, _mm256_set1_epi32(static_cast<int>(kLeastExponent) - 1));
+  const __m256i biased = _mm256_add_epi32(exponent, _mm256_set1_epi32(127));
+  const __m256i power = _mm256_and_si256(_mm256_slli_epi32(biased, 23), kept);
+  return mul(x, _mm256_castsi256_ps(power));
 }
 
 inline Vector select(uint32_t bits, Vector x, Vector other) {

@@ -128,8 +128,12 @@ inline Vector split_exponent(Vector x, Vector& rest) {
   rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   return x;
 }
-/// x * 2^exponent, which vscalefps rounds down to an integer itself.
-inline Vector scale_by_power(Vector x, Vector exponent) { return _mm512_scalef_ps(x, exponent); }
+/// x * 2^exponent, which vscalefps rounds down to an integer itself; it underflows gradually. A NaN
+/// is not less than the least exponent, and kept.
+inline Vector scale_by_power(Vector x, Vector exponent) {
+  const __mmask16 kept = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(kLeastExponent), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(kept, x, exponent);
+}
 
 inline Vector select(uint32_t bits, Vector x, Vector other) {
   return _mm512_mask_mov_ps(other, static_cast<__mmask16>(bits), x);

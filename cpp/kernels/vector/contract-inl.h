@@ -77,10 +77,10 @@ struct VectorLayer {
   /// The largest lane; any number, or NaN, where a lane is NaN.
   float (*reduce_max)(Vector x) = &kernels::reduce_max;
   /// Together 2^x times something, for x <= 127: p * 2^(x - rest) is
-  /// scale_by_power(p, split_exponent(x, rest)), with rest in [0, 1]. For x below -126 the result
-  /// may be 0, for x = -inf it is, and for x = NaN rest is NaN. Above 127 the result has no
-  /// meaning, and x = +inf must not trap. What stands between the two functions is the layer's
-  /// own business: an integer, or x itself.
+  /// scale_by_power(p, split_exponent(x, rest)), with rest in [0, 1]. For x below kLeastExponent
+  /// the result is 0, so that no p from 2^-20 on makes a subnormal number, and for x = NaN rest is
+  /// NaN. Above 127 the result has no meaning, and x = +inf must not trap. What stands between the
+  /// two functions is the layer's own business: an integer, or x itself.
   Vector (*split_exponent)(Vector x, Vector& rest) = &kernels::split_exponent;
   Vector (*scale_by_power)(Vector p, Vector exponent) = &kernels::scale_by_power;
 

@@ -110,18 +110,20 @@ inline Vector min(Vector a, Vector b) { return vminq_f32(a, b); }
 inline float reduce_add(Vector x) { return vaddvq_f32(x); }
 inline float reduce_max(Vector x) { return vmaxvq_f32(x); }
 
-/// Splits x into an integer for scale_by_power and the rest in [0, 1]. Below -127
-/// x counts as -127, whose power is 0.
+/// Splits x into an integer for scale_by_power and the rest in [0, 1]. Smaller x counts as
+/// kLeastExponent - 1, whose power is 0.
 inline Vector split_exponent(Vector x, Vector& rest) {
-  x = max(splat(-127.0F), x);
+  x = max(splat(kLeastExponent - 1), x);
   const Vector n = vrndmq_f32(x);
   rest = sub(x, n);
   return n;
 }
-/// x * 2^n for integral n in [-127, 127], with 2^-127 counted as 0.
+/// x * 2^n for integral n up to 127, with powers below the least counted as 0.
 inline Vector scale_by_power(Vector x, Vector n) {
-  const int32x4_t exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
-  return mul(x, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));
+  const int32x4_t exponent = vcvtq_s32_f32(n);
+  const uint32x4_t kept = vcgeq_s32(exponent, vdupq_n_s32(static_cast<int>(kLeastExponent)));
+  const int32x4_t power = vshlq_n_s32(vaddq_s32(exponent, vdupq_n_s32(127)), 23);
+  return mul(x, vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s32(power), kept)));
 }
 
 inline Vector select(uint32_t bits, Vector x, Vector other) {

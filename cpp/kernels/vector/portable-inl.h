@@ -135,20 +135,20 @@ inline float reduce_max(Vector x) {
 }
 
 /// Splits x < 2^22 into an integer for scale_by_power and the rest in [0, 1].
-/// Below -126.5 x counts as -126.5, whose power is 0.
+/// Smaller x counts as kLeastExponent - 1, whose power is 0.
 inline Vector split_exponent(Vector x, Vector& rest) {
   const Vector magic = splat(0x1.8p23F);
-  x = max(splat(-126.5F), x);
+  x = max(splat(kLeastExponent - 1), x);
   const Vector n = (x - 0.5F) + magic - magic;
   rest = x - n;
   return n;
 }
-/// x * 2^n for integral n in [-127, 127], with 2^-127 counted as 0.
+/// x * 2^n for integral n up to 127, with powers below the least counted as 0.
 inline Vector scale_by_power(Vector x, Vector n) {
   const Vector shifted = n + 0x1.8p23F;  // has n in its low bits, and is defined for NaN
   Integers exponent;
   memcpy(&exponent, &shifted, sizeof exponent);
-  exponent = (exponent + 127) << 23;
+  exponent = ((exponent + 127) << 23) & (n >= kLeastExponent);
   Vector power;
   memcpy(&power, &exponent, sizeof power);
   return x * power;

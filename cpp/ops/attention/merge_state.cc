@@ -18,6 +18,12 @@ namespace {
 constexpr char kFunction[] = "merge_state";
 constexpr int64_t kItemBytes = 1 << 18;  // of out_a that a thread takes at once
 
+/// e^x, and 0 below 2^-100: products with smaller weights could be subnormal, which are slow.
+float weight_of(float x) {
+  constexpr float kLeast = -69.3147F;
+  return x < kLeast ? 0.0F : std::exp(x);
+}
+
 void check_same_shape(const char* name, const TensorView& tensor, const TensorView& like) {
   bool same = tensor.rank == like.rank;
   for (int axis = 0; same && axis < like.rank; ++axis)
@@ -57,8 +63,8 @@ struct Merge {
       std::memset(row_a, 0, out_a.shape[2] * bytes);
       return;
     }
-    const float weight_a = std::exp(a - maximum);
-    const float weight_b = std::exp(b - maximum);
+    const float weight_a = weight_of(a - maximum);
+    const float weight_b = weight_of(b - maximum);
     const float total = weight_a + weight_b;
     weighted_sum(weight_a / total, row_a, weight_b / total, row_b, out_a.shape[2]);
     a = maximum + std::log(total);
