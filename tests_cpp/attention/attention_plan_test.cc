@@ -156,6 +156,10 @@ TEST(PlanAttention, IsBounded) {
       "test: num_heads must be at most 65536, got 65537"
   );
   EXPECT_EQ(message({1 << 20}, {128, 8, 128, 128}), "no error");
+  // Memory is that of items, which empty sequences have none of, not of sequences times heads.
+  std::vector<int64_t> one_of_many(1 << 20, 0);
+  one_of_many.back() = 1;
+  EXPECT_EQ(message(one_of_many, {1 << 16, 1 << 16, 64, 64}), "no error");
   constexpr char kRule[] = "at most 2097152 items of work";
   EXPECT_NE(message({INT32_MAX}, {128, 8, 128, 128}).find(kRule), std::string::npos);
   EXPECT_NE(message(Ints(600, 1), {1 << 16, 1 << 16, 64, 64}).find(kRule), std::string::npos);

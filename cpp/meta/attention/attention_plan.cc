@@ -148,19 +148,15 @@ void sort_items(AttentionPlan& plan) {
     return batch.segments[item.segment].table_row * batch.shape.num_kv_heads +
            item.first_head / group_size;
   };
-  int64_t rows = 0;
-  for (const AttentionSegment& segment : batch.segments) {
-    rows = std::max(rows, segment.table_row + 1);
-  }
-  std::vector<int64_t> group_cost(rows * batch.shape.num_kv_heads, 0);
-  for (std::size_t i = 0; i < plan.items.size(); ++i) {
-    int64_t& cost = group_cost[keys_of(plan.items[i])];
-    cost = std::max(cost, plan.item_costs[i]);
-  }
+  // First by their keys, so that memory is that of items, however many sequences are empty.
   std::vector<std::array<int64_t, 4>> order(plan.items.size());
   for (std::size_t i = 0; i < order.size(); ++i) {
-    const int64_t keys = keys_of(plan.items[i]);
-    order[i] = {-group_cost[keys], keys, -plan.item_costs[i], static_cast<int64_t>(i)};
+    order[i] = {0, keys_of(plan.items[i]), -plan.item_costs[i], static_cast<int64_t>(i)};
+  }
+  std::sort(order.begin(), order.end());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const bool first = i == 0 || order[i][1] != order[i - 1][1];
+    order[i][0] = first ? order[i][2] : order[i - 1][0];
   }
   std::sort(order.begin(), order.end());
   std::vector<AttentionItem> items(order.size());
