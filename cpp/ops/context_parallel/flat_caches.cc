@@ -32,6 +32,9 @@ class FlatCache {
   /// The dimension of a cache whose number of pages is known.
   int64_t dim(int64_t num_pages) const {
     const int64_t elements = cache_.num_elements();
+    if (num_pages == 0 && elements == 0 && cache_.rank >= 3 && cache_.shape[cache_.rank - 1] > 0) {
+      return cache_.shape[cache_.rank - 1];  // an empty pool: its axes alone tell
+    }
     const int64_t head_rows = num_pages * arguments_.page_size * arguments_.num_kv_heads;
     check(
         head_rows > 0 && elements > 0 && elements % head_rows == 0, function_, ": ", name_,

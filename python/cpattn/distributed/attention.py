@@ -14,6 +14,7 @@ from .host_calls import HostCalls
 from .layers.layer import LayerArguments, check_padding, check_plan
 from .layers.partials import AttentionOptions
 from .layers.prefetch import Prefetch
+from .layers.rows import flat_rows
 from .layers.sharded_attend import attend_shards
 from .layers.write_attend import write_and_attend
 from .plans.plan import ContextParallelPlan
@@ -146,7 +147,7 @@ class RankAttention(HostCalls):
         check_plan("attend", plan)
         check_padding(plan, causal=causal)
         result: Any = do_cp_attn_fia(
-            q_local.flatten(1),
+            flat_rows(q_local),
             k_cache,
             v_cache,
             plan.metadata,
@@ -160,7 +161,7 @@ class RankAttention(HostCalls):
             softcap=softcap,
             sinks=sinks,
             packed_custom_mask=plan.packed_custom_mask,
-            q_rope=None if q_rope is None else q_rope.flatten(1),
+            q_rope=None if q_rope is None else flat_rows(q_rope),
             k_rope=k_rope,
             v_head_dim=v_head_dim,
             k_scale=k_scale,

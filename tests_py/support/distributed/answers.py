@@ -30,6 +30,7 @@ def assert_prefill(answers: list[dict[Run, dict[str, Any]]], run: Run) -> None:
         assert equal(told["replicated"], mine["replicated"])
         assert run.exchange not in EXACT or equal(told["sharded"], told["replicated"])
         assert told["pools"]
+        assert told["strides"]
         assert told["positions"]
         assert not any(x.any() for x in told["padding"])
 

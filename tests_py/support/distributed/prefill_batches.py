@@ -50,6 +50,7 @@ BATCHES = [
     Case("fewer tokens than ranks", (1,), (6,)),
     Case("empty request", (0, 11, 0), (8, 2, 0)),
     Case("nothing new", (0, 0), (8, 3)),
+    Case("no keys", (0, 0)),
     Case("padding tokens", (9, 6), (3, 5), num_tokens=22),
     Case("physical padding", (9, 15), (3, 5), pad_to_physical=True),
     Case("bfloat16", (21, 90), (60, 0), dtype=torch.bfloat16),

@@ -84,12 +84,15 @@ def run_prefill(run: Run, group: Any = None) -> dict[str, Any]:
     shards = [shard_of(placement, rank, pool, case.page_size) for pool in caches]
     cp.write_kv(plan, k, v, *shards)
     results = cp.attend(plan, q, *shards, return_lse=True)
+    strided = q[:1, :1, :1].expand_as(q)  # flat rows of it have a stride of 0 between columns
+    of_strides = [cp.attend(plan, x, *shards) for x in (strided, strided.clone())]
     written = [cache.clone() for cache in caches]
     for pool, new in zip(written, (batch.k, batch.v), strict=True):
         for s, n in enumerate(case.seq_lens):
             pool[slots_of(batch.block_tables, s, n, case.page_size)] = new[s]
     whole.write_kv(replicated, k, v, *caches)
     expected = whole.attend(replicated, q, *caches, return_lse=True)
+    of_strides += [whole.attend(replicated, x, *caches) for x in (strided, strided.clone())]
     real = slice(0, sum(case.extend_lens))
     out, lse, whole_out, whole_lse = (cp.gather(plan, x) for x in (*results, *expected))
     mine = [shard_of(placement, rank, pool, case.page_size) for pool in written]
@@ -99,6 +102,7 @@ def run_prefill(run: Run, group: Any = None) -> dict[str, Any]:
         "replicated": (whole_out[real], whole_lse[real]),
         "padding": [x[plan.num_local_rows :] for x in (results[0], expected[0])],
         "pools": equal(shards, mine) and equal(caches, written),
+        "strides": equal(of_strides[::2], of_strides[1::2]),
         "positions": torch.equal(cp.gather(plan, cp.shard(plan, positions, -1), -1), positions),
         "kv_counts": plan.kv_counts,
         "rows_per_rank": plan.rows_per_rank,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ...context_parallel.attention import do_cp_attn_fia
 from ..plans.plan import ContextParallelPlan
 from .partials import ShardInputs, head_scale
+from .rows import flat_rows
 
 
 class HeadOutputs:
@@ -73,4 +74,4 @@ class HeadOutputs:
 
 def _columns(x: torch.Tensor, heads: slice) -> torch.Tensor:
     """Some heads of [rows, heads, dim], as columns of the rows."""
-    return x.flatten(1)[:, heads.start * x.shape[2] : heads.stop * x.shape[2]]
+    return flat_rows(x)[:, heads.start * x.shape[2] : heads.stop * x.shape[2]]

@@ -31,6 +31,16 @@ def rows_of(call: str, num_rows: int, cp_rank: int, name: str, x: torch.Tensor) 
     return x[:num_rows].reshape(num_rows, prod(x.shape[1:]))
 
 
+def flat_rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, dim] as [rows, heads * dim] with columns side by side.
+
+    A view where x allows it. Axes that collapse with a stride of their own, as an expanded one or
+    heads of one dimension with gaps between them, are copied.
+    """
+    flat = x.flatten(1)
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
 def pool_rows(
     call: str,
     page_size: int,
