@@ -5,10 +5,19 @@
 
 namespace py = pybind11;
 
+// PyInit__core below looks at the interpreter first: in a sub-interpreter pybind11 would wait for
+// ever for the GIL of the main one.
+#define PyInit__core cpattn_init_core
+
 // The module does not declare py::mod_gil_not_used(): an interpreter built without the GIL turns it
-// on when it imports the module. The static maps and lists of the bindings rely on that.
+// on when it imports the module, unless PYTHON_GIL=0 forbids it. The static maps and lists of the
+// bindings rely on that.
 PYBIND11_MODULE(_core, m) {
   namespace bindings = cpattn::bindings;
+  const py::module_ sys = py::module_::import("sys");
+  if (py::hasattr(sys, "_is_gil_enabled") && !sys.attr("_is_gil_enabled")().cast<bool>()) {
+    throw py::import_error("cpattn needs the GIL, which PYTHON_GIL=0 or -X gil=0 keeps off");
+  }
   m.doc() = "Compiled core of cpattn. Private: import cpattn.";
   py::register_exception_translator([](std::exception_ptr error) {
     try {
@@ -49,4 +58,15 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_context_parallel(m);
   bindings::register_dsa_metadata(m);
   bindings::close_classes(m);
+}
+
+#undef PyInit__core
+extern "C" PYBIND11_EXPORT PyObject* PyInit__core() {
+  if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+    PyErr_SetString(
+        PyExc_ImportError, "cpattn works in the main interpreter only, not in a sub-interpreter"
+    );
+    return nullptr;
+  }
+  return cpattn_init_core();
 }

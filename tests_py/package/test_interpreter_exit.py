@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter ends while daemon threads are inside of calls."""
+"""The interpreter ends while daemon threads are inside of calls; interpreters that are refused."""
 
 from __future__ import annotations
 
@@ -50,3 +50,24 @@ def test_exit_does_not_abort_daemon_threads(seconds):
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+
+
+IMPORT = "try: import cpattn\nexcept ImportError as error: print(error, flush=True)"
+IN_ANOTHER = """
+try: import _interpreters as interpreters
+except ImportError: import _xxsubinterpreters as interpreters
+interpreters.run_string(interpreters.create(), {code!r})
+"""
+WITHOUT_GIL = "import sys\nsys._is_gil_enabled = lambda: False\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        pytest.param(IN_ANOTHER.format(code=IMPORT), "interpreter", id="a sub-interpreter"),
+        pytest.param(WITHOUT_GIL + IMPORT, "cpattn needs the GIL", id="without the GIL"),
+    ],
+)
+def test_interpreters_that_the_extension_is_not_for_get_an_import_error(code, rule):
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert rule in run.stdout, run.stderr
