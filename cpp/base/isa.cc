@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "base/printable.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/cpu.h"
 
@@ -55,7 +56,8 @@ Isa parse(std::string_view name, const char* source) {
     valid += isa_name(isa);
   }
   throw std::invalid_argument(concat(
-      source, ": '", name, "' is not an instruction set this build and machine have; valid: ", valid
+      source, ": '", printable(name),
+      "' is not an instruction set this build and machine have; valid: ", valid
   ));
 }
 

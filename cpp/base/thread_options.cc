@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/printable.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
 
@@ -24,7 +25,7 @@ int number_of(const char* variable, const char* text, long least, long most) {
   const long value = std::strtol(text, &end, 10);
   check(
       *end == '\0' && value >= least && value <= most, variable, " must be a number from ", least,
-      " to ", most, ", got '", text, "'"
+      " to ", most, ", got '", printable(text), "'"
   );
   return static_cast<int>(value);
 }

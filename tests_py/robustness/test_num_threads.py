@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -60,8 +61,8 @@ def test_how_long_threads_spin_changes_no_result_and_has_to_be_a_number():
         "print(int((top * np.arange(100)).sum()))"
     )
 
-    def child(spin: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "CPATTN_SPIN_US": spin, "CPATTN_NUM_THREADS": "2"}
+    def child(value: str, variable: str = "CPATTN_SPIN_US") -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "CPATTN_NUM_THREADS": "2", variable: value}
         command = [sys.executable, "-c", code]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -71,6 +72,8 @@ def test_how_long_threads_spin_changes_no_result_and_has_to_be_a_number():
     for wrong in ("-1", "1000001", "long"):
         message = f"ValueError: CPATTN_SPIN_US must be a number from 0 to 1000000, got '{wrong}'"
         assert message in child(wrong).stderr
+    for variable in ("CPATTN_SPIN_US", "CPATTN_NUM_THREADS", "CPATTN_ISA"):
+        assert re.search(rf"ValueError: {variable}.* '\?'", child("\udcff", variable).stderr)
 
 
 def test_other_threads_keep_theirs():
