@@ -14,4 +14,14 @@ class NestedCalls {
   NestedCalls& operator=(const NestedCalls&) = delete;
 };
 
+/// While alive, this thread works at items that may hold its scratch. At the end of the outermost
+/// one scratch far above the usual is freed.
+class ScratchUse {
+ public:
+  ScratchUse();
+  ~ScratchUse();
+  ScratchUse(const ScratchUse&) = delete;
+  ScratchUse& operator=(const ScratchUse&) = delete;
+};
+
 }  // namespace cpattn

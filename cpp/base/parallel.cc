@@ -11,13 +11,14 @@
 #include <cstdlib>
 #include <deque>
 #include <mutex>
-#include <new>
-#include <system_error>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/float_control.h"
 #include "base/nested_calls.h"
+#include "cpattn/base/thread_stack.h"
 #include "cpattn/base/trace.h"
 
 namespace cpattn {
@@ -54,13 +55,19 @@ class Job final : public StopToken {
     return true;
   }
 
+  /// All threads round, and take subnormal numbers, as the caller does, so that results do not
+  /// depend on who computes them. The library sets nothing of its own: the caller's hook may run
+  /// any code in the middle, and who asks for subnormal numbers gets them.
   void work() {
+    const FloatControlScope control(control_);
+    const ScratchUse scratch;
     for (;;) {
       const int64_t item = next_.fetch_add(1, std::memory_order_relaxed);
       if (item >= num_items_ || should_stop()) return;
       try {
         function_(item, *this);
       } catch (...) {
+        if (lost_) return;
         const std::scoped_lock lock(mutex_);
         if (!error_) error_ = std::current_exception();
         stop_.store(true, std::memory_order_relaxed);
@@ -79,7 +86,7 @@ class Job final : public StopToken {
 
   /// Records that a thread has run out of items, which others are still at.
   void note_end(const TracePoint& done) {
-    if (done.session == 0) return;
+    if (done.session == 0 || lost_) return;
     const std::scoped_lock lock(mutex_);
     if (waiting_.size() < waiting_.capacity()) waiting_.push_back(done);
   }
@@ -89,7 +96,22 @@ class Job final : public StopToken {
     for (const TracePoint& since : waiting_) trace_wait(since);
   }
 
+  /// In a forked child: the threads that were at items are gone, with what they had begun and with
+  /// the mutex, if they held it.
+  void lose_helpers() {
+    lost_ = running_ != 0;
+    if (lost_) stop_.store(true, std::memory_order_relaxed);
+    seats_ = 0;
+    running_ = 0;
+  }
+
   void rethrow() {
+    if (lost_) {
+      throw std::runtime_error(
+          "a call on several threads was cut short in the child of a fork that a signal handler "
+          "made in the middle of it"
+      );
+    }
     if (error_) std::rethrow_exception(error_);
     if (interrupted_) throw Interrupted();
   }
@@ -101,10 +123,12 @@ class Job final : public StopToken {
 
  private:
   ItemFunction function_;
+  uint64_t control_ = float_control();
   TracePoint posted_ = trace_here();
   std::atomic<int64_t> next_{0};
   std::atomic<bool> stop_{false};
   bool interrupted_ = false;  // written and read by the caller only
+  bool lost_ = false;         // likewise
   std::thread::id caller_ = std::this_thread::get_id();
   bool (*hook_)() = interrupt_hook;
   Clock::time_point last_poll_ = Clock::now();
@@ -177,6 +201,13 @@ class Pool {
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
+  /// Ends what was going on in the parent of a fork, under the mutex, which is unlocked: only the
+  /// caller that forked in the middle of its own calls will look at the pool again.
+  void lose_workers() {
+    for (Job* job : jobs_) job->lose_helpers();
+    mutex_.unlock();
+  }
+
  private:
   /// The mutex is held for less time than it takes to fall asleep.
   std::unique_lock<std::mutex> locked() {
@@ -189,17 +220,26 @@ class Pool {
     return lock;
   }
 
+  /// Where the system is out of threads or memory, those we have do the work. The job is published,
+  /// so nothing may leave here.
   void start_workers(int wanted) {
-    while (num_workers_ < wanted) {
-      try {
-        std::thread(&Pool::worker, this).detach();
-      } catch (const std::exception&) {
-        // The system is out of threads or memory: those we have do the work. The job is
-        // published, so nothing may leave here.
-        return;
-      }
-      ++num_workers_;
-    }
+    while (num_workers_ < wanted && start_worker()) ++num_workers_;
+  }
+
+  /// Whether it could be started.
+  bool start_worker() {
+    pthread_attr_t attributes;
+    if (pthread_attr_init(&attributes) != 0) return false;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, kWorkerStack);
+    const auto work = [](void* pool) -> void* {
+      static_cast<Pool*>(pool)->worker();
+      return nullptr;
+    };
+    pthread_t thread;
+    const bool started = pthread_create(&thread, &attributes, work, this) == 0;
+    pthread_attr_destroy(&attributes);
+    return started;
   }
 
   /// How many of those asleep all open seats have use for, beside the workers that will look for
@@ -290,9 +330,11 @@ Pool& pool() {
     shared_pool = new Pool;
     // Workers do not survive a fork. The parent's pool is locked across it, so
     // that the child never sees it half changed, and then replaced.
-    pthread_atfork(
-        [] { shared_pool->lock(); }, [] { shared_pool->unlock(); }, [] { shared_pool = new Pool; }
-    );
+    const auto replace = [] {
+      shared_pool->lose_workers();
+      shared_pool = new Pool;
+    };
+    pthread_atfork([] { shared_pool->lock(); }, [] { shared_pool->unlock(); }, replace);
     return true;
   }();
   static_cast<void>(registered);

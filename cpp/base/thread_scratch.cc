@@ -3,15 +3,31 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "base/nested_calls.h"
+#include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
 
 namespace cpattn {
 namespace {
 
-/// A buffer that only grows.
+/// What a thread keeps between calls. Kernels of attention want a few megabytes; a top-k of
+/// millions wants hundreds, once.
+constexpr std::size_t kKeptBytes = std::size_t{16} << 20;
+
+class NoScratch final : public std::bad_alloc {
+ public:
+  explicit NoScratch(std::size_t bytes)
+      : text_(concat("no memory for ", bytes, " bytes of a thread's scratch")) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+/// A buffer that grows with what is asked for.
 class Scratch {
  public:
   Scratch() = default;
@@ -21,18 +37,26 @@ class Scratch {
 
   void* get(std::size_t bytes) {
     if (bytes_ < bytes) {
-      std::free(data_);
-      data_ = nullptr;
-      bytes_ = 0;
+      free();
       const std::size_t rounded = (bytes + 63) / 64 * 64;
       data_ = std::aligned_alloc(64, rounded);
-      if (data_ == nullptr) throw std::bad_alloc();
+      if (data_ == nullptr) throw NoScratch(bytes);
       bytes_ = rounded;
     }
     return data_;
   }
 
+  void shrink() {
+    if (bytes_ > kKeptBytes) free();
+  }
+
  private:
+  void free() {
+    std::free(data_);
+    data_ = nullptr;
+    bytes_ = 0;
+  }
+
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
 };
@@ -42,6 +66,7 @@ thread_local Scratch outer_scratch;
 thread_local std::vector<std::unique_ptr<Scratch>> nested_scratch;
 
 thread_local int call_depth = 0;
+thread_local int scratch_uses = 0;
 
 }  // namespace
 
@@ -52,6 +77,12 @@ NestedCalls::~NestedCalls() {
   --call_depth;
   if (nested_scratch.size() > static_cast<std::size_t>(call_depth))
     nested_scratch.resize(call_depth);
+}
+
+ScratchUse::ScratchUse() { ++scratch_uses; }
+
+ScratchUse::~ScratchUse() {
+  if (--scratch_uses == 0) outer_scratch.shrink();
 }
 
 void* thread_scratch(std::size_t bytes) {

@@ -2,18 +2,27 @@
 #include "cpattn/base/parallel.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <set>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
+
+#include "cpattn/base/thread_stack.h"
 
 namespace cpattn {
 namespace {
@@ -23,6 +32,33 @@ int64_t sum_of_items(int64_t num_items, int num_threads) {
   parallel_for(num_items, num_threads, [&](int64_t item, StopToken&) { sum += item; });
   return sum;
 }
+
+/// A team of `kTeam` threads, as an OpenMP runtime has one.
+constexpr int kTeam = 3;
+std::atomic<int> teams_started{0};
+void start_team(void (*work)(void*), void* data, unsigned num_threads, unsigned flags) {
+  EXPECT_EQ(num_threads, 0U);
+  EXPECT_EQ(flags, 0U);
+  ++teams_started;
+  std::vector<std::thread> others;
+  others.reserve(kTeam - 1);
+  for (int i = 1; i < kTeam; ++i) others.emplace_back(work, data);
+  work(data);
+  for (auto& other : others) other.join();
+}
+
+/// One that runs other work already: the caller alone.
+void start_nobody(void (*work)(void*), void* data, unsigned /*num_threads*/, unsigned /*flags*/) {
+  work(data);
+}
+
+class OpenMpScope {
+ public:
+  explicit OpenMpScope(GompParallel start) { set_openmp(start); }
+  ~OpenMpScope() { set_openmp(nullptr); }
+  OpenMpScope(const OpenMpScope&) = delete;
+  OpenMpScope& operator=(const OpenMpScope&) = delete;
+};
 
 TEST(ParallelFor, RunsEveryItemOnce) {
   for (int threads : {1, 2, 3, 8}) {
@@ -114,7 +150,90 @@ TEST(ParallelFor, TheHookInterruptsLongWork) {
   );
 }
 
+#if defined(__x86_64__)
+TEST(ParallelFor, ThreadsTakeSubnormalNumbersAsTheCallerDoes) {
+  constexpr unsigned kFlushToZero = 0x8000, kFlags = 0x3f;
+  constexpr int kThreads = 3;
+  for (GompParallel start : {GompParallel{nullptr}, GompParallel{start_team}}) {
+    const OpenMpScope scope(start);
+    for (unsigned chosen : {kFlushToZero, 0U}) {
+      const unsigned before = _mm_getcsr();
+      _mm_setcsr((before & ~kFlushToZero) | chosen);
+      std::atomic<int> inside{0}, same{0};
+      parallel_for(kThreads, kThreads, [&](int64_t, StopToken&) {
+        same += (_mm_getcsr() & ~kFlags & kFlushToZero) == chosen;
+        for (++inside; inside < kThreads;) std::this_thread::yield();
+      });
+      EXPECT_EQ(_mm_getcsr() & kFlushToZero, chosen);
+      _mm_setcsr(before);
+      EXPECT_EQ(same, kThreads);
+    }
+  }
+}
+#endif
+
+TEST(ThreadStack, SmallStacksAreRefusedByName) {
+  std::string refused;
+  const auto look = [](void* message) -> void* {
+    try {
+      check_stack("some_function");
+    } catch (const std::runtime_error& error) {
+      *static_cast<std::string*>(message) = error.what();
+    }
+    return nullptr;
+  };
+  for (const std::size_t size : {kLeastStack / 2, kWorkerStack}) {
+    pthread_attr_t attributes;
+    pthread_t thread;
+    ASSERT_EQ(pthread_attr_init(&attributes), 0);
+    ASSERT_EQ(pthread_attr_setstacksize(&attributes, size), 0);
+    ASSERT_EQ(pthread_create(&thread, &attributes, look, &refused), 0);
+    ASSERT_EQ(pthread_join(thread, nullptr), 0);
+    pthread_attr_destroy(&attributes);
+    EXPECT_EQ(refused.starts_with("some_function: needs 112 KiB of stack"), size < kLeastStack);
+    refused.clear();
+  }
+}
+
 #if !defined(__SANITIZE_THREAD__)
+/// Forks once in the middle of a call, as a signal handler may.
+pid_t forked_in_hook = -1;
+bool fork_once() {
+  if (forked_in_hook < 0) forked_in_hook = fork();
+  return false;
+}
+
+TEST(ParallelFor, ForkedInTheMiddleOfACallTheChildIsToldAndTheParentGoesOn) {
+  const pid_t parent = getpid();
+  std::atomic<int64_t> sum{0};
+  std::atomic<int> inside{0};
+  const auto item = [&](int64_t number, StopToken& stop) {
+    ++inside;
+    while (inside < 3) std::this_thread::yield();  // helpers have begun items
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+    while (std::chrono::steady_clock::now() < end) {
+      if (stop.should_stop()) return;
+    }
+    sum += number;
+  };
+  bool told = false;
+  {
+    const InterruptScope interrupts(&fork_once);
+    try {
+      parallel_for(3, 3, item);
+    } catch (const std::runtime_error&) {
+      told = true;
+    }
+  }
+  // The pool of the child serves other calls.
+  if (getpid() != parent) _exit(told && sum_of_items(100, 4) == 4950 ? 0 : 1);
+  EXPECT_FALSE(told);
+  EXPECT_EQ(sum, 3);
+  int status = 0;
+  ASSERT_EQ(waitpid(forked_in_hook, &status, 0), forked_in_hook);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 TEST(ParallelFor, WorksInAForkedChildAndInItsParent) {
   ASSERT_EQ(sum_of_items(100, 4), 4950);  // the parent's workers exist
   const pid_t child = fork();
@@ -126,33 +245,6 @@ TEST(ParallelFor, WorksInAForkedChildAndInItsParent) {
   EXPECT_EQ(sum_of_items(100, 4), 4950);
 }
 #endif
-
-/// A team of `kTeam` threads, as an OpenMP runtime has one.
-constexpr int kTeam = 3;
-std::atomic<int> teams_started{0};
-void start_team(void (*work)(void*), void* data, unsigned num_threads, unsigned flags) {
-  EXPECT_EQ(num_threads, 0U);
-  EXPECT_EQ(flags, 0U);
-  ++teams_started;
-  std::vector<std::thread> others;
-  others.reserve(kTeam - 1);
-  for (int i = 1; i < kTeam; ++i) others.emplace_back(work, data);
-  work(data);
-  for (auto& other : others) other.join();
-}
-
-/// One that runs other work already: the caller alone.
-void start_nobody(void (*work)(void*), void* data, unsigned /*num_threads*/, unsigned /*flags*/) {
-  work(data);
-}
-
-class OpenMpScope {
- public:
-  explicit OpenMpScope(GompParallel start) { set_openmp(start); }
-  ~OpenMpScope() { set_openmp(nullptr); }
-  OpenMpScope(const OpenMpScope&) = delete;
-  OpenMpScope& operator=(const OpenMpScope&) = delete;
-};
 
 TEST(OpenMp, RunsEveryItemOnceOnItsTeam) {
   for (GompParallel start : {start_team, start_nobody}) {
@@ -247,6 +339,34 @@ TEST(NumThreads, OfAThreadComeBeforeThoseOfTheProcess) {
   EXPECT_THROW(exchange_thread_default(-1), std::invalid_argument);
   EXPECT_EQ(exchange_thread_default(0), process + 5);
   EXPECT_EQ(default_num_threads(), process);
+}
+
+TEST(ThreadScratch, IsFreedBehindACallWhereItIsFarAboveTheUsual) {
+  const auto usual = [] { return thread_scratch(std::size_t{1} << 20); };
+  const auto resident = [] {
+    int64_t pages = 0, of_those = 0;
+    std::ifstream("/proc/self/statm") >> pages >> of_those;
+    return of_those * sysconf(_SC_PAGESIZE);
+  };
+  usual();
+  const int64_t before = resident();
+  constexpr std::size_t kHuge = std::size_t{256} << 20;
+  parallel_for(1, 1, [&](int64_t, StopToken&) {
+    std::fill_n(static_cast<char*>(thread_scratch(kHuge)), kHuge, 'h');
+    // The end of an inner call frees nothing that an outer item holds.
+    parallel_for(1, 1, [](int64_t, StopToken&) {});
+    EXPECT_EQ(*static_cast<char*>(thread_scratch(1)), 'h');
+  });
+  EXPECT_LT(resident() - before, int64_t{64} << 20);
+  const void* kept = usual();
+  parallel_for(1, 1, [&](int64_t, StopToken&) { EXPECT_EQ(usual(), kept); });
+  EXPECT_EQ(usual(), kept);
+  try {
+    thread_scratch(std::size_t{1} << 60);
+    FAIL();
+  } catch (const std::bad_alloc& error) {
+    EXPECT_STREQ(error.what(), "no memory for 1152921504606846976 bytes of a thread's scratch");
+  }
 }
 
 TEST(ThreadScratch, IsAlignedAndGrows) {

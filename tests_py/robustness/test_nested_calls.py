@@ -8,6 +8,7 @@ library again.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 
 import pytest
@@ -137,3 +138,45 @@ def test_an_error_in_a_signal_handler_ends_the_call(timer):
         call_until_it_fails()
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert torch.equal(outer.function(), outer.expected)
+
+
+SMALL_STACKS = """
+import signal, threading
+import numpy as np, cpattn
+
+cache = np.zeros((64, 64, 2, 64), np.float32)
+
+def attend(rows):
+    q = np.zeros((rows, 8, 64), np.float32)
+    options = dict(q_lens=[rows], kv_lens=[4096], block_tables=[list(range(64))], causal=False)
+    return cpattn.paged_attention(q, cache, cache, num_threads=1, **options)
+
+def refused(rows):
+    try:
+        attend(rows)
+    except RuntimeError as error:
+        print(error, flush=True)
+
+def nest(*_):
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    attend(rows)
+
+threading.stack_size(64 << 10)
+for rows in (1, 32):  # one reads keys in place, and needs little
+    thread = threading.Thread(target=refused, args=[rows])
+    thread.start()
+    thread.join()
+rows = 1 << 13
+signal.signal(signal.SIGALRM, nest)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+refused(rows)
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert not attend(32).any()
+"""
+
+
+def test_small_stacks_and_calls_nested_too_deep_are_refused(children):
+    limited = ["sh", "-c", 'ulimit -s 1024; exec "$@"', "sh", sys.executable, "-c", SMALL_STACKS]
+    out, err = children.start(limited).communicate(timeout=200)
+    rule = "paged_attention: needs 112 KiB of stack, and this thread has "
+    assert [line[: len(rule)] for line in out.splitlines()] == [rule] * 2, out + err

@@ -5,6 +5,7 @@
 
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
+#include "cpattn/base/thread_stack.h"
 #include "cpattn/base/trace.h"
 #include "ops/attention/kernel_hooks.h"
 #include "ops/base/kernel_table.h"
@@ -108,6 +109,7 @@ void attend_selected(const SelectedAttention& attention, SelectKeys select, int 
   const TensorView& q = attention.q;
   const int64_t num_tokens = q.shape[0] * q.shape[1], num_heads = q.shape[2];
   if (num_tokens == 0 || num_heads == 0) return;
+  check_stack(attention.function);
   const int64_t rope_dim = attention.q_rope ? attention.q_rope->shape[3] : 0;
   const auto& kernel = active_kernels().attention[element_type(attention.function, "q", q.dtype)];
   const int64_t item_heads = heads_per_item(num_tokens, num_heads, num_threads);
