@@ -61,7 +61,7 @@ def test_lists_that_are_refused():
                 pack_int_lists([[], [value]], fmt)
     with pytest.raises(ValueError, match="unpack_int_lists: list 0 must hold integers of 8 bytes"):
         unpack_int_lists(pack_int_lists([[1]], "I"), "Q")
-    with pytest.raises(ValueError, match="must end at byte 8 .* got 8 bytes in a frame of 1"):
+    with pytest.raises(ValueError, match=r"must end at byte 8 .* got 8 bytes in a frame of 1"):
         unpack_int_lists(b"\1", "I")
     with pytest.raises(ValueError, match="of 4294967295 lists"):  # allocates nothing
         unpack_int_lists(b"\xff" * 16, "I")
