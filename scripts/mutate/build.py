@@ -22,6 +22,7 @@ from mutate.instrument import SWITCH, instrumented
 from mutate.operators import Mutant, mutants
 
 HERE = Path(__file__).parent
+_INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _ERROR = re.compile(r"^(?P<file>[^:\n]+):(?P<line>\d+):(?P<column>\d+): (?:fatal )?error: ", re.M)
 # Assertions of the library see indices that the builds with sanitizers would.
 _FLAGS = (
@@ -79,7 +80,7 @@ def build(root: Path, release: Path, folder: Path, sources: list[Path], jobs: in
     if count > CAPACITY:
         raise BuildError(f"at most {CAPACITY - 1} mutants fit, there are {count - 1}")
     cpp = [entry for entry in numbered if entry[0].suffix == ".cc" and entry[1]]
-    commands = _compile_commands(release) if cpp else {}
+    commands = _compile_commands(root, release) if cpp else {}
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(lambda entry: compiled(commands, folder / "objects", *entry), cpp))
     alive: dict[int, Mutant] = {}
@@ -109,9 +110,15 @@ def _run(command: list[str], cwd: Path) -> None:
         raise BuildError(f"{shlex.join(command)}\n{done.stderr}")
 
 
-def _compile_commands(release: Path) -> dict[Path, dict[str, str]]:
-    entries = json.loads((release / "compile_commands.json").read_text())
-    return {Path(entry["file"]).resolve(): entry for entry in entries}
+def _compile_commands(root: Path, release: Path) -> dict[Path, dict[str, str]]:
+    """The command of each source: its own, or that of the unit which includes it."""
+    commands = {}
+    for entry in json.loads((release / "compile_commands.json").read_text()):
+        path = Path(entry["file"])
+        parts = _INCLUDED.findall(path.read_text()) if path.parent.name == "Unity" else []
+        for source in [root / part for part in parts] or [path]:
+            commands[source.resolve()] = entry
+    return commands
 
 
 def compiled(
@@ -166,7 +173,8 @@ def _blamed(text: str, name: str, errors: str) -> Iterator[int]:
 
 
 def _link(release: Path, target: str, objects: list[str], output: Path) -> None:
-    """As the release build does, with our objects before the library that has the others."""
+    """As the release build does, with our objects before the library that has the others. A unit of
+    it may have a second definition of what ours define: the first counts."""
     said = subprocess.run(
         ["ninja", "-t", "commands", target],
         cwd=release,
@@ -176,7 +184,7 @@ def _link(release: Path, target: str, objects: list[str], output: Path) -> None:
     ).stdout.splitlines()[-1]
     command = shlex.split(said.partition("&&")[2].rpartition("&&")[0])
     library = next(i for i, part in enumerate(command) if part.endswith("libcpattn_core.a"))
-    command[library:library] = objects
+    command[library:library] = [*objects, "-Wl,--allow-multiple-definition"]
     command[command.index("-o") + 1] = str(output)
     output.unlink(missing_ok=True)  # it may be a link into the release build
     _run(command, release)
