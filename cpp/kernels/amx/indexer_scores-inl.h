@@ -22,6 +22,7 @@ constexpr int kBlockScores = kHeadBlock * kKeyBlock;
 struct Bfloat16Product {
   template <int kSum, int kLeft, int kRight>
   static void multiply() {
+    static_assert(kTilesHaveRoles<kSum, kLeft, kRight>);
     multiply_tiles<kSum, kLeft, kRight>();
   }
   static Vector relu(const float* p) {
@@ -32,6 +33,7 @@ struct Bfloat16Product {
 struct Int8Product {
   template <int kSum, int kLeft, int kRight>
   static void multiply() {
+    static_assert(kTilesHaveRoles<kSum, kLeft, kRight>);
     multiply_int8_tiles<kSum, kLeft, kRight>();
   }
   static Vector relu(const float* p) {

@@ -35,10 +35,21 @@ constexpr int kMaxPackedKeys = 1024;
 /// the left-hand one.
 enum class KeySide { kRight, kLeft };
 
+/// The roles of tiles. Sums are in tiles 0 to 3, and stay there from one product to the next.
+/// Operands are in tiles 4 to 7, and stay there until the next packing call at most, which
+/// multiplies into one of them: loops load theirs again behind it.
+constexpr int kFirstOperandTile = 4;
+template <int kSum, int kLeft, int kRight>
+constexpr bool kTilesHaveRoles =
+    kSum < kFirstOperandTile && kLeft >= kFirstOperandTile && kRight >= kFirstOperandTile;
+
 /// The tile unit falls asleep when it has no product for 300 ns and is slow to
-/// wake. Vector work of its own calls this every few hundred cycles; operand
-/// tiles are free for it, as every product loads its own.
-inline void keep_tiles_awake() { multiply_tiles<5, 4, 6>(); }
+/// wake. Vector work of its own calls this every few hundred cycles. It overwrites an operand.
+inline void keep_tiles_awake() {
+  constexpr int kOverwritten = 5;
+  static_assert(kOverwritten >= kFirstOperandTile, "sums survive packing");
+  multiply_tiles<kOverwritten, 4, 6>();
+}
 
 /// The largest magnitude among 16-bit elements, as bits: floats compare like these.
 class Magnitude {

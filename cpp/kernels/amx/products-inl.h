@@ -47,6 +47,7 @@ class PendingSums {
 
 template <int kSum, int kLeft, int kRight, bool kFirst>
 [[gnu::always_inline]] inline void accumulate(PendingSums& pending) {
+  static_assert(kTilesHaveRoles<kSum, kLeft, kRight>);
   if constexpr (kFirst) pending.begin<kSum>();
   multiply_tiles<kSum, kLeft, kRight>();
 }
