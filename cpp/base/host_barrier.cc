@@ -318,7 +318,7 @@ void HostBarrier::refuse_lost(const std::string& call, uint64_t count) {
         !has_arrived(rank, count) && peers_[rank]->has_ended() && !has_arrived(rank, count)
     ) {
       add(ended, end_reason, names_[rank], rank,
-          " has ended");  // and to arrive was not its last deed
+          " has ended");  // without arriving
     } else if (has_left) {
       add(left, leave_reason, names_[rank], rank, " has left by an error");
     }

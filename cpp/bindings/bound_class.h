@@ -14,10 +14,12 @@
 
 namespace cpattn::bindings {
 
-/// Closes what pybind11 leaves open in the classes of a module. TypeError are then:
-/// cls.__new__(cls) where there is no constructor; each use of the object that it returns where
-/// there is one, for which functions would else be given uninitialised memory; and pickle and copy
-/// of objects without a __reduce__ of their own, which protocols 0 and 1 do not survive.
+/// Closes what pybind11 leaves open in the classes of a module. These become a TypeError:
+///
+/// - cls.__new__(cls) of a class without a constructor;
+/// - uses of what cls.__new__(cls) returns for other classes: functions would be given
+///   uninitialised memory;
+/// - pickle and copy of objects without a __reduce__ of their own: protocols 0 and 1 crash.
 void close_classes(const pybind11::module_& module);
 
 /// For a class of values that nothing can change: a copy of one is the object itself.

@@ -24,7 +24,7 @@ namespace cpattn::bindings {
 /// what does not fit; both begin with the names of function and argument, and their texts are made
 /// on failure only.
 ///
-/// The name must be a constant: profiles keep the pointer for as long as the process runs.
+/// The name must be a constant: the functions of the core keep the pointer.
 class Arguments {
  public:
   explicit consteval Arguments(const char* function) : function_(function) {}

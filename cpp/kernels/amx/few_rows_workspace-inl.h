@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMaxFewRows = kGroupRows;
 
-/// Buffers of one tile of work. What is said to be of a head is there for each.
+/// Buffers of one tile of work. Those marked "of a head" exist once per KV head.
 template <class T>
 struct FewRowsWorkspace {
   TileBuffers<T> tiles;     // keys of two chunks, values of a block

@@ -124,7 +124,7 @@ class TileRows {
   /// they must not meet the rows that do not see them: zeros stand in for them.
   int num_special() const { return num_special_; }
   int special_key(int i) const { return special_keys_[i]; }
-  /// Packs values once more.
+  /// Empties the list, before values are packed again.
   void forget_special() { num_special_ = 0; }
   /// Valid until the next call.
   const T* special_value(int i) const {

@@ -87,8 +87,8 @@ inline void keep_maxima(int rows, const float* scores, float* maxima) {
   }
 }
 
-/// All of it, for the scores of a step. `factors` are those of its keys, or null; `nan` says that
-/// a score may be NaN and would be hidden.
+/// Applies factors, NaN, softcap, mask and maxima to the scores of a step, in this order. `factors`
+/// are those of its keys, or null; `nan` says that a score may be NaN and would be hidden.
 template <class T>
 void prepare_scores(
     const AttentionTile& tile,

@@ -21,8 +21,7 @@ struct PagedRows {
 /// Element types of Q, K, V and out, as indices into the tables below.
 enum ElementType { kFloat32, kFloat16, kBfloat16, kNumElementTypes };
 
-/// What bytes are that K and V may be stored as, each of which stands for a number that every
-/// element type has.
+/// The 8-bit formats of K and V. Every element type holds their numbers exactly.
 enum CodeType { kFloat8E4M3, kFloat8E5M2, kInt8, kNumCodeTypes };
 
 /// One number for every row of a paged tensor and KV head; strides count numbers.
@@ -80,9 +79,9 @@ struct AttentionTile {
   int32_t nope_dim;    // of q and k, beside rope_dim; a multiple of 16
   int32_t rope_dim;    // 0 or a multiple of 16
   int32_t v_head_dim;  // a multiple of 16
-  /// Zeros, or what q, K, V and out have of the dimensions above, which are these, filled up: of
-  /// what is behind nothing is read or written, and it counts as zeros. With expand keys have all
-  /// dimensions.
+  /// Zeros if memory has all dimensions. Otherwise how many of them it has: the sizes above are
+  /// these, rounded up to 16. What is missing counts as zeros and is neither read nor written. With
+  /// expand keys have all dimensions.
   StoredDims stored{};
   int32_t num_tokens, group;
   int32_t num_kv_heads = 1;

@@ -8,8 +8,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// What the kernels of a type have in common. Where K and V are packed, Loop does it; the order
-/// of CodeType is that of the lists.
+/// The kernels of a type that packs K and V in all cases. Loop is the packing loop. Lists are
+/// indexed by CodeType.
 template <class T, class Loop>
 constexpr AttentionKernel packing_kernel(int64_t (*peak)(int64_t)) {
   return {

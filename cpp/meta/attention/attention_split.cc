@@ -14,7 +14,8 @@ constexpr int32_t kWideHead = 256;
 /// Neighbouring KV heads are read together until a token has this many elements: in the order
 /// NHD they are 2 KB in a row, enough for memory to stream.
 constexpr int64_t kRunElements = 1024;
-/// A batch should have so many of these runs: the heads of few keys are read apart by more threads.
+/// Runs that a batch should have. With fewer, each takes fewer heads, so that more threads have
+/// work.
 constexpr int64_t kWantedRuns = 16;
 /// The same where segments are not divided, so that all their parallelism is in these runs.
 constexpr int64_t kWantedWholeRuns = 64;

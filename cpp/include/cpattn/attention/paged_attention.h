@@ -40,8 +40,8 @@ PagedCache paged_cache(
     std::optional<int64_t> page_size
 );
 
-/// What the numbers of a cache are multiplied with: those that codes of 8 bits stand for make
-/// values only so. At most one of `heads` and `tokens`, which `tensor` comes on top of.
+/// The factors of a cache: a value is the number in the cache, which may be that of a code, times
+/// its factors. At most one of `heads` and `tokens` is given, beside `tensor`.
 struct KVScale {
   double tensor = 1;                // for all of the cache; positive
   std::optional<TensorView> heads;  // float32 [num_kv_heads], positive

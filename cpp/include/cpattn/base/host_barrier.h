@@ -18,7 +18,7 @@ namespace cpattn {
 /// Every rank has a page of shared memory that all map: how often it has arrived, and a few
 /// integers that it shows the others when it does. A rank writes its own page alone, so one that
 /// is killed leaves nothing half done. Whoever finds others missing looks for them for spin_us(),
-/// then sleeps on a futex, and wakes a few times a second to look for ranks that have died.
+/// then sleeps on a futex, and wakes fifty times a second to look for ranks that have died.
 ///
 /// A rank that leaves a meeting by an error has left for good: its barrier throws from then on, and
 /// the others are told, at that meeting where they are still on their way to it. For one thread at
@@ -33,8 +33,7 @@ class HostBarrier {
 
   /// Why a meeting was in vain.
   struct Loss {
-    std::vector<int>
-        ranks;  // of the group, one of another host among them where a rank left for it
+    std::vector<int> ranks;  // of the group, also of other hosts
     std::string reason;
     bool timed_out = false;  // they may only have waited for somebody else
   };

@@ -23,7 +23,7 @@ std::vector<Isa> compiled_isas();
 /// rate on AMD and at half of it on Intel, where avx512 therefore comes after avx512bf16.
 /// amx comes last for the rates of a prototype of its kernels, measured on Emerald
 /// Rapids: 40 % of 2350 GFLOP/s a core, where float32 has 176 at most. The
-/// kernels themselves are proved bit for bit by the twin, but have not been timed.
+/// kernels themselves are proved bit for bit by the twin.
 const std::vector<Isa>& supported_isas();
 
 /// The instruction set in use: the last of supported_isas(), unless the

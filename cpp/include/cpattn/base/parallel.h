@@ -104,14 +104,17 @@ class ItemFunction {
 /// order by one shared counter, on the calling thread and at most
 /// num_threads - 1 threads of a pool that all calls share, or of OpenMP. With
 /// num_threads 1 neither is touched. Calls from several threads share the workers; a
-/// call that finds none free does all the work itself. Safe after fork(): the
-/// child starts a pool of its own. The first exception of an item is rethrown
-/// here after the others have ended.
+/// call that finds none free does all the work itself. All threads have the
+/// control bits of the caller's floating-point unit. Safe after fork(): the
+/// child starts a pool of its own, and calls that it was in the middle of throw
+/// std::runtime_error if threads of the pool were at their items. The first
+/// exception of an item is rethrown here after the others have ended.
 void parallel_for(int64_t num_items, int num_threads, ItemFunction function);
 
-/// Returns a 64-byte aligned buffer of this thread, at least `bytes` large, which is kept for the
-/// next call. Its contents are undefined. Only the next thread_scratch() of this thread invalidates
-/// it; those of calls that are nested in should_stop() do not. Throws std::bad_alloc.
+/// Returns a 64-byte aligned buffer of this thread, at least `bytes` large. Its contents are
+/// undefined. The next thread_scratch() of this thread invalidates it, and so does the end of the
+/// outermost parallel_for, which keeps up to 16 MiB for the next; calls that are nested in
+/// should_stop() do not. Throws a std::bad_alloc that says how much was asked for.
 void* thread_scratch(std::size_t bytes);
 
 }  // namespace cpattn

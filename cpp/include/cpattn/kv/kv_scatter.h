@@ -24,9 +24,9 @@ struct KVRows {
   std::optional<TensorView> scales;
   int64_t num_heads = 1;
   /// Where the scales of each token and head are kept, float32, float16 or bfloat16, with
-  /// row_elements = num_heads and slots as `buffer` has them. Rows of another dtype get theirs from
-  /// their numbers, and are given neither of the two above; of the buffer's own dtype they come
-  /// with them: `scales`, of the dtype of scale_buffer, num_heads for each row in any shape.
+  /// row_elements = num_heads and slots as `buffer` has them. If rows are converted, their scales
+  /// are computed, and neither of the two above may be given. Rows of the buffer's own dtype bring
+  /// theirs: `scales`, of the dtype of scale_buffer, num_heads for each row in any shape.
   const KVBuffer* scale_buffer = nullptr;
 };
 
