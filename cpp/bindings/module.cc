@@ -7,6 +7,7 @@ namespace py = pybind11;
 
 // PyInit__core below looks at the interpreter first: in a sub-interpreter pybind11 would wait for
 // ever for the GIL of the main one.
+// NOLINTNEXTLINE(bugprone-reserved-identifier): the name is what Python looks for.
 #define PyInit__core cpattn_init_core
 
 // The module does not declare py::mod_gil_not_used(): an interpreter built without the GIL turns it
@@ -61,6 +62,7 @@ PYBIND11_MODULE(_core, m) {
 }
 
 #undef PyInit__core
+// NOLINTNEXTLINE(bugprone-reserved-identifier)
 extern "C" PYBIND11_EXPORT PyObject* PyInit__core() {
   if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
     PyErr_SetString(
