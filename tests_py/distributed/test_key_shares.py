@@ -14,6 +14,7 @@ from cpattn.distributed.layers.ring import ring_schedule
 from cpattn.distributed.plans.heads import head_shares
 from cpattn.distributed.plans.key_shares import KeyShares
 from cpattn.distributed.plans.sequence_calls import RowMask, Rows, Visibility, sequence_calls
+from cpattn.kv import PageInterleave
 from support.distributed.planning import first_of
 from support.distributed.sharded_worker import PLACEMENTS
 
@@ -31,7 +32,46 @@ class Unnamed:
         return slots // self.shard_size
 
 
-PLACEMENTS_AND_OTHERS = PLACEMENTS | {"of others": lambda size, page: Unnamed(size)}
+class Misnamed(Unnamed):
+    """Deals out single tokens, and has other objects' attributes and always the same name."""
+
+    page_size = interleave = 4
+
+    def __repr__(self) -> str:
+        return "Misnamed()"
+
+
+class Shifted(Unnamed):
+    """Deals out pairs, as lists, to rows that do not begin at multiples of a pair."""
+
+    def owner_of(self, slots):
+        return (slots // 2 % self.shard_size).tolist()
+
+    def local_index(self, slots):
+        return (slots // 2 // self.shard_size * 2 + slots % 2 + 1).tolist()
+
+
+class Derived(PageInterleave):
+    """Deals out single tokens, though its base deals out pages."""
+
+    owner_of, local_index = Unnamed.owner_of, Unnamed.local_index
+
+
+class Pages(Unnamed):
+    """Deals out pages, which it does not say."""
+
+    def __init__(self, size: int, page: int) -> None:
+        pages = PageInterleave(shard_size=size, page_size=page)
+        self.shard_size, self.owner_of, self.local_index = size, pages.owner_of, pages.local_index
+
+
+PLACEMENTS_AND_OTHERS = PLACEMENTS | {
+    "of others": lambda size, page: Unnamed(size),
+    "misnamed": lambda size, page: Misnamed(size),
+    "shifted": lambda size, page: Shifted(size),
+    "derived": lambda size, page: Derived(shard_size=size, page_size=page),
+    "pages of others": Pages,
+}
 
 
 @st.composite
@@ -215,16 +255,48 @@ def test_in_a_ring_every_rank_has_every_share_from_its_neighbour(size):
         assert schedule[1:] == schedules[rank - 1][:-1]
 
 
-def test_placements_without_a_name_are_compared_by_where_they_put_a_batch():
-    """Of each rank there is an object of its own, which is printed by its address."""
+def test_placements_of_others_are_compared_by_where_they_put_a_batch():
+    """Each rank has an object of its own, whose name may be its address, or be that of another."""
 
     def terms_of(placement):
         cp = first_of(2, 4, placement=placement)
         step = cp.plan_decode([9], block_tables=[[1, 0, 2]])
         return cp.plan([9], block_tables=[[1, 0, 2]]).terms, step.terms
 
-    assert terms_of(Unnamed(2)) == terms_of(Unnamed(2))
-    pages = PLACEMENTS["pages"](2, 4)
-    for ours, others in zip(terms_of(Unnamed(2)), terms_of(pages), strict=True):
-        assert ours[:-1] == others[:-1]
-        assert ours[-1] != others[-1]
+    assert terms_of(Unnamed(2)) == terms_of(Unnamed(2)) == terms_of(Misnamed(2))
+    swapped = Misnamed(2)
+    swapped.owner_of = lambda slots: 1 - slots % 2
+    for other in (PLACEMENTS["pages"](2, 4), swapped):
+        for ours, others in zip(terms_of(Misnamed(2)), terms_of(other), strict=True):
+            assert ours[:-1] == others[:-1]
+            assert ours[-1] != others[-1]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "message"),
+    [
+        ({"owner_of": lambda slots: slots % 3}, ValueError, "must return ranks from 0 to 1"),
+        ({"owner_of": lambda slots: slots - 9}, ValueError, "must return ranks from 0 to 1"),
+        (
+            {"local_index": lambda slots: slots - 99},
+            ValueError,
+            "rows from 0 on, got -",
+        ),
+        (
+            {"local_index": lambda slots: slots / 2},
+            TypeError,
+            "integer for each slot.* float64",
+        ),
+        (
+            {"owner_of": lambda slots: 0},
+            TypeError,
+            "owner_of must return an integer for",
+        ),
+    ],
+)
+def test_answers_of_placements_are_checked(answers, error, message):
+    placement = Unnamed(2)
+    vars(placement).update(answers)
+    cp = first_of(2, 4, placement=placement)
+    with pytest.raises(error, match=message):
+        cp.plan([9], [9], block_tables=[[1, 0, 2]])

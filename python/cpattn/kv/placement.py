@@ -26,6 +26,8 @@ class Placement(Protocol):
     local index; rank and local index tell the index again. Nothing has to be stored or exchanged
     for it. -1 stands for no index: no rank has it, and its rank and local index are -1.
     `PageInterleave` and `TokenInterleave` are placements; with one rank both change nothing.
+    `ContextParallel` takes any object with `shard_size`, `owner_of` and `local_index`, and reads
+    nothing else of it.
     """
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..._arguments import has
-from ...kv import Placement
+from ...kv import PageInterleave, Placement
 from ..plans.mesh import Mesh
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange, digest, term
@@ -120,8 +120,8 @@ def check_placement(
             f"ContextParallel: placement must be over the {cp_size} ranks of the group, got "
             f"shard_size {placement.shard_size}"
         )
-    if getattr(placement, "page_size", page_size) != page_size:
+    if isinstance(placement, PageInterleave) and placement.page_size != page_size:
         raise ValueError(
             f"ContextParallel: placement must have the page_size {page_size}, got "
-            f"{placement.page_size}"  # type: ignore[attr-defined]
+            f"{placement.page_size}"
         )

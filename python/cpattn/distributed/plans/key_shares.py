@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from copy import copy
 from functools import cache
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...kv import Placement
+from .placed import located, run_len
 
 Array = NDArray[np.int64]
 
@@ -45,9 +45,8 @@ class KeyShares:
     def __init__(
         self, placement: Placement, block_tables: NDArray[np.int32], kv_lens: Array, page_size: int
     ) -> None:
-        # A placement that says neither may have a rank of its own for each token.
-        dealt = getattr(placement, "interleave", getattr(placement, "page_size", 1))
-        self.run = gcd(page_size, int(dealt))
+        used = block_tables[np.arange(block_tables.shape[1]) < -(-kv_lens[:, None] // page_size)]
+        self.run = run_len(placement, used.astype(np.int64), page_size)
         self._page_size = page_size
         self.kv_lens = kv_lens
         num_runs = -(-kv_lens // self.run)
@@ -56,8 +55,7 @@ class KeyShares:
         self.begin = (np.arange(self.indptr[-1]) - self.indptr[self.request]) * self.run
         pages = block_tables[self.request, self.begin // page_size].astype(np.int64)
         slots = pages * page_size + self.begin % page_size
-        self.owner = np.asarray(placement.owner_of(slots), dtype=np.int64)
-        self.row = np.asarray(placement.local_index(slots), dtype=np.int64)
+        self.owner, self.row = located(placement, slots)
         self._remember()
 
     def _remember(self) -> None:
@@ -103,12 +101,6 @@ class KeyShares:
         """In pages as large as the runs allow, or several of these where they lie in a row."""
         runs = np.flatnonzero(self.owner == rank)
         rows = self.row[runs]
-        if (rows % self.run).any():
-            run = int(np.flatnonzero(rows % self.run)[0])
-            raise ValueError(
-                f"ContextParallel: placement must put runs of {self.run} tokens at multiples of "
-                f"{self.run}, got row {rows[run]}"
-            )
         before = self._runs_before(rank)[self.indptr]
         index = np.arange(len(runs)) - before[self.request[runs]]  # within its request
         joined = 1

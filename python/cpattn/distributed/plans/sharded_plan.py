@@ -14,6 +14,7 @@ from ..transport.exchange import PLAN_TERMS, digest
 from .key_shares import Array, KeyShares
 from .masks import packed_mask
 from .mesh import Mesh
+from .placed import has_telling_name, located
 from .plan import ContextParallelPlan, index_array, refuse_shared_slots, table_slots, used_pages
 from .sequence_calls import RowMask, Rows, SequenceCall, Visibility, sequence_calls
 
@@ -283,8 +284,7 @@ def _batch(
     position = np.arange(len(request)) + (first_positions - begin)[request]
     written = slots >= 0
     owner, local = np.full((2, len(slots)), -1, dtype=np.int64)
-    owner[written] = placement.owner_of(slots[written])
-    local[written] = placement.local_index(slots[written])
+    owner[written], local[written] = located(placement, slots[written])
     row_mask = None
     if mask is not None:
         row_bits = first_positions + q_lens  # with padding tokens, which have bits, too
@@ -300,8 +300,8 @@ def _batch(
 
 
 def _placement_digest(placement: Placement, batch: ShardedBatch) -> int:
-    """Of its sizes, or, where it does not name them, of where the batch is."""
-    if type(placement).__repr__ is not object.__repr__:
+    """Digest the sizes of a placement of cpattn, of another object where it puts the batch."""
+    if has_telling_name(placement):
         return digest(repr(placement).encode())
     shares = batch.shares
     return digest(shares.owner, shares.row, batch.owner, batch.local_slots)
