@@ -179,24 +179,28 @@ def test_overlap_is_never_longer_and_never_hides_attention(
 
 
 @pytest.mark.parametrize("overlap", ["none", "full", "ahead"])
-@pytest.mark.parametrize("placement", ["replicated", "page_interleave"])
-def test_auto_takes_least(placement, overlap):
+@pytest.mark.parametrize(
+    ("placement", "taken"),
+    [("replicated", "gather"), ("page_interleave", "pass_q/all_to_all")],
+)
+def test_auto_is_what_context_parallel_takes_for_each_batch(placement, taken, overlap):
     rates, layer = Rates(gflops=5000, gather_gbps=2), AttentionLayer()
     options = {"cp_size": 8, "placement": placement, "overlap": overlap}
-    for new, cached in ((32768, 0), (64, 131072), (1, 100)):
-        batches = [([new], [new + cached]), ([9], [99])]
-        chosen = predict(batches, layer, rates, exchange="auto", **options)
-        seconds = {}
-        for exchange in ("gather", "ring", "pass_q", "all_to_all"):
-            if (placement, exchange) != ("replicated", "pass_q"):
-                found = predict(batches, layer, rates, exchange=exchange, **options)
-                seconds[exchange] = found.layer_seconds
-                assert not found.reason
-        assert chosen.alternatives == seconds
-        assert chosen.exchange == min(seconds, key=seconds.get)
-        assert chosen.layer_seconds == min(seconds.values())
-        assert chosen.reason.startswith(f"{chosen.exchange} takes ")
-        assert sorted(seconds, key=seconds.get)[1] in chosen.reason
+    batches = [([new], [new + cached]) for new, cached in ((32768, 0), (64, 131072), (1, 100))]
+    chosen = predict(batches, layer, rates, exchange="auto", **options)
+    single = [predict([batch], layer, rates, exchange="auto", **options) for batch in batches]
+    assert chosen.layer_seconds == pytest.approx(sum(part.layer_seconds for part in single))
+    assert {part.exchange for part in single} == set(chosen.exchange.split("/"))
+    assert chosen.exchange == taken
+    for exchange, seconds in chosen.alternatives.items():
+        found = predict(batches, layer, rates, exchange=exchange, **options)
+        assert (found.layer_seconds, found.reason) == (seconds, "")
+    for part in single:
+        assert part.layer_seconds == part.alternatives[part.exchange]
+        faster = min(part.alternatives, key=part.alternatives.get)
+        if faster != part.exchange:
+            start = f"{part.exchange} by the fewest bytes, though {faster} takes "
+            assert part.reason.startswith(start)
 
 
 def test_what_auto_says_is_what_saves():

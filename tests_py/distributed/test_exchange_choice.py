@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cpattn.cost_model import AttentionLayer, Rates, exchange_work, predict, predict_decode
 from cpattn.distributed import DecodePlan, ShardedPlan
+from cpattn.distributed.layers.choice import choose_state_exchange
 from cpattn.distributed.layers.rounds import head_rounds, side_by_side
+from cpattn.distributed.plans.heads import LayerSizes
 from cpattn.distributed.sparse.choice import SparseSizes, choose_sparse
 from cpattn.distributed.sparse.inputs import SparseInputs
 from support.distributed.planning import first_of, one_rank, plan_of
@@ -90,6 +98,58 @@ def test_auto_is_the_exchange_of_the_fewest_bytes(extend, prefix, layer, expecte
     eligible = {name for name in choice.received_bytes if name in choice.reason} - {"pass_q"}
     assert f"at most {choice.received_bytes[expected]} bytes" in choice.reason
     assert all(choice.received_bytes[expected] <= choice.received_bytes[e] for e in eligible)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 300)), min_size=1, max_size=3),
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (3, 2)]),
+    st.sampled_from([(8, 2), (4, 4), (6, 3), (5, 1)]),
+)
+def test_plans_and_predictions_count_and_choose_alike(lens, mesh, heads):
+    """Pages are allocated as the cost model has them: each sequence where the fewest pages are."""
+    extends = [new for new, _ in lens]
+    seq_lens = [sum(pair) for pair in lens]
+    if not sum(extends):
+        return
+    size, page, used, tables = mesh[0] * mesh[1], 16, [0] * (mesh[0] * mesh[1]), []
+    for length in seq_lens:
+        base, table = used.index(min(used)), []
+        for i in range(-(-length // page)):
+            rank = (base + i) % size
+            table.append(used[rank] * size + rank)
+            used[rank] += 1
+        tables.append(table)
+    tables = [table + [-1] * (max(map(len, tables)) - len(table)) for table in tables]
+    rows = np.arange(size).reshape(mesh)
+    cp = first_of(size, page, mesh=tuple(map(tuple, rows.tolist())))
+    plan = cp.plan(extends, seq_lens, block_tables=tables)
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 32}
+    choice = cp.choose_exchange(plan, **sizes, writes=True)
+    layer = AttentionLayer(**sizes, page_size=page)
+    ways = {"cp_size": size, "placement": "page_interleave", "mesh": mesh}
+    for exchange, received in choice.received_bytes.items():
+        work = exchange_work(
+            extends, seq_lens, layer=layer, exchange=exchange, state_dtype="bfloat16", **ways
+        )
+        assert work.received_bytes.max() == received, exchange
+    rates = Rates(gflops=100)
+    auto = predict([(extends, seq_lens)], layer, rates, exchange="auto", **ways)
+    assert auto.exchange == choice.exchange
+
+
+@given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 40), st.sampled_from(["all", "own"]))
+def test_steps_and_predictions_choose_alike(num_tokens, size, num_heads, out_heads):
+    plan = SimpleNamespace(num_tokens=num_tokens, placement=SimpleNamespace(shard_size=size))
+    choice = choose_state_exchange(plan, LayerSizes(num_heads, 1, 64, 64, 2, 2), out_heads)
+    layer = AttentionLayer(num_heads=num_heads, num_kv_heads=1, head_dim=64)
+    ways = {"cp_size": size, "state_dtype": "bfloat16", "out_heads": out_heads}
+    steps = {
+        name: predict_decode([9] * num_tokens, layer, Rates(gflops=100), exchange=name, **ways)
+        for name in ("auto", "gather", "all_to_all")
+    }
+    assert steps["auto"].exchange == choice.exchange
+    for name, received in choice.received_bytes.items():
+        assert steps[name].received_bytes.max() == received
 
 
 def test_bytes_of_an_exchange_are_those_of_its_rows():

@@ -52,7 +52,7 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @of_model(
     "--exchange",
     "gather; --decode: all_to_all",
-    "What ranks send; auto: what takes least.",
+    "What ranks send; auto: the fewest bytes.",
     _PLANNED_EXCHANGE,
 )
 @click.option("--mesh", type=MeshShape(), help="Ranks, for usp: heads in rows, a ring of these.")
@@ -113,10 +113,10 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
     another, unless told otherwise. With --placement page_interleave or token_interleave each
     pool keeps every N-th page or token, and cached keys move, too. --exchange ring passes them
     on step by step, pass_q sends queries to the keys and outputs back, all_to_all cuts by
-    heads, usp cuts by heads in rows of a --mesh and passes keys from row to row, auto is the
-    one that takes least. --overlap full hides what it can behind attention, ahead also gathers
-    the cached keys of the next layer meanwhile. Ranks of a host share its memory and its wire,
-    of which --gather-gbps is the rate then. --decode predicts a step over shared pools: outputs
+    heads, usp cuts by heads in rows of a --mesh and passes keys from row to row, auto is what
+    ContextParallel takes: the fewest bytes. --overlap full hides what it can behind attention,
+    ahead also gathers the cached keys of the next layer meanwhile. Ranks of a host share its
+    memory and its wire, of which --gather-gbps is the rate then. --decode predicts a step over shared pools: outputs
     and LSE go to the ranks of their heads, or by --exchange gather to all ranks; with
     --out-heads all every rank has all heads in the end.
 

@@ -9,6 +9,7 @@
 ``work``         what every rank has to compute: integers, exact
 ``placement``    which rank keeps which keys and values: integers, exact
 ``counts``       what all ways to exchange a batch have in common
+``received``     what ranks receive, and which exchange "auto" takes: also for `ContextParallel`
 ``exchange``     what ranks send, receive and store by each of them: integers, exact
 ``usp``          the one of two levels
 ``exchanged``    the value that says so

@@ -11,9 +11,9 @@ import numpy as np
 
 from .._limits import check_integer, check_seq_lens
 from .counts import check_placing
-from .exchanged import LSE_BYTES, split_heads
 from .placement import pages_per_rank, pairs_by_owner, stripes
 from .rates import Rates, Seconds, attention_seconds, merge_seconds
+from .received import LSE_BYTES, cheapest_states, received_state_bytes, shared_heads
 from .timing import crowding
 from .work import ITEM_BYTES, PACKING_ROWS, AttentionLayer, Ints
 
@@ -157,8 +157,8 @@ def predict_decode(
     state_dtype : {"float32", "bfloat16", "float16"}
         Of the outputs that are sent to be merged.
     exchange : {"all_to_all", "gather", "auto"}
-        Whether states go to the ranks of their heads, or all to every rank; "auto" is what takes
-        less.
+        Whether states go to the ranks of their heads, or all to every rank; "auto" is what
+        `ContextParallel.decode` takes, by the bytes that ranks receive.
     out_heads : {"own", "all"}
         Whether a rank is to have its share of the heads, or all.
 
@@ -214,7 +214,11 @@ def predict_decode(
         for name in (_EXCHANGES if exchange == "auto" else (exchange,))
     }  # fmt: skip
     slowest = {name: float(seconds.max()) for name, (_, _, seconds) in ways.items()}
-    taken = min(slowest, key=lambda name: slowest[name])  # of equal ones by heads
+    taken = exchange
+    if exchange == "auto":
+        output = layer.v_dim * ITEM_BYTES[layer.dtype]
+        arriving = received_state_bytes(len(lengths), layer.num_heads, output, cp_size, out_heads)
+        taken, _ = cheapest_states(arriving, out_heads)
     sent, received, seconds = ways[taken]
     keys = pairs.sum(1)
     owned = laid.count_below(lengths) - laid.count_below(lengths - 1)
@@ -275,12 +279,14 @@ def _exchanged(
     """
     state = num_sequences * (layer.v_dim * ITEM_BYTES[state_dtype] + LSE_BYTES)
     if exchange == "gather":
-        rails = split_heads(layer, ranks_per_host)[0]
+        rails = shared_heads(layer.num_heads, layer.num_heads, ranks_per_host)[0]
         heads = np.broadcast_to(rails, (cp_size // ranks_per_host, ranks_per_host))
         rounds = [(_to_all(heads) * state, _of_others(heads) * state)]
         rail_heads = heads
     else:
-        heads = split_heads(layer, cp_size)[0].reshape(-1, ranks_per_host)
+        heads = shared_heads(layer.num_heads, layer.num_heads, cp_size)[0].reshape(
+            -1, ranks_per_host
+        )
         rounds = [(_of_others(heads) * state, _to_all(heads) * state)]
         rail_heads = heads.sum(0)
         if all_heads:

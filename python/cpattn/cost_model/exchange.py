@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 
 from .counts import EXCHANGES, BatchCounts, Mesh, check_mesh, check_placing
-from .exchanged import LSE_BYTES, ExchangeWork, exchanged, split_heads
+from .exchanged import ExchangeWork, bytes_of, exchanged
+from .placement import shards, stripes
+from .received import (
+    LSE_BYTES,
+    Held,
+    by_heads,
+    by_queries,
+    by_rows,
+    cheapest,
+    received_bytes,
+    shared_heads,
+)
 from .usp import by_mesh
 from .work import ITEM_BYTES, AttentionLayer, Ints
 
@@ -142,6 +153,24 @@ def work_of(
     return ways[exchange]()
 
 
+def exchange_taken(counts: BatchCounts, mesh: Mesh | None = None) -> str:
+    """Return what "auto" of `ContextParallel` is for a layer whose new rows it writes, too.
+
+    There a window counts no fewer keys, and every rank counts as a host of its own.
+    """
+    if not counts.sharded:
+        return "gather"
+    layer, lens = bytes_of(counts.layer), counts.seq_lens
+    laid = stripes(counts.placement, lens, counts.cp_size, counts.layer.page_size)
+    pools = shards(counts.plans, counts.extends, lens, counts.layer, laid, ranks_per_host=1)
+    keys, cached = (laid.count_below(ends).sum(1) for ends in (lens, lens - counts.extends))
+    arriving = pools.arriving_rows - pools.kept_at_home
+    held = Held(counts.own.tokens, keys, keys - cached, arriving)
+    ranks = None if mesh is None else np.arange(counts.cp_size).reshape(mesh)
+    received = received_bytes(held, layer, ranks, writes=True)
+    return cheapest(held, layer, received, mesh=ranks)[0]
+
+
 def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
     """Keys and values go to every host: at once, or step by step from each to the next."""
     own, layer, hosts = counts.own, counts.layer, counts.num_hosts
@@ -149,7 +178,7 @@ def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
     brought = shards.seen_rows if ring else shards.seen_cached_rows + own.tokens
     blocks = counts.by_host(brought) * layer.kv_row_bytes
     rails = np.broadcast_to(blocks.sum(0), blocks.shape)
-    received = rails - blocks
+    received = by_rows(counts.by_host(brought), layer.kv_row_bytes)
     pool = counts.by_host(counts.shards.arriving_rows) * layer.kv_row_bytes
     cached, cached_scratch = None, 0
     if ring:
@@ -199,12 +228,15 @@ def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
     Ranks of a host merge theirs first.
     """
     own, layer, hosts, new = counts.own, counts.layer, counts.num_hosts, counts.shards
-    query = layer.num_heads * layer.head_dim * ITEM_BYTES[layer.dtype]
-    state = layer.num_heads * (layer.v_dim * state_item_bytes + LSE_BYTES)
+    moving = bytes_of(layer)
+    query, state = (
+        layer.num_heads * each
+        for each in (moving.query, layer.v_dim * state_item_bytes + LSE_BYTES)
+    )
     tokens = counts.by_host(own.tokens)
     others = tokens.sum(0) - tokens  # of the rail
-    sent, received = tokens * query * (hosts - 1), others * query
-    returned, merged = others * state, tokens * state * (hosts - 1)
+    received, merged = by_queries(tokens, moving, state // layer.num_heads)
+    sent, returned = tokens * query * (hosts - 1), others * state
     total = int(own.tokens.sum())
     attended = counts.alone_by_rank
     share = counts.owner_pairs / max(int(counts.owner_pairs.sum()), 1)
@@ -233,19 +265,19 @@ def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
 def _by_heads(counts: BatchCounts) -> ExchangeWork:
     """Queries, keys and values go to the hosts that have their heads, and outputs go back."""
     own, layer, hosts, new = counts.own, counts.layer, counts.num_hosts, counts.shards
-    item = ITEM_BYTES[layer.dtype]
-    heads, kv_heads = split_heads(layer, counts.cp_size)
-    host_heads, host_kv_heads = (part[:, None] for part in split_heads(layer, hosts))
-    query, output = layer.head_dim * item, layer.v_dim * item
-    key = layer.kv_row_bytes // layer.num_kv_heads
+    moving, group = bytes_of(layer), layer.num_heads // layer.num_kv_heads
+    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, counts.cp_size)
+    host_heads = counts.by_host(heads).sum(1, keepdims=True)
+    ends = host_heads.cumsum(0)
+    host_kv_heads = np.where(host_heads > 0, -(-ends // group) - (ends - host_heads) // group, 0)
+    key = moving.key
     tokens, keys = counts.by_host(own.tokens), counts.by_host(new.seen_rows)
     others = tokens.sum(0) - tokens
-    sent = tokens * query * (layer.num_heads - host_heads)
+    sent = tokens * moving.query * (layer.num_heads - host_heads)
     sent = sent + keys * key * (host_kv_heads.sum() - host_kv_heads)
-    received = others * query * host_heads + (keys.sum(0) - keys) * key * host_kv_heads
+    received, merged = by_heads(tokens, keys, moving, host_heads, host_kv_heads, moving.output)
     for_pool = counts.by_host(new.arriving_rows) * layer.kv_row_bytes
-    returned = others * host_heads * output
-    merged = tokens * (layer.num_heads - host_heads) * output
+    returned = others * host_heads * moving.output
     rails = keys.sum(0) * host_kv_heads * key
     total = int(own.tokens.sum())
     used = heads > 0

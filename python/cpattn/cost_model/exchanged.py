@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from .counts import BatchCounts, Mesh
 from .placement import pages_per_rank
-from .work import AttentionLayer, Ints
-
-LSE_BYTES = 4  # float32, of each token and head
+from .received import Layer
+from .work import ITEM_BYTES, AttentionLayer, Ints
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,17 @@ class ExchangeWork:
     ahead_bytes: int
 
 
-def split_heads(layer: AttentionLayer, parts: int) -> tuple[Ints, Ints]:
-    """Query heads of each part, one after the other and as even as can be, and their KV heads."""
-    ends = layer.num_heads * np.arange(parts + 1, dtype=np.int64) // parts
-    begin, end = ends[:-1], ends[1:]
-    group = layer.num_heads // layer.num_kv_heads
-    return end - begin, np.where(end > begin, -(-end // group) - begin // group, 0)
+def bytes_of(layer: AttentionLayer) -> Layer:
+    """Return the bytes of a token in one head of a layer."""
+    item = ITEM_BYTES[layer.dtype]
+    return Layer(
+        layer.num_heads,
+        layer.num_kv_heads,
+        query=layer.head_dim * item,
+        key=layer.kv_row_bytes // layer.num_kv_heads,
+        output=layer.v_dim * item,
+        merged=layer.v_dim,
+    )
 
 
 def exchanged(

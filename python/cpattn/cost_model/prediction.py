@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .._limits import check_integer
 from .counts import EXCHANGES, BatchCounts, Mesh, check_mesh, check_placing, possible_exchanges
-from .exchange import work_of
+from .exchange import exchange_taken, work_of
 from .exchanged import ExchangeWork
 from .rates import Rates, Seconds
 from .timing import LayerSeconds, crowding, layer_seconds
@@ -58,7 +58,8 @@ class Prediction:
     single_rank_seconds : float
         Attention and store of the same layer, by one rank alone; the longer one with overlap.
     placement, exchange, overlap : str
-        As given to `predict`; for the exchange ``"auto"`` the one that it chose.
+        As given to `predict`; for the exchange ``"auto"`` the one that it chose, or several with
+        ``/`` between them where it differs between batches.
     ranks_per_host : int
         As given.
     cpus : int or None
@@ -71,9 +72,9 @@ class Prediction:
     mesh : (int, int) or None
         As given.
     alternatives : dict
-        Seconds of a layer by each exchange that ``"auto"`` compared; empty without it.
+        Seconds of a layer by each exchange, if all batches took it; empty without ``"auto"``.
     reason : str
-        What the chosen one saves over the next best; empty without ``"auto"``.
+        What ``"auto"`` takes less, or more, than the best other one; empty without it.
 
     Examples
     --------
@@ -175,8 +176,10 @@ def predict(
     placement : {"replicated", "page_interleave", "token_interleave"}
         Whether the pool of each rank has all tokens, or every `cp_size`-th page or token.
     exchange : {"gather", "ring", "pass_q", "all_to_all", "usp", "auto"}
-        What ranks send each other, as `exchange_work` counts it; ``"auto"`` is the one that
-        takes least.
+        What ranks send each other, as `exchange_work` counts it; ``"auto"`` is what
+        `ContextParallel` takes for each batch, by its rule: the fewest bytes, merging converted
+        to bytes, no rates; pools that are replicated are gathered. `Prediction.alternatives`
+        says what others take.
     overlap : {"none", "full", "ahead"} or bool
         Whether ranks exchange one part while they attend to another, and store meanwhile. Then a
         layer takes the longer of both, and what nothing hides: the first part of the one, the last
@@ -233,8 +236,9 @@ def predict(
         check_integer("predict", "cpus", cpus)
     overlap = _overlap_name(overlap)
     names = possible_exchanges(placement, mesh) if exchange == "auto" else (exchange,)
+    chosen: list[str] = []
     slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
-    totals = {name: _Total() for name in names}
+    totals = {name: _Total() for name in dict.fromkeys((*names, exchange))}
     alone = 0.0
     for extends, lengths in batches:
         counts = BatchCounts(
@@ -247,21 +251,24 @@ def predict(
             ranks_per_host=ranks_per_host,
             function="predict",
         )
-        for name, total in totals.items():
+        ways = {}
+        for name in names:
             work = work_of(counts, name, state_dtype, mesh)
             if overlap == "ahead":
                 work = replace(work, scratch_bytes=work.scratch_bytes + work.ahead_bytes)
-            total.add(
-                work,
-                layer_seconds(work, layer, rates, overlap=overlap, slower=slower),
-            )
+            ways[name] = work, layer_seconds(work, layer, rates, overlap=overlap, slower=slower)
+        if exchange == "auto":
+            chosen.append(exchange_taken(counts, mesh))
+            ways["auto"] = ways[chosen[-1]]
+        for name, way in ways.items():
+            totals[name].add(*way)
         attend = slower_alone * float(rates.attention_seconds(counts.alone, layer).max())
         store = slower_alone * rates.store_seconds(counts.own, layer)
         alone += attend + store if overlap == "none" else max(attend, store)
     if not totals[names[0]].sums["new_tokens"]:
         raise ValueError("predict: batches must have new tokens, got none")
-    found = [
-        Prediction(
+    found = {
+        name: Prediction(
             strategy=strategy,
             cp_size=cp_size,
             layer=layer,
@@ -276,8 +283,11 @@ def predict(
             **total.fields(),
         )
         for name, total in totals.items()
-    ]
-    return found[0] if exchange != "auto" else _cheapest(found)
+    }
+    if exchange != "auto":
+        return found[exchange]
+    taken = "/".join(name for name in names if name in chosen)
+    return _compared(replace(found.pop("auto"), exchange=taken), list(found.values()))
 
 
 def _overlap_name(overlap: bool | str) -> str:
@@ -321,20 +331,22 @@ class _Total:
         return sums | self._most | {"imbalance": imbalance}
 
 
-def _cheapest(found: Sequence[Prediction]) -> Prediction:
-    """The one that takes least, the first of several, with what it saves over the next."""
-    best, *others = sorted(found, key=lambda prediction: prediction.layer_seconds)
-    alternatives = {prediction.exchange: prediction.layer_seconds for prediction in found}
-    second = others[0]
-    saved = second.layer_seconds - best.layer_seconds
-    if saved <= 0:
-        reason = f"{best.exchange} takes no longer than {second.exchange}"
-    else:
-        costs, other_costs = _costs(best), _costs(second)
+def _compared(auto: Prediction, others: Sequence[Prediction]) -> Prediction:
+    """Add the seconds of the other ways, and what is saved, or lost, against the best of them."""
+    alternatives = {each.exchange: each.layer_seconds for each in others}
+    named = [each for each in others if each.exchange != auto.exchange]
+    best = min(named, key=lambda each: each.layer_seconds)
+    saved = best.layer_seconds - auto.layer_seconds
+    reason = f"{auto.exchange} takes no longer than {best.exchange}"
+    if saved:
+        less, more = (auto, best) if saved > 0 else (best, auto)
+        costs, other_costs = _costs(less), _costs(more)
         most = max(costs, key=lambda name: other_costs[name] - costs[name])
-        part = 100 * saved / second.layer_seconds
-        reason = f"{best.exchange} takes {part:.2g}% less than {second.exchange}: less {most}"
-    return replace(best, alternatives=alternatives, reason=reason)
+        part = 100 * abs(saved) / more.layer_seconds
+        reason = f"{less.exchange} takes {part:.2g}% less than {more.exchange}: less {most}"
+        if saved < 0:
+            reason = f"{auto.exchange} by the fewest bytes, though {reason}"
+    return replace(auto, alternatives=alternatives, reason=reason)
 
 
 def _costs(prediction: Prediction) -> dict[str, float]:

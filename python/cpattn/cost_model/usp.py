@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from .counts import BatchCounts, Mesh
-from .exchanged import LSE_BYTES, ExchangeWork, exchanged
-from .work import ITEM_BYTES, AttentionLayer, Ints, Shares, work_of_plans
+from .exchanged import ExchangeWork, bytes_of, exchanged
+from .received import LSE_BYTES, by_heads, by_rows, shared_heads
+from .work import Ints, Shares, work_of_plans
 
 
 def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
@@ -19,18 +20,17 @@ def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
     Arrays are [rows of the mesh, ranks of a row].
     """
     layer, (ring, columns) = counts.layer, mesh
-    item = ITEM_BYTES[layer.dtype]
-    heads, kv_heads = _shared_heads(layer, columns)
-    query, result = layer.head_dim * item, layer.v_dim * item + LSE_BYTES
-    key = layer.kv_row_bytes // layer.num_kv_heads
+    moving = bytes_of(layer)
+    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, columns)
+    query, key, result = moving.query, moving.key, moving.output + LSE_BYTES
     tokens, keys = (x.reshape(mesh) for x in (counts.own.tokens, counts.shards.seen_rows))
     of_row, keys_of_row = tokens.sum(1, keepdims=True), keys.sum(1, keepdims=True)
     sent = tokens * (layer.num_heads - heads) * query + keys * (kv_heads.sum() - kv_heads) * key
-    received = (of_row - tokens) * heads * query + (keys_of_row - keys) * kv_heads * key
+    of_heads = (tokens.T, keys.T, moving, heads[:, None], kv_heads[:, None], result)
+    received, back = (part.T for part in by_heads(*of_heads))
     blocks = keys_of_row * kv_heads * key
     passed_on = blocks.sum(0) - np.roll(blocks, -1, axis=0)
     returned = (of_row - tokens) * heads * result
-    back = tokens * (layer.num_heads - heads) * result
     swapped = np.maximum(sent, received).ravel()
     wire = swapped + (ring - 1) * blocks.max()  # all wait for the largest
     used = np.broadcast_to(heads > 0, mesh)
@@ -49,7 +49,7 @@ def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
         mesh=mesh,
         merged_rows=(of_row * heads * (ring if ring > 1 else 0)).ravel(),
         moved=[
-            (_by_rank(sent + passed_on), _by_rank(received + blocks.sum(0) - blocks), wire),
+            (_by_rank(sent + passed_on), _by_rank(received + by_rows(blocks, 1)), wire),
             (_by_rank(returned), _by_rank(back), np.maximum(returned, back).ravel()),
         ],
         swapped_bytes=swapped,
@@ -58,21 +58,8 @@ def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
     )
 
 
-def _shared_heads(layer: AttentionLayer, columns: int) -> tuple[Ints, Ints]:
-    """[columns] query heads and KV heads: whole groups of a KV head, or parts of one group."""
-    kv_heads, group = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
-    if kv_heads >= columns:
-        taken = np.diff(np.arange(columns + 1, dtype=np.int64) * kv_heads // columns)
-        return taken * group, taken
-    of_column = np.arange(columns, dtype=np.int64) * kv_heads // columns
-    turns = np.bincount(of_column, minlength=kv_heads)[of_column]
-    turn = np.arange(columns) - np.searchsorted(of_column, of_column)
-    heads = group * (turn + 1) // turns - group * turn // turns
-    return heads, (heads > 0).astype(np.int64)
-
-
 def _by_rank(values: Ints) -> Ints:
-    """As hosts of one rank each have it."""
+    """Return values in the shape [hosts, 1], of one rank for each host."""
     return values.reshape(-1, 1)
 
 
@@ -84,7 +71,7 @@ def _of_rows(values: Any, mesh: Mesh) -> Any:
 def _attended(counts: BatchCounts, mesh: Mesh) -> tuple[Any, Any]:
     """[cp_size] packed keys of a KV head and the longest item, of the queries of the rank's row."""
     ring, columns = mesh
-    heads, kv_heads = _shared_heads(counts.layer, columns)
+    heads, kv_heads = shared_heads(counts.layer.num_heads, counts.layer.num_kv_heads, columns)
     most_kv_heads = int(kv_heads.max())
     group = -(-int(heads.max()) // most_kv_heads)
     layer = replace(counts.layer, num_heads=most_kv_heads * group, num_kv_heads=most_kv_heads)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._arguments import at_least, flag
+from ..cost_model.received import LSE_BYTES
 from ..profiling.calls import announced
 from .decode_calls import DecodeCalls
 from .layers.choice import ExchangeChoice, choose, choose_state_exchange
-from .layers.decode_states import LSE_BYTES, OUT_HEADS
+from .layers.decode_states import OUT_HEADS
 from .layers.prefetch import LayerCaches, Prefetch, prefetch
 from .plans.heads import LayerSizes
 from .plans.plan import ContextParallelPlan

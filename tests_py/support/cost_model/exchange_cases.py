@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from cpattn.cost_model import AttentionLayer, exchange_work
+from cpattn.distributed.plans.heads import head_shares
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 SHARDED = ("page_interleave", "token_interleave")
@@ -199,12 +200,12 @@ def count_pass_q(case):
 
 
 def heads_of_hosts(case):
-    """Query heads of each host: rank r begins at the head ``r / cp_size`` of the way."""
-    heads = case.layer.num_heads
-    starts = [heads * rank // case.cp_size for rank in range(case.cp_size + 1)]
+    """Query heads of each host, by those that `ContextParallel` gives to ranks."""
     found = [[] for _ in range(case.num_hosts)]
-    for rank in range(case.cp_size):
-        found[case.host(rank)] += range(starts[rank], starts[rank + 1])
+    for rank, share in enumerate(
+        head_shares(case.layer.num_heads, case.layer.num_kv_heads, case.cp_size)
+    ):
+        found[case.host(rank)] += range(share.q.start, share.q.stop)
     return found
 
 

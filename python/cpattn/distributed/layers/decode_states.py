@@ -14,13 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..plans.heads import LayerSizes, head_shares
+from ..plans.heads import head_shares
 from ..transport.exchange import RowExchange
 from .partials import merged, merged_columns
 
 STATE_EXCHANGES = ("gather", "all_to_all")
 OUT_HEADS = ("all", "own")
-LSE_BYTES = 4
 
 State = tuple[torch.Tensor, torch.Tensor]  # [num_tokens, num_heads, v_head_dim], and the LSE
 
@@ -28,18 +27,6 @@ State = tuple[torch.Tensor, torch.Tensor]  # [num_tokens, num_heads, v_head_dim]
 def heads_of_ranks(num_heads: int, size: int) -> list[slice]:
     """The query heads of each rank, as even as can be: no rank has a group of KV heads here."""
     return [share.q for share in head_shares(num_heads, num_heads, size)]
-
-
-def received_bytes(num_tokens: int, sizes: LayerSizes, size: int, out_heads: str) -> dict[str, int]:
-    """Of the rank that receives most, for each exchange of partial results."""
-    state = num_tokens * (sizes.v_head_dim * sizes.q_bytes + LSE_BYTES)  # of one head
-    counts = _counts(heads_of_ranks(sizes.num_heads, size))
-    others = [sizes.num_heads - count if out_heads == "all" else 0 for count in counts]
-    by_heads = [(size - 1) * own + other for own, other in zip(counts, others, strict=True)]
-    return {
-        "gather": (size - 1) * sizes.num_heads * state,
-        "all_to_all": max(by_heads) * state,
-    }
 
 
 def gather_queries(exchange: RowExchange, q: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -19,11 +19,6 @@ class LayerSizes:
     kv_bytes: int  # of an element of keys and values
     shares_values: bool = False  # values are a part of the keys
 
-    def are_even(self, size: int) -> bool:
-        """Whether so many ranks have as many heads each, and as many KV heads."""
-        divided = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
-        return self.num_heads % size == 0 and divided
-
 
 @dataclass(frozen=True)
 class HeadShare:
