@@ -43,6 +43,25 @@ def empty(
         raise MemoryError(f"{function}: no memory for a result of shape {list(shape)}") from error
 
 
+def need_scales(
+    function: str, cache: AnyTensor, kv_dtype: str | None = None, **scales: Any
+) -> None:
+    """Refuse keys of int8 without one of the scales: as numbers such codes reach to 127."""
+    missing = [name for name, scale in scales.items() if scale is None]
+    if not missing or kv_dtype not in (None, "int8"):
+        return
+    torch = torch_of(cache)  # looked at itself, for it is asked in every call
+    if (
+        kv_dtype == "int8"
+        or (torch is not None and cache.dtype is torch.int8)
+        or (torch is None and _core.dtype_of(cache, function, "k_cache") == "int8")
+    ):
+        raise ValueError(
+            f"{function}: {missing[0]} must be given for a cache of int8, whose codes are integers "
+            "up to 127, got None"
+        )
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The dtype of a name; ImportError if it needs ml_dtypes, which is not there."""
     # NumPy knows these once this is imported.

@@ -7,7 +7,7 @@ import math
 from typing import Literal, overload
 
 from . import _core
-from ._containers import empty
+from ._containers import empty, need_scales
 from ._core import AttentionPlan
 from ._types import IndexTable, Indices, KVScale, Tensor, TensorT
 from .profiling.calls import announced
@@ -149,10 +149,10 @@ def paged_attention(
     kv_layout : {"NHD", "HND"}
         The order of the axes of 4-D caches; it is never guessed.
     k_scale, v_scale : float or tensor, default 1
-        What keys and values are multiplied with, as a rule because they are codes: a positive
-        number or a tensor of one; float32 [num_kv_heads]; or, for codes, one for each token and
-        head, float32, float16 or bfloat16, in the pages of the cache: [num_pages, page_size,
-        num_kv_heads] (NHD), [num_pages, num_kv_heads, page_size] (HND) or [num_slots,
+        What keys and values are multiplied with, as a rule because they are codes; int8 needs
+        both. A positive number or a tensor of one; float32 [num_kv_heads]; or, for codes, one for
+        each token and head, float32, float16 or bfloat16, in the pages of the cache: [num_pages,
+        page_size, num_kv_heads] (NHD), [num_pages, num_kv_heads, page_size] (HND) or [num_slots,
         num_kv_heads].
     kv_dtype : {"float8_e4m3fn", "float8_e5m2", "int8"}, optional
         What the bytes of caches of uint8 are.
@@ -217,6 +217,7 @@ def paged_attention(
     function = "paged_attention"
     rows, num_heads, head_dim = _core.shape_of(q, function, "q", 3)
     v_head_dim = (0, *_core.shape_of(v_cache, function, "v_cache"))[-1]
+    need_scales(function, k_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale)
     if scale is None:
         scale = default_scale(function, head_dim)
     out, lse = _outputs(function, q, rows, num_heads, v_head_dim, out, lse, return_lse)
@@ -398,6 +399,7 @@ def run_attention(
     if not isinstance(plan, AttentionPlan):
         raise TypeError(f"{function}: plan must be an AttentionPlan, got {type(plan).__name__}")
     rows, num_heads, _ = _core.shape_of(q, function, "q", 3)
+    need_scales(function, k_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale)
     if scale is None:
         scale = default_scale(function, plan.head_dim)
     out, lse = _outputs(function, q, rows, num_heads, plan.v_head_dim, out, lse, return_lse)

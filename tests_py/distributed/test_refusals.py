@@ -90,6 +90,8 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
         ("attend", CODES | SCALES | {"cp": {"exchange": x}}, "need the exchange pass_q, got")
         for x in ("gather", "ring", "all_to_all")
     ),
+    ("attend", CODES, "attend: k_scale must be given for a cache of int8"),
+    ("attend", CODES | {"k_scale": 0.1}, "attend: v_scale must be given for a cache of int8"),
     ("write_kv", {"v_local": None}, "v_local and v_shard must .* got no v_local"),
     ("write_kv", {"v_cache": None}, "v_local and v_shard must .* got no v_shard"),
     ("decode", {"q": z(10, 4, 32)}, "q must have the 2 rows of the plan, got 10"),

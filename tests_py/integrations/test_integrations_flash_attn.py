@@ -319,6 +319,6 @@ def test_codes_are_appended_to_a_cache_of_codes(dtype):
 def test_descales_that_do_not_fit():
     q, k, v = normal(2, 4, HEADS, DIM), *coded(2, 2, 6, KV_HEADS, DIM)
     with pytest.raises(ValueError, match=r"v_descale must be \[batch, kv_heads\] = \[2, 2\], got"):
-        flash_attn.flash_attn_func(q, k, v, v_descale=torch.ones(2, 4))
+        flash_attn.flash_attn_func(q, k, v, k_descale=1.0, v_descale=torch.ones(2, 4))
     with pytest.raises(ValueError, match="k_scale must be a positive number, got 0"):
-        flash_attn.flash_attn_func(q, k, v, k_descale=0.0)
+        flash_attn.flash_attn_func(q, k, v, k_descale=0.0, v_descale=1.0)

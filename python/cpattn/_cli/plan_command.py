@@ -116,9 +116,9 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
     heads, usp cuts by heads in rows of a --mesh and passes keys from row to row, auto is what
     ContextParallel takes: the fewest bytes. --overlap full hides what it can behind attention,
     ahead also gathers the cached keys of the next layer meanwhile. Ranks of a host share its
-    memory and its wire, of which --gather-gbps is the rate then. --decode predicts a step over shared pools: outputs
-    and LSE go to the ranks of their heads, or by --exchange gather to all ranks; with
-    --out-heads all every rank has all heads in the end.
+    memory and its wire, of which --gather-gbps is the rate then. --decode predicts a step over
+    shared pools: outputs and LSE go to the ranks of their heads, or by --exchange gather to all
+    ranks; with --out-heads all every rank has all heads in the end.
 
     \b
     A prompt of 128 Ki tokens over 8, 16, ... 1024 ranks, with assumed rates:

@@ -7,7 +7,7 @@ import math
 from typing import Literal, overload
 
 from .. import _core
-from .._containers import empty
+from .._containers import empty, need_scales
 from .._core import ContextParallelMetadata
 from .._types import IndexTable, KVScale, Tensor, TensorT
 from ..attention import default_scale
@@ -160,6 +160,7 @@ def do_cp_attn_fia(
     num_heads = _core.integer(num_heads, function, "num_heads")
     heads = max(num_heads, 0)  # the core refuses those below 1
     return_lse = _core.flag(return_lse, function, "return_lse")
+    check_scales(k_cache, v_cache, k_scale, v_scale, kv_dtype)
     if scale is None:
         rope_columns = 0 if q_rope is None else _core.shape_of(q_rope, function, "q_rope", 2)[1]
         scale = default_scale(function, (columns + rope_columns) // max(heads, 1))
@@ -173,6 +174,18 @@ def do_cp_attn_fia(
         v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
     )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def check_scales(
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    k_scale: KVScale,
+    v_scale: KVScale,
+    kv_dtype: str | None,
+) -> None:
+    """Refuse int8 without scales; values that are a part of the keys have the scale of these."""
+    scales = {"k_scale": k_scale, "v_scale": k_scale if v_cache is None else v_scale}
+    need_scales("do_cp_attn_fia", k_cache, kv_dtype, **scales)
 
 
 def _out_columns(

@@ -25,7 +25,7 @@ import torch
 from .. import _core
 from .._torch_library import SCALES, Operators, with_scales
 from ..attention import default_scale, merge_state, paged_attention
-from ..context_parallel.attention import do_cp_attn_fia
+from ..context_parallel.attention import check_scales, do_cp_attn_fia
 from ..context_parallel.metadata import build_cp_metadata
 from ..sparse.index_k import hadamard_transform
 from ..sparse.indexer import indexer_logits, indexer_topk
@@ -111,14 +111,17 @@ def _do_cp_attn_fia_out(
     **options: Any,
 ) -> None:
     batch = with_scales("do_cp_attn_fia", options)
+    k_scale, v_scale, kv_dtype = (
+        batch.pop(name, None) for name in ("k_scale", "v_scale", "kv_dtype")
+    )
+    check_scales(k_cache, v_cache, k_scale, v_scale, kv_dtype)
     if scale is None:
         columns = q.shape[-1] + (0 if q_rope is None else q_rope.shape[-1])
         scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
         scale, causal, window, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
-        v_head_dim, batch.pop("k_scale", None), batch.pop("v_scale", None),
-        batch.pop("kv_dtype", None), out, lse,
+        v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ... import _core
+from ..._containers import need_scales
 from ...attention import default_scale, merge_state
 from ..plans.heads import LayerSizes
 from ..plans.sequence_calls import SequenceCall
@@ -157,6 +158,8 @@ def checked_inputs(
         )
     else:
         v = k[..., :v_head_dim]
+    scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    need_scales(f"ContextParallel.{call}", k, options.kv_dtype, **scales)
     scale = options.scale
     options = replace(
         options,

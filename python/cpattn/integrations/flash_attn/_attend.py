@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._containers import empty, torch_of
+from ..._containers import empty, need_scales, torch_of
 from ..._types import AnyTensor
 from ..._visibility import Lengths, visibility
 from ...attention import default_scale, paged_attention
@@ -70,6 +70,7 @@ def attend(
     v_descale: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
     """Attention over pages: out [tokens, heads, dim] and LSE [heads, tokens]."""
+    need_scales(function, k_pages, k_descale=k_descale, v_descale=v_descale)
     options = (softmax_scale, causal, window_size, softcap, batch_invariant)
     batch, kv_heads = len(q_lens), k_pages.shape[2]
     scales: list[Any] = [

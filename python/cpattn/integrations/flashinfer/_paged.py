@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import attention
-from ..._containers import empty
+from ..._containers import empty, need_scales
 from ..._types import AnyTensor
 from ..._visibility import Lengths
 from ._merge import LOG2E
@@ -178,6 +178,7 @@ class PagedWrapper:
                 f"{function}: paged_kv_cache must be a pair of tensors or one of [pages, 2, ...], "
                 f"got shape {list(paged_kv_cache.shape)}"
             )
+        need_scales(function, k_cache, self._kv_dtype, k_scale=k_scale, v_scale=v_scale)
         scale = self._sm_scale * (1.0 if q_scale is None else float(q_scale))
         if return_lse and lse is None:
             lse = empty(function, q, q.shape[:2], "float32")
