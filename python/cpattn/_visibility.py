@@ -25,6 +25,28 @@ def visibility(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> dict
     return {"causal": False, "custom_mask": band_mask(q_lens, kv_lens, left, right)}
 
 
+def check_bits(function: str, packed: Any, q_lens: Lengths, kv_lens: Lengths) -> None:
+    """Refuse what are not the bits of a mask, as `paged_attention` takes them."""
+    bits = np.asarray(packed)
+    size = int((-(-q_lens * kv_lens // 8)).sum())
+    if bits.dtype != np.uint8 or bits.shape != (size,):
+        raise ValueError(
+            f"{function}: packed_custom_mask must be uint8 [{size}], got {bits.dtype} "
+            f"{list(bits.shape)}"
+        )
+
+
+def unpacked(packed: Any, q_lens: Lengths, kv_lens: Lengths) -> Mask:
+    """The mask of such bits, as `band_mask` makes one."""
+    counts = q_lens * kv_lens
+    parts = np.split(np.asarray(packed), np.cumsum(-(-counts // 8))[:-1])
+    masks = [
+        np.unpackbits(part, count=count, bitorder="little")
+        for part, count in zip(parts, counts, strict=len(counts) > 0)
+    ]
+    return np.concatenate([np.zeros(0, np.uint8), *masks]).astype(bool)
+
+
 def band_mask(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> Mask:
     """A bool for each query and key of each sequence, row-major, flat."""
     masks = [np.zeros(0, bool)]

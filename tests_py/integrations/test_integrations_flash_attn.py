@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def test_equal_lengths(lens, window_size, causal):
     q_len, kv_len = lens
     q = normal(2, q_len, HEADS, DIM)
     k, v = normal(2, kv_len, KV_HEADS, DIM), normal(2, kv_len, KV_HEADS, DIM)
-    options = {"causal": causal, "window_size": window_size}
+    options = {"causal": causal, "window_size": torch.tensor(window_size)}  # as its own tests do
     out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
     assert out.shape == q.shape
     assert lse.shape == (2, HEADS, q_len)
@@ -153,7 +155,7 @@ def test_cache_is_appended_to_in_place(paged):
         where = {"cache_batch_idx": rows}
         caches = [k_cache, v_cache]
     q = normal(3, new, HEADS, DIM)
-    options = {"causal": True, "window_size": (4, 0)}
+    options = {"causal": True, "window_size": torch.tensor((4, 0))}
     where |= {"cache_seqlens": torch.tensor(lengths), "return_softmax_lse": True}
     out, lse = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, **where, **options)
     assert out.shape == q.shape
@@ -202,6 +204,13 @@ def test_private_forms_agree_with_the_public_ones():
     [
         ({"dropout_p": 0.1}, "dropout_p must be 0"),
         ({"alibi_slopes": torch.zeros(HEADS)}, "alibi_slopes is not supported"),
+        ({"q": normal(8)}, r"q must be \[tokens, heads, dim\], got shape \[8\]"),
+        ({"k": normal(8)}, r"k must be \[tokens, kv_heads, dim\], got shape \[8\]"),
+        ({"v": normal(8, DIM)}, r"v must be \[tokens, kv_heads, dim\], got shape \[8, 32\]"),
+        ({"block_table": [[0]]}, r"k must be \[num_pages, page_size, kv_heads, dim\], got shape"),
+        ({"window_size": None}, "window_size must be a sequence, got NoneType"),
+        ({"window_size": (1, 2, 3)}, r"window_size must be a pair \(left, right\), got 3 values"),
+        ({"window_size": (math.nan, 0)}, "window_size must be an integer, got float"),
         ({"cu_seqlens_q": [0, 9]}, "cu_seqlens_q must end within the 8 rows"),
         ({"cu_seqlens_k": [0, 5, 4, 8]}, "cu_seqlens_k must start at 0 and not decrease"),
         ({"cu_seqlens_k": [0, 4, 8]}, "must have one length, got 2 and 3"),
@@ -215,7 +224,8 @@ def test_what_is_refused(change, message):
         "v": normal(8, KV_HEADS, DIM),
     }
     lens = {"cu_seqlens_q": [0, 8], "cu_seqlens_k": [0, 8], "max_seqlen_q": 8, "max_seqlen_k": 8}
-    with pytest.raises(ValueError, match=f"flash_attn_varlen_func: .*{message}"):
+    error = TypeError if " got NoneType" in message or " got float" in message else ValueError
+    with pytest.raises(error, match=f"flash_attn_varlen_func: .*{message}"):
         flash_attn.flash_attn_varlen_func(**rows | lens | change)
 
 
@@ -234,6 +244,14 @@ BOTH = dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int()
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"k_cache": torch.zeros(8)},
+            r"k_cache must be \[num_pages, page_size, kv_heads, dim\], g",
+        ),
+        (
+            {"q": torch.zeros(2, 64)},
+            r"q must be \[batch, tokens, heads, dim\], got shape \[2, 64\]",
+        ),
         ({"rotary_cos": torch.ones(8, 16)}, "rotary_cos is not supported"),
         ({"cache_leftpad": torch.zeros(2)}, "cache_leftpad is not supported"),
         ({"k": torch.zeros(2, 1, KV_HEADS, DIM)}, "k and v must be given together"),

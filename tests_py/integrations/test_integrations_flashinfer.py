@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -87,10 +88,11 @@ def test_custom_mask_decides_alone_but_for_the_window():
     case = CASE.with_(options={"causal": False})
     inputs = make_inputs(case)
     mask = np.random.default_rng(0).random(np.dot(case.q_lens, case.kv_lens)) < 0.5
-    for window_left in (-1, 4):
-        wrapper, cache = plan_prefill(
-            case, inputs, custom_mask=torch.tensor(mask), causal=True, window_left=window_left
-        )
+    parts = np.split(mask, np.cumsum(np.multiply(case.q_lens, case.kv_lens))[:-1])
+    bits = np.concatenate([np.packbits(part, bitorder="little") for part in parts])
+    masks = {"custom_mask": torch.tensor(mask)}, {"packed_custom_mask": torch.tensor(bits)}
+    for window_left, given in itertools.product((-1, 4), masks):
+        wrapper, cache = plan_prefill(case, inputs, **given, causal=True, window_left=window_left)
         out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
         assert_attention(out, lse * LN2, documented(case, inputs, False, window_left, mask))
 
@@ -148,7 +150,11 @@ def test_decode_of_codes():
     ("change", "message"),
     [
         ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode is not supported, got 'ALIBI'"),
-        ({"packed_custom_mask": torch.zeros(1)}, "packed_custom_mask is not supported"),
+        ({"packed_custom_mask": torch.zeros(1)}, "packed_custom_mask must be uint8"),
+        (
+            {"packed_custom_mask": torch.zeros(1).byte(), "window_left": 3},
+            r"packed_custom_mask must be uint8 \[",
+        ),
         ({"prefix_len_ptr": torch.zeros(1)}, "prefix_len_ptr is not supported"),
         ({"token_pos_in_items_len": 3}, "token_pos_in_items_len is not supported"),
         ({"qo_indptr": [0, 1, 2]}, "qo_indptr must have 2 elements"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._arguments import integer, items
 from ..._containers import empty, need_scales, torch_of
 from ..._types import AnyTensor
 from ..._visibility import Lengths, visibility
@@ -31,6 +32,26 @@ def check_supported(
             f"{function}: inputs must not require gradients, there is no backward pass; call it "
             "under torch.no_grad() or detach() them"
         )
+
+
+def check_axes(function: str, axes: str, **tensors: Any) -> None:
+    """Refuse tensors whose axes are not as many as the words of `axes`."""
+    for name, x in tensors.items():
+        if getattr(x, "ndim", None) != len(axes.split()):
+            shape = list(x.shape) if hasattr(x, "shape") else type(x).__name__
+            layout = axes.replace(" ", ", ")
+            raise ValueError(f"{function}: {name} must be [{layout}], got shape {shape}")
+
+
+def _window_of(function: str, window_size: Any) -> tuple[int, int]:
+    """The keys before and after a token's own, of a pair of ints or of a tensor of two."""
+    sides = items(window_size, function, "window_size")
+    if len(sides) != 2:
+        raise ValueError(
+            f"{function}: window_size must be a pair (left, right), got {len(sides)} values"
+        )
+    left, right = (integer(side, function, "window_size") for side in sides)
+    return left, right
 
 
 def rows_contiguous(x: AnyTensor) -> AnyTensor:
@@ -89,7 +110,7 @@ def attend(
                 block_table[s : s + 1], *options, k_descale=own[0], v_descale=own[1],
             )  # fmt: skip
         return out, lse
-    left, right = window_size
+    left, right = _window_of(function, window_size)
     out = paged_attention(
         q,
         k_pages,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
-from ._attend import WindowSize, attend_batch, check_supported, rows_contiguous
+from ._attend import WindowSize, attend_batch, check_axes, check_supported, rows_contiguous
 
 
 def _forward(
@@ -20,10 +20,10 @@ def _forward(
     k_descale: AnyTensor | None = None,
     v_descale: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
-    if q.ndim != 4 or k.ndim != 4 or len(q) != len(k):
+    check_axes(function, "batch tokens heads dim", q=q, k=k, v=v)
+    if not len(q) == len(k) == len(v):
         raise ValueError(
-            f"{function}: q and k must be [batch, tokens, heads, dim] of one batch, got shapes "
-            f"{list(q.shape)} and {list(k.shape)}"
+            f"{function}: q, k and v must be of one batch, got {len(q)}, {len(k)} and {len(v)}"
         )
     batch, kv_len = k.shape[:2]
     k, v = rows_contiguous(k), rows_contiguous(v)
@@ -62,7 +62,7 @@ def flash_attn_func(
     softmax_scale : float, default 1/sqrt(head_dim)
     causal : bool
         Aligned to the bottom right: query i sees keys up to i + kv_tokens - tokens.
-    window_size : pair of int
+    window_size : pair of int, or a tensor of two
         Keys before and after that one; -1 is no bound. A window that ends elsewhere than at the
         query's own key takes a mask of one byte per query and key.
     softcap : float

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._types import AnyTensor
 from ..._visibility import Lengths
-from ._attend import WindowSize, attend_batch, check_supported
+from ._attend import WindowSize, attend_batch, check_axes, check_supported
 
 
 def _append(
@@ -104,6 +104,8 @@ def flash_attn_with_kvcache(
         name, q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes,
     )  # fmt: skip
+    check_axes(name, "batch tokens heads dim", q=q)
+    check_axes(name, "num_pages page_size kv_heads dim", k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"{name}: k and v must be given together")
     if k is not None and cache_seqlens is None:
@@ -123,6 +125,7 @@ def flash_attn_with_kvcache(
         )
     lengths = np.broadcast_to(lengths, (batch,))
     if k is not None:
+        check_axes(name, "batch new_tokens kv_heads dim", k=k, v=v)
         _append(k_cache, v_cache, k, v, table, lengths)
         lengths = lengths + k.shape[1]
     out, lse = attend_batch(

@@ -10,7 +10,7 @@ import numpy as np
 from ..._types import AnyTensor
 from ..._visibility import Lengths
 from .._ragged import RaggedPages
-from ._attend import WindowSize, attend, check_supported, rows_contiguous
+from ._attend import WindowSize, attend, check_axes, check_supported, rows_contiguous
 
 
 def _ends(function: str, name: str, cu_seqlens: AnyTensor, num_rows: int | None) -> Lengths:
@@ -38,6 +38,9 @@ def _varlen_forward(
     k_descale: AnyTensor | None = None,
     v_descale: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
+    check_axes(function, "tokens heads dim", q=q)
+    rows = "tokens kv_heads dim" if block_table is None else "num_pages page_size kv_heads dim"
+    check_axes(function, rows, k=k, v=v)
     ends_q = _ends(function, "cu_seqlens_q", cu_seqlens_q, len(q))
     num_rows = None if block_table is not None else len(k)
     ends_k = _ends(function, "cu_seqlens_k", cu_seqlens_k, num_rows)

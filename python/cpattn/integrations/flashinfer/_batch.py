@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
-from ..._visibility import Lengths, band_mask, visibility
+from ..._visibility import Lengths, band_mask, check_bits, unpacked, visibility
 from ._paged import PagedWrapper, page_tables, refuse
 
 
@@ -88,6 +88,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             The pages of each sequence; its last new tokens are the queries.
         custom_mask : bool tensor, sum(q_len * kv_len) elements, optional
             True = visible; ``causal`` then has no meaning.
+        packed_custom_mask : uint8 tensor, sum(ceil(q_len * kv_len / 8)) elements, optional
+            The same in bits, as `paged_attention` takes it; ``custom_mask`` then has no meaning.
         window_left : int
             Keys before a token's own that it sees; -1 is no bound. Without ``causal`` it takes a
             mask of one byte per query and key.
@@ -97,7 +99,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             these dtypes must be of it.
         fixed_split_size, disable_split_kv
             Either makes a row's result bitwise independent of the batch.
-        packed_custom_mask, pos_encoding_mode, prefix_len_ptr and the rest of multi-item scoring
+        pos_encoding_mode, prefix_len_ptr and the rest of multi-item scoring
             Must be left at their defaults.
 
         Notes
@@ -108,7 +110,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         function = f"{self._name}.plan"
         refuse(
             function,
-            packed_custom_mask=packed_custom_mask is not None,
             pos_encoding_mode=pos_encoding_mode if pos_encoding_mode != "NONE" else None,
             prefix_len_ptr=prefix_len_ptr is not None,
             token_pos_in_items_ptr=token_pos_in_items_ptr is not None,
@@ -125,13 +126,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 f"{function}: qo_indptr must have {len(kv_lens) + 1} elements as paged_kv_indptr, "
                 f"got {len(q_lens) + 1}"
             )
-        if custom_mask is None:
+        mask = None if custom_mask is None else np.asarray(custom_mask).ravel()
+        visible: dict[str, Any] = {"causal": False, "custom_mask": mask}
+        if packed_custom_mask is not None:
+            check_bits(function, packed_custom_mask, q_lens, kv_lens)
+            visible = {"causal": False, "packed_custom_mask": packed_custom_mask}
+            mask = unpacked(packed_custom_mask, q_lens, kv_lens) if window_left >= 0 else None
+        if mask is not None and window_left >= 0:
+            band = band_mask(q_lens, kv_lens, window_left, -1)
+            visible = {"causal": False, "custom_mask": mask & band}
+        elif custom_mask is None and packed_custom_mask is None:
             visible = visibility(q_lens, kv_lens, window_left, 0 if causal else -1)
-        else:
-            mask = np.asarray(custom_mask).ravel()
-            if window_left >= 0:
-                mask = mask & band_mask(q_lens, kv_lens, window_left, -1)
-            visible = {"causal": False, "custom_mask": mask}
         self._make_plan(
             q_lens, kv_lens, table, page_size=page_size, sm_scale=sm_scale,
             window_left=window_left, logits_soft_cap=logits_soft_cap, o_data_type=o_data_type,
