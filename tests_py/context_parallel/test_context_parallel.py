@@ -148,7 +148,7 @@ def test_compat_takes_what_engines_take():
     assert build(None, [], num_tokens=9) == build(None, num_tokens=9) == build([9])
 
 
-ALIASES = {"zigzag": ("in-seq-split", "head_tail", "dual_chunk_swap")}
+ALIASES = {"zigzag": ("in-seq-split", "head_tail")}
 ALIASES["interleave"] = ("round-robin-split",)
 
 

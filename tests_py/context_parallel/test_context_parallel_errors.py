@@ -139,6 +139,7 @@ def test_per_request_rows_are_for_interleave_only():
         ({"extend_lens": [3.0]}, TypeError, "extend_lens must hold integers, got float"),
         ({"cp_size": 0}, ValueError, r"cp_size must be in \[1, 32768\], got 0"),
         ({"strategy": "ring"}, ValueError, "strategy must be 'zigzag'"),
+        ({"strategy": "dual_chunk_swap"}, ValueError, "strategy must be .* got 'dual_chunk_swap'"),
         ({"forward_mode": 10}, ValueError, "forward_mode must be a ForwardMode, got 10"),
         ({"forward_mode": "EXTEND"}, TypeError, "forward_mode must be an integer, got str"),
     ],

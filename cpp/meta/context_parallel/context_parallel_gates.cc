@@ -13,13 +13,12 @@ namespace {
 using Lens = std::span<const int64_t>;
 
 /// Every name a strategy goes by in serving engines, its own first.
-constexpr std::array<std::pair<std::string_view, CpStrategy>, 7> kStrategyNames = {{
+constexpr std::array<std::pair<std::string_view, CpStrategy>, 6> kStrategyNames = {{
     {"zigzag", CpStrategy::zigzag},
     {"interleave", CpStrategy::interleave},
     {"contiguous", CpStrategy::contiguous},
     {"in-seq-split", CpStrategy::zigzag},
     {"head_tail", CpStrategy::zigzag},
-    {"dual_chunk_swap", CpStrategy::zigzag},
     {"round-robin-split", CpStrategy::interleave},
 }};
 
@@ -52,8 +51,8 @@ CpStrategy parse_cp_strategy(std::string_view name, const char* function) {
       std::ranges::find(kStrategyNames, name, [](const auto& entry) { return entry.first; });
   check(
       found != kStrategyNames.end(), function,
-      ": strategy must be 'zigzag' ('in-seq-split', 'head_tail', 'dual_chunk_swap'), "
-      "'interleave' ('round-robin-split') or 'contiguous', got '",
+      ": strategy must be 'zigzag' ('in-seq-split', 'head_tail'), 'interleave' "
+      "('round-robin-split') or 'contiguous', got '",
       name, "'"
   );
   return found->second;

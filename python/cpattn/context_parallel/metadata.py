@@ -4,7 +4,7 @@
 A batch of sequences, each with new tokens behind a cached prefix, is divided over
 ``cp_size`` ranks by one of three strategies (aliases in brackets):
 
-``zigzag`` (``in-seq-split``, ``head_tail``, ``dual_chunk_swap``)
+``zigzag`` (``in-seq-split``, ``head_tail``)
     Every sequence is cut into ``2 * cp_size`` blocks, larger ones first, whose sizes
     differ by at most one. Rank r owns block r and block ``2 * cp_size - 1 - r``.
 ``interleave`` (``round-robin-split``)

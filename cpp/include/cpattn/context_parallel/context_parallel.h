@@ -25,8 +25,8 @@ enum class CpStrategy : uint8_t { zigzag, interleave, contiguous };
 /// The name of the enumerator, such as "zigzag".
 std::string_view cp_strategy_name(CpStrategy strategy);
 
-/// The strategy of that name or alias: in-seq-split, head_tail and dual_chunk_swap are zigzag,
-/// round-robin-split is interleave. Throws std::invalid_argument, which names `function`.
+/// The strategy of that name or alias: in-seq-split and head_tail are zigzag, round-robin-split is
+/// interleave. Throws std::invalid_argument, which names `function`.
 CpStrategy parse_cp_strategy(std::string_view name, const char* function);
 
 /// Whether kv_len_* counts the cached prefix (baked) or new tokens only (bare).
