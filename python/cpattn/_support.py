@@ -39,19 +39,46 @@ class Support:
         ['tried', 'not tried', 'refused']
         """
         found = numbers(version)
-        if found < numbers(self.lowest) or (self.below and found >= numbers(self.below)):
+        if precedes(version, self.lowest) or (self.below and found >= numbers(self.below)):
             return "refused"
         same = (found[: len(numbers(tried))] == numbers(tried) for tried in self.tried)
-        return "tried" if any(same) else "not tried"
+        return "tried" if any(same) and _is_final(version) else "not tried"
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Those of a release, without what follows a plus sign.
+    """Return the numbers of a release and of its post-release, without those of what comes before.
 
-    >>> numbers("0.3.13.post1"), numbers("2.13.0+cpu"), numbers("")
-    ((0, 3, 13, 1), (2, 13, 0), ())
+    >>> numbers("0.3.13.post1"), numbers("2.13.0+cpu"), numbers("1.5.1rc2"), numbers("")
+    ((0, 3, 13, 1), (2, 13, 0), (1, 5, 1), ())
     """
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+    release, post, _ = _parsed(version)
+    return tuple(map(int, re.findall(r"\d+", release + post)))
+
+
+def precedes(version: str, lowest: str) -> bool:
+    """Tell whether a release is older than another; candidates of it and unknown ones are.
+
+    >>> [precedes(version, "1.5.1") for version in ("1.5.0", "1.5.1rc1", "1.5.1.post1", "")]
+    [True, True, False, True]
+    """
+    found, bound = (_without_zeros(numbers(text)) for text in (version, lowest))
+    return found < bound or (found == bound and bool(bound) and not _is_final(version))
+
+
+def _is_final(version: str) -> bool:
+    """Tell whether a version is no alpha, beta, candidate or development release."""
+    return not _parsed(version)[2]
+
+
+def _parsed(version: str) -> tuple[str, str, str]:
+    """Split a version into its release, its post-release, and what else stands before a plus."""
+    match = re.match(r"\s*v?((?:\d+\.)*\d+)([-._]?(?:post|rev|r)[-._]?\d+)?([^+]*)", version, re.I)
+    return (match[1], match[2] or "", match[3].strip()) if match else ("", "", "")
+
+
+def _without_zeros(found: tuple[int, ...]) -> tuple[int, ...]:
+    """Return numbers without trailing zeros: 0.32.0 is 0.32."""
+    return found[: max((i + 1 for i, number in enumerate(found) if number), default=0)]
 
 
 def first_installed(distributions: Iterable[str]) -> tuple[str, str] | None:
@@ -103,7 +130,9 @@ ENGINES = (
         distributions=("sglang",),
         tried=("0.5.23",),
         tests=("tests_py/integrations/sglang", "tests_py/transfer/sglang_0_5_23"),
-        otherwise="a warning in the log; functions that the release lacks are left alone",
+        otherwise="releases other than 0.5.23 keep their own functions, and the log says so",
+        lowest="0.5.23",
+        below="0.5.24",
     ),
     Support(
         name="vLLM on CPU",

@@ -37,6 +37,14 @@ def address(tensor):
     return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor.ctypes.data
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_container_is_torch_where_it_is_installed(installed, monkeypatch):
+    """Here torch has been imported, which does not matter."""
+    monkeypatch.setattr("cpattn.kv.buffers.find_spec", lambda name: installed or None)
+    kind = torch.Tensor if installed else np.ndarray
+    assert isinstance(golden().k_buffer, kind)
+
+
 @pytest.mark.parametrize("use_fia", [False, True])
 @pytest.mark.parametrize("container", ["torch", "numpy"])
 def test_golden_numbers(use_fia, container):

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType
 
 import build_wheels
+import pytest
 from requirements import extra, tomllib
 
 from cpattn import _support
@@ -57,6 +60,15 @@ def test_releases_next_to_the_bounds():
     assert find("Mooncake").verdict("0.3.13") == "not tried"
     assert find("Mooncake").verdict("0.3.11.post2") == "refused"
     assert [find("NIXL").verdict(x) for x in ("1.5.0", "1.5.2")] == ["refused", "not tried"]
+    candidates = {"NIXL": "1.5.1rc1", "vLLM on CPU": "0.33.0rc1+cpu", "sglang": "0.5.23.dev4"}
+    for name, version in candidates.items():
+        assert find(name).verdict(version) == "refused", name
+    assert [find("torch").verdict(x) for x in ("2.13.0a0+git1", "v2.13.0", "2.13.0.post1")] == [
+        "not tried", "tried", "tried",
+    ]  # fmt: skip
+    assert [vllm.verdict(x) for x in ("0.32rc2", "0.32.0.dev1", "of an unknown release")] == [
+        "refused"
+    ] * 3
 
 
 def test_the_tests_run_in_these_releases():
@@ -83,9 +95,24 @@ def test_the_metadata_asks_for_the_lowest():
 
 def test_plugins_know_the_same_releases():
     assert plugin.SGLANG in find("sglang").tried
-    assert _support.numbers(find("Mooncake").lowest) == mooncake._MIN_VERSION
-    assert _support.numbers(find("NIXL").lowest) == nixl._MIN_VERSION
+    assert find("Mooncake").lowest == mooncake._MIN_VERSION
+    assert find("NIXL").lowest == nixl._MIN_VERSION
     assert find("NIXL").distributions == nixl._VARIANTS
+
+
+@pytest.mark.parametrize("release", ["0.5.22", "0.5.24", "0.5.23rc1", "0.6.0"])
+def test_no_function_of_another_sglang_is_replaced(release, monkeypatch, caplog):
+    """Hooks would need sglang's registry, which is not there: nothing asks for it."""
+    for name in ("CPATTN_PLUGINS", "CPATTN_SGLANG_PARTS"):
+        monkeypatch.delenv(name, raising=False)
+    version = ModuleType("sglang.version")
+    version.__version__ = release
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    monkeypatch.setitem(sys.modules, "sglang.version", version)
+    plugin.install()
+    plugin.install("metadata")
+    assert caplog.text.count(f"cpattn leaves sglang {release} alone: its plug-in is for") == 2
+    assert not plugin._active
 
 
 def row(entry: _support.Support) -> str:

@@ -27,19 +27,18 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from .. import _core
 from .._arguments import at_least, real
-from .._support import first_installed
+from .._support import first_installed, precedes
 from ..transfer.bounded import BoundedCalls, CallHangs
 from ..transfer.registration import forget
 from ._peer_engine import PeerEngine, variables
 
-_MIN_VERSION = (0, 3, 12)  # before it, success came when the bytes had left, not arrived
+_MIN_VERSION = "0.3.12"  # before it, success came when the bytes had left, not arrived
 _MIN_TIMEOUT = 5  # seconds; the engine raises less to this without a word
 _MAX_TIMEOUT = 10**6  # which it reads as an int
 _PACKAGE = "mooncake-transfer-engine"
@@ -243,10 +242,10 @@ def _import_engine() -> Any:
             "libibverbs1 libnuma1 libcurl4 with apt"
         ) from error
     _, version = _installed()
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < _MIN_VERSION:
+    if precedes(version, _MIN_VERSION):
         raise ImportError(
-            f"MooncakeEngine: needs {_PACKAGE} >= 0.3.12, which acknowledges writes only once "
-            f"they have been applied, got {version}"
+            f"MooncakeEngine: needs {_PACKAGE} >= {_MIN_VERSION}, which acknowledges writes only "
+            f"once they have been applied, got {version}"
         )
     return engine
 

@@ -46,11 +46,11 @@ import numpy as np
 
 from .. import _core
 from .._arguments import at_least, real
-from .._support import first_installed, numbers
+from .._support import first_installed, precedes
 from ..transfer.registration import forget
 from ._peer_engine import PeerEngine, variables
 
-_MIN_VERSION = (1, 5, 1)  # by their sources, listeners of older ones throw when a peer goes
+_MIN_VERSION = "1.5.1"  # by their sources, listeners of older ones throw when a peer goes
 _VARIANTS = ("nixl-cu12", "nixl-cu13")
 _MIN_TIMEOUT = 1  # seconds; to ask a peer takes a tenth, on a busy machine more
 _MAX_TIMEOUT = 10**6
@@ -359,6 +359,6 @@ def _import_bindings() -> Any:
         raise ImportError(
             f"NixlEngine: {error}; install it by pip install --no-deps {_VARIANTS[0]}==1.5.1"
         ) from error
-    if numbers(version)[:3] < _MIN_VERSION:
-        raise ImportError(f"NixlEngine: needs {name} >= 1.5.1, got {version}")
+    if precedes(version, _MIN_VERSION):
+        raise ImportError(f"NixlEngine: needs {name} >= {_MIN_VERSION}, got {version}")
     return bindings

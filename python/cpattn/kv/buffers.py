@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-import sys
+from importlib.util import find_spec
 from typing import Any, NamedTuple, NoReturn
 
 from .. import _core
@@ -309,7 +309,7 @@ def _name_of(function: str, argument: str, dtype: Any) -> str:
 def _viewer(function: str, container: str | None) -> Any:
     """How bytes become a flat tensor of a dtype in the container."""
     if container is None:
-        container = "torch" if "torch" in sys.modules else "numpy"
+        container = "torch" if find_spec("torch") else "numpy"
     if not isinstance(container, str):
         raise TypeError(
             f"{function}: container must be 'torch', 'numpy' or None, "

@@ -43,7 +43,7 @@ class MHATokenToKVPool(KVPool):
         Shapes of the fused infer attention operator: a list with [P * page_size, 1, num_kv_heads,
         head_dim] per layer, instead of one tensor [num_layers, P, page_size, num_kv_heads,
         head_dim].
-    container : "torch" or "numpy", default "torch" if it has been imported
+    container : "torch" or "numpy", default "torch" if it is installed
         What views are.
     memory : cpattn.distributed.SharedMemory, optional
         Where the buffers are, from `ContextParallel.shared_memory`: all ranks of a host then make

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from ..._support import find
 from ...proof.captures.recorder import capture_by_environment
 from . import metadata, planners, shards
 
@@ -123,6 +124,8 @@ PARTS = (*dict.fromkeys(hook.part for hook in _HOOKS), "attention")
 def install(*parts: str) -> None:
     """Switch parts of the plug-in on. sglang calls this in each of its processes.
 
+    A release of sglang other than 0.5.23 is left alone, and a warning in the log tells of it.
+
     By hand, call it before the engine starts. A call that names parts switches to exactly these;
     one that names none leaves what is on already.
 
@@ -144,6 +147,8 @@ def install(*parts: str) -> None:
     """
     if os.environ.get("CPATTN_PLUGINS") == "0" or (_active and not parts):
         return
+    if not _is_for(importlib.import_module("sglang.version").__version__):
+        return
     capture_by_environment()
     wanted = parts or _parts_of_environment()
     for part in wanted:
@@ -158,6 +163,21 @@ def install(*parts: str) -> None:
     _active.update(wanted)
     _name_backend("attention" in wanted)
     _log(hooks)
+
+
+def _is_for(release: str) -> bool:
+    """Tell whether the plug-in was tried with a release of sglang; another one is left alone.
+
+    Functions of the same names have other arguments and results there.
+    """
+    tried = find("sglang").verdict(release) == "tried"
+    if not tried:
+        _logger.warning(
+            "cpattn leaves sglang %s alone: its plug-in is for %s, and no function is replaced",
+            release,
+            SGLANG,
+        )
+    return tried
 
 
 def uninstall() -> None:
@@ -233,9 +253,6 @@ def _around(hook: _Hook) -> Callable[..., Any]:
 
 
 def _log(hooks: list[_Hook]) -> None:
-    found = importlib.import_module("sglang.version").__version__
-    if found != SGLANG:
-        _logger.warning("cpattn matches sglang %s, this is %s", SGLANG, found)
     if hooks:
         names = ", ".join(hook.name for hook in hooks)
         _logger.info("cpattn plans for sglang: %s (off: CPATTN_PLUGINS=0)", names)
