@@ -51,6 +51,14 @@ def check_seq_lens(function: str, seq_lens: Sequence[int], extend_lens: Sequence
             )
 
 
+def check_kind(function: str, name: str, value: Any, kind: type) -> None:
+    """TypeError unless an argument is of a class."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{function}: {name} must be of {kind.__name__}, got {type(value).__name__}"
+        )
+
+
 def check_integer(
     function: str, name: str, value: Any, low: int = 1, high: int | None = None
 ) -> None:

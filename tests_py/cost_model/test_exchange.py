@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.cost_model import AttentionLayer, exchange_work, rank_work
+from cpattn.cost_model import AttentionLayer, Rates, exchange_work, predict, rank_work
 from cpattn.cost_model.placement import pages_per_rank, stripes
 from support.cost_model.exchange_cases import (
     COUNTED,
@@ -158,6 +158,31 @@ def test_long_prefixes_over_a_thousand_ranks_are_counted(exchange):
 def test_what_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         exchange_work([3], [3], **({"cp_size": 4} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extend_lens": 5}, "extend_lens must be"),
+        ({"seq_lens": ["a"]}, "seq_lens must hold integers"),
+        ({"layer": np.ones(2)}, "layer must be of AttentionLayer, got ndarray"),
+        ({"layer": 0}, "layer must be of AttentionLayer, got int"),
+    ],
+)
+@pytest.mark.parametrize("function", [exchange_work, rank_work, predict])
+def test_arguments_of_other_kinds_are_named(function, change, message):
+    given = {"extend_lens": [3], "seq_lens": [3], "layer": AttentionLayer(), "cp_size": 2} | change
+    if function is predict:
+        given["batches"] = [(given.pop("extend_lens"), given.pop("seq_lens"))]
+        given["rates"] = Rates(gflops=1)
+    with pytest.raises(TypeError, match=f"^{function.__name__}: {message}"):
+        function(**given)
+
+
+@pytest.mark.parametrize("batches", [None, 5, [5], [None]])
+def test_batches_of_other_kinds_are_named(batches):
+    with pytest.raises(TypeError, match=r"predict: batches(\[0\])? must be a sequence, got "):
+        predict(batches, AttentionLayer(), Rates(gflops=1), cp_size=2)
 
 
 def test_lengths_are_checked():

@@ -12,6 +12,8 @@ import pytest
 
 from audit import trace as real_trace
 from audit.records import note
+from cpattn.traffic.prefix_cache import PrefixCache
+from cpattn.traffic.scheduler import prefill_batches
 from cpattn.traffic.trace import (
     Request,
     block_tokens_of,
@@ -63,11 +65,40 @@ def test_what_is_no_json_object_is_named(tmp_path):
         ("[" * 100_000, "line 1: not JSON .maximum recursion depth"),
         ('{"timestamp": ' + "9" * 5000 + "}", "line 1: not JSON .Exceeds the limit"),
         ("[1]", r"expected an object, got \[1\]"),
-        ("\n", "no requests"),
+        ("\n", "read_trace: .*t.jsonl: must hold a request, got none"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_trace(path)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [5], ["request"], [None]])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("scale_lengths", lambda x: scale_lengths(x, 2)),
+        ("unbounded_hits", lambda x: list(unbounded_hits(x, 512))),
+        (
+            "prefill_batches",
+            lambda x: list(
+                prefill_batches(x, PrefixCache(8, page_size=4, block_tokens=8), token_budget=8)
+            ),
+        ),
+    ],
+)
+def test_what_are_no_requests_is_named(name, call, wrong):
+    with pytest.raises(TypeError, match=rf"^{name}: requests(\[0\])? must be "):
+        call(wrong)
+
+
+@pytest.mark.parametrize("ids", [(), (0,), (0, 1, 2)])
+def test_a_prompt_has_an_id_for_each_block(ids):
+    batches = prefill_batches(
+        [Request(0, 10, 1, ids)], PrefixCache(8, page_size=4, block_tokens=8), token_budget=64
+    )
+    message = f"hash_ids must be 2 for a prompt of 10 tokens in blocks of 8, got {len(ids)}"
+    with pytest.raises(ValueError, match=message):
+        next(batches)
 
 
 def test_a_damaged_file_is_named(tmp_path):

@@ -61,6 +61,9 @@ def test_engines_that_look_at_codes_have_them_returned():
 
 def test_a_status_is_an_int():
     assert not TransferStatus(0)
+    for wrong in (np.zeros(2), "0", None):
+        with pytest.raises(TypeError, match="TransferStatus: code must be an integer, got "):
+            TransferStatus(wrong)
     assert repr(TransferStatus(-7, num_batches=3, first_failed_batch=1)) == (
         "TransferStatus(-7, num_batches=3, first_failed_batch=1, blocks_done=0, bytes_done=0, "
         "attempts=0)"

@@ -8,12 +8,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from .._limits import check_integer, check_seq_lens
+from .._limits import check_integer, check_kind
 from ..context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 from .placement import PLACEMENTS, Shards, pairs_by_owner, shards, stripes
-from .work import ITEM_BYTES, AttentionLayer, Ints, RankWork, Shares, work_of_plans
+from .work import ITEM_BYTES, AttentionLayer, Ints, RankWork, Shares, checked_batch, work_of_plans
 
 EXCHANGES = ("gather", "ring", "pass_q", "all_to_all")
 Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which share out the heads
@@ -101,12 +99,12 @@ class BatchCounts:
         ranks_per_host: int,
         function: str = "exchange_work",
     ) -> None:
-        extends, lengths = np.asarray(extend_lens), np.asarray(seq_lens)
-        check_seq_lens(function, lengths.tolist(), extends.tolist())
+        check_kind(function, "layer", layer, AttentionLayer)
+        extends, lengths = checked_batch(function, extend_lens, seq_lens)
         self.plans: Sequence[ContextParallelMetadata] = build_cp_metadata_all_ranks(
             extends, lengths, cp_size=cp_size, strategy=strategy
         )
-        self.extends, self.seq_lens = extends.astype(np.int64), lengths.astype(np.int64)
+        self.extends, self.seq_lens = extends, lengths
         self.cp_size, self.layer, self.placement = cp_size, layer, placement
         self.ranks_per_host, self.num_hosts = ranks_per_host, cp_size // ranks_per_host
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .._limits import check_integer, check_seq_lens
+from .._arguments import items
+from .._limits import check_integer, check_kind, check_seq_lens
 from .counts import check_placing
 from .placement import pages_per_rank, pairs_by_owner, stripes
 from .rates import Rates, Seconds, attention_seconds, merge_seconds
@@ -185,6 +186,8 @@ def predict_decode(
     True
     """
     function = "predict_decode"
+    check_kind(function, "layer", layer, AttentionLayer)
+    check_kind(function, "rates", rates, Rates)
     check_placing(
         function, placement, exchange, cp_size, ranks_per_host, state_dtype, (*_EXCHANGES, "auto")
     )
@@ -196,9 +199,10 @@ def predict_decode(
         )
     if cpus is not None:
         check_integer(function, "cpus", cpus)
-    for length in seq_lens:
+    listed = items(seq_lens, function, "seq_lens")
+    for length in listed:
         check_integer(function, "seq_lens", length)
-    lengths = np.asarray(seq_lens, np.int64)
+    lengths = np.asarray(listed, np.int64)
     if not lengths.size:
         raise ValueError(f"{function}: seq_lens must have a sequence, got none")
     check_seq_lens(function, lengths.tolist(), [1] * len(lengths))

@@ -120,7 +120,7 @@ def exchange_work(
     pass_q        86 MiB
     all_to_all    65 MiB
     """
-    layer = layer or AttentionLayer()
+    layer = AttentionLayer() if layer is None else layer
     function, known = "exchange_work", (*EXCHANGES, "usp")
     check_placing(function, placement, exchange, cp_size, ranks_per_host, state_dtype, known)
     mesh = check_mesh(function, placement, exchange, cp_size, ranks_per_host, mesh)

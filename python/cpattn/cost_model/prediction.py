@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._limits import check_integer
+from .._arguments import items
+from .._limits import check_integer, check_kind
 from .counts import EXCHANGES, BatchCounts, Mesh, check_mesh, check_placing, possible_exchanges
 from .exchange import exchange_taken, work_of
 from .exchanged import ExchangeWork
@@ -227,6 +228,9 @@ def predict(
     >>> forecast.exchange, forecast.pool_bytes * 8 == 131072 * 4096 * 32
     ('pass_q', True)
     """
+    check_kind("predict", "layer", layer, AttentionLayer)
+    check_kind("predict", "rates", rates, Rates)
+    batches = items(batches, "predict", "batches")
     if not batches:
         raise ValueError("predict: batches must hold at least one batch")
     known = (*EXCHANGES, "usp", "auto")
@@ -240,7 +244,12 @@ def predict(
     slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
     totals = {name: _Total() for name in dict.fromkeys((*names, exchange))}
     alone = 0.0
-    for extends, lengths in batches:
+    for i, batch in enumerate(batches):
+        if len(lens := items(batch, "predict", f"batches[{i}]")) != 2:
+            raise ValueError(
+                f"predict: batches[{i}] must be (extend_lens, seq_lens), got {len(lens)} values"
+            )
+        extends, lengths = lens
         counts = BatchCounts(
             extends,
             lengths,

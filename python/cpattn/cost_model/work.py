@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import _core
 from .._arguments import flag
-from .._limits import check_integer, check_seq_lens
+from .._limits import check_integer, check_kind, check_seq_lens
 from ..context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -223,6 +224,14 @@ class RankWork:
         return float(self.pairs.max() / mean) if mean else 1.0
 
 
+def checked_batch(function: str, extend_lens: Any, seq_lens: Any) -> tuple[Ints, Ints]:
+    """The lengths of a batch as arrays, checked."""
+    extends = np.array(_core.ints(extend_lens, function, "extend_lens"), np.int64)
+    lengths = np.array(_core.ints(seq_lens, function, "seq_lens"), np.int64)
+    check_seq_lens(function, lengths.tolist(), extends.tolist())
+    return extends, lengths
+
+
 def rank_work(
     extend_lens: Sequence[int] | Any,
     seq_lens: Sequence[int] | Any,
@@ -264,9 +273,9 @@ def rank_work(
     >>> work.tokens, work.pairs  # tokens 0, 1, 6 and 7 behind 4 cached ones see 5, 6, 11 and 12
     (array([4, 4]), array([34, 34]))
     """
-    layer = layer or AttentionLayer()
-    extends, lengths = np.asarray(extend_lens), np.asarray(seq_lens)
-    check_seq_lens("rank_work", lengths.tolist(), extends.tolist())
+    layer = AttentionLayer() if layer is None else layer
+    check_kind("rank_work", "layer", layer, AttentionLayer)
+    extends, lengths = checked_batch("rank_work", extend_lens, seq_lens)
     plans = build_cp_metadata_all_ranks(extends, lengths, cp_size=cp_size, strategy=strategy)
     return work_of_plans(plans, layer)
 

@@ -162,13 +162,19 @@ class PrefixCache:
         """Lease the pages of a prompt, shared as far as its leading blocks are cached.
 
         None if other leases hold too many pages: try again after a release. ValueError if the
-        pool is too small even when empty.
+        pool is too small even when empty, and unless there is an id for each block of the prompt.
         """
         if self.pages_needed(num_tokens) > self.num_pages:
             raise ValueError(
                 f"PrefixCache: a prompt of {num_tokens} tokens needs "
                 f"{self.pages_needed(num_tokens)} pages of {self.page_size}, "
                 f"the pool has {self.num_pages}"
+            )
+        num_blocks = -(-num_tokens // self.block_tokens)
+        if len(hash_ids) != num_blocks:
+            raise ValueError(
+                f"PrefixCache: hash_ids must be {num_blocks} for a prompt of {num_tokens} tokens "
+                f"in blocks of {self.block_tokens}, got {len(hash_ids)}"
             )
         cached = list(self._match(hash_ids, num_tokens))
         cached_tokens = sum(block.key[2] for block in cached)

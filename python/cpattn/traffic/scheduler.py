@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .._limits import check_integer
+from .._limits import check_integer, check_kind
 from .prefix_cache import Lease, PrefixCache
-from .trace import Request
+from .trace import Request, checked_requests
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def prefill_batches(
     Raises
     ------
     TypeError
-        For a budget or a number that is no integer.
+        For what are no requests or no cache, and a budget or a number that is no integer.
     ValueError
         For one below 1, and a prompt with more tokens than the pool; when the first batch is
         asked for.
@@ -159,6 +159,8 @@ def prefill_batches(
     """
     check_integer("prefill_batches", "token_budget", token_budget)
     check_integer("prefill_batches", "max_sequences", max_sequences)
+    check_kind("prefill_batches", "cache", cache, PrefixCache)
+    requests = checked_requests("prefill_batches", requests)
     for i, request in enumerate(requests):
         if cache.pages_needed(request.input_length) > cache.num_pages:
             raise ValueError(

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .._limits import check_integer
+from .._arguments import items
+from .._limits import check_integer, check_kind
 
 TRACE_BLOCK_TOKENS = 512  # input tokens that one entry of `hash_ids` stands for
 _FIELDS = ("timestamp", "input_length", "output_length")
@@ -88,11 +89,11 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
                 if limit is not None and len(requests) == limit:
                     break
                 if line.strip():
-                    requests.append(_parse(line, f"{path}: line {number}"))
+                    requests.append(_parse(line, f"read_trace: {path}: line {number}"))
     except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"read_trace: {path}: {error}") from None
     if not requests:
-        raise ValueError(f"{path}: no requests")
+        raise ValueError(f"read_trace: {path}: must hold a request, got none")
     return requests
 
 
@@ -188,6 +189,14 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
     return requests
 
 
+def checked_requests(function: str, requests: Any) -> tuple[Request, ...]:
+    """Return requests as a tuple; TypeError for anything else."""
+    listed = items(requests, function, "requests")
+    for i, request in enumerate(listed):
+        check_kind(function, f"requests[{i}]", request, Request)
+    return listed
+
+
 def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
     """Divide the lengths of requests by `divisor`; their hash blocks are of 512/divisor tokens.
 
@@ -208,7 +217,7 @@ def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
     Raises
     ------
     TypeError, ValueError
-        For a divisor that is no integer, or does not divide 512.
+        For a divisor that is no integer, or does not divide 512, and for what are no requests.
 
     Examples
     --------
@@ -224,7 +233,7 @@ def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
             input_length=-(-request.input_length // divisor),
             output_length=-(-request.output_length // divisor),
         )
-        for request in requests
+        for request in checked_requests("scale_lengths", requests)
     ]
 
 
@@ -299,8 +308,8 @@ def unbounded_hits(requests: Sequence[Request], block_tokens: int) -> Iterator[i
 
     Raises
     ------
-    AttributeError
-        For what is no request, when it is reached.
+    TypeError
+        For what are no requests, when the first number is asked for.
 
     Examples
     --------
@@ -309,7 +318,7 @@ def unbounded_hits(requests: Sequence[Request], block_tokens: int) -> Iterator[i
     [0, 1024]
     """
     seen: set[tuple[int, ...]] = set()
-    for request in requests:
+    for request in checked_requests("unbounded_hits", requests):
         ids = request.hash_ids
         hit = 0
         while hit < len(ids) and ids[: hit + 1] in seen:

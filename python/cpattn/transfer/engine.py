@@ -7,6 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from .._arguments import integer
+
 
 class TransferEngine(Protocol):
     """One side of transfers: memory that peers may write to, and writes into theirs.
@@ -106,7 +108,7 @@ class TransferStatus(int):
         bytes_done: int = 0,
         attempts: int = 0,
     ) -> TransferStatus:
-        self = super().__new__(cls, code)
+        self = super().__new__(cls, integer(code, "TransferStatus", "code"))
         self.num_batches = num_batches
         self.first_failed_batch = first_failed_batch
         self.blocks_done = blocks_done

@@ -173,6 +173,11 @@ def test_a_file_of_its_own_for_each_process(tmp_path, monkeypatch):
     assert read_captures([path]).ranks == (3,)
     with pytest.raises(FileExistsError), capture(path):
         pass
+    for rank in ("-5", "two", ""):
+        monkeypatch.setenv("RANK", rank)
+        message = f"capture: RANK in the environment must be a number >= 0, got '{rank}'"
+        with pytest.raises(ValueError, match=message), capture(tmp_path / "other"):
+            pass
     assert calls.listeners == []
 
 

@@ -97,7 +97,7 @@ def capture_by_environment() -> None:
             running.__enter__()
         except FileExistsError:
             continue
-        except OSError as error:
+        except (OSError, ValueError) as error:  # also of a RANK that is none
             warnings.warn(f"CPATTN_CAPTURE: nothing is recorded: {error}", stacklevel=2)
         else:
             atexit.register(running.__exit__, None, None, None)
@@ -202,7 +202,12 @@ def _rank() -> int:
 
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
+    if not (rank.isascii() and rank.isdigit()):
+        raise ValueError(
+            f"capture: RANK in the environment must be a number >= 0, got {rank!r:.40}"
+        )
+    return int(rank)
 
 
 def _header() -> dict[str, Any]:
