@@ -39,7 +39,10 @@ VALUE_ERRORS = {
     ),
     "cache dtype": ({"k_cache": torch.zeros(7, 16, 2, 32).half()}, "k_cache must be float32, got"),
     "q dtype": ({"q": torch.zeros(5, 4, 32).double()}, "q must be float32, float16 or bfloat16"),
-    "cache dim": ({"k_cache": torch.zeros(7, 16, 2, 48)}, "k_cache must .*dimension 32, got 48"),
+    "cache dim": (
+        {"k_cache": torch.zeros(7, 16, 2, 48)},
+        "k_cache must .*dimension 32 like q, got 48",
+    ),
     "cache rank": ({"k_cache": torch.zeros(7, 16)}, "k_cache must have 3 dimensions"),
     "cache heads": ({"v_cache": torch.zeros(7, 16, 1, 32)}, "v_cache must have 2 KV heads, got 1"),
     "page_size": ({"page_size": 8}, "page_size 8 does not agree with k_cache, whose pages hold 16"),
@@ -57,7 +60,10 @@ VALUE_ERRORS = {
     "negative kv_len": ({"kv_lens": [-3, 33]}, "kv_lens must be in .*, got -3 at index 0"),
     "huge kv_len": ({"kv_lens": [20, 2**31]}, "kv_lens must be in .*, got 2147483648 at index 1"),
     "unequal lists": ({"kv_lens": [20]}, "q_lens and kv_lens .*have the same length, got 2 and 1"),
-    "table rows": ({"block_tables": [[0, 1, 2]]}, r"block_tables must .*per sequence \(2\), got 1"),
+    "table rows": (
+        {"block_tables": [[0, 1, 2]]},
+        r"block_tables must .*per sequence \(2\), got 1; lengths must not be cumulative",
+    ),
     "table columns": ({"block_tables": [[0, 1], [2, 3]]}, r"block_tables must .*page_size 16\)"),
     "page below": ({"block_tables": changed_table(1, 2, -1)}, "page ids must .*2 of sequence 1"),
     "page above": ({"block_tables": changed_table(0, 1, 7)}, "page ids must .*1 of sequence 0"),
@@ -88,6 +94,12 @@ def test_value_errors_name_function_argument_rule_and_value(name):
         cpattn.paged_attention(**(plain_inputs() | {"out": out} | change))
     assert str(error.value).startswith("paged_attention: ")
     assert torch.all(out == 7)
+
+
+def test_a_table_without_rows_is_named():
+    message = "paged_attention: block_tables must be a list of lists, a row for each sequence, got"
+    with pytest.raises(TypeError, match=message):
+        cpattn.paged_attention(**plain_inputs() | {"block_tables": [1, 2]})
 
 
 def test_the_default_scale_is_refused_for_wide_heads():

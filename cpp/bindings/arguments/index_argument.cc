@@ -106,7 +106,11 @@ IndexTableArgument::IndexTableArgument(py::handle object, const ArgumentName& na
   const py::tuple items = kept_items(object);
   rows.reserve(PyTuple_GET_SIZE(items.ptr()));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.ptr()); ++i) {
-    rows.push_back(index_list(PyTuple_GET_ITEM(items.ptr(), i), name));
+    PyObject* row = PyTuple_GET_ITEM(items.ptr(), i);
+    if (PyLong_Check(row) != 0) {
+      refuse_type(name, " must be a list of lists, a row for each sequence, got int at index ", i);
+    }
+    rows.push_back(index_list(row, name));
     columns = std::max(columns, rows.back().size());
   }
   owned_.assign(rows.size() * columns, -1);

@@ -267,7 +267,8 @@ PageTable page_table_from_blocks(
   const auto sequences = static_cast<int64_t>(kv_lens.size());
   check(
       block_tables.rows == sequences, function, ": block_tables must have one row per sequence (",
-      sequences, "), got ", block_tables.rows
+      sequences, "), got ", block_tables.rows,
+      block_tables.rows + 1 == sequences ? "; lengths must not be cumulative" : ""
   );
   PageTable table;
   table.indptr.reserve(kv_lens.size() + 1);

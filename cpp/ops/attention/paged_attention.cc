@@ -43,7 +43,7 @@ void check_cache(
   );
   check(
       cache.head_dim == head_dim, function, ": ", name, " must have head dimension ", head_dim,
-      ", got ", cache.head_dim
+      &cache == &arguments.k ? " like q, got " : ", got ", cache.head_dim
   );
   check(
       cache.page_size == batch.page_size, function, ": ", name, " must have pages of ",
