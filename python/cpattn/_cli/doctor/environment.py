@@ -24,6 +24,9 @@ _EXTRAS = {
     "mooncake": (("mooncake-transfer-engine-non-cuda",), "KV transfer, replay --disaggregate"),
 }
 _INSTALL = "pip install '.[{}]'"  # in the folder of the sources: PyPI does not have it
+# Of a package's metadata: the name, and what stands before conditions.
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*\(?([^;)]*)")
+_BOUND = re.compile(r"(<=|<|==)\s*([\w.]+)")
 _NO_AMX = re.compile(r"(?!.*AMX)(SSE41|AVX|AVX2|AVX2_VNNI|AVX512_\w+)$", re.IGNORECASE)
 
 
@@ -71,7 +74,39 @@ def _judged(entry: _support.Support, version: str) -> tuple[str, State]:
     if verdict == "tried":
         return f"{version}, as tried", "ok"
     tried = " and ".join(entry.tried)
+    asking = _asks_for_another(entry)
+    if verdict == "not tried" and asking:
+        return f"{version}: {verdict}, {tried} was, which {asking} does not allow", "note"
     return f"{version}: {verdict}, {tried} was; {entry.otherwise}", "warning"
+
+
+def _asks_for_another(entry: _support.Support) -> str:
+    """The installed engine that refuses every release of a library that was tried, if any."""
+    for engine in _support.ENGINES:
+        found = first_installed(engine.distributions)
+        if found is None:
+            continue
+        for line in metadata.requires(found[0]) or []:
+            match = _REQUIREMENT.match(line)
+            if not match or match[1].lower() not in entry.distributions or "extra ==" in line:
+                continue
+            if not any(_allows(match[2], release) for release in entry.tried):
+                return f"{found[0]} {found[1]}"
+    return ""
+
+
+def _allows(specifiers: str, release: str) -> bool:
+    """Tell whether upper bounds and exact releases of a requirement leave a release."""
+    found = _support.numbers(release)
+    for operator, bound in _BOUND.findall(specifiers):
+        limit = _support.numbers(bound)
+        if operator == "<" and found >= limit:
+            return False
+        if operator == "<=" and found > limit:
+            return False
+        if operator == "==" and found[: len(limit)] != limit:
+            return False
+    return True
 
 
 def _torch(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from ..._core import __version__
-from . import environment, machine, self_test
+from . import engines, environment, machine, self_test
 from .finding import Finding
 
 _MARKS = {"ok": "  ", "note": "- ", "warning": "! ", "broken": "x "}
@@ -21,7 +21,9 @@ _NAME_WIDTH = 16
 
 def findings() -> Iterator[Finding]:
     """Everything that is looked at, in the order of the report."""
-    return chain(machine.findings(), environment.findings(), self_test.findings())
+    return chain(
+        machine.findings(), environment.findings(), engines.findings(), self_test.findings()
+    )
 
 
 def is_well(found: Sequence[Finding]) -> bool:
