@@ -187,7 +187,7 @@ build/release/.configured: .venv/.build CMakePresets.json
 	@python scripts/requirements.py docs | xargs -d '\n' $(PIP_INSTALL)
 	@touch $@
 
-docs: .venv/.docs build  ## the site, into build/site
+docs: .venv/.docs extension  ## the site, into build/site
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	@echo "The site is in build/site: python -m http.server -d build/site"
 

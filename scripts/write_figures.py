@@ -185,6 +185,7 @@ HEADLINES = (
     ("attention", r"zigzag over 8, rank 7", "One of 8 zigzag ranks, 32 Ki tokens"),
     ("sglang", r"zigzag, batch 256", "Context-parallel metadata, 256 sequences"),
     ("vllm", r"^prefill of 4096", "vLLM's engine, a prompt of 4,096"),
+    ("sglang_engine", r"^prefill of 2048", "sglang's engine, a prompt of 2,048"),
     ("sglang_engine", r"^decode 8 behind 1024", "sglang's engine, decode of 8 sequences of 1,024"),
     ("sparse", r"^indexer.*KV 65,536, bf16", "DSA indexer, 512 tokens on 65,536 keys"),
     ("sparse", r"^sparse MLA.*128, bf16", "Sparse MLA, 2,048 keys, 128 heads"),

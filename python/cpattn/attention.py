@@ -124,7 +124,8 @@ def paged_attention(
 
     Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``. A row that sees no key
     gives zeros and LSE -inf; what it does not see never matters, NaN included. Accumulation is in
-    float32 with one rounding at the end.
+    float32, and the result is rounded once. In bfloat16, the instruction sets avx512bf16 and amx
+    also round each weight ``exp(score[j] - maximum)`` to bfloat16 before it meets the values.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ WORDS = {
     "onednn": "reference/torch_guard",
     "Ctrl-C": "how_to/threads",
 }
-ALONE = ("cost_model", "distributed", "kv", "npu", "profiling", "reference", "sparse")
+ALONE = ("cost_model", "distributed", "kv", "npu", "profiling", "proof", "reference", "sparse")
 ALONE += ("torch_guard", "traffic", "transfer")
 INTEGRATIONS = ("flash_attn", "flashinfer", "mooncake", "nixl", "sglang", "torch_npu")
 INTEGRATIONS += ("torch_ops", "transformers", "vllm")
