@@ -23,7 +23,7 @@ import numpy as np
 from cpattn.kv import MHATokenToKVPool
 from cpattn.transfer import KVLayout, LocalEngine, plan_kv_transfer, register
 
-MODEL = {"num_kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+MODEL = {"num_kv_heads": 2, "head_dim": 64, "dtype": "float32", "container": "numpy"}
 LAYERS, NUM_TOKENS = 4, 90
 PREFILL_PAGES, DECODE_PAGES = [3, 4, 9, 10, 1, 7], [5, 6, 2]  # of this prompt, at either side
 

@@ -221,7 +221,7 @@ SOURCES: dict[str, list[Callable[[], str]]] = {
         lambda: without(
             "ml_dtypes",
             "cpattn.kv.MHATokenToKVPool(size=64, page_size=16, num_layers=1, num_kv_heads=2,\n"
-            "                           head_dim=64, dtype='bfloat16')",
+            "                           head_dim=64, dtype='bfloat16', container='numpy')",
         ),
     ],
     "A tensor is not on the CPU": [lambda: message_of(lambda: attend(OnDevice()))],
