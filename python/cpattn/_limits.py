@@ -19,7 +19,10 @@ MAX_BATCH_TOKENS = 1 << 24  # new tokens: some arrays of a plan have an entry fo
 def check_batch(
     lens_option: str, lens: Sequence[int], prefix_option: str, prefix: Sequence[int]
 ) -> None:
-    """ValueError if lists of a batch do not match, or if it is too large; by their options."""
+    """ValueError if lists of a batch do not match, or if it is too large.
+
+    Messages name the command-line options.
+    """
     if len(lens) != len(prefix):
         raise ValueError(
             f"{prefix_option} must have as many elements as {lens_option}, {len(lens)}, "
@@ -72,7 +75,7 @@ def check_integer(
 
 
 def _shown(value: object) -> str:
-    """What a message shows of a value: no more of it than fits, or its type."""
+    """Show a value in a message, cut to what fits, or its type."""
     try:
         return f"{value!r:.80}"
     except Exception:  # of numbers of too many digits, say

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads the calls of one thread use."""
+"""Number of threads that calls use, for each thread that calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import _core
 
 
 class _Outer(threading.local):
-    """What to go back to, of each thread."""
+    """Stack of previous limits, one for each thread."""
 
     def __init__(self) -> None:
         self.numbers: list[int | None] = []

@@ -66,7 +66,7 @@ def test_a_rank_that_does_otherwise_is_named(tmp_path):
                 for name in ("fewer layers", "another window")
             },
         }
-        assert "rank 1 differs from rank 0 (prefetch, attend, prefetch by rank)" in told["attends"]
+        assert "from rank 0 (rank 0 calls prefetch, rank 1 calls attend)" in told["attends"]
 
 
 @pytest.mark.slow

@@ -62,20 +62,31 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
     "Exchange and store while attending; ahead: cached keys of the next layer, too.",
     click.Choice(("none", "full", "ahead")),
 )
-@of_model("--state-dtype", "float32", "Of outputs sent to be merged.", click.Choice(DTYPES[1:]))
-@click.option("--hosts", type=CpSizes(), help="Hosts, as --cp-size, which is then left out;")
-@of_model("--ranks-per-host", "1", "each with so many ranks, in shared memory.", MODEL_SIZE)
+@of_model(
+    "--state-dtype",
+    "float32",
+    "dtype of outputs that are sent to be merged.",
+    click.Choice(DTYPES[1:]),
+)
+@click.option("--hosts", type=CpSizes(), help="Number of hosts; replaces --cp-size.")
+@of_model("--ranks-per-host", "1", "Ranks on each host, in shared memory.", MODEL_SIZE)
 @click.option("--cpus", type=MODEL_SIZE, help="CPUs of a host [default: one for each thread].")
-@click.option("--decode", type=MODEL_SIZE, help="Or a step of so many sequences,")
-@of_model("--out-heads", "own", "after which ranks have these heads.", click.Choice(("own", "all")))
+@click.option("--decode", type=MODEL_SIZE, help="Predict one decode step of this many sequences.")
+@of_model(
+    "--out-heads", "own", "Heads that a rank has after a decode step.", click.Choice(("own", "all"))
+)
 @of_model("--tokens", "32768", "New tokens of one sequence.", Integer(1, MAX_BATCH_TOKENS))
 @of_model("--prefix", "0", "Cached tokens before them.", Integer(0))
-@click.option("--extend-lens", type=IntegerList(), help="Or new tokens of each sequence,")
-@click.option("--prefix-lens", type=IntegerList(), help="and cached before them [default: 0].")
-@click.option("--trace", type=INPUT, help="Or the batches of a Mooncake trace, .jsonl or .gz,")
-@of_model("--requests num_requests", "64", "of so many requests from its start,", REQUESTS)
-@of_model("--token-budget", "32768", "with so many new tokens in a batch.")
-@click.option("--capture", "captures", multiple=True, type=INPUT, help="Or those of a capture.")
+@click.option(
+    "--extend-lens", type=IntegerList(), help="New tokens of each sequence; replaces --tokens."
+)
+@click.option(
+    "--prefix-lens", type=IntegerList(), help="Cached tokens of each sequence [default: 0]."
+)
+@click.option("--trace", type=INPUT, help="Batches of a Mooncake trace, .jsonl or .gz.")
+@of_model("--requests num_requests", "64", "Requests taken from the start of the trace.", REQUESTS)
+@of_model("--token-budget", "32768", "New tokens in a batch of the trace.")
+@click.option("--capture", "captures", multiple=True, type=INPUT, help="Batches of a recorded run.")
 @option("--heads num_heads", 32, "Query heads.", MODEL_SIZE)
 @option("--kv-heads num_kv_heads", 8, "Key/value heads.", MODEL_SIZE)
 @option("--head-dim", 128, "Width of a head.", HEAD_DIM)

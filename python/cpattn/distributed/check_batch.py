@@ -29,7 +29,7 @@ PLACEMENTS: dict[str, Callable[[int], Any]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a layer is computed; without an exchange on pools that every rank has whole."""
+    """Way to compute a layer; without an exchange, on pools that every rank has whole."""
 
     strategy: str = "zigzag"
     placement: str = "page_interleave"
@@ -111,7 +111,7 @@ class CheckBatch:
         return out
 
     def layer(self) -> torch.Tensor:
-        """Both."""
+        """Write new rows, then attend."""
         if not self.way.one_call:
             self.write_kv()
             return self.attend()
@@ -123,7 +123,7 @@ class CheckBatch:
 
 
 def largest_error(group: dist.ProcessGroup, way: Way, dtype: str) -> float:
-    """Of a small ragged batch, in units of a rounding, of which a merge takes a second one."""
+    """Error on a small ragged batch, in units of a rounding; a merge adds a second rounding."""
     size = dist.get_world_size(group)
     extends = np.array([2 * size + 5, 1, 7 * size + 3, 0, 3])
     prefixes = np.array([0, 40, 19, 8, PAGE])

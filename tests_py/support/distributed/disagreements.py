@@ -108,7 +108,7 @@ def run_sharded(rank: int) -> tuple[Told, bool]:
     def scaled(exchange: str, scales: torch.Tensor) -> None:
         cp, plan, q, _ = parts(exchange)
         usual = torch.tensor([0.5, 0.5])
-        cp.attend(plan, q, codes, codes, v_scale=scales if is_odd else usual)
+        cp.attend(plan, q, codes, codes, k_scale=usual, v_scale=scales if is_odd else usual)
 
     def write(**changes: Any) -> None:
         cp, plan, _, shards = parts(**changes)

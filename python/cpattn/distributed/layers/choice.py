@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which exchange suits a batch: what a plan holds, for the rule of `cost_model.received`."""
+"""Choice of the exchange of a batch: rows of a plan, for the rule of `cost_model.received`."""
 
 from __future__ import annotations
 

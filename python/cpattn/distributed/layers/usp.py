@@ -83,7 +83,7 @@ class _RowRing(Ring):
         self._keys = self._keys_of_row(inputs, shares)
 
     def nothing(self) -> State:
-        """What comes of no heads."""
+        """Return the empty result of a rank without heads."""
         q, dim = self.inputs.q, self.inputs.v.shape[2]
         return q.new_empty(len(q), 0, dim), torch.empty(len(q), 0)
 
@@ -98,11 +98,11 @@ class _RowRing(Ring):
         return block
 
     def messages(self, block: torch.Tensor, following: torch.Tensor) -> tuple[Blocks, Blocks]:
-        """To and from the ranks of the same heads."""
+        """Send to the next rank with the same heads, and receive from the previous one."""
         return {self._place.neighbour(1): block}, {self._place.neighbour(-1): following}
 
     def rows(self) -> Array:
-        """Those of the row."""
+        """Return the row indices of all ranks in this row of the mesh."""
         begins = np.cumsum((0, *self.plan.rows_per_rank))
         return np.concatenate([np.arange(begins[r], begins[r + 1]) for r in self._place.row])
 

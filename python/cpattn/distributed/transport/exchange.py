@@ -61,7 +61,7 @@ def layout() -> int:
 
 
 class Parts(list[torch.Tensor]):
-    """What a rank brings to an exchange: its rows, and where in shared memory they belong."""
+    """Part of an exchange that a rank brings: its rows, and their place in shared memory."""
 
     shared_memory = 0  # a digest; 0 for none
 
@@ -134,7 +134,7 @@ class RowExchange:
     def all_rows(
         self, call: str, rows_per_rank: Sequence[int], parts: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """For each part [rows_per_rank[rank], width]: the rows of all ranks, in rank order.
+        """Gather the rows of all ranks, in rank order, for each part [rows_per_rank[rank], width].
 
         The results live in the receive buffer, until the next call.
         """
@@ -170,7 +170,7 @@ class RowExchange:
         return ArrivingRows(columns, posted, storage, buffer)
 
     def arrived(self, rows: ArrivingRows) -> list[torch.Tensor]:
-        """What `all_rows` gives; it lives until the next rows in the same buffer."""
+        """Result of `all_rows`, which lives until the next rows in the same buffer."""
         self.finish(rows.posted)
         self._buffers[rows.buffer] = rows.storage
         return rows.columns
@@ -229,7 +229,7 @@ class RowExchange:
         return RoutedRows(_columns(received, parts), posted)
 
     def routed(self, rows: RoutedRows) -> list[torch.Tensor]:
-        """What `routed_rows` gives."""
+        """Result of `routed_rows`."""
         self.finish(rows.posted)
         return rows.columns
 
@@ -360,7 +360,7 @@ class RowExchange:
         return self.told(f"{call} (agreement)", terms)
 
     def host(self) -> Host | None:
-        """Where ranks meet that share memory, if they have found out; asks nobody."""
+        """Meeting place of ranks that share memory, if they have found out; asks nobody."""
         return HOSTS.get(self._group) if self._through_memory else None
 
     def told(self, call: str, values: Sequence[int]) -> list[list[int]]:
@@ -462,9 +462,14 @@ def _refuse(call: str, terms: Sequence[tuple[int, ...]]) -> None:
         usual = max(values, key=values.count)  # of equally frequent ones the lowest rank's
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
-            reason = f"{name} of {ranks_text(odd)} differs from rank {values.index(usual)}"
+            first = values.index(usual)
+            reason = f"{name} of {ranks_text(odd)} differs from rank {first}"
             if name == "call":
-                reason += f" ({', '.join(_CALLS[value] for value in values)} by rank)"
+                made = [f"rank {rank} calls {_CALLS[values[rank]]}" for rank in (first, *odd)]
+                reason += f" ({', '.join(made)})"
+            elif name == "sequence":
+                made = [f"rank {rank} makes call {values[rank]}" for rank in (first, *odd)]
+                reason += f" ({', '.join(made)} of its group)"
             raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other when one of them cannot go on: who is missing, and why.
+"""Messages of ranks when one of them cannot go on: who is missing, and why.
 
 A rank that waits for rows knows only whom it waits for, who may wait for somebody else in turn. So
 whoever gives up says to all whom it missed, and then closes its connections: all others give up at
@@ -43,7 +43,7 @@ class Words(NamedTuple):
     timed_out: bool = False  # what it missed may only have waited itself
 
     def encoded(self) -> bytes:
-        """Of fixed length; not zero at the end, which arrives last."""
+        """Encode at a fixed length, with an end that is not zero and arrives last."""
         missed = self.missed[:_MOST_NAMES]
         names = [*missed, *[-1] * (_MOST_NAMES - len(missed))]
         header = _HEADER.pack(self.timed_out, len(missed), *names)
@@ -117,15 +117,15 @@ class RollCall:
         self._under_way.append(works)
 
     def release(self, works: Works) -> None:
-        """What is over is kept no more."""
+        """Forget works that have finished."""
         self._under_way = [other for other in self._under_way if other is not works]
 
     def has_heard(self) -> bool:
-        """Whether another rank has said something."""
+        """Tell whether another rank has said something."""
         return bool(self._view[:, -1].any())
 
     def heard(self) -> dict[int, Words]:
-        """What the other ranks have said."""
+        """Return the messages of the other ranks."""
         said: list[int] = np.flatnonzero(self._view[:, -1]).tolist()
         return {rank: Words.decoded(self._view[rank].tobytes()) for rank in said}
 
