@@ -140,6 +140,8 @@ def test_the_guide_says_what_was_seen_and_what_comes_next(width):
         "cpattn replay --strategy contiguous",
     ):
         assert words in text
+    assert "--html" in text
+    assert "--html" not in " ".join(guide_lines(make_report(), width, has_page=True))
     wrong = make_report()
     wrong.batches[0].max_error = 1.0
     assert "NOT what one process computes" in " ".join(guide_lines(wrong, None))

@@ -202,6 +202,7 @@ def replay(
 
         write_file("report", html_path, lambda: write_html(report, title, html_path))
     if guide or (guide is None and streams.is_terminal()):
-        click.echo("\n" + "\n".join(guide_lines(report, streams.width())))
+        lines = guide_lines(report, streams.width(), has_page=html_path is not None)
+        click.echo("\n" + "\n".join(lines))
     if not report.passed:
         click.get_current_context().exit(1)

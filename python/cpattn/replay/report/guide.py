@@ -11,8 +11,8 @@ from .summary import summarize
 _WIDTH = 100
 
 
-def guide_lines(report: ReplayReport, width: int | None) -> list[str]:
-    """Three sentences, each wrapped to `width` columns."""
+def guide_lines(report: ReplayReport, width: int | None, *, has_page: bool = False) -> list[str]:
+    """Three sentences, each wrapped to `width` columns; `has_page` if --html was given."""
     s, options = summarize(report), report.options
     seen = (
         f"{report.num_requests} requests went through {options.num_processes} processes in "
@@ -27,8 +27,9 @@ def guide_lines(report: ReplayReport, width: int | None) -> list[str]:
         shares += f", and torch took {s['speedup_over_torch']:.1f} times as long for attention"
     other = "contiguous" if options.strategy != "contiguous" else "zigzag"
     following = (
-        f"cpattn replay --strategy {other} (how even is that?), cpattn replay --html report.html "
-        "(plots), cpattn explain --lens 13,40 --prefix 0,64 --cp-size 4 (who computes what)"
+        f"cpattn replay --strategy {other} (how even is that?), "
+        + ("" if has_page else "cpattn replay --html report.html (plots), ")
+        + "cpattn explain --lens 13,40 --prefix 0,64 --cp-size 4 (who computes what)"
     )
     texts = {"seen": seen, "why": f"{shares}.", "next": following}
     lines = []
