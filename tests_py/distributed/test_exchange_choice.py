@@ -152,17 +152,6 @@ def test_steps_and_predictions_choose_alike(num_tokens, size, num_heads, out_hea
         assert steps[name].received_bytes.max() == received
 
 
-def test_bytes_of_an_exchange_are_those_of_its_rows():
-    cp = first_of(4)
-    plan = plan_of(cp, 64, 192)
-    received = cp.choose_exchange(plan, **GQA).received_bytes
-    key, query, result = 2 * 128 * 2, 128 * 2, 128 * 2
-    assert plan.kv_counts == (64,) * 4
-    assert received["gather"] == received["ring"] == 192 * 8 * key
-    assert received["pass_q"] == 48 * 32 * query + 3 * 16 * 32 * (result + 4)  # with the LSE
-    assert received["all_to_all"] == 48 * 8 * query + 192 * 2 * key + 16 * 24 * result
-
-
 def test_merging_counts_as_bytes():
     """Queries and results of 4,096 new tokens are fewer bytes than 80,000 keys by heads."""
     choice = chosen(4096, 76000, **GQA)

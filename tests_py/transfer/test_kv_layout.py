@@ -119,6 +119,13 @@ def test_from_pool_places_it_as_told():
     place = {"shard_rank": 1, "shard_size": 3}
     layout = KVLayout.from_pool(pool, **place)
     assert {name: getattr(layout, name) for name in place} == place
+    pool.kv_lora_rank = None  # as of a pool that may be of latents, and is not
+    assert KVLayout.from_pool(pool).total_kv_heads == 2
+    for name, message in (("dtypes", "a dict of the dtype"), ("whole_page_kinds", "a list of k")):
+        misnamed = Pool(("k", "v"), 4, 2, (64, 64), num_kv_heads=2)
+        setattr(misnamed, name, "float32")
+        with pytest.raises(TypeError, match=f"from_pool: {name} of a pool must be {message}"):
+            KVLayout.from_pool(misnamed)
     other = Pool(("k", "v"), 0, 1, (64, 64))
     other.page_size = 16
     for message, draft, options in [

@@ -103,7 +103,9 @@ class KVLayout(_core.KVLayout):
         ----------
         pool, draft_pool : MHATokenToKVPool or MLATokenToKVPool
             Or anything with their ``kinds``, ``start_layer``, ``num_layers``, ``num_kv_heads``,
-            ``page_size`` and ``get_contiguous_buf_infos()``.
+            ``page_size`` and ``get_contiguous_buf_infos()``. Optional are ``dtypes``, a dict of
+            the dtype of each kind, ``whole_page_kinds``, a list of kinds without rows of tokens,
+            and ``kv_lora_rank``: an int says that the pool is of latents, with one KV head.
         tp_rank, tp_size, total_kv_heads
             As of `KVLayout`; heads are those of the pool by default, which is not enough for
             MHA with ``tp_size > 1``.
@@ -145,7 +147,7 @@ class KVLayout(_core.KVLayout):
                 f"KVLayout.from_pool: page_size must be that of the draft pool, "
                 f"got {pool.page_size} and {draft_pool.page_size}"
             )
-        if hasattr(pool, "kv_lora_rank"):
+        if isinstance(getattr(pool, "kv_lora_rank", None), int):
             total_kv_heads = 1
         elif tp_size == 1 and total_kv_heads is None:
             total_kv_heads = pool.num_kv_heads

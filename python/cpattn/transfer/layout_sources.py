@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from reprlib import Repr
 from typing import Any, NamedTuple, NoReturn
@@ -54,8 +54,8 @@ def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
     """The buffers of a pool, in the order in which it lists them."""
     first = 0 if is_draft else pool.start_layer
     infos = zip(*pool.get_contiguous_buf_infos(), strict=True)
-    dtypes = getattr(pool, "dtypes", {})  # which other people's pools have not
-    whole_pages = getattr(pool, "whole_page_kinds", ())
+    dtypes = _optional(pool, "dtypes", {}, Mapping, "a dict of the dtype of each kind")
+    whole_pages = _optional(pool, "whole_page_kinds", (), list | tuple, "a list of kinds")
     entries = []
     for kind in pool.kinds:
         rows, dtype = kind not in whole_pages, dtypes.get(kind, "")
@@ -63,6 +63,16 @@ def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
             addr, nbytes, item_len = next(infos)
             entries.append(KVEntry(layer, kind, is_draft, addr, nbytes, item_len, rows, dtype))
     return entries
+
+
+def _optional(pool: Any, name: str, default: Any, kind: Any, rule: str) -> Any:
+    """Return an attribute that other people's pools need not have."""
+    value = getattr(pool, name, default)
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"KVLayout.from_pool: {name} of a pool must be {rule}, got {type(value).__name__}"
+        )
+    return value
 
 
 class Stage(NamedTuple):
