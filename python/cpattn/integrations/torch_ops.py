@@ -111,9 +111,7 @@ def _do_cp_attn_fia_out(
     **options: Any,
 ) -> None:
     batch = with_scales("do_cp_attn_fia", options)
-    k_scale, v_scale, kv_dtype = (
-        batch.pop(name, None) for name in ("k_scale", "v_scale", "kv_dtype")
-    )
+    k_scale, v_scale, kv_dtype = (batch.pop(x, None) for x in ("k_scale", "v_scale", "kv_dtype"))
     check_scales(k_cache, v_cache, k_scale, v_scale, kv_dtype)
     if scale is None:
         columns = q.shape[-1] + (0 if q_rope is None else q_rope.shape[-1])
