@@ -200,3 +200,14 @@ def test_bare_metadata_without_a_prefix_is_fine():
     bare = cpattn.build_cp_metadata([10, 14], cp_rank=0, cp_size=2, kv_len_convention="bare")
     metadata, q = rank_zero(batch)
     assert torch.equal(batch.run(bare, q), batch.run(metadata, q))
+
+
+@pytest.mark.parametrize("axes", [(4, 2, 6), (2, 6), ()], ids=str)
+def test_a_batch_without_keys_needs_no_pages(axes):
+    nothing = cpattn.build_cp_metadata([0], [0], cp_rank=0, cp_size=2)
+    out = cpattn.do_cp_attn_fia(
+        torch.ones(3, 4 * 8), torch.empty(0, 4, 2, 8), torch.empty(0, *axes), nothing,
+        block_tables=[[0]], page_size=4, num_heads=4, num_kv_heads=2,
+    )  # fmt: skip
+    assert not out.any()
+    assert out.shape == (3, 4 * (6 if axes else 8))

@@ -29,12 +29,11 @@ class FlatCache {
     return elements / page_elements;
   }
 
-  /// The dimension of a cache whose number of pages is known.
-  int64_t dim(int64_t num_pages) const {
+  /// The dimension of a cache whose number of pages is known; of an empty one that which another
+  /// argument has.
+  int64_t dim(int64_t num_pages, int64_t dim_elsewhere) const {
     const int64_t elements = cache_.num_elements();
-    if (num_pages == 0 && elements == 0 && cache_.rank >= 3 && cache_.shape[cache_.rank - 1] > 0) {
-      return cache_.shape[cache_.rank - 1];  // an empty pool: its axes alone tell
-    }
+    if (num_pages == 0 && elements == 0 && dim_elsewhere > 0) return dim_elsewhere;
     const int64_t head_rows = num_pages * arguments_.page_size * arguments_.num_kv_heads;
     check(
         head_rows > 0 && elements > 0 && elements % head_rows == 0, function_, ": ", name_,
@@ -143,13 +142,15 @@ FlatCaches flat_caches(
         arguments.v_head_dim.value_or(0)
     );
     const FlatCache values(function, "v_cache", *arguments.v_cache, arguments);
-    caches.v = values.paged(num_pages, values.dim(num_pages));
+    const int64_t dim_of_out =
+        arguments.out.rank == 2 ? arguments.out.shape[1] / arguments.num_heads : 0;
+    caches.v = values.paged(num_pages, values.dim(num_pages, dim_of_out));
   } else {
     caches.v = start_of_keys(function, arguments, caches.k);
   }
   if (arguments.k_rope) {
     const FlatCache rope(function, "k_rope", *arguments.k_rope, arguments);
-    const int64_t dim = rope.dim(num_pages);
+    const int64_t dim = rope.dim(num_pages, rope_dim);
     check(
         dim == rope_dim, function, ": k_rope must have the ", rope_dim,
         " dimensions of q_rope, got ", dim

@@ -199,8 +199,10 @@ def _out_columns(
     """num_heads * v_head_dim, or anything where the core refuses the arguments."""
     keys = math.prod(_core.shape_of(k_cache, function, "k_cache"))
     if v_cache is not None:
-        values = math.prod(_core.shape_of(v_cache, function, "v_cache"))
-        return columns * values // keys if keys else columns
+        shape = _core.shape_of(v_cache, function, "v_cache")
+        if keys:
+            return columns * math.prod(shape) // keys
+        return heads * min(shape[-1], columns) if len(shape) >= 3 else columns  # of an empty pool
     if v_head_dim is None:
         return columns
     return heads * min(max(_core.integer(v_head_dim, function, "v_head_dim"), 0), columns)
