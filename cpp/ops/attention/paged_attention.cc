@@ -312,8 +312,7 @@ AttentionShape attention_shape(const AttentionArguments& arguments) {
 
 void run_attention(const AttentionPlan& plan, const AttentionArguments& arguments) {
   check_arguments(plan, arguments);
-  const auto may_pack = [](const AttentionItem& item) { return !item.decode; };
-  if (std::ranges::any_of(plan.items, may_pack)) check_stack(arguments.function);
+  if (!plan.items.empty()) check_stack(arguments.function);
   const int threads = plan.num_threads > 0 ? plan.num_threads : default_num_threads();
   const auto& kernel =
       active_kernels().attention[element_type(arguments.function, "q", arguments.q.dtype)];

@@ -8,8 +8,8 @@ namespace cpattn {
 /// Stack of each thread of the pool.
 inline constexpr std::size_t kWorkerStack = std::size_t{2} << 20;
 
-/// Free stack that the kernels which pack keys need of any other thread: of callers, and of teams
-/// of OpenMP. A block of keys takes some 90 KiB of it.
+/// Free stack that attention needs of its caller. The largest frame, with a block of keys, has
+/// 89 KiB.
 inline constexpr std::size_t kLeastStack = std::size_t{112} << 10;
 
 /// Throws std::runtime_error, which names `function`, if the calling thread has less than
