@@ -135,7 +135,7 @@ def _leave_ranks_behind(status: int) -> None:
     run, or hold what torch ends in C++, which aborts the process while Python ends. A command that
     is called within another program leaves that program alone unless ranks go on.
     """
-    from ..proof.simulation.scheduler import are_left
+    scheduler = sys.modules.get("cpattn.proof.simulation.scheduler")  # not where torch is refused
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -143,7 +143,8 @@ def _leave_ranks_behind(status: int) -> None:
                 stream.flush()
         os._exit(status)
 
-    if are_left() or click.get_current_context().find_root().obj is OWN_PROCESS:
+    is_left = scheduler is not None and scheduler.are_left()
+    if is_left or click.get_current_context().find_root().obj is OWN_PROCESS:
         atexit.register(leave)  # runs first, as what is registered last does
 
 

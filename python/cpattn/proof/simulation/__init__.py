@@ -3,7 +3,7 @@
 
 ``simulate``         runs a function or a script in several orders; the report
 ``scheduler``        ranks as threads that pass a baton on
-``rank_state``       what each rank has to itself: environment, groups, random numbers, modules
+``process``          what is replaced in torch and Python meanwhile, and what each rank has alone
 ``process_group``    the groups that programs get: what each call gives and takes
 ``fabric``           which calls belong together, ``differences`` what they disagree in
 ``memory``           what tensors of a call have to be like, ``in_flight`` between it and its wait

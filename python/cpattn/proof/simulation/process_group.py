@@ -9,7 +9,6 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import GroupName
 
 from ..findings import Finding, NotUsable
 from . import memory
@@ -18,7 +17,9 @@ from .reductions import name_of
 
 Tensors = Sequence[torch.Tensor]
 #: Calls that cut one tensor for all ranks.
-CUTS_ROWS = ("all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor")
+CUTS_ROWS = (
+    "all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor", "gather_single",
+)  # fmt: skip
 
 
 class Runtime(Protocol):
@@ -45,6 +46,18 @@ class SimulatedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return self._backend
 
+    name = getBackendName  # until torch 2.6
+
+    def _get_backend(self, device: Any) -> Any:
+        """The group itself: since torch 2.14 messages in a batch ask what it can do."""
+        return self
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Waits end when nobody can go on."""
+
     def size(self) -> int:
         return len(self.group.ranks)
 
@@ -52,8 +65,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._rank
 
     @property
-    def group_name(self) -> GroupName:
-        return GroupName(self.group.name)
+    def group_name(self) -> Any:  # a type of its own, of strings, from torch 2.10 on
+        return self.group.name
 
     @property
     def pg_name(self) -> str:
@@ -152,6 +165,13 @@ class SimulatedGroup(dist.ProcessGroup):
         takes = self._blocks(outputs) if self._rank == root else {}
         return self._begin(
             "gather", terms={"root": self._world(root)}, gives={root: list(inputs)}, takes=takes
+        )
+
+    def gather_single(self, output: Any, input: Any, opts: Any) -> dist.Work:
+        root, kind = opts.rootRank, "gather_single"
+        takes = self._blocks([self._cut(kind, output)]) if self._rank == root else {}
+        return self._begin(
+            kind, terms={"root": self._world(root)}, gives={root: [input]}, takes=takes
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:  # type: ignore[override]

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from ..findings import Finding
@@ -14,6 +13,7 @@ from . import comparison, in_flight
 from .calls import Call, site_of_caller
 from .fabric import Fabric, Refuted
 from .link import Link
+from .process.torch_names import without_dispatch
 from .scheduler import RankState, Scheduler, Stopped
 from .store import SimulatedStore
 from .stuck import Waiting, finding_of
@@ -103,7 +103,7 @@ class Run:
         call.begin = self.link.now[call.world_rank]
         try:
             if self._has_values:
-                with torch._C._DisableTorchDispatch():
+                with without_dispatch():
                     in_flight.start(call)
                     call.digest = comparison.digest_of_given(call)
             self.fabric.post(call)
@@ -170,7 +170,7 @@ class Run:
         if call.delivered:
             return
         if self._has_values:
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 self._note(*in_flight.faults_of(call))
                 if call.partners:  # a send into a buffer may not be received yet
                     in_flight.deliver(call)

@@ -22,10 +22,10 @@ from ..findings import Finding, NotUsable, Report
 from . import comparison
 from .calls import is_program
 from .link import Link
-from .output import Output
+from .process.output import Output
+from .process.process_patches import installed
+from .process.rank_state import ProcessState, Randomness, set_aside
 from .process_group import CUTS_ROWS
-from .process_patches import installed
-from .rank_state import ProcessState, Randomness, set_aside
 from .run import Run
 from .timeline import counts_of, write_page, write_trace
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 _ENVIRON: Any = os.environ
 # Names of torch.distributed.distributed_c10d, each with what a new process has there.
 _WORLD: dict[str, Callable[[], Any]] = {
-    "_world": c10d._World,
+    "_world": lambda: c10d._World(),
     "_pg_map": dict,
     "_pg_names": dict,
     "_pg_group_ranks": dict,

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..findings import NotUsable
-from .calls import Group
-from .process_group import SimulatedGroup
-from .run import Run
-from .store import SimulatedStore
+from ...findings import NotUsable
+from ..calls import Group
+from ..process_group import SimulatedGroup
+from ..run import Run
+from ..store import SimulatedStore
+from . import torch_names
 
 
 @contextlib.contextmanager
@@ -44,9 +45,8 @@ def installed(run: Run) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, value in changes:
             stack.enter_context(mock.patch.object(owner, name, value))
-        isolate = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009
-        isolate(True)  # torch's registry of groups has names of every thread
-        stack.callback(isolate, False)
+        torch_names.isolate_threads(True)  # each rank registers groups of the same names
+        stack.callback(torch_names.isolate_threads, False)
         yield
 
 
@@ -65,6 +65,7 @@ def _group_maker(run: Run) -> Callable[..., Any]:
         pg_tag: str | None = None,
         device_id: Any = None,
         group_desc: str | None = None,
+        **_: Any,  # releases add options, which are of backends
     ) -> Any:
         if group_name in c10d._world.pg_names.values():
             raise ValueError(f"new_group: there is a group {group_name} already")
@@ -88,14 +89,13 @@ def _group_maker(run: Run) -> Callable[..., Any]:
             str(backend),
             run,
         )
-        c10d._register_pg_in_world(
+        torch_names.register(
             group,
-            backend_name=backend,
-            store=store,
-            group_name=c10d.GroupName(group_name),
+            str(group_name),
+            backend=backend,
             backend_config=str(c10d.BackendConfig(c10d.Backend(backend))),
-            pg_tag=f"user:{pg_tag}" if pg_tag else None,
-            add_to_default_tag=not pg_tag,
+            store=store,
+            tag=pg_tag,
         )
         group.meet()
         return group, store

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private names of torch that a simulation needs, and what differs between its releases.
+
+Other modules do not ask for the release. Importing this raises `NotUsable` where torch lacks a name
+for which nothing here stands in.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from ...findings import NotUsable
+
+#: Names that every release from 2.6 to 2.15 has, by module.
+NEEDED = {
+    "torch._C": ("_DisableTorchDispatch",),
+    "torch._C._distributed_c10d": ("Store", "_set_thread_isolation_mode"),
+    "torch.autograd.profiler": ("_disable_profiler", "_enable_profiler", "_prepare_profiler"),
+    "torch.distributed.distributed_c10d": (
+        "Backend", "BackendConfig", "GroupMember", "_World", "_backend",
+        "_default_pg_init_method", "_find_pg_by_ranks_and_tag", "_group_count",
+        "_new_process_group_helper", "_pg_backend_config", "_pg_group_ranks", "_pg_map",
+        "_pg_names", "_pg_to_tag", "_register_process_group", "_store_based_barrier",
+        "_tags_to_pg", "_world", "rendezvous",
+    ),
+    "torch.nn": ("Buffer", "Parameter"),
+    "torch.utils._python_dispatch": ("TorchDispatchMode",),
+    "torch.utils._pytree": ("tree_iter", "tree_leaves"),
+}  # fmt: skip
+#: A name that some of these releases have; `register` does without.
+OPTIONAL = {"torch.distributed.distributed_c10d": ("_register_pg_in_world",)}
+
+
+def _check() -> None:
+    for module, names in NEEDED.items():
+        for name in names:
+            if not hasattr(import_module(module), name):
+                raise NotUsable(
+                    f"simulate: torch {torch.__version__} cannot be simulated: it has no "
+                    f"{module}.{name}, which releases 2.6 to 2.15 have"
+                )
+
+
+_check()
+
+
+def register(
+    group: Any, name: str, *, backend: str, backend_config: str, store: Any, tag: str | None
+) -> None:
+    """Have `torch.distributed` know a group, as its own makers of groups do."""
+    untyped: Any = c10d
+    if hasattr(c10d, "_register_pg_in_world"):  # from 2.13 on
+        untyped._register_pg_in_world(
+            group,
+            backend_name=backend,
+            store=store,
+            group_name=name,
+            backend_config=backend_config,
+            pg_tag=f"user:{tag}" if tag else None,
+            add_to_default_tag=not tag,
+        )
+        return
+    world = untyped._world
+    world.pg_map[group] = (backend, store)
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = backend_config
+    untyped._register_process_group(name, group)
+    tags = (f"user:{tag}",) if tag else ("", f"ptd:{name}")
+    for one in tags:
+        world.tags_to_pg.setdefault(one, []).append(group)
+    world.pg_to_tag[group] = tags[-1]
+
+
+def isolate_threads(on: bool) -> None:
+    """Have each thread, or all of them together, own names in torch's registry of groups."""
+    cast(Any, torch._C._distributed_c10d)._set_thread_isolation_mode(on)
+
+
+def without_dispatch() -> AbstractContextManager[None]:
+    """Operators within are seen by no mode."""
+    return torch._C._DisableTorchDispatch()
