@@ -68,6 +68,11 @@ CommandGroup.examples["simulate"] = "cpattn simulate --ranks 8 script.py"
     metavar="NAME",
     help="A package that each rank imports for itself; may be given again.",
 )
+@click.option(
+    "--cuda-as-cpu/--no-cuda-as-cpu",
+    default=None,
+    help="Do on the CPU what is asked of CUDA.  [default: where there is no device]",
+)
 @click.option("--trace", type=OutputPath(), help="Write the timeline, for ui.perfetto.dev.")
 @click.option("--html", type=OutputPath(), help="Write report and timeline as a page to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
@@ -163,10 +168,11 @@ def _script(
 def _captures(captures: tuple[Path, ...], script: Path | None, options: dict[str, Any]) -> Any:
     from ..proof import read_captures, simulate_capture
 
-    if script is not None or options.pop("seeds") or options.pop("own_modules"):
+    of_scripts = [options.pop(name) for name in ("seeds", "own_modules", "cuda_as_cpu")]
+    if script is not None or any(value not in ((), None) for value in of_scripts):
         raise click.UsageError(
-            "--capture issues what was recorded: neither a SCRIPT nor --seed nor --own-module goes "
-            "beside it"
+            "--capture issues what was recorded: neither a SCRIPT nor --seed nor --own-module nor "
+            "--cuda-as-cpu goes beside it"
         )
     if _is_default("ranks"):
         options["ranks"] = None

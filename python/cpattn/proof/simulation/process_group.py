@@ -294,7 +294,7 @@ def _check(tensors: Tensors, kind: str) -> None:
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise NotUsable(
                 f"simulate: {kind} has a tensor of layout {tensor.layout} on {tensor.device}; "
-                "dense ones on the CPU can be simulated"
+                "dense ones on the CPU can be simulated, or of CUDA with --cuda-as-cpu"
             )
 
 

@@ -22,6 +22,7 @@ from ..findings import Finding, NotUsable, Report
 from . import comparison
 from .calls import is_program
 from .link import Link
+from .process.cuda_as_cpu import CudaAsCpu
 from .process.output import Output
 from .process.process_patches import installed
 from .process.rank_state import ProcessState, Randomness, set_aside
@@ -59,6 +60,9 @@ class Options:
     own_modules : sequence of str
         Packages that every rank imports for itself, as processes do; others are there once, and
         their globals are shared by all ranks. `fn` has to import them while it runs.
+    cuda_as_cpu : bool, optional
+        Whether the CPU does what is asked of CUDA: tensors, streams, events, devices. None: on a
+        machine without a device, if a rank fails for want of one.
     """
 
     ranks: int = 8
@@ -70,6 +74,7 @@ class Options:
     trace: str | os.PathLike[str] | None = None
     html: str | os.PathLike[str] | None = None
     own_modules: Sequence[str] = ()
+    cuda_as_cpu: bool | None = None
 
     def __post_init__(self) -> None:
         check_number("ranks", self.ranks, 1, 64, kind=int)
@@ -83,6 +88,10 @@ class Options:
         check_number("latency_us", self.latency_us, 0, 1e9)
         check_number("gbps", self.gbps, 1e-3, 1e6)
         _check_own_modules(self.own_modules)
+        if self.cuda_as_cpu is not None and not isinstance(self.cuda_as_cpu, bool):
+            raise TypeError(
+                f"simulate: cuda_as_cpu must be True, False or None, got {self.cuda_as_cpu!r}"
+            )
 
 
 def check_number(name: str, value: float, least: float, most: float, kind: type = float) -> None:
@@ -112,6 +121,10 @@ def _is_there(name: str) -> bool:
         return find_spec(name) is not None
     except ValueError:  # of a module without a specification, which cannot be imported again
         return False
+
+
+class _Exited(NotUsable):
+    """A rank has ended itself by a status."""
 
 
 @dataclass
@@ -148,7 +161,7 @@ def simulate(
         Of the group that is there when `fn` begins. None: `fn` calls ``init_process_group``.
     **options
         Attributes of `Options`: ``seeds``, ``time_limit``, ``buffered_sends``, ``latency_us``,
-        ``gbps``, ``trace``, ``html``, ``own_modules``.
+        ``gbps``, ``trace``, ``html``, ``own_modules``, ``cuda_as_cpu``.
 
     Returns
     -------
@@ -245,14 +258,15 @@ def _judge_alone(program: Program, options: Options) -> Report:
     not_checked: dict[str, str] = {}
     traces: dict[int, comparison.Trace] = {}
     first: Run | None = None
+    cuda = CudaAsCpu(options.cuda_as_cpu)
     for seed in options.seeds:
-        run, traces[seed] = _run_once(program, options, seed, quiet=first is not None)
+        run, traces[seed] = _run_once(program, options, seed, cuda, quiet=first is not None)
         first = first or run
         findings += [_with_seed(one, seed, options) for one in run.findings]
         if findings:
             break
         if found := comparison.difference(traces[options.seeds[0]], traces[seed]):
-            _, again = _run_once(program, options, options.seeds[0], quiet=True)
+            _, again = _run_once(program, options, options.seeds[0], cuda, quiet=True)
             if comparison.difference(traces[options.seeds[0]], again):
                 not_checked["order of arrival"] = (
                     f"two runs in one order differ, first in {found[0].what} of rank "
@@ -263,6 +277,8 @@ def _judge_alone(program: Program, options: Options) -> Report:
                 findings.append(comparison.finding_of(found[1], seeds, options.ranks))
             break
     assert first is not None
+    if cuda.is_used:
+        not_checked["CUDA"] = "its calls ran on the CPU (--no-cuda-as-cpu has them refused)"
     if options.trace is not None:
         write_trace(first.link, options.trace)
     report = Report(
@@ -300,14 +316,29 @@ def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
 
 
 def _run_once(
-    program: Program, options: Options, seed: int, *, quiet: bool
+    program: Program, options: Options, seed: int, cuda: CudaAsCpu, *, quiet: bool
 ) -> tuple[Run, comparison.Trace]:
+    """One order; again where a rank lacks a device for which the CPU may stand in."""
+    run, results = _run(program, options, seed, cuda, quiet=quiet)
+    may_lack_a_device = not isinstance(run.failure, NotUsable) or isinstance(run.failure, _Exited)
+    if may_lack_a_device and cuda.should_turn_on(run.failure):
+        cuda.is_on = True
+        again, other_results = _run(program, options, seed, cuda, quiet=quiet)
+        if again.failure is None or again.num_calls >= run.num_calls:  # it is no worse
+            run, results = again, other_results
+    _check_usable(run)
+    return run, comparison.trace_of(run.fabric.history, results)
+
+
+def _run(
+    program: Program, options: Options, seed: int, cuda: CudaAsCpu, *, quiet: bool
+) -> tuple[Run, list[Any]]:
     link = Link(options.ranks, options.latency_us * 1e-6, options.gbps * 1e9 / 8)
     run = Run(options.ranks, seed, link, buffered_sends=options.buffered_sends)
     results: list[Any] = [None] * options.ranks
     before = Randomness()
     with (
-        installed(run),
+        installed(run, cuda.changes(run)),
         set_aside(options.own_modules),
         program.output.of(run, quiet=quiet),
     ):
@@ -323,17 +354,17 @@ def _run_once(
 
         def live(rank: int) -> None:
             try:
-                results[rank] = program.body(states[rank])
+                with cuda.of_rank():
+                    results[rank] = program.body(states[rank])
             except SystemExit as ending:
                 if ending.code:
-                    raise NotUsable(f"simulate: rank {rank} exits with {ending.code}") from None
+                    raise _Exited(f"simulate: rank {rank} exits with {ending.code}") from None
 
         try:
             run.execute(live, states, options.time_limit)
         finally:
             before.apply()
-    _check_usable(run)
-    return run, comparison.trace_of(run.fabric.history, results)
+    return run, results
 
 
 def _environment(rank: int, size: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ import posix
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
 
 from ...findings import NotUsable
 from ..calls import Group
@@ -27,16 +28,27 @@ from . import torch_names
 
 
 @contextlib.contextmanager
-def installed(run: Run) -> Iterator[None]:
-    """Every group that a program makes is simulated, whatever backend it names."""
+def installed(run: Run, others: Iterable[tuple[Any, str, Any]] = ()) -> Iterator[None]:
+    """Every group that a program makes is simulated, whatever backend it names.
+
+    Parameters
+    ----------
+    run : Run
+        Carries out what groups are asked for.
+    others : iterable of (owner, name, value)
+        Further replacements for as long.
+    """
     changes: list[tuple[Any, str, Any]] = [
         (c10d, "_new_process_group_helper", _group_maker(run)),
         (c10d, "rendezvous", _rendezvous(run)),
+        # Torch warns of each backend that it was built without.
+        (c10d, "_get_default_timeout", lambda backend: default_pg_timeout),
         (c10d, "_store_based_barrier", _store_barrier(run)),
         (BaseProcess, "start", _refusal(run, "starts processes", BaseProcess.start)),
         *_ends_of_processes(run),
         *_signal_handlers(run),
         *_one_profiler(run),
+        *others,
     ]
     for name in ("TCPStore", "FileStore", "HashStore"):
         for module in (dist, c10d, sys.modules["torch.distributed.rendezvous"]):

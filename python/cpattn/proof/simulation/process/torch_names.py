@@ -23,12 +23,15 @@ NEEDED = {
     "torch.autograd.profiler": ("_disable_profiler", "_enable_profiler", "_prepare_profiler"),
     "torch.distributed.distributed_c10d": (
         "Backend", "BackendConfig", "GroupMember", "_World", "_backend",
-        "_default_pg_init_method", "_find_pg_by_ranks_and_tag", "_group_count",
+        "_default_pg_init_method", "_find_pg_by_ranks_and_tag", "_get_default_timeout",
+        "_group_count",
         "_new_process_group_helper", "_pg_backend_config", "_pg_group_ranks", "_pg_map",
         "_pg_names", "_pg_to_tag", "_register_process_group", "_store_based_barrier",
         "_tags_to_pg", "_world", "rendezvous",
     ),
     "torch.nn": ("Buffer", "Parameter"),
+    "torch.overrides": ("TorchFunctionMode",),
+    "torch.utils._device": ("DeviceContext",),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.utils._pytree": ("tree_iter", "tree_leaves"),
 }  # fmt: skip
