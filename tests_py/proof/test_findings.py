@@ -16,7 +16,7 @@ pytest.importorskip("jsonschema")
 from click.testing import CliRunner
 
 from cpattn._cli.program import commands
-from cpattn.proof import INVARIANTS, Finding, Report
+from cpattn.proof import INVARIANTS, Finding, Report, require
 from support.places import ROOT
 
 ROWS = {"request": [0], "position": [0], "count": [2]}
@@ -68,6 +68,8 @@ def test_a_program_on_a_page_with_its_timeline(tmp_path, page_of):
     page = page_of("simulate", "--ranks", "3", tmp_path / "script.py", status=0)
     assert "script.py on 3 ranks" in page
     assert "rank 2: all_reduce" in page
+    assert '<span class="good">Proved</span>: SEQ</h1>' in page
+    assert "<td>RES: compared between" in page
 
 
 def test_an_operator_on_a_page(page_of):
@@ -138,17 +140,37 @@ def test_a_report_ends_with_its_verdict():
     assert proved.proved
     assert proved.exit_code == 0
     assert proved.text().splitlines() == [
-        "plan.json: proved (0.0 s)",
-        "  checked: OWN LEN",
-        "  not checked: BAL, no bound",
+        "plan.json: proved: OWN LEN (0.0 s)",
+        "  not checked: BAL (no bound)",
     ]
     refuted = Report("lint", "plan.json", (TWICE,), checked=("OWN",), seconds=0.25)
     assert refuted.exit_code == 1
     assert "\n\nplan.json: refuted, 1 finding (0.2 s)\n" in refuted.text()
+    assert "\n  checked: OWN" in refuted.text()
     document = json.loads(refuted.to_json())
     assert document["schema"] == "cpattn-report/1"
     assert not document["proved"]
     assert document["findings"][0]["details"] == {"token": 5}
+
+
+def test_what_is_required_has_to_be_checked():
+    """A fault counts all the same; and a report without anything checked proves nothing."""
+    some = Report("lint", "plan.json", checked=("OWN", "LEN"), not_checked={"COV": "no calls"})
+    assert require(some, "OWN,LEN").exit_code == 0
+    lacking = require(require(some, "OWN"), ("COV", "LSE"))
+    assert (lacking.exit_code, lacking.proved) == (2, False)
+    assert lacking.text().splitlines() == [
+        "plan.json: not judged, COV LSE not checked (0.0 s)",
+        "  checked: OWN LEN",
+        "  not checked: COV (no calls)",
+    ]
+    document = json.loads(lacking.to_json())
+    assert (document["verdict"], document["required"]) == ("not judged", ["OWN", "COV", "LSE"])
+    assert require(Report("lint", "plan.json", (TWICE,)), "COV").exit_code == 1
+    assert Report("lint", "plan.json", not_checked={"OWN": "no rows"}).exit_code == 2
+    for ids in ("", "OWN,FOO", ()):
+        with pytest.raises(ValueError, match=r"ids must be of OWN, COV, .*, got ('FOO'|''|none)"):
+            require(some, ids)
 
 
 def test_unknown_invariants_and_numbers_that_are_none_are_refused():

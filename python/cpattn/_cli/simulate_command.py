@@ -17,7 +17,7 @@ import click
 from .command_group import OWN_PROCESS, CommandGroup
 from .commands import commands
 from .exit_codes import INTERRUPTED
-from .options import Integer, Number, OutputPath
+from .options import Integer, Number, OutputPath, require_option
 
 CommandGroup.examples["simulate"] = "cpattn simulate --ranks 8 script.py"
 
@@ -73,6 +73,7 @@ CommandGroup.examples["simulate"] = "cpattn simulate --ranks 8 script.py"
     default=None,
     help="Do on the CPU what is asked of CUDA.  [default: where there is no device]",
 )
+@require_option
 @click.option("--trace", type=OutputPath(), help="Write the timeline, for ui.perfetto.dev.")
 @click.option("--html", type=OutputPath(), help="Write report and timeline as a page to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
@@ -92,8 +93,9 @@ def simulate(
     before their wait, results that depend on who comes first.
 
     Whatever backend the script names is simulated. Options stand before the script; what follows it
-    is the script's. Exit code 0: proved, 1: refuted, 2: the script cannot be judged, as it raises
-    an error of its own.
+    is the script's. Exit code 0: proved, 1: refuted, by an assertion of the script, too, 2: the
+    script cannot be judged, as it raises another error of its own, or --require names what was not
+    checked.
 
     \b
     Eight ranks, and a timeline under links of 25 Gbit/s:
@@ -107,6 +109,7 @@ def simulate(
     from ..proof import NotUsable
     from ..proof.findings import NOT_USABLE
 
+    options["require"] = options.pop("required")
     if captures:
         simulated = partial(_captures, captures, script, options)
     elif script is None:

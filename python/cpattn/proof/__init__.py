@@ -3,6 +3,7 @@
 
 ``invariants``   what has to hold, each with an id that messages, documents and JSON use
 ``findings``     an invariant that does not hold, where, and what to do; the report of a tool
+``requirements`` `require`: invariants that a tool has to decide
 ``linting``      `lint`: refutes or proves what all ranks planned, from integers alone
 ``simulation``   `simulate`: all ranks of a program in one process; needs torch
 ``conformance``  `conform`: an operator, tried on many batches; ``pytest``: as a test
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from .captures import Capture, capture, read_captures
 from .findings import Finding, NotUsable, Report
 from .invariants import INVARIANTS, Invariant
+from .requirements import require
 
 if TYPE_CHECKING:
     from .conformance.runner import conform as conform
@@ -40,6 +42,7 @@ __all__ = [
     "conform",
     "lint",
     "read_captures",
+    "require",
     "simulate",
     "simulate_capture",
     "simulate_script",

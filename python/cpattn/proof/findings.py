@@ -102,6 +102,8 @@ class Report:
         What it took.
     facts : mapping
         What else there is to tell, as counts of bytes or cases; JSON.
+    required : tuple of str
+        Ids that have to be among `checked`, see `require`.
     """
 
     tool: str
@@ -111,31 +113,53 @@ class Report:
     not_checked: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Ids that are required and were not decided."""
+        return tuple(id for id in self.required if id not in self.checked)
+
+    @property
+    def verdict(self) -> str:
+        """``"proved"``, ``"refuted"``, or ``"not judged"`` where what had to be decided was not."""
+        if self.findings:
+            return "refuted"
+        nothing = bool(self.not_checked) and not self.checked
+        return "not judged" if self.missing or nothing else "proved"
 
     @property
     def proved(self) -> bool:
-        """Whether nothing that was checked is broken."""
-        return not self.findings
+        """Whether nothing that was checked is broken, and all that had to be was checked."""
+        return self.verdict == "proved"
 
     @property
     def exit_code(self) -> int:
-        """0 proved, 1 refuted."""
-        return PROVED if self.proved else REFUTED
+        """0 proved, 1 refuted, 2 not judged."""
+        return {"proved": PROVED, "refuted": REFUTED}.get(self.verdict, NOT_USABLE)
 
     def text(self) -> str:
         """For people: findings first, then the verdict and what it does not cover."""
         parts = [finding.text() for finding in self.findings]
         many = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
-        verdict = "proved" if self.proved else f"refuted, {many}"
+        verdict, checked = self.verdict, " ".join(self.checked)
+        if verdict == "proved" and checked:
+            verdict += f": {checked}"
+        elif verdict == "refuted":
+            verdict += f", {many}"
+        elif self.missing:
+            verdict += f", {' '.join(self.missing)} not checked"
         lines = [f"{self.subject}: {verdict} ({self.seconds:.1f} s)"]
-        if self.checked:
-            lines.append(f"  checked: {' '.join(self.checked)}")
-        lines += [f"  not checked: {id}, {reason}" for id, reason in self.not_checked.items()]
+        if checked and not self.proved:
+            lines.append(f"  checked: {checked}")
+        lines += [f"  not checked: {id} ({reason})" for id, reason in self.not_checked.items()]
         return "\n\n".join([*parts, "\n".join(lines)])
 
     def as_dict(self) -> dict[str, Any]:
         """One JSON document."""
-        return {"schema": SCHEMA, "proved": self.proved, **asdict(self)}
+        return {
+            "schema": SCHEMA, "proved": self.proved, "verdict": self.verdict, **asdict(self)
+        }  # fmt: skip
 
     def to_json(self) -> str:
         """`as_dict` as text; a number that is none is refused."""

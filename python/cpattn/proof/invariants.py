@@ -95,6 +95,12 @@ _ALL = (
         "Every rank waits for the slowest: more machines do not help.",
         "Count pairs of queries and keys, not tokens, when sharing out.",
     ),
+    Invariant(
+        "RES",
+        "Results are those that the program itself demands.",
+        "An assertion of the program fails on one rank, whatever its calls look like.",
+        "Compare the operands of the assertion on this rank with those on others.",
+    ),
 )
 
 #: By id, in the order of the documents.

@@ -339,13 +339,13 @@ def two_plans(tmp_path):
 
 
 def test_recorded_plans_are_made_again(two_plans, tmp_path):
-    *_, verdict, _ = lines = run(
+    *_, verdict = lines = run(
         "replay", "--capture", two_plans, "--json", tmp_path / "report.json"
     ).splitlines()
     assert re.match(r"rank 0: 2 calls in \d+\.\d{3} s, cpattn ", lines[0])
     (row,) = (line.split() for line in lines if line.startswith("build_cp_metadata"))
     assert row[1] == "2"
-    assert re.fullmatch(r"2 plans: proved \(\d+\.\d s\)", verdict)
+    assert re.fullmatch(r"2 plans: proved: OWN \(\d+\.\d s\)", verdict)
     assert json.loads((tmp_path / "report.json").read_text())["proved"]
 
 
@@ -388,7 +388,8 @@ def test_a_capture_of_nothing_has_nothing_to_share_out_or_make_again(tmp_path):
         pass
     output = run("plan", "--capture", path, status=2)
     assert "there is no batch with new tokens in it" in output
-    assert "not checked: OWN, there is no plan in the capture" in run("replay", "--capture", path)
+    output = run("replay", "--capture", path, status=2)
+    assert "not checked: OWN (there is no plan in the capture)" in output
     assert "a PLAN or --capture must be given" in run("lint", status=2)
 
 

@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import sys
 import threading
+import unittest
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +99,57 @@ def test_what_cannot_be_judged_says_why(program, message, monkeypatch):
     if program is raises:
         assert isinstance(raised.value.__cause__, KeyError)
         assert raised.value.__cause__.__traceback__ is not None
+
+
+def asserts_a_sum():
+    x = torch.ones(2) * dist.get_rank()
+    dist.all_reduce(x)
+    assert x.tolist() == [3, 3], "the sum is wrong"
+
+
+def asserts_closeness():
+    x = torch.ones(2)
+    dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    torch.testing.assert_close(x, torch.zeros(2))
+
+
+def asserts_by_numpy():
+    dist.barrier()
+    np.testing.assert_array_equal([1], [2])
+
+
+def asserts_by_unittest():
+    dist.barrier()
+    unittest.TestCase().assertEqual(1, 2)  # noqa: PT009 - what programs use
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (asserts_a_sum, "the sum is wrong"),
+        (asserts_closeness, "Tensor-likes are not close!"),
+        (asserts_by_numpy, "Arrays are not equal"),
+        (asserts_by_unittest, "1 != 2"),
+    ],
+)
+def test_an_assertion_that_fails_refutes_by_its_line(program, message):
+    """`sgl-project/sglang#33353`: heads were swapped over 4 ranks, not 2, and no call differs."""
+    (finding,) = simulate(program, ranks=2).findings
+    assert (finding.invariant, finding.kind) == ("RES", "assertion")
+    (rank,) = finding.ranks
+    assert finding.what == f"rank {rank} asserts what does not hold: {message}"
+    assert finding.where.startswith(f"{__file__}:")
+    assert finding.where.endswith(f" in {program.__name__}")
+    assert "assert" in finding.picture.splitlines()[1]
+
+
+def test_assertions_of_libraries_and_of_torch_cannot_be_judged():
+    def program():
+        dist.barrier()
+        torch.nn.Linear(2, 2).cuda()  # asserts that torch was compiled with CUDA
+
+    with pytest.raises(NotUsable, match="raised AssertionError: Torch not compiled"):
+        simulate(program, ranks=2, cuda_as_cpu=False)
 
 
 def returns_early():
@@ -215,6 +268,7 @@ def test_a_simulation_in_a_simulation_and_scripts_that_are_none_are_refused(tmp_
         (TypeError, {"ranks": "8"}, "ranks must be an integer, got '8'"),
         (TypeError, {"ranks": True}, "ranks must be an integer, got True"),
         (TypeError, {"ranks": 2.5}, r"ranks must be an integer, got 2\.5"),
+        (TypeError, {"cuda_as_cpu": 1}, "cuda_as_cpu must be True, False or None, got 1"),
         (TypeError, {"gbps": "1"}, "gbps must be a number, got '1'"),
         (TypeError, {"seeds": 3}, "seeds must be a sequence of integers, got 3"),
         (TypeError, {"seeds": [0.5]}, r"seeds must be an integer, got 0\.5"),

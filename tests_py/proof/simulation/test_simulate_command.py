@@ -55,7 +55,8 @@ def test_what_holds_is_said_to(tmp_path, children):
     assert run.returncode == 0, run.stderr
     assert "[rank 0] here --layers 2\n" in run.stdout
     assert run.stdout.count("here") == 2  # although it runs in three orders
-    assert "script.py on 2 ranks: proved" in run.stdout
+    assert "script.py on 2 ranks: proved: SEQ (" in run.stdout
+    assert "\n  not checked: RES (compared between orders, and by what the " in run.stdout
     assert "barrier                        1 calls" in run.stdout
 
 
@@ -66,6 +67,16 @@ def test_json_is_alone_on_standard_output(simulate, tmp_path):
     assert report["findings"][0]["kind"] == "rank-returned"
     assert report["facts"]["seeds"] == [3]
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_what_is_required_has_to_be_checked(simulate, tmp_path):
+    run = simulate(BARRIER, "--require", "SEQ,RES", "--html", "report.html")
+    assert run.exit_code == 2
+    assert "script.py on 2 ranks: not judged, RES not checked (" in run.output
+    assert "Not judged</span></h1>" in (tmp_path / "report.html").read_text()
+    run = simulate(f"{BARRIER}assert dist.get_rank() < 1\n", "--require", "RES", "--json")
+    assert run.exit_code == 1
+    assert json.loads(run.stdout)["checked"] == ["SEQ", "RES"]
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def write_html(
         as_json=lambda details: json.dumps(details, indent=2, default=str),
         timeline=drawing(stretches),
         num_findings=sum(len(report.findings) for report in reports),
+        all_proved=all(report.proved for report in reports),
     )
     # Names of files and in plans may have halves of characters, which UTF-8 has not.
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")

@@ -13,6 +13,7 @@ import torch
 
 from ..captures import Capture
 from ..findings import Report
+from ..requirements import require
 from .calls import Call, Group, at_site
 from .link import Event, Link
 from .remade import remade_steps
@@ -40,6 +41,8 @@ class CaptureOptions:
         Of a link of a rank: microseconds of a message, 10^9 bits per second.
     trace, html : path, optional
         Where the timeline goes, for Perfetto, and report and timeline, as a page.
+    require : sequence of str
+        Ids of invariants without which nothing is proved, see `cpattn.proof.require`.
     """
 
     ranks: int | None = None
@@ -50,6 +53,7 @@ class CaptureOptions:
     gbps: float = 100.0
     trace: str | os.PathLike[str] | None = None
     html: str | os.PathLike[str] | None = None
+    require: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
@@ -68,9 +72,9 @@ def simulate_capture(capture: Capture, **options: Any) -> Report:
         Of all ranks of one group, by `cpattn.proof.read_captures`.
     **options
         Attributes of `CaptureOptions`: ``ranks``, ``strategy``, ``time_limit``,
-        ``buffered_sends``, ``latency_us``, ``gbps``, ``trace``, ``html``. With ``ranks`` or
-        ``strategy`` the recorded batches are planned again for these: rows go where the new plans
-        have them, and attention takes its recorded time per pair of query and key.
+        ``buffered_sends``, ``latency_us``, ``gbps``, ``trace``, ``html``, ``require``. With
+        ``ranks`` or ``strategy`` the recorded batches are planned again for these: rows go where
+        the new plans have them, and attention takes its recorded time per pair of query and key.
 
     Returns
     -------
@@ -107,10 +111,12 @@ def simulate_capture(capture: Capture, **options: Any) -> Report:
         f"{_batches_of(steps[0])} on {len(steps)} ranks, {manner}",
         tuple(run.findings),
         checked=("SEQ",),
-        not_checked={"values": "they are not recorded"},
+        not_checked={"RES": "values are not recorded"},
         seconds=time.perf_counter() - begin,
         facts={"recorded_seconds_by_rank": _recorded_seconds(capture), **counts_of(run)},
     )
+    if chosen.require:
+        report = require(report, chosen.require)
     if chosen.html is not None:
         write_page(report, link, chosen.html)
     return report

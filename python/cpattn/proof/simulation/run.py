@@ -53,6 +53,7 @@ class Run:
         self.findings: list[Finding] = []
         self._stores: dict[object, SimulatedStore] = {}
         self.num_calls = 0
+        self.text_of_failure = ""  # what the error of `failure` says
         self._scheduler = Scheduler(seed, self._on_stuck)
         self._watches = [in_flight.Watch() for _ in range(size)]
         self._waiting: dict[int, Waiting] = {}

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ..findings import Finding, NotUsable, Report
-from . import comparison
+from ..requirements import require
+from . import assertions, comparison
 from .calls import is_program
 from .link import Link
 from .process.cuda_as_cpu import CudaAsCpu
@@ -31,6 +32,7 @@ from .run import Run
 from .timeline import counts_of, write_page, write_trace
 
 SEEDS = (0, 1, 2)
+_RESULTS = "compared between orders, and by what the program asserts"
 # What of torch and Python is exchanged for a while is there once in a process.
 _ALONE = threading.Lock()
 # Packages that no process can import twice.
@@ -63,6 +65,8 @@ class Options:
     cuda_as_cpu : bool, optional
         Whether the CPU does what is asked of CUDA: tensors, streams, events, devices. None: on a
         machine without a device, if a rank fails for want of one.
+    require : sequence of str
+        Ids of invariants without which nothing is proved, see `cpattn.proof.require`.
     """
 
     ranks: int = 8
@@ -75,6 +79,7 @@ class Options:
     html: str | os.PathLike[str] | None = None
     own_modules: Sequence[str] = ()
     cuda_as_cpu: bool | None = None
+    require: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_number("ranks", self.ranks, 1, 64, kind=int)
@@ -161,7 +166,8 @@ def simulate(
         Of the group that is there when `fn` begins. None: `fn` calls ``init_process_group``.
     **options
         Attributes of `Options`: ``seeds``, ``time_limit``, ``buffered_sends``, ``latency_us``,
-        ``gbps``, ``trace``, ``html``, ``own_modules``, ``cuda_as_cpu``.
+        ``gbps``, ``trace``, ``html``, ``own_modules``, ``cuda_as_cpu``,
+        ``require``.
 
     Returns
     -------
@@ -255,7 +261,7 @@ def judge(program: Program, options: Options) -> Report:
 def _judge_alone(program: Program, options: Options) -> Report:
     begin = time.perf_counter()
     findings: list[Finding] = []
-    not_checked: dict[str, str] = {}
+    not_checked = {"RES": _RESULTS}
     traces: dict[int, comparison.Trace] = {}
     first: Run | None = None
     cuda = CudaAsCpu(options.cuda_as_cpu)
@@ -278,9 +284,11 @@ def _judge_alone(program: Program, options: Options) -> Report:
             break
     assert first is not None
     if cuda.is_used:
-        not_checked["CUDA"] = "its calls ran on the CPU (--no-cuda-as-cpu has them refused)"
+        not_checked["CUDA"] = "its calls ran on the CPU; --no-cuda-as-cpu has them refused"
     if options.trace is not None:
         write_trace(first.link, options.trace)
+    if any(finding.invariant == "RES" for finding in findings):
+        del not_checked["RES"]
     report = Report(
         "simulate",
         f"{program.name} on {options.ranks} ranks",
@@ -290,6 +298,8 @@ def _judge_alone(program: Program, options: Options) -> Report:
         seconds=time.perf_counter() - begin,
         facts={"seeds": list(traces), **counts_of(first)},
     )
+    if options.require:
+        report = require(report, options.require)
     if options.html is not None:
         write_page(report, first.link, options.html)
     return report
@@ -297,8 +307,10 @@ def _judge_alone(program: Program, options: Options) -> Report:
 
 def _checked(run: Run) -> tuple[str, ...]:
     """What was decided: OWN of the rows that a call cuts for the ranks, where there is one."""
-    cuts = any(call.kind in CUTS_ROWS for calls in run.fabric.history for call in calls)
-    return ("SEQ", "OWN") if cuts or any(f.invariant == "OWN" for f in run.findings) else ("SEQ",)
+    ids = {"SEQ", *(finding.invariant for finding in run.findings)}
+    if any(call.kind in CUTS_ROWS for calls in run.fabric.history for call in calls):
+        ids.add("OWN")
+    return tuple(id for id in ("SEQ", "OWN", "RES") if id in ids)
 
 
 def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
@@ -326,6 +338,9 @@ def _run_once(
         again, other_results = _run(program, options, seed, cuda, quiet=quiet)
         if again.failure is None or again.num_calls >= run.num_calls:  # it is no worse
             run, results = again, other_results
+    if run.failure is not None and not run.findings:
+        found = assertions.finding_of(run.failure, run.rank_of_failure, run.text_of_failure)
+        run.findings += filter(None, [found])
     _check_usable(run)
     return run, comparison.trace_of(run.fabric.history, results)
 
@@ -333,6 +348,7 @@ def _run_once(
 def _run(
     program: Program, options: Options, seed: int, cuda: CudaAsCpu, *, quiet: bool
 ) -> tuple[Run, list[Any]]:
+    texts: dict[int, str] = {}
     link = Link(options.ranks, options.latency_us * 1e-6, options.gbps * 1e9 / 8)
     run = Run(options.ranks, seed, link, buffered_sends=options.buffered_sends)
     results: list[Any] = [None] * options.ranks
@@ -359,11 +375,15 @@ def _run(
             except SystemExit as ending:
                 if ending.code:
                     raise _Exited(f"simulate: rank {rank} exits with {ending.code}") from None
+            except Exception as error:
+                texts[rank] = _message_of(error)  # here, where it is within the limit of time
+                raise
 
         try:
             run.execute(live, states, options.time_limit)
         finally:
             before.apply()
+    run.text_of_failure = texts.get(run.rank_of_failure, "")
     return run, results
 
 
@@ -383,7 +403,7 @@ def _check_usable(run: Run) -> None:
         rank, error = run.rank_of_failure, run.failure
         frame = _frame_of_program(error)
         raise NotUsable(
-            f"simulate: rank {rank} raised {type(error).__name__}: {_message_of(error)}{frame}"
+            f"simulate: rank {rank} raised {type(error).__name__}: {run.text_of_failure}{frame}"
         ) from error
     if not run.num_calls:
         raise NotUsable("simulate: no rank communicates: there is nothing to judge")

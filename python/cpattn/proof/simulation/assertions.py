@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program asserts of its own results, and finds not to hold."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+
+from ..findings import Finding
+from .calls import Site, is_program
+
+_MOST_LINES = 12  # of the message of an assertion
+_CHECKS = (
+    str(Path(torch.testing.__file__).parent),
+    *(str(Path(sysconfig.get_path("stdlib")) / name) for name in ("unittest", "contextlib.py")),
+)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+
+
+def finding_of(error: BaseException, rank: int, text: str) -> Finding | None:
+    """The finding of an AssertionError of the program's own; None for other errors.
+
+    Assertions of libraries are about what they are given, and those of torch about its state.
+
+    Parameters
+    ----------
+    error : BaseException
+        What the rank raised.
+    rank : int
+        Which rank.
+    text : str
+        What the error says.
+    """
+    if not isinstance(error, AssertionError):
+        return None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _checks(frame)]
+    if not frames or not _is_own(frames[-1].filename):
+        return None
+    frame = frames[-1]
+    site = Site(frame.filename, frame.lineno or 0, frame.name)
+    line = linecache.getline(site.file, site.line).strip()
+    first, *more = text.strip().splitlines()[:_MOST_LINES] or [line]
+    return Finding(
+        "RES",
+        f"rank {rank} asserts what does not hold: {first}",
+        where=str(site),
+        ranks=(rank,),
+        picture="\n".join([f"rank {rank}  {site}", line, *more]).rstrip(),
+        kind="assertion",
+        details={"rank": rank, "file": site.file, "line": site.line, "message": text},
+    )
+
+
+def _checks(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of functions that assert for others."""
+    file = frame.filename
+    return file.startswith(_CHECKS) or "/numpy/testing/" in file
+
+
+def _is_own(file: str) -> bool:
+    return is_program(file) and not file.startswith(_LIBRARIES)
