@@ -161,11 +161,24 @@ def _script(
 ) -> Any:
     from ..proof import simulate_script
 
+    _warn_of_misplaced(script, arguments)
     if options.pop("strategy") is not None:
         raise click.UsageError("--strategy is of the batches of --capture")
     if seeds := options.pop("seeds"):
         options["seeds"] = tuple(dict.fromkeys(seeds))
     return simulate_script(script, arguments, quiet=as_json, **options)
+
+
+def _warn_of_misplaced(script: Path, arguments: tuple[str, ...]) -> None:
+    """Say which arguments of the script may have been meant for the simulation."""
+    known = {name for param in click.get_current_context().command.params for name in param.opts}
+    for name in dict.fromkeys(argument.partition("=")[0] for argument in arguments):
+        if name in known:
+            click.echo(
+                f"Warning: {name} stands after {script} and is given to it; options of cpattn "
+                "simulate stand before the script",
+                err=True,
+            )
 
 
 def _captures(captures: tuple[Path, ...], script: Path | None, options: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import unittest
@@ -58,6 +59,20 @@ def never_ends():
         pass
 
 
+class Endless(Exception):
+    def __str__(self):
+        while True:
+            pass
+
+
+def raises_without_an_end():
+    dist.barrier()
+    raise Endless
+
+
+NEVER_END = (never_ends, raises_without_an_end)
+
+
 def profiles():
     with torch.profiler.profile():
         dist.barrier()
@@ -80,10 +95,14 @@ def starts_a_process():
         (lambda: os._exit(7), "rank [01] exits with 7"),
         (exits_from_a_thread, r"rank [01] ends its process by os\._exit\(0\) in a thread"),
         (lambda: os.fork(), "rank [01] forks; all ranks are simulated in one process"),
+        (lambda: os.abort(), "rank [01] aborts; all ranks are simulated in one process"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "rank [01] sends itself a signal; all"),
+        (lambda: signal.raise_signal(signal.SIGTERM), "rank [01] sends itself a signal; all"),
         (starts_a_process, "rank [01] starts processes; all ranks"),
         (talks_from_a_thread, "rank [01] calls torch.distributed from a thread of its own, helper"),
         (list, "no rank communicates: there is nothing to judge"),
         (never_ends, r"not over after 2 s .*; rank [01] runs .*py:\d+ in never_ends"),
+        (raises_without_an_end, r"not over after 2 s .*; rank [01] runs .*py:\d+ in __str__"),
         (
             lambda: dist.all_reduce(torch.eye(2).to_sparse()),
             "a tensor of layout torch.sparse_coo",
@@ -95,7 +114,7 @@ def starts_a_process():
 def test_what_cannot_be_judged_says_why(program, message, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of the helper that is stopped
     with pytest.raises(NotUsable, match=message) as raised:
-        simulate(program, ranks=2, time_limit=2 if program is never_ends else 60)
+        simulate(program, ranks=2, time_limit=2 if program in NEVER_END else 60)
     if program is raises:
         assert isinstance(raised.value.__cause__, KeyError)
         assert raised.value.__cause__.__traceback__ is not None

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -62,6 +63,10 @@ def signals_are_handled_by_each_rank():
     assert signal.signal(signal.SIGTERM, own) == before
     meet()
     assert signal.getsignal(signal.SIGTERM) == own
+    signal.signal(signal.SIGALRM, own)
+    assert signal.alarm(1) == 0  # which would end all ranks
+    assert signal.setitimer(signal.ITIMER_REAL, 0.01) == (0.0, 0.0)
+    time.sleep(0.1)
 
 
 def the_default_dtype_is_of_the_rank():

@@ -60,6 +60,16 @@ def test_what_holds_is_said_to(tmp_path, children):
     assert "barrier                        1 calls" in run.stdout
 
 
+def test_options_behind_the_script_are_warned_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(BARRIER)
+    words = ["simulate", "--seed", "0", "script.py", "--ranks=4", "--ranks", "4", "--layers", "2"]
+    run = CliRunner().invoke(commands, words)
+    warning = "Warning: --ranks stands after script.py and is given to it; options of cpattn"
+    assert run.stderr == f"{warning} simulate stand before the script\n"
+    assert "[rank 7] here --ranks=4 --ranks 4 --layers 2\n" in run.stdout
+
+
 def test_json_is_alone_on_standard_output(simulate, tmp_path):
     run = simulate(HANG, "--json", "--seed", "3", "--trace", "trace.json")
     assert run.exit_code == 1

@@ -46,7 +46,7 @@ def installed(run: Run, others: Iterable[tuple[Any, str, Any]] = ()) -> Iterator
         (c10d, "_store_based_barrier", _store_barrier(run)),
         (BaseProcess, "start", _refusal(run, "starts processes", BaseProcess.start)),
         *_ends_of_processes(run),
-        *_signal_handlers(run),
+        *_signals(run),
         *_one_profiler(run),
         *others,
     ]
@@ -146,8 +146,8 @@ def _store_maker(run: Run, kind: str) -> Callable[..., SimulatedStore]:
     return make
 
 
-def _signal_handlers(run: Run) -> list[tuple[Any, str, Any]]:
-    """Python lets the main thread alone handle signals; of ranks, no signal reaches one."""
+def _signals(run: Run) -> list[tuple[Any, str, Any]]:
+    """Python lets the main thread alone handle signals: none reaches a rank, by a timer neither."""
     chosen: dict[tuple[int, int], Any] = {}
     choose, ask = signal.signal, signal.getsignal
 
@@ -162,7 +162,26 @@ def _signal_handlers(run: Run) -> list[tuple[Any, str, Any]]:
         default = ask(number)  # ValueError if there is no such signal
         return chosen.get((run.rank, number), default) if run.is_rank() else default
 
-    return [(signal, "signal", handle), (signal, "getsignal", handler_of)]
+    def kept_from_ranks(original: Callable[..., Any], instead: Any) -> Callable[..., Any]:
+        def start(*arguments: Any) -> Any:
+            return instead if run.is_rank() else original(*arguments)
+
+        return start
+
+    def kill(process: int, number: int) -> None:
+        if number and process in (0, os.getpid(), -os.getpgrp()):
+            sends(process, number)
+        end(process, number)
+
+    end, sends = os.kill, _refusal(run, "sends itself a signal", lambda *_: None)
+    return [
+        (signal, "signal", handle),
+        (signal, "getsignal", handler_of),
+        (signal, "alarm", kept_from_ranks(signal.alarm, 0)),
+        (signal, "setitimer", kept_from_ranks(signal.setitimer, (0.0, 0.0))),
+        (signal, "raise_signal", _refusal(run, "sends itself a signal", signal.raise_signal)),
+        *((module, "kill", kill) for module in (os, posix)),
+    ]
 
 
 def _one_profiler(run: Run) -> list[tuple[Any, str, Any]]:
@@ -221,6 +240,7 @@ def _ends_of_processes(run: Run) -> list[tuple[Any, str, Any]]:
     leave = _exit_of_ranks(run)
     changes: list[tuple[Any, str, Any]] = [(module, "_exit", leave) for module in (os, posix)]
     kinds = {
+        "aborts": ("abort",),
         "forks": ("fork", "forkpty"),
         "replaces its process by another program": ("execv", "execve"),
     }
