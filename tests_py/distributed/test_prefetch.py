@@ -55,8 +55,8 @@ def test_a_rank_that_does_otherwise_is_named(tmp_path):
             assert "must have the caches of this call as layer 0" in own["other caches"]
             assert "layers must be one at least, got none" in own["refused"]
         else:
-            assert own["other caches"] == refused.format("attend")
-            assert own["refused"] == refused.format("prefetch")
+            assert own["other caches"].startswith(refused.format("attend"))
+            assert own["refused"].startswith(refused.format("prefetch"))
         differs = "{} of rank 1 differs from rank 0; nothing was sent"
         assert told == {
             "without": f"RuntimeError: ContextParallel.attend: {differs.format('prefetch')}",

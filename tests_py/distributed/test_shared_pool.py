@@ -32,23 +32,24 @@ def test_no_rank_writes_what_another_still_reads(tmp_path):
         assert (before, behind) == ([3.0], [5.0])
 
 
+CALL = "ContextParallel.write_kv: "
+
+
 def test_caches_that_differ_are_told(tmp_path):
-    call = "RuntimeError: ContextParallel.write_kv: "
-    differs = f"{call}shared memory of rank 1 differs from rank 0; nothing was sent"
+    differs = f"RuntimeError: {CALL}shared memory of rank 1 differs from rank 0; nothing was sent"
     for rank, (layer, private, mixed) in enumerate(run_world(3, tmp_path, worker.run_other_caches)):
         assert layer == private == differs
-        assert mixed == (
-            "ValueError: ContextParallel.write_kv: k_cache and v_cache must be in shared memory "
-            "both or neither, got only k_cache there"
-            if rank == 1
-            else f"{call}rank 1 refused its arguments; nothing was sent"
-        )
+        own = "both or neither, got only k_cache there"
+        refused = f"ValueError: {CALL}k_cache and v_cache must be in shared memory {own}"
+        told = f"RuntimeError: {CALL}rank 1 refused its arguments; nothing was sent: {refused}"
+        assert mixed == (refused if rank == 1 else told)
 
 
 def test_a_rank_that_cannot_say_where_it_is_tells_the_others(tmp_path):
     (told, at_last), (error, also) = run_world(2, tmp_path, worker.run_hidden, group_timeout=3)
     assert told == (
-        "RuntimeError: ContextParallel.topology: rank 1 refused its arguments; nothing was sent"
+        "RuntimeError: ContextParallel.topology: rank 1 refused its arguments; nothing was sent: "
+        f"{error}"
     )
     assert error.startswith("FileNotFoundError: ")
     assert at_last == also == "shm"

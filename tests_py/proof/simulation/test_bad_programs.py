@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cpattn.distributed import ContextParallel
 from cpattn.proof import NotUsable, simulate, simulate_script
 from cpattn.proof.simulation import scheduler
 
@@ -38,6 +39,12 @@ def raises():
     if dist.get_rank() == 1:
         raise KeyError("layer 3")
     dist.barrier()
+
+
+def refuses_on_one_rank():
+    parallel = ContextParallel(dist.group.WORLD, page_size=4)
+    plan = parallel.plan([4], [4], block_tables=[[0]])
+    parallel.gather(plan if dist.get_rank() else None, torch.ones(2, 1))
 
 
 def exits_from_a_thread():
@@ -91,6 +98,12 @@ def starts_a_process():
     ("program", "message"),
     [
         (raises, r"rank 1 raised KeyError: 'layer 3' \(.*test_bad_programs.py:\d+\)$"),
+        (
+            refuses_on_one_rank,
+            r"rank 1 raised RuntimeError: .*: rank 0 refused its arguments; nothing was sent: "
+            r"TypeError: ContextParallel.gather: plan must be|"
+            r"rank 0 raised TypeError: ContextParallel.gather: plan must be",
+        ),
         (lambda: sys.exit(7), "rank [01] exits with 7"),
         (lambda: os._exit(7), "rank [01] exits with 7"),
         (exits_from_a_thread, r"rank [01] ends its process by os\._exit\(0\) in a thread"),

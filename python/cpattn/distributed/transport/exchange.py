@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ TERMS = (
 )  # fmt: skip
 # Of these, what checks may tell besides rows and plans.
 _OPTIONS = ("prefetch", "exchange", "options")
+_REASON = struct.Struct("<32q")  # bytes of UTF-8 of why a rank refused its arguments
 _ROW_ALIGNMENT = 16  # bytes, so that each part of a row can be viewed as its dtype
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 # Of messages between ranks: those with another one do not understand each other.
@@ -109,9 +111,10 @@ class RowExchange:
         self._sequence += 1
         try:
             yield parts
-        except Exception:
+        except Exception as error:
             with contextlib.suppress(RuntimeError):  # the failed check is the better error
                 self._all_terms(call, [1] + [0] * (len(TERMS) - 1))
+                self._reasons(call, _text_of(error))
             raise
         rows = term(tuple((part.dtype, part.shape[1]) for part in parts))
         more = [(options or {}).get(name, 0) for name in _OPTIONS]
@@ -119,7 +122,19 @@ class RowExchange:
         terms.append(parts.shared_memory)
         of_ranks = self._all_terms(call, terms)
         if of_ranks.count(terms) < self.size:
+            refused = [rank for rank, told in enumerate(of_ranks) if told[0]]
+            if refused:
+                raise RuntimeError(
+                    f"ContextParallel.{call}: {ranks_text(refused)} refused its arguments; nothing "
+                    f"was sent: {self._reasons(call)[refused[0]]}"
+                )
             _refuse(call, list(zip(*of_ranks, strict=True)))
+
+    def _reasons(self, call: str, text: str = "") -> list[str]:
+        """The first line of why each rank refused its arguments; all ask, once one has refused."""
+        line = text.partition("\n")[0].encode(errors="replace")[: _REASON.size]
+        told = self.told(f"{call} (reason)", _REASON.unpack(line.ljust(_REASON.size, b"\0")))
+        return [_REASON.pack(*words).rstrip(b"\0").decode(errors="ignore") for words in told]
 
     @contextlib.contextmanager
     def without_return(self) -> Iterator[None]:
@@ -454,10 +469,6 @@ def _text_of(error: BaseException) -> str:
 
 def _refuse(call: str, terms: Sequence[tuple[int, ...]]) -> None:
     """Raise the first difference between ranks: terms[i] are the TERMS[i] of each."""
-    refused = [rank for rank, value in enumerate(terms[0]) if value]
-    if refused:
-        reason = f"{ranks_text(refused)} refused its arguments"
-        raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
     for name, values in zip(TERMS, terms, strict=True):
         usual = max(values, key=values.count)  # of equally frequent ones the lowest rank's
         odd = [rank for rank, value in enumerate(values) if value != usual]

@@ -14,7 +14,7 @@ from ... import _core
 
 # Goes up when ranks of two versions would misunderstand each other though their terms are called
 # the same: by other rows, another order of exchanges, other digests.
-PROTOCOL = 2
+PROTOCOL = 3
 _MAGIC = int.from_bytes(b"cpattn\0\0", "little")
 _NAME_BYTES = 48  # of a version
 _FORM = struct.Struct(f"<qq{_NAME_BYTES}s")
