@@ -91,7 +91,10 @@ _SUB_PACKAGES = (
 def __getattr__(name: str) -> ModuleType:
     """A sub-package is imported when it is asked for: all take time, `distributed` needs torch."""
     if name in _SUB_PACKAGES:
-        return import_module(f".{name}", __name__)
+        try:
+            return import_module(f".{name}", __name__)
+        except AttributeError as error:  # which `from cpattn import ...` would take for a typo
+            raise ImportError(f"cpattn.{name} cannot be imported: {error}") from error
     from ._moved import HOME_OF
 
     hint = f"; it is {HOME_OF[name]}.{name} now" if name in HOME_OF else ""

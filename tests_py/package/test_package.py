@@ -276,6 +276,22 @@ for name in {SUB_PACKAGES}:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(("package", "name"), [("cpattn", "traffic"), ("cpattn.proof", "lint")])
+def test_what_cannot_be_imported_says_why(package, name, monkeypatch):
+    """An AttributeError within, which import statements turn into "cannot import name"."""
+
+    def fail(*_):
+        raise AttributeError("module 'torch' has no attribute '_x'")
+
+    module = importlib.import_module(package)
+    monkeypatch.setattr(module, "import_module", fail)
+    monkeypatch.delitem(vars(module), name, raising=False)
+    monkeypatch.delitem(sys.modules, f"{package}.{name}", raising=False)
+    message = rf"^{package}\.{name} cannot be imported: module 'torch' has no attribute '_x'$"
+    with pytest.raises(ImportError, match=message):
+        exec(f"from {package} import {name}")
+
+
 def test_what_functions_return_is_where_they_are():
     modules = (*PUBLIC_MODULES, cpattn.context_parallel, cpattn.cost_model, cpattn.traffic)
     for module in (*modules, *((cpattn.distributed,) if importlib.util.find_spec("torch") else ())):

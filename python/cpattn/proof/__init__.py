@@ -61,4 +61,8 @@ _TOOLS = {
 def __getattr__(name: str) -> Any:
     if name not in _TOOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_TOOLS[name], __name__), name)
+    try:
+        tool = import_module(_TOOLS[name], __name__)
+    except AttributeError as error:  # which `from cpattn.proof import ...` would take for a typo
+        raise ImportError(f"cpattn.proof.{name} cannot be imported: {error}") from error
+    return getattr(tool, name)
