@@ -59,7 +59,7 @@ def crowded(rates: Rates, size: int, cpus: int) -> Rates:
     return replace(
         rates,
         gflops=rates.gflops / ranks,
-        store_gbps=rates.store_gbps / ranks,
+        store_gb_per_s=rates.store_gb_per_s / ranks,
         call_us=rates.call_us * ranks,
         latency_us=rates.latency_us * ranks,
         message_us=rates.message_us * ranks,

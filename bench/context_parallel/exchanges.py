@@ -117,9 +117,9 @@ def rates_of(rates: Rates, way: Way, size: int, cpus: int, bytes_per_second: flo
     return dataclasses.replace(
         rates,
         gflops=rates.gflops / crowd,
-        store_gbps=rates.store_gbps / crowd,
+        store_gb_per_s=rates.store_gb_per_s / crowd,
         merge_ns=rates.merge_ns * crowd,
-        gather_gbps=share * bytes_per_second / 1e9,
+        gather_gb_per_s=share * bytes_per_second / 1e9,
     )
 
 
@@ -138,7 +138,9 @@ def predicted(
         *batch, cp_size=size, placement=placement, exchange=way.exchange, layer=settings.layer,
         state_dtype=settings.layer.dtype,
     )  # fmt: skip
-    return forecast.layer_seconds, float(work.wire_bytes.sum(0).max()) / (1e9 * rates.gather_gbps)
+    return forecast.layer_seconds, float(work.wire_bytes.sum(0).max()) / (
+        1e9 * rates.gather_gb_per_s
+    )
 
 
 def medians(answer: dict[str, Any], shape: Shape) -> dict[str, float]:

@@ -11,8 +11,8 @@ from cpattn.cost_model import AttentionLayer, Rates, predict
 
 SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
 BY_NAME = {way.name: way for way in WAYS}
-RATES = Rates(gflops=100, gather_gbps=1, store_gbps=4)
-SCALING = Rates(gflops=100, gather_gbps=1, latency_us=100, message_us=10)
+RATES = Rates(gflops=100, gather_gb_per_s=1, store_gb_per_s=4)
+SCALING = Rates(gflops=100, gather_gb_per_s=1, latency_us=100, message_us=10)
 ROW = 2 * 8 * 128 * 2  # bytes of keys and values of a token
 #: Bytes that each of two ranks receives of 1,024 new tokens behind 3,072, in pages of 128.
 RECEIVED = {
@@ -51,9 +51,9 @@ def test_ranks_of_a_host_share_cpus_and_the_link(size, cpus, exchange, slower, s
     """With 4 ranks, 2 of 3 messages of each of 2 cross the link: as 3 would at 3/4 of the rate."""
     rates = rates_of(RATES, BY_NAME[exchange], size, cpus, 2e9)
     assert rates.gflops == RATES.gflops / slower
-    assert rates.store_gbps == RATES.store_gbps / slower
+    assert rates.store_gb_per_s == RATES.store_gb_per_s / slower
     assert rates.merge_ns == RATES.merge_ns * slower
-    assert rates.gather_gbps == 2 * share
+    assert rates.gather_gb_per_s == 2 * share
 
 
 def test_ranks_of_one_cpu_wait_for_each_other():

@@ -134,6 +134,8 @@ replay --against-replicated --placement page_interleave --no-check
 replay --decode-ranks 2 => --decode-ranks 2 needs --disaggregate
 replay --disaggregate --model dsa --decode-ranks 2 => --decode-ranks must be 1 for .* dsa, got 2
 replay --hosts 3 => --hosts must divide the 2 ranks that prefill, .* got 3
+plan --gather-gbps 1 => No such option .*Did you mean .*--gather-gb-per-s
+plan --store-gbps 1 => No such option .*Did you mean .*--store-gb-per-s
 replay --link-gbps 1 => --link-gbps must have hosts whose cables .* got 1 and one host
 replay --json a --html a => --json and --html must be two files, both are a
 replay --trace /nowhere => '/nowhere' does not exist

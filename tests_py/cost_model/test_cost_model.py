@@ -150,8 +150,8 @@ def test_time_is_the_sum_of_its_terms():
     and 7 (or 2 to 5) see the keys up to their own."""
     layer = AttentionLayer(num_heads=2, num_kv_heads=1, head_dim=16, dtype="float32", num_layers=3)
     rates = Rates(  # 1000 flops a second
-        gflops=1e-6, pack_rows=5, row_keys=7, call_us=2e6, gather_gbps=1e-6, latency_us=3e6,
-        message_us=1e6, store_gbps=2e-6,
+        gflops=1e-6, pack_rows=5, row_keys=7, call_us=2e6, gather_gb_per_s=1e-6, latency_us=3e6,
+        message_us=1e6, store_gb_per_s=2e-6,
     )  # fmt: skip
     forecast = predict([([8], [12])], layer, rates, cp_size=2)
     pairs, row_bytes, key_flops = 34, 2 * 16 * 4, 2 * 2 * 16

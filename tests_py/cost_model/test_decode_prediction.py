@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cpattn.cost_model import AttentionLayer, Rates, predict_decode
 
-RATES = Rates(gflops=100, gather_gbps=1)
+RATES = Rates(gflops=100, gather_gb_per_s=1)
 
 
 @given(
@@ -73,7 +73,7 @@ def test_seconds_are_the_sum_of_their_terms():
     )
     rates = Rates(
         gflops=1e-6, pack_rows=5, row_keys=7, call_us=2e6, lse_share=0.5, merge_ns=1e6,
-        gather_gbps=1e-6, latency_us=3e6, message_us=1e6, store_gbps=2e-6,
+        gather_gb_per_s=1e-6, latency_us=3e6, message_us=1e6, store_gb_per_s=2e-6,
     )  # fmt: skip
     step = predict_decode([32, 16], layer, rates, cp_size=2)
     flops, row = 2 * 2 * 16, 2 * 32 * 4
@@ -95,7 +95,7 @@ def test_seconds_are_the_sum_of_their_terms():
 
 def test_a_round_for_the_heads_of_all_has_seconds_of_its_own():
     layer = AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=16, dtype="float16")
-    rates = Rates(gflops=1, gather_gbps=1e-6, latency_us=3e6, message_us=1e6)
+    rates = Rates(gflops=1, gather_gb_per_s=1e-6, latency_us=3e6, message_us=1e6)
     asked = {"cp_size": 4, "state_dtype": "float32"}
     step = predict_decode([32, 16], layer, rates, **asked, out_heads="all")
     states, merged = 2 * 3 * (16 * 4 + 4), 2 * 3 * (16 * 2 + 4)  # of a head for three ranks

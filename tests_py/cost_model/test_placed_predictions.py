@@ -12,7 +12,7 @@ from cpattn.cost_model import AttentionLayer, Rates, predict
 #: A flop, a byte and a message take whole numbers of seconds, or halves.
 RATES = Rates(
     gflops=1e-6, pack_rows=0, row_keys=0, call_us=2e6, lse_share=0.5, merge_ns=1e6,
-    gather_gbps=1e-6, latency_us=3e6, message_us=1e6, store_gbps=2e-6,
+    gather_gb_per_s=1e-6, latency_us=3e6, message_us=1e6, store_gb_per_s=2e-6,
 )  # fmt: skip
 LAYER = AttentionLayer(
     num_heads=16, num_kv_heads=4, head_dim=16, dtype="float32", num_layers=3, page_size=2
@@ -158,12 +158,12 @@ def test_a_gather_hides_behind_other_kv_heads():
     num_hosts=st.integers(1, 9),
     ranks_per_host=st.integers(1, 3),
     gflops=st.floats(1, 1e5),
-    gather_gbps=st.floats(0.01, 100),
+    gather_gb_per_s=st.floats(0.01, 100),
 )
 def test_overlap_is_never_longer_and_never_hides_attention(
-    exchange, extend, cached, num_hosts, ranks_per_host, gflops, gather_gbps
+    exchange, extend, cached, num_hosts, ranks_per_host, gflops, gather_gb_per_s
 ):
-    rates = Rates(gflops=gflops, gather_gbps=gather_gbps)
+    rates = Rates(gflops=gflops, gather_gb_per_s=gather_gb_per_s)
     ranks = {"cp_size": num_hosts * ranks_per_host, "ranks_per_host": ranks_per_host}
     ways = {"placement": "page_interleave", "exchange": exchange}
     batch, layer = ([extend, 7], [extend + cached, 9]), AttentionLayer(page_size=16)
@@ -184,7 +184,7 @@ def test_overlap_is_never_longer_and_never_hides_attention(
     [("replicated", "gather"), ("page_interleave", "pass_q/all_to_all")],
 )
 def test_auto_is_what_context_parallel_takes_for_each_batch(placement, taken, overlap):
-    rates, layer = Rates(gflops=5000, gather_gbps=2), AttentionLayer()
+    rates, layer = Rates(gflops=5000, gather_gb_per_s=2), AttentionLayer()
     options = {"cp_size": 8, "placement": placement, "overlap": overlap}
     batches = [([new], [new + cached]) for new, cached in ((32768, 0), (64, 131072), (1, 100))]
     chosen = predict(batches, layer, rates, exchange="auto", **options)
@@ -205,7 +205,7 @@ def test_auto_is_what_context_parallel_takes_for_each_batch(placement, taken, ov
 
 def test_what_auto_says_is_what_saves():
     """Few queries to many cached keys: moving the keys is what a gather would spend."""
-    rates = Rates(gflops=5000, gather_gbps=1)
+    rates = Rates(gflops=5000, gather_gb_per_s=1)
     options = {"cp_size": 8, "placement": "page_interleave", "exchange": "auto"}
     chosen = predict([([64], [1 << 17])], AttentionLayer(), rates, **options)
     assert chosen.exchange == "pass_q"
@@ -230,7 +230,7 @@ def test_hosts_share_memory_within_and_a_wire_between():
 
 
 def test_ranks_that_share_cpus_compute_longer():
-    rates = Rates(gflops=100, threads=4, gather_gbps=1, latency_us=100, message_us=10)
+    rates = Rates(gflops=100, threads=4, gather_gb_per_s=1, latency_us=100, message_us=10)
     options = {"cp_size": 8, "ranks_per_host": 4}
     batch = [([4096], [4096])]
     free, enough, crowded = (
@@ -250,7 +250,7 @@ def test_cached_keys_a_layer_ahead():
     """By hand: 2 ranks, 68 pages of 16 cached, 32 new tokens; 1 byte a nanosecond, 10 us a call."""
     layer = AttentionLayer(page_size=16, num_kv_heads=1, num_heads=8)
     row, latency = layer.kv_row_bytes, 10e-6
-    rates = Rates(gflops=2e4, gather_gbps=1.0, latency_us=10, message_us=0, store_gbps=1e9)
+    rates = Rates(gflops=2e4, gather_gb_per_s=1.0, latency_us=10, message_us=0, store_gb_per_s=1e9)
     options = {"cp_size": 2, "placement": "page_interleave", "exchange": "gather"}
     of = {
         overlap: predict([([32], [1120])], layer, rates, overlap=overlap, **options)
@@ -262,7 +262,7 @@ def test_cached_keys_a_layer_ahead():
     assert of["full"].layer_seconds == pytest.approx(of["none"].layer_seconds)  # one KV head
     assert cached > attention  # the wire is busy all the time
     assert of["ahead"].layer_seconds == pytest.approx(3 * latency + cached + new)
-    slow = Rates(gflops=10, gather_gbps=1.0, latency_us=10, message_us=0, store_gbps=1e9)
+    slow = Rates(gflops=10, gather_gb_per_s=1.0, latency_us=10, message_us=0, store_gb_per_s=1e9)
     hidden = predict([([32], [1120])], layer, slow, overlap="ahead", **options)
     assert hidden.layer_seconds == pytest.approx(
         2 * latency + new + hidden.slowest_attention_seconds
@@ -285,7 +285,7 @@ def test_cached_keys_a_layer_ahead():
 def test_nothing_is_ahead_where_no_cached_keys_are_gathered(other):
     options = {"cp_size": 4, "placement": "page_interleave", "exchange": "gather"} | other
     batch = options.pop("batch", ([500], [9000]))
-    rates = Rates(gflops=100, gather_gbps=0.5)
+    rates = Rates(gflops=100, gather_gb_per_s=0.5)
     full, ahead = (
         predict([batch], LAYER, rates, overlap=overlap, **options) for overlap in ("full", "ahead")
     )

@@ -44,11 +44,11 @@ def test_json_has_every_rank_as_the_library_predicts_it(tmp_path):
     assert short == report(tmp_path / "b.json", "--cp-size=2", *batch, *RATES)
     arguments = ("--cp-size", "4,6", "--extend-lens", "13,40,9", "--prefix-lens", "64,0,7")
     shape = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--dtype", "float32")
-    told = report(tmp_path / "plan.json", *arguments, *shape, *RATES, "--gather-gbps", "3")
-    rates = Rates(gflops=900, threads=4, gather_gbps=3)
+    told = report(tmp_path / "plan.json", *arguments, *shape, *RATES, "--gather-gb-per-s", "3")
+    rates = Rates(gflops=900, threads=4, gather_gb_per_s=3)
     assert told["rates"] == vars(rates)
-    assert told["sources"]["gather_gbps"] == told["sources"]["threads"] == "given"
-    assert told["sources"]["store_gbps"] == "assumed"
+    assert told["sources"]["gather_gb_per_s"] == told["sources"]["threads"] == "given"
+    assert told["sources"]["store_gb_per_s"] == "assumed"
     layer = AttentionLayer(num_heads=8, num_kv_heads=2, head_dim=64, dtype="float32")
     assert len(told["predictions"]) == 6
     for record in told["predictions"]:
@@ -93,14 +93,16 @@ def test_a_trace_is_batches_behind_its_cache(tmp_path):
 
 
 def test_calibrated_rates_come_with_their_source():
-    measured = Rates(gflops=123, threads=3, call_us=11, gather_gbps=7)
+    measured = Rates(gflops=123, threads=3, call_us=11, gather_gb_per_s=7)
     with mock.patch("cpattn.cost_model.command.calibrate", return_value=measured) as calibrate:
-        result = plan("--calibrate", "--cp-size=2", "--gather-gbps=9", "--threads=3", "--heads=16")
+        result = plan(
+            "--calibrate", "--cp-size=2", "--gather-gb-per-s=9", "--threads=3", "--heads=16"
+        )
     assert result.exit_code == 0, result.output
     assert calibrate.call_args.args[0].num_heads == 16
     assert calibrate.call_args.kwargs["threads"] == 3
     assert "measured: --gflops 123 --pack-rows 24" in result.output
-    assert "given: --threads 3 --gather-gbps 9" in result.output
+    assert "given: --threads 3 --gather-gb-per-s 9" in result.output
 
 
 @pytest.mark.slow
@@ -115,8 +117,8 @@ def test_rates_are_measured(monkeypatch):
     rates = calibration.calibrate(layer, threads=2, progress=told.append)
     assert rates.threads == 2
     assert rates.gflops > 0.1
-    assert rates.gather_gbps > 0
-    assert rates.store_gbps > 0
+    assert rates.gather_gb_per_s > 0
+    assert rates.store_gb_per_s > 0
     assert told[-1] == "exchange between two processes"
     assert len(told) == calibration.num_steps(2) == calibration.num_steps(1) + 2
 
@@ -229,7 +231,7 @@ def test_the_output_says_of_what_rates_are():
     assert f"Assumed, not measured: {rank}; {network}. --calibrate measures this machine." in text
     text = " ".join(plan("--cp-size=2", *RATES).output.split())
     assert f"Assumed, not measured: {network}. " in text
-    exchange = ("--gather-gbps=9", "--latency-us=9", "--message-us=9", "--store-gbps=9")
+    exchange = ("--gather-gb-per-s=9", "--latency-us=9", "--message-us=9", "--store-gb-per-s=9")
     text = " ".join(plan("--cp-size=2", *RATES, *exchange).output.split())
     assert "assumed: --pack-rows 24 --row-keys 75 --call-us 6" in text
     assert "Assumed" not in text

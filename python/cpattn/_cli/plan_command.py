@@ -106,10 +106,10 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @_of_rank("--call-us", "6", "Microseconds of a call of attention.")
 @_of_rank("--lse-share", "0", "What LSEs cost, as a share of the products.")
 @_of_rank("--merge-ns", "2.7", "Nanoseconds of a thread to merge an element of a partial result.")
-@_of_rank("--gather-gbps", "1.25", "GB/s into a rank or host, and out of it.", _RATE)
+@_of_rank("--gather-gb-per-s", "1.25", "GB/s into a rank or host, and out of it.", _RATE)
 @_of_rank("--latency-us", "200", "Microseconds of an exchange; a gather is two.")
 @_of_rank("--message-us", "20", "Microseconds for each peer in an exchange.")
-@_of_rank("--store-gbps", "4", "GB/s of gathered keys and values into the pool.", _RATE)
+@_of_rank("--store-gb-per-s", "4", "GB/s of gathered keys and values into the pool.", _RATE)
 @click.option("--json", "json_path", type=OUTPUT, help="Write all of it, rank by rank, to a file.")
 def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> None:
     """Predict the time, balance and traffic of attention over many ranks.
@@ -127,7 +127,7 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
     heads, usp cuts by heads in rows of a --mesh and passes keys from row to row, auto is what
     ContextParallel takes: the fewest bytes. --overlap full hides what it can behind attention,
     ahead also gathers the cached keys of the next layer meanwhile. Ranks of a host share its
-    memory and its wire, of which --gather-gbps is the rate then. --decode predicts a step over
+    memory and its wire, of which --gather-gb-per-s is the rate then. --decode predicts a step over
     shared pools: outputs and LSE go to the ranks of their heads, or by --exchange gather to all
     ranks; with --out-heads all every rank has all heads in the end.
 
@@ -136,7 +136,7 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
       cpattn plan --cp-size 8..1024 --tokens 131072
     A batch with cached prefixes, rates of this machine, a network of 100 Gbit/s:
       cpattn plan --cp-size 4,8,12 --extend-lens 4096,700,9000 \\
-          --prefix-lens 0,8192,512 --calibrate --gather-gbps 12.5
+          --prefix-lens 0,8192,512 --calibrate --gather-gb-per-s 12.5
     The batches of a trace, with known rates:
       cpattn plan --trace trace.jsonl --cp-size 8 --threads 32 --gflops 9000
     A long prefix in pools that are shared out, over hosts of four ranks each:

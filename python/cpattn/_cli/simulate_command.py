@@ -59,7 +59,11 @@ CommandGroup.examples["simulate"] = "cpattn simulate --ranks 8 script.py"
     "--latency-us", type=Number(0, 1e9), default=10.0, help="Of a message.", show_default=True
 )
 @click.option(
-    "--gbps", type=Number(1e-3, 1e6), default=100.0, help="Of a link of a rank.", show_default=True
+    "--gbps",
+    type=Number(1e-3, 1e6),
+    default=100.0,
+    help="Gbit/s of a link of a rank.",
+    show_default=True,
 )
 @click.option(
     "--own-module",

@@ -2,7 +2,7 @@
 """What context parallelism over many ranks will cost, before there are that many machines.
 
     layer = AttentionLayer(num_heads=32, num_kv_heads=8, head_dim=128)
-    rates = Rates(gflops=900, gather_gbps=10)
+    rates = Rates(gflops=900, gather_gb_per_s=10)
     forecast = predict([([32768], [32768])], layer, rates, cp_size=64, strategy="zigzag")
     forecast.efficiency, forecast.imbalance, forecast.sent_bytes.max()
 

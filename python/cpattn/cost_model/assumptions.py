@@ -23,7 +23,7 @@ def describe(dtype: str, assumed: Collection[str]) -> str:
             f"a rank is {THREADS} threads of an AMD EPYC with AVX512_BF16, "
             f"{THREAD_GFLOPS[dtype]:.0f} GFLOP/s each in {dtype}"
         )
-    if {"gather_gbps", "latency_us", "message_us", "store_gbps"} & set(assumed):
+    if {"gather_gb_per_s", "latency_us", "message_us", "store_gb_per_s"} & set(assumed):
         parts.append("the network is gloo over 10 Gbit/s")
     if not parts:
         return ""

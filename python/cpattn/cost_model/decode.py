@@ -57,7 +57,7 @@ class DecodePrediction:
     Examples
     --------
     >>> from cpattn.cost_model import AttentionLayer, Rates, predict_decode
-    >>> rates = Rates(gflops=900, gather_gbps=10, latency_us=5, message_us=1)
+    >>> rates = Rates(gflops=900, gather_gb_per_s=10, latency_us=5, message_us=1)
     >>> step = predict_decode([131072] * 8, AttentionLayer(), rates, cp_size=8)
     >>> step.keys.tolist() == [131072] * 8, round(step.speedup, 1)
     (True, 7.9)
@@ -127,7 +127,7 @@ def predict_decode(
         sent_r     = B * (num_heads - h_r) * state       gather: B * num_heads * (N - 1) * state
         received_r = B * h_r * (N - 1) * state           gather: the same
         merged_r   = B * h_r * N rows                    gather: B * num_heads * N
-        exchange   = 2 * (latency + (N - 1) * message) + max(sent, received) / gather_gbps
+        exchange   = 2 * (latency + (N - 1) * message) + max(sent, received) / gather_gb_per_s
                      + merged_r * v_head_dim * merge
 
     If every rank is to have all heads, those of "all_to_all" are sent on in another round, merged,
@@ -227,7 +227,7 @@ def predict_decode(
     keys = pairs.sum(1)
     owned = laid.count_below(lengths) - laid.count_below(lengths - 1)
     pages = pages_per_rank(placement, lengths, cp_size, layer.page_size)
-    row_seconds = layer.kv_row_bytes / (1e9 * rates.store_gbps)
+    row_seconds = layer.kv_row_bytes / (1e9 * rates.store_gb_per_s)
     alone = np.minimum(lengths, layer.most_keys)[None]
     return DecodePrediction(
         placement=placement,
@@ -325,4 +325,4 @@ def _seconds(rounds: Sequence[tuple[Ints, Ints]], rates: Rates, slower: float) -
         return np.zeros(ranks_per_host)
     waits = 1e-6 * slower * (rates.latency_us + peers * rates.message_us) * (1 + len(rounds))
     wire = sum(np.maximum(sent.sum(1), received.sum(1)) for sent, received in rounds)
-    return np.repeat(wire / (1e9 * rates.gather_gbps) + waits, ranks_per_host)
+    return np.repeat(wire / (1e9 * rates.gather_gb_per_s) + waits, ranks_per_host)

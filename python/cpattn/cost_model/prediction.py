@@ -80,7 +80,7 @@ class Prediction:
     Examples
     --------
     >>> from cpattn.cost_model import AttentionLayer, Rates, predict
-    >>> rates = Rates(gflops=900, gather_gbps=10)
+    >>> rates = Rates(gflops=900, gather_gb_per_s=10)
     >>> forecast = predict([([32768], [32768])], AttentionLayer(), rates, cp_size=8)
     >>> round(forecast.speedup, 1), round(forecast.efficiency, 2), round(forecast.model_seconds)
     (7.7, 0.97, 41)
@@ -188,7 +188,7 @@ def predict(
         are gathered, the cached rows of a layer come while the one before is computed. True is
         ``"full"``.
     ranks_per_host : int
-        Ranks that share memory, and the wire of their host: `Rates.gather_gbps` is that of a host.
+        Ranks that share memory, and the wire of their host, whose rate is `Rates.gather_gb_per_s`.
         Nothing is sent within a host; of a barrier there, nothing is counted.
     cpus : int, optional
         CPUs of a host. If its ranks have more threads, computing takes so much longer. Default:
@@ -215,7 +215,7 @@ def predict(
     Examples
     --------
     >>> from cpattn.cost_model import AttentionLayer, Rates, predict
-    >>> rates = Rates(gflops=900, gather_gbps=10)
+    >>> rates = Rates(gflops=900, gather_gb_per_s=10)
     >>> forecast = predict([([32768], [32768])], AttentionLayer(), rates, cp_size=8)
     >>> forecast.imbalance, int(forecast.sent_bytes.max())
     (1.0, 117440512)

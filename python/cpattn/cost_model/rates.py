@@ -37,13 +37,13 @@ class Rates:
         What the LSE of rows costs, as a share of their products. Partial results need it.
     merge_ns : float
         Nanoseconds in which one thread merges an element of a partial result, and copies it before.
-    gather_gbps : float
+    gather_gb_per_s : float
         10^9 bytes per second into a rank, and at the same time out of it, all peers together.
     latency_us : float
         Microseconds of one exchange among all ranks; a gather is two, of digests and of rows.
     message_us : float
         Microseconds for every peer in an exchange: there is one message to and one from it.
-    store_gbps : float
+    store_gb_per_s : float
         10^9 bytes of keys and values per second from the receive buffer into the pool.
 
     Raises
@@ -56,7 +56,7 @@ class Rates:
     Examples
     --------
     >>> from cpattn.cost_model import AttentionLayer, Rates, rank_work
-    >>> rates, layer = Rates(gflops=900, gather_gbps=10), AttentionLayer()
+    >>> rates, layer = Rates(gflops=900, gather_gb_per_s=10), AttentionLayer()
     >>> work = rank_work([32768], [32768], cp_size=8, layer=layer)
     >>> attention, gather = rates.attention_seconds(work, layer), rates.gather_seconds(work)
     >>> round(float(attention.max()), 3), round(float(gather.max()), 3)
@@ -70,14 +70,14 @@ class Rates:
     call_us: float = 6.0
     lse_share: float = 0.0  # sums are a part of the products where kernels have no tiles
     merge_ns: float = 2.7  # one thread of an AMD EPYC
-    gather_gbps: float = 1.25
+    gather_gb_per_s: float = 1.25
     latency_us: float = 200.0
     message_us: float = 20.0
-    store_gbps: float = 4.0
+    store_gb_per_s: float = 4.0
 
     def __post_init__(self) -> None:
         check_integer("Rates", "threads", self.threads)
-        for name in ("gflops", "gather_gbps", "store_gbps"):
+        for name in ("gflops", "gather_gb_per_s", "store_gb_per_s"):
             check_number("Rates", name, getattr(self, name))
         costs = ("pack_rows", "row_keys", "call_us", "lse_share", "merge_ns")
         for name in (*costs, "latency_us", "message_us"):
@@ -126,7 +126,7 @@ class Rates:
         peers = len(work.tokens) - 1
         if not peers:
             return np.zeros(1)
-        wire = np.maximum(work.sent_bytes, work.received_bytes) / (1e9 * self.gather_gbps)
+        wire = np.maximum(work.sent_bytes, work.received_bytes) / (1e9 * self.gather_gb_per_s)
         return wire + 2e-6 * (self.latency_us + peers * self.message_us)
 
     def store_seconds(self, work: RankWork, layer: AttentionLayer) -> float:
@@ -144,7 +144,7 @@ class Rates:
         float
             Seconds, the same on every rank: each one writes those of all ranks.
         """
-        return float(work.tokens.sum()) * layer.kv_row_bytes / (1e9 * self.store_gbps)
+        return float(work.tokens.sum()) * layer.kv_row_bytes / (1e9 * self.store_gb_per_s)
 
 
 def attention_seconds(

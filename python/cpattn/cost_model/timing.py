@@ -4,9 +4,9 @@
 Everything is in seconds, bytes and bytes per second; a host has one wire, which its ranks share::
 
     digests = latency + peers * message           peers = hosts - 1
-    rows    = wire_bytes to other pools / gather_gbps + latency + peers * message
-    before  = wire_bytes before attention / gather_gbps + steps * latency + peers * message
-    after   = wire_bytes after it / gather_gbps + latency + peers * message
+    rows    = wire_bytes to other pools / gather_gb_per_s + latency + peers * message
+    before  = wire_bytes before attention / gather_gb_per_s + steps * latency + peers * message
+    after   = wire_bytes after it / gather_gb_per_s + latency + peers * message
     layer   = attention + digests + rows + before + after + store
 
 Attention is with the merge of partial results, where there are any, and with the LSE for it.
@@ -94,10 +94,10 @@ def layer_seconds(
         steps, others = work.mesh[0] - 1, work.mesh[1] - 1
         last = 1e-6 * slower * (rates.latency_us + others * rates.message_us) if others else 0.0
         first, swaps = 1e-6 * slower * steps * (rates.latency_us + rates.message_us), 2 * last
-    to_pools, before, after = work.wire_bytes / (1e9 * rates.gather_gbps)
-    swapped = work.swapped_bytes / (1e9 * rates.gather_gbps)
+    to_pools, before, after = work.wire_bytes / (1e9 * rates.gather_gb_per_s)
+    swapped = work.swapped_bytes / (1e9 * rates.gather_gb_per_s)
     by_host = to_pools + before + after + (once + rows + swaps + first + last)
-    store = slower * float(work.stored_bytes.max()) / (1e9 * rates.store_gbps)
+    store = slower * float(work.stored_bytes.max()) / (1e9 * rates.store_gb_per_s)
     seconds = LayerSeconds(attention, np.repeat(by_host, len(attention) // len(by_host)), store, 0)
     if overlap == "none":
         return seconds
@@ -107,7 +107,7 @@ def layer_seconds(
     slowest = float(attention.max())
     if not peers:
         return seconds._replace(hidden=min(slowest, store))
-    ahead = work.cached_bytes / (1e9 * rates.gather_gbps) if overlap == "ahead" else 0 * before
+    ahead = work.cached_bytes / (1e9 * rates.gather_gb_per_s) if overlap == "ahead" else 0 * before
     by_parts = work.exchange in ("ring", "pass_q", "all_to_all")  # new rows to their pools, too
     routed = rows + float(to_pools.max())
     whole = (

@@ -27,8 +27,8 @@ def measure_exchange(
     Returns
     -------
     dict of str to float
-        ``gather_gbps``, ``latency_us``, ``message_us`` and ``store_gbps``, the same on all ranks:
-        medians, of the slowest rank. Empty for a group of one rank.
+        ``gather_gb_per_s``, ``latency_us``, ``message_us`` and ``store_gb_per_s``, the same on all
+        ranks: medians, of the slowest rank. Empty for a group of one rank.
     """
     exchange = RowExchange(group)
     peers = exchange.size - 1
@@ -59,10 +59,10 @@ def measure_exchange(
     # Half of it at least is bytes on their way, whatever a busy machine made of a single row.
     wire = max(all_rows - one_row, all_rows / 2)
     return {
-        "gather_gbps": rows * _ROW_BYTES * peers / wire / 1e9,
+        "gather_gb_per_s": rows * _ROW_BYTES * peers / wire / 1e9,
         "latency_us": max(one_row - peers * message, 0.0) * 1e6,
         "message_us": message * 1e6,
-        "store_gbps": rows * _ROW_BYTES / seconds(_storing(rows)) / 1e9,
+        "store_gb_per_s": rows * _ROW_BYTES / seconds(_storing(rows)) / 1e9,
     }
 
 
