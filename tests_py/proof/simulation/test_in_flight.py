@@ -41,6 +41,25 @@ def test_use_in_flight_is_found(use, gathers, kind):
     assert __file__ in report.findings[0].where
 
 
+@pytest.mark.parametrize("receives_first", [False, True])
+def test_a_call_that_fills_what_another_one_gives_is_named(receives_first):
+    def program():
+        x, other = torch.ones(4), 1 - dist.get_rank()
+        calls = [lambda: dist.isend(x[:2], other), lambda: dist.irecv(x[1:3], other)]
+        for work in [call() for call in (reversed(calls) if receives_first else calls)]:
+            work.wait()
+
+    report = simulate(program, ranks=2, seeds=(0,))
+    finding = report.findings[0]
+    assert finding.kind == "changed-in-flight"
+    assert "given by send to rank" in finding.what
+    assert finding.what.endswith(", which recv fills, changed before its wait")
+    begins, fills = finding.picture.splitlines()
+    assert begins.endswith(" begins")
+    assert "recv from rank" in fills
+    assert fills.endswith(" fills its memory")
+
+
 def test_what_is_read_before_its_wait_is_not_there():
     """Reads that torch does not see, too, cannot be right by accident."""
     seen = []

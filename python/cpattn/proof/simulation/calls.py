@@ -120,6 +120,7 @@ class Call:
     partners: dict[int, Call] = field(default_factory=dict)  # all of a collective, or the other end
     sums: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # theirs together
     source: int = -1  # of a message that has come
+    written_by: Call | None = None  # another call of the rank that fills its memory meanwhile
     complete: bool = False
     delivered: bool = False
     digest: bytes = b""  # of what was given
@@ -157,7 +158,7 @@ class Call:
         self.gives = {rank: [] for rank in self.gives}
         self.takes = {rank: [] for rank in self.takes}
         self.reduces, self.given, self.kept, self.sums = [], {}, [], {}
-        self.partners = {}
+        self.partners, self.written_by = {}, None
         self.forget_lists()
 
     def forget_lists(self) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,19 @@ def start(call: Call) -> None:
         call.given[rank] = [copies[id(block)] for block in blocks]
     for output in call.outputs:
         _poison(output)
+
+
+def note_writers(call: Call, begun: Iterable[Call]) -> None:
+    """Note which of a call and those in flight fills memory of the other."""
+    for other in begun:
+        if _any_overlap(call.outputs, [*other.inputs, *other.outputs]):
+            other.written_by = other.written_by or call
+        if _any_overlap(other.outputs, call.inputs):
+            call.written_by = call.written_by or other
+
+
+def _any_overlap(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return any(surely_overlap(one, other) for one in tensors for other in others)
 
 
 def faults_of(call: Call) -> Iterator[Finding]:
@@ -95,12 +108,14 @@ class Watch(TorchDispatchMode):
 
 
 def _changed(call: Call, which: str, kind: str) -> Finding:
+    begins, writer = f"{call.site}  {call} begins", call.written_by
+    by = f", which {writer.kind} fills," if writer else ""
     return Finding(
         "SEQ",
-        f"a tensor {which} by {call} on rank {call.world_rank} changed before its wait",
+        f"a tensor {which} by {call} on rank {call.world_rank}{by} changed before its wait",
         where=str(call.site),
         ranks=(call.world_rank,),
-        picture=f"{call.site}  {call} begins",
+        picture=f"{begins}\n{writer.site}  {writer} fills its memory" if writer else begins,
         advice="Leave tensors alone until work.wait() has returned, or give a copy.",
         kind=kind,
     )

@@ -105,6 +105,7 @@ class Run:
         try:
             if self._has_values:
                 with without_dispatch():
+                    in_flight.note_writers(call, watch.calls)
                     in_flight.start(call)
                     call.digest = comparison.digest_of_given(call)
             self.fabric.post(call)
