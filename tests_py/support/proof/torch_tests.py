@@ -131,7 +131,8 @@ def _on_ranks(case: type[unittest.TestCase], name: str, size: int) -> str:
             dist.barrier()
 
     try:
-        report = simulate(program, ranks=size, backend=None, seeds=(1,), time_limit=120)
+        options = {"seeds": (1,), "time_limit": 120, "cuda_as_cpu": False}
+        report = simulate(program, ranks=size, backend=None, **options)
     except NotUsable as error:
         return f"failed: {error}"
     if ended:

@@ -29,6 +29,15 @@ class Runtime(Protocol):
     def refute(self, finding: Finding) -> NoReturn: ...
 
 
+class _Backend:
+    """Stands for the backend of a device, whose name is none of torch's."""
+
+    supports_coalescing = supports_splitting = False
+
+    def name(self) -> str:
+        return "simulated"
+
+
 class SimulatedGroup(dist.ProcessGroup):
     """A group of a rank, whose calls the simulation carries out.
 
@@ -49,8 +58,8 @@ class SimulatedGroup(dist.ProcessGroup):
     name = getBackendName  # until torch 2.6
 
     def _get_backend(self, device: Any) -> Any:
-        """The group itself: since torch 2.14 messages in a batch ask what it can do."""
-        return self
+        """A backend that can do nothing: since torch 2.14 messages in a batch ask what it can."""
+        return _Backend()
 
     def _has_hooks(self) -> bool:
         return False
