@@ -102,7 +102,7 @@ def starts_a_process():
             refuses_on_one_rank,
             r"rank 1 raised RuntimeError: .*: rank 0 refused its arguments; nothing was sent: "
             r"TypeError: ContextParallel.gather: plan must be|"
-            r"rank 0 raised TypeError: ContextParallel.gather: plan must be",
+            r"rank 0 raised TypeError: ContextParallel.gather: plan must be .*test_bad_program",
         ),
         (lambda: sys.exit(7), "rank [01] exits with 7"),
         (lambda: os._exit(7), "rank [01] exits with 7"),

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from ..findings import Finding
-from .calls import Site, is_program
+from .calls import PACKAGE, Site, is_program
 
 _MOST_LINES = 12  # of the message of an assertion
 _CHECKS = (
     str(Path(torch.testing.__file__).parent),
     *(str(Path(sysconfig.get_path("stdlib")) / name) for name in ("unittest", "contextlib.py")),
 )
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+_LIBRARIES = (PACKAGE, *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 
 
 def finding_of(error: BaseException, rank: int, text: str) -> Finding | None:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+#: Files of this library.
+PACKAGE = str(Path(__file__).parents[2])
 _HERE = str(Path(__file__).parent)
 # Files whose lines are not the program's: calls pass through them.
 _NOT_PROGRAMS = (

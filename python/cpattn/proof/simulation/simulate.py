@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..findings import Finding, NotUsable, Report
 from ..requirements import require
 from . import assertions, comparison
-from .calls import is_program
+from .calls import PACKAGE, is_program
 from .link import Link
 from .process.cuda_as_cpu import CudaAsCpu
 from .process.output import Output
@@ -419,4 +419,5 @@ def _message_of(error: BaseException) -> str:
 def _frame_of_program(error: BaseException) -> str:
     frames: Iterable[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     mine = [frame for frame in frames if is_program(frame.filename)]
-    return f" ({mine[-1].filename}:{mine[-1].lineno})" if mine else ""
+    own = [frame for frame in mine if not frame.filename.startswith(PACKAGE)] or mine
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
