@@ -74,9 +74,10 @@ def test_plans_of_a_group_with_tables_and_slots():
 
     simulate(program, ranks=2, seeds=(0,))
     first, second = (plans[rank] for rank in range(2))
-    report = lint(from_plans([first, second], num_pages=3))
-    assert report.findings == ()
-    assert set(report.checked) >= DECIDED
+    for window in (None, 1):
+        report = lint(from_plans([first, second], num_pages=3, window=window))
+        assert report.findings == ()
+        assert set(report.checked) >= DECIDED
     second = replace(second, slots=np.array([10, *second.slots[1:]]))
     assert kinds(from_plans([first, second], num_pages=3)) == {"own-slot"}
     assert kinds(from_plans([first, second], num_pages=2)) == {"own-slot", "len-pages", "addr-slot"}
@@ -97,7 +98,7 @@ def test_local_lengths_of_decode_ranks(lens, ranks, interleave):
     assert "len-keys" in kinds(from_local_lens(lens, local, wide, **options))
 
 
-def test_pages_of_another_sequence_are_found_and_verified_rows_not_judged():
+def test_pages_of_another_sequence_are_found_and_verified_rows_judged_by_their_lengths():
     options = {"block_size": 4, "num_blocks": 8}
     right = [[[0, 1], [2, -1]]]
     assert kinds(from_local_lens([7, 3], [[7, 3]], right, **options)) == set()
@@ -105,6 +106,11 @@ def test_pages_of_another_sequence_are_found_and_verified_rows_not_judged():
     report = lint(from_local_lens([9], [[5], [4]], block_size=4, query_lens=[3]))
     assert report.proved
     assert "COV" not in report.checked
+    seen = [[4, 4, 5], [3, 4, 4]]  # of 7, 8, 9 tokens
+    for change, found in ((0, set()), (1, {"cov-shard"})):
+        seen[1][0] += change
+        options = {"block_size": 4, "query_lens": [3], "row_lens": seen}
+        assert kinds(from_local_lens([9], [[5], [4]], **options)) == found
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=3), st.integers(1, 4), st.data())

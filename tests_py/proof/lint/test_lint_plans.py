@@ -123,42 +123,6 @@ def test_the_balance_is_that_of_pairs():
     assert found.details["pairs"] == sum(range(225, 257))
 
 
-def test_the_balance_is_of_pairs_within_the_window():
-    contiguous = document_of([256], [7], 8, "contiguous") | {"attention": {"window": 4}}
-    assert kinds(contiguous | {"balance": {"bound": 1}}) == set()
-    contiguous["attention"]["window"] = 200
-    (found,) = lint(contiguous | {"balance": {"bound": 1}}, shrink=False).findings
-    assert found.details["pairs"] == 32 * 201
-    seen = [min(position + 1, 201) for position in range(7, 263)]
-    assert found.details["mean"] == sum(seen) / 8
-
-
-def test_windows_and_attention_without_a_mask():
-    """Windows hide keys from both, the plan and what is wanted; without a mask all see all."""
-    document = document_of([13, 5], [3, 0], 2)
-    assert kinds(document | {"attention": {"window": 4}}) == set()
-    document["ranks"][0]["segments"]["keys"][0] -= 1
-    assert kinds(document | {"attention": {"window": 4}}) == {"cov-pair"}
-    whole = {
-        "schema": "cpattn-plan/1",
-        "requests": [{"extend": 6}],
-        "attention": {"causal": False},
-        "ranks": [
-            {
-                "rows": {"request": [0], "position": [first], "count": [3]},
-                "segments": {"request": [0], "row": [0], "rows": [3], "keys": [6], "step": [0]},
-            }
-            for first in (0, 3)
-        ],
-    }
-    assert kinds(whole) == set()
-    windowed = lint(whole | {"attention": {"causal": False, "window": 2}})
-    assert windowed.proved
-    assert "segments: windows are judged under a causal mask" in windowed.not_checked["COV"]
-    whole["ranks"][1]["segments"]["step"] = [1]
-    assert kinds(whole) == {"cov-pair"}
-
-
 def test_a_finding_says_where_and_draws_it():
     document = document_of(*BATCH)
     document["ranks"][1]["rows"]["count"][0] -= 1

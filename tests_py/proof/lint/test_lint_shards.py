@@ -74,9 +74,11 @@ def plans_of(size, placement, strategy="zigzag"):
     ],
 )
 def test_plans_over_shared_pools(placement, size, strategy):
-    report = lint(from_sharded_plans(plans_of(size, placement, strategy), NUM_PAGES))
-    assert report.findings == ()
-    assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
+    plans = plans_of(size, placement, strategy)
+    for window in (None, 3):
+        report = lint(from_sharded_plans(plans, NUM_PAGES, window=window))
+        assert report.findings == ()
+        assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "decode"])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int64]
 
 
-def ints(values: Sequence[int] | Ints) -> Ints:
+def ints(values: Sequence[Any] | Ints) -> Ints:
     """An array of 64-bit integers."""
     return np.asarray(values, dtype=np.int64).reshape(-1)
 
@@ -32,7 +32,9 @@ def each(counts: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - offsets(counts)[owner]
 
 
-def tally(begins: Ints, ends: Ints, expected: Sequence[tuple[int, int]] = ()) -> tuple[Ints, Ints]:
+def tally(
+    begins: Ints, ends: Ints, expected: Sequence[tuple[int, int]] | Ints = ()
+) -> tuple[Ints, Ints]:
     """How many ranges each number is in, as edges and the count from each edge to the next.
 
     Ranges in `expected` are subtracted: where exactly these were wanted the count is 0.
@@ -40,7 +42,7 @@ def tally(begins: Ints, ends: Ints, expected: Sequence[tuple[int, int]] = ()) ->
     >>> tally(ints([0, 2]), ints([3, 4]), [(0, 4)])
     (array([0, 2, 3, 4]), array([0, 1, 0, 0]))
     """
-    wanted = ints([number for pair in expected for number in pair]).reshape(-1, 2)
+    wanted = ints(expected).reshape(-1, 2)
     at = np.concatenate([begins, ends, wanted[:, 0], wanted[:, 1]])
     sizes = (len(begins), len(ends), len(wanted), len(wanted))
     edges, places = np.unique(at, return_inverse=True)

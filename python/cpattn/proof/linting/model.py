@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..findings import NotUsable
 from .intervals import Ints, each, ints, offsets, shard_length
@@ -82,9 +83,15 @@ class Plan:
         return self.document.get("attention", {}).get("window")
 
     @property
-    def all_queries(self) -> bool:
-        """Whether each rank has every query."""
-        return self.document.get("queries") == "all"
+    def window_right(self) -> int | None:
+        """Keys after its own that a query may see; None for all, of which a causal mask hides."""
+        return self.document.get("attention", {}).get("window_right")
+
+    @cached_property
+    def everywhere(self) -> NDArray[np.bool_]:
+        """For each request, whether each rank has every query of it."""
+        common = self.document.get("queries", "split")
+        return np.array([r.get("queries", common) == "all" for r in self.requests], bool)
 
     @cached_property
     def cache(self) -> Mapping[str, Any]:
@@ -139,8 +146,9 @@ class Plan:
     @cached_property
     def segments(self) -> Columns:
         """Calls of attention of all ranks."""
-        columns = {"request": None, "row": None, "rows": None, "keys": None}
-        return self.gathered("segments", columns | {"step": 1, "first": 0, "from": -1})
+        columns: dict[str, int | None] = dict.fromkeys(("request", "row", "rows", "keys"))
+        columns |= {"step": 1, "first": 0, "from": -1, "window": -1, "window_right": -1}
+        return self.gathered("segments", columns)
 
     def gathered(self, part: str, columns: Mapping[str, int | None]) -> Columns:
         """A part of all ranks: its columns and ``rank``; a column left out has its default."""

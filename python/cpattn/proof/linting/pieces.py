@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +12,16 @@ from numpy.typing import NDArray
 from .intervals import Ints, each, ints
 from .model import Absent, Columns, Plan
 
-MOST_MEETINGS = 10_000_000  # of a call and a run of rows; more would not fit into memory
+MOST_MEETINGS = 2_000_000  # of a call and a run of rows; more would take gigabytes
+_FAR = 2**41  # more keys than any call has
 
 
 @dataclass(frozen=True)
 class Pieces:
     """Ranges of queries and the keys they see; all fields are arrays.
 
-    Query j of a piece is at ``position + j * stride``, and sees ``keys + j * slope`` keys at
-    ``first``, ``first + key_step``, ...
+    Query j of a piece is at ``position + j * stride``. It sees ``keys + j * slope`` keys, the first
+    of them at ``first + j * move``, in steps of ``key_step``.
     """
 
     rank: Ints
@@ -28,6 +30,7 @@ class Pieces:
     stride: Ints
     rows: Ints
     first: Ints
+    move: Ints
     keys: Ints
     slope: Ints
     key_step: Ints
@@ -84,25 +87,61 @@ def _each(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def _of_rows(plan: Plan) -> Pieces:
+    """Calls, cut where a window begins to hide keys, and where it reaches the last key."""
     rows, segments = plan.rows, plan.segments
     segment, run, begin, end = rows_of_segments(plan)
-    base = plan.row_base(rows)
-    into = begin - (base[segments["rank"]] + segments["row"])[segment]
-    slope = segments["step"][segment]
-    behind = segments["rows"][segment] - 1 - into
-    found = Pieces(
-        rank=segments["rank"][segment],
-        request=segments["request"][segment],
-        position=rows["position"][run] + (begin - rows["at"][run]) * rows["step"][run],
+    own = rows["request"][run] == segments["request"][segment]
+    segment, run, begin, end = segment[own], run[own], begin[own], end[own]
+    call = {name: values[segment] for name, values in segments.items()}
+    into = begin - (plan.row_base(rows)[segments["rank"]] + segments["row"])[segment]
+    count, step = end - begin, np.maximum(call["step"], 1)
+    causal = call["step"] > 0
+    stop = call["first"] + call["keys"]
+    after = stop - (call["rows"] - 1 - into) * step  # the place behind the first row's own key
+    low = after - 1 - np.minimum(call["window"], _FAR)
+    high = after + np.where(causal, 0, np.minimum(call["window_right"], _FAR))
+    hides = np.where(call["window"] >= 0, _reached(low, step, call["first"], count), count)
+    full = np.where(call["window_right"] >= 0, _reached(high, step, stop, count), 0)
+    full = np.where(causal, count, full)
+    piece, skipped, rest = _between(hides, full, count)
+    moves, grows = skipped >= hides[piece], skipped < full[piece]
+    step = step[piece]
+    first = np.where(moves, low[piece] + skipped * step, call["first"][piece])
+    last = np.where(grows, high[piece] + skipped * step, stop[piece])
+    run, position = run[piece], begin[piece] - rows["at"][run[piece]] + skipped
+    return Pieces(
+        rank=call["rank"][piece],
+        request=call["request"][piece],
+        position=rows["position"][run] + position * rows["step"][run],
         stride=rows["step"][run],
-        rows=end - begin,
-        first=segments["first"][segment],
-        keys=segments["keys"][segment] - behind * slope,
-        slope=slope,
-        key_step=np.ones(len(segment), np.int64),
-        source=segments["from"][segment],
+        rows=rest,
+        first=first,
+        move=np.where(moves, step, 0),
+        keys=last - first,
+        slope=np.where(causal[piece], call["step"][piece], np.where(grows, step, 0))
+        - np.where(moves, step, 0),
+        key_step=np.ones(len(piece), np.int64),
+        source=call["from"][piece],
     )
-    return found[rows["request"][run] == found.request]
+
+
+def _reached(value: Ints, slope: Ints, target: Any, rows: Ints) -> Ints:
+    """The first row at which a value that grows by `slope` is `target` or more; `rows` if none."""
+    at = -(-(target - value) // np.maximum(slope, 1))
+    at = np.where(slope > 0, at, np.where(value >= target, 0, rows))
+    return ints(np.clip(at, 0, rows))
+
+
+def _between(*points: Ints) -> tuple[Ints, Ints, Ints]:
+    """Ranges of rows between points of each piece, the last of which is its end.
+
+    The piece, the first row, and the number of rows of each range that is not empty.
+    """
+    edges = np.sort(np.stack([np.zeros_like(points[-1]), *points]), axis=0)
+    begin, rows = edges[:-1].ravel(), np.diff(edges, axis=0).ravel()
+    piece = np.tile(np.arange(len(points[-1])), len(points))
+    real = rows > 0
+    return piece[real], begin[real], rows[real]
 
 
 def _of_other_ranks(plan: Plan, pieces: Pieces) -> Pieces:
@@ -115,26 +154,34 @@ def _of_other_ranks(plan: Plan, pieces: Pieces) -> Pieces:
     high = np.searchsorted(order_key, wanted, side="right")
     piece, place = _each(high - low)
     run = low[piece] + place
-    whole = pieces[piece]
-    skipped = np.clip(whole.first - runs["offset"][run], 0, runs["count"][run])
-    keys = whole.keys - (runs["offset"][run] + skipped - whole.first)
-    count = runs["count"][run] - skipped
-    step = runs["step"][run]
-    whole = replace(whole, first=runs["position"][run] + skipped * step, keys=keys, key_step=step)
-    # Until row `full` a query sees part of the run, from there all of it.
-    slope = np.maximum(whole.slope, 1)
-    all_at_once = np.where(keys >= count, 0, whole.rows)
-    full = ints(np.where(whole.slope > 0, -(-(count - keys) // slope), all_at_once))
-    full = ints(np.clip(full, 0, whole.rows))
-    partial = without_empty_rows(replace(whole, rows=full))
-    rest = replace(
-        whole,
-        position=whole.position + full * whole.stride,
-        rows=whole.rows - full,
-        keys=count,
-        slope=np.zeros_like(count),
+    whole, size = pieces[piece], runs["count"][run]
+    begin = whole.first - runs["offset"][run]  # within the run, of the first query
+    end, end_slope = begin + whole.keys, whole.move + whole.slope
+    # Between these rows each end of the range is before, within or behind the run.
+    piece, row, rows = _between(
+        _reached(begin, whole.move, 0, whole.rows),
+        _reached(begin, whole.move, size, whole.rows),
+        _reached(end, end_slope, 0, whole.rows),
+        _reached(end, end_slope, size, whole.rows),
+        whole.rows,
     )
-    return partial + without_empty_rows(rest)
+    whole, size, step = whole[piece], size[piece], runs["step"][run][piece]
+    begin = begin[piece] + row * whole.move
+    end = end[piece] + row * end_slope[piece]
+    begin_slope = np.where((begin >= 0) & (begin < size), whole.move, 0)
+    end_slope = np.where((end >= 0) & (end < size), end_slope[piece], 0)
+    begin, end = np.clip(begin, 0, size), np.clip(end, 0, size)
+    found = replace(
+        whole,
+        position=whole.position + row * whole.stride,
+        rows=rows,
+        first=runs["position"][run][piece] + begin * step,
+        move=begin_slope * step,
+        keys=end - begin,
+        slope=end_slope - begin_slope,
+        key_step=step,
+    )
+    return without_empty_rows(found)
 
 
 def _key_runs(plan: Plan) -> tuple[Columns, Ints]:
@@ -160,6 +207,7 @@ def without_empty_rows(pieces: Pieces) -> Pieces:
         pieces,
         position=pieces.position + skipped * pieces.stride,
         rows=pieces.rows - skipped,
+        first=pieces.first + skipped * pieces.move,
         keys=pieces.keys + skipped * pieces.slope,
     )
     return trimmed[trimmed.rows > 0]

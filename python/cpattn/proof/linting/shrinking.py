@@ -273,6 +273,8 @@ def _rank_cut(rank: Mapping[str, Any], request: int, end: int) -> dict[str, Any]
     segments = rank["segments"]
     if any(source >= 0 for source in segments.get("from", ())):
         return None
+    if {"window", "window_right"} & {*segments} and 0 in segments.get("step", ()):
+        return None  # the window of a row goes with the number of rows behind it
     both = zip(rows["count"], left, strict=True)
     stays = np.array([row < kept for count, kept in both for row in range(count)], bool)
     before = np.concatenate([[0], np.cumsum(stays)]).astype(int)

@@ -18,7 +18,11 @@ from .runs import requests_of, row_runs, tokens_of, write_runs
 
 
 def from_metadata(
-    metadata: Sequence[Any], extend_lens: Sequence[int], prefix_lens: Sequence[int] | None = None
+    metadata: Sequence[Any],
+    extend_lens: Sequence[int],
+    prefix_lens: Sequence[int] | None = None,
+    *,
+    window: int | None = None,
 ) -> dict[str, Any]:
     """Make a document of the metadata of all ranks, in their order.
 
@@ -28,6 +32,9 @@ def from_metadata(
         `ContextParallelMetadata`, or sglang's objects of the same fields.
     extend_lens, prefix_lens : ints [bs]
         New and cached tokens of each sequence; without the latter none are cached.
+    window : int, optional
+        Keys before its own that a query may see, which is also what attention is called with.
+        Where calls pass another window, or none, write it into ``segments`` of the document.
 
     Returns
     -------
@@ -60,10 +67,17 @@ def from_metadata(
     }
     if (restore := _restored(metadata[0], len(metadata))) is not None:
         document["restore"] = restore
+    if window is not None:
+        document["attention"] = {"window": window}
+        for part in document["ranks"]:
+            if "segments" in part:
+                part["segments"]["window"] = [window] * len(part["segments"]["keys"])
     return document
 
 
-def from_plans(plans: Sequence[Any], num_pages: int | None = None) -> dict[str, Any]:
+def from_plans(
+    plans: Sequence[Any], num_pages: int | None = None, *, window: int | None = None
+) -> dict[str, Any]:
     """Make a document of the plans of `ContextParallel.plan` of all ranks, with tables and slots.
 
     Parameters
@@ -72,6 +86,9 @@ def from_plans(plans: Sequence[Any], num_pages: int | None = None) -> dict[str, 
         One of each rank, in their order.
     num_pages : int, optional
         Of the pool; without it, bounds of pages are not checked.
+    window : int, optional
+        As `from_metadata`: what `ContextParallel.attend` is called with. Pages wholly before it
+        need not exist.
 
     Returns
     -------
@@ -86,7 +103,8 @@ def from_plans(plans: Sequence[Any], num_pages: int | None = None) -> dict[str, 
     prefix = ints(plans[0].metadata.prefix_lens)
     owners = [ints(plan.metadata.query_request_indices) for plan in plans]
     extend = ints(np.bincount(np.concatenate(owners), minlength=len(prefix)))
-    document = from_metadata([plan.metadata for plan in plans], extend.tolist(), prefix.tolist())
+    metadata = [plan.metadata for plan in plans]
+    document = from_metadata(metadata, extend.tolist(), prefix.tolist(), window=window)
     document["cache"] = {
         "page_size": plans[0].page_size,
         "tables": np.asarray(plans[0].block_tables).tolist(),

@@ -20,6 +20,7 @@ def from_local_lens(
     block_size: int,
     interleave: int = 1,
     query_lens: Sequence[int] | None = None,
+    row_lens: Sequence[Sequence[int]] | None = None,
     num_blocks: int | None = None,
 ) -> dict[str, Any]:
     """Make a document of a decode step whose keys are shared out over ranks.
@@ -35,7 +36,11 @@ def from_local_lens(
     block_size, interleave : int
         Tokens of a block, and tokens in a row on one rank (``cp_kv_cache_interleave_size``).
     query_lens : ints [bs], optional
-        New tokens of each sequence; default 1. Attention is checked of sequences with one.
+        New tokens of each sequence; default 1. Attention is checked where each has one, or with
+        `row_lens`.
+    row_lens : sequence of ints [sum of query_lens], optional
+        How many of its keys each rank shows each new token, sequence after sequence, as masks of
+        several new tokens have it; default: the local lengths, where each sequence has one.
     num_blocks : int, optional
         Of a rank's cache; without it, bounds of blocks are not checked.
 
@@ -67,10 +72,11 @@ def from_local_lens(
     ranks = []
     for rank, counts in enumerate(local_seq_lens):
         part: dict[str, Any] = {"rows": rows, "key_lens": ints(counts).tolist()}
-        if (queries == 1).all():
+        if row_lens is not None or (queries == 1).all():
+            keys = ints(counts if row_lens is None else row_lens[rank]).tolist()
             part["segments"] = {
-                "request": rows["request"], "row": rows["request"], "rows": rows["count"],
-                "keys": part["key_lens"],
+                "request": np.repeat(np.arange(len(queries)), queries).tolist(),
+                "row": list(range(len(keys))), "rows": [1] * len(keys), "keys": keys,
             }  # fmt: skip
         if block_tables is not None:
             part["tables"] = np.asarray(block_tables[rank]).tolist()

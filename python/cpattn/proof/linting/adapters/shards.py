@@ -80,7 +80,9 @@ def from_striped_writes(
     }
 
 
-def from_sharded_plans(plans: Sequence[Any], num_pages: int | None = None) -> dict[str, Any]:
+def from_sharded_plans(
+    plans: Sequence[Any], num_pages: int | None = None, *, window: int | None = None
+) -> dict[str, Any]:
     """Make a document of the plans of all ranks of a `ContextParallel` with a placement.
 
     Parameters
@@ -90,6 +92,8 @@ def from_sharded_plans(plans: Sequence[Any], num_pages: int | None = None) -> di
         order, without masks.
     num_pages : int, optional
         Logical pages of all pools together; without it, their bounds are not checked.
+    window : int, optional
+        Keys before its own that a query may see, as attention is called with it.
 
     Returns
     -------
@@ -137,6 +141,8 @@ def from_sharded_plans(plans: Sequence[Any], num_pages: int | None = None) -> di
         document = from_metadata(metadata, extend.tolist(), prefix.tolist())
     tables = _tables(whole.shares, plans[0])
     document["cache"] = _cache(tables, plans[0].page_size, num_pages)
+    if window is not None:
+        document["attention"] = {"window": window}
     batch = tokens_of(np.arange(int(extend.sum())), extend, prefix)
     slots = _Slots(tables, lengths, plans[0].page_size)
     owners = range(plans[0].placement.shard_size)
@@ -149,7 +155,7 @@ def from_sharded_plans(plans: Sequence[Any], num_pages: int | None = None) -> di
         calls = [
             (source, call)
             for source in sources
-            for call in plan.batch.calls(source, mine, causal=True, window=None)
+            for call in plan.batch.calls(source, mine, causal=True, window=window)
         ]
         part["segments"] = _segments(calls, whole.rows.request[mine], slots, plan.placement)
     return document
@@ -277,6 +283,7 @@ def _segments(calls: _Calls, request: Ints, slots: _Slots, placement: Any) -> di
     pairs = 0
     for source, call in calls:
         q_begin, kv_begin = offsets(ints(call.q_lens)), ints(call.kv_indptr)
+        first_byte = 0  # of the mask of a sequence
         for number in range(len(q_begin) - 1):
             rows = ints(call.rows)[q_begin[number] : q_begin[number + 1]]
             pages = ints(call.kv_indices)[kv_begin[number] : kv_begin[number + 1]]
@@ -289,9 +296,15 @@ def _segments(calls: _Calls, request: Ints, slots: _Slots, placement: Any) -> di
             pairs += len(rows) * size
             if pairs > MOST_PAIRS:
                 raise NotUsable(f"from_sharded_plans: rows see more than {MOST_PAIRS:,} keys")
-            hidden = np.arange(len(rows))[::-1] if call.causal else np.zeros(len(rows), np.int64)
-            for row, behind in zip(rows, hidden, strict=True):
-                lines += _runs_of(int(request[row]), int(row), read[: size - int(behind)])
+            behind = np.arange(len(rows))[::-1] if call.causal else np.zeros(len(rows), np.int64)
+            visible = np.arange(size) < size - behind[:, None]
+            if call.packed_custom_mask is not None:
+                bits = call.packed_custom_mask[first_byte:]
+                visible = np.unpackbits(bits, count=visible.size, bitorder="little")
+                visible = visible.reshape(len(rows), size).astype(bool)
+                first_byte += -(-visible.size // 8)
+            for row, sees in zip(rows, visible, strict=True):
+                lines += _runs_of(int(request[row]), int(row), read[sees])
     names = ("request", "row", "first", "keys")
     columns = {name: [line[i] for line in lines] for i, name in enumerate(names)}
     return columns | {"rows": [1] * len(lines), "step": [0] * len(lines)}

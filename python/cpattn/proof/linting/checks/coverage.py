@@ -8,25 +8,28 @@ Where they fit at both of its ends they fit within, so few queries of a long seq
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...findings import Finding
-from ..intervals import Ints, each, first_of, shard_length
+from ..intervals import Ints, each, ints, shard_length
 from ..model import Absent, Plan
 from ..pictures import Bars, ranges_of
 from ..pieces import Pieces, pieces_of
 from .check import Check, finding, many, more
 
-MOST_VISITS = 30_000_000  # of a query by a call; more would not fit into memory
+MOST_VISITS = 8_000_000  # of a query by a call; more would take gigabytes
+
+MOST_BETWEEN = 100_000  # queries that are searched for the first wrong one
 
 
 @dataclass(frozen=True)
 class Visits:
     """Queries that are looked at, each with a range of keys that a call shows it."""
 
-    query: Ints  # the number of the token
+    query: Ints  # its number times the number of shards, and the shard whose keys these are
     piece: Ints
     first: Ints
     keys: Ints
@@ -35,33 +38,110 @@ class Visits:
 
 def coverage(plan: Plan) -> list[Finding]:
     """Every query sees every key that it may see once."""
-    pieces = pieces_of(plan)
+    pieces = _inside(plan, pieces_of(plan))
+    if plan.shards > 1 and (pieces.source >= 0).any():
+        raise Absent("keys of other ranks are judged where caches are not shared out")
+    everywhere, shards = plan.everywhere, np.ones(plan.shards, bool)
+    apart = everywhere[pieces.request]
+    if fault := _judged(plan, pieces[~apart], ~everywhere, shards):
+        return fault
+    if not everywhere.any():
+        return []
     if plan.shards > 1:
-        return _of_shards(plan, pieces)
-    inside = _inside(plan, pieces)
-    looked = _looked_at(plan, inside)
-    visits = _visits(plan, inside, looked)
-    query = _first_bad(plan, visits, looked)
-    return [] if query is None else _described(plan, inside, int(query))
+        return _of_copies(plan, pieces[apart], everywhere)
+
+    def judged(ranks: list[int]) -> list[Finding]:
+        return _judged(plan, pieces[apart & np.isin(pieces.rank, ranks)], everywhere, shards)
+
+    calling = [rank for rank, said in enumerate(plan.ranks) if "segments" in said]
+    heads = [plan.ranks[rank].get("heads") for rank in calling]
+    if plan.cache.get("shared", False):
+        return judged(calling)
+    if None not in heads:
+        return next(filter(None, map(judged, _of_equal_heads(calling, heads))), [])
+    # Nobody says whether ranks share out the keys, or each has all of them for heads of its own.
+    if not (together := judged(calling)):
+        return []
+    alone = [judged([rank]) for rank in calling]
+    return together if all(alone) else next(filter(None, alone), [])
+
+
+def _of_equal_heads(ranks: list[int], heads: list[Any]) -> list[list[int]]:
+    """Ranks that compute the same heads, which see all keys together."""
+    found: dict[Any, list[int]] = {}
+    for rank, mine in zip(ranks, heads, strict=True):
+        found.setdefault((mine.get("group", 0), *mine["q"]), []).append(rank)
+    return list(found.values())
+
+
+def _of_copies(plan: Plan, pieces: Pieces, requests: NDArray[np.bool_]) -> list[Finding]:
+    """Ranks of one shard compute other heads: those that have the whole cache are a copy."""
+    copy, said = plan.copy_by_rank("segments"), np.array(["segments" in r for r in plan.ranks])
+    for number in np.unique(copy[said]):
+        own = plan.shard_by_rank[said & (copy == number)]
+        wanted = np.isin(np.arange(plan.shards), own) | (number == 0)
+        if fault := _judged(plan, pieces[copy[pieces.rank] == number], requests, wanted):
+            return fault
+    return []
+
+
+def _judged(
+    plan: Plan, pieces: Pieces, requests: NDArray[np.bool_], shards: NDArray[np.bool_]
+) -> list[Finding]:
+    """Whether the queries of some requests see each key of some shards once."""
+    looked = _looked_at(plan, pieces)
+    request = np.searchsorted(plan.token_base, looked, side="right") - 1
+    looked = looked[requests[request]]
+    if len(looked) * plan.shards > MOST_VISITS:
+        raise Absent(f"more than {MOST_VISITS:,} queries")
+    visits = _visits(plan, pieces, looked)
+    numbers = (looked[:, None] * plan.shards + np.flatnonzero(shards)).reshape(-1)
+    wrong = _wrong(plan, visits, numbers)
+    if not len(wrong):
+        return []
+    if plan.shards > 1:
+        return _described_shard(plan, pieces, wrong)
+    query = int(wrong[0])
+    before = looked[looked < query]
+    between = np.arange(int(before[-1]) + 1 if len(before) else query, query)[-MOST_BETWEEN:]
+    between = between[requests[np.searchsorted(plan.token_base, between, side="right") - 1]]
+    earlier = _wrong(plan, _visits(plan, pieces, between), between)
+    return _described(plan, pieces, int(earlier[0]) if len(earlier) else query)
 
 
 def _looked_at(plan: Plan, pieces: Pieces) -> Ints:
-    """Queries that decide for all: those where a piece begins or ends, and their neighbours.
+    """Queries that decide for all: those where a piece or a limit begins or ends, and neighbours.
 
-    All queries where keys do not grow evenly: windows, no mask, rows or keys in different steps.
+    All queries where keys do not grow evenly: shards, rows or keys in different steps.
     """
-    strides = np.unique(pieces.stride[pieces.rows > 1])
-    even = len(strides) < 2 and bool((pieces.key_step == 1).all())
-    if plan.window is not None or not even or not plan.causal:
-        return np.arange(plan.num_tokens)
+    long = pieces[pieces.rows > 1]
+    strides = np.unique(long.stride)
     step = int(strides[0]) if len(strides) else 1
+    # Ends of ranges that grow by less than `step` could pass each other between two that fit.
+    even = (long.move == 0) | (long.move == step) & ((long.move + long.slope) % step == 0)
+    even &= long.key_step == 1
+    if plan.shards > 1 or len(strides) > 1 or not (even.all() and (pieces.key_step == 1).all()):
+        if plan.num_tokens > MOST_VISITS:
+            raise Absent(f"more than {MOST_VISITS:,} queries")
+        return np.arange(plan.num_tokens)
     begin = plan.token_of(pieces.request, pieces.position)
     last = begin + (pieces.rows - 1) * step
     request, place = each(np.minimum(plan.extend, step))
     edges = [begin, last, begin - step, last + step]
     edges += [plan.token_base[request] + place, plan.token_base[request + 1] - 1 - place]
+    for limit in _bends(plan):
+        turn = plan.token_base[:-1] + np.clip(limit - plan.prefix, 0, plan.extend)
+        edges += [turn[request] + place, turn[request] - 1 - place]
     looked = np.unique(np.concatenate(edges))
     return looked[(looked >= 0) & (looked < plan.num_tokens)]
+
+
+def _bends(plan: Plan) -> list[Ints]:
+    """Positions from which a window hides keys, and up to which it hides some behind."""
+    bends = [] if plan.window is None else [np.full_like(plan.lengths, plan.window)]
+    if not plan.causal and plan.window_right is not None:
+        bends.append(plan.lengths - 1 - plan.window_right)
+    return bends
 
 
 def _inside(plan: Plan, pieces: Pieces) -> Pieces:
@@ -83,29 +163,32 @@ def _visits(plan: Plan, pieces: Pieces, looked: Ints) -> Visits:
     row, rest = np.divmod(query - begin[piece], pieces.stride[piece])
     real = rest == 0
     piece, query, row = piece[real], query[real], row[real]
+    shard = plan.shard_by_rank[pieces.rank[piece]]
+    first = pieces.first[piece] + row * pieces.move[piece]
     keys = pieces.keys[piece] + row * pieces.slope[piece]
-    first = pieces.first[piece]
-    if plan.window is not None:
-        if not plan.causal:
-            raise Absent("windows are judged under a causal mask")
-        if (pieces.source >= 0).any():
-            raise Absent("windows are judged where keys are those of the cache")
-        hidden = np.maximum(keys - 1 - plan.window, 0)
-        first, keys = first + hidden, keys - hidden
-    return Visits(query, piece, first, keys, pieces.key_step[piece])
+    return Visits(query * plan.shards + shard, piece, first, keys, pieces.key_step[piece])
 
 
 def _limits(plan: Plan, query: Ints) -> tuple[Ints, Ints]:
-    """The keys that queries may see: from, and up to."""
-    request = np.searchsorted(plan.token_base, query, side="right") - 1
-    position = query - plan.token_base[request] + plan.prefix[request]
-    high = position + 1 if plan.causal else plan.lengths[request]
-    low = np.zeros_like(high) if plan.window is None else np.maximum(position - plan.window, 0)
+    """The keys that queries may see of a shard, as it counts them: from, and up to."""
+    token, shard = np.divmod(query, plan.shards)
+    request = np.searchsorted(plan.token_base, token, side="right") - 1
+    position = token - plan.token_base[request] + plan.prefix[request]
+    low, high = np.zeros_like(position), plan.lengths[request]
+    if plan.window is not None:
+        low = np.maximum(position - plan.window, 0)
+    if plan.causal:
+        high = position + 1
+    elif plan.window_right is not None:
+        high = np.minimum(high, position + 1 + plan.window_right)
+    if plan.shards == 1:
+        return low, high
+    low, high = (shard_length(end, shard, plan.shards, plan.interleave) for end in (low, high))
     return low, high
 
 
-def _first_bad(plan: Plan, visits: Visits, looked: Ints) -> int | None:
-    """The first query that does not see what it may see, or sees some of it twice."""
+def _wrong(plan: Plan, visits: Visits, looked: Ints) -> Ints:
+    """The queries that do not see what they may see, or see some of it twice, ascending."""
     step = _common_step(visits.step)
     copies = np.where(visits.step == step, 1, step)
     if int(copies.sum()) > MOST_VISITS:
@@ -127,11 +210,12 @@ def _first_bad(plan: Plan, visits: Visits, looked: Ints) -> int | None:
     expected = np.where(follows, np.roll(after, 1), begins)
     ends = np.concatenate([chain[1:] != chain[:-1], [True]])[: len(chain)]
     bad = (first != expected) | (ends & ((after - step >= high) | (after < high)))
+    listed = np.isin(query, looked)
+    ends &= listed
     chains = np.bincount(np.searchsorted(looked, query[ends]), minlength=len(looked))
     wanted_low, wanted_high = _limits(plan, looked)
     short = chains != np.minimum(wanted_high - wanted_low, step)
-    wrong = np.concatenate([query[bad], looked[short]])
-    return int(wrong.min()) if len(wrong) else None
+    return np.unique(np.concatenate([query[bad & listed], looked[short]]))
 
 
 def _common_step(steps: Ints) -> int:
@@ -157,13 +241,10 @@ def _described(plan: Plan, pieces: Pieces, query: int) -> list[Finding]:
     ranks = pieces.rank[visits.piece]
     seeing = np.unique(ranks[visit[keys == key]])
     others = many(int((wrong != 0).sum()) - 1, "more key")
+    what = f"sees key {key}"
     if low <= key < high:
         what = f"counts key {key} {counts[key]} times" if counts[key] else f"never sees key {key}"
-        what = f"position {position} of request {request} {what}, it may see {low} to {high - 1}"
-    else:
-        what = (
-            f"position {position} of request {request} sees key {key}, after its last, {high - 1}"
-        )
+    what = f"position {position} of request {request} {what}, it may see {low} to {high - 1}"
     bars = Bars(0, max(end, 1), key)
     for number in np.unique(ranks):
         mine = keys[np.isin(visit, np.flatnonzero(ranks == number))]
@@ -176,56 +257,32 @@ def _described(plan: Plan, pieces: Pieces, query: int) -> list[Finding]:
     )  # fmt: skip
 
 
-def _of_shards(plan: Plan, pieces: Pieces) -> list[Finding]:
-    """Each shard shows every query those of its own keys that the query may see."""
-    if (pieces.source >= 0).any() or (pieces.first > 0).any() or plan.window is not None:
-        raise Absent("windows and keys of other ranks are judged where caches are not shared out")
-    if not plan.causal:
-        raise Absent("attention without a mask is judged where caches are not shared out")
-    pieces = _inside(plan, pieces)
-    if int(pieces.rows.sum()) + plan.num_tokens * plan.shards > MOST_VISITS:
-        raise Absent(f"more than {MOST_VISITS:,} queries")
-    if not plan.all_queries:
-        return _of_copy(plan, pieces, np.ones(plan.shards, bool))
-    # Ranks of one shard compute other heads: those that have the whole cache together are a copy.
-    copy, said = plan.copy_by_rank("segments"), np.array(["segments" in r for r in plan.ranks])
-    for number in np.unique(copy[said]):
-        own = plan.shard_by_rank[said & (copy == number)]
-        wanted = np.isin(np.arange(plan.shards), own) | (number == 0)
-        if fault := _of_copy(plan, pieces[copy[pieces.rank] == number], wanted):
-            return fault
-    return []
-
-
-def _of_copy(plan: Plan, pieces: Pieces, shards: NDArray[np.bool_]) -> list[Finding]:
-    """The same of ranks among which each of some shards is once."""
-    piece, row = each(pieces.rows)
-    position = pieces.position[piece] + row * pieces.stride[piece]
-    shard = plan.shard_by_rank[pieces.rank[piece]]
-    query = plan.token_of(pieces.request[piece], position)
-    seen = np.zeros((plan.num_tokens, plan.shards), np.int64)
-    np.add.at(seen, (query, shard), pieces.keys[piece] + row * pieces.slope[piece])
-    _, high = _limits(plan, np.arange(plan.num_tokens))
-    wanted = shard_length(high[:, None], np.arange(plan.shards), plan.shards, plan.interleave)
-    differs = (seen != wanted) & shards
-    bad = first_of(differs.any(1))
-    if bad is None:
-        return []
-    wrong = int(np.flatnonzero(differs[bad])[0])
-    request, at = plan.place(bad)
-    got, want = int(seen[bad, wrong]), int(wanted[bad, wrong])
+def _described_shard(plan: Plan, pieces: Pieces, wrong: Ints) -> list[Finding]:
+    """What is wrong with the first query, shard by shard."""
+    query, shard = divmod(int(wrong[0]), plan.shards)
+    request, at = plan.place(query)
+    visits = _visits(plan, pieces, ints([query]))
+    low, high = _limits(plan, query * plan.shards + np.arange(plan.shards))
+    seen = ints(np.bincount(visits.query % plan.shards, visits.keys, plan.shards))
+    bad = np.isin(np.arange(plan.shards), wrong[wrong // plan.shards == query] % plan.shards)
     lines = [
-        f"shard {s}  sees {seen[bad, s]:>6} keys, may see {wanted[bad, s]:>6}"
-        + ("  <" if differs[bad, s] else "")
-        for s in range(plan.shards)
+        f"shard {s}  sees {seen[s]:>6} keys, may see {high[s] - low[s]:>6}" + "  <" * bool(bad[s])
+        for s in range(min(plan.shards, 8))
     ]
-    affected = int(differs.any(1).sum())
+    mine = visits.query % plan.shards == shard
+    got, want = int(seen[shard]), int(high[shard] - low[shard])
+    what = f"sees {got} keys of shard {shard}, which has {want} that it may see"
+    where = min(got, want)
+    if got == want:
+        where = int(visits.first[mine].min())
+        what = f"sees keys of shard {shard} from its {where}th, not from its {low[shard]}th"
+    others = len(np.unique(wrong // plan.shards)) - 1
     return finding(
-        "cov-shard", f"position {at} of request {request} sees {got} keys of shard {wrong}, which "
-        f"has {want} up to it" + more(affected - 1, "query").replace("querys", "queries"),
-        f"request {request}, query {at}, key {min(got, want)} of shard {wrong}",
-        _showing(plan, pieces, wrong), "\n".join(lines[:8]),
-        request=request, query=at, shard=wrong, keys=got, expected=want,
+        "cov-shard", f"position {at} of request {request} {what}"
+        + more(others, "query").replace("querys", "queries"),
+        f"request {request}, query {at}, key {where} of shard {shard}",
+        _showing(plan, pieces, shard), "\n".join(lines),
+        request=request, query=at, shard=shard, keys=got, expected=want,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...findings import Finding
-from ..intervals import each, first_of, ints, offsets, shard_length
+from ..intervals import Ints, each, first_of, ints, offsets, shard_length
 from ..model import Absent, Plan
 from .check import Check, finding, more
 
@@ -113,7 +113,7 @@ def _more_than_sent(plan: Plan) -> list[Finding]:
 
 
 def tables(plan: Plan) -> list[Finding]:
-    """Tables have a page for every key, in bounds, and no page for two requests."""
+    """Tables have a page for every key in use, in bounds, and no page for two requests."""
     if "page_size" not in plan.cache or not any(plan.table(r) for r in range(len(plan.ranks))):
         raise Absent("no rank has tables")
     common = "tables" in plan.cache and not any("tables" in rank for rank in plan.ranks)
@@ -137,6 +137,8 @@ def _table_of(plan: Plan, rank: int) -> list[Finding]:
             expected=needed[bad],
         )  # fmt: skip
     request, column = each(needed)
+    used = column >= _freed(plan, rank, page_size)[request]
+    request, column = request[used], column[used]
     flat = np.concatenate([np.asarray(row, np.int64) for row in table] or [np.array([], np.int64)])
     page = flat[offsets(widths)[request] + column]
     limit = plan.cache.get("num_pages", np.iinfo(np.int64).max)
@@ -155,6 +157,14 @@ def _table_of(plan: Plan, rank: int) -> list[Finding]:
             [rank], request=request[bad], column=column[bad], page=page[bad],
         )  # fmt: skip
     return _shared_pages(plan, rank, request, column, page)
+
+
+def _freed(plan: Plan, rank: int, page_size: int) -> Ints:
+    """How many first pages of each request no query of the batch sees: a cache may free them."""
+    if plan.window is None:
+        return np.zeros_like(plan.lengths)
+    first = np.maximum(plan.prefix - plan.window, 0)
+    return shard_length(first, plan.shard(rank), plan.shards, plan.interleave) // page_size
 
 
 def _shared_pages(

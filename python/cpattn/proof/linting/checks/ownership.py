@@ -39,37 +39,48 @@ def tokens(plan: Plan) -> list[Finding]:
     if bad is None:
         return []
     request, position = plan.place(int(edges[bad]) % plan.num_tokens)
-    spoiled = int((np.diff(edges) * (counts[:-1] != 0)).sum())
+    sizes = np.diff(edges)
+    lost, doubled = (int(sizes[of[:-1]].sum()) for of in (counts < 0, counts > 0))
     into, rest = np.divmod(position - runs["position"], runs["step"])
     here = (runs["request"] == request) & (rest == 0) & (into >= 0) & (into < runs["count"])
     holders = runs["rank"][here]
     what = f"position {position} of request {request} is on {many(len(holders), 'rank')}, not 1"
-    if plan.all_queries:
+    if plan.everywhere[request]:
         holders = np.array([int(edges[bad]) // plan.num_tokens])
         times = int(counts[bad]) + 1
         what = f"rank {holders[0]} has position {position} of request {request} {times} times"
     elif len(set(holders.tolist())) < len(holders):
         what = f"position {position} of request {request} is {len(holders)} rows, not 1"
+    alike, others = (lost, doubled) if counts[bad] < 0 else (doubled, lost)
+    what += more(alike - 1, "token")
+    if others:
+        name = "doubled" if counts[bad] < 0 else "lost"
+        what += f"; {many(others, 'other')} {'is' if others == 1 else 'are'} {name}"
     return finding(
-        "own-token", what + more(spoiled - 1, "token"), f"request {request}, position {position}",
-        holders, picture_of_rows(plan, request, position),
-        request=request, position=position, times=len(holders), tokens=spoiled,
+        "own-token", what, f"request {request}, position {position}", holders,
+        picture_of_rows(plan, request, position), request=request, position=position,
+        times=len(holders), tokens=lost + doubled, lost=lost, doubled=doubled,
     )  # fmt: skip
 
 
 def _owners(plan: Plan, runs: Columns) -> tuple[Ints, Ints]:
-    """How many more ranks than wanted each token has, as edges and counts."""
-    total = plan.num_tokens
+    """How many more ranks than wanted each token has, as edges and counts.
+
+    Tokens of requests that each rank has are counted once for each rank.
+    """
+    total, everywhere = plan.num_tokens, plan.everywhere
     begin = plan.token_of(runs["request"], runs["position"])
-    copies = len(plan.ranks) if plan.all_queries else 1
-    begin = begin + (runs["rank"] * total if plan.all_queries else 0)
+    begin = begin + runs["rank"] * total * everywhere[runs["request"]]
+    copies = len(plan.ranks) if everywhere.any() else 1
+    turns = np.flatnonzero(np.diff(everywhere, prepend=~everywhere[:1]))
+    repeats = np.where(everywhere[turns], copies, 1)
+    turn, copy = each(repeats)
+    begins, ends = plan.token_base[turns], plan.token_base[np.append(turns[1:], len(everywhere))]
+    wanted = np.stack([begins, ends], axis=1)[turn] + (copy * total)[:, None]
     if (runs["step"] == 1).all():
-        wanted = [(i * total, (i + 1) * total) for i in range(copies)]
         return tally(begin, begin + runs["count"], wanted)
-    source, place = each(runs["count"])
-    flat = begin[source] + place * runs["step"][source]
-    counts = np.bincount(flat, minlength=copies * total) - 1
-    return np.arange(len(counts) + 1), np.append(counts, 0)
+    flat = _flat(runs | {"begin": begin}, "begin")
+    return tally(flat, flat + 1, wanted)
 
 
 def _outside(plan: Plan, runs: Columns) -> list[Finding]:
