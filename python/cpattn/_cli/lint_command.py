@@ -12,7 +12,7 @@ import click
 
 from .command_group import CommandGroup
 from .commands import commands
-from .options import OutputPath, writing
+from .options import OutputPath, require_option, writing
 from .page_option import html_option, write_page
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ CommandGroup.examples["lint"] = "cpattn lint plan.json"
     type=click.Path(path_type=Path),
     help="Also the batches of a recorded run, given once for each rank.",
 )
+@require_option
 @html_option
 @click.option("--json", "as_json", is_flag=True, help="For programs: JSON on standard output.")
 @click.option(
@@ -40,6 +41,7 @@ CommandGroup.examples["lint"] = "cpattn lint plan.json"
 def lint(
     plans: tuple[Path, ...],
     captures: tuple[Path, ...],
+    required: tuple[str, ...],
     html_path: Path | None,
     as_json: bool,
     shrink_to: Path | None,
@@ -52,11 +54,14 @@ def lint(
     cpattn.proof.linting.adapters make documents of plans of cpattn, sglang, vLLM, ring-flash-attn
     and Megatron.
 
-    Exit code 0 if all that was checked holds, 1 if something does not, 2 if a file is no plan.
+    Exit code 0 if all that was checked holds, 1 if something does not, 2 if a file is no plan,
+    nothing in it can be checked, or --require names what was not.
 
     \b
     One plan:
       cpattn lint plan.json
+    In CI, where attention has to be among what is checked:
+      cpattn lint --require OWN,COV plan.json
     Several, for a program:
       cpattn lint --json first.json second.json
     The smallest batch that shows the first fault:
@@ -66,6 +71,7 @@ def lint(
     """
     if not plans and not captures:
         raise click.UsageError("a PLAN or --capture must be given")
+    from ..proof import require
     from ..proof.findings import NOT_USABLE, NotUsable
     from ..proof.linting.linter import lint as judge
 
@@ -73,7 +79,8 @@ def lint(
     status = 0
     for read in (*(partial(_of_file, plan) for plan in plans), partial(_recorded, captures)):
         try:
-            reports += map(judge, read())
+            judged = map(judge, read())
+            reports += (require(one, required) for one in judged) if required else judged
         except NotUsable as error:
             click.echo(f"Error: {' '.join(str(error).split())}", err=True)
             status = NOT_USABLE

@@ -236,6 +236,16 @@ def test_programs_read_json(run):
     assert json.loads(run("--json", "wrong.json", "none.json").stdout)[0]["proved"] is False
 
 
+def test_what_is_required_has_to_be_checked(run):
+    for ids, name, code in (
+        ("OWN,COV", "right", 0), ("COV,LSE", "right", 2), ("LSE", "wrong", 1),
+    ):  # fmt: skip
+        assert run("--require", ids, f"{name}.json").exit_code == code
+    result = run("--require", "LSE", "right.json")
+    assert "right.json: not judged, LSE not checked (" in result.stdout
+    assert "must be of OWN, COV, " in run("--require", "own", "right.json").stderr
+
+
 def test_the_smaller_plan_is_written(run, tmp_path):
     result = run("right.json", "wrong.json", "--shrink-to", "small.json")
     assert "own-token: smaller plan written to small.json" in result.stdout
