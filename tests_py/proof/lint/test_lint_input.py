@@ -149,6 +149,11 @@ BAD = {
     "requests[1].shares.request: must be below 1, got 1": SHARING,
     "collectives[0].group: must have rank 0 in it": calls({"kind": "barrier", "group": [1]}, None),
     "collectives[0]: must be below 1, got 3": calls({"kind": "send", "peer": 3}),
+    "collectives[0].over: must be a name of groups, got 'dp'": calls(
+        {"kind": "barrier", "over": "dp"}
+    ),
+    "groups.dp: must be below 1, got 1": calls({"kind": "barrier"}) | {"groups": {"dp": [[0, 1]]}},
+    "groups.dp: must have each rank once": calls(None) | {"groups": {"dp": [[0], [0]]}},
     "collectives[0]: recv must have a peer": calls({"kind": "recv"}),
     "transfers[0].from: must be one of memories, got 'a'": {
         "transfers": [{"from": "a", "to": "b"} | NOTHING_SENT]

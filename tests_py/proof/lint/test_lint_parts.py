@@ -93,6 +93,32 @@ def test_sizes_of_an_all_to_all_are_for_all_ranks_of_the_group_and_fit():
     assert what(exchange([5], [])) == ["rank 0 receives no part in a group of 1 rank"]
 
 
+def test_calls_are_made_by_the_group_that_they_are_for():
+    """Each group agrees within itself, of whatever ranks it is."""
+    meant = {"dp": [[0, 2], [1, 3]], "cp": [[0, 1], [2, 3]], "dp x cp": [[3, 2, 1, 0]]}
+
+    def of_group(over, *groups, **call):
+        owner = {rank: group for group in groups for rank in group}
+        call = REDUCE | {"over": over} | call
+        ranks = [{"collectives": [call | {"group": owner[rank]}]} for rank in range(4)]
+        return lint({"schema": "cpattn-plan/1", "ranks": ranks, "groups": meant}).findings
+
+    assert of_group("dp", [0, 2], [3, 1]) == ()
+    assert of_group("dp x cp", [0, 1, 2, 3]) == ()
+    (found,) = of_group("dp x cp", [0, 2], [1, 3], label="tokens")
+    assert found.kind == "seq-group"
+    assert found.ranks == (1, 3)
+    assert found.what == (
+        "rank 0 calls all_reduce 8 sum (tokens) of ranks 0, 2; for dp x cp it is 0-3"
+    )
+    (again,) = lint(found.details["smaller"]).findings
+    assert again.kind == "seq-group"
+    message = [call("send", peer=2, over="cp")], [], [call("recv", peer=0, over="cp")], []
+    document = {"ranks": [{"collectives": calls} for calls in message]}
+    assert findings(**document, groups=meant)[0].kind == "seq-group"
+    assert findings(**document, groups=meant | {"cp": [[0, 1, 2]]}) == ()
+
+
 def test_messages_are_received():
     send, receive = call("send", peer=1), call("recv", peer=0)
     assert of_calls([send], [receive]) == ()
@@ -243,60 +269,6 @@ def test_padding_may_be_written_nowhere_and_tokens_somewhere():
     assert found.kind == "pad-slot"
     assert found.what == "rank 0 writes position 2 of request 0 to page 1, which is for padding"
     assert "len-pages" in kinds(of_writes((0, 0, 4, 4), padding_page=1, tables=[[1]]))
-
-
-def replicated(change=lambda ranks: None):
-    """Four ranks in decoding: two share out the keys of some heads, two those of others."""
-    ranks = []
-    for rank in range(4):
-        writes = {"request": [0], "position": [4 + rank % 2], "count": [1], "slot": [2]}
-        call = {"request": [0, 0], "row": [0, 1], "rows": [1, 1], "keys": [3 - rank % 2, 3]}
-        rows = {"request": [0], "position": [4], "count": [2]}
-        ranks.append({"rows": rows, "segments": call, "key_lens": [3], "writes": writes})
-    change(ranks)
-    requests, cache = [{"prefix": 4, "extend": 2}], {"page_size": 4, "shards": 2}
-    document = {"requests": requests, "queries": "all", "cache": cache, "ranks": ranks}
-    return lint({"schema": "cpattn-plan/1", **document})
-
-
-def test_ranks_of_one_shard_have_other_heads():
-    report = replicated()
-    assert report.findings == ()
-    assert {"OWN", "COV", "LEN"} <= set(report.checked)
-    (found,) = replicated(lambda ranks: ranks[2]["segments"]["keys"].__setitem__(0, 2)).findings
-    assert (found.kind, found.ranks) == ("cov-shard", (2,))
-    nothing = {name: [] for name in ("request", "position", "count", "slot")}
-    (found,) = replicated(lambda ranks: ranks[3].update(writes=nothing)).findings
-    assert found.what == "position 5 of request 0 is written 0 times by ranks 2, 3, not once"
-    left = replicated(lambda ranks: ranks[3].pop("writes")).not_checked["OWN"]
-    assert "3 ranks that write have not as many of each shard" in left
-
-
-@pytest.mark.parametrize("places", ["positions", "heads"])
-def test_decodes_may_be_on_every_rank_beside_a_prefill_that_is_split(places):
-    """Each rank has all keys of them, for heads of its own, or some of the keys."""
-    ranks = []
-    for rank in range(2):
-        rows = {"request": [0, 1], "position": [4 * rank, 5], "count": [4, 1]}
-        first, keys = (0, 6) if places == "heads" else (3 * rank, 3)
-        calls = {"row": [0, 4], "rows": [4, 1], "first": [0, first], "keys": [4 * rank + 4, keys]}
-        ranks.append({"rows": rows, "segments": {"request": [0, 1], **calls}})
-    decode = {"prefix": 5, "extend": 1, "queries": "all"}
-    document = {"schema": "cpattn-plan/1", "requests": [{"extend": 8}, decode], "ranks": ranks}
-    assert kinds(document) == set()
-    assert kinds(document | {"requests": [{"extend": 8}, {"prefix": 5, "extend": 1}]}) >= {
-        "own-token"
-    }
-    ranks[1]["segments"]["keys"][1] -= 1
-    assert kinds(document) == {"cov-pair"}
-    for rank, part in enumerate(ranks):
-        part["heads"] = {"q": [rank if places == "heads" else 0]}
-    assert kinds(document) == {"cov-pair"}
-    ranks[1]["segments"]["keys"][1] += 1
-    assert kinds(document) == set()
-    for column in ranks[1]["segments"].values():
-        column.pop()
-    assert kinds(document) == {"cov-pair"}
 
 
 def test_pages_are_shared_with_the_request_that_begins_alike():

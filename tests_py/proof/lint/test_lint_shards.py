@@ -81,6 +81,60 @@ def test_plans_over_shared_pools(placement, size, strategy):
         assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
 
 
+def replicated(change=lambda ranks: None):
+    """Four ranks in decoding: two share out the keys of some heads, two those of others."""
+    ranks = []
+    for rank in range(4):
+        writes = {"request": [0], "position": [4 + rank % 2], "count": [1], "slot": [2]}
+        call = {"request": [0, 0], "row": [0, 1], "rows": [1, 1], "keys": [3 - rank % 2, 3]}
+        rows = {"request": [0], "position": [4], "count": [2]}
+        ranks.append({"rows": rows, "segments": call, "key_lens": [3], "writes": writes})
+    change(ranks)
+    requests, cache = [{"prefix": 4, "extend": 2}], {"page_size": 4, "shards": 2}
+    document = {"requests": requests, "queries": "all", "cache": cache, "ranks": ranks}
+    return lint({"schema": "cpattn-plan/1", **document})
+
+
+def test_ranks_of_one_shard_have_other_heads():
+    report = replicated()
+    assert report.findings == ()
+    assert {"OWN", "COV", "LEN"} <= set(report.checked)
+    (found,) = replicated(lambda ranks: ranks[2]["segments"]["keys"].__setitem__(0, 2)).findings
+    assert (found.kind, found.ranks) == ("cov-shard", (2,))
+    nothing = {name: [] for name in ("request", "position", "count", "slot")}
+    (found,) = replicated(lambda ranks: ranks[3].update(writes=nothing)).findings
+    assert found.what == "position 5 of request 0 is written 0 times by ranks 2, 3, not once"
+    left = replicated(lambda ranks: ranks[3].pop("writes")).not_checked["OWN"]
+    assert "3 ranks that write have not as many of each shard" in left
+
+
+@pytest.mark.parametrize("places", ["positions", "heads"])
+def test_decodes_may_be_on_every_rank_beside_a_prefill_that_is_split(places):
+    """Each rank has all keys of them, for heads of its own, or some of the keys."""
+    ranks = []
+    for rank in range(2):
+        rows = {"request": [0, 1], "position": [4 * rank, 5], "count": [4, 1]}
+        first, keys = (0, 6) if places == "heads" else (3 * rank, 3)
+        calls = {"row": [0, 4], "rows": [4, 1], "first": [0, first], "keys": [4 * rank + 4, keys]}
+        ranks.append({"rows": rows, "segments": {"request": [0, 1], **calls}})
+    decode = {"prefix": 5, "extend": 1, "queries": "all"}
+    document = {"schema": "cpattn-plan/1", "requests": [{"extend": 8}, decode], "ranks": ranks}
+    assert kinds(document) == set()
+    assert kinds(document | {"requests": [{"extend": 8}, {"prefix": 5, "extend": 1}]}) >= {
+        "own-token"
+    }
+    ranks[1]["segments"]["keys"][1] -= 1
+    assert kinds(document) == {"cov-pair"}
+    for rank, part in enumerate(ranks):
+        part["heads"] = {"q": [rank if places == "heads" else 0]}
+    assert kinds(document) == {"cov-pair"}
+    ranks[1]["segments"]["keys"][1] += 1
+    assert kinds(document) == set()
+    for column in ranks[1]["segments"].values():
+        column.pop()
+    assert kinds(document) == {"cov-pair"}
+
+
 @pytest.mark.parametrize("strategy", ["zigzag", "decode"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_rank_that_takes_another_placement_is_found(placement, strategy):

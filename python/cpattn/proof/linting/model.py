@@ -39,6 +39,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        self._check_groups()
 
     @cached_property
     def ranks(self) -> list[Mapping[str, Any]]:
@@ -200,6 +201,30 @@ class Plan:
     def group(self, call: Mapping[str, Any]) -> tuple[int, ...]:
         """The ranks that a collective is for."""
         return tuple(call.get("group", range(len(self.ranks))))
+
+    @cached_property
+    def meant(self) -> dict[str, dict[int, list[int]]]:
+        """By name of `groups`, the group of each rank that is in one."""
+        named: Mapping[str, list[list[int]]] = self.document.get("groups", {})
+        return {
+            name: {rank: group for group in groups for rank in group}
+            for name, groups in named.items()
+        }
+
+    def _check_groups(self) -> None:
+        """Groups of a name have ranks that are there, none of them twice; calls name one."""
+        for name, groups in self.document.get("groups", {}).items():
+            members = [rank for group in groups for rank in group]
+            self._below(f"groups.{name}", max(members, default=-1), len(self.ranks))
+            if len(set(members)) < len(members):
+                raise NotUsable(f"{self.name}: groups.{name}: must have each rank once at most")
+        for number, rank in enumerate(self.ranks):
+            for index, call in enumerate(rank.get("collectives", ())):
+                if "over" in call and call["over"] not in self.meant:
+                    raise NotUsable(
+                        f"{self.name}: ranks[{number}].collectives[{index}].over: must be a name "
+                        f"of groups, got {call['over']!r:.60}"
+                    )
 
     def _check_numbers(self) -> None:
         """Numbers of requests, ranks and memories are of such that are there."""

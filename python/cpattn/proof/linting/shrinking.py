@@ -34,6 +34,7 @@ _OF_RANKS = {
 _OF_DOCUMENTS = {
     "OWN": ("restore", "heads"),
     "LSE": ("merges",),
+    "SEQ": ("groups",),
     "XFER": ("memories", "transfers"),
     "TOPK": ("topk",),
     "BAL": ("balance",),

@@ -8,13 +8,14 @@ wait for each other, as in a batch of them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 from ...findings import Finding
 from ..model import Absent, Plan
-from ..pictures import side_by_side
+from ..pictures import Bars, ranges_of, side_by_side
 from .check import Check, finding, many
 
 _SENDS = ("send", "recv")
@@ -200,7 +201,45 @@ def messages(plan: Plan) -> list[Finding]:
     return []
 
 
+def groups(plan: Plan) -> list[Finding]:
+    """A call that says what it is for is made by just the ranks that this takes."""
+    named = [
+        (rank, index, call)
+        for rank, calls in enumerate(_calls(plan))
+        for index, call in enumerate(calls)
+        if "over" in call
+    ]
+    if not named:
+        raise Absent("no call says which of groups it is for")
+    for rank, index, call in named:
+        group = plan.group(call) if call["kind"] not in _SENDS else (rank, call["peer"])
+        wanted = plan.meant[call["over"]].get(rank, [])
+        inside = set(group) <= set(wanted) if call["kind"] in _SENDS else set(group) == set(wanted)
+        if inside:
+            continue
+        name = call["over"]
+        bars = Bars(0, len(plan.ranks))
+        bars.add(f"group {name}", ranges_of(wanted))
+        bars.add("called by", ranges_of(group))
+        (found,) = finding(
+            "seq-group", f"rank {rank} calls {_text(call)} of ranks {_listed(group)}; for {name} "
+            f"it is {_listed(wanted)}", f"call {index}", sorted({*group} ^ {*wanted}),
+            bars.picture(), call=index, over=name, group=sorted(group), expected=sorted(wanted),
+        )  # fmt: skip
+        return [replace(found, advice="Look which process group is passed to this call.")]
+    return []
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order, the first of them if they are many."""
+    shown = [
+        f"{begin}-{end - 1}" if end - begin > 1 else f"{begin}" for begin, end in ranges_of(ranks)
+    ]
+    return ", ".join([*shown[:8], *(["..."] if len(shown) > 8 else [])]) or "none"
+
+
 CHECKS = (
     Check("SEQ", "collectives", in_order),
     Check("SEQ", "messages", messages),
+    Check("SEQ", "groups", groups),
 )

@@ -77,6 +77,20 @@ def _divided_offsets(mended: bool) -> Document:
     return document(requests=[{"extend": real, "pad": padded - real}], ranks=parts)
 
 
+def _lost_window(mended: bool) -> Document:
+    """A mask with a window was replaced by a causal one when sequences were cut."""
+    length, window, ranks = 256, 127, 2
+    names = (*_SEGMENTS, "window")
+    parts = []
+    for rank in range(ranks):
+        count = length // ranks
+        call = (0, 0, count, (rank + 1) * count, window if mended else -1)
+        parts.append({
+            "rows": rows([(0, rank * count, count)]), "segments": columns(names, [call])
+        })  # fmt: skip
+    return document(requests=[{"extend": length}], attention={"window": window}, ranks=parts)
+
+
 def _global_ids(mended: bool) -> Document:
     """Selected keys are positions of the sequence, looked up in a table of the rank's own."""
     length, k, ranks = 40, 6, 2
@@ -126,6 +140,11 @@ ENTRIES = [
         "NVIDIA/TransformerEngine#3331", "COV",
         "Offsets of sequences were divided by the ranks: real keys of padded ones were dropped.",
         _divided_offsets,
+    ),
+    entry(
+        "huggingface/accelerate#4177", "COV",
+        "Masks with windows were replaced by causal ones under context parallelism.",
+        _lost_window,
     ),
     entry(
         "vllm-project/vllm#54541", "TOPK",

@@ -49,6 +49,17 @@ def _plans_of_their_own(mended: bool) -> Document:
     ])  # fmt: skip
 
 
+def _tokens_of_a_batch(mended: bool) -> Document:
+    """Two groups of data parallel ranks, each of two context parallel ones, count tokens."""
+    groups = {"data x context": [[0, 1, 2, 3]]}
+    parts = []
+    for rank in range(4):
+        group = [0, 1, 2, 3] if mended else [rank % 2, rank % 2 + 2]
+        call = {"kind": "all_reduce", "op": "sum", "size": 1, "group": group, "label": "tokens"}
+        parts.append({"collectives": [call | {"over": "data x context"}]})
+    return document(ranks=parts, groups=groups)
+
+
 def _slots_for_drafts(mended: bool) -> Document:
     """Slots of a step of twelve requests with five drafts each, over four ranks."""
     used = 110
@@ -80,6 +91,11 @@ ENTRIES = [
     entry(
         "OpenPipe/ART#840", "SEQ",
         "Ranks disagreed about the sizes of an all-to-all.", _plans_of_their_own,
+    ),
+    entry(
+        "verl-project/verl#6049", "SEQ",
+        "Tokens of a batch were counted over data parallel ranks, not over context parallel ones.",
+        _tokens_of_a_batch,
     ),
     entry(
         "vllm-project/vllm-ascend#14024", "ADDR",
