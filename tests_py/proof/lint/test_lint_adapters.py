@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -152,7 +153,7 @@ def test_consecutive_rows_over_gathered_keys():
         from_llama3([0, 4], [([0, 4], [0, 1, 4], slice(0, 4))])
 
 
-def layouts(target_tp=1):
+def layouts(target_tp=1, begin=1 << 30):
     def layout(begin, layers, **options):
         entries = []
         for layer in layers:
@@ -162,7 +163,7 @@ def layouts(target_tp=1):
                 begin += 9 * item
         return KVLayout(entries, 8, total_kv_heads=4, **options)
 
-    targets = [layout(1 << 30, range(3), tp_rank=r, tp_size=target_tp) for r in range(target_tp)]
+    targets = [layout(begin, range(3), tp_rank=r, tp_size=target_tp) for r in range(target_tp)]
     return layout(4096, range(3)), targets
 
 
@@ -176,9 +177,13 @@ def transferred(**options):
 PAGES = st.permutations(range(9))
 
 
-@given(PAGES, PAGES, st.integers(1, 72), st.sampled_from([1, 2, 4]))
-def test_plans_of_transfers_are_proved(src, dst, tokens, target_tp):
-    source, targets = layouts(target_tp=target_tp)
+@given(
+    PAGES, PAGES, st.integers(1, 72), st.sampled_from([1, 2, 4]),
+    st.sampled_from([1 << 30, (1 << 63) - 8192, 0xFFFF81AB54E01000]),
+)  # fmt: skip
+def test_plans_of_transfers_are_proved(src, dst, tokens, target_tp, begin):
+    """To addresses of devices, too, of which some have all 64 bits."""
+    source, targets = layouts(target_tp=target_tp, begin=begin)
     pages = -(-tokens // 8)
     src, dst = list(src[:pages]), list(dst[:pages])
     for target in targets:
@@ -207,6 +212,12 @@ def test_damaged_descriptors_are_refuted(name, value, kind):
     (transfer,) = document["transfers"]
     transfer[name][0] = value(transfer)
     assert kind in kinds(document)
+    for entry in document["memories"]["target"]["entries"]:
+        entry["addr"] += 2**63
+    transfer["dst"] = [at + 2**63 for at in transfer["dst"]]
+    document["memories"]["target"].pop("registered", None)
+    (found,) = (one for one in lint(document, shrink=False).findings if one.kind == kind)
+    assert name != "dst" or re.search(r"0x8\w{15}", found.text())
 
 
 def test_a_descriptor_too_few_and_a_sequence_longer_than_its_pages_are_refuted():

@@ -7,6 +7,7 @@ import json
 import re
 from copy import deepcopy
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +100,20 @@ def test_the_whole_document_is_right():
     assert set(report.not_checked) == {"OWN", "LSE", "SEQ"}
 
 
+def test_numbers_and_arrays_of_numpy_are_those_of_json():
+    document = whole_document()
+    for rank in document["ranks"]:
+        rank["rows"] = {name: np.array(values) for name, values in rank["rows"].items()}
+        rank["segments"] = {name: tuple(values) for name, values in rank["segments"].items()}
+    document["requests"] = [{n: np.int32(v) for n, v in r.items()} for r in document["requests"]]
+    document["topk"]["scores"][0]["scores"] = np.ones(1, np.float32)
+    document["attention"]["causal"] = np.bool_(True)
+    assert lint(document).as_dict()["checked"] == lint(whole_document()).as_dict()["checked"]
+    document["ranks"][0]["rows"]["position"] = np.array([0.5] * 2)
+    with pytest.raises(NotUsable, match=r"position\[0\]: must be of type integer, got 0.5"):
+        lint(document)
+
+
 def test_the_schema_is_one():
     import jsonschema
 
@@ -124,7 +139,16 @@ BAD = {
     "requests[0].extend: must be of type integer, got 1.5": {"requests": [{"extend": 1.5}]},
     "requests[0].extend: must be of type integer, got True": {"requests": [{"extend": True}]},
     "Additional properties are not allowed ('request' was": {"request": []},
-    "'extend' is a required property": {"requests": [{}]},
+    "'extend' is a required property; unknown: 'extends'": {"requests": [{"extends": 3}]},
+    r"ranks[0].buffers[0].name: must be printable, got '\x1b]0;a'": {
+        "ranks": [{"buffers": [{"name": "\x1b]0;a", "size": 1, "used": 1}]}]
+    },
+    r"memories: must be printable, got '\x1b['": {
+        "memories": {"\x1b[": {"page_size": 1, "entries": []}}
+    },
+    "memories.a.registered: must end below 18446744073709551616, got 18446744073709551616": {
+        "memories": {"a": {"page_size": 1, "entries": [], "registered": [[2**64 - 2, 2]]}}
+    },
     "ranks[0].rows.count[1]: must be at least 0, got -3": rows([0, 0], [0, 1], [1, -3]),
     "balance.bound: must be of type number, got nan": {"balance": {"bound": float("nan")}},
     "balance.bound: must be of type number, got 1000": {"balance": {"bound": 10**400}},

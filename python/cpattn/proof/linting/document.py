@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..findings import NotUsable
 
 SCHEMA = "cpattn-plan/1"
@@ -48,6 +50,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return parts
 
 
+def plain(value: Any) -> Any:
+    """A document made in Python as JSON has it: numbers and arrays of NumPy, tuples, mappings."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        whole = set(map(type, value)) <= {int, float, str}
+        return list(value) if whole else [plain(part) for part in value]
+    return value
+
+
 def validated(document: Any, name: str) -> dict[str, Any]:
     """The document itself, if the schema allows it; `NotUsable` names place, rule and value."""
     if not isinstance(document, Mapping):
@@ -62,6 +76,7 @@ def validated(document: Any, name: str) -> dict[str, Any]:
         ) from None
     if error is not None:
         place = error.json_path.removeprefix("$").removeprefix(".") or "the document"
+        place = "".join(c if c.isprintable() else repr(c)[1:-1] for c in place)
         raise NotUsable(f"{name}: {place}: {_rule(error)}")
     _check_columns(document, name)
     return dict(document)
@@ -95,6 +110,9 @@ def _validator() -> Any:
             return abs(instance) <= sys.float_info.max
         return type(instance) is float and math.isfinite(instance)
 
+    def printable(_: Any, instance: Any) -> bool:
+        return isinstance(instance, str) and instance.isprintable()
+
     def at_least(_: Any, bound: int, instance: Any, __: Any) -> Iterator[Any]:
         if type(instance) in (int, float) and instance < bound:
             yield ValidationError("too small")
@@ -103,7 +121,8 @@ def _validator() -> Any:
         if type(instance) in (int, float) and instance > bound:
             yield ValidationError("too large")
 
-    types = Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": integer, "number": number})
+    kinds = {"integer": integer, "number": number, "string": printable}
+    types = Draft202012Validator.TYPE_CHECKER.redefine_many(kinds)
     # jsonschema holds no integer against bounds that is beyond float64, and so no number here.
     rules = {"items": items, "minimum": at_least, "maximum": at_most}
     kind = validators.extend(Draft202012Validator, rules, type_checker=types)
@@ -117,6 +136,8 @@ def _rule(error: Any) -> str:
         case "type":
             wanted = error.validator_value
             wanted = " or ".join(wanted) if isinstance(wanted, list) else wanted
+            if wanted == "string" and isinstance(error.instance, str):
+                return f"must be printable, got {got}"
             return f"must be of type {wanted}, got {got}"
         case "minimum":
             return f"must be at least {error.validator_value}, got {got}"
@@ -124,6 +145,10 @@ def _rule(error: Any) -> str:
             return f"must be at most {error.validator_value}, got {got}"
         case "enum":
             return f"must be one of {', '.join(map(str, error.validator_value))}, got {got}"
+        case "required":
+            unknown = sorted({*error.instance} - {*error.schema["properties"]})
+            hint = f"; unknown: {', '.join(map(_shown, unknown[:3]))}" if unknown else ""
+            return f"{error.message}{hint}"
     return str(error.message) if len(error.message) < 200 else f"{error.message[:200]}..."
 
 

@@ -13,7 +13,7 @@ from ..findings import Finding, Report
 from ..invariants import INVARIANTS
 from . import shrinking
 from .checks import CHECKS, Check
-from .document import read, validated
+from .document import plain, read, validated
 from .model import Absent, Plan
 
 
@@ -25,8 +25,8 @@ def lint(
     Parameters
     ----------
     plan : mapping, or the path of a file
-        A document ``cpattn-plan/1``. The modules in ``cpattn.proof.linting.adapters`` make one of
-        plans of engines and libraries.
+        A document ``cpattn-plan/1``, in Python also with integers and arrays of NumPy. The modules
+        in ``cpattn.proof.linting.adapters`` make one of plans of engines and libraries.
     name : str, optional
         As the report calls it; default: its path, its own ``name``, or "plan".
     shrink : bool
@@ -55,8 +55,9 @@ def lint(
     if isinstance(plan, (str, Path)):
         document, name = read(Path(plan)), name or str(plan)
     else:
-        name = name or str(plan.get("name", "plan") if isinstance(plan, Mapping) else "plan")
-        document = validated(plan, name)
+        own = plan.get("name") if isinstance(plan, Mapping) else None
+        name = name or (own if isinstance(own, str) and own.isprintable() else "plan")
+        document = validated(plain(plan), name)
     findings, checked, missing = _judged(Plan(document, name), CHECKS)
     seconds = time.perf_counter() - begin
     if shrink:

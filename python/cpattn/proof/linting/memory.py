@@ -12,6 +12,23 @@ import numpy as np
 
 from .intervals import Ints, ints, tally
 
+_MIDDLE = 2**63  # of the addresses: 64 bits without a sign are kept as their distance from it
+
+
+def addresses(values: Sequence[int]) -> Ints:
+    """Addresses below 2^64 as integers with a sign, in the same order and distances."""
+    return (np.asarray(values, np.uint64).reshape(-1) ^ np.uint64(_MIDDLE)).view(np.int64)
+
+
+def address(value: Any) -> int:
+    """The address that one of `addresses` stands for."""
+    return int(value) + _MIDDLE
+
+
+def as_hex(value: Any) -> str:
+    """The same as text, as debuggers show it."""
+    return f"{address(value):#x}"
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -34,7 +51,7 @@ class Memory:
 
     @cached_property
     def addr(self) -> Ints:
-        return self.column("addr")
+        return addresses([entry["addr"] for entry in self.entries])
 
     @cached_property
     def end(self) -> Ints:
@@ -80,7 +97,7 @@ class Memory:
         regions: Sequence[Sequence[int]] = self.document.get("registered", ())
         if "registered" not in self.document:
             return np.zeros(len(begin), bool)
-        low = ints([region[0] for region in regions])
+        low = addresses([region[0] for region in regions])
         edges, counts = tally(low, low + ints([region[1] for region in regions]))
         inside = counts > 0
         starts = edges[inside & ~np.concatenate([[False], inside[:-1]])] if len(edges) else edges

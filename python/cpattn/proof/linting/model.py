@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -257,8 +257,15 @@ class Plan:
                 if transfer[side] not in self.document.get("memories", {}):
                     raise NotUsable(
                         f"{self.name}: transfers[{index}].{side}: must be one of memories, "
-                        f"got {transfer[side]!r}"
+                        f"got {transfer[side]!r:.60}"
                     )
+            for begin in ("src", "dst"):
+                pairs = zip(transfer[begin], transfer["length"], strict=True)
+                self._ends(f"transfers[{index}].{begin}", pairs)
+        for name, memory in self.document.get("memories", {}).items():
+            sizes = [(entry["addr"], entry["nbytes"]) for entry in memory["entries"]]
+            self._ends(f"memories.{name}.entries", sizes)
+            self._ends(f"memories.{name}.registered", memory.get("registered", ()))
         for index, merge in enumerate(self.document.get("merges", ())):
             for part in merge["parts"]:
                 self._below(f"merges[{index}].parts.rank", part["rank"], len(self.ranks))
@@ -270,6 +277,12 @@ class Plan:
     def _below(self, place: str, value: int, limit: int) -> None:
         if value >= max(limit, 1 if value == 0 and not place.endswith("request") else 0):
             raise NotUsable(f"{self.name}: {place}: must be below {limit}, got {value}")
+
+    def _ends(self, place: str, ranges: Iterable[Sequence[int]]) -> None:
+        """Ranges of bytes end where there are addresses."""
+        end = max((begin + size for begin, size in ranges), default=0)
+        if end >= 2**64:
+            raise NotUsable(f"{self.name}: {place}: must end below {2**64}, got {end}")
 
     def _one_each(self, place: str, lists: list[Any]) -> None:
         for values in lists:

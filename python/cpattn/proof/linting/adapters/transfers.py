@@ -6,11 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from ...findings import NotUsable
 from ..document import SCHEMA
-from ..intervals import ints
 
 
 def from_transfer(
@@ -62,7 +59,7 @@ def from_transfer(
     transfer: dict[str, Any] = {"from": sender, "to": receiver, "partial": partial}
     columns = ("src_pages", "dst_pages", "src", "dst", "length")
     for name, values in zip(columns, (src_pages, dst_pages, *blocks), strict=True):
-        transfer[name] = ints(np.asarray(values).astype(np.int64)).tolist()
+        transfer[name] = [int(value) for value in values]
     if num_tokens is not None:
         transfer["tokens"] = num_tokens
     memories = {sender: _memory(source), receiver: _memory(target)}

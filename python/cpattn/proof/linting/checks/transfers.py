@@ -11,7 +11,7 @@ import numpy as np
 
 from ...findings import Finding
 from ..intervals import Ints, each, first_of, ints, tally
-from ..memory import Memory
+from ..memory import Memory, address, addresses, as_hex
 from ..model import Absent, Plan
 from ..pictures import Bars
 from .check import Check, finding, many, more
@@ -42,9 +42,9 @@ def _links(plan: Plan) -> Iterator[Link]:
     if not plan.document.get("transfers"):
         raise Absent("the document has no transfers")
     memories = {name: Memory(name, text) for name, text in plan.document["memories"].items()}
-    names = ("src_pages", "dst_pages", "src", "dst", "length")
     for number, transfer in enumerate(plan.document["transfers"]):
-        arrays = {name: ints(transfer[name]) for name in names}
+        arrays = {name: ints(transfer[name]) for name in ("src_pages", "dst_pages", "length")}
+        arrays |= {name: addresses(transfer[name]) for name in ("src", "dst")}
         source, target = memories[transfer["from"]], memories[transfer["to"]]
         yield Link(number, source, target, **arrays, document=transfer)
 
@@ -68,10 +68,10 @@ def inside(plan: Plan) -> list[Finding]:
                 first, end = int(begin[bad]), int(begin[bad] + link.length[bad])
                 return finding(
                     "xfer-bounds", f"descriptor {bad} {side} {end - first:,} bytes of "
-                    f"{memory.name} from {first:#x}; {of}"
+                    f"{memory.name} from {as_hex(first)}; {of}"
                     + more(int(flags.sum()) - 1, "descriptor"),
-                    f"{link.name}, byte {first:#x}", (), _around(memory, first, end),
-                    descriptor=bad, begin=first, end=end, memory=memory.name,
+                    f"{link.name}, byte {as_hex(first)}", (), _around(memory, first, end),
+                    descriptor=bad, begin=address(first), end=address(end), memory=memory.name,
                 )  # fmt: skip
     return []
 
@@ -87,7 +87,7 @@ def _around(memory: Memory, begin: int, end: int) -> str:
         bars.add(
             memory.label(entry), [(int(memory.addr[entry]) - low, int(memory.end[entry]) - low)]
         )
-    return bars.picture(f"bytes from {low:#x}")
+    return bars.picture(f"bytes from {as_hex(low)}")
 
 
 def _cut(link: Link) -> tuple[Ints, Ints, Ints, Ints]:
@@ -132,9 +132,9 @@ def paired(plan: Plan) -> list[Finding]:
             wrong = len(np.unique(number[one != two]))
             return finding(
                 "xfer-pair", f"descriptor {number[bad]} writes {read} into {written}"
-                + more(wrong - 1, "descriptor"), f"{link.name}, byte {dst[bad]:#x}", (),
-                f"{link.source.name}  {read}  {src[bad]:#x}\n"
-                f"{link.target.name}  {written}  {dst[bad]:#x}",
+                + more(wrong - 1, "descriptor"), f"{link.name}, byte {as_hex(dst[bad])}", (),
+                f"{link.source.name}  {read}  {as_hex(src[bad])}\n"
+                f"{link.target.name}  {written}  {as_hex(dst[bad])}",
                 descriptor=number[bad], read=read, written=written,
             )  # fmt: skip
         if fault := _rows(link, number, src, dst, length, ours, theirs):
@@ -156,7 +156,7 @@ def _rows(
         side = "reads" if read[bad] < 0 else "writes"
         return finding(
             "xfer-page", f"descriptor {number[bad]} {side} page {page} of {memory.name}, which is "
-            "none of the sequence", f"{link.name}, byte {at[bad]:#x}", (),
+            "none of the sequence", f"{link.name}, byte {as_hex(at[bad])}", (),
             _around(memory, int(at[bad]), int(at[bad] + length[bad])), descriptor=number[bad],
             page=page,
         )  # fmt: skip
@@ -175,8 +175,10 @@ def _rows(
         rows = f"{link.source.row_bytes[ours[bad]]} and {link.target.row_bytes[theirs[bad]]}"
         what = f"descriptor {number[bad]} copies {length[bad]} bytes over rows of {rows} bytes"
     return finding(
-        "xfer-row", what, f"{link.name}, {link.source.label(ours[bad])}, byte {dst[bad]:#x}", (),
-        f"{link.source.name}  {src[bad]:#x}  {place}\n{link.target.name}  {dst[bad]:#x}  {other}",
+        "xfer-row", what,
+        f"{link.name}, {link.source.label(ours[bad])}, byte {as_hex(dst[bad])}", (),
+        f"{link.source.name}  {as_hex(src[bad])}  {place}\n"
+        f"{link.target.name}  {as_hex(dst[bad])}  {other}",
         descriptor=number[bad], token=read[bad], expected=written[bad],
     )  # fmt: skip
 
@@ -201,8 +203,9 @@ def disjoint(plan: Plan) -> list[Finding]:
             again = int((np.diff(edges) * np.maximum(counts[:-1] - 1, 0)).sum())
             return finding(
                 "xfer-overlap", f"{again:,} bytes of {target} are written more than once, "
-                f"this one {counts[bad]} times", f"{target}, byte {byte:#x}", (),
-                bars.picture(f"bytes from {low:#x}"), byte=byte, times=counts[bad], bytes=again,
+                f"this one {counts[bad]} times", f"{target}, byte {as_hex(byte)}", (),
+                bars.picture(f"bytes from {as_hex(low)}"), byte=address(byte),
+                times=counts[bad], bytes=again,
             )  # fmt: skip
     return []
 
@@ -231,8 +234,8 @@ def complete(plan: Plan) -> list[Finding]:
             lost = int((np.diff(edges) * (counts[:-1] < 0)).sum())
             return finding(
                 "xfer-missing", f"{lost:,} bytes of {target.name} are never written, first of "
-                f"{target.label(entry[at])}, page {page}", f"{target.name}, byte {byte:#x}",
-                byte=byte, bytes=lost, page=page,
+                f"{target.label(entry[at])}, page {page}", f"{target.name}, byte {as_hex(byte)}",
+                byte=address(byte), bytes=lost, page=page,
             )  # fmt: skip
     return []
 
@@ -261,7 +264,10 @@ def _needed(target: Memory, entries: list[int], links: list[Link]) -> tuple[Ints
             pages[page] = max(pages.get(page, 0), count)
     page, count = ints(list(pages)), ints(list(pages.values()))
     entry = np.repeat(ints(entries), len(page))
-    begin = target.addr[entry] + np.tile(page, len(entries)) * target.item_len[entry]
+    have = (target.end - target.addr)[entry] // target.item_len[entry]
+    begin = (
+        target.addr[entry] + np.minimum(np.tile(page, len(entries)), have) * target.item_len[entry]
+    )
     whole = np.tile(count, len(entries)) == target.page_size
     rows = np.tile(count, len(entries)) * target.row_bytes[entry]
     return begin, begin + np.where(whole, target.item_len[entry], rows), entry
@@ -284,7 +290,7 @@ def items(plan: Plan) -> list[Finding]:
                 return finding(
                     "xfer-item", f"{memory.label(bad)} of {memory.name} has {size:,} bytes, no "
                     f"whole number of pages of {memory.item_len[bad]:,}",
-                    f"{memory.name}, byte {memory.addr[bad]:#x}", nbytes=size,
+                    f"{memory.name}, byte {as_hex(memory.addr[bad])}", nbytes=size,
                     item_len=memory.item_len[bad],
                 )  # fmt: skip
             if fault := _pages(memory):
@@ -294,7 +300,7 @@ def items(plan: Plan) -> list[Finding]:
                 return finding(
                     "xfer-item", f"{memory.label(bad)} and {memory.label(bad + 1)} of "
                     f"{memory.name} have memory in common",
-                    f"{memory.name}, byte {memory.addr[bad + 1]:#x}",
+                    f"{memory.name}, byte {as_hex(memory.addr[bad + 1])}",
                     entries=[memory.label(bad), memory.label(bad + 1)],
                 )  # fmt: skip
     return []
@@ -312,7 +318,7 @@ def _pages(memory: Memory) -> list[Finding]:
     return finding(
         "xfer-item", f"{memory.label(bad)} of {memory.name} has {have[bad]:,} pages of "
         f"{memory.item_len[bad]:,} bytes, not {wanted:,}",
-        f"{memory.name}, byte {memory.addr[bad]:#x}", pages=have[bad], expected=wanted,
+        f"{memory.name}, byte {as_hex(memory.addr[bad])}", pages=have[bad], expected=wanted,
         item_len=memory.item_len[bad],
     )  # fmt: skip
 
