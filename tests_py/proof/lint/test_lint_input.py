@@ -131,6 +131,7 @@ def calls(*ranks):
 
 
 ONE = {"requests": [{"extend": 1}]}
+MANY = {"ranks": [{"tables": [[]] * 2**17, "key_lens": []}, {"tables": [[]] * 2**17}]}
 SHARING = {"requests": [*ONE["requests"], {"extend": 1, "shares": {"request": 1, "tokens": 1}}]}
 NOTHING_SENT = {name: [] for name in ("src_pages", "dst_pages", "src", "dst", "length")}
 BAD = {
@@ -160,7 +161,7 @@ BAD = {
         "attention": {"window": 2**63}
     },
     "ranks[0].rows.count[0]: must be at most 67108864, got 67108865": rows([-1], [0], [2**26 + 1]),
-    "ranks[0].rows.count: must be at most 67108864 together, got 134217728": rows(
+    "ranks[0].rows.count: must be at most 16777216 together, got 134217728": rows(
         [-1] * 2, [0] * 2, [2**26] * 2
     ),
     "columns must have equal lengths, got request 1, position 2, count 1": ONE
@@ -171,6 +172,8 @@ BAD = {
         "ranks": [{"key_lens": [4]}]
     },
     "requests[1].shares.request: must be below 1, got 1": SHARING,
+    "must have at most 262144 objects and lists, got ": MANY,
+    "ranks: [{}, {}, {}": {"ranks": [{}] * 32769},
     "collectives[0].group: must have rank 0 in it": calls({"kind": "barrier", "group": [1]}, None),
     "collectives[0]: must be below 1, got 3": calls({"kind": "send", "peer": 3}),
     "collectives[0].over: must be a name of groups, got 'dp'": calls(

@@ -16,7 +16,8 @@ import numpy as np
 from ..findings import NotUsable
 
 SCHEMA = "cpattn-plan/1"
-MOST_TOKENS = 2**26  # of a part; more would not fit into memory
+MOST_TOKENS = 2**24  # of a part; more would take minutes and gigabytes
+MOST_PARTS = 2**18  # objects and lists in others: the schema is held against them one by one
 _SCHEMA_FILE = Path(__file__).with_name("plan.schema.json")
 
 
@@ -68,6 +69,8 @@ def validated(document: Any, name: str) -> dict[str, Any]:
         raise NotUsable(f"{name}: must be an object with schema {SCHEMA!r}")
     if document.get("schema") != SCHEMA:
         raise NotUsable(f"{name}: schema must be {SCHEMA!r}, got {_shown(document.get('schema'))}")
+    if (parts := _count_parts(document)) > MOST_PARTS:
+        raise NotUsable(f"{name}: must have at most {MOST_PARTS} objects and lists, got {parts}")
     try:
         error = next(iter(_validator().iter_errors(document)), None)
     except (RecursionError, ValueError):  # jsonschema shows what it finds, whatever it is
@@ -80,6 +83,20 @@ def validated(document: Any, name: str) -> dict[str, Any]:
         raise NotUsable(f"{name}: {place}: {_rule(error)}")
     _check_columns(document, name)
     return dict(document)
+
+
+def _count_parts(document: Mapping[str, Any]) -> int:
+    """Objects and lists, however deep; no more of them than is needed to know they are many."""
+    left: list[Any] = [document]
+    count = 0
+    while left and count <= MOST_PARTS:
+        value = left.pop()
+        count += 1
+        inner = list(value.values()) if isinstance(value, Mapping) else value
+        if set(map(type, inner)) & {dict, list}:
+            left += (one for one in inner if isinstance(one, (Mapping, list)))
+            count += len(left) if len(left) > MOST_PARTS else 0
+    return count
 
 
 @cache

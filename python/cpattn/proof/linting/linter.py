@@ -59,9 +59,9 @@ def lint(
         name = name or (own if isinstance(own, str) and own.isprintable() else "plan")
         document = validated(plain(plan), name)
     findings, checked, missing = _judged(Plan(document, name), CHECKS)
-    seconds = time.perf_counter() - begin
     if shrink:
         findings = [_with_smaller(found, document) for found in findings]
+    seconds = time.perf_counter() - begin
     return Report(
         "lint", name, tuple(findings), tuple(checked), missing, seconds,
         facts={part: len(document.get(part, ())) for part in ("ranks", "requests", "transfers")},

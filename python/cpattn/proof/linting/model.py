@@ -13,13 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..findings import NotUsable
+from .intervals import Absent as Absent
 from .intervals import Ints, each, ints, offsets, shard_length
 
 Columns: TypeAlias = dict[str, Ints]
-
-
-class Absent(Exception):
-    """The document does not say what a check needs; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -198,16 +195,25 @@ class Plan:
         """The pages of each request as this rank has them."""
         return self.ranks[rank].get("tables", self.cache.get("tables"))
 
+    @cached_property
+    def _everyone(self) -> tuple[tuple[int, ...], frozenset[int]]:
+        numbers = tuple(range(len(self.ranks)))
+        return numbers, frozenset(numbers)
+
     def group(self, call: Mapping[str, Any]) -> tuple[int, ...]:
-        """The ranks that a collective is for."""
-        return tuple(call.get("group", range(len(self.ranks))))
+        """The ranks that a collective is of."""
+        return tuple(call["group"]) if "group" in call else self._everyone[0]
+
+    def members(self, call: Mapping[str, Any]) -> frozenset[int]:
+        """The same ranks in no order; of all ranks always the same object, whose hash is known."""
+        return frozenset(call["group"]) if "group" in call else self._everyone[1]
 
     @cached_property
-    def meant(self) -> dict[str, dict[int, list[int]]]:
+    def meant(self) -> dict[str, dict[int, frozenset[int]]]:
         """By name of `groups`, the group of each rank that is in one."""
         named: Mapping[str, list[list[int]]] = self.document.get("groups", {})
         return {
-            name: {rank: group for group in groups for rank in group}
+            name: {rank: members for members in map(frozenset, groups) for rank in members}
             for name, groups in named.items()
         }
 
@@ -244,7 +250,7 @@ class Plan:
                     self._below(where, value, len(self.ranks))
                 if call["kind"] in ("send", "recv") and "peer" not in call:
                     raise NotUsable(f"{self.name}: {where}: {call['kind']} must have a peer")
-                if number not in self.group(call):
+                if number not in call.get("group", (number,)):
                     raise NotUsable(f"{self.name}: {where}.group: must have rank {number} in it")
             lists = [rank.get("key_lens"), rank.get("tables")]
             self._one_each(f"ranks[{number}]", lists)

@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..findings import NotUsable
+from .intervals import Ints, each, ints, offsets
 from .model import Absent
 
 Document: TypeAlias = dict[str, Any]
 MOST_TRIES = 60
+MOST_WORK = 2**25  # tokens and other parts of all documents that are tried together
 
 #: Parts that each invariant is decided by; others are left out first.
 _OF_RANKS = {
@@ -54,24 +57,44 @@ def shrunk(
 
 
 class _Search:
-    """Tries candidates, so many and no more."""
+    """Tries candidates, so many and of so much, and no more."""
 
     def __init__(self, shows: Callable[[Document], bool]) -> None:
         self._shows = shows
         self._left = MOST_TRIES
+        self._work = MOST_WORK
 
     def better(self, now: Document, candidate: Document | None) -> Document:
         """The candidate if it shows the fault, else what there was."""
         return candidate if candidate is not None and self.holds(candidate) else now
 
+    def allows(self, document: Document) -> bool:
+        """Whether another one as large as this may be made and tried."""
+        return self._left > 0 and _work(document) <= self._work
+
     def holds(self, candidate: Document) -> bool:
-        if self._left == 0:
+        if not self.allows(candidate):
             return False
         self._left -= 1
+        self._work -= _work(candidate)
         try:
             return self._shows(candidate)
         except (Absent, NotUsable):
             return False
+
+
+def _work(document: Document) -> int:
+    """About how much there is to judge: tokens, and objects and lists by their lengths."""
+    requests, ranks = document.get("requests", ()), document.get("ranks", ())
+    columns = [rank[part] for rank in ranks for part in (*_COLUMNS, "positions") if part in rank]
+    tokens = sum(request["extend"] for request in requests)
+    tokens += sum(sum(part.get("count", ())) for part in columns)
+    parts = (
+        len(requests)
+        + sum(1 + len(rank) for rank in ranks)
+        + sum(len(part["request"] if "request" in part else part["count"]) for part in columns)
+    )
+    return tokens + 100 * parts
 
 
 def _without_parts(document: Mapping[str, Any], invariant: str) -> Document:
@@ -106,7 +129,8 @@ def _without_requests(document: Document, search: _Search) -> Document:
         begin = 0
         while begin < size and size > 1:
             dropped = set(range(begin, min(begin + chunk, size)))
-            allowed = len(dropped) < size and not _is_shared(document, dropped)
+            allowed = len(dropped) < size and search.allows(document)
+            allowed = allowed and not _is_shared(document, dropped)
             candidate = without(document, dropped) if allowed else None
             better = search.better(document, candidate)
             if better is document:
@@ -167,13 +191,14 @@ def _one_request(part: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, A
 
 def _rank_without(
     rank: Mapping[str, Any], left: list[int], new: Mapping[int, int]
-) -> tuple[dict[str, Any], np.ndarray]:
+) -> tuple[dict[str, Any], Ints]:
     """A rank's part, and where each of its rows is then, -1 for those that are gone."""
     small = dict(rank)
     rows = rank.get("rows", {"request": [], "count": []})
-    stays = np.repeat([owner in new for owner in rows["request"]], rows["count"]).astype(bool)
+    count = ints(rows["count"])
+    stays = np.repeat(np.isin(ints(rows["request"]), list(new)), count)
     places = np.where(stays, np.cumsum(stays) - 1, -1)
-    before = np.concatenate([[0], np.cumsum(stays)]).astype(int)
+    before = offsets(stays.astype(np.int64))
     for part in _COLUMNS:
         if part in rank:
             keep = [i for i, owner in enumerate(rank[part]["request"]) if owner in new]
@@ -190,33 +215,38 @@ def _rank_without(
     return small, places
 
 
-def _expanded(runs: Mapping[str, Any], name: str) -> np.ndarray:
-    steps = runs.get("step", [1] * len(runs["count"]))
-    parts = [
-        np.arange(count) * step + first
-        for first, count, step in zip(runs[name], runs["count"], steps, strict=True)
-    ]
-    return np.concatenate(parts) if parts else np.array([], int)
+def _expanded(runs: Mapping[str, Any], name: str) -> Ints:
+    run, place = each(ints(runs["count"]))
+    steps = ints(runs.get("step", np.ones(len(runs["count"]), np.int64)))
+    return ints(runs[name])[run] + place * steps[run]
 
 
-def _kept_positions(positions: Mapping[str, Any], stays: np.ndarray) -> dict[str, list[int]]:
+def _kept_positions(positions: Mapping[str, Any], stays: NDArray[np.bool_]) -> dict[str, list[int]]:
     flat = _expanded(positions, "position")
-    kept = flat[: len(stays)][stays[: len(flat)]]
-    runs = np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1) if len(kept) else []
-    return {"position": [int(r[0]) for r in runs], "count": [len(r) for r in runs]}
+    return _runs(flat[: len(stays)][stays[: len(flat)]], "position")
 
 
-def _restore_without(restore: Mapping[str, Any], moved: list[np.ndarray]) -> dict[str, list[int]]:
-    rank = np.repeat(restore["rank"], restore["count"]).astype(int)
-    row = _expanded(restore, "row").astype(int)
-    inside = [r < len(moved[owner]) for owner, r in zip(rank, row, strict=True)]
-    new = [moved[o][r] if ok else r for o, r, ok in zip(rank, row, inside, strict=True)]
-    kept = [(int(o), int(r)) for o, r in zip(rank, new, strict=True) if r >= 0]
-    return {
-        "rank": [owner for owner, _ in kept],
-        "row": [r for _, r in kept],
-        "count": [1] * len(kept),
-    }
+def _runs(numbers: Ints, name: str, *others: Ints) -> dict[str, list[int]]:
+    """Runs of numbers that go up by one, where others stay as they are; the first and the count."""
+    if not len(numbers):
+        return {name: [], "count": []}
+    breaks = np.diff(numbers) != 1
+    for other in others:
+        breaks |= np.diff(other) != 0
+    begins = ints([0, *(np.flatnonzero(breaks) + 1)])
+    counts = np.diff(np.append(begins, len(numbers)))
+    return {name: numbers[begins].tolist(), "count": counts.tolist()}
+
+
+def _restore_without(restore: Mapping[str, Any], moved: list[Ints]) -> dict[str, list[int]]:
+    owner, row = ints(restore["rank"])[each(ints(restore["count"]))[0]], _expanded(restore, "row")
+    base = offsets(ints([len(places) for places in moved]))
+    places = np.concatenate([*moved, ints([-1])])
+    inside = row < np.diff(base)[owner]
+    row = np.where(inside, places[np.where(inside, base[owner] + row, -1)], row)
+    owner, row = owner[row >= 0], row[row >= 0]
+    runs = _runs(row, "row", owner)
+    return {"rank": owner[offsets(ints(runs["count"]))[:-1]].tolist(), **runs}
 
 
 def _shortened(document: Document, search: _Search) -> Document:
@@ -226,7 +256,9 @@ def _shortened(document: Document, search: _Search) -> Document:
             tokens = document["requests"][number]["extend"]
             shares = (tokens // 8, tokens // 2, tokens * 3 // 4, tokens - 1)
             lengths = sorted({share for share in shares if 0 < share < tokens})
-            candidates = (cut(document, number, length) for length in lengths)
+            candidates = (
+                cut(document, number, length) for length in lengths if search.allows(document)
+            )
             found = next((c for c in candidates if c is not None and search.holds(c)), None)
             if found is None:
                 break
@@ -276,9 +308,8 @@ def _rank_cut(rank: Mapping[str, Any], request: int, end: int) -> dict[str, Any]
         return None
     if {"window", "window_right"} & {*segments} and 0 in segments.get("step", ()):
         return None  # the window of a row goes with the number of rows behind it
-    both = zip(rows["count"], left, strict=True)
-    stays = np.array([row < kept for count, kept in both for row in range(count)], bool)
-    before = np.concatenate([[0], np.cumsum(stays)]).astype(int)
+    run, place = each(ints(rows["count"]))
+    before = offsets((place < ints(left)[run]).astype(np.int64))
     steps = segments.get("step", [1] * len(segments["row"]))
     begin = np.array(segments["row"], int)
     whole = np.array(segments["rows"], int)
@@ -286,8 +317,7 @@ def _rank_cut(rank: Mapping[str, Any], request: int, end: int) -> dict[str, Any]
         return None
     kept = before[begin + whole] - before[begin]
     # Rows go from the end of a call only: those of a call over several runs would not.
-    inside = [stays[b : b + k].all() for b, k in zip(begin, kept, strict=True)]
-    if not all(inside):
+    if (before[begin + kept] - before[begin] != kept).any():
         return None
     keys = np.array(segments["keys"], int) - (whole - kept) * np.array(steps, int)
     real = kept > 0

@@ -45,23 +45,38 @@ def in_order(plan: Plan) -> list[Finding]:
     calls = _calls(plan)
     queues = [[c for c in of_rank if c["kind"] not in _SENDS] for of_rank in calls]
     at = [0] * len(queues)
+    arrived: dict[frozenset[int], int] = {}  # ranks that wait in a group
     ready = deque(range(len(queues)))
     while ready:
         rank = ready.popleft()
         if at[rank] == len(queues[rank]):
             continue
-        group = plan.group(queues[rank][at[rank]])
-        heads = [queues[r][at[r]] if at[r] < len(queues[r]) else None for r in group]
-        groups = [plan.group(head) for head in heads if head is not None]
-        if any(other != group and set(other) != set(group) for other in groups):
-            continue  # of ranks that have other calls to finish first
-        if fault := _differences(group, heads, at, queues):
+        members = plan.members(queues[rank][at[rank]])
+        arrived[members] = arrived.get(members, 0) + 1
+        if arrived[members] < len(members):
+            continue
+        del arrived[members]
+        group = plan.group(queues[min(members)][at[min(members)]])
+        if fault := _differences(group, _heads(group, at, queues), at, queues):
             return fault
         for member in group:
             at[member] += 1
             ready.append(member)
     stuck = [rank for rank, queue in enumerate(queues) if at[rank] < len(queue)]
+    waiting = {plan.members(queues[rank][at[rank]]): rank for rank in reversed(stuck)}
+    for members, rank in sorted(waiting.items(), key=lambda item: item[1]):
+        group = plan.group(queues[rank][at[rank]])
+        heads = _heads(group, at, queues)
+        if all(head is None or plan.members(head) == members for head in heads):
+            return _differences(group, heads, at, queues)  # with ranks that have ended
     return _stuck(plan, stuck, at, queues) if stuck else []
+
+
+def _heads(
+    group: tuple[int, ...], at: list[int], queues: list[list[Mapping[str, Any]]]
+) -> list[Mapping[str, Any] | None]:
+    """The call that each rank of a group is at; None if it has ended."""
+    return [queues[r][at[r]] if at[r] < len(queues[r]) else None for r in group]
 
 
 def _differences(
@@ -211,19 +226,21 @@ def groups(plan: Plan) -> list[Finding]:
     ]
     if not named:
         raise Absent("no call says which of groups it is for")
+    right: set[tuple[frozenset[int], frozenset[int]]] = set()  # seen before
     for rank, index, call in named:
-        group = plan.group(call) if call["kind"] not in _SENDS else (rank, call["peer"])
-        wanted = plan.meant[call["over"]].get(rank, [])
-        inside = set(group) <= set(wanted) if call["kind"] in _SENDS else set(group) == set(wanted)
-        if inside:
+        sends = call["kind"] in _SENDS
+        group = frozenset((rank, call["peer"])) if sends else plan.members(call)
+        wanted = plan.meant[call["over"]].get(rank, frozenset())
+        if (group, wanted) in right or group == wanted or (sends and group <= wanted):
+            right.add((group, wanted))
             continue
         name = call["over"]
         bars = Bars(0, len(plan.ranks))
-        bars.add(f"group {name}", ranges_of(wanted))
-        bars.add("called by", ranges_of(group))
+        bars.add(f"group {name}", ranges_of([*wanted]))
+        bars.add("called by", ranges_of([*group]))
         (found,) = finding(
-            "seq-group", f"rank {rank} calls {_text(call)} of ranks {_listed(group)}; for {name} "
-            f"it is {_listed(wanted)}", f"call {index}", sorted({*group} ^ {*wanted}),
+            "seq-group", f"rank {rank} calls {_text(call)} of ranks {_listed([*group])}; for "
+            f"{name} it is {_listed([*wanted])}", f"call {index}", group ^ wanted,
             bars.picture(), call=index, over=name, group=sorted(group), expected=sorted(wanted),
         )  # fmt: skip
         return [replace(found, advice="Look which process group is passed to this call.")]

@@ -6,19 +6,27 @@ from __future__ import annotations
 import numpy as np
 
 from ...findings import Finding
-from ..intervals import Ints, each, first_of, tally
+from ..intervals import MOST_MEMBERS, Ints, each, first_of, ints, tally
 from ..model import Absent, Columns, Plan
 from ..pictures import Bars
 from .check import Check, finding, many, more
 
+MOST_DRAWN = 100_000  # tokens that are drawn one by one
+
 
 def picture_of_rows(plan: Plan, request: int, mark: int | None = None) -> str:
-    """Which new tokens of a request each rank has."""
+    """Which new tokens of a request each rank has; those around the mark, if they are many."""
     begin, end = int(plan.prefix[request]), int(plan.lengths[request])
+    if end - begin > MOST_DRAWN and (plan.rows["step"] > 1).any():
+        begin = min(max((mark or 0) - MOST_DRAWN // 2, begin), end - MOST_DRAWN)
+        end = begin + MOST_DRAWN
     bars, rows = Bars(begin, max(end, begin + 1), mark), plan.rows
     for rank in range(len(plan.ranks)):
         mine = (rows["rank"] == rank) & (rows["request"] == request)
         first, count, step = (rows[name][mine] for name in ("position", "count", "step"))
+        skipped = np.clip(-((first - begin) // step), 0, count) * (step > 1)
+        count = np.where(step > 1, np.clip(-((first - end) // step), skipped, count), count)
+        first, count = first + skipped * step, count - skipped
         run, place = each(np.where(step == 1, np.minimum(count, 1), count))
         low = first[run] + place * step[run]
         bars.add(f"rank {rank}", np.stack([low, low + np.where(step == 1, count, 1)[run]], axis=1))
@@ -79,8 +87,12 @@ def _owners(plan: Plan, runs: Columns) -> tuple[Ints, Ints]:
     wanted = np.stack([begins, ends], axis=1)[turn] + (copy * total)[:, None]
     if (runs["step"] == 1).all():
         return tally(begin, begin + runs["count"], wanted)
-    flat = _flat(runs | {"begin": begin}, "begin")
-    return tally(flat, flat + 1, wanted)
+    if copies * total > MOST_MEMBERS:
+        raise Absent(f"{total:,} tokens in steps on {copies:,} ranks")
+    edges, expected = tally(ints([]), ints([]), wanted)
+    counts = np.bincount(_flat(runs | {"begin": begin}, "begin"), minlength=copies * total)
+    counts = counts + np.repeat(expected[:-1], np.diff(edges))
+    return np.arange(len(counts) + 1), np.append(counts, 0)
 
 
 def _outside(plan: Plan, runs: Columns) -> list[Finding]:

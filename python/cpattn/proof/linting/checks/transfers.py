@@ -16,7 +16,7 @@ from ..model import Absent, Plan
 from ..pictures import Bars
 from .check import Check, finding, many, more
 
-MOST_PAGES = 30_000_000  # that descriptors copy; more would not fit into memory
+MOST_PAGES = 10_000_000  # that descriptors copy; more would take gigabytes
 
 
 @dataclass(frozen=True)
