@@ -13,6 +13,7 @@ from .told import PLAN_SIZES
 
 _MOST_RANKS = 1 << 15  # that a plan can be of
 _MOST_BYTES = 1 << 62
+_MOST_SEQUENCES = 1 << 20  # of a batch; plans of more take minutes
 _MOST_SECONDS = 1e9
 
 
@@ -29,10 +30,18 @@ def fault_of(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> str | None
         if name not in fields:
             return f"has no {name!r}"
         if not rule.holds(fields[name]):
-            shown = repr(fields[name])
-            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+            shown = _shown(fields[name])
             return f"{name} must be {rule.text}, got {shown}"
     return None
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, no longer than is read."""
+    try:
+        text = repr(value)
+    except ValueError:  # of integers of thousands of digits
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_int(value: Any, low: int, high: int) -> bool:
@@ -43,11 +52,15 @@ def _integer(low: int, high: int) -> Rule:
     return Rule(f"an int from {low} to {high}", lambda value: _is_int(value, low, high))
 
 
-def _array(dimensions: int, low: int = -MAX_INT, most: int | None = None) -> Rule:
-    """Integers from `low`, of which all together are at most `most`."""
+def _array(
+    dimensions: int, low: int = -MAX_INT, most: int | None = None, longest: int | None = None
+) -> Rule:
+    """So many integers at most, from `low`, of which all together are at most `most`."""
 
     def holds(value: Any) -> bool:
         if not isinstance(value, np.ndarray) or value.ndim != dimensions:
+            return False
+        if longest is not None and value.size > longest:
             return False
         if not value.size:
             return True
@@ -55,8 +68,9 @@ def _array(dimensions: int, low: int = -MAX_INT, most: int | None = None) -> Rul
         return fits and (most is None or int(value.sum(dtype=np.int64)) <= most)
 
     together = "" if most is None else f", together at most {most}"
+    many = "" if longest is None else f", {longest} of them at most"
     return Rule(
-        f"an array of {dimensions} dimensions, ints from {low} to {MAX_INT}{together}", holds
+        f"an array of {dimensions} dimensions, ints from {low} to {MAX_INT}{together}{many}", holds
     )
 
 
@@ -89,8 +103,8 @@ def _is_time(value: Any) -> bool:
 
 _BOOL = Rule("true or false", lambda value: isinstance(value, bool))
 _TEXT = Rule("a printable string", lambda value: isinstance(value, str) and value.isprintable())
-_LENS = _array(1, 0)
-_NEW_LENS = _array(1, 0, MAX_BATCH_TOKENS)
+_LENS = _array(1, 0, longest=_MOST_SEQUENCES)
+_NEW_LENS = _array(1, 0, MAX_BATCH_TOKENS, _MOST_SEQUENCES)
 _SIZE, _COUNT = _integer(1, MAX_INT), _integer(0, MAX_INT)
 _RANKS, _RANK = _integer(1, _MOST_RANKS), _integer(0, _MOST_RANKS - 1)
 _BYTES = Rule(f"bytes by the number of a rank below {MAX_RANKS}", _are_bytes_by_rank)

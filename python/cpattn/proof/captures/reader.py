@@ -14,7 +14,7 @@ from typing import Any
 
 from ..findings import NotUsable
 from .fields import CALLS, HEADER, RECORD, Rule, fault_of
-from .records import SCHEMA, from_line
+from .records import SCHEMA, Room, from_line
 
 _OUTER = "ContextParallel.plan"
 _PLANS_OF_BATCHES = (_OUTER, "build_cp_metadata", "build_cp_metadata_all_ranks")
@@ -139,17 +139,19 @@ def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
     Returns
     -------
     Capture
-        In the order of the ranks.
+        In the order of the ranks. Calls that other functions read have no arrays but those that
+        `capture` writes of them.
 
     Raises
     ------
     NotUsable
         If there is no file, two are of one rank, or one cannot be read or is no capture, with its
-        line.
+        line; or if arrays of all files have more than 2 GiB together.
     """
     if not paths:
         raise NotUsable("read_captures: paths must name at least one file, got none")
-    parts = sorted((_read(Path(path)) for path in paths), key=lambda part: part[0]["rank"])
+    room = Room()
+    parts = sorted((_read(Path(path), room) for path in paths), key=lambda part: part[0]["rank"])
     if any(calls for _, calls, _ in parts):  # a process that only starts others has none
         parts = [part for part in parts if part[1]]
     ranks = [header["rank"] for header, _, _ in parts]
@@ -162,21 +164,21 @@ def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
     )
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[RecordedCall], Path | None]:
+def _read(path: Path, room: Room) -> tuple[dict[str, Any], list[RecordedCall], Path | None]:
     """Header and calls of a file, and its path if it ends within a line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise NotUsable(f"{path}: {error.strerror or error}") from None
     whole = lines.pop() == b""
-    header = _record(path, 1, lines[0] if lines else b"")
+    header = _record(path, 1, lines[0] if lines else b"", room)
     schema = header.get("schema")
     if not isinstance(schema, str) or schema != SCHEMA:
         raise NotUsable(f"{path}: schema must be {SCHEMA}, got {str(schema)[:40]!r}")
     _check(path, 1, header, HEADER)
     calls = []
     for number, line in enumerate(lines[1:], 2):
-        record = _record(path, number, line)
+        record = _record(path, number, line, room)
         _check(path, number, record, RECORD)
         name, at, seconds = (record.pop(key) for key in RECORD)
         _check(path, number, record, CALLS.get(name, {}))
@@ -189,8 +191,8 @@ def _check(path: Path, number: int, record: Mapping[str, Any], rules: Mapping[st
         raise NotUsable(f"{path}, line {number}: {fault}")
 
 
-def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _record(path: Path, number: int, line: bytes, room: Room) -> dict[str, Any]:
     try:
-        return from_line(line)
+        return from_line(line, room, CALLS)
     except (ValueError, RecursionError) as error:
         raise NotUsable(f"{path}, line {number}: no record of a capture: {error}") from None

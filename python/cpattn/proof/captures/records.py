@@ -7,7 +7,7 @@ import json
 import math
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,20 @@ import numpy as np
 SCHEMA = "cpattn-capture/1"
 _ARRAY = "zlib"  # the member that makes an object an array
 _DTYPES = ("int32", "int64", "uint64")
-_MAX_BYTES = 1 << 30  # of an array, so that a damaged file cannot ask for more
+_MAX_BYTES = 1 << 31  # of all arrays together, so that a damaged file cannot ask for more
+
+
+class Room:
+    """Bytes that arrays may take, all of those of a capture together."""
+
+    def __init__(self, num_bytes: int = _MAX_BYTES) -> None:
+        self._left = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """ValueError if there are not so many left."""
+        self._left -= num_bytes
+        if self._left < 0:
+            raise ValueError(f"arrays must have at most {_MAX_BYTES} bytes together, got more")
 
 
 def to_line(record: Mapping[str, Any]) -> bytes:
@@ -23,12 +36,25 @@ def to_line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, default=_encoded, separators=(",", ":")).encode() + b"\n"
 
 
-def from_line(line: bytes) -> dict[str, Any]:
-    """The record of a line. ValueError, if it is none."""
-    record = json.loads(line, object_hook=_decoded)
+def from_line(
+    line: bytes, room: Room | None = None, read: Mapping[str, Collection[str]] | None = None
+) -> dict[str, Any]:
+    """The record of a line. ValueError, if it is none, or its arrays are more than `room` has.
+
+    Of calls that are in `read` only these fields have their arrays; others that have some are left
+    out.
+    """
+    record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"a record must be an object, got {type(record).__name__}")
-    return record
+    room = Room() if room is None else room
+    name = record.get("call")
+    wanted = (read or {}).get(name) if isinstance(name, str) else None
+    return {
+        name: _decoded(value, room)
+        for name, value in record.items()
+        if wanted is None or name in wanted or not isinstance(value, (dict, list))
+    }
 
 
 def _encoded(value: Any) -> Any:
@@ -40,17 +66,21 @@ def _encoded(value: Any) -> Any:
     raise TypeError(f"no record has a {type(value).__name__}")
 
 
-def _decoded(value: dict[str, Any]) -> Any:
-    if _ARRAY not in value:
+def _decoded(value: Any, room: Room) -> Any:
+    if isinstance(value, list):
+        parts = set(map(type, value)) & {dict, list}
+        return [_decoded(one, room) for one in value] if parts else value
+    if not isinstance(value, dict):
         return value
+    if _ARRAY not in value:
+        return {name: _decoded(one, room) for name, one in value.items()}
     dtype, shape = value.get("dtype"), value.get("shape")
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"shape must be a list of sizes, got {shape!r}")
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if num_bytes > _MAX_BYTES:
-        raise ValueError(f"an array must have at most {_MAX_BYTES} bytes, got {num_bytes}")
+    room.take(num_bytes)
     try:
         packed = b64decode(value[_ARRAY], validate=True)
         raw = zlib.decompressobj().decompress(packed, num_bytes + 1)

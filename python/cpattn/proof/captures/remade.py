@@ -18,6 +18,8 @@ from ..findings import Finding, NotUsable, Report
 from .reader import Capture, RecordedCall
 from .told import PLAN_SIZES, metadata_digest, plan_digest
 
+_MOST_ENTRIES = 1 << 28  # of block tables; more would take gigabytes
+
 
 @dataclass
 class Remade:
@@ -119,7 +121,13 @@ def _finding(kind: Remade, capture: Capture) -> Finding:
 def _attention_again(fields: Any) -> tuple[float, list[str]]:
     kv_lens, indptr = fields["kv_lens"], fields["page_indptr"]
     rows = [fields["page_ids"][begin:end] for begin, end in pairwise(indptr.tolist())]
-    tables = np.full((len(kv_lens), max(map(len, rows), default=0)), -1, np.int32)
+    width = max(map(len, rows), default=0)
+    if len(rows) != len(kv_lens) or width * len(rows) > _MOST_ENTRIES:
+        raise ValueError(
+            f"page_indptr must be of {len(kv_lens)} sequences and their tables have at most "
+            f"{_MOST_ENTRIES} entries, got {len(rows)} and {width * len(rows)}"
+        )
+    tables = np.full((len(kv_lens), width), -1, np.int32)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row)] = row
     seconds, plan = _timed(
