@@ -338,6 +338,10 @@ def test_what_would_not_fit_into_memory_is_left_undecided():
     report = lint(document)
     assert report.findings == ()
     assert "meet more than 2,000,000 times" in report.not_checked["COV"]
+    steps = {"request": [0], "position": [0], "count": [1], "step": [2]}
+    steps = document | {"ranks": [{"rows": steps}] * 2, "queries": "all"}
+    steps["requests"] = [{"extend": 2**23 + 1}]
+    assert "8,388,609 tokens in steps on 2 ranks" in lint(steps).not_checked["OWN"]
     tables = [list(range(100_000)), *([100_000 + number] for number in range(many))]
     document["requests"] = [{"extend": 1}, *[{"extend": 0}] * many]
     document["cache"] = {"page_size": 1, "tables": tables}

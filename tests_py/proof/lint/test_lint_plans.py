@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("jsonschema")
 
 from cpattn.proof import lint
+from cpattn.proof.linting import linter, shrinking
 from cpattn.proof.linting.shrinking import cut, without
 from support.proof.plans import batches, document_of, kinds, with_cache
 
@@ -168,6 +169,37 @@ def test_parts_that_cannot_be_cut_are_left_whole():
     document.pop("restore")
     assert cut(with_cache(document), 0, 4) is None
     assert cut(document, 0, 4) is not None
+
+
+def test_the_seconds_of_a_report_are_those_of_all_that_it_took(monkeypatch):
+    clock = [0.0]
+
+    def shrunk(document, *_):
+        clock[0] += 5
+        return document
+
+    monkeypatch.setattr(linter, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(linter.shrinking, "shrunk", shrunk)
+    document = document_of(*BATCH)
+    document["ranks"][1]["rows"]["count"][0] -= 1
+    report = lint(document)
+    assert report.seconds == 5 * len(report.findings) > 0
+
+
+def test_large_documents_are_made_smaller_in_few_tries(monkeypatch):
+    """What is tried is bounded by what there is to judge, before it is made."""
+    made = []
+    real = shrinking.without
+    monkeypatch.setattr(shrinking, "without", lambda *args: made.append(args) or real(*args))
+    runs = {"request": [0, 1], "position": [0, 0], "count": [2**22, 2**22], "step": [1, 2]}
+    requests = [{"extend": 2**22}] * 2
+    document = {"schema": "cpattn-plan/1", "requests": requests, "ranks": [{"rows": runs}] * 8}
+    assert lint(document).findings
+    assert made == []
+    document["requests"] = [{"extend": 8}] * 2
+    document["ranks"] = [{"rows": runs | {"count": [8, 8]}}] * 2
+    assert len(lint(document).findings[0].details["smaller"]["requests"]) == 1
+    assert made
 
 
 def test_smaller_documents_are_of_the_schema():

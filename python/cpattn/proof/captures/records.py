@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from .. import strict_json
+
 SCHEMA = "cpattn-capture/1"
 _ARRAY = "zlib"  # the member that makes an object an array
 _DTYPES = ("int32", "int64", "uint64")
@@ -44,7 +46,7 @@ def from_line(
     Of calls that are in `read` only these fields have their arrays; others that have some are left
     out.
     """
-    record = json.loads(line)
+    record = strict_json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"a record must be an object, got {type(record).__name__}")
     room = Room() if room is None else room

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import strict_json
 from ..findings import NotUsable
 
 SCHEMA = "cpattn-plan/1"
@@ -35,20 +36,10 @@ def read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise NotUsable(f"{path}: must be JSON in UTF-8, got other bytes") from None
     try:
-        document = json.loads(text, object_pairs_hook=_object)
+        document = strict_json.loads(text)
     except (ValueError, RecursionError) as error:
         raise NotUsable(f"{path}: must be JSON: {error}") from None
     return validated(document, str(path))
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, of which no part may be said twice: one of them would not be judged."""
-    parts = dict(pairs)
-    if len(parts) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"an object must have each name once, got {_shown(twice)} again")
-    return parts
 
 
 def plain(value: Any) -> Any:
