@@ -342,6 +342,12 @@ def test_what_would_not_fit_into_memory_is_left_undecided():
     steps = document | {"ranks": [{"rows": steps}] * 2, "queries": "all"}
     steps["requests"] = [{"extend": 2**23 + 1}]
     assert "8,388,609 tokens in steps on 2 ranks" in lint(steps).not_checked["OWN"]
+    merges = {"merges": [{"parts": []}] * 5000, "cache": {"page_size": 1, "shards": 2001}}
+    merges |= {"ranks": [{}] * 2001, "schema": "cpattn-plan/1"}
+    assert "more than 10,000,000 pairs" in lint(merges).not_checked["LSE"]
+    cache = {"page_size": 1, "shards": 2001, "tables": [[*range(many * 10)]]}
+    pages = merges | {"requests": [{"extend": 1}], "cache": cache}
+    assert "tables of all shards have more than 50,000,000" in lint(pages).not_checked["LEN"]
     tables = [list(range(100_000)), *([100_000 + number] for number in range(many))]
     document["requests"] = [{"extend": 1}, *[{"extend": 0}] * many]
     document["cache"] = {"page_size": 1, "tables": tables}

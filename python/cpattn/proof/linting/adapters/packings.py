@@ -15,7 +15,10 @@ from .runs import requests_of, row_runs, tokens_of
 
 
 def from_llama3(
-    cu_seqlens: Sequence[int], ranks: Sequence[tuple[Any, Any, slice]]
+    cu_seqlens: Sequence[int],
+    ranks: Sequence[tuple[Any, Any, slice]],
+    *,
+    window: int | None = None,
 ) -> dict[str, Any]:
     """Make a document of consecutive rows that attend to gathered keys.
 
@@ -26,6 +29,8 @@ def from_llama3(
     ranks : sequence of (cu_seqlens_q, cu_seqlens_k, local_k_slice)
         Of each rank, as ``llama3_flash_attn_prepare_cu_seqlens`` of ring-flash-attn returns them
         (without the maxima).
+    window : int, optional
+        Keys before its own that a query may see, as ``window_size[0]`` of the calls is.
 
     Returns
     -------
@@ -66,7 +71,12 @@ def from_llama3(
             },
         })  # fmt: skip
         begin += int(q[-1])
-    return {"schema": SCHEMA, "requests": requests_of(extend, prefix), "ranks": parts}
+    document = {"schema": SCHEMA, "requests": requests_of(extend, prefix), "ranks": parts}
+    if window is None:
+        return document
+    for part in parts:
+        part["segments"]["window"] = [window] * len(part["segments"]["keys"])
+    return document | {"attention": {"window": window}}
 
 
 def from_zigzag_ring(

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from ...findings import Finding
 from ..intervals import Ints, each, first_of, ints, offsets, shard_length
 from ..model import Absent, Plan
 from .check import Check, finding, more
+
+MOST_PAIRS = 1_000_000  # of requests whose common beginnings are looked up
+MOST_ENTRIES = 50_000_000  # of tables; more take minutes
 
 
 def key_lens(plan: Plan) -> list[Finding]:
@@ -117,8 +122,12 @@ def tables(plan: Plan) -> list[Finding]:
     if "page_size" not in plan.cache or not any(plan.table(r) for r in range(len(plan.ranks))):
         raise Absent("no rank has tables")
     common = "tables" in plan.cache and not any("tables" in rank for rank in plan.ranks)
-    alike = common and plan.shards == 1
-    for rank in range(1 if alike else len(plan.ranks)):
+    ranks: Iterable[int] = range(len(plan.ranks))
+    if common:  # ranks of one shard have the same
+        ranks = sorted(np.unique(plan.shard_by_rank, return_index=True)[1].tolist())
+        if len(ranks) * sum(map(len, plan.cache["tables"])) > MOST_ENTRIES:
+            raise Absent(f"tables of all shards have more than {MOST_ENTRIES:,} pages")
+    for rank in ranks:
         if plan.table(rank) is not None and (fault := _table_of(plan, rank)):
             return fault
     return []
@@ -177,7 +186,9 @@ def _shared_pages(
     span = int(plan.cache["page_size"]) * plan.shards
     ends = (column[two] + 1) * span
     pairs, places = np.unique(request[np.stack([one, two])], axis=1, return_inverse=True)
-    allowed = ints([_alike(plan, *pair) for pair in pairs.T.tolist()])[places.reshape(-1)]
+    known: dict[tuple[int, int], int] = {}
+    alike = [_alike(plan, first, second, known) for first, second in pairs.T.tolist()]
+    allowed = ints(alike)[places.reshape(-1)]
     bad = first_of((column[one] != column[two]) | (request[one] == request[two]) | (ends > allowed))
     if bad is None:
         return []
@@ -193,21 +204,29 @@ def _shared_pages(
     )  # fmt: skip
 
 
-def _alike(plan: Plan, one: int, two: int) -> int:
-    """How many tokens two requests begin alike in, as far as the document says."""
+def _alike(plan: Plan, one: int, two: int, known: dict[tuple[int, int], int]) -> int:
+    """How many tokens two requests begin alike in, as far as the document says.
+
+    `known` has what was found for other pairs, which are steps on the way of this one.
+    """
     steps = []
     alike = int(plan.lengths.max())
     while one != two:
         one, two = sorted((one, two))
+        if (one, two) in known:
+            alike = known[one, two]
+            break
         cached = int(min(plan.prefix[one], plan.prefix[two]))
         shares = plan.requests[two].get("shares")
         if shares is None:
-            alike = cached
+            alike = known[one, two] = cached
             break
-        steps.append((shares["tokens"], cached))
+        steps.append((one, two, shares["tokens"], cached))
         two = shares["request"]
-    for tokens, cached in reversed(steps):
-        alike = min(tokens, max(alike, cached))
+        if len(known) + len(steps) > MOST_PAIRS:
+            raise Absent(f"more than {MOST_PAIRS:,} pairs of requests that may share pages")
+    for first, second, tokens, cached in reversed(steps):
+        alike = known[first, second] = min(tokens, max(alike, cached))
     return alike
 
 

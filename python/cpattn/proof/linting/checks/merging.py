@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from ...findings import Finding
-from ..intervals import first_of
+from ..intervals import Ints, first_of
 from ..model import Absent, Plan
 from .check import Check, finding, many
 
@@ -94,8 +96,16 @@ def empty(plan: Plan) -> list[Finding]:
     return []
 
 
+MOST_MEETINGS = 10_000_000  # of a merge and a shard; more take minutes
+
+
 def parts(plan: Plan) -> list[Finding]:
     """Every rank that keeps keys of a request gives one part."""
+    shards, of_shard = np.unique(plan.shard_by_rank, return_index=True)
+    ranks_of_shards = dict(sorted(zip(of_shard.tolist(), shards.tolist(), strict=True)))
+    if len(plan.document.get("merges", ())) * len(shards) > MOST_MEETINGS:
+        raise Absent(f"merges and shards are more than {MOST_MEETINGS:,} pairs")
+    kept_of: dict[int, Ints] = {}
     for where, merge in _merges(plan):
         ranks = [part["rank"] for part in merge["parts"]]
         twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
@@ -109,10 +119,10 @@ def parts(plan: Plan) -> list[Finding]:
         if not plan.ranks:
             raise Absent("the document has no ranks")
         have = {plan.shard(rank) for rank in ranks}
-        for rank in range(len(plan.ranks)):
-            if plan.shard(rank) in have:
+        for rank, shard in ranks_of_shards.items():
+            if shard in have:
                 continue
-            kept = plan.kept(rank)
+            kept = kept_of[shard] = kept_of[shard] if shard in kept_of else plan.kept(rank)
             request = merge.get("request", first_of(kept))
             if request is not None and kept[request]:
                 return finding(

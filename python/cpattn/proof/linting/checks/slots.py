@@ -140,13 +140,17 @@ def _slots_of_tables(plan: Plan, runs: Columns) -> list[Finding]:
         return []
     runs = _cut(runs, _units(plan))
     local = shard_index(runs["position"], plan.shards, plan.interleave)
-    for rank in range(len(plan.ranks)):
+    ends = np.searchsorted(runs["rank"], np.arange(len(plan.ranks) + 1))  # ranks are in order
+    before: list[list[int]] | None = None
+    for rank in np.flatnonzero(np.diff(ends)).tolist():
         table = plan.table(rank)
         if table is None:
             continue
-        mine = np.flatnonzero(runs["rank"] == rank)
-        base = offsets(ints([len(row) for row in table]))
-        pages = np.concatenate([*(ints(row) for row in table), ints([-1])])
+        mine = np.arange(ends[rank], ends[rank + 1])
+        if table is not before:
+            base = offsets(ints([len(row) for row in table]))
+            pages = np.concatenate([*(ints(row) for row in table), ints([-1])])
+            before = table
         owner, column = runs["request"][mine], local[mine] // page_size
         there = base[owner] + column < base[owner + 1]  # else the table is too short, which is LEN
         page = pages[np.where(there, base[owner] + column, -1)]
