@@ -30,7 +30,9 @@ from support.places import ROOT
 
 PAGE = ROOT / "docs" / "command_line.md"
 ROWS = {"request": [0], "position": [0], "count": [1]}
-PLAN = {"schema": "cpattn-plan/1", "requests": [{"extend": 1}], "ranks": [{"rows": ROWS}]}
+CALLS = {"request": [0], "row": [0], "rows": [1], "keys": [1]}
+RANK = {"rows": ROWS, "segments": CALLS}
+PLAN = {"schema": "cpattn-plan/1", "requests": [{"extend": 1}], "ranks": [RANK]}
 
 
 class Reached(Exception):
