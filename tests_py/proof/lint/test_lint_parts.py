@@ -339,9 +339,12 @@ def test_what_would_not_fit_into_memory_is_left_undecided():
     assert report.findings == ()
     assert "meet more than 2,000,000 times" in report.not_checked["COV"]
     steps = {"request": [0], "position": [0], "count": [1], "step": [2]}
-    steps = document | {"ranks": [{"rows": steps}] * 2, "queries": "all"}
-    steps["requests"] = [{"extend": 2**23 + 1}]
-    assert "8,388,609 tokens in steps on 2 ranks" in lint(steps).not_checked["OWN"]
+    ranks = [{"rows": steps, "heads": {"q": [0], "group": rank}} for rank in range(2)]
+    requests = [{"extend": 2**23 + 1}]
+    steps = document | {"ranks": ranks, "heads": {"q": 1}, "queries": "all", "requests": requests}
+    report = lint(steps)
+    assert "8,388,609 tokens in steps on 2 ranks" in report.not_checked["OWN"]
+    assert "OWN" not in report.checked  # though heads are right
     merges = {"merges": [{"parts": []}] * 5000, "cache": {"page_size": 1, "shards": 2001}}
     merges |= {"ranks": [{}] * 2001, "schema": "cpattn-plan/1"}
     assert "more than 10,000,000 pairs" in lint(merges).not_checked["LSE"]

@@ -14,7 +14,11 @@ MOST_MEMBERS = 2**24  # of ranges, one by one; more would take minutes and gigab
 
 
 class Absent(Exception):
-    """The document does not say what a check needs, or too much; the message names it."""
+    """The document does not say what a check needs; the message names it."""
+
+
+class Undecided(Absent):
+    """The document says what a check needs, and too much of it, or what it cannot judge."""
 
 
 def ints(values: Sequence[Any] | Ints) -> Ints:
@@ -30,13 +34,13 @@ def offsets(counts: Ints) -> Ints:
 def each(counts: Ints) -> tuple[Ints, Ints]:
     """The members of several ranges: of which range each is, and the how-manieth in it.
 
-    `Absent` if there are more than `MOST_MEMBERS`.
+    `Undecided` if there are more than `MOST_MEMBERS`.
 
     >>> each(ints([2, 0, 1]))
     (array([0, 0, 2]), array([0, 1, 0]))
     """
     if (total := int(counts.sum())) > MOST_MEMBERS:
-        raise Absent(f"{total:,} tokens, pages or calls one by one, of {MOST_MEMBERS:,} at most")
+        raise Undecided(f"{total:,} tokens, pages or calls one by one, of {MOST_MEMBERS:,} at most")
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - offsets(counts)[owner]
 

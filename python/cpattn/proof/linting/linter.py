@@ -14,7 +14,7 @@ from ..invariants import INVARIANTS
 from . import shrinking
 from .checks import CHECKS, Check
 from .document import plain, read, validated
-from .model import Absent, Plan
+from .model import Absent, Plan, Undecided
 
 
 def lint(
@@ -69,21 +69,28 @@ def lint(
 
 
 def _judged(plan: Plan, checks: Iterable[Check]) -> tuple[list[Finding], list[str], dict[str, str]]:
-    """Findings, ids that were decided, and of each id what could not be."""
+    """Findings, ids that were decided, and of each id what could not be.
+
+    An id is decided by parts that are there: not where one of them is too large to be judged.
+    """
     findings: list[Finding] = []
     decided: set[str] = set()
+    left: set[str] = set()
     reasons: dict[str, dict[str, list[str]]] = {}  # by id, then by reason, the parts
     for check in checks:
         try:
             findings += check.run(plan)
             decided.add(check.invariant)
         except Absent as reason:
+            if isinstance(reason, Undecided):
+                left.add(check.invariant)
             reasons.setdefault(check.invariant, {}).setdefault(str(reason), []).append(check.part)
     missing = {
         id: "; ".join(f"{', '.join(parts)}: {why}" for why, parts in reasons[id].items())
         for id in INVARIANTS
         if id in reasons
     }
+    decided -= left - {found.invariant for found in findings}
     return findings, [id for id in INVARIANTS if id in decided], missing
 
 

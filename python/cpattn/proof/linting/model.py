@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..findings import NotUsable
 from .intervals import Absent as Absent
 from .intervals import Ints, each, ints, offsets, shard_length
+from .intervals import Undecided as Undecided
 
 Columns: TypeAlias = dict[str, Ints]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .intervals import Ints, each, ints
-from .model import Absent, Columns, Plan
+from .model import Columns, Plan, Undecided
 
 MOST_MEETINGS = 2_000_000  # of a call and a run of rows; more would take gigabytes
 _FAR = 2**41  # more keys than any call has
@@ -82,7 +82,7 @@ def rows_of_segments(plan: Plan) -> tuple[Ints, Ints, Ints, Ints]:
 def _each(counts: Ints) -> tuple[Ints, Ints]:
     """`each`, of not too many members."""
     if int(counts.sum()) > MOST_MEETINGS:
-        raise Absent(f"calls and runs of rows meet more than {MOST_MEETINGS:,} times")
+        raise Undecided(f"calls and runs of rows meet more than {MOST_MEETINGS:,} times")
     return each(counts)
 
 

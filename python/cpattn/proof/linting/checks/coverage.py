@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...findings import Finding
 from ..intervals import Ints, each, ints, shard_length
-from ..model import Absent, Plan
+from ..model import Plan, Undecided
 from ..pictures import Bars, ranges_of
 from ..pieces import Pieces, pieces_of
 from .check import Check, finding, many, more
@@ -40,7 +40,7 @@ def coverage(plan: Plan) -> list[Finding]:
     """Every query sees every key that it may see once."""
     pieces = _inside(plan, pieces_of(plan))
     if plan.shards > 1 and (pieces.source >= 0).any():
-        raise Absent("keys of other ranks are judged where caches are not shared out")
+        raise Undecided("keys of other ranks are judged where caches are not shared out")
     everywhere, shards = plan.everywhere, np.ones(plan.shards, bool)
     apart = everywhere[pieces.request]
     if fault := _judged(plan, pieces[~apart], ~everywhere, shards):
@@ -93,7 +93,7 @@ def _judged(
     request = np.searchsorted(plan.token_base, looked, side="right") - 1
     looked = looked[requests[request]]
     if len(looked) * plan.shards > MOST_VISITS:
-        raise Absent(f"more than {MOST_VISITS:,} queries")
+        raise Undecided(f"more than {MOST_VISITS:,} queries")
     visits = _visits(plan, pieces, looked)
     numbers = (looked[:, None] * plan.shards + np.flatnonzero(shards)).reshape(-1)
     wrong = _wrong(plan, visits, numbers)
@@ -122,7 +122,7 @@ def _looked_at(plan: Plan, pieces: Pieces) -> Ints:
     even &= long.key_step == 1
     if plan.shards > 1 or len(strides) > 1 or not (even.all() and (pieces.key_step == 1).all()):
         if plan.num_tokens > MOST_VISITS:
-            raise Absent(f"more than {MOST_VISITS:,} queries")
+            raise Undecided(f"more than {MOST_VISITS:,} queries")
         return np.arange(plan.num_tokens)
     begin = plan.token_of(pieces.request, pieces.position)
     last = begin + (pieces.rows - 1) * step
@@ -157,7 +157,7 @@ def _visits(plan: Plan, pieces: Pieces, looked: Ints) -> Visits:
     end = begin + (pieces.rows - 1) * pieces.stride + 1
     low, high = np.searchsorted(looked, begin), np.searchsorted(looked, end)
     if int((high - low).sum()) > MOST_VISITS:
-        raise Absent(f"queries see more than {MOST_VISITS:,} ranges of keys")
+        raise Undecided(f"queries see more than {MOST_VISITS:,} ranges of keys")
     piece, place = each(high - low)
     query = looked[low[piece] + place]
     row, rest = np.divmod(query - begin[piece], pieces.stride[piece])
@@ -192,7 +192,7 @@ def _wrong(plan: Plan, visits: Visits, looked: Ints) -> Ints:
     step = _common_step(visits.step)
     copies = np.where(visits.step == step, 1, step)
     if int(copies.sum()) > MOST_VISITS:
-        raise Absent(f"queries see more than {MOST_VISITS:,} ranges of keys")
+        raise Undecided(f"queries see more than {MOST_VISITS:,} ranges of keys")
     visit, residue = each(copies)
     first = visits.first[visit] + residue
     keys = np.where(
@@ -221,7 +221,7 @@ def _wrong(plan: Plan, visits: Visits, looked: Ints) -> Ints:
 def _common_step(steps: Ints) -> int:
     larger = np.unique(steps[steps > 1])
     if len(larger) > 1:
-        raise Absent(f"keys in steps of {larger[0]} and of {larger[1]}")
+        raise Undecided(f"keys in steps of {larger[0]} and of {larger[1]}")
     return int(larger[0]) if len(larger) else 1
 
 

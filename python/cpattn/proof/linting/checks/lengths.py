@@ -9,7 +9,7 @@ import numpy as np
 
 from ...findings import Finding
 from ..intervals import Ints, each, first_of, ints, offsets, shard_length
-from ..model import Absent, Plan
+from ..model import Absent, Plan, Undecided
 from .check import Check, finding, more
 
 MOST_PAIRS = 1_000_000  # of requests whose common beginnings are looked up
@@ -126,7 +126,7 @@ def tables(plan: Plan) -> list[Finding]:
     if common:  # ranks of one shard have the same
         ranks = sorted(np.unique(plan.shard_by_rank, return_index=True)[1].tolist())
         if len(ranks) * sum(map(len, plan.cache["tables"])) > MOST_ENTRIES:
-            raise Absent(f"tables of all shards have more than {MOST_ENTRIES:,} pages")
+            raise Undecided(f"tables of all shards have more than {MOST_ENTRIES:,} pages")
     for rank in ranks:
         if plan.table(rank) is not None and (fault := _table_of(plan, rank)):
             return fault
@@ -224,7 +224,7 @@ def _alike(plan: Plan, one: int, two: int, known: dict[tuple[int, int], int]) ->
         steps.append((one, two, shares["tokens"], cached))
         two = shares["request"]
         if len(known) + len(steps) > MOST_PAIRS:
-            raise Absent(f"more than {MOST_PAIRS:,} pairs of requests that may share pages")
+            raise Undecided(f"more than {MOST_PAIRS:,} pairs of requests that may share pages")
     for first, second, tokens, cached in reversed(steps):
         alike = known[first, second] = min(tokens, max(alike, cached))
     return alike

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...findings import Finding
 from ..intervals import Ints, first_of
-from ..model import Absent, Plan
+from ..model import Absent, Plan, Undecided
 from .check import Check, finding, many
 
 
@@ -104,7 +104,7 @@ def parts(plan: Plan) -> list[Finding]:
     shards, of_shard = np.unique(plan.shard_by_rank, return_index=True)
     ranks_of_shards = dict(sorted(zip(of_shard.tolist(), shards.tolist(), strict=True)))
     if len(plan.document.get("merges", ())) * len(shards) > MOST_MEETINGS:
-        raise Absent(f"merges and shards are more than {MOST_MEETINGS:,} pairs")
+        raise Undecided(f"merges and shards are more than {MOST_MEETINGS:,} pairs")
     kept_of: dict[int, Ints] = {}
     for where, merge in _merges(plan):
         ranks = [part["rank"] for part in merge["parts"]]

@@ -7,7 +7,7 @@ import numpy as np
 
 from ...findings import Finding
 from ..intervals import MOST_MEMBERS, Ints, each, first_of, ints, tally
-from ..model import Absent, Columns, Plan
+from ..model import Absent, Columns, Plan, Undecided
 from ..pictures import Bars
 from .check import Check, finding, many, more
 
@@ -88,7 +88,7 @@ def _owners(plan: Plan, runs: Columns) -> tuple[Ints, Ints]:
     if (runs["step"] == 1).all():
         return tally(begin, begin + runs["count"], wanted)
     if copies * total > MOST_MEMBERS:
-        raise Absent(f"{total:,} tokens in steps on {copies:,} ranks")
+        raise Undecided(f"{total:,} tokens in steps on {copies:,} ranks")
     edges, expected = tally(ints([]), ints([]), wanted)
     counts = np.bincount(_flat(runs | {"begin": begin}, "begin"), minlength=copies * total)
     counts = counts + np.repeat(expected[:-1], np.diff(edges))

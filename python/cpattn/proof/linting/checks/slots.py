@@ -9,7 +9,7 @@ import numpy as np
 
 from ...findings import Finding
 from ..intervals import Ints, each, first_of, ints, offsets, shard_index, shard_of, tally
-from ..model import Absent, Columns, Plan
+from ..model import Absent, Columns, Plan, Undecided
 from ..pictures import Bars
 from .check import Check, finding, more
 
@@ -106,7 +106,7 @@ def _copies(plan: Plan) -> Ints:
     said = np.array(["writes" in rank for rank in plan.ranks])
     counts = np.bincount(plan.shard_by_rank[said], minlength=plan.shards)
     if counts.max() > 1 and counts.min() < counts.max():
-        raise Absent(f"{int(said.sum())} ranks that write have not as many of each shard")
+        raise Undecided(f"{int(said.sum())} ranks that write have not as many of each shard")
     return np.where(said, copy, 0)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...findings import Finding
 from ..intervals import Ints, each, first_of, ints, tally
 from ..memory import Memory, address, addresses, as_hex
-from ..model import Absent, Plan
+from ..model import Absent, Plan, Undecided
 from ..pictures import Bars
 from .check import Check, finding, many, more
 
@@ -101,7 +101,7 @@ def _cut(link: Link) -> tuple[Ints, Ints, Ints, Ints]:
         last = (offset + length - 1) // item
         pages = last - offset // item + 1
         if int(pages.sum()) > MOST_PAGES:
-            raise Absent(f"descriptors of more than {MOST_PAGES:,} pages")
+            raise Undecided(f"descriptors of more than {MOST_PAGES:,} pages")
         owner, place = each(pages)
         low = np.maximum((offset // item)[owner] * item[owner] + place * item[owner], offset[owner])
         high = np.minimum(
