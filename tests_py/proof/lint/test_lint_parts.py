@@ -345,6 +345,17 @@ def test_what_would_not_fit_into_memory_is_left_undecided():
     report = lint(steps)
     assert "8,388,609 tokens in steps on 2 ranks" in report.not_checked["OWN"]
     assert "OWN" not in report.checked  # though heads are right
+    whole = {"position": [0], "count": [2**23]}
+    ranks = [{"positions": whole, "rows": whole | {"request": [-1]}}] * 3
+    report = lint(document | {"ranks": ranks, "requests": []})
+    assert "25,165,824 rows one by one" in report.not_checked["OWN"]
+    entry = {"layer": 0, "kind": "k", "addr": 0, "nbytes": 1, "item_len": 1}
+    memories = {"a": {"page_size": 1, "entries": [entry] * 4000}}
+    blocks = {name: [] for name in ("src", "dst", "length")}
+    pages = {"src_pages": [*range(many)], "dst_pages": [*range(many)]}
+    transfers = [{"from": "a", "to": "a", **blocks, **pages}]
+    report = lint({"schema": "cpattn-plan/1", "memories": memories, "transfers": transfers})
+    assert "buffers of more than 10,000,000 pages" in report.not_checked["XFER"]
     merges = {"merges": [{"parts": []}] * 5000, "cache": {"page_size": 1, "shards": 2001}}
     merges |= {"ranks": [{}] * 2001, "schema": "cpattn-plan/1"}
     assert "more than 10,000,000 pairs" in lint(merges).not_checked["LSE"]

@@ -34,7 +34,7 @@ def _text(call: Mapping[str, Any] | None) -> str:
     if call is None:
         return "(none)"
     numbers = call.get("sends") or call.get("size")
-    shown = [call["kind"], *([] if numbers is None else [str(numbers)])]
+    shown = [call["kind"], *([] if numbers is None else [f"{numbers!s:.60}"])]
     shown += [str(call[name]) for name in ("op", "dtype") if name in call]
     shown += [f"{name} {call[name]}" for name in ("root", "peer", "tag") if name in call]
     return " ".join([*shown, *([f"({call['label']})"] if "label" in call else [])])

@@ -62,12 +62,13 @@ def pairs(plan: Plan) -> list[Finding]:
         )  # fmt: skip
     for rank in (rank for ranks in groups.values() for rank in ranks):
         heads = plan.ranks[rank]["heads"]
+        own = set(heads["kv"])
         for head in heads["q"]:
             wanted = head * kv // model["q"]
-            if head < model["q"] and wanted not in heads["kv"]:
+            if head < model["q"] and wanted not in own:
                 return finding(
                     "own-head", f"rank {rank} has query head {head} and heads of keys "
-                    f"{heads['kv']}, but not its own, {wanted}", f"head {head}", [rank],
+                    f"{heads['kv']!s:.60}, but not its own, {wanted}", f"head {head}", [rank],
                     _picture(plan, [rank], "q", head), head=head, wanted=wanted,
                 )  # fmt: skip
         if fault := _uneven(rank, heads) or _taken_for_another(plan, rank):
@@ -111,7 +112,8 @@ def weights(plan: Plan) -> list[Finding]:
         if have is not None and list(have) != list(heads):
             head = next((a for a, b in zip(heads, have, strict=False) if a != b), len(have))
             return finding(
-                "own-head", f"rank {number} computes heads {heads}, and has weights of {have}",
+                "own-head", f"rank {number} computes heads {heads!s:.60}, and has weights of "
+                f"{have!s:.60}",
                 f"head {head}", [number], _picture(plan, [number], "weights", head),
                 head=head, heads=heads, weights=have,
             )  # fmt: skip

@@ -27,11 +27,13 @@ def _merges(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _picture(merge: Mapping[str, Any]) -> str:
     """What each part is, as far as the document says."""
     lines = []
-    for part in merge["parts"]:
+    for part in merge["parts"][:8]:
         said = [f"base {part['base']}"] if "base" in part else []
         said += ["with sinks" if part["sinks"] else "without sinks"] if "sinks" in part else []
         said += [f"LSE of empty rows {part['empty']}"] if "empty" in part else []
         lines.append(f"rank {part['rank']}  {', '.join(said)}")
+    rest = len(merge["parts"]) - len(lines)
+    lines += [f"({rest} more parts)"] if rest else []
     return "\n".join([*lines, *([f"merged with base {merge['base']}"] if "base" in merge else [])])
 
 

@@ -11,15 +11,16 @@ from ..model import Absent, Columns, Plan, Undecided
 from ..pictures import Bars
 from .check import Check, finding, many, more
 
-MOST_DRAWN = 100_000  # tokens that are drawn one by one
+MOST_DRAWN = 100_000  # tokens of all ranks that are drawn one by one
 
 
 def picture_of_rows(plan: Plan, request: int, mark: int | None = None) -> str:
     """Which new tokens of a request each rank has; those around the mark, if they are many."""
     begin, end = int(plan.prefix[request]), int(plan.lengths[request])
-    if end - begin > MOST_DRAWN and (plan.rows["step"] > 1).any():
-        begin = min(max((mark or 0) - MOST_DRAWN // 2, begin), end - MOST_DRAWN)
-        end = begin + MOST_DRAWN
+    most = max(MOST_DRAWN // max(len(plan.ranks), 1), 1000)
+    if end - begin > most and (plan.rows["step"] > 1).any():
+        begin = min(max((mark or 0) - most // 2, begin), end - most)
+        end = begin + most
     bars, rows = Bars(begin, max(end, begin + 1), mark), plan.rows
     for rank in range(len(plan.ranks)):
         mine = (rows["rank"] == rank) & (rows["request"] == request)
@@ -122,6 +123,9 @@ def positions(plan: Plan) -> list[Finding]:
     """Attention takes each row for the token that it is."""
     said = plan.gathered("positions", {"position": None, "count": None, "step": 1})
     rows = plan.rows
+    for runs in (rows, said):
+        if (total := int(runs["count"].sum())) > MOST_MEMBERS:
+            raise Undecided(f"{total:,} rows one by one, of {MOST_MEMBERS:,} at most")
     for rank in range(len(plan.ranks)):
         if "positions" not in plan.ranks[rank]:
             continue

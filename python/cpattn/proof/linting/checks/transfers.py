@@ -263,6 +263,8 @@ def _needed(target: Memory, entries: list[int], links: list[Link]) -> tuple[Ints
             count = min(max(tokens - place * target.page_size, 0), target.page_size)
             pages[page] = max(pages.get(page, 0), count)
     page, count = ints(list(pages)), ints(list(pages.values()))
+    if len(page) * len(entries) > MOST_PAGES:
+        raise Undecided(f"buffers of more than {MOST_PAGES:,} pages")
     entry = np.repeat(ints(entries), len(page))
     have = (target.end - target.addr)[entry] // target.item_len[entry]
     begin = (
