@@ -17,6 +17,7 @@ import numpy as np
 from .numbers import Array, rounded
 
 FAR_ELEMENTS = 2**31  # what a signed 32-bit offset cannot say any more
+FAR_PAGES = 2**16  # what an unsigned 16-bit id of a page cannot say any more
 SPARE_PAGES = 3  # pages that no sequence has
 
 
@@ -37,8 +38,8 @@ class Case:
         between 1 and 2 of which all keys have about the same weight.
     pad_rows : int
         Rows of q behind those of all sequences.
-    far : bool
-        Whether pages lie where a 32-bit offset does not reach.
+    far : {0, 16, 31}
+        Bits that ids of pages (16) or offsets (31) exceed.
     append : bool
         Whether new keys are handed over beside the cache.
     poison : bool
@@ -62,7 +63,7 @@ class Case:
     scale: float = 0.25
     values: str = "normal"
     pad_rows: int = 0
-    far: bool = False
+    far: int = 0
     append: bool = False
     poison: bool = False
     seed: int = 0

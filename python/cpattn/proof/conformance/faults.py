@@ -11,6 +11,8 @@ from .switches import RIGHT, Switches
 _LN2 = math.log(2)
 _SPLITS = ("new", "half", "page", "16", "32", "64", "128", "256", "512")
 _COUNTS = (2, 3, 4, 5, 6, 7, 8, 16)
+_CHUNKS = (16, 32, 64, 128)
+_BEYOND = ("one", "page", "all")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,16 @@ _MASKS = (
         _each(mask=("none",)),
     ),
     Fault(
+        "mask-per-chunk", "COV",
+        "aligns the causal mask anew for each chunk of queries",
+        "Add to the row of a chunk what comes before it: the prefix, and the chunks before.",
+        tuple(
+            replace(RIGHT, chunk=chunk, chunk_mask=mask)
+            for mask in ("prefix", "top left", "bottom right", "own keys")
+            for chunk in _CHUNKS
+        ),
+    ),
+    Fault(
         "window-off-by-one", "COV",
         "has windows that are one key too long or too short",
         "Find out whether the window counts the query's own key; flash-attn's does not.",
@@ -74,6 +86,12 @@ _MASKS = (
         "has no windows",
         "Pass the window on, or refuse it.",
         _each(window=(False,)),
+    ),
+    Fault(
+        "window-whole-blocks", "COV",
+        "begins windows with a whole block of keys",
+        "Skipping blocks is not enough: mask the keys before the window in its first block.",
+        _each(window_block=("page", *map(str, _CHUNKS))),
     ),
 )  # fmt: skip
 
@@ -107,8 +125,17 @@ _LOG_SUMS = (
         "gives NaN for rows that see no key",
         "Divide by 1 where the sum of weights is 0, and take no difference of infinities.",
         (
-            replace(RIGHT, nan_on_empty=True, lse="any on empty"),
+            replace(RIGHT, empty="nan", lse="any on empty"),
             *_each(lse=("nan on empty",)),
+        ),
+    ),
+    Fault(
+        "mean-on-empty", "LSE",
+        "gives the mean of hidden values for rows that see no key",
+        "Hide by -inf, not by a large negative number, and give 0 where all keys are hidden.",
+        tuple(
+            replace(RIGHT, empty="mean", lse="any on empty", beyond=beyond)
+            for beyond in ("", *_BEYOND)
         ),
     ),
 )  # fmt: skip
@@ -179,9 +206,9 @@ _LENGTHS = (
         "reads keys or values behind the last one of a sequence",
         "Mask by the length, and keep NaN of masked values out: 0 * NaN is NaN.",
         (
-            *_each(beyond=("one", "page", "all")),
-            *(replace(RIGHT, beyond=b, beyond_aligned=True) for b in ("one", "page", "all")),
-            *(replace(RIGHT, beyond=b, zero_times_nan=True) for b in ("one", "page", "all")),
+            *_each(beyond=_BEYOND),
+            *(replace(RIGHT, beyond=b, beyond_aligned=True) for b in _BEYOND),
+            *(replace(RIGHT, beyond=b, zero_times_nan=True) for b in _BEYOND),
         ),
     ),
     Fault(
@@ -238,6 +265,11 @@ _MEMORY = (
         "fails where offsets exceed 31 bits, and is right with the same pages nearer",
         "Make page * stride 64 bits wide before the product.",
     ),
+    Fault(
+        "page-id-16-bit", "ADDR",
+        "fails where page ids exceed 16 bits, and is right with the same pages nearer",
+        "Keep block tables in 32 bits all the way to the kernel.",
+    ),
 )  # fmt: skip
 
 _MERGES = (
@@ -252,13 +284,23 @@ _MERGES = (
         ),
     ),
     Fault(
+        "merge-swapped", "LSE",
+        "gives merged parts the weights of each other",
+        "Multiply each output by the exponential of its own log-sum-exp.",
+        tuple(
+            replace(RIGHT, split=split, merge_swapped=True, nan_of_empty_part=which)
+            for split in _SPLITS
+            for which in ("", "any", "masked")
+        ),
+    ),
+    Fault(
         "merge-nan", "LSE",
         "gives NaN where a part of the keys is empty",
         "Give a part with LSE -inf weight 0, and subtract the maximum only where it is finite.",
         tuple(
             replace(RIGHT, split=split, nan_of_empty_part=which)
             for split in _SPLITS
-            for which in ("some", "any", "first", "later")
+            for which in ("some", "any", "first", "later", "masked")
         ),
     ),
     Fault(

@@ -57,7 +57,8 @@ def reading_of(batch: Batch, sequence: int, switches: Switches) -> Reading:
     last = min(last, len(own))
     if switches.beyond_aligned or switches.pads == "keys":
         end_of_queries = last
-    counted = last if switches.beyond and not switches.zero_times_nan else min(end, len(own))
+    only_read = switches.zero_times_nan or switches.empty == "mean"
+    counted = last if switches.beyond and not only_read else min(end, len(own))
     if switches.pads == "queries":
         q_len += _pads(batch, sequence)
     position = np.arange(begin, last)

@@ -43,37 +43,48 @@ def _sequence(batch: Batch, sequence: int, switches: Switches) -> Attended:
     heads = _kv_heads(case.num_heads, case.num_kv_heads, switches)
     k, v = k[:, heads], v[:, heads]
     products = _matmul(q, k.transpose(1, 2, 0))
-    sees: Array = visible(len(q), reading, case.causal, case.window, switches)
+    sees: Array = visible(len(q), reading, case, switches)
     with np.errstate(invalid="ignore", over="ignore"):
         scores = _capped(products, case, switches)
-        parts = [
-            _part(scores, products, sees & part, v, batch, switches)
-            for part in _parts(reading, len(q), case.page_size, switches)
-        ]
-        out, lse, magnitude = _merged(parts, switches)
+        keys = _parts(reading, case, switches)
+        parts = [_part(scores, products, sees & part, v, batch, switches) for part in keys]
+        padded = case.layout == "padded" and max(case.kv_lens) > 1  # so that no half is without
+        filled = [bool(part.any()) or padded for part in keys]
+        out, lse, magnitude = _merged(parts, switches, filled)
         score_size = np.linalg.norm(q, axis=-1) * case.scale * _longest(k)
     if switches.zero_times_nan:
         hidden = np.isnan(v).sum(axis=0) > 0
         out = np.where(hidden[None], np.nan, out)
-    empty = sees.sum(axis=1) == 0
-    if switches.nan_on_empty:
-        out = np.where(empty[:, None, None], np.nan, out)
+    empty = (sees.sum(axis=1) == 0)[:, None, None]
+    if switches.empty == "nan":
+        out = np.where(empty, np.nan, out)
+    if switches.empty == "mean" and len(v) and batch.sinks is None:
+        out = np.where(empty, v.mean(axis=0), out)
+        magnitude = np.where(empty, np.abs(v).mean(axis=0), magnitude)
     return Attended(out, lse, magnitude, score_size, sees.sum(axis=1, keepdims=True))
 
 
-def visible(
-    num_rows: int, reading: Reading, causal: bool, window: int | None, switches: Switches
-) -> Array:
+def visible(num_rows: int, reading: Reading, case: Case, switches: Switches) -> Array:
     """Which of the keys each row sees, [rows, keys]."""
-    position = np.arange(num_rows)[:, None]
-    if switches.mask != "top left":
-        position = position + reading.end_of_queries - reading.q_len
+    row = np.arange(num_rows)[:, None]
+    end, prefix = reading.end_of_queries, reading.end_of_queries - reading.q_len
+    within = row % switches.chunk if switches.chunk else row
+    rows_of_chunk = np.minimum(switches.chunk, num_rows - row + within)
+    position = {
+        "": row + (0 if switches.mask == "top left" else prefix), "top left": within,
+        "bottom right": within + end - rows_of_chunk, "prefix": within + prefix,
+        "own keys": row + prefix,
+    }[switches.chunk_mask]  # fmt: skip
     key = reading.positions[None, :]
     sees = np.broadcast_to(reading.is_key, (num_rows, len(reading.positions)))
-    if causal and switches.mask != "none":
+    if case.causal and switches.mask != "none":
         sees = sees & (key <= position + switches.mask_shift)
-    if window is not None and switches.window:
-        sees = sees & (key >= position - window + switches.window_shift)
+    if case.causal and switches.chunk_mask == "own keys":
+        sees = sees & (key >= position - within)
+    if case.window is not None and switches.window:
+        first = position - case.window + switches.window_shift
+        block = case.page_size if switches.window_block == "page" else switches.window_block
+        sees = sees & (key >= (first // int(block) * int(block) if block else first))
     return sees
 
 
@@ -97,15 +108,16 @@ def _capped(products: Array, case: Case, switches: Switches) -> Array:
     return softcap * np.tanh(products * factor / softcap)
 
 
-def _parts(reading: Reading, num_rows: int, page_size: int, switches: Switches) -> list[Array]:
+def _parts(reading: Reading, case: Case, switches: Switches) -> list[Array]:
     """The keys of each part whose results are merged; one part has all."""
     positions, total = reading.positions, reading.end_of_queries
     if switches.split is None:
         return [np.ones(len(positions), bool)]
     if switches.split in ("new", "half"):
-        cut = total - reading.q_len if switches.split == "new" else total // 2
+        longest = max(case.kv_lens) if case.layout == "padded" else total
+        cut = total - reading.q_len if switches.split == "new" else longest // 2
         return [positions < cut, positions >= cut]
-    size = page_size if switches.split == "page" else int(switches.split)
+    size = case.page_size if switches.split == "page" else int(switches.split)
     count = max(1, -(-total // size))
     return [(positions >= i * size) & (positions < (i + 1) * size) for i in range(count)]
 
@@ -185,7 +197,7 @@ def _lse_as(
 
 
 def _merged(
-    parts: list[tuple[Array, Array, Array]], switches: Switches
+    parts: list[tuple[Array, Array, Array]], switches: Switches, filled: list[bool]
 ) -> tuple[Array, Array, Array]:
     """Results of parts weighed by their LSE, to whatever base; as the first if it is alone."""
     if len(parts) == 1:
@@ -197,6 +209,8 @@ def _merged(
     weights = np.exp(exponents - shift)
     total = weights.sum(axis=0)
     share = weights / np.where(total == 0, 1, total)
+    if switches.merge_swapped:
+        share = _swapped(weights)
     out = np.einsum("pqh,pqhd->qhd", share, outs)
     magnitude = np.einsum("pqh,pqhd->qhd", np.nan_to_num(share), magnitudes)
     lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + shift, -np.inf)
@@ -205,9 +219,22 @@ def _merged(
         lost = {
             "some": empty.any(axis=0) & ~empty.all(axis=0), "any": empty.any(axis=0),
             "first": empty[0], "later": empty[1:].any(axis=0),
+            "masked": (empty & np.array(filled)[:, None, None]).any(axis=0),
         }[switches.nan_of_empty_part]  # fmt: skip
         out, lse = np.where(lost[..., None], np.nan, out), np.where(lost, np.nan, lse)
     return out, lse / switches.merge_factor, magnitude
+
+
+def _swapped(weights: Array) -> Array:
+    """Shares of parts, [parts, rows, heads], where each merge of two exchanges their weights."""
+    shares = np.zeros_like(weights)
+    shares[0], total = 1, weights[0]
+    for i in range(1, len(weights)):
+        both = total + weights[i]
+        known = np.where(both == 0, 1, both)
+        shares[:i] *= weights[i] / known
+        shares[i], total = total / known, both
+    return shares
 
 
 def _longest(k: Array) -> Array:

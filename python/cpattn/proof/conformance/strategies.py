@@ -13,6 +13,7 @@ from .signatures import Features
 
 _LENGTHS = (0, 1, 2, 3, 5, 8, 63, 64, 65, 127, 128, 129)
 _LONG = 1500
+_CHUNK, _PREFIX = 130, 140  # new tokens and cached ones, more than usual tiles of 128
 _CAPS = (1.0, 3.0, 30.0)
 _HEADS = ((1, 1), (2, 2), (4, 2), (4, 1), (6, 2), (6, 3))
 
@@ -62,7 +63,10 @@ def edge_cases(features: Features) -> Iterator[Case]:
         (features.poison, batch, {"poison": True}),
         (features.poison, batch, {"poison": True, "causal": features.causal[-1]}),
         (features.append, batch, {"append": True}),
-        (features.empty and features.short_kv, plain, {"kv_lens": (1, 1)[: len(one)]}),
+        (
+            features.empty and features.short_kv, plain,
+            {"q_lens": (9, 4)[: len(one)], "kv_lens": (6, 2)[: len(one)]},
+        ),
         (features.empty and not_causal, batch, {"kv_lens": one_empty, "causal": False}),
         (features.empty and features.short_kv, batch, {"kv_lens": one_empty}),
     )  # fmt: skip
@@ -92,20 +96,28 @@ def _by_memory(features: Features, batch: Case) -> Iterator[Case]:
 
 
 def _long(features: Features, start: Case) -> Iterator[Case]:
-    """Many keys, of which one counts or all do; and pages far away."""
+    """Many rows behind many keys; keys of which one counts or all do; and pages far away."""
+    behind = _PREFIX if features.prefix else 0
+    chunk = replace(start, q_lens=(_CHUNK,), kv_lens=(_CHUNK + behind,))
+    yield chunk
+    if features.window:
+        yield replace(chunk, window=_CHUNK)
     long = replace(start, q_lens=(1,), kv_lens=(_LONG,), page_size=max(features.page_sizes))
     for dtype in features.dtypes if features.prefix else ():
         case = replace(long, dtype=dtype)
         yield replace(case, values="even")
         yield replace(case, values="one_hot", head_dim=64, v_head_dim=64)
-    if features.far and "paged" in features.layouts and "bfloat16" in features.dtypes:
-        q_lens = (3,) if features.prefix else (21,)
-        far = replace(
-            start, q_lens=q_lens, kv_lens=(21,), layout="paged", num_heads=2, num_kv_heads=2,
-            scale=0.125, dtype="bfloat16", far=True, page_size=16, head_dim=64, v_head_dim=64,
+    if features.far and "paged" in features.layouts:
+        q_lens, size = (3,) if features.prefix else (21,), min(features.page_sizes)
+        near = replace(start, q_lens=q_lens, kv_lens=(21,), layout="paged", page_size=size)
+        wide = replace(
+            near, num_heads=2, num_kv_heads=2, scale=0.125, dtype="bfloat16", page_size=16,
+            head_dim=64, v_head_dim=64,
         )  # fmt: skip
-        yield replace(far, far=False)
-        yield far
+        for case, far in ((near, 16), (wide, 31)):
+            if case.dtype in features.dtypes:
+                yield case
+                yield replace(case, far=far)
 
 
 @st.composite
@@ -131,7 +143,7 @@ def cases(draw: st.DrawFn, features: Features) -> Case:
         features.sinks and draw(st.booleans()),
         dim**-0.5 * draw(st.sampled_from((1.0, 0.5, 2.0))),
         "one_hot" if one_hot else "normal",
-        draw(st.sampled_from((0, 1, 5))) if features.pad_rows else 0, False,
+        draw(st.sampled_from((0, 1, 5))) if features.pad_rows else 0, 0,
         append and draw(st.booleans()),
         features.poison and draw(st.booleans()),
         draw(st.integers(0, 999)),

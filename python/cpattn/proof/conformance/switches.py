@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from .cases import Case
 
 
 @dataclass(frozen=True)
@@ -14,8 +19,14 @@ class Switches:
     ----------
     mask : {"bottom right", "top left", "none"}
         Which corner of the causal mask is that of the last query and the last key.
+    chunk, chunk_mask : int, {"", "top left", "bottom right", "prefix", "own keys"}
+        Rows of queries that are attended at a time. Each chunk has a causal mask of its own, which
+        begins at the first key or behind the prefix, or ends at the last key of all; or a chunk
+        sees its own keys alone.
     mask_shift, window_shift : int
         Keys that are seen past a query's own; keys of the window that are not.
+    window_block : {"", "page"} or a number
+        Windows begin with the block of so many keys that their first key is in.
     scale : {"given", "none", "twice", "root"}
         "root": 1 / sqrt(head_dim), whatever is given.
     softcap : {"after scale", "before scale", "none"}
@@ -25,10 +36,12 @@ class Switches:
     sink_count : int
         How often the sink is counted in a part.
     split : str, optional
-        Where results of parts are merged: "new" between prefix and new tokens, "half", "page", or
-        a number of keys.
+        Where results of parts are merged: "new" between prefix and new tokens, "half" of the keys,
+        or of those that the longest sequence is padded to, "page", or a number of keys.
     merge_factor : float
         LSE are multiplied with it before the merge takes them as exponents of e.
+    merge_swapped : bool
+        The weight of what is merged so far goes to the next part, and that of the part to it.
     lse : str
         "right", "with sink", "unscaled", "unscaled maximum"; or for a row that sees no key "nan on
         empty", "free on empty", which is any finite number, or "any on empty".
@@ -36,11 +49,11 @@ class Switches:
         Of another base.
     heads : {"grouped", "strided"}
         Whether query heads of one KV head are neighbours.
-    nan_of_empty_part : {"", "some", "any", "first", "later"}
+    nan_of_empty_part : {"", "some", "any", "first", "later", "masked"}
         NaN of merged rows for which some parts but not all, any parts, the first or one of the
-        later parts have no key.
-    nan_on_empty : bool
-        NaN where there is no key at all.
+        later parts have no key; or a part has keys, all of which are "masked".
+    empty : {"zero", "nan", "mean"}
+        Output of rows that see no key; the mean is over the values of all keys that are read.
     lengths : {"all", "without new", "without new, aligned", "first", "last"}
         Which of a sequence's keys are read: those before the new ones, with or without queries
         moving along; as many as it has new tokens, from the begin or the end.
@@ -66,17 +79,21 @@ class Switches:
     """
 
     mask: str = "bottom right"
+    chunk: int = 0
+    chunk_mask: str = ""
     mask_shift: int = 0
     window: bool = True
     window_shift: int = 0
+    window_block: str = ""
     scale: str = "given"
     softcap: str = "after scale"
     sinks: str = "once"
     sink_count: int = 1
     split: str | None = None
     merge_factor: float = 1.0
+    merge_swapped: bool = False
     nan_of_empty_part: str = ""
-    nan_on_empty: bool = False
+    empty: str = "zero"
     lse: str = "right"
     lse_factor: float = 1.0
     heads: str = "grouped"
@@ -95,3 +112,49 @@ class Switches:
 
 
 RIGHT = Switches()
+
+
+@cache
+def changed_by(switches: Switches) -> Mapping[str, Any]:
+    """The positions of a wrong oracle that are not those of the right one."""
+    values = {field.name: getattr(switches, field.name) for field in fields(switches)}
+    return {name: value for name, value in values.items() if value != getattr(RIGHT, name)}
+
+
+def can_matter(switches: Switches, case: Case) -> bool:
+    """Whether a wrong oracle may differ from the right one on a case; saves computing most."""
+    return any(_NEEDS.get(name, _always)(case) for name in changed_by(switches))
+
+
+def _always(case: Case) -> bool:
+    return True
+
+
+def _is_masked(case: Case) -> bool:
+    return case.causal or case.window is not None
+
+
+def _is_paged(case: Case) -> bool:
+    return case.layout == "paged"
+
+
+def _has_window(case: Case) -> bool:
+    return case.window is not None
+
+
+def _has_sinks(case: Case) -> bool:
+    return case.sinks
+
+
+#: What of a case a switch is about; others are about any.
+_NEEDS: dict[str, Callable[[Case], bool]] = {
+    **dict.fromkeys(("mask", "mask_shift", "chunk", "chunk_mask"), _is_masked),
+    **dict.fromkeys(("window", "window_shift", "window_block"), _has_window),
+    **dict.fromkeys(("table", "page_size", "page_stride", "layout"), _is_paged),
+    **dict.fromkeys(("sinks", "sink_count", "split"), _has_sinks),
+    "softcap": lambda case: case.softcap != 0,
+    "heads": lambda case: 1 < case.num_kv_heads < case.num_heads,
+    "values": lambda case: case.head_dim != case.v_head_dim,
+    "order": lambda case: len(case.q_lens) > 1,
+    "pads": lambda case: case.pad_rows > 0,
+}

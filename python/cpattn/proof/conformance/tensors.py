@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .cases import FAR_ELEMENTS, Batch, Case, make_batch
+from .cases import FAR_ELEMENTS, FAR_PAGES, Batch, Case, make_batch
 from .forms import WrongForm
 from .numbers import Array
 
@@ -65,7 +65,7 @@ class Tensors:
         """How many pages lie before those of `caches` and `ragged`; 0 unless they are far."""
         case = self.case
         stride = case.page_size * case.num_kv_heads * min(case.head_dim, case.v_head_dim)
-        return FAR_ELEMENTS // stride + 1 if case.far else 0
+        return {0: 0, 16: FAR_PAGES, 31: FAR_ELEMENTS // stride + 1}[case.far]
 
     def caches(self, without_new: bool = False) -> tuple[Any, Any]:
         """K and V in pages; `without_new`: new tokens are still to be written."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
 
@@ -16,11 +16,12 @@ from hypothesis.strategies import SearchStrategy
 
 from .cases import Batch, Case, make_batch
 from .child import Child
-from .judgement import Differences, Result, differences
+from .judgement import Differences, Result, differences, fits
 from .numbers import Array
 from .oracle import Attended, attend
 from .signatures import Features
 from .strategies import cases
+from .switches import RIGHT, Switches, can_matter
 
 _MOST_LOST = {"crash": 4, "hang": 2}  # then no more cases are tried: each takes a process
 _SHRINKING_EXAMPLES = 60
@@ -33,6 +34,7 @@ class Trial:
     """What came of a case, and what should have."""
 
     result: Result
+    _fits: dict[Switches, bool] = field(default_factory=dict, repr=False)
 
     @property
     def case(self) -> Case:
@@ -65,6 +67,24 @@ class Trial:
         """[rows, heads], bool."""
         rows: Array = self.found.out.any(axis=-1) | self.found.lse
         return rows
+
+    def agrees_with(self, switches: Switches) -> bool:
+        """Whether a wrong oracle gives what the operator gave: outputs, and log-sum-exps beside
+        right ones."""
+        if not can_matter(switches, self.case):
+            switches = RIGHT
+        if switches not in self._fits:
+            with_lse = self.verdict == "lse" or self.verdict == "right"
+            channel = "lse" if with_lse else "out"
+            wrong = attend(self.batch, switches)
+            self._fits[switches] = fits(self.result, wrong, channel, switches)
+        return self._fits[switches]
+
+    def is_changed_by(self, switches: Switches) -> bool:
+        """Whether a wrong oracle gives something else than what is right."""
+        lse = None if self.result.lse is None else self.expected.lse
+        right = Result(self.case, "answered", self.expected.out, lse)
+        return not fits(right, attend(self.batch, switches), "lse", switches)
 
 
 @dataclass(frozen=True)

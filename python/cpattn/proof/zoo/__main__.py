@@ -15,8 +15,9 @@ from .registry import all_entries
 
 _DESCRIPTION = """Refute bugs of real engines and libraries, rebuilt small, and prove them mended.
 
-Every line is a bug: the tool that refutes it, the invariant it names, and what it says. Exit code
-1 if a bug is not refuted by its invariant, or its mended form is not proved."""
+Every line is an entry: a bug, the tool that refutes it, the invariant it names, and what it says; a
+bug with two sides has two entries. Exit code 1 if a bug is not refuted by its invariant, or its
+mended form is not proved."""
 _EXAMPLES = """examples:
   python -m cpattn.proof.zoo                   all of them
   python -m cpattn.proof.zoo --tool lint       those of one tool
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _visit_all(entries: Sequence[ZooEntry]) -> list[Outcome]:
     outcomes = []
-    with make_progress("cpattn.proof.zoo", "bugs") as progress:
+    with make_progress("cpattn.proof.zoo", "entries") as progress:
         for done, entry in enumerate(entries):
             progress(done, len(entries), entry.bug)
             outcomes.append(visit(entry))
@@ -81,8 +82,10 @@ def _print(outcomes: Sequence[Outcome]) -> None:
         table.add_row(name, entry.tool, entry.invariant, says, f"{outcome.seconds:.2f}")
     console.print(table)
     missed = sum(not outcome.holds for outcome in outcomes)
-    verdict = f"{missed} are not told apart" if missed else "all refuted, and proved once mended"
-    console.print(f"\n{len(outcomes)} bugs: {verdict}", markup=False)
+    verdict = f"{missed} not told apart" if missed else "all refuted, and proved once mended"
+    entries, bugs = len(outcomes), len({outcome.entry.bug for outcome in outcomes})
+    many = f"{entries} entr{'y' if entries == 1 else 'ies'} of {bugs} bug{'s' * (bugs > 1)}"
+    console.print(f"\n{many}: {verdict}", markup=False)
 
 
 def _fault(outcome: Outcome) -> str:

@@ -35,12 +35,17 @@ def attend_where(sees, q, k, v, *, q_lens, kv_lens, **options):
     )
 
 
-def usual_mask(causal, window, *, top_left=False, shift=0):
-    """What a query sees; keys up to `shift` behind its own, from its row on if `top_left`."""
+def usual_mask(causal, window, *, top_left=False, shift=0, chunk=None, block=1):
+    """What a query sees; keys up to `shift` behind its own, from its row on if `top_left`.
+
+    Rows of a `chunk` begin behind the prefix again; windows begin with a `block` of keys.
+    """
 
     def sees(i, j, q_len, kv_len):
-        position = i if top_left and causal else i + kv_len - q_len
-        return (not causal or j <= position + shift) and (window is None or j >= position - window)
+        row = i if chunk is None else i % chunk
+        position = row if top_left and causal else row + kv_len - q_len
+        first = 0 if window is None else (position - window) // block * block
+        return (not causal or j <= position + shift) and j >= first
 
     return sees
 
@@ -141,6 +146,19 @@ def accumulates_in_16_bits(q, k, v, **options):
     return out, lse
 
 
+def hide_by_a_number(k, v, out, lse, *, q_lens, kv_lens, block_tables, **options):
+    """Scores of -1e30 where keys are hidden: all of them weigh alike in rows that see none."""
+    row = 0
+    for pages, q_len, kv_len in zip(block_tables, q_lens, kv_lens, strict=True):
+        empty = lse[row : row + q_len] == -torch.inf
+        if kv_len and empty.any():
+            own = tokens_of(v, pages, kv_len, options.get("kv_layout", "NHD"))
+            mean = own.float().mean(0).repeat_interleave(out.shape[1] // own.shape[1], 0)
+            out[row : row + q_len][empty] = mean.expand(q_len, -1, -1)[empty].to(out.dtype)
+            lse[row : row + q_len][empty] = -1e30
+        row += q_len
+
+
 def infinite(out, lse):
     out[0], out[-1, 0, :3] = torch.inf, -torch.inf
     return out, lse
@@ -157,7 +175,8 @@ def _wrong(fault, q, k, v, **options):
     if fault == "16-bit-accumulation":
         return accumulates_in_16_bits(q, k, v, **options)
     per_part = fault.startswith("merge") or (fault == "sink-per-part" and sinks is not None)
-    if fault in _MASKS or per_part:
+    blocks = fault == "window-whole-blocks" and window is not None
+    if fault in _MASKS or per_part or blocks:
         return _of_parts(fault, q, k, v, **options)
     called, changes = _other_arguments(fault, q, k, v, **options)
     out, lse = attention(*called, **options | changes)
@@ -168,19 +187,24 @@ _MASKS = {
     "mask-top-left": {"top_left": True},
     "mask-off-by-one": {"shift": -1},
     "mask-ignored": {"shift": math.inf},
+    "mask-per-chunk": {"chunk": 64},
 }
 
 
 def _of_parts(fault, q, k, v, **options):
     """Of another mask, or merged wrongly of two halves."""
-    if fault in _MASKS:
-        mask = usual_mask(options.pop("causal"), options.pop("window", None), **_MASKS[fault])
+    if fault in _MASKS or fault == "window-whole-blocks":
+        page_size = k.shape[1 if options.get("kv_layout", "NHD") == "NHD" else 2]
+        change = _MASKS.get(fault, {"block": page_size})
+        mask = usual_mask(options.pop("causal"), options.pop("window", None), **change)
         return attend_where(mask, q, k, v, **options)
     (out_a, lse_a), (out_b, lse_b) = in_parts(q, k, v, **options)
     if fault == "merge-nan":
         ratio = torch.exp(lse_a - lse_b)
         share = (ratio / (1 + ratio))[..., None]
         return (share * out_a + (1 - share) * out_b).to(q.dtype), torch.logaddexp(lse_a, lse_b)
+    if fault == "merge-swapped":
+        return cpattn.merge_state(out_a, lse_b, out_b, lse_a)
     base = LN2 if fault == "merge-wrong-base" else 1
     out, lse = cpattn.merge_state(out_a, lse_a / base, out_b, lse_b / base)
     return out, lse * base
@@ -229,6 +253,8 @@ def _other_arguments(fault, q, k, v, *, q_lens, kv_lens, block_tables, scale, **
             stride = k[0].numel()
             wrapped = (block_tables.long() * stride + 2**31) % 2**32 - 2**31
             changes = {"block_tables": ((wrapped // stride) % len(k)).int()}
+        case "page-id-16-bit":
+            changes = {"block_tables": block_tables & 0xFFFF}
         case "v-head-dim" if q.shape[-1] != v.shape[-1]:
             flat, dim, width = v.flatten(), q.shape[-1], v.shape[-1]
             rows = (torch.arange(len(flat) // width) * dim)[:, None] + torch.arange(width)
@@ -255,6 +281,8 @@ def _other_results(fault, q, k, v, out, lse, **options):
             lse = torch.logaddexp(lse, options["sinks"])
         case "lse-finite-on-empty":
             lse = lse.clamp(min=-5e4)
+        case "mean-on-empty" if "sinks" not in options:
+            hide_by_a_number(k, v, out, lse, **options)
         case "nan-on-empty":
             total = lse.exp()[..., None]
             out = (out * total / total).to(out.dtype)

@@ -59,6 +59,10 @@ def _wrong(fault, scores, lengths, topk, row_starts=None):
             chosen = _where_valid(chosen, chosen + starts[:, None])
         case "topk-padding":
             chosen = chosen.clamp(min=0)
+        case "topk-lost-infinite":
+            for row, own in zip(chosen, _rows_of(scores, lengths, starts), strict=True):
+                kept = row[row >= 0][own[row[row >= 0]].isfinite()]
+                row[:] = in_front(kept[None], topk)[0]
         case "topk-k-ignored":
             chosen = torch.nn.functional.pad(chosen, (0, max(topk - 32, 0)), value=-1)
         case "topk-twice":  # ties at the threshold are filled up from the first, which was taken

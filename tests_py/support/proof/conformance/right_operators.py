@@ -100,7 +100,9 @@ ATTENTION = {
 SELECTIONS = {
     "cpattn fast_topk": RightOperator("cpattn.sparse:fast_topk", "topk"),
     "cpattn topk_transform": RightOperator(f"{_HERE}:by_topk_transform", "topk"),
-    "torch.topk": RightOperator(f"{_HERE}:by_torch", "topk", "torch"),
+    "torch.topk": RightOperator(
+        f"{_HERE}:by_torch", "topk", "torch", without=("low", "nan")
+    ),  # it gives NaN first, and -inf hides
     "cpattn indexer_topk": RightOperator("cpattn.sparse:indexer_topk", "indexer_topk"),
     "cpattn cp_indexer_topk": RightOperator(
         f"{_HERE}:of_all_ranks", "indexer_topk", without=("empty",)

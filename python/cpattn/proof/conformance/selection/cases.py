@@ -15,6 +15,9 @@ from ..numbers import Array
 from .features import SelectionFeatures
 
 VALUES = ("normal", "ties", "equal", "rising", "falling")
+EXTREMES = ("low", "-inf", "nan")
+_LOW = -65_600  # below any number of float16
+_HIDDEN = 0.9  # of the scores, that are -inf or NaN
 _SPARE_COLUMNS = 3
 _NEAR = 2.0**-18  # between scores that share the first bits
 _HIGH = 1e30  # what nobody may select, and everybody would
@@ -35,8 +38,9 @@ class SelectionCase:
         How many are selected of them.
     starts : tuple of int
         The first candidate of each row; empty where all begin at 0.
-    values : {"normal", "ties", "equal", "rising", "falling"}
-        Scores far from each other; of four values; of one; and close to each other, in order.
+    values : {"normal", "ties", "equal", "rising", "falling", "low", "-inf", "nan"}
+        Scores far from each other; of four values; of one; and close to each other, in order;
+        below the numbers of float16; or most of them -inf, or NaN, which counts as -inf.
     high : bool
         Whether scores outside of a row's candidates are larger than all of theirs.
     ranks, interleave : int
@@ -73,7 +77,7 @@ class SelectionCase:
 
 
 def make_scores(case: SelectionCase, *, shared: bool = False) -> Array:
-    """Scores [rows, columns], float32, above 0; `shared`: all rows have the same ones."""
+    """Scores [rows, columns], float32; `shared`: all rows have the same ones."""
     rng = np.random.default_rng(case.seed)
     ends = [start + n for start, n in zip(case.first_columns, case.lengths, strict=True)]
     rows, columns = len(case.lengths), max(ends) + _SPARE_COLUMNS
@@ -85,6 +89,11 @@ def make_scores(case: SelectionCase, *, shared: bool = False) -> Array:
             scores = rng.integers(1, 5, shape).astype(np.float64)
         case "equal":
             scores = np.ones(shape)
+        case "low":
+            scores = _LOW * (1 + rng.random(shape))
+        case "-inf" | "nan":
+            scores = rng.standard_normal(shape)
+            scores[rng.random(shape) < _HIDDEN] = float(case.values)
         case _:
             place = np.arange(columns) if case.values == "rising" else np.arange(columns)[::-1]
             scores = np.broadcast_to(1 + place * _NEAR, shape).copy()
@@ -97,11 +106,18 @@ def make_scores(case: SelectionCase, *, shared: bool = False) -> Array:
 
 
 def candidates_of(case: SelectionCase, scores: Array) -> list[Array]:
-    """The scores of each row's candidates."""
+    """The scores of each row's candidates, -inf for NaN."""
+    scores = np.where(np.isnan(scores), -np.inf, scores)
     return [
         row[start : start + n]
         for row, start, n in zip(scores, case.first_columns, case.lengths, strict=True)
     ]
+
+
+def values_of(features: SelectionFeatures) -> tuple[str, ...]:
+    """Kinds of scores that a signature can say."""
+    can = (features.low, features.low, features.nan)
+    return (*VALUES, *(values for values, yes in zip(EXTREMES, can, strict=True) if yes))
 
 
 def edge_cases(features: SelectionFeatures) -> Iterator[SelectionCase]:
@@ -111,7 +127,7 @@ def edge_cases(features: SelectionFeatures) -> Iterator[SelectionCase]:
     batch = SelectionCase((40, 17, 33), 8, ranks=ranks)
     yield small
     yield batch
-    for values in VALUES[1:]:
+    for values in values_of(features)[1:]:
         yield replace(batch, values=values)
     yield replace(batch, topk=1)
     yield replace(batch, topk=17)
@@ -147,7 +163,7 @@ def cases(draw: st.DrawFn, features: SelectionFeatures) -> SelectionCase:
     if features.starts and draw(st.booleans()):
         starts = draw(st.lists(st.integers(0, 50), min_size=len(lengths), max_size=len(lengths)))
     return SelectionCase(
-        tuple(lengths), topk, tuple(starts), draw(st.sampled_from(VALUES)),
+        tuple(lengths), topk, tuple(starts), draw(st.sampled_from(values_of(features))),
         features.high and draw(st.booleans()),
         draw(st.integers(2, 4)) if features.ranks else 1,
         draw(st.sampled_from((1, 3, 16))) if features.ranks else 1,

@@ -119,6 +119,13 @@ def _of_another_row(row: Row) -> bool:
     return any(is_topk(row.chosen, other, row.topk) for other in row.others)
 
 
+def _lost(row: Row) -> bool:
+    """Candidates whose score is -inf are missing, and nothing else."""
+    count = min(row.topk, len(row.scores))
+    finite = int(np.isfinite(row.scores).sum())
+    return finite <= len(row.selected) < count and is_best(row.selected, row.scores)
+
+
 def _other_count(row: Row) -> bool:
     count = min(row.topk, len(row.scores))
     other = len(row.selected) != count or len(row.chosen) != row.topk
@@ -148,6 +155,14 @@ _ALL = (
             "Write all of a row: -1 where nothing is selected, and only behind what is.",
         ),
         _padding,
+    ),
+    SelectionFault(
+        Fault(
+            "topk-lost-infinite", "TOPK",
+            "leaves out candidates whose score is -inf or NaN, where fewer than topk are finite",
+            "Count NaN as -inf, and fill rows up with such candidates before -1.",
+        ),
+        _lost,
     ),
     SelectionFault(
         Fault(

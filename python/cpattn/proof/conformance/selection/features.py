@@ -41,6 +41,10 @@ class SelectionFeatures:
         Rows without candidates.
     high : bool
         Scores outside of a row's candidates that are larger than theirs.
+    low : bool
+        Scores of candidates below the numbers of float16, and -inf.
+    nan : bool
+        Scores of candidates that are NaN, which count as -inf.
     ranks : bool
         Keys that are dealt out to ranks.
     """
@@ -48,6 +52,8 @@ class SelectionFeatures:
     starts: bool = False
     empty: bool = True
     high: bool = True
+    low: bool = True
+    nan: bool = True
     ranks: bool = False
 
 

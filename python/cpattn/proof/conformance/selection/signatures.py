@@ -102,10 +102,15 @@ SELECTION_SIGNATURES = MappingProxyType(
         for signature in (
             SelectionSignature("topk", SelectionFeatures(starts=True), _call_topk),
             SelectionSignature(
-                "indexer_topk", SelectionFeatures(starts=True, high=False), _call_indexer, True
+                "indexer_topk",
+                SelectionFeatures(starts=True, high=False, low=False, nan=False),
+                _call_indexer,
+                True,
             ),
             SelectionSignature(
-                "dcp_local_indices", SelectionFeatures(high=False, ranks=True), _call_ranks
+                "dcp_local_indices",
+                SelectionFeatures(high=False, low=False, nan=False, ranks=True),
+                _call_ranks,
             ),
         )
     }

@@ -49,7 +49,7 @@ class Features:
     window, window_without_causal, softcap, sinks, v_head_dim, lse, pad_rows, append : bool
         Whether there are such arguments or results; `Case` says what they are.
     far : bool
-        Whether caches may be so large that offsets exceed 31 bits.
+        Whether caches may be so large that page ids exceed 16 bits, and offsets 31 bits.
     poison : bool
         Whether what is hidden may be NaN. A mask that is added to scores hides finite keys only.
     """

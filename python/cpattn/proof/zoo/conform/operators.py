@@ -111,6 +111,39 @@ def _int32_offset(q: Any, k: Any, v: Any, *, mended: bool = False, **options: An
     return _attend(q, k, v, **options)
 
 
+def _hidden_by_a_number(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any) -> _Part:
+    """onnxruntime#28904: hidden scores are -1e30, all alike in rows that see no key."""
+    out, lse = _attend(q, k, v, **options)
+    row = 0
+    sequences = zip(options["block_tables"], options["q_lens"], options["kv_lens"], strict=True)
+    for pages, q_len, kv_len in sequences if not mended else ():
+        empty = lse[row : row + q_len] == -math.inf
+        if kv_len and empty.any():
+            values = v[pages.long()]
+            if options.get("kv_layout") == "HND":
+                values = values.transpose(1, 2)
+            mean = values.flatten(0, 1)[:kv_len].float().mean(0).to(out.dtype)
+            heads = mean.repeat_interleave(out.shape[1] // len(mean), 0)
+            out[row : row + q_len][empty] = heads.expand(q_len, -1, -1)[empty]
+        row += q_len
+    return out, lse
+
+
+def _16_bit_ids(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any) -> _Part:
+    """ATOM#702: ids of blocks are packed into 16 bits."""
+    if not mended:
+        options["block_tables"] = options["block_tables"] & 0xFFFF
+    return _attend(q, k, v, **options)
+
+
+def _leaking_chunk(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any) -> _Part:
+    """tt-metal#48899: from 64 cached tokens on, rows of a chunk see later ones."""
+    cached = max(kv - q for q, kv in zip(options["q_lens"], options["kv_lens"], strict=True))
+    if not mended and cached >= 64 and options.get("window") is None:
+        options["causal"] = False
+    return _attend(q, k, v, **options)
+
+
 def _entry(
     bug: str,
     invariant: str,
@@ -184,5 +217,18 @@ ENTRIES = [
     _entry(
         "vllm-project/vllm#47671", "ADDR",
         "The offset of a page overflows 32 bits.", _int32_offset,
+    ),
+    _entry(
+        "microsoft/onnxruntime#28904", "LSE",
+        "Rows that see no key come out as the mean of the values.", _hidden_by_a_number,
+        without=("sinks",),
+    ),
+    _entry(
+        "ROCm/ATOM#702", "ADDR",
+        "Ids of blocks are cut to 16 bits.", _16_bit_ids,
+    ),
+    _entry(
+        "tenstorrent/tt-metal#48899", "COV",
+        "Rows of a chunk behind 64 cached tokens or more see later rows.", _leaking_chunk,
     ),
 ]  # fmt: skip

@@ -50,6 +50,41 @@ def _local(
     return out
 
 
+def _hidden_by_float16(
+    scores: Any, lengths: Any, topk: int, row_starts: Any = None, *, mended: bool
+) -> Any:
+    """cudnn-frontend#446: columns of no candidate get the smallest number of float16."""
+    import torch
+
+    from ....sparse import fast_topk
+
+    starts = torch.zeros_like(lengths) if row_starts is None else row_starts
+    column = torch.arange(scores.shape[1])
+    inside = (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
+    if mended:
+        return fast_topk(scores, lengths, topk, row_starts)
+    scores = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf).masked_fill(~inside, -65504.0)
+    chosen = fast_topk(scores, torch.full_like(lengths, len(column)), topk)
+    none = (torch.arange(topk) >= lengths[:, None]) | (chosen < 0)
+    return torch.where(none, -1, chosen - starts[:, None])
+
+
+def _above_threshold(
+    scores: Any, lengths: Any, topk: int, row_starts: Any = None, *, mended: bool
+) -> Any:
+    """vllm#50201: NaN is neither above a threshold nor equal to it, and nothing fills its place."""
+    import torch
+
+    from ....sparse import fast_topk
+
+    chosen = fast_topk(scores, lengths, topk, row_starts)
+    if mended:
+        return chosen
+    starts = torch.zeros_like(lengths) if row_starts is None else row_starts
+    columns = (chosen + starts[:, None]).clamp(min=0)
+    return torch.where(scores.gather(1, columns.long()).isnan(), -1, chosen)
+
+
 def _entry(
     bug: str, kind: str, story: str, operator: Callable[..., Any], signature: str, *without: str
 ) -> ZooEntry:
@@ -81,10 +116,21 @@ ENTRIES = [
     _entry(
         "local-inference-lab/b12x#55", "pull",
         "Candidates beyond the 4096 slots of a bucket were lost.", _bucket, "topk", "starts",
+        "low", "nan",
     ),
     _entry(
         "vllm-project/vllm#54541", "issues",
         "Selected positions of the sequence were looked up in the table of a rank.", _local,
         "dcp_local_indices",
+    ),
+    _entry(
+        "NVIDIA/cudnn-frontend#446", "issues",
+        "Lanes without a candidate had a score of -65504, above real ones.", _hidden_by_float16,
+        "topk",
+    ),
+    _entry(
+        "vllm-project/vllm#50201", "issues",
+        "Rows with NaN among their scores came back with fewer than k keys.", _above_threshold,
+        "topk",
     ),
 ]  # fmt: skip
