@@ -9,7 +9,7 @@ import click
 
 from .command_group import CommandGroup, refusals_by_option
 from .commands import commands
-from .options import Integer, Number
+from .options import Integer, Number, require_option
 from .page_option import html_option, write_page
 
 CommandGroup.examples["conform"] = "cpattn conform my_kernels:attention --signature sdpa"
@@ -46,11 +46,12 @@ _SECONDS = Number(0.1, 86_400)
     "--time-limit", type=_SECONDS, default=10, show_default=True,
     help="Seconds that a call may take.",
 )  # fmt: skip
+@require_option
 @click.option("--json", "as_json", is_flag=True, help="For machines: JSON on standard output.")
 @html_option
 def conform(
     operator: str, signature: str, without: tuple[str, ...], examples: int, seconds: float,
-    seed: int, device: str, time_limit: float, as_json: bool,
+    seed: int, device: str, time_limit: float, required: tuple[str, ...], as_json: bool,
     html_path: Path | None,
 ) -> None:  # fmt: skip
     """Try an attention operator on many batches, and name what is wrong with it; or one that
@@ -62,8 +63,9 @@ def conform(
     are held against attention that is wrong in known ways; the report names the one that fits, as
     lse-base-2 or window-off-by-one, with the smallest case that shows it.
 
-    Exit code 0 if nothing is wrong, 1 if something is, 2 if the operator cannot be imported or
-    answers no case. Modules of the working directory are found.
+    Exit code 0 if nothing is wrong, 1 if something is, 2 if the operator cannot be imported,
+    answers fewer than half of the cases, or --require names what was not checked. Modules of the
+    working directory are found.
 
     \b
     torch's operator, as on this machine:
@@ -83,7 +85,8 @@ def conform(
         with refusals_by_option(), make_progress("cpattn conform", "cases") as progress:
             report = run(
                 operator, signature=signature, without=without, examples=examples, seconds=seconds,
-                seed=seed, device=device, time_limit=time_limit, progress=progress,
+                seed=seed, device=device, time_limit=time_limit,
+                require=required, progress=progress,
             )  # fmt: skip
     except NotUsable as error:
         raise click.UsageError(str(error)) from None

@@ -2,6 +2,7 @@
 """Context-parallel code of anyone, on any device, refuted or proved.
 
 ``invariants``   what has to hold, each with an id that messages, documents and JSON use
+``requirements`` invariants that must have been decided
 ``findings``     an invariant that does not hold, where, and what to do; the report of a tool
 ``requirements`` `require`: invariants that a tool has to decide
 ``linting``      `lint`: refutes or proves what all ranks planned, from integers alone

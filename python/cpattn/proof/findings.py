@@ -100,6 +100,10 @@ class Report:
         Ids of those that could not be, each with the reason.
     seconds : float
         What it took.
+    scope : str
+        How much of what was tried the verdict is about; empty where it is about all.
+    undecided : str
+        Why "proved" would promise too much; empty where it does not.
     facts : mapping
         What else there is to tell, as counts of bytes or cases; JSON.
     required : tuple of str
@@ -112,6 +116,8 @@ class Report:
     checked: tuple[str, ...] = ()
     not_checked: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    scope: str = ""
+    undecided: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
 
@@ -126,7 +132,7 @@ class Report:
         if self.findings:
             return "refuted"
         nothing = bool(self.not_checked) and not self.checked
-        return "not judged" if self.missing or nothing else "proved"
+        return "not judged" if self.missing or self.undecided or nothing else "proved"
 
     @property
     def proved(self) -> bool:
@@ -149,7 +155,10 @@ class Report:
             verdict += f", {many}"
         elif self.missing:
             verdict += f", {' '.join(self.missing)} not checked"
+        verdict += f", {self.scope}" * bool(self.scope)
         lines = [f"{self.subject}: {verdict} ({self.seconds:.1f} s)"]
+        if self.undecided:
+            lines.append(f"  not judged: {self.undecided}")
         if checked and not self.proved:
             lines.append(f"  checked: {checked}")
         lines += [f"  not checked: {id} ({reason})" for id, reason in self.not_checked.items()]

@@ -24,7 +24,7 @@ def conforms(
     allow: tuple[str, ...] = (),
     **options: Any,
 ) -> Callable[[], None]:
-    """Make a test that fails with the report of `conform` if that finds anything.
+    """Make a test that fails with the report of `conform` if it has a finding or is not judged.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def conforms(
     def test() -> None:
         report = conform(fn, signature=signature, **options)
         found = [finding.kind for finding in report.findings if finding.kind not in allow]
-        if found:
+        if found or report.verdict == "not judged":
             raise AssertionError(report.text())
 
     return test

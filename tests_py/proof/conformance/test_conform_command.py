@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def right(q, k, v, **options):
 
 def raises(q, k, v, *, sinks=None, **options):
     return cpattn.paged_attention(q, k, v, **options) if sinks is None else {}["sinks"]
+
+def narrow(q, k, v, *, q_lens, causal, window=None, **options):
+    if q.shape[1] != k.shape[2]:
+        raise NotImplementedError("no groups")
+    if causal:
+        raise NotImplementedError("no masks")
+    return cpattn.paged_attention(q, k, v, q_lens=q_lens, causal=False, window=window, **options)
 
 def never(*args, **options):
     raise TypeError("always wrong")
@@ -107,6 +115,31 @@ def test_refuted_is_1_with_the_name(folder):
     assert ran.stdout.startswith(f"{fault.invariant} raises: mine:raises {fault.means}")
 
 
+def test_what_is_not_decided_is_2_and_said(folder):
+    """An operator that refused most is not proved; nor is one without a required invariant."""
+    ran = run("mine:narrow", "--signature", "cpattn", *FEW, "--html", "page.html")
+    assert ran.exit_code == 2, ran.stdout
+    said = r"\d+ of \d+ cases answered, \d+ refused \(\d+ no masks, \d+ no groups\)"
+    verdict = f"not judged, {said}"
+    assert re.search(rf"^mine:narrow: {verdict} ", ran.stdout, re.M)
+    page = (folder / "page.html").read_text()
+    assert re.search(verdict, re.sub("<.*?>", "", page))
+    assert '<span class="bad">Not judged</span>' in page
+    claims = ("--without", "causal", "--without", "groups")
+    ran = run("mine:narrow", "--signature", "cpattn", *FEW, *claims)
+    assert ran.exit_code == 0, ran.stdout
+    required = ("--signature", "cpattn", *FEW, "--without", "far", "--require")
+    ran = run("mine:right", *required, "COV,ADDR", "--json")
+    assert ran.exit_code == 2
+    report = json.loads(ran.stdout)
+    assert (report["proved"], report["findings"]) == (False, [])
+    assert report["not_checked"]["ADDR"] == "no cache is as large as 31 bits"
+    assert run("mine:right", *required, "COV,LSE").exit_code == 0
+    assert run("mine:raises", *required, "ADDR").exit_code == 1
+    with pytest.raises(AssertionError, match="not judged, ADDR not checked"):
+        conforms("mine:right", signature="cpattn", without=["far"], require=["ADDR"], **AT_EDGES)()
+
+
 @pytest.mark.parametrize(
     ("operator", "message"),
     [
@@ -142,6 +175,7 @@ def test_what_cannot_be_judged_is_2_and_one_line(folder, operator, message):
         (("--signature", "sdqa"), "signature must be one of cpattn, sdpa"),
         (("--signature", "cpattn", "--without", "speed"), "--without must be of prefix, short_kv"),
         (("--signature", "cpattn", "--examples", "-1"), "must be an integer from 0 to"),
+        (("--signature", "cpattn", "--require", "COW"), "must be of OWN, COV"),
         ((), "Missing option '--signature'"),
     ],
 )

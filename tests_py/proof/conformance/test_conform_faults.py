@@ -81,6 +81,14 @@ def test_hidden_values_that_some_rows_multiply_are_read_beyond_the_length():
     assert finding.details["only_when"]["poison"] is True
 
 
+def test_an_invariant_that_a_finding_breaks_is_checked():
+    """Without a log-sum-exp, merges are seen by outputs."""
+    report = report_of(broken.operator_of("merge-swapped"), without=["lse", "sinks", "far"])
+    assert the_finding(report, "merge-swapped").invariant == "LSE"
+    assert "LSE" in report.checked
+    assert "LSE" not in report.not_checked
+
+
 def both(change):
     """An operator that ignores windows, and has one more fault."""
     return lambda *tensors, window=None, **options: change(*tensors, **options)

@@ -71,7 +71,11 @@ def test_what_is_not_claimed_is_no_finding_and_what_is_refused_is_counted():
     report = conform(refuses, signature="cpattn", **AT_EDGES)
     assert report.proved
     assert report.facts["refused"] == {"NotImplementedError: no softcap, got #.#": 1}
-    assert report.facts["answered"] == report.facts["cases"] - 1
+    answered, cases = report.facts["answered"], report.facts["cases"]
+    assert answered == cases - 1
+    assert f"proved, {answered} of {cases} cases answered, 1 refused (1 no softcap, got #.#) (" in (
+        report.text()
+    )
 
 
 class Right:

@@ -83,6 +83,7 @@ def assert_can_be_said(case, features):
     assert case.causal in features.causal
     for name in ("softcap", "sinks", "poison", "pad_rows", "append", "far"):
         assert getattr(features, name) or not getattr(case, name), name
+    assert features.groups or case.num_heads == case.num_kv_heads
     assert features.window or case.window is None
     assert case.window is None or case.causal or features.window_without_causal
     assert features.v_head_dim or case.v_head_dim == case.head_dim

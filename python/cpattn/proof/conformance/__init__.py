@@ -10,6 +10,7 @@
 ``child``        the process that the operator runs in; ``forms``: what it may return
 ``oracle``       attention in float64 that can be wrong; by ``switches``, on wrong ``memory``
 ``faults``       the wrong ways that have names
+``verdict``      reports, and what they promise
 ``diagnosis``    which of them explains results; ``judgement`` and ``tolerances``: what differs
 """
 

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from ..findings import Finding, NotUsable, Report
+from ..requirements import require as requiring
 from .cases import Case
 from .child import Child, Operator, load
 from .diagnosis import Diagnosis, diagnose
@@ -25,13 +24,20 @@ from .signatures.signature import narrowed
 from .strategies import cases, edge_cases
 from .switches import RIGHT, changed_by
 from .trials import Budget, Progress, Trial, smallest, sweep
+from .verdict import answered, check_usable, report_of
 
 _SHARE_OF_SWEEP = 0.65  # of the time; diagnosing and making cases smaller take the rest
-_NOT_ASKED = {
+_REASONS = {
+    "OWN": "no batch of several sequences was answered",
+    "LEN": "no batch of several lengths was answered",
+    "LSE": "there is no log-sum-exp, and there are no sinks",
+    "ADDR": "no cache is as large as 31 bits",
+    "PAD": "no case has padding",
     "SEQ": "an operator issues no collectives",
     "XFER": "an operator sends nothing",
     "TOPK": "an operator that selects keys has a signature of its own",
     "BAL": "time is not measured",
+    "RES": "an operator asserts nothing",
 }
 
 
@@ -45,6 +51,7 @@ def conform(
     seed: int = 0,
     device: str = "cpu",
     time_limit: float = 10.0,
+    require: Sequence[str] = (),
     progress: Progress = lambda done, total, what: None,
 ) -> Report:
     """Try an attention operator on many batches, and say what is wrong with it; or one that selects
@@ -73,17 +80,23 @@ def conform(
         Where tensors live, as torch names it.
     time_limit : float
         Seconds that a call may take.
+    require : sequence of str
+        Ids of invariants without which nothing is proved, see `cpattn.proof.require`.
     progress : function of the number done, the number of all and what is being done
 
     Returns
     -------
     Report
-        Its findings have the names of `FAULTS` and `SELECTION_FAULTS` as their kinds.
+        Its findings have the names of `FAULTS` and `SELECTION_FAULTS` as their kinds. It is not
+        judged, exit code 2, if nothing is wrong but fewer than half of the cases were answered,
+        or a required invariant was not checked.
 
     Raises
     ------
     NotUsable
         If the operator cannot be imported, or answers no case.
+    ValueError
+        If a number is not positive, or `without` or `require` has an unknown name.
 
     Examples
     --------
@@ -97,31 +110,42 @@ def conform(
     """
     begin = time.monotonic()
     _check(examples=examples, seconds=seconds, time_limit=time_limit)
+    if require:
+        requiring(Report("conform", ""), require)  # refuses unknown ids before anything is tried
     found = _signature(signature)
     subject = fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
     budget = Budget(examples, begin + seconds * _SHARE_OF_SWEEP, seed)
+    until = begin + seconds
     if isinstance(found, SelectionSignature):
         selects = selection_narrowed(found, without)
         with Child(fn, selects, device, time_limit) as child:
-            return conform_selection(subject, child, selects, budget, begin + seconds, progress)
-    chosen = narrowed(found, without)
-    with Child(fn, chosen, device, time_limit) as child:
-        edges, others = list(edge_cases(chosen.features)), cases(chosen.features)
-        trials = sweep(lambda case: Trial(child.run(case)), edges, others, budget, progress)
-        _check_usable(subject, trials)
-        progress(len(trials), None, "diagnosing")
-        diagnoses = diagnose(trials)
-        rest = Budget(examples, begin + seconds, seed)
-        findings = []
-        for diagnosis in diagnoses:
-            progress(len(trials), None, f"making a case of {diagnosis.fault.name} smaller")
-            least = smallest(child, chosen.features, diagnosis.trials, diagnosis.shown_by, rest)
-            findings.append(_finding(subject, diagnosis, least, trials))
-    facts = _facts(trials, chosen, seed) | {"edges": len(edges)}
-    return Report(
-        "conform", subject, tuple(findings), _checked(trials, chosen), _not_checked(trials, chosen),
-        time.monotonic() - begin, facts,
-    )  # fmt: skip
+            report = conform_selection(subject, child, selects, budget, until, progress)
+    else:
+        chosen = narrowed(found, without)
+        with Child(fn, chosen, device, time_limit) as child:
+            report = _conform_attention(subject, child, chosen, budget, until, progress)
+    report = replace(report, seconds=time.monotonic() - begin)
+    return requiring(report, require) if require else report
+
+
+def _conform_attention(
+    subject: str, child: Child, signature: Signature, budget: Budget, until: float,
+    progress: Progress,
+) -> Report:  # fmt: skip
+    """Try an operator of attention."""
+    features = signature.features
+    edges, others = list(edge_cases(features)), cases(features)
+    trials = sweep(lambda case: Trial(child.run(case)), edges, others, budget, progress)
+    check_usable(subject, trials)
+    progress(len(trials), None, "diagnosing")
+    rest = replace(budget, until=until)
+    findings = []
+    for diagnosis in diagnose(trials):
+        progress(len(trials), None, f"making a case of {diagnosis.fault.name} smaller")
+        least = smallest(child, features, diagnosis.trials, diagnosis.shown_by, rest)
+        findings.append(_finding(subject, diagnosis, least, trials))
+    facts = {"signature": signature.name, "seed": budget.seed, "edges": len(edges)}
+    return report_of(subject, trials, findings, _covers(trials), _REASONS, facts)
 
 
 def _check(**numbers: float) -> None:
@@ -151,18 +175,6 @@ def _signature(
             f"got {type(signature).__name__}"
         )
     return signature
-
-
-def _check_usable(subject: str, trials: Sequence[Trial]) -> None:
-    """Something must have been answered; a crash on the way is a finding by itself."""
-    verdicts = Counter(trial.verdict for trial in trials)
-    if verdicts["right"] or verdicts["out"] or verdicts["lse"]:
-        return
-    first = trials[0]
-    raise NotUsable(
-        f"conform: {subject} answered none of {len(trials)} cases; the first "
-        f"({first.case.text()}): {first.verdict}, {first.result.message}"
-    )
 
 
 def _finding(subject: str, diagnosis: Diagnosis, least: Trial, trials: Sequence[Trial]) -> Finding:
@@ -201,44 +213,14 @@ def _only_when(wrong: Sequence[Trial], trials: Sequence[Trial]) -> dict[str, obj
     return found
 
 
-def _answered(trials: Sequence[Trial]) -> list[Trial]:
-    return [t for t in trials if t.verdict in ("right", "out", "lse")]
-
-
-def _covers(trials: Sequence[Trial], signature: Signature) -> dict[str, bool]:
+def _covers(trials: Sequence[Trial]) -> dict[str, bool]:
     """Whether anything was tried that could break an invariant."""
-    answered = _answered(trials)
+    tried = answered(trials)
     return {
-        "OWN": any(len(t.case.q_lens) > 1 for t in answered),
-        "COV": bool(answered),
-        "LEN": any(len(set(t.case.kv_lens)) > 1 for t in answered),
-        "LSE": any(t.result.lse is not None or t.case.sinks for t in answered),
-        "ADDR": any(t.case.far == 31 for t in answered),
-        "PAD": any(t.case.pad_rows or t.case.poison for t in answered),
+        "OWN": any(len(t.case.q_lens) > 1 for t in tried),
+        "COV": True,
+        "LEN": any(len(set(t.case.kv_lens)) > 1 for t in tried),
+        "LSE": any(t.result.lse is not None or t.case.sinks for t in tried),
+        "ADDR": any(t.case.far == 31 for t in tried),
+        "PAD": any(t.case.pad_rows or t.case.poison for t in tried),
     }
-
-
-def _checked(trials: Sequence[Trial], signature: Signature) -> tuple[str, ...]:
-    return tuple(id for id, covered in _covers(trials, signature).items() if covered)
-
-
-def _not_checked(trials: Sequence[Trial], signature: Signature) -> dict[str, str]:
-    reasons = {
-        "OWN": "no batch of several sequences was answered",
-        "LEN": "no batch of several lengths was answered",
-        "LSE": "there is no log-sum-exp, and there are no sinks",
-        "ADDR": "no cache is as large as 31 bits",
-        "PAD": "no case has padding",
-    }
-    left = {id: reasons[id] for id, covered in _covers(trials, signature).items() if not covered}
-    return left | _NOT_ASKED
-
-
-def _facts(trials: Sequence[Trial], signature: Signature, seed: int) -> dict[str, object]:
-    """How many cases there were, and which were refused for what."""
-    messages = (t.result.message for t in trials if t.verdict == "refused")
-    refused = Counter(re.sub(r"\d+", "#", message) for message in messages)
-    return {
-        "signature": signature.name, "seed": seed, "cases": len(trials),
-        "answered": len(_answered(trials)), "refused": dict(refused.most_common()),
-    }  # fmt: skip

@@ -33,7 +33,7 @@ def edge_cases(features: Features) -> Iterator[Case]:
     if features.prefix:
         prefix = replace(plain, kv_lens=tuple(q + n for q, n in zip(one, (9, 4), strict=False)))
         batch = replace(batch, kv_lens=(8, 14, 21))
-    groups = replace(batch, num_heads=4)
+    groups = replace(batch, num_heads=4 if features.groups else 2)
     square = replace(batch, q_lens=(5, 5), kv_lens=(5, 5))  # needs no mask, or a causal one alone
     one_empty = (0, *batch.kv_lens[1:])
     not_causal = False in features.causal
@@ -127,7 +127,8 @@ def cases(draw: st.DrawFn, features: Features) -> Case:
     page_size = draw(st.sampled_from(features.page_sizes)) if layout == "paged" else 4
     causal = draw(st.sampled_from(features.causal))
     q_lens, kv_lens = draw(_lengths(features, page_size, causal))
-    heads, kv_heads = draw(st.sampled_from(_HEADS))
+    usual = [pair for pair in _HEADS if features.groups or pair[0] == pair[1]]
+    heads, kv_heads = draw(st.sampled_from(usual))
     dim = draw(st.sampled_from(features.head_dims))
     windowed = features.window and (causal or features.window_without_causal)
     windows = st.one_of(st.none(), st.sampled_from((0, 1, 3, 16, 64))) if windowed else st.none()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hypothesis import HealthCheck, Phase, Verbosity, find, given, seed, settings
 from hypothesis.errors import NoSuchExample
@@ -100,13 +100,19 @@ class Budget:
         return time.monotonic() >= self.until
 
 
-class _Judged(Protocol):
+class Judged(Protocol):
+    """A trial of any operator."""
+
+    @property
+    def case(self) -> Any: ...
+    @property
+    def result(self) -> Any: ...
     @property
     def verdict(self) -> str: ...
 
 
 CaseT = TypeVar("CaseT")
-TrialT = TypeVar("TrialT", bound=_Judged)
+TrialT = TypeVar("TrialT", bound=Judged)
 
 
 def sweep(

@@ -4,23 +4,24 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...findings import Finding, NotUsable, Report
+from ...findings import Finding, Report
 from ..child import Child
 from ..faults import FAULTS, Fault
 from ..numbers import Array
 from ..trials import Budget, Progress, sweep
+from ..verdict import answered, check_usable, report_of
 from .cases import SelectionCase, cases, edge_cases, smaller
 from .faults import SELECTION_FAULTS, explains, is_crowded
 from .features import SelectionSignature
 from .trials import SelectionTrial
 
-_NOT_ASKED = {
+_REASONS = {
+    **dict.fromkeys(("OWN", "LEN", "PAD"), "no case has it"),
     "COV": "nothing is attended to", "LSE": "there is no log-sum-exp",
     "SEQ": "an operator issues no collectives", "XFER": "an operator sends nothing",
     "ADDR": "no scores are as large as 31 bits", "BAL": "time is not measured",
@@ -43,7 +44,6 @@ def conform_selection(
     progress: Progress,
 ) -> Report:  # fmt: skip
     """What `conform` does, of an operator that selects keys."""
-    begin = time.monotonic()
 
     def attempt(case: SelectionCase) -> SelectionTrial:
         return SelectionTrial(child.run(case), signature.shared)
@@ -51,33 +51,20 @@ def conform_selection(
     features = signature.features
     edges = list(edge_cases(features))
     trials = sweep(attempt, edges, cases(features), budget, progress)
-    verdicts = Counter(trial.verdict for trial in trials)
-    if not verdicts["right"] and not verdicts["wrong"]:
-        raise NotUsable(
-            f"conform: {subject} answered none of {len(trials)} cases; the first "
-            f"({trials[0].case.text()}): {trials[0].verdict}, {trials[0].result.message}"
-        )
+    check_usable(subject, trials)
     findings = [
         _finding(subject, diagnosis, _smallest(attempt, diagnosis, until), trials)
         for diagnosis in _diagnose(trials)
     ]
-    answered = [t.case for t in trials if t.verdict in ("right", "wrong")]
+    tried = [trial.case for trial in answered(trials)]
     covers = {
-        "OWN": any(len(case.lengths) > 1 for case in answered),
-        "LEN": any(len(set(case.lengths)) > 1 for case in answered),
+        "OWN": any(len(case.lengths) > 1 for case in tried),
+        "LEN": any(len(set(case.lengths)) > 1 for case in tried),
         "TOPK": True,
-        "PAD": any(min(case.lengths) < case.topk or case.high for case in answered),
+        "PAD": any(min(case.lengths) < case.topk or case.high for case in tried),
     }
-    left = {id: "no case has it" for id, covered in covers.items() if not covered}
-    facts = {
-        "signature": signature.name, "seed": budget.seed, "cases": len(trials),
-        "edges": len(edges), "answered": len(answered),
-        "refused": dict(Counter(t.result.message for t in trials if t.verdict == "refused")),
-    }  # fmt: skip
-    return Report(
-        "conform", subject, tuple(findings), tuple(id for id, yes in covers.items() if yes),
-        left | _NOT_ASKED, time.monotonic() - begin, facts,
-    )  # fmt: skip
+    facts = {"signature": signature.name, "seed": budget.seed, "edges": len(edges)}
+    return report_of(subject, trials, findings, covers, _REASONS, facts)
 
 
 def _diagnose(trials: Sequence[SelectionTrial]) -> list[_Diagnosis]:

@@ -46,6 +46,8 @@ class Features:
         Whether all sequences of a batch have equally many new tokens, at least one.
     prefix, short_kv, empty : bool
         Sequences with cached tokens; with more queries than keys; rows that see no key.
+    groups : bool
+        Query heads that share KV heads.
     window, window_without_causal, softcap, sinks, v_head_dim, lse, pad_rows, append : bool
         Whether there are such arguments or results; `Case` says what they are.
     far : bool
@@ -64,6 +66,7 @@ class Features:
     prefix: bool = True
     short_kv: bool = False
     empty: bool = True
+    groups: bool = True
     window: bool = False
     window_without_causal: bool = False
     softcap: bool = False
@@ -114,14 +117,16 @@ def narrowed(signature: Signature, without: Sequence[str]) -> Signature:
         elif name in features.dtypes and len(features.dtypes) > 1:
             left = tuple(dtype for dtype in features.dtypes if dtype != name)
             features = replace(features, dtypes=left)
+        elif name == "causal" and len(features.causal) > 1:
+            features = replace(features, causal=(False,))
         elif name in features.layouts and len(features.layouts) > 1:
             left = tuple(layout for layout in features.layouts if layout != name)
             features = replace(features, layouts=left)
         else:
             can = [flag for flag in flags if getattr(signature.features, flag)]
-            several = [*features.dtypes, *features.layouts]
+            several = ["causal", *features.dtypes, *features.layouts]
             raise ValueError(
                 f"conform: without must be of {', '.join(can + several)}, of which a dtype and a "
-                f"layout must stay, got {name!r}"
+                f"layout must stay, and attention with causal masks or without, got {name!r}"
             )
     return replace(signature, features=features)

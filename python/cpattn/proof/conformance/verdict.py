@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of trials: what they are about, and what they promise."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..findings import Finding, NotUsable, Report
+from .trials import Judged
+
+_LEAST_ANSWERED = 0.5  # of the cases: what answers fewer is not proved
+_MOST_TOLD, _MOST_CHARACTERS = 3, 60  # of reasons to refuse
+
+
+def check_usable(subject: str, trials: Sequence[Judged]) -> None:
+    """Something must have been answered; a crash on the way is a finding by itself."""
+    if not answered(trials):
+        first = trials[0]
+        raise NotUsable(
+            f"conform: {subject} answered none of {len(trials)} cases; the first "
+            f"({first.case.text()}): {first.verdict}, {first.result.message}"
+        )
+
+
+def answered(trials: Sequence[Judged]) -> list[Judged]:
+    """Trials with an answer, right or wrong."""
+    return [trial for trial in trials if trial.result.status == "answered"]
+
+
+def report_of(
+    subject: str, trials: Sequence[Judged], findings: Sequence[Finding],
+    covers: Mapping[str, bool], reasons: Mapping[str, str], facts: Mapping[str, Any],
+) -> Report:  # fmt: skip
+    """A report that says how much its verdict is about.
+
+    Parameters
+    ----------
+    covers : mapping
+        Whether anything was tried that could break an invariant.
+    reasons : mapping
+        Why an invariant is not checked. One that a finding breaks is.
+    """
+    broken = {finding.invariant for finding in findings}
+    checked = [id for id, yes in covers.items() if yes or id in broken]
+    checked += [id for id in reasons if id in broken and id not in checked]
+    messages = (t.result.message for t in trials if t.verdict == "refused")
+    refused = Counter(re.sub(r"\d+", "#", message) for message in messages)
+    scope = _scope(trials, refused) if refused else ""
+    enough = len(answered(trials)) >= _LEAST_ANSWERED * len(trials)
+    undecided = "" if enough else "fewer than half were answered; leave out what is not claimed"
+    facts = {"cases": len(trials), "answered": len(answered(trials)), **facts}
+    return Report(
+        "conform", subject, tuple(findings), tuple(checked),
+        {id: reason for id, reason in reasons.items() if id not in checked},
+        scope=scope, undecided=undecided, facts=facts | {"refused": dict(refused.most_common())},
+    )  # fmt: skip
+
+
+def _scope(trials: Sequence[Judged], refused: Counter[str]) -> str:
+    """Cases answered, and the commonest reasons to refuse others."""
+    told = [f"{count} {_short(said)}" for said, count in refused.most_common(_MOST_TOLD)]
+    told += ["..."] * (len(refused) > _MOST_TOLD)
+    count = f"{len(answered(trials))} of {len(trials)} cases answered"
+    return f"{count}, {refused.total()} refused ({', '.join(told)})"
+
+
+def _short(message: str) -> str:
+    """What an exception says, without its type and its end."""
+    text = message.partition(": ")[2] or message
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
