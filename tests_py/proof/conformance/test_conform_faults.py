@@ -36,7 +36,10 @@ def the_finding(report, kind):
     "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in FAULTS]
 )
 def test_a_fault_is_named(name):
-    signature = "flash_attn_varlen" if name == "pad-rows-read" else "cpattn"
+    others = {
+        "pad-rows-read": "flash_attn_varlen", "new-keys-unwritten": "flash_attn_with_kvcache"
+    }  # fmt: skip
+    signature = others.get(name, "cpattn")
     limit = {"time_limit": SECONDS_OF_HANG} if name == "hang" else {}
     report = report_of(broken.operator_of(name), signature, **limit)
     finding = the_finding(report, name)

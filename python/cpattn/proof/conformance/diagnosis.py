@@ -69,7 +69,8 @@ _FAR = ("overflow-32-bit", "page-id-16-bit")
 
 def diagnose(trials: Sequence[Trial]) -> list[Diagnosis]:
     """One diagnosis for each fault; together they are about all trials that went wrong."""
-    right = sorted((t for t in trials if t.verdict == "right"), key=lambda t: t.case.size)
+    right = [t for t in trials if t.verdict == "right" or t.verdict == t.result.side_effect]
+    right.sort(key=lambda t: t.case.size)
     failed = [t for t in trials if t.verdict not in ("right", "refused")]
     of_far = FAULTS["page-id-16-bit" if any(t.case.far == 16 for t in failed) else _FAR[0]]
     found = _of_form(trials, right, of_far)
@@ -95,7 +96,7 @@ def _of_form(trials: Sequence[Trial], right: Sequence[Trial], of_far: Fault) -> 
     found: dict[str, Diagnosis] = {}
     for trial in trials:
         name = trial.verdict
-        if name not in ("crash", "hang", "raised", "wrong-form"):
+        if name not in ("crash", "hang", "raised", "wrong-form", trial.result.side_effect):
             continue
         case = trial.case
         name = {"raised": "raises"}.get(name, name)

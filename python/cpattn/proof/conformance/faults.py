@@ -328,6 +328,16 @@ _FORMS = (
         "Return the output in the shape and the dtype of the queries, and the LSE in float32.",
     ),
     Fault(
+        "changes-inputs", "ADDR",
+        "changes its arguments",
+        "Work on a copy, or write to the output: callers use queries and caches again.",
+    ),
+    Fault(
+        "new-keys-unwritten", "OWN",
+        "does not write new keys and values into the cache",
+        "Write them at their positions before attention, or the next step has other keys.",
+    ),
+    Fault(
         "unknown", "COV",
         "differs from attention in no way that has a name",
         "See which rows, heads and keys differ.",

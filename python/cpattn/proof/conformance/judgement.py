@@ -24,7 +24,9 @@ class Result:
     status : {"answered", "refused", "raised", "wrong-form", "crash", "hang"}
     out, lse : float64 arrays of the rows of sequences, or None
     message : str
-        Why there is no answer.
+        Why there is no answer, or what the side effect is.
+    side_effect : {"", "changes-inputs", "new-keys-unwritten"}
+        What an operator that answered did, or did not do, to its arguments.
     """
 
     case: Case
@@ -32,6 +34,7 @@ class Result:
     out: Array | None = None
     lse: Array | None = None
     message: str = ""
+    side_effect: str = ""
 
 
 class Differences(NamedTuple):

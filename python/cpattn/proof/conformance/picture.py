@@ -16,7 +16,7 @@ _VISIBLE_CHANGE = 0.01  # of a weight, in a picture
 
 def picture(trial: Trial) -> str:
     """A line for each of the first wrong rows, or why there is no answer."""
-    if trial.result.status != "answered":
+    if trial.verdict not in ("out", "lse"):
         return trial.result.message
     rows, heads = np.nonzero(trial.wrong_rows)
     lines = [_row(trial, int(r), int(h)) for r, h in zip(rows[:3], heads[:3], strict=True)]

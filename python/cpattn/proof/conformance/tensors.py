@@ -30,6 +30,7 @@ class Tensors:
     def __init__(self, case: Case, device: str = "cpu") -> None:
         self.case, self.device = case, device
         self._batch: Batch = make_batch(case)
+        self._given: list[tuple[Any, Any, Any]] = []  # a tensor, a copy, and what it may become
         self.q = self.tensor(self._batch.q)
         self.q_lens, self.kv_lens = list(case.q_lens), list(case.kv_lens)
         sinks = self._batch.sinks
@@ -40,7 +41,22 @@ class Tensors:
         import torch
 
         wanted = getattr(torch, dtype or self.case.dtype)
-        return torch.from_numpy(np.array(x)).to(self.device, wanted)
+        given = torch.from_numpy(np.array(x)).to(self.device, wanted)
+        self._given.append((given, given.clone(), None))
+        return given
+
+    def side_effect(self) -> tuple[str, str]:
+        """What became of the tensors that an operator was given: the fault and what happened, or
+        nothing."""
+        for given, before, after in self._given:
+            shape = f"{str(given.dtype).removeprefix('torch.')} of shape {list(given.shape)}"
+            if after is None and not _same(given, before):
+                return "changes-inputs", f"an argument was changed, {shape}"
+            if after is not None and not _same(given, after):
+                if _same(given, before):
+                    return "new-keys-unwritten", f"the cache is as before, {shape}"
+                return "changes-inputs", f"the cache has other rows than before and new, {shape}"
+        return "", ""
 
     def indices(self, values: Iterable[int]) -> Any:
         """An int32 tensor on the device."""
@@ -67,29 +83,31 @@ class Tensors:
         stride = case.page_size * case.num_kv_heads * min(case.head_dim, case.v_head_dim)
         return {0: 0, 16: FAR_PAGES, 31: FAR_ELEMENTS // stride + 1}[case.far]
 
-    def caches(self, without_new: bool = False) -> tuple[Any, Any]:
+    def caches(self, without_new: bool = False) -> tuple[Any, ...]:
         """K and V in pages; `without_new`: new tokens are still to be written."""
-        memories = [self._batch.k.copy(), self._batch.v.copy()]
-        if without_new:
-            for own, q_len, kv_len in zip(
-                self._batch.slots, self.q_lens, self.kv_lens, strict=True
-            ):
-                for memory in memories:
-                    memory[own[kv_len - q_len : kv_len]] = np.nan
-        return self._cache(memories[0]), self._cache(memories[1])
+        return tuple(self._cache(memory, without_new) for memory in (self._batch.k, self._batch.v))
 
-    def _cache(self, memory: Array) -> Any:
-        case = self.case
-        pages = memory.reshape(-1, case.page_size, *memory.shape[1:])
-        if case.kv_layout == "HND":
-            pages = np.ascontiguousarray(pages.swapaxes(1, 2))
-        near = self.tensor(pages)
-        if not case.far:
-            return near
-        shape = (self.first_page + len(pages), *pages.shape[1:])
-        cache = reserved(shape, near.dtype) if self.device == "cpu" else near.new_zeros(shape)
-        cache[self.first_page :] = near
+    def _cache(self, memory: Array, without_new: bool) -> Any:
+        case, old = self.case, memory.copy()
+        for own, q_len, kv_len in zip(self._batch.slots, self.q_lens, self.kv_lens, strict=True):
+            if without_new:
+                old[own[kv_len - q_len : kv_len]] = np.nan
+        near, after = (self._pages(x) for x in (old, memory))
+        cache = near
+        if case.far:
+            shape = (self.first_page + len(near), *near.shape[1:])
+            cache = reserved(shape, near.dtype) if self.device == "cpu" else near.new_zeros(shape)
+            cache[self.first_page :] = near
+        self._given[-2:] = [
+            (cache[self.first_page :], near.clone(), after if without_new else None)
+        ]
         return cache
+
+    def _pages(self, memory: Array) -> Any:
+        pages = memory.reshape(-1, self.case.page_size, *memory.shape[1:])
+        if self.case.kv_layout == "HND":
+            pages = np.ascontiguousarray(pages.swapaxes(1, 2))
+        return self.tensor(pages)
 
     def new(self) -> tuple[Any, Any]:
         """K and V of the new tokens, [rows, num_kv_heads, dim]."""
@@ -143,6 +161,11 @@ class Tensors:
                 f"got {' and '.join(map(str, padded.shape[:2]))}"
             )
         return torch.cat([padded[s, :q_len] for s, q_len in enumerate(self.q_lens)])
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    """Whether two tensors are equal, NaN to NaN."""
+    return bool(((given == wanted) | (given.isnan() & wanted.isnan())).all())
 
 
 def reserved(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -55,12 +55,12 @@ class Trial:
 
     @cached_property
     def verdict(self) -> str:
-        """ "right", "out" or "lse" for what is wrong, or why there is no answer."""
+        """ "right", "out" or "lse" for what is wrong, a side effect, or why there is no answer."""
         if self.result.status != "answered":
             return self.result.status
         if self.found.out.any():
             return "out"
-        return "lse" if self.found.lse.any() else "right"
+        return "lse" if self.found.lse.any() else self.result.side_effect or "right"
 
     @property
     def wrong_rows(self) -> Array:
@@ -74,8 +74,7 @@ class Trial:
         if not can_matter(switches, self.case):
             switches = RIGHT
         if switches not in self._fits:
-            with_lse = self.verdict == "lse" or self.verdict == "right"
-            channel = "lse" if with_lse else "out"
+            channel = "out" if self.verdict == "out" else "lse"
             wrong = attend(self.batch, switches)
             self._fits[switches] = fits(self.result, wrong, channel, switches)
         return self._fits[switches]

@@ -100,7 +100,17 @@ def returning(change):
 
 def operator_of(fault):
     """The operator with a fault, by its name; rows of padding are of `flash_attn_varlen_func`."""
-    return pad_rows_read if fault == "pad-rows-read" else partial(_wrong, fault)
+    others = {"pad-rows-read": pad_rows_read, "new-keys-unwritten": new_keys_unwritten}
+    return others.get(fault, partial(_wrong, fault))
+
+
+def new_keys_unwritten(q, k_cache, v_cache, *args, **options):
+    """With the signature of `flash_attn_with_kvcache`."""
+    from cpattn.integrations.flash_attn import flash_attn_with_kvcache
+
+    if options.get("k") is not None:
+        k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    return flash_attn_with_kvcache(q, k_cache, v_cache, *args, **options)
 
 
 def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
@@ -180,6 +190,8 @@ def _wrong(fault, q, k, v, **options):
         return _of_parts(fault, q, k, v, **options)
     called, changes = _other_arguments(fault, q, k, v, **options)
     out, lse = attention(*called, **options | changes)
+    if fault == "changes-inputs":
+        q.mul_(options["scale"])
     return _other_results(fault, q, k, v, out, lse, **options)
 
 

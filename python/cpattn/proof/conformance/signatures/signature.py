@@ -98,9 +98,14 @@ class Signature:
 
     def answer(self, fn: Any, case: Case, device: str) -> Result:
         """Call an operator on a case, and look at the form of what it returns."""
-        answer = self.call(fn, Tensors(case, device))
+        tensors = Tensors(case, device)
+        answer = self.call(fn, tensors)
         has_lse = self.features.lse
-        return checked(case, answer.out, answer.lse, has_lse=has_lse, device=device)
+        result = checked(case, answer.out, answer.lse, has_lse=has_lse, device=device)
+        if result.status != "answered":
+            return result
+        effect, message = tensors.side_effect()
+        return replace(result, side_effect=effect, message=message)
 
     def failed(self, case: Case, status: str, message: str) -> Result:
         """What stands for an answer."""
