@@ -123,9 +123,10 @@ def paged_attention(
         lse = log(sum(exp(score[j])))
 
     Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``. A row that sees no key
-    gives zeros and LSE -inf; what it does not see never matters, NaN included. Accumulation is in
-    float32, and the result is rounded once. In bfloat16, the instruction sets avx512bf16 and amx
-    also round each weight ``exp(score[j] - maximum)`` to bfloat16 before it meets the values.
+    gives zeros and LSE -inf; what it does not see never matters, NaN included. What it sees counts
+    also with weight 0, under which an infinite value gives NaN. Accumulation is in float32, and the
+    result is rounded once. In bfloat16, the instruction sets avx512bf16 and amx also round each
+    weight ``exp(score[j] - maximum)`` to bfloat16 before it meets the values.
 
     Parameters
     ----------

@@ -76,7 +76,8 @@ def paged_attention(
     Returns
     -------
     out : array [sum(q_lens), num_heads, v_head_dim], float64
-        Zeros for a row that sees no key.
+        Zeros for a row that sees no key. Infinite or NaN where a value that is seen is so, whatever
+        its weight; under a score of -inf an infinite value gives NaN in `cpattn.paged_attention`.
     lse : array [sum(q_lens), num_heads], float64
         Natural logarithm, without the sink; -inf for a row that sees no key.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import cpattn
 from cpattn import reference
 from support.tolerances import assert_close, to_float64
 
@@ -133,6 +134,20 @@ def test_a_custom_mask_narrows_causal_attention():
             attn_mask=torch.from_numpy(visible),
         )
         assert_same(out, expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("key", [-np.inf, -1e30])
+def test_a_value_counts_under_weight_0(isa, key, value):
+    """Products of 0 and infinity are NaN in kernels; no result looks like a number."""
+    q, k, v = (np.ones((n, 1, 16), np.float32) for n in (1, 4, 4))
+    k[1, 0, 0], v[1] = key, value
+    arguments = {"q_lens": [1], "kv_lens": [4], "block_tables": np.zeros((1, 1), np.int32)}
+    out = cpattn.paged_attention(q, k[None], v[None], **arguments)
+    oracle, lse = reference.paged_attention(q, k[None], v[None], **arguments)
+    assert np.isnan(out).all()
+    assert not np.isfinite(oracle).any()
+    assert np.isfinite(lse).all()
 
 
 def test_merge_state_golden_value():
