@@ -21,8 +21,30 @@ FAR_PAGES = 2**16  # what an unsigned 16-bit id of a page cannot say any more
 SPARE_PAGES = 3  # pages that no sequence has
 
 
+class Told:
+    """A dataclass of numbers, the first two of them lengths, for people and programs."""
+
+    def text(self) -> str:
+        """The first two fields, and those of the others that are not as by default."""
+        told = []
+        for i, field in enumerate(fields(self)):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if i < 2 or (value != field.default and field.name != "seed"):
+                told.append(f"{field.name}={list(value) if isinstance(value, tuple) else value!r}")
+        return ", ".join(told)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)  # type: ignore[call-overload]
+
+    def extras(self) -> int:
+        """How many of the other fields are not as by default."""
+        others = fields(self)[2:]  # type: ignore[arg-type]
+        return sum(getattr(self, field.name) != field.default for field in others)
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Told):
     """One call.
 
     Attributes
@@ -68,30 +90,11 @@ class Case:
     poison: bool = False
     seed: int = 0
 
-    def text(self) -> str:
-        """What is not as by default, and the lengths."""
-        return text_of(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     @property
     def size(self) -> int:
         """A measure of how much a person has to look at."""
         pairs = sum((q + 1) * (kv + 1) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
-        extras = sum(getattr(self, field.name) != field.default for field in fields(self)[2:])
-        return pairs * self.num_heads + 8 * extras + 4 * len(self.q_lens)
-
-
-def text_of(case: Any) -> str:
-    """The first two fields of a case, and those of the others that are not as by default."""
-    told = []
-    for i, field in enumerate(fields(case)):
-        value = getattr(case, field.name)
-        if i < 2 or (value != field.default and field.name != "seed"):
-            told.append(f"{field.name}={list(value) if isinstance(value, tuple) else value!r}")
-    return ", ".join(told)
+        return pairs * self.num_heads + 8 * self.extras() + 4 * len(self.q_lens)
 
 
 @dataclass(frozen=True)

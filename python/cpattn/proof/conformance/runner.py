@@ -24,7 +24,7 @@ from .signatures.signature import narrowed
 from .strategies import cases, edge_cases
 from .switches import RIGHT, changed_by
 from .trials import Budget, Progress, Trial, smallest, sweep
-from .verdict import answered, check_usable, report_of
+from .verdict import answered, check_usable, finding_of, report_of
 
 _SHARE_OF_SWEEP = 0.65  # of the time; diagnosing and making cases smaller take the rest
 _REASONS = {
@@ -135,14 +135,18 @@ def _conform_attention(
     """Try an operator of attention."""
     features = signature.features
     edges, others = list(edge_cases(features)), cases(features)
-    trials = sweep(lambda case: Trial(child.run(case)), edges, others, budget, progress)
+
+    def attempt(case: Case) -> Trial:
+        return Trial(child.run(case))
+
+    trials = sweep(attempt, edges, others, budget, progress)
     check_usable(subject, trials)
     progress(len(trials), None, "diagnosing")
     rest = replace(budget, until=until)
     findings = []
     for diagnosis in diagnose(trials):
         progress(len(trials), None, f"making a case of {diagnosis.fault.name} smaller")
-        least = smallest(child, features, diagnosis.trials, diagnosis.shown_by, rest)
+        least = smallest(attempt, others, diagnosis.trials, diagnosis.shown_by, rest)
         findings.append(_finding(subject, diagnosis, least, trials))
     facts = {"signature": signature.name, "seed": budget.seed, "edges": len(edges)}
     return report_of(subject, trials, findings, _covers(trials), _REASONS, facts)
@@ -178,27 +182,22 @@ def _signature(
 
 
 def _finding(subject: str, diagnosis: Diagnosis, least: Trial, trials: Sequence[Trial]) -> Finding:
-    fault = diagnosis.fault
     concerned = [t for t in trials if t in diagnosis.trials or diagnosis.shown_by(t)]
-    tried = sum(t.verdict != "refused" for t in trials)
-    what = f"{subject} {fault.means}"
-    if diagnosis.channel == "form":
-        what += f": {least.result.message}"
-    else:
+    said, then = least.result.message, ""
+    if diagnosis.channel != "form":
         name = "the output" if diagnosis.channel == "out" else "the log-sum-exp"
-        what += f": {name} {off_by(least.result, least.expected, diagnosis.channel)}"
-    what += f" ({len(concerned)} of {tried} cases)"
+        said = f"{name} {off_by(least.result, least.expected, diagnosis.channel)}"
     for name, count in diagnosis.contradicted.items():
-        what += f"; {name} explains it, but not why {count} cases came out right"
+        then = f"; {name} explains it, but not why {count} cases came out right"
     details = {
-        "case": least.case.as_dict(), "oracle": dict(changed_by(diagnosis.switches or RIGHT)),
+        "oracle": dict(changed_by(diagnosis.switches or RIGHT)),
         "also_explained_by": diagnosis.also, "contradicted": diagnosis.contradicted,
         "cases": len(concerned), "only_when": _only_when(concerned, trials),
     }  # fmt: skip
-    return Finding(
-        fault.invariant, what, where=least.case.text(), picture=picture(least),
-        advice=fault.advice, kind=fault.name, details=details,
-    )  # fmt: skip
+    found = finding_of(subject, diagnosis.fault, least, trials, len(concerned), said)
+    return replace(
+        found, what=found.what + then, picture=picture(least), details={**found.details, **details}
+    )
 
 
 def _only_when(wrong: Sequence[Trial], trials: Sequence[Trial]) -> dict[str, object]:

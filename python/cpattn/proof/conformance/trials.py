@@ -15,12 +15,9 @@ from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
 from .cases import Batch, Case, make_batch
-from .child import Child
 from .judgement import Differences, Result, differences, fits
 from .numbers import Array
 from .oracle import Attended, attend
-from .signatures import Features
-from .strategies import cases
 from .switches import RIGHT, Switches, can_matter
 
 _MOST_LOST = {"crash": 4, "hang": 2}  # then no more cases are tried: each takes a process
@@ -143,25 +140,25 @@ def sweep(
 
 
 def smallest(
-    child: Child, features: Features, known: list[Trial], shows: Callable[[Trial], bool],
-    budget: Budget,
-) -> Trial:  # fmt: skip
+    attempt: Callable[[CaseT], TrialT], others: SearchStrategy[CaseT], known: list[TrialT],
+    shows: Callable[[TrialT], bool], budget: Budget, examples: int = _SHRINKING_EXAMPLES,
+) -> TrialT:  # fmt: skip
     """The smallest trial that shows a fault: of those known, and of what Hypothesis shrinks to."""
-    tried: dict[Case, Trial] = {}
+    tried: dict[CaseT, TrialT] = {}
 
-    def holds(case: Case) -> bool:
+    def holds(case: CaseT) -> bool:
         if case not in tried:
             if budget.is_over:
                 return False
-            tried[case] = Trial(child.run(case))
+            tried[case] = attempt(case)
         return shows(tried[case])
 
     quiet = settings(
-        max_examples=_SHRINKING_EXAMPLES, database=None, deadline=None, derandomize=True,
+        max_examples=examples, database=None, deadline=None, derandomize=True,
         phases=[Phase.generate, Phase.shrink], verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    if known[0].verdict != "hang":  # else each example takes all of the time limit
+    if known[0].verdict != "hang" and not budget.is_over:  # else each takes all of the time limit
         with suppress(NoSuchExample):
-            find(cases(features), holds, settings=quiet)
+            find(others, holds, settings=quiet)
     return min([*known, *filter(shows, tried.values())], key=lambda trial: trial.case.size)

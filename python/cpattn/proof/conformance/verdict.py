@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..findings import Finding, NotUsable, Report
+from .faults import Fault
 from .trials import Judged
 
 _LEAST_ANSWERED = 0.5  # of the cases: what answers fewer is not proved
@@ -28,6 +29,18 @@ def check_usable(subject: str, trials: Sequence[Judged]) -> None:
 def answered(trials: Sequence[Judged]) -> list[Judged]:
     """Trials with an answer, right or wrong."""
     return [trial for trial in trials if trial.result.status == "answered"]
+
+
+def finding_of(
+    subject: str, fault: Fault, least: Judged, trials: Sequence[Judged], count: int, said: str
+) -> Finding:
+    """A fault that some trials show, the smallest of which is `least`."""
+    tried = sum(trial.verdict != "refused" for trial in trials)
+    what = f"{subject} {fault.means}{': ' if said else ''}{said} ({count} of {tried} cases)"
+    return Finding(
+        fault.invariant, what, where=least.case.text(), advice=fault.advice, kind=fault.name,
+        details={"case": least.case.as_dict(), "cases": count},
+    )  # fmt: skip
 
 
 def report_of(

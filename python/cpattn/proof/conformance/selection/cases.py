@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
 
-from ..cases import text_of
+from ..cases import Told
 from ..numbers import Array
 from .features import SelectionFeatures
 
@@ -27,7 +26,7 @@ _LONG, _LONGEST = 5000, 20_000
 
 
 @dataclass(frozen=True)
-class SelectionCase:
+class SelectionCase(Told):
     """One call.
 
     Attributes
@@ -56,19 +55,10 @@ class SelectionCase:
     interleave: int = 1
     seed: int = 0
 
-    def text(self) -> str:
-        """What is not as by default, and the lengths."""
-        return text_of(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     @property
     def size(self) -> int:
         """A measure of how much a person has to look at."""
-        changed = sum(getattr(self, field.name) != field.default for field in fields(self)[2:])
-        return sum(self.lengths) + self.topk + 8 * changed + 4 * len(self.lengths)
+        return sum(self.lengths) + self.topk + 8 * self.extras() + 4 * len(self.lengths)
 
     @property
     def first_columns(self) -> tuple[int, ...]:
@@ -171,18 +161,15 @@ def cases(draw: st.DrawFn, features: SelectionFeatures) -> SelectionCase:
     )  # fmt: skip
 
 
-def smaller(case: SelectionCase) -> Iterator[SelectionCase]:
-    """Cases with less to look at, the least first."""
-    if len(case.lengths) > 1:
-        for i, length in enumerate(case.lengths):
-            yield replace(case, lengths=(length,), starts=case.starts[i : i + 1])
-    for i, length in enumerate(case.lengths):
-        for less in (length // 2, length * 3 // 4, length * 15 // 16, length - 1):
-            if 0 < less < length:
-                yield replace(case, lengths=(*case.lengths[:i], less, *case.lengths[i + 1 :]))
-    if case.topk > 1:
-        yield replace(case, topk=case.topk // 2)
-        yield replace(case, topk=case.topk - 1)
-    for name, value in (("starts", ()), ("high", False), ("interleave", 1), ("values", "normal")):
-        if getattr(case, name) != value:
-            yield replace(case, **{name: value})  # type: ignore[arg-type]
+@st.composite
+def smaller(draw: st.DrawFn, case: SelectionCase) -> SelectionCase:
+    """Cases with no more to look at than one, of its rows and its kinds."""
+    every = range(len(case.lengths))
+    rows = draw(st.lists(st.sampled_from(every), min_size=1, max_size=len(every), unique=True))
+    lengths = [draw(st.integers(min(1, n), n)) for n in (case.lengths[row] for row in rows)]
+    starts = tuple(case.starts[row] for row in rows) if case.starts else ()
+    return replace(
+        case, lengths=tuple(lengths), topk=draw(st.integers(1, case.topk)),
+        starts=starts if draw(st.booleans()) else (), high=draw(st.booleans()) and case.high,
+        values=draw(st.sampled_from(sorted({"normal", case.values}, key="normal".__ne__))),
+    )  # fmt: skip

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...findings import Finding, Report
+from ...findings import Report
 from ..child import Child
 from ..faults import FAULTS, Fault
 from ..numbers import Array
-from ..trials import Budget, Progress, sweep
-from ..verdict import answered, check_usable, report_of
+from ..trials import Budget, Progress, smallest, sweep
+from ..verdict import answered, check_usable, finding_of, report_of
 from .cases import SelectionCase, cases, edge_cases, smaller
 from .faults import SELECTION_FAULTS, explains, is_crowded
 from .features import SelectionSignature
@@ -28,6 +27,7 @@ _REASONS = {
 }  # fmt: skip
 _OF_FORM = {"crash": "crash", "hang": "hang", "raised": "raises", "wrong-form": "wrong-form"}
 _MOST_SHOWN = 6
+_EXAMPLES = 400  # to find a smaller case among: few of many candidates show what is about thousands
 
 
 @dataclass(eq=False)
@@ -52,10 +52,16 @@ def conform_selection(
     edges = list(edge_cases(features))
     trials = sweep(attempt, edges, cases(features), budget, progress)
     check_usable(subject, trials)
-    findings = [
-        _finding(subject, diagnosis, _smallest(attempt, diagnosis, until), trials)
-        for diagnosis in _diagnose(trials)
-    ]
+    rest, findings = replace(budget, until=until), []
+    for diagnosis in _diagnose(trials):
+        known = min(diagnosis.trials, key=lambda trial: trial.case.size).case
+        least = smallest(
+            attempt, smaller(known), diagnosis.trials, diagnosis.shown_by, rest, _EXAMPLES
+        )
+        found = finding_of(
+            subject, diagnosis.fault, least, trials, len(diagnosis.trials), least.result.message
+        )
+        findings.append(replace(found, picture=_picture(least)))
     tried = [trial.case for trial in answered(trials)]
     covers = {
         "OWN": any(len(case.lengths) > 1 for case in tried),
@@ -113,45 +119,6 @@ def _overflows(wrong: list[SelectionTrial], right: list[SelectionTrial]) -> bool
     return all(
         is_crowded(t.case) and t.case.lengths in apart and t.case.values in few for t in wrong
     )
-
-
-def _smallest(
-    attempt: Callable[[SelectionCase], SelectionTrial], diagnosis: _Diagnosis, until: float
-) -> SelectionTrial:
-    """The smallest trial that shows a fault, found by taking away what it can do without."""
-    least = min(diagnosis.trials, key=lambda trial: trial.case.size)
-    if least.verdict == "hang":  # each of which takes all of the time limit
-        return least
-    tried: set[SelectionCase] = set()
-    while True:
-        for case in smaller(least.case):
-            if time.monotonic() >= until:
-                return least
-            if case in tried:
-                continue
-            tried.add(case)
-            trial = attempt(case)
-            if diagnosis.shown_by(trial):
-                least = trial
-                break
-        else:
-            return least
-
-
-def _finding(
-    subject: str, diagnosis: _Diagnosis, least: SelectionTrial, trials: Sequence[SelectionTrial]
-) -> Finding:
-    fault = diagnosis.fault
-    tried = sum(trial.verdict != "refused" for trial in trials)
-    what = f"{subject} {fault.means}"
-    if least.result.message:
-        what += f": {least.result.message}"
-    what += f" ({len(diagnosis.trials)} of {tried} cases)"
-    details = {"case": least.case.as_dict(), "cases": len(diagnosis.trials)}
-    return Finding(
-        fault.invariant, what, where=least.case.text(), picture=_picture(least),
-        advice=fault.advice, kind=fault.name, details=details,
-    )  # fmt: skip
 
 
 def _picture(trial: SelectionTrial) -> str:
