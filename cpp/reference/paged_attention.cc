@@ -141,7 +141,8 @@ Row attend(
   Eigen::ArrayXd scores = scale * (keys * q.transpose());
   if (softcap > 0) scores = softcap * (scores / softcap).tanh();
   const double max = scores.maxCoeff();
-  const Eigen::ArrayXd weights = (scores - max).exp();
+  // Eigen's own exp of -inf is above 0, under which an infinite value would not give NaN.
+  const Eigen::ArrayXd weights = (scores - max).unaryExpr([](double x) { return std::exp(x); });
   const double sum = weights.sum();
   return {
       weights.matrix().transpose() * values / (sum + std::exp(sink - max)), max + std::log(sum)

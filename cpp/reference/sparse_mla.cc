@@ -81,7 +81,7 @@ void flash_mla_sparse_fwd(
           read_row(batch.q, token * batch.q.stride(0) + head * batch.q.stride(1), keys.cols());
       const Eigen::ArrayXd scores = batch.scale * (keys * q.transpose());
       const double max = scores.maxCoeff<Eigen::PropagateNaN>();
-      const Eigen::ArrayXd weights = (scores - max).exp();
+      const Eigen::ArrayXd weights = (scores - max).unaryExpr([](double x) { return std::exp(x); });
       const double sink = batch.attn_sink
                               ? read_element(*batch.attn_sink, head * batch.attn_sink->stride(0))
                               : -kInfinity;

@@ -133,7 +133,7 @@ struct SoftmaxGroup {
   static Vector load_parts(const Bfloat16* cells) {
     Vector sum = load(cells);
     if constexpr (kParts == 2) return add(sum, load(cells + kPartElements));
-    const __mmask16 normal = _mm512_cmp_epi32_mask(
+    const __mmask16 normal = _mm512_cmp_epu32_mask(
         _mm512_castps_si512(sum), _mm512_set1_epi32(0x00800000), _MM_CMPINT_NLT
     );
     return _mm512_maskz_mov_ps(normal, sum);

@@ -79,13 +79,10 @@ def conform(
     """
     from ..proof import NotUsable
     from ..proof import conform as run
-    from ..proof.requirements import check_required
     from .progress import make_progress
 
     try:
         with refusals_by_option(), make_progress("cpattn conform", "cases") as progress:
-            required = require.split(",") if require else []
-            check_required("conform", required)
             report = run(
                 operator, signature=signature, without=without, examples=examples, seconds=seconds,
                 seed=seed, device=device, time_limit=time_limit,
