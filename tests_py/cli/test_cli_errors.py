@@ -26,7 +26,7 @@ ABSURD = (
     *("nan", "inf", "-inf", "1e400", "1.5", "", " ", "x", "0x10", "1,2", "1..2..3"),
 )
 ENOUGH = {"explain": ("--lens", "13,40"), "plan": ("--cp-size", "2"), "replay": (), "simulate": (),
-          "conform": ("my_kernels:attention", "--signature", "sdpa")}  # fmt: skip
+          "lint": (), "conform": ("my_kernels:attention", "--signature", "sdpa")}  # fmt: skip
 # Whose names may be absurd: of files, and of what others have.
 FILES = ("--trace", "--json", "--html")
 NAMES = (

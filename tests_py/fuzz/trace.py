@@ -69,7 +69,7 @@ def run(data: bytes) -> None:
     try:
         requests = read_trace(path, limit=limit)
     except ValueError as error:
-        check_refusal(error, str(path))
+        check_refusal(error, f"read_trace: {path}")
         return
     assert 1 <= len(requests) <= (limit or len(requests))
     for request in requests:

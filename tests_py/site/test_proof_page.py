@@ -61,7 +61,7 @@ def test_a_page_has_what_the_reports_have(tmp_path):
 
 def test_a_page_of_what_is_proved(tmp_path):
     page = page_of([Report("lint", "plan.json", checked=("OWN",))], tmp_path)
-    assert 'class="good">Proved</span></h1>' in page
+    assert 'class="good">Proved</span>: OWN</h1>' in page
     assert "<article>" not in page
 
 

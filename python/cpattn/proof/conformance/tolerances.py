@@ -29,6 +29,10 @@ DEVIATIONS = 6 * 0.21
 # division, and tanh.
 WEIGHT_UNITS = 32
 
+# Exponentials that keep clear of subnormal numbers, which are slow, take weights for 0 that are so
+# small beside the largest one.
+VANISHED = 2.0**-80
+
 # A result that is held against a wrong oracle may be as far from it as from the right one, and what
 # is wrong makes some roundings larger than the magnitude tells: those of sums that cancel.
 FIT = 2.0
@@ -51,7 +55,8 @@ def allowed_out(
     units = 2 * _sum_units(num_keys, score_size, head_dim) * EPS["float32"]
     if dtype != "float32":
         units = units + (ROUNDINGS + SCORE_ROUNDINGS * score_size) * EPS[dtype]
-    return magnitude * units[..., None] + SMALLEST[dtype]
+    vanished = VANISHED * magnitude.max(axis=-1, keepdims=True, initial=0)
+    return magnitude * units[..., None] + vanished + SMALLEST[dtype]
 
 
 def allowed_lse(lse: Array, num_keys: Array, score_size: Array, head_dim: int, dtype: str) -> Array:
