@@ -64,7 +64,8 @@ TEST_P(AttentionKernelExtremes, HugeScoresAreCoarserThanTheirWeights) {
 TEST_P(AttentionKernelExtremes, WeightsVanishBeforeTheyAreSubnormal) {
   // Query 1, key g: in base 2 the score is g, that of one key ahead of all others. Values have one
   // sign, as sums of any numbers may cancel.
-  for (float gap = 60.0F; gap < 127; gap += 0.5F) {
+  for (int half = 120; half < 254; ++half) {
+    const float gap = 0.5F * static_cast<float>(half);
     for (int64_t ahead : {0, 150, 309}) {
       KernelProblem problem =
           filled({.dim = 16, .kv_len = 310, .first_position = 309, .scale = 0.693147181F});
