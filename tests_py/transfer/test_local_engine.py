@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpattn import _core
+from cpattn.kv import MHATokenToKVPool
 from cpattn.transfer import LocalEngine
 from support.interrupts import assert_interruptible
 
@@ -195,6 +196,23 @@ def test_local_engines_of_both_sides_wait_for_a_write(engines, monkeypatch, side
     writer.join()
     assert ended.wait(60)
     ender.join()
+
+
+def test_more_bytes_than_a_copy_counts():
+    """Every block lies within registered memory, but together they would wrap."""
+    pool = MHATokenToKVPool(
+        size=0, page_size=1, num_layers=1, num_kv_heads=2**30, head_dim=2**10, dtype="float32"
+    )
+    (addr, _), (size, _), _ = pool.get_contiguous_buf_infos()
+    with LocalEngine() as engine:
+        assert engine.register([addr], [size]) == 0
+        num_blocks = 2**63 // size
+        blocks = [addr] * num_blocks, [addr] * num_blocks, [size] * num_blocks
+        with pytest.raises(ValueError, match=r"copy_blocks: lengths must add up to less tha"):
+            engine.write(engine.session_id, *blocks)
+        lists = [column * 2 for column in blocks]
+        with pytest.raises(ValueError, match=r"LocalEngine.write: lengths must add up to"):
+            engine.write(engine.session_id, *lists)
 
 
 @pytest.mark.slow
