@@ -21,23 +21,15 @@ def names(groups, layers, drafts=0):
     ]
 
 
-# layers, drafts, first, end, what compat takes for V, known to be right?
 # layers, drafts, first, end, what compat takes for V
 MHA_TABLE = [
     (15, 0, 0, 7, "K14 V0 V1 V2 V3 V4 V5"),
     (15, 0, 7, 15, "V0 V1 V2 V3 V4 V5 V6 V7"),
-    (5, 0, 0, 3, "K3 K4 V0"),
-    (5, 0, 3, 5, "V2 V3"),
-    (4, 0, 0, 2, "V0 V1"),
     (4, 0, 2, 4, "V2 V3"),
-    (4, 1, 0, 4, "V0 V1 V2 V3"),
     (4, 1, 0, 2, "V0 V1"),
-    (4, 1, 2, 4, "V2 V3"),
-    (4, 2, 0, 4, "V0 V1 V2 V3"),
     (4, 2, 0, 2, "V2 V3"),
     (4, 2, 2, 4, "dK0 dK1"),
     (4, 4, 0, 4, "dK0 dK1 dK2 dK3"),
-    (15, 1, 0, 15, "V0 V1 V2 V3 V4 V5 V6 V7 V8 V9 V10 V11 V12 V13 V14"),
 ]
 
 
@@ -131,10 +123,6 @@ def test_drafts_on_the_last_stage():
     assert get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage, compat=True)[1] == compat_dst
 
 
-ONE = {"kv_buf_groups": 1, "is_last_rank": False}
-GROUPS = "kv_buf_groups must be"
-
-
 @pytest.mark.parametrize(
     ("src", "dst", "changes", "message"),
     [
@@ -152,12 +140,7 @@ GROUPS = "kv_buf_groups must be"
         ([], DRAFTED, {}, "draft_kv_layers must be between 0 and the source's 0"),
         (names(MLA, [3], 1)[:3], DRAFTED, {}, "source must have equally many.* 2 groups, got 3"),
         (names(MLA, [2], 1), DRAFTED[:9], {}, "destination must have equally many.* got 9"),
-        (names(MLA, [3], 1), DRAFTED, {"prefill_start_layer": -1}, "prefill_start_layer must be >"),
         ([1], [1, 2], {"prefill_start_layer": 2**63 - 1}, f"prefill_start_layer {INT} {2**63 - 1}"),
-        ([1], [1, 2], {"hidden_kv_layers": 2**62}, f"hidden_kv_layers {INT} {2**62}"),
-        ([1], [1], ONE | {"kv_buf_groups": 0}, f"{GROUPS} >= 1, got 0"),
-        # Engines' rules have a range for each where they find no layers: of so many, 64 GB of them.
-        ([1], [1], ONE | {"kv_buf_groups": 2**31 - 1}, f"{GROUPS} at most 65536, got 2147483647"),
     ],
 )
 def test_mla_refuses(src, dst, changes, message):
@@ -165,9 +148,8 @@ def test_mla_refuses(src, dst, changes, message):
         "prefill_start_layer": 2, "kv_buf_groups": 2, "hidden_kv_layers": 4, "draft_kv_layers": 1,
         "is_last_rank": True,
     } | changes  # fmt: skip
-    for compat in (False, True) if "must be at most" in message or INT in message else (False,):
-        with pytest.raises(ValueError, match=f"^get_mla_kv_ptrs_with_pp: .*{message}"):
-            get_mla_kv_ptrs_with_pp(src, dst, **stage, compat=compat)
+    with pytest.raises(ValueError, match=f"^get_mla_kv_ptrs_with_pp: .*{message}"):
+        get_mla_kv_ptrs_with_pp(src, dst, **stage)
 
 
 @pytest.mark.parametrize("total", [0, None])
