@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpattn.transfer import KVArgs, KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
+from cpattn.transfer import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
 from support.examples import examples
 from support.pairwise import pairwise
 from support.transfer.kv_fleets import Model, Side, check_fleets, servers
@@ -132,35 +132,6 @@ def test_scenario_61_ranks_share_pages_or_layers(share):
             sent[source] += plan.total_bytes
         unit = 7 * 4 * 3 if share == "pages" else 7 * 32  # all layers of a page, or a layer
         assert max(sent) - min(sent) <= unit
-
-
-def test_a_rank_sends_runs_of_its_pages():
-    """Pages 6, 8 and 4 of the group are pages 3, 4 and 2 of rank 0."""
-    ranks = [
-        KVLayout([KVEntry(0, "k", False, base, 4096, 512)], 8, shard_rank=rank, shard_size=2)
-        for rank, base in enumerate((1 << 20, 1 << 21))
-    ]
-    whole = KVLayout([KVEntry(0, "k", False, 1 << 22, 8192, 512)], 8)
-    pages = [6, 8, 5, 4]
-    first, second = plan_kv_links(ranks, [whole], [pages, pages], [[9, 10, 3, 2]])
-    assert first[:2] == (0, 0)
-    assert second[:2] == (1, 0)
-    assert (first.plan.src_addrs - (1 << 20)).tolist() == [2 * 512, 3 * 512]
-    assert (first.plan.dst_addrs - (1 << 22)).tolist() == [2 * 512, 9 * 512]
-    assert first.plan.lengths.tolist() == [512, 1024]
-    assert (second.plan.src_addrs - (1 << 21)).tolist() == [2 * 512]
-
-
-def test_places_in_a_group_are_told():
-    args = KVArgs(
-        kv_data_ptrs=[8, 16], kv_data_lens=[8, 8], kv_item_lens=[8, 8], page_size=1,
-        prefill_start_layer=0, total_kv_layers=1,
-    )  # fmt: skip
-    layout = KVLayout.from_kv_args(args, is_mla=False, shard_rank=1, shard_size=3)
-    assert (layout.shard_rank, layout.shard_size) == (1, 3)
-    assert repr(layout).endswith("shard_rank=1, shard_size=3)")
-    assert KVLayout.from_dict(layout.to_dict()) == layout
-    assert layout != KVLayout.from_dict(layout.to_dict() | {"shard_rank": 2})
 
 
 def with_left_out(server, layers):
