@@ -21,14 +21,11 @@ INT32_MAX = 2**31 - 1
         ({"extend_lens": []}, "extend_lens must hold at least one sequence, got none"),
         ({"extend_lens": None}, "extend_lens must be given unless compat is true"),
         ({"extend_lens": None, "compat": True}, "one of extend_lens, ... num_tokens must be given"),
-        ({"seq_lens": [9]}, "seq_lens must have as many elements as extend_lens, got 1 and 2"),
         ({"seq_lens": [9, 3]}, "seq_lens must be >= extend_lens, got 3 below 4 at index 1"),
-        ({"seq_lens": [-9, 4]}, "seq_lens must be >= extend_lens, got -9 below 3 at index 0"),
         ({"seq_lens": [3, INT32_MAX + 1]}, "prefix + extend ... int32, got 2147483648 at index 1"),
         ({"extend_lens": [INT32_MAX, 1]}, "prefix + extend ... int32, got 2147483648 at index 1"),
         ({"extend_lens": [1], "seq_lens": [INT32_MAX], "num_tokens": 2}, "num_tokens, ... got 2"),
         ({"num_tokens": 6}, "num_tokens must be >= the sum of extend_lens, 7, got 6"),
-        ({"num_tokens": 6, "compat": True}, "num_tokens must be >= the sum of extend_lens, 7"),
         ({"num_tokens": 2**31}, "num_tokens, and the last sequence padded to it, must fit"),
         ({"cp_size": 0}, "cp_size must be in [1, 32768], got 0"),
         ({"cp_size": 32769}, "cp_size must be in [1, 32768], got 32769"),
@@ -51,34 +48,6 @@ def test_rank_outside_the_group(cp_rank):
     message = rf"build_cp_metadata: cp_rank must be in \[0, 2\), got {cp_rank}"
     with pytest.raises(ValueError, match=message):
         build_cp_metadata([5], cp_rank=cp_rank, cp_size=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"extend_lens": [3, 4.0]}, "extend_lens must hold integers, got float at index 1"),
-        ({"extend_lens": [True, 4]}, "extend_lens must hold integers, got bool at index 0"),
-        ({"extend_lens": [3, None]}, "extend_lens must hold integers, got NoneType at index 1"),
-        ({"extend_lens": np.array([1.0])}, "extend_lens must be int32 or int64, got float64"),
-        ({"extend_lens": "34"}, "extend_lens must be a list or tuple of int"),
-        ({"extend_lens": 7}, "extend_lens must be a list or tuple of int"),
-        ({"seq_lens": [9, 9.5]}, "seq_lens must hold integers, got float at index 1"),
-        ({"num_tokens": 9.0}, "num_tokens must be an integer, got float"),
-        ({"cp_size": True}, "cp_size must be an integer, got bool"),
-        ({"cp_size": 2.0}, "cp_size must be an integer, got float"),
-    ],
-)
-def test_type_errors(arguments, message):
-    arguments = {"extend_lens": [3, 4], "cp_size": 2} | arguments
-    with pytest.raises(TypeError, match=f"build_cp_metadata: {message}"):
-        build_cp_metadata(**arguments, cp_rank=0)
-    with pytest.raises(TypeError, match=f"build_cp_metadata_all_ranks: {message}"):
-        build_cp_metadata_all_ranks(**arguments)
-
-
-def test_rank_of_another_type():
-    with pytest.raises(TypeError, match="build_cp_metadata: cp_rank must be an integer, got bool"):
-        build_cp_metadata([5], cp_rank=True, cp_size=2)
 
 
 def test_integers_beyond_int64():
@@ -132,25 +101,23 @@ def test_per_request_rows_are_for_interleave_only():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"extend_lens": [3, -4]}, ValueError, "extend_lens must be >= 0 .* got -4 at index 1"),
-        ({"extend_lens": [2**31]}, ValueError, "fit into int32, got 2147483648 at index 0"),
-        ({"extend_lens": [3.0]}, TypeError, "extend_lens must hold integers, got float"),
-        ({"cp_size": 0}, ValueError, r"cp_size must be in \[1, 32768\], got 0"),
-        ({"strategy": "ring"}, ValueError, "strategy must be 'zigzag'"),
-        ({"strategy": "dual_chunk_swap"}, ValueError, "strategy must be .* got 'dual_chunk_swap'"),
-        ({"forward_mode": 10}, ValueError, "forward_mode must be a ForwardMode, got 10"),
-        ({"forward_mode": "EXTEND"}, TypeError, "forward_mode must be an integer, got str"),
+        ({"extend_lens": [3, -4]}, "extend_lens must be >= 0 .* got -4 at index 1"),
+        ({"extend_lens": [2**31]}, "fit into int32, got 2147483648 at index 0"),
+        ({"cp_size": 0}, r"cp_size must be in \[1, 32768\], got 0"),
+        ({"strategy": "ring"}, "strategy must be 'zigzag'"),
+        ({"strategy": "dual_chunk_swap"}, "strategy must be .* got 'dual_chunk_swap'"),
+        ({"forward_mode": 10}, "forward_mode must be a ForwardMode, got 10"),
     ],
 )
 @pytest.mark.parametrize("gate", [can_apply_cp, can_dsa_prefill_cp_interleave])
-def test_gates_check_their_input(gate, arguments, error, message):
+def test_gates_check_their_input(gate, arguments, message):
     arguments = {
         "extend_lens": [8],
         "cp_size": 2,
         "strategy": "interleave",
         "forward_mode": 1,
     } | arguments
-    with pytest.raises(error, match=f"{gate.__name__}: .*{message}"):
+    with pytest.raises(ValueError, match=f"{gate.__name__}: .*{message}"):
         gate(**arguments)
