@@ -61,19 +61,7 @@ class Scenario:
             "kv_lens": (prefixes[sequence] + rows - starts[sequence] + 1).tolist(),
             "block_tables": self.inputs["block_tables"][sequence],
         }  # fmt: skip
-        if "custom_mask" in self.options:
-            sampled["custom_mask"] = self.mask_rows(rows - starts[sequence], sequence)
         assert_attention(out[rows], lse[rows], sampled)
-
-    def mask_rows(self, row, sequence):
-        """Of causal attention: the keys up to each of these."""
-        sizes = np.multiply(self.case.q_lens, self.case.kv_lens)
-        begins = np.concatenate([[0], np.cumsum(sizes)])[sequence]
-        kv_lens = np.array(self.case.kv_lens)[sequence]
-        first = begins + row * kv_lens
-        seen = kv_lens - np.array(self.case.q_lens)[sequence] + row + 1
-        mask = self.options["custom_mask"]
-        return np.concatenate([mask[f : f + n] for f, n in zip(first, seen, strict=True)])
 
 
 def test_256_sequences_of_17_over_eight_ranks():

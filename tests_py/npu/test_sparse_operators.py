@@ -61,19 +61,15 @@ def test_strided_tensors(form):
     operator.check(npu_lightning_indexer(**arguments | {"query": wide.copy_(query), "key": key}))
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)])
-def test_numpy_in_numpy_out(dtype):
+def test_values_in_numpy_are_of_the_dtype_of_the_query():
     operator = Operator(("TND", "PA_BSND"))
     arguments = operator.arguments(return_value=True)
     for name in ("query", "key"):
-        arguments[name] = arguments[name].numpy().astype(dtype)
-    arguments["weights"] = arguments["weights"].numpy()
-    indices, values = npu_lightning_indexer(**arguments)
-    expected, scores = operator.expected(3)
-    assert isinstance(indices, np.ndarray)
-    np.testing.assert_array_equal(indices, expected)
-    assert values.dtype == dtype
-    np.testing.assert_array_equal(values, scores.numpy().astype(dtype))
+        arguments[name] = arguments[name].numpy().astype(ml_dtypes.bfloat16)
+    _, values = npu_lightning_indexer(**arguments)
+    expected = operator.expected(3)[1].numpy().astype(ml_dtypes.bfloat16)
+    assert values.dtype == expected.dtype
+    np.testing.assert_array_equal(values, expected)
 
 
 def test_sequences_that_share_blocks():
@@ -195,16 +191,6 @@ def test_value_errors(form, change, message):
     assert str(error.value).startswith("npu_lightning_indexer: ")
 
 
-def test_type_errors():
-    for change, message in (
-        ({"query": [1.0]}, "npu_lightning_indexer: query must be a tensor"),
-        ({"actual_seq_lengths_key": [1.5]}, "actual_seq_lengths_key must hold integers, got float"),
-        ({"block_table": np.zeros((1, 1))}, "block_table must be int32 or int64, got float64"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            npu_lightning_indexer(**Operator(BLOCKS).arguments(**change))
-
-
 def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
     ones = np.ones((1, 16, 2, 16), np.float32)
     options = {"layout_query": "BSND", "layout_key": "PA_BSND", "sparse_count": 20}
@@ -286,17 +272,14 @@ def test_a_block_longer_than_the_sequence(size):
     assert torch.all(out[0, 1] == 0)
 
 
-def test_no_heads_and_without_softmax_results_in_numpy():
+def test_no_heads_and_without_softmax_results():
     query, kv = zeros(1, 2, 0, 32), zeros(1, 5, 1, 32)
     out, *_ = sparse_attention(query, kv, kv, zeros(1, 2, 1, 4).int(), 1.0)
     assert out.shape == (1, 2, 0, 32)
-    arguments = Batch(Case(), torch.float32).arguments(return_softmax_lse=False)
-    expected, *_ = sparse_attention(**arguments)
-    tensors = {name: x.numpy() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-    out, softmax_max, softmax_sum = sparse_attention(**arguments | tensors)
-    assert isinstance(out, np.ndarray)
+    batch = Batch(Case(), torch.float32)
+    out, softmax_max, softmax_sum = sparse_attention(**batch.arguments(return_softmax_lse=False))
+    assert torch.equal(out, sparse_attention(**batch.arguments())[0])
     assert softmax_max.shape == softmax_sum.shape == (0,)
-    np.testing.assert_array_equal(out, expected.numpy())
 
 
 SPARSE_REFUSED = [
