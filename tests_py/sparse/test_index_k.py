@@ -14,7 +14,7 @@ import cpattn
 from cpattn import reference, sparse
 from support.cases import DTYPES, strided_copy
 from support.examples import examples
-from support.tolerances import EPS, assert_close, hadamard_product_units, hadamard_units
+from support.tolerances import assert_close, hadamard_units
 
 FP8 = torch.float8_e4m3fn
 
@@ -59,17 +59,6 @@ def test_hadamard_of_rows_does_not_depend_on_their_number_or_on_threads(isa):
         assert torch.equal(sparse.hadamard_transform(x), whole)
     for rows in (slice(0, 1), slice(3, 10), slice(600, 1201)):
         assert torch.equal(sparse.hadamard_transform(x[rows]), whole[rows])
-
-
-def test_hadamard_keeps_products():
-    """What the indexer relies on: q . k stays what it was."""
-    q, k = make((20, 128)), make((30, 128), seed=1)
-    product = sparse.hadamard_transform(q).double() @ sparse.hadamard_transform(k).double().T
-    exact = q.double() @ k.double().T
-    sizes = q.double().norm(dim=1)[:, None] * k.double().norm(dim=1)
-    assert torch.all(
-        (product - exact).abs() <= hadamard_product_units(128) * EPS["float32"] * sizes
-    )
 
 
 # --- quantisation ---
@@ -132,17 +121,6 @@ def test_a_group_that_is_not_finite_is_marked(isa, code, nan, bad):
     )
 
 
-def test_numpy_gives_numpy():
-    x = make((4, 128), "bfloat16")
-    array = x.float().numpy().astype(ml_dtypes.bfloat16)
-    codes, scale = sparse.quantize_index(array)
-    assert codes.dtype == ml_dtypes.float8_e4m3fn
-    expected, expected_scale = sparse.quantize_index(x)
-    np.testing.assert_array_equal(codes.view(np.uint8), expected.view(torch.uint8).numpy())
-    np.testing.assert_array_equal(scale, expected_scale.numpy())
-    assert sparse.hadamard_transform(array).dtype == ml_dtypes.bfloat16
-
-
 # --- cache ---
 
 
@@ -183,6 +161,7 @@ def test_a_row_of_132_bytes_is_a_page_of_one_token():
     np.testing.assert_array_equal(cache, rows.numpy())
     read, read_scale = sparse.read_index_k_cache(cache, [2])
     assert (read.dtype, read_scale.shape) == (ml_dtypes.float8_e4m3fn, (1, 1))
+    assert sparse.quantize_index(np.ones((1, 128), np.float32))[0].dtype == read.dtype
 
 
 def test_int8_keys_and_power_of_two_scales_go_through_the_cache():

@@ -126,38 +126,6 @@ def hadamard_units(dim):
     return min((steps + 2) / 2, (SUM_UNITS * np.sqrt(steps / dim) + 4 * dim**-0.5) / 0.8)
 
 
-def hadamard_product_units(dim):
-    """In float32, of |q| |k|: a product of two transformed vectors, itself in float64.
-
-    Each has log2(dim) roundings of a sum, a scale and a result, which are independent of the other
-    vector: of their size |q| |k| a product of random directions has 1 / sqrt(dim).
-    """
-    return SUM_UNITS * np.sqrt(2 * (np.log2(dim) + 2) / dim)
-
-
-def quantized_error(x, scale):
-    """Of e4m3: half a spacing, 1/16 of a normal number and 2^-10 of the scale below these.
-
-    The quotient by the scale, in float32, may be rounded to the other side of a half.
-    """
-    return np.maximum(np.abs(x) / 16, scale * 2.0**-10) * (1 + 2 * EPS["float32"])
-
-
-def code_error(x, largest, dtype, scale_dtype):
-    """How far numbers may be from the codes of them, with a scale of the largest of their head.
-
-    Half a step: of int8 the scale, of float8 a unit of the number, or of its subnormal codes. The
-    scale may have been rounded below ``largest / limit``, so that the largest number is the limit.
-    """
-    of_scale = EPS[scale_dtype] / 2 * largest
-    if dtype == "int8":
-        return largest / (2 * 127) * (1 + EPS[scale_dtype]) + of_scale
-    unit, limit, least = {
-        "float8_e4m3fn": (2.0**-4, 448, 2.0**-9), "float8_e5m2": (2.0**-3, 57344, 2.0**-16)
-    }[dtype]  # fmt: skip
-    return abs(x) * unit + largest / limit * least + of_scale
-
-
 def rms_norm_units(dim):
     """In float32: four products, a quotient and a root, and the sum of squares.
 
