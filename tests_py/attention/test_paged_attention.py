@@ -77,20 +77,6 @@ def test_custom_masks(isa, dtype, causal):
         assert_attention(*result, inputs, expected=expected)
 
 
-def test_a_tree_of_draft_tokens_behind_a_prefix():
-    """Each draft sees the prefix and its ancestors, not its siblings."""
-    prefix, parents = 21, [-1, 0, 0, 1, 1, 2]
-    sees = np.zeros((len(parents), prefix + len(parents)), bool)
-    sees[:, :prefix] = True
-    for token, parent in enumerate(parents):
-        if parent >= 0:
-            sees[token] |= sees[parent]
-        sees[token, prefix + token] = True
-    inputs = make_inputs(DEFAULT.with_(q_lens=(6,), kv_lens=(27,)))
-    inputs["custom_mask"] = torch.from_numpy(sees.ravel())
-    assert_attention(*run(inputs), inputs)
-
-
 def spoil(inputs, token, value):
     """Overwrite the key and the value of one token of the first sequence."""
     page, slot = inputs["block_tables"][0, token // 16], token % 16

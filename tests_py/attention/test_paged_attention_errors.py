@@ -30,7 +30,6 @@ def changed_table(row, column, value):
 
 VALUE_ERRORS = {
     "q rows": ({"q": torch.zeros(6, 4, 32)}, r"q must have .*new token, sum\(q_lens\) = 5, got 6"),
-    "too few q rows": ({"q": torch.zeros(4, 4, 32)}, r"q must have .*sum\(q_lens\) = 5, got 4"),
     "q heads": ({"q": torch.zeros(5, 3, 32)}, r"num_heads must be a positive multiple of .*got 3"),
     "q stride": ({"q": torch.zeros(5, 4, 64)[..., ::2]}, "q must be .*dimension, got stride 2"),
     "head_dim": (
@@ -73,7 +72,6 @@ VALUE_ERRORS = {
     "softcap": ({"softcap": -2.0}, r"softcap must be 0 .* or in \[1e-37, 1e\+37\], .*, got -2"),
     "tiny softcap": ({"softcap": 1e-300}, "softcap must be 0 .* got 1e-300"),
     "huge softcap": ({"softcap": 1e39}, "softcap must be 0 .*, got 1e\\+39"),
-    "infinite softcap": ({"softcap": float("inf")}, "softcap must be 0 .*, got inf"),
     "window": ({"window": -1}, "window must be >= 0"),
     "window without causal": ({"window": 3, "causal": False}, "window needs causal=True"),
     "sinks shape": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),

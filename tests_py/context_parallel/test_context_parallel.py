@@ -160,17 +160,6 @@ def test_strategy_aliases(alias, name):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_all_ranks_share_what_does_not_depend_on_the_rank(strategy):
-    plans = build_cp_metadata_all_ranks([10, 14, 3], [15, 14, 9], cp_size=3, strategy=strategy)
-    for rank, plan in enumerate(plans):
-        alone = build_cp_metadata(
-            [10, 14, 3], [15, 14, 9], cp_rank=rank, cp_size=3, strategy=strategy
-        )
-        assert plan == alone
-        assert plan.to_dict() == alone.to_dict()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plan_is_a_value(strategy):
     def build(**changes):
         arguments = {"cp_rank": 1, "cp_size": 2, "strategy": strategy} | changes

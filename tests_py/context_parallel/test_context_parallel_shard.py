@@ -73,13 +73,6 @@ def test_scenario_21_22_tokens_padded_after_planning():
     assert plans[0].unshard(parts).tolist() == x[:TOTAL].tolist()
 
 
-def test_token_padding_rows_are_tokens_of_the_last_sequence():
-    plans = build_cp_metadata_all_ranks([5, 9], cp_size=2, num_tokens=20)
-    x = np.arange(20)
-    assert plans[0].unshard([plan.shard(x) for plan in plans]).tolist() == x.tolist()
-    assert sum(plan.per_rank_actual_token[plan.cp_rank] for plan in plans) == 20
-
-
 def test_unshard_ignores_rows_beyond_the_logical_ones():
     plans = make_plans("zigzag")
     x = torch.arange(TOTAL, dtype=torch.float32)

@@ -31,15 +31,6 @@ def test_ranks_together_are_the_whole(batch, cp_size, strategy):
     IndexerBatch(*batch, cp_size, strategy).check(pad_rows=cp_size % 3)
 
 
-@pytest.mark.parametrize("dtype", [*KEY_DTYPES, "uint8"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_instruction_set(isa, strategy, dtype):
-    scaled = dtype not in ("bfloat16", "float32")
-    IndexerBatch(
-        (20, 9), (20, 50), 2, strategy, dtype=dtype, scaled=scaled, heads=16, topk=16
-    ).check(pad_rows=2)
-
-
 @pytest.mark.parametrize(
     ("form", "scaled", "dtype", "page_size"),
     pairwise(ROW_FORMS, (False, True), KEY_DTYPES, (1, 16, 64)),

@@ -17,7 +17,6 @@ import cpattn
 from support import probes
 from support.cases import DTYPES
 from support.sparse import indexer_cases, sparse_mla_cases
-from support.sparse.indexer_batch import PACKED_FORMS, IndexerBatch
 from support.sparse.sparse_mla_cases import expanded, fp8_rows
 from support.tolerances import EPS, assert_attended, indexer_units
 
@@ -91,32 +90,6 @@ def test_indexer(isa, dtype):
         assert (row >= 0).sum() == count
         rounding = indexer_units(INDEX_HEADS) * EPS["float32"] * magnitude.max()
         assert worst >= np.partition(scores, -count)[-count] - 2 * rounding
-
-
-@functools.cache
-def index_batch(dtype):
-    """New tokens of two requests on four ranks. Small integers, so that all dtypes agree."""
-    scaled = dtype != "bfloat16"
-    form = {"form": PACKED_FORMS[0]} if dtype == "uint8" else {}
-    return IndexerBatch(
-        (9, 3), (6000, 300), 4, dtype=dtype, scaled=scaled, heads=INDEX_HEADS, dim=INDEX_DIM,
-        topk=TOPK, page_size=64, **form,
-    )  # fmt: skip
-
-
-@functools.cache
-def chosen_by_float64(scaled):
-    return index_batch("int8" if scaled else "bfloat16").expected()
-
-
-@pytest.mark.parametrize("dtype", [*INDEX_DTYPES, "uint8"])
-def test_indexer_on_ranks(isa, dtype):
-    """`uint8` are pages of codes and scales."""
-    batch = index_batch(dtype)
-    expected = chosen_by_float64(dtype != "bfloat16")
-    for metadata in batch.metadata:
-        chosen = batch.run(metadata).numpy()
-        np.testing.assert_array_equal(chosen, expected[metadata.local_q_indices])
 
 
 NUM_ROWS = 131079

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn import ForwardMode, TopkTransformMethod, build_cp_metadata
-from cpattn.sparse import build_dsa_metadata, fast_topk, topk_transform
-from support.sparse.topk_cases import PAGED, RAGGED, random_scores
+from cpattn import ForwardMode, build_cp_metadata
+from cpattn.sparse import build_dsa_metadata
+from support.sparse.topk_cases import PAGED, RAGGED
 
 SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
 
@@ -168,42 +168,6 @@ def test_tables_come_from_the_rows_of_the_requests():
     np.testing.assert_array_equal(
         batch.page_table_1_flattened, np.concatenate([table[4, :9], table[1, :6]])
     )
-    for page_table, page_size in ((batch.page_table_1, 1), (batch.real_page_table, 4)):
-        score = random_scores(5, 9)
-        slots = topk_transform(
-            score, 4, method=TopkTransformMethod.PAGED, lengths=batch.seqlens_expanded,
-            page_table=page_table, cu_seqlens_q=batch.cu_seqlens_q, page_size=page_size,
-        )  # fmt: skip
-        indices = fast_topk(score, batch.seqlens_expanded, 4)
-        expected = np.take_along_axis(table[[4, 4, 1, 1, 1]], indices, 1)
-        np.testing.assert_array_equal(slots, expected)
-
-
-@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_paged_and_ragged_name_the_same_keys_on_every_rank(strategy, page_size):
-    extend_lens, seq_lens = [9, 1, 14], [20, 30, 14]
-    table = slots_of(3, 32, page_size)
-    for rank in range(4):
-        batch = build_dsa_metadata(
-            extend_lens, seq_lens, forward_mode=ForwardMode.EXTEND, topk=6, **RAGGED,
-            page_size=page_size, req_to_token=table,
-            cp_metadata=build_cp_metadata(
-                extend_lens, seq_lens, cp_rank=rank, cp_size=4, strategy=strategy
-            ),
-        )  # fmt: skip
-        score = random_scores(len(batch.ks), batch.cu_seqlens_k[-1], seed=rank)
-        common = {"lengths": batch.seqlens_expanded, "row_starts": batch.ks}
-        rows = topk_transform(
-            score, 6, method=batch.topk_transform_method,
-            topk_indices_offset=batch.topk_indices_offset, **common,
-        )  # fmt: skip
-        slots = topk_transform(
-            score, 6, method=TopkTransformMethod.PAGED, page_table=batch.real_page_table,
-            page_size=page_size, batch_idx_list=batch.token_to_batch_idx, **common,
-        )  # fmt: skip
-        expected = np.where(rows >= 0, batch.page_table_1_flattened[rows], -1)
-        np.testing.assert_array_equal(slots, expected)
 
 
 def test_a_value_that_nobody_changes():
