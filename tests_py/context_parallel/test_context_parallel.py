@@ -215,3 +215,34 @@ def test_scenario_23_arrays_outlive_the_plan_and_later_plans():
 def test_only_the_build_functions_make_plans():
     with pytest.raises(TypeError, match="ContextParallelMetadata has no constructor"):
         ContextParallelMetadata()
+
+
+# All arrays of a plan in one, as an engine copies them to a device.
+FIELDS = [
+    f"{family}_{half}_tensor" for family in HALF_FIELDS for half in ("prev", "next", "combined")
+]
+
+
+@pytest.mark.parametrize("bs", [1, 3, 16, 40])
+@pytest.mark.parametrize("alignment", [1, 4, 16])
+def test_packed_tensors(bs, alignment):
+    plan = build_cp_metadata([9] * bs, [9 + s for s in range(bs)], cp_rank=1, cp_size=3)
+    packed, sizes = plan._packed_tensors(alignment)
+    assert packed.dtype == np.int32
+    assert packed.flags.writeable
+    assert len(packed) == sum(sizes)
+    ends = np.cumsum(sizes)
+    step = 1 if alignment == 1 else 2
+    assert not ((ends - sizes)[::step] % alignment).any()
+    parts = np.split(packed, ends[:-1])[::step]
+    for name, part in zip(FIELDS, parts, strict=True):
+        np.testing.assert_array_equal(part, getattr(plan, name))
+    packed[:] = -1  # a copy: the plan stays what it is
+    assert plan.kv_len_prev_tensor.min() > 0
+
+
+def test_packed_tensors_of_a_plan_without_them():
+    for strategy in ("interleave", "contiguous"):
+        plan = build_cp_metadata([9], cp_rank=0, cp_size=2, strategy=strategy)
+        with pytest.raises(ValueError, match="_tensor exists for zigzag only"):
+            plan._packed_tensors(1)

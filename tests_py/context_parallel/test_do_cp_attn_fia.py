@@ -103,22 +103,13 @@ def test_upstream_s_unit_test():
 def test_an_out_over_what_is_read_is_refused_untouched(name):
     batch = Batch((10,), (5,), 1, "zigzag")
     caches = batch.flat_caches()
+    batch.flat_caches = lambda: caches
     q = batch.inputs["q"].flatten(1).contiguous()
     shared = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}[name]
     before = shared.clone()
     out = shared.flatten()[: q.numel()].view(q.shape)
     with pytest.raises(ValueError, match=f"do_cp_attn_fia: out must not overlap {name} in memory"):
-        cpattn.do_cp_attn_fia(
-            q,
-            *caches,
-            batch.metadata[0],
-            block_tables=batch.inputs["block_tables"],
-            page_size=batch.case.page_size,
-            num_heads=batch.case.num_heads,
-            num_kv_heads=batch.case.num_kv_heads,
-            scale=1.0,
-            out=out,
-        )
+        batch.run(batch.metadata[0], q, out=out)
     assert torch.equal(shared.nan_to_num(), before.nan_to_num())
 
 
