@@ -145,7 +145,6 @@ HALF = {"query": zeros(15, 3, 32).half(), "key": zeros(51, 1, 32).half()}
 REFUSED = [
     (ROWS, {"layout_query": "BNSD"}, "layout_query must be 'BSND' or 'TND', got 'BNSD'"),
     (ROWS, {"layout_key": "PA_BNSD"}, "layout_key must be layout_query or 'PA_BSND', got 'PA_BNSD"),
-    (ROWS, {"layout_key": "TND"}, "layout_key must be layout_query or 'PA_BSND', got 'TND' with"),
     (ROWS, {"block_table": [[0]] * 4}, "block_table must be given with .* got layout_key 'BSND'"),
     (BLOCKS, {"block_table": None}, "block_table must be given with .* got layout_key 'PA_BSND'"),
     (ROWS, {"sparse_mode": 4}, "sparse_mode must be 0 or 3, got 4"),

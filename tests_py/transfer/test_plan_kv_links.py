@@ -221,7 +221,6 @@ def test_striped_pages_that_nobody_or_two_send_are_refused():
 
 def test_striped_pages_out_of_their_buffers_are_refused():
     sources, destinations = fleets(Side(4, shard_size=2), Side(4, shard_size=2))
-    good = destinations[0].pages.copy()
     for server in destinations:
         server.pages[2] = 2 * server.num_pages + 1
     message = (
@@ -231,13 +230,8 @@ def test_striped_pages_out_of_their_buffers_are_refused():
     with pytest.raises(ValueError, match=message):
         plan(sources, destinations)
     for server in destinations:
-        server.pages[:] = good
         server.pages[2] = server.pages[4]
     assert_refused("destination pages must be distinct", sources, destinations)
-    for server in (*sources, *destinations):
-        server.pages[:] = good
-    sources[0].pages[2] = -2
-    assert_refused("source pages must be >= 0, got -2 at index 2", sources, destinations)
 
 
 def test_buffers_that_two_links_would_write_are_refused():

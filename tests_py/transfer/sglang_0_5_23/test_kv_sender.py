@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import KVSendCursor, KVSender, KVSendIndices, plan_send_indices
+from cpattn.transfer import KVSender, KVSendIndices, plan_send_indices
 
 FLAGS = (
     "enable_dsa_cache_layer_split",
@@ -79,21 +79,6 @@ def test_chunks_of_every_kind_of_rank(data):
         assert [*dst] == [500 + position for _, position in sent]
         assert found.select(dst_pages.tolist())[1] == [500 + position for _, position in sent]
         start += size
-
-
-def test_chunks_of_a_cursor():
-    cursor = KVSendCursor(num_tokens=42, page_size=16)
-    slots = np.array([*range(48, 64), *range(80, 96), *range(16, 26)])  # pages 3, 5 and 1
-    sent = []
-    for computed in (20, 42):
-        chunk = cursor.advance(computed, last_chunk=computed == 42)
-        pages, _ = chunk.select(slots, [0, 1, 2])
-        place = {"curr_idx": chunk.page_start, "num_kv_indices": cursor.num_pages}
-        found = plan_send_indices(STRIPED, pages, **place)
-        assert found.is_last_chunk == chunk.is_last
-        src, dst = found.select([7, 8, 9])
-        sent.append((src.tolist(), dst))
-    assert sent == [([1], [7]), ([2, 0], [8, 9])]
 
 
 STRIPED = KVSender(kv_shard_rank=1, kv_shard_size=2)

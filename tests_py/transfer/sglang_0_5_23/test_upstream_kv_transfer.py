@@ -8,7 +8,6 @@ which stages with several groups of buffers found theirs up to 0.5.19.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,14 +75,6 @@ def test_get_mha_kv_ptrs_with_pp_is_right_where_upstream_is_not(sglang, rng):
     assert num_wrong > 300
 
 
-def mla_manager(sglang: SimpleNamespace, start: int, groups: int, hidden: int, draft: int) -> Any:
-    kv_args = SimpleNamespace(
-        prefill_start_layer=start, kv_buf_groups=groups, total_kv_layers=hidden,
-        hidden_kv_layers=hidden, draft_kv_layers=draft, mla_compression_ratios=None,
-    )  # fmt: skip
-    return make_manager(sglang, kv_args=kv_args, pp_size=2, is_mla_backend=True)
-
-
 def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
     for _ in range(3000):
         src = list(range(rng.integers(1, 20)))
@@ -92,7 +83,11 @@ def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
         hidden, draft = int(rng.integers(0, 20)), int(rng.integers(0, 3))
         known = {"hidden_kv_layers" if knows_drafts(sglang) else "total_kv_layers": hidden}
         sglang.parallel.pp_group.is_last_rank = bool(rng.integers(2))
-        manager = mla_manager(sglang, start, groups, hidden, draft)
+        kv_args = SimpleNamespace(
+            prefill_start_layer=start, kv_buf_groups=groups, total_kv_layers=hidden,
+            hidden_kv_layers=hidden, draft_kv_layers=draft, mla_compression_ratios=None,
+        )  # fmt: skip
+        manager = make_manager(sglang, kv_args=kv_args, pp_size=2, is_mla_backend=True)
         expected = outcome(manager.get_mla_kv_ptrs_with_pp, src, dst)
         got = outcome(
             cpattn.transfer.get_mla_kv_ptrs_with_pp, src, dst, prefill_start_layer=start,
