@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fast_topk and its fused transforms against a stable sort."""
+"""fast_topk and its fused transforms against a stable sort.
+
+`tests_cpp/sparse/topk_kernel_test.cc` has rows that mislead guesses, of all lengths around topk.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,6 @@ from hypothesis import strategies as st
 
 from cpattn.sparse import fast_topk, fast_topk_transform_fused, fast_topk_transform_ragged_fused
 from support.sparse.topk_cases import adversarial_rows, expected_topk, random_scores
-
-COLUMNS = 8320
-ADVERSARIAL = adversarial_rows(COLUMNS)
-
-
-@pytest.mark.parametrize("name", ADVERSARIAL)
-def test_adversarial_rows(isa, name):
-    score = ADVERSARIAL[name][None]
-    for topk in (1, 100, 512, 1024, 2048, COLUMNS - 1):
-        for sorted in (True, False):
-            np.testing.assert_array_equal(
-                fast_topk(score, [COLUMNS], topk, sorted=sorted),
-                expected_topk(score, [COLUMNS], topk, sorted=sorted),
-                err_msg=f"topk {topk}, sorted {sorted}",
-            )
 
 
 @pytest.mark.parametrize("topk", [1, 7, 512, 1024, 2048, 3000])

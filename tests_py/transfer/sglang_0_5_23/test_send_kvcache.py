@@ -126,17 +126,6 @@ def test_one_stage_with_other_drafts(known, is_mla):
         assert len(plan_send_kvcache(*send, pp_size=1, is_mla=is_mla, compat=True)) == 8
 
 
-def test_the_summary_names_kinds():
-    args, _ = server("KVI", 2, 4, 1, base=BASE, hidden_kv_layers=4, draft_kv_layers=1)
-    decode, _ = server("KVI", 0, 4, 1, base=2 * BASE)
-    plan = plan_send_kvcache(
-        args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True, is_last_rank=True
-    )
-    names = [line[:14].strip() for line in plan.summary().splitlines()]
-    kinds = ["k", "v", "index_k"]
-    assert names == ["part", *kinds, *(f"draft {kind}" for kind in kinds), "total"]
-
-
 def test_products_have_64_bits():
     item = 1 << 21
     args = KVArgs(kv_data_ptrs=[BASE], kv_item_lens=[item], kv_data_lens=[item << 31])
@@ -204,8 +193,6 @@ OTHER = {"dst_item_lens": [100, 50]}
         ({}, [0, -1], [0, 1], {}, "source indices must be >= 0, got -1 at index 1"),
         ({}, [0, 1], [-5, 1], {}, "destination indices must be >= 0, got -5 at index 0"),
         ({"kv_item_lens": [100, 0]}, [0], [0], {}, "source item lengths must be > 0, got 0 of ent"),
-        ({"kv_item_lens": [100]}, [0], [0], {}, "an item length for each of 2 entries, got 1"),
-        ({"kv_data_lens": [900]}, [0], [0], {}, "a data length for each of 2 entries, got 1"),
         ({"kv_data_ptrs": [-1, 0]}, [0], [0], {}, r"source addresses must be in \[0, 2\^64\), got"),
         ({}, [0], [0], OTHER, "got 200 of source entry 1 and 50 of destination entry 1"),
         ({}, [0], [0], {"dst_item_lens": [100]}, "an item length for each of 2 entries, got 1"),
