@@ -43,7 +43,6 @@ INSTRUCTION_SETS = {
 QUICK_TESTS = (
     "context_parallel/test_context_parallel_errors.py",
     "context_parallel/test_context_parallel_gates.py",
-    "context_parallel/test_context_parallel_packed.py",
     "robustness/test_huge_caches.py",
     "sparse/test_dsa_metadata.py",
     "transfer/test_kv_layout.py",

@@ -41,10 +41,10 @@ cmake --build "$folder"
 
 files=
 for name in audit_machine context_parallel context_parallel_errors context_parallel_gates \
-  context_parallel_packed context_parallel_properties dsa_metadata dsa_metadata_errors huge_caches \
-  index_tensors kv_args kv_layout kv_pages kv_wire placement plan_kv_links plan_kv_transfer \
-  registration_regions repeated_calls send_items send_kvcache_slice shared_plans threads \
-  transfer_copies transfer_errors transfer_numbers transfer_pairs transfer_plan transfer_types; do
+  context_parallel_properties dsa_metadata dsa_metadata_errors huge_caches index_tensors kv_args \
+  kv_layout kv_pages kv_wire placement plan_kv_links plan_kv_transfer registration_regions \
+  repeated_calls send_items send_kvcache_slice shared_plans threads transfer_copies \
+  transfer_errors transfer_pairs transfer_plan transfer_types; do
   found=$(find tests_py -name "test_$name.py")
   files="$files ${found:?There is no test_$name.py}"
 done
