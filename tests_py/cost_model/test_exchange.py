@@ -76,24 +76,16 @@ def test_a_gather_over_single_ranks_is_that_of_rank_work(case):
     case.ranks_per_host = 1
     work = case.work("gather")
     options = {"cp_size": case.cp_size, "strategy": case.strategy, "layer": case.layer}
-    known = rank_work(case.extends, case.seq_lens, **options)
+    known, of_ranks = rank_work(case.extends, case.seq_lens, **options), case.computed()
+    assert known.tokens.tolist() == [len(tokens) for tokens in of_ranks]
+    pairs = [sum(len(case.visible(x)) for x in tokens) for tokens in of_ranks]
+    assert known.pairs.tolist() == pairs
     for name in ("tokens", "pairs", "longest_item", "sent_bytes", "received_bytes"):
         assert getattr(work, name).tolist() == getattr(known, name).tolist()
     assert (
         work.stored_bytes.tolist() == [sum(case.extends) * case.layer.kv_row_bytes] * case.cp_size
     )
     assert work.pool_bytes == case.layer.pool_bytes(np.array(case.seq_lens))
-
-
-@given(case=cases(), exchange=st.sampled_from(EXCHANGES))
-def test_ranks_of_one_host_send_nothing(case, exchange):
-    if (case.placement, exchange) == ("replicated", "pass_q"):
-        return
-    case.num_hosts = 1
-    work = case.work(exchange)
-    assert not work.sent_bytes.any()
-    assert not work.received_bytes.any()
-    assert work.stored_bytes.sum() == sum(case.extends) * case.layer.kv_row_bytes
 
 
 @given(
@@ -153,11 +145,13 @@ def test_long_prefixes_over_a_thousand_ranks_are_counted(exchange):
         ({"exchange": "pass_q"}, "exchange must be gather, ring or all_to_all where placement is"),
         ({"cp_size": 0}, "cp_size must be >= 1, got 0"),
         ({"strategy": "odd"}, "strategy"),
+        ({"seq_lens": [2]}, "exchange_work: seq_lens must be >= extend_lens, got 2"),
+        ({"ranks_per_host": 1.0}, r"ranks_per_host must be an integer, got 1\.0"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        exchange_work([3], [3], **({"cp_size": 4} | arguments))
+    with pytest.raises(TypeError if "an integer" in message else ValueError, match=message):
+        exchange_work(**{"extend_lens": [3], "seq_lens": [3], "cp_size": 4} | arguments)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +177,3 @@ def test_arguments_of_other_kinds_are_named(function, change, message):
 def test_batches_of_other_kinds_are_named(batches):
     with pytest.raises(TypeError, match=r"predict: batches(\[0\])? must be a sequence, got "):
         predict(batches, AttentionLayer(), Rates(gflops=1), cp_size=2)
-
-
-def test_lengths_are_checked():
-    with pytest.raises(ValueError, match="exchange_work: seq_lens must be >= extend_lens, got 2"):
-        exchange_work([3], [2], cp_size=2)
-    with pytest.raises(TypeError, match=r"ranks_per_host must be an integer, got 1\.0"):
-        exchange_work([3], [3], cp_size=2, ranks_per_host=1.0)

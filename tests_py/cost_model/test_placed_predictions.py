@@ -293,17 +293,6 @@ def test_nothing_is_ahead_where_no_cached_keys_are_gathered(other):
     assert ahead.scratch_bytes == full.scratch_bytes
 
 
-def test_batches_add_up_and_memory_is_that_of_the_largest():
-    batches = [([700, 2], [705, 3002]), ([13, 40, 9], [77, 40, 16])]
-    options = {"cp_size": 4, "placement": "page_interleave", "exchange": "ring", "overlap": "full"}
-    both = predict(batches, LAYER, Rates(gflops=100), **options)
-    parts = [predict([batch], LAYER, Rates(gflops=100), **options) for batch in batches]
-    for name in ("layer_seconds", "hidden_seconds", "single_rank_seconds", "new_tokens"):
-        assert getattr(both, name) == pytest.approx(sum(getattr(part, name) for part in parts))
-    for name in ("pool_bytes", "scratch_bytes"):
-        assert getattr(both, name) == max(getattr(part, name) for part in parts)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

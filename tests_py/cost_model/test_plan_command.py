@@ -7,7 +7,6 @@ import json
 import os
 from unittest import mock
 
-import numpy as np
 import pytest
 
 pytest.importorskip("click")
@@ -54,13 +53,9 @@ def test_json_has_every_rank_as_the_library_predicts_it(tmp_path):
     for record in told["predictions"]:
         options = {name: record[name] for name in ("cp_size", "strategy")}
         expected = predict([([13, 40, 9], [77, 40, 16])], layer, rates, **options)
-        plans = cpattn.build_cp_metadata_all_ranks([13, 40, 9], [77, 40, 16], **options)
-        pairs = [int(p.query_cache_lengths.sum(dtype=np.int64)) for p in plans]
-        assert record["pairs"] == pairs
-        assert record["imbalance"] == pytest.approx(max(pairs) / np.mean(pairs))
-        assert record["sent_bytes"] == expected.sent_bytes.tolist()
-        assert record["attention_seconds"] == expected.attention_seconds.tolist()
-        for name in ("layer_seconds", "model_seconds", "speedup", "efficiency"):
+        for name in ("pairs", "sent_bytes", "attention_seconds"):
+            assert record[name] == getattr(expected, name).tolist()
+        for name in ("layer_seconds", "model_seconds", "speedup", "efficiency", "imbalance"):
             assert record[name] == getattr(expected, name)
 
 
@@ -165,7 +160,6 @@ WRONG = """
 --extend-lens 0,0 => --extend-lens must have a sequence with new tokens, got none
 --tokens 16777217 => '--tokens': must be an integer from 1 to 16777216, got
 --gflops -1 => '--gflops': must be a number from 0.001 to 1e+09, got '-1'
---call-us nan => '--call-us': must be a number from 0 to 1e+09, got 'nan'
 --hosts 2 --cp-size 4 => ranks are --cp-size, or --hosts times --ranks-per-host, not
 --exchange usp => --mesh must be given where exchange is usp
 --mesh 4x2 => mesh must be of shared out pools and one rank for each host
@@ -183,7 +177,6 @@ WRONG = """
 --decode 4 --prefix 9 --strategy zigzag => --strategy cuts new tokens of a prefill;
 --decode 4 --prefix 9 --overlap full => --overlap is of new tokens of a prefill
 --decode 4 --prefix 9 --placement replicated => --placement must be page_interleave or
---window=-1 => --window
 """
 
 
@@ -370,7 +363,7 @@ def test_a_step_of_decoding(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments", ["--exchange=auto --overlap=full", "--decode=9 --prefix=999"])
 def test_tables_of_placed_keys_fit_their_columns(columns, arguments):
     placed = ("--hosts=8,256", "--ranks-per-host=4", "--placement=token_interleave")
-    lines = plan(*placed, *arguments.split(), env={"COLUMNS": columns}).output.splitlines()
+    lines = plan(*placed, *arguments.split(), env={"COLUMNS": columns}).stdout.splitlines()
     others = [line for line in lines if not line.startswith("assumed: ")]
     assert not any("…" in line for line in lines)
     assert max(map(len, others)) <= int(columns)
