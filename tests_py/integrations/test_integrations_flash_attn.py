@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -68,22 +69,16 @@ RAGGED = [
 ]
 
 
-@pytest.mark.parametrize(("lens", "causal", "dtype"), pairwise(RAGGED, [False, True], DTYPES))
-def test_ragged(lens, causal, dtype):
+@pytest.mark.parametrize(
+    ("lens", "window_size", "causal", "dtype"), pairwise(RAGGED, WINDOWS, [False, True], DTYPES)
+)
+def test_ragged(lens, window_size, causal, dtype):
     q_lens, kv_lens = lens
     q = strided_copy(normal(sum(q_lens), HEADS, DIM, dtype=dtype))
     k, v = (strided_copy(normal(sum(kv_lens), KV_HEADS, DIM, dtype=dtype)) for _ in "kv")
-    out, lse = run_varlen(q, k, v, q_lens, kv_lens, causal=causal)
-    assert lse.shape == (HEADS, sum(q_lens))
-    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, causal=causal))
-
-
-@pytest.mark.parametrize("window_size", WINDOWS)
-def test_ragged_windows_with_softcap_and_scale(window_size):
-    q_lens, kv_lens = (6, 2, 9), (6, 20, 4)
-    q, k, v = normal(17, HEADS, DIM), normal(30, KV_HEADS, DIM), normal(30, KV_HEADS, DIM)
-    options = {"window_size": window_size, "softcap": 3.0}
+    options = {"causal": causal, "window_size": window_size, "softcap": 3.0}
     out, lse = run_varlen(q, k, v, q_lens, kv_lens, softmax_scale=0.5, **options)
+    assert lse.shape == (HEADS, sum(q_lens))
     assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, scale=0.5, **options))
 
 
@@ -244,14 +239,8 @@ BOTH = dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int()
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"k_cache": torch.zeros(8)},
-            r"k_cache must be \[num_pages, page_size, kv_heads, dim\], g",
-        ),
-        (
-            {"q": torch.zeros(2, 64)},
-            r"q must be \[batch, tokens, heads, dim\], got shape \[2, 64\]",
-        ),
+        ({"k_cache": torch.zeros(8)}, r"k_cache must be \[num_pages, page_size, kv_heads, dim\], "),
+        ({"q": torch.zeros(2, 64)}, r"q must be \[batch, tokens, heads, dim\], got shape"),
         ({"rotary_cos": torch.ones(8, 16)}, "rotary_cos is not supported"),
         ({"cache_leftpad": torch.zeros(2)}, "cache_leftpad is not supported"),
         ({"k": torch.zeros(2, 1, KV_HEADS, DIM)}, "k and v must be given together"),
@@ -290,31 +279,18 @@ def by_sequence(descale, lengths):
     return heads.repeat_interleave(torch.tensor(lengths), 0)[..., None]
 
 
-@pytest.mark.parametrize("kind", DESCALES)
+@pytest.mark.parametrize("kinds", list(itertools.pairwise([*DESCALES, "number"])))
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_ragged_codes(dtype, kind):
-    q_lens, kv_lens, descale = [5, 2, 3], [9, 12, 3], DESCALES[kind]
+def test_ragged_codes(dtype, kinds):
+    """Keys and values have factors of different kinds."""
+    q_lens, kv_lens, descales = [5, 2, 3], [9, 12, 3], [DESCALES[kind] for kind in kinds]
     q = normal(10, HEADS, DIM)
     k, v = coded(24, KV_HEADS, DIM, dtype=dtype), coded(24, KV_HEADS, DIM, dtype=dtype)
-    options = {"causal": True, "k_descale": descale, "v_descale": descale}
+    options = {"causal": True, "k_descale": descales[0], "v_descale": descales[1]}
     out, lse = run_varlen(q, k, v, q_lens, kv_lens, **options)
-    factor = by_sequence(descale, kv_lens)
-    meant = oracle_inputs(q, k.double() * factor, v.double() * factor, q_lens, kv_lens, True)
-    assert_result(out, lse, meant)
-
-
-def test_codes_of_equal_lengths():
-    q, k, v = normal(3, 4, HEADS, DIM), *coded(2, 3, 6, KV_HEADS, DIM)
-    options = {
-        "causal": True,
-        "k_descale": DESCALES["heads"],
-        "v_descale": DESCALES["of sequences"],
-    }
-    out, lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
-    factors = (by_sequence(options[name], [6] * 3) for name in ("k_descale", "v_descale"))
-    k, v = (x.flatten(0, 1).double() * factor for x, factor in zip((k, v), factors, strict=True))
-    meant = oracle_inputs(q.flatten(0, 1), k, v, [4] * 3, [6] * 3, True)
-    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), meant)
+    factors = (by_sequence(descale, kv_lens) for descale in descales)
+    k, v = (x.double() * factor for x, factor in zip((k, v), factors, strict=True))
+    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
