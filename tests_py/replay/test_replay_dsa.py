@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-Console = pytest.importorskip("rich.console").Console
 
 from cpattn.replay.dense.baseline import make_segments  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
@@ -21,7 +19,6 @@ from cpattn.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
 from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
 from cpattn.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
 from cpattn.replay.phases import PhaseClock  # noqa: E402
-from cpattn.replay.report.summary import print_report  # noqa: E402
 from cpattn.traffic.scheduler import Batch  # noqa: E402
 from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_in_one_process import InOneProcess  # noqa: E402
@@ -58,10 +55,6 @@ def test_every_batch_is_right(strategy, cp_size, model):
         assert batch.flops["indexer"] == sum(batch.rank_pairs) * per_pair
         assert tuple(batch.torch_seconds) == model.attention_phases
         assert batch.torch_difference < 0.1
-    text = io.StringIO()
-    print_report(report, "a title", Console(file=text))
-    for word in ("indexer", "top-k", "proj", "keys", "sparse attention to 24 keys"):
-        assert word in text.getvalue()
 
 
 def checked(

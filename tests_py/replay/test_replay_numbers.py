@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that would do nothing, or something else, are refused where they are given."""
+"""Numbers and names that would do nothing, or something else, are refused where they are given.
+
+What the command line refuses besides is in cli/test_cli_errors.py.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from cpattn.traffic.prefix_cache import PrefixCache
 from cpattn.traffic.scheduler import prefill_batches
 from cpattn.traffic.trace import generate_trace, read_trace, scale_lengths
 from support.replay.replay_models import SMALL_DSA
+
+DECODED = {"placement": "page_interleave", "decode_tokens": 2}
 
 
 def batches(**options: Any) -> Any:
@@ -44,6 +49,15 @@ def checker(rows_per_chunk: Any) -> Checker:
         (lambda: ReplayOptions(scale_lengths=0), "scale_lengths must be >= 1, got 0"),
         (lambda: ReplayOptions(timeout_seconds=math.nan), "seconds must be positive and finite"),
         (lambda: ReplayOptions(timeout_seconds="9"), "timeout_seconds must be a number"),
+        (lambda: ReplayOptions(placement="page_interleave:2"), "must be .* 'page_interleave:2'"),
+        (lambda: ReplayOptions(placement=None), "got None"),
+        (lambda: ReplayOptions(exchange="broadcast"), "must be auto, gather, .* got 'broadcast'"),
+        (lambda: ReplayOptions(model=SMALL_DSA, **DECODED), "dsa .* decoded, got page_interleave"),
+        (lambda: ReplayOptions(decode_ranks=2), "must be 1 where nothing is decoded, got 2"),
+        (lambda: ReplayOptions(decode_ranks=0), "decode_ranks must be >= 1, got 0"),
+        (lambda: ReplayOptions(hosts=0), "hosts must be >= 1, got 0"),
+        (lambda: ReplayOptions(hosts=128, cp_size=128), "at most 64, got 128"),
+        (lambda: ReplayOptions(hosts=2, link_gbps=0.0), "link_gbps must be positive and finite"),
         (lambda: DenseConfig(num_layers=2.0), "num_layers must be an integer, got 2.0"),
         (lambda: DenseConfig(num_layers=0), "num_layers must be >= 1, got 0"),
         (lambda: DenseConfig(num_heads=3), "num_heads must be a multiple of num_kv_heads 2, got 3"),

@@ -193,29 +193,6 @@ def test_a_rank_has_room_for_its_rows(text):
         assert room <= -(-(pages + first) * page_size // turn) * turn // size + 2 * page_size
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"placement": "page_interleave:2"}, "placement must be .* got 'page_interleave:2'"),
-        ({"placement": None}, "got None"),
-        ({"exchange": "broadcast"}, "exchange must be auto, gather, .* got 'broadcast'"),
-        (
-            {"placement": "page_interleave", "model": SMALL_DSA, "decode_tokens": 2},
-            "placement must be replicated for the model dsa .* decoded, got page_interleave",
-        ),
-        ({"decode_ranks": 2}, "must be 1 where nothing is decoded, got 2"),
-        ({"decode_ranks": 0}, "decode_ranks must be >= 1, got 0"),
-        ({"hosts": 0}, "hosts must be >= 1, got 0"),
-        ({"hosts": 128, "cp_size": 128}, "at most 64, got 128"),
-        ({"hosts": 2, "link_gbps": 0.0}, "link_gbps must be positive and finite, got 0.0"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes, message):
-    """Beside what the command line is tried with, in cli/test_cli_errors.py."""
-    with pytest.raises(ValueError, match=re.compile(message)):
-        replace(OPTIONS, **changes)
-
-
 @pytest.mark.slow
 def test_results_are_those_of_replicated_pools(command_line, tmp_path):
     path = tmp_path / "r.json"

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several computations at once: each on its share of the CPUs, and within a bound of memory."""
+"""Computations of the check: several at once, each on its share of the CPUs, and of which rows.
+
+Beside them are the stages and the head of the decoder that they run.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ pytest.importorskip("jinja2")
 
 from cpattn import _core  # noqa: E402
 from cpattn.replay.dense import check  # noqa: E402
-from cpattn.replay.dense.check import Checker  # noqa: E402
+from cpattn.replay.dense.check import Checker, dense_attention  # noqa: E402
+from cpattn.replay.model import Decoder, Head, stage_layers  # noqa: E402
 from cpattn.replay.side_by_side import side_by_side  # noqa: E402
+from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
+from cpattn.traffic.scheduler import prefill_batches  # noqa: E402
 from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_models import SMALL  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
@@ -106,3 +112,31 @@ def _prompts() -> list[check.Prompt]:
     ends = [np.array([0, request.input_length - 1]) for request in requests]
     rows = np.empty((2, 32)), np.empty((2, 0), np.int32)
     return [(i, requests[i], [(0, positions, *rows)]) for i, positions in enumerate(ends)]
+
+
+@pytest.mark.parametrize(("pp_size", "sizes"), [(1, [4]), (2, [2, 2]), (3, [2, 1, 1])])
+def test_stages_have_as_many_layers(pp_size, sizes):
+    assert [len(stage) for stage in stage_layers(4, pp_size)] == sizes
+
+
+def test_logits_do_not_repeat_the_token():
+    head = Head(SMALL)
+    hidden = Decoder(SMALL)(
+        torch.arange(64), torch.zeros(64), lambda _, q, k, v: dense_attention(q, k, v, None)
+    )
+    logits = head(hidden)
+    assert logits.dtype == torch.float32
+    assert 0.5 < logits.std() < 2
+    assert (logits.argmax(dim=-1) == torch.arange(64)).sum() < 8
+    assert len(set(logits.argmax(dim=-1).tolist())) > 8
+
+
+def test_sampled_rows_cover_every_chunk():
+    checker = Checker(SMALL, block_tokens=8, rows_per_chunk=5)
+    requests = scale_lengths(generate_trace(6), 64)
+    cache = PrefixCache(800, page_size=4, block_tokens=8)
+    for batch in prefill_batches(requests, cache, token_budget=70):
+        rows = checker.sample_rows(batch)
+        ends = np.cumsum(batch.extend_lens)
+        assert set(ends - 1) | set(ends[:-1]) | {0} <= set(rows)
+        assert len(rows) == sum(min(5, length) for length in batch.extend_lens)
