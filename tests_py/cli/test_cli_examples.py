@@ -213,18 +213,3 @@ def test_files_are_completed(option):
     variables = {"COMP_WORDS": f"cpattn replay {option} ", "COMP_CWORD": "3"}
     answer = invoke(env=variables | {"_CPATTN_COMPLETE": "bash_complete"})
     assert answer.stdout == "file,\n"
-
-
-@pytest.mark.parametrize(
-    ("typo", "meant"),
-    [
-        ("explian", "explain"),
-        ("plan --cp-sise 8", "--cp-size"),
-        ("doctor --jsn", "--json"),
-        ("explain --strategy zigzac", "zigzag"),
-    ],
-)
-def test_what_was_meant_is_suggested(typo, meant):
-    result = invoke(*typo.split())
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert meant in result.stderr
