@@ -58,13 +58,19 @@ def test_all_operators_are_tested():
 
 
 @every_call
-def test_equals_the_function(call):
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_equals_the_function(call, mode):
     expected = call.function()
-    assert_same(call.operator(*call.args, **call.kwargs), expected)
-    if call.library == "cpattn":
+    with mode():
+        assert_same(call.operator(*call.args, **call.kwargs), expected)
+        if call.library == "npu":
+            return
         outputs = call.outputs()
         assert call.out(*call.args, **call.kwargs, **outputs) is None
-        assert_same(tuple(outputs.values()), expected)
+    assert_same(tuple(outputs.values()), expected)
+    # A tensor of inference mode is as good outside of it.
+    call.out(*call.args, **call.kwargs, **outputs)
+    assert_same(tuple(outputs.values()), expected)
 
 
 @pytest.mark.slow
@@ -139,21 +145,6 @@ def test_one_graph_serves_all_lengths():
         expected = cpattn.paged_attention(q, k_cache, v_cache, **options, return_lse=True)
         assert_same(compiled(q, *args), expected)
     assert len(graphs) == 1
-
-
-@every_operator
-def test_inference_mode(call):
-    expected = call.function()
-    with torch.inference_mode():
-        assert_same(call.operator(*call.args, **call.kwargs), expected)
-        if call.library == "npu":
-            return
-        outputs = call.outputs()
-        call.out(*call.args, **call.kwargs, **outputs)
-    assert_same(tuple(outputs.values()), expected)
-    # A tensor of inference mode is as good outside of it.
-    call.out(*call.args, **call.kwargs, **outputs)
-    assert_same(tuple(outputs.values()), expected)
 
 
 @pytest.mark.parametrize("call", [x for x in ALL_CALLS if x.label != " of latents"], ids=str)
