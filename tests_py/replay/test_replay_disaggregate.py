@@ -87,10 +87,6 @@ def without(delivery: Delivery, keep: np.ndarray) -> Delivery:
     return replace(delivery, src_pages=delivery.src_pages[keep], dst_pages=delivery.dst_pages[keep])
 
 
-def one_page_less(send: Send, link: Endpoint, delivery: Delivery, *rank: int) -> Transfer:
-    return send(link, without(delivery, np.arange(len(delivery.dst_pages) - 1)), *rank)
-
-
 def no_partial_page(send: Send, link: Endpoint, delivery: Delivery, *rank: int) -> Transfer:
     partial = [c.page_ids[c.prompt_tokens // 4] for c in delivery.continuations]
     return send(link, without(delivery, ~np.isin(delivery.dst_pages, partial)), *rank)
@@ -117,7 +113,6 @@ def nothing_of_rank_0(send: Send, link: Endpoint, delivery: Delivery, *rank: int
 @pytest.mark.parametrize(
     ("wrong", "dtype"),
     [
-        (one_page_less, "float32"),
         (no_partial_page, "bfloat16"),
         (swapped_layers, "float32"),
         (nothing_of_rank_0, "bfloat16"),

