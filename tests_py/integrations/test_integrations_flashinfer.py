@@ -205,37 +205,6 @@ def make_states(dtype, *shape):
     return v, s
 
 
-def assert_merged(v, s, states, dtype, op="merge_state"):
-    """`states`: (v, s) of each part, to base 2."""
-    (out, lse), *others = [(to_float64(x), to_float64(y) * LN2) for x, y in states]
-    magnitude = abs(out)
-    for other, other_lse in others:
-        magnitude, _ = reference.merge_state(magnitude, lse, abs(other), other_lse)
-        out, lse = reference.merge_state(out, lse, other, other_lse)
-    assert v.dtype == getattr(torch, dtype)
-    assert_close(v, out, magnitude, op, dtype)
-    size = np.maximum(1, np.abs(np.nan_to_num(lse, neginf=0))) / LN2
-    assert_close(s, lse / LN2, size, "attention lse", "any")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_state(dtype):
-    a, b = make_states(dtype, 2, 6, 3, 64)
-    states = [(a[i], b[i]) for i in range(2)]
-    before = a.clone(), b.clone()
-    v, s = flashinfer.merge_state(*states[0], *states[1])
-    assert_merged(v, s, states, dtype)
-    assert torch.equal(a, before[0])
-    assert torch.equal(b, before[1])
-
-    for mask in (torch.ones(6).bool(), torch.tensor([True, False, True, False, False, True])):
-        v_mine, s_mine = a[0].clone(), b[0].clone()
-        given = None if mask.all() else mask
-        flashinfer.merge_state_in_place(v_mine, s_mine, *states[1], mask=given)
-        assert torch.equal(v_mine, v.where(mask[:, None, None], a[0]))
-        assert torch.equal(s_mine, s.where(mask[:, None], b[0]))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_states", [1, 2, 5])
 def test_merge_states(num_states, dtype):
@@ -244,11 +213,35 @@ def test_merge_states(num_states, dtype):
     merged = flashinfer.merge_states(v, s)
     assert torch.equal(v, before[0])
     assert torch.equal(s, before[1])
+    parts = zip(v.unbind(1), s.unbind(1), strict=True)
+    (out, lse), *others = [(to_float64(x), to_float64(y) * LN2) for x, y in parts]
+    magnitude = abs(out)
+    for other, other_lse in others:
+        magnitude, _ = reference.merge_state(magnitude, lse, abs(other), other_lse)
+        out, lse = reference.merge_state(out, lse, other, other_lse)
+    assert merged[0].dtype == v.dtype
     # float32 has a rounding of each merge, as the ranks of a ring have
     op = "ring of ranks" if dtype == "float32" else "merge_state"
-    assert_merged(*merged, [(v[:, i], s[:, i]) for i in range(num_states)], dtype, op)
+    assert_close(merged[0], out, magnitude, op, dtype)
+    size = np.maximum(1, np.abs(np.nan_to_num(lse, neginf=0))) / LN2
+    assert_close(merged[1], lse / LN2, size, "attention lse", "any")
     with pytest.raises(ValueError, match="merge_states: v must be"):
         flashinfer.merge_states(v[:, :0], s[:, :0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_states_are_merged_as_several_are_and_in_place(dtype):
+    v, s = make_states(dtype, 6, 2, 3, 64)
+    (first, second), before = zip(v.unbind(1), s.unbind(1), strict=True), (v.clone(), s.clone())
+    merged = flashinfer.merge_state(*first, *second)
+    assert all(map(torch.equal, merged, flashinfer.merge_states(v, s)))
+    for mask in (torch.ones(6).bool(), torch.tensor([True, False, True, False, False, True])):
+        mine = first[0].clone(), first[1].clone()
+        given = None if mask.all() else mask
+        flashinfer.merge_state_in_place(*mine, *second, mask=given)
+        assert torch.equal(mine[0], merged[0].where(mask[:, None, None], first[0]))
+        assert torch.equal(mine[1], merged[1].where(mask[:, None], first[1]))
+    assert all(map(torch.equal, (v, s), before))
 
 
 CODES = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2

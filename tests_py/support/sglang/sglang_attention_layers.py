@@ -3,8 +3,8 @@
 """A process with the attention backend on pools of sglang's, without an engine.
 
 ``python -m support.sglang.sglang_attention_layers RESULTS`` writes what `torch.save` makes of
-{"layers": results and arguments of the oracle, "refused": messages, "plans": how many,
-"zero scale": a message}.
+{"layers": results and arguments of the oracle, "refused": messages and words that they must have,
+"plans": how many, "zero scale": a message}.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def published(**configuration: Any) -> Any:
     return runtime_context.get_context().override_server_args(**configuration)
 
 
-def refusals() -> dict[str, str]:
-    """What is said to what cannot be served."""
+def refusals() -> list[tuple[str, str]]:
+    """What is said to what cannot be served, and what of it says what it is about."""
 
     def refused(
         change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND, **layer: Any
@@ -268,31 +268,36 @@ def refusals() -> dict[str, str]:
     def set_(**values: Any) -> Callable[[Any], None]:
         return lambda runner: vars(runner).update(values)
 
-    messages = {
-        "device": refused(set_(device="cuda")),
-        "chunks": refused(set_(attention_chunk_size=64)),
-        "encoder": refused(set_(model_config=SimpleNamespace(is_encoder_decoder=True))),
-        "dp": refused(set_(server_args=SimpleNamespace(enable_dp_attention=True))),
-        "float64": refused(set_(dtype=torch.float64)),
-        "bfloat16": refused(set_(dtype=torch.bfloat16)),
-        "layout": refused(lambda x: vars(x.token_to_kv_pool).update(kv_cache_layout="hnd")),
-        "cross": refused(is_cross_attention=True),
-        "images": refused(attn_type=AttentionType.DECODER_BIDIRECTIONAL),
-        "grok": refused(attributes={"xai_temperature_len": 8}),
-        "softcap": refused(logit_cap=5.0, logit_capping_method="sigmoid"),
-        "mode": refused(mode=ForwardMode.TARGET_VERIFY),
-        "argument": refused(call={"idx_q": torch.zeros(1)}),
-        "beside": refused(keys=torch.zeros(1), call={"save_kv_cache": False}),
-    }
+    encoder, dp = (
+        SimpleNamespace(**{name: True}) for name in ("is_encoder_decoder", "enable_dp_attention")
+    )
+    other_layout = {"kv_cache_layout": "hnd"}
+    messages = [
+        (refused(set_(device="cuda")), "device cuda"),
+        (refused(set_(attention_chunk_size=64)), "Llama 4"),
+        (refused(set_(model_config=encoder)), "cross attention"),
+        (refused(set_(server_args=dp)), "--enable-dp-attention"),
+        (refused(set_(dtype=torch.float64)), "models in torch.float64"),
+        (refused(set_(dtype=torch.bfloat16)), "in torch.float32 of a model in torch.bfloat16"),
+        (refused(lambda x: vars(x.token_to_kv_pool).update(other_layout)), "another layout"),
+        (refused(is_cross_attention=True), "other than of decoders"),
+        (refused(attn_type=AttentionType.DECODER_BIDIRECTIONAL), "DECODER_BIDIRECTIONAL"),
+        (refused(attributes={"xai_temperature_len": 8}), "Grok"),
+        (refused(logit_cap=5.0, logit_capping_method="sigmoid"), "softcap sigmoid"),
+        (refused(mode=ForwardMode.TARGET_VERIFY), "TARGET_VERIFY"),
+        (refused(call={"idx_q": torch.zeros(1)}), "idx_q"),
+        (refused(keys=torch.zeros(1), call={"save_kv_cache": False}), "not in the KV cache"),
+    ]
     split = {"tp_size": 2, "attn_cp_size": 2}
-    for name, configuration in {
-        "speculative": {"speculative_algorithm": "EAGLE"},
-        "compile": {"enable_torch_compile": True},
-        "cp": split,
-        "interleave": {**split, "enable_prefill_cp": True, "cp_strategy": "interleave"},
-    }.items():
+    interleave = {**split, "enable_prefill_cp": True, "cp_strategy": "interleave"}
+    for configuration, words in (
+        ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        (split, "without --enable-prefill-cp"),
+        (interleave, "--cp-strategy interleave"),
+    ):
         with published(**configuration):
-            messages[name] = refused()
+            messages.append((refused(), words))
     return messages
 
 
