@@ -207,21 +207,3 @@ def test_prefixes_that_are_not_on_the_ranks_in_turn_are_refused(sglang, switched
     another, _ = pool_and_table(sglang)
     with pytest.raises(ValueError, match=r"prefix_lens_cpu must be multiples of page_size 4"):
         shards.begin_shard_extend(None, another, table, torch.tensor([0]), [3], [5])
-
-
-def test_filter_of_pages(sglang, rng, switched_on):
-    conn, utils = sglang.conn, sglang.disaggregation
-    assert conn.filter_kv_indices_for_shard_rank is utils.filter_kv_indices_for_shard_rank
-    for _ in range(200):
-        pages = rng.integers(0, 200, rng.integers(0, 20)).astype(np.int32)
-        start, size = int(rng.integers(0, 9)), int(rng.integers(1, 6))
-        given = {"kv_indices": pages, "index_slice": slice(start, start + len(pages))}
-        given |= {"shard_rank": int(rng.integers(size)), "shard_size": size}
-        expected = by_sglang(utils.filter_kv_indices_for_shard_rank, **given)
-        found = conn.filter_kv_indices_for_shard_rank(**given)
-        for got, wanted in zip(found, expected, strict=True):
-            assert got.dtype == wanted.dtype
-            assert got.tolist() == wanted.tolist()
-    given |= {"index_slice": slice(0, len(pages) + 1)}
-    with pytest.raises(ValueError, match=r"kv_indices must be the \d+ pages of index_slice"):
-        conn.filter_kv_indices_for_shard_rank(**given)
