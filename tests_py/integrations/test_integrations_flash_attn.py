@@ -6,23 +6,57 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from cpattn.integrations import flash_attn
-from support.cases import DTYPES, strided_copy
-from support.integrations import documented_masks, flash_attn_cases
-from support.integrations.flash_attn_cases import DIM, HEADS, KV_HEADS, normal, run_varlen
+from support.cases import DTYPES, assert_attention, strided_copy
+from support.integrations import documented_masks
 from support.pairwise import pairwise
 from support.tolerances import assert_similar
 
-assert_result, oracle_inputs = flash_attn_cases.assert_result, flash_attn_cases.oracle_inputs
+HEADS, KV_HEADS, DIM = 4, 2, 32
 WINDOWS = [(-1, -1), (5, 0), (0, 0), (4, 3), (-1, 2), (6, -1)]
 
 
 @pytest.fixture(autouse=True)
 def fixed_inputs():
     torch.manual_seed(0)
+
+
+def normal(*shape, dtype="float32"):
+    return torch.randn(shape).to(getattr(torch, dtype))
+
+
+def oracle_inputs(q, k, v, q_lens, kv_lens, causal=False, window_size=(-1, -1), **options):
+    """Arguments of the oracle for rows q and keys k of sequences one after the other."""
+    starts = np.cumsum([0, *kv_lens])[:-1]
+    mask = documented_masks.mask_of(
+        documented_masks.flash_attn, q_lens, kv_lens, causal, window_size
+    )
+    tables = starts[:, None] + np.arange(max(kv_lens))
+    lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables, "page_size": 1}
+    tensors = {"q": q, "k_cache": k, "v_cache": v, "custom_mask": mask, "causal": False}
+    return {**tensors, **lens, **options}
+
+
+def assert_result(out, lse, inputs):
+    """LSE [heads, tokens] with the sign of flash-attn for rows without keys."""
+    assert lse.dtype == torch.float32
+    assert not torch.isneginf(lse).any()
+    assert_attention(out, torch.where(torch.isposinf(lse), -torch.inf, lse).T, inputs)
+
+
+def cumulative(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def run_varlen(q, k, v, q_lens, kv_lens, **options):
+    lens = cumulative(q_lens), cumulative(kv_lens), max(q_lens), max(kv_lens)
+    options["return_attn_probs"] = True
+    out, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, *lens, **options)
+    return out, lse
 
 
 @pytest.mark.parametrize(
@@ -182,7 +216,7 @@ def test_private_forms_agree_with_the_public_ones():
     assert len(mine) == 4
     assert torch.equal(mine[0], out)
     assert torch.equal(mine[1], lse)
-    rows, ends = [x.flatten(0, 1) for x in (q, k, v)], flash_attn_cases.cumulative([6, 6])
+    rows, ends = [x.flatten(0, 1) for x in (q, k, v)], cumulative([6, 6])
     mine = flash_attn._flash_attn_varlen_forward(
         *rows, ends, ends, 6, 6, 0.0, 0.3, False, seqused_k=torch.tensor([4, 0])
     )

