@@ -166,18 +166,6 @@ REGRESSIONS = {
         lambda: cpattn.transfer.plan_kv_transfer(1, 2, [1], [2]),
         r"TypeError: plan_kv_transfer: src must be of type KVLayout, got int",
     ),
-    "scores by their name": (
-        lambda: cpattn.sparse.topk_transform(
-            np.ones((8, 2), np.float32).T, lengths=[8, 8], topk=2, method=None
-        ),
-        r"ValueError: topk_transform: logits must be contiguous",
-    ),
-    "keys by their name": (
-        lambda: cpattn.sparse.write_index_k_cache(
-            np.zeros((1, 132), np.uint8), [0], np.ones((1, 256), np.float32)[:, ::2]
-        ),
-        r"ValueError: write_index_k_cache: k must be contiguous in its last dimension",
-    ),
     "codes that cannot hold -1": (
         lambda: cpattn.sparse.pad_topk_indices(np.ones((1, 2), np.uint8), 2),
         r"TypeError: pad_topk_indices: topk_indices must be int32 or int64, got uint8",

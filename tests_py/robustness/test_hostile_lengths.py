@@ -19,26 +19,6 @@ def one_page(**changes):
     return {"q": torch.ones(1, 1, 16), "k_cache": cache, "v_cache": cache, **batch, **changes}
 
 
-@pytest.mark.parametrize("page_size", [2**31, 2**60 + 1, HUGE, 0, -1])
-def test_page_sizes_whose_products_overflow(page_size):
-    message = rf"page_size must be in \[1, 2147483647\], got {page_size}"
-    empty = torch.ones(0, 1, 16)
-    with pytest.raises(ValueError, match=f"paged_attention: {message}"):
-        cpattn.paged_attention(**one_page(k_cache=empty, v_cache=empty, page_size=page_size))
-    sizes = {"num_pages": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16}
-    with pytest.raises(ValueError, match=f"plan_attention: {message}"):
-        cpattn.plan_attention(
-            q_lens=[1], kv_lens=[5], block_tables=[[0]], page_size=page_size, **sizes
-        )
-    metadata = cpattn.build_cp_metadata([20], cp_rank=0, cp_size=1)
-    cache = torch.ones(1, 1, 16, 16)
-    with pytest.raises(ValueError, match=f"do_cp_attn_fia: {message}"):
-        cpattn.do_cp_attn_fia(
-            torch.ones(20, 16 * 16), cache, cache, metadata, block_tables=[[0]],
-            page_size=page_size, num_heads=16, num_kv_heads=16, scale=1.0,
-        )  # fmt: skip
-
-
 def test_rows_are_counted_before_they_are_planned():
     inputs = one_page(
         q_lens=[2**31 - 1], kv_lens=[2**31 - 1], block_tables=np.zeros((1, 2**20), int)
