@@ -13,8 +13,3 @@ BUSY = 1.0
 
 # After this many seconds what has not happened never will, on such a machine too.
 PATIENCE = 120.0
-
-# CPU seconds that `import cpattn` takes beyond NumPy. Time spent waiting for a processor is not
-# among them, and of several imports the least counts, of which busy neighbours took the caches
-# least: beyond that nothing is added. It takes a third of this where bytecode is not cached.
-IMPORT_CPU = 0.1
