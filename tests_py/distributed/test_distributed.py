@@ -46,13 +46,6 @@ def test_interrupt_ends_a_wait(tmp_path):
     assert seconds < 1 + BUSY
 
 
-def test_subgroup(tmp_path):
-    run = Run(Case("subgroup", (13, 4), (2, 9)), "pages", "gather")
-    outsider, *members = run_world(3, tmp_path, sharded_faults.run_subgroup, run)
-    assert "group must be a ProcessGroup" in outsider
-    assert_prefill([{run: member} for member in members], run)
-
-
 def fail_on_the_last(rank: int) -> None:
     assert rank < dist.get_world_size() - 1, "as the test wants"
     dist.recv(torch.zeros(1), dist.get_world_size() - 1)  # which never sends

@@ -18,7 +18,7 @@ from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import ring
 from support.distributed.disagreements import SMALL
 from support.distributed.distributed_worker import error_of
-from support.distributed.sharded_worker import Run, run_prefill, traffic_rank
+from support.distributed.sharded_worker import traffic_rank
 
 
 def seconds_to_interrupt(call: Callable[[], Any]) -> float:
@@ -40,17 +40,6 @@ def run_interrupt(rank: int) -> float:
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     plan = cp.plan([8], block_tables=[[0, 1]])
     return seconds_to_interrupt(lambda: cp.gather(plan, torch.zeros(4, 1)))
-
-
-def run_subgroup(rank: int, run: Run) -> dict[str, Any] | str:
-    """What a group of ranks 1 and 2 gathers; rank 0 is not one of it."""
-    group = dist.new_group([1, 2])
-    if rank == 0:
-        try:
-            ContextParallel(group, page_size=4)
-        except TypeError as error:
-            return str(error)
-    return run_prefill(run, group)
 
 
 def run_loss(rank: int, exchange: str, group: Any = None) -> str:

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -19,14 +18,12 @@ import torch.distributed as dist
 
 from cpattn import _core
 from cpattn.distributed import ContextParallel
-from cpattn.distributed.layers import rounds
 from cpattn.distributed.transport import exchange, shared_memory
 from cpattn.kv import MHATokenToKVPool
 from support.distributed import shared_pool_worker as pools
-from support.distributed.distributed_worker import error_of, make_plan
+from support.distributed.distributed_worker import error_of
 from support.distributed.hosts.layouts import Layout, members_of, on_hosts
 from support.distributed.sharded_faults import seconds_to_interrupt
-from support.distributed.sharded_worker import PLACEMENTS, ROUNDS
 
 
 def group_of(layout: Layout, rank: int) -> pools.Group:
@@ -35,12 +32,9 @@ def group_of(layout: Layout, rank: int) -> pools.Group:
 
 
 def run_loss(rank: int, layout: Layout, lost: int, when: str, clock: Path) -> tuple[str, float]:
-    """What each rank is told, and when, of which one is killed or stopped."""
+    """What each rank is told, and when, of which one is killed."""
     group = group_of(layout, rank)
     group.write()
-    attempt = group.write
-    if when in ATTENDING:
-        attempt = lambda: ATTENDING[when](group, killer if rank == lost else None)  # noqa: E731
     if rank == lost:
         time.sleep(0.3)  # the others wait by now
         killer = pools.Killer(clock)
@@ -50,12 +44,9 @@ def run_loss(rank: int, layout: Layout, lost: int, when: str, clock: Path) -> tu
             group.plan.__dict__["own_slots"] = killer
         elif when == "as rows of others arrive":  # with what it sends on its way
             exchange.RowExchange.arrived = lambda *_: killer.kill()  # type: ignore[method-assign]
-        elif when == "stopped":
-            threading.Thread(target=_go_on_later, args=(os.getpid(), 4.0)).start()
-            os.kill(os.getpid(), signal.SIGSTOP)
-    message, _ = error_of(attempt)
+    message = group.told()
     if message == "no error" and rank not in members_of(layout, lost):
-        message, _ = error_of(attempt)  # its rows had come: the next call misses it
+        message = group.told()  # its rows had come: the next call misses it
     told = time.monotonic()
     assert "cannot be used any more" in group.told()
     return message, told
@@ -82,48 +73,6 @@ def _go_on_later(pid: int, seconds: float) -> None:
             time.sleep(seconds)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
-
-
-def _attend_in_rounds(group: pools.Group, killer: pools.Killer | None) -> None:
-    """Attention that writes, one KV head after the other; the killer comes behind the first."""
-    rows = torch.ones(group.plan.num_local_rows, 2, 32)
-    queries = torch.ones(group.plan.num_local_rows, 4, 32)
-    with _killed_at_meeting(2, killer):
-        group.cp.attend(group.plan, queries, group.k, group.v, k_local=rows, v_local=rows)
-
-
-def _attend_in_a_ring(group: pools.Group, killer: pools.Killer | None) -> None:
-    """A ring between hosts; the killer comes before its second step, with the first head here."""
-    page_size = group.case.page_size
-    placement = PLACEMENTS["pages"](dist.get_world_size(), page_size)
-    cp = ContextParallel(
-        dist.group.WORLD, page_size=page_size, placement=placement, exchange="ring"
-    )
-    plan = make_plan(cp, group.case, group.batch)
-    shards = [torch.ones(16 * page_size, 2, 32) for _ in "kv"]
-    with _killed_at_meeting(3, killer):
-        cp.attend(plan, torch.ones(plan.num_local_rows, 4, 32), *shards)
-
-
-ATTENDING = {"between rounds": _attend_in_rounds, "in a ring": _attend_in_a_ring}
-
-
-@contextlib.contextmanager
-def _killed_at_meeting(number: int, killer: pools.Killer | None) -> Iterator[None]:
-    """Heads go one after the other; behind each, the ranks of a host meet."""
-    meet = exchange.RowExchange.meet_host
-    meetings = 0
-
-    def counted(self, call, terms=()):
-        nonlocal meetings
-        meetings += not terms
-        if killer is not None and meetings == number:
-            killer.kill()
-        return meet(self, call, terms)
-
-    one_head = mock.patch.multiple(rounds, **ROUNDS)
-    with one_head, mock.patch.object(exchange.RowExchange, "meet_host", counted):
-        yield
 
 
 def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
@@ -184,16 +133,6 @@ def run_fork(rank: int, layout: Layout) -> str:
     assert group.written() == [7.0]
     dist.barrier()
     return message
-
-
-def run_killed_with_pools(rank: int, layout: Layout, folder: Path) -> None:
-    """All ranks write down what they have mapped, and end without a word."""
-    group = group_of(layout, rank)
-    group.write()
-    (folder / str(rank)).write_text("\n".join(pools.maps_of_pools()))
-    with contextlib.suppress(RuntimeError):  # others may be gone before this one knows it
-        dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 CALLS = 300
