@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
@@ -145,12 +145,10 @@ def test_calls_of_several_threads_and_captures_are_all_there(path, tmp_path):
         for _ in range(50):
             plan([10])
 
-    with capture(path), capture(tmp_path / "other.cpcap"):
-        threads = [threading.Thread(target=plan_often) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    other = capture(tmp_path / "other.cpcap")
+    with capture(path), other, ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(plan_often)
     for name in (path, tmp_path / "other.cpcap"):
         assert len(read_captures([name]).calls) == 200
 
@@ -231,6 +229,7 @@ NO_RECORD = [
     CALL % b'"zlib":7,"dtype":"int32"',
     *(CALL % (TWO + shape) for shape in (b"null", b"[1,-1]", b"[1000000000000]", b"[3]")),
     b'{"call":7,"at":0,"seconds":0}', b'{"call":"x","at":NaN,"seconds":0}',
+    b'{"call":"x","at":1%s,"seconds":0}' % (b"0" * 400),  # beyond float64
     b'{"call":"x","at":0,"seconds":-1}', b'{"call":"x","call":"y","at":0,"seconds":0}',
 ]  # fmt: skip
 

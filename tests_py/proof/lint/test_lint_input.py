@@ -134,9 +134,13 @@ ONE = {"requests": [{"extend": 1}]}
 MANY = {"ranks": [{"tables": [[]] * 2**17, "key_lens": []}, {"tables": [[]] * 2**17}]}
 SHARING = {"requests": [*ONE["requests"], {"extend": 1, "shares": {"request": 1, "tokens": 1}}]}
 NOTHING_SENT = {name: [] for name in ("src_pages", "dst_pages", "src", "dst", "length")}
+HUGE = 10**400  # beyond float64
 BAD = {
     "schema must be 'cpattn-plan/1', got 'cpattn-plan/2'": {"schema": "cpattn-plan/2"},
     "requests[0].extend: must be at least 0, got -1": {"requests": [{"extend": -1}]},
+    "requests[0].extend: must be at least 0, got -1000": {"requests": [{"extend": -HUGE}]},
+    "requests[0].prefix: must be at most": {"requests": [{"extend": 1, "prefix": HUGE}]},
+    "ranks[0].heads.q[0]: must be at most": {"ranks": [{"heads": {"q": [HUGE], "kv": [0]}}]},
     "requests[0].extend: must be of type integer, got 1.5": {"requests": [{"extend": 1.5}]},
     "requests[0].extend: must be of type integer, got True": {"requests": [{"extend": True}]},
     "Additional properties are not allowed ('request' was": {"request": []},
@@ -152,9 +156,9 @@ BAD = {
     },
     "ranks[0].rows.count[1]: must be at least 0, got -3": rows([0, 0], [0, 1], [1, -3]),
     "balance.bound: must be of type number, got nan": {"balance": {"bound": float("nan")}},
-    "balance.bound: must be of type number, got 1000": {"balance": {"bound": 10**400}},
+    "balance.bound: must be of type number, got 1000": {"balance": {"bound": HUGE}},
     "topk.scores[0].scores[1]: must be of type number, got -1000": {
-        "topk": {"k": 1, "scores": [{"request": 0, "position": 1, "scores": [0, -(10**400)]}]}
+        "topk": {"k": 1, "scores": [{"request": 0, "position": 1, "scores": [0, -HUGE]}]}
     },
     "must be of schema 'cpattn-plan/1', got something too large": {"balance": 10**5000},
     "attention.window: must be at most 4611686018427387904, got 9223372036854775808": {

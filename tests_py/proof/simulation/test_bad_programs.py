@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import posix
 import signal
 import sys
 import threading
@@ -77,6 +78,15 @@ def raises_without_an_end():
     raise Endless
 
 
+class Nameless(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def raises_without_a_text():
+    raise Nameless
+
+
 NEVER_END = (never_ends, raises_without_an_end)
 
 
@@ -108,6 +118,11 @@ def starts_a_process():
         (lambda: os._exit(7), "rank [01] exits with 7"),
         (exits_from_a_thread, r"rank [01] ends its process by os\._exit\(0\) in a thread"),
         (lambda: os.fork(), "rank [01] forks; all ranks are simulated in one process"),
+        (lambda: os.forkpty(), "rank [01] forks"),
+        (lambda: posix.fork(), "rank [01] forks"),
+        (lambda: os.execv("/bin/true", ["true"]), "rank [01] replaces its process by another"),
+        (lambda: os.execlp("true", "true"), "rank [01] replaces its process by another program"),
+        (raises_without_a_text, "rank [01] raised Nameless: its text raises RuntimeError"),
         (lambda: os.abort(), "rank [01] aborts; all ranks are simulated in one process"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "rank [01] sends itself a signal; all"),
         (lambda: signal.raise_signal(signal.SIGTERM), "rank [01] sends itself a signal; all"),
