@@ -21,35 +21,18 @@ from support.places import ROOT
 
 ROWS = {"request": [0], "position": [0], "count": [2]}
 PLAN = {"schema": "cpattn-plan/1", "requests": [{"extend": 3}], "ranks": [{"rows": ROWS}]}
-SCRIPT = """
-import torch, torch.distributed as dist
-
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(4))
-"""
 
 
 @pytest.fixture
-def page_of(tmp_path):
-    """The page that a command writes."""
-
-    def call(command, *arguments, status):
-        path = tmp_path / "report.html"
-        words = [command, "--html", *map(str, [path, *arguments])]
-        result = CliRunner().invoke(commands, words)
-        assert result.exit_code == status, result.output
-        return path.read_text(encoding="utf-8")
-
-    return call
-
-
-@pytest.fixture
-def lint(tmp_path, page_of):
+def lint(tmp_path):
     """The page of a plan."""
 
     def call(document, status=1, options=(), name="plan.json"):
-        (tmp_path / name).write_text(json.dumps(document))
-        return page_of("lint", *options, tmp_path / name, status=status)
+        plan, path = tmp_path / name, tmp_path / "report.html"
+        plan.write_text(json.dumps(document))
+        result = CliRunner().invoke(commands, ["lint", "--html", str(path), *options, str(plan)])
+        assert result.exit_code == status, result.output
+        return path.read_text(encoding="utf-8")
 
     return call
 
@@ -61,22 +44,6 @@ def test_a_plan_on_a_page(lint):
     page = lint({}, status=2)
     assert "Proved" not in page
     assert "<title>cpattn: nothing was judged</title>" in page
-
-
-def test_a_program_on_a_page_with_its_timeline(tmp_path, page_of):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    page = page_of("simulate", "--ranks", "3", tmp_path / "script.py", status=0)
-    assert "script.py on 3 ranks" in page
-    assert "rank 2: all_reduce" in page
-    assert '<span class="good">Proved</span>: SEQ</h1>' in page
-    assert "<td>RES: compared between" in page
-
-
-def test_an_operator_on_a_page(page_of):
-    options = ("--signature", "cpattn", "--examples", "0")
-    page = page_of("conform", "cpattn:paged_attention", *options, status=0)
-    assert "cpattn conform: cpattn:paged_attention" in page
-    assert "Proved" in page
 
 
 def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path):

@@ -83,7 +83,9 @@ def test_what_is_required_has_to_be_checked(simulate, tmp_path):
     run = simulate(BARRIER, "--require", "SEQ,RES", "--html", "report.html")
     assert run.exit_code == 2
     assert "script.py on 2 ranks: not judged, RES not checked (" in run.output
-    assert "Not judged</span></h1>" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "Not judged</span></h1>" in page
+    assert "rank 1: barrier" in page  # of its timeline
     run = simulate(f"{BARRIER}assert dist.get_rank() < 1\n", "--require", "RES", "--json")
     assert run.exit_code == 1
     assert json.loads(run.stdout)["checked"] == ["SEQ", "RES"]
