@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from audit import durations, machine, steps
+from audit import machine, steps
 from support.places import ROOT
 
 TESTS = "import time\n\ndef test_{0}():\n    time.sleep({1})\n"
@@ -78,11 +78,6 @@ def test_stored_steps_are_those_of_the_script(tmp_path):
     for key, seconds in steps.skips.tomllib.loads(steps.LIST.read_text()).items():
         assert key.endswith((" CPUs, cold", " CPUs, warm"))
         assert [name for name in seconds if f'step "{name}"' not in script] == []
-
-
-def test_folders_are_those_below_the_tests():
-    assert durations.folder_of("tests_py/kv/test_x.py") == "kv"
-    assert durations.folder_of("test_x.py") == "test_x.py"
 
 
 @pytest.mark.parametrize(

@@ -112,27 +112,6 @@ def test_the_table_has_the_runs_of_all_processes_and_stands_before_the_closing_l
     assert "1 passed" in closing
 
 
-def test_junit_files_of_ctest_and_googletest(tmp_path):
-    (tmp_path / "asan.xml").write_text(CTEST)
-    (tmp_path / "qemu.xml").write_text(GOOGLETEST)
-    ran, skipped = table.from_junit(tmp_path / "asan.xml")
-    assert {(r.kind, r.name): r.passed for r in ran} == {
-        ("C++ tests", "asan"): 2,
-        ("instruction set", "avx2"): 1,
-        ("instruction set", "amx-twin"): 1,
-    }
-    ((test, said),) = skipped
-    assert (test, said.strip()) == ("cpp/asan::Kernel.Needs", "no thread")
-    ran, skipped = table.from_junit(tmp_path / "qemu.xml")
-    assert {(r.kind, r.name): r.passed for r in ran} == {
-        ("C++ tests", "qemu"): 2,
-        ("instruction set", "neon"): 1,
-    }
-    ((test, said),) = skipped
-    assert test == "cpp/qemu::Fp8.Needs"
-    assert "no fork" in said
-
-
 @pytest.mark.parametrize("file", [CTEST, GOOGLETEST], ids=["ctest", "GoogleTest"])
 def test_a_skipped_cpp_test_fails_unless_it_is_allowed(inner_runs, file):
     inner_runs.write(test_x="def test_a():\n    pass\n")
