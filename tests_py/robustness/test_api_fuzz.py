@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of the whole public interface, and whether the fuzzer would see what is wrong."""
+"""Random calls of the whole public interface; the fuzzer would see what is wrong.
+
+Inputs that fuzzing of parsers kept are read once each: nothing but their own errors is raised.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import random
@@ -18,9 +22,11 @@ import pytest
 
 import cpattn
 from cpattn import distributed, reference
+from fuzz.reader import Reader
 from support.api import api_fuzz
 from support.api.argument_kinds import Call, Target
 from support.children import path_with
+from support.places import TESTS
 from support.public_names import PUBLIC, PUBLIC_MODULES
 from support.time_limits import PATIENCE
 
@@ -205,3 +211,29 @@ def test_what_the_fuzzer_has_found(name: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     assert re.match(said, f"{caught.type.__name__}: {caught.value}")
+
+
+CORPORA = TESTS / "fuzz" / "corpus"
+PARSERS = sorted(folder.name for folder in CORPORA.iterdir())
+
+
+def test_every_target_has_a_corpus() -> None:
+    modules = {path.stem for path in CORPORA.parent.glob("*.py")}
+    assert modules - {"__init__", "__main__", "reader"} == set(PARSERS)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_corpus(name: str) -> None:
+    target = importlib.import_module(f"fuzz.{name}")
+    inputs = sorted((CORPORA / name).iterdir())
+    assert inputs
+    for path in inputs:
+        target.run(path.read_bytes())
+
+
+def test_reader_ends_in_zeros() -> None:
+    reader = Reader(b"\x05\x01")
+    assert reader.between(0, 9) == 5
+    assert reader.flag()
+    assert (reader.any(), reader.rarely(), reader.between(3, 2**40)) == (-2, False, 3)
+    assert reader.mostly("value") == "value"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 TESTS = (
     "distributed/test_distributed.py::test_interrupt_ends_a_wait",
     "distributed/test_distributed.py::test_one_token_leaves_other_ranks_without_rows",
-    "robustness/test_interrupts.py::test_ctrl_c_ends_the_call",
+    "robustness/test_nested_calls.py::test_ctrl_c_ends_the_call",
     "cli/test_cli.py::test_ctrl_c_ends_all_processes_with_one_line[run]",
 )
 # As under nohup or in the background of a script, without standard input, and where the folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls from a signal handler in the middle of a call on the same thread.
+"""Calls from a signal handler in the middle of a call on the same thread, and Ctrl-C that ends one.
 
 A call looks for Ctrl-C about every 50 ms; what handlers of other signals run then may call the
 library again.
@@ -16,6 +16,7 @@ import torch
 
 import cpattn
 from support.cases import Case, make_inputs
+from support.interrupts import assert_interruptible
 
 pytestmark = pytest.mark.slow
 
@@ -180,3 +181,38 @@ def test_small_stacks_and_calls_nested_too_deep_are_refused(children):
     out, err = children.start(limited).communicate(timeout=200)
     rule = "paged_attention: needs 112 KiB of stack, and this thread has "
     assert [line[: len(rule)] for line in out.splitlines()] == [rule] * 3, out + err
+
+
+# Each call would take many seconds or minutes, in a process of its own. What it reads is memory of
+# zeros, most of which is never touched. All other functions: test_threads.py.
+INTERRUPTED = """
+import numpy as np, cpattn
+cpattn.set_num_threads({threads})
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+{prepare}
+print("ready", flush=True)
+while True:  # calls that end before the signal comes are made again
+    {call}
+"""
+
+LONG_CALLS = {
+    "paged_attention": (
+        "cache = zeros(1, 30000, 1, 128); q = zeros(30000, 32, 128)",
+        "cpattn.paged_attention(q, cache, cache, q_lens=[30000], kv_lens=[30000], "
+        "block_tables=[[0]])",
+    ),
+    "indexer_topk, of one item": (
+        "q = zeros(32, 1024, 16); k = zeros(3000000, 16)",
+        "cpattn.sparse.indexer_topk(q, k, q[:, :, 0], [0] * 32, [3000000] * 32, topk=2048)",
+    ),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", LONG_CALLS)
+def test_ctrl_c_ends_the_call(name, threads):
+    prepare, call = LONG_CALLS[name]
+    assert_interruptible(INTERRUPTED.format(threads=threads, prepare=prepare, call=call))
