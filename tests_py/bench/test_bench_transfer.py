@@ -27,6 +27,12 @@ COMPARISONS = [
 TIMES = {"median", "minimum", "spread", "samples", "rate", "unit", "ns_per_item", "item", "error"}
 
 
+@pytest.fixture(autouse=True)
+def peak(monkeypatch):
+    """It is not to be measured."""
+    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
+
+
 @pytest.fixture(scope="module")
 def process_to_send_to():
     """One for all cases, which the benchmarks keep until they exit."""
@@ -38,8 +44,7 @@ def process_to_send_to():
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 @pytest.mark.usefixtures("process_to_send_to")
-def test_quick_cases_give_whole_rows(comparison, monkeypatch):
-    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)  # not to be measured
+def test_quick_cases_give_whole_rows(comparison):
     rows = program.run(comparison, budget=0.01)
     if any(row["status"] == bench_transfer.ABSENT for row in rows):
         pytest.skip(rows[0]["reason"])
@@ -122,7 +127,6 @@ def test_a_missing_engine_is_no_failure(monkeypatch):
         raise Failed(bench_transfer.ABSENT, "No module named 'mooncake'")
 
     monkeypatch.setattr(engine, "receiver", missing)
-    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
     monkeypatch.setattr("sys.argv", ["bench_transfer.py", "--quick", "--only", "send half"])
     assert bench_transfer.main() == 0
 
@@ -137,8 +141,7 @@ METADATA = list(metadata.comparisons(quick=True))
 
 
 @pytest.mark.parametrize("comparison", METADATA, ids=lambda c: case_label(c.case))
-def test_quick_cases_of_metadata_give_whole_rows(comparison, monkeypatch):
-    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)  # not to be measured
+def test_quick_cases_of_metadata_give_whole_rows(comparison):
     rows = program.run(comparison, budget=0.01)
     assert [row["status"] for row in rows] == ["ok", "ok"]
     assert [row["implementation"] for row in rows] == [metadata.OURS, metadata.PEER]
@@ -157,7 +160,7 @@ def test_wrong_metadata_is_found():
         comparison.check(metadata.OURS, result)
 
 
-def test_what_stops_in_a_sample_is_a_row(monkeypatch):
+def test_what_stops_in_a_sample_is_a_row():
     calls = []
 
     def stopping():
@@ -165,7 +168,6 @@ def test_what_stops_in_a_sample_is_a_row(monkeypatch):
         if len(calls) > 1:
             raise MemoryError("why")
 
-    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
     stops = replace(METADATA[0], implementations={"peer": stopping}, check=lambda *_: 0.0)
     (row,) = runner.run(stops, budget=1.0)
     assert (row["status"], row["reason"]) == ("error", "MemoryError: why")
