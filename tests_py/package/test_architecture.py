@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import architecture
 import concept_pictures
+import kv_8bit_errors
 import pytest
 
 from support.places import ROOT
@@ -72,3 +73,18 @@ def test_a_stale_picture_is_found_and_a_missing_one_written(script, capsys, monk
     monkeypatch.setattr(sys, "argv", ["the script"])
     assert script.main() == 0
     assert (stale.read_text(), missing.read_text()) == ("<svg>1</svg>", "")
+
+
+@pytest.mark.slow
+def test_the_page_about_8_bits_has_the_errors_of_now(tmp_path, monkeypatch, capsys):
+    found = kv_8bit_errors.errors()
+    monkeypatch.setattr(kv_8bit_errors, "errors", lambda: found)
+    assert kv_8bit_errors.main(["--check"]) == 0, capsys.readouterr().out
+    page = tmp_path / "kv_8bit.md"
+    text = kv_8bit_errors.PAGE.read_text()
+    page.write_text(text.replace("| int8 | head |", "| int8 | tail |"))
+    monkeypatch.setattr(kv_8bit_errors, "PAGE", page)
+    assert kv_8bit_errors.main(["--check"]) == 1
+    assert "out of date" in capsys.readouterr().out
+    assert kv_8bit_errors.main([]) == 0
+    assert page.read_text() == text
