@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cpattn.cost_model import AttentionLayer
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.transport.exchange import TERMS
-from support.distributed import sharded_faults
 from support.distributed.disagreements import SMALL
+from support.distributed.distributed_worker import error_of
 from support.distributed.sharded_worker import PLACEMENTS, Run, run_prefill
 
 LAYER = AttentionLayer(num_heads=8, num_kv_heads=2, head_dim=32, dtype="float32", page_size=16)
@@ -52,18 +52,12 @@ def run_part_of_the_world(rank: int) -> tuple[Any, list[int], float] | str:
     return cp.mesh, dist.get_process_group_ranks(cp.group), timeout.total_seconds()
 
 
-def run_faults(rank: int) -> dict[str, str]:
-    """What all are told where rank 3 has its mesh the other way round, and then is lost."""
+def run_other_mesh(rank: int) -> tuple[str, bool]:
+    """What all are told where rank 3 has its mesh the other way round; whether they go on."""
     meshes = [make_mesh("2 x 2"), make_mesh("columns first")]
     run = Run(replace(SMALL, name="mesh"), "pages", "usp")
-    told = {}
-    try:
-        run_prefill(run, meshes[rank == 3])
-    except RuntimeError as error:
-        told["other mesh"] = str(error)
-    told["at last"] = str(run_prefill(run, meshes[0])["pools"])
-    told["loss"] = sharded_faults.run_loss(rank, "usp", meshes[0])
-    return told
+    told, _ = error_of(lambda: run_prefill(run, meshes[rank == 3]))
+    return told, run_prefill(run, meshes[0])["pools"]
 
 
 def run_layer_bytes(rank: int, name: str, extend: int, prefix: int) -> tuple[int, int]:

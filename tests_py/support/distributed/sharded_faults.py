@@ -42,9 +42,9 @@ def run_interrupt(rank: int) -> float:
     return seconds_to_interrupt(lambda: cp.gather(plan, torch.zeros(4, 1)))
 
 
-def run_loss(rank: int, exchange: str, group: Any = None) -> str:
+def run_loss(rank: int, exchange: str) -> str:
     """What the others are told if the last rank leaves after all have agreed."""
-    cp, plan, (q, *_), shards = traffic_rank(rank, SMALL, exchange, group)
+    cp, plan, (q, *_), shards = traffic_rank(rank, SMALL, exchange)
     if rank == dist.get_world_size() - 1:
         cp._exchange.post = leave_after_agreement(cp._exchange.post)
     return error_of(lambda: cp.attend(plan, q, *shards))[0]
