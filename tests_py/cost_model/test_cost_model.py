@@ -54,15 +54,6 @@ def test_packed_keys_are_those_of_the_plans(strategy, cp_size):
         assert endless.pairs.tolist() == work.pairs.tolist()
 
 
-def test_values_that_are_the_start_of_keys_are_not_sent_besides():
-    sizes = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
-    apart, latent = AttentionLayer(**sizes), AttentionLayer(**sizes, latent=True)
-    assert (apart.kv_row_bytes, latent.kv_row_bytes) == (2 * 1088, 2 * 576)
-    assert apart.dims == latent.dims
-    work = rank_work([8], [8], cp_size=2, layer=latent)
-    assert work.sent_bytes.tolist() == [4 * 1152] * 2
-
-
 @pytest.mark.parametrize(
     "layer",
     [

@@ -87,13 +87,9 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("causal", "window_size", "rows"), BY_HAND)
 def test_windows_by_hand(causal, window_size, rows):
-    """With a unit vector as the value of each key it shows which ones a query sees."""
-    q, k, eye = torch.zeros(1, 3, 1, 16), torch.zeros(1, 5, 1, 16), torch.eye(5, 16)[None, :, None]
-    out = flash_attn.flash_attn_func(q, k, eye, causal=causal, window_size=window_size)
-    rows = rows.split()
-    assert ["".join(str(int(x > 0)) for x in row) for row in out[0, :, 0, :5]] == rows
+    """The documented mask, which judges the functions in the other tests."""
     mask = documented_masks.mask_of(documented_masks.flash_attn, [3], [5], causal, window_size)
-    assert "".join(str(int(x)) for x in mask) == "".join(rows)
+    assert "".join(str(int(x)) for x in mask) == rows.replace(" ", "")
 
 
 RAGGED = [

@@ -151,13 +151,9 @@ def test_nothing_is_left_of_hosts(two_hosts, command_line, number):
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(_hosts, "which", lambda command: None if command == "ip" else command)
-        with pytest.raises(HostsError, match=r"hosts need the command ip, of iproute2"):
-            Hosts(2).__enter__()
-    with monkeypatch.context() as patch:
-        patch.setattr(_hosts, "which", lambda command: None if command == "tc" else command)
-        with pytest.raises(HostsError, match=r"hosts need the command tc, of iproute2"):
+    for missing in ("ip", "tc"):
+        monkeypatch.setattr(_hosts, "which", {"ip": "ip", "tc": "tc", missing: None}.get)
+        with pytest.raises(HostsError, match=f"hosts need the command {missing}, of iproute2"):
             Hosts(2, link_gbps=1.0).__enter__()
     with pytest.raises(ValueError, match="num_hosts must be from 1 to 64, got 65"):
         Hosts(65)

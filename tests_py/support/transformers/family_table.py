@@ -295,11 +295,8 @@ def try_all(names: list[str]) -> dict[str, Mapping[str, Outcome] | str]:
 
 def reasons(outcomes: Mapping[str, Outcome]) -> list[str]:
     """What stands in a row behind its words, each reason once."""
-    said: dict[str, list[str]] = {}
-    for part, outcome in outcomes.items():
-        if outcome.word not in ("yes", "own", "-"):
-            said.setdefault(outcome.reason, []).append(part)
-    return [reason.replace("|", "\\|") for reason in said if reason]
+    said = [x.reason for x in outcomes.values() if x.word not in ("yes", "own", "-")]
+    return [reason.replace("|", "\\|") for reason in dict.fromkeys(said) if reason]
 
 
 def table(tried: Tried) -> str:
