@@ -19,7 +19,7 @@ from cpattn.replay.records import ReplayReport  # noqa: E402
 from cpattn.replay.report.guide import guide_lines  # noqa: E402
 from cpattn.replay.report.html import write_html  # noqa: E402
 from cpattn.replay.report.summary import imbalance, print_report, summarize, write_json  # noqa: E402
-from support.replay.made_up_reports import make_report, make_sparse_report  # noqa: E402
+from support.replay.replay_models import make_report, make_sparse_report  # noqa: E402
 
 
 def printed(report: ReplayReport, width: int | None = None) -> str:

@@ -35,8 +35,7 @@ from cpattn.replay.report.summary import (
 from cpattn.replay.shards import PlacementName
 from cpattn.traffic.trace import Request, generate_trace
 from support.command_line import QUICK
-from support.replay.made_up_reports import make_report
-from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA
+from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA, make_report
 
 
 def run(requests: int = 12, **changes: Any) -> ReplayReport:

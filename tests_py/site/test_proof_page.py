@@ -16,7 +16,7 @@ from cpattn.proof.page.html import bars_of
 from cpattn.proof.page.timeline import drawing
 from cpattn.replay.report import html as of_replay
 from support import chromium
-from support.replay.made_up_reports import make_report, make_sparse_report
+from support.replay.replay_models import make_report, make_sparse_report
 from support.site.screens import DESK, TELEPHONE, Screen
 
 BARS = Bars(100, 200, mark=150)
