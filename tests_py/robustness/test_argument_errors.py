@@ -8,13 +8,12 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 import cpattn
-from support.api.argument_kinds import Call
+from support.api.argument_kinds import Call, fresh, in_torch
 from support.api.argument_sweep import CALLS
 
 LONGEST = 400  # characters of a message
@@ -40,11 +39,8 @@ def contents(values: dict[str, Any]) -> dict[str, bytes]:
     }
 
 
-def copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.copy() if isinstance(value, np.ndarray) else value
-        for name, value in values.items()
-    }
+def copied(call: Call) -> dict[str, Any]:
+    return {name: fresh(value) for name, value in call.values().items()}
 
 
 def described(bad: object) -> str:
@@ -56,7 +52,7 @@ def described(bad: object) -> str:
 def faults(call: Call) -> Iterator[str]:
     """What is wrong with how a function treats what is wrong."""
     for argument, bad in call.wrong():
-        values = copied(call.values()) | {argument: bad}
+        values = copied(call) | {argument: bad}
         before = contents(values)
         try:
             call.function(**values)
@@ -79,20 +75,10 @@ def faults(call: Call) -> Iterator[str]:
 def test_wrong_arguments_are_refused_by_name(call):
     num_threads = cpattn._core.default_num_threads()
     try:
-        call.function(**copied(call.values()))  # which is good
+        call.function(**copied(call))  # which is good
         assert list(faults(call)) == []
     finally:
         cpattn.set_num_threads(num_threads)
-
-
-def in_torch(value: Any) -> Any:
-    if isinstance(value, list):
-        return [in_torch(item) for item in value]
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(value.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(value.copy())
 
 
 def parts_of(result: Any) -> list[Any]:
@@ -108,10 +94,10 @@ def bytes_of(part: Any) -> bytes:
 @pytest.mark.parametrize("call", [c for c in CALLS if c.name != "set_num_threads"], ids=NAME)
 def test_results_are_in_the_container_of_the_tensors(call):
     """Of NumPy and of torch, with the same bytes, or in what is given; oracles give arrays."""
-    values = copied(call.values())
+    values = copied(call)
     arrays = parts_of(call.function(**values))
     assert "out" not in values or arrays[0] is values["out"]
-    tensors = parts_of(call.function(**{k: in_torch(v) for k, v in call.values().items()}))
+    tensors = parts_of(call.function(**{k: in_torch(v) for k, v in copied(call).items()}))
     assert all(isinstance(array, np.ndarray) for array in arrays)
     assert call.name.startswith("reference.") or all(map(torch.is_tensor, tensors))
     assert list(map(bytes_of, arrays)) == list(map(bytes_of, tensors))

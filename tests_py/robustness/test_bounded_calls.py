@@ -73,9 +73,12 @@ def test_close_ends_the_threads_and_later_calls_have_others(calls):
     eventually(lambda: not second.is_alive())  # nobody would end it
 
 
-def test_results_are_let_go(calls):
-    watched = weakref.ref(calls.run("a", LONG, Result))
-    eventually(lambda: watched() is None)
+def test_arguments_and_results_are_let_go(calls):
+    memory = Result()
+    watched = weakref.ref(memory), weakref.ref(calls.run("a", LONG, Result))
+    calls.run("a", LONG, id, memory)
+    del memory
+    eventually(lambda: all(one() is None for one in watched))  # its thread may be on its way back
 
     class Wrong(ValueError):
         pass
@@ -133,11 +136,3 @@ def test_close_waits_until_the_limit(calls, let_go):
     calls.close()
     assert limit <= time.monotonic() - begin < LONG / 2
     caller.join()
-
-
-def test_arguments_are_let_go_with_the_call(calls):
-    memory = Result()
-    watched = weakref.ref(memory)
-    calls.run("a", LONG, id, memory)
-    del memory
-    eventually(lambda: watched() is None)  # the thread may be on its way back to the queue

@@ -45,7 +45,7 @@ import torch
 import cpattn
 from support.api.api_calls import targets
 from support.api.api_fuzz_rules import LARGE, Case, check_error, has_garbage, ordinary
-from support.api.argument_kinds import Target
+from support.api.argument_kinds import Target, fresh, in_torch
 from support.api.hostile_values import Draw, hostile
 
 SECONDS = 10  # of a call: all of them are small
@@ -90,14 +90,6 @@ def make_case(seed: int, number: int) -> Case:
     return Case(target, good, values, changed, owned)
 
 
-def fresh(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, list):
-        return [fresh(item) for item in value]
-    return value
-
-
 def in_another_dtype(draw: Draw, values: dict[str, Any]) -> dict[str, Any]:
     """All float32 tensors in one other dtype."""
     dtype = draw.choice([np.float16, ml_dtypes.bfloat16, np.float64])
@@ -107,17 +99,6 @@ def in_another_dtype(draw: Draw, values: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in values.items()
     }
-
-
-def in_torch(value: Any) -> Any:
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
-    try:
-        return torch.from_numpy(value)
-    except TypeError:
-        return value
 
 
 def overlap(draw: Draw, values: dict[str, Any], name: str) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import cpattn
@@ -186,6 +187,27 @@ class Target:
 def f32(*shape: int) -> np.ndarray[Any, Any]:
     """Numbers around 1 that all differ, so that results show which of them were read."""
     return np.random.default_rng(shape).uniform(0.5, 1.5, shape).astype(np.float32)
+
+
+def fresh(value: Any) -> Any:
+    """A copy of what calls may change."""
+    if isinstance(value, list):
+        return [fresh(item) for item in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def in_torch(value: Any) -> Any:
+    """A tensor with the memory of an array, where torch has its dtype; of lists too."""
+    if isinstance(value, list):
+        return [in_torch(item) for item in value]
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(value)
+    except TypeError:
+        return value
 
 
 def i32(*rows: Any) -> np.ndarray[Any, Any]:
