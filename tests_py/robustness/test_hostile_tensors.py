@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cpattn
+from support.api.hostile_objects import Index
 
 PyCapsule_New = ctypes.pythonapi.PyCapsule_New
 PyCapsule_New.restype = ctypes.py_object
@@ -180,19 +181,8 @@ def test_masked_arrays_are_refused_as_indices():
         cpattn.sparse.page_table_to_topk(np.ma.zeros((1, 4), np.int32), [3], 2)
 
 
-class Number:
-    """An int that does something when it is read."""
-
-    def __init__(self, value: int, act: Callable[[], object]) -> None:
-        self.value, self.act = value, act
-
-    def __index__(self) -> int:
-        self.act()
-        return self.value
-
-
 def test_a_list_is_read_as_it_was_when_its_first_number_was_read():
-    lens: list[Any] = [5, Number(6, lambda: lens.clear())]
+    lens: list[Any] = [5, Index(6, lambda: lens.clear())]
     lens += [10**6 + i for i in range(1000)]  # objects of their own, which clear() frees
     wanted = [5, 6, *lens[2:]]
     metadata = cpattn.build_cp_metadata(lens, cp_rank=0, cp_size=1)
@@ -201,14 +191,14 @@ def test_a_list_is_read_as_it_was_when_its_first_number_was_read():
 
 
 def test_a_table_that_changes_while_it_is_read():
-    table: list[Any] = [[2, Number(0, lambda: table.clear())], [1, 3]]
+    table: list[Any] = [[2, Index(0, lambda: table.clear())], [1, 3]]
     plan = cpattn.plan_attention(
         q_lens=[3, 3], kv_lens=[10, 10], block_tables=table, page_size=8, num_pages=4, num_heads=2,
         num_kv_heads=1, head_dim=16,
     )  # fmt: skip
     assert plan.page_ids.tolist() == [2, 0, 1, 3]
     grown: list[Any] = []
-    grown.append([Number(0, lambda: grown.append([0]))])
+    grown.append([Index(0, lambda: grown.append([0]))])
     with pytest.raises(ValueError, match=r"^plan_attention: block_tables must have one row"):
         cpattn.plan_attention(
             q_lens=[1, 1], kv_lens=[1, 1], block_tables=grown, page_size=8, num_pages=4,

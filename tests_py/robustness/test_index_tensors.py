@@ -17,7 +17,6 @@ import pytest
 import cpattn
 from support.api.api_calls import targets
 from support.api.argument_kinds import Call, Target, torch
-from support.api.transfer_calls import kv_args
 
 BUFFERS = ("k_buffer", "v_buffer", "index_k_buffer")  # of pools
 JUNK = 0x7FFF_FFF7  # in the gaps: no layout read wrongly goes unseen
@@ -190,17 +189,3 @@ def test_no_index_is_cut_to_32_bits(argument: Argument) -> None:
             changed[where] = np.clip(changed[where], -(1 << 31), (1 << 31) - 1)
             assert outcome == argument.outcome(changed), (where, changed[where])
     assert noticed or argument.target.name == "topk_transform"  # which needs one table of two
-
-
-def test_indices_of_memory_have_64_bits() -> None:
-    far = np.array([1, 2, 7]) + (1 << 32)
-    groups = cpattn.transfer.group_concurrent_contiguous(far, np.array([4, 5, 6]) + (1 << 40))
-    assert groups == ([[far[0], far[1]], [far[2]]], [[4 + 2**40, 5 + 2**40], [6 + 2**40]])
-    near, distant = (
-        cpattn.transfer.plan_send_kvcache(
-            kv_args(), [1 << 40] * 4, [1, 2, 5], np.array([3, 4, 6]) + n, pp_size=1, is_mla=True
-        )
-        for n in (0, 1 << 32)
-    )
-    distance = distant.dst_addrs.astype(np.int64) - near.dst_addrs.astype(np.int64)
-    assert distance.tolist() == [64 << 32] * len(near)
