@@ -54,16 +54,6 @@ def commands():
     return {step["name"]: step["run"] for step in steps if "run" in step}
 
 
-def run(name, folder, children):
-    """As a runner does: it stops at the first command that fails."""
-    here = {
-        **os.environ, "PYTHONPATH": path_with(),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }  # fmt: skip
-    command = commands()[name].replace(*FEW)
-    return children.run(["bash", "-e", "-c", command], cwd=folder, env=here, timeout=PATIENCE)
-
-
 def test_the_workflow_is_one():
     assert list(commands()) == ["Install", "Test operators", "Try many more cases"]
     assert FEW[0] in commands()["Try many more cases"]
@@ -74,7 +64,13 @@ def test_the_workflow_is_one():
 @pytest.mark.slow
 def test_the_page_about_ci_shows_what_comes_out_and_its_last_step_passes(tmp_path, children):
     run_page(CI_PAGE, tmp_path, children)  # with the step that tests operators
-    ran = run("Try many more cases", tmp_path, children)
+    here = {
+        **os.environ, "PYTHONPATH": path_with(),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }  # fmt: skip
+    # As a runner does: it stops at the first command that fails.
+    command = ["bash", "-e", "-c", commands()["Try many more cases"].replace(*FEW)]
+    ran = children.run(command, cwd=tmp_path, env=here, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     reports = {path.name for path in (tmp_path / "reports").iterdir()}
     assert reports == {"attention.html", "select.html"}
