@@ -134,7 +134,7 @@ ONE = {"requests": [{"extend": 1}]}
 MANY = {"ranks": [{"tables": [[]] * 2**17, "key_lens": []}, {"tables": [[]] * 2**17}]}
 SHARING = {"requests": [*ONE["requests"], {"extend": 1, "shares": {"request": 1, "tokens": 1}}]}
 NOTHING_SENT = {name: [] for name in ("src_pages", "dst_pages", "src", "dst", "length")}
-HUGE = 10**400  # beyond float64
+HUGE = int("1" + "0" * 400)  # beyond float64
 BAD = {
     "schema must be 'cpattn-plan/1', got 'cpattn-plan/2'": {"schema": "cpattn-plan/2"},
     "requests[0].extend: must be at least 0, got -1": {"requests": [{"extend": -1}]},
