@@ -13,7 +13,8 @@ from support.time_limits import BUSY, PATIENCE
 
 
 def assert_interruptible(script: str) -> None:
-    """The script prints "ready" and makes a call of many seconds, which SIGINT ends within one."""
+    """The script prints "ready" and makes a call of many seconds, which SIGINT ends within one, or
+    a few where a sanitizer runs on a busy machine."""
     with closing(Children()) as children:
         process = children.start([sys.executable, "-c", script])
         assert process.stdout.readline() == "ready\n"
@@ -23,4 +24,4 @@ def assert_interruptible(script: str) -> None:
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=PATIENCE)
         assert "KeyboardInterrupt" in stderr
-        assert time.monotonic() - start < 1 + BUSY
+        assert time.monotonic() - start < 1 + 4 * BUSY
