@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +22,17 @@ from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict, predi
 from cpattn.cost_model.command import parse_cp_sizes
 from cpattn.cost_model.report import _bytes, _time
 from support.children import path_with
-from support.cost_model.plan_reports import RATES, plan, report
+from support.command_line import invoke
+
+RATES = ("--gflops", "900", "--threads", "4")
+plan = partial(invoke, "plan")
+
+
+def report(path: Path, *arguments: str) -> dict[str, Any]:
+    """Returns what the command writes to a JSON file."""
+    result = plan(*arguments, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    return json.loads(path.read_text())
 
 
 def test_a_thousand_ranks_from_the_command_line_without_torch(command_line, tmp_path):
