@@ -220,8 +220,8 @@ class Pool {
     return lock;
   }
 
-  /// Where the system is out of threads or memory, those we have do the work. The job is published,
-  /// so nothing may leave here.
+  /// Starts fewer if the system is out of threads or memory: those we have do the work. The job is
+  /// published, so nothing may leave here.
   void start_workers(int wanted) {
     while (num_workers_ < wanted && start_worker()) ++num_workers_;
   }

@@ -13,8 +13,8 @@
 namespace cpattn {
 namespace {
 
-/// What a thread keeps between calls. Kernels of attention want a few megabytes; a top-k of
-/// millions wants hundreds, once.
+/// A thread keeps at most this much between calls. Kernels of attention want a few megabytes; a
+/// top-k of millions wants hundreds, once.
 constexpr std::size_t kKeptBytes = std::size_t{16} << 20;
 
 class NoScratch final : public std::bad_alloc {

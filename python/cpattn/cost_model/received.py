@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 LSE_BYTES = 4  # float32, of each token and head
-# What a wire of 1 GB/s moves while a thread merges an element of a partial result (2.7 ns), about.
+# A wire of 1 GB/s moves about this while a thread merges an element of a partial result (2.7 ns).
 MERGE_BYTES = 3
 ROUND_BYTES = 256 << 10  # what a wire of 1 to 3 GB/s moves while ranks wait for another round
 SCRATCH_BYTES = 256 << 20  # the default of ContextParallel's max_scratch_bytes

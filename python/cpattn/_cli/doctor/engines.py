@@ -14,7 +14,7 @@ from .finding import Finding
 
 _SECTION = "imports, each in a process of its own"
 _SECONDS = 180
-# What loads more than a package's first file, which mostly loads nothing.
+# The first file of a package mostly loads nothing; these statements load the engine.
 _STATEMENTS = {
     "torch": "import torch",
     "sglang": "import sglang.srt.server_args",

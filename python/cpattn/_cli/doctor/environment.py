@@ -24,7 +24,7 @@ _EXTRAS = {
     "mooncake": (("mooncake-transfer-engine-non-cuda",), "KV transfer, replay --disaggregate"),
 }
 _INSTALL = "pip install '.[{}]'"  # in the folder of the sources: PyPI does not have it
-# Of a package's metadata: the name, and what stands before conditions.
+# Finds in a requirement of a package the name, and the versions before its conditions.
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*\(?([^;)]*)")
 _BOUND = re.compile(r"(<=|<|==)\s*([\w.]+)")
 _NO_AMX = re.compile(r"(?!.*AMX)(SSE41|AVX|AVX2|AVX2_VNNI|AVX512_\w+)$", re.IGNORECASE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which known fault explains what an operator gets wrong.
+"""The diagnosis of an operator: the known fault that explains its wrong results.
 
 A wrong oracle names a fault only if no trial that came out right speaks against it.
 """

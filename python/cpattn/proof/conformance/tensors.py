@@ -46,8 +46,8 @@ class Tensors:
         return given
 
     def side_effect(self) -> tuple[str, str]:
-        """What became of the tensors that an operator was given: the fault and what happened, or
-        nothing."""
+        """Return the fault and what happened to a tensor that an operator was given, or two empty
+        strings."""
         for given, before, after in self._given:
             shape = f"{str(given.dtype).removeprefix('torch.')} of shape {list(given.shape)}"
             if after is None and not _same(given, before):

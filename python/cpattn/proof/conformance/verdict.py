@@ -81,6 +81,6 @@ def _scope(trials: Sequence[Judged], refused: Counter[str]) -> str:
 
 
 def _short(message: str) -> str:
-    """What an exception says, without its type and its end."""
+    """Return the words of an exception without its type, cut if they are long."""
     text = message.partition(": ")[2] or message
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."

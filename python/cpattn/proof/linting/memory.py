@@ -26,7 +26,7 @@ def address(value: Any) -> int:
 
 
 def as_hex(value: Any) -> str:
-    """The same as text, as debuggers show it."""
+    """Return the address as text, as debuggers show it."""
     return f"{address(value):#x}"
 
 

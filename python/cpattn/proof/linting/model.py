@@ -206,7 +206,7 @@ class Plan:
         return tuple(call["group"]) if "group" in call else self._everyone[0]
 
     def members(self, call: Mapping[str, Any]) -> frozenset[int]:
-        """The same ranks in no order; of all ranks always the same object, whose hash is known."""
+        """Return the ranks without an order; for all ranks the same object, hashed once."""
         return frozenset(call["group"]) if "group" in call else self._everyone[1]
 
     @cached_property

@@ -258,7 +258,7 @@ def _described(plan: Plan, pieces: Pieces, query: int) -> list[Finding]:
 
 
 def _described_shard(plan: Plan, pieces: Pieces, wrong: Ints) -> list[Finding]:
-    """What is wrong with the first query, shard by shard."""
+    """Return the finding about the first wrong query, with a line for each shard."""
     query, shard = divmod(int(wrong[0]), plan.shards)
     request, at = plan.place(query)
     visits = _visits(plan, pieces, ints([query]))

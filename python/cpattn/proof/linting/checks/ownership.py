@@ -15,7 +15,7 @@ MOST_DRAWN = 100_000  # tokens of all ranks that are drawn one by one
 
 
 def picture_of_rows(plan: Plan, request: int, mark: int | None = None) -> str:
-    """Which new tokens of a request each rank has; those around the mark, if they are many."""
+    """Draw which new tokens of a request each rank has; only those around the mark if many."""
     begin, end = int(plan.prefix[request]), int(plan.lengths[request])
     most = max(MOST_DRAWN // max(len(plan.ranks), 1), 1000)
     if end - begin > most and (plan.rows["step"] > 1).any():
