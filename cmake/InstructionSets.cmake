@@ -21,7 +21,7 @@ function(cpattn_find_best_isa variable)
     SOURCES ${PROJECT_SOURCE_DIR}/cmake/best_isa.cc ${PROJECT_SOURCE_DIR}/cpp/base/isa.cc
             ${PROJECT_SOURCE_DIR}/cpp/base/cpu.cc
     COMPILE_DEFINITIONS ${sets}
-    CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/cpp/include
+    CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/cpp;${PROJECT_SOURCE_DIR}/cpp/include"
     RUN_OUTPUT_VARIABLE best
     COMPILE_OUTPUT_VARIABLE output)
   if(NOT compiles OR NOT exit_code EQUAL 0)

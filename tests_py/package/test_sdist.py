@@ -15,6 +15,7 @@ import tarfile
 import build_sdist
 import pytest
 
+import cpattn
 from support.places import ROOT
 
 
@@ -49,18 +50,24 @@ def test_names_that_do_not_belong_there_or_are_missing():
 
 
 @pytest.mark.slow
-def test_cmake_finds_all_sources_in_it(sdist, tmp_path):
-    """It is in no checkout, and CMake refuses a list with a file that is not there."""
+@pytest.mark.parametrize("isas", ["all", "best"])
+def test_cmake_finds_all_sources_in_it(sdist, tmp_path, isas):
+    """It is in no checkout. CMake refuses a list with a file that is not there, and for `make demo`
+    (best) compiles and runs what names the instruction set of this machine."""
     source = build_sdist.unpack(sdist, tmp_path)
     done = subprocess.run(
         [
             "cmake", "-S", source, "-B", tmp_path / "build", "-G", "Ninja",
-            "-DCPATTN_TESTS=OFF", f"-DPython_EXECUTABLE={sys.executable}",
+            "-DCPATTN_TESTS=OFF", f"-DCPATTN_ISAS={isas}", f"-DPython_EXECUTABLE={sys.executable}",
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Build files have been written" in done.stdout
+    if isas == "best":
+        best = re.search(r"kernels for portable and (\w+) alone", done.stdout)
+        assert best
+        assert best[1] in cpattn.supported_isas()
 
 
 WRAPPER = ROOT / "cmake" / "zig" / "c++"
