@@ -19,8 +19,8 @@ constexpr std::size_t kKeptBytes = std::size_t{16} << 20;
 
 class NoScratch final : public std::bad_alloc {
  public:
-  explicit NoScratch(std::size_t bytes)
-      : text_(concat("no memory for ", bytes, " bytes of a thread's scratch")) {}
+  NoScratch(const char* function, std::size_t bytes)
+      : text_(concat(function, ": no memory for ", bytes, " bytes of a thread's scratch")) {}
   const char* what() const noexcept override { return text_.c_str(); }
 
  private:
@@ -35,12 +35,12 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  void* get(std::size_t bytes) {
+  void* get(const char* function, std::size_t bytes) {
     if (bytes_ < bytes) {
       free();
       const std::size_t rounded = (bytes + 63) / 64 * 64;
       data_ = std::aligned_alloc(64, rounded);
-      if (data_ == nullptr) throw NoScratch(bytes);
+      if (data_ == nullptr) throw NoScratch(function, bytes);
       bytes_ = rounded;
     }
     return data_;
@@ -85,12 +85,12 @@ ScratchUse::~ScratchUse() {
   if (--scratch_uses == 0) outer_scratch.shrink();
 }
 
-void* thread_scratch(std::size_t bytes) {
-  if (call_depth == 0) return outer_scratch.get(bytes);
+void* thread_scratch(const char* function, std::size_t bytes) {
+  if (call_depth == 0) return outer_scratch.get(function, bytes);
   while (nested_scratch.size() < static_cast<std::size_t>(call_depth)) {
     nested_scratch.push_back(std::make_unique<Scratch>());
   }
-  return nested_scratch[call_depth - 1]->get(bytes);
+  return nested_scratch[call_depth - 1]->get(function, bytes);
 }
 
 }  // namespace cpattn

@@ -94,7 +94,7 @@ TEST(ParallelFor, CallsNestedInAPollHaveScratchOfTheirOwn) {
   static int polls = 0;
   constexpr std::size_t kBytes = 4096;
   const auto fill_scratch = [](std::size_t bytes, char value) {
-    auto* scratch = static_cast<char*>(thread_scratch(bytes));
+    auto* scratch = static_cast<char*>(thread_scratch("call", bytes));
     std::fill_n(scratch, bytes, value);
     return scratch;
   };
@@ -102,7 +102,7 @@ TEST(ParallelFor, CallsNestedInAPollHaveScratchOfTheirOwn) {
   const InterruptScope interrupts([] {
     ++polls;
     parallel_for(1, 1, [](int64_t, StopToken&) {
-      std::fill_n(static_cast<char*>(thread_scratch(64 * kBytes)), 64 * kBytes, 'n');
+      std::fill_n(static_cast<char*>(thread_scratch("call", 64 * kBytes)), 64 * kBytes, 'n');
     });
     return false;
   });
@@ -110,7 +110,7 @@ TEST(ParallelFor, CallsNestedInAPollHaveScratchOfTheirOwn) {
     const char* scratch = fill_scratch(kBytes, 'o');
     const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
     while (std::chrono::steady_clock::now() < end) ASSERT_FALSE(stop.should_stop());
-    EXPECT_EQ(thread_scratch(kBytes), scratch);
+    EXPECT_EQ(thread_scratch("call", kBytes), scratch);
     for (std::size_t i = 0; i < kBytes; ++i) ASSERT_EQ(scratch[i], 'o') << i;
   });
   EXPECT_GT(polls, 0);
@@ -345,7 +345,7 @@ TEST(NumThreads, OfAThreadComeBeforeThoseOfTheProcess) {
 // Sanitizers have a heap of their own.
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 TEST(ThreadScratch, IsFreedBehindACallWhereItIsFarAboveTheUsual) {
-  const auto usual = [] { return thread_scratch(std::size_t{1} << 20); };
+  const auto usual = [] { return thread_scratch("call", std::size_t{1} << 20); };
   const auto resident = [] {
     int64_t pages = 0, of_those = 0;
     std::ifstream("/proc/self/statm") >> pages >> of_those;
@@ -355,30 +355,32 @@ TEST(ThreadScratch, IsFreedBehindACallWhereItIsFarAboveTheUsual) {
   const int64_t before = resident();
   constexpr std::size_t kHuge = std::size_t{256} << 20;
   parallel_for(1, 1, [&](int64_t, StopToken&) {
-    std::fill_n(static_cast<char*>(thread_scratch(kHuge)), kHuge, 'h');
+    std::fill_n(static_cast<char*>(thread_scratch("call", kHuge)), kHuge, 'h');
     // The end of an inner call frees nothing that an outer item holds.
     parallel_for(1, 1, [](int64_t, StopToken&) {});
-    EXPECT_EQ(*static_cast<char*>(thread_scratch(1)), 'h');
+    EXPECT_EQ(*static_cast<char*>(thread_scratch("call", 1)), 'h');
   });
   EXPECT_LT(resident() - before, int64_t{64} << 20);
   const void* kept = usual();
   parallel_for(1, 1, [&](int64_t, StopToken&) { EXPECT_EQ(usual(), kept); });
   EXPECT_EQ(usual(), kept);
   try {
-    thread_scratch(std::size_t{1} << 60);
+    thread_scratch("call", std::size_t{1} << 60);
     FAIL();
   } catch (const std::bad_alloc& error) {
-    EXPECT_STREQ(error.what(), "no memory for 1152921504606846976 bytes of a thread's scratch");
+    EXPECT_STREQ(
+        error.what(), "call: no memory for 1152921504606846976 bytes of a thread's scratch"
+    );
   }
 }
 #endif
 
 TEST(ThreadScratch, IsAlignedAndGrows) {
-  auto* small = static_cast<char*>(thread_scratch(100));
+  auto* small = static_cast<char*>(thread_scratch("call", 100));
   EXPECT_EQ(reinterpret_cast<uintptr_t>(small) % 64, 0U);
-  auto* large = static_cast<char*>(thread_scratch(1 << 20));
+  auto* large = static_cast<char*>(thread_scratch("call", 1 << 20));
   large[(1 << 20) - 1] = 1;
-  EXPECT_EQ(thread_scratch(100), large);
+  EXPECT_EQ(thread_scratch("call", 100), large);
 }
 
 }  // namespace

@@ -334,7 +334,10 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
     }
     tile.partial = splits.results_of(item);
     const auto scratch_bytes = item.decode ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
-    if (!(item.decode ? decode : kernel.run)(&tile, thread_scratch(scratch_bytes(&tile)))) return;
+    if (!(item.decode ? decode : kernel.run)(
+            &tile, thread_scratch(arguments.function, scratch_bytes(&tile))
+        ))
+      return;
     if (const float* parts = splits.finish(item)) {
       const TraceSpan merging(TraceScope::merge);
       kernel.merge(&tile, parts, plan.splits[item.split].num_parts);

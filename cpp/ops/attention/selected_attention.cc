@@ -120,9 +120,10 @@ void attend_selected(const SelectedAttention& attention, SelectKeys select, int 
   parallel_for(num_tokens * parts, num_threads, [&](int64_t item, StopToken& stop) {
     const int64_t token = item / parts, first_head = item % parts * item_heads;
     const int64_t heads = std::min(item_heads, num_heads - first_head);
-    char* scratch = static_cast<char*>(
-        thread_scratch(kernel_bytes + attention.max_keys * static_cast<int64_t>(sizeof(int32_t)))
-    );
+    char* scratch = static_cast<char*>(thread_scratch(
+        attention.function,
+        kernel_bytes + attention.max_keys * static_cast<int64_t>(sizeof(int32_t))
+    ));
     auto* rows = reinterpret_cast<int32_t*>(scratch + kernel_bytes);
     const int64_t num_keys = select(token, rows);
     const int64_t flops = 2 * heads * num_keys * (q.shape[3] + rope_dim + attention.v_head_dim);

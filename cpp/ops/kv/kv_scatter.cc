@@ -80,7 +80,7 @@ void write_kv_rows(
     check_no_overlap(function, layer, parts, part);
   }
   const int64_t step = std::max<int64_t>(1, kLeastTraffic / traffic);
-  if (num_rows > step && !ascending) keep_last(slots);
+  if (num_rows > step && !ascending) keep_last(function, slots);
   const auto write =
       can_stream && num_rows * written >= kLeastStreamed ? &write_rows<true> : &write_rows<false>;
   parallel_for((num_rows + step - 1) / step, default_num_threads(), [&](int64_t item, StopToken&) {

@@ -85,7 +85,7 @@ void write_page_rows(
   const TensorView& pages = parts[0].pages;
   const bool ascending = check_slots(function, "slots", slots, pages.dim(0) * pages.dim(2));
   const int64_t step = std::max<int64_t>(1, kLeastTraffic / traffic);
-  if (num_rows > step && !ascending) keep_last(slots);
+  if (num_rows > step && !ascending) keep_last(function, slots);
   parallel_for((num_rows + step - 1) / step, default_num_threads(), [&](int64_t item, StopToken&) {
     const int64_t end = std::min(num_rows, (item + 1) * step);
     for (const PageWriter& writer : writers) {

@@ -79,7 +79,8 @@ const char* Runs::at(int64_t offset) const {
 }
 
 RowWriter::RowWriter(const char* function, int64_t layer, int64_t num_rows, const KVRows& part)
-    : cast_(row_cast(function, part.name, part.rows.dtype, "the pool", part.buffer.dtype())),
+    : function_(function),
+      cast_(row_cast(function, part.name, part.rows.dtype, "the pool", part.buffer.dtype())),
       stream_(active_sparse_kernels().scatter.stream),
       runs_(part.rows),
       layer_(part.buffer.data() + layer * part.buffer.layer_bytes()),
@@ -208,7 +209,8 @@ void RowWriter::write(int64_t row, int64_t slot) const {
     }
   } else if (computed_) {
     // Threads write whole rows, so that codes and scales of a slot are those of one row.
-    auto* const room = static_cast<float*>(thread_scratch(computed_->num_heads * sizeof(float)));
+    auto* const room =
+        static_cast<float*>(thread_scratch(function_, computed_->num_heads * sizeof(float)));
     write_scales(row, slot, room);
     scales = room;
   }

@@ -70,6 +70,7 @@ class RowWriter {
   template <bool kStream>
   void write_piece(const char* from, float scale, char* to) const;
 
+  const char* function_;
   RowCast cast_;
   void (*stream_)(const void* from, int64_t bytes, void* to);
   Runs runs_;

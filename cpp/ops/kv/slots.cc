@@ -26,11 +26,11 @@ bool check_slots(
   return ascending;
 }
 
-void keep_last(std::span<int64_t> slots) {
+void keep_last(const char* function, std::span<int64_t> slots) {
   const auto [low, high] = std::minmax_element(slots.begin(), slots.end());
   const int64_t first = std::max<int64_t>(*low, 0);
   const int64_t num_words = (*high - first) / 64 + 1;
-  auto* const seen = static_cast<uint64_t*>(thread_scratch(num_words * sizeof(uint64_t)));
+  auto* const seen = static_cast<uint64_t*>(thread_scratch(function, num_words * sizeof(uint64_t)));
   std::fill_n(seen, num_words, 0);
   for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) {
     if (*slot < 0) continue;

@@ -13,6 +13,7 @@ bool check_slots(
 );
 
 /// Replaces slots that come again by -1: what is written to the rest may be written in any order.
-void keep_last(std::span<int64_t> slots);
+/// Throws a std::bad_alloc that names `function`.
+void keep_last(const char* function, std::span<int64_t> slots);
 
 }  // namespace cpattn

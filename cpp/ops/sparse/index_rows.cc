@@ -81,7 +81,7 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
   const int64_t row_bytes = dim * element_size(x.dtype);
   const int64_t count = std::max(dim, kHadamardLeast);
   parallel_rows(num_rows(x), row_bytes, [&](int64_t row, int64_t end) {
-    auto* const scratch = static_cast<float*>(thread_scratch(count * sizeof(float)));
+    auto* const scratch = static_cast<float*>(thread_scratch(kFunction, count * sizeof(float)));
     char* to = out.as<char>() + row * row_bytes;
     if (dim == count) {
       for (; row < end; ++row, to += row_bytes) {

@@ -49,6 +49,7 @@ class Call {
   const IndexerItems& work() const { return work_; }
   const IndexerRow& row(const IndexerItem& item, int64_t i) const { return rows_[item.begin + i]; }
   int threads() const { return threads_; }
+  const char* function() const { return arguments_.function; }
 
   /// The queries without keys.
   std::vector<int64_t> other_queries() const {
@@ -79,7 +80,7 @@ class Call {
       tile.sorted = sorted && item.num_parts == 1;
       const auto bytes =
           kernel.scratch_bytes(tile.num_queries, tile.num_heads, tile.dim, tile.topk);
-      kernel.run(&tile, thread_scratch(static_cast<std::size_t>(bytes)));
+      kernel.run(&tile, thread_scratch(arguments_.function, static_cast<std::size_t>(bytes)));
     });
   }
 
@@ -173,7 +174,8 @@ class PartResults {
     const auto& kernels = active_sparse_kernels().indexer;
     parallel_for(std::ssize(split), call_.threads(), [&](int64_t index, StopToken&) {
       const TraceSpan span(TraceScope::merge);
-      void* scratch = thread_scratch(static_cast<std::size_t>(kernels.merge_scratch_bytes(topk_)));
+      const auto bytes = static_cast<std::size_t>(kernels.merge_scratch_bytes(topk_));
+      void* scratch = thread_scratch(call_.function(), bytes);
       for (int64_t i = 0; i < split[index].count; ++i) {
         kernels::IndexerQuery to{};
         direct(split[index], i, to);

@@ -89,7 +89,7 @@ void select_rows(
           .sorted = arguments.sorted,
           .out = indices,
       };
-      kernel.select(&row, thread_scratch(kernel.scratch_bytes(row.topk)));
+      kernel.select(&row, thread_scratch(arguments.function, kernel.scratch_bytes(row.topk)));
     }
     transform(i, indices, std::min(length, topk));
   };

@@ -325,3 +325,10 @@ def test_a_simulation_in_a_simulation_and_scripts_that_are_none_are_refused(tmp_
 def test_options_are_checked(error, options, message):
     with pytest.raises(error, match=f"simulate: {message}"):
         simulate(**{"fn": list, **options})
+
+
+def test_unknown_required_ids_are_refused_before_anything_runs():
+    ran = []
+    with pytest.raises(ValueError, match=r"require: ids must be of .* got 'COF'"):
+        simulate(lambda: ran.append(1), ranks=2, require=["COF"])
+    assert not ran

@@ -114,7 +114,7 @@ void parallel_for(int64_t num_items, int num_threads, ItemFunction function);
 /// Returns a 64-byte aligned buffer of this thread, at least `bytes` large. Its contents are
 /// undefined. The next thread_scratch() of this thread invalidates it, and so does the end of the
 /// outermost parallel_for, which keeps up to 16 MiB for the next; calls that are nested in
-/// should_stop() do not. Throws a std::bad_alloc that says how much was asked for.
-void* thread_scratch(std::size_t bytes);
+/// should_stop() do not. Throws a std::bad_alloc that says how much `function` asked for.
+void* thread_scratch(const char* function, std::size_t bytes);
 
 }  // namespace cpattn

@@ -61,6 +61,8 @@ class CaptureOptions:
         check_number("time_limit", self.time_limit, 0.1, 86400)
         check_number("latency_us", self.latency_us, 0, 1e9)
         check_number("gbps", self.gbps, 1e-3, 1e6)
+        if self.require:
+            require(Report("simulate", ""), self.require)  # refuses unknown ids
 
 
 def simulate_capture(capture: Capture, **options: Any) -> Report:

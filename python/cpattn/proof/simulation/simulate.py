@@ -92,6 +92,8 @@ class Options:
         check_number("time_limit", self.time_limit, 0.1, 86400)
         check_number("latency_us", self.latency_us, 0, 1e9)
         check_number("gbps", self.gbps, 1e-3, 1e6)
+        if self.require:
+            require(Report("simulate", ""), self.require)  # refuses unknown ids
         _check_own_modules(self.own_modules)
         if self.cuda_as_cpu is not None and not isinstance(self.cuda_as_cpu, bool):
             raise TypeError(
