@@ -8,6 +8,8 @@ PYTHON ?= python3
 #   make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 ARGS ?=
+# Instruction sets whose kernels are compiled to test them: those of this machine, or all.
+ISAS ?= here
 # Of fuzzing each target; soak has a default of its own.
 SECONDS ?= 30
 # The newest clang++ that is installed.
@@ -155,7 +157,7 @@ build: build/release/.configured
 	@MAKEFLAGS= $(TIMED) "building" cmake --build --preset release
 
 build/release/.configured: .venv/.build CMakePresets.json
-	@cmake --preset release -DCPATTN_TESTS=ON -DCPATTN_AMX_TWIN=ON -DCPATTN_ISAS=all
+	@cmake --preset release -DCPATTN_TESTS=ON -DCPATTN_AMX_TWIN=ON -DCPATTN_ISAS=$(ISAS)
 	@touch $@
 
 # What compiling needs, so that the rest can be installed beside it.

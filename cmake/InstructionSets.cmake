@@ -4,42 +4,50 @@
 # its kernel table: an inline function compiled for AVX-512 would replace the baseline
 # copy of it for the whole program. tests_cpp checks that with nm.
 #
-# CPATTN_ISAS says which: `all`; `best`, those that this machine is fastest with, and the portable ones.
+# CPATTN_ISAS says which: `all`; `here`, those that this machine can run; `best`, those that it is
+# fastest with, and the portable ones.
 include(CheckCXXCompilerFlag)
 
 set(CPATTN_ISA_TARGETS "")
 
-# cpattn_find_best_isa(<variable>): the name of the instruction set that a build with all of them
-# would choose on this machine.
-function(cpattn_find_best_isa variable)
-  set(sets AVX2 AVX512 AVX512BF16 AMX)
+# cpattn_find_isas(<variable>): the names of the instruction sets of a build with all of them that
+# this machine can run. Such a build would choose the last one.
+function(cpattn_find_isas variable)
+  set(sets AVX2 AVX512 AVX512BF16 AMX AMXTWIN)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
     set(sets NEON NEONBF16)
   endif()
   list(TRANSFORM sets PREPEND "-DCPATTN_HAVE_")
   try_run(exit_code compiles
-    SOURCES ${PROJECT_SOURCE_DIR}/cmake/best_isa.cc ${PROJECT_SOURCE_DIR}/cpp/base/isa.cc
+    SOURCES ${PROJECT_SOURCE_DIR}/cmake/isas_here.cc ${PROJECT_SOURCE_DIR}/cpp/base/isa.cc
             ${PROJECT_SOURCE_DIR}/cpp/base/cpu.cc
     COMPILE_DEFINITIONS ${sets}
     CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/cpp;${PROJECT_SOURCE_DIR}/cpp/include"
-    RUN_OUTPUT_VARIABLE best
+    RUN_OUTPUT_VARIABLE found
     COMPILE_OUTPUT_VARIABLE output)
   if(NOT compiles OR NOT exit_code EQUAL 0)
-    message(FATAL_ERROR "cpattn: CPATTN_ISAS=best cannot ask this machine for its instruction sets; "
-                        "use CPATTN_ISAS=all\n${output}${best}")
+    message(FATAL_ERROR "cpattn: CPATTN_ISAS=${CPATTN_ISAS} cannot ask this machine for its instruction sets; "
+                        "use CPATTN_ISAS=all\n${output}${found}")
   endif()
-  set(${variable} ${best} PARENT_SCOPE)
+  string(REPLACE "-" "" found "${found}")
+  set(${variable} ${found} PARENT_SCOPE)
 endfunction()
 
-if(CPATTN_ISAS STREQUAL "best")
-  cpattn_find_best_isa(CPATTN_BEST_ISA)
-  message(STATUS "cpattn: kernels for portable and ${CPATTN_BEST_ISA} alone (CPATTN_ISAS=best)")
+set(CPATTN_ISAS_HERE "")
+if(CPATTN_ISAS MATCHES "^(here|best)$")
+  cpattn_find_isas(CPATTN_ISAS_HERE)
+  if(CPATTN_ISAS STREQUAL "best")
+    list(GET CPATTN_ISAS_HERE -1 best)
+    set(CPATTN_ISAS_HERE portable ${best})
+  endif()
+  list(JOIN CPATTN_ISAS_HERE ", " names)
+  message(STATUS "cpattn: kernels for ${names} alone (CPATTN_ISAS=${CPATTN_ISAS})")
 elseif(NOT CPATTN_ISAS STREQUAL "all")
-  message(FATAL_ERROR "cpattn: CPATTN_ISAS must be all or best, got '${CPATTN_ISAS}'")
+  message(FATAL_ERROR "cpattn: CPATTN_ISAS must be all, here or best, got '${CPATTN_ISAS}'")
 endif()
 
 function(cpattn_add_isa name)
-  if(CPATTN_ISAS STREQUAL "best" AND NOT name STREQUAL "portable" AND NOT name STREQUAL CPATTN_BEST_ISA)
+  if(NOT CPATTN_ISAS STREQUAL "all" AND NOT name IN_LIST CPATTN_ISAS_HERE)
     return()
   endif()
   string(JOIN " " flags ${ARGN})

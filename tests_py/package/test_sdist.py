@@ -50,10 +50,10 @@ def test_names_that_do_not_belong_there_or_are_missing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isas", ["all", "best"])
+@pytest.mark.parametrize("isas", ["all", "here", "best"])
 def test_cmake_finds_all_sources_in_it(sdist, tmp_path, isas):
-    """It is in no checkout. CMake refuses a list with a file that is not there, and for `make demo`
-    (best) compiles and runs what names the instruction set of this machine."""
+    """It is in no checkout. CMake refuses a list with a file that is not there, and for `make test`
+    (here) and `make demo` (best) compiles and runs what names the instruction sets of this machine."""
     source = build_sdist.unpack(sdist, tmp_path)
     done = subprocess.run(
         [
@@ -64,10 +64,13 @@ def test_cmake_finds_all_sources_in_it(sdist, tmp_path, isas):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Build files have been written" in done.stdout
-    if isas == "best":
-        best = re.search(r"kernels for portable and (\w+) alone", done.stdout)
-        assert best
-        assert best[1] in cpattn.supported_isas()
+    if isas != "all":
+        names = re.search(r"cpattn: kernels for (.*) alone", done.stdout)
+        assert names
+        supported = [isa.replace("-", "") for isa in cpattn.supported_isas()]
+        assert names[1].split(", ") == (
+            supported if isas == "here" else supported[:1] + supported[-1:]
+        )
 
 
 WRAPPER = ROOT / "cmake" / "zig" / "c++"
