@@ -52,8 +52,8 @@ def test_names_that_do_not_belong_there_or_are_missing():
 @pytest.mark.slow
 @pytest.mark.parametrize("isas", ["all", "here", "best"])
 def test_cmake_finds_all_sources_in_it(sdist, tmp_path, isas):
-    """It is in no checkout. CMake refuses a list with a file that is not there, and asks this machine
-    for its instruction sets where `make test` (here) and `make demo` (best) want these alone."""
+    """It is in no checkout. CMake refuses a list with a file that is not there, and asks the
+    machine for its sets where `make test` (here) and `make demo` (best) want these alone."""
     source = build_sdist.unpack(sdist, tmp_path)
     done = subprocess.run(
         [
