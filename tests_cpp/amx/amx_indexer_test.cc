@@ -21,7 +21,7 @@ namespace {
 const std::vector<const SparseKernelTable*>& amx_tables() {
   static const auto tables = [] {
     std::vector<const SparseKernelTable*> found;
-    for (Isa isa : supported_isas()) {
+    for ([[maybe_unused]] Isa isa : supported_isas()) {
 #ifdef CPATTN_HAVE_AMXTWIN
       if (isa == Isa::amx_twin) found.push_back(&sparse_table_amxtwin);
 #endif
