@@ -28,7 +28,7 @@ from rich.table import Table
 from bench.context_parallel.ranks import STRATEGIES, Measured, run_world
 from bench.harness import command
 from cpattn import torch_guard
-from cpattn._cli.rates import as_options
+from cpattn._terminal.rates import as_options
 from cpattn.cost_model import AttentionLayer, Prediction, Rates, predict
 from cpattn.cost_model.calibration import attention_rates, calibrate
 

@@ -6,7 +6,8 @@
 
 What nearly everybody needs is here; the rest is in sub-packages, which come when they are asked
 for: ``sparse`` (DSA), ``npu`` (operators of Ascend), ``kv`` (pools), ``transfer`` (plans of KV
-transfer), ``traffic`` (requests and batches), ``profiling``, ``distributed`` (torch),
+transfer), ``traffic`` (requests and batches), ``profiling``, ``captures`` (records of a running
+engine), ``distributed`` (torch),
 ``integrations`` (engines and libraries), ``proof`` (others' code), ``cost_model`` and
 ``torch_guard``. Imports NumPy only.
 """
@@ -37,6 +38,7 @@ from .profiling import Profile, profile
 from .sparse import TopkTransformMethod, get_topk_transform_method
 
 if TYPE_CHECKING:
+    from . import captures as captures
     from . import cost_model as cost_model
     from . import distributed as distributed
     from . import integrations as integrations
@@ -74,6 +76,7 @@ __all__ = [
 ]
 
 _SUB_PACKAGES = (
+    "captures",
     "cost_model",
     "distributed",
     "integrations",
@@ -95,10 +98,7 @@ def __getattr__(name: str) -> ModuleType:
             return import_module(f".{name}", __name__)
         except AttributeError as error:  # which `from cpattn import ...` would take for a typo
             raise ImportError(f"cpattn.{name} cannot be imported: {error}") from error
-    from ._moved import HOME_OF
-
-    hint = f"; it is {HOME_OF[name]}.{name} now" if name in HOME_OF else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

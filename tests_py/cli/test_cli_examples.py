@@ -22,9 +22,9 @@ pytest.importorskip("torch")
 
 from cpattn._cli.doctor.finding import Finding
 from cpattn._cli.program import commands
+from cpattn.captures import capture
 from cpattn.cost_model import Rates
 from cpattn.cost_model import command as plan_command
-from cpattn.proof import capture
 from support.command_line import invoke
 from support.places import ROOT
 

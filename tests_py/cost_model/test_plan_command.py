@@ -17,7 +17,7 @@ pytest.importorskip("rich")
 
 import cpattn
 from cpattn._cli.program import commands
-from cpattn._cli.rates import as_options
+from cpattn._terminal.rates import as_options
 from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict, predict_decode
 from cpattn.cost_model.command import parse_cp_sizes
 from cpattn.cost_model.report import _bytes, _time

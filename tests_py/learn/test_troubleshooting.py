@@ -225,7 +225,6 @@ SOURCES: dict[str, list[Callable[[], str]]] = {
         ),
     ],
     "A tensor is not on the CPU": [lambda: message_of(lambda: attend(OnDevice()))],
-    "A name is gone": [lambda: message_of(lambda: cpattn.MHATokenToKVPool)],
     "Mooncake's libraries are missing": [
         lambda: without(
             "mooncake.engine",

@@ -18,7 +18,8 @@ import cpattn
 
 # Those of integrations import engines.
 ROOMS = [
-    "", ".cost_model", ".kv", ".npu", ".profiling", ".reference", ".sparse", ".traffic", ".transfer"
+    "", ".captures", ".cost_model", ".kv", ".npu", ".profiling", ".proof", ".reference", ".sparse",
+    ".traffic", ".transfer",
 ]  # fmt: skip
 if importlib.util.find_spec("torch"):
     ROOMS.append(".distributed")
@@ -92,7 +93,7 @@ def test_a_function_is_described(name):
     names = parameters_of(call)
     assert set(names) <= described(found.get("Parameters", ""))
     if inspect.get_annotations(call).get("return") != "None" and names:
-        assert found.get("Returns", "").strip()
+        assert (found.get("Returns") or found.get("Yields", "")).strip()
     if names:
         assert found.get("Raises", "").strip()
     assert ">>>" in found.get("Examples", "")

@@ -27,8 +27,7 @@ MAY_IMPORT = {
             "simulate_command",
         )
     },
-    "_cli/tables": {"rich"},
-    "_torch_library": {"torch"},
+    "_terminal/tables": {"rich"},
     "cost_model": {"numpy", "rich"},
     "distributed": {"numpy", "torch"},
     "proof/simulation": {"numpy", "torch"},  # derives from process groups, works and modes of torch
@@ -39,6 +38,9 @@ MAY_IMPORT = {
     "proof/page/html": {"jinja2"},
     "replay": {"jinja2", "matplotlib", "numpy", "rich", "torch"},
 }
+
+# Rooms for people: they judge, predict and replay. Engines import none of them.
+TOOLS = {"_cli", "proof", "replay", "traffic"}
 
 # Rooms of the ranks' calls, each with what it may know besides itself.
 DISTRIBUTED = {
@@ -181,6 +183,22 @@ def test_an_import_that_runs_back_up_or_in_a_circle_is_found(small_package):
         graph = small_package(kv__pools=line, cli="from .kv.pools import pool\n")
         assert set(circle_in(graph)) == {"cpattn.kv.pools", "cpattn.cli"}
     assert circle_in(small_package(kv__pools="pool = 1")) == ()
+
+
+def test_what_engines_import_knows_no_tool_and_no_command(graph):
+    """The parts that print share `_terminal`, which knows nothing of the package."""
+
+    def room_of(module: str) -> str:
+        return module.removeprefix("cpattn.").split(".")[0]
+
+    for module, others in graph.items():
+        room, known = room_of(module), set(map(room_of, others))
+        if room not in {"cpattn", "__main__", "cost_model", *TOOLS}:
+            assert not known & TOOLS, module
+        if room not in {"__main__", "_cli"}:
+            assert "_cli" not in known, module
+        if room == "_terminal":
+            assert known <= {"_terminal"}, module
 
 
 def test_integrations_do_not_know_each_other(graph):

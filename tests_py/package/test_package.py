@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import cpattn
-from cpattn._moved import HOME_OF
 from support import cases
 from support.places import ROOT
 from support.public_names import PUBLIC_MODULES
@@ -245,8 +244,8 @@ def test_documents_install_cpattn_from_its_folder():
 
 
 SUB_PACKAGES = {
-    "cost_model", "distributed", "integrations", "kv", "npu", "profiling", "proof", "sparse",
-    "torch_guard", "traffic", "transfer",
+    "captures", "cost_model", "distributed", "integrations", "kv", "npu", "profiling", "proof",
+    "sparse", "torch_guard", "traffic", "transfer",
 }  # fmt: skip
 
 
@@ -305,28 +304,6 @@ def test_what_functions_return_is_where_they_are():
                     assert word in module.__all__, (name, word)
 
 
-def homes_of_names() -> dict[str, str]:
-    """The table of the change log: what was `cpattn.<name>`, and where it is now."""
-    rows = r"^\| `cpattn\.(\w+)` \| `(cpattn[\w.]*)\.(\w+)` \|$"
-    found = re.findall(rows, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert all(before == now for before, _, now in found)
-    return {name: home for name, home, _ in found}
-
-
-def test_every_name_that_moved_is_in_the_table():
-    homes = homes_of_names()
-    assert {name: home for name, home in homes.items() if home != "cpattn"} == HOME_OF
-    assert len(homes) == 83
-
-
-def test_names_are_where_the_table_says():
-    for name, home in homes_of_names().items():
-        assert name in importlib.import_module(home).__all__
-        if home == "cpattn":
-            assert getattr(cpattn, name) is not None
-            continue
-        message = f"module 'cpattn' has no attribute '{name}'; it is {home}.{name} now"
-        with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
-            getattr(cpattn, name)
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"^module 'cpattn' has no attribute 'nonsense'$"):
         cpattn.nonsense  # noqa: B018

@@ -11,9 +11,8 @@ import build_wheels
 import pytest
 from requirements import extra, tomllib
 
-from cpattn import _support
-from cpattn._support import BASIS, ENGINES, PLATFORMS, find
-from cpattn.integrations import mooncake, nixl
+from cpattn.integrations import _support, mooncake, nixl
+from cpattn.integrations._support import BASIS, ENGINES, PLATFORMS, find
 from cpattn.integrations.sglang import plugin
 from support.places import ROOT
 

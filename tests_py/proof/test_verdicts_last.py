@@ -15,8 +15,8 @@ import cpattn
 pytest.importorskip("click")
 pytest.importorskip("jsonschema")
 pytest.importorskip("torch")
+from cpattn.captures import recorder
 from cpattn.proof import strict_json
-from cpattn.proof.captures import recorder
 from cpattn.proof.linting import document
 from support.command_line import CommandLine
 

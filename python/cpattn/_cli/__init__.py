@@ -5,8 +5,6 @@
 ``commands``  ``explain``, ``plan``, ``replay`` and ``doctor``, with click
 ``doctor``    what ``doctor`` looks at
 
-The others are for both and for ``python -m cpattn.distributed.check``: how commands end
-(``command_group``, ``exit_codes``), what they take (``options``) and what they show (``progress``,
-``rates``, ``streams``, ``tables``). Imports all of the package, but commands only when they run:
-no other part imports from here but for what it shows.
+The others are for both: how commands end (``command_group``) and what they take (``options``).
+Imports all of the package, but commands only when they run; no other part imports from here.
 """

@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from .._terminal.tables import Row, print_table
 from ..proof.captures import Capture, read_captures, remake
 from ..proof.findings import NOT_USABLE, NotUsable
 from .options import writing
-from .tables import Row, print_table
 
 _OTHER_OPTIONS = ("captures", "json_path")
 

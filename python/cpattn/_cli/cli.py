@@ -8,8 +8,8 @@ import signal
 import sys
 import traceback
 
-from . import streams
-from .exit_codes import CANNOT_TELL, INTERRUPTED
+from .._terminal import streams
+from .._terminal.exit_codes import CANNOT_TELL, INTERRUPTED
 
 EXTRA_PACKAGES = ("click", "hypothesis", "jinja2", "jsonschema", "matplotlib", "rich", "torch")
 

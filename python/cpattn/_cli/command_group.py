@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import click
 
-from . import streams
-from .exit_codes import CANNOT_TELL, CLOSED_PIPE, INTERRUPTED
+from .._terminal import streams
+from .._terminal.exit_codes import CANNOT_TELL, CLOSED_PIPE, INTERRUPTED
 
 #: The object of click's context where the process is that of the command alone.
 OWN_PROCESS = object()

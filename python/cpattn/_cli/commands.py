@@ -12,7 +12,7 @@ import click
 
 from .._core import __version__
 from .._limits import MAX_RANKS, check_batch
-from . import streams
+from .._terminal import streams
 from .command_group import CommandGroup, refusals_by_option
 from .declarations import STRATEGIES, option
 from .options import Integer, IntegerList

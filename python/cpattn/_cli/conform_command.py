@@ -77,9 +77,9 @@ def conform(
       cpattn conform my_kernels:attention --signature flash_attn_varlen \\
           --without sinks --json
     """
+    from .._terminal.progress import make_progress
     from ..proof import NotUsable
     from ..proof import conform as run
-    from .progress import make_progress
 
     try:
         with refusals_by_option(), make_progress("cpattn conform", "cases") as progress:

@@ -66,7 +66,7 @@ def lint(
       cpattn lint --json first.json second.json
     The smallest batch that shows the first fault:
       cpattn lint plan.json --shrink-to small.json
-    What two ranks of an engine planned under cpattn.proof.capture:
+    What two ranks of an engine planned under cpattn.captures.capture:
       cpattn lint --capture run.0.cpcap --capture run.1.cpcap
     """
     if not plans and not captures:

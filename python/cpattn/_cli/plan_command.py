@@ -155,9 +155,9 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
     if options["decode"] and is_given("strategy"):
         raise click.UsageError("--strategy cuts new tokens of a prefill; --decode has none to cut")
     importlib.import_module("rich")  # what is missing is said before anything is measured
+    from .._terminal.progress import make_progress
     from ..cost_model.command import forecasts
     from ..cost_model.report import print_plan, write_json
-    from .progress import make_progress
 
     message = torch_guard.prepare() if options["calibrate"] else None
     if message:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from .. import torch_guard
-from . import streams
+from .._terminal import streams
 from .command_group import CommandGroup, refusals_by_option
 from .commands import commands
 from .declarations import (
@@ -148,7 +148,7 @@ def replay(
     Two hosts of two ranks with 500 Mbit/s between them, a quarter of the keys on each rank:
       cpattn replay --requests 24 --cp-size 4 --hosts 2 --link-gbps 0.5 --kv-heads 8 \\
           --placement page_interleave --against-replicated --no-torch-baseline
-    What an engine planned under cpattn.proof.capture, planned again and compared:
+    What an engine planned under cpattn.captures.capture, planned again and compared:
       cpattn replay --capture run.cpcap
     Sparse attention over an FP8 cache, with the heads and the top-k of DeepSeek-V3.2:
       cpattn replay --model dsa --kv-dtype fp8 --requests 8 --heads 128 --index-heads 64 \\
@@ -163,12 +163,12 @@ def replay(
 
         replay_captures(captures, json_path)
     message = torch_guard.prepare()
+    from .._terminal.progress import make_progress
     from ..replay.command import check_room, check_sharded, read_requests, settings_of
     from ..replay.comparison import SampledRows, compared, replicated
     from ..replay.driver import replay as run
     from ..replay.report.guide import guide_lines
     from ..replay.report.summary import print_report, write_json
-    from .progress import make_progress
 
     with refusals_by_option():
         requests = read_requests(trace, options.pop("num_requests"), options["seed"])

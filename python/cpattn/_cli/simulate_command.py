@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import click
 
+from .._terminal.exit_codes import INTERRUPTED
 from .command_group import OWN_PROCESS, CommandGroup
 from .commands import commands
-from .exit_codes import INTERRUPTED
 from .options import Integer, Number, OutputPath, require_option
 
 CommandGroup.examples["simulate"] = "cpattn simulate --ranks 8 script.py"
@@ -106,7 +106,7 @@ def simulate(
       cpattn simulate --gbps 25 --trace timeline.json train.py --layers 2
     The order that a finding names, again:
       cpattn simulate --ranks 4 --seed 2 train.py
-    What two ranks recorded under cpattn.proof.capture, issued again, and over 16:
+    What two ranks recorded under cpattn.captures.capture, issued again, and over 16:
       cpattn simulate --capture run.0.cpcap --capture run.1.cpcap
       cpattn simulate --capture run.0.cpcap --capture run.1.cpcap --ranks 16
     """

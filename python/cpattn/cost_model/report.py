@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .._cli.rates import as_options
-from .._cli.tables import Row, print_table
+from .._terminal.rates import as_options
+from .._terminal.tables import Row, print_table
 from . import assumptions
 from .decode import DecodePrediction
 from .prediction import Prediction

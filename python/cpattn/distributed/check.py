@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from .. import _core
-from .._cli import streams
-from .._cli.exit_codes import INTERRUPTED
-from .._cli.progress import ProgressBar, ProgressLines, make_progress
 from .._core import __version__, active_isa
 from .._roundings import DTYPES
+from .._terminal import streams
+from .._terminal.exit_codes import INTERRUPTED
+from .._terminal.progress import ProgressBar, ProgressLines, make_progress
 from .check_batch import DIM, EXCHANGES, HEADS, CheckBatch, Way, all_ways, largest_error
 from .check_report import REPLICATED, CheckReport
 from .measure import measure_exchange

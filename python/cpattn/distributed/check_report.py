@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .._cli.rates import as_options
+from .._terminal.rates import as_options
 from .check_batch import EXCHANGES, PLACEMENTS, STRATEGIES
 
 REPLICATED = "replicated"  # the way without pools that are shared out

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from .._types import AnyTensor
-from .._visibility import Lengths
+from ._visibility import Lengths
 
 
 class RaggedPages:

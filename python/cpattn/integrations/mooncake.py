@@ -33,10 +33,10 @@ from typing import Any
 
 from .. import _core
 from .._arguments import at_least, real
-from .._support import first_installed, precedes
 from ..transfer.bounded import BoundedCalls, CallHangs
 from ..transfer.registration import forget
 from ._peer_engine import PeerEngine, variables
+from ._support import first_installed, precedes
 
 _MIN_VERSION = "0.3.12"  # before it, success came when the bytes had left, not arrived
 _MIN_TIMEOUT = 5  # seconds; the engine raises less to this without a word

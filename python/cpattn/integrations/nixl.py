@@ -46,9 +46,9 @@ import numpy as np
 
 from .. import _core
 from .._arguments import at_least, real
-from .._support import first_installed, precedes
 from ..transfer.registration import forget
 from ._peer_engine import PeerEngine, variables
+from ._support import first_installed, precedes
 
 _MIN_VERSION = "1.5.1"  # by their sources, listeners of older ones throw when a peer goes
 _VARIANTS = ("nixl-cu12", "nixl-cu13")

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._torch_library import SCALES, Operators, with_scales
 from ..attention import default_scale, merge_state, paged_attention
 from ..context_parallel.attention import check_scales, do_cp_attn_fia
 from ..context_parallel.metadata import build_cp_metadata
@@ -33,6 +32,7 @@ from ..sparse.kv_rows import ROW_BYTES, dequantize_kv_rows, quantize_kv_rows
 from ..sparse.sglang_0_5_23 import fast_topk
 from ..sparse.sparse_mla import flash_mla_sparse_fwd
 from ..sparse.split_norm import fused_split_qk_norm, split_qk_norm
+from ._torch_library import SCALES, Operators, with_scales
 
 Tensor = torch.Tensor
 

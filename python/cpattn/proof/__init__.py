@@ -2,13 +2,12 @@
 """Context-parallel code of anyone, on any device, refuted or proved.
 
 ``invariants``   what has to hold, each with an id that messages, documents and JSON use
-``requirements`` invariants that must have been decided
 ``findings``     an invariant that does not hold, where, and what to do; the report of a tool
 ``requirements`` `require`: invariants that a tool has to decide
 ``linting``      `lint`: refutes or proves what all ranks planned, from integers alone
 ``simulation``   `simulate`: all ranks of a program in one process; needs torch
 ``conformance``  `conform`: an operator, tried on many batches; ``pytest``: as a test
-``captures``     what was planned and exchanged inside a running engine, recorded and read again
+``captures``     files of `cpattn.captures`, read again: batches, and plans remade for other ranks
 ``zoo``          bugs of engines and libraries, rebuilt small, that the tools refute
 ``page``         reports as a page of HTML; needs jinja2
 
@@ -20,7 +19,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .captures import Capture, capture, read_captures
+from .captures import Capture, read_captures
 from .findings import Finding, NotUsable, Report
 from .invariants import INVARIANTS, Invariant
 from .requirements import require
@@ -39,7 +38,6 @@ __all__ = [
     "Invariant",
     "NotUsable",
     "Report",
-    "capture",
     "conform",
     "lint",
     "read_captures",

@@ -42,6 +42,13 @@ class Finding:
         A name for this very fault where the tool has one, as `lse-base-2`; may be empty.
     details : mapping
         The numbers, for programs; JSON.
+
+    Examples
+    --------
+    >>> found = Finding("OWN", "2 ranks write slot 3", where="slot 3", ranks=(0, 1))
+    >>> print("\\n".join(found.text().splitlines()[:2]))
+    OWN: 2 ranks write slot 3
+      --> ranks 0, 1: slot 3
     """
 
     invariant: str
@@ -108,6 +115,12 @@ class Report:
         What else there is to tell, as counts of bytes or cases; JSON.
     required : tuple of str
         Ids that have to be among `checked`, see `require`.
+
+    Examples
+    --------
+    >>> report = Report("lint", "plan.json", checked=("OWN",), not_checked={"COV": "no segments"})
+    >>> report.verdict, report.exit_code
+    ('proved', 0)
     """
 
     tool: str

@@ -21,6 +21,11 @@ class Invariant:
         What users see where it does not hold, as a sentence.
     advice : str
         Where to look first, as a sentence.
+
+    Examples
+    --------
+    >>> INVARIANTS["OWN"].id
+    'OWN'
     """
 
     id: str

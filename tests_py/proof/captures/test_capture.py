@@ -21,11 +21,12 @@ from click.testing import CliRunner
 
 import cpattn
 from cpattn._cli.program import commands
+from cpattn.captures import capture, recorder
+from cpattn.captures.lines import to_line
 from cpattn.profiling import calls
-from cpattn.proof import NotUsable, capture, read_captures
-from cpattn.proof.captures import Capture, recorder, remake
-from cpattn.proof.captures.reader import RecordedCall
-from cpattn.proof.captures.records import Room, from_line, to_line
+from cpattn.proof import NotUsable, read_captures
+from cpattn.proof.captures import Capture, RecordedCall, remake
+from cpattn.proof.captures.records import Room, from_line
 
 HEADS = {"page_size": 8, "num_pages": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 BATCH = {"q_lens": [3, 2], "kv_lens": [10, 2], "block_tables": [[2, 0], [1, -1]]}
@@ -198,7 +199,7 @@ def test_what_cannot_be_written_is_said_at_the_end(path, error):
 
 WHOLE_LIFE = """
 import os, signal, cpattn
-from cpattn.proof.captures.recorder import capture_by_environment
+from cpattn.captures.recorder import capture_by_environment
 for _ in range(2):
     capture_by_environment()
 cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from cpattn import _core
+from cpattn.captures import capture
 from cpattn.distributed import ContextParallel
-from cpattn.proof import capture
 from support.distributed.ring_worker import Case, run_cases
 
 LENS = {"extend_lens": [9, 4], "seq_lens": [14, 4], "block_tables": [[0, 2, 3, 1], [5, -1, -1, -1]]}

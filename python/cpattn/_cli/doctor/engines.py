@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from ... import _support
-from ..._support import first_installed
+from ...integrations import _support
+from ...integrations._support import first_installed
 from .finding import Finding
 
 _SECTION = "imports, each in a process of its own"

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 
-from ... import _core, _support, torch_guard
-from ..._support import first_installed
+from ... import _core, torch_guard
+from ...integrations import _support
+from ...integrations._support import first_installed
 from .finding import Finding, State
 
 _SECTION = "environment"

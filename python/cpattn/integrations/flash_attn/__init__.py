@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ..._stand_in import StandIn
+from .._stand_in import StandIn
 from ._batch import _flash_attn_forward, flash_attn_func
 from ._cache import flash_attn_with_kvcache
 from ._ragged import _flash_attn_varlen_forward, flash_attn_varlen_func

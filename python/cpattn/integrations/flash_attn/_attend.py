@@ -10,8 +10,8 @@ import numpy as np
 from ..._arguments import integer, items
 from ..._containers import empty, need_scales, torch_of
 from ..._types import AnyTensor
-from ..._visibility import Lengths, visibility
 from ...attention import default_scale, paged_attention
+from .._visibility import Lengths, visibility
 
 WindowSize = tuple[int, int]
 

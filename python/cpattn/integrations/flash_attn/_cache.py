@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
-from ..._visibility import Lengths
+from .._visibility import Lengths
 from ._attend import WindowSize, attend_batch, check_axes, check_supported
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
-from ..._visibility import Lengths
 from .._ragged import RaggedPages
+from .._visibility import Lengths
 from ._attend import WindowSize, attend, check_axes, check_supported, rows_contiguous
 
 

@@ -12,7 +12,7 @@ refused with a ValueError that names it.
 
 from __future__ import annotations
 
-from ..._stand_in import StandIn
+from .._stand_in import StandIn
 from ._batch import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from ._merge import merge_state, merge_state_in_place, merge_states
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
-from ..._visibility import Lengths, band_mask, check_bits, unpacked, visibility
+from .._visibility import Lengths, band_mask, check_bits, unpacked, visibility
 from ._paged import PagedWrapper, page_tables, refuse
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ... import attention
 from ..._containers import empty, need_scales
 from ..._types import AnyTensor
-from ..._visibility import Lengths
+from .._visibility import Lengths
 from ._merge import LOG2E
 
 

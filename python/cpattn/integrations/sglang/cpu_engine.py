@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from ..._stand_in import StandIn
+from .._stand_in import StandIn
 
 _logger = logging.getLogger(__name__)
 

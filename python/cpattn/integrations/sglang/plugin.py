@@ -15,8 +15,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ..._support import find
-from ...proof.captures.recorder import capture_by_environment
+from ...captures.recorder import capture_by_environment
+from .._support import find
 from . import metadata, planners, shards
 
 SGLANG = "0.5.23"  # the release whose results are matched

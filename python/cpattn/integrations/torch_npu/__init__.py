@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ..._stand_in import StandIn, refuse_to_replace
+from .._stand_in import StandIn, refuse_to_replace
 
 __all__ = ["install"]
 

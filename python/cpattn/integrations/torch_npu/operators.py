@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._torch_library import Operators
 from ...npu.fia import npu_fused_infer_attention_score
 from ...npu.lightning_indexer import npu_lightning_indexer
 from ...npu.sparse_flash_attention import npu_sparse_flash_attention
+from .._torch_library import Operators
 
 Tensor = torch.Tensor
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._torch_library import Operators
 from ..._types import AnyTensor
-from ..._visibility import Lengths
 from ...attention import default_scale, paged_attention
+from .._torch_library import Operators
+from .._visibility import Lengths
 from .masks import FUNCTION, Band, band_of_bands, visibility
 
 #: What changes scores or visible keys, and the kernels do not have: of T5, of callers, of Inkling 2

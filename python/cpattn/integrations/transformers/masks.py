@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._torch_library import Operators
 from ..._types import AnyTensor
-from ..._visibility import Lengths
+from .._torch_library import Operators
+from .._visibility import Lengths
 
 FUNCTION = "cpattn.integrations.transformers"
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 
-from ..._support import find, first_installed
-from ...proof.captures.recorder import capture_by_environment
+from ...captures.recorder import capture_by_environment
+from .._support import find, first_installed
 
 BACKENDS = {
     "CPU_ATTN": "cpattn.integrations.vllm.backend.CpattnBackend",

@@ -29,9 +29,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from ..._core import AttentionPlan
-from ..._visibility import band_mask, visibility
 from ...attention import plan_attention, run_attention
 from .._torch_threads import follow_torch_threads
+from .._visibility import band_mask, visibility
 from .cache import CODES, PagedCache
 
 logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._limits import MAX_BATCH_TOKENS, MAX_INT, MAX_RANKS
-from .told import PLAN_SIZES
+from ...captures.told import PLAN_SIZES
 
 _MOST_RANKS = 1 << 15  # that a plan can be of
 _MOST_BYTES = 1 << 62

@@ -12,9 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ...captures.lines import SCHEMA
 from ..findings import NotUsable
 from .fields import CALLS, HEADER, RECORD, Rule, fault_of
-from .records import SCHEMA, Room, from_line
+from .records import Room, from_line
 
 _OUTER = "ContextParallel.plan"
 _PLANS_OF_BATCHES = (_OUTER, "build_cp_metadata", "build_cp_metadata_all_ranks")
@@ -68,6 +69,11 @@ class Capture:
         Those of one process after those of the other, in the order in which they returned.
     truncated : tuple of Path
         Files whose last line is not whole: their process ended without closing them.
+
+    Examples
+    --------
+    >>> Capture(headers=({"rank": 1}, {"rank": 0}), calls=()).ranks
+    (1, 0)
     """
 
     headers: tuple[Mapping[str, Any], ...]
@@ -129,12 +135,12 @@ def _planned_batch(call: RecordedCall) -> RecordedBatch:
 
 
 def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
-    """Read what `capture` wrote, of one process or several.
+    """Read what `cpattn.captures.capture` wrote, of one process or several.
 
     Parameters
     ----------
     paths : sequence of paths
-        A file of each process. Those without a call are left out, if any has one.
+        One file of each process. Files without a call are left out where another has one.
 
     Returns
     -------
@@ -147,6 +153,16 @@ def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
     NotUsable
         If there is no file, two are of one rank, or one cannot be read or is no capture, with its
         line; or if arrays of all files have more than 2 GiB together.
+
+    Examples
+    --------
+    >>> import cpattn, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with cpattn.captures.capture(f"{folder}/run.cpcap") as path:
+    ...         plan = cpattn.build_cp_metadata([10], [15], cp_rank=0, cp_size=2)
+    ...     found = read_captures([path])
+    >>> found.calls[0].name, found.batches[0].seq_lens
+    ('build_cp_metadata', [15])
     """
     if not paths:
         raise NotUsable("read_captures: paths must name at least one file, got none")

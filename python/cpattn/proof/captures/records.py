@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a capture: JSON, with arrays compressed, as they may be long and come often."""
+"""Reads the lines of a capture, which `cpattn.captures.lines` writes."""
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from ...captures.lines import PACKED
 from .. import strict_json
 
-SCHEMA = "cpattn-capture/1"
-_ARRAY = "zlib"  # the member that makes an object an array
 _DTYPES = ("int32", "int64", "uint64")
 _MAX_BYTES = 1 << 31  # of all arrays together, so that a damaged file cannot ask for more
 
@@ -31,11 +29,6 @@ class Room:
         self._left -= num_bytes
         if self._left < 0:
             raise ValueError(f"arrays must have at most {_MAX_BYTES} bytes together, got more")
-
-
-def to_line(record: Mapping[str, Any]) -> bytes:
-    """A record with NumPy arrays as one line."""
-    return json.dumps(record, default=_encoded, separators=(",", ":")).encode() + b"\n"
 
 
 def from_line(
@@ -59,22 +52,13 @@ def from_line(
     }
 
 
-def _encoded(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        packed = zlib.compress(np.ascontiguousarray(value).tobytes(), 1)
-        return {"dtype": value.dtype.name, "shape": value.shape, _ARRAY: b64encode(packed).decode()}
-    if isinstance(value, np.integer):
-        return int(value)
-    raise TypeError(f"no record has a {type(value).__name__}")
-
-
 def _decoded(value: Any, room: Room) -> Any:
     if isinstance(value, list):
         parts = set(map(type, value)) & {dict, list}
         return [_decoded(one, room) for one in value] if parts else value
     if not isinstance(value, dict):
         return value
-    if _ARRAY not in value:
+    if PACKED not in value:
         return {name: _decoded(one, room) for name, one in value.items()}
     dtype, shape = value.get("dtype"), value.get("shape")
     if dtype not in _DTYPES:
@@ -84,7 +68,7 @@ def _decoded(value: Any, room: Room) -> Any:
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     room.take(num_bytes)
     try:
-        packed = b64decode(value[_ARRAY], validate=True)
+        packed = b64decode(value[PACKED], validate=True)
         raw = zlib.decompressobj().decompress(packed, num_bytes + 1)
     except (zlib.error, TypeError) as error:
         raise ValueError(f"an array is damaged: {error}") from error

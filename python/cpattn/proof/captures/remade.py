@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ...attention import plan_attention
+from ...captures.told import PLAN_SIZES, metadata_digest, plan_digest
 from ...context_parallel.metadata import build_cp_metadata, build_cp_metadata_all_ranks
 from ..findings import Finding, NotUsable, Report
 from .reader import Capture, RecordedCall
-from .told import PLAN_SIZES, metadata_digest, plan_digest
 
 _MOST_ENTRIES = 1 << 28  # of block tables; more would take gigabytes
 

@@ -89,6 +89,15 @@ def simulate_capture(capture: Capture, **options: Any) -> Report:
     NotUsable
         If nothing was exchanged, a rank is missing, or other ranks are asked for of exchanges that
         depend on where keys are kept.
+
+    Examples
+    --------
+    >>> from cpattn.proof import NotUsable
+    >>> try:
+    ...     simulate_capture(Capture(headers=({"rank": 0},), calls=()))
+    ... except NotUsable as error:
+    ...     print(str(error).partition(";")[0])
+    simulate_capture: no rank planned or sent anything by a ContextParallel
     """
     if not isinstance(capture, Capture):
         raise TypeError(

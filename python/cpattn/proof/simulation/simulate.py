@@ -214,9 +214,41 @@ def simulate_script(
     quiet: bool = True,
     **options: Any,
 ) -> Report:
-    """Run a script on all ranks, as `torchrun` would start it; options are those of `Options`.
+    """Run a script on all ranks, as `torchrun` would start it.
 
-    Every rank has a ``__main__`` and modules beside the script of its own.
+    Every rank has a ``__main__`` of its own, and modules beside the script of its own.
+
+    Parameters
+    ----------
+    path : path
+        The script.
+    arguments : sequence of str
+        Arguments of the script, the same on all ranks.
+    quiet : bool
+        Whether to hide what ranks print. If False, each line has its rank in front.
+    **options
+        Attributes of `Options`, as in `simulate`.
+
+    Returns
+    -------
+    Report
+        As of `simulate`.
+
+    Raises
+    ------
+    NotUsable
+        If there is no such script, it is no Python, or as `simulate` does.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+    ...     _ = script.write("import torch.distributed as dist\\n"
+    ...                      "dist.init_process_group('gloo')\\n"
+    ...                      "dist.barrier()\\n")
+    ...     script.flush()
+    ...     simulate_script(script.name, ranks=2).verdict
+    'proved'
     """
     script = Path(path)
     try:

@@ -8,8 +8,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from ..._cli import streams
-from ..._cli.progress import make_progress
+from ..._terminal import streams
+from ..._terminal.progress import make_progress
 from .entry import TOOLS, Outcome, ZooEntry, visit
 from .registry import all_entries
 

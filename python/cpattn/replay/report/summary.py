@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..._cli.tables import Row, print_table
+from ..._terminal.tables import Row, print_table
 from ..records import TORCH_BASELINE, BatchRecord, ReplayReport
 from .decode import decode_figures, summarize_decode, tokens_checked
 from .pools import pool_figures, summarize_pools

@@ -16,9 +16,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, BinaryIO
 
-from ... import _core
-from ...profiling import calls
-from .records import SCHEMA, to_line
+from .. import _core
+from ..profiling import calls
+from .lines import SCHEMA, to_line
 from .told import TOLD, Fields, written
 
 _PAUSE = 0.2  # seconds between two looks at what was told
@@ -58,7 +58,8 @@ def capture(path: str | os.PathLike[str]) -> Iterator[Path]:
     Examples
     --------
     >>> import cpattn, tempfile
-    >>> from cpattn.proof import capture, read_captures
+    >>> from cpattn.captures import capture
+    >>> from cpattn.proof import read_captures
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with capture(f"{folder}/run.cpcap") as path:
     ...         plan = cpattn.build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)

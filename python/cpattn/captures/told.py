@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import _core
-from ...profiling.calls import Call
+from .. import _core
+from ..profiling.calls import Call
 
 Fields = dict[str, Any]
 
