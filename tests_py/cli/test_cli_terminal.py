@@ -15,8 +15,8 @@ pytest.importorskip("click")
 pytest.importorskip("torch")
 Console = pytest.importorskip("rich.console").Console
 
-from cpattn._cli import progress as _progress  # noqa: E402
-from cpattn._cli import tables as _tables  # noqa: E402
+from cpattn._terminal import progress as _progress  # noqa: E402
+from cpattn._terminal import tables as _tables  # noqa: E402
 from support.command_line import QUICK, invoke, run_on_terminal  # noqa: E402
 
 EXPLAIN = ("explain", "--lens", "12500000,13", "--prefix", "0,900", "--cp-size", "4")
