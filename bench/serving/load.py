@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
+from cpattn.scheduling.request import Request
 from cpattn.traffic.trace import (
     TRACE_BLOCK_TOKENS,
-    Request,
     block_tokens_of,
     generate_trace,
     read_trace,

@@ -6,8 +6,8 @@
 
 What nearly everybody needs is here; the rest is in sub-packages, which come when they are asked
 for: ``sparse`` (DSA), ``npu`` (operators of Ascend), ``kv`` (pools), ``transfer`` (plans of KV
-transfer), ``traffic`` (requests and batches), ``profiling``, ``captures`` (records of a running
-engine), ``distributed`` (torch),
+transfer), ``scheduling`` (prefix cache and batches), ``profiling``, ``captures`` (records of a
+running engine), ``traffic`` (traces of requests), ``distributed`` (torch),
 ``integrations`` (engines and libraries), ``proof`` (others' code), ``cost_model`` and
 ``torch_guard``. Imports NumPy only.
 """
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from . import npu as npu
     from . import profiling as profiling
     from . import proof as proof
+    from . import scheduling as scheduling
     from . import sparse as sparse
     from . import torch_guard as torch_guard
     from . import traffic as traffic
@@ -84,6 +85,7 @@ _SUB_PACKAGES = (
     "npu",
     "profiling",
     "proof",
+    "scheduling",
     "sparse",
     "torch_guard",
     "traffic",

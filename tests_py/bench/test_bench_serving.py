@@ -18,7 +18,7 @@ from bench.serving import served, sglang_trace, steps, vllm_steps
 from bench.serving.load import Load, from_trace, spread
 from bench.serving.steps import Case, largest_difference
 from bench.serving.turns import NEAR_TIE, Engine, compare_tokens, decode_in_turns
-from cpattn.traffic.trace import Request
+from cpattn.scheduling.request import Request
 
 
 def answer(token, logprob):

@@ -18,7 +18,7 @@ from cpattn.replay import command
 from cpattn.replay.command import check_room
 from cpattn.replay.footprint import footprint
 from cpattn.replay.records import ReplayOptions
-from cpattn.traffic.trace import Request
+from cpattn.scheduling.request import Request
 from support.command_line import QUICK, invoke
 
 ABSURD = (

@@ -17,7 +17,7 @@ import pytest
 
 import cpattn
 from cpattn import _core, torch_guard
-from cpattn.traffic import PrefixCache
+from cpattn.scheduling import PrefixCache
 from support.children import path_with
 from support.places import ROOT, TESTS
 

@@ -18,8 +18,8 @@ import cpattn
 
 # Those of integrations import engines.
 ROOMS = [
-    "", ".captures", ".cost_model", ".kv", ".npu", ".profiling", ".proof", ".reference", ".sparse",
-    ".traffic", ".transfer",
+    "", ".captures", ".cost_model", ".kv", ".npu", ".profiling", ".proof", ".reference",
+    ".scheduling", ".sparse", ".traffic", ".transfer",
 ]  # fmt: skip
 if importlib.util.find_spec("torch"):
     ROOMS.append(".distributed")

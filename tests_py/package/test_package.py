@@ -245,7 +245,7 @@ def test_documents_install_cpattn_from_its_folder():
 
 SUB_PACKAGES = {
     "captures", "cost_model", "distributed", "integrations", "kv", "npu", "profiling", "proof",
-    "sparse", "torch_guard", "traffic", "transfer",
+    "scheduling", "sparse", "torch_guard", "traffic", "transfer",
 }  # fmt: skip
 
 
@@ -292,7 +292,10 @@ def test_what_cannot_be_imported_says_why(package, name, monkeypatch):
 
 
 def test_what_functions_return_is_where_they_are():
-    modules = (*PUBLIC_MODULES, cpattn.context_parallel, cpattn.cost_model, cpattn.traffic)
+    modules = (
+        *PUBLIC_MODULES, cpattn.context_parallel, cpattn.cost_model, cpattn.scheduling,
+        cpattn.traffic,
+    )  # fmt: skip
     for module in (*modules, *((cpattn.distributed,) if importlib.util.find_spec("torch") else ())):
         for name in module.__all__:
             function = getattr(module, name)

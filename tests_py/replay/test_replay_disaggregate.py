@@ -27,7 +27,8 @@ from cpattn.replay.disaggregation.handover import Delivery  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
 from cpattn.replay.records import DecodeReport, ReplayReport  # noqa: E402
 from cpattn.replay.report.summary import figures, summarize  # noqa: E402
-from cpattn.traffic.trace import Request, generate_trace, scale_lengths  # noqa: E402
+from cpattn.scheduling.request import Request  # noqa: E402
+from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from cpattn.transfer import KVEntry, KVLayout  # noqa: E402
 from support.replay.replay_in_one_process import DECODE, InOneProcess  # noqa: E402
 from support.replay.replay_models import FP8_DSA, OPTIONS, SMALL, SMALL_DSA  # noqa: E402

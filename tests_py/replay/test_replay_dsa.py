@@ -19,7 +19,7 @@ from cpattn.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
 from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
 from cpattn.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
 from cpattn.replay.phases import PhaseClock  # noqa: E402
-from cpattn.traffic.scheduler import Batch  # noqa: E402
+from cpattn.scheduling.scheduler import Batch  # noqa: E402
 from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_in_one_process import InOneProcess  # noqa: E402
 from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL_DSA  # noqa: E402

@@ -16,9 +16,10 @@ from cpattn.replay.disaggregation.handover import (
     Handover,
     decode_pool_pages,
 )
-from cpattn.traffic.prefix_cache import PrefixCache
-from cpattn.traffic.scheduler import Batch, prefill_batches
-from cpattn.traffic.trace import Request, block_tokens_of, generate_trace, scale_lengths
+from cpattn.scheduling.prefix_cache import PrefixCache
+from cpattn.scheduling.request import Request
+from cpattn.scheduling.scheduler import Batch, prefill_batches
+from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths
 from support.examples import examples
 
 PAGE, BLOCK, MAX_SEQUENCES = 4, 8, 6

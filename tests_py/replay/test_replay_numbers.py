@@ -20,8 +20,8 @@ from cpattn.replay.dense.check import Checker
 from cpattn.replay.dense.model import DenseConfig
 from cpattn.replay.dsa.model import DsaConfig
 from cpattn.replay.records import ReplayOptions
-from cpattn.traffic.prefix_cache import PrefixCache
-from cpattn.traffic.scheduler import prefill_batches
+from cpattn.scheduling.prefix_cache import PrefixCache
+from cpattn.scheduling.scheduler import prefill_batches
 from cpattn.traffic.trace import generate_trace, read_trace, scale_lengths
 from support.replay.replay_models import SMALL_DSA
 

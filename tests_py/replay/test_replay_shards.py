@@ -33,7 +33,8 @@ from cpattn.replay.report.summary import (
     write_json,
 )
 from cpattn.replay.shards import PlacementName
-from cpattn.traffic.trace import Request, generate_trace
+from cpattn.scheduling.request import Request
+from cpattn.traffic.trace import generate_trace
 from support.command_line import QUICK
 from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA, make_report
 

@@ -41,7 +41,7 @@ WORDS = {
     "Ctrl-C": "how_to/threads",
 }
 ALONE = ("cost_model", "distributed", "kv", "npu", "profiling", "proof", "reference", "sparse")
-ALONE += ("torch_guard", "traffic", "transfer")
+ALONE += ("captures", "scheduling", "torch_guard", "traffic", "transfer")
 INTEGRATIONS = ("flash_attn", "flashinfer", "mooncake", "nixl", "sglang", "torch_npu")
 INTEGRATIONS += ("torch_ops", "transformers", "vllm")
 # Rooms with public names, and the pages of the reference that have them.

@@ -12,10 +12,10 @@ import pytest
 
 from audit import trace as real_trace
 from audit.records import note
-from cpattn.traffic.prefix_cache import PrefixCache
-from cpattn.traffic.scheduler import prefill_batches
+from cpattn.scheduling.prefix_cache import PrefixCache
+from cpattn.scheduling.request import Request
+from cpattn.scheduling.scheduler import prefill_batches
 from cpattn.traffic.trace import (
-    Request,
     block_tokens_of,
     generate_trace,
     read_trace,

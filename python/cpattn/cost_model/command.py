@@ -12,9 +12,10 @@ from typing import Any
 
 from .. import _core
 from .._limits import MAX_RANKS, check_batch
-from ..traffic.prefix_cache import PrefixCache
-from ..traffic.scheduler import prefill_batches
-from ..traffic.trace import TRACE_BLOCK_TOKENS, Request, read_trace
+from ..scheduling.prefix_cache import PrefixCache
+from ..scheduling.request import Request
+from ..scheduling.scheduler import prefill_batches
+from ..traffic.trace import TRACE_BLOCK_TOKENS, read_trace
 from . import assumptions
 from .calibration import calibrate, num_steps
 from .decode import DecodePrediction, predict_decode

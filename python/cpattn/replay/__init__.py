@@ -12,5 +12,6 @@
 ``phases``          where the time of a pass goes
 ``records``         what a replay is told, and what it writes down; ``report`` shows it
 
-Imports torch and the rest of ``cpattn[cli]``. Requests and their batches: `cpattn.traffic`.
+Imports torch and the rest of ``cpattn[cli]``. Requests: `cpattn.traffic`; batches:
+`cpattn.scheduling`.
 """

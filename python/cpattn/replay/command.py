@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..traffic.trace import TRACE_BLOCK_TOKENS, Request, generate_trace, read_trace, scale_lengths
+from ..scheduling.request import Request
+from ..traffic.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace, scale_lengths
 from .dense.model import DenseConfig
 from .driver import fast_dtype
 from .dsa.model import DsaConfig

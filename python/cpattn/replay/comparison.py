@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ..traffic.scheduler import Batch
+from ..scheduling.scheduler import Batch
 from .records import ReplayOptions, ReplayReport, ReplicatedRecord
 from .shards import REPLICATED
 

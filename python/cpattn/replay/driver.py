@@ -16,9 +16,10 @@ from .._core import __version__, active_isa
 from .._hosts import Hosts
 from .._machine import cpu_name
 from .._workers import Role, Workers
-from ..traffic.prefix_cache import PrefixCache
-from ..traffic.scheduler import Batch, prefill_batches
-from ..traffic.trace import Request, block_tokens_of, scale_lengths, unbounded_hits
+from ..scheduling.prefix_cache import PrefixCache
+from ..scheduling.request import Request
+from ..scheduling.scheduler import Batch, prefill_batches
+from ..traffic.trace import block_tokens_of, scale_lengths, unbounded_hits
 from .comparison import SampledRows
 from .dense.check import Checker, sample_rows
 from .disaggregation.check import DecodeChecker, SparseDecodeChecker

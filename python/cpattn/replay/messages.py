@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ..kv import Placement
-    from ..traffic.scheduler import Batch
+    from ..scheduling.scheduler import Batch
     from .disaggregation.endpoint import Transfer
     from .disaggregation.handover import Delivery
     from .model import DecoderConfig

@@ -7,44 +7,18 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .._arguments import items
-from .._limits import check_integer, check_kind
+from .._limits import check_integer
+from ..scheduling.request import Request, checked_requests
 
 TRACE_BLOCK_TOKENS = 512  # input tokens that one entry of `hash_ids` stands for
 _FIELDS = ("timestamp", "input_length", "output_length")
-
-
-@dataclass(frozen=True)
-class Request:
-    """One request; equal leading `hash_ids` of two requests are a shared, cacheable prefix.
-
-    Attributes
-    ----------
-    timestamp : int
-        Arrival, in ms.
-    input_length, output_length : int
-        Tokens of the prompt, and those that were answered.
-    hash_ids : tuple of int
-        One for each block of the prompt; the last block may be partial.
-
-    Examples
-    --------
-    >>> request = Request(timestamp=0, input_length=700, output_length=20, hash_ids=(0, 7))
-    >>> len(request.hash_ids) == -(-request.input_length // TRACE_BLOCK_TOKENS)
-    True
-    """
-
-    timestamp: int  # arrival, ms
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]  # one per block of the input, the last block may be partial
 
 
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
@@ -187,14 +161,6 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
         conversations.append(request)
         requests.append(request)
     return requests
-
-
-def checked_requests(function: str, requests: Any) -> tuple[Request, ...]:
-    """Return requests as a tuple; TypeError for anything else."""
-    listed = items(requests, function, "requests")
-    for i, request in enumerate(listed):
-        check_kind(function, f"requests[{i}]", request, Request)
-    return listed
 
 
 def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:

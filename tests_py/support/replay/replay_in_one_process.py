@@ -21,8 +21,8 @@ from cpattn.replay.disaggregation.handover import Handover, decode_pool_pages
 from cpattn.replay.dsa.attention import SparseAttention
 from cpattn.replay.model import Decoder, DecoderConfig, Head, stage_layers
 from cpattn.replay.phases import PhaseClock
-from cpattn.traffic.prefix_cache import PrefixCache
-from cpattn.traffic.scheduler import Batch, prefill_batches
+from cpattn.scheduling.prefix_cache import PrefixCache
+from cpattn.scheduling.scheduler import Batch, prefill_batches
 from cpattn.traffic.trace import block_tokens_of
 
 BLOCK, DECODE, MAX_SEQUENCES = 8, 5, 64

@@ -16,7 +16,7 @@ from ...distributed.layers.choice import choose
 from ...distributed.plans.heads import LayerSizes
 from ...distributed.plans.sharded_plan import ShardedPlan
 from ...kv.mha import MHATokenToKVPool
-from ...traffic.scheduler import Batch
+from ...scheduling.scheduler import Batch
 from ..phases import PhaseClock
 from .baseline import gathered_attention, make_segments
 from .codes import error_over_codes, fill_with_nan, numbers_of, scales_of

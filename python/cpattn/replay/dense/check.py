@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._limits import check_integer
-from ...traffic.scheduler import Batch
-from ...traffic.trace import Request, block_tokens_of
+from ...scheduling.request import Request
+from ...scheduling.scheduler import Batch
+from ...traffic.trace import block_tokens_of
 from ..model import Decoder, DecoderConfig
 from ..side_by_side import side_by_side
 from .model import DenseConfig

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed import ContextParallel
-from ...traffic.scheduler import Batch
+from ...scheduling.scheduler import Batch
 
 
 class WholePages:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...traffic.trace import Request
+from ...scheduling.request import Request
 from ..dense.check import Checker, Pending, Prompt
 from ..dsa.check import SparseChecker
 from ..model import Head

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ..._workers import Role, Workers
-from ...traffic.prefix_cache import PrefixCache
-from ...traffic.scheduler import Batch
+from ...scheduling.prefix_cache import PrefixCache
+from ...scheduling.scheduler import Batch
 from ..messages import RankResult
 from ..records import DecodeReport, ReplayOptions, RequestRecord, TransferRecord
 from .check import DecodeChecker

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...traffic.prefix_cache import Lease, PrefixCache
-from ...traffic.scheduler import Batch, Chunk
-from ...traffic.trace import Request
+from ...scheduling.prefix_cache import Lease, PrefixCache
+from ...scheduling.request import Request
+from ...scheduling.scheduler import Batch, Chunk
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...context_parallel.forward_mode import ForwardMode
 from ...distributed import ContextParallel, ContextParallelPlan
+from ...scheduling.scheduler import Batch
 from ...sparse.cp_indexer import cp_indexer_topk
 from ...sparse.gates import dsa_use_prefill_cp
 from ...sparse.split_norm import can_fuse_split_qk_norm, fused_split_qk_norm, split_qk_norm
-from ...traffic.scheduler import Batch
 from ..dense.baseline import make_segments
 from ..phases import PhaseClock
 from .baseline import attend_chosen, choose_keys

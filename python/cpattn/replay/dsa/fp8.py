@@ -17,12 +17,12 @@ from torch import Tensor
 from ...context_parallel.forward_mode import ForwardMode
 from ...distributed import ContextParallel, ContextParallelPlan
 from ...kv.dsa import DSATokenToKVPool
+from ...scheduling.scheduler import Batch
 from ...sparse.dsa_metadata import build_dsa_metadata
 from ...sparse.index_k import hadamard_transform, quantize_index
 from ...sparse.kv_rows import dequantize_kv_rows, quantize_kv_rows
 from ...sparse.sparse_mla import flash_mla_sparse_fwd
 from ...sparse.topk import TopkTransformMethod, get_topk_transform_method
-from ...traffic.scheduler import Batch
 from .model import DsaConfig, SparseInputs
 from .pools import RowRuns
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...distributed import ContextParallel, ContextParallelPlan
 from ...kv.mla import MLATokenToKVPool
 from ...npu.sparse_flash_attention import npu_sparse_flash_attention
+from ...scheduling.scheduler import Batch
 from ...sparse.sglang_0_5_23 import transform_index_page_table_prefill
-from ...traffic.scheduler import Batch
 from .model import DsaConfig, SparseInputs
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...distributed import ContextParallel, ContextParallelPlan
 from ...kv.mha import MHATokenToKVPool
+from ...scheduling.scheduler import Batch
 from ...sparse.cp_indexer import cp_indexer_topk
-from ...traffic.scheduler import Batch
 from ..dense.baseline import make_segments
 from ..dense.whole_pages import WholePages
 from ..phases import PhaseClock

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpattn.traffic.prefix_cache import Lease, PrefixCache
-from cpattn.traffic.scheduler import Batch, prefill_batches
-from cpattn.traffic.trace import Request, generate_trace, scale_lengths, unbounded_hits
+from cpattn.scheduling.prefix_cache import Lease, PrefixCache
+from cpattn.scheduling.request import Request
+from cpattn.scheduling.scheduler import Batch, prefill_batches
+from cpattn.traffic.trace import generate_trace, scale_lengths, unbounded_hits
 from support.examples import examples
 
 BLOCK = 4

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .._limits import check_integer, check_kind
 from .prefix_cache import Lease, PrefixCache
-from .trace import Request, checked_requests
+from .request import Request, checked_requests
 
 
 @dataclass(frozen=True)

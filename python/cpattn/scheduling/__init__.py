@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of prefills: which tokens of which requests go next, and in which pages.
+
+    cache = PrefixCache(num_pages, page_size=16, block_tokens=512)
+    for batch in prefill_batches(requests, cache, token_budget=4096):
+        ...  # runs batch.extend_lens behind batch.prefix_lens
+
+``request``       a request: lengths, and a hash of each block of its prompt
+``prefix_cache``  pages of a KV pool, shared through hash blocks, least recently used ones evicted;
+                  ``free_pages`` are those that nobody has
+``scheduler``     chunked batches under a token budget
+
+Imports NumPy and `cpattn.kv` only.
+"""
+
+from .prefix_cache import Block, Lease, PrefixCache
+from .request import Request
+from .scheduler import Batch, Chunk, prefill_batches
+
+__all__ = ["Batch", "Block", "Chunk", "Lease", "PrefixCache", "Request", "prefill_batches"]

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request of an engine, as its scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .._arguments import items
+from .._limits import check_kind
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request; equal leading `hash_ids` of two requests are a shared, cacheable prefix.
+
+    Attributes
+    ----------
+    timestamp : int
+        Arrival, in ms.
+    input_length, output_length : int
+        Tokens of the prompt, and those that were answered.
+    hash_ids : tuple of int
+        One for each block of the prompt; the last block may be partial.
+
+    Examples
+    --------
+    >>> request = Request(timestamp=0, input_length=700, output_length=20, hash_ids=(0, 7))
+    >>> len(request.hash_ids) == -(-request.input_length // 512)  # blocks of 512 tokens
+    True
+    """
+
+    timestamp: int  # arrival, ms
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]  # one per block of the input, the last block may be partial
+
+
+def checked_requests(function: str, requests: Any) -> tuple[Request, ...]:
+    """Return requests as a tuple; TypeError for anything else."""
+    listed = items(requests, function, "requests")
+    for i, request in enumerate(listed):
+        check_kind(function, f"requests[{i}]", request, Request)
+    return listed
