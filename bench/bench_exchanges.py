@@ -43,7 +43,7 @@ from bench.harness import command
 from bench.harness.environment import RESULTS, environment
 from bench.harness.report import console
 from cpattn import torch_guard
-from cpattn._hosts import Hosts, HostsError
+from cpattn._processes.hosts import Hosts, HostsError
 from cpattn.cost_model import Rates
 from cpattn.cost_model.calibration import calibrate
 

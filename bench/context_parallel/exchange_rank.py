@@ -3,8 +3,8 @@
 
     python -m bench.context_parallel.exchange_rank RANK SIZE STORE HOST SETTINGS
 
-HOST is a path of `cpattn._hosts.Hosts`, SETTINGS are those of `exchanges.Settings` as JSON; the
-answer is a line of JSON.
+HOST is a path of `cpattn._processes.hosts.Hosts`, SETTINGS are those of `exchanges.Settings` as
+JSON; the answer is a line of JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 import cpattn
 from bench.context_parallel.exchanges import AHEAD, PROBE_BYTES, WAYS, Settings, Shape, Way
 from bench.harness import accuracy
-from cpattn._hosts import INTERFACE, enter
+from cpattn._processes.hosts import INTERFACE, enter
 from cpattn.distributed import ContextParallel
 from cpattn.kv import PageInterleave
 

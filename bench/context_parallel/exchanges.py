@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from cpattn._hosts import Hosts
+from cpattn._processes.hosts import Hosts
 from cpattn.cost_model import AttentionLayer, Rates, exchange_work, predict
 
 PROBE_BYTES = 16 << 20  # from each rank, to know the rate of the link

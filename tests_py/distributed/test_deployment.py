@@ -23,7 +23,7 @@ from support.places import ROOT
 
 pytest.importorskip("torch")
 
-from cpattn._hosts import INTERFACE, Hosts
+from cpattn._processes.hosts import INTERFACE, Hosts
 from cpattn.distributed.check_report import CheckReport
 from support.children import Children, path_with
 from support.time_limits import PATIENCE

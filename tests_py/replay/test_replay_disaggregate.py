@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cpattn._workers import WorkerError  # noqa: E402
+from cpattn._processes.workers import WorkerError  # noqa: E402
 from cpattn.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker  # noqa: E402
 from cpattn.replay.disaggregation.driver import decode_pages  # noqa: E402
 from cpattn.replay.disaggregation.endpoint import (  # noqa: E402

@@ -19,8 +19,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("click")
 
-from cpattn import _hosts
-from cpattn._hosts import Hosts, HostsError, enter
+from cpattn._processes import hosts as _hosts
+from cpattn._processes.hosts import Hosts, HostsError, enter
 from cpattn.replay.driver import replay
 from cpattn.replay.report.summary import figures
 from cpattn.traffic.trace import generate_trace

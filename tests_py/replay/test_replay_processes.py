@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from cpattn._workers import WorkerError, Workers
+from cpattn._processes.workers import WorkerError, Workers
 from cpattn.replay.driver import replay
 from cpattn.replay.messages import Work, WorkerConfig, ranks_of, run
 from cpattn.scheduling.prefix_cache import Lease

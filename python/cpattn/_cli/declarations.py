@@ -43,7 +43,7 @@ def is_given(name: str) -> bool:
 @contextmanager
 def failures() -> Iterator[None]:
     """Turn what may fail at run time into one line: a process that died, an engine not there."""
-    from .._workers import WorkerError
+    from .._processes.workers import WorkerError
 
     try:
         yield

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _core
 from .._limits import check_integer
-from .._workers import Role, Workers
+from .._processes.workers import Role, Workers
 from .rates import Rates
 from .work import AttentionLayer, rank_work
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from .._core import __version__, active_isa
-from .._hosts import Hosts
 from .._machine import cpu_name
-from .._workers import Role, Workers
+from .._processes.hosts import Hosts
+from .._processes.workers import Role, Workers
 from ..scheduling.prefix_cache import PrefixCache
 from ..scheduling.request import Request
 from ..scheduling.scheduler import Batch, prefill_batches

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .._hosts import Hosts
-from .._workers import Role, Workers
+from .._processes.hosts import Hosts
+from .._processes.workers import Role, Workers
 from .phases import over_pools, pass_phases
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._hosts import MAX_HOSTS
 from .._limits import check_integer, check_number
+from .._processes.hosts import MAX_HOSTS
 from ..traffic.trace import TRACE_BLOCK_TOKENS
 from .dense.model import DenseConfig
 from .model import DecoderConfig

@@ -16,7 +16,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from ..._hosts import end_with
+from ..._processes.hosts import end_with
 from ..findings import NotUsable
 from .cases import Case
 from .forms import WrongForm

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..._workers import Role, Workers
+from ..._processes.workers import Role, Workers
 from ...scheduling.prefix_cache import PrefixCache
 from ...scheduling.scheduler import Batch
 from ..messages import RankResult

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ._hosts import INTERFACE, end_with, enter
+from .hosts import INTERFACE, end_with, enter
 
 
 @dataclass(frozen=True)
