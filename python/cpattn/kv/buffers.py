@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all KV pools have: the buffers of their layers, and the checks of their options."""
+"""Buffers of the layers of all KV pools, and checks of the pools' options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # 1 of others
 
 
 class Rows(NamedTuple):
-    """What the row of a kind is.
+    """Shape, dtype and format of one row of a kind.
 
     `in_pages` says that a page is more than its rows, one after the other; `format` is what peers
     must have as well, the dtype by default.
@@ -56,7 +56,7 @@ class BufferShape(NamedTuple):
 
 
 class Memory:
-    """Where the buffers of pools are: in memory of this process alone.
+    """Memory of this process alone, for the buffers of pools.
 
     `cpattn.distributed.SharedMemory` puts them into memory that the ranks of a host share.
     """
@@ -170,7 +170,7 @@ class KVPool:
         return addrs, sizes, page_sizes
 
     def _layer_index(self, function: str, layer_id: Any) -> int:
-        """Of a layer, or of what has a `layer_id`, as engines' attention layers do."""
+        """Return the index of a layer, given as a number or as an object with a `layer_id`."""
         try:
             layer = getattr(layer_id, "layer_id", layer_id)
         except Exception:  # of an object that refuses even this
@@ -281,7 +281,7 @@ def scale_argument(name: str, scale: Any, per_token: bool) -> Any:
 
 
 def dtype_name(function: str, argument: str, dtype: Any, allowed: tuple[str, ...]) -> str:
-    """Of a name, a NumPy or torch dtype, or a NumPy scalar type; ValueError for other ones."""
+    """Return the name of a dtype given by name, NumPy or torch; ValueError unless it is allowed."""
     name = _name_of(function, argument, dtype)
     if name not in allowed:
         names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
@@ -307,7 +307,7 @@ def _name_of(function: str, argument: str, dtype: Any) -> str:
 
 
 def _viewer(function: str, container: str | None) -> Any:
-    """How bytes become a flat tensor of a dtype in the container."""
+    """Return the function that views flat bytes as a tensor of a dtype in the container."""
     if container is None:
         container = "torch" if find_spec("torch") else "numpy"
     if not isinstance(container, str):

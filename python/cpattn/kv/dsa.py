@@ -97,7 +97,7 @@ class DSATokenToKVPool(KVPool):
         return self._of_layer("get_index_k_buffer", "index_k", layer_id)
 
     def get_state_buf_infos(self) -> BufInfos:
-        """As `get_contiguous_buf_infos`, of the keys of the indexer; empty lists without it."""
+        """Return `get_contiguous_buf_infos` of the indexer's keys; empty lists without it."""
         return self._buf_infos(("index_k",) if "index_k" in self.kinds else ())
 
     def set_kv_buffer(

@@ -95,7 +95,7 @@ class MLATokenToKVPool(KVPool):
         return self._layers["index_k"][index]
 
     def get_state_buf_infos(self) -> BufInfos:
-        """As `get_contiguous_buf_infos`, of the keys of the indexer; empty lists without it."""
+        """Return `get_contiguous_buf_infos` of the indexer's keys; empty lists without it."""
         return self._buf_infos(("index_k",) if "index_k" in self.kinds else ())
 
     def set_kv_buffer(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of a group has a token, and where: pools that hold more together than one alone."""
+"""Placements: which rank of a group has a token, and where, if pools hold more than one alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class Placement(Protocol):
-    """How the ranks of a group divide what they hold together.
+    """Division of what the ranks of a group hold together.
 
     An index, of a slot or of a position in a sequence, belongs to one rank, which knows it by a
     local index; rank and local index tell the index again. Nothing has to be stored or exchanged
@@ -32,7 +32,7 @@ class Placement(Protocol):
 
     @property
     def shard_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     def owner_of(self, indices: Indices, /) -> Ints:
         """Return the rank that has each index."""

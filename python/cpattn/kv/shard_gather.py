@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks of a striped pool send each other before a layer reads cached prefixes."""
+"""Plans of pages that ranks of a striped pool exchange before a layer reads cached prefixes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .placement import PageInterleave
 __all__ = ["ShardGatherPlan", "plan_shard_gather"]
 
 ShardGatherPlan.__module__ = "cpattn.kv"
-ShardGatherPlan.__doc__ = """Where the keys and values of a batch stand in the scratch of a layer.
+ShardGatherPlan.__doc__ = """Places of the keys and values of a batch in the scratch of a layer.
 
 Made by `plan_shard_gather`, the same on every rank, once for all layers of a batch. The scratch has
 three parts, ``[prefix | chunk | one trash page]``. Every rank sends ``block_pages`` of its pages;

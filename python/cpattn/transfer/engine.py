@@ -22,14 +22,14 @@ class TransferEngine(Protocol):
     Attributes
     ----------
     session_id : str
-        What peers write to.
+        Name by which peers address their writes.
     max_blocks : int
         Blocks that one write carries safely.
     """
 
     @property
     def session_id(self) -> str:
-        """What peers write to."""
+        """Name by which peers address their writes."""
 
     @property
     def max_blocks(self) -> int:

@@ -85,7 +85,7 @@ class Stage(NamedTuple):
 
     @property
     def layers(self) -> tuple[int, int] | None:
-        """For `KVLayout`: None if these are all."""
+        """Range of layers for `KVLayout`, or None if it is all of them."""
         return None if (self.start, self.end) == (0, self.total) else (self.start, self.end)
 
 
@@ -198,7 +198,7 @@ def attribute(args: Any, *names: str) -> Any:
 
 
 def number(args: Any, *names: str) -> int | None:
-    """The same of a field that holds an int."""
+    """Return the first of the attributes that is there as an int, or None."""
     value = attribute(args, *names)
     return None if value is None else integer(value, FUNCTION, " or ".join(names))
 

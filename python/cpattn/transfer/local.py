@@ -146,7 +146,7 @@ class LocalEngine:
         return self
 
     def _wait(self) -> None:
-        """For the writes that are in flight now; later ones have seen what changed."""
+        """Wait until the writes in flight now have ended; later ones have seen what changed."""
         now = set(self._writes)
         _changed.wait_for(lambda: now.isdisjoint(self._writes))
 

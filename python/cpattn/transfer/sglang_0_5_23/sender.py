@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of a chunk a prefill rank sends, and where they go in the list of decode.
+"""Pages of a chunk that a prefill rank sends, and their places in the list of decode.
 
-Of the filters of ``shards`` one applies, as the rank's place and its server's flags say.
+The rank's place and its server's flags select one of the filters of ``shards``.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class KVSender:
 
 
 class KVSendIndices(NamedTuple):
-    """What a rank sends of a chunk; the first four are what engines' senders return.
+    """Part of a chunk that a rank sends; the first four fields are what engines' senders return.
 
     Attributes
     ----------
@@ -131,7 +131,7 @@ class KVSendIndices(NamedTuple):
         Whether the rank sends nothing of it. Where that is the last chunk, the rank is done and
         reports success.
     compat : bool
-        As of `plan_send_indices`.
+        The argument of `plan_send_indices`.
 
     Examples
     --------

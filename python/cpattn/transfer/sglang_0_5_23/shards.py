@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a chunk a rank sends that does not send all: shards of pages, of layers.
+"""Shards of a chunk, by pages or by layers, for ranks that do not send all of it.
 
 Prefill ranks may stripe the pages of the KV cache over their group, each holding every N-th; or
-all hold all pages and divide them for the transfer; or each persists a range of layers. As sglang
-0.5.23 does it, with the names of its functions, which take here what they do there.
+all hold all pages and divide them for the transfer; or each persists a range of layers. The
+functions have the names and the arguments of sglang 0.5.23.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks of prefill a decode rank pulls from, over all groups of both servers."""
+"""Ranks of prefill that a decode rank pulls from, over all groups of both servers."""
 
 from __future__ import annotations
 
