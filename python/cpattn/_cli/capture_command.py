@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `cpattn replay --capture` and `cpattn plan --capture` do with recorded runs."""
+"""Recorded runs for `cpattn replay --capture` and `cpattn plan --capture`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command ends that does not end well: one line on stderr, and the exit code of its cause."""
+"""Failures of commands: one line on stderr, and the exit code of the cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CommandGroup(click.Group):
     examples: ClassVar[dict[str, str]] = {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of `program`: what shows first what the library is about."""
+        """List commands in the order of `program`, which shows first what the library is about."""
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands declare alike: options with a default, paths, and how a run may fail."""
+"""Declarations that several commands share: options with a default, failures, files to write."""
 
 from __future__ import annotations
 

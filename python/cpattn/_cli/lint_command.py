@@ -119,7 +119,7 @@ def _text(report: Report) -> str:
 
 
 def _size(document: dict[str, Any]) -> str:
-    """As "1 request of 3 new tokens and 2 ranks"."""
+    """Return the size of a document, such as "1 request of 3 new tokens and 2 ranks"."""
     requests = document.get("requests", ())
     tokens = sum(request["extend"] for request in requests)
     parts = [f"{len(requests)} request{'s' * (len(requests) != 1)} of {tokens} new tokens"]

@@ -107,7 +107,7 @@ class MeshShape(click.ParamType):  # type: ignore[type-arg]
 
 
 class PoolPlacement(click.ParamType):  # type: ignore[type-arg]
-    """Which rank's pool holds which keys, see `cpattn.replay.shards`."""
+    """Name of a placement of keys in the pools of ranks, see `cpattn.replay.shards`."""
 
     name = "placement"
 

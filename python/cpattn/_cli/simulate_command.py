@@ -141,7 +141,7 @@ def _end(status: int) -> NoReturn:
 
 
 def _leave_ranks_behind(status: int) -> None:
-    """Has the process end with `status`, whatever the script has registered for the end.
+    """Make the process end with `status`, whatever the script has registered for the end.
 
     Handlers of the script may end the process by a status of their own. Threads of ranks may still
     run, or hold what torch ends in C++, which aborts the process while Python ends. A command that

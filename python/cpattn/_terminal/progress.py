@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a long command stands, on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a long command on stderr: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SECONDS_OF_PACE = 60.0
 
 
 class Pace:
-    """How fast something is done, by the last minute of it, and when it will end."""
+    """Speed of some work over its last minute, and when it will end."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float]] = deque()  # when so much was done
 
     def note(self, done: float, now: float) -> None:
-        """What is done now. Time until something is done for the first time does not count."""
+        """Note the work done until now. Time before the first of it does not count."""
         if self._seen and (done <= 0 or done < self._seen[-1][1]):
             self._seen.clear()
         self._seen.append((now, done))
@@ -30,7 +30,7 @@ class Pace:
             self._seen.popleft()
 
     def rate(self, now: float) -> float | None:
-        """In a second; None until it can be told."""
+        """Return the work done in a second; None until it can be told."""
         if len(self._seen) < 2:
             return None
         begin, first = self._seen[0]
@@ -38,13 +38,13 @@ class Pace:
         return done / (now - begin) if done and now - begin >= 0.5 else None
 
     def seconds_left(self, total: float | None, now: float) -> float | None:
-        """Until all of `total` is done; None if nobody knows."""
+        """Return the seconds until all of `total` is done; None if nobody knows."""
         rate = self.rate(now)
         return max(total - self._seen[-1][1], 0.0) / rate if rate and total else None
 
 
 class State(NamedTuple):
-    """What is being done, and how much of it all is."""
+    """Work done, all work, and a name for what is being done."""
 
     done: int
     total: int | None
@@ -133,7 +133,7 @@ class ProgressBar:
         width = console.width
 
         class Numbers(ProgressColumn):
-            """How much is done, how fast, and how long it will take."""
+            """Column with the work done, its speed, and the time left."""
 
             def render(self, task: Any) -> Any:
                 now, elapsed = time.monotonic(), duration(task.elapsed or 0)

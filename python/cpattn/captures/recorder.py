@@ -171,7 +171,7 @@ class _Recorder:
         self._file.flush()
 
     def _write_header(self) -> None:
-        """As late as the first call, when this process knows its rank."""
+        """Write the header, at the first call, when this process knows its rank."""
         self._file.write(to_line(_header()))
         self._has_header = True
 

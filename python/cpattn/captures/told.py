@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a capture keeps of each call.
+"""Fields that a capture keeps of each call.
 
 Lengths, tables and sizes, as copies, since engines fill the same buffers for the next step; never
 tokens or elements of tensors. Plans are values, so they are kept as they are.
@@ -29,12 +29,12 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 
 def plan_digest(plan: Any) -> str:
-    """Of an `AttentionPlan`: how it divides the work."""
+    """Return the digest of how an `AttentionPlan` divides the work."""
     return digest(plan.items, plan.page_indptr, plan.page_ids)
 
 
 def metadata_digest(plan: Any) -> str:
-    """Of a `ContextParallelMetadata`: the tokens of its rank, in their order."""
+    """Return the digest of the tokens of a rank in a `ContextParallelMetadata`, in their order."""
     return digest(np.asarray(plan.local_q_indices, np.int64))
 
 
@@ -157,7 +157,7 @@ TOLD: Mapping[str, Callable[[Call], Fields]] = {
 
 
 def written(fields: Fields) -> Fields:
-    """What is written of these fields, made on the thread that writes."""
+    """Return the fields in the form that is written; the thread that writes calls it."""
     fields = dict(fields)
     if (plans := fields.pop("metadata", None)) is not None:
         first = plans[0]

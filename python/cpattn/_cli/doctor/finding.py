@@ -12,7 +12,7 @@ State = Literal["ok", "note", "warning", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one thing is like; `hint` says what to do about it, as a command where there is one."""
+    """State of one thing; `hint` says what to do about it, as a command where there is one."""
 
     section: str
     name: str

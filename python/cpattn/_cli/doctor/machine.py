@@ -133,7 +133,7 @@ def _huge_pages(root: Path) -> Finding:
 
 
 def _shared_memory(root: Path) -> Finding:
-    """Where processes of one machine exchange what they share."""
+    """Report on /dev/shm, through which processes of one machine exchange what they share."""
     try:
         answer = os.statvfs(root / "dev/shm")
     except OSError as error:
@@ -155,7 +155,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _runs(cpus: list[int]) -> str:
-    """As taskset has them.
+    """Return numbers of CPUs as ranges, in the notation of taskset.
 
     >>> _runs([0, 1, 2, 5])
     '0-2,5'

@@ -70,7 +70,7 @@ def _wrapped(finding: Finding, width: int, colours: bool) -> list[str]:
 
 
 def as_json(found: Sequence[Finding]) -> str:
-    """For machines: what `as_text` shows."""
+    """Return as JSON what `as_text` shows."""
     content = {
         "cpattn": __version__,
         "passed": is_well(found),

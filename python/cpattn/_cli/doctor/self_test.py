@@ -27,7 +27,7 @@ _PAGE = 16
 
 
 def findings(command: list[str] | None = None) -> Iterator[Finding]:
-    """How far attention is from the oracle, or how the process ended."""
+    """Report the error of attention on each instruction set, or how the process ended."""
     command = command or [sys.executable, "-m", __name__]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -64,7 +64,7 @@ def _order() -> list[str]:
 
 
 def error_of_attention() -> float:
-    """Of a small ragged batch with prefixes, in units of what roundings explain."""
+    """Return the error of a small ragged batch with prefixes, in units of explained roundings."""
     rng = np.random.default_rng(1)
     q_lens, kv_lens = [37, 1, 5], [37, 90, 21]
     pages = [-(-n // _PAGE) for n in kv_lens]
