@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens each rank of context parallelism computes, and how many keys they see.
+"""Context parallelism: which tokens each rank computes, and how many keys they see.
 
     plan = build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)
     hidden = plan.shard(hidden)  # and, of all ranks' rows, plan.unshard(parts)

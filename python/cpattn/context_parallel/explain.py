@@ -156,7 +156,7 @@ def _rank_table(plans: list[ContextParallelMetadata]) -> list[str]:
 
 
 def _shares(values: np.ndarray) -> list[str]:
-    """In relation to their mean."""
+    """Return the values in relation to their mean, as text."""
     mean = values.mean()
     return [f"{value / mean if mean else 1:.2f}x" for value in values]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch is forwarded for."""
+"""Modes in which a batch is forwarded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ForwardMode"]
 
 
 class ForwardMode(IntEnum):
-    """What a batch is forwarded for, as serving engines name and number it.
+    """Mode in which a batch is forwarded, as serving engines name and number it.
 
     Examples
     --------

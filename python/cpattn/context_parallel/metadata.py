@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens each rank computes, and how many keys they see: context-parallel metadata.
+"""Context-parallel metadata: which tokens each rank computes, and how many keys they see.
 
 A batch of sequences, each with new tokens behind a cached prefix, is divided over
 ``cp_size`` ranks by one of three strategies (aliases in brackets):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a piece of code goes.
+"""Profiler: tells where the time of a piece of code goes.
 
     with cpattn.profile() as trace:
         out = cpattn.paged_attention(...)

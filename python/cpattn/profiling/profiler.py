@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a piece of code goes: ``with cpattn.profile() as trace:``."""
+"""Profiler: ``with cpattn.profile() as trace:`` tells where the time of the block goes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def profile(*, max_events: int = 1 << 20) -> Profile:
 
 
 class ScopeTime(NamedTuple):
-    """What a profile says of one scope, over all threads.
+    """Time and flops of one scope in a profile, over all threads.
 
     Examples
     --------
@@ -86,7 +86,7 @@ class ScopeTime(NamedTuple):
 
 
 class Profile(Recording):
-    """What the threads of this process did, made by `profile`.
+    """Recording of what the threads of this process did, made by `profile`.
 
     Attributes
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the threads of this process did: events, taken from the core."""
+"""Recordings of what the threads of this process did: events, taken from the core."""
 
 from __future__ import annotations
 

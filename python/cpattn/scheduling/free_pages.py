@@ -112,5 +112,5 @@ class StripedPool:
         return bool((self._by_owner(base + first + np.arange(count)) <= free).all())
 
     def _by_owner(self, pages: np.ndarray[Any, np.dtype[np.int64]]) -> Counts:
-        """How many of the pages each rank has."""
+        """Count the pages of each rank."""
         return np.bincount(pages % self._shard_size, minlength=self._shard_size)

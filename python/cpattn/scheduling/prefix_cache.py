@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which page of the KV pool: prompts share the pages of equal leading blocks."""
+"""Owners of the pages of the KV pool: prompts share the pages of equal leading blocks."""
 
 from __future__ import annotations
 

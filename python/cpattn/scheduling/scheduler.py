@@ -109,7 +109,7 @@ class Batch:
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """Of each new token, within its sequence."""
+        """Position of each new token, within its sequence."""
         return np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in self.chunks])
 
 
