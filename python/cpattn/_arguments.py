@@ -33,7 +33,7 @@ def has(owner: Any, name: str) -> bool:
 
 
 def items(values: Any, function: str, argument: str) -> tuple[Any, ...]:
-    """What a sequence holds now; TypeError for what is none."""
+    """Return what a sequence holds now; TypeError for anything else."""
     try:
         return tuple(values)
     except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What roundings explain of a difference between attention and its oracle."""
+"""Differences between attention and its oracle, in units of what roundings explain."""
 
 from __future__ import annotations
 

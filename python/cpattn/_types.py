@@ -10,10 +10,10 @@ __all__ = ["AnyTensor", "IndexTable", "Indices", "KVScale", "Tensor", "TensorT"]
 
 
 class Tensor(Protocol):
-    """What the core can read: tensors of torch on the CPU, NumPy arrays, others with DLPack.
+    """Tensor that the core can read: of torch on the CPU, of NumPy, or another with DLPack.
 
-    A list is none: it has no dtype. NumPy types ``__dlpack__`` for numbers only, and a mask is of
-    bools; hence the other half of the protocol.
+    A list is no tensor: it has no dtype. NumPy types ``__dlpack__`` for numbers only, and a mask is
+    of bools; hence the other half of the protocol.
     """
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the values that the core makes are pickled: by a state, from which they are made again."""
+"""Pickling of the values that the core makes: by a state, from which they are made again."""
 
 from __future__ import annotations
 

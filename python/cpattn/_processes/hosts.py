@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class HostsError(RuntimeError):
-    """This process may not make hosts, or cannot; the message says what is missing."""
+    """Error of a process that may not make hosts, or cannot; the message says what is missing."""
 
 
 class Hosts:
@@ -71,15 +71,15 @@ class Hosts:
         self._close()
 
     def path(self, host: int) -> str:
-        """What `enter` takes, in a process that this one has started."""
+        """Return the path that `enter` takes, in a process that this one has started."""
         return f"/proc/{os.getpid()}/fd/{self._hosts[host]}"
 
     def address(self, host: int) -> str:
-        """Of the host in the network of all, which is one of those for benchmarks (RFC 2544)."""
+        """Return the address of a host in their network, which is one for benchmarks (RFC 2544)."""
         return f"198.18.0.{host + 1}"
 
     def received_bytes(self) -> list[int]:
-        """What each host has received over its cable, headers included."""
+        """Return the bytes that each host has received over its cable, headers included."""
         return [_in_namespace(host, _received_bytes) for host in self._hosts]
 
     def _make(self) -> None:
@@ -103,7 +103,7 @@ class Hosts:
         _run(namespace, ["ip", *arguments], "hosts need bridges and veth cables")
 
     def _limit(self, namespace: int, interface: str, gbps: float) -> None:
-        """What leaves by an interface has this rate."""
+        """Limit the rate of what leaves by an interface."""
         burst = max(int(gbps * 1e9 / 8 * _BURST_SECONDS), _LEAST_BURST)
         command = ["tc", "qdisc", "add", "dev", interface, "root", "tbf"]
         command += ["rate", f"{int(gbps * 1e9)}bit", "burst", str(burst), "latency", _QUEUE]
@@ -182,13 +182,13 @@ def _in_namespace(namespace: int, function: Callable[[], Result]) -> Result:
 
 
 def _in_thread(function: Callable[[], Result]) -> Result:
-    """In a thread of its own: a namespace is that of a thread, and ends with it."""
+    """Run a function in a new thread: a namespace is entered for a thread, and ends with it."""
     with ThreadPoolExecutor(1, "cpattn hosts") as pool:
         return pool.submit(function).result()
 
 
 def _received_bytes() -> int:
-    """Of the interface of the host that this thread is on."""
+    """Return the bytes that the interface of this thread's host has received."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:

@@ -30,8 +30,8 @@ from .hosts import INTERFACE, end_with, enter
 
 @dataclass(frozen=True)
 class Role:
-    """What a process is: ``<target>(rank, config, init_method)`` answers its calls, a context
-    manager. If it has a ``tell``, that becomes ``tell(what, share)``: what it is doing, and which
+    """Task of a process: ``<target>(rank, config, init_method)``, a context manager, answers its
+    calls. If it has a ``tell``, that becomes ``tell(what, share)``: what it is doing, and which
     part of the call is done."""
 
     name: str  # in messages
