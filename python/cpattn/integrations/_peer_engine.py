@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transfer engines between processes share: writes that `close` waits for, and variables."""
+"""Base of transfer engines between processes: writes that `close` waits for, and variables."""
 
 from __future__ import annotations
 

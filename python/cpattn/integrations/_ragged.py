@@ -10,7 +10,7 @@ from ._visibility import Lengths
 
 
 class RaggedPages:
-    """Where the pages of ragged sequences are; a page starts at every row, over those after it.
+    """Pages of ragged sequences; a page starts at every row and covers those after it.
 
     So a sequence has pages wherever it starts, and nothing is copied. The length of a page is the
     room after the last start: the longest with which the last page of every sequence ends within
@@ -23,7 +23,7 @@ class RaggedPages:
     kv_lens : int64 array, shape [batch]
         Its rows from there that are keys.
     num_rows : int
-        Of the tensor.
+        Rows of the tensor.
 
     Attributes
     ----------

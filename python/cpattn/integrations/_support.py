@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cpattn has been tried with: one table for docs/support.md, `cpattn doctor` and the plug-ins.
+"""Releases that cpattn was tried with: one table for docs/support.md, `cpattn doctor` and plug-ins.
 
 Tests compare it with the page, with pyproject.toml and with the environments that tests run in.
 """

@@ -81,7 +81,7 @@ class Operators:
 
 
 def _without_backward(operator: Any, function: Function) -> Function:
-    """What torch calls first outside of inference mode: no gradients, and new versions.
+    """Return the function for calls outside of inference mode: no gradients, new versions.
 
     Versions let autograd see that a tensor it has saved was overwritten. Nearly always the kernel
     is next, and is called from here; the way through torch would cost half as much again as a call.

@@ -179,9 +179,9 @@ class MooncakeEngine(PeerEngine):
         dst_addrs: Sequence[int],
         lengths: Sequence[int],
     ) -> Future[int]:
-        """The same on another thread: its ``done()`` and ``result(timeout)`` tell the status.
+        """Start `write` on another thread; ``done()`` and ``result(timeout)`` tell its status.
 
-        For work beside a transfer; writes side by side are no faster than one after the other.
+        It lets work go on beside a transfer; concurrent writes are no faster than one by one.
         """
         return self._write_on_a_thread(session, src_addrs, dst_addrs, lengths)
 

@@ -201,9 +201,9 @@ class NixlEngine(PeerEngine):
         dst_addrs: Sequence[int],
         lengths: Sequence[int],
     ) -> Future[int]:
-        """The same on another thread: its ``done()`` and ``result(timeout)`` tell the status.
+        """Start `write` on another thread; ``done()`` and ``result(timeout)`` tell its status.
 
-        For work beside a transfer; writes side by side are no faster than one after the other.
+        It lets work go on beside a transfer; concurrent writes are no faster than one by one.
         """
         return self._write_on_a_thread(session, src_addrs, dst_addrs, lengths)
 
@@ -343,7 +343,7 @@ def _start(nixl: Any, host: str) -> tuple[Any, str]:
 
 
 def _free_port() -> int:
-    """Of this machine: NIXL would not say which one it was given."""
+    """Return a free port of this machine: NIXL would not say which one it was given."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -351,7 +351,7 @@ def _free_port() -> int:
 
 
 def _import_bindings() -> Any:
-    """What NIXL's wrapper calls, without it and what it imports for itself."""
+    """Import the bindings that NIXL's wrapper calls, without what the wrapper itself imports."""
     name, version = first_installed(_VARIANTS) or (_VARIANTS[0], "an unknown release")
     try:
         bindings = importlib.import_module(f"{name.replace('-', '_')}._bindings")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions share: what they refuse, and attention over pages."""
+"""Attention over pages for all functions of this package, and what they refuse."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def attend_batch(
     k_descale: AnyTensor | None = None,
     v_descale: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
-    """The same for queries of equal lengths: out [batch, tokens, heads, dim], LSE [batch, heads,
-    tokens]."""
+    """Attention over pages for queries of equal lengths: out [batch, tokens, heads, dim] and LSE
+    [batch, heads, tokens]."""
     batch, tokens, heads = q.shape[:3]
     q_lens = np.full(batch, tokens)
     rows = rows_contiguous(q).flatten(0, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the paged wrappers have in common."""
+"""Base of the paged wrappers."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _name(dtype: Any) -> str:
 
 
 def _code_name(dtype: Any) -> str | None:
-    """What caches of codes hold; nothing for other dtypes, which caches say themselves."""
+    """Return the name of a dtype of codes; None for other dtypes, which caches say themselves."""
     name = None if dtype is None else _name(dtype)
     return name if name in ("float8_e4m3fn", "float8_e5m2", "int8") else None
 
 
 class PagedWrapper:
-    """What prefill and decode have in common: a plan, and running it on the tensors of a layer."""
+    """Base of the wrappers of prefill and decode: a plan, and running it on a layer's tensors."""
 
     _name = ""
 
@@ -81,10 +81,10 @@ class PagedWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: AnyTensor, int_workspace_buffer: AnyTensor
     ) -> None:
-        """There is no workspace."""
+        """Do nothing: there is no workspace."""
 
     def end_forward(self) -> None:
-        """Nothing; FlashInfer keeps the name, too."""
+        """Do nothing; FlashInfer keeps the name, too."""
 
     def _make_plan(
         self,

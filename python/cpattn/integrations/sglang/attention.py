@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="import-not-found", allow-subclassing-any
-"""What sglang asks of an attention backend on a CPU, done by `cpattn.run_attention`.
+"""Attention backend for sglang on a CPU, computed by `cpattn.run_attention`.
 
 The KV cache is sglang's own, read in place: of each layer keys and values [slots, num_kv_heads,
 head_dim], in which the slots of a page follow each other. Which slots a request has is a row of
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Kind(NamedTuple):
-    """What layers must have in common to share a plan."""
+    """Properties that layers must have in common to share a plan."""
 
     num_heads: int
     num_kv_heads: int
@@ -146,7 +146,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         return result
 
     def _scales(self, layer: Any) -> dict[str, Any]:
-        """Those of codes: a checkpoint may have some that do not concern the cache."""
+        """Return the scales of codes; a checkpoint may have some that do not concern the cache."""
         if self.token_to_kv_pool.dtype not in _CODES:
             return {}
         scales = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
@@ -171,7 +171,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         return isinstance(pool, SWAKVPool) and pool.layers_mapping[layer_id][1]
 
     def _make_plan(self, kind: _Kind, layer: Any, forward_batch: Any) -> AttentionPlan:
-        """Of the whole batch; sglang's window, like ours, does not count the token itself."""
+        """Plan the whole batch; sglang's window, like ours, does not count the token itself."""
         kv_lens = forward_batch.seq_lens
         decodes = forward_batch.forward_mode.is_decode()
         q_lens = torch.ones_like(kv_lens) if decodes else forward_batch.extend_seq_lens
@@ -202,7 +202,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
 
 
 def _check_runner(runner: Any) -> None:
-    """What is known when the server starts."""
+    """Refuse servers that are not covered, by what is known when they start."""
     parallel, config = get_parallel(), runner.model_config
     if str(runner.device) != "cpu":
         _refuse(f"the device {runner.device}")
@@ -253,7 +253,7 @@ def _check_pool(pool: Any, dtype: torch.dtype) -> None:
 
 
 def _check_call(layer: Any, forward_batch: Any, others: dict[str, Any]) -> None:
-    """What only a layer or a batch shows."""
+    """Refuse calls that are not covered, by what only a layer or a batch shows."""
     if forward_batch.forward_mode not in _SERVED:
         _refuse(f"batches of the mode {forward_batch.forward_mode.name}")
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:

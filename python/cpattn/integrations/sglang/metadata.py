@@ -154,7 +154,7 @@ def _tensors(plan: _core.ContextParallelMetadata) -> Sequence[torch.Tensor]:
 
 
 def _device() -> torch.device:
-    """Where sglang's own function puts the tensors."""
+    """Return the device on which sglang's own function puts the tensors."""
     try:
         return torch.device(_engine().get_device().device)
     except Exception:  # no configuration published, as in unit tests

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sglang decides from integers alone: the top-k transform, and who receives which KV buffer.
+"""Decisions of sglang from integers alone: top-k transforms, and receivers of KV buffers.
 
 The functions with an `original` go around sglang's own and call it where they have nothing to add.
 """
@@ -24,7 +24,7 @@ def _from_sglang(module: str, name: str) -> Any:
 
 
 def get_topk_transform_method(self: Any, forward_mode: Any = None) -> Any:
-    """What the attention of a batch expects of its top-k indices.
+    """Return the form in which the attention of a batch expects its top-k indices.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is hooked where in sglang, and the switch.
+"""Hooks on functions of sglang, and their switch.
 
 All hooks go *around* sglang's functions and call those while their part is off. So `uninstall`
 works at any time, and another plug-in's hooks on the same functions stay in force. (A hook that

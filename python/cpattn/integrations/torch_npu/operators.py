@@ -110,7 +110,7 @@ _operators.define(
 
 
 def _get_max_workspace(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What ``.out`` needs as workspace: nothing."""
+    """Return the workspace that ``.out`` needs: an empty one."""
     return query.new_empty(0)
 
 

@@ -38,7 +38,7 @@ def attention(
     indices: AnyTensor | None = None,
     **kwargs: Any,
 ) -> tuple[AnyTensor, None]:
-    """What a model calls: sparse attention if it brings the chosen keys, else dense.
+    """Attend for a model: to the chosen keys if it brings any, else to all.
 
     See `contiguous.contiguous_attention`, `dsa.dsa_attention` and `mla.mla_attention`.
     """

@@ -52,7 +52,7 @@ def dense_rows(x: AnyTensor) -> AnyTensor:
 
 
 def _tokens_apart(x: AnyTensor) -> int | None:
-    """How many tokens lie between the starts of two sequences, or None where that is no number."""
+    """Return the tokens between the starts of two sequences, or None if that is no whole number."""
     sequence, token = x.stride(0), x.stride(2)
     if token == 0 or sequence % token or sequence < token * x.shape[2]:
         return None

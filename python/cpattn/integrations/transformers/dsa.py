@@ -168,7 +168,7 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
 
 
 def _rotations() -> dict[type, Callable[..., tuple[Tensor, Tensor]]]:
-    """How indexers rotate: DeepSeek's dimensions are halves, GLM's are interleaved."""
+    """Return the rotation of each indexer: DeepSeek's dimensions are halves, GLM's interleaved."""
     from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
     from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
@@ -189,9 +189,9 @@ def _choose(
     position_ids: Any = None,
     past_key_values: Any = None,
 ) -> Tensor:
-    """What the indexer's own ``forward`` returns, int32 [batch, queries, topk], ascending.
+    """Choose keys as the indexer's own ``forward``: int32 [batch, queries, topk], ascending.
 
-    Where it names invisible keys for want of others there is -1.
+    -1 stands where that names invisible keys for want of others.
     """
     batch, queries, _ = hidden_states.shape
     rope = module.qk_rope_head_dim

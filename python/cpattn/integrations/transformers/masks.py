@@ -70,7 +70,7 @@ def bands_of(mask: AnyTensor) -> AnyTensor:
 
 
 def band_of_bands(bands: AnyTensor) -> Band | None:
-    """What `bands_of` was given, if that is a band."""
+    """Return the `Band` of a mask from the tensor of `bands_of`, or None if it is no band."""
     numbers = bands.numpy()
     causal, window = numbers[0, 2:].tolist()
     if causal < 0:
@@ -238,9 +238,9 @@ def visibility(
     causal: bool,
     window: int | None,
 ) -> tuple[Band, AnyTensor | None]:
-    """What the queries see of the keys: a band, and a mask [batch, queries, keys], flat, if needed.
+    """Return what the queries see: a band, and, if needed, a flat mask [batch, queries, keys].
 
-    `causal` and `window` are for where there is no mask; a mask decides alone.
+    `causal` and `window` apply only without a mask; a mask decides alone.
     """
     batch, queries, keys = shape
     starts, kv_lens = np.zeros(batch, np.int64), np.full(batch, keys)

@@ -105,7 +105,7 @@ def mla_attention(
 
 
 def absorbing_is_cheaper(module: Any, queries: int, keys: int) -> bool:
-    """By the multiplications for a head: few queries pay for themselves, many for their keys."""
+    """Tell whether absorbed queries take fewer multiplications than expanded keys."""
     rank, rope, nope = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim
     projections = rank * (nope + module.v_head_dim)
     absorbed = queries * (keys * (2 * rank + rope) + projections)

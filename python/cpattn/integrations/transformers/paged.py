@@ -16,7 +16,7 @@ from .masks import FUNCTION
 
 @dataclass(frozen=True)
 class _Kind:
-    """What all layers with one kind of attention, full or sliding, have in common for a batch."""
+    """Plan that all layers with one kind of attention, full or sliding, share for a batch."""
 
     plan: Any
     in_place: bool

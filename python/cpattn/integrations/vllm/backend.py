@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="import-not-found", allow-subclassing-any
-"""What vLLM asks of an attention backend, done by `cpattn.run_attention`.
+"""Attention backend for vLLM, computed by `cpattn.run_attention`.
 
 The KV cache is vLLM's own, used in place: [num_blocks, num_kv_heads, block_size, 2 * head_size],
 of which each (block, head) holds block_size rows of keys and then as many of values, in the model's
@@ -125,7 +125,7 @@ class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
-    """What of a layer is left to vLLM's own kernels; equal in layers that share a cache."""
+    """Return why a layer is left to vLLM's own kernels, if it is; equal if layers share a cache."""
     config = get_current_vllm_config()
     if impl.alibi_slopes is not None:
         return "ALiBi"
@@ -204,7 +204,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
         return output
 
     def _scales(self, layer: Any) -> dict[str, Any]:
-        """Those of codes: a checkpoint may have some that do not concern the cache."""
+        """Return the scales of codes; a checkpoint may have some that do not concern the cache."""
         if self._code is None:
             return {}
         return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}

@@ -66,7 +66,7 @@ class CpattnMLAMetadata(MLACommonMetadata):
     prompts: dict[int, Prompts] = field(default_factory=dict)
 
     def decode_plan(self, impl: CpattnMLAImpl, cache: torch.Tensor) -> AttentionPlan:
-        """Of a token each, whose absorbed queries all read the latents as one KV head."""
+        """Return the plan of decoded tokens, whose absorbed queries read latents as one KV head."""
         if impl.num_heads not in self.decode_plans:
             num_pages, page_size, head_dim = cache.shape
             self.decode_plans[impl.num_heads] = plan_attention(
@@ -154,7 +154,7 @@ class CpattnMLAImpl(CPUMLAImpl):
         attn_metadata: CpattnMLAMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Of decoded tokens: what absorbed queries read, [num_tokens, num_heads, kv_lora_rank]."""
+        """Attend to latents for decoded tokens: [num_tokens, num_heads, kv_lora_rank]."""
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         cache = kv_c_and_k_pe_cache.unsqueeze(2)  # one KV head
@@ -178,7 +178,7 @@ class CpattnMLAImpl(CPUMLAImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Of prompts, into `output` [num_tokens, num_heads * v_head_dim]."""
+        """Attend for prompts, into `output` [num_tokens, num_heads * v_head_dim]."""
         if attn_metadata.prefill.chunked_context is not None:
             raise NotImplementedError(
                 "cpattn: prompts of MLA behind cached tokens; vLLM's own CPU_MLA has none, either"
