@@ -24,7 +24,7 @@ from .sparse.inputs import refuse_mask
 
 
 class RankAttention(HostCalls):
-    """What `ContextParallel` computes of a plan and the pools of its rank."""
+    """Local attention of `ContextParallel`, over a plan and the pools of its rank."""
 
     @announced("ContextParallel.attend")
     def attend(

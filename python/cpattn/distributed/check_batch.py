@@ -106,7 +106,7 @@ class CheckBatch:
         self.cp.write_kv(self.plan, k, v, self.k_cache, self.v_cache)
 
     def attend(self) -> torch.Tensor:
-        """This rank's rows of attention, once new rows are written."""
+        """Attend with this rank's rows, once new rows are written."""
         out: torch.Tensor = self.cp.attend(self.plan, self._q, self.k_cache, self.v_cache)
         return out
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `cpattn.distributed.check` tells, as lines and as JSON."""
+"""Report of `cpattn.distributed.check`, as lines and as JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CheckReport:
         return json.dumps(document, allow_nan=False)
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield the report as lines of text."""
         width = max(len(answer["host"]) for answer in self.ranks)
         for rank, answer in enumerate(self.ranks):
             yield (

@@ -27,7 +27,7 @@ from .transport.exchange import NO_TERMS, RowExchange, digest
 
 
 class DecodeCalls:
-    """What `ContextParallel` does of decode steps where it was given a placement."""
+    """Decode steps of `ContextParallel` with a placement."""
 
     placement: Placement | None = None
     mesh: Mesh | None = None

@@ -12,7 +12,7 @@ from .transport.topology import Topology
 
 
 class HostCalls:
-    """What `ContextParallel` knows of memory that its ranks share."""
+    """Calls of `ContextParallel` about hosts, and the memory that its ranks share there."""
 
     group: dist.ProcessGroup
     transport: str
@@ -67,7 +67,7 @@ class HostCalls:
         return self._connection
 
     def _host(self) -> HostGroup | None:
-        """Where the ranks share memory, if they have found out; asks nobody."""
+        """Return the host on which ranks share memory, if they have found out; ask nobody."""
         if self.transport == "tcp":
             return None
         known = known_connection(self.group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a group exchanges rows, and a rank merges, in the terms of `cpattn.cost_model.Rates`."""
+"""Rates at which a group exchanges rows and a rank merges, for `cpattn.cost_model.Rates`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def measure_merge(
 
 
 def _storing(rows: int) -> Callable[[], None]:
-    """As `ContextParallel.write_kv` has rows go from the receive buffer into the pools."""
+    """Return a function that stores received rows into pools as `ContextParallel.write_kv` does."""
     received, pool = torch.zeros(2, rows, _HEADS * _DIM, dtype=torch.bfloat16)
     slots = torch.arange(rows)
 

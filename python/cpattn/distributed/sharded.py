@@ -20,7 +20,7 @@ from .sparse.choice import SparseSizes, choose_sparse
 
 
 class ShardedAttention(DecodeCalls):
-    """What `ContextParallel` does where it was given a placement."""
+    """Calls of `ContextParallel` with a placement."""
 
     @announced("ContextParallel.prefetch")
     def prefetch(
@@ -80,19 +80,19 @@ class ShardedAttention(DecodeCalls):
         writes: bool = False,
         out_heads: str = "all",
     ) -> ExchangeChoice:
-        """What ``attend`` or ``decode`` with the exchange "auto" does of a layer, and why. Local.
+        """Return what ``attend`` or ``decode`` with the exchange "auto" does, and why. Local.
 
-        Of a decode step the one by which the busiest rank receives the fewest bytes of partial
-        results. "all_to_all" takes a second round for the heads of all ranks, which counts as 256
-        KiB, so that small steps are "gather".
+        A decode step takes the exchange by which the busiest rank receives the fewest bytes of
+        partial results. "all_to_all" has a second round for the heads of all ranks, which counts
+        as 256 KiB, so that small steps take "gather".
 
-        Of a prefill, of "gather", "all_to_all" and "pass_q" the one by which the busiest rank
-        receives the fewest bytes: with few new tokens behind long prefixes their queries are less
-        than the keys. Each element of a partial result that is merged counts as 3 bytes. Of equal
-        ones the first. "all_to_all" is left out where the heads would be
-        uneven. "ring" takes the place of "gather" where a KV head of the context does not fit into
-        `max_scratch_bytes`. Scales of each token need "pass_q". Rotary dimensions of keys that are
-        stored apart count as those of keys.
+        A prefill takes the one of "gather", "all_to_all" and "pass_q" by which the busiest rank
+        receives the fewest bytes, the first of equal ones: with few new tokens behind long
+        prefixes, queries are fewer bytes than keys. Each element of a partial result that is
+        merged counts as 3 bytes. "all_to_all" is left out where heads are uneven. "ring" takes the
+        place of "gather" where a KV head of the context does not fit into `max_scratch_bytes`.
+        Scales of each token need "pass_q". Rotary dimensions of keys that are stored apart count
+        as those of keys.
 
         Parameters
         ----------
@@ -105,9 +105,9 @@ class ShardedAttention(DecodeCalls):
         shares_values : bool
             Whether values are a part of the keys, as in the latent cache of MLA.
         writes : bool
-            Whether ``attend`` gets `k_local`, too: what "gather" does not send twice then.
+            Whether ``attend`` gets `k_local`, too, which "gather" then does not send twice.
         out_heads : {"all", "own"}
-            As of ``decode``.
+            The argument of ``decode``.
 
         Returns
         -------
@@ -165,9 +165,9 @@ class ShardedAttention(DecodeCalls):
         latent_bytes: int | None = None,
         index_key_bytes: int | None = None,
     ) -> ExchangeChoice:
-        """What ``attend_sparse`` with the exchange "auto" does of a layer, and why. Local.
+        """Return what ``attend_sparse`` with the exchange "auto" does, and why. Local.
 
-        Of "gather" and "pass_q" the one by which the busiest rank receives the fewest bytes, if no
+        The layer takes "gather" or "pass_q", by which the busiest rank receives fewer bytes if no
         two of its rows select the same key; of equal ones "gather", which has the bits of one pool.
         "pass_q" takes its place where the index keys do not fit into `max_scratch_bytes`.
 

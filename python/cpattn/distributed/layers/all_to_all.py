@@ -116,7 +116,7 @@ class _NewKeys:
 
 
 def _kv_heads(part: Part) -> Heads:
-    """Those that some rank reads."""
+    """Return the KV heads that some rank of a part reads."""
     heads = sorted({head for share in part for head in range(share.kv.start, share.kv.stop)})
     if heads[-1] - heads[0] + 1 == len(heads):
         return slice(heads[0], heads[-1] + 1)
@@ -164,7 +164,7 @@ def _attend_tokens(
     *,
     return_lse: bool,
 ) -> list[torch.Tensor]:
-    """This rank's heads of all tokens, in the order of the tokens; and their LSE [.., heads, 1]."""
+    """Attend with this rank's heads of all tokens, in their order; the LSE is [.., heads, 1]."""
     options = inputs.options
     values = inputs.values_of(taken)
     if not mine.num_heads:

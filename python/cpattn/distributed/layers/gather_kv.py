@@ -105,7 +105,7 @@ class _Gather:
         return self.exchange.begin_rows("attend", self.scratch.counts, parts, buffer)
 
     def own(self, heads: slice) -> list[torch.Tensor]:
-        """This rank's keys in some heads, those that are in no pool behind the others."""
+        """Return this rank's keys in some heads: those in pools, then those that are in none."""
         own = self.inputs.take(self.scratch.sent_rows[self.exchange.rank], heads)
         if self.new is not None:
             own = [
@@ -138,10 +138,10 @@ class _Gather:
 
 @dataclass(frozen=True)
 class _SharedGather:
-    """The same where ranks share memory: each writes its keys into scratch of its whole host.
+    """Gathering where ranks share memory: each writes its keys into scratch of its whole host.
 
-    Those of other hosts come once to each, by `Rails`. Scratch is of two rounds: who writes into
-    that of the last but one has met all others behind it.
+    Keys of other hosts come once to each host, by `Rails`. Scratch is of two rounds: a rank that
+    writes into that of the last but one has met all others behind it.
     """
 
     layer: _Gather
@@ -234,7 +234,7 @@ def _rounds(
     free_bytes: int,
     copies: int,
 ) -> list[slice]:
-    """As many KV heads at a time as so many copies of their context leave room for."""
+    """Divide the KV heads into rounds whose `copies` of the context fit into `free_bytes`."""
     received = received_rows * inputs.head_bytes
     largest = free_bytes // max(copies * scratch.num_slots * inputs.head_bytes, 1)
     flops = inputs.flops(plan.num_pairs) // len(plan.rows_per_rank)

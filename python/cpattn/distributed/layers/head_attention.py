@@ -67,7 +67,7 @@ class HeadOutputs:
             self._lse[:, q_heads] = result[1]
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Those of the rank's rows, all heads."""
+        """Return the outputs and the LSE of the rank's rows, in all heads."""
         num_rows = len(self._inputs.q)
         return self._out[:num_rows], None if self._lse is None else self._lse[:num_rows]
 

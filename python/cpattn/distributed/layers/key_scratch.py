@@ -18,7 +18,7 @@ from .rows import put_rows, take_rows
 
 
 class Part(NamedTuple):
-    """Which keys travel."""
+    """Part of the keys that travels."""
 
     cached: bool  # those of prefixes, from the pools
     new_in_pools: bool
@@ -34,7 +34,7 @@ NEW_ROWS = Part(cached=False, new_in_pools=False, new_rows=True)
 
 @dataclass(frozen=True)
 class KeyScratch:
-    """Which keys travel, and pages of scratch in which every request has its own in their order.
+    """Selection of the keys that travel, and pages of scratch that hold each request's in order.
 
     Pages of positions that nobody sees stay zeros: those before a window, and of padding tokens.
     Of the keys a `Part` travels: new ones come from the pools, or as rows of the ranks that
@@ -56,14 +56,14 @@ class KeyScratch:
 
     @cached_property
     def slots_by_rank(self) -> list[torch.Tensor]:
-        """Where each row of each rank goes, -1 for nowhere."""
+        """Slot of each row of each rank, -1 for none."""
         every = torch.full((sum(self.counts),), -1)
         every[slice(None) if self.sources is None else self.sources] = self.slots
         return list(every.split(self.counts))
 
     @cached_property
     def new_slots(self) -> torch.Tensor:
-        """Where those rows go that are in no pool, of all ranks; -1 for padding tokens."""
+        """Slots of the rows that are in no pool, of all ranks; -1 for padding tokens."""
         return torch.cat(self.slots_by_rank)[self.new_rows]
 
     @cached_property

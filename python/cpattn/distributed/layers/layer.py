@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank gives to `ContextParallel.attend` where all ranks make the call, checked."""
+"""Arguments of a rank to `ContextParallel.attend` where all ranks make the call, checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sharded_write import shard_rows
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """Those of ``attend``, as a rank was given them, without options and a plan."""
+    """Arguments of ``attend`` on a rank, without options and a plan."""
 
     q_local: torch.Tensor
     k_cache: torch.Tensor  # or this rank's shards of the caches
@@ -42,7 +42,7 @@ class RankLayer:
     arguments: LayerArguments
 
     def outputs(self, rows: torch.Tensor, rows_lse: torch.Tensor | None) -> Any:
-        """What ``attend`` returns, of the rows and their LSE."""
+        """Return the rows and their LSE in the form that ``attend`` returns."""
         given = self.arguments
         return filled_outputs(given.q_local, given.out, rows, rows_lse, given.return_lse)
 

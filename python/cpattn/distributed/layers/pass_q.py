@@ -46,7 +46,7 @@ class _PassQ:
         self._rows = tokens.split(list(plan.rows_per_rank))  # of each rank
 
     def rounds(self, num_heads: int, new: NewRows | None) -> list[slice]:
-        """Which of so many heads travel at a time, the same on every rank."""
+        """Divide the heads into rounds that travel one at a time, the same on every rank."""
         plan, inputs = self._plan, self._inputs
         sizes = inputs.sizes()
         row_bytes = sizes.num_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.q_bytes

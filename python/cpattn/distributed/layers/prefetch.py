@@ -22,14 +22,14 @@ _EXCHANGE = "gather"
 
 
 class LayerCaches(NamedTuple):
-    """What ``attend`` will read of a layer that ``ContextParallel.prefetch`` gathers.
+    """Tensors that ``attend`` will read of a layer that ``ContextParallel.prefetch`` gathers.
 
     Attributes
     ----------
     k_cache, v_cache, k_rope : tensors
         This rank's shards, as for ``attend``.
     window : int, optional
-        As for ``attend``: what nobody sees is not gathered.
+        The window of ``attend``: keys that nobody sees are not gathered.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class _Layer(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of a key and its value in all KV heads."""
+        """Bytes of a key and its value in all KV heads."""
         return self.keys.head_bytes * self.keys.k.shape[1]
 
 
@@ -107,7 +107,7 @@ class Prefetch:
         self._arriving = self._begin()
 
     def term(self) -> int:
-        """What the ranks compare in ``attend``."""
+        """Return the term that the ranks compare in ``attend``."""
         return term((self.next_layer, self.num_layers))
 
     def check(
@@ -250,11 +250,11 @@ def _tensors(keys: ShardKeys) -> list[torch.Tensor]:
 
 
 def _places(keys: ShardKeys) -> list[tuple[Any, ...]]:
-    """Where the tensors are, and what is there."""
+    """Return the addresses, dtypes and shapes of the tensors."""
     return [(x.data_ptr(), x.dtype, x.shape) for x in _tensors(keys)]
 
 
 def _shape(keys: ShardKeys) -> tuple[Any, ...]:
-    """What all ranks must have alike."""
+    """Return dtypes and shapes that all ranks must have alike."""
     shapes = tuple((x.dtype, *x.shape[1:]) for x in _tensors(keys))
     return (*shapes, keys.shares_values, keys.k_rope is None)

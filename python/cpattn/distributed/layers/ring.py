@@ -107,11 +107,11 @@ class Ring:
         return following, self.exchange.post("attend", *self.messages(block, following))
 
     def room(self, step: int, heads: slice) -> torch.Tensor:
-        """For some heads of the share of a step."""
+        """Make room for some heads of the share of a step."""
         return torch.empty(self.block_bytes(step, heads), dtype=torch.uint8)
 
     def messages(self, block: torch.Tensor, following: torch.Tensor) -> tuple[Blocks, Blocks]:
-        """What this rank sends to whom of a block, and receives from whom of the next one."""
+        """Return what this rank sends of a block, and receives of the next one, by rank."""
         return {(self.own + 1) % self.size: block}, {(self.own - 1) % self.size: following}
 
     def wait(self, posted: Posted) -> None:
@@ -119,7 +119,7 @@ class Ring:
         self.exchange.finish(posted)
 
     def block_bytes(self, step: int, heads: slice) -> int:
-        """Of some heads of the share of a step."""
+        """Return the bytes of some heads of the share of a step."""
         pages = self.pages[self.schedule[step]]
         return block_bytes(self.inputs, pages, heads.stop - heads.start)
 
@@ -134,11 +134,11 @@ class Ring:
         )  # fmt: skip
 
     def rows(self) -> slice | Array:
-        """Of all queries those of the inputs."""
+        """Select the queries of the inputs among all queries."""
         return self.plan.local_rows
 
     def _calls(self, share: int) -> list[SequenceCall]:
-        """How the queries see the keys of a share, made once for all layers."""
+        """Return the calls by which queries see the keys of a share, made once for all layers."""
         options, batch = self.inputs.options, self.plan.batch
         memo = batch.memo
         key = type(self), self._share_of, share, options.causal, options.window
@@ -163,7 +163,7 @@ class Ring:
 
 
 class _HostRing(Ring):
-    """The same of hosts, whose ranks share memory."""
+    """Ring of hosts, whose ranks share memory."""
 
     def __init__(
         self, exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, host: HostGroup
@@ -197,7 +197,7 @@ class _HostRing(Ring):
         return block
 
     def room(self, step: int, heads: slice) -> torch.Tensor:
-        """Where some heads of a share are: every second one in the same scratch."""
+        """Return room for some heads of the share of a step; every second step has the same."""
         begin = self._head_bytes * heads.start
         return self._scratch[step % 2][begin : begin + self.block_bytes(step, heads)]
 
@@ -234,12 +234,12 @@ def _shares(plan: ShardedPlan, share_of: tuple[int, ...]) -> KeyShares:
 
 
 def ring_schedule(rank: int, size: int) -> list[int]:
-    """Whose keys a rank has, step after step: its own, then those that its neighbour had."""
+    """Return whose keys a rank has at each step: its own, then those that its neighbour had."""
     return [(rank - step) % size for step in range(size)]
 
 
 def ring_pages(shares: KeyShares, share: int) -> LocalPages:
-    """Where the keys of a share are in a block of it."""
+    """Return the pages of the keys of a share in a block of it."""
     counts = -(-shares.counts(share) // _PAGE)
     return LocalPages(_PAGE, np.append(0, np.cumsum(counts)), np.arange(counts.sum()))
 
@@ -251,7 +251,7 @@ def _shapes(
 
 
 def block_bytes(inputs: ShardInputs, pages: LocalPages, num_kv_heads: int) -> int:
-    """Of a block with keys, and values, in so many heads."""
+    """Return the bytes of a block with keys, and values, in so many heads."""
     sizes = [prod(shape) for shape in _shapes(inputs, pages, num_kv_heads)]
     return sum(sizes) * inputs.k.element_size()
 

@@ -89,7 +89,7 @@ class NewRows:
             put_rows(pool, self.slots, rows)
 
     def store_heads(self, heads: slice, gathered: Sequence[torch.Tensor]) -> None:
-        """The same of some heads: rows [num_tokens, len(heads), dim]."""
+        """Write some heads of all ranks' rows, [num_tokens, len(heads), dim], into the pools."""
         self.put_heads(heads, [take_rows(new, self.sources) for new in gathered])
 
     def put_heads(self, heads: slice | list[int], chosen: Sequence[torch.Tensor]) -> None:

@@ -33,7 +33,7 @@ class ShardKeys:
 
     @property
     def num_slots(self) -> int:
-        """Those that all of the pools have."""
+        """Number of slots that all of the pools have."""
         return min(len(pool) for pool in (self.k, self.v, self.k_rope) if pool is not None)
 
     @property
@@ -44,7 +44,7 @@ class ShardKeys:
 
     @property
     def head_bytes(self) -> int:
-        """Of a key and its value in one KV head."""
+        """Bytes of a key and its value in one KV head."""
         return sum(self.kv_dims) * self.k.element_size()
 
 

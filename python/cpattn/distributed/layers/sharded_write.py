@@ -33,7 +33,7 @@ def write_shards(
 
 
 def send_to_owners(call: str, exchange: RowExchange, plan: ShardedPlan, new: NewRows) -> None:
-    """What `write_shards` does, once the ranks agree."""
+    """Send and write new rows for `write_shards`, once the ranks agree."""
     routes = OwnerRoutes(call, exchange, plan, new)
     routes.store(routes.begin())
 

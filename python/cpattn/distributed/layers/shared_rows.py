@@ -22,7 +22,7 @@ from .rows import NewRows, put_rows, take_rows
 def shared_digest(
     host: HostGroup | None, call: str, k_cache: torch.Tensor, v_cache: torch.Tensor | None
 ) -> int:
-    """Where the caches are in memory that ranks share; 0: they are not."""
+    """Return a digest of where the caches are in memory that ranks share, or 0 if they are not."""
     caches = {"k_cache": k_cache} | ({} if v_cache is None else {"v_cache": v_cache})
     return 0 if host is None else host.digest_of(call, caches)
 
@@ -47,7 +47,7 @@ class SharedRows:
 
     @property
     def most_received_bytes(self) -> int:
-        """What the rank receives that receives most; the same on every rank."""
+        """Most bytes that a rank receives; the same on every rank."""
         row_bytes = sum(x.shape[1] * x.element_size() for x in self._new.rows)
         return most_received(self._rails.hosts, self._plan.rows_per_rank) * row_bytes
 

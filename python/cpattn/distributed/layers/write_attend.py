@@ -90,7 +90,7 @@ def _attend(
 
 
 def _received_bytes(plan: ContextParallelPlan, new: NewRows) -> int:
-    """What the rank receives that receives most, of private pools."""
+    """Return the most bytes that a rank receives, for private pools."""
     row_bytes = sum(x.shape[1] * x.element_size() for x in new.rows)
     return (plan.num_tokens - min(plan.rows_per_rank)) * row_bytes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which exchange suits a layer of sparse attention: the one of the fewest bytes, if it fits."""
+"""Choice of the exchange for a layer of sparse attention: the fewest bytes, if it fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .inputs import SparseInputs
 
 @dataclass(frozen=True)
 class SparseSizes:
-    """What decides how much a layer of sparse attention exchanges."""
+    """Sizes that decide how much a layer of sparse attention exchanges."""
 
     topk: int
     query_bytes: int  # of a token, in all heads
@@ -25,7 +25,7 @@ class SparseSizes:
 
     @classmethod
     def of_inputs(cls, inputs: SparseInputs) -> SparseSizes:
-        """Those of a layer as a rank is given it."""
+        """Return the sizes of a layer from the inputs of a rank."""
         q, index_q, weights = inputs.q, inputs.index_q, inputs.weights
         asking = index_q.shape[1] * index_q.shape[2] * index_q.element_size()
         return cls(
@@ -52,7 +52,7 @@ def choose_sparse(plan: ShardedPlan, sizes: SparseSizes) -> ExchangeChoice:
 
 
 def _received_bytes(plan: ShardedPlan, sizes: SparseSizes) -> dict[str, int]:
-    """Of the rank that receives most, if no two of its rows select the same key."""
+    """Return the most bytes that a rank receives, if no two of its rows select the same key."""
     counts, rows, topk = np.array(plan.kv_counts), np.array(plan.rows_per_rank), sizes.topk
     visible = plan.batch.visible_keys > topk
     searching = np.array([part.sum() for part in np.split(visible, np.cumsum(rows)[:-1])])

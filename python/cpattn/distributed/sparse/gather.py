@@ -88,7 +88,7 @@ def attend(
 
 
 def _num_rounds(plan: ShardedPlan, inputs: SparseInputs, num_keys: int) -> int:
-    """The same on all ranks: as many as may be needed, with a row of each rank at least."""
+    """Return how many rounds may be needed, the same on all ranks, at most one for each row."""
     row_bytes = inputs.latents.shape[1]
     most = max(plan.rows_per_rank)
     if num_keys * row_bytes <= plan.max_scratch_bytes:

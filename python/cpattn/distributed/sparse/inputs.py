@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer of sparse attention over sharded pools computes with, checked."""
+"""Inputs of a layer of sparse attention over sharded pools, checked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SparseInputs:
 
     @property
     def num_slots(self) -> int:
-        """Those that both pools have."""
+        """Number of slots that both pools have."""
         rows = self.index_k.shape[0]
         by_slots = self.index_k.ndim == 3 and self.index_k.shape[1] == 1
         by_slots &= self.index_k.dtype != _PACKED
@@ -47,7 +47,7 @@ class SparseInputs:
 
     @property
     def index_key_bytes(self) -> int:
-        """Of an index key, with its scale if it has one."""
+        """Bytes of an index key, with its scale if it has one."""
         dim = self.index_q.shape[2]
         if self.index_k.dtype == _PACKED:
             return dim + 4
@@ -78,7 +78,7 @@ class SparseInputs:
         return raw[where].view(pool.dtype)
 
     def digest(self) -> int:
-        """Of what all ranks must be given alike."""
+        """Return a digest of what all ranks must be given alike."""
         kinds = [(pool.dtype, pool.shape[-1]) for pool in (self.kv, self.index_k)]
         values = (self.topk, self.sm_scale, self.d_v, kinds, self.index_k_scale is None)
         sink = b"" if self.attn_sink is None else np.ascontiguousarray(self.attn_sink.numpy())
@@ -86,7 +86,7 @@ class SparseInputs:
 
 
 def refuse_mask(call: str, mask: object) -> None:
-    """Of a plan: sparse attention has no place for one."""
+    """Refuse the mask of a plan: sparse attention has no place for one."""
     if mask is not None:
         raise ValueError(
             f"ContextParallel.{call}: plan must have no mask, which the indexer does not know"

@@ -77,9 +77,10 @@ def scratch_of_row(inputs: SparseInputs) -> int:
 
 
 def _rounds(plan: ShardedPlan, inputs: SparseInputs) -> Iterator[Round]:
-    """As many as keep what travels at once to max_scratch_bytes, with a row of each rank at least.
+    """Divide rows into rounds that keep what travels at once to max_scratch_bytes.
 
-    Every rank has as many rounds, some of them perhaps without a row.
+    Each round has a row of some rank at least. Every rank has as many rounds, some of them
+    perhaps without a row.
     """
     rows, size = plan.batch.rows, np.array(plan.rows_per_rank)
     visible = plan.batch.visible_keys
@@ -96,7 +97,7 @@ def _rounds(plan: ShardedPlan, inputs: SparseInputs) -> Iterator[Round]:
 
 
 def _own(values: NDArray[Any], part: Round, rank: int) -> NDArray[Any]:
-    """Those of the rows of a rank."""
+    """Return the values of the rows of a rank."""
     begin = sum(part.counts[:rank])
     return values[begin : begin + part.counts[rank]]
 
@@ -133,7 +134,7 @@ def _attend(
     part: Round,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's rows over what they selected, wherever it is."""
+    """Attend with this rank's rows to what they selected, wherever it is."""
     rows = [positions, inputs.q[part.own].flatten(1)]
     selected, q = exchange.all_rows(_CALL, part.counts, rows)
     out, _, lse = flash_mla_sparse_fwd(

@@ -78,7 +78,7 @@ def all_positions(visible: Array, topk: int) -> torch.Tensor:
 def rows_of_rank(
     shares: KeyShares, rank: int, request: Array, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Where the pool of a rank has the selected keys, int32; -1 for keys of other ranks."""
+    """Return the rows of a rank's pool that have selected keys, int32; -1 for other ranks' keys."""
     row = np.where(shares.owner == rank, shares.row, -1)
     if not len(row):
         return torch.full_like(positions, -1)

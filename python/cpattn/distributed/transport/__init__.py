@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a group reach each other: rows, meetings, shared memory, and who is missing."""
+"""Transport between the ranks of a group: rows, meetings, shared memory, and who is missing."""

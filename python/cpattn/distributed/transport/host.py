@@ -77,7 +77,7 @@ class _Page:
 
 
 class _Announcement(NamedTuple):
-    """What a rank tells the others of itself, as int64."""
+    """Announcement of a rank to the others, as int64."""
 
     boot_id: tuple[int, int]
     pid_namespace: int
@@ -160,7 +160,7 @@ class HostGroup:
         self._made += 1
 
     def place_of(self, cache: torch.Tensor) -> tuple[int, int] | None:
-        """Which shared buffer a tensor lies in, and at which byte; the same on every rank."""
+        """Return the shared buffer that holds a tensor, and the byte there; equal on every rank."""
         addr = cache.data_ptr()
         for number, num_bytes, buffer in self._buffers:
             alive = buffer()
@@ -169,7 +169,7 @@ class HostGroup:
         return None
 
     def digest_of(self, call: str, caches: Mapping[str, torch.Tensor]) -> int:
-        """What ranks must have in common about caches in shared memory; 0 for none there."""
+        """Return a digest of what ranks must have alike of caches in shared memory; 0 for none."""
         places = {name: self.place_of(cache) for name, cache in caches.items()}
         found = {name: place for name, place in places.items() if place is not None}
         if not found:
@@ -183,7 +183,7 @@ class HostGroup:
 
 
 class Connection(NamedTuple):
-    """What the ranks of a group have found out about each other."""
+    """Facts that the ranks of a group have found out about each other."""
 
     topology: Topology
     host: HostGroup | None  # where they share memory
@@ -195,7 +195,7 @@ _CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Connection] = WeakKeyDictiona
 
 
 def known_connection(group: dist.ProcessGroup) -> Connection | None:
-    """What `connect` has found out for the group."""
+    """Return what `connect` has found out for the group, if it has."""
     return _CONNECTIONS.get(group)
 
 

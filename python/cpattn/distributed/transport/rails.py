@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends to whom between hosts, so that the rows of a rank come to each other host once."""
+"""Rails between hosts: senders and receivers such that a rank's rows reach each other host once."""
 
 from __future__ import annotations
 

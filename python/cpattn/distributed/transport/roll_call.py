@@ -58,7 +58,7 @@ class Words(NamedTuple):
 
 
 class Host(Protocol):
-    """Where the ranks of a group meet that share a host."""
+    """Meeting of the ranks of a group that share a host."""
 
     rails: Rails
 

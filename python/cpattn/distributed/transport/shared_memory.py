@@ -191,7 +191,7 @@ def shared_scratch(exchange: RowExchange, host: HostGroup, num_bytes: int) -> li
 
 
 class _File:
-    """What this rank gives: a file of the system, or why there is none."""
+    """File of memory that this rank gives, or the reason why there is none."""
 
     def __init__(self, num_bytes: int) -> None:
         self.fd, self.error = -1, 0
@@ -246,7 +246,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def available_bytes() -> int:
-    """What this process can still take, by the system and by its control groups.
+    """Return the bytes that this process can still take, by the system and by its control groups.
 
     Beyond a control group's limit the system ends processes, where it could refuse memory.
     """
@@ -289,7 +289,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file of the system; none where it has no such file."""
+    """Return the lines of a file of the system, or none if it has no such file."""
     try:
         return path.read_text().splitlines()
     except OSError:

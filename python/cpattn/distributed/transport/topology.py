@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share a host, and what they exchange rows through."""
+"""Topology of a group: which ranks share a host, and what they exchange rows through."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other first of all: the version of cpattn, and how it lays out its messages.
+"""First words between ranks: the version of cpattn, and the layout of its messages.
 
 These eight numbers are alike in all versions, so that ranks with different ones can say so. What is
 compared is the layout alone: versions with the same one understand each other.
@@ -22,13 +22,13 @@ NUM_VALUES = _FORM.size // 8
 
 
 def own_values(layout: int) -> list[int]:
-    """What this rank tells the others."""
+    """Return what this rank tells the others."""
     name = _core.__version__.encode()[:_NAME_BYTES]
     return list(struct.unpack(f"<{NUM_VALUES}q", _FORM.pack(_MAGIC, layout, name)))
 
 
 def difference(told: Sequence[Sequence[int]]) -> str | None:
-    """What is wrong with the versions of the ranks, in the words of an error; None for nothing."""
+    """Return how the versions of the ranks differ, in the words of an error; None if they agree."""
     ranks = [_FORM.unpack(struct.pack(f"<{NUM_VALUES}q", *values)) for values in told]
     if len({(magic, layout) for magic, layout, _ in ranks}) == 1:
         return None
