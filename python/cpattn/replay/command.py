@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `cpattn replay` is asked: its options as requests and settings, and what they will need."""
+"""Options of `cpattn replay` as requests and settings, and the memory that they will need."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings_of(
     decode_ranks: int | None,
     **options: Any,
 ) -> ReplayOptions:
-    """What the options mean. ValueError, which names options, if they do not go together."""
+    """Return the settings of options; a ValueError names those that do not go together."""
     if decode_tokens and not disaggregate:
         raise ValueError(f"--decode-tokens {decode_tokens} needs --disaggregate")
     if decode_ranks and not disaggregate:
@@ -140,7 +140,7 @@ def _check_processes(options: ReplayOptions) -> None:
 
 
 def check_room(requests: Sequence[Request], options: ReplayOptions) -> str | None:
-    """ValueError if a prompt does not fit into the pool, or the pools into the machine.
+    """Raise ValueError if a prompt does not fit into the pool, or the pools into the machine.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def check_room(requests: Sequence[Request], options: ReplayOptions) -> str | Non
 
 
 def check_sharded(options: ReplayOptions) -> None:
-    """ValueError if there is nothing to compare with replicated pools."""
+    """Raise ValueError if there is nothing to compare with replicated pools."""
     if not options.is_sharded:
         raise ValueError("--against-replicated needs --placement, got replicated")
     if not options.check_rows:

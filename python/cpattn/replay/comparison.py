@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same traffic over replicated pools: what shards save, and that results are the same."""
+"""Comparison with replicated pools: what shards save, and that results are the same."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class SampledRows:
         self.of.update(zip(keys, hidden, strict=True))
 
     def difference(self, other: SampledRows) -> tuple[int, float]:
-        """How many rows both have, the last one of each prompt among them, and how far apart."""
+        """Return how many rows both have, the last of each prompt among them, and how far apart."""
         common = self.of.keys() & other.of.keys()
         differences = [float(np.abs(self.of[key] - other.of[key]).max()) for key in common]
         return len(common), max((np.inf if np.isnan(d) else d for d in differences), default=0.0)
 
 
 def replicated(options: ReplayOptions) -> ReplayOptions:
-    """The same replay with all keys on every rank, without what is measured beside passes."""
+    """Return options of the replay with all keys on every rank, without measures beside passes."""
     return replace(
         options,
         placement=REPLICATED,
@@ -47,7 +47,7 @@ def replicated(options: ReplayOptions) -> ReplayOptions:
 
 
 def compared(rows: SampledRows, other: ReplayReport, other_rows: SampledRows) -> ReplicatedRecord:
-    """What a replay with `replicated` options took."""
+    """Return the record of a replay with `replicated` options."""
     num_rows, difference = rows.difference(other_rows)
     return ReplicatedRecord(
         run_seconds=other.run_seconds,

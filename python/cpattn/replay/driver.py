@@ -124,7 +124,7 @@ class _Telling:
         self._reached, self._begin, self._size = done, done, size
 
     def of_part(self, first: float, length: float) -> Callable[[str, float], None]:
-        """What is told as (what, share of a part) of the part that begins at `first`."""
+        """Return a function of (what, share) that tells progress in a part from `first`."""
 
         def tell(what: str, share: float) -> None:
             tokens = self._begin + int(self._size * (first + length * share))

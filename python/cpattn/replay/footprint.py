@@ -47,7 +47,7 @@ def footprint(options: ReplayOptions, batch_tokens: int) -> Footprint:
 
 
 def token_bytes(model: DecoderConfig) -> int:
-    """What a pool keeps of a token in one layer."""
+    """Return the bytes that a pool keeps of a token in one layer."""
     if isinstance(model, DsaConfig):
         if model.kv_dtype == "fp8":
             return 656 + model.index_head_dim + 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks are told, and what they say."""
+"""Messages to ranks, and their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANK = "cpattn.replay.rank.Rank"
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What every rank is told once."""
+    """Configuration of a rank, which every rank is told once."""
 
     model: DecoderConfig
     cp_size: int
@@ -49,7 +49,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class Work:
-    """What every rank is told for one batch."""
+    """Work for one batch, which every rank is told."""
 
     batch: Batch
     token_ids: npt.NDArray[Any]  # int64 [new tokens]
@@ -59,7 +59,7 @@ class Work:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank says about one batch; times in seconds."""
+    """Result of one rank for one batch; times in seconds."""
 
     seconds: dict[str, float]  # by phase; their sum is the time of the pass
     flops: dict[str, int]  # useful work of the phases that attention consists of
@@ -87,7 +87,7 @@ def ranks_of(config: WorkerConfig) -> list[Role]:
 
 
 def on_hosts(roles: Sequence[Role], hosts: Hosts | None) -> list[Role]:
-    """The same, as many in a row on each host; None: all where this process is."""
+    """Place roles on hosts, as many in a row on each; None: all where this process is."""
     if hosts is None:
         return list(roles)
     placed = []

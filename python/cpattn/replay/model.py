@@ -61,7 +61,7 @@ class DecoderConfig(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """In a few words, for reports."""
+        """Description in a few words, for reports."""
 
     @property
     @abstractmethod

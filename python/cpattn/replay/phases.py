@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a pass goes."""
+"""Phases of a pass, and the time of each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: Which are in attention where pools are shared out, and one call does all of it.
+#: Phases that are part of attention where pools are shared out, as one call does all of it.
 _OVER_ONE_POOL = ("indexer", "top-k")
 
 
 def over_pools(phases: tuple[str, ...], *, is_sharded: bool) -> tuple[str, ...]:
-    """Those of a model that are told apart where each pool has a share of the keys, or all."""
+    """Return the phases that are told apart where each pool has a share of the keys, or all."""
     return tuple(phase for phase in phases if not (is_sharded and phase in _OVER_ONE_POOL))
 
 

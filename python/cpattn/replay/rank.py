@@ -84,7 +84,7 @@ class Rank:
 
     @property
     def _speaks(self) -> bool:
-        """Of the last stage, whose ranks all have the result, one tells it."""
+        """Whether this rank tells the result, which all ranks of the last stage have."""
         return self._model.is_last and not self._cp.cp_rank
 
     def __enter__(self) -> Rank:
@@ -162,7 +162,7 @@ class Rank:
         )
 
     def _announcer(self) -> Callable[[str], None]:
-        """What tells the phases of a pass as they begin; one rank of a stage does, for all."""
+        """Return a function that tells phases as they begin; one rank of a stage does, for all."""
         if self._cp.cp_rank:
             return lambda phase: None
         config, begun = self._config, 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay is told, and what it writes down."""
+"""Options of a replay, and what it records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCH_BASELINE = {
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How to replay; lengths in tokens are those after scaling."""
+    """Options of a replay; lengths in tokens are those after scaling."""
 
     model: DecoderConfig = field(default_factory=DenseConfig)
     cp_size: int = 2
@@ -79,7 +79,7 @@ class ReplayOptions:
 
     @property
     def title(self) -> str:
-        """Who computes what, in a few words."""
+        """Description in a few words: ranks, stages, hosts and pools."""
         stages = f" in each of {self.pp_size} stages" if self.pp_size > 1 else ""
         over = f" over {self.decode_ranks} ranks" if self.decode_ranks > 1 else ""
         decode = f", decoding apart{over}" if self.decode_tokens else ""
@@ -96,12 +96,12 @@ class ReplayOptions:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Of the time of a pass; the last one is all the rest."""
+        """Phases of the time of a pass; the last one is all the rest."""
         return pass_phases(over_pools(self.model.phases, is_sharded=self.is_sharded), self.pp_size)
 
     @property
     def attention_phases(self) -> tuple[str, ...]:
-        """Of these, those that the torch baseline does, too."""
+        """Phases that the torch baseline does, too."""
         return over_pools(self.model.attention_phases, is_sharded=self.is_sharded)
 
     @property
@@ -230,7 +230,7 @@ class BatchRecord:
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """What went to the decode process behind one batch; times are those of the slowest rank."""
+    """Transfer to the decode process behind one batch; times are those of the slowest rank."""
 
     num_pages: int
     num_blocks: int  # contiguous on both sides, of all layers
@@ -252,7 +252,7 @@ class RequestRecord:
 
 @dataclass
 class DecodeReport:
-    """What was measured of KV transfer and decoding."""
+    """Measures of KV transfer and decoding."""
 
     transfers: list[TransferRecord] = field(default_factory=list)  # by batch
     requests: list[RequestRecord] = field(default_factory=list)
@@ -275,7 +275,7 @@ class DecodeReport:
 
 @dataclass(frozen=True)
 class ReplicatedRecord:
-    """The same traffic over replicated pools; bytes are those of the rank with most."""
+    """Record of the same traffic over replicated pools; bytes are those of the rank with most."""
 
     run_seconds: float
     new_tokens: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank's pool holds which keys: the option `--placement`, and what follows from it."""
+"""Placements of keys in the pools of ranks: the option `--placement`, and what follows from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_INTERLEAVE = 1 << 16
 
 
 class PlacementName(NamedTuple):
-    """What `--placement` says."""
+    """Value of `--placement`."""
 
     kind: str
     interleave: int = 1  # of token_interleave: consecutive tokens of a rank
@@ -39,11 +39,11 @@ class PlacementName(NamedTuple):
         return TokenInterleave(shard_size=shard_size, interleave=self.interleave)
 
     def whole_pages(self, num_pages: int, shard_size: int) -> int:
-        """Of so many pages those that can be given out: every rank has as many of its own."""
+        """Return how many of so many pages can be given out: every rank has as many of its own."""
         return num_pages - num_pages % shard_size if self.kind == BY_PAGES else num_pages
 
     def rank_pages(self, num_pages: int, shard_size: int, page_size: int) -> int:
-        """What the pool of a rank must hold of `whole_pages`, beside its page 0."""
+        """Return how many of `whole_pages` the pool of a rank must hold, beside its page 0."""
         if self.kind == REPLICATED:
             return num_pages
         if self.kind == BY_PAGES:

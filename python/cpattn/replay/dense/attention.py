@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does for dense attention: its K and V pools, and the calls over them."""
+"""Dense attention of a rank: its K and V pools, and the calls over them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DenseAttention:
 
     @property
     def exchange(self) -> str:
-        """How queries and keys of this batch met."""
+        """Exchange of this batch: how its queries and keys met."""
         plan, config = self._plan, self._config
         if not isinstance(plan, ShardedPlan):
             return "gather"
@@ -115,7 +115,7 @@ class DenseAttention:
         return WholePages(self._cp, self.pool, self._batch)
 
     def error_over_codes(self, rows: npt.NDArray[Any]) -> float | None:
-        """Of the batch's rows, those that are here: the worst of all layers; None without codes."""
+        """Return the largest error of this rank's `rows` over all layers; None without codes."""
         if not self._config.has_codes:
             return None
         plan: Any = self._plan

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is it right? Each prompt again: one process, whole, float32, no cache, attention by torch."""
+"""Check of results: each prompt again, in one process, whole, in float32, by torch's attention."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Checker:
         self._finish(prompts)
 
     def _finish(self, prompts: list[Prompt]) -> None:
-        """All rows of these prompts are there."""
+        """Check prompts of which all sampled rows are there."""
         begin = time.perf_counter()
         lengths = [request.input_length for _, request, _ in prompts]
         expected = side_by_side(
@@ -110,7 +110,7 @@ class Checker:
         self.seconds += time.perf_counter() - begin
 
     def _expected(self, prompt: Prompt) -> Array:
-        """What the sampled rows of a prompt should be."""
+        """Compute what the sampled rows of a prompt should be."""
         _, request, pending = prompt
         _, positions, _, chosen = zip(*pending, strict=True)
         return self._reference(

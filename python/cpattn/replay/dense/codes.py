@@ -20,7 +20,7 @@ _UNITS = {"bfloat16": 1.1, "float16": 1.1, "float32": 40.0}
 
 
 def scales_of(pool: Any, layer: int) -> dict[str, Any]:
-    """What attention takes beside the buffers of a layer."""
+    """Return the scales that attention takes beside the buffers of a layer."""
     if pool.scale_dtype is None:
         return {}
     return {
@@ -60,7 +60,7 @@ def error_over_codes(
     tables: npt.NDArray[np.int32],
     kv_lens: npt.NDArray[Any],
 ) -> float:
-    """How far attention is from the oracle on the same cache, in parts of what roundings explain.
+    """Return the error against the oracle on the same cache, in parts of what roundings explain.
 
     q, out : [rows, heads, head_dim]
     tables : [rows, pages], of the sequence of each row

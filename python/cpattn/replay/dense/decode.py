@@ -57,7 +57,7 @@ class DecodeAttention:
 
 
 class ShardedDecodeAttention:
-    """The same of one of several ranks, each with its share of the keys; all have all queries."""
+    """Decode step of one of several ranks, each with a share of the keys; all have all queries."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ class DenseConfig(DecoderConfig):
 
     @property
     def scale_dtype(self) -> str | None:
-        """Of scales of each token and head. Normalised keys and values need none in FP8."""
+        """Dtype of scales of each token and head; normalised keys and values need none in FP8."""
         return "float16" if self.kv_dtype == "int8" else None
 
     @property

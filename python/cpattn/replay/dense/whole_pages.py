@@ -47,15 +47,15 @@ class WholePages:
         return self
 
     def get_kv_buffer(self, _: int) -> tuple[Tensor, Tensor]:
-        """As of a pool: of the layer that was gathered."""
+        """Return keys and values as a pool does, of the layer that was gathered."""
         return self._k, self._v
 
     def get_key_scale_buffer(self, _: int) -> Tensor:
-        """As of a pool."""
+        """Return the scales of keys as a pool does, of the layer that was gathered."""
         return self._k_scale
 
     def get_value_scale_buffer(self, _: int) -> Tensor:
-        """As of a pool."""
+        """Return the scales of values as a pool does, of the layer that was gathered."""
         return self._v_scale
 
     def _gathered(self, buffer: Tensor) -> Tensor:

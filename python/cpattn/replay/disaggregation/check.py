@@ -76,4 +76,4 @@ class DecodeChecker(Checker):
 
 
 class SparseDecodeChecker(DecodeChecker, SparseChecker):
-    """The same of a sparse model: keys of decoded tokens are checked as those of prompts."""
+    """Check of decoding by sparse models: decoded tokens' keys are checked as those of prompts."""

@@ -34,7 +34,7 @@ from .handover import Continuation
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What the decode process is told once."""
+    """Configuration of the decode process, which it is told once."""
 
     model: DecoderConfig
     page_size: int
@@ -58,7 +58,7 @@ class Continued:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """What was decoded in one go; times in seconds."""
+    """Result of decoding in one go; times in seconds."""
 
     requests: list[Continued]
     step_seconds: list[float]
@@ -103,7 +103,7 @@ class DecodeRank:
             dist.destroy_process_group()
 
     def peer(self) -> Peer:
-        """Where prefill ranks send to."""
+        """Return the peer that prefill ranks send to."""
         return self._link.peer()
 
     @torch.inference_mode()

@@ -95,7 +95,7 @@ class Disaggregation:
             self._workers.call(self._decode, "decode", self._running)
 
     def wait(self) -> None:
-        """Until all that is being decoded has its tokens."""
+        """Wait until all that is being decoded has its tokens."""
         if not self._running:
             return
         self._record(self._workers.answers(self._decode))
@@ -104,7 +104,7 @@ class Disaggregation:
         self._running = ()
 
     def _record(self, results: Sequence[DecodeResult]) -> None:
-        """What all ranks that decode say, which is the same but for times and bytes."""
+        """Record the results of all ranks that decode, which differ in times and bytes alone."""
         result, *others = results
         tokens = [request.tokens for request in result.requests]
         for rank, other in enumerate(others, start=1):
@@ -147,5 +147,5 @@ def decode_pages(options: ReplayOptions) -> int:
 
 
 def num_slots(options: ReplayOptions) -> int:
-    """Of prompts of one batch while those of the batch before are being decoded."""
+    """Return the slots for prompts of one batch while those of the batch before are decoded."""
     return 2 * options.max_sequences

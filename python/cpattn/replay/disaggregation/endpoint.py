@@ -28,7 +28,7 @@ AUX_BYTES = 64  # of a slot: the first token as int64, and room that engines ali
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a decode process receives: all that a sender needs to know of it."""
+    """Receiving end in a decode process: all that a sender needs to know of it."""
 
     session: str
     layout: dict[str, Any]  # of its KV buffers
@@ -37,7 +37,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank has sent behind one batch."""
+    """Record of what one rank has sent behind one batch."""
 
     num_blocks: int
     num_bytes: int
@@ -59,7 +59,7 @@ def require_engine() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the log of engines, which they write past Python; their exceptions say enough."""
+    """Silence the log of engines, which they write past Python; their exceptions say enough."""
     stderr = os.dup(2)
     try:
         with open(os.devnull, "w") as nowhere:
@@ -90,7 +90,7 @@ class Endpoint:
         self._engine.close()
 
     def peer(self) -> Peer:
-        """What senders are told."""
+        """Return what senders are told."""
         return Peer(self._engine.session_id, self._layout.to_dict(), self.first_tokens.ctypes.data)
 
     def connect(self, *peers: Peer) -> None:
@@ -142,5 +142,5 @@ class Endpoint:
 def _pages_of(
     rank: int, size: int, pages: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where in a list the pages of a rank stand, and their numbers in its pool."""
+    """Return the places of a rank's pages in a list, and their numbers in its pool."""
     return PageInterleave(shard_size=size, page_size=1).filter_local(pages, rank)

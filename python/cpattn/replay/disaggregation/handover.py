@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of which prompts go from the prefill pool to the decode pool, and when."""
+"""Handover of prompts: which pages go from the prefill pool to the decode pool, and when."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one batch adds to the decode pool."""
+    """Pages and continuations that one batch adds to the decode pool."""
 
     src_pages: npt.NDArray[np.int32]  # of the prefill pool
     dst_pages: npt.NDArray[np.int32]  # of the decode pool
@@ -76,9 +76,9 @@ class Handover:
         return True
 
     def deliver(self, batch: Batch) -> Delivery:
-        """What to send behind `batch`, whose prompts are all reserved.
+        """Return what to send behind `batch`, whose prompts are all reserved.
 
-        Whole pages only, until the last chunk of a prompt: a partial page waits for the next one.
+        Only whole pages go before the last chunk of a prompt; a partial one waits for the next.
         """
         sources, destinations, continuations = [], [], []
         ends = np.cumsum(batch.extend_lens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does for sparse attention: its pools, and the calls over them."""
+"""Sparse attention of a rank: its pools, and the calls over them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SparseAttention:
 
     @property
     def exchange(self) -> str:
-        """How queries and keys of this batch met."""
+        """Exchange of this batch: how its queries and keys met."""
         return "gather"
 
     def error_over_codes(self, rows: Any) -> None:

@@ -33,7 +33,7 @@ class SparseChecker(Checker):
 
     @staticmethod
     def tolerance_of(config: DsaConfig) -> float:
-        """As of dense attention.
+        """Return the tolerance of hidden states, by the roundings on their way.
 
         Values: norm, projection, norm, stored row, weights, output, up-projection, o_proj. Of q:
         norm, projection, norm, projection, absorption; of k the first three and the stored row.
@@ -85,7 +85,7 @@ class RestrictedAttention:
         return self._restricted(inputs)
 
     def _margins(self, inputs: SparseInputs) -> Tensor:
-        """How much roundings may change the difference of two scores, by row.
+        """Return how much roundings may change the difference of two scores, by row.
 
         A score is a sum over heads of w relu(q.k); a relative error of variance e2 in w, q or k
         changes a term by at most |w| |q| |k| sqrt(e2 / dim). Six deviations of the difference.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decode process does for sparse attention: one query of each sequence."""
+"""Sparse attention of the decode process: one query of each sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .pools import make_pool as make_plain_pool
 
 
 def make_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) -> Any:
-    """As prefill ranks have theirs."""
+    """Make a pool like those of prefill ranks."""
     make = make_fp8_pool if config.kv_dtype == "fp8" else make_plain_pool
     return make(config, num_pages, page_size, layers)
 

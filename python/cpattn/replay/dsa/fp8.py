@@ -95,7 +95,7 @@ class Fp8Pools:
         return index_queries(inputs)
 
     def indices(self, chosen: Tensor) -> Tensor:
-        """What `attend` takes for chosen positions: slots (PAGED), or rows of `_flatten`."""
+        """Return what `attend` takes for chosen positions: slots (PAGED), or rows of `_flatten`."""
         if self._ragged:
             return torch.where(chosen >= 0, chosen + self._offset, -1)
         return self._runs.slots(chosen)

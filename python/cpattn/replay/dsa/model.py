@@ -67,7 +67,7 @@ class DsaConfig(DecoderConfig):
 
     @property
     def scale(self) -> float:
-        """Of the scores: that of the unabsorbed heads, times the gain."""
+        """Scale of the scores: that of the unabsorbed heads, times the gain."""
         return self.query_gain * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
     def make_attention(self) -> nn.Module:
@@ -75,7 +75,7 @@ class DsaConfig(DecoderConfig):
 
 
 class SparseInputs(NamedTuple):
-    """What a layer hands to attention: queries of `rows`, keys of all new tokens."""
+    """Inputs of attention in a layer: queries of `rows`, keys of all new tokens."""
 
     q: Tensor  # [rows, num_heads, latent_dim], absorbed
     latent: Tensor  # [tokens, 1, latent_dim]: K, and in its first kv_lora_rank columns V
@@ -85,7 +85,7 @@ class SparseInputs(NamedTuple):
 
 
 class SparseOperators(Protocol):
-    """How the layer splits and attends: by the library in a rank, by plain torch in the check."""
+    """Operators of a layer: by the library in a rank, by plain torch in the check."""
 
     def split_norm(
         self, x: Tensor, q_weight: Tensor, kv_weight: Tensor
@@ -158,7 +158,8 @@ class SparseLatentAttention(nn.Module):
         return projected
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """From the latent to keys [heads, nope, kv_lora] and to values [heads, v, kv_lora]."""
+        """Return projections of the latent: [heads, nope, kv_lora] to keys, [heads, v, kv_lora] to
+        values."""
         c = self.config
         weight = self.kv_b_proj.weight.unflatten(0, (c.num_heads, -1))
         w_key, w_value = weight.split([c.qk_nope_head_dim, c.v_head_dim], 1)

@@ -27,7 +27,7 @@ class RowRuns(NamedTuple):
     page_size: int
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Of positions [rows, topk] within the sequences of the rows; -1 stays."""
+        """Return the slots of positions [rows, topk] in the sequences of the rows; -1 stays."""
         return transform_index_page_table_prefill(
             torch.from_numpy(self.tables), positions, self.lens, self.page_size
         )
@@ -123,7 +123,7 @@ class PlainPools:
         return inputs.index_q, inputs.index_weights
 
     def indices(self, chosen: Tensor) -> Tensor:
-        """What `attend` takes for chosen positions: the positions."""
+        """Return what `attend` takes for chosen positions: the positions."""
         return chosen
 
     def attend(self, q: Tensor, indices: Tensor) -> Tensor:

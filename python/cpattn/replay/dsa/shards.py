@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does for sparse attention where its pool has a share of the keys."""
+"""Sparse attention of a rank whose pool has a share of the keys."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ShardedSparseAttention:
 
     @property
     def exchange(self) -> str:
-        """How queries and keys of this batch met."""
+        """Exchange of this batch: how its queries and keys met."""
         c = self._config
         chosen = self._cp.choose_sparse_exchange(
             self._plan,

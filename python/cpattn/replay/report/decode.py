@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report says of KV transfer and decoding; nothing if there was none."""
+"""Report on KV transfer and decoding; empty if there was none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def summarize_decode(report: ReplayReport) -> dict[str, Any] | None:
 
 
 def _mean_way(decode: DecodeReport) -> dict[str, float]:
-    """How long requests take to their second token, by where the time goes."""
+    """Return the mean seconds of requests to their second token, by where the time goes."""
     ways = [request for request in decode.requests if len(request.tokens) > 1]
     return {
         part: sum(getattr(way, f"{part}_seconds") for way in ways) / max(len(ways), 1)
@@ -48,7 +48,7 @@ def _mean_way(decode: DecodeReport) -> dict[str, float]:
 
 
 def decode_figures(report: ReplayReport) -> list[tuple[str, str]]:
-    """The same as (name, text) lines."""
+    """Return the summary of decoding as (name, text) lines."""
     s = summarize_decode(report)
     if s is None:
         return []
@@ -75,7 +75,7 @@ def decode_figures(report: ReplayReport) -> list[tuple[str, str]]:
 
 
 def _shares(summary: dict[str, Any], num_ranks: int) -> str:
-    """What ranks that decode together hold and send."""
+    """Say what ranks that decode together hold and send."""
     if num_ranks == 1:
         return ""
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody has seen who has run a replay for the first time, and what to try next."""
+"""Guide for a first replay: what it has shown, and what to try next."""
 
 from __future__ import annotations
 

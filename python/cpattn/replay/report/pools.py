@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report says of the ranks' KV pools, and of what ranks send each other."""
+"""Report on the ranks' KV pools, and on what ranks send each other."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def summarize_pools(report: ReplayReport) -> dict[str, Any]:
 
 
 def _speedup(report: ReplayReport) -> float | None:
-    """In passes alone."""
+    """Return the speedup over replicated pools, in passes alone."""
     other = report.replicated
     return other.run_seconds / report.run_seconds if other else None
 
 
 def pool_figures(report: ReplayReport) -> list[tuple[str, str]]:
-    """The same as (name, text) lines."""
+    """Return the summary of pools as (name, text) lines."""
     s, options = summarize_pools(report), report.options
     tokens = f"{options.num_pages * options.page_size:,} tokens"
     held = f"a share of {tokens}, {options.placement}" if options.is_sharded else f"all {tokens}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay measured, as a table and as JSON."""
+"""Summary of a replay, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def table_header(report: ReplayReport) -> list[str]:
 
 
 def table_legend(report: ReplayReport, header: Sequence[str]) -> str:
-    """What the names of columns mean."""
+    """Explain the names of columns."""
     torch_text = f"torch: {TORCH_BASELINE[report.options.model.kind][1]}"
     texts = {**_LEGEND, "torch": torch_text}
     if report.options.is_sharded:
@@ -209,7 +209,7 @@ def figures(report: ReplayReport) -> list[tuple[str, str]]:
 
 
 def _torch_line(summary: dict[str, Any]) -> str:
-    """How long attention takes by torch and here, by phase where it has several."""
+    """Say how long attention takes by torch and here, by phase where it has several."""
     torch_seconds, own = summary["torch_attention_seconds"], summary["phase_seconds"]
 
     def text(seconds: dict[str, float]) -> str:
