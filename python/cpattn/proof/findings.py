@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tools of this package found, for people and for programs."""
+"""Findings and reports of the tools of this package, for people and for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEMA = "cpattn-report/1"
 
 
 class NotUsable(ValueError):
-    """What a tool was given cannot be judged; the message says why. Commands exit with 2."""
+    """Error that something given to a tool cannot be judged; it says why. Commands exit with 2."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Report:
         return {"proved": PROVED, "refuted": REFUTED}.get(self.verdict, NOT_USABLE)
 
     def text(self) -> str:
-        """For people: findings first, then the verdict and what it does not cover."""
+        """Return the report as text: findings, then the verdict and what it does not cover."""
         parts = [finding.text() for finding in self.findings]
         many = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
         verdict, checked = self.verdict, " ".join(self.checked)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to hold of context-parallel code, whatever engine or device it is of."""
+"""Invariants of context-parallel code, whatever engine or device it is of."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Invariant:
 
     @property
     def page(self) -> str:
-        """Where the documents say more, relative to the sources."""
+        """Place in the documents that says more, relative to the sources."""
         return f"docs/proof/invariants.md#{self.id.lower()}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What records of each call have to have: files come from anywhere, and are checked once."""
+"""Fields that records of each call must have: files come from anywhere, and are checked once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MOST_SECONDS = 1e9
 
 
 class Rule(NamedTuple):
-    """What a field has to be, in words and as a function."""
+    """Rule that a field has to keep, in words and as a function."""
 
     text: str
     holds: Callable[[Any], bool]
 
 
 def fault_of(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> str | None:
-    """What is wrong with the first field that breaks its rule, if one does."""
+    """Return the fault of the first field that breaks its rule, if one does."""
     for name, rule in rules.items():
         if name not in fields:
             return f"has no {name!r}"

@@ -59,14 +59,14 @@ class RecordedBatch:
 
 @dataclass(frozen=True)
 class Capture:
-    """What the processes of a run recorded.
+    """Capture of a run: the calls that its processes recorded.
 
     Attributes
     ----------
     headers : tuple of mapping
-        Of each file: version, instruction set, host, pid and rank.
+        Version, instruction set, host, pid and rank of each file.
     calls : tuple of RecordedCall
-        Those of one process after those of the other, in the order in which they returned.
+        Calls of one process after those of the other, in the order in which they returned.
     truncated : tuple of Path
         Files whose last line is not whole: their process ended without closing them.
 
@@ -82,7 +82,7 @@ class Capture:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the processes."""
+        """Rank of each process."""
         return tuple(header["rank"] for header in self.headers)
 
     def of(self, *names: str) -> list[RecordedCall]:

@@ -102,7 +102,7 @@ def bars_of(finding: Finding) -> dict[str, Any] | None:
 
 
 def _title(ranges: Sequence[tuple[int, int]]) -> str:
-    """What the first ranges are from and to."""
+    """Return the bounds of the first ranges as text."""
     texts = [f"{begin} to {end - 1}" for begin, end in ranges[:_MOST_NAMED]]
     rest = len(ranges) - len(texts)
     return ", ".join([*texts, *([f"and {rest} more"] if rest else [])]) or "none"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks spend their time, as shapes of a drawing."""
+"""Timeline of ranks, as shapes of a drawing."""
 
 from __future__ import annotations
 

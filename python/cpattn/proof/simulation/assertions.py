@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program asserts of its own results, and finds not to hold."""
+"""Assertions of a program on its own results that do not hold."""
 
 from __future__ import annotations
 

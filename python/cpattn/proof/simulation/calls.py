@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank asks of others: which tensors it gives to whom, and takes from whom."""
+"""Calls of a rank to others: which tensors it gives to whom, and takes from whom."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OF_THREAD = threading.local()
 
 @contextlib.contextmanager
 def at_site(site: Site) -> Iterator[None]:
-    """What the thread calls meanwhile comes from this line: of a record, of which none is run."""
+    """Attribute this thread's calls in the block to a line of a record, whose code is not run."""
     _OF_THREAD.site = site
     try:
         yield
@@ -164,7 +164,7 @@ class Call:
         self.forget_lists()
 
     def forget_lists(self) -> None:
-        """After another choice of tensors."""
+        """Forget lists that were made of the tensors, after another choice of these."""
         for name in ("inputs", "outputs"):
             self.__dict__.pop(name, None)
 
@@ -174,7 +174,7 @@ class Call:
         return self.kind.startswith("all_reduce")
 
     def expected_from(self, source: int) -> list[torch.Tensor]:
-        """What it takes from a rank of the group, reduced or not."""
+        """Return what the call takes from a rank of the group, reduced or not."""
         return self.reduces or self.takes.get(source, [])
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks gave and returned, as digests that runs are compared by."""
+"""Digests of what ranks gave and returned, by which runs are compared."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _step(call: Call) -> Step:
 
 
 def digest_of_given(call: Call) -> bytes:
-    """Of all that a call gives."""
+    """Return the digest of all that a call gives."""
     return _digest_of([copy for _, copy in call.kept])
 
 

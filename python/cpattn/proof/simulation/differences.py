@@ -55,7 +55,7 @@ def _finding(
 
 
 def between(one: Call, other: Call, position: int, calls: Iterable[Call]) -> Finding | None:
-    """What two calls that should belong together differ in, if they do.
+    """Return how two calls differ that should belong together, if they do.
 
     `calls` are those of all ranks that have made one at this position.
     """
@@ -90,7 +90,7 @@ def _nth(call: Call, position: int) -> str:
 
 
 def _of_sizes(giver: Call, taker: Call, position: int, calls: Iterable[Call]) -> Finding:
-    """What a rank gives and another one takes differ in size or dtype."""
+    """Return the finding that a rank gives another size or dtype than another one takes."""
     given, taken = giver.gives.get(taker.rank, []), taker.expected_from(giver.rank)
     marks = {giver.rank: f"gives {sizes_text(given)}", taker.rank: f"takes {sizes_text(taken)}"}
     return _finding(
@@ -117,7 +117,7 @@ def _name_of_difference(given: Sequence[torch.Tensor], taken: Sequence[torch.Ten
 
 
 def of_message(send: Call, receive: Call) -> Finding | None:
-    """What a send and its receive differ in, if they do."""
+    """Return how a send and its receive differ, if they do."""
     given, taken = send.inputs, receive.outputs
     if _fit(given, taken):
         return None

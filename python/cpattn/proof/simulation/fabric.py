@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where calls of ranks meet: which belong together, and whether they agree."""
+"""Meetings of calls of ranks: which belong together, and whether they agree."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Round:
 
 
 class Refuted(Exception):
-    """What a call adds to those of others breaks an invariant."""
+    """Error of a call that, with those of other ranks, breaks an invariant."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.what)
@@ -67,7 +67,7 @@ class Fabric:
             self._post_collective(call)
 
     def round_of(self, call: Call) -> Round:
-        """That of a collective call."""
+        """Return the round of a collective call."""
         return next(one for one in self._rounds[_key_of(call.group)] if call in one.calls.values())
 
     def _post_collective(self, call: Call) -> None:
@@ -116,7 +116,7 @@ class Fabric:
             call.complete = True
 
     def unmatched(self) -> Iterator[Finding]:
-        """What is left over when all ranks have returned."""
+        """Report what is left over when all ranks have returned."""
         for send in self._sends:
             yield differences.left_over(send, "nobody receives it", "send-not-received")
         for receive in self._receives:
@@ -137,7 +137,7 @@ class Fabric:
 
 
 def _key_of(group: Group) -> _Key:
-    """By what its calls are kept: groups of one rank may have the name of another one's."""
+    """Return the key of a group's calls: groups of one rank may have the name of another one's."""
     return group.generation, group.name if len(group.ranks) > 1 else str(group)
 
 

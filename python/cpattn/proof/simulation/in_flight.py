@@ -45,7 +45,7 @@ def _any_overlap(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 
 
 def faults_of(call: Call) -> Iterator[Finding]:
-    """What was changed between the start of a call and its wait."""
+    """Find what was changed between the start of a call and its wait."""
     outputs = call.outputs
     for block, copy in call.kept:
         if not any(_overlap(block, output) for output in outputs) and not _same(block, copy):
@@ -137,7 +137,7 @@ def _by_argument(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a dense tensor in the order of its elements, whatever its strides."""
+    """Return the bytes of a dense tensor in the order of its elements, whatever its strides."""
     values = tensor.detach().resolve_conj().resolve_neg()
     return values.contiguous().view(-1).view(torch.uint8)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When calls begin and end under a model of the links between ranks."""
+"""Model of the links between ranks, by which calls begin and end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Link:
         self._cpu[rank] = time.thread_time()
 
     def pause(self, rank: int) -> None:
-        """What it computed since has taken its CPU time."""
+        """Add the CPU time of what the rank has computed since it went on."""
         spent = time.thread_time() - self._cpu[rank]
         begin = self.now[rank]
         self.now[rank] += spent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backends ask of tensors: no gaps in memory, and nothing given that is filled meanwhile."""
+"""Demands of backends on tensors: dense memory, and nothing given that is filled meanwhile."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CUTS_ROWS = (
 
 
 class Runtime(Protocol):
-    """What carries calls out."""
+    """Runtime that carries calls out."""
 
     def begin(self, call: Call) -> dist.Work: ...
     def refute(self, finding: Finding) -> NoReturn: ...
@@ -113,7 +113,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return {rank: list(tensors) for rank in range(self.size())}
 
     def _blocks(self, lists: Sequence[Tensors]) -> Blocks:
-        """By rank, from lists by tensor of lists by rank."""
+        """Transpose `[tensor][rank]` to `{rank: [tensors]}`."""
         return {rank: [of_ranks[rank] for of_ranks in lists] for rank in range(len(lists[0]))}
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]

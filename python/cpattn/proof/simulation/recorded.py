@@ -25,14 +25,14 @@ from .timeline import counts_of, write_page, write_trace
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """How a recorded run is simulated.
+    """Options for the simulation of a recorded run.
 
     Attributes
     ----------
     ranks : int, optional
-        As many as these instead of those that were recorded; 1 to 64.
+        Number of ranks in place of the recorded ones; 1 to 64.
     strategy : str, optional
-        Divides the recorded batches instead of what was recorded.
+        Strategy that divides the recorded batches in place of the recorded one.
     time_limit : float
         Seconds.
     buffered_sends : bool
@@ -139,7 +139,7 @@ def _batches_of(steps: Sequence[Step]) -> str:
 
 
 def _recorded_seconds(capture: Capture) -> list[float]:
-    """Of each rank from its first recorded call to the end of its last."""
+    """Return the seconds of each rank from its first recorded call to the end of its last."""
     seconds = []
     for rank in capture.ranks:
         calls = [call for call in capture.calls if call.rank == rank]
@@ -178,7 +178,7 @@ class _RecordedLink(Link):
 
 @dataclass
 class _Program:
-    """What each rank does: its recorded steps."""
+    """Program in which each rank does its recorded steps."""
 
     run: Run
     steps: Sequence[Sequence[Step]]

@@ -31,7 +31,7 @@ def kind_of(op: Any) -> Any:
 
 
 def name_of(op: Any) -> str:
-    """As programs write it."""
+    """Return the name of an operator as programs write it."""
     return str(kind_of(op)).rpartition(".")[2]
 
 

@@ -20,7 +20,7 @@ Batch = list[list[Step]]  # of each rank
 def remade_steps(
     steps: Sequence[Sequence[Step]], ranks: int | None, strategy: str | None
 ) -> tuple[list[list[Step]], str]:
-    """The same batches on other ranks or by another strategy, and how a report names that.
+    """Return the batches on other ranks or by another strategy, and how a report names that.
 
     What every rank sends to all others, rows of its own or words of an agreement, is sent by the
     new ranks to all others: as many bytes a row, or as many. Attention takes the recorded seconds
@@ -116,7 +116,7 @@ class _Template:
             self.seconds = sum(spans) / len(spans)
 
     def _read(self, exchanges: Sequence[Step], rows: Sequence[int]) -> None:
-        """How many bytes, or bytes a row, every rank sends to all others."""
+        """Find how many bytes, or bytes a row, every rank sends to all others."""
         sizes = []
         for rank, one in enumerate(exchanges):
             assert isinstance(one, Exchange)
@@ -174,7 +174,7 @@ def _pairs(plan: ContextParallelMetadata) -> int:
 
 
 def _seconds_a_pair(batch: Batch, plans: Sequence[ContextParallelMetadata]) -> float:
-    """Of one layer's attention, from all that ranks recorded of the batch."""
+    """Return the seconds of attention for a pair in one layer, from all records of the batch."""
     spans = [
         (step.seconds, _pairs(plan))
         for of_rank, plan in zip(batch, plans, strict=True)

@@ -60,7 +60,7 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """Whose turn it is."""
+        """Rank whose turn it is."""
         return self._scheduler.current
 
     @property

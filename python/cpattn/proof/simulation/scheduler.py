@@ -22,14 +22,14 @@ class Stopped(BaseException):
 
 
 class RankState(Protocol):
-    """What a rank has to itself although all share one process."""
+    """State that a rank has to itself although all share one process."""
 
     def enter(self) -> None: ...
     def leave(self) -> None: ...
 
 
 class _RankThread(threading.Thread):
-    """Of a rank."""
+    """Thread that runs one simulated rank."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ _SHARED = ("cpattn", "numpy", "sys", "torch")
 
 @dataclass(frozen=True)
 class Options:
-    """How a program is simulated.
+    """Options of a simulation.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ class _Exited(NotUsable):
 
 @dataclass
 class Program:
-    """What each rank runs, and what it starts with."""
+    """Program that each rank runs, and what it starts with."""
 
     name: str
     body: Callable[[ProcessState], Any]
@@ -340,7 +340,7 @@ def _judge_alone(program: Program, options: Options) -> Report:
 
 
 def _checked(run: Run) -> tuple[str, ...]:
-    """What was decided: OWN of the rows that a call cuts for the ranks, where there is one."""
+    """Return the invariants that were decided: OWN if calls cut rows for the ranks."""
     ids = {"SEQ", *(finding.invariant for finding in run.findings)}
     if any(call.kind in CUTS_ROWS for calls in run.fabric.history for call in calls):
         ids.add("OWN")
@@ -348,7 +348,7 @@ def _checked(run: Run) -> tuple[str, ...]:
 
 
 def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
-    """The same, with how to see it again where the first order did not show it."""
+    """Return the finding with how to see it again, if the first order did not show it."""
     if seed == options.seeds[0]:
         return finding
     replay = f"--seed {seed} replays it"

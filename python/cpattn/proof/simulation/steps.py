@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks did in a recorded run, in order: plans, messages, and computation between them."""
+"""Steps of ranks in a recorded run, in order: plans, messages, and computation between them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Step = Planned | Exchange | Span
 
 
 def recorded_steps(capture: Capture) -> list[list[Step]]:
-    """Of each rank of the group, by its number there; NotUsable if one is missing or double."""
+    """Return the steps of each rank by its number; NotUsable if one is missing or double."""
     by_rank: dict[int, list[Step]] = {}
     sizes = set()
     for rank in capture.ranks:

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 
 class Turns(Protocol):
-    """Whose turn it is."""
+    """Turns of ranks, of which one runs at a time."""
 
     def block(self, ready: Callable[[], bool], what: str = ...) -> None: ...
     def give_way(self) -> None: ...

@@ -13,7 +13,7 @@ from .fabric import Fabric
 
 @dataclass(frozen=True)
 class Waiting:
-    """Where a rank waits, and for what."""
+    """Line at which a rank waits, and what for."""
 
     site: Site
     what: str
@@ -21,7 +21,7 @@ class Waiting:
 
 
 def finding_of(waiting: Mapping[int, Waiting], over: Sequence[int], fabric: Fabric) -> Finding:
-    """Which ranks wait where, for what, and why that will not come."""
+    """Return the finding that ranks wait: where each does, for what, and why that will not come."""
     awaited = {
         rank: fabric.waits_for(one.call) if one.call else [] for rank, one in waiting.items()
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program holds while a call goes on."""
+"""Handles that a program holds while calls go on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class SimulatedWork(dist.Work):
     Parameters
     ----------
     call : Call
-        What it is of.
+        The call.
     wait : callable
         Returns once the call is complete and its outputs are there.
     poll : callable
-        Whether that is so, after others had a turn.
+        Tells whether that is so, after others had a turn.
     """
 
     #: A wait ends by Ctrl-C, and only in the thread of the rank.

@@ -16,18 +16,18 @@ TOOLS = ("lint", "simulate", "conform")
 
 @dataclass(frozen=True)
 class Shipped:
-    """What the same tool says of the code of a release itself, run as it was published.
+    """Verdict of the same tool on the code of a release itself, run as it was published.
 
     Attributes
     ----------
     release : str
-        As ``"sglang 0.5.23"``.
+        Name and version, such as ``"sglang 0.5.23"``.
     ran : str
-        What of it was run.
+        The part of it that was run.
     says : str
         The finding, or its beginning where figures follow.
     mend : str
-        With what in its place it is proved.
+        The change with which it is proved.
     test : str
         The test that runs it and compares what is said, a path in the repository.
     """
@@ -82,7 +82,7 @@ class ZooEntry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tool said of an entry.
+    """Outcome of the tool on an entry.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class Outcome:
         return self.refuted and self.proved
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the outcome as a mapping for JSON."""
         names = ("bug", "link", "tool", "invariant", "story")
         fields = {name: getattr(self.entry, name) for name in names}
         shipped = self.entry.shipped

@@ -41,7 +41,7 @@ _MARK = "_cpattn_is_of_cuda"
 
 
 class Ranks(Protocol):
-    """What of a run is asked for."""
+    """Part of a run that the calls of CUDA ask for."""
 
     size: int
 
@@ -112,7 +112,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _TensorsOnCpu(TorchFunctionMode):
-    """Has functions of torch make tensors on the CPU, and copies go where a device would copy."""
+    """Mode of torch in which tensors are made on the CPU, and copied where a device would copy."""
 
     def __init__(self, cuda: CudaAsCpu) -> None:
         super().__init__()

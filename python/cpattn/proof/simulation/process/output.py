@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks print."""
+"""Output of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Turn(Protocol):
-    """Whose turn it is."""
+    """Turns of ranks, of which one runs at a time."""
 
     @property
     def rank(self) -> int: ...
@@ -43,7 +43,7 @@ class Output:
 
 
 class _Bytes(io.RawIOBase):
-    """What programs write as bytes, among the lines."""
+    """Bytes that programs write, among the lines."""
 
     def __init__(self, lines: _Lines) -> None:
         self._lines = lines

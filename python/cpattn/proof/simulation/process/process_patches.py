@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of torch and Python has to know, for a while, that one process holds all ranks."""
+"""Patches of torch and Python for the while in which one process holds all ranks."""
 
 from __future__ import annotations
 

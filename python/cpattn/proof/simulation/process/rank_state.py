@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process has to itself: of each rank, in place whenever it is the rank's turn."""
+"""State of a process that each rank has to itself, in place whenever it is the rank's turn."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Randomness:
 
 
 class ProcessState:
-    """What one rank has to itself.
+    """State of a process that one rank has to itself.
 
     Environment, working folder, arguments, `sys.path`, `__main__`, groups, random numbers and own
     modules.
@@ -57,13 +57,13 @@ class ProcessState:
     Parameters
     ----------
     environment : mapping
-        Of the rank.
+        Environment of the rank.
     argv : sequence of str
         ``sys.argv``.
     private : sequence of paths
         Folders whose modules every rank imports for itself, as processes do.
     own_modules : sequence of str
-        Packages of which the same is true, wherever they are.
+        Packages that every rank imports for itself, wherever they are.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ def _attend(*args: Any, **options: Any) -> _Part:
 
 
 def _prefix_and_new(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[_Part, _Part]:
-    """Over the first half of each sequence's keys, and over the second."""
+    """Attend to the first half of each sequence's keys, and to the second."""
     import torch
 
     options = dict(options)

@@ -50,7 +50,7 @@ def columns(names: Sequence[str], lines: Iterable[Sequence[int]]) -> dict[str, l
 
 
 def local_length(tokens: int, rank: int, ranks: int, interleave: int = 1) -> int:
-    """How many of the first tokens a rank keeps, `interleave` in a row."""
+    """Count the first tokens that a rank keeps, `interleave` in a row."""
     rounds, rest = divmod(tokens, ranks * interleave)
     return rounds * interleave + min(max(rest - rank * interleave, 0), interleave)
 

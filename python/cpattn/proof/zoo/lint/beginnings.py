@@ -73,7 +73,7 @@ def _ragged_decode(mended: bool) -> Document:
 
 
 def _token_for_page(mended: bool) -> Document:
-    """Where buffers are lists of tokens, the length of a page was that of one of them."""
+    """The length of a page was that of one token, where buffers are lists of tokens."""
     page_size, num_pages, token = 8, 8, 64
     page = page_size * token
     side = memory(page_size, [(0, "k", page), (0, "v", page)]) | {"num_pages": num_pages}

@@ -38,7 +38,7 @@ def transfer(
 
 
 def page_of(side: dict[str, Any], place: int, page: int) -> int:
-    """Where a page of a buffer begins."""
+    """Return the address at which a page of a buffer begins."""
     buffer = side["entries"][place]
     return int(buffer["addr"] + page * buffer["item_len"])
 
