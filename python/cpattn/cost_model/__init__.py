@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What context parallelism over many ranks will cost, before there are that many machines.
+"""Cost model: what context parallelism over many ranks will cost, without so many machines.
 
     layer = AttentionLayer(num_heads=32, num_kv_heads=8, head_dim=128)
     rates = Rates(gflops=900, gather_gb_per_s=10)
@@ -21,7 +21,7 @@
 ``command``      what `cpattn plan` is asked
 ``report``       tables and JSON of `cpattn plan`; needs rich
 
-Those before the calibration need NumPy only.
+Modules before the calibration need NumPy only.
 """
 
 from .decode import DecodePrediction, predict_decode

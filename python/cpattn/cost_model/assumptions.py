@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `cpattn plan` takes a rank for where nothing is given and nothing measured.
+"""Assumptions of `cpattn plan` on a rank, where nothing is given and nothing measured.
 
 These are constants, not rates of the machine that asks: the same question has the same answer on
 every machine and on every day.
@@ -16,7 +16,7 @@ THREAD_GFLOPS = {"bfloat16": 440.0, "float16": 230.0, "float32": 230.0}
 
 
 def describe(dtype: str, assumed: Collection[str]) -> str:
-    """Of what machines these rates (fields of `Rates`) are, if they are of any."""
+    """Describe the machines that the assumed rates (fields of `Rates`) are of; "" for none."""
     parts = []
     if {"threads", "gflops"} & set(assumed):
         parts.append(

@@ -61,7 +61,7 @@ def calibrate(
 
 
 def num_steps(threads: int) -> int:
-    """How often `calibrate` tells what is measured next."""
+    """Count how often `calibrate` tells what is measured next."""
     return _NUM_SHAPES + _NUM_LONG + (_NUM_LONG if threads > 1 else 0) + 2
 
 
@@ -95,14 +95,14 @@ def attention_rates(
 
 
 def _gflops(samples: list[Sample], rates: dict[str, float]) -> float:
-    """What the samples leave for the products, where the other rates are known."""
+    """Return the rate of products that the samples leave, where the other rates are known."""
     products, packing, rows, seconds = np.sum(samples, axis=0)
     flops = products + rates["pack_rows"] * packing + rates["row_keys"] * rows
     return float(flops / (seconds - len(samples) * 1e-6 * rates["call_us"]) / 1e9)
 
 
 def lse_share(without: list[Sample], with_lse: list[Sample]) -> float:
-    """What an LSE adds to the products of the same calls, as a share of their time."""
+    """Return what an LSE adds to the products of the same calls, as a share of their time."""
     seconds = sum(sample.seconds for sample in without)
     return max(sum(sample.seconds for sample in with_lse) / seconds - 1, 0.0)
 
@@ -203,7 +203,7 @@ def _sample(
 
 
 def _exchange_rates(threads: int) -> dict[str, float]:
-    """Between two processes on the threads of one rank."""
+    """Measure the exchange between two processes on the threads of one rank."""
     each = max(threads // 2, 1)
     target = f"{__name__}.ExchangeRank"
     roles = [Role(f"process {rank} of the exchange", target, rank, each) for rank in range(2)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `cpattn plan` is asked: its options as numbers of ranks, batches, a layer and rates."""
+"""Options of `cpattn plan` as numbers of ranks, batches, a layer and rates."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _decoded(
 def _rates(
     layer: AttentionLayer, given: dict[str, Any], *, measure: bool, progress: Progress
 ) -> tuple[Rates, dict[str, str]]:
-    """Nothing is measured unless asked for: the same question has the same answer everywhere."""
+    """Return rates, measured only on demand: the same question has the same answer everywhere."""
     given = {name: value for name, value in given.items() if value is not None}
     if measure:
         threads = given.get("threads") or _core.default_num_threads()

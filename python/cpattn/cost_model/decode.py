@@ -308,12 +308,12 @@ def _parts(number: int) -> int:
 
 
 def _to_all(heads: Ints) -> Ints:
-    """[hosts, ranks of a host]: heads of each rank, once for each other host."""
+    """Return [hosts, ranks of a host]: heads of each rank, once for each other host."""
     return heads * (len(heads) - 1)
 
 
 def _of_others(heads: Ints) -> Ints:
-    """The same: heads of the ranks at its place in other hosts."""
+    """Return [hosts, ranks of a host]: heads of the ranks at the same place in other hosts."""
     return heads.sum(0) - heads
 
 

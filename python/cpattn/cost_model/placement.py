@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank keeps the keys and values of which tokens, and what each then attends to: integers.
+"""Placement of keys and values on ranks, and what each rank then attends to: integers.
 
 Stripes of tokens go round the ranks. With ``page_interleave`` a stripe is a page, and page P of a
 sequence belongs to rank ``(base + P) % cp_size``, where the base is the rank that keeps the fewest
@@ -63,7 +63,7 @@ class Stripes:
         return (positions // self.size + self.bases[sequences]) % self.cp_size
 
     def _within(self, rest: Ints) -> Ints:
-        """Of the rank's stripe in a round, the tokens among the first `rest` of the round."""
+        """Count the tokens of the rank's stripe among the first `rest` of a round."""
         return np.clip(rest - self.places * self.size, 0, self.size)
 
 

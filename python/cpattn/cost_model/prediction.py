@@ -334,7 +334,7 @@ class _Total:
         self._most = {name: max(most, getattr(work, name)) for name, most in self._most.items()}
 
     def fields(self) -> dict[str, Any]:
-        """Of a `Prediction`."""
+        """Return the fields of a `Prediction`."""
         sums = dict(self.sums)
         imbalance = sums.pop("most_pairs") / sums.pop("mean_pairs")
         return sums | self._most | {"imbalance": imbalance}

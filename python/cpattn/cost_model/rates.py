@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a rank computes and exchanges, and the seconds that work takes at these rates."""
+"""Rates at which a rank computes and exchanges, and the seconds that work takes at them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank computes and exchanges, and the seconds that work takes at these rates.
+    """Rates at which a rank computes and exchanges, and the seconds that work takes at them.
 
     The defaults of the exchange are those of gloo over 10 Gbit/s.
 
@@ -26,7 +26,7 @@ class Rates:
         Floating-point operations of the products of attention, by all threads of a rank, in
         10^9 per second.
     threads : int
-        Of a rank, at least 1. Fewer items of work than threads leave some of them idle.
+        Threads of a rank, at least 1. Fewer items of work than threads leave some of them idle.
     pack_rows : float
         What packing one key and value costs, as rows of products with them.
     row_keys : float

@@ -59,7 +59,7 @@ class LayerSeconds(NamedTuple):
 
 
 def crowding(rates: Rates, ranks_per_host: int, cpus: int | None) -> float:
-    """How much longer a rank computes because its host has fewer CPUs than threads."""
+    """Return how much longer a rank computes because its host has fewer CPUs than threads."""
     return 1.0 if cpus is None else max(1.0, ranks_per_host * rates.threads / cpus)
 
 

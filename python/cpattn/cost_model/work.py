@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank has to compute and to send for one layer of one batch: integers, exact."""
+"""Work of every rank for one layer of one batch, computing and sending: integers, exact."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Shares:
     number: int
 
     def pieces(self, rows: Ints, step: int, item_tokens: Ints) -> Numbers:
-        """Into which rows, `step` tokens apart, are cut: the mean of the shares."""
+        """Return how many pieces rows, `step` tokens apart, are cut into: the mean over shares."""
         if self.number == 1:
             return -(-rows // item_tokens)
         if self.stripe == 1:
@@ -345,7 +345,7 @@ def _items(
     layer: AttentionLayer,
     shares: Shares | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of each rank the packed keys, and its most expensive item."""
+    """Return the packed keys of each rank, and its most expensive item."""
     share = np.clip(tokens * layer.num_heads // _BALANCED_ITEMS, _MIN_ITEM_ROWS, _MAX_ITEM_ROWS)
     max_rows = np.minimum(share, _ITEM_BYTES // (4 * layer.dims)) // _ROW_GRANULE * _ROW_GRANULE
     group = layer.num_heads // layer.num_kv_heads
