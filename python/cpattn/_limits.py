@@ -19,7 +19,7 @@ MAX_BATCH_TOKENS = 1 << 24  # new tokens: some arrays of a plan have an entry fo
 def check_batch(
     lens_option: str, lens: Sequence[int], prefix_option: str, prefix: Sequence[int]
 ) -> None:
-    """ValueError if lists of a batch do not match, or if it is too large.
+    """Raise ValueError if lists of a batch do not match, or if it is too large.
 
     Messages name the command-line options.
     """
@@ -41,7 +41,7 @@ def check_batch(
 
 
 def check_seq_lens(function: str, seq_lens: Sequence[int], extend_lens: Sequence[int]) -> None:
-    """ValueError unless each sequence has a length, and one for at least its new tokens."""
+    """Raise ValueError unless each sequence has a length, and one for at least its new tokens."""
     if len(seq_lens) != len(extend_lens):
         raise ValueError(
             f"{function}: seq_lens must have as many elements as extend_lens, "
@@ -55,7 +55,7 @@ def check_seq_lens(function: str, seq_lens: Sequence[int], extend_lens: Sequence
 
 
 def check_kind(function: str, name: str, value: Any, kind: type) -> None:
-    """TypeError unless an argument is of a class."""
+    """Raise TypeError unless an argument is of a class."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{function}: {name} must be of {kind.__name__}, got {type(value).__name__}"
@@ -65,7 +65,7 @@ def check_kind(function: str, name: str, value: Any, kind: type) -> None:
 def check_integer(
     function: str, name: str, value: Any, low: int = 1, high: int | None = None
 ) -> None:
-    """TypeError unless an argument is an integer, ValueError unless it is in its range."""
+    """Raise TypeError unless an argument is an integer, ValueError unless it is in its range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{function}: {name} must be an integer, got {_shown(value)}")
     if value < low:
@@ -83,7 +83,7 @@ def _shown(value: object) -> str:
 
 
 def check_number(function: str, name: str, value: Any, *, positive: bool = True) -> None:
-    """TypeError unless an argument is a number, ValueError unless it is finite, and > 0 or >= 0."""
+    """Raise TypeError unless an argument is a number, ValueError unless finite and > 0, or >= 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{function}: {name} must be a number, got {_shown(value)}")
     if not math.isfinite(value) or value < 0 or (positive and not value):

@@ -38,7 +38,7 @@ class HostsError(RuntimeError):
 
 
 class Hosts:
-    """So many hosts, `address` by `address`; a context manager, on whose exit none is left.
+    """Hosts, from `address` to `address`; a context manager, on whose exit none is left.
 
     `link_gbps` is the rate of each cable in either direction; None: what the machine does.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does it work, and how fast, on these machines? For `torchrun`, on all of them at once::
+"""Check on these machines: does it work, and how fast? For `torchrun`, on all of them at once::
 
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr 192.0.2.1 \\
         -m cpattn.distributed.check

@@ -111,7 +111,7 @@ def _storing(rows: int) -> Callable[[], None]:
 
 
 def _messages(group: dist.ProcessGroup, number: int) -> None:
-    """So many small messages to and from each peer at a time."""
+    """Exchange `number` small messages with each peer at a time."""
     here, there = torch.zeros(2, 64, dtype=torch.uint8)
     own = dist.get_rank(group)
     ranks = [dist.get_global_rank(group, r) for r in range(dist.get_world_size(group)) if r != own]

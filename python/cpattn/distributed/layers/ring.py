@@ -115,7 +115,7 @@ class Ring:
         return {(self.own + 1) % self.size: block}, {(self.own - 1) % self.size: following}
 
     def wait(self, posted: Posted) -> None:
-        """Until the block of a step is here."""
+        """Wait until the block of a step is here."""
         self.exchange.finish(posted)
 
     def block_bytes(self, step: int, heads: slice) -> int:
@@ -211,7 +211,7 @@ class _HostRing(Ring):
         return sends, receives
 
     def wait(self, posted: Posted) -> None:
-        """Until all ranks here have their parts, and read nothing before them any more."""
+        """Wait until all ranks here have their parts, and read nothing before them any more."""
         super().wait(posted)
         self._meet()
 

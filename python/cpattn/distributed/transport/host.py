@@ -249,7 +249,7 @@ def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> 
 
 
 def _obstacle(ranks: Sequence[_Announcement], hosts: Hosts, transport: str) -> str | None:
-    """Why memory cannot be shared, as far as that is known before it is tried."""
+    """Return why memory cannot be shared, as far as that is known before it is tried."""
     if transport == "tcp":
         return "transport='tcp' was given"
     if 1 < len(hosts) == len(ranks):

@@ -36,7 +36,7 @@ _ROOM = 0.5  # seconds behind the timeout, for both
 
 
 class Words(NamedTuple):
-    """Why a rank has left: whom it missed, and what it saw of them; nobody for its own error."""
+    """Last words of a rank: whom it missed, and what it saw of them; nobody for its own error."""
 
     missed: tuple[int, ...]
     reason: str
@@ -153,7 +153,7 @@ class RollCall:
                     work.wait(_AT_ONCE)
 
     def named(self, rank: int, failures: Mapping[int, str]) -> dict[int, str]:
-        """Whom this rank names for its failures, and why: whom they say to have missed, if any."""
+        """Return whom this rank names for its failures, and why: whom they have missed, if any."""
         heard = self.heard()
         named: dict[int, str] = {}
         missing_us: dict[int, str] = {}
@@ -192,7 +192,7 @@ class Watch:
     ended_since: float | None = None
 
     def losses(self, awaited: int) -> tuple[dict[int, str], bool]:
-        """Whom there is no use to wait for, and why; and whether that is for the time alone."""
+        """Return whom it is no use to wait for, and why; and whether that is for the time alone."""
         now = time.monotonic()
         heard = self.roll_call.heard()
         if heard:

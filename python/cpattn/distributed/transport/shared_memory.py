@@ -213,7 +213,7 @@ class _File:
 def _refusal(
     function: str, totals: list[int], sizes: list[int], told: list[list[int]], hosts: Hosts
 ) -> str | None:
-    """Why there is no memory for a pool, or scratch: all ranks find the same."""
+    """Return why there is no memory for a pool, or scratch: all ranks find the same."""
     what = "scratch" if function == _SCRATCH_CALL else "a pool"
     for rank, (error, _, num_bytes, _) in enumerate(told):
         if error:

@@ -23,7 +23,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache
 
 
 def _flash_attn_backward(*_: Any, **__: Any) -> NoReturn:
-    """Only for libraries that import the name."""
+    """Exists for libraries that import the name."""
     raise NotImplementedError("_flash_attn_backward: cpattn has no backward pass")
 
 

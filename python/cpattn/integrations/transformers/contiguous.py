@@ -25,7 +25,7 @@ def check_supported(
     unsupported: tuple[str, ...] = UNSUPPORTED,
     dropout: float = 0.0,
 ) -> None:
-    """ValueError for what a model may ask for and the kernels do not have."""
+    """Raise ValueError for what a model may ask for and the kernels do not have."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(
             f"{FUNCTION}: inputs must not require gradients, there is no backward pass; run the "

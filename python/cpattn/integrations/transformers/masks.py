@@ -162,7 +162,7 @@ def _is_traced(x: Any) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refusal(config_class: Any) -> str:
-    """Why models of this configuration are refused, or nothing."""
+    """Return why models of this configuration are refused, or ""."""
     try:
         for model_class in _model_classes(config_class):
             check_model(model_class)
@@ -186,7 +186,7 @@ def _model_classes(config_class: Any) -> tuple[Any, ...]:
 
 
 def check_model(model_class: Any) -> None:
-    """ValueError for models that take any attn_implementation, but compute attention themselves.
+    """Raise ValueError for models that take any attn_implementation but compute it themselves.
 
     Some of them ask for its masks nevertheless, and would see keys that masks like these hide.
     """

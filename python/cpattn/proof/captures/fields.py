@@ -55,7 +55,7 @@ def _integer(low: int, high: int) -> Rule:
 def _array(
     dimensions: int, low: int = -MAX_INT, most: int | None = None, longest: int | None = None
 ) -> Rule:
-    """So many integers at most, from `low`, of which all together are at most `most`."""
+    """Rule for an array of integers from `low`: at most `longest`, together at most `most`."""
 
     def holds(value: Any) -> bool:
         if not isinstance(value, np.ndarray) or value.ndim != dimensions:

@@ -25,7 +25,7 @@ class Room:
         self._left = num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """ValueError if there are not so many left."""
+        """Raise ValueError if there are not so many left."""
         self._left -= num_bytes
         if self._left < 0:
             raise ValueError(f"arrays must have at most {_MAX_BYTES} bytes together, got more")

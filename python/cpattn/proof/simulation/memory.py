@@ -18,7 +18,7 @@ _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "reduce")
 
 
 def fault_of(call: Call) -> Finding | None:
-    """Why a backend would refuse the tensors of a call, or compute other values with them."""
+    """Find why a backend would refuse the tensors of a call, or compute other values with them."""
     if call.kind not in _ANY_STRIDES:
         for tensor in (*call.inputs, *call.outputs):
             if not tensor.is_contiguous() and not is_dense(tensor):

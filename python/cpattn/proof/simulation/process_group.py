@@ -94,10 +94,10 @@ class SimulatedGroup(dist.ProcessGroup):
         self._begin("new_group").wait()
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Do nothing, as nothing is open."""
 
     def abort(self) -> None:
-        """Nothing is open."""
+        """Do nothing, as nothing is open."""
 
     def _begin(self, kind: str, **parts: Any) -> dist.Work:
         for blocks in (parts.get("gives", {}), parts.get("takes", {})):

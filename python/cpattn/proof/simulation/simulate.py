@@ -102,7 +102,7 @@ class Options:
 
 
 def check_number(name: str, value: float, least: float, most: float, kind: type = float) -> None:
-    """TypeError or ValueError unless an option is a number within its bounds."""
+    """Raise TypeError or ValueError unless an option is a number within its bounds."""
     kinds, what = ((int,), "an integer") if kind is int else ((int, float), "a number")
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"simulate: {name} must be {what}, got {value!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why nobody can go on."""
+"""Deadlocks: why nobody can go on."""
 
 from __future__ import annotations
 

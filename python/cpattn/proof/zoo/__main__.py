@@ -89,7 +89,7 @@ def _print(outcomes: Sequence[Outcome]) -> None:
 
 
 def _fault(outcome: Outcome) -> str:
-    """Why an outcome does not hold."""
+    """Say why an outcome does not hold."""
     if not outcome.refuted:
         return f"{outcome.entry.invariant} is not among the findings"
     return "the mended form is not proved"

@@ -121,7 +121,7 @@ class ShardedSparseAttention:
         return self._chosen
 
     def error_over_codes(self, rows: Any) -> None:
-        """There are no codes."""
+        """Return None: there are no codes."""
 
     def flops(self) -> dict[str, int]:
         """Useful work of the batch on this rank, two flops for a multiplication and an addition."""
