@@ -207,6 +207,7 @@ lint: .venv/.lint build  ## formatting, lint, types
 	python scripts/architecture.py --check
 	python scripts/concept_pictures.py --check
 	python scripts/kv_8bit_errors.py --check
+	python scripts/first_words.py
 
 tidy: .venv/.lint build  ## clang-tidy
 	@echo clang-tidy ...
