@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import find, settings
+from hypothesis.errors import NoSuchExample
 
 import cpattn
 from cpattn.proof import conform
-from cpattn.proof.conformance import SIGNATURES, Features, Signature
+from cpattn.proof.conformance import SIGNATURES, Case, Features, Signature
 from cpattn.proof.conformance.strategies import cases
 from cpattn.proof.conformance.trials import Budget, sweep
 from support.proof.conformance import AT_EDGES, broken, false_alarms
@@ -75,6 +77,15 @@ def test_what_is_not_claimed_is_no_finding_and_what_is_refused_is_counted():
     assert answered == cases - 1
     said = f", {answered} of {cases} cases answered, 1 refused (1 no softcap, got #.#) ("
     assert said in report.text()
+
+
+def test_a_case_like_another_may_be_as_long():
+    features, long = SIGNATURES["cpattn"].features, Case(q_lens=(1,), kv_lens=(1500,))
+    few = settings(max_examples=60, database=None, derandomize=True)
+    found = find(cases(features, long), lambda case: max(case.kv_lens) >= 1500, settings=few)
+    assert (found.q_lens, found.kv_lens) == ((1,), (1500,))
+    with pytest.raises(NoSuchExample):
+        find(cases(features), lambda case: max(case.kv_lens) >= 1500, settings=few)
 
 
 class Right:

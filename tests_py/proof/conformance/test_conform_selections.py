@@ -15,7 +15,7 @@ from cpattn.proof.conformance.selection.cases import (
     edge_cases,
     make_scores,
 )
-from cpattn.proof.conformance.selection.trials import is_topk
+from cpattn.proof.conformance.selection.rows import is_topk
 from cpattn.sparse import fast_topk
 from support.proof.conformance import AT_EDGES, SECONDS_TO_SHRINK
 from support.proof.conformance import broken_selections as broken
@@ -79,6 +79,30 @@ def test_the_union_of_ranks_must_be_the_top_k():
     report = report_of(broken.other_interleave, "dcp_local_indices")
     assert not report.proved
     assert {finding.invariant for finding in report.findings} == {"TOPK"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "topk-padding", "topk-k-ignored", "topk-smallest", "topk-per-part", "topk-row-order",
+        "topk-beyond-length",
+    ],
+)  # fmt: skip
+def test_a_name_that_right_results_contradict_is_told_and_not_given(name):
+    """One path of these operators has a fault: that of rows that begin elsewhere."""
+    wrong = broken.operator_of(name)
+
+    def operator(scores, lengths, topk, row_starts=None):
+        path = fast_topk if row_starts is None else wrong
+        return path(scores, lengths, topk, row_starts)
+
+    report = report_of(operator)
+    assert [finding.kind for finding in report.findings] == ["topk-unknown"], report.text()
+    (finding,) = report.findings
+    ((told, count),) = finding.details["contradicted"].items()
+    assert (told, count > 2) == (name, True)
+    assert f"{name} explains it, but not why {count} cases came out right" in finding.what
+    assert finding.details["case"]["starts"]
 
 
 def test_two_faults_have_two_names():

@@ -2,11 +2,12 @@
 """An operator of attention, or one that selects keys, tried on many batches; faults have names.
 
 ``runner``       `conform`, and the report
-``trials``       cases tried and judged; the smallest that shows a fault
+``trials``       cases tried and judged; the smallest that shows a fault; what kinds differ in
+``attention``    the kind of attention
 ``strategies``   which cases: those at every edge, and any by Hypothesis
 ``cases``        what a case is, and its memory; ``tensors``: the same for torch
 ``signatures``   how operators are called
-``selection``    the same for operators that select keys
+``selection``    the kind of operators that select keys
 ``child``        the process that the operator runs in; ``forms``: what it may return
 ``oracle``       attention in float64 that can be wrong; by ``switches``, on wrong ``memory``
 ``faults``       the wrong ways that have names

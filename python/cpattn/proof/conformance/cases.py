@@ -24,6 +24,8 @@ SPARE_PAGES = 3  # pages that no sequence has
 class Told:
     """A dataclass of numbers, the first two of them lengths, for people and programs."""
 
+    far = 0  # unless it is one of the numbers
+
     def text(self) -> str:
         """The first two fields, and those of the others that are not as by default."""
         told = []
@@ -41,6 +43,57 @@ class Told:
         """How many of the other fields are not as by default."""
         others = fields(self)[2:]  # type: ignore[arg-type]
         return sum(getattr(self, field.name) != field.default for field in others)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What calls of a signature can say. Only such cases are made.
+
+    Attributes
+    ----------
+    layouts : tuple of {"paged", "ragged", "padded"}
+        Where keys may lie.
+    kv_layouts, page_sizes : tuple
+        Of pages.
+    head_dims : tuple of int
+        Dimensions of heads, 64 among them; `v_head_dim` says whether values may have another.
+    causal : tuple of bool
+        Whether there are causal masks, and whether there is attention without.
+    same_q_lens : bool
+        Whether all sequences of a batch have equally many new tokens, at least one.
+    prefix, short_kv, empty : bool
+        Sequences with cached tokens; with more queries than keys; rows that see no key.
+    groups : bool
+        Query heads that share KV heads.
+    window, window_without_causal, softcap, sinks, v_head_dim, lse, pad_rows, append : bool
+        Whether there are such arguments or results; `Case` says what they are.
+    far : bool
+        Whether caches may be so large that page ids exceed 16 bits, and offsets 31 bits.
+    poison : bool
+        Whether what is hidden may be NaN. A mask that is added to scores hides finite keys only.
+    """
+
+    layouts: tuple[str, ...] = ("paged",)
+    kv_layouts: tuple[str, ...] = ("NHD",)
+    page_sizes: tuple[int, ...] = (4, 16, 64, 128)
+    head_dims: tuple[int, ...] = (16, 32, 64)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    causal: tuple[bool, ...] = (True, False)
+    same_q_lens: bool = False
+    prefix: bool = True
+    short_kv: bool = False
+    empty: bool = True
+    groups: bool = True
+    window: bool = False
+    window_without_causal: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    v_head_dim: bool = False
+    lse: bool = False
+    pad_rows: bool = False
+    append: bool = False
+    far: bool = False
+    poison: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from ..._processes.hosts import end_with
 from ..findings import NotUsable
-from .cases import Case
 from .forms import WrongForm
+from .judgement import Result
 
 SECONDS_TO_START = 120.0
 _ROOM_OF_FAR_CASE = 14 << 30  # two caches of 4 GiB that are not touched, and no copy of them
@@ -35,12 +35,8 @@ Operator = str | Callable[..., Any]
 class Calls(Protocol):
     """How an operator is called, and what its answers are: a signature."""
 
-    def answer(self, fn: Any, case: Any, device: str) -> Any:
+    def answer(self, fn: Any, case: Any, device: str) -> Result:
         """Call it on a case. What it raises is for the caller."""
-
-    def failed(self, case: Any, status: str, message: str) -> Any:
-        """What stands for an answer: "refused", "raised", "wrong-form", "crash" or "hang", and
-        why."""
 
 
 class Child:
@@ -61,21 +57,21 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def run(self, case: Any) -> Any:
-        """What comes of a case, as the signature has it."""
+    def run(self, case: Any) -> Result:
+        """What comes of a case."""
         if self._process is None:
             self._start()
         try:
             self._pipe.send(case)
             if self._pipe.poll(self._time_limit):
-                return self._pipe.recv()
+                result: Result = self._pipe.recv()
+                return result
         except (EOFError, OSError):
-            return self._signature.failed(case, "crash", f"the process ended{self._cause()}")
+            return Result(case, "crash", message=f"the process ended{self._cause()}")
         if not self._process.is_alive():  # what it had forked keeps the pipe open
-            return self._signature.failed(case, "crash", f"the process ended{self._cause()}")
+            return Result(case, "crash", message=f"the process ended{self._cause()}")
         self._end()
-        said = f"no answer within {self._time_limit:g} seconds"
-        return self._signature.failed(case, "hang", said)
+        return Result(case, "hang", message=f"no answer within {self._time_limit:g} seconds")
 
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
@@ -185,23 +181,23 @@ def _serve(
             pipe.send(answer)
 
 
-def _answer(fn: Any, signature: Calls, case: Any, device: str) -> Any:
+def _answer(fn: Any, signature: Calls, case: Any, device: str) -> Result:
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    if isinstance(case, Case) and case.far and device == "cpu":
+    if case.far and device == "cpu":
         room = _address_space() + _ROOM_OF_FAR_CASE
         most = [limit for limit in limits if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([room, *most]), limits[1]))
     try:
         return signature.answer(fn, case, device)
     except WrongForm as error:
-        return signature.failed(case, "wrong-form", str(error))
+        return Result(case, "wrong-form", message=str(error))
     except (SystemExit, KeyboardInterrupt) as error:
-        return signature.failed(case, "raised", _said(error))
+        return Result(case, "raised", message=_said(error))
     except BaseException as error:
         said = str(error).lower()
         refuses = isinstance(error, _REFUSALS) or any(word in said for word in _REFUSING_WORDS)
         refuses = refuses and "to unpack" not in said  # a ValueError of what takes a result apart
-        return signature.failed(case, "refused" if refuses else "raised", _said(error))
+        return Result(case, "refused" if refuses else "raised", message=_said(error))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 

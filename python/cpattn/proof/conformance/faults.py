@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .switches import RIGHT, Switches
 
@@ -29,7 +30,7 @@ class Fault:
         What the operator does, as the end of a sentence that begins with its name.
     advice : str
         What to do.
-    variants : tuple of Switches
+    variants : tuple
         Oracles that are wrong so; none where something else than an oracle tells.
     """
 
@@ -37,7 +38,7 @@ class Fault:
     invariant: str
     means: str
     advice: str
-    variants: tuple[Switches, ...] = ()
+    variants: tuple[Any, ...] = ()
 
 
 def _each(**choices: tuple[object, ...]) -> tuple[Switches, ...]:

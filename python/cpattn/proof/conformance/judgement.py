@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator gave, held against an oracle, right or wrong."""
+"""What an operator gave; and of attention, held against an oracle, right or wrong."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cases import Case
 from .numbers import Array
 from .oracle import Attended
 from .switches import Switches
@@ -23,16 +22,20 @@ class Result:
     ----------
     status : {"answered", "refused", "raised", "wrong-form", "crash", "hang"}
     out, lse : float64 arrays of the rows of sequences, or None
+    indices, if_confused : int64 arrays, or None
+        As in `SelectionAnswer`.
     message : str
         Why there is no answer, or what the side effect is.
     side_effect : {"", "changes-inputs", "new-keys-unwritten"}
         What an operator that answered did, or did not do, to its arguments.
     """
 
-    case: Case
+    case: Any
     status: str
     out: Array | None = None
     lse: Array | None = None
+    indices: Array | None = None
+    if_confused: Array | None = None
     message: str = ""
     side_effect: str = ""
 

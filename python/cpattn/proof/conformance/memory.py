@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 def reading_of(batch: Batch, sequence: int, switches: Switches) -> Reading:
     """What is read for a sequence."""
     case = batch.case
-    owner = _owner(batch, sequence, switches.order)
+    owner = owner_of(sequence, switches.order, case.kv_lens)
     lengths_of = owner if switches.order.endswith("with lengths") else sequence
     q_len, kv_len = case.q_lens[sequence], case.kv_lens[lengths_of]
     own = _slots(batch, owner, switches)
@@ -75,16 +75,15 @@ def _beyond(end: int, page_size: int, capacity: int, beyond: str) -> int:
     return {"": 0, "one": 1, "page": -end % page_size, "all": max(capacity - end, 0)}[beyond]
 
 
-def _owner(batch: Batch, sequence: int, order: str) -> int:
+def owner_of(sequence: int, order: str, lengths: tuple[int, ...]) -> int:
     """The sequence whose keys are read."""
-    count = len(batch.case.kv_lens)
+    count = len(lengths)
     if order.startswith("reversed"):
         return count - 1 - sequence
     if order.startswith("rolled"):
         return (sequence + 1) % count
     if order.startswith("longest first"):
-        lengths = np.asarray(batch.case.kv_lens)
-        return int(np.argsort(-lengths, kind="stable")[sequence])
+        return int(np.argsort(-np.asarray(lengths), kind="stable")[sequence])
     return sequence
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of 32 and 16 bits, in NumPy arrays of more."""
+"""Numbers of 32 and 16 bits, in NumPy arrays of more, and as text."""
 
 from __future__ import annotations
 
@@ -31,3 +31,12 @@ def rounded(x: Array, dtype: str) -> Array:
     even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     result = even.astype(np.uint32).view(np.float32)
     return np.where(np.isfinite(single), result, single)
+
+
+def first_of(values: Array, most: int = 6) -> str:
+    """The first of some numbers, as text.
+
+    >>> first_of(np.arange(9), 2)
+    '0, 1, ...'
+    """
+    return ", ".join([*map(str, values[:most]), *["..."] * (len(values) > most)])

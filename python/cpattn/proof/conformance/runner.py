@@ -8,37 +8,19 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
+from typing import Any
 
 from ..findings import Finding, NotUsable, Report
 from ..requirements import require as requiring
-from .cases import Case
 from .child import Child, Operator, load
 from .diagnosis import Diagnosis, diagnose
-from .judgement import off_by
-from .picture import picture
 from .selection import SELECTION_SIGNATURES, SelectionSignature
-from .selection.features import narrowed as selection_narrowed
-from .selection.runner import conform_selection
 from .signatures import SIGNATURES, Signature
 from .signatures.signature import narrowed
-from .strategies import cases, edge_cases
-from .switches import RIGHT, changed_by
 from .trials import Budget, Progress, Trial, smallest, sweep
 from .verdict import answered, check_usable, finding_of, report_of
 
 _SHARE_OF_SWEEP = 0.65  # of the time; diagnosing and making cases smaller take the rest
-_REASONS = {
-    "OWN": "no batch of several sequences was answered",
-    "LEN": "no batch of several lengths was answered",
-    "LSE": "there is no log-sum-exp, and there are no sinks",
-    "ADDR": "no cache is as large as 31 bits",
-    "PAD": "no case has padding",
-    "SEQ": "an operator issues no collectives",
-    "XFER": "an operator sends nothing",
-    "TOPK": "an operator that selects keys has a signature of its own",
-    "BAL": "time is not measured",
-    "RES": "an operator asserts nothing",
-}
 
 
 def conform(
@@ -112,44 +94,40 @@ def conform(
     _check(examples=examples, seconds=seconds, time_limit=time_limit)
     if require:
         requiring(Report("conform", ""), require)  # refuses unknown ids before anything is tried
-    found = _signature(signature)
+    chosen = narrowed(_signature(signature), without)
     subject = fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
     budget = Budget(examples, begin + seconds * _SHARE_OF_SWEEP, seed)
-    until = begin + seconds
-    if isinstance(found, SelectionSignature):
-        selects = selection_narrowed(found, without)
-        with Child(fn, selects, device, time_limit) as child:
-            report = conform_selection(subject, child, selects, budget, until, progress)
-    else:
-        chosen = narrowed(found, without)
-        with Child(fn, chosen, device, time_limit) as child:
-            report = _conform_attention(subject, child, chosen, budget, until, progress)
+    with Child(fn, chosen, device, time_limit) as child:
+        report = _conform(subject, child, chosen, budget, begin + seconds, progress)
     report = replace(report, seconds=time.monotonic() - begin)
     return requiring(report, require) if require else report
 
 
-def _conform_attention(
-    subject: str, child: Child, signature: Signature, budget: Budget, until: float,
-    progress: Progress,
+def _conform(
+    subject: str, child: Child, signature: Signature | SelectionSignature, budget: Budget,
+    until: float, progress: Progress,
 ) -> Report:  # fmt: skip
-    """Try an operator of attention."""
-    features = signature.features
-    edges, others = list(edge_cases(features)), cases(features)
+    """Try cases, diagnose what went wrong, and find the smallest case of each fault."""
+    kind = signature.kind
+    edges = list(kind.edge_cases(signature.features))
 
-    def attempt(case: Case) -> Trial:
-        return Trial(child.run(case))
+    def attempt(case: Any) -> Trial:
+        return kind.judge(child.run(case), signature)
 
-    trials = sweep(attempt, edges, others, budget, progress)
+    trials = sweep(attempt, edges, kind.cases(signature.features, None), budget, progress)
     check_usable(subject, trials)
     progress(len(trials), None, "diagnosing")
     rest = replace(budget, until=until)
     findings = []
     for diagnosis in diagnose(trials):
         progress(len(trials), None, f"making a case of {diagnosis.fault.name} smaller")
-        least = smallest(attempt, others, diagnosis.trials, diagnosis.shown_by, rest)
+        known = sorted(diagnosis.trials, key=lambda trial: trial.case.size)
+        others = kind.cases(signature.features, known[0].case)
+        least = smallest(attempt, others, known, diagnosis.shown_by, rest)
         findings.append(_finding(subject, diagnosis, least, trials))
     facts = {"signature": signature.name, "seed": budget.seed, "edges": len(edges)}
-    return report_of(subject, trials, findings, _covers(trials), _REASONS, facts)
+    covers = kind.covers(answered(trials))
+    return report_of(subject, trials, findings, covers, kind.reasons, facts)
 
 
 def _check(**numbers: float) -> None:
@@ -183,20 +161,17 @@ def _signature(
 
 def _finding(subject: str, diagnosis: Diagnosis, least: Trial, trials: Sequence[Trial]) -> Finding:
     concerned = [t for t in trials if t in diagnosis.trials or diagnosis.shown_by(t)]
-    said, then = least.result.message, ""
-    if diagnosis.channel != "form":
-        name = "the output" if diagnosis.channel == "out" else "the log-sum-exp"
-        said = f"{name} {off_by(least.result, least.expected, diagnosis.channel)}"
+    said, then = least.said(), ""
     for name, count in diagnosis.contradicted.items():
         then = f"; {name} explains it, but not why {count} cases came out right"
     details = {
-        "oracle": dict(changed_by(diagnosis.switches or RIGHT)),
+        "oracle": least.kind.told(diagnosis.oracle or least.kind.right),
         "also_explained_by": diagnosis.also, "contradicted": diagnosis.contradicted,
         "cases": len(concerned), "only_when": _only_when(concerned, trials),
     }  # fmt: skip
     found = finding_of(subject, diagnosis.fault, least, trials, len(concerned), said)
     return replace(
-        found, what=found.what + then, picture=picture(least), details={**found.details, **details}
+        found, what=found.what + then, picture=least.picture(), details={**found.details, **details}
     )
 
 
@@ -204,22 +179,9 @@ def _only_when(wrong: Sequence[Trial], trials: Sequence[Trial]) -> dict[str, obj
     """What all cases that went wrong have, and only some of those that did not."""
     right = [trial.case for trial in trials if trial.verdict == "right"]
     found: dict[str, object] = {}
-    for name in (field.name for field in fields(Case) if field.name != "seed"):
+    for name in (field.name for field in fields(trials[0].case) if field.name != "seed"):
         values = {getattr(trial.case, name) for trial in wrong}
         if len(values) == 1 and any(getattr(case, name) not in values for case in right):
             value = values.pop()
             found[name] = list(value) if isinstance(value, tuple) else value
     return found
-
-
-def _covers(trials: Sequence[Trial]) -> dict[str, bool]:
-    """Whether anything was tried that could break an invariant."""
-    tried = answered(trials)
-    return {
-        "OWN": any(len(t.case.q_lens) > 1 for t in tried),
-        "COV": True,
-        "LEN": any(len(set(t.case.kv_lens)) > 1 for t in tried),
-        "LSE": any(t.result.lse is not None or t.case.sinks for t in tried),
-        "ADDR": any(t.case.far == 31 for t in tried),
-        "PAD": any(t.case.pad_rows or t.case.poison for t in tried),
-    }

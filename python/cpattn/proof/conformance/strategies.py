@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from .cases import Case
-from .signatures import Features
+from .cases import Case, Features
 
 _LENGTHS = (0, 1, 2, 3, 5, 8, 63, 64, 65, 127, 128, 129)
 _LONG = 1500
@@ -121,12 +120,16 @@ def _long(features: Features, start: Case) -> Iterator[Case]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, features: Features) -> Case:
-    """Any case that a signature can say. Hypothesis makes it smaller towards the first choices."""
+def cases(draw: st.DrawFn, features: Features, like: Case | None = None) -> Case:
+    """Any case that a signature can say. Hypothesis makes it smaller towards the first choices.
+
+    If it is to be like another, it may have prefixes as long as sequences of that one.
+    """
     layout = draw(st.sampled_from(features.layouts))
     page_size = draw(st.sampled_from(features.page_sizes)) if layout == "paged" else 4
     causal = draw(st.sampled_from(features.causal))
-    q_lens, kv_lens = draw(_lengths(features, page_size, causal))
+    long = () if like is None else like.kv_lens
+    q_lens, kv_lens = draw(_lengths(features, page_size, causal, long))
     usual = [pair for pair in _HEADS if features.groups or pair[0] == pair[1]]
     heads, kv_heads = draw(st.sampled_from(usual))
     dim = draw(st.sampled_from(features.head_dims))
@@ -153,10 +156,10 @@ def cases(draw: st.DrawFn, features: Features) -> Case:
 
 @st.composite
 def _lengths(
-    draw: st.DrawFn, features: Features, page_size: int, causal: bool
+    draw: st.DrawFn, features: Features, page_size: int, causal: bool, long: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     edges = sorted({*_LENGTHS, page_size - 1, page_size, page_size + 1, 2 * page_size})
-    length = st.sampled_from(edges)
+    length, prefix = st.sampled_from(edges), st.sampled_from(sorted({*edges, *long}))
     count = draw(st.integers(1, 4))
     if features.same_q_lens:
         q_lens = [draw(length.filter(lambda x: 0 < x <= 65))] * count
@@ -164,7 +167,7 @@ def _lengths(
         q_lens = draw(st.lists(length, min_size=count, max_size=count))
     kv_lens = []
     for q_len in q_lens:
-        kv_len = q_len + draw(length) if features.prefix else q_len
+        kv_len = q_len + draw(prefix) if features.prefix else q_len
         shorter = features.short_kv if causal else features.empty
         if shorter and draw(st.sampled_from((False, False, False, True))):
             kv_len = draw(length)

@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from hypothesis import HealthCheck, Phase, Verbosity, find, given, seed, settings
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
-from .cases import Batch, Case, make_batch
-from .judgement import Differences, Result, differences, fits
-from .numbers import Array
-from .oracle import Attended, attend
-from .switches import RIGHT, Switches, can_matter
+from .faults import Fault
+from .judgement import Result
 
 _MOST_LOST = {"crash": 4, "hang": 2}  # then no more cases are tried: each takes a process
 _SHRINKING_EXAMPLES = 60
@@ -26,61 +24,71 @@ _SHRINKING_EXAMPLES = 60
 Progress = Callable[[int, int | None, str], None]
 
 
+class Kind(NamedTuple):
+    """What is particular to operators of attention, or to those that select keys.
+
+    An oracle is right, or wrong in known ways. Functions get trials of the kind, in sequences.
+    """
+
+    edge_cases: Callable[[Any], Iterable[Any]]  # of features
+    cases: Callable[[Any, Any], SearchStrategy[Any]]  # of features, and like a case or None
+    judge: Callable[[Result, Any], Trial]  # of a result and the signature
+    channels: tuple[str, ...]  # verdicts of wrong answers, each of which is diagnosed by itself
+    faults: Mapping[str, Fault]  # of wrong answers
+    unknown: str  # the one of what no oracle explains
+    right: Any  # the right oracle
+    rule: Callable[[Any, Any], str]  # of wrong and of right ones: a fault of all of them, or ""
+    chance: int  # wrong trials that a fault may not explain, for each that it does
+    together: Callable[[Any, Any], Any]  # an oracle that is wrong in the ways of two
+    told: Callable[[Any], dict[str, Any]]  # how an oracle is wrong, for JSON
+    covers: Callable[[Any], dict[str, bool]]  # whether what was answered could break an invariant
+    reasons: Mapping[str, str]  # why an invariant is not checked
+
+
 @dataclass(frozen=True, eq=False)
-class Trial:
-    """What came of a case, and what should have."""
+class Trial(ABC):
+    """An operator's result of a case, beside what is right."""
 
     result: Result
-    _fits: dict[Switches, bool] = field(default_factory=dict, repr=False)
+    kind: ClassVar[Kind]
 
     @property
-    def case(self) -> Case:
+    def case(self) -> Any:
         return self.result.case
 
-    @cached_property
-    def batch(self) -> Batch:
-        return make_batch(self.case)
-
-    @cached_property
-    def expected(self) -> Attended:
-        return attend(self.batch)
-
-    @cached_property
-    def found(self) -> Differences:
-        """Where it differs."""
-        return differences(self.result, self.expected)
-
-    @cached_property
-    def verdict(self) -> str:
-        """ "right", "out" or "lse" for what is wrong, a side effect, or why there is no answer."""
-        if self.result.status != "answered":
-            return self.result.status
-        if self.found.out.any():
-            return "out"
-        return "lse" if self.found.lse.any() else self.result.side_effect or "right"
-
     @property
-    def wrong_rows(self) -> Array:
-        """[rows, heads], bool."""
-        rows: Array = self.found.out.any(axis=-1) | self.found.lse
-        return rows
+    @abstractmethod
+    def verdict(self) -> str:
+        """ "right", a channel, a side effect, or why there is no answer."""
 
-    def agrees_with(self, switches: Switches) -> bool:
-        """Whether a wrong oracle gives what the operator gave: outputs, and log-sum-exps beside
-        right ones."""
-        if not can_matter(switches, self.case):
-            switches = RIGHT
-        if switches not in self._fits:
-            channel = "out" if self.verdict == "out" else "lse"
-            wrong = attend(self.batch, switches)
-            self._fits[switches] = fits(self.result, wrong, channel, switches)
-        return self._fits[switches]
+    @cached_property
+    def _agreements(self) -> dict[Any, bool]:
+        return {}
 
-    def is_changed_by(self, switches: Switches) -> bool:
-        """Whether a wrong oracle gives something else than what is right."""
-        lse = None if self.result.lse is None else self.expected.lse
-        right = Result(self.case, "answered", self.expected.out, lse)
-        return not fits(right, attend(self.batch, switches), "lse", switches)
+    def agrees_with(self, oracle: Any) -> bool:
+        """Whether an oracle gives what the operator gave."""
+        if oracle not in self._agreements:
+            self._agreements[oracle] = self._compare(oracle)
+        return self._agreements[oracle]
+
+    @abstractmethod
+    def _compare(self, oracle: Any) -> bool: ...
+
+    def is_changed_by(self, oracle: Any) -> bool:
+        """Whether a wrong oracle may give something else than what is right."""
+        return True
+
+    def name_of_form(self, right: Sequence[Any]) -> str:
+        """The fault of what gave no answer, beside trials that came out right."""
+        return {"raised": "raises"}.get(self.verdict, self.verdict)
+
+    def said(self) -> str:
+        """Why there is no answer, or how far a wrong one is off, in half a sentence."""
+        return self.result.message
+
+    def picture(self) -> str:
+        """Where it is wrong, in lines, or why there is no answer."""
+        return self.result.message
 
 
 @dataclass(frozen=True)
@@ -96,30 +104,15 @@ class Budget:
         return time.monotonic() >= self.until
 
 
-class Judged(Protocol):
-    """A trial of any operator."""
-
-    @property
-    def case(self) -> Any: ...
-    @property
-    def result(self) -> Any: ...
-    @property
-    def verdict(self) -> str: ...
-
-
-CaseT = TypeVar("CaseT")
-TrialT = TypeVar("TrialT", bound=Judged)
-
-
 def sweep(
-    attempt: Callable[[CaseT], TrialT], edges: list[CaseT], others: SearchStrategy[CaseT],
+    attempt: Callable[[Any], Trial], edges: list[Any], others: SearchStrategy[Any],
     budget: Budget, progress: Progress,
-) -> list[TrialT]:  # fmt: skip
+) -> list[Trial]:  # fmt: skip
     """Try every edge, then what Hypothesis makes as far as the budget goes."""
-    trials: dict[CaseT, TrialT] = {}
+    trials: dict[Any, Trial] = {}
     total = len(edges) + budget.examples
 
-    def once(case: CaseT) -> None:
+    def once(case: Any) -> None:
         lost = [trial.verdict for trial in trials.values()]
         given_up = any(lost.count(verdict) >= most for verdict, most in _MOST_LOST.items())
         if case not in trials and not given_up and (case in edges or not budget.is_over):
@@ -140,13 +133,13 @@ def sweep(
 
 
 def smallest(
-    attempt: Callable[[CaseT], TrialT], others: SearchStrategy[CaseT], known: list[TrialT],
-    shows: Callable[[TrialT], bool], budget: Budget, examples: int = _SHRINKING_EXAMPLES,
-) -> TrialT:  # fmt: skip
+    attempt: Callable[[Any], Trial], others: SearchStrategy[Any], known: list[Trial],
+    shows: Callable[[Trial], bool], budget: Budget,
+) -> Trial:  # fmt: skip
     """The smallest trial that shows a fault: of those known, and of what Hypothesis shrinks to."""
-    tried: dict[CaseT, TrialT] = {}
+    tried: dict[Any, Trial] = {}
 
-    def holds(case: CaseT) -> bool:
+    def holds(case: Any) -> bool:
         if case not in tried:
             if budget.is_over:
                 return False
@@ -154,7 +147,7 @@ def smallest(
         return shows(tried[case])
 
     quiet = settings(
-        max_examples=examples, database=None, deadline=None, derandomize=True,
+        max_examples=_SHRINKING_EXAMPLES, database=None, deadline=None, derandomize=True,
         phases=[Phase.generate, Phase.shrink], verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip

@@ -10,13 +10,13 @@ from typing import Any
 
 from ..findings import Finding, NotUsable, Report
 from .faults import Fault
-from .trials import Judged
+from .trials import Trial
 
 _LEAST_ANSWERED = 0.5  # of the cases: what answers fewer is not proved
 _MOST_TOLD, _MOST_CHARACTERS = 3, 60  # of reasons to refuse
 
 
-def check_usable(subject: str, trials: Sequence[Judged]) -> None:
+def check_usable(subject: str, trials: Sequence[Trial]) -> None:
     """Something must have been answered; a crash on the way is a finding by itself."""
     if not answered(trials):
         first = trials[0]
@@ -26,13 +26,13 @@ def check_usable(subject: str, trials: Sequence[Judged]) -> None:
         )
 
 
-def answered(trials: Sequence[Judged]) -> list[Judged]:
+def answered(trials: Sequence[Trial]) -> list[Trial]:
     """Trials with an answer, right or wrong."""
     return [trial for trial in trials if trial.result.status == "answered"]
 
 
 def finding_of(
-    subject: str, fault: Fault, least: Judged, trials: Sequence[Judged], count: int, said: str
+    subject: str, fault: Fault, least: Trial, trials: Sequence[Trial], count: int, said: str
 ) -> Finding:
     """A fault that some trials show, the smallest of which is `least`."""
     tried = sum(trial.verdict != "refused" for trial in trials)
@@ -44,7 +44,7 @@ def finding_of(
 
 
 def report_of(
-    subject: str, trials: Sequence[Judged], findings: Sequence[Finding],
+    subject: str, trials: Sequence[Trial], findings: Sequence[Finding],
     covers: Mapping[str, bool], reasons: Mapping[str, str], facts: Mapping[str, Any],
 ) -> Report:  # fmt: skip
     """A report that says how much its verdict is about.
@@ -72,7 +72,7 @@ def report_of(
     )  # fmt: skip
 
 
-def _scope(trials: Sequence[Judged], refused: Counter[str]) -> str:
+def _scope(trials: Sequence[Trial], refused: Counter[str]) -> str:
     """Cases answered, and the commonest reasons to refuse others."""
     told = [f"{count} {_short(said)}" for said, count in refused.most_common(_MOST_TOLD)]
     told += ["..."] * (len(refused) > _MOST_TOLD)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators that select keys for sparse attention, tried on scores.
 
-``signatures``   how they are called; ``features``: what calls can say, and what one's own is
-``cases``        scores at every edge, and any by Hypothesis
-``trials``       what is right: any order, any choice among equal scores
+``signatures``   how they are called
+``cases``        scores at every edge, and any by Hypothesis; what calls can say
+``rows``         what is right: any order, any choice among equal scores
 ``faults``       the wrong ways that have names
-``runner``       cases tried, wrong ones named, and the smallest that shows a fault
+``trials``       results beside scores, for the parent to run and to diagnose
 """
 
+from .cases import SelectionFeatures
 from .faults import SELECTION_FAULTS
-from .features import SelectionAnswer, SelectionFeatures, SelectionSignature
-from .signatures import SELECTION_SIGNATURES
+from .signatures import SELECTION_SIGNATURES, SelectionAnswer, SelectionSignature
 
 __all__ = [
     "SELECTION_FAULTS",

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ..cases import Told
 from ..numbers import Array
-from .features import SelectionFeatures
 
 VALUES = ("normal", "ties", "equal", "rising", "falling")
 EXTREMES = ("low", "-inf", "nan")
@@ -23,6 +22,34 @@ _HIGH = 1e30  # what nobody may select, and everybody would
 _LENGTHS = (0, 1, 2, 3, 7, 8, 9, 31, 32, 33, 64, 100, 255, 257)
 _TOPKS = (1, 2, 4, 8, 32, 64)
 _LONG, _LONGEST = 5000, 20_000
+
+
+@dataclass(frozen=True)
+class SelectionFeatures:
+    """What calls of a signature can say.
+
+    Attributes
+    ----------
+    starts : bool
+        Rows whose candidates begin at other columns than 0.
+    empty : bool
+        Rows without candidates.
+    high : bool
+        Scores outside of a row's candidates that are larger than theirs.
+    low : bool
+        Scores of candidates below the numbers of float16, and -inf.
+    nan : bool
+        Scores of candidates that are NaN, which count as -inf.
+    ranks : bool
+        Keys that are dealt out to ranks.
+    """
+
+    starts: bool = False
+    empty: bool = True
+    high: bool = True
+    low: bool = True
+    nan: bool = True
+    ranks: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,7 @@ class SelectionCase(Told):
 
     @property
     def first_columns(self) -> tuple[int, ...]:
-        """Of each row, as `starts`."""
+        """Returns `starts`, of each row."""
         return self.starts or (0,) * len(self.lengths)
 
 
@@ -97,11 +124,13 @@ def make_scores(case: SelectionCase, *, shared: bool = False) -> Array:
 
 def candidates_of(case: SelectionCase, scores: Array) -> list[Array]:
     """The scores of each row's candidates, -inf for NaN."""
-    scores = np.where(np.isnan(scores), -np.inf, scores)
-    return [
-        row[start : start + n]
-        for row, start, n in zip(scores, case.first_columns, case.lengths, strict=True)
-    ]
+    rows = zip(scores, case.first_columns, case.lengths, strict=True)
+    return [compared(row[start : start + n]) for row, start, n in rows]
+
+
+def compared(scores: Array) -> Array:
+    """Scores as they count: -inf for NaN."""
+    return np.where(np.isnan(scores), -np.inf, scores)
 
 
 def values_of(features: SelectionFeatures) -> tuple[str, ...]:
@@ -142,34 +171,23 @@ def edge_cases(features: SelectionFeatures) -> Iterator[SelectionCase]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, features: SelectionFeatures) -> SelectionCase:
-    """Any case that a signature can say."""
+def cases(
+    draw: st.DrawFn, features: SelectionFeatures, like: SelectionCase | None = None
+) -> SelectionCase:
+    """Any case that a signature can say; or of the kind of another, and as long."""
     topk = draw(st.sampled_from(_TOPKS))
-    usual = (*_LENGTHS, topk - 1, topk, topk + 1)
-    lengths = draw(st.lists(st.sampled_from(usual), min_size=1, max_size=4))
-    if not features.empty:
-        lengths = [max(1, n) for n in lengths]
-    starts: list[int] = []
-    if features.starts and draw(st.booleans()):
-        starts = draw(st.lists(st.integers(0, 50), min_size=len(lengths), max_size=len(lengths)))
+    length, values = st.sampled_from((*_LENGTHS, topk - 1, topk, topk + 1)), values_of(features)
+    if like is not None:
+        length = st.integers(0, max(like.lengths))
+        values = tuple(dict.fromkeys((VALUES[0], like.values)))
+    rows = draw(st.lists(st.tuples(length, st.integers(0, 50)), min_size=1, max_size=4))
+    begin_elsewhere = features.starts and draw(st.booleans())
     return SelectionCase(
-        tuple(lengths), topk, tuple(starts), draw(st.sampled_from(values_of(features))),
+        tuple(max(n, 0 if features.empty else 1) for n, _ in rows), topk,
+        tuple(start for _, start in rows) if begin_elsewhere else (),
+        draw(st.sampled_from(values)),
         features.high and draw(st.booleans()),
         draw(st.integers(2, 4)) if features.ranks else 1,
         draw(st.sampled_from((1, 3, 16))) if features.ranks else 1,
         draw(st.integers(0, 999)),
-    )  # fmt: skip
-
-
-@st.composite
-def smaller(draw: st.DrawFn, case: SelectionCase) -> SelectionCase:
-    """Cases with no more to look at than one, of its rows and its kinds."""
-    every = range(len(case.lengths))
-    rows = draw(st.lists(st.sampled_from(every), min_size=1, max_size=len(every), unique=True))
-    lengths = [draw(st.integers(min(1, n), n)) for n in (case.lengths[row] for row in rows)]
-    starts = tuple(case.starts[row] for row in rows) if case.starts else ()
-    return replace(
-        case, lengths=tuple(lengths), topk=draw(st.integers(1, case.topk)),
-        starts=starts if draw(st.booleans()) else (), high=draw(st.booleans()) and case.high,
-        values=draw(st.sampled_from(sorted({"normal", case.values}, key="normal".__ne__))),
     )  # fmt: skip

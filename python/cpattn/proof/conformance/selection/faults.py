@@ -1,112 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faults of selections that have a name, and what tells each."""
+"""The faults of selections that have a name, and what an operator with one may select of a row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..faults import Fault
+from ..memory import owner_of
 from ..numbers import Array, rounded
-from .trials import SelectionTrial, is_best, is_topk
-
-_PARTS = (2, 3, 4, 8)
-_CROWDED = 1024  # candidates that a bucket of any sensible size has room for
+from .cases import EXTREMES, compared
+from .rows import Row, is_best, is_topk
 
 
-class Row(NamedTuple):
-    """What an operator selected of a row that it has wrong.
+class Way(NamedTuple):
+    """A way to select: a switch that a fault turns, its option, and whether a row may be so."""
 
-    Attributes
-    ----------
-    chosen : [topk], with padding
-    scores : [length]
-    topk : int
-    others : list
-        The scores of all rows.
-    confused : [topk] or None
-        `SelectionAnswer.if_confused`.
-    """
-
-    chosen: Array
-    scores: Array
-    topk: int
-    others: list[Array]
-    confused: Array | None
-
-    @property
-    def valid(self) -> Array:
-        """Positions that are candidates."""
-        return self.chosen[(self.chosen >= 0) & (self.chosen < len(self.scores))]
-
-    @property
-    def selected(self) -> Array:
-        """All but padding."""
-        return self.chosen[self.chosen != -1]
+    switch: str
+    option: Any
+    permits: Callable[[Row, Any], bool]
 
 
-def rows_of(trial: SelectionTrial) -> list[Row]:
-    """The rows that an operator has wrong."""
-    confused = trial.result.if_confused
-    return [
-        Row(
-            trial.indices[i], trial.scores[i], trial.case.topk, trial.scores,
-            None if confused is None else confused[i],
-        )
-        for i in trial.wrong_rows
-    ]  # fmt: skip
+#: One may select each row in any of the ways.
+Oracle = tuple[Way, ...]
+
+RIGHT: Oracle = (Way("", None, lambda row, _: row.is_right),)
 
 
-def _confused(row: Row) -> bool:
-    return row.confused is not None and is_topk(row.confused, row.scores, row.topk)
+def _ways(switch: str, permits: Callable[[Row, Any], bool], *options: Any) -> tuple[Oracle, ...]:
+    """Makes an oracle of each option."""
+    return tuple((Way(switch, option, permits),) for option in options)
 
 
-def _padding(row: Row) -> bool:
-    """All candidates are there, and something else than -1 behind them, or -1 between them."""
-    count = min(row.topk, len(row.scores))
-    if len(row.chosen) != row.topk:
-        return False
-    if len(row.selected) == count and is_best(row.selected, row.scores):
-        return True
-    return count < row.topk and is_best(row.chosen[:count], row.scores)
+def _confused(row: Row, _: str) -> bool:
+    return row.is_right if row.confused is None else is_topk(row.confused, row.scores, row.topk)
 
 
-def _twice(row: Row) -> bool:
-    unique = np.unique(row.selected)
-    inside = len(row.valid) == len(row.selected)
-    return inside and len(unique) < len(row.selected)
+def _filled(row: Row, _: str) -> bool:
+    """All candidates are there, and something else than -1 behind them."""
+    if row.count == row.topk:
+        return row.is_right
+    whole = len(row.chosen) == row.topk and is_best(row.chosen[: row.count], row.scores)
+    return whole and not row.is_right
 
 
-def _beyond(row: Row) -> bool:
-    return bool((row.chosen >= len(row.scores)).any())
+def _gaps(row: Row, _: str) -> bool:
+    """All candidates are there, and -1 anywhere."""
+    whole = len(row.chosen) == row.topk and len(row.selected) == row.count
+    return whole and is_best(row.selected, row.scores)
 
 
-def _smallest(row: Row) -> bool:
-    return is_topk(row.chosen, -row.scores, row.topk)
+def _lost(row: Row, kinds: tuple[str, ...]) -> bool:
+    """Candidates whose score is -inf, or NaN, are missing, and nothing else."""
+    finite = int(np.isfinite(row.scores).sum())
+    if row.values not in kinds or finite >= row.count:
+        return row.is_right
+    return finite <= len(row.selected) < row.count and is_best(row.selected, row.scores)
 
 
-def _16_bits(row: Row) -> bool:
+def _other_count(row: Row, count: int | str) -> bool:
+    """The best are there, so many of them, in a tensor of any width."""
+    relative = {"one less": -1, "as many": 0, "one more": 1}
+    wanted = count if isinstance(count, int) else row.topk + relative[count]
+    count = min(wanted, len(row.scores))
+    return len(row.selected) == count and is_best(row.selected, row.scores)
+
+
+def _twice(row: Row, _: str) -> bool:
+    """Some candidates are there again, which may not come up where there are no ties."""
+    chosen = row.selected
+    inside = ((chosen >= 0) & (chosen < len(row.scores))).all() and len(chosen) <= row.count
+    return row.is_right or bool(inside and len(np.unique(chosen)) < len(chosen))
+
+
+def _smallest(row: Row, nan: str) -> bool:
+    """NaN is the smallest, or remains so when signs are turned."""
+    turned = -row.scores if nan == "NaN first" else compared(-row.columns[: len(row.scores)])
+    return is_topk(row.chosen, turned, row.topk)
+
+
+def _rounded(row: Row, dtype: str) -> bool:
     with np.errstate(over="ignore"):
-        narrow = [rounded(row.scores, dtype) for dtype in ("bfloat16", "float16")]
-    return any(is_topk(row.chosen, scores, row.topk) for scores in narrow)
+        return is_topk(row.chosen, rounded(row.scores, dtype), row.topk)
 
 
-def _by_part(row: Row) -> bool:
+def _by_part(row: Row, parts: tuple[int, str]) -> bool:
     """So many of each part of the keys, which are consecutive or dealt out in turn."""
-    place = np.arange(len(row.scores))
-    for count in _PARTS:
-        share = row.topk // count
-        size = -(-len(place) // count)
-        for part_of in (place // max(size, 1), place % count):
-            chosen = row.selected
-            if not share or len(row.valid) < len(chosen):
-                continue
-            parts = [np.flatnonzero(part_of == part) for part in range(count)]
-            if all(_is_best_of(chosen, own, row.scores, share) for own in parts):
-                return True
-    return False
+    count, order = parts
+    share, place, chosen = row.topk // count, np.arange(len(row.scores)), row.selected
+    if not share:
+        return row.is_right
+    if ((chosen < 0) | (chosen >= len(place))).any():
+        return False
+    size = max(-(-len(place) // count), 1)
+    part_of = place // size if order == "consecutive" else place % count
+    parts_of_keys = (np.flatnonzero(part_of == part) for part in range(count))
+    return all(_is_best_of(chosen, own, row.scores, share) for own in parts_of_keys)
 
 
 def _is_best_of(chosen: Array, own: Array, scores: Array, share: int) -> bool:
@@ -115,137 +106,108 @@ def _is_best_of(chosen: Array, own: Array, scores: Array, share: int) -> bool:
     return len(mine) == min(share, len(own)) and is_best(mine, scores[own])
 
 
-def _of_another_row(row: Row) -> bool:
-    return any(is_topk(row.chosen, other, row.topk) for other in row.others)
+def _of_another_row(row: Row, order: str) -> bool:
+    owner = owner_of(row.index, order, tuple(map(len, row.every)))
+    return is_topk(row.chosen, row.every[owner], row.topk)
 
 
-def _lost(row: Row) -> bool:
-    """Candidates whose score is -inf are missing, and nothing else."""
-    count = min(row.topk, len(row.scores))
-    finite = int(np.isfinite(row.scores).sum())
-    return finite <= len(row.selected) < count and is_best(row.selected, row.scores)
+def _to(row: Row, end: str) -> bool:
+    """Columns behind the last candidate are candidates, too, with the scores that they have."""
+    last = {"last column": None, "longest row": max(map(len, row.every))}
+    stop = last[end] if end in last else len(row.scores) + 1
+    return is_topk(row.chosen, compared(row.columns[:stop]), row.topk)
 
 
-def _other_count(row: Row) -> bool:
-    count = min(row.topk, len(row.scores))
-    other = len(row.selected) != count or len(row.chosen) != row.topk
-    return other and is_best(row.selected, row.scores)
+def _hidden(row: Row, _: str) -> bool:
+    """What is behind the last candidate has a low score, which is above extreme ones."""
+    beyond = row.values in EXTREMES and bool((row.chosen >= len(row.scores)).any())
+    return row.is_right or beyond
 
-
-class SelectionFault(NamedTuple):
-    """A fault, and whether it explains a row that is wrong; None where that is not told by rows."""
-
-    fault: Fault
-    explains: Callable[[Row], bool] | None = None
-
-
-_ALL = (
-    SelectionFault(
-        Fault(
-            "topk-local-ids", "TOPK",
-            "takes positions of a sequence for those of a part of it, or the other way round",
-            "Subtract the start of a row, or find the place on its rank, exactly once.",
-        ),
-        _confused,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-padding", "TOPK",
-            "fills rows of fewer candidates by something else than -1 behind the last",
-            "Write all of a row: -1 where nothing is selected, and only behind what is.",
-        ),
-        _padding,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-lost-infinite", "TOPK",
-            "leaves out candidates whose score is -inf or NaN, where fewer than topk are finite",
-            "Count NaN as -inf, and fill rows up with such candidates before -1.",
-        ),
-        _lost,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-k-ignored", "TOPK",
-            "selects another number of keys than it is asked for",
-            "Take topk from the call; a size that is compiled in must be refused if it differs.",
-        ),
-        _other_count,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-twice", "TOPK",
-            "selects a key more than once",
-            "Count those that are equal to the threshold in one pass, up to what is left.",
-        ),
-        _twice,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-smallest", "TOPK",
-            "selects the smallest scores",
-            "Compare the other way round; order-preserving keys of floats flip for negative ones.",
-        ),
-        _smallest,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-16-bit-scores", "TOPK",
-            "compares scores that were rounded to 16 bits",
-            "Keep scores in float32 to the end: thousands of keys are closer than 16 bits tell.",
-        ),
-        _16_bits,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-per-part", "TOPK",
-            "selects equally many of each part of the keys",
-            "Select topk of each part, then topk of all those.",
-        ),
-        _by_part,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-row-order", "TOPK",
-            "gives rows the selection of other rows",
-            "If rows are sorted or cut into chunks, lengths and outputs go with them.",
-        ),
-        _of_another_row,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-beyond-length", "TOPK",
-            "selects positions behind the last candidate of a row",
-            "Mask scores by the length of the row before they are compared.",
-        ),
-        _beyond,
-    ),
-    SelectionFault(
-        Fault(
-            "topk-bucket-overflow", "TOPK",
-            "loses candidates where thousands have nearly the same score",
-            "Give the buffer of candidates room for all keys, or narrow the bucket once more.",
-        ),
-    ),
-    SelectionFault(
-        Fault(
-            "topk-unknown", "TOPK",
-            "selects other keys than the top-k, in no way that has a name",
-            "See which keys are missing, and which are there instead.",
-        ),
-    ),
-)  # fmt: skip
 
 #: By name. Where several explain the same rows, the first does.
-SELECTION_FAULTS = {found.fault.name: found for found in _ALL}
-
-
-def explains(found: SelectionFault, trial: SelectionTrial) -> bool:
-    """Whether all rows that a trial has wrong are so by this fault."""
-    return found.explains is not None and all(map(found.explains, rows_of(trial)))
-
-
-def is_crowded(case: object) -> bool:
-    """Whether so many candidates are so close that a bucket may be too small for them."""
-    values, lengths = getattr(case, "values", ""), getattr(case, "lengths", ())
-    return values != "normal" and max(lengths) > _CROWDED
+SELECTION_FAULTS = {
+    name: Fault(name, "TOPK", means, advice, oracles)
+    for name, means, advice, oracles in (
+        (
+            "topk-local-ids",
+            "takes positions of a sequence for those of a part of it, or the other way round",
+            "Subtract the start of a row, or find the place on its rank, exactly once.",
+            _ways("ids", _confused, "confused"),
+        ),
+        (
+            "topk-padding",
+            "fills rows of fewer candidates by something else than -1 behind the last",
+            "Write all of a row: -1 where nothing is selected, and only behind what is.",
+            (*_ways("padding", _filled, "no -1"), *_ways("padding", _gaps, "anywhere")),
+        ),
+        (
+            "topk-lost-infinite",
+            "leaves out candidates whose score is -inf or NaN, where fewer than topk are finite",
+            "Count NaN as -inf, and fill rows up with such candidates before -1.",
+            _ways("lost", _lost, ("-inf", "nan"), ("-inf",), ("nan",)),
+        ),
+        (
+            "topk-k-ignored",
+            "selects another number of keys than it is asked for",
+            "Take topk from the call; a size that is compiled in must be refused if it differs.",
+            _ways(
+                "count", _other_count, "as many", "one less", "one more",
+                *range(65), *(2**power for power in range(7, 15)),
+            ),
+        ),
+        (
+            "topk-twice",
+            "selects a key more than once",
+            "Count those that are equal to the threshold in one pass, up to what is left.",
+            _ways("ties", _twice, "twice"),
+        ),
+        (
+            "topk-smallest",
+            "selects the smallest scores",
+            "Compare the other way round; order-preserving keys of floats flip for negative ones.",
+            _ways("smallest", _smallest, "NaN first", "NaN last"),
+        ),
+        (
+            "topk-16-bit-scores",
+            "compares scores that were rounded to 16 bits",
+            "Keep scores in float32 to the end: thousands of keys are closer than 16 bits tell.",
+            _ways("scores", _rounded, "bfloat16", "float16"),
+        ),
+        (
+            "topk-per-part",
+            "selects equally many of each part of the keys",
+            "Select topk of each part, then topk of all those.",
+            _ways(
+                "parts", _by_part,
+                *((n, order) for n in (2, 3, 4, 8) for order in ("consecutive", "in turn")),
+            ),
+        ),
+        (
+            "topk-row-order",
+            "gives rows the selection of other rows",
+            "If rows are sorted or cut into chunks, lengths and outputs go with them.",
+            _ways("order", _of_another_row, "longest first", "reversed", "rolled"),
+        ),
+        (
+            "topk-beyond-length",
+            "selects positions behind the last candidate of a row",
+            "Mask scores by the length of the row before they are compared.",
+            (
+                *_ways("end", _to, "last column", "longest row", "next column"),
+                *_ways("hidden", _hidden, "by a number"),
+            ),
+        ),
+        (
+            "topk-bucket-overflow",
+            "loses candidates where thousands have nearly the same score",
+            "Give the buffer of candidates room for all keys, or narrow the bucket once more.",
+            (),
+        ),
+        (
+            "topk-unknown",
+            "selects other keys than the top-k, in no way that has a name",
+            "See which keys are missing, and which are there instead.",
+            (),
+        ),
+    )
+}  # fmt: skip

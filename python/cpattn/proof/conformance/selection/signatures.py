@@ -3,17 +3,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ..forms import WrongForm
+from ..judgement import Result
 from ..numbers import Array
-from .cases import SelectionCase, candidates_of, make_scores
-from .features import SelectionAnswer, SelectionFeatures, SelectionSignature, integers_of
+from ..trials import Kind
+from .cases import SelectionCase, SelectionFeatures, candidates_of, make_scores
+from .trials import SELECTION
 
 _DIM, _HEADS = 32, 2
+
+
+class SelectionAnswer(NamedTuple):
+    """What an operator selected, in one form.
+
+    Attributes
+    ----------
+    indices : tensor [rows, topk] of integers
+        Positions among the candidates of a row, in any order; -1 behind the last.
+    if_confused : tensor [rows, topk], optional
+        What `indices` would be if the operator had taken positions of a sequence for those of
+        a part of it, or the other way round.
+    """
+
+    indices: Any
+    if_confused: Any = None
+
+
+@dataclass(frozen=True)
+class SelectionSignature:
+    """How to try an operator that selects keys.
+
+    Attributes
+    ----------
+    name : str
+        As `conform` is given it.
+    features : SelectionFeatures
+    call : function of the operator, a case and a device, which returns a `SelectionAnswer`
+    shared : bool
+        Whether all rows have the same scores, of which they see some.
+    """
+
+    name: str
+    features: SelectionFeatures
+    call: Callable[[Any, Any, str], SelectionAnswer]
+    shared: bool = False
+    kind: ClassVar[Kind] = SELECTION
+
+    def answer(self, fn: Any, case: Any, device: str) -> Result:
+        """Call an operator on a case, and look at the form of what it returns."""
+        indices, confused = self.call(fn, case, device)
+        form = (len(case.lengths), case.topk)
+        return Result(
+            case, "answered", indices=integers_of(indices, *form),
+            if_confused=None if confused is None else integers_of(confused, *form),
+        )  # fmt: skip
+
+
+def integers_of(x: Any, rows: int, topk: int) -> Array:
+    """int64, of a torch or NumPy tensor of integers; another number of columns is for the judge."""
+    found = x.detach().cpu().numpy() if hasattr(x, "detach") else x
+    is_array = isinstance(found, np.ndarray)
+    if not is_array or found.dtype.kind not in "iu" or found.ndim != 2 or len(found) != rows:
+        got = f"{found.dtype} of shape {list(found.shape)}" if is_array else type(x).__name__
+        raise WrongForm(f"indices must be integers of shape {[rows, topk]}, got {got}")
+    return found.astype(np.int64)
 
 
 def _tensor(x: Array, device: str) -> Any:
@@ -22,18 +82,21 @@ def _tensor(x: Array, device: str) -> Any:
     return torch.from_numpy(np.array(x)).to(device)
 
 
+def _among_candidates(indices: Any, case: SelectionCase) -> SelectionAnswer:
+    """The answer, and what it would be if it had columns."""
+    found = integers_of(indices, len(case.lengths), case.topk)
+    starts = np.asarray(case.first_columns)[:, None]
+    return SelectionAnswer(found, np.where(found < 0, found, found - starts))
+
+
 def _call_topk(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
     """``fn(scores, lengths, topk)``, and ``row_starts=`` where rows do not begin at 0."""
     lengths = _tensor(np.asarray(case.lengths, np.int32), device)
     options = {}
     if case.starts:
         options["row_starts"] = _tensor(np.asarray(case.starts, np.int32), device)
-    indices = fn(_tensor(make_scores(case), device), lengths, case.topk, **options)
-    found = integers_of(indices, len(case.lengths), case.topk)
-    if not case.starts:
-        return SelectionAnswer(found)
-    starts = np.asarray(case.starts)[:, None]
-    return SelectionAnswer(found, np.where(found < 0, found, found - starts))
+    scores = _tensor(make_scores(case), device)
+    return _among_candidates(fn(scores, lengths, case.topk, **options), case)
 
 
 def _call_indexer(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
@@ -45,14 +108,9 @@ def _call_indexer(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
     k[:, 3], k[:, 5] = scores, -1  # of which relu leaves nothing
     weights = np.ones((rows, _HEADS), np.float32)
     starts = np.asarray(case.first_columns, np.int32)
-    indices = fn(
-        *(_tensor(x, device) for x in (q, k, weights, starts)),
-        _tensor(starts + np.asarray(case.lengths, np.int32), device), topk=case.topk,
-    )  # fmt: skip
-    found = integers_of(indices, rows, case.topk)
-    if not case.starts:
-        return SelectionAnswer(found)
-    return SelectionAnswer(found, np.where(found < 0, found, found - starts[:, None]))
+    ends = starts + np.asarray(case.lengths, np.int32)
+    tensors = (_tensor(x, device) for x in (q, k, weights, starts, ends))
+    return _among_candidates(fn(*tensors, topk=case.topk), case)
 
 
 def _call_ranks(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
@@ -95,23 +153,17 @@ def _together(parts: list[Array], topk: int) -> Array:
     return together
 
 
+_SIGNATURES = (
+    SelectionSignature("topk", SelectionFeatures(starts=True), _call_topk),
+    SelectionSignature(
+        "indexer_topk", SelectionFeatures(starts=True, high=False, low=False, nan=False),
+        _call_indexer, shared=True,
+    ),
+    SelectionSignature(
+        "dcp_local_indices", SelectionFeatures(high=False, low=False, nan=False, ranks=True),
+        _call_ranks,
+    ),
+)  # fmt: skip
+
 #: By name.
-SELECTION_SIGNATURES = MappingProxyType(
-    {
-        signature.name: signature
-        for signature in (
-            SelectionSignature("topk", SelectionFeatures(starts=True), _call_topk),
-            SelectionSignature(
-                "indexer_topk",
-                SelectionFeatures(starts=True, high=False, low=False, nan=False),
-                _call_indexer,
-                True,
-            ),
-            SelectionSignature(
-                "dcp_local_indices",
-                SelectionFeatures(high=False, low=False, nan=False, ranks=True),
-                _call_ranks,
-            ),
-        )
-    }
-)
+SELECTION_SIGNATURES = MappingProxyType({signature.name: signature for signature in _SIGNATURES})

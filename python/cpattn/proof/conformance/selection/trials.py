@@ -1,53 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selections tried, each held against the scores.
-
-Any order and any choice among equal scores is right: a row must have the -1 behind the others, and
-as its selected scores those of its best candidates.
-"""
+"""Selections tried, each held against the scores."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from ..numbers import Array
-from .cases import SelectionCase, candidates_of, make_scores
-from .features import SelectionResult
+from ..numbers import first_of
+from ..trials import Kind, Trial
+from .cases import SelectionCase, candidates_of, cases, edge_cases, make_scores
+from .faults import RIGHT, SELECTION_FAULTS, Oracle
+from .rows import Row
+
+_CROWDED = 1024  # candidates that a bucket of any sensible size has room for
 
 
 @dataclass(frozen=True, eq=False)
-class SelectionTrial:
-    """What came of a case, and the scores it was about."""
+class SelectionTrial(Trial):
+    """A result of a selection; `shared`: all rows have the same scores."""
 
-    result: SelectionResult
     shared: bool = False
 
-    @property
-    def case(self) -> SelectionCase:
-        case: SelectionCase = self.result.case
-        return case
-
     @cached_property
-    def scores(self) -> list[Array]:
-        """Of the candidates of each row."""
-        return candidates_of(self.case, make_scores(self.case, shared=self.shared))
-
-    @property
-    def indices(self) -> Array:
-        """[rows, topk], of an operator that answered."""
-        assert self.result.indices is not None
-        return self.result.indices
-
-    @cached_property
-    def wrong_rows(self) -> list[int]:
-        """Those of an answer that are not right."""
+    def rows(self) -> list[Row]:
+        """Each of the case, of an operator that answered."""
+        case, indices, confused = self.case, self.result.indices, self.result.if_confused
+        assert indices is not None
+        scores = make_scores(case, shared=self.shared)
+        every = candidates_of(case, scores)
         return [
-            row
-            for row, (chosen, own) in enumerate(zip(self.indices, self.scores, strict=True))
-            if not is_topk(chosen, own, self.case.topk)
-        ]
+            Row(
+                indices[i], None if confused is None else confused[i], scores[i][start:],
+                case.topk, i, case.values, every,
+            )
+            for i, start in enumerate(case.first_columns)
+        ]  # fmt: skip
+
+    @cached_property
+    def wrong_rows(self) -> list[Row]:
+        """Those of an answer that are not right."""
+        return [row for row in self.rows if not row.is_right]
 
     @cached_property
     def verdict(self) -> str:
@@ -56,19 +51,68 @@ class SelectionTrial:
             return self.result.status
         return "wrong" if self.wrong_rows else "right"
 
+    def _compare(self, oracle: Oracle) -> bool:
+        return all(any(way.permits(row, way.option) for way in oracle) for row in self.rows)
 
-def is_topk(chosen: Array, scores: Array, topk: int) -> bool:
-    """Whether a row is the top-k of its candidates."""
-    count = min(topk, len(scores))
-    if len(chosen) != topk or (chosen[count:] != -1).any():
-        return False
-    return is_best(chosen[:count], scores)
+    def picture(self) -> str:
+        """Shows what is selected of the first wrong row, and what is missing."""
+        if self.verdict != "wrong":
+            return super().picture()
+        row = self.wrong_rows[0]
+        chosen, scores = row.chosen, row.scores
+        best = np.argsort(-scores, kind="stable")[: row.count]
+        inside = chosen[(chosen >= 0) & (chosen < len(scores))]
+        better = scores[best] > np.min(scores[inside], initial=np.inf)
+        missing = np.setdiff1d(best[better] if len(inside) else best, inside)
+        lines = [
+            f"row {row.index}: {len(scores)} candidates, top {row.topk}",
+            f"selected: {first_of(chosen)}",
+            f"best:     {first_of(best)}",
+        ]
+        if len(missing):
+            lines.append(f"missing:  {first_of(missing)}, {len(missing)} in all")
+        return "\n".join([*lines, f"wrong: {len(self.wrong_rows)} of {len(self.rows)} rows"])
 
 
-def is_best(chosen: Array, scores: Array) -> bool:
-    """Whether positions are different ones of the candidates, and none left is better."""
-    inside = ((chosen >= 0) & (chosen < len(scores))).all()
-    if not inside or len(np.unique(chosen)) != len(chosen):
-        return False
-    best = np.sort(scores)[::-1][: len(chosen)]
-    return bool(np.array_equal(np.sort(scores[chosen])[::-1], best))
+def _rule(wrong: Sequence[SelectionTrial], right: Sequence[SelectionTrial]) -> str:
+    """Tells many candidates that go wrong where they are close, and only there.
+
+    Close scores are equal in 16 bits, so that an oracle of such scores explains too much.
+    """
+    apart = {t.case.lengths for t in right if t.case.values == "normal"}
+    few = {t.case.values for t in right if not _is_crowded(t.case)}
+    overflows = all(
+        _is_crowded(t.case) and t.case.lengths in apart and t.case.values in few for t in wrong
+    )
+    return "topk-bucket-overflow" if overflows else ""
+
+
+def _is_crowded(case: SelectionCase) -> bool:
+    """Whether so many candidates are so close that a bucket may be too small for them."""
+    return case.values != "normal" and max(case.lengths) > _CROWDED
+
+
+def _covers(tried: Sequence[SelectionTrial]) -> dict[str, bool]:
+    cases = [trial.case for trial in tried]
+    return {
+        "OWN": any(len(case.lengths) > 1 for case in cases),
+        "LEN": any(len(set(case.lengths)) > 1 for case in cases),
+        "TOPK": True,
+        "PAD": any(min(case.lengths) < case.topk or case.high for case in cases),
+    }
+
+
+SelectionTrial.kind = SELECTION = Kind(
+    edge_cases, cases, lambda result, signature: SelectionTrial(result, signature.shared),
+    channels=("wrong",), faults=SELECTION_FAULTS, unknown="topk-unknown", right=RIGHT, rule=_rule,
+    chance=1,  # some fault explains any selection of close scores
+    together=lambda one, other: one + other,  # each row has one of the faults
+    told=lambda oracle: {way.switch: way.option for way in oracle if way.switch},
+    covers=_covers,
+    reasons={
+        **dict.fromkeys(("OWN", "LEN", "PAD"), "no case has it"),
+        "COV": "nothing is attended to", "LSE": "there is no log-sum-exp",
+        "SEQ": "an operator issues no collectives", "XFER": "an operator sends nothing",
+        "ADDR": "no scores are as large as 31 bits", "BAL": "time is not measured",
+    },
+)  # fmt: skip

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from ..cases import Features
 from . import attention_interface, flash_attn, flashinfer, npu, own, sdpa
-from .signature import Answer, Features, Signature
+from .signature import Answer, Signature
 
 __all__ = ["SIGNATURES", "Answer", "Features", "Signature"]
 

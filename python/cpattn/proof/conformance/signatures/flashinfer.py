@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..cases import Features
 from ..forms import returned
 from ..tensors import Tensors
-from .signature import Answer, Features, Signature
+from .signature import Answer, Signature
 
 _WORKSPACE_BYTES = 1 << 20
 _WORKSPACE_BYTES_OF_GPU = 128 << 20

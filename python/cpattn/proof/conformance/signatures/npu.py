@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ..cases import Features
 from ..forms import returned
 from ..tensors import Tensors
-from .signature import Answer, Features, Signature
+from .signature import Answer, Signature
 
 _TEMPLATE = 2048
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..cases import Features
 from ..forms import returned
 from ..tensors import Tensors
-from .signature import Answer, Features, Signature
+from .signature import Answer, Signature
 
 
 def _call(fn: Any, tensors: Tensors) -> Answer:

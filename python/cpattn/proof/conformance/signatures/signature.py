@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from ..cases import Case
+from ..attention import ATTENTION
+from ..cases import Case, Features
 from ..forms import checked
 from ..judgement import Result
 from ..tensors import Tensors
+from ..trials import Kind
 
 
 class Answer(NamedTuple):
@@ -29,57 +31,6 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Features:
-    """What calls of a signature can say. Only such cases are made.
-
-    Attributes
-    ----------
-    layouts : tuple of {"paged", "ragged", "padded"}
-        Where keys may lie.
-    kv_layouts, page_sizes : tuple
-        Of pages.
-    head_dims : tuple of int
-        Dimensions of heads, 64 among them; `v_head_dim` says whether values may have another.
-    causal : tuple of bool
-        Whether there are causal masks, and whether there is attention without.
-    same_q_lens : bool
-        Whether all sequences of a batch have equally many new tokens, at least one.
-    prefix, short_kv, empty : bool
-        Sequences with cached tokens; with more queries than keys; rows that see no key.
-    groups : bool
-        Query heads that share KV heads.
-    window, window_without_causal, softcap, sinks, v_head_dim, lse, pad_rows, append : bool
-        Whether there are such arguments or results; `Case` says what they are.
-    far : bool
-        Whether caches may be so large that page ids exceed 16 bits, and offsets 31 bits.
-    poison : bool
-        Whether what is hidden may be NaN. A mask that is added to scores hides finite keys only.
-    """
-
-    layouts: tuple[str, ...] = ("paged",)
-    kv_layouts: tuple[str, ...] = ("NHD",)
-    page_sizes: tuple[int, ...] = (4, 16, 64, 128)
-    head_dims: tuple[int, ...] = (16, 32, 64)
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    causal: tuple[bool, ...] = (True, False)
-    same_q_lens: bool = False
-    prefix: bool = True
-    short_kv: bool = False
-    empty: bool = True
-    groups: bool = True
-    window: bool = False
-    window_without_causal: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    v_head_dim: bool = False
-    lse: bool = False
-    pad_rows: bool = False
-    append: bool = False
-    far: bool = False
-    poison: bool = True
-
-
-@dataclass(frozen=True)
 class Signature:
     """How to try an operator.
 
@@ -95,6 +46,7 @@ class Signature:
     name: str
     features: Features
     call: Callable[[Any, Tensors], Answer]
+    kind: ClassVar[Kind] = ATTENTION
 
     def answer(self, fn: Any, case: Case, device: str) -> Result:
         """Call an operator on a case, and look at the form of what it returns."""
@@ -107,31 +59,29 @@ class Signature:
         effect, message = tensors.side_effect()
         return replace(result, side_effect=effect, message=message)
 
-    def failed(self, case: Case, status: str, message: str) -> Result:
-        """What stands for an answer."""
-        return Result(case, status, message=message)
+
+SignatureT = TypeVar("SignatureT", bound=Any)
 
 
-def narrowed(signature: Signature, without: Sequence[str]) -> Signature:
+def narrowed(signature: SignatureT, without: Sequence[str]) -> SignatureT:
     """The signature of an operator that does not do some of what could be said by it."""
     features = signature.features
-    flags = [field.name for field in fields(Features) if isinstance(field.default, bool)]
+    can = [field.name for field in fields(features) if getattr(features, field.name) is True]
+    several = {x: field for field in ("dtypes", "layouts") for x in getattr(features, field, ())}
     for name in without:
-        if name in flags:
-            features = replace(features, **{name: False})  # type: ignore[arg-type]
-        elif name in features.dtypes and len(features.dtypes) > 1:
-            left = tuple(dtype for dtype in features.dtypes if dtype != name)
-            features = replace(features, dtypes=left)
-        elif name == "causal" and len(features.causal) > 1:
-            features = replace(features, causal=(False,))
-        elif name in features.layouts and len(features.layouts) > 1:
-            left = tuple(layout for layout in features.layouts if layout != name)
-            features = replace(features, layouts=left)
-        else:
-            can = [flag for flag in flags if getattr(signature.features, flag)]
-            several = ["causal", *features.dtypes, *features.layouts]
-            raise ValueError(
-                f"conform: without must be of {', '.join(can + several)}, of which a dtype and a "
-                f"layout must stay, and attention with causal masks or without, got {name!r}"
-            )
+        field = several.get(name, name)
+        values = getattr(features, field, ())
+        change: object = False
+        if name == "causal" and len(values) > 1:
+            change = (False,)
+        elif name in several and len(values) > 1:
+            change = tuple(value for value in values if value != name)
+        elif name not in can:
+            names = ", ".join([*can, *(["causal", *several] if several else [])])
+            rest = (
+                ", of which a dtype and a layout must stay, and attention with causal masks or "
+                "without"
+            ) if several else ""  # fmt: skip
+            raise ValueError(f"conform: without must be of {names}{rest}, got {name!r}")
+        features = replace(features, **{field: change})
     return replace(signature, features=features)
