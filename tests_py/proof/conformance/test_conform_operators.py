@@ -67,6 +67,12 @@ def refuses(q, k, v, *, softcap=0.0, **options):
     return cpattn.paged_attention(q, k, v, **options)
 
 
+def test_what_a_signature_cannot_say_cannot_be_left_out():
+    said = "must be of prefix, .*, causal, float32, .* without, got 'lse'"
+    with pytest.raises(ValueError, match=said):
+        conform(cpattn.paged_attention, signature="sdpa", without=["lse"])
+
+
 def test_what_is_not_claimed_is_no_finding_and_what_is_refused_is_counted():
     swallows = broken.operator_of("softcap-ignored")  # a finding, as test_conform_faults.py has it
     assert conform(swallows, signature="cpattn", without=["softcap"], **AT_EDGES).proved

@@ -50,8 +50,9 @@ def conform(
         How it is called: one of `SIGNATURES` or `SELECTION_SIGNATURES`, or an adapter; as a str
         also ``"module:adapter"``.
     without : names
-        What the operator does not claim to do: fields of `Features` or `SelectionFeatures`, and
-        dtypes and layouts. Else an argument that it swallows without effect is a finding.
+        What the operator does not claim to do, of what its signature can say: fields of `Features`
+        or `SelectionFeatures`, and dtypes and layouts. Else an argument that it swallows without
+        effect is a finding.
     examples : int
         Cases to make besides those at the edges.
     seconds : float
