@@ -38,7 +38,7 @@ class AttentionTrial(Trial):
 
     @cached_property
     def found(self) -> Differences:
-        """Where it differs."""
+        """Returns where it differs."""
         return differences(self.result, self.expected)
 
     @cached_property
@@ -145,7 +145,7 @@ def _picture(trial: AttentionTrial) -> str:
 
 
 def _pattern(trial: AttentionTrial) -> str:
-    """Which rows and heads are wrong, in a line."""
+    """Says which rows and heads are wrong, in a line."""
     wrong = trial.wrong_rows
     by_row, by_head = wrong.any(axis=1), wrong.any(axis=0)
     return (

@@ -25,7 +25,7 @@ Progress = Callable[[int, int | None, str], None]
 
 
 class Kind(NamedTuple):
-    """What is particular to operators of attention, or to those that select keys.
+    """The particulars of operators of attention, or of those that select keys.
 
     An oracle is right, or wrong in known ways. Functions get trials of the kind, in sequences.
     """
@@ -83,11 +83,11 @@ class Trial(ABC):
         return {"raised": "raises"}.get(self.verdict, self.verdict)
 
     def said(self) -> str:
-        """Why there is no answer, or how far a wrong one is off, in half a sentence."""
+        """Says why there is no answer, or how far a wrong one is off, in half a sentence."""
         return self.result.message
 
     def picture(self) -> str:
-        """Where it is wrong, in lines, or why there is no answer."""
+        """Shows where it is wrong, in lines, or says why there is no answer."""
         return self.result.message
 
 

@@ -129,7 +129,7 @@ def candidates_of(case: SelectionCase, scores: Array) -> list[Array]:
 
 
 def compared(scores: Array) -> Array:
-    """Scores as they count: -inf for NaN."""
+    """Returns scores as they count: -inf for NaN."""
     return np.where(np.isnan(scores), -np.inf, scores)
 
 

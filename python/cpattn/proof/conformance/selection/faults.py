@@ -87,7 +87,7 @@ def _rounded(row: Row, dtype: str) -> bool:
 
 
 def _by_part(row: Row, parts: tuple[int, str]) -> bool:
-    """So many of each part of the keys, which are consecutive or dealt out in turn."""
+    """The best are there of each part of the keys, consecutive or dealt out in turn."""
     count, order = parts
     share, place, chosen = row.topk // count, np.arange(len(row.scores)), row.selected
     if not share:
@@ -119,7 +119,7 @@ def _to(row: Row, end: str) -> bool:
 
 
 def _hidden(row: Row, _: str) -> bool:
-    """What is behind the last candidate has a low score, which is above extreme ones."""
+    """Columns behind the last candidate have a low score, which is above extreme ones."""
     beyond = row.values in EXTREMES and bool((row.chosen >= len(row.scores)).any())
     return row.is_right or beyond
 

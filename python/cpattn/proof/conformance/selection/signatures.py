@@ -21,7 +21,7 @@ _DIM, _HEADS = 32, 2
 
 
 class SelectionAnswer(NamedTuple):
-    """What an operator selected, in one form.
+    """A selection, in one form.
 
     Attributes
     ----------
@@ -143,7 +143,7 @@ def _call_ranks(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
 
 
 def _together(parts: list[Array], topk: int) -> Array:
-    """What ranks selected, row by row, -1 behind the last; wider than `topk` if it is more."""
+    """Joins what ranks selected, by row, -1 behind the last; wider than `topk` if it is more."""
     rows = [np.concatenate(row) for row in zip(*parts, strict=True)]
     found = [row[row != -1] for row in rows]
     width = max(topk, *(len(row) for row in found))

@@ -41,7 +41,7 @@ class SelectionTrial(Trial):
 
     @cached_property
     def wrong_rows(self) -> list[Row]:
-        """Those of an answer that are not right."""
+        """Rows of an answer that are not right."""
         return [row for row in self.rows if not row.is_right]
 
     @cached_property
