@@ -219,7 +219,7 @@ def merge_state(
         A new one: unlike `cpattn.merge_state`, the inputs stay as they are. Zeros where neither
         part has keys.
     lse : array [num_tokens, num_heads], float64
-        Of both sets; -inf where neither part has keys.
+        LSE of both sets; -inf where neither part has keys.
 
     Raises
     ------
@@ -367,7 +367,7 @@ def dequantize_kv_rows(rows: Tensor) -> Float64Array:
     Parameters
     ----------
     rows : contiguous tensor [n, 656], of a dtype of one byte
-        For each row 512 codes of float8_e4m3fn, a float32 scale for every 128 of them, and 64
+        Rows, each of 512 codes of float8_e4m3fn, a float32 scale for every 128 of them, and 64
         numbers in bfloat16, as `cpattn.sparse.quantize_kv_rows` makes them.
 
     Returns

@@ -49,7 +49,7 @@ def print_table(
     less_important : names of columns
         Left out where they do not fit, in this order.
     left : names of columns
-        That are justified left, not right.
+        Columns that are justified left, not right.
     console : Console, optional
         Default: standard output, `COLUMNS` wide if that is set. A file is as wide as the table.
 

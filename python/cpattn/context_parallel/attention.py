@@ -108,7 +108,7 @@ def do_cp_attn_fia(
         As in `paged_attention`. Without `causal` a token sees its whole sequence, and padding
         tokens of the metadata are tokens of the last one.
     custom_mask, packed_custom_mask : tensors, optional
-        As in `paged_attention`, for the whole sequences: ``extend_lens[s]`` rows of
+        Masks as in `paged_attention`, for the whole sequences: ``extend_lens[s]`` rows of
         ``prefix_lens[s] + extend_lens[s]`` values for each sequence, lengths as in the metadata.
         Every rank is given the same mask, and takes the rows of its tokens.
     q_rope, k_rope : tensors, optional

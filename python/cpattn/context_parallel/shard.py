@@ -55,7 +55,7 @@ def unshard(self: ContextParallelMetadata, parts: Sequence[TensorT], dim: int = 
     Parameters
     ----------
     parts : sequence of cp_size tensors
-        In rank order, each with at least the logical rows of its rank along `dim`;
+        Rows of each rank in rank order, at least the logical rows of the rank along `dim`;
         further rows are padding and ignored.
     dim : int
         The token dimension.

@@ -46,7 +46,7 @@ def calibrate(
     ----------
     layer : AttentionLayer
     threads : int, optional
-        Of a rank. Default: those of a call that does not say.
+        Threads of a rank. Default: those of a call that does not say.
     progress : callable
         Told what is measured next.
     """

@@ -28,9 +28,9 @@ class DecodePrediction:
     Attributes
     ----------
     placement, out_heads : str
-        As given to `predict_decode`.
+        The arguments of `predict_decode`.
     exchange : str
-        As given, or what "auto" took.
+        The argument, or what "auto" took.
     cp_size, ranks_per_host : int
         Number of ranks, and those of a host.
     layer : AttentionLayer
@@ -40,19 +40,19 @@ class DecodePrediction:
     pool_bytes : int
         Pages of all sequences, in all layers, in the pool of the rank that has most.
     keys : array [cp_size], int64
-        That the rank keeps and attends to, of all sequences.
+        Keys that the rank keeps and attends to, of all sequences.
     attention_seconds, exchange_seconds : arrays [cp_size], float64
-        Of each rank; partial results are merged in the exchange.
+        Seconds of each rank; partial results are merged in the exchange.
     sent_bytes, received_bytes : arrays [cp_size], int64
         States of attention between hosts.
     imbalance : float
         Keys of the most loaded rank over the mean.
     store_seconds : float
-        Of the new keys and values that one rank keeps, where it keeps most.
+        Seconds for the new keys and values of the rank that keeps most.
     single_rank_seconds : float
         Attention and store of the same layer, by one rank alone.
     alternatives : dict of str to float
-        For "auto", seconds of the slowest rank by each exchange.
+        Seconds of the slowest rank by each exchange, for "auto".
 
     Examples
     --------
@@ -156,7 +156,7 @@ def predict_decode(
         CPUs of a host. If its ranks have more threads, computing takes so much longer. Default:
         enough.
     state_dtype : {"float32", "bfloat16", "float16"}
-        Of the outputs that are sent to be merged.
+        Dtype of the outputs that are sent to be merged.
     exchange : {"all_to_all", "gather", "auto"}
         Whether states go to the ranks of their heads, or all to every rank; "auto" is what
         `ContextParallel.decode` takes, by the bytes that ranks receive.

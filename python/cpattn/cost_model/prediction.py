@@ -32,7 +32,7 @@ class Prediction:
     Attributes
     ----------
     strategy : str
-        As given to `predict`.
+        The argument of `predict`.
     cp_size : int
         Number of ranks.
     layer : AttentionLayer
@@ -45,33 +45,33 @@ class Prediction:
     pairs : array [cp_size], int64
         Pairs of a query token and a key that it sees, in one query head, of each rank.
     attention_seconds, gather_seconds : arrays [cp_size], float64
-        Of each rank, merges of partial results with attention; a gather is whatever `exchange`
+        Seconds of each rank, merges of partial results with attention; a gather is what `exchange`
         says.
     sent_bytes, received_bytes : arrays [cp_size], int64
-        Of each rank, without the digests that ranks compare before.
+        Bytes of each rank, without the digests that ranks compare before.
     imbalance : float
         Pairs of the most loaded rank of each batch over the mean of the ranks.
     store_seconds : float
-        Of writing keys and values into the pool of one rank, and where it gathers sharded ones,
+        Seconds to write keys and values into the pool of a rank, and where it gathers sharded ones,
         into its scratch; of the rank that writes most.
     slowest_attention_seconds, slowest_gather_seconds : float
-        Of the slowest rank of each batch.
+        Seconds of the slowest rank of each batch, added up.
     single_rank_seconds : float
         Attention and store of the same layer, by one rank alone; the longer one with overlap.
     placement, exchange, overlap : str
-        As given to `predict`; for the exchange ``"auto"`` the one that it chose, or several with
+        The arguments of `predict`; for the exchange ``"auto"`` the one it chose, or several with
         ``/`` between them where it differs between batches.
     ranks_per_host : int
-        As given.
+        The argument.
     cpus : int or None
-        As given.
+        The argument.
     scratch_bytes : int
-        That a rank needs beside its pool for one layer of the largest batch: rows received, blocks
-        of a ring, queries and states of others.
+        Bytes that a rank needs beside its pool for one layer of the largest batch: rows received,
+        blocks of a ring, queries and states of others.
     hidden_seconds : float
         What attention, exchange and store take together beyond the layer, as they overlap.
     mesh : (int, int) or None
-        As given.
+        The argument.
     alternatives : dict
         Seconds of a layer by each exchange, if all batches took it; empty without ``"auto"``.
     reason : str
@@ -194,7 +194,7 @@ def predict(
         CPUs of a host. If its ranks have more threads, computing takes so much longer. Default:
         enough.
     state_dtype : {"float32", "bfloat16", "float16"}
-        Of the outputs that ``"pass_q"`` sends back to be merged.
+        Dtype of the outputs that ``"pass_q"`` sends back to be merged.
     mesh : (int, int), optional
         Rows on the ring and ranks of a row, for ``"usp"``: ``"auto"`` compares it then, too.
 

@@ -91,7 +91,7 @@ class Rates:
         Parameters
         ----------
         work : RankWork
-            Of one batch.
+            The work of one batch.
         layer : AttentionLayer
             The one that the work was counted for.
 
@@ -116,7 +116,7 @@ class Rates:
         Parameters
         ----------
         work : RankWork
-            Of one batch.
+            The work of one batch.
 
         Returns
         -------
@@ -135,7 +135,7 @@ class Rates:
         Parameters
         ----------
         work : RankWork
-            Of one batch.
+            The work of one batch.
         layer : AttentionLayer
             The one that the work was counted for.
 

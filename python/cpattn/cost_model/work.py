@@ -43,7 +43,7 @@ class AttentionLayer:
     v_head_dim : int, optional
         Elements of a value, likewise. Default: head_dim.
     dtype : {"bfloat16", "float16", "float32"}
-        Of queries, keys and values.
+        Dtype of queries, keys and values.
     num_layers : int
         At least 1.
     page_size : int
@@ -187,7 +187,7 @@ class RankWork:
     tokens : array [cp_size], int64
         New tokens of each rank.
     pairs : array [cp_size], int64
-        Of one query head; every head has as many.
+        Pairs in one query head; every head has as many.
     packed_keys : array [cp_size], float64
         Keys that items pack before they multiply, summed over the items of one KV head. Up to one
         token per item, for where it is cut. Keys before the window of all its tokens are left out.
@@ -195,7 +195,7 @@ class RankWork:
         The most expensive item, as (row, key) pairs with packing at 12 rows for a key. A row is a
         token in one query head.
     sent_bytes, received_bytes : arrays [cp_size], int64
-        By `ContextParallel.write_kv`, without the digests that ranks compare before.
+        Bytes of `ContextParallel.write_kv`, without the digests that ranks compare before.
 
     Examples
     --------

@@ -66,13 +66,13 @@ class RankAttention(HostCalls):
         Parameters
         ----------
         plan : ContextParallelPlan
-            Of this object's `plan`.
+            The result of this object's `plan`.
         q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
-            In the order of ``shard``; further rows are never read.
+            Queries in the order of ``shard``; further rows are never read.
         k_cache, v_cache : tensors of the dtype of q_local
-            As for ``write_kv``, which comes first, unless there is `k_local`; with a placement this
-            rank's shards. Without `v_cache` (None) the first `v_head_dim` elements of the keys are
-            the values, as in the latent cache of MLA.
+            Caches as in ``write_kv``, which comes first unless there is `k_local`; with a placement
+            this rank's shards. Without `v_cache` (None) the first `v_head_dim` elements of the keys
+            are the values, as in the latent cache of MLA.
         k_local, v_local : tensors [>= num_local_rows, num_kv_heads, head_dim], optional
             New keys and values of this rank, as for ``write_kv``; without `v_cache` keys alone.
         scale : float, default 1/sqrt(head_dim)
@@ -93,7 +93,7 @@ class RankAttention(HostCalls):
         k_scale, v_scale, kv_dtype
             Of caches of codes of 8 bits, as in `cpattn.do_cp_attn_fia`.
         prefetched : Prefetch, optional
-            Of ``prefetch``, with this layer as the next one: its cached keys have been on their way
+            The result of ``prefetch``, whose next layer is this: its cached keys are on their way
             since the layer before, and those of the layer after it follow the new keys of this one.
             The bits are those of "gather" without it.
         out : tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
@@ -104,7 +104,7 @@ class RankAttention(HostCalls):
         Returns
         -------
         out : tensor [num_rows, num_heads, v_head_dim], of the dtype of q_local
-            For all rows of q_local; zeros in the further ones.
+            Results for all rows of q_local; zeros in the further ones.
         lse : tensor [num_rows, num_heads], float32; only with ``return_lse``
             Natural logarithm, sinks not included; -inf in the further rows.
 
@@ -211,14 +211,14 @@ class RankAttention(HostCalls):
         Parameters
         ----------
         plan : ContextParallelPlan
-            Of this object's `plan`.
+            The result of this object's `plan`.
         q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
-            In the order of ``shard``.
+            Queries in the order of ``shard``.
         kv_cache : tensor [num_slots, 1, head_dim], of the dtype of q_local
             Or [num_pages, page_size, 1, head_dim], or rows of 656 bytes, as for `cp_sparse_mla`.
             With a placement, this rank's shard, contiguous.
         index_q_local, index_k_cache, weights_local : tensors
-            Of the indexer, as `index_q`, `index_k_cache` and `weights` of `cp_sparse_mla`; with a
+            The indexer's `index_q`, `index_k_cache` and `weights`, as in `cp_sparse_mla`; with a
             placement, this rank's shard of the keys.
         topk : int
             Keys for each row, at least 1.
@@ -232,7 +232,7 @@ class RankAttention(HostCalls):
         Returns
         -------
         out : tensor [num_rows, num_heads, d_v], of the dtype of q_local
-            For all rows of q_local; zeros in the further ones.
+            Results for all rows of q_local; zeros in the further ones.
         lse : tensor [num_rows, num_heads], float32; only with ``return_lse``
             Natural logarithm, without the sink; -inf in the further rows.
 

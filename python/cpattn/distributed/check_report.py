@@ -24,13 +24,13 @@ class CheckReport:
     passed : bool
         Whether all rows of all ranks are right.
     ranks : list of dict
-        Of each rank its host, versions, largest error and rates.
+        Host, versions, largest error and rates of each rank.
     network : dict
         Rates of the exchange; empty for one rank.
     exchanges : dict of str to float
         Seconds of a layer by each way.
     options : dict
-        Those of the command.
+        Options of the command.
     """
 
     passed: bool

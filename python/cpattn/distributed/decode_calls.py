@@ -121,7 +121,7 @@ class DecodeCalls:
         Parameters
         ----------
         plan : DecodePlan
-            Of this object's `plan_decode`, for the same step on every rank.
+            The result of this object's `plan_decode`, for the same step on every rank.
         q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
             Request after request, the same on every rank; with `num_heads` those of this rank.
         k_shard, v_shard : tensors of the dtype of q, or of codes of 8 bits
@@ -151,7 +151,7 @@ class DecodeCalls:
         Returns
         -------
         out : tensor [num_tokens, num_heads, v_head_dim], of the dtype of q
-            Of all heads, or of those of this rank.
+            Results of all heads, or of those of this rank.
         lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
             Natural logarithm, sinks not included; of the same heads.
 
@@ -226,13 +226,13 @@ class DecodeCalls:
         Parameters
         ----------
         plan : DecodePlan
-            Of this object's `plan_decode`, for the same step on every rank.
+            The result of this object's `plan_decode`, for the same step on every rank.
         q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
             Request after request, the same on every rank.
         kv_shard, index_k_shard : tensors
             This rank's pools of latents and index keys, as for ``attend_sparse``.
         index_q, weights : tensors
-            Of the indexer, as of ``attend_sparse``; a row for each of q.
+            The indexer's queries and weights, as for ``attend_sparse``; a row for each of q.
         topk, sm_scale, d_v, attn_sink, index_k_scale
             As of ``attend_sparse``.
         return_lse : bool

@@ -37,7 +37,7 @@ class ShardedAttention(DecodeCalls):
         Parameters
         ----------
         plan : ShardedPlan
-            Of this object's `plan`, with the exchange "gather" or "auto", which is "gather" then.
+            The result of this object's `plan`, by the exchange "gather" or "auto" (then "gather").
         layers : sequence of LayerCaches, or of tuples like them
             This rank's shards for each layer, in their order. What is cached of a layer must be in
             them when the layer before is attended to. A layer of latents has no `v_cache`.
@@ -97,11 +97,11 @@ class ShardedAttention(DecodeCalls):
         Parameters
         ----------
         plan : ShardedPlan or DecodePlan
-            Of this object's `plan` or `plan_decode`.
+            The result of this object's `plan` or `plan_decode`.
         num_heads, num_kv_heads, head_dim, v_head_dim : int
-            Of the layer; v_head_dim is head_dim if it is not given.
+            Sizes of the layer; v_head_dim is head_dim if it is not given.
         element_bytes : int
-            Of queries, keys and values.
+            Bytes of an element of queries, keys and values.
         shares_values : bool
             Whether values are a part of the keys, as in the latent cache of MLA.
         writes : bool
@@ -174,7 +174,7 @@ class ShardedAttention(DecodeCalls):
         Parameters
         ----------
         plan : ShardedPlan
-            Of this object's `plan`.
+            The result of this object's `plan`.
         topk : int
             Keys that a row selects.
         num_heads, num_index_heads : int
@@ -182,11 +182,11 @@ class ShardedAttention(DecodeCalls):
         head_dim, d_v, index_head_dim : int
             Dimensions of a query, of a result, and of a query and key of the indexer.
         element_bytes, index_element_bytes, weight_bytes : int
-            Of an element of queries and results, of queries of the indexer, and of their weights.
+            Bytes of an element of queries and results, of queries of the indexer, and of weights.
         latent_bytes : int, optional
-            Of a row of the KV pool. Default: `head_dim` elements; 656 for rows of FP8.
+            Bytes of a row of the KV pool. Default: `head_dim` elements; 656 for rows of FP8.
         index_key_bytes : int, optional
-            Of an index key and its scale. Default: `index_head_dim` elements without one; 132 for
+            Bytes of an index key and its scale. Default: `index_head_dim` elements alone; 132 for
             pages of FP8.
 
         Returns

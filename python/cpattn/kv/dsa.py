@@ -29,7 +29,7 @@ class DSATokenToKVPool(KVPool):
     Parameters
     ----------
     size, page_size, num_layers : int
-        As of `MHATokenToKVPool`.
+        The arguments of `MHATokenToKVPool`.
     index_head_dim : int, optional
         128 for a pool with keys of an indexer.
     start_layer, container, memory

@@ -166,7 +166,7 @@ class MHATokenToKVPool(KVPool):
             even. What is beyond the largest number of a code becomes that number: 448 in e4m3fn,
             57344 in e5m2, 127 in int8.
         k_scale, v_scale : number or tensor, default 1
-            For rows of another dtype than the pool's only: a number, or float32 [num_kv_heads]
+            Scales for rows of another dtype than the pool's: a number, or float32 [num_kv_heads]
             for the heads. In a pool with `scale_dtype` the write computes them; only codes, rows
             of the pool's dtype, are given theirs: num_tokens * num_kv_heads of `scale_dtype`.
         layer_id_override : int, optional

@@ -19,7 +19,7 @@ class MLATokenToKVPool(KVPool):
     Parameters
     ----------
     size, page_size, num_layers : int
-        As of `MHATokenToKVPool`.
+        The arguments of `MHATokenToKVPool`.
     kv_lora_rank : int
         Width of `k_buffer`.
     qk_rope_head_dim : int

@@ -29,7 +29,7 @@ page_pos : array [pages], int32, read-only
 prefix_pages : array, int32, read-only
     The pages of the pool that are gathered, by rank, ascending on each.
 chunk_pages : array, int32, read-only
-    Those of new tokens, in the order in which they stand behind `chunk_page`.
+    Pages of new tokens, in the order in which they stand behind `chunk_page`.
 chunk_page, trash_page : int
     Where the second and the third part of the scratch begin.
 shard_size, page_size, size, max_prefix_tokens, chunk_tokens : int
@@ -82,9 +82,9 @@ def plan_shard_gather(
         Cached tokens of each request, multiples of the page size. Their pages lie on the ranks in
         turn, as `StripedAllocator` has them, whatever the first one is.
     seq_lens : ints [bs]
-        The same with new tokens.
+        Tokens of each sequence, the new ones included.
     placement : PageInterleave
-        Of the pool, over at least two ranks.
+        Placement of the pool, over at least two ranks.
     size : int
         Slots of each rank's pool, without those of its reserved page.
     max_prefix_tokens : int

@@ -101,9 +101,9 @@ class StripedAllocator:
         prefix_lens : ints [bs]
             Tokens that each request has already: multiples of the page size.
         seq_lens : ints [bs]
-            The same with its new tokens, at least one. They begin a page.
+            Tokens of each request with its new ones, at least one. These begin a page.
         rotation_bases : list of int or None [bs]
-            Of each request the base of its sequence, any integer, or None for a new sequence. Each
+            Base of each request's sequence, any integer, or None for a new sequence. Each
             None is replaced by the class with the most free pages, the lowest of several, as the
             requests before it leave them; also where the call returns None.
 

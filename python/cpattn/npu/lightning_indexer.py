@@ -59,7 +59,7 @@ def npu_lightning_indexer(
     layout_query : str
         BSND or TND.
     layout_key : str
-        That of the queries, or PA_BSND.
+        The layout of the queries, or PA_BSND.
     sparse_count : int
         Indices for each query, at least 1.
     sparse_mode : int

@@ -63,7 +63,7 @@ def npu_sparse_flash_attention(
     layout_query : str
         BSND or TND.
     layout_kv : str
-        That of `query`, or PA_BSND.
+        The layout of `query`, or PA_BSND.
     sparse_mode : int
         0: a query sees all keys of its blocks. 3: those up to its own position, the last query
         of a sequence standing at the last key.

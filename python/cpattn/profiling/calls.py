@@ -24,7 +24,7 @@ class Call(NamedTuple):
     Attributes
     ----------
     name : str
-        As users call it: ``plan_attention``, ``ContextParallel.attend``.
+        Name by which users call it: ``plan_attention``, ``ContextParallel.attend``.
     begin, end : float
         Seconds of `time.perf_counter`.
     args, kwargs

@@ -101,7 +101,7 @@ class Profile(Recording):
     seconds : float
         Length of the block.
     peaks : dict of int to float
-        By dtype, the flop/s that one thread can do while all of them multiply.
+        Flop/s that one thread can do while all of them multiply, by dtype.
 
     Examples
     --------

@@ -33,7 +33,7 @@ class Finding:
     where : str
         The first token, page, byte or call concerned.
     ranks : tuple of int
-        Those concerned.
+        Ranks that it concerns.
     picture : str
         The blocks, rows or calls around it, as text; may be empty.
     advice : str

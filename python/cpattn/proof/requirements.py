@@ -16,7 +16,7 @@ def require(report: Report, ids: str | Iterable[str]) -> Report:
     Parameters
     ----------
     report : Report
-        Of any tool.
+        Report of any tool.
     ids : str or iterable of str
         Ids of `INVARIANTS`, or these with commas between them.
 

@@ -22,7 +22,7 @@ class Chunk:
     Attributes
     ----------
     request_index : int
-        Of `request` among all that were given.
+        Index of `request` among all that were given.
     request : Request
     lease : Lease
         The pages of the whole prompt.
@@ -131,7 +131,7 @@ def prefill_batches(
     ----------
     requests : sequence of Request
     cache : PrefixCache
-        Whose pages the prompts take.
+        Cache whose pages the prompts take.
     token_budget : int
         New tokens of a batch, at most.
     max_sequences : int

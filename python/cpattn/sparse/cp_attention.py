@@ -75,16 +75,16 @@ def cp_sparse_mla(
         The latents of the complete sequences, as `kv` of `flash_mla_sparse_fwd`: their rows are
         the slots of the pages of `block_tables`.
     index_q, index_k_cache, weights : tensors
-        Of the indexer, as `q`, `index_k_cache` and `weights` of `cp_indexer_topk`; `index_q` has
+        The indexer's `q`, `index_k_cache` and `weights`, as in `cp_indexer_topk`; `index_q` has
         as many rows as `q`.
     metadata : ContextParallelMetadata
-        Of the batch and this rank, from `cpattn.build_cp_metadata`.
+        Metadata of the batch and this rank, from `cpattn.build_cp_metadata`.
     block_tables, page_size, topk, prefix_lens
         As of `cp_indexer_topk`.
     sm_scale, d_v, attn_sink
         As of `flash_mla_sparse_fwd`.
     index_k_scale : tensor, optional
-        As `k_scale` of `cp_indexer_topk`.
+        Scales as `k_scale` of `cp_indexer_topk`.
     num_threads : int, optional
         Results do not depend on it.
     out : tensor [rows, num_heads, d_v], of the dtype of q, optional

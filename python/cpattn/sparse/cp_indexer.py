@@ -48,7 +48,7 @@ def cp_indexer_topk(
     weights : tensor [rows, num_heads] or [rows, num_heads, 1], float32 or bfloat16
         With quantised queries their scales belong in here.
     metadata : ContextParallelMetadata
-        Of the batch and this rank, from `cpattn.build_cp_metadata`.
+        Metadata of the batch and this rank, from `cpattn.build_cp_metadata`.
     block_tables : ints [batch, pages]
         The pages of each sequence, its prefix first; further entries are never read.
     page_size : int

@@ -44,9 +44,9 @@ def build_dsa_metadata(
     topk : int
         Keys that a row attends to at most.
     fp8_kv_cache : bool
-        As in `get_topk_transform_method`.
+        The argument of `get_topk_transform_method`.
     prefill_impl : str
-        As in `get_topk_transform_method`.
+        The argument of `get_topk_transform_method`.
     page_size : int
         Tokens of a page of ``real_page_table``.
     req_to_token : ints [requests, slots], optional
@@ -56,7 +56,7 @@ def build_dsa_metadata(
     num_draft_tokens : int, optional
         New tokens of each sequence where `extend_lens` is None, in verify and draft batches.
     cp_metadata : ContextParallelMetadata, optional
-        Of the same batch: only rows of q on its rank count, and only sequences that have any.
+        Metadata of the same batch: only rows of q on its rank count, and sequences that have any.
     num_rows : int, optional
         Rows of q with padding; default those of the batch or of `cp_metadata`.
 
@@ -132,7 +132,7 @@ page_table_1_flattened : array [sum(cache_seqlens)], int32, or None
 forward_mode : ForwardMode
 topk_transform_method : TopkTransformMethod
 topk, page_size : int
-    As given.
+    The arguments.
 max_seqlen_q, max_seqlen_k : int
     The largest of ``extend_lens`` and of ``cache_seqlens``.
 

@@ -70,7 +70,7 @@ def quantize_index(
     x : tensor [..., D], float32, float16 or bfloat16
         D is a multiple of 128. Up to 6 dimensions.
     dtype : str
-        Of the codes, ``"float8_e4m3fn"`` or ``"int8"``.
+        Dtype of the codes, ``"float8_e4m3fn"`` or ``"int8"``.
     scale_fmt : str, optional
         ``"ue8m0"`` rounds the scale up to a power of two; e4m3fn only.
 
@@ -194,7 +194,7 @@ def read_index_k_cache(
     Parameters
     ----------
     cache : tensor [num_pages, page_size * 132], uint8
-        As in `write_index_k_cache`.
+        Cache as in `write_index_k_cache`.
     slots : ints [n]
         They may repeat; -1 is refused.
     dtype : str

@@ -86,7 +86,7 @@ def indexer_topk(
     topk : int
         From 1 to 2**20.
     sorted : bool
-        By score, descending, or else by index, ascending, which costs less.
+        Whether to sort by score, descending, or else by index, ascending, which costs less.
 
     Returns
     -------

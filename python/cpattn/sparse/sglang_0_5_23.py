@@ -48,7 +48,7 @@ def fast_topk(
     row_starts : ints [num_rows], optional
         Default 0.
     sorted : bool
-        By score, descending, ties to the smaller index; or else by index, ascending.
+        Whether to sort by score, descending, ties to the smaller index; else by index, ascending.
 
     Returns
     -------

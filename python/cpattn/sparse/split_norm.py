@@ -31,9 +31,9 @@ def split_qk_norm(
     x : tensor [num_rows, columns], float32, float16 or bfloat16
         ``columns = q_lora_rank + kv_lora_rank + qk_rope_head_dim``, in this order.
     q_weight : tensor [q_lora_rank], float32 or the dtype of x
-        Of the norm of the query part.
+        Weight of the norm of the query part.
     kv_weight : tensor [kv_lora_rank], float32 or the dtype of x
-        Of the norm of the key part.
+        Weight of the norm of the key part.
     q_lora_rank, kv_lora_rank : int
         Columns of the query and of the key part, at least 1.
     qk_rope_head_dim : int
@@ -110,7 +110,7 @@ def fused_split_qk_norm(
     x, q_weight, kv_weight, q_lora_rank, kv_lora_rank, qk_rope_head_dim, q_bias, kv_bias
         As in `split_qk_norm`.
     eps : float
-        Of both norms, at least 0.
+        Epsilon of both norms, at least 0.
 
     Returns
     -------

@@ -124,7 +124,7 @@ def topk_transform(
     page_size : int
         Tokens of a page of `page_table`.
     sorted : bool
-        By score, descending, or else by index, ascending.
+        Whether to sort by score, descending, or else by index, ascending.
 
     Returns
     -------

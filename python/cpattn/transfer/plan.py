@@ -110,7 +110,7 @@ src_addrs, dst_addrs, lengths : array [blocks], uint64
 total_bytes : int
     The sum of ``lengths``.
 parts : list of (str, int, int)
-    As given.
+    The argument.
 
 Raises
 ------

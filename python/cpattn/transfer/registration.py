@@ -82,7 +82,7 @@ class Registration:
     addrs, sizes : lists of int
         Address and bytes of the ranges.
     owners : tuple of objects
-        Who has the memory; held as long as the registration lasts.
+        Objects that have the memory; held as long as the registration lasts.
 
     Attributes
     ----------

@@ -40,7 +40,7 @@ def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
     lists : sequence of sequences of int
         No lists at all are an empty frame.
     fmt : str
-        Of the integers, as in `struct`: "I", "i" or "Q".
+        Format of the integers, as in `struct`: "I", "i" or "Q".
 
     Returns
     -------
@@ -77,7 +77,7 @@ def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
     buf : bytes
         The frame; an empty one holds no lists.
     fmt : str
-        That of the integers when they were packed.
+        Format of the integers when they were packed.
 
     Returns
     -------
@@ -283,7 +283,7 @@ class KVRegistration(_Message):
     host, port : str and int
         Where it listens for messages.
     session_id : str
-        Of its engine, which the buffers are registered with.
+        Session of its engine, which the buffers are registered with.
     kv_data_ptrs, aux_data_ptrs, state_data_ptrs, engine_rank
         As of `cpattn.transfer.KVArgs`, buffers of no bytes included: peers pair by position.
     attn_tp_size : int
@@ -355,7 +355,7 @@ class KVTransferRequest(_Message):
         The row of the aux buffers. None makes it a dummy, of a process that only has to be
         counted: pages and indices of state must be empty then, else ValueError.
     state_indices : lists of ints
-        For each component of state.
+        Indices for each component of state.
     required_count : int
         Processes whose requests prefill waits for before it sends.
     decode_prefix_len : int

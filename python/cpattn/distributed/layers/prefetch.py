@@ -71,13 +71,13 @@ class Prefetch:
     Attributes
     ----------
     plan : ShardedPlan
-        Of the batch.
+        The plan of the batch.
     num_layers : int
-        As many as it was given.
+        Number of layers that it was given.
     next_layer : int
         The one whose ``attend`` comes next, from 0 on; `num_layers` when all have been.
     buffer_bytes : int
-        Of two layers' cached keys of all ranks: what it holds besides scratch of ``attend``.
+        Bytes of two layers' cached keys of all ranks, which it holds besides scratch of ``attend``.
 
     Examples
     --------

@@ -28,9 +28,9 @@ class Rails:
     members, others : tuple of int, tuple of tuples of int
         The ranks of its host, and those of each other one.
     destinations : tuple of int
-        Who gets its rows: one rank of each other host.
+        Ranks that get its rows: one of each other host.
     sources : tuple of int
-        Whose rows it receives for its host, ascending: those that it is a destination of.
+        Ranks whose rows it receives for its host, ascending: it is a destination of each.
     """
 
     def __init__(self, hosts: Hosts, rank: int) -> None:

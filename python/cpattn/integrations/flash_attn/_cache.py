@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
     num_splits : int
         1 keeps the keys of a row together, bitwise the same in any batch; else as is fastest.
     k_descale, v_descale : float or tensor, optional
-        As in `flash_attn_func`.
+        Scales as in `flash_attn_func`.
 
     Returns
     -------

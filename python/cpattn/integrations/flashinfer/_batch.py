@@ -89,7 +89,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         custom_mask : bool tensor, sum(q_len * kv_len) elements, optional
             True = visible; ``causal`` then has no meaning.
         packed_custom_mask : uint8 tensor, sum(ceil(q_len * kv_len / 8)) elements, optional
-            The same in bits, as `paged_attention` takes it; ``custom_mask`` then has no meaning.
+            The mask in bits, as `paged_attention` takes it; ``custom_mask`` then has no meaning.
         window_left : int
             Keys before a token's own that it sees; -1 is no bound. Without ``causal`` it takes a
             mask of one byte per query and key.

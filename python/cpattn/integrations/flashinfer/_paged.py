@@ -145,7 +145,7 @@ class PagedWrapper:
         k_scale, v_scale : float or tensor, optional
             Factors of keys and values: positive numbers or tensors [num_kv_heads].
         window_left : int, optional
-            As planned, if given.
+            The planned window, if given.
         sinks : float32 tensor, shape [num_qo_heads], optional
             A logit per head that takes weight but has no value.
 

@@ -132,7 +132,7 @@ def install(*parts: str) -> None:
     Parameters
     ----------
     *parts : str
-        Of ``"metadata"``, ``"topk"``, ``"kv"``, ``"shards"``, ``"attention"`` and
+        Some of ``"metadata"``, ``"topk"``, ``"kv"``, ``"shards"``, ``"attention"`` and
         ``"strict_kv"``. If none are given, those that the environment variable CPATTN_SGLANG_PARTS
         lists, separated by commas; else all but ``"strict_kv"``. With CPATTN_PLUGINS=0 in the
         environment nothing happens. ``"attention"`` makes the name cpattn one of those that

@@ -82,7 +82,7 @@ def use_paged(model: Any, name: str = "cpattn") -> ExitStack:
     ----------
     model : PreTrainedModel
     name : str
-        As given to `register`, which this calls.
+        The argument of `register`, which this calls.
 
     Returns
     -------

@@ -19,7 +19,7 @@ class Replaced(AbstractContextManager["Replaced"]):
     Parameters
     ----------
     modules : iterable of torch.nn.Module
-        Whose methods of this name are their classes' until now.
+        Modules whose methods of this name are their classes' until now.
     name : str
     function : callable
         Called as ``function(module, ...)``. The class has the method that it replaces.

@@ -114,7 +114,7 @@ def visibility_mask(
     q_offset, kv_offset : int
         Positions of the first query and of the first key.
     config : PreTrainedConfig, optional
-        Of the model that asks; one with an attention of its own is refused.
+        Configuration of the model that asks; one with an attention of its own is refused.
 
     Returns
     -------

@@ -33,7 +33,7 @@ def absorb_mla(model: nn.Module, name: str = "cpattn") -> Replaced:
     Parameters
     ----------
     model : torch.nn.Module
-        Of transformers. Its layers with a method ``expand_kv`` are meant: DeepSeek-V2, V3, V3.2,
+        A model of transformers. Its layers with ``expand_kv`` are meant: DeepSeek-V2, V3, V3.2,
         GLM-4 MoE Lite, GLM-5 and others. Weights are neither copied nor changed.
     name : str
         What `register` was given. While the model runs with another implementation of attention

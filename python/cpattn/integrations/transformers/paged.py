@@ -121,7 +121,7 @@ def paged_attention_forward(
     cache : PagedAttentionCache
     cu_seq_lens_q : int32 tensor, shape [sequences + 1]
     cu_seq_lens_k : dict of int32 tensors, shape [sequences + 1]
-        For each kind of layers.
+        Starts of the sequences' keys, for each kind of layers.
     read_index, write_index : lists of int64 tensors
         Rows of the cache for each kind of layers: of all tokens, and of the new ones.
     scaling, softcap, s_aux, dropout, **options

@@ -21,7 +21,7 @@ class PagedCache:
     Parameters
     ----------
     tensor : tensor, shape [num_blocks, num_kv_heads, block_size, 2 * head_size]
-        Of the model's dtype, or bytes of codes.
+        Cache of the model's dtype, or of bytes of codes.
     code : dtype of torch, optional
         What the codes are.
 
@@ -54,7 +54,7 @@ class PagedCache:
         slots : int64 tensor, shape [num_tokens]
             block * block_size + offset of each token, or -1 for one that is not kept.
         k_scale, v_scale : float
-            Of codes; other caches have none.
+            Scales of codes; other caches have none.
         """
         rows = len(slots)
         _core.write_page_rows(slots, key[:rows], self.k, k_scale, value[:rows], self.v, v_scale)

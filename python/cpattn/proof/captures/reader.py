@@ -28,9 +28,9 @@ class RecordedCall:
     Attributes
     ----------
     name : str
-        As users call it.
+        Name by which users call it.
     rank : int
-        Of the process that made it.
+        Rank of the process that made it.
     at, seconds : float
         When it began, from the begin of the capture, and what it took.
     fields : mapping

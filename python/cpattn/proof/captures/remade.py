@@ -28,13 +28,13 @@ class Remade:
     Attributes
     ----------
     name : str
-        Of the call.
+        Name of the call.
     recorded, here : list of float
         Seconds of each, then and now.
     left_out : int
-        Those that cannot be made again: masks are not recorded.
+        Calls that cannot be made again: masks are not recorded.
     different : list of RecordedCall
-        Those that divide the work otherwise than they did.
+        Calls that divide the work otherwise than they did.
     """
 
     name: str
@@ -62,7 +62,7 @@ def remake(capture: Capture) -> tuple[Report, list[Remade]]:
     Parameters
     ----------
     capture : Capture
-        Of any machine: plans do not depend on it.
+        Capture of any machine: plans do not depend on it.
 
     Returns
     -------

@@ -30,7 +30,7 @@ def write_html(
     Parameters
     ----------
     reports : sequence of Report
-        Of any tools.
+        Reports of any tools.
     path : path
         The file, which is written anew.
     stretches : sequence of Stretch

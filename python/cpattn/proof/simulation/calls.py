@@ -102,7 +102,7 @@ class Call:
     reduces : list of tensors
         Filled with what all ranks give to this one, reduced; in place of `takes`.
     peer, tag : int
-        Of point-to-point calls; -1 for receives from anyone.
+        Rank and tag of point-to-point calls; -1 for receives from anyone.
     """
 
     kind: str

@@ -38,7 +38,7 @@ class CaptureOptions:
     buffered_sends : bool
         Whether a send ends before its receive.
     latency_us, gbps : float
-        Of a link of a rank: microseconds of a message, 10^9 bits per second.
+        Latency and rate of a rank's link: microseconds of a message, 10^9 bits per second.
     trace, html : path, optional
         Where the timeline goes, for Perfetto, and report and timeline, as a page.
     require : sequence of str
@@ -71,7 +71,7 @@ def simulate_capture(capture: Capture, **options: Any) -> Report:
     Parameters
     ----------
     capture : Capture
-        Of all ranks of one group, by `cpattn.proof.read_captures`.
+        Capture of all ranks of one group, by `cpattn.proof.read_captures`.
     **options
         Attributes of `CaptureOptions`: ``ranks``, ``strategy``, ``time_limit``,
         ``buffered_sends``, ``latency_us``, ``gbps``, ``trace``, ``html``, ``require``. With

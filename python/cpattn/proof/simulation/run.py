@@ -28,7 +28,7 @@ class Run:
     size : int
         Ranks.
     seed : int
-        Of the order in which they run.
+        Seed of the order in which they run.
     link : Link
         What time their messages take.
     buffered_sends : bool

@@ -54,7 +54,7 @@ class Options:
     buffered_sends : bool
         Whether a send ends before its receive, as gloo's do while they are small.
     latency_us, gbps : float
-        Of a link of a rank: microseconds of a message, 10^9 bits per second.
+        Latency and rate of a rank's link: microseconds of a message, 10^9 bits per second.
     trace : path, optional
         Where the timeline goes, for Perfetto.
     html : path, optional
@@ -165,7 +165,7 @@ def simulate(
     args : sequence
         Arguments of `fn`, the same objects on all ranks.
     backend : str or None
-        Of the group that is there when `fn` begins. None: `fn` calls ``init_process_group``.
+        Backend of the group that `fn` finds. None: `fn` calls ``init_process_group``.
     **options
         Attributes of `Options`: ``seeds``, ``time_limit``, ``buffered_sends``, ``latency_us``,
         ``gbps``, ``trace``, ``html``, ``own_modules``, ``cuda_as_cpu``,

@@ -36,7 +36,7 @@ def make_segments(
     """Cut local rows into segments; a mask depends on lengths only, so every layer shares it.
 
     request_indices, kv_lens : int, shape [rows]
-        Of each row the sequence, and the keys it sees: its position + 1.
+        Sequence of each row, and the keys that it sees: its position + 1.
     block_tables : int32, shape [sequences, pages]
     stride
         Distance of neighbouring rows of a sequence: the number of ranks under interleave, else 1.

@@ -24,18 +24,18 @@ class KVArgs(SimpleNamespace):
     kv_data_ptrs, kv_data_lens, kv_item_lens : list of int
         Address, bytes, and bytes of a page of each KV buffer.
     aux_data_ptrs, aux_data_lens, aux_item_lens : list of int
-        Of buffers of metadata, an item for each request.
+        Buffers of metadata, an item for each request.
     state_types : list of str
         Kinds of components of state: "mamba", "swa", "dsa", ...
     state_data_ptrs, state_data_lens, state_item_lens : list of lists of int
-        The same for the buffers of each component.
+        Buffers of the state of each component.
     kv_head_num, total_kv_head_num : int
         Heads of this rank, and of the model; not with MLA.
     page_size : int
     pp_rank, prefill_start_layer, prefill_end_layer : int
         Pipeline stage; its layers, the end exclusive.
     kv_buf_groups, total_kv_layers, hidden_kv_layers, draft_kv_layers : int
-        As `setup_state_kv_args` sets them.
+        Numbers as `setup_state_kv_args` sets them.
     swa_page_size, mla_compression_ratios : None
     dcp_size, dcp_rank : int, 1 and 0
 
@@ -150,7 +150,7 @@ def setup_state_kv_args(
     kv_args : KVArgs, or any object that takes attributes
         Changed in place.
     pool, draft_pool : MLATokenToKVPool, MHATokenToKVPool, or alike
-        Of the model, and of its draft model where there is one.
+        Pool of the model, and of its draft model where there is one.
     total_kv_layers : int, optional
         Layers of the whole model without drafts.
 

@@ -135,7 +135,7 @@ class KVChunk:
     page_size : int
         Tokens of a page.
     compat : bool
-        As of `KVSendCursor`.
+        The argument of `KVSendCursor`.
 
     Examples
     --------
@@ -223,7 +223,7 @@ class KVSendCursor:
         Leading tokens that the destination has already. They end on a page boundary, else
         ValueError (compat: the pages behind are then misplaced).
     compat : bool, optional
-        As engines do it: destinations that are short of pages get as many as they have.
+        Whether to do as engines: destinations that are short of pages get as many as they have.
 
     Attributes
     ----------

@@ -54,7 +54,7 @@ def get_mha_kv_ptrs_with_pp(
         Layers of the whole model without drafts. 0 or None for unknown; a longer destination is
         ValueError then, because its drafts cannot be told from layers.
     compat : bool, optional
-        As sglang up to 0.5.23: `total_kv_layers` is not used, drafts are guessed from a remainder.
+        Whether to ignore `total_kv_layers` and guess drafts by a remainder, as sglang 0.5.23 does.
 
     Returns
     -------
@@ -138,7 +138,7 @@ def get_mla_kv_ptrs_with_pp(
     src : list of int
         All of `src_kv_ptrs`.
     dst : list of int
-        As many (compat: any number), in the same order.
+        Pointers in the same order, as many (compat: any number).
     num_entries : int
         ``len(src)``.
 
@@ -273,9 +273,9 @@ class DecodeTargets(NamedTuple):
     Attributes
     ----------
     ranks : range
-        Those that send the KV cache.
+        Ranks that send the KV cache.
     dummy_ranks : range
-        Those that only learn that nothing is wanted of them.
+        Ranks that only learn that nothing is wanted of them.
     required_dst_info_num : int
         Decode ranks for which each of `ranks` waits.
 
@@ -307,7 +307,7 @@ def decode_targets(
     Parameters
     ----------
     engine_rank : int
-        Of the decode server; its rank in the attention group is the remainder by
+        Rank in the decode server; the rank in the attention group is the remainder by
         `decode_tp_size`.
     prefill_tp_size, decode_tp_size : int
         Sizes of the attention groups, of which one divides the other.

@@ -71,7 +71,7 @@ def plan_send_kvcache(
         The destination's ``kv_layer_ids``: the layer of each of its entries. sglang's senders for
         GPUs use them; those for NPUs do for latents of hybrid models with several stages alone.
     compat : bool, optional
-        As sglang 0.5.23 does it, unchecked.
+        Whether to do as sglang 0.5.23, unchecked.
 
     Returns
     -------
@@ -160,7 +160,7 @@ def slice_heads(
     Parameters
     ----------
     total_kv_heads : int
-        Of the whole model.
+        KV heads of the whole model.
     prefill_tp_size, prefill_rank, decode_tp_size, decode_rank : int
         Within the attention groups.
     compat : bool, optional
@@ -222,7 +222,7 @@ def plan_send_kvcache_slice(
     attn_tp_size : int
         Size of the source's attention group.
     compat : bool, optional
-        As engines with layers do it: with one stage as well `get_mha_kv_ptrs_with_pp` decides
+        Whether to do as engines with layers: with one stage `get_mha_kv_ptrs_with_pp` decides, too,
         where no side has layer ids, so that ``prefill_start_layer`` is needed.
 
     Returns

@@ -45,7 +45,7 @@ def plan_send_aux(
     dst_item_lens : list of int, optional
         The destination's ``aux_item_lens``, to be compared with the source's.
     compat : bool, optional
-        As sglang 0.5.23 does it, unchecked.
+        Whether to do as sglang 0.5.23, unchecked.
 
     Returns
     -------
@@ -130,7 +130,7 @@ def plan_send_state(
     allow_dst_elision : bool, optional
         Whether the destination may leave out buffers. Default: those of "nsa" and "dsa".
     compat : bool, optional
-        As sglang 0.5.23 does it, of which only lengths, ids and striped pages are checked.
+        Whether to do as sglang 0.5.23, of which only lengths, ids and striped pages are checked.
 
     Returns
     -------

@@ -231,7 +231,7 @@ def plan_send_indices(
     num_kv_indices : int
         All pages of the transfer; the chunk that ends there is the last.
     compat : bool, optional
-        As sglang 0.5.23 does it where the destination announced too few pages: positions behind
+        Whether to do as sglang 0.5.23 if the destination announced too few pages: positions behind
         its list end in an IndexError, slices are cut.
 
     Returns

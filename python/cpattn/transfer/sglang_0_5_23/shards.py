@@ -183,7 +183,7 @@ def get_layer_owner(local_layer_idx: int, shard_size: int, total_layers: int) ->
     local_layer_idx : int
         The layer, counted from the first of the stage.
     shard_size, total_layers : int
-        As of `get_layer_shard_range`.
+        The arguments of `get_layer_shard_range`.
 
     Returns
     -------

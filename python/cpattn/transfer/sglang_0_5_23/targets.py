@@ -17,7 +17,7 @@ class PullTargets(NamedTuple):
     Attributes
     ----------
     target_tp_rank : int or None
-        Of ranks that hold the same latent, the one that sends; others are dummies. None if all of
+        The rank that sends, of those that hold the same latent; others are dummies. None if all of
         `target_tp_ranks` send, because each holds pages of its own.
     target_tp_ranks, target_cp_ranks, target_pp_ranks : list of int
         The decode rank registers with all combinations of these.
@@ -81,9 +81,9 @@ def pull_targets(
         Decode context parallelism, which goes with no context parallelism and no striped pages of
         prefill.
     enable_kv_cache_sharding, enable_dsa_cache_layer_split : bool, optional
-        Of prefill: whether ranks stripe its pages, or divide its layers.
+        Flags of prefill: whether ranks stripe its pages, or divide its layers.
     enable_all_cp_ranks_for_transfer : bool, optional
-        Of decode: whether it pulls from all context-parallel ranks in any case.
+        Flag of decode: whether it pulls from all context-parallel ranks in any case.
 
     Returns
     -------
