@@ -46,7 +46,7 @@ def prepare() -> None:
 
 
 def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that an encoding lacks, by escapes such as ``\\u2248`` if need be."""
+    """Return plain text for characters that an encoding lacks: ``\\u2248`` if nothing better."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end]

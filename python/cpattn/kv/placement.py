@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements: which rank of a group has a token, and where, if pools hold more than one alone."""
+"""Placements: which rank has a token, and where; together, pools hold more than one alone."""
 
 from __future__ import annotations
 

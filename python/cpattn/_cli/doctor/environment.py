@@ -32,7 +32,7 @@ _NO_AMX = re.compile(r"(?!.*AMX)(SSE41|AVX|AVX2|AVX2_VNNI|AVX512_\w+)$", re.IGNO
 
 
 def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """All of this file."""
+    """Report all that this file knows."""
     yield _python()
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
     yield Finding(_SECTION, "cpattn", f"{_core.__version__}, from {folder}")

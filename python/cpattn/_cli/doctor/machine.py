@@ -19,7 +19,7 @@ _SMALL_SHARED = 1 << 30  # containers have 64 MiB of /dev/shm unless asked for m
 
 
 def findings(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """All of this file; `root` has the files in which the system says what it has."""
+    """Report all that this file knows; `root` has the files that the system describes itself in."""
     yield Finding(_SECTION, "processor", f"{cpu_name()}, {platform.machine()}")
     yield _instructions(environ)
     yield Finding(_SECTION, "compiled in", ", ".join(_core.compiled_isas()))

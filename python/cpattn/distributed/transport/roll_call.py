@@ -76,7 +76,7 @@ _ROLL_CALLS: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary(
 
 
 def roll_call_of(group: dist.ProcessGroup, peers: Mapping[int, int]) -> RollCall:
-    """The one of a group; `peers` are the other ranks of it, and which ranks of the world."""
+    """Return the roll call of a group; `peers` maps its other ranks to ranks of the world."""
     if group not in _ROLL_CALLS:
         _ROLL_CALLS[group] = RollCall(group, peers)
     return _ROLL_CALLS[group]
