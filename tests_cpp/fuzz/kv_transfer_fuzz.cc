@@ -45,6 +45,8 @@ struct Side {
   int64_t tp_size = 1, cp_size = 1, dcp_size = 1, dcp_interleave = 1, shard_size = 1;
   bool with_draft = false;
   int64_t start = 0;
+  int64_t gap = 0;  // bytes between pages
+  KVAxisOrder kv_layout = KVAxisOrder::nhd;
 };
 
 /// A byte that says where it belongs.
@@ -74,14 +76,23 @@ struct Server {
     return tp_rank * model->heads(kind) / std::max(side->tp_size, model->heads(kind)) *
            num_heads(kind);
   }
-  int64_t row_bytes(KVKind kind) const {
-    return num_heads(kind) * model->head_bytes[static_cast<int>(kind)];
+  int64_t head_bytes(KVKind kind) const { return model->head_bytes[static_cast<int>(kind)]; }
+  int64_t row_bytes(KVKind kind) const { return num_heads(kind) * head_bytes(kind); }
+  /// Where a head of a slot begins.
+  int64_t place(const KVEntry& entry, int64_t slot, int64_t head) const {
+    const int64_t page_size = side->page_size, width = head_bytes(entry.kind);
+    const int64_t page = slot / page_size * static_cast<int64_t>(entry.stride());
+    const int64_t row = slot % page_size;
+    if (entry.kv_layout == KVAxisOrder::hnd) return page + (head * page_size + row) * width;
+    return page + (row * num_heads(entry.kind) + head) * width;
   }
 };
 
 void add_entry(Server& server, bool is_draft, int64_t layer, KVKind kind, int64_t num_pages) {
   const int64_t item_len = server.row_bytes(kind) * server.side->page_size;
-  Bytes& bytes = server.memory.emplace_back(item_len * num_pages, kCanary);
+  const bool token_rows = server.model->token_rows[static_cast<int>(kind)];
+  const int64_t stride = item_len + server.side->gap;
+  Bytes& bytes = server.memory.emplace_back(stride * (num_pages - 1) + item_len, kCanary);
   server.entries.push_back(
       {.layer_id = layer,
        .kind = kind,
@@ -89,7 +100,10 @@ void add_entry(Server& server, bool is_draft, int64_t layer, KVKind kind, int64_
        .addr = reinterpret_cast<uint64_t>(bytes.data()),
        .num_bytes = bytes.size(),
        .item_len = static_cast<uint64_t>(item_len),
-       .token_rows = server.model->token_rows[static_cast<int>(kind)]}
+       .token_rows = token_rows,
+       .dtype = {},
+       .page_stride = stride,
+       .kv_layout = token_rows ? server.side->kv_layout : KVAxisOrder::nhd}
   );
 }
 
@@ -197,22 +211,28 @@ Side read_side(Reader& in, bool is_source) {
   }
   if (side.dcp_size == 1 && in.rarely(3)) side.shard_size = in.between(2, 3);
   side.with_draft = in.flag();
+  if (in.rarely(3)) side.kv_layout = KVAxisOrder::hnd;
+  if (in.rarely(3)) side.gap = in.between(1, 3);
   const int64_t cycle = side.dcp_size * side.dcp_interleave * side.page_size;
   side.start = in.rarely(4) ? cycle * in.between(0, 2) : 0;
   return side;
 }
 
+/// Writes what an entry has of the i-th token of a server.
+void write_token(const Server& server, const KVEntry& entry, std::size_t i, Bytes& memory) {
+  for (int64_t head = 0; head < server.num_heads(entry.kind); ++head) {
+    const int64_t begin = server.place(entry, server.slots[i], head);
+    for (int64_t b = 0; b < server.head_bytes(entry.kind); ++b) {
+      memory[begin + b] = content(entry, server.tokens[i], server.first_head(entry.kind) + head, b);
+    }
+  }
+}
+
 void fill(Server& server) {
   for (std::size_t e = 0; e < server.entries.size(); ++e) {
     const KVEntry& entry = server.entries[e];
-    const int64_t width = server.row_bytes(entry.kind);
-    const int64_t head_bytes = width / server.num_heads(entry.kind);
     for (std::size_t i = 0; i < server.tokens.size(); ++i) {
-      const int64_t slot = server.slots[i];
-      for (int64_t b = 0; b < width; ++b) {
-        const int64_t head = server.first_head(entry.kind) + b / head_bytes;
-        server.memory[e][slot * width + b] = content(entry, server.tokens[i], head, b % head_bytes);
-      }
+      write_token(server, entry, i, server.memory[e]);
     }
   }
 }
@@ -223,21 +243,16 @@ void check_received(const Server& server, IndexRange sent, bool drafts_sent) {
   const int64_t page_size = server.side->page_size;
   for (std::size_t e = 0; e < server.entries.size(); ++e) {
     const KVEntry& entry = server.entries[e];
-    const int64_t width = server.row_bytes(entry.kind);
-    const int64_t head_bytes = width / server.num_heads(entry.kind);
     Bytes expected(server.memory[e].size(), kCanary);
     int64_t last_page = -1;
     for (std::size_t i = 0; i < server.tokens.size(); ++i) {
       if (!sent.contains(server.tokens[i]) || (entry.is_draft && !drafts_sent)) continue;
-      const int64_t slot = server.slots[i];
-      last_page = slot / page_size;
-      for (int64_t b = 0; b < width; ++b) {
-        const int64_t head = server.first_head(entry.kind) + b / head_bytes;
-        expected[slot * width + b] = content(entry, server.tokens[i], head, b % head_bytes);
-      }
+      last_page = server.slots[i] / page_size;
+      write_token(server, entry, i, expected);
     }
     if (last_page >= 0) {
-      const int64_t begin = last_page * page_size * width, end = begin + page_size * width;
+      const int64_t begin = last_page * static_cast<int64_t>(entry.stride());
+      const int64_t end = begin + static_cast<int64_t>(entry.item_len);
       for (int64_t b = begin; b < end; ++b) {
         if (expected[b] == kCanary) expected[b] = server.memory[e][b];
       }
@@ -265,6 +280,8 @@ void corrupt(Server& server, Reader& in) {
     if (in.rarely(4)) entry.dtype = "int8";
     entry.is_draft ^= in.rarely(4);
     entry.token_rows ^= in.rarely(4);
+    if (in.rarely(4)) entry.kv_layout = KVAxisOrder::hnd;
+    if (in.rarely(4)) entry.page_stride = in.mostly(static_cast<int64_t>(entry.stride()), 2);
   } else if (what == 1) {
     mostly(placement.tp_rank);
     mostly(placement.tp_size);

@@ -26,8 +26,12 @@ def entry_of(reader: Reader, layer: int) -> Any:
         reader.mostly(page),
         reader.mostly(reader.flag()),
     ]
+    if reader.rarely(4):
+        stride = page * reader.between(1, 3)
+        entry[4] = reader.mostly(stride * reader.between(0, 8) + page)
+        entry += ["", reader.mostly(stride), reader.mostly(reader.one_of(("NHD", "HND")))]
     if reader.rarely():
-        entry = entry[: reader.between(0, 7)]
+        entry = entry[: reader.between(0, 10)]
     return reader.mostly(tuple(entry) if reader.flag() else entry, 128)
 
 
@@ -78,7 +82,10 @@ def run(data: bytes) -> None:
             assert entry.nbytes == 0
             assert entry.kind in ("index_k", "state")
         else:
-            assert entry.nbytes % entry.item_len == 0
+            stride = entry.page_stride or entry.item_len
+            assert stride >= entry.item_len
+            assert entry.nbytes == 0 or (entry.nbytes - entry.item_len) % stride == 0
+            assert entry.kv_layout == "NHD" or entry.token_rows
     assert all(entry.addr + entry.nbytes <= 2**64 for entry in layout.entries)
     assert 0 <= layout.tp_rank < layout.tp_size
     assert 0 <= layout.dcp_rank < layout.dcp_size

@@ -47,6 +47,8 @@ def sides(draw, model, *, is_source):
         dcp_size,
         interleave,
         draw(st.integers(1, 3)) if dcp_size == 1 else 1,
+        kv_layout=draw(st.sampled_from(["NHD", "HND"])),
+        interleaved=draw(st.booleans()),
     )
 
 
@@ -105,6 +107,12 @@ SCENARIOS = {
             (Side(4, shard_size=2, cp_size=2), Side(4, start=8)),
             (Side(4, (1,), shard_size=2), Side(4, (2,))),
         ], [8, 9])],
+    "orders and strides": [
+        (Model((0, 1), MHA, 4, 22), Side(4, tp_size=src_tp, kv_layout=src, interleaved=src_mixed),
+         Side(page_size, tp_size=dst_tp, kv_layout=dst, interleaved=dst_mixed), first)
+        for src, dst, src_tp, dst_tp, src_mixed, dst_mixed, page_size, first in pairwise(
+            ["NHD", "HND"], ["HND", "NHD"], [1, 2, 4, 8], [2, 1, 8, 4], [True, False],
+            [True, False], [4, 6, 1], [0, 3])],
 }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ MiB = 1 << 20
 
 def test_placeholders_and_repetitions_are_left_out():
     ptrs, lens = [300, 0, 100, 300, 100, 500], [10, 0, 10, 10, 20, 0]
-    assert registration_regions(ptrs, lens) == ([300, 100, 100], [10, 10, 20])
+    assert registration_regions(ptrs, lens) == ([100, 300], [20, 10])
+    assert registration_regions([300, 0, 100, 300], [10, 0, 10, 10]) == ([300, 100], [10, 10])
     assert (ptrs, lens) == ([300, 0, 100, 300, 100, 500], [10, 0, 10, 10, 20, 0])
     assert registration_regions([], []) == registration_regions([0, 7], [0, 0]) == ([], [])
     assert registration_regions([], [], alignment=2 * MiB) == ([], [])
@@ -30,6 +31,12 @@ def test_ranges_that_meet_once_rounded_become_one():
     assert merged == ([2 * MiB + 64, 9 * MiB], [3 * MiB, 64])
     inside = registration_regions([100, 110], [100, 10], alignment=2)
     assert inside == ([100], [100])
+
+
+def test_buffers_with_pages_between_each_others_are_one_region():
+    ptrs, lens = [300, 100, 110, 120, 310], [10, 110, 110, 100, 10]
+    assert registration_regions(ptrs, lens) == ([100, 300, 310], [120, 10, 10])
+    assert (ptrs, lens) == ([300, 100, 110, 120, 310], [10, 110, 110, 100, 10])
 
 
 @given(

@@ -17,6 +17,7 @@
 #include "bindings/arguments/scalar_argument.h"
 #include "bindings/arguments/tensor_argument.h"
 #include "cpattn/base/check.h"
+#include "cpattn/base/kv_axis_order.h"
 
 namespace cpattn::bindings {
 
@@ -89,6 +90,14 @@ class Arguments {
   }
   std::string text(pybind11::handle object, const char* argument) const {
     return text_value(object, name(argument));
+  }
+  KVAxisOrder axis_order(pybind11::handle object, const char* argument) const {
+    const std::string order = text(object, argument);
+    check(
+        order == "NHD" || order == "HND", name(argument), " must be 'NHD' or 'HND', got '", order,
+        "'"
+    );
+    return order == "NHD" ? KVAxisOrder::nhd : KVAxisOrder::hnd;
   }
 
   /// num_threads: as the core wants it, 0 for None.

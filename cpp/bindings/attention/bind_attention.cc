@@ -17,15 +17,6 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-KVAxisOrder parse_layout(const Arguments& read, py::handle kv_layout) {
-  const std::string layout = read.text(kv_layout, "kv_layout");
-  check(
-      layout == "NHD" || layout == "HND", read.name("kv_layout"), " must be 'NHD' or 'HND', got '",
-      layout, "'"
-  );
-  return layout == "NHD" ? KVAxisOrder::nhd : KVAxisOrder::hnd;
-}
-
 std::optional<CsrPages> read_csr(
     const Arguments& read,
     py::handle kv_lens,
@@ -119,7 +110,7 @@ class LayerArguments {
         q_rope_.has_value() == k_rope_.has_value(), read.function(),
         ": q_rope and k_rope must be given together"
     );
-    const KVAxisOrder layout = parse_layout(read, kv_layout);
+    const KVAxisOrder layout = read.axis_order(kv_layout, "kv_layout");
     arguments.function = read.function();
     arguments.scale = read.real(scale, "scale");
     arguments.softcap = read.real(softcap, "softcap");

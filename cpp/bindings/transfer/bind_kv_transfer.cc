@@ -34,6 +34,10 @@ uint64_t address(py::handle value, const char* argument) {
   return uint64_value(value, {"KVLayout", argument});
 }
 
+std::optional<uint64_t> stride_of(py::handle value) {
+  return value.is_none() ? std::nullopt : std::optional(address(value, "page_stride"));
+}
+
 KVEntry entry_of(const Arguments& read, const py::tuple& fields) {
   return {
       .layer_id = read.integer(fields[0], "layer_id"),
@@ -44,13 +48,16 @@ KVEntry entry_of(const Arguments& read, const py::tuple& fields) {
       .item_len = address(fields[5], "item_len"),
       .token_rows = read.flag(fields[6], "token_rows"),
       .dtype = read.text(fields[7], "dtype"),
+      .page_stride = stride_of(fields[8]),
+      .kv_layout = read.axis_order(fields[9], "kv_layout"),
   };
 }
 
 py::tuple tuple_of(const KVEntry& entry) {
   return py::make_tuple(
       entry.layer_id, kv_kind_name(entry.kind), entry.is_draft, entry.addr, entry.num_bytes,
-      entry.item_len, entry.token_rows, entry.dtype
+      entry.item_len, entry.token_rows, entry.dtype, entry.page_stride,
+      entry.kv_layout == KVAxisOrder::nhd ? "NHD" : "HND"
   );
 }
 

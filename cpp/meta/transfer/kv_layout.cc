@@ -60,6 +60,26 @@ void check_placement(const KVPlacement& placement) {
   );
 }
 
+/// Checks that the bytes of an entry are those of its pages.
+void check_pages(const KVEntry& entry) {
+  check(
+      !entry.page_stride || (*entry.page_stride >= std::max<uint64_t>(entry.item_len, 1) &&
+                             *entry.page_stride <= INT64_MAX),
+      kFunction, ": page_stride of ", entry, " must be in [item_len ", entry.item_len,
+      ", 2^63), got ", entry.stride()
+  );
+  const uint64_t bytes = entry.num_bytes;
+  const bool is_whole = bytes == 0 || (!entry.is_elided() && bytes >= entry.item_len &&
+                                       (bytes - entry.item_len) % entry.stride() == 0);
+  check(
+      is_whole && bytes <= INT64_MAX, kFunction, ": nbytes of ", entry, " must be ",
+      entry.page_stride
+          ? concat("a multiple of page_stride ", *entry.page_stride, " and, of the ", "last page, ")
+          : "a multiple of ",
+      "item_len ", entry.item_len, " below 2^63, got ", bytes
+  );
+}
+
 void check_entry(const KVEntry& entry, const KVPlacement& placement) {
   check(entry.layer_id >= 0, kFunction, ": layer_id must be >= 0, got ", entry);
   check(
@@ -72,12 +92,7 @@ void check_entry(const KVEntry& entry, const KVPlacement& placement) {
       ": item_len of ", entry, " must be in [", may_be_left_out ? 0 : 1, ", 2^63), got ",
       entry.item_len
   );
-  const bool is_whole =
-      entry.is_elided() ? entry.num_bytes == 0 : entry.num_bytes % entry.item_len == 0;
-  check(
-      is_whole && entry.num_bytes <= INT64_MAX, kFunction, ": nbytes of ", entry,
-      " must be a multiple of item_len ", entry.item_len, " below 2^63, got ", entry.num_bytes
-  );
+  check_pages(entry);
   check(
       entry.dtype.size() <= kMaxName, kFunction, ": dtype of ", entry, " must be at most ",
       kMaxName, " characters, got ", entry.dtype.size()
@@ -86,6 +101,81 @@ void check_entry(const KVEntry& entry, const KVPlacement& placement) {
       entry.num_bytes == 0 || entry.addr <= UINT64_MAX - (entry.num_bytes - 1), kFunction,
       ": addr + nbytes of ", entry, " must not pass 2^64, got ", entry.addr, " + ", entry.num_bytes
   );
+}
+
+/// Checks that pages of order HND are rows of a known number of heads.
+void check_order(const KVEntry& entry, const KVLayout& layout) {
+  if (entry.kv_layout == KVAxisOrder::nhd || entry.is_elided()) return;
+  const KVPlacement& placement = layout.placement();
+  check(
+      entry.token_rows, kFunction, ": kv_layout of ", entry,
+      " must be 'NHD' without token_rows, got 'HND'"
+  );
+  const bool one_head = entry.kind == KVKind::index_k || entry.kind == KVKind::state;
+  check(
+      one_head || placement.total_kv_heads, kFunction,
+      ": total_kv_heads must be given with kv_layout 'HND', as of ", entry
+  );
+  const int64_t num_heads = layout.heads(entry.kind).size();
+  const auto rows = static_cast<uint64_t>(placement.page_size * num_heads);
+  check(
+      entry.item_len % rows == 0, kFunction, ": item_len of ", entry, " must be a multiple of ",
+      "page_size ", placement.page_size, " * ", num_heads, " head(s), got ", entry.item_len
+  );
+}
+
+uint64_t last_byte(const KVEntry& entry) { return entry.addr + (entry.num_bytes - 1); }
+
+using Pair = std::pair<uint32_t, uint32_t>;
+
+/// Two of a group of entries, ascending in their addresses, that are not apart modulo the strides
+/// of all. An entry of one page has no stride.
+std::optional<Pair> find_overlap(
+    const std::vector<KVEntry>& entries, std::span<const uint32_t> group
+) {
+  uint64_t stride = 0;
+  for (const uint32_t i : group) {
+    if (entries[i].num_pages() > 1) stride = std::gcd(stride, entries[i].stride());
+  }
+  if (stride == 0) return Pair(group[0], group[1]);
+  std::vector<std::pair<uint64_t, uint32_t>> begins;
+  begins.reserve(group.size());
+  for (const uint32_t i : group) {
+    begins.emplace_back((entries[i].addr - entries[group[0]].addr) % stride, i);
+  }
+  std::stable_sort(begins.begin(), begins.end(), [](const auto& a, const auto& b) {
+    return a.first < b.first;
+  });
+  for (std::size_t i = 0; i < begins.size(); ++i) {
+    const auto& [begin, entry] = begins[i];
+    const bool is_last = i + 1 == begins.size();
+    const uint64_t end = is_last ? stride : begins[i + 1].first;
+    if (end - begin < entries[entry].item_len)
+      return Pair(entry, begins[is_last ? 0 : i + 1].second);
+  }
+  return std::nullopt;
+}
+
+/// Looks for an overlap within each group of entries of which no byte of others lies between.
+std::optional<Pair> find_overlap(const std::vector<KVEntry>& entries) {
+  std::vector<uint32_t> order;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (entries[i].num_bytes > 0) order.push_back(static_cast<uint32_t>(i));
+  }
+  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    return entries[a].addr < entries[b].addr;
+  });
+  for (std::size_t first = 0, end = 0; first < order.size(); first = end) {
+    uint64_t last = last_byte(entries[order[first]]);
+    for (end = first + 1; end < order.size() && entries[order[end]].addr <= last; ++end) {
+      last = std::max(last, last_byte(entries[order[end]]));
+    }
+    if (end - first == 1) continue;
+    if (auto found = find_overlap(entries, std::span(order).subspan(first, end - first))) {
+      return found;
+    }
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -104,6 +194,8 @@ KVLayout::KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement)
     : placement_(placement), entries_(std::move(entries)), sorted_(entries_.size()) {
   check_placement(placement_);
   for (const KVEntry& entry : entries_) check_entry(entry, placement_);
+  for (const KVEntry& entry : entries_) check_order(entry, *this);
+  overlap_ = find_overlap(entries_);
   std::iota(sorted_.begin(), sorted_.end(), 0u);
   std::sort(sorted_.begin(), sorted_.end(), [this](uint32_t a, uint32_t b) {
     return std::tuple(key(entries_[a]), a) < std::tuple(key(entries_[b]), b);
@@ -124,6 +216,11 @@ const KVEntry* KVLayout::find(const KVEntry& like) const {
   );
   if (found == sorted_.end() || key(entries_[*found]) != key(like)) return nullptr;
   return &entries_[*found];
+}
+
+std::optional<std::pair<const KVEntry*, const KVEntry*>> KVLayout::overlap() const {
+  if (!overlap_) return std::nullopt;
+  return std::pair(&entries_[overlap_->first], &entries_[overlap_->second]);
 }
 
 bool KVLayout::has_draft() const { return !sorted_.empty() && entries_[sorted_.back()].is_draft; }

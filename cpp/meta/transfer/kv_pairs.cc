@@ -58,10 +58,11 @@ bool is_sliceable(const KVEntry& entry, int64_t page_size, int64_t num_heads) {
 void check_lengths(const KVLayout& src, const KVLayout& dst, const KVPair& pair) {
   const KVEntry &from = *pair.src, &to = *pair.dst;
   const int64_t src_page = src.placement().page_size, dst_page = dst.placement().page_size;
-  const int64_t src_heads = pair.whole_rows ? 1 : src.heads(from.kind).size();
-  const int64_t dst_heads = pair.whole_rows ? 1 : dst.heads(to.kind).size();
+  const bool one_row = pair.whole_rows && !pair.by_heads();
+  const int64_t src_heads = one_row ? 1 : src.heads(from.kind).size();
+  const int64_t dst_heads = one_row ? 1 : dst.heads(to.kind).size();
   bool ok = from.token_rows == to.token_rows;
-  if (pair.whole_rows && src_page == dst_page) {
+  if (one_row && src_page == dst_page) {
     ok = ok && from.item_len == to.item_len;
   } else {
     ok = ok && is_sliceable(from, src_page, src_heads) && is_sliceable(to, dst_page, dst_heads) &&
@@ -80,12 +81,15 @@ bool has_all_heads(const KVLayout& layout, KVKind kind) {
   return layout.heads(kind).size() == layout.total_heads(kind);
 }
 
-/// Sets the heads of a pair. Two sides with all heads need not agree on what a head is.
+/// Sets the heads of a pair. Two sides with all heads, behind each other in the rows of tokens,
+/// need not agree on what a head is.
 void set_heads(KVPair& pair, const KVLayout& src, const KVLayout& dst) {
   const KVKind kind = pair.src->kind;
   const bool all = has_all_heads(src, kind) && has_all_heads(dst, kind);
+  pair.src_heads_first = src.heads_first(*pair.src);
+  pair.dst_heads_first = dst.heads_first(*pair.dst);
   check(
-      all || src.total_heads(kind) == dst.total_heads(kind), kFunction,
+      (all && !pair.by_heads()) || src.total_heads(kind) == dst.total_heads(kind), kFunction,
       ": total_kv_heads must be the same on both sides, got ", src.total_heads(kind),
       " at the source and ", dst.total_heads(kind), " at the destination"
   );
@@ -98,20 +102,17 @@ void set_heads(KVPair& pair, const KVLayout& src, const KVLayout& dst) {
 
 /// Checks that no two buffers of the destination overlap, those included that other links write.
 void check_apart(const KVLayout& dst) {
-  std::vector<const KVEntry*> entries;
-  for (const KVEntry& entry : dst.entries()) {
-    if (entry.num_bytes > 0) entries.push_back(&entry);
-  }
-  std::sort(entries.begin(), entries.end(), [](const KVEntry* a, const KVEntry* b) {
-    return a->addr < b->addr;
-  });
-  for (std::size_t i = 1; i < entries.size(); ++i) {
-    const KVEntry &a = *entries[i - 1], &b = *entries[i];
-    check(
-        b.addr - a.addr >= a.num_bytes, kFunction, ": destination buffers must not overlap, got ",
-        a, " at ", a.addr, " + ", a.num_bytes, " and ", b, " at ", b.addr
-    );
-  }
+  const auto overlap = dst.overlap();
+  if (!overlap) return;
+  const auto& [a, b] = *overlap;
+  const auto pages = [](const KVEntry& entry) {
+    return entry.page_stride ? concat(", pages of ", entry.item_len, " every ", *entry.page_stride)
+                             : "";
+  };
+  check(
+      false, kFunction, ": destination buffers must not overlap, got ", *a, " at ", a->addr, " + ",
+      a->num_bytes, pages(*a), " and ", *b, " at ", b->addr, pages(*b)
+  );
 }
 
 }  // namespace

@@ -14,6 +14,12 @@ struct KVPair {
   const KVEntry* dst = nullptr;
   IndexRange heads;
   bool whole_rows = true;  // of a token: these are all heads that either side has
+  bool src_heads_first = false;
+  bool dst_heads_first = false;
+
+  /// Whether a page of one side, if pages of both have so many tokens, is one of the other.
+  bool whole_pages() const { return whole_rows && src_heads_first == dst_heads_first; }
+  bool by_heads() const { return src_heads_first || dst_heads_first; }
 
   /// Whether a side left the buffer out: then it is a pair, and nothing moves.
   bool is_elided() const { return src->is_elided() || dst->is_elided(); }

@@ -15,10 +15,6 @@ namespace {
 constexpr char kFunction[] = "plan_kv_transfer";
 using Runs = std::vector<TransferRun>;
 
-/// Steps of a walk over the tokens of a sequence. More are hours and tens of gigabytes, which the
-/// layout of a peer could ask for.
-constexpr int64_t kMaxSteps = int64_t{1} << 24;
-
 /// A side during the walk over tokens.
 class Cursor {
  public:
@@ -85,7 +81,25 @@ class Cursor {
   bool is_striped_;
 };
 
-void append(Runs& runs, TransferRun run) {
+/// Joins neighbours of a sorted list.
+void coalesce(Runs& runs, const KVPageList& dst) {
+  Runs joined;
+  joined.reserve(runs.size());
+  int64_t end = 0;
+  for (const TransferRun& run : runs) {
+    check(
+        run.dst >= end, kFunction, ": destination pages must be distinct, got page ",
+        run.dst / dst.page_size, " for two parts of the sequence"
+    );
+    end = run.dst + run.count;
+    append_run(joined, run);
+  }
+  runs = std::move(joined);
+}
+
+}  // namespace
+
+void append_run(Runs& runs, TransferRun run) {
   if (!runs.empty()) {
     TransferRun& last = runs.back();
     if (last.src + last.count == run.src && last.dst + last.count == run.dst) {
@@ -97,10 +111,10 @@ void append(Runs& runs, TransferRun run) {
 }
 
 /// Sorts by destination, digit by digit from the lowest: a thousand runs take a few microseconds.
-void sort_by_destination(Runs& runs) {
+bool sort_by_destination(Runs& runs) {
   constexpr int kBits = 11;
   const auto by_dst = [](const TransferRun& a, const TransferRun& b) { return a.dst < b.dst; };
-  if (std::is_sorted(runs.begin(), runs.end(), by_dst)) return;
+  if (std::is_sorted(runs.begin(), runs.end(), by_dst)) return false;
   const auto [low, high] = std::minmax_element(runs.begin(), runs.end(), by_dst);
   const int64_t base = low->dst;
   const int num_bits = std::bit_width(static_cast<uint64_t>(high->dst - base));
@@ -116,25 +130,8 @@ void sort_by_destination(Runs& runs) {
     for (const TransferRun& run : runs) other[place[digit(run)]++] = run;
     runs.swap(other);
   }
+  return true;
 }
-
-/// Joins neighbours of a sorted list.
-void coalesce(Runs& runs, const KVPageList& dst) {
-  Runs joined;
-  joined.reserve(runs.size());
-  int64_t end = 0;
-  for (const TransferRun& run : runs) {
-    check(
-        run.dst >= end, kFunction, ": destination pages must be distinct, got page ",
-        run.dst / dst.page_size, " for two parts of the sequence"
-    );
-    end = run.dst + run.count;
-    append(joined, run);
-  }
-  runs = std::move(joined);
-}
-
-}  // namespace
 
 int64_t KVPageList::owned_below(int64_t token) const {
   if (dcp_size == 1) return token;
@@ -219,7 +216,7 @@ std::vector<TransferRun> token_runs(
       }
     }
     const int64_t next = std::min({from.next(token), to.next(token), tokens.end});
-    append(runs, {from.slot(token), to.slot(token), next - token});
+    append_run(runs, {from.slot(token), to.slot(token), next - token});
     token = next;
   }
   sort_by_destination(runs);

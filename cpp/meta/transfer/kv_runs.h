@@ -10,6 +10,16 @@
 
 namespace cpattn {
 
+/// Steps of a walk over the tokens of a sequence. More are hours and tens of gigabytes, which the
+/// layout of a peer could ask for.
+constexpr int64_t kMaxSteps = int64_t{1} << 24;
+
+/// Appends a run, or makes the last one longer where it goes on on both sides.
+void append_run(std::vector<TransferRun>& runs, TransferRun run);
+
+/// Sorts runs by destination, and returns whether they were in another order.
+bool sort_by_destination(std::vector<TransferRun>& runs);
+
 /// Where one side keeps the tokens of a sequence. All counts may also be in pages instead of
 /// tokens, with a page_size of 1 then.
 struct KVPageList {

@@ -2,11 +2,13 @@
 #include "cpattn/transfer/kv_transfer.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <vector>
 
 #include "cpattn/base/check.h"
 #include "meta/transfer/kv_link.h"
+#include "meta/transfer/page_runs.h"
 
 namespace cpattn {
 namespace {
@@ -99,7 +101,7 @@ bool goes_by_pages(const KVLinkSpec& link) {
   return page == link.to.page_size && link.all_tokens.begin % page == 0 &&
          (link.to.dcp_size == 1 || link.to.dcp_interleave % page == 0) &&
          std::all_of(link.pairs.begin(), link.pairs.end(), [](const KVPair& pair) {
-           return pair.whole_rows;
+           return pair.whole_pages();
          });
 }
 
@@ -126,37 +128,72 @@ void set_smallest(KVPageList& src, KVPageList& dst, const std::vector<KVPair>& p
 
 /// A pair whose units are pages.
 TransferEntry page_entry(const KVPair& pair) {
-  const uint64_t bytes = pair.src->item_len;
   return {
       .src_addr = pair.src->addr,
       .dst_addr = pair.dst->addr,
-      .src_stride = bytes,
-      .dst_stride = bytes,
-      .bytes = bytes,
+      .src_stride = pair.src->stride(),
+      .dst_stride = pair.dst->stride(),
+      .bytes = pair.src->item_len,
   };
 }
 
-/// A pair whose units are the shared heads of a token.
-TransferEntry token_entry(const KVPair& pair, const KVLayout& src, const KVLayout& dst) {
+/// The bytes of one side that a pair sends: where they begin in the first page, and how they go on.
+struct SentRows {
+  uint64_t addr = 0;
+  uint64_t head_bytes = 0;  // of all heads, if these go together
+  PageShape shape;
+};
+
+SentRows sent_rows(const KVLayout& layout, const KVEntry& entry, const KVPair& pair) {
+  const int64_t page_size = layout.placement().page_size;
+  const uint64_t row = entry.item_len / page_size;
+  SentRows rows = {entry.addr, row, {page_size, entry.stride(), row, row}};
+  if (pair.whole_rows && !pair.by_heads()) return rows;
+  const IndexRange heads = layout.heads(entry.kind);
+  rows.head_bytes = rows.shape.head_stride = row / heads.size();
+  if (layout.heads_first(entry)) {
+    rows.shape.token_stride = rows.head_bytes;
+    rows.shape.head_stride = rows.head_bytes * page_size;
+  }
+  rows.addr += (pair.heads.begin - heads.begin) * rows.shape.head_stride;
+  return rows;
+}
+
+/// Runs of bytes, of pairs whose units are no slots.
+using ByteRuns = std::map<PairShape, std::vector<TransferRun>>;
+
+/// A pair whose units are the shared heads of a token, or, if these are apart or pages have bytes
+/// of others between them, single bytes.
+TransferEntry token_entry(
+    const KVPair& pair,
+    const KVLayout& src,
+    const KVLayout& dst,
+    std::span<const TransferRun> slots,
+    ByteRuns& byte_runs_of
+) {
   const KVEntry &from = *pair.src, &to = *pair.dst;
   check(
       from.token_rows && from.item_len % src.placement().page_size == 0, kFunction, ": ", from,
       " is not rows of tokens, so only whole pages of both sides may go: give first_token and ",
       "interleave in multiples of page_size ", src.placement().page_size
   );
+  const SentRows read = sent_rows(src, from, pair), write = sent_rows(dst, to, pair);
+  PairShape shape = {.src = read.shape, .dst = write.shape, .bytes = read.head_bytes};
+  if (pair.by_heads()) shape.num_heads = pair.heads.size();
+  if (!pair.by_heads() && !pair.whole_rows) shape.bytes *= pair.heads.size();
   TransferEntry entry = {
-      .src_addr = from.addr,
-      .dst_addr = to.addr,
-      .src_stride = from.item_len / src.placement().page_size,
-      .dst_stride = to.item_len / dst.placement().page_size,
+      .src_addr = read.addr,
+      .dst_addr = write.addr,
+      .src_stride = read.shape.token_stride,
+      .dst_stride = write.shape.token_stride,
+      .bytes = shape.bytes,
   };
-  entry.bytes = entry.src_stride;
-  if (pair.whole_rows) return entry;
-  const IndexRange src_heads = src.heads(from.kind), dst_heads = dst.heads(to.kind);
-  const uint64_t head_bytes = entry.src_stride / src_heads.size();
-  entry.src_addr += (pair.heads.begin - src_heads.begin) * head_bytes;
-  entry.dst_addr += (pair.heads.begin - dst_heads.begin) * head_bytes;
-  entry.bytes = pair.heads.size() * head_bytes;
+  const bool dense = from.stride() == from.item_len && to.stride() == to.item_len;
+  if (dense && !pair.by_heads()) return entry;
+  const auto [found, is_new] = byte_runs_of.try_emplace(shape);
+  if (is_new) found->second = byte_runs(shape, slots);
+  entry.src_stride = entry.dst_stride = entry.bytes = 1;
+  entry.runs = &found->second;
   return entry;
 }
 
@@ -205,13 +242,17 @@ TransferPlan plan_link(KVLinkSpec link, const KVLayout& src, const KVLayout& dst
   set_smallest(link.from, link.to, link.pairs);
   const bool by_pages = goes_by_pages(link);
   if (by_pages) count_in_pages(link);
+  const std::vector<TransferRun> runs = token_runs(link.from, link.to, link.tokens);
+  ByteRuns byte_runs_of;
   std::vector<TransferEntry> entries;
   entries.reserve(link.pairs.size());
   for (const KVPair& pair : link.pairs) {
-    entries.push_back(by_pages ? page_entry(pair) : token_entry(pair, src, dst));
+    entries.push_back(
+        by_pages ? page_entry(pair) : token_entry(pair, src, dst, runs, byte_runs_of)
+    );
     entries.back().part = part_name(*pair.src);
   }
-  return make_transfer_plan(entries, token_runs(link.from, link.to, link.tokens));
+  return make_transfer_plan(entries, runs);
 }
 
 TransferPlan plan_kv_transfer(

@@ -17,7 +17,8 @@ bool is_contiguous(const TransferEntry& entry) {
 }
 
 bool same_units(const TransferEntry& a, const TransferEntry& b) {
-  return a.src_stride == b.src_stride && a.dst_stride == b.dst_stride && a.bytes == b.bytes;
+  return a.src_stride == b.src_stride && a.dst_stride == b.dst_stride && a.bytes == b.bytes &&
+         a.runs == b.runs;
 }
 
 struct Blocks {
@@ -47,6 +48,12 @@ void shift(const Blocks& out, std::size_t num_blocks, uint64_t src, uint64_t dst
   std::copy_n(out.length - num_blocks, num_blocks, out.length);
 }
 
+/// How many blocks an entry has; the plan has so many runs and units in them.
+std::size_t count_blocks(const TransferEntry& entry, std::size_t num_runs, std::size_t num_units) {
+  if (entry.runs) return entry.runs->size();
+  return is_contiguous(entry) ? num_runs : num_units;
+}
+
 std::vector<TransferPart> make_parts(
     std::span<const TransferEntry> entries, std::size_t num_runs, std::size_t num_units
 ) {
@@ -54,7 +61,7 @@ std::vector<TransferPart> make_parts(
   for (const TransferEntry& entry : entries) {
     if (parts.empty() || parts.back().name != entry.part) parts.push_back({.name = entry.part});
     ++parts.back().num_entries;
-    parts.back().num_blocks += is_contiguous(entry) ? num_runs : num_units;
+    parts.back().num_blocks += count_blocks(entry, num_runs, num_units);
   }
   return parts;
 }
@@ -99,12 +106,12 @@ TransferPlan make_transfer_plan(
   Blocks out = {plan.src_addrs().data(), plan.dst_addrs().data(), plan.lengths().data()};
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const TransferEntry& entry = entries[i];
-    const std::size_t count = is_contiguous(entry) ? runs.size() : num_units;
+    const std::size_t count = count_blocks(entry, runs.size(), num_units);
     if (i > 0 && same_units(entry, entries[i - 1])) {
       const TransferEntry& last = entries[i - 1];
       shift(out, count, entry.src_addr - last.src_addr, entry.dst_addr - last.dst_addr);
     } else {
-      fill(out, entry, runs);
+      fill(out, entry, entry.runs ? std::span(*entry.runs) : runs);
     }
     out = {out.src + count, out.dst + count, out.length + count};
   }

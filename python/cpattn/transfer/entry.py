@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._arguments import flag, integer
+from .._containers import torch_of
+from .._types import AnyTensor
 
 __all__ = ["KVEntry"]
 
@@ -22,17 +30,25 @@ class KVEntry(NamedTuple):
     is_draft : bool
         Of a draft (MTP, EAGLE) model.
     addr, nbytes : int
-        Where it is, and how many bytes it has.
+        Where its first page begins, and how many bytes it is from there to the end of the last.
     item_len : int
         Bytes of a page. 0, and no `nbytes`, if this side left the buffer out, as it may "index_k"
         and "state": for layers that use the top-k of an earlier one. Nothing is sent for a pair of
         which either side is left out.
     token_rows : bool
-        Whether a page is a row for each of its tokens, in order. If not (pages of FP8 index
-        keys with their scales behind), pages are sent whole or the plan is refused.
+        Whether a page is a row for each of its tokens, in order, or with ``kv_layout="HND"`` for
+        each head and token. If not (pages of FP8 index keys with their scales behind), pages are
+        sent whole or the plan is refused.
     dtype : str
         What the bytes are, such as "int8"; "" if nobody says. Where both sides of a transfer say
         it they must agree.
+    page_stride : int, optional
+        Bytes from page to page, where other buffers lie between them, as V between the pages of
+        K in a cache ``[pages, 2, page_size, num_kv_heads, head_dim]``; default: `item_len`.
+    kv_layout : {"NHD", "HND"}
+        The order of a page: ``[page_size, num_kv_heads, head_dim]``, or with heads first
+        ``[num_kv_heads, page_size, head_dim]``, as of `cpattn.paged_attention`. HND needs
+        `KVLayout.total_kv_heads`.
 
     Examples
     --------
@@ -51,6 +67,125 @@ class KVEntry(NamedTuple):
     item_len: int
     token_rows: bool = True
     dtype: str = ""
+    page_stride: int | None = None
+    kv_layout: str = "NHD"
+
+    @classmethod
+    def from_tensor(
+        cls,
+        layer_id: int,
+        kind: str,
+        tensor: AnyTensor,
+        *,
+        kv_layout: str = "NHD",
+        is_draft: bool = False,
+    ) -> KVEntry:
+        """Describe the pages of a tensor, which may be a view with others between its pages.
+
+        The entry has an address: whoever uses it keeps the tensor, as `register` does with the
+        cache that the tensor is a view of.
+
+        Parameters
+        ----------
+        layer_id, kind, is_draft
+            As of `KVEntry`.
+        tensor : tensor of torch or NumPy, shape [num_pages, ...]
+            With ``[page_size, num_kv_heads, head_dim]``, without the heads for latents, or
+            without the dimension for scales; with heads first for ``kv_layout="HND"``. A page
+            is contiguous in either order of tokens and heads, whichever the shape has.
+        kv_layout : {"NHD", "HND"}
+            The order of the shape. The entry has that of the memory.
+
+        Returns
+        -------
+        KVEntry
+
+        Raises
+        ------
+        TypeError
+            If `tensor` is no tensor of torch or NumPy, or another argument of another type.
+        ValueError
+            For pages that are empty, not contiguous or not apart, and another `kv_layout`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cpattn.transfer import KVLayout
+        >>> cache = np.zeros((9, 2, 16, 4, 32), np.float16)  # [pages, K and V, tokens, heads, dim]
+        >>> k, v = (KVEntry.from_tensor(0, "kv"[i], cache[:, i]) for i in range(2))
+        >>> k.item_len, k.page_stride, v.addr - k.addr, v.nbytes
+        (4096, 8192, 4096, 69632)
+        >>> KVLayout([k, v], page_size=16, total_kv_heads=4)
+        KVLayout(2 buffers of 1 layer, page_size=16, total_kv_heads=4)
+        """
+        function = "KVEntry.from_tensor"
+        if kv_layout not in ("NHD", "HND"):
+            raise ValueError(f"{function}: kv_layout must be 'NHD' or 'HND', got {kv_layout!r:.40}")
+        memory = _memory_of(tensor, function)
+        item_len = memory.itemsize * math.prod(memory.shape[1:])
+        num_pages, stride = memory.shape[0], memory.strides[0]
+        if item_len == 0 or (num_pages > 1 and stride < item_len):
+            raise ValueError(
+                f"{function}: pages of tensor must have bytes and lie apart, got {memory}"
+            )
+        has_heads = len(memory.shape) == 4 or kind in ("k_scale", "v_scale")
+        return cls(
+            integer(layer_id, function, "layer_id"), kind, flag(is_draft, function, "is_draft"),
+            memory.addr, (num_pages - 1) * stride + item_len if num_pages else 0, item_len,
+            dtype=memory.dtype, page_stride=stride if num_pages > 1 and stride > item_len else None,
+            kv_layout=memory.order(kv_layout, has_heads, function),
+        )  # fmt: skip
+
+
+class _Memory(NamedTuple):
+    """The memory of a tensor: strides are in bytes."""
+
+    addr: int
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def order(self, kv_layout: str, has_heads: bool, function: str) -> str:
+        """Return the order of pages in memory, of a shape that has the order `kv_layout`."""
+        axes = list(zip(self.shape, self.strides, strict=True))[1:]
+        if self._is_dense(axes):
+            return kv_layout
+        if has_heads and self._is_dense([axes[1], axes[0], *axes[2:]]):
+            return "HND" if kv_layout == "NHD" else "NHD"
+        raise ValueError(f"{function}: each page of tensor must be contiguous, got {self}")
+
+    def _is_dense(self, axes: Sequence[tuple[int, int]]) -> bool:
+        expected = self.itemsize
+        for size, stride in reversed(axes):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def __str__(self) -> str:
+        return f"shape {list(self.shape)} with strides of {list(self.strides)} bytes"
+
+
+def _memory_of(tensor: AnyTensor, function: str) -> _Memory:
+    x: Any = tensor
+    torch = torch_of(x)
+    if torch is not None and x.layout is torch.strided:
+        size, dtype = x.element_size(), str(x.dtype).removeprefix("torch.")
+        strides = tuple(size * stride for stride in x.stride())
+        memory = _Memory(x.data_ptr(), dtype, size, tuple(x.shape), strides)
+    elif isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
+        memory = _Memory(x.ctypes.data, x.dtype.name, x.itemsize, x.shape, x.strides)
+    else:
+        raise TypeError(
+            f"{function}: tensor must be a strided one of torch or NumPy, got {type(x).__name__}"
+        )
+    if not 3 <= len(memory.shape) <= 4:
+        raise ValueError(
+            f"{function}: tensor must have the shape [num_pages, page_size, num_kv_heads, "
+            f"head_dim], or without one of the last two, got {list(memory.shape)}"
+        )
+    return memory
 
 
 KVEntry.__module__ = "cpattn.transfer"

@@ -27,7 +27,7 @@ def fields_of(entry: Any) -> tuple[Any, ...]:
     except Exception as error:
         raise TypeError(
             f"KVLayout: entries must be KVEntry(layer_id, kind, is_draft, addr, nbytes, item_len, "
-            f"token_rows=True, dtype=''), got {_shown(entry)}"
+            f"token_rows=True, dtype='', page_stride=None, kv_layout='NHD'), got {_shown(entry)}"
         ) from error
 
 
@@ -56,12 +56,15 @@ def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
     infos = zip(*pool.get_contiguous_buf_infos(), strict=True)
     dtypes = _optional(pool, "dtypes", {}, Mapping, "a dict of the dtype of each kind")
     whole_pages = _optional(pool, "whole_page_kinds", (), list | tuple, "a list of kinds")
+    strides = _optional(pool, "page_strides", {}, Mapping, "a dict of the stride of each kind")
+    order = _optional(pool, "kv_layout", "NHD", str, "a str")
     entries = []
     for kind in pool.kinds:
-        rows, dtype = kind not in whole_pages, dtypes.get(kind, "")
+        rows = kind not in whole_pages
+        rest = rows, dtypes.get(kind, ""), strides.get(kind), order if rows else "NHD"
         for layer in range(first, first + pool.num_layers):
             addr, nbytes, item_len = next(infos)
-            entries.append(KVEntry(layer, kind, is_draft, addr, nbytes, item_len, rows, dtype))
+            entries.append(KVEntry(layer, kind, is_draft, addr, nbytes, item_len, *rest))
     return entries
 
 

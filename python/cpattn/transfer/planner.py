@@ -65,7 +65,8 @@ def plan_kv_transfer(
         destination. Empty if the two have nothing to do with each other.
 
         Whole pages, also the last one, where both sides have pages of one size, with the same
-        heads, and the tokens begin at a page; otherwise exactly the rows of these tokens.
+        heads in one order, and the tokens begin at a page; otherwise exactly the rows of these
+        tokens, head by head where a side has heads first.
 
     Raises
     ------

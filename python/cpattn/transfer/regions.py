@@ -16,9 +16,9 @@ def registration_regions(
 ) -> tuple[list[int], list[int]]:
     """List addresses and sizes for one ``engine.register``, and the addresses for ``unregister``.
 
-    Buffers of no bytes, which hold the place of a layer in a list, are left out, and a buffer that
-    is listed twice (as KV and as state) is there once. Other overlaps stay, for the engine to
-    refuse. The lists that peers are told remain as they are.
+    Buffers of no bytes, which hold the place of a layer in a list, are left out, and buffers that
+    have bytes in common are one region: one that is listed twice (as KV and as state), or those
+    with pages between each other's. The lists that peers are told remain as they are.
 
     Parameters
     ----------
@@ -26,12 +26,12 @@ def registration_regions(
         Address and bytes of all buffers: KV, aux, state.
     alignment : int
         Bytes. If above 1, what the engine rounds ranges to (2 MiB: MemFabric). Ranges that overlap
-        or touch once rounded become one, from the first byte of them to the last, ascending.
+        or touch once rounded become one, from the first byte of them to the last.
 
     Returns
     -------
     addrs, sizes : lists of int
-        Of the regions to register.
+        Of the regions to register; ascending if `alignment` is above 1 or any buffers overlap.
 
     Raises
     ------
@@ -63,16 +63,18 @@ def registration_regions(
                 f"got ({ptr}, {size}) at {i}"
             )
     regions = [region for region in dict.fromkeys(zip(ptrs, lens, strict=True)) if region[1]]
-    if alignment > 1:
-        regions = _merged(regions, alignment)
+    merged = _merged(regions, alignment)
+    if alignment > 1 or len(merged) < len(regions):
+        regions = merged
     return [ptr for ptr, _ in regions], [size for _, size in regions]
 
 
 def _merged(regions: list[tuple[int, int]], alignment: int) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for ptr, size in sorted(regions):
-        if merged and ptr // alignment <= -(-merged[-1][1] // alignment):
-            begin, end = merged[-1]
+        begin, end = merged[-1] if merged else (0, 0)
+        meets = ptr // alignment <= -(-end // alignment) if alignment > 1 else ptr < end
+        if merged and meets:
             merged[-1] = begin, max(end, ptr + size)
         else:
             merged.append((ptr, ptr + size))

@@ -57,7 +57,7 @@ POINTERS = of_kind("list", src_kv_ptrs=[10, 11, 12, 13], dst_kv_ptrs=[20, 21, 22
 )
 LAYOUT = (
     "buffer", "page", "layer", "heads", "rank", "entries", "kind", "is_draft", "addr", "nbytes",
-    "item_len", "token_rows", "dtype", "dcp", "tp_", "shard_", "argument",
+    "item_len", "token_rows", "dtype", "kv_layout", "dcp", "tp_", "shard_", "argument",
 )  # fmt: skip
 INTERLEAVE = given(dcp_interleave=1, shard_rank=0, shard_size=1)
 DCP = given(dcp_rank=0, dcp_size=1) | INTERLEAVE

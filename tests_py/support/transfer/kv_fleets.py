@@ -55,6 +55,8 @@ class Side:
     dcp_interleave: int = 1
     shard_size: int = 1  # ranks that stripe pages
     in_order: bool = False  # buffers in the order of engines, groups of layers and then of drafts
+    kv_layout: str = "NHD"
+    interleaved: bool = False  # a page has those of all buffers
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Case:
             and src.page_size == dst.page_size
             and self.ranges()[-1][0] % src.page_size == 0
             and (dst.dcp_size == 1 or dst.dcp_interleave % dst.page_size == 0)
+            and (src.kv_layout == dst.kv_layout or src_heads == 1 or src.page_size == 1)
         )
 
 
@@ -120,13 +123,20 @@ class Server:
         self.slots = (pages // size * page_size + rows % page_size)[held]  # of `tokens`
         keys, gap = self.buffers(), 5  # canaries between buffers
         item_lens = [self.row_bytes(kind) * page_size for _, _, kind in keys]
-        total = sum(item_lens) * self.num_pages + gap * len(keys)
-        self.memory = self.rng.integers(0, 256, total, np.uint8)
+        widths = [item + gap for item in item_lens]
+        if not self.side.interleaved:
+            widths = [item * self.num_pages + gap for item in item_lens]
+        copies, stride = (self.num_pages, sum(widths)) if self.side.interleaved else (1, None)
+        self.memory = self.rng.integers(0, 256, copies * sum(widths), np.uint8)
         addr = self.base
         for i in range(len(keys)) if self.side.in_order else self.rng.permutation(len(keys)):
-            (draft, layer, kind), nbytes = keys[i], item_lens[i] * self.num_pages
-            self.entries.append(KVEntry(layer, kind, draft, addr, nbytes, item_lens[i]))
-            addr += nbytes + gap
+            draft, layer, kind = keys[i]
+            nbytes = (self.num_pages - 1) * (stride or item_lens[i]) + item_lens[i]
+            self.entries.append(
+                KVEntry(layer, kind, draft, addr, nbytes, item_lens[i], page_stride=stride,
+                        kv_layout=self.side.kv_layout)
+            )  # fmt: skip
+            addr += widths[i]
 
     @property
     def base(self) -> int:
@@ -164,10 +174,15 @@ class Server:
             shard_rank=self.shard_rank, shard_size=side.shard_size,
         )  # fmt: skip
 
-    def rows(self, memory: np.ndarray, entry: KVEntry) -> np.ndarray:
-        """Slots of a buffer, as a view."""
-        begin = entry.addr - self.base
-        return memory[begin : begin + entry.nbytes].reshape(-1, self.row_bytes(entry.kind))
+    def cells(self, memory: np.ndarray, entry: KVEntry) -> np.ndarray:
+        """The bytes of a buffer as [pages, page_size, heads, head_bytes], as a view."""
+        head, page_size = self.model.head_bytes[entry.kind], self.side.page_size
+        num_heads = self.row_bytes(entry.kind) // head
+        strides = (num_heads * head, head) if entry.kv_layout == "NHD" else (head, page_size * head)
+        return np.lib.stride_tricks.as_strided(
+            memory[entry.addr - self.base :], (self.num_pages, page_size, num_heads, head),
+            (entry.page_stride or entry.item_len, *strides, 1),
+        )  # fmt: skip
 
     def fill(self, memory: np.ndarray, first: int, end: int, *, keys: set[Key]) -> None:
         """Writes what tokens [first, end) have in these buffers."""
@@ -177,9 +192,7 @@ class Server:
             key = (entry.is_draft, entry.layer_id, entry.kind)
             if key in keys:
                 content = self.model.content[key][tokens, self.heads(entry.kind)]
-                self.rows(memory, entry)[slots] = content.reshape(
-                    len(tokens), self.row_bytes(entry.kind)
-                )
+                self.cells(memory, entry)[divmod(slots, self.side.page_size)] = content
 
     def forget_tail(self, memory: np.ndarray, end: int) -> None:
         """Zeroes rows behind token `end - 1` in its page."""
@@ -187,9 +200,9 @@ class Server:
         index, row = divmod(int((self.listed < end).sum()), page_size)
         if row == 0 or self.pages[index] % self.side.shard_size != self.shard_rank:
             return
-        first = self.pages[index] // self.side.shard_size * page_size
+        page = self.pages[index] // self.side.shard_size
         for entry in self.entries:
-            self.rows(memory, entry)[first + row : first + page_size] = 0
+            self.cells(memory, entry)[page, row:] = 0
 
 
 def servers(model: Model, side: Side, seed: int) -> list[Server]:

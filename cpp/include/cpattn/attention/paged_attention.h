@@ -5,11 +5,10 @@
 #include <optional>
 
 #include "cpattn/attention/attention_plan.h"
+#include "cpattn/base/kv_axis_order.h"
 #include "cpattn/base/tensor_view.h"
 
 namespace cpattn {
-
-enum class KVAxisOrder { nhd, hnd };
 
 /// A paged K or V cache reduced to strides (in elements): the vector of head h
 /// of token slot (page, offset) is at data + page * page_stride +

@@ -7,8 +7,10 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "cpattn/base/kv_axis_order.h"
 #include "cpattn/transfer/index_range.h"
 
 namespace cpattn {
@@ -23,18 +25,25 @@ struct KVEntry {
   KVKind kind = KVKind::k;
   bool is_draft = false;
   uint64_t addr = 0;
-  uint64_t num_bytes = 0;  // a multiple of item_len
+  uint64_t num_bytes = 0;  // to the end of its last page
   uint64_t item_len = 0;   // bytes of a page; 0: this side left the buffer out
-  // Whether a page is a row for each of its tokens. If not, pages are sent whole or not at all.
+  // Whether a page is a row for each of its tokens, or, if heads come first, for each head and
+  // token. If not, pages are sent whole or not at all.
   bool token_rows = true;
   // What the bytes are, such as "int8"; empty if nobody says. Both sides of a pair that say it
   // must say the same.
   std::string dtype;
+  // Bytes from page to page; none: item_len. What lies between pages may be those of other entries.
+  std::optional<uint64_t> page_stride;
+  KVAxisOrder kv_layout = KVAxisOrder::nhd;
 
   /// Layers that use the top-k of an earlier one need no index keys. For a pair of which either
   /// side is left out nothing moves.
   bool is_elided() const { return item_len == 0; }
-  int64_t num_pages() const { return is_elided() ? 0 : static_cast<int64_t>(num_bytes / item_len); }
+  uint64_t stride() const { return page_stride.value_or(item_len); }
+  int64_t num_pages() const {
+    return num_bytes == 0 ? 0 : static_cast<int64_t>((num_bytes - item_len) / stride() + 1);
+  }
   bool operator==(const KVEntry&) const = default;
 };
 /// Writes an entry as "k of layer 3" or "index_k of draft layer 0".
@@ -68,8 +77,9 @@ class KVLayout {
  public:
   /// Throws std::invalid_argument for ranks and sizes that contradict each other, two entries of
   /// the same layer, kind and draft flag, entries outside `layers`, entries whose bytes are no
-  /// whole number of pages or wrap past 2^64, and entries that are left out, but for index keys and
-  /// states without bytes.
+  /// whole number of pages or wrap past 2^64, entries that are left out, but for index keys and
+  /// states without bytes, and entries of order HND whose pages are no rows of a known number of
+  /// heads.
   KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement);
 
   std::span<const KVEntry> entries() const { return entries_; }
@@ -84,6 +94,14 @@ class KVLayout {
   /// How many ranks hold the same heads, and which of them this one is.
   int64_t num_replicas(KVKind kind) const;
   int64_t replica(KVKind kind) const { return placement_.tp_rank % num_replicas(kind); }
+  /// Whether heads come before tokens in pages of an entry, and not both orders are the same.
+  bool heads_first(const KVEntry& entry) const {
+    return entry.kv_layout == KVAxisOrder::hnd && placement_.page_size > 1 &&
+           heads(entry.kind).size() > 1;
+  }
+  /// Two entries that have memory in common, if any have. Of entries between each other's pages
+  /// all must lie apart modulo the strides of all, which they may share.
+  std::optional<std::pair<const KVEntry*, const KVEntry*>> overlap() const;
   bool answers_for(const KVEntry& entry) const {
     return entry.is_draft || !placement_.layers || placement_.layers->contains(entry.layer_id);
   }
@@ -96,6 +114,7 @@ class KVLayout {
   KVPlacement placement_;
   std::vector<KVEntry> entries_;
   std::vector<uint32_t> sorted_;  // positions of entries_, by draft flag, layer and kind
+  std::optional<std::pair<uint32_t, uint32_t>> overlap_;
 };
 
 }  // namespace cpattn

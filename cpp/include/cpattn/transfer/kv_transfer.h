@@ -37,9 +37,9 @@ struct KVTransferRange {
 /// - Entries that either side left out are paired, and nothing is sent for them.
 /// - Of K and V, heads that both hold are sent, by one of the ranks that hold them: the replica
 ///   whose number is dst's tp_rank modulo that of replicas.
-/// - Where both sides have pages of one size, of the same heads, and the tokens begin and are
-///   interleaved at pages, whole pages are sent, also the last one. Otherwise rows of just these
-///   tokens are sent, which is an error for entries without token rows.
+/// - Where both sides have pages of one size, of the same heads in one order, and the tokens begin
+///   and are interleaved at pages, whole pages are sent, also the last one. Otherwise rows of just
+///   these tokens are sent, which is an error for entries without token rows.
 ///
 /// Blocks are entry-major in the order of src's entries, of the least possible number of runs,
 /// ascending in the destination. Throws std::invalid_argument, naming side, kind and layer, for

@@ -29,6 +29,7 @@ struct TransferEntry {
   uint64_t dst_stride = 0;
   uint64_t bytes = 0;
   const char* part = "";  // of the plan that the blocks belong to: a literal such as "draft k"
+  const std::vector<TransferRun>* runs = nullptr;  // its own in place of the plan's, contiguous
 };
 
 /// Blocks of consecutive entries that are alike, for the reader of a plan.
