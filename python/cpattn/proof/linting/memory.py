@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .intervals import Ints, ints, tally
+from .intervals import Ints, Undecided, each, first_of, ints, tally
 
+MOST_PAGES = 10_000_000  # that descriptors copy; more would take gigabytes
 _MIDDLE = 2**63  # of the addresses: 64 bits without a sign are kept as their distance from it
 
 
@@ -30,6 +32,39 @@ def as_hex(value: Any) -> str:
     return f"{address(value):#x}"
 
 
+class Groups(NamedTuple):
+    """Buffers with pages between each other's, which repeat with a stride; most groups are of one.
+
+    ``entry`` has all entries by their ``place``: a group's first address and theirs modulo its
+    stride.
+    """
+
+    begin: Ints
+    end: Ints
+    stride: Ints
+    first: Ints  # place of each group in the lists of entries
+    size: Ints  # entries of each group
+    entry: Ints
+    place: Ints
+
+    def before(self, at: Ints) -> tuple[Ints, Ints]:
+        """Return the last group and the last entry that begin before addresses, or the first."""
+        group = np.maximum(np.searchsorted(self.begin, at, side="right") - 1, 0)
+        begin = self.begin[group]
+        folded = begin + (at - begin) % self.stride[group]
+        return group, np.searchsorted(self.place, folded, side="right") - 1
+
+    def meetings(self, item_len: Ints) -> list[tuple[int, int]]:
+        """Return entries that are not apart modulo the stride of their group, in their order."""
+        last = self.first + self.size - 1
+        follower, border = np.roll(self.entry, -1), np.roll(self.place, -1)
+        follower[last], border[last] = self.entry[self.first], self.begin + self.stride
+        meets = self.place + item_len[self.entry] > border
+        meets[last] &= self.size > 1
+        pairs = np.sort(np.stack([self.entry, follower], axis=1)[meets], axis=1)
+        return [(int(one), int(two)) for one, two in pairs]
+
+
 @dataclass(frozen=True)
 class Memory:
     """One process's buffers, in the order of their addresses."""
@@ -46,8 +81,8 @@ class Memory:
         used = [entry for entry in self.document["entries"] if entry["nbytes"]]
         return sorted(used, key=lambda entry: int(entry["addr"]))
 
-    def column(self, name: str) -> Ints:
-        return ints([entry[name] for entry in self.entries])
+    def column(self, name: str, default: int = 0) -> Ints:
+        return ints([entry.get(name, default) for entry in self.entries])
 
     @cached_property
     def addr(self) -> Ints:
@@ -62,16 +97,79 @@ class Memory:
         return np.maximum(self.column("item_len"), 1)
 
     @cached_property
+    def stride(self) -> Ints:
+        """Bytes from page to page of each entry."""
+        return np.where(self.column("page_stride"), self.column("page_stride"), self.item_len)
+
+    @cached_property
+    def num_pages(self) -> Ints:
+        return (self.end - self.addr - self.item_len) // self.stride + 1
+
+    @cached_property
     def row_bytes(self) -> Ints:
         """Bytes of a token in a page of each entry."""
         return np.maximum(self.item_len // self.page_size, 1)
 
     @cached_property
+    def heads(self) -> tuple[Ints, Ints]:
+        """The first head of each entry, and how many it has."""
+        heads = [entry.get("heads", (0, 1)) for entry in self.entries]
+        return ints([h[0] for h in heads]), np.maximum(ints([h[1] for h in heads]), 1)
+
+    @cached_property
+    def head_bytes(self) -> Ints:
+        """Bytes of a head of a token of each entry."""
+        return np.maximum(self.row_bytes // self.heads[1], 1)
+
+    @cached_property
+    def heads_first(self) -> NDArray[np.bool_]:
+        """Whether an entry has all tokens of a head in a page behind each other."""
+        order = np.array([entry.get("kv_layout") == "HND" for entry in self.entries], bool)
+        return order & (self.heads[1] > 1)
+
+    @cached_property
+    def step(self) -> Ints:
+        """Bytes from token to token in a page of each entry."""
+        return np.where(self.heads_first, self.head_bytes, self.row_bytes)
+
+    @cached_property
+    def unit(self) -> Ints:
+        """Bytes of a page of each entry in which tokens go on by `step`."""
+        return np.where(self.heads_first, self.head_bytes * self.page_size, self.item_len)
+
+    @cached_property
     def skipped(self) -> Ints:
         """Bytes of the heads before those that an entry has."""
-        heads = [entry.get("heads", (0, 1)) for entry in self.entries]
-        first = ints([h[0] for h in heads])
-        return first * (self.row_bytes // np.maximum(ints([h[1] for h in heads]), 1))
+        return self.heads[0] * self.head_bytes
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The entries by groups; `Undecided` where a stride does not tell them apart."""
+        begins = self.addr[1:] >= np.maximum.accumulate(self.end)[:-1]
+        first = np.flatnonzero(np.concatenate([[True], begins]))
+        count = np.diff(first, append=len(self.addr))
+        begin, end = self.addr[first], np.maximum.reduceat(self.end, first)
+        stride = np.gcd.reduceat(np.where(self.num_pages > 1, self.stride, 0), first)
+        stride = np.where(stride, stride, end - begin)
+        low = np.repeat(begin, count)
+        place = low + (self.addr - low) % np.repeat(stride, count)
+        entry = np.lexsort((self.addr, place))
+        groups = Groups(begin, end, stride, first, count, entry, place[entry])
+        for one, two in groups.meetings(self.item_len):
+            if self.stride[one] != self.stride[two] or self.end[one] <= self.addr[two]:
+                raise Undecided(
+                    f"{self.label(one)} and {self.label(two)} of {self.name} are between pages of "
+                    "buffers with other strides"
+                )
+        return groups
+
+    def overlap(self) -> tuple[int, int] | None:
+        """Two entries that have memory in common."""
+        within = (self.stride == self.item_len)[:-1] & (self.end[:-1] > self.addr[1:])
+        if (bad := first_of(within)) is not None:
+            return bad, bad + 1
+        meetings = self.groups.meetings(self.item_len) if len(self.addr) else []
+        return meetings[0] if meetings else None
 
     @cached_property
     def keys(self) -> list[tuple[int, str, bool]]:
@@ -84,13 +182,59 @@ class Memory:
         return f"{kind} of {'draft ' if draft else ''}layer {layer}"
 
     def find(self, begin: Ints, length: Ints) -> Ints:
-        """The entry that has all of each range, or -1."""
+        """The entry that has all of each range, in one page unless its pages join, or -1."""
         if not len(self.addr):
             return np.full(len(begin), -1, np.int64)
-        entry = np.searchsorted(self.addr, begin, side="right") - 1
-        known = np.maximum(entry, 0)
-        inside = (entry >= 0) & (begin + length <= self.end[known])
+        entry = self.groups.entry[self.groups.before(begin)[1]]
+        offset, stride, item = begin - self.addr[entry], self.stride[entry], self.item_len[entry]
+        inside = (offset >= 0) & (offset + length <= (self.end - self.addr)[entry])
+        inside &= (stride == item) | (offset % stride + length <= item)
         return np.where(inside, entry, -1)
+
+    def has(self, begin: Ints, length: Ints) -> NDArray[np.bool_]:
+        """Whether all of each range is in one entry, or in some with pages between each other's."""
+        inside = self.find(begin, length) >= 0
+        if inside.all() or not len(self.addr):
+            return inside
+        groups, (group, _) = self.groups, self.groups.before(begin)
+        within = (begin >= groups.begin[group]) & (begin + length <= groups.end[group])
+        rest = np.flatnonzero(~inside & within & (groups.size[group] > 1))
+        owner, moved, size = self.cut(begin[rest], length[rest])
+        lost = self.find(begin[rest][owner] + moved, size) < 0
+        inside[rest] = np.bincount(owner[lost], minlength=len(rest)) == 0
+        return inside
+
+    def cut(self, begin: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
+        """Parts of ranges in pages and, where these come first, heads: owner, place in it, bytes.
+
+        `has` has all of the ranges.
+        """
+        if not len(self.addr):
+            return ints([]), ints([]), ints([])
+        groups, (group, which) = self.groups, self.groups.before(begin)
+        low, stride, count = groups.begin[group], groups.stride[group], groups.size[group]
+        first = (begin - low) // stride * count + which
+        end = begin + length - 1
+        last = (end - low) // stride * count + groups.before(end)[1]
+        owner, step = _each_page(np.where(length > 0, last - first + 1, 0))
+        turn, which = np.divmod((first - groups.first[group])[owner] + step, count[owner])
+        which += groups.first[group][owner]
+        moved = np.maximum(groups.place[which] + turn * stride[owner] - begin[owner], 0)
+        ends = np.append(moved[1:], 0)[: len(owner)]
+        ends = np.where(np.append(owner[1:] != owner[:-1], True)[: len(owner)], length[owner], ends)
+        part, low, size = self._heads(groups.entry[which], begin[owner] + moved, ends - moved)
+        return owner[part], moved[part] + low, size
+
+    def _heads(self, entry: Ints, begin: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
+        """Parts of ranges within pages, in one head each where entries have these first."""
+        unit = np.where(self.heads_first, self.unit, self.stride)[entry]
+        offset = (begin - self.addr[entry]) % self.stride[entry]
+        first = offset // unit
+        part, step = _each_page((offset + length - 1) // unit - first + 1)
+        low = (first[part] + step) * unit[part] - offset[part]
+        high = np.minimum(low + unit[part], length[part])
+        low = np.maximum(low, 0)
+        return part, low, high - low
 
     def outside_registered(self, begin: Ints, length: Ints) -> np.ndarray:
         """Ranges that are not within registered memory; none if nobody says what that is."""
@@ -112,11 +256,20 @@ class Memory:
 
         The token is -1 on a page that is not in the list.
         """
-        page, within = np.divmod(begin - self.addr[entry], self.item_len[entry])
-        row, byte = np.divmod(within, self.row_bytes[entry])
+        page, within = np.divmod(begin - self.addr[entry], self.stride[entry])
+        head, within = np.divmod(within, self.unit[entry])
+        row, byte = np.divmod(within, self.step[entry])
+        byte += head * self.head_bytes[entry]
         order = np.argsort(pages, kind="stable")
         place = np.searchsorted(pages[order], page)
         known = np.minimum(place, max(len(pages) - 1, 0))
         listed = (pages[order][known] == page) if len(pages) else np.zeros(len(page), bool)
         token = order[known] * self.page_size + row if len(pages) else np.zeros_like(page)
         return np.where(listed, token, -1), byte + self.skipped[entry]
+
+
+def _each_page(counts: Ints) -> tuple[Ints, Ints]:
+    """As `each`, of pages or heads."""
+    if int(counts.sum()) > MOST_PAGES:
+        raise Undecided(f"descriptors of more than {MOST_PAGES:,} pages")
+    return each(counts)

@@ -270,6 +270,12 @@ class Plan:
                 pairs = zip(transfer[begin], transfer["length"], strict=True)
                 self._ends(f"transfers[{index}].{begin}", pairs)
         for name, memory in self.document.get("memories", {}).items():
+            for index, entry in enumerate(memory["entries"]):
+                if entry.get("kv_layout") == "HND" and "heads" not in entry:
+                    raise NotUsable(
+                        f"{self.name}: memories.{name}.entries[{index}]: must have heads with "
+                        "kv_layout 'HND'"
+                    )
             sizes = [(entry["addr"], entry["nbytes"]) for entry in memory["entries"]]
             self._ends(f"memories.{name}.entries", sizes)
             self._ends(f"memories.{name}.registered", memory.get("registered", ()))

@@ -113,6 +113,9 @@ def memory_of_lists(
     labels: Iterable[tuple[int, str]],
     *,
     page_size: int,
+    page_strides: Sequence[int | None] | None = None,
+    kv_layout: str = "NHD",
+    heads: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Describe buffers that are lists of pointers, bytes and bytes of a page, as KVArgs has them.
 
@@ -124,6 +127,12 @@ def memory_of_lists(
         The layer and the kind of each.
     page_size : int
         Tokens of a page.
+    page_strides : ints [buffers], optional
+        Bytes from page to page of each, as of `cpattn.transfer.KVEntry`.
+    kv_layout : {"NHD", "HND"}
+        The order of tokens and heads in a page.
+    heads : pair of int, optional
+        The first head of the buffers, and how many they have; HND needs it.
 
     Returns
     -------
@@ -135,19 +144,27 @@ def memory_of_lists(
     >>> memory_of_lists([4096], [1024], [256], [(3, "k")], page_size=8)["registered"]
     [[4096, 1024]]
     """
-    lists = zip(ptrs, lens, item_lens, labels, strict=True)
-    entries = [
-        {
-            "layer": layer,
-            "kind": kind,
-            "addr": int(addr),
-            "nbytes": int(size),
-            "item_len": int(item),
-        }
-        for addr, size, item, (layer, kind) in lists
-    ]
+    strides = [None] * len(ptrs) if page_strides is None else page_strides
+    entries: list[dict[str, Any]] = []
+    for addr, size, item, (layer, kind), stride in zip(
+        ptrs, lens, item_lens, labels, strides, strict=True
+    ):
+        entry = {"layer": layer, "kind": kind, "addr": int(addr), "nbytes": int(size)}
+        entries.append(entry | {"item_len": int(item)} | _pages(stride, kv_layout, heads))
     registered = [[entry["addr"], entry["nbytes"]] for entry in entries]
     return {"page_size": page_size, "entries": entries, "registered": registered}
+
+
+def _pages(stride: int | None, kv_layout: str, heads: tuple[int, int] | None) -> dict[str, Any]:
+    """The members of an entry that most have not."""
+    pages: dict[str, Any] = {}
+    if stride is not None:
+        pages["page_stride"] = int(stride)
+    if kv_layout != "NHD":
+        pages["kv_layout"] = kv_layout
+    if heads is not None:
+        pages["heads"] = list(heads)
+    return pages
 
 
 def memory_of_pool(pool: Any, kinds: Sequence[str] = ("k", "v")) -> dict[str, Any]:
@@ -156,7 +173,8 @@ def memory_of_pool(pool: Any, kinds: Sequence[str] = ("k", "v")) -> dict[str, An
     Parameters
     ----------
     pool : object
-        With ``get_contiguous_buf_infos``, ``start_layer`` and ``page_size``.
+        With ``get_contiguous_buf_infos``, ``start_layer`` and ``page_size``; optional are
+        ``page_strides``, a dict by kind, and ``kv_layout``, which as "HND" needs ``num_kv_heads``.
     kinds : sequence of str
         Groups of buffers in their order; each has one of every layer. Latents of MLA are
         ``("k", "v", "index_k")`` on an NPU.
@@ -188,7 +206,12 @@ def memory_of_pool(pool: Any, kinds: Sequence[str] = ("k", "v")) -> dict[str, An
         )
     first = pool.start_layer or 0
     labels = [(layer, kind) for kind in kinds for layer in range(first, first + num_layers)]
-    return memory_of_lists(ptrs, lens, item_lens, labels, page_size=pool.page_size)
+    strides, order = getattr(pool, "page_strides", {}), getattr(pool, "kv_layout", "NHD")
+    return memory_of_lists(
+        ptrs, lens, item_lens, labels, page_size=pool.page_size,
+        page_strides=[strides.get(kind) for _, kind in labels], kv_layout=order,
+        heads=(0, pool.num_kv_heads) if order == "HND" else None,
+    )  # fmt: skip
 
 
 def _memory(side: Any) -> dict[str, Any]:
@@ -197,13 +220,14 @@ def _memory(side: Any) -> dict[str, Any]:
         return side
     entries = []
     for entry in side.entries:
+        total = side.total_kv_heads or 1
+        if entry.kind not in ("k", "v", "k_scale", "v_scale"):
+            total = 1
+        heads = side.tp_rank * total // side.tp_size, max(total // side.tp_size, 1)
+        order = entry.kv_layout if total > 1 else "NHD"  # the same of one head
         part = {
             "layer": entry.layer_id, "kind": entry.kind, "draft": bool(entry.is_draft),
             "addr": int(entry.addr), "nbytes": int(entry.nbytes), "item_len": int(entry.item_len),
         }  # fmt: skip
-        heads = side.total_kv_heads
-        if heads and heads > 1 and entry.kind in ("k", "v", "k_scale", "v_scale"):
-            size = max(heads // side.tp_size, 1)
-            part["heads"] = [side.tp_rank * heads // side.tp_size, size]
-        entries.append(part)
+        entries.append(part | _pages(entry.page_stride, order, heads if total > 1 else None))
     return {"page_size": side.page_size, "entries": entries}

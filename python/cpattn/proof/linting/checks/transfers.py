@@ -11,12 +11,10 @@ import numpy as np
 
 from ...findings import Finding
 from ..intervals import Ints, each, first_of, ints, tally
-from ..memory import Memory, address, addresses, as_hex
+from ..memory import MOST_PAGES, Memory, address, addresses, as_hex
 from ..model import Absent, Plan, Undecided
 from ..pictures import Bars
 from .check import Check, finding, many, more
-
-MOST_PAGES = 10_000_000  # that descriptors copy; more would take gigabytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def inside(plan: Plan) -> list[Finding]:
             ("reads", link.source, link.src),
             ("writes", link.target, link.dst),
         ):
-            outside = memory.find(begin, link.length) < 0
+            outside = ~memory.has(begin, link.length)
             for flags, of in (
                 (outside, "no buffer has all of it"),
                 (memory.outside_registered(begin, link.length), "not all of it is registered"),
@@ -91,34 +89,19 @@ def _around(memory: Memory, begin: int, end: int) -> str:
 
 
 def _cut(link: Link) -> tuple[Ints, Ints, Ints, Ints]:
-    """Descriptors cut where either side begins another page: number, source, target, length."""
+    """Descriptors cut where a side begins a page or a head: number, source, target, length."""
     number = np.flatnonzero(link.length)
     src, dst, length = link.src[number], link.dst[number], link.length[number]
     for memory, at in ((link.source, "src"), (link.target, "dst")):
-        begin = src if at == "src" else dst
-        entry = np.maximum(memory.find(begin, length), 0)
-        item, offset = memory.item_len[entry], begin - memory.addr[entry]
-        last = (offset + length - 1) // item
-        pages = last - offset // item + 1
-        if int(pages.sum()) > MOST_PAGES:
-            raise Undecided(f"descriptors of more than {MOST_PAGES:,} pages")
-        owner, place = each(pages)
-        low = np.maximum((offset // item)[owner] * item[owner] + place * item[owner], offset[owner])
-        high = np.minimum(
-            ((offset // item)[owner] + place + 1) * item[owner], (offset + length)[owner]
-        )
-        moved = low - offset[owner]
+        owner, moved, length = memory.cut(src if at == "src" else dst, length)
         number, src, dst = number[owner], src[owner] + moved, dst[owner] + moved
-        length = high - low
     return number, src, dst, length
 
 
 def paired(plan: Plan) -> list[Finding]:
     """What is read is what the place that is written to is for."""
     for link in _links(plan):
-        known = (link.source.find(link.src, link.length) >= 0) & (
-            link.target.find(link.dst, link.length) >= 0
-        )
+        known = link.source.has(link.src, link.length) & link.target.has(link.dst, link.length)
         if not known[link.length > 0].all():
             raise Absent("descriptors are outside of buffers")
         number, src, dst, length = _cut(link)
@@ -152,7 +135,7 @@ def _rows(
     if bad is not None:
         memory, entry = (link.source, ours) if read[bad] < 0 else (link.target, theirs)
         at = src if read[bad] < 0 else dst
-        page = int((at[bad] - memory.addr[entry[bad]]) // memory.item_len[entry[bad]])
+        page = int((at[bad] - memory.addr[entry[bad]]) // memory.stride[entry[bad]])
         side = "reads" if read[bad] < 0 else "writes"
         return finding(
             "xfer-page", f"descriptor {number[bad]} {side} page {page} of {memory.name}, which is "
@@ -160,10 +143,10 @@ def _rows(
             _around(memory, int(at[bad]), int(at[bad] + length[bad])), descriptor=number[bad],
             page=page,
         )  # fmt: skip
-    alike = link.source.row_bytes[ours] == link.target.row_bytes[theirs]
-    crosses = ~alike & (
-        (read_byte - link.source.skipped[ours] + length > link.source.row_bytes[ours])
-        | (written_byte - link.target.skipped[theirs] + length > link.target.row_bytes[theirs])
+    ours_step, theirs_step = link.source.step[ours], link.target.step[theirs]
+    crosses = (ours_step != theirs_step) & (
+        ((read_byte - link.source.skipped[ours]) % ours_step + length > ours_step)
+        | ((written_byte - link.target.skipped[theirs]) % theirs_step + length > theirs_step)
     )
     bad = first_of((read != written) | (read_byte != written_byte) | crosses)
     if bad is None:
@@ -172,8 +155,8 @@ def _rows(
     other = f"token {written[bad]}, byte {written_byte[bad]}"
     what = f"descriptor {number[bad]} writes {place} to the place of {other}"
     if place == other:
-        rows = f"{link.source.row_bytes[ours[bad]]} and {link.target.row_bytes[theirs[bad]]}"
-        what = f"descriptor {number[bad]} copies {length[bad]} bytes over rows of {rows} bytes"
+        rows, size = f"{ours_step[bad]} and {theirs_step[bad]}", link.length[number[bad]]
+        what = f"descriptor {number[bad]} copies {size} bytes over rows of {rows} bytes"
     return finding(
         "xfer-row", what,
         f"{link.name}, {link.source.label(ours[bad])}, byte {as_hex(dst[bad])}", (),
@@ -230,7 +213,7 @@ def complete(plan: Plan) -> list[Finding]:
         if bad is not None:
             byte = int(edges[bad])
             at = int(np.flatnonzero((begin <= byte) & (byte < end))[0])
-            page = int((begin[at] - target.addr[entry[at]]) // target.item_len[entry[at]])
+            page = int((begin[at] - target.addr[entry[at]]) // target.stride[entry[at]])
             lost = int((np.diff(edges) * (counts[:-1] < 0)).sum())
             return finding(
                 "xfer-missing", f"{lost:,} bytes of {target.name} are never written, first of "
@@ -266,13 +249,14 @@ def _needed(target: Memory, entries: list[int], links: list[Link]) -> tuple[Ints
     if len(page) * len(entries) > MOST_PAGES:
         raise Undecided(f"buffers of more than {MOST_PAGES:,} pages")
     entry = np.repeat(ints(entries), len(page))
-    have = (target.end - target.addr)[entry] // target.item_len[entry]
-    begin = (
-        target.addr[entry] + np.minimum(np.tile(page, len(entries)), have) * target.item_len[entry]
-    )
-    whole = np.tile(count, len(entries)) == target.page_size
-    rows = np.tile(count, len(entries)) * target.row_bytes[entry]
-    return begin, begin + np.where(whole, target.item_len[entry], rows), entry
+    page, count = np.tile(page, len(entries)), np.tile(count, len(entries))
+    page = np.minimum(page, target.num_pages[entry])
+    whole = count == target.page_size
+    owner, head = each(np.where(whole | ~target.heads_first[entry], 1, target.heads[1][entry]))
+    begin, entry = (target.addr[entry] + page * target.stride[entry])[owner], entry[owner]
+    begin += head * target.unit[entry]
+    size = np.where(whole[owner], target.item_len[entry], count[owner] * target.step[entry])
+    return begin, begin + size, entry
 
 
 def _by_target(plan: Plan) -> dict[str, list[Link]]:
@@ -286,24 +270,28 @@ def items(plan: Plan) -> list[Finding]:
     """A buffer is a whole number of pages, and no two of a memory overlap."""
     for link in _links(plan):
         for memory in (link.source, link.target):
-            bad = first_of((memory.end - memory.addr) % memory.item_len)
+            bad = first_of(
+                ((memory.end - memory.addr - memory.item_len) % memory.stride != 0)
+                | (memory.stride < memory.item_len)
+            )
             if bad is not None:
-                size = int(memory.end[bad] - memory.addr[bad])
+                size, item, stride = (
+                    int(values[bad])
+                    for values in (memory.end - memory.addr, memory.item_len, memory.stride)
+                )
                 return finding(
                     "xfer-item", f"{memory.label(bad)} of {memory.name} has {size:,} bytes, no "
-                    f"whole number of pages of {memory.item_len[bad]:,}",
-                    f"{memory.name}, byte {as_hex(memory.addr[bad])}", nbytes=size,
-                    item_len=memory.item_len[bad],
+                    f"whole number of pages of {item:,}"
+                    + (f" every {stride:,}" if stride != item else ""),
+                    f"{memory.name}, byte {as_hex(memory.addr[bad])}", nbytes=size, item_len=item,
                 )  # fmt: skip
-            if fault := _pages(memory):
+            if fault := _pages(memory) or _heads(memory):
                 return fault
-            bad = first_of(memory.end[:-1] > memory.addr[1:])
-            if bad is not None:
+            if pair := memory.overlap():
+                one, two = map(memory.label, pair)
                 return finding(
-                    "xfer-item", f"{memory.label(bad)} and {memory.label(bad + 1)} of "
-                    f"{memory.name} have memory in common",
-                    f"{memory.name}, byte {as_hex(memory.addr[bad + 1])}",
-                    entries=[memory.label(bad), memory.label(bad + 1)],
+                    "xfer-item", f"{one} and {two} of {memory.name} have memory in common",
+                    f"{memory.name}, byte {as_hex(memory.addr[pair[1]])}", entries=[one, two],
                 )  # fmt: skip
     return []
 
@@ -313,7 +301,7 @@ def _pages(memory: Memory) -> list[Finding]:
     if "num_pages" not in memory.document:
         return []
     wanted = int(memory.document["num_pages"])
-    have = (memory.end - memory.addr) // memory.item_len
+    have = memory.num_pages
     bad = first_of(have != wanted)
     if bad is None:
         return []
@@ -322,6 +310,20 @@ def _pages(memory: Memory) -> list[Finding]:
         f"{memory.item_len[bad]:,} bytes, not {wanted:,}",
         f"{memory.name}, byte {as_hex(memory.addr[bad])}", pages=have[bad], expected=wanted,
         item_len=memory.item_len[bad],
+    )  # fmt: skip
+
+
+def _heads(memory: Memory) -> list[Finding]:
+    """Pages with heads first are a row for each head and token."""
+    rows = memory.page_size * memory.heads[1]
+    bad = first_of(memory.heads_first & (memory.item_len % rows != 0))
+    if bad is None:
+        return []
+    item, heads = int(memory.item_len[bad]), int(memory.heads[1][bad])
+    return finding(
+        "xfer-item", f"{memory.label(bad)} of {memory.name} has pages of {item:,} bytes, no whole "
+        f"number for each of {memory.page_size:,} tokens and {many(heads, 'head')}",
+        f"{memory.name}, byte {as_hex(memory.addr[bad])}", item_len=item, heads=heads,
     )  # fmt: skip
 
 
