@@ -20,12 +20,7 @@ from . import _values as _values
 from . import reference
 from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
 from ._threads import num_threads
-from .attention import (
-    merge_state,
-    paged_attention,
-    plan_attention,
-    run_attention,
-)
+from .attention import paged_attention, plan_attention, run_attention
 from .context_parallel import (
     ContextParallelMetadata,
     ForwardMode,
@@ -34,6 +29,7 @@ from .context_parallel import (
     can_apply_cp,
     do_cp_attn_fia,
 )
+from .merge import merge_state, merge_states
 from .profiling import Profile, profile
 from .sparse import TopkTransformMethod, get_topk_transform_method
 
@@ -66,6 +62,7 @@ __all__ = [
     "do_cp_attn_fia",
     "get_topk_transform_method",
     "merge_state",
+    "merge_states",
     "num_threads",
     "paged_attention",
     "plan_attention",

@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "cpattn/base/parallel.h"
@@ -62,6 +65,79 @@ TEST_F(MergeState, IsTheSameOnAnyNumberOfThreads) {
       EXPECT_EQ(shared.lse_a, alone.lse_a);
     }
   }
+}
+
+/// The parts of a call, in one buffer: outs [tokens, parts, 2, 48] and lses [tokens, parts, 2].
+struct ManyParts {
+  ManyParts(int64_t num_tokens, int64_t num_parts)
+      : tokens(num_tokens),
+        parts(num_parts),
+        outs(testing::random_floats(tokens * parts * 96, 1)),
+        lses(testing::random_floats(tokens * parts * 2, 2)),
+        out(tokens * 96),
+        lse(tokens * 2) {}
+
+  TensorView view_of_out() { return view(out, DType::float32, {tokens, 2, 48}); }
+  TensorView view_of_lse() { return view(lse, DType::float32, {tokens, 2}); }
+  void merge() {
+    merge_states(
+        view(outs, DType::float32, {tokens, parts, 2, 48}),
+        view(lses, DType::float32, {tokens, parts, 2}), std::nullopt, view_of_out(), view_of_lse()
+    );
+  }
+  void merge_by_pairs() {
+    for (int64_t i = 0; i < parts; ++i) {
+      TensorView part{.data = outs.data() + 96 * i, .rank = 3, .shape = {tokens, 2, 48}};
+      TensorView lse_of_part{.data = lses.data() + 2 * i, .rank = 2, .shape = {tokens, 2}};
+      part.strides = {96 * parts, 48, 1};
+      lse_of_part.strides = {2 * parts, 1};
+      if (i > 0) {
+        merge_state(view_of_out(), view_of_lse(), part, lse_of_part);
+        continue;
+      }
+      for (int64_t t = 0; t < tokens; ++t) {
+        std::copy_n(&outs[96 * parts * t], 96, &out[96 * t]);
+        std::copy_n(&lses[2 * parts * t], 2, &lse[2 * t]);
+      }
+    }
+  }
+
+  int64_t tokens, parts;
+  std::vector<float> outs, lses, out, lse;
+};
+
+TEST_F(MergeState, OfManyPartsHasTheBitsOfPairsOnAnyNumberOfThreads) {
+  for (const int64_t parts : {1, 2, 3, 9, 70}) {
+    for (const int64_t tokens : {0, 1, 300}) {
+      ManyParts by_pairs(tokens, parts);
+      by_pairs.merge_by_pairs();
+      for (const int threads : {1, 2, 5}) {
+        ManyParts at_once(tokens, parts);
+        set_num_threads(threads);
+        at_once.merge();
+        EXPECT_EQ(at_once.out, by_pairs.out) << parts << ' ' << tokens;
+        EXPECT_EQ(at_once.lse, by_pairs.lse) << parts << ' ' << tokens;
+      }
+    }
+  }
+}
+
+TEST_F(MergeState, TakesAnyNumberOfPartsWithoutElements) {
+  std::vector<float> none;
+  const TensorView out = view(none, DType::float32, {0, 2, 48});
+  const TensorView lse = view(none, DType::float32, {0, 2});
+  const int64_t many = int64_t{1} << 50;
+  const TensorView outs = view(none, DType::float32, {0, many, 2, 48});
+  EXPECT_NO_THROW(
+      merge_states(outs, view(none, DType::float32, {0, many, 2}), std::nullopt, out, lse)
+  );
+  EXPECT_THROW(
+      merge_states(
+          view(none, DType::float32, {0, 0, 2, 48}), view(none, DType::float32, {0, 0, 2}),
+          std::nullopt, out, lse
+      ),
+      std::invalid_argument
+  );
 }
 
 TEST_F(MergeState, WeightsVanishBeforeTheyAreSubnormal) {

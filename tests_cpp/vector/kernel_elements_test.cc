@@ -18,6 +18,7 @@ namespace {
 
 using kernels::Bfloat16;
 using kernels::Half;
+using kernels::MergeWeights;
 using testing::random_floats;
 
 constexpr double kFloatUnit = 0x1p-24;  // largest relative error of one rounding
@@ -186,9 +187,15 @@ struct Problem {
 
 class KernelElements : public testing::EveryIsa {
  protected:
+  /// Merges rows of `n` elements into `out`.
   template <class T>
-  static void weighted_sum(float weight_a, T* a, float weight_b, const T* b, int64_t n) {
-    active_kernels().weighted_sum[Traits<T>::kType](weight_a, a, weight_b, b, n);
+  static void merge(
+      const std::vector<const T*>& rows, const std::vector<MergeWeights>& weights, T* out, int64_t n
+  ) {
+    const std::vector<const void*> parts(rows.begin(), rows.end());
+    active_kernels().merge_row[Traits<T>::kType](
+        parts.data(), weights.data(), static_cast<int64_t>(parts.size()), out, n
+    );
   }
 
   /// Every 16-bit pattern times a factor that is exact in float32 and leaves
@@ -198,8 +205,10 @@ class KernelElements : public testing::EveryIsa {
     std::vector<T> values(0x10000);
     for (int i = 0; i < 0x10000; ++i) values[i].bits = static_cast<uint16_t>(i);
     const std::vector<T> nothing(values.size(), T{0xffff});
-    std::vector<T> result = values;
-    weighted_sum(factor, result.data(), 0.0F, nothing.data(), 0x10000);
+    std::vector<T> result(values.size());
+    merge<T>(
+        {values.data(), nothing.data()}, {{0.0F, 1.0F}, {factor, 0.0F}}, result.data(), 0x10000
+    );
     for (int i = 0; i < 0x10000; ++i) {
       T wanted;
       narrow(widen(values[i]) * factor, &wanted);
@@ -211,17 +220,20 @@ class KernelElements : public testing::EveryIsa {
     }
   }
 
+  /// Rows of every length, merged into the first of them.
   template <class T>
   static void expect_tails() {
-    for (int n = 0; n <= 2 * kMaxLanes + 1; ++n) {
-      std::vector<T> a(n + kMaxLanes), b(a.size());
+    for (int n = 0; n <= 5 * kMaxLanes + 1; ++n) {
+      std::vector<T> a(n + kMaxLanes), b(a.size()), c(a.size());
       for (int i = 0; i < n + kMaxLanes; ++i) {
-        narrow(static_cast<float>(i), &a[i]);
-        narrow(static_cast<float>(-2 * i), &b[i]);
+        narrow(static_cast<float>(i % 16), &a[i]);
+        narrow(static_cast<float>(-2 * (i % 16)), &b[i]);
+        narrow(static_cast<float>(7 * (i % 5)), &c[i]);
       }
-      weighted_sum(3.0F, a.data(), 0.5F, b.data(), n);
+      merge<T>({a.data(), b.data(), c.data()}, {{0, 1}, {1.5F, 0.25F}, {2.0F, 0.5F}}, a.data(), n);
       for (int i = 0; i < n + kMaxLanes; ++i) {
-        ASSERT_EQ(widen(a[i]), static_cast<float>(i < n ? 2 * i : i)) << i << " of " << n;
+        const int halves = i < n ? 4 * (i % 16) + 7 * (i % 5) : 2 * (i % 16);  // exact in 8 bits
+        ASSERT_EQ(widen(a[i]), 0.5F * static_cast<float>(halves)) << i << " of " << n;
       }
     }
   }
@@ -245,7 +257,7 @@ TEST_P(KernelElements, EveryPatternIsReadAndRounded) {
   }
 }
 
-TEST_P(KernelElements, TailsOfAWeightedSum) {
+TEST_P(KernelElements, RowsOfEveryLengthAreMerged) {
   expect_tails<float>();
   expect_tails<Half>();
   expect_tails<Bfloat16>();

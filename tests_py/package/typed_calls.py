@@ -35,6 +35,8 @@ out, lse = cpattn.run_attention(plan, q, cache, cache, return_lse=True)
 own: NDArray[np.float32] = cpattn.run_attention(plan, array, cache, cache)
 out = cpattn.paged_attention(q, cache, cache, q_lens=range(3), kv_lens=[10], custom_mask=mask)
 out, lse = cpattn.merge_state(out, lse, out, lse)
+out, lse = cpattn.merge_states([out, out], (lse, lse), sinks=None, lse=lse)
+out, lse = cpattn.merge_states(out, lse)
 out = cpattn.do_cp_attn_fia(
     q,
     cache,

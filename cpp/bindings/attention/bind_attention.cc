@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "bindings/arguments/arguments.h"
 #include "bindings/arguments/kv_format.h"
@@ -271,6 +273,56 @@ void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_
   merge_state(*oa, *la, *ob, *lb);
 }
 
+/// The tensors of a list or tuple, which are kept alive: another thread may change a list.
+class TensorListArgument {
+ public:
+  TensorListArgument(const Arguments& read, py::handle list, const char* argument) {
+    if (!is_list(list)) {
+      refuse_type(
+          read.name(argument), " must be a list or tuple of tensors, got ", type_name(list)
+      );
+    }
+    kept_ = py::tuple(py::reinterpret_borrow<py::object>(list));
+    arguments_.reserve(kept_.size());
+    views_.reserve(kept_.size());
+    for (std::size_t i = 0; i < kept_.size(); ++i) {
+      const std::string name = std::string(argument) + '[' + std::to_string(i) + ']';
+      arguments_.push_back(read.tensor(kept_[i], name.c_str()));
+      views_.push_back(*arguments_.back());
+    }
+  }
+  static bool is_list(py::handle object) {
+    return PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
+  }
+  std::span<const TensorView> views() const { return views_; }
+
+ private:
+  py::tuple kept_;
+  std::vector<TensorArgument> arguments_;
+  std::vector<TensorView> views_;
+};
+
+void merge_parts(
+    py::handle outs, py::handle lses, py::handle sinks, py::handle out, py::handle lse
+) {
+  const Arguments read("merge_states");
+  const auto run = [&](const auto& parts, const auto& lses_of_parts) {
+    const auto sink = read.optional_tensor(sinks, "sinks");
+    const TensorArgument to = read.output(out, "out");
+    const TensorArgument lse_to = read.output(lse, "lse");
+    const Computation computation;
+    merge_states(parts, lses_of_parts, view_of(sink), *to, *lse_to);
+  };
+  if (TensorListArgument::is_list(outs)) {
+    const TensorListArgument parts(read, outs, "outs"), lses_of_parts(read, lses, "lses");
+    run(parts.views(), lses_of_parts.views());
+  } else {
+    const TensorArgument parts = read.tensor(outs, "outs");
+    const TensorArgument lses_of_parts = read.tensor(lses, "lses");
+    run(*parts, *lses_of_parts);
+  }
+}
+
 }  // namespace
 
 void register_attention(py::module_& module) {
@@ -293,6 +345,7 @@ void register_attention(py::module_& module) {
       "k_rope"_a = py::none()
   );
   module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);
+  module.def("merge_states", &merge_parts, "outs"_a, "lses"_a, "sinks"_a, "out"_a, "lse"_a);
 }
 
 }  // namespace cpattn::bindings

@@ -301,25 +301,5 @@ class AttentionLoop {
   KeyBlock<T, Engine> block_;
 };
 
-template <class T>
-void weighted_sum(float weight_a, void* a, float weight_b, const void* b, int64_t n) {
-  T* x = static_cast<T*>(a);
-  const T* y = static_cast<const T*>(b);
-  int64_t i = 0;
-  const auto step = [&](T* p, const T* q) {
-    const Vector left = weight_a == 0 ? splat(0.0F) : mul(load(p), splat(weight_a));
-    store(p, weight_b == 0 ? left : fma(load(q), splat(weight_b), left));
-  };
-  for (; i + kLanes <= n; i += kLanes) step(x + i, y + i);
-  if (i < n) {
-    T tail_x[kLanes] = {};
-    T tail_y[kLanes] = {};
-    __builtin_memcpy(tail_x, x + i, (n - i) * sizeof(T));
-    __builtin_memcpy(tail_y, y + i, (n - i) * sizeof(T));
-    step(tail_x, tail_y);
-    __builtin_memcpy(x + i, tail_x, (n - i) * sizeof(T));
-  }
-}
-
 }  // namespace
 }  // namespace cpattn::kernels

@@ -152,14 +152,23 @@ struct AttentionKernel {
   void (*merge)(const AttentionTile* tile, const float* parts, int64_t num_parts);
 };
 
+/// What a merge multiplies the sum of the parts so far and its next part with.
+struct MergeWeights {
+  float sum, part;
+};
+
+/// Merges num_parts rows of n contiguous elements: sum = parts[0], then, one after the other,
+/// sum = weights[i].sum * sum + weights[i].part * parts[i] in float32; out is the last sum, rounded
+/// once. A weight of 0 ignores its operand whatever it holds; weights[0].part is 0, or anything
+/// else for 1. `out` may be one of the parts.
+using MergeRow = void (*)(
+    const void* const* parts, const MergeWeights* weights, int64_t num_parts, void* out, int64_t n
+);
+
 struct KernelTable {
   const char* name;
   AttentionKernel attention[kNumElementTypes];
-  /// a <- (weight_a a + weight_b b) for n contiguous elements; a weight of 0
-  /// ignores its operand whatever it holds.
-  void (*weighted_sum[kNumElementTypes])(
-      float weight_a, void* a, float weight_b, const void* b, int64_t n
-  );
+  MergeRow merge_row[kNumElementTypes];
 };
 
 extern const KernelTable table_portable;

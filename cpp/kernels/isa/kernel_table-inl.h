@@ -4,6 +4,7 @@
 // The tables that ops calls kernels through. Needs the vector layer and the
 // engines included first.
 #include "kernels/attention/codes-inl.h"
+#include "kernels/attention/merge-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -54,7 +55,7 @@ constexpr KernelTable kernel_table(
   return {
       .name = name,
       .attention = {attention_kernel<float, Float32Engine, 6>(), float16, bfloat16},
-      .weighted_sum = {&weighted_sum<float>, &weighted_sum<Half>, &weighted_sum<Bfloat16>},
+      .merge_row = {&merge_row<float>, &merge_row<Half>, &merge_row<Bfloat16>},
   };
 }
 

@@ -866,6 +866,13 @@ def dcp_local_indices(
     indices: _Tensor, dcp_rank: int, dcp_size: int, interleave_size: int, out: _Tensor
 ) -> None: ...
 def merge_state(out_a: _Tensor, lse_a: _Tensor, out_b: _Tensor, lse_b: _Tensor) -> None: ...
+def merge_states(
+    outs: _Tensor | Sequence[_Tensor],
+    lses: _Tensor | Sequence[_Tensor],
+    sinks: _Tensor | None,
+    out: _Tensor,
+    lse: _Tensor,
+) -> None: ...
 def indexer_logits(
     q: _Tensor,
     k: _Tensor,

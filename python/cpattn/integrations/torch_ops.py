@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from .. import _core
-from ..attention import default_scale, merge_state, paged_attention
+from ..attention import default_scale, paged_attention
 from ..context_parallel.attention import check_scales, do_cp_attn_fia
 from ..context_parallel.metadata import build_cp_metadata
+from ..merge import merge_state
 from ..sparse.index_k import hadamard_transform
 from ..sparse.indexer import indexer_logits, indexer_topk
 from ..sparse.kv_rows import ROW_BYTES, dequantize_kv_rows, quantize_kv_rows

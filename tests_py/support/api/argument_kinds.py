@@ -75,7 +75,8 @@ WRONG: dict[str, list[Any]] = {
 
 # What is read a number at a time, in any layout or any dtype too.
 ANY_FLOATS = {"antiquant_scale", "antiquant_offset"}
-STRIDED = {"lse", "lse_a", "lse_b", "k_scale", "index_k_scale", "page_table", "topk_indices"}
+LSES = {"lse", "lse_a", "lse_b", "lses"}
+STRIDED = LSES | {"k_scale", "index_k_scale", "page_table", "topk_indices"}
 
 
 def wrong_tensors(good: np.ndarray[Any, Any]) -> Iterator[Any]:

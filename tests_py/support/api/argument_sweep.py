@@ -102,6 +102,7 @@ INDEX_CACHE = np.zeros((4, 8 * 132), np.uint8)
 INDEX_SLOTS = of_kind("output", cache=INDEX_CACHE.copy()) | given(slots=[3, 9])
 DRAFTS = given(include_draft_extend_v2=False)
 MERGED = given(out_a=f32(2, 2, 16), lse_a=f32(2, 2), out_b=f32(2, 2, 16), lse_b=f32(2, 2))
+STACKED = given(outs=f32(2, 3, 2, 16), lses=f32(2, 3, 2), sinks=f32(2))
 
 CALLS = [
     call(cpattn.paged_attention, LAYER, BATCH, given(page_size=8), OPTIONS),
@@ -121,6 +122,7 @@ CALLS = [
     call(cpattn.plan_attention, BATCH, PACKED, PLAN_SIZES),
     call(cpattn.run_attention, given(plan=PLAN), LAYER, OPTIONS),
     call(cpattn.merge_state, MERGED, of_kind("output", out_a=f32(2, 2, 16), lse_a=f32(2, 2))),
+    call(cpattn.merge_states, STACKED, of_kind("?output", out=f32(2, 2, 16), lse=f32(2, 2))),
     call(
         cpattn.do_cp_attn_fia,
         CP_LAYER,

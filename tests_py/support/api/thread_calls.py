@@ -133,6 +133,11 @@ def merge(module: Any, n: int) -> Call:
     return partial(module.merge_state, *(part.copy() for part in (*parts, *parts)))
 
 
+def merge_many(n: int) -> Call:
+    parts, lses = normal(64 * n, 4, 64), normal(64 * n, 4)
+    return partial(cpattn.merge_states, [parts] * 3, [lses] * 3)
+
+
 def index_cache(n: int) -> tuple[Any, Any]:
     return np.zeros((16 * n, 16 * 132), np.uint8), np.arange(256 * n)
 
@@ -260,6 +265,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
         reference.dequantize_kv_rows, np.zeros((256 * n, 656), np.uint8)
     ),
     "merge_state": partial(merge, cpattn),
+    "merge_states": merge_many,
     "write_index_k_cache": lambda n: partial(
         sparse.write_index_k_cache,
         *index_cache(n),

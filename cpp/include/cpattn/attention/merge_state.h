@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <optional>
+#include <span>
+
 #include "cpattn/base/tensor_view.h"
 
 namespace cpattn {
@@ -26,6 +29,36 @@ void merge_state(
     const TensorView& lse_a,
     const TensorView& out_b,
     const TensorView& lse_b
+);
+
+/// Merges any number of partial results, at least one, into `out` and `lse`. Has the bits of
+/// merge_state() of the first two, of that and the third, and so on, in float32; 16-bit results are
+/// rounded once, at the end. Empty rows, threads, interrupts and errors are those of merge_state().
+///
+///   outs   each [num_tokens, num_heads, head_dim], all of one dtype
+///   lses   as many, each float32 [num_tokens, num_heads]
+///   sinks  float32 [num_heads], or nothing: the logit of a key without value, which takes its
+///          weight after the merge, all of it for +inf; it has no part in lse
+///   out    as one of outs: the first of them itself, or memory that no argument shares
+///   lse    likewise
+///
+/// Scratch of a thread grows with the number of parts alone.
+void merge_states(
+    std::span<const TensorView> outs,
+    std::span<const TensorView> lses,
+    const std::optional<TensorView>& sinks,
+    const TensorView& out,
+    const TensorView& lse
+);
+
+/// The same for parts in one tensor: outs [num_tokens, num_parts, num_heads, head_dim], lses
+/// [num_tokens, num_parts, num_heads].
+void merge_states(
+    const TensorView& outs,
+    const TensorView& lses,
+    const std::optional<TensorView>& sinks,
+    const TensorView& out,
+    const TensorView& lse
 );
 
 }  // namespace cpattn

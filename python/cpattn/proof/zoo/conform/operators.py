@@ -79,7 +79,7 @@ def _masked_rows(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any
 
 def _merged_base_2(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any) -> _Part:
     """sglang#35045: log-sum-exps to base 2 go into a merge that takes powers of e."""
-    from ....attention import merge_state
+    from ....merge import merge_state
 
     first, second = _prefix_and_new(q, k, v, options)
     factor = 1.0 if mended else 1 / math.log(2)

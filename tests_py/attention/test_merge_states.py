@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""merge_states against the oracle, against merge_state by pairs, and against unsplit attention."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn import reference
+from support.attention_cases import split_keys
+from support.cases import DTYPES, Case, assert_attention, make_inputs, strided_copy
+from support.tolerances import assert_close, to_float64
+
+INF = math.inf
+
+
+def make_parts(num_parts, shape=(7, 3, 80), dtype="float32", seed=0, empty=0.0):
+    """Outputs and LSE, of which a share is -inf beside NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    outs, lses = [], []
+    for _ in range(num_parts):
+        out = torch.randn(shape, generator=generator)
+        lse = 5 * torch.randn(shape[:2], generator=generator)
+        without_keys = torch.rand(shape[:2], generator=generator) < empty
+        out[without_keys], lse[without_keys] = torch.nan, -INF
+        outs.append(strided_copy(out.to(getattr(torch, dtype))))
+        lses.append(strided_copy(lse))
+    return outs, lses
+
+
+def stacked(outs, lses):
+    return torch.stack(outs, 1), torch.stack(lses, 1)
+
+
+def by_pairs(outs, lses, sinks=None):
+    """Merges of two at a time in float32, rounded once."""
+    out, lse = outs[0].float().clone(), lses[0].clone()
+    out[lse == -INF] = 0
+    for other, other_lse in zip(outs[1:], lses[1:], strict=True):
+        cpattn.merge_state(out, lse, other.float().contiguous(), other_lse)
+    if sinks is not None:
+        scores = torch.where(sinks == INF, -INF, sinks).expand_as(lse).contiguous()
+        cpattn.merge_state(out, lse.clone(), torch.zeros_like(out), scores)
+        out[:, sinks == INF] = 0
+    return out.to(outs[0].dtype), lse
+
+
+def expected(outs, lses):
+    """The oracle's result, and that of the sizes of the numbers."""
+    results = []
+    for size_of in (lambda x: x, abs):
+        out, lse = size_of(to_float64(outs[0])), to_float64(lses[0])
+        out[lse == -INF] = 0
+        for other, other_lse in zip(outs[1:], lses[1:], strict=True):
+            out, lse = reference.merge_state(out, lse, size_of(to_float64(other)), other_lse)
+        results.append(out)
+    return *results, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_parts", "shape"),
+    [(1, (3, 2, 16)), (2, (7, 3, 80)), (5, (2, 17, 17)), (9, (1, 33, 128)), (3, (0, 4, 64))],
+)
+def test_against_the_oracle(isa, num_parts, shape, dtype):
+    outs, lses = make_parts(num_parts, shape, dtype, empty=0.3)
+    before = [x.clone() for x in (*outs, *lses)]
+    results = cpattn.merge_states(outs, lses), cpattn.merge_states(*stacked(outs, lses))
+    wanted, magnitude, wanted_lse = expected(outs, lses)
+    size = np.maximum(1, np.abs(np.nan_to_num(wanted_lse, neginf=0)))
+    for out, lse in results:
+        assert (out.dtype, lse.dtype) == (outs[0].dtype, torch.float32)
+        # float32 has a rounding of each merge, as the ranks of a ring have
+        op = "ring of ranks" if dtype == "float32" else "merge_state"
+        assert_close(out, wanted, magnitude, op, dtype)
+        assert_close(lse, wanted_lse, size, "attention lse", "any")
+    for x, y in zip((*outs, *lses), before, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@given(
+    num_parts=st.integers(1, 6),
+    shape=st.tuples(st.integers(0, 5), st.integers(1, 20), st.sampled_from([1, 16, 48, 100, 192])),
+    dtype=st.sampled_from(DTYPES),
+    isa=st.sampled_from(cpattn.supported_isas()),
+    seed=st.integers(0, 99),
+    empty=st.sampled_from([0.0, 0.4, 1.0]),
+    sinks=st.none() | st.sampled_from([0.5, -1e4, INF, -INF]),
+    order=st.randoms(use_true_random=False),
+)
+def test_bits_are_those_of_pairs_in_any_order(
+    num_parts, shape, dtype, isa, seed, empty, sinks, order
+):
+    parts = list(zip(*make_parts(num_parts, shape, dtype, seed, empty), strict=True))
+    order.shuffle(parts)
+    outs, lses = [list(part) for part in zip(*parts, strict=True)]
+    logits = None
+    if sinks is not None:
+        logits = torch.randn(shape[1], generator=torch.Generator().manual_seed(seed))
+        logits[::2] = sinks
+    before = cpattn.active_isa()
+    cpattn._core.set_isa(isa)
+    try:
+        wanted = by_pairs(outs, lses, logits)
+        results = [
+            cpattn.merge_states(outs, lses, sinks=logits),
+            cpattn.merge_states(*stacked(outs, lses), sinks=logits),
+            cpattn.merge_states(tuple(outs), lses, sinks=logits, out=outs[0], lse=lses[0]),
+        ]
+    finally:
+        cpattn._core.set_isa(before)
+    assert results[2][0] is outs[0]
+    assert results[2][1] is lses[0]
+    for result in results:
+        assert all(map(torch.equal, result, wanted))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_split_keys_are_unsplit_attention(dtype):
+    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(128,), dtype=dtype))
+    for splits in ([0, 8], [0, 1, 8], [0, 2, 3, 5, 6, 8], range(9)):
+        outs, lses = zip(*split_keys(inputs, splits), strict=True)
+        assert len(outs) == len(list(pairwise(splits)))
+        result = cpattn.merge_states(outs, lses)
+        # of bfloat16, parts are rounded before the merge as well
+        op = "attention" if dtype == "float32" else "8 parts merged"
+        assert_attention(*result, inputs | {"causal": False}, op)
+
+
+def test_a_sink_takes_its_weight_once_and_none_of_the_lse():
+    sinks = torch.tensor([0.5, -1.0, 3.0, -INF])
+    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(64,)))
+    outs, lses = zip(*split_keys(inputs, [0, 1, 2, 4]), strict=True)
+    result = cpattn.merge_states(outs, lses, sinks=sinks)
+    assert_attention(*result, inputs | {"causal": False, "sinks": sinks})
+
+
+def test_rows_without_keys_are_zeros():
+    outs, lses = make_parts(3, empty=1.0)
+    for count in (1, 3):
+        out, lse = cpattn.merge_states(outs[:count], lses[:count], sinks=torch.zeros(3))
+        assert torch.all(out == 0)
+        assert torch.all(lse == -INF)
+
+
+def test_numpy_parts_give_numpy():
+    outs = [np.full((1, 2, 16), x, ml_dtypes.bfloat16) for x in (1, 2, 6)]
+    out, lse = cpattn.merge_states(outs, [np.zeros((1, 2), np.float32)] * 3)
+    assert out.dtype == ml_dtypes.bfloat16
+    assert np.all(out == np.float32(3))
+    assert np.all(np.abs(lse - np.float32(np.log(3))) <= np.spacing(np.float32(1.5)))
+
+
+F32 = torch.zeros(2, 3, 4)
+LSE = torch.zeros(2, 3)
+WITH_INF = torch.tensor([[0, 0, 0], [0, INF, 0.0]])
+BUFFER = torch.zeros(3, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([], []), ValueError, "outs must have at least one part, got 0"),
+        (([F32], [LSE, LSE]), ValueError, "lses must have 1 parts, as outs have, got 2"),
+        (([F32], LSE), TypeError, "lses must be a list or tuple of tensors, got Tensor"),
+        ((F32[:, None], [LSE]), TypeError, "lses must be a tensor"),
+        (([F32, "x"], [LSE, LSE]), TypeError, r"outs\[1\] must be a tensor"),
+        (([F32, F32[:1]], [LSE] * 2), ValueError, r"outs\[1\] must have shape \[2, 3, 4\], got"),
+        (([F32, F32[..., None]], [LSE] * 2), ValueError, r"outs\[1\] must have 3 dimensions"),
+        (([F32, F32.half()], [LSE] * 2), ValueError, r"outs\[1\] must be float32, got float16"),
+        (([F32, F32.repeat(1, 1, 2)[..., ::2]], [LSE] * 2), ValueError, r"outs\[1\] must be conti"),
+        (([F32.double()], [LSE]), ValueError, r"outs\[0\] must be float32, float16"),
+        (([F32], [LSE.half()]), ValueError, r"lses\[0\] must be float32, got float16"),
+        (([F32] * 2, [LSE, LSE[:1]]), ValueError, r"lses\[1\] must have shape \[2, 3\], got \[1"),
+        (([F32] * 2, [LSE, WITH_INF]), ValueError, r"lses\[1\] must not .*got \+inf at \[1, 1\]"),
+        (
+            (F32[:, None].repeat(1, 2, 1, 1), torch.stack([LSE, WITH_INF], 1)),
+            ValueError,
+            r"lses\[:, 1\] must not be \+inf .*got \+inf at \[1, 1\]",
+        ),
+        ((F32[:, :0, None], LSE[:, :0, None]), ValueError, "outs must have at least one part"),
+        ((F32[:, None], LSE), ValueError, r"lses must have shape \[2, 1, 3\], got \[2, 3\]"),
+        ((F32, LSE), ValueError, r"outs must have 4 dimensions, got shape \[2, 3, 4\]"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("given_results", [False, True])
+def test_errors_name_argument_rule_and_value(arguments, error, message, given_results):
+    results = {"out": torch.full((2, 3, 4), 7.0), "lse": torch.full((2, 3), 7.0)}
+    with pytest.raises(error, match=f"^merge_states: {message}"):
+        cpattn.merge_states(*arguments, **(results if given_results else {}))
+    assert all(torch.all(x == 7) for x in results.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sinks": torch.zeros(2)}, r"sinks must have shape \[3\], got \[2\]"),
+        ({"sinks": torch.zeros(3).double()}, "sinks must be float32, got float64"),
+        ({"out": F32.clone()[:1]}, r"out must have shape \[2, 3, 4\], got \[1, 3, 4\]"),
+        ({"out": F32.half()}, "out must be float32, got float16"),
+        ({"lse": LSE.clone()[:, :2]}, r"lse must have shape \[2, 3\], got \[2, 2\]"),
+        ({"out": BUFFER[1:]}, r"out must not overlap outs\[0\] in memory"),
+        ({"out": F32}, r"out must not overlap outs\[1\] in memory"),
+        ({"lse": LSE}, r"lse must not overlap lses\[1\] in memory"),
+        ({"lse": BUFFER[2, :2, :3]}, "lse must not overlap sinks in memory"),
+        ({"out": F32.clone().expand(2, 3, 4)[:, :, :0]}, "out must have shape"),
+    ],
+)
+def test_options_are_checked(options, message):
+    arguments = {"sinks": BUFFER[2, 0, :3]} | options
+    with pytest.raises(ValueError, match=f"^merge_states: {message}"):
+        cpattn.merge_states([BUFFER[:2], F32], [LSE.clone(), LSE], **arguments)
+    assert not BUFFER.any()
+    assert not F32.any()
