@@ -12,16 +12,14 @@ import torch
 
 from ... import _core
 from ..._containers import need_scales
-from ...attention import default_scale, merge_state
+from ...attention import default_scale
+from ...merge import merge_states
 from ..plans.heads import LayerSizes
 from ..plans.sequence_calls import SequenceCall
 from ..transport.exchange import digest, term
 from .shard_keys import ShardKeys, slots_of
 
 State = tuple[torch.Tensor, torch.Tensor]  # a result [rows, num_heads, dim] and its LSE
-
-# At a time of each thread, so that what is in float32 stays in its caches.
-_MERGED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -252,34 +250,15 @@ def merged_columns(
     num_heads = lses.shape[1]
     rows = (num_parts, len(lses) // num_parts)
     out_parts = outs.unflatten(1, (num_heads, outs.shape[1] // num_heads)).unflatten(0, rows)
-    lse_parts = lses.unflatten(0, rows)
-    return merged(list(zip(out_parts, lse_parts, strict=True)), sinks)
+    return merge_states(
+        out_parts.transpose(0, 1), lses.unflatten(0, rows).transpose(0, 1), sinks=sinks
+    )
 
 
 def merged(parts: Sequence[State], sinks: torch.Tensor | None) -> State:
-    """One result of the parts, merged in their order in float32 and rounded once.
+    """Merge the parts in their order, in float32 and rounded once, with a sink of each head.
 
-    A sink takes weight here, so once; it has no part in the LSE. The result is a new one: parts may
-    lie in a receive buffer, which the next call overwrites.
+    The result is a new one: parts may lie in a receive buffer, which the next call overwrites.
     """
-    first, first_lse = parts[0]
-    out, lse = torch.empty_like(first), torch.empty(first_lse.shape, dtype=torch.float32)
-    at_once = _MERGED_ROWS * _core.default_num_threads()
-    for begin in range(0, len(first), at_once):
-        rows = slice(begin, begin + at_once)
-        out[rows], lse[rows] = _merged([(o[rows], x[rows]) for o, x in parts], sinks)
-    return out, lse
-
-
-def _merged(parts: Sequence[State], sinks: torch.Tensor | None) -> State:
-    first, first_lse = parts[0]
-    out = torch.empty(first.shape, dtype=torch.float32).copy_(first)
-    lse = torch.empty(first_lse.shape, dtype=torch.float32).copy_(first_lse)
-    for other, other_lse in parts[1:]:
-        merge_state(out, lse, other.float(), other_lse)
-    if sinks is not None:  # as a key whose value is zero, and which may take all weight
-        takes_all = sinks == torch.inf
-        scores = sinks.masked_fill(takes_all, -torch.inf).expand_as(lse).contiguous()
-        merge_state(out, lse.clone(), torch.zeros_like(out), scores)
-        out.masked_fill_(takes_all[:, None], 0)
-    return out, lse
+    outs, lses = zip(*parts, strict=True)
+    return merge_states(outs, lses, sinks=sinks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from ... import attention
+from ... import merge
 from ..._types import AnyTensor
 
 LOG2E = math.log2(math.e)
@@ -28,7 +28,7 @@ def merge_state(
     v, s
         New tensors.
     """
-    v, s = attention.merge_state(v_a.clone(), s_a.float() * LN2, v_b, s_b.float() * LN2)
+    v, s = merge.merge_state(v_a.clone(), s_a.float() * LN2, v_b, s_b.float() * LN2)
     return v, s.mul_(LOG2E)
 
 
@@ -63,9 +63,5 @@ def merge_states(v: AnyTensor, s: AnyTensor) -> tuple[AnyTensor, AnyTensor]:
             "merge_states: v must be [tokens, num_states, heads, head_dim] with a state at least, "
             f"got shape {list(v.shape)}"
         )
-    first, *others = v.unbind(1)
-    lse, *other_lses = (s.float() * LN2).unbind(1)
-    out, lse = first.float().clone(), lse.contiguous()
-    for other, other_lse in zip(others, other_lses, strict=True):
-        attention.merge_state(out, lse, other.float(), other_lse)
-    return out.to(v.dtype), lse * LOG2E
+    out, lse = merge.merge_states(v, s.float() * LN2)
+    return out, lse.mul_(LOG2E)
