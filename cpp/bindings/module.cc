@@ -44,6 +44,8 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_kv_pool(m);
   bindings::register_page_rows(m);
   bindings::register_placement(m);
+  bindings::register_batch_pages(m);
+  bindings::register_key_share(m);
   bindings::register_shard_gather(m);
   bindings::register_striped_allocator(m);
   bindings::register_runtime(m);

@@ -8,6 +8,8 @@
 namespace cpattn::bindings {
 
 void register_arguments(pybind11::module_& module);
+void register_batch_pages(pybind11::module_& module);
+void register_key_share(pybind11::module_& module);
 void register_attention(pybind11::module_& module);
 void register_attention_plan(pybind11::module_& module);
 void register_copy_blocks(pybind11::module_& module);

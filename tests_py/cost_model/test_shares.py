@@ -11,9 +11,10 @@ pytest.importorskip("torch")
 import cpattn
 from cpattn.cost_model import AttentionLayer, exchange_work
 from cpattn.distributed.layers.ring import ring_pages
-from cpattn.distributed.plans.key_shares import KeyShares
-from cpattn.distributed.plans.sequence_calls import Rows, Visibility, sequence_calls
+from cpattn.distributed.plans.sequence_calls import Visibility, sequence_calls
+from cpattn.distributed.plans.tokens import Rows
 from cpattn.kv import PageInterleave, TokenInterleave
+from support.distributed.planning import key_shares
 from support.tolerances import SEQUENCE_ENDS
 
 PAGE = 32
@@ -25,13 +26,13 @@ def keys_of(size, placement, length):
         "token_interleave": lambda: TokenInterleave(shard_size=size, interleave=1),
     }[placement]()
     pages = -(-length // PAGE)
-    return KeyShares(made, np.arange(pages, dtype=np.int32)[None], np.array([length]), PAGE)
+    return key_shares(made, np.arange(pages, dtype=np.int32)[None], np.array([length]), PAGE)
 
 
-def packed_keys(shares, rows, item):
+def packed_keys(shares, size, rows, item):
     """Keys that the items of work of calls to all shares pack."""
     packed = 0.0
-    for share in range(int(shares.owner.max()) + 1):
+    for share in range(size):
         pages = ring_pages(shares, share)
         for call in sequence_calls(shares, share, pages, rows, Visibility(True, None, None)):
             items = -(-np.asarray(call.q_lens) // item)
@@ -55,5 +56,5 @@ def test_a_ring_packs_keys_for_each_of_its_sequences(placement):
     for rank, plan in enumerate(plans):
         positions = np.asarray(plan.query_cache_lengths, np.int64) - 1
         rows = Rows(np.zeros(len(positions), np.int64), positions)
-        packed = packed_keys(shares, rows, item=96)
+        packed = packed_keys(shares, size, rows, item=96)
         assert work.packed_keys[rank] == pytest.approx(packed, rel=SEQUENCE_ENDS)

@@ -12,10 +12,10 @@ pytest.importorskip("torch")
 
 from cpattn.distributed.layers.ring import ring_schedule
 from cpattn.distributed.plans.heads import head_shares
-from cpattn.distributed.plans.key_shares import KeyShares
-from cpattn.distributed.plans.sequence_calls import RowMask, Rows, Visibility, sequence_calls
-from cpattn.kv import PageInterleave
-from support.distributed.planning import first_of
+from cpattn.distributed.plans.sequence_calls import RowMask, Visibility, sequence_calls
+from cpattn.distributed.plans.tokens import Rows
+from cpattn.kv import PageInterleave, TokenInterleave
+from support.distributed.planning import first_of, key_shares
 from support.distributed.sharded_worker import PLACEMENTS
 
 
@@ -66,6 +66,8 @@ class Pages(Unnamed):
 
 
 PLACEMENTS_AND_OTHERS = PLACEMENTS | {
+    "threes of tokens": lambda size, page: TokenInterleave(shard_size=size, interleave=3),
+    "pairs of pages": lambda size, page: PageInterleave(shard_size=size, page_size=2 * page),
     "of others": lambda size, page: Unnamed(size),
     "misnamed": lambda size, page: Misnamed(size),
     "shifted": lambda size, page: Shifted(size),
@@ -77,8 +79,8 @@ PLACEMENTS_AND_OTHERS = PLACEMENTS | {
 @st.composite
 def batches(draw):
     """Placement, block tables, lengths, and the rows that attend."""
-    size = draw(st.integers(1, 4))
-    page = draw(st.sampled_from([2, 4, 8]))
+    size = draw(st.integers(1, 5))
+    page = draw(st.sampled_from([2, 4, 6, 8, 32]))
     name = draw(st.sampled_from(sorted(PLACEMENTS_AND_OTHERS)))
     placement = PLACEMENTS_AND_OTHERS[name](size, page)
     lens = np.array(draw(st.lists(st.integers(0, 40), min_size=1, max_size=4)))
@@ -107,7 +109,7 @@ def keys_by_hand(batch, rank):
 @given(batches())
 def test_keys_of_a_rank_are_counted_and_found_in_its_pages(batch):
     placement, page, tables, lens, rows = batch
-    shares = KeyShares(placement, tables, lens, page)
+    shares = key_shares(placement, tables, lens, page)
     for rank in range(placement.shard_size):
         expected = keys_by_hand(batch, rank)
         local, pages = shares.local_keys(rank), shares.local_pages(rank)
@@ -125,10 +127,10 @@ def test_keys_of_a_rank_are_counted_and_found_in_its_pages(batch):
                 assert ids[i // pages.page_size] * pages.page_size + i % pages.page_size == row
 
 
-@given(batches(), st.lists(st.integers(0, 2), min_size=4, max_size=4))
+@given(batches(), st.lists(st.integers(0, 2), min_size=5, max_size=5))
 def test_keys_of_a_group_of_ranks_are_theirs_in_the_order_of_positions(batch, group_of):
     placement, page, tables, lens, rows = batch
-    shares = KeyShares(placement, tables, lens, page)
+    shares = key_shares(placement, tables, lens, page)
     shares.counts(0)  # of ranks, and remembered as such
     groups = shares.of_groups(np.array(group_of))
     for group in range(3):
@@ -153,7 +155,7 @@ def test_keys_of_a_group_of_ranks_are_theirs_in_the_order_of_positions(batch, gr
 def test_calls_show_each_row_what_it_sees_and_nothing_else(batch, causal, window, seed):
     placement, page, tables, lens, rows = batch
     causal = causal or window is not None
-    shares = KeyShares(placement, tables, lens, page)
+    shares = key_shares(placement, tables, lens, page)
     mask, flags = None, [np.ones((n, n), bool) for n in lens]
     if seed is not None:
         flags = [np.random.default_rng(seed).random((n, n)) < 0.5 for n in lens]
@@ -184,6 +186,61 @@ def test_calls_show_each_row_what_it_sees_and_nothing_else(batch, causal, window
         assert times.max(initial=0) <= 1
 
 
+def sequences_by_hand(keys_of_rows):
+    """The sequences of rows, given as (request, keys that it sees, position, row) each.
+
+    A set of (whether the last row alone sees all keys, rows, keys) as tuples.
+    """
+    order, groups = sorted(row for row in keys_of_rows if row[1]), {}
+    for s, keys, _, row in order:
+        groups.setdefault((s, keys), []).append(row)
+
+    def chains(level, least):
+        """The level-th rows of groups that have one, by requests, each seeing a key more."""
+        found = []
+        for s, keys in (group for group, rows in groups.items() if len(rows) > level):
+            row = groups[s, keys][level]
+            if found and found[-1][0] == s and found[-1][1] == keys - 1:
+                found[-1][1:] = keys, [*found[-1][2], row]
+            else:
+                found.append([s, keys, [row]])
+        return [(True, tuple(rows), keys) for _, keys, rows in found if len(rows) >= least]
+
+    causal = chains(0, 2)
+    taken = {row for _, rows, _ in causal for row in rows}
+    rest = {group: tuple(r for r in rows if r not in taken) for group, rows in groups.items()}
+    equal = [(False, rows, keys) for (_, keys), rows in rest.items() if rows]
+    most = max(map(len, groups.values()), default=0)
+    rising = [chain for level in range(1, most) for chain in chains(level, 1)]
+    if len(rising) < len(equal):
+        return set(chains(0, 1) + rising)
+    return set(causal + equal)
+
+
+@given(batches())
+def test_rows_are_cut_into_as_few_sequences_as_can_be(batch):
+    placement, page, tables, lens, rows = batch
+    shares = key_shares(placement, tables, lens, page)
+    for rank in range(placement.shard_size):
+        end = shares.count_below(rank, rows.request, rows.position + 1)
+        keys_of_rows = [
+            (int(s), int(keys), int(p), i)
+            for i, (s, p, keys) in enumerate(zip(rows.request, rows.position, end, strict=True))
+        ]
+        found, num_sequences = set(), 0
+        visibility = Visibility(True, None, None)
+        for call in sequence_calls(shares, rank, shares.local_pages(rank), rows, visibility):
+            ends = np.cumsum(call.q_lens)
+            num_pages = np.diff(call.kv_indptr)
+            keys = (num_pages - 1) * call.page_size + call.last_page_len
+            of_sequences = np.split(call.rows.numpy(), ends[:-1])
+            num_sequences += len(of_sequences)
+            for chosen, count in zip(of_sequences, keys.tolist(), strict=True):
+                found.add((call.causal, tuple(chosen.tolist()), count))
+        assert found == sequences_by_hand(keys_of_rows)
+        assert num_sequences == len(found)
+
+
 def visible_rows(call):
     """What `paged_attention` shows each row of a call: (row, rows of the pool)."""
     begin, byte = 0, 0
@@ -209,7 +266,9 @@ def visible_rows(call):
 
 
 def calls_of_64_tokens(placement, page, rank):
-    shares = KeyShares(placement, np.arange(64 // page, dtype=np.int32)[None], np.array([64]), page)
+    shares = key_shares(
+        placement, np.arange(64 // page, dtype=np.int32)[None], np.array([64]), page
+    )
     rows = Rows(np.zeros(64, np.int64), np.arange(64))
     pages = shares.local_pages(rank)
     return list(sequence_calls(shares, rank, pages, rows, Visibility(True, None, None)))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import cpattn
 from cpattn import reference
-from cpattn.distributed.plans.key_shares import KeyShares
 from cpattn.distributed.sparse.inputs import SparseInputs
 from cpattn.distributed.sparse.selection import (
     LocalIndex,
@@ -25,6 +24,7 @@ from cpattn.distributed.sparse.selection import (
 )
 from support.distributed import sparse_worker as worker
 from support.distributed.distributed_worker import run_world
+from support.distributed.planning import key_shares
 from support.distributed.sharded_worker import PLACEMENTS, equal, shard_of
 from support.distributed.sparse_worker import SparseRun
 from support.pairwise import pairwise
@@ -212,7 +212,7 @@ def test_the_union_of_what_ranks_select_is_the_selection_of_one_pool(batch, topk
     request, visible = request[keep], visible[keep]
     if not len(request):
         return
-    shares = KeyShares(placement, tables, lens, page)
+    shares = key_shares(placement, tables, lens, page)
     size = placement.shard_size
     width = candidate_width(shares, size, request, visible, topk)
     q, weights = torch.eye(1, DIM).expand(len(request), 1, DIM), torch.ones(len(request), 1)
@@ -230,7 +230,7 @@ def test_the_union_of_what_ranks_select_is_the_selection_of_one_pool(batch, topk
 @given(batches(), st.integers(1, 12))
 def test_every_selected_key_is_on_one_rank(batch, topk):
     placement, page, tables, lens, _, request, visible = batch
-    shares = KeyShares(placement, tables, lens, page)
+    shares = key_shares(placement, tables, lens, page)
     positions = all_positions(visible, topk)
     expected = np.where(np.arange(topk) < visible[:, None], np.arange(topk), -1)
     np.testing.assert_array_equal(positions, expected)

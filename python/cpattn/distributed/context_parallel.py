@@ -251,7 +251,6 @@ class ContextParallel(ShardedAttention, RankAttention):
             return plan
         return shard_plan(
             plan,
-            extend_lens,
             placement=self.placement,
             exchange=self.exchange,
             max_scratch_bytes=self.max_scratch_bytes,

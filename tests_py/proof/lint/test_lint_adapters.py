@@ -79,7 +79,8 @@ def test_plans_of_a_group_with_tables_and_slots():
         report = lint(from_plans([first, second], num_pages=3, window=window))
         assert report.findings == ()
         assert set(report.checked) >= DECIDED
-    second = replace(second, slots=np.array([10, *second.slots[1:]]))
+    slots = np.array([10, *second.slots[1:]])
+    second = replace(second, tokens=replace(second.tokens, given_slots=slots))
     assert kinds(from_plans([first, second], num_pages=3)) == {"own-slot"}
     assert kinds(from_plans([first, second], num_pages=2)) == {"own-slot", "len-pages", "addr-slot"}
 

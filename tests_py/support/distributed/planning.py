@@ -7,7 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cpattn import _core
 from cpattn.distributed import ContextParallel
+from cpattn.distributed.plans.key_shares import KeyShares
 from support.distributed.sharded_worker import PLACEMENTS
 
 
@@ -22,6 +24,11 @@ def first_of(size: int, page_size: int = 16, **attributes: Any) -> ContextParall
     for name, value in (usual | attributes).items():
         setattr(cp, name, value)
     return cp
+
+
+def key_shares(placement: Any, tables: Any, lens: Any, page_size: int) -> KeyShares:
+    """Where the keys of block tables are."""
+    return KeyShares(placement, _core.BatchPages(tables, lens, page_size, "key_shares"))
 
 
 def plan_of(cp: ContextParallel, extend: int, prefix: int) -> Any:

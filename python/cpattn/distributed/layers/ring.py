@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from ... import _core
-from ..plans.key_shares import Array, KeyShares, LocalPages
-from ..plans.sequence_calls import Rows, SequenceCall, Visibility, sequence_calls
+from ..plans.key_shares import Array, KeyShares
+from ..plans.sequence_calls import SequenceCall, Visibility, sequence_calls
 from ..plans.sharded_plan import ShardedPlan
+from ..plans.tokens import Rows
 from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
 from ..transport.shared_memory import shared_scratch
@@ -238,26 +239,26 @@ def ring_schedule(rank: int, size: int) -> list[int]:
     return [(rank - step) % size for step in range(size)]
 
 
-def ring_pages(shares: KeyShares, share: int) -> LocalPages:
+def ring_pages(shares: KeyShares, share: int) -> _core.LocalPages:
     """Return the pages of the keys of a share in a block of it."""
     counts = -(-shares.counts(share) // _PAGE)
-    return LocalPages(_PAGE, np.append(0, np.cumsum(counts)), np.arange(counts.sum()))
+    return _core.LocalPages(_PAGE, np.append(0, np.cumsum(counts)), np.arange(counts.sum()))
 
 
 def _shapes(
-    inputs: ShardInputs, pages: LocalPages, num_kv_heads: int
+    inputs: ShardInputs, pages: _core.LocalPages, num_kv_heads: int
 ) -> list[tuple[int, int, int]]:
     return [(len(pages.ids) * _PAGE, num_kv_heads, dim) for dim in inputs.kv_dims]
 
 
-def block_bytes(inputs: ShardInputs, pages: LocalPages, num_kv_heads: int) -> int:
+def block_bytes(inputs: ShardInputs, pages: _core.LocalPages, num_kv_heads: int) -> int:
     """Return the bytes of a block with keys, and values, in so many heads."""
     sizes = [prod(shape) for shape in _shapes(inputs, pages, num_kv_heads)]
     return sum(sizes) * inputs.k.element_size()
 
 
 def block_tensors(
-    block: torch.Tensor, inputs: ShardInputs, pages: LocalPages, num_kv_heads: int
+    block: torch.Tensor, inputs: ShardInputs, pages: _core.LocalPages, num_kv_heads: int
 ) -> list[torch.Tensor]:
     """The block as keys, and values unless they are a part of these."""
     shapes = _shapes(inputs, pages, num_kv_heads)

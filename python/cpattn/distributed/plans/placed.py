@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a placement, which may be anybody's object: checked, and in runs of tokens."""
+"""Answers of a placement, which may be anybody's object: checked here."""
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ... import _core
 from ...kv import PageInterleave, Placement, TokenInterleave
 
 Array = NDArray[np.int64]
@@ -30,35 +30,25 @@ def located(placement: Placement, slots: Array) -> tuple[Array, Array]:
     return owner, row
 
 
-def run_len(placement: Placement, pages: Array, page_size: int) -> int:
-    """Return how many tokens of these pages always lie behind each other on one rank.
+def batch_keys(
+    placement: Placement, pages: _core.BatchPages
+) -> tuple[_core.BatchKeys, tuple[Array, Array] | None]:
+    """Return where keys are; with the owner and the row of each slot of pages, if it was asked for.
 
-    The number divides `page_size`, and runs lie at multiples of it in the pool of their owner.
     Only the placements of this library are believed what their fields say: an attribute of another
     object may mean anything, and a subclass may deal tokens out differently.
     """
-    if type(placement) is PageInterleave:
-        return gcd(page_size, placement.page_size)
-    if type(placement) is TokenInterleave:
-        return gcd(page_size, placement.interleave)
-    slots = np.unique(pages)[:, None] * page_size + np.arange(page_size)
+    if has_telling_name(placement):
+        return _core.BatchKeys(pages, placement._interleave), None  # type: ignore[attr-defined]
+    ids = np.unique(pages.ids).astype(np.int64)
+    slots = ids[:, None] * pages.page_size + np.arange(pages.page_size)
     owner, row = located(placement, slots.ravel())
-    return next(
-        run
-        for run in range(page_size, 0, -1)
-        if page_size % run == 0 and _are_runs(owner.reshape(-1, run), row.reshape(-1, run))
-    )
+    return _core.BatchKeys(pages, placement.shard_size, ids, owner, row), (owner, row)
 
 
 def has_telling_name(placement: Placement) -> bool:
     """Tell whether the repr of a placement says all about it, and the same on every rank."""
     return type(placement) in (PageInterleave, TokenInterleave)
-
-
-def _are_runs(owner: Array, row: Array) -> bool:
-    behind = row[:, :1] + np.arange(owner.shape[1])
-    alone = owner == owner[:, :1]
-    return bool(alone.all() and (row == behind).all() and not (row[:, 0] % owner.shape[1]).any())
 
 
 def _answer(placement: Placement, method: str, slots: Array) -> Array:

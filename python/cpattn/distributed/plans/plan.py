@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ... import _core
 from ...context_parallel.metadata import ContextParallelMetadata
 from ..transport.exchange import digest
 from .masks import packed_mask
+from .tokens import NewTokens, index_array
 
 _PLAN = "ContextParallel.plan"
 
@@ -31,6 +33,8 @@ class ContextParallelPlan:
         Which tokens each rank has, and what they see.
     page_size : int
         Tokens of a page.
+    tokens : NewTokens
+        Pages and lengths of the new tokens, whose slots and rows are listed when asked for.
     block_tables : array [bs, pages], int32, read-only
         The pages of each request, -1 after its last. With padding tokens the last request has
         pages for these, too.
@@ -66,20 +70,33 @@ class ContextParallelPlan:
 
     metadata: ContextParallelMetadata = field(compare=False)
     page_size: int
-    block_tables: NDArray[np.int32] = field(compare=False)
-    slots: NDArray[np.int64] = field(compare=False)
+    tokens: NewTokens = field(compare=False, repr=False)
     cp_rank: int
     rows_per_rank: tuple[int, ...]
-    gathered_rows: torch.Tensor = field(compare=False, repr=False)
     packed_custom_mask: NDArray[np.uint8] | None = field(compare=False, repr=False)
     num_pairs: int
     num_padding_tokens: int
     terms: tuple[int, ...] = field(repr=False)  # one for each of PLAN_TERMS
 
+    @cached_property
+    def block_tables(self) -> NDArray[np.int32]:
+        """The pages of each request."""
+        return self.tokens.pages.tables(self.num_padding_tokens)
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """The pool row of each new token."""
+        return self.tokens.slots
+
+    @property
+    def gathered_rows(self) -> torch.Tensor:
+        """Where each token stands when the rows of all ranks follow each other."""
+        return self.tokens.gathered_rows
+
     @property
     def num_tokens(self) -> int:
         """New tokens on all ranks, padding tokens included."""
-        return len(self.slots)
+        return sum(self.rows_per_rank)
 
     @cached_property
     def own_slots(self) -> NDArray[np.int64]:
@@ -139,35 +156,29 @@ def make_plan(
     packed_custom_mask: Any = None,
 ) -> ContextParallelPlan:
     """See ContextParallel.plan; metadata is built from the same extend_lens, not yet padded."""
-    extends = index_array("extend_lens", extend_lens, 1)
+    extends = index_array("extend_lens", extend_lens, 1, _PLAN).astype(np.int64)
     prefixes = np.asarray(metadata.prefix_lens, dtype=np.int64)
     padding = metadata.total_seq_lens - int(extends.sum())
-    tables = used_pages(block_tables, prefixes + extends, padding, page_size)
-    slots = table_slots(tables, prefixes, extends, padding, page_size)
-    num_real = len(slots) - padding
+    tables = index_array("block_tables", block_tables, 2, _PLAN)
+    pages = _core.BatchPages(tables, prefixes + extends, page_size, _PLAN)
+    slots = None
     if out_cache_loc is not None:
-        slots = _checked_slots(out_cache_loc, slots, num_real)
-    refuse_shared_slots(slots[:num_real])
+        slots = index_array("out_cache_loc", out_cache_loc, 1, _PLAN).astype(np.int64)
+    slots_term = pages.checked_slots(slots, extends, padding, _PLAN)
     mask = packed_mask(custom_mask, packed_custom_mask, extends, prefixes + extends, padding)
-
-    rows = tuple(metadata.per_rank_actual_token)
-    bounds = np.cumsum((0, *rows))
-    gathered_rows = metadata.unshard(
-        [np.arange(begin, begin + n) for begin, n in zip(bounds, rows, strict=False)]
-    )
-    plan = ContextParallelPlan(
+    if mask is not None:
+        mask.flags.writeable = False
+    return ContextParallelPlan(
         metadata=metadata.pad_to_physical() if pad_to_physical else metadata,
         page_size=page_size,
-        block_tables=tables,
-        slots=slots,
+        tokens=NewTokens(pages, extends, padding, slots, metadata),
         cp_rank=metadata.cp_rank,
-        rows_per_rank=rows,
-        gathered_rows=torch.from_numpy(gathered_rows),
+        rows_per_rank=tuple(metadata.per_rank_actual_token),
         terms=(
             digest(prefixes, extends, np.int64(padding)),
             digest(f"{metadata.strategy} {page_size} {metadata.cp_size}".encode()),
-            digest(tables),
-            digest(slots),
+            pages.digest(),
+            slots_term,
             digest() if mask is None else digest(mask),
             digest(),
         ),
@@ -175,102 +186,3 @@ def make_plan(
         num_pairs=int((extends * prefixes + extends * (extends + 1) // 2).sum()),
         num_padding_tokens=padding,
     )
-    for array in (tables, slots, mask):
-        if array is not None:
-            array.flags.writeable = False
-    return plan
-
-
-def index_array(name: str, values: Any, ndim: int, call: str = _PLAN) -> NDArray[np.int64]:
-    """A copy of an index argument."""
-    try:
-        array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    except Exception as error:
-        raise TypeError(
-            f"{call}: {name} must be integers in {ndim} dimensions, got {type(values).__name__}"
-        ) from error
-    if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(f"{call}: {name} must not be masked")
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{call}: {name} must be integers, got {array.dtype}")
-    if array.ndim != ndim:
-        raise ValueError(
-            f"{call}: {name} must have {ndim} dimensions, got shape {list(array.shape)}"
-        )
-    return array.astype(np.int64)
-
-
-def used_pages(
-    values: Any, seq_lens: NDArray[np.int64], padding: int, page_size: int, call: str = _PLAN
-) -> NDArray[np.int32]:
-    """The pages of the sequences alone, -1 after the last of each.
-
-    Only padding tokens see keys after the last sequence; its first page serves for these.
-    """
-    given = index_array("block_tables", values, 2, call)
-    num_pages = -(-seq_lens // page_size)
-    if len(given) != len(seq_lens) or given.shape[1] < num_pages.max():
-        raise ValueError(
-            f"{call}: block_tables must be [bs, >= ceil(max(seq_lens) / page_size)] "
-            f"= [{len(seq_lens)}, >= {num_pages.max()}], got shape {list(given.shape)}"
-        )
-    used = np.arange(given.shape[1]) < num_pages[:, None]
-    bad = np.argwhere(used & ((given < 0) | (given > np.iinfo(np.int32).max)))
-    if len(bad):
-        raise ValueError(
-            f"{call}: block_tables must hold page ids, int32 and >= 0, "
-            f"got block_tables{bad[0].tolist()} = {given[tuple(bad[0])]}"
-        )
-    padded_pages = -(-(seq_lens[-1] + padding) // page_size)
-    tables = np.full((len(given), max(num_pages.max(), padded_pages)), -1, dtype=np.int32)
-    width = min(tables.shape[1], given.shape[1])
-    tables[:, :width] = np.where(used, given, -1)[:, :width]
-    tables[-1, num_pages[-1] : padded_pages] = tables[-1, 0] if num_pages[-1] else 0
-    return tables
-
-
-def table_slots(
-    tables: NDArray[np.int32],
-    prefixes: NDArray[np.int64],
-    extends: NDArray[np.int64],
-    padding: int,
-    page_size: int,
-) -> NDArray[np.int64]:
-    """The pool row of each new token, -1 for padding tokens."""
-    request = np.repeat(np.arange(len(extends)), extends)
-    first = np.cumsum(extends) - extends
-    position = np.arange(len(request)) - (first - prefixes)[request]
-    page = tables[request, position // page_size].astype(np.int64)
-    return np.append(page * page_size + position % page_size, np.full(padding, -1))
-
-
-def _checked_slots(values: Any, expected: NDArray[np.int64], num_real: int) -> NDArray[np.int64]:
-    slots = index_array("out_cache_loc", values, 1)
-    if slots.shape != expected.shape:
-        raise ValueError(
-            f"ContextParallel.plan: out_cache_loc must have {len(expected)} entries, "
-            f"one for each token, got {len(slots)}"
-        )
-    good = (slots == -1) | (slots == expected)
-    good[num_real:] = slots[num_real:] >= -1
-    if not good.all():
-        i = int(good.argmin())
-        rule = f"{expected[i]}, where the block tables have the token" if i < num_real else ">= 0"
-        raise ValueError(
-            f"ContextParallel.plan: out_cache_loc[{i}] must be -1 or {rule}, got {slots[i]}"
-        )
-    return slots
-
-
-def refuse_shared_slots(slots: NDArray[np.int64], call: str = _PLAN) -> None:
-    """Two tokens in one pool row: requests share a page that is yet to be written."""
-    ordered = np.sort(slots)
-    shared = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
-    if len(shared):
-        tokens = np.flatnonzero(slots == shared[0])[:2].tolist()
-        raise ValueError(
-            f"{call}: block_tables must give each new token a pool row of its own, "
-            f"got row {shared[0]} for tokens {tokens[0]} and {tokens[1]}"
-        )

@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ... import _core
 from ...kv import Placement
 from ..transport.exchange import PLAN_TERMS, digest
 from .key_shares import Array, KeyShares
 from .masks import packed_mask
 from .mesh import Mesh
 from .placed import has_telling_name, located
-from .plan import ContextParallelPlan, index_array, refuse_shared_slots, table_slots, used_pages
-from .sequence_calls import RowMask, Rows, SequenceCall, Visibility, sequence_calls
+from .plan import ContextParallelPlan
+from .sequence_calls import RowMask, SequenceCall, Visibility, sequence_calls
+from .tokens import NewTokens, Rows, index_array
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,34 @@ class ShardedBatch:
     """The queries of a batch, and which rank holds which of its keys and of its new tokens."""
 
     shares: KeyShares
-    rows: Rows  # of all queries; of a prefill rank after rank
+    placement: Placement
+    tokens: NewTokens
     mask: RowMask | None
-    owner: Array  # of each new token's slot, -1 where none is written; as `rows`
-    local_slots: Array  # the row of the owner's pool
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what layers share
+
+    @property
+    def rows(self) -> Rows:
+        """All queries; of a prefill rank after rank."""
+        return self.tokens.rows
+
+    @cached_property
+    def located(self) -> tuple[Array, Array]:
+        """The owner of each row's slot, and the row of its pool; -1 where none is written."""
+        slots = self.tokens.row_slots
+        written = slots >= 0
+        owner, local = np.full((2, len(slots)), -1, dtype=np.int64)
+        owner[written], local[written] = located(self.placement, slots[written])
+        return owner, local
+
+    @property
+    def owner(self) -> Array:
+        """The owner of each new token's slot, -1 where none is written; in the order of `rows`."""
+        return self.located[0]
+
+    @property
+    def local_slots(self) -> Array:
+        """The row of its owner's pool for each new token."""
+        return self.located[1]
 
     @property
     def visible_keys(self) -> Array:
@@ -59,7 +85,7 @@ class ShardedBatch:
         key = (rank, rows.start, rows.stop, causal, window)
         if key not in self.memo:
             visibility = Visibility(causal, window, self.mask)
-            chosen = Rows(self.rows.request[rows], self.rows.position[rows])
+            chosen = self.tokens.rows_in(rows)
             where = self.shares.local_pages(rank)
             self.memo[key] = sequence_calls(self.shares, rank, where, chosen, visibility)
         calls: list[SequenceCall] = self.memo[key]
@@ -85,7 +111,7 @@ class ShardedPlan(ContextParallelPlan):
         Rows and keys of all ranks.
     mesh : tuple of tuples of int, or None
         The ranks in rows, where they are in two dimensions: each row for a place on the ring.
-    metadata, page_size, block_tables, slots, cp_rank, rows_per_rank, gathered_rows
+    metadata, page_size, tokens, block_tables, slots, cp_rank, rows_per_rank, gathered_rows
         As of `ContextParallelPlan`.
     packed_custom_mask, num_pairs, num_padding_tokens, terms
         As of `ContextParallelPlan`.
@@ -166,9 +192,13 @@ class DecodePlan:
     placement: Placement
     page_size: int
     cp_rank: int
-    slots: NDArray[np.int64] = field(compare=False)
     batch: ShardedBatch = field(compare=False, repr=False)
     terms: tuple[int, ...] = field(repr=False)
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """The logical slot of each query's own token."""
+        return self.batch.tokens.slots
 
     @property
     def local_slots(self) -> NDArray[np.int64]:
@@ -178,12 +208,11 @@ class DecodePlan:
     @property
     def num_tokens(self) -> int:
         """Queries of the step."""
-        return len(self.slots)
+        return int(self.batch.tokens.q_lens.sum())
 
 
 def shard_plan(
     plan: ContextParallelPlan,
-    extend_lens: Any,
     *,
     placement: Placement,
     exchange: str,
@@ -191,16 +220,7 @@ def shard_plan(
     mesh: Mesh | None = None,
 ) -> ShardedPlan:
     """The plan for pools of which each rank holds what the placement gives it."""
-    extends = index_array("extend_lens", extend_lens, 1)
-    prefixes = np.asarray(plan.metadata.prefix_lens, dtype=np.int64)
-    kv_lens = prefixes + extends
-    lens = extends.copy()
-    lens[-1] += plan.num_padding_tokens
-    tokens = np.argsort(plan.gathered_rows.numpy())  # in the order of the ranks
-    batch = _batch(
-        plan.block_tables, prefixes, lens, kv_lens, plan.slots, plan.packed_custom_mask, placement,
-        plan.page_size, tokens,
-    )  # fmt: skip
+    batch = _batch(plan.tokens, plan.packed_custom_mask, placement)
     values: dict[str, Any] = {item.name: getattr(plan, item.name) for item in fields(plan)}
     values["terms"] = (*plan.terms[:-1], _placement_digest(placement, batch))
     return ShardedPlan(
@@ -226,8 +246,10 @@ def make_decode_plan(
 ) -> DecodePlan:
     """See ContextParallel.plan_decode."""
     call = "ContextParallel.plan_decode"
-    lengths = index_array("kv_lens", kv_lens, 1, call)
-    queries = np.ones_like(lengths) if q_lens is None else index_array("q_lens", q_lens, 1, call)
+    lengths = index_array("kv_lens", kv_lens, 1, call).astype(np.int64)
+    queries = np.ones_like(lengths)
+    if q_lens is not None:
+        queries = index_array("q_lens", q_lens, 1, call).astype(np.int64)
     if queries.shape != lengths.shape or not len(lengths):
         raise ValueError(
             f"{call}: q_lens and kv_lens must have an entry for each request, and one at least, "
@@ -240,20 +262,16 @@ def make_decode_plan(
             f"{call}: q_lens must be from 0 to kv_lens, which count the new tokens too, got "
             f"q_lens[{i}] = {queries[i]} for kv_lens[{i}] = {lengths[i]}"
         )
-    tables = used_pages(block_tables, lengths, 0, page_size, call)
-    slots = table_slots(tables, lengths - queries, queries, 0, page_size)
-    refuse_shared_slots(slots, call)
+    tables = index_array("block_tables", block_tables, 2, call)
+    pages = _core.BatchPages(tables, lengths, page_size, call)
+    slots_term = pages.checked_slots(None, queries, 0, call)
     mask = packed_mask(custom_mask, packed_custom_mask, queries, lengths, 0, call)
-    batch = _batch(
-        tables, lengths - queries, queries, lengths, slots, mask, placement, page_size,
-        np.arange(len(slots)),
-    )  # fmt: skip
-    slots.flags.writeable = False
+    batch = _batch(NewTokens(pages, queries), mask, placement)
     terms = {
         "lengths": digest(lengths, queries),
         "strategy and page_size": digest(f"decode {page_size} {placement.shard_size}".encode()),
-        "block_tables": digest(tables),
-        "slots": digest(slots),
+        "block_tables": pages.digest(),
+        "slots": slots_term,
         "mask": digest() if mask is None else digest(mask),
         "placement": _placement_digest(placement, batch),
     }
@@ -261,47 +279,26 @@ def make_decode_plan(
         placement=placement,
         page_size=page_size,
         cp_rank=cp_rank,
-        slots=slots,
         batch=batch,
         terms=tuple(terms[name] for name in PLAN_TERMS),
     )
 
 
-def _batch(
-    block_tables: NDArray[np.int32],
-    first_positions: Array,
-    q_lens: Array,
-    kv_lens: Array,
-    slots: Array,
-    mask: NDArray[np.uint8] | None,
-    placement: Placement,
-    page_size: int,
-    tokens: Array,
-) -> ShardedBatch:
-    """Of the queries of all requests, taken in the order of `tokens`."""
-    request = np.repeat(np.arange(len(q_lens)), q_lens)
-    begin = np.cumsum(q_lens) - q_lens
-    position = np.arange(len(request)) + (first_positions - begin)[request]
-    written = slots >= 0
-    owner, local = np.full((2, len(slots)), -1, dtype=np.int64)
-    owner[written], local[written] = located(placement, slots[written])
+def _batch(tokens: NewTokens, mask: NDArray[np.uint8] | None, placement: Placement) -> ShardedBatch:
     row_mask = None
     if mask is not None:
-        row_bits = first_positions + q_lens  # with padding tokens, which have bits, too
+        q_lens = tokens.q_lens.copy()  # with padding tokens, which have bits, too
+        q_lens[-1] += tokens.padding
+        first_positions = tokens.pages.kv_lens - tokens.q_lens
+        row_bits = first_positions + q_lens
         sizes = -(-q_lens * row_bits // 8)
         row_mask = RowMask(mask, np.cumsum(sizes) - sizes, row_bits, first_positions)
-    return ShardedBatch(
-        shares=KeyShares(placement, block_tables, kv_lens, page_size),
-        rows=Rows(request[tokens], position[tokens]),
-        mask=row_mask,
-        owner=owner[tokens],
-        local_slots=local[tokens],
-    )
+    return ShardedBatch(KeyShares(placement, tokens.pages), placement, tokens, row_mask)
 
 
 def _placement_digest(placement: Placement, batch: ShardedBatch) -> int:
     """Digest the sizes of a placement of cpattn, of another object where it puts the batch."""
     if has_telling_name(placement):
         return digest(repr(placement).encode())
-    shares = batch.shares
-    return digest(shares.owner, shares.row, batch.owner, batch.local_slots)
+    assert batch.shares.placed is not None  # it was asked for all slots of the pages
+    return digest(*batch.shares.placed, *batch.located)

@@ -79,11 +79,4 @@ def rows_of_rank(
     shares: KeyShares, rank: int, request: Array, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return the rows of a rank's pool that have selected keys, int32; -1 for other ranks' keys."""
-    row = np.where(shares.owner == rank, shares.row, -1)
-    if not len(row):
-        return torch.full_like(positions, -1)
-    chosen = positions.clamp(min=0).long()
-    run = torch.from_numpy(shares.indptr[request])[:, None] + chosen // shares.run
-    begin = torch.from_numpy(row)[run]
-    there = begin + chosen % shares.run
-    return there.masked_fill_((begin < 0) | (positions < 0), -1).int()
+    return torch.from_numpy(shares.share(rank).rows_of(request, positions))

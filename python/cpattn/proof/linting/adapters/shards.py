@@ -139,7 +139,7 @@ def from_sharded_plans(
     else:
         metadata = [plan.metadata for plan in plans]
         document = from_metadata(metadata, extend.tolist(), prefix.tolist())
-    tables = _tables(whole.shares, plans[0])
+    tables = _tables(whole.shares)
     document["cache"] = _cache(tables, plans[0].page_size, num_pages)
     if window is not None:
         document["attention"] = {"window": window}
@@ -207,7 +207,7 @@ def from_sharded_topk(
     whole = plans[0].batch
     lengths = ints(whole.shares.kv_lens)
     extend = _new_tokens(plans, lengths)
-    slots = _Slots(_tables(whole.shares, plans[0]), lengths, plans[0].page_size)
+    slots = _Slots(_tables(whole.shares), lengths, plans[0].page_size)
     request = whole.rows.request
     queries = [(request, whole.rows.position)] * len(plans)
     positions = []
@@ -231,18 +231,10 @@ def _new_tokens(plans: Sequence[Any], lengths: Ints) -> Ints:
     return ints(np.bincount(rows.request[real], minlength=len(lengths)))
 
 
-def _tables(shares: Any, plan: Any) -> list[list[int]]:
-    """The logical pages of each request, out of the runs of its keys."""
-    tables: list[list[int]] = []
-    for request in range(len(shares.kv_lens)):
-        runs = slice(shares.indptr[request], shares.indptr[request + 1])
-        begin, owner, row = shares.begin[runs], shares.owner[runs], shares.row[runs]
-        slots = np.array([
-            plan.placement.global_index(int(rank), [int(at)])[0]
-            for rank, at in zip(owner, row, strict=True)
-        ], np.int64)  # fmt: skip
-        tables.append((slots[begin % plan.page_size == 0] // plan.page_size).tolist())
-    return tables
+def _tables(shares: Any) -> list[list[int]]:
+    """The logical pages of each request."""
+    pages = shares.pages
+    return [ids.tolist() for ids in np.split(pages.ids, pages.indptr[1:-1])]
 
 
 def _cache(tables: Sequence[Any], page_size: int, num_pages: int | None) -> dict[str, Any]:

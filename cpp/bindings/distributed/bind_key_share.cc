@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/arguments/arguments.h"
+#include "bindings/arguments/int_arrays.h"
+#include "bindings/module.h"
+#include "cpattn/base/prefix_sums.h"
+#include "cpattn/distributed/key_share.h"
+#include "cpattn/distributed/sequence_calls.h"
+
+namespace py = pybind11;
+
+namespace cpattn::bindings {
+namespace {
+
+template <class Value>
+std::shared_ptr<const Value> shared(
+    const Arguments& read, py::handle object, const char* argument
+) {
+  static_cast<void>(read.value<Value>(object, argument));
+  return object.cast<std::shared_ptr<Value>>();
+}
+
+BatchKeys interleaved_keys(py::handle pages, const Interleave& interleave) {
+  return {shared<BatchPages>(Arguments("BatchKeys"), pages, "pages"), interleave};
+}
+
+BatchKeys placed_keys(
+    py::handle pages, py::handle num_ranks, py::handle ids, py::handle owners, py::handle rows
+) {
+  const Arguments read("BatchKeys");
+  const std::vector<int64_t> placed = read.ints(ids, "ids"), of_slots = read.ints(owners, "owners"),
+                             at = read.ints(rows, "rows");
+  return {
+      shared<BatchPages>(read, pages, "pages"), read.integer(num_ranks, "num_ranks"),
+      PlacedSlots{.pages = placed, .owners = of_slots, .rows = at}
+  };
+}
+
+KeyShare make_share(py::handle keys, py::handle ranks) {
+  const Arguments read("KeyShare");
+  return {shared<BatchKeys>(read, keys, "keys"), read.ints(ranks, "ranks")};
+}
+
+LocalPages make_local_pages(py::handle page_size, py::handle indptr, py::handle ids) {
+  const Arguments read("LocalPages");
+  LocalPages pages{
+      .page_size = read.integer(page_size, "page_size"),
+      .indptr = read.ints(indptr, "indptr"),
+      .ids = read.ints(ids, "ids"),
+  };
+  check(pages.page_size >= 1, "LocalPages: page_size must be >= 1, got ", pages.page_size);
+  check_prefix_sums(
+      "LocalPages", "indptr", pages.indptr,
+      {.leading_zero = true,
+       .reaches_total = true,
+       .total = static_cast<int64_t>(pages.ids.size()),
+       .total_name = "the number of ids"}
+  );
+  return pages;
+}
+
+/// Reads positions of requests of a share, each at most `beyond` below the length.
+void check_position(const KeyShare& share, int64_t request, int64_t position, int64_t beyond) {
+  const std::vector<int64_t>& lens = share.keys().pages().kv_lens;
+  check(
+      request >= 0 && request < std::ssize(lens), "KeyShare: request must be in [0, ", lens.size(),
+      "), got ", request
+  );
+  check(
+      position <= lens[request] - beyond, "KeyShare: position must be at most ",
+      lens[request] - beyond, ", got ", position
+  );
+}
+
+py::array count_below(const KeyShare& self, py::handle request, py::handle position) {
+  const Arguments read("KeyShare");
+  const std::vector<int64_t> requests = read.ints(request, "request");
+  std::vector<int64_t> counts = read.ints(position, "position");
+  check(
+      requests.size() == counts.size(), "KeyShare: position must have ", requests.size(),
+      " values, got ", counts.size()
+  );
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    check(counts[i] >= 0, "KeyShare: position must be >= 0, got ", counts[i]);
+    check_position(self, requests[i], counts[i], 0);
+    counts[i] = self.count_below(requests[i], counts[i]);
+  }
+  return own_array(std::move(counts));
+}
+
+py::array counts(const KeyShare& self) {
+  std::vector<int64_t> values(self.keys().pages().bs());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = self.count(static_cast<int64_t>(i));
+  }
+  return own_array(std::move(values));
+}
+
+py::tuple local_keys(const KeyShare& self) {
+  LocalKeys keys = self.local_keys();
+  return py::make_tuple(
+      own_array(std::move(keys.request)), own_array(std::move(keys.position)),
+      own_array(std::move(keys.row))
+  );
+}
+
+/// int32 rows of the positions [n, k] of requests [n]; -1 for those that the share does not have.
+py::array rows_of(const KeyShare& self, py::handle request, py::handle positions) {
+  const Arguments read("KeyShare");
+  const std::vector<int64_t> requests = read.ints(request, "request");
+  const IndexTableArgument table = read.table(positions, "positions");
+  const auto [rows, columns] = std::pair((*table).rows, (*table).columns);
+  check(
+      std::ssize(requests) == rows, "KeyShare: request must have ", rows, " values, got ",
+      requests.size()
+  );
+  py::array_t<int32_t> found({rows, columns});
+  int32_t* out = found.mutable_data();
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t k = 0; k < columns; ++k) {
+      const int64_t position = (*table).at(i, k);
+      if (position >= 0) check_position(self, requests[i], position, 1);
+      *out++ =
+          position < 0 ? -1 : narrow_to_int32(self.row_of(requests[i], position), "KeyShare: rows");
+    }
+  }
+  return found;
+}
+
+/// The mask of a call, as the arguments of its parts.
+struct MaskArgument {
+  TensorArgument bits;
+  std::vector<int64_t> first_byte, row_bits, first_position;
+
+  RowMask operator*() const {
+    const auto* flags = static_cast<const uint8_t*>(bits->data);
+    return {
+        .bits = {flags, static_cast<std::size_t>(bits->shape[0])},
+        .first_byte = first_byte,
+        .row_bits = row_bits,
+        .first_position = first_position,
+    };
+  }
+};
+
+std::optional<MaskArgument> read_mask(const Arguments& read, py::handle mask) {
+  if (mask.is_none()) return std::nullopt;
+  const auto parts = py::cast<py::tuple>(mask);
+  MaskArgument argument{
+      .bits = read.tensor(parts[0], "bits"),
+      .first_byte = read.ints(parts[1], "first_byte"),
+      .row_bits = read.ints(parts[2], "row_bits"),
+      .first_position = read.ints(parts[3], "first_position"),
+  };
+  const TensorView& bits = *argument.bits;
+  check(
+      bits.rank == 1 && bits.dtype == DType::uint8 && (bits.strides[0] == 1 || bits.shape[0] == 0),
+      "sequence_calls: bits must be contiguous uint8 in one dimension"
+  );
+  return argument;
+}
+
+py::list calls(
+    const KeyShare& self,
+    const LocalPages& pages,
+    py::handle request,
+    py::handle position,
+    py::handle causal,
+    py::handle window,
+    py::handle mask
+) {
+  const Arguments read("sequence_calls");
+  const std::vector<int64_t> requests = read.ints(request, "request");
+  const std::vector<int64_t> positions = read.ints(position, "position");
+  const std::optional<MaskArgument> shown = read_mask(read, mask);
+  RowVisibility visibility{
+      .causal = read.flag(causal, "causal"), .window = read.optional_integer(window, "window")
+  };
+  if (shown) visibility.mask = **shown;
+  py::list made;
+  const QueryRows rows{.request = requests, .position = positions};
+  for (SequenceCall& call : sequence_calls(self, pages, rows, visibility)) {
+    py::object bits = py::none();
+    if (call.mask) bits = int_array(std::move(*call.mask));
+    made.append(
+        py::make_tuple(
+            own_array(std::move(call.rows)), own_array(std::move(call.q_lens)),
+            own_array(std::move(call.kv_indptr)), own_array(std::move(call.kv_indices)),
+            own_array(std::move(call.last_page_len)), pages.page_size, call.causal, bits
+        )
+    );
+  }
+  return made;
+}
+
+}  // namespace
+
+// The GIL stays held: these take microseconds.
+void register_key_share(py::module_& module) {
+  py::class_<BatchKeys, std::shared_ptr<BatchKeys>>(module, "BatchKeys")
+      .def(py::init(&interleaved_keys))
+      .def(py::init(&placed_keys))
+      .def_property_readonly("num_ranks", &BatchKeys::num_ranks)
+      .def_property_readonly("run_len", &BatchKeys::run_len);
+  py::class_<LocalPages>(module, "LocalPages")
+      .def(py::init(&make_local_pages))
+      .def_readonly("page_size", &LocalPages::page_size)
+      .def_property_readonly(
+          "indptr",
+          [](const py::object& self) {
+            return int_view(std::span<const int64_t>(self.cast<const LocalPages&>().indptr), self);
+          }
+      )
+      .def_property_readonly("ids", [](const py::object& self) {
+        return int_view(std::span<const int64_t>(self.cast<const LocalPages&>().ids), self);
+      });
+  py::class_<KeyShare>(module, "KeyShare")
+      .def(py::init(&make_share))
+      .def("count_below", &count_below)
+      .def("counts", &counts)
+      .def("local_keys", &local_keys)
+      .def("local_pages", &KeyShare::local_pages)
+      .def("rows_of", &rows_of)
+      .def("calls", &calls);
+}
+
+}  // namespace cpattn::bindings

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpattn/base/check.h"
+#include "cpattn/distributed/sequence_calls.h"
+
+namespace cpattn {
+
+inline constexpr CheckFor check_calls("sequence_calls");
+
+/// A row, and the keys [first, last) of a share that causality and window let it see.
+struct SeenRow {
+  int64_t request, position, row, first, last;
+};
+
+/// Makes a call out of sequences.
+class CallBuilder {
+ public:
+  CallBuilder(const LocalPages& pages, bool causal) : pages_(pages) {
+    call_.causal = causal;
+    call_.kv_indptr.push_back(0);
+    call_.kv_indices.reserve(pages.ids.size());
+  }
+
+  void add_row(const SeenRow& row) { call_.rows.push_back(row.row); }
+
+  /// Ends the sequence of the rows added since the last one, over the keys [first, last) of its
+  /// request, of which the first begins a page.
+  void end_sequence(int64_t request, int64_t first, int64_t last) {
+    const int64_t size = pages_.page_size;
+    const int64_t begin = pages_.indptr[request] + first / size;
+    const int64_t end = pages_.indptr[request] + (last + size - 1) / size;
+    check_calls(
+        end <= pages_.indptr[request + 1], "pages must have the ", last, " keys of request ",
+        request
+    );
+    call_.q_lens.push_back(static_cast<int64_t>(call_.rows.size()) - num_rows_);
+    num_rows_ = static_cast<int64_t>(call_.rows.size());
+    const auto ids = pages_.ids.begin();
+    call_.kv_indices.insert(call_.kv_indices.end(), ids + begin, ids + end);
+    call_.kv_indptr.push_back(static_cast<int64_t>(call_.kv_indices.size()));
+    call_.last_page_len.push_back((last - 1) % size + 1);
+  }
+
+  /// Adds the call, unless it has no sequence.
+  void finish(std::vector<SequenceCall>& calls) {
+    if (!call_.q_lens.empty()) calls.push_back(std::move(call_));
+  }
+  void finish(std::vector<SequenceCall>& calls, std::vector<uint8_t> mask) {
+    call_.mask = std::move(mask);
+    finish(calls);
+  }
+
+ private:
+  const LocalPages& pages_;
+  SequenceCall call_;
+  int64_t num_rows_ = 0;  // of the sequences before
+};
+
+/// The call of rows in the order of request and position, by blocks with masks; none without rows.
+void add_masked_call(
+    const KeyShare& share,
+    const LocalPages& pages,
+    const std::vector<SeenRow>& rows,
+    const std::optional<RowMask>& mask,
+    std::vector<SequenceCall>& calls
+);
+
+}  // namespace cpattn

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New tokens of a batch: their slots and rows, each list made when first asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ... import _core
+from ...context_parallel.metadata import ContextParallelMetadata
+
+Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of some queries: their request, and their position within it."""
+
+    request: Array
+    position: Array
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """Tokens of a batch, request after request: the last ones of each, and padding behind all.
+
+    Rows are tokens in the order of the ranks that compute them; in the same order where there is no
+    metadata.
+    """
+
+    pages: _core.BatchPages
+    q_lens: Array  # without padding
+    padding: int = 0
+    given_slots: Array | None = None
+    metadata: ContextParallelMetadata | None = None
+
+    @cached_property
+    def slots(self) -> Array:
+        """The pool row of each token, -1 where none is written; read-only."""
+        if self.given_slots is None:
+            return self.pages.slots(self.q_lens, self.padding)
+        self.given_slots.flags.writeable = False
+        return self.given_slots
+
+    @cached_property
+    def gathered_rows(self) -> torch.Tensor:
+        """The row of each token."""
+        if self.metadata is None:
+            return torch.arange(len(self.slots))
+        return torch.from_numpy(self.metadata._gathered_row_indices().astype(np.int64))
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Requests and positions of all rows."""
+        of_tokens = None if self.metadata is None else self.metadata._gathered_row_indices()
+        return Rows(*self.pages.rows(self.q_lens, self.padding, of_tokens))
+
+    def rows_in(self, part: slice) -> Rows:
+        """Requests and positions of some rows; those of this rank are told without all others."""
+        plan = self.metadata
+        if "rows" not in vars(self) and plan is not None:
+            begin = sum(plan.per_rank_actual_token[: plan.cp_rank])
+            if part == slice(begin, begin + plan.per_rank_actual_token[plan.cp_rank]):
+                request, lengths = plan.query_request_indices, plan.query_cache_lengths
+                return Rows(np.asarray(request, np.int64), np.asarray(lengths, np.int64) - 1)
+        return Rows(self.rows.request[part], self.rows.position[part])
+
+    @cached_property
+    def row_slots(self) -> Array:
+        """The slots of all rows."""
+        if self.metadata is None:
+            return self.slots
+        slots = np.empty_like(self.slots)
+        slots[self.gathered_rows.numpy()] = self.slots
+        return slots
+
+
+def index_array(name: str, values: Any, ndim: int, call: str) -> NDArray[Any]:
+    """Return an index argument as an array of int32 or int64: a view, or a copy."""
+    try:
+        array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except Exception as error:
+        raise TypeError(
+            f"{call}: {name} must be integers in {ndim} dimensions, got {type(values).__name__}"
+        ) from error
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{call}: {name} must not be masked")
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{call}: {name} must be integers, got {array.dtype}")
+    if array.ndim != ndim:
+        raise ValueError(
+            f"{call}: {name} must have {ndim} dimensions, got shape {list(array.shape)}"
+        )
+    is_read = array.dtype in (np.int32, np.int64) and all(step >= 0 for step in array.strides)
+    return array if is_read else array.astype(np.int64)
