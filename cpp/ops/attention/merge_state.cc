@@ -168,8 +168,9 @@ MergeWeights weigh_sink(float lse, float sink) {
 /// The call that threads share; each row is merged by one of them.
 class Merge {
  public:
-  Merge(const Merged& merged, MergeRow merge_row)
-      : merged_(merged),
+  Merge(const char* function, const Merged& merged, MergeRow merge_row)
+      : function_(function),
+        merged_(merged),
         num_parts_(static_cast<int64_t>(merged.outs.size())),
         num_steps_(num_parts_ + (merged.sinks ? 1 : 0)),
         merge_row_(merge_row) {}
@@ -201,7 +202,8 @@ class Merge {
 
   Scratch take_scratch() const {
     const int64_t num_weights = kHeadsAtOnce * num_steps_;
-    void* memory = thread_scratch(num_weights * sizeof(MergeWeights) + num_steps_ * sizeof(void*));
+    const std::size_t bytes = num_weights * sizeof(MergeWeights) + num_steps_ * sizeof(void*);
+    void* memory = thread_scratch(function_, bytes);
     auto* weights = static_cast<MergeWeights*>(memory);
     return {weights, reinterpret_cast<const void**>(weights + num_weights)};
   }
@@ -246,6 +248,7 @@ class Merge {
     }
   }
 
+  const char* const function_;
   const Merged& merged_;
   const int64_t num_parts_;
   const int64_t num_steps_;  // with that of a sink
@@ -257,7 +260,7 @@ void merge(const Names& names, const Merged& merged) {
   check_no_overlap(names.function, names.out(), merged.out, names.lse(), merged.lse);
   check_apart(names, merged, names.out(), merged.out, merged.outs[0]);
   check_apart(names, merged, names.lse(), merged.lse, merged.lses[0]);
-  Merge(merged, active_kernels().merge_row[type]).run();
+  Merge(names.function, merged, active_kernels().merge_row[type]).run();
 }
 
 /// Views of the first parts of a tensor, whose second dimension numbers them.
