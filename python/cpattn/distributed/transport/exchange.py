@@ -12,6 +12,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from ...profiling.calls import announced
 from . import versions
 from .rails import Rails
 from .roll_call import HOSTS, Host, RollCall, Watch, Words, roll_call_of
-from .waiting import Posted, Wait, noting
+from .waiting import NOT_YET, Posted, Wait, have_come
 
 PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask", "placement")
 NO_TERMS = (0,) * len(PLAN_TERMS)  # of calls without a plan, or with what is none
@@ -92,6 +93,7 @@ class RowExchange:
         self._through_memory = through_memory
         self._sequence = 0
         self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._tables: dict[int, tuple[np.ndarray[Any, Any], list[torch.Tensor]]] = {}
         self.ahead: ArrivingRows | None = None
         self.scratch: list[torch.Tensor] = []  # of `shared_scratch`
         self._roll_call: RollCall | None = None  # from the first exchange on
@@ -270,9 +272,11 @@ class RowExchange:
         for post, rank, block in posts:
             if block.numel():
                 raw = block.view(-1).view(torch.uint8)
-                with noting(posted.failures, rank, RuntimeError):
+                try:
                     posted.works.append((rank, post(raw, self._peers[rank], self._group)))
                     posted.tensors.append(raw)
+                except RuntimeError as error:  # others, such as of memory, are this rank's own
+                    posted.failures.setdefault(rank, error)
         self._roll_call_of_group().keep(posted.works)
         self.sent_bytes += sum(block.nbytes for block in sends.values())
         self.received_bytes += sum(block.nbytes for block in receives.values())
@@ -280,13 +284,15 @@ class RowExchange:
 
     def finish(self, posted: Posted) -> None:
         """Wait for all of it; RuntimeError, which names the ranks that did not answer."""
-        wait = Wait(posted, self._roll_call_of_group().longest_wait)
+        roll_call = self._roll_call_of_group()
+        wait = None
         try:
+            over_soon = roll_call.has_only(posted.works) and have_come(posted.ends)
+            wait = Wait(posted, roll_call.longest_wait, over_soon=over_soon)
             losses, timed_out = self._losses(wait)
         except BaseException as interrupt:  # Ctrl-C
             self._leave(wait, Words((), _text_of(interrupt)))
             raise
-        roll_call = self._roll_call_of_group()
         if not losses:
             roll_call.release(posted.works)
             posted.works.clear()  # which keep tensors, too
@@ -368,7 +374,7 @@ class RowExchange:
                 "left it by an error"
             )
         if not roll_call.agreed:
-            told = self.all_values(f"{call} (agreement)", versions.own_values(layout())).tolist()
+            told = self.all_values(f"{call} (agreement)", versions.own_values(layout()))
             if (difference := versions.difference(told)) is not None:
                 raise RuntimeError(f"ContextParallel.{call}: {difference}; nothing was sent")
             roll_call.agreed = True
@@ -386,32 +392,43 @@ class RowExchange:
         """
         host = self.host()
         if host is None:
-            return self.all_values(call, values).tolist()
+            return self.all_values(call, values)
         rails = host.rails
         here = torch.tensor(self.meet_host(call, values), dtype=torch.int64)
         if not rails.others:
             return here.tolist()
-        arriving = [
-            torch.empty(len(ranks), len(values), dtype=here.dtype) for ranks in rails.others
-        ]
+        others = [rank for ranks in rails.others for rank in ranks]
+        arriving = torch.full((len(others), len(values)), NOT_YET)
+        blocks = arriving.split([len(ranks) for ranks in rails.others])
         # Rows of a source come here, so it asks here for those of this host.
-        self.blocks(
+        posted = self.post(
             call,
             dict.fromkeys(rails.sources, here),
-            dict(zip(rails.destinations, arriving, strict=True)),
+            dict(zip(rails.destinations, blocks, strict=True)),
         )
+        if sorted(rails.destinations) == list(rails.sources):
+            posted.ends = arriving.numpy()[:, -1]
+        self.finish(posted)
         rows = torch.empty(self.size, len(values), dtype=here.dtype)
-        rows[list(rails.members)] = here
-        for ranks, block in zip(rails.others, arriving, strict=True):
-            rows[list(ranks)] = block
+        rows[list(rails.members)], rows[others] = here, arriving
         return rows.tolist()
 
-    def all_values(self, call: str, values: Sequence[int]) -> torch.Tensor:
-        """The values of all ranks, int64 [size, len(values)]; all give the same number."""
-        rows = torch.zeros(self.size, len(values), dtype=torch.int64)
-        rows[self.rank] = torch.tensor(values)
-        self.finish(self._post_rows(call, rows, [1] * self.size, self._peers))
-        return rows
+    def all_values(self, call: str, values: Sequence[int]) -> list[list[int]]:
+        """Return the values of all ranks, a list of each; all give the same number."""
+        # Given up if a message might still arrive in it.
+        made = self._tables.pop(len(values), None)
+        table, blocks = made or _table(self.size, len(values))
+        table.fill(NOT_YET)
+        table[self.rank] = values
+        posted = self.post(
+            call,
+            dict.fromkeys(self._peers, blocks[self.rank]),
+            {rank: blocks[rank] for rank in self._peers},
+        )
+        posted.ends = table[:, -1]
+        self.finish(posted)
+        self._tables[len(values)] = table, blocks
+        return table.tolist()
 
     def _post_rows(
         self,
@@ -443,6 +460,12 @@ class ArrivingRows(RoutedRows):
 
     storage: torch.Tensor
     buffer: Hashable
+
+
+def _table(size: int, num_values: int) -> tuple[np.ndarray[Any, Any], list[torch.Tensor]]:
+    """Numbers of every rank, and the bytes of each."""
+    table = np.empty((size, num_values), np.int64)
+    return table, list(torch.from_numpy(table.view(np.uint8)))
 
 
 def _strides(parts: Sequence[torch.Tensor]) -> list[int]:

@@ -210,7 +210,7 @@ def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> 
     try:
         with exchange.agreement("topology", NO_TERMS):  # a system may hide what is announced
             own = _Announcement.of_this_process(page, transport).values()
-        told = exchange.all_values("topology", own).tolist()
+        told = exchange.all_values("topology", own)
         ranks = [_Announcement.of_values(values) for values in told]
         odd = [rank for rank, one in enumerate(ranks) if one.transport != ranks[0].transport]
         if odd:
@@ -290,7 +290,7 @@ def _barrier_of(
     finally:
         for fd in fds:
             os.close(fd)
-    reason = _first_problem(exchange.all_values("topology", [problem, error]).tolist())
+    reason = _first_problem(exchange.all_values("topology", [problem, error]))
     if reason is not None or barrier is None:
         return None, reason
     try:
@@ -298,7 +298,7 @@ def _barrier_of(
         problem = 0 if nonces == [[one.nonce] for one in here] else 4
     except RuntimeError:
         problem = 4
-    reason = _first_problem(exchange.all_values("topology", [problem, 0]).tolist())
+    reason = _first_problem(exchange.all_values("topology", [problem, 0]))
     return (barrier, None) if reason is None else (None, reason)
 
 

@@ -120,6 +120,10 @@ class RollCall:
         """Forget works that have finished."""
         self._under_way = [other for other in self._under_way if other is not works]
 
+    def has_only(self, works: Works) -> bool:
+        """Tell whether nothing else is under way, over gloo, which moves bytes by itself."""
+        return self._by_gloo and len(self._under_way) == 1 and self._under_way[0] is works
+
     def has_heard(self) -> bool:
         """Tell whether another rank has said something."""
         return bool(self._view[:, -1].any())
