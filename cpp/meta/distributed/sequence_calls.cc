@@ -11,7 +11,7 @@ namespace cpattn {
 namespace {
 
 bool comes_before(const SeenRow& a, const SeenRow& b) {
-  return std::tie(a.request, a.position) < std::tie(b.request, b.position);
+  return std::tie(a.request, a.position, a.row) < std::tie(b.request, b.position, b.row);
 }
 
 bool is_ascending(const std::vector<SeenRow>& rows) {
@@ -32,13 +32,13 @@ void sort_rows(std::vector<SeenRow>& rows) {
   const auto first_before = [&rows](const Stretch& a, const Stretch& b) {
     return comes_before(rows[a.first], rows[b.first]);
   };
-  std::stable_sort(stretches.begin(), stretches.end(), first_before);
+  std::sort(stretches.begin(), stretches.end(), first_before);
   std::vector<SeenRow> sorted;
   sorted.reserve(rows.size());
   for (const auto& [begin, end] : stretches) {
     sorted.insert(sorted.end(), rows.begin() + begin, rows.begin() + end);
   }
-  if (!is_ascending(sorted)) std::stable_sort(sorted.begin(), sorted.end(), comes_before);
+  if (!is_ascending(sorted)) std::sort(sorted.begin(), sorted.end(), comes_before);
   rows = std::move(sorted);
 }
 
@@ -84,6 +84,7 @@ struct Group {
 
 std::vector<Group> groups_of(const std::vector<SeenRow>& rows) {
   std::vector<Group> groups;
+  groups.reserve(rows.size());
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const auto [request, position, row, first, keys] = rows[i];
     if (!groups.empty() && groups.back().request == request && groups.back().keys == keys) {

@@ -84,6 +84,7 @@ class KeyShare {
 
  private:
   bool has(int64_t rank) const { return is_member_[rank] != 0; }
+  int64_t owner_of(int64_t unit) const;
   int64_t unit_count(int64_t unit, int64_t length) const;
   int64_t units_before(int64_t unit) const {
     return uniform_ > 0 ? unit * uniform_ : before_[unit];
