@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from cpattn.distributed import ContextParallel  # noqa: E402
 from cpattn.replay.dense.attention import DenseAttention, make_pool  # noqa: E402
-from cpattn.replay.dense.check import tolerance  # noqa: E402
+from cpattn.replay.dense.check import Checker  # noqa: E402
 from cpattn.replay.dense.codes import error_over_codes, numbers_of  # noqa: E402
 from cpattn.replay.dense.model import DenseConfig  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
@@ -44,7 +44,7 @@ def test_a_replay_over_codes(kv_dtype, dtype):
     summary = summarize(report)
     assert report.passed
     assert 0 < summary["error_over_codes"] <= 1
-    plain = tolerance(replace(model, kv_dtype="bf16"))
+    plain = Checker.tolerance_of(replace(model, kv_dtype="bf16"))
     assert summary["max_error"] <= report.tolerance
     assert report.tolerance > plain
     if dtype == "float32":  # whose roundings are nothing beside those of the codes

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from torch import Tensor  # noqa: E402
 
-from cpattn.replay.dense.check import dense_attention, tolerance  # noqa: E402
+from cpattn.replay.dense.check import Checker, dense_attention  # noqa: E402
 from cpattn.replay.dense.model import DenseConfig  # noqa: E402
 from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
 from cpattn.replay.dsa.model import EPS, DsaConfig  # noqa: E402
@@ -150,7 +150,7 @@ def test_the_dense_model_is_a_llama_with_normalised_queries_and_keys():
     ours, tokens = randomised(DENSE), tokens_of(DENSE)
     states = dense_states(ours, tokens)
     expected = qwen3(ours, DENSE)(tokens[None]).last_hidden_state[0]
-    assert (states - expected).abs().max() <= tolerance(DENSE)
+    assert (states - expected).abs().max() <= Checker.tolerance_of(DENSE)
 
 
 def choice_of(theirs: Any, tokens: Tensor) -> tuple[Tensor, np.ndarray]:

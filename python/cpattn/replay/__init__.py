@@ -6,6 +6,7 @@
 ``rank``            one rank of a pipeline stage, context-parallel with the others of it
 ``model``           a small decoder with random weights; its attention is of ``dense`` or ``dsa``
 ``shards``          which rank's pool holds which keys; ``comparison`` with replicated pools
+``pools``           KV pools before anything is written
 ``messages``        what the ranks' processes are told, and say
 ``disaggregation``  the decode processes, and what is sent to them
 ``side_by_side``    what the check computes at once

@@ -18,32 +18,26 @@ from ...distributed.plans.sharded_plan import ShardedPlan
 from ...kv.mha import MHATokenToKVPool
 from ...scheduling.scheduler import Batch
 from ..phases import PhaseClock
-from .baseline import gathered_attention, make_segments
-from .codes import error_over_codes, fill_with_nan, numbers_of, scales_of
+from ..pools import make_nan_pool
+from .baseline import gathered_attention, segments_of
+from .codes import error_over_codes, numbers_of, scales_of
 from .model import DenseConfig
 from .whole_pages import WholePages
 
 
 def make_pool(config: DenseConfig, num_pages: int, page_size: int, layers: range) -> Any:
-    """A pool of pages 1 ... num_pages, and page 0 for padded tokens, of some of the layers.
-
-    It starts as NaN: whatever reads a slot before it is written is found out.
-    """
-    pool = MHATokenToKVPool(
-        size=num_pages * page_size,
-        page_size=page_size,
-        num_layers=len(layers),
+    """Make the pool of a rank, or of a process that decodes."""
+    return make_nan_pool(
+        MHATokenToKVPool,
+        num_pages,
+        page_size,
+        layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=config.pool_dtype,
         scale_dtype=config.scale_dtype,
-        start_layer=layers.start,
         use_fia=False,
-        container="torch",
     )
-    for layer in layers:
-        fill_with_nan(pool, layer)
-    return pool
 
 
 class DenseAttention:
@@ -148,15 +142,9 @@ class DenseAttention:
 
         Where keys lie on several ranks, torch gathers them first, as attention does that is timed.
         """
-        metadata: Any = self._plan.metadata
         whole = self._whole_pages()
-        segments = make_segments(
-            metadata.query_request_indices,
-            metadata.query_cache_lengths,
-            self._batch.block_tables if whole is None else whole.tables,
-            self._cp.page_size,
-            stride=self._cp.cp_size if metadata.strategy == "interleave" else 1,
-        )
+        tables = self._batch.block_tables if whole is None else whole.tables
+        segments = segments_of(self._plan, tables)
         seconds, difference = 0.0, 0.0
         for layer, (q, out) in zip(self._layers, self._calls, strict=True):
             start = time.perf_counter()

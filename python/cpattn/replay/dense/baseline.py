@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...distributed import ContextParallelPlan
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -62,6 +64,21 @@ def make_segments(
     return segments
 
 
+def segments_of(
+    plan: ContextParallelPlan, tables: npt.NDArray[np.int32], *, masks: bool = True
+) -> list[Segment]:
+    """Segments of the rows of a plan, whose keys lie in the pages of `tables`."""
+    metadata: Any = plan.metadata
+    return make_segments(
+        metadata.query_request_indices,
+        metadata.query_cache_lengths,
+        tables,
+        plan.page_size,
+        stride=metadata.cp_size if metadata.strategy == "interleave" else 1,
+        masks=masks,
+    )
+
+
 def gathered_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, segments: list[Segment], *, scale: float
 ) -> Tensor:
@@ -69,13 +86,21 @@ def gathered_attention(
     out = torch.empty_like(q)
     for segment in segments:
         k, v = k_cache[segment.slots], v_cache[segment.slots]
-        out[segment.rows] = F.scaled_dot_product_attention(
-            q[segment.rows].transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            attn_mask=segment.mask,
-            is_causal=segment.mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
+        out[segment.rows] = sdpa(q[segment.rows], k, v, segment.mask, scale=scale)
     return out
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None = None
+) -> Tensor:
+    """Attention [rows, Hq, D] of q [rows, Hq, D] to k, v [keys, Hk, D]; causal without `mask`."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..._limits import check_integer
 from ...scheduling.request import Request
@@ -22,6 +21,7 @@ from ...scheduling.scheduler import Batch
 from ...traffic.trace import block_tokens_of
 from ..model import Decoder, DecoderConfig
 from ..side_by_side import side_by_side
+from .baseline import sdpa
 from .model import DenseConfig
 
 Array = npt.NDArray[Any]
@@ -62,8 +62,17 @@ class Checker:
 
     @staticmethod
     def tolerance_of(config: Any) -> float:
-        """The bound on ``errors`` that roundings explain."""
-        return tolerance(config)
+        """Return the bound on ``errors`` that roundings explain.
+
+        The roundings of v and the output are norm, v, weights, output and o_proj; those of q and
+        of k norm, projection, norm and rotation.
+        """
+        rho2, sum2 = rounding_variances(config)
+        hidden, head = config.hidden_size, config.head_dim
+        stored = stored_variance(config)
+        value = 5 * rho2 + stored + (2 * hidden + config.num_heads * head) * sum2
+        score = 4 * rho2 + stored / 2 + (2 * hidden + head) * sum2  # of q and of k; q is not kept
+        return error_bound(config, value, score)
 
     def sample_rows(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Rows of the batch to compare: of each chunk the first, the last and some between."""
@@ -175,32 +184,7 @@ def sample_rows(batch: Batch, *, seed: int, rows_per_chunk: int) -> npt.NDArray[
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
     """Causal attention over whole sequences; q are all rows of k, or those at `rows`."""
-    mask = None
-    if len(q) != len(k):
-        mask = torch.arange(len(k)) <= rows[:, None]
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k.transpose(0, 1)[None],
-        v.transpose(0, 1)[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=True,
-    )
-    return out[0].transpose(0, 1)
-
-
-def tolerance(config: DenseConfig) -> float:
-    """Bound on the error of a final hidden state, which has unit root mean square.
-
-    The roundings of v and the output are norm, v, weights, output and o_proj; those of q and of k
-    norm, projection, norm and rotation.
-    """
-    rho2, sum2 = rounding_variances(config)
-    hidden, head = config.hidden_size, config.head_dim
-    stored = stored_variance(config)
-    value = 5 * rho2 + stored + (2 * hidden + config.num_heads * head) * sum2
-    score = 4 * rho2 + stored / 2 + (2 * hidden + head) * sum2  # of q and of k; q is not kept
-    return error_bound(config, value, score)
+    return sdpa(q, k, v, None if len(q) == len(k) else torch.arange(len(k)) <= rows[:, None])
 
 
 def stored_variance(config: DenseConfig) -> float:
@@ -211,18 +195,21 @@ def stored_variance(config: DenseConfig) -> float:
     """
     if config.kv_dtype == "int8":
         return (4 / 127) ** 2 / 12
-    return torch.finfo(getattr(torch, config.pool_dtype)).eps ** 2 / 12 if config.has_codes else 0.0
+    return rounding_variance(getattr(torch, config.pool_dtype)) if config.has_codes else 0.0
+
+
+def rounding_variance(dtype: torch.dtype) -> float:
+    """Relative variance of a rounding to dtype, whose error is of rms eps / (2 sqrt 3)."""
+    return torch.finfo(dtype).eps ** 2 / 12
 
 
 def rounding_variances(config: DecoderConfig) -> tuple[float, float]:
     """Relative variances of a rounding to dtype, and of a float32 sum per term.
 
-    A rounding to dtype has a relative error of rms rho = eps / (2 sqrt 3); a product that sums K
-    terms in float32, in at least 16 partial sums, adds K / 32 roundings of float32 (the sums are
-    random walks).
+    A product that sums K terms in float32, in at least 16 partial sums, adds K / 32 roundings of
+    float32 (the sums are random walks).
     """
-    eps, eps32 = torch.finfo(config.torch_dtype).eps, torch.finfo(torch.float32).eps
-    return eps**2 / 12, eps32**2 / 12 / 32
+    return rounding_variance(config.torch_dtype), rounding_variance(torch.float32) / 32
 
 
 def error_bound(config: DecoderConfig, value: float, score: float) -> float:

@@ -38,19 +38,6 @@ def numbers_of(pool: Any, layer: int, pages: Any = slice(None)) -> tuple[Tensor,
     return numbers[0], numbers[1]
 
 
-def fill_with_nan(pool: Any, layer: int) -> None:
-    """Whatever reads a slot before it is written is found out."""
-    for scale in scales_of(pool, layer).values():
-        scale.fill_(torch.nan)
-    for buffer in pool.get_kv_buffer(layer):
-        if buffer.dtype == torch.int8:
-            continue
-        if buffer.dtype.itemsize == 1:
-            buffer.view(torch.uint8).fill_(0x7F)
-        else:
-            buffer.fill_(torch.nan)
-
-
 def error_over_codes(
     config: DenseConfig,
     pool: Any,

@@ -25,7 +25,7 @@ from ...transfer.layout import KVLayout
 from ..dense.attention import make_pool as make_dense_pool
 from ..dense.decode import DecodeAttention, ShardedDecodeAttention
 from ..dsa.decode import SparseDecodeAttention
-from ..dsa.decode import make_pool as make_sparse_pool
+from ..dsa.pools import make_pool as make_sparse_pool
 from ..memory import peak_resident_bytes
 from ..model import Decoder, DecoderConfig, Head
 from .endpoint import Endpoint, Peer, start_engine

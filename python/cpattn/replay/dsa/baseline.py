@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..dense.baseline import Segment
 
+Load: TypeAlias = Callable[[Tensor], Tensor]  # rows [n, dim] at n pool rows
 _QUERIES = 16  # whose products with all keys are in memory at once
 
 
@@ -32,7 +34,7 @@ def choose_keys(
     q: Tensor,
     weights: Tensor,
     segments: list[Segment],
-    load_keys: Callable[[Tensor], Tensor],
+    load_keys: Load,
     topk: int,
     clock: Callable[[str], AbstractContextManager[None]],
 ) -> Tensor:
@@ -62,7 +64,7 @@ def choose_keys(
 def attend_chosen(
     q: Tensor,
     slots: Tensor,
-    load_rows: Callable[[Tensor], Tensor],
+    load_rows: Load,
     *,
     v_dim: int,
     scale: float,

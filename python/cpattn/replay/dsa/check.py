@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import reference
-from ..dense.check import Checker, error_bound, rounding_variances
+from ..dense.check import Checker, error_bound, rounding_variance, rounding_variances
 from .model import EPS, DsaConfig, SparseInputs
 
 Array = npt.NDArray[Any]
+_FP8_VARIANCE = rounding_variance(torch.float8_e4m3fn)  # of codes in rows and of the indexer
 
 
 class SparseChecker(Checker):
@@ -91,7 +92,7 @@ class RestrictedAttention:
         changes a term by at most |w| |q| |k| sqrt(e2 / dim). Six deviations of the difference.
         """
         rho2, _ = rounding_variances(self._config)
-        quantised = 2 * (rho2 + _fp8_variance()) if self._config.kv_dtype == "fp8" else 0.0
+        quantised = 2 * (rho2 + _FP8_VARIANCE) if self._config.kv_dtype == "fp8" else 0.0
         e2 = 11 * rho2 + quantised  # 5 roundings of q, 4 of k, 2 of w
         terms = inputs.index_weights * inputs.index_q.norm(dim=-1)
         largest = inputs.index_k.norm(dim=-1).max()
@@ -134,11 +135,6 @@ class RestrictedAttention:
         return torch.from_numpy(out).float()
 
 
-def _fp8_variance() -> float:
-    """Relative variance of a rounding to e4m3."""
-    return torch.finfo(torch.float8_e4m3fn).eps ** 2 / 12
-
-
 def _stored_variance(config: DsaConfig) -> float:
     """Relative variance of the rounding of a row in the pool."""
-    return _fp8_variance() if config.kv_dtype == "fp8" else rounding_variances(config)[0]
+    return _FP8_VARIANCE if config.kv_dtype == "fp8" else rounding_variances(config)[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 pool of a sparse model, and attention over it.
+"""Rows of a sparse model in its FP8 pool, and attention over them.
 
 A Hadamard transform, which leaves products as they are, spreads outliers before queries and keys of
 the indexer are quantised.
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...context_parallel.forward_mode import ForwardMode
-from ...distributed import ContextParallel, ContextParallelPlan
-from ...kv.dsa import DSATokenToKVPool
+from ...distributed import ContextParallelPlan
 from ...scheduling.scheduler import Batch
 from ...sparse.dsa_metadata import build_dsa_metadata
 from ...sparse.index_k import hadamard_transform, quantize_index
@@ -27,72 +26,54 @@ from .model import DsaConfig, SparseInputs
 from .pools import RowRuns
 
 
-def make_fp8_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) -> Any:
-    """A pool of pages 1 ... num_pages, and page 0 for padded tokens, of some of the layers.
-
-    It starts as NaN: whatever reads a slot before it is written is found out.
-    """
-    pool = DSATokenToKVPool(
-        size=num_pages * page_size,
-        page_size=page_size,
-        num_layers=len(layers),
-        index_head_dim=config.index_head_dim,
-        start_layer=layers.start,
-        container="torch",
-    )
-    for layer in layers:
-        pool.get_key_buffer(layer).fill_(0xFF)
-        pool.get_index_k_buffer(layer).fill_(0xFF)
-    return pool
-
-
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of keys or queries of the indexer, and their scales."""
     return quantize_index(hadamard_transform(x, x.shape[-1] ** -0.5))
 
 
-def index_queries(inputs: SparseInputs) -> tuple[Tensor, Tensor]:
-    """Codes of the queries, and weights with their scales."""
-    codes, scale = quantised(inputs.index_q)
-    return codes, inputs.index_weights * scale[..., 0]
-
-
 class Fp8Pools:
     """A `DSATokenToKVPool`: latent rows of 656 bytes, and pages of keys of the indexer."""
 
-    def __init__(self, config: DsaConfig, num_pages: int, page_size: int, layers: range) -> None:
-        self._config = config
-        self._layer = layers.start
-        self._page_size = page_size
-        self.pool = make_fp8_pool(config, num_pages, page_size, layers)
+    def __init__(self, config: DsaConfig, pool: Any) -> None:
+        self._config, self.pool, self._layer = config, pool, pool.start_layer
         self.kv: Tensor = self.pool.get_key_buffer(self._layer).flatten(0, 1)
         self.index_k: Tensor = self.pool.get_index_k_buffer(self._layer)
+
+    def begin(
+        self, runs: RowRuns, batch: Batch | None = None, plan: ContextParallelPlan | None = None
+    ) -> None:
+        """Take up a batch, or a decode step without the last two; its calls follow."""
+        self._runs = runs
         method = get_topk_transform_method(
-            ForwardMode.EXTEND, fp8_kv_cache=True, prefill_impl=config.prefill_impl
+            ForwardMode.EXTEND if batch else ForwardMode.DECODE,
+            fp8_kv_cache=True,
+            prefill_impl=self._config.prefill_impl,
         )
         self._ragged = method == TopkTransformMethod.RAGGED
-
-    def begin(self, batch: Batch, plan: ContextParallelPlan, runs: RowRuns) -> None:
-        """Take up a batch; its calls follow."""
-        self._runs = runs
         if self._ragged:
+            assert batch
+            assert plan
             self._offset, self._flat_slots = self._flatten(batch, plan)
 
-    def write(self, cp: ContextParallel, plan: ContextParallelPlan, inputs: SparseInputs) -> None:
-        """Quantise the rows of this rank, exchange them as bytes, write those of all ranks."""
+    def rows(self, inputs: SparseInputs) -> Tensor:
+        """Return the rows [tokens, width] of new tokens, quantised, as ranks exchange them."""
         c = self._config
         nope, rope = inputs.latent.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
         codes, scale = quantised(inputs.index_k)
         parts = quantize_kv_rows(nope, rope)[:, 0], codes, scale
-        rows = cp.gather(plan, torch.cat([part.view(torch.uint8) for part in parts], -1))
-        latent, codes, scale = rows.split([656, c.index_head_dim, 4], -1)
+        return torch.cat([part.view(torch.uint8) for part in parts], -1)
+
+    def write(self, slots: Any, rows: Tensor) -> None:
+        """Write rows of new tokens."""
+        latent, codes, scale = rows.split([656, self._config.index_head_dim, 4], -1)
         scale = scale.contiguous().view(torch.float32)
-        self.pool.set_kv_buffer(self._layer, plan.slots, latent)
-        self.pool.set_index_k_buffer(self._layer, plan.slots, codes.contiguous(), scale)
+        self.pool.set_kv_buffer(self._layer, slots, latent)
+        self.pool.set_index_k_buffer(self._layer, slots, codes.contiguous(), scale)
 
     def index_queries(self, inputs: SparseInputs) -> tuple[Tensor, Tensor]:
         """Codes of the queries, and weights with their scales."""
-        return index_queries(inputs)
+        codes, scale = quantised(inputs.index_q)
+        return codes, inputs.index_weights * scale[..., 0]
 
     def indices(self, chosen: Tensor) -> Tensor:
         """Return what `attend` takes for chosen positions: slots (PAGED), or rows of `_flatten`."""
@@ -144,7 +125,7 @@ class Fp8Pools:
     def read_index_k(self, slots: Tensor) -> Tensor:
         """Keys of the indexer [n, index_head_dim], by torch."""
         dim = self._config.index_head_dim
-        codes, scale = self.index_k.split([self._page_size * dim, self._page_size * 4], -1)
+        codes, scale = self.index_k.split([self.pool.page_size * dim, self.pool.page_size * 4], -1)
         keys = codes.unflatten(-1, (-1, dim)).flatten(0, 1)[slots].view(torch.float8_e4m3fn)
         scales = scale.contiguous().view(torch.float32).flatten()[slots]
         return (keys.float() * scales[:, None]).bfloat16()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of a sparse model in the dtype of the model, and attention over it."""
+"""Pools of a sparse model, and attention over those in the dtype of the model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...distributed import ContextParallel, ContextParallelPlan
+from ...distributed import ContextParallelPlan
+from ...kv.dsa import DSATokenToKVPool
 from ...kv.mla import MLATokenToKVPool
 from ...npu.sparse_flash_attention import npu_sparse_flash_attention
 from ...scheduling.scheduler import Batch
+from ...sparse.cp_indexer import cp_indexer_topk
 from ...sparse.sglang_0_5_23 import transform_index_page_table_prefill
+from ..pools import make_nan_pool
 from .model import DsaConfig, SparseInputs
 
 
@@ -47,59 +50,52 @@ def row_runs(batch: Batch, plan: ContextParallelPlan, tables: Any = None) -> Row
 
 
 def make_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) -> Any:
-    """A pool of pages 1 ... num_pages, and page 0 for padded tokens, of some of the layers.
-
-    It starts as NaN: whatever reads a slot before it is written is found out.
-    """
-    pool = MLATokenToKVPool(
-        size=num_pages * page_size,
-        page_size=page_size,
-        num_layers=len(layers),
+    """Make the pool of a rank with all keys, or of a process that decodes."""
+    index_head_dim = config.index_head_dim
+    if config.kv_dtype == "fp8":
+        return make_nan_pool(
+            DSATokenToKVPool, num_pages, page_size, layers, index_head_dim=index_head_dim
+        )
+    return make_nan_pool(
+        MLATokenToKVPool,
+        num_pages,
+        page_size,
+        layers,
         kv_lora_rank=config.kv_lora_rank,
         qk_rope_head_dim=config.qk_rope_head_dim,
-        index_head_dim=config.index_head_dim,
+        index_head_dim=index_head_dim,
         dtype=config.dtype,
-        start_layer=layers.start,
-        container="torch",
     )
-    for layer in layers:
-        for buffer in (*pool.get_kv_buffer(layer), pool.get_index_k_buffer(layer)):
-            buffer.fill_(torch.nan)
-    return pool
 
 
-def attend_paged(
-    config: DsaConfig, pool: Any, layer: int, q: Tensor, chosen: Tensor, runs: RowRuns
+def choose_positions(
+    config: DsaConfig,
+    queries: tuple[Tensor, Tensor],
+    index_k: Tensor,
+    metadata: Any,
+    *,
+    block_tables: npt.NDArray[np.int32],
+    page_size: int,
 ) -> Tensor:
-    """Attention [rows, heads, kv_lora_rank] of q to the chosen positions of its sequences."""
-    q, q_rope = q.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-    latent, rope = pool.get_kv_buffer(layer)
-    out: Any = npu_sparse_flash_attention(
-        q,
-        latent,
-        latent,
-        chosen[:, None],
-        config.scale,
-        block_table=runs.tables,
-        actual_seq_lengths_query=np.cumsum(runs.lens),
-        actual_seq_lengths_kv=runs.kv_lens,
-        query_rope=q_rope,
-        key_rope=rope,
-        layout_query="TND",
-        layout_kv="PA_BSND",
-        sparse_mode=0,  # nothing more to hide: the indexer chose no later position
-        attention_mode=2,
-    )[0]
-    return out
+    """Return the positions [rows, topk] of the keys that the indexer chooses."""
+    index_q, weights = queries
+    return cp_indexer_topk(
+        index_q,
+        index_k,
+        weights,
+        metadata,
+        block_tables=block_tables,
+        page_size=page_size,
+        topk=config.topk,
+        sorted=False,
+    )
 
 
 class PlainPools:
     """An `MLATokenToKVPool`: latent rows, their rotary part, and keys of the indexer."""
 
-    def __init__(self, config: DsaConfig, num_pages: int, page_size: int, layers: range) -> None:
-        self._config = config
-        self._layer = layers.start
-        self.pool = make_pool(config, num_pages, page_size, layers)
+    def __init__(self, config: DsaConfig, pool: Any) -> None:
+        self._config, self.pool, self._layer = config, pool, pool.start_layer
 
     @property
     def index_k(self) -> Tensor:
@@ -107,16 +103,21 @@ class PlainPools:
         keys: Tensor = self.pool.get_index_k_buffer(self._layer)
         return keys
 
-    def begin(self, batch: Batch, plan: ContextParallelPlan, runs: RowRuns) -> None:
-        """Take up a batch; its calls follow."""
+    def begin(
+        self, runs: RowRuns, batch: Batch | None = None, plan: ContextParallelPlan | None = None
+    ) -> None:
+        """Take up a batch, or a decode step without the last two; its calls follow."""
         self._runs = runs
 
-    def write(self, cp: ContextParallel, plan: ContextParallelPlan, inputs: SparseInputs) -> None:
-        """Exchange the rows of the new tokens, and write those of all ranks."""
-        rows = cp.gather(plan, torch.cat([inputs.latent[:, 0], inputs.index_k], -1))
+    def rows(self, inputs: SparseInputs) -> Tensor:
+        """Return the rows [tokens, width] of new tokens as ranks exchange them."""
+        return torch.cat([inputs.latent[:, 0], inputs.index_k], -1)
+
+    def write(self, slots: Any, rows: Tensor) -> None:
+        """Write rows of new tokens."""
         latent, index_k = rows.split([self._config.latent_dim, self._config.index_head_dim], -1)
-        self.pool.set_kv_buffer(self._layer, plan.slots, latent)
-        self.pool.set_index_k_buffer(self._layer, plan.slots, index_k)
+        self.pool.set_kv_buffer(self._layer, slots, latent)
+        self.pool.set_index_k_buffer(self._layer, slots, index_k)
 
     def index_queries(self, inputs: SparseInputs) -> tuple[Tensor, Tensor]:
         """Queries and weights for the keys as they are stored."""
@@ -128,7 +129,26 @@ class PlainPools:
 
     def attend(self, q: Tensor, indices: Tensor) -> Tensor:
         """Latent outputs [rows, heads, kv_lora_rank]."""
-        return attend_paged(self._config, self.pool, self._layer, q, indices, self._runs)
+        c, runs = self._config, self._runs
+        q, q_rope = q.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
+        latent, rope = self.pool.get_kv_buffer(self._layer)
+        out: Any = npu_sparse_flash_attention(
+            q,
+            latent,
+            latent,
+            indices[:, None],
+            c.scale,
+            block_table=runs.tables,
+            actual_seq_lengths_query=np.cumsum(runs.lens),
+            actual_seq_lengths_kv=runs.kv_lens,
+            query_rope=q_rope,
+            key_rope=rope,
+            layout_query="TND",
+            layout_kv="PA_BSND",
+            sparse_mode=0,  # nothing more to hide: the indexer chose no later position
+            attention_mode=2,
+        )[0]
+        return out
 
     def read_kv(self, slots: Tensor) -> Tensor:
         """Latent rows with their rotary part [n, latent_dim], by torch."""
