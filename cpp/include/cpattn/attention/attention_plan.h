@@ -78,8 +78,8 @@ struct AttentionItem {
   int64_t first_token = 0;
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
-  int32_t split = -1;   // index in AttentionPlan::splits of what it is a part of; -1: it is whole
-  bool decode = false;  // few rows: reads keys and values in place instead of packing them
+  int32_t split = -1;   // index in AttentionPlan::splits of its split; -1: it is whole
+  bool decode = false;  // few rows: kernels may read keys and values without packing them
   bool operator==(const AttentionItem&) const = default;
 };
 
@@ -94,7 +94,7 @@ struct AttentionSplit {
   bool operator==(const AttentionSplit&) const = default;
 };
 
-/// What plan_attention divides.
+/// The batch that plan_attention divides: segments of rows, their pages, mask and window.
 struct AttentionBatch {
   AttentionShape shape;
   int64_t num_rows = 0;  // of q; the results of rows outside all segments are zeros
@@ -117,7 +117,7 @@ constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
 ///
 /// Segments of up to kMaxDecodeTokens tokens are divided along their keys too, at
 /// multiples of part_keys from key 0, so that few long sequences keep many threads
-/// busy; the keys of those with few rows for each KV head are read in place. So the bits of
+/// busy; keys of segments with few rows for each KV head may be read in place. So the bits of
 /// a row depend on the lengths in its batch. With batch_invariant no segment is divided or read
 /// in place, and every row has the bits that it has in any other batch or chunk.
 struct AttentionPlan {
@@ -126,16 +126,16 @@ struct AttentionPlan {
   std::vector<int64_t> item_costs;   // of each item, in visible (row, key) pairs
   int64_t part_keys = 0;
   std::vector<AttentionSplit> splits;
-  int64_t partial_rows =
-      0;                // rows of all parts; while the plan runs each takes the padded_dim
-                        // of v_head_dim + kPartialStateFloats floats, all at most kMaxPartialBytes
+  /// Rows of all parts. While the plan runs each takes the padded_dim of v_head_dim +
+  /// kPartialStateFloats floats, all at most kMaxPartialBytes.
+  int64_t partial_rows = 0;
   int num_threads = 0;  // 0: default_num_threads() when it runs
   bool operator==(const AttentionPlan&) const = default;
 };
 
 constexpr int64_t kMaxDecodeTokens = 16;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
-/// Parts of segments whose keys are packed begin at multiples of this, where the kernels' blocks of
+/// Parts of segments whose keys are packed begin at multiples of this, as the kernels' blocks of
 /// keys do.
 constexpr int64_t kPackedGranule = 1024;
 /// Floats that a row of a part keeps beside its outputs, because merging needs them.
@@ -187,7 +187,7 @@ MaskBits pack_mask(
     bool inverted
 );
 
-/// The same of a mask given as bits, bit i being bit i % 8 of bits[i / 8]; a set one means visible.
+/// Packs a mask given as bits: bit i is bit i % 8 of bits[i / 8], and a set one means visible.
 /// Segment s starts at bit starts[s] and its rows are row_strides[s] bits apart.
 MaskBits repack_mask(
     std::span<const AttentionSegment> segments,

@@ -8,7 +8,7 @@
 
 namespace cpattn {
 
-/// What determines a plan of plan_sequences, so that a plan can be stored and made again.
+/// The numbers that determine a plan of plan_sequences: enough to store it and make it again.
 struct AttentionPlanState {
   AttentionShape shape;
   std::vector<int64_t> q_lens, kv_lens;  // [num_sequences]

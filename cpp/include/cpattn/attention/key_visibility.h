@@ -8,7 +8,7 @@
 
 namespace cpattn {
 
-/// Which keys of its sequence a token at position p sees: key j if all of these let it.
+/// Conditions of what a token at position p of its sequence sees: each key j that meets them all.
 ///
 /// A mask has a row for each new token of a sequence, with a value for each of its keys, cached
 /// ones first; rows follow each other, sequence after sequence. It is either custom_mask, or

@@ -28,13 +28,13 @@ struct SequenceBatch {
   int64_t page_size = 0;
   int64_t num_pages = 0;
   KeyVisibility visibility;
-  /// With more queries than keys the first ones stand before key 0. Under causal they see
-  /// nothing, which is an error unless this says that it is meant.
+  /// Permits more queries than keys under causal: the first queries then stand before key 0 and
+  /// see nothing.
   bool allow_short_kv = false;
   bool batch_invariant = false;
 };
 
-/// The plan of such a batch. Throws std::invalid_argument, naming `function`,
+/// Plans the batch. Throws std::invalid_argument, naming `function`,
 /// for negative or mismatched lengths, bad page ids, tables that are too narrow, more new
 /// tokens than keys under causal, and what KeyVisibility does not allow. num_threads 0 stands for
 /// default_num_threads() when the plan runs.

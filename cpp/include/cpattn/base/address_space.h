@@ -7,7 +7,7 @@
 
 namespace cpattn {
 
-/// What this process can read and write, as of when it was asked.
+/// A snapshot of the addresses that this process can read and write.
 class AddressSpace {
  public:
   /// Reads /proc/self/maps. Throws std::runtime_error, which names `function`, where the system has

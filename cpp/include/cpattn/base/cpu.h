@@ -9,9 +9,9 @@ namespace cpattn {
 bool has_x86_64_v3();
 bool has_x86_64_v4();
 
-/// True when the processor has AVX512_BF16 and AVX512_VNNI besides the last level. Asked by
-/// CPUID, as all here: what `__builtin_cpu_supports` says comes from the library of the compiler,
-/// and some answer no to everything.
+/// True when the processor has AVX512_BF16 and AVX512_VNNI besides the last level. All functions
+/// here ask CPUID: `__builtin_cpu_supports` asks the compiler's library, and some libraries answer
+/// no to everything.
 bool has_avx512_bf16();
 
 /// True when the processor has AVX512_VBMI besides the last level of the ABI.

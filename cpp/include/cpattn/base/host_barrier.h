@@ -13,19 +13,19 @@
 
 namespace cpattn {
 
-/// Where the processes of a group meet that run on one host.
+/// A barrier for those processes of a group that run on one host.
 ///
 /// Every rank has a page of shared memory that all map: how often it has arrived, and a few
 /// integers that it shows the others when it does. A rank writes its own page alone, so one that
-/// is killed leaves nothing half done. Whoever finds others missing looks for them for spin_us(),
-/// then sleeps on a futex, and wakes fifty times a second to look for ranks that have died.
+/// is killed leaves nothing half done. A rank that waits for others spins for spin_us(), then
+/// sleeps on a futex, and wakes fifty times a second to look for ranks that have died.
 ///
 /// A rank that leaves a meeting by an error has left for good: its barrier throws from then on, and
-/// the others are told, at that meeting where they are still on their way to it. For one thread at
-/// a time.
+/// those of the others throw at that meeting, or at the next if they have completed it. One thread
+/// at a time may use a barrier.
 ///
-/// A group may span several hosts, each with a barrier of its own. Its ranks have other numbers in
-/// the group, and it is by these that they are named.
+/// A group may span several hosts, each with a barrier of its own. Errors name ranks by their
+/// numbers in the group.
 class HostBarrier {
  public:
   static constexpr int64_t kPageBytes = 4096;
@@ -38,12 +38,12 @@ class HostBarrier {
     bool timed_out = false;  // they may only have waited for somebody else
   };
 
-  /// fds[r] is a file with the page of rank r, of kPageBytes and zero before the first meeting;
-  /// it is mapped, and may be closed then. pids[r] is the process of rank r, as this one knows it,
-  /// names[r] its number in a group of `group_size` ranks; without names r, of as many as files.
-  /// Throws std::invalid_argument for a rank that is none of them, files that are too small, other
+  /// Maps fds[r], a file with the page of rank r, of kPageBytes and zero before the first meeting;
+  /// it may be closed then. pids[r] is the process of rank r, as this one knows it, names[r] its
+  /// number in a group of `group_size` ranks; without names it is r in a group of fds.size().
+  /// Throws std::invalid_argument for a rank without a file, files that are too small, unequal
   /// numbers of files, processes and names, and names that are no ranks of the group, and
-  /// std::system_error if a page cannot be mapped or a process not be watched.
+  /// std::system_error if a page cannot be mapped or a process cannot be watched.
   HostBarrier(
       int rank,
       std::span<const int> fds,
@@ -55,15 +55,15 @@ class HostBarrier {
   HostBarrier(const HostBarrier&) = delete;
   HostBarrier& operator=(const HostBarrier&) = delete;
 
-  /// Waits until all ranks have called this as often as this one. Returns what they brought, terms
-  /// of rank 0 first; all bring the same number, kMaxTerms at most. What a rank has written into
-  /// shared memory before is seen by all behind it.
+  /// Waits until all ranks have called this as often as this one. Returns the terms of all, rank
+  /// 0's first; all bring the same number, kMaxTerms at most. Once this returns, a rank sees
+  /// whatever others wrote into shared memory before they called it.
   ///
   /// Throws std::runtime_error, which begins with `call`, if a rank has ended or has left before it
-  /// arrived, or does not arrive within `timeout` seconds, naming it; for a rank that has left
-  /// itself; and in a forked child, which is not the rank. Throws Interrupted when the caller's
-  /// hook asks to stop. `give_up` is asked a few times a second while others are awaited: where it
-  /// says so, they are lost without a reason.
+  /// arrived, or does not arrive within `timeout` seconds, naming it; if this rank has left; and in
+  /// a forked child, which is not the rank. Throws Interrupted when the caller's hook asks to stop.
+  /// `give_up` is called fifty times a second while others are awaited; if it returns true, they
+  /// are lost without a reason.
   std::vector<int64_t> meet(
       const std::string& call,
       std::span<const int64_t> terms,
@@ -71,14 +71,14 @@ class HostBarrier {
       const std::function<bool()>& give_up = {}
   );
 
-  /// Tells the others not to wait for this rank at the next meeting. They name `because_of` for it,
-  /// a rank of the group that this one has lost, if it is one.
+  /// Tells the others not to wait for this rank at the next meeting. If `because_of` is a rank of
+  /// the group, which this one has lost, their errors name it instead of this one.
   void leave(int because_of = -1);
 
   /// The other ranks here whose processes have ended, by their numbers in the group.
   std::vector<int> ended() const;
 
-  /// Of the meeting that threw for ranks which did not come; no ranks if there was none.
+  /// The loss of the meeting that threw because ranks did not come; without ranks if none did.
   const Loss& loss() const { return loss_; }
 
   int rank() const { return rank_; }

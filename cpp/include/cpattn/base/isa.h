@@ -15,10 +15,10 @@ enum class Isa { portable, avx2, avx512, avx512bf16, amx_twin, amx, neon, neonbf
 /// The name that CPATTN_ISA takes, such as "amx-twin".
 std::string_view isa_name(Isa isa);
 
-/// What this build has kernels for, whatever this machine can run.
+/// The instruction sets that this build has kernels for, whatever this machine can run.
 std::vector<Isa> compiled_isas();
 
-/// What this build has kernels for and this machine can run, slowest first.
+/// The compiled_isas() that this machine can run, slowest first.
 /// The order is by speed, not by feature: vdpbf16ps runs at twice the float32
 /// rate on AMD and at half of it on Intel, where avx512 therefore comes after avx512bf16.
 /// amx comes last for the rates of a prototype of its kernels, measured on Emerald

@@ -24,11 +24,11 @@ void set_num_threads(int num_threads);
 /// returns what it was. Throws std::invalid_argument below 0.
 int exchange_thread_default(int num_threads);
 
-/// How long a thread of the pool that finds no work, and a caller that waits for the last of
-/// them, look for a change before they sleep, in microseconds: set_spin_us(), else the environment
-/// variable CPATTN_SPIN_US, else 50. They sleep at once while more threads are awake, or are asked
-/// for, than there are CPUs that the process may run on. Throws std::invalid_argument when the
-/// variable is not a number from 0 to 1000000.
+/// Microseconds for which a thread of the pool without work, and a caller that waits for the last
+/// of them, spin before they sleep: set_spin_us(), else the environment variable CPATTN_SPIN_US,
+/// else 50. They sleep at once while more threads are awake, or are asked for, than there are CPUs
+/// that the process may run on. Throws std::invalid_argument when the variable is not a number from
+/// 0 to 1000000.
 int spin_us();
 /// Throws std::invalid_argument for a number that is not from 0 to 1000000.
 void set_spin_us(int microseconds);
@@ -39,13 +39,13 @@ void set_spin_us(int microseconds);
 using GompParallel =
     void (*)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);
 
-/// Has calls run on the threads of an OpenMP runtime instead of those of the pool, in the whole
-/// process; nullptr has them run on those of the pool. For who runs OpenMP between the calls, as
-/// torch does: its threads are awake then, and hold the CPUs that the pool would have to wait for.
+/// Makes the calls of the whole process run on the threads of an OpenMP runtime; nullptr brings
+/// back the pool. It is meant for programs that run OpenMP between the calls, as torch does: its
+/// threads are then awake, and the pool's would have to wait for their CPUs.
 /// A call has at most the threads of the team of its caller. OpenMP does not survive a fork: a
 /// child uses the pool.
 void set_openmp(GompParallel start);
-/// What set_openmp() has set.
+/// The runtime that set_openmp() has set, or nullptr.
 GompParallel openmp();
 
 /// Thrown by parallel_for when the caller's interrupt hook asked to stop.
@@ -71,7 +71,7 @@ class InterruptScope {
 /// few times a second, and throw Interrupted.
 bool interrupt_requested();
 
-/// What the running items of one parallel_for share. Long items call
+/// The signal by which the running items of one parallel_for end early. Long items call
 /// should_stop() now and then and return early when it is true. Inside of should_stop() the hook
 /// may run any code on this thread, calls of this library among it. Such nested calls have scratch
 /// of their own, but they overwrite vector and tile registers.

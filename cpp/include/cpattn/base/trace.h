@@ -9,7 +9,7 @@
 
 namespace cpattn {
 
-/// What a thread is doing. The scopes up to `wait` exclude each other on a thread, with one
+/// The activity of a thread. The scopes up to `wait` exclude each other on a thread, with one
 /// exception: of calls that run at the same time and share workers, one may wait for a thread that
 /// works for another. The scopes `item`, a unit of work, and `call`, a public function, enclose the
 /// others.
@@ -43,7 +43,7 @@ struct TraceThread {
   int64_t dropped = 0;  // events that found the buffer full
 };
 
-/// What was recorded between start_trace() and stop_trace().
+/// The record of the time from start_trace() to stop_trace().
 struct Trace {
   int64_t nanoseconds = 0;
   std::vector<TraceEvent> events;             // grouped by the thread that recorded them
@@ -57,7 +57,7 @@ struct Trace {
 /// std::runtime_error while there is another. A forked child records nothing.
 void start_trace(int64_t max_events);
 
-/// Ends the trace. What is not over by then is not in it. Throws
+/// Ends the trace. Scopes that have not ended are left out. Throws
 /// std::runtime_error when there is none.
 Trace stop_trace();
 
@@ -87,8 +87,7 @@ class TraceSpan {
   const char* function_;
 };
 
-/// From now on this thread is in `scope`, until its next mark or until one of its TraceSpans begins
-/// or ends.
+/// Moves this thread to `scope`, until its next mark or until one of its TraceSpans begins or ends.
 void trace_mark(TraceScope scope, int64_t flops, DType dtype);
 
 /// A thread and a point in time.

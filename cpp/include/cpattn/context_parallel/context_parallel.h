@@ -12,7 +12,7 @@
 
 namespace cpattn {
 
-/// How the new tokens of a batch are divided over W = cp_size ranks.
+/// The division of the new tokens of a batch over W = cp_size ranks.
 ///
 ///   zigzag      every sequence is cut into 2 W blocks, larger ones first, whose
 ///               sizes differ by at most one; rank r owns blocks r ("prev") and
@@ -40,7 +40,7 @@ KvLenConvention parse_kv_len_convention(std::string_view name, const char* funct
 /// Far above any system, and small enough for int32 products of block numbers.
 constexpr int64_t kMaxCpSize = int64_t{1} << 15;
 
-/// What context-parallel metadata is built from. Lengths and their sums are >= 0 and fit int32.
+/// The batch to build context-parallel metadata for. Lengths and their sums are >= 0 and fit int32.
 /// seq_lens are cached prefix + new tokens; without them there is no prefix. num_tokens above the
 /// sum of extend_lens pads the last sequence, num_tokens below the sum is an error.
 struct CpBatch {
@@ -52,7 +52,7 @@ struct CpBatch {
   int64_t cp_size = 1;                // 1 .. kMaxCpSize
   CpStrategy strategy = CpStrategy::zigzag;
   KvLenConvention kv_len_convention = KvLenConvention::baked;
-  /// As serving engines build it: seq_lens of another length mean no prefix,
+  /// Takes batches as serving engines do: seq_lens of another length mean no prefix,
   /// seq_lens below extend_lens a prefix of 0, and missing extend_lens the
   /// seq_lens, or else one sequence of num_tokens. Without compat each of these is an error.
   bool compat = false;
@@ -90,7 +90,7 @@ struct ContextParallelMetadata {
   int32_t max_seqlen_q_next = 0;
   int32_t max_seqlen_q_combined = 0;
 
-  // The same on every rank.
+  // Equal on every rank.
   Ints extend_lens;             // [bs], padding on the last sequence included
   Ints prefix_lens;             // [bs], whatever the convention
   Ints per_rank_actual_token;   // [cp_size] rows of each rank, physical ones if is_physical
@@ -121,20 +121,20 @@ ContextParallelMetadata build_cp_metadata(const CpBatch& batch, int64_t cp_rank)
 /// stored once. Errors are those of build_cp_metadata.
 std::vector<ContextParallelMetadata> build_cp_metadata_all_ranks(const CpBatch& batch);
 
-/// The same plan for ranks that all hold the same number of rows: the longest
-/// rank's, rounded up to a multiple of 2 W (zigzag) or W. Nothing is copied, and
-/// a physical plan is returned as it is. Throws std::invalid_argument where the rows pass int32.
+/// Returns the plan with the same number of rows on every rank: the longest rank's,
+/// rounded up to a multiple of 2 W (zigzag) or W. Nothing is copied, and a physical
+/// plan is returned as it is. Throws std::invalid_argument if the rows pass int32.
 ContextParallelMetadata pad_to_physical(const ContextParallelMetadata& metadata);
 
 // The next three functions describe the blocks of all ranks, [bs S]. They compute on each call, as
 // at a large cp_size their results would outweigh all the rest. They throw std::invalid_argument
 // for interleave, which has no blocks.
-/// b_0[0 .. S), b_1[0 .. S), ...: block sizes in token order.
+/// Block sizes in token order: b_0[0 .. S), b_1[0 .. S), ...
 std::vector<int32_t> split_list(const ContextParallelMetadata& metadata);
 /// Block sizes in the order in which gathered ranks hold them: of each rank prev of
 /// all sequences, then next.
 std::vector<int32_t> reverse_split_len(const ContextParallelMetadata& metadata);
-/// Where each block of split_list stands in reverse_split_len.
+/// The place of each block of split_list in reverse_split_len.
 std::vector<int32_t> cp_reverse_index(const ContextParallelMetadata& metadata);
 
 // The next five functions describe tokens or sequences, and compute on each call. Those of local
@@ -146,7 +146,7 @@ std::vector<int32_t> query_request_indices(const ContextParallelMetadata& metada
 /// The keys each local row sees: prefix + its position among the new tokens + 1,
 /// whatever the convention.
 std::vector<int32_t> query_cache_lengths(const ContextParallelMetadata& metadata);
-/// For each token of the batch [total_seq_lens], its row when the logical rows
+/// The row of each token of the batch [total_seq_lens] when the logical rows
 /// of all ranks stand in rank order: the inverse of every rank's local_q_indices.
 std::vector<int32_t> gathered_row_indices(const ContextParallelMetadata& metadata);
 /// The number of local rows of each sequence [bs], zeros included. For interleave only.

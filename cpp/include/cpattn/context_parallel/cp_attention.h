@@ -54,8 +54,8 @@ struct CpAttentionArguments {
 /// has, for a kv length beyond the block table, and for shapes that do not fit.
 void do_cp_attn_fia(const ContextParallelMetadata& metadata, const CpAttentionArguments& arguments);
 
-/// The segments of this rank's rows, whose keys end with the last row of each; without `causal`
-/// with the sequence.
+/// The segments of this rank's rows. The keys of a segment end with its last row; without `causal`
+/// they end with the sequence.
 std::vector<AttentionSegment> cp_segments(
     const ContextParallelMetadata& metadata, bool causal = true
 );

@@ -5,8 +5,8 @@
 
 namespace cpattn {
 
-/// What a batch is forwarded for, as serving engines name it. The values are
-/// those of the engine's own enumeration.
+/// The purpose of a forward pass, with the names and values of the serving engine's own
+/// enumeration.
 enum class ForwardMode : uint8_t {
   extend = 1,
   decode,

@@ -10,10 +10,10 @@
 namespace cpattn {
 
 /// One kind of entry of a KV pool - keys, values or keys of an indexer - for all layers:
-/// shape [num_layers, num_slots, row_elements] without gaps, in memory of its own, or in such that
-/// the processes of a group share. With the large
-/// pages of PoolMemory, rows at random slots find their addresses in the TLB. (32768 rows of K and
-/// V, shuffled, two threads: casts to FP8 go from 26-39 to 51 GB/s, copies stay at 56.)
+/// shape [num_layers, num_slots, row_elements] without gaps, in memory of its own or shared by the
+/// processes of a group. With the large pages of PoolMemory, rows at random slots find their
+/// addresses in the TLB. (32768 rows of K and V, shuffled, two threads: casts to FP8 go from 26-39
+/// to 51 GB/s, copies stay at 56.)
 class KVBuffer {
  public:
   /// All sizes are >= 1. Throws std::invalid_argument, which names `function`, if they are not
@@ -22,7 +22,7 @@ class KVBuffer {
   KVBuffer(
       const char* function, int64_t num_layers, int64_t num_slots, int64_t row_elements, DType dtype
   );
-  /// The same in memory of somebody else, which must not be smaller.
+  /// Lays the buffer into `memory`, which must not be smaller.
   KVBuffer(
       const char* function,
       int64_t num_layers,

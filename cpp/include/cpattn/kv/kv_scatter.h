@@ -13,17 +13,16 @@ namespace cpattn {
 /// Rows of one kind on their way into a pool.
 struct KVRows {
   const char* name;  // of the argument, for messages
-  /// As many elements as there are slots times row_elements of the buffer, in any shape:
-  /// row i is the i-th in row-major order. The last dimension is contiguous, other strides are
-  /// free.
+  /// Any shape with row_elements of the buffer for each slot: row i is the i-th in row-major
+  /// order. The last dimension is contiguous, other strides are free.
   TensorView rows;
   const KVBuffer& buffer;
-  /// What rows of another dtype are divided by: `scale`; or `scales`, float32 [num_heads], one for
-  /// each head, of which a row holds num_heads one after the other.
+  /// Divisors of rows of another dtype: `scale`; or `scales`, float32 [num_heads], one for each of
+  /// the heads, which a row holds one after the other.
   double scale = 1;
   std::optional<TensorView> scales;
   int64_t num_heads = 1;
-  /// Where the scales of each token and head are kept, float32, float16 or bfloat16, with
+  /// The buffer of scales of each token and head, float32, float16 or bfloat16, with
   /// row_elements = num_heads and slots as `buffer` has them. If rows are converted, their scales
   /// are computed, and neither of the two above may be given. Rows of the buffer's own dtype bring
   /// theirs: `scales`, of the dtype of scale_buffer, num_heads for each row in any shape.

@@ -11,12 +11,12 @@ namespace cpattn {
 constexpr int64_t kMaxShardSize = int64_t{1} << 15;
 constexpr int64_t kMaxRunLen = INT32_MAX;
 
-/// How a group of ranks divides what it holds together: runs of `run_len` consecutive indices go to
+/// The division of indices over a group of ranks: runs of `run_len` consecutive indices go to
 /// the ranks in turn. Index x is in run l = x / run_len; rank l % shard_size holds it, under the
 /// local index (l / shard_size) * run_len + x % run_len.
 ///
-/// In pools that are striped by pages an index is a slot of the group, run_len the page size, and
-/// the local index a row of the rank's own pool. In decode context parallelism an index is the
+/// An index of a pool that is striped by pages is a slot of the group, run_len the page size, and
+/// the local index a row of the rank's own pool. An index of decode context parallelism is the
 /// position of a token in its sequence, run_len the interleave, and the local index the position
 /// among the tokens of the sequence that the rank keeps.
 struct Interleave {
@@ -37,7 +37,7 @@ struct IndexArgument {
   std::span<const int64_t> values;
 };
 
-/// In the functions below indices are >= -1; -1 is padding, which no rank holds. Ranks are in
+/// Indices of the functions below are >= -1; -1 is padding, which no rank holds. Ranks are in
 /// [0, shard_size). Anything else throws std::invalid_argument. Results are as long as the indices.
 
 /// The rank of each index; -1 for padding.
@@ -50,7 +50,7 @@ void local_indices(
     const Interleave& interleave, const IndexArgument& indices, std::span<int64_t> local
 );
 
-/// Of a list of indices those that a rank holds, in the order of the list.
+/// The indices of a list that a rank holds, in the order of the list.
 struct LocalShare {
   std::vector<int64_t> positions;  // in the list, ascending
   std::vector<int64_t> local;      // the local index of each
@@ -67,7 +67,7 @@ void global_indices(
     std::span<int64_t> indices
 );
 
-/// How many of the indices 0, ..., len - 1 a rank holds, for each len; all are >= 0.
+/// Counts, for each len, the indices 0, ..., len - 1 that a rank holds; all lens are >= 0.
 void local_lens(
     const Interleave& interleave, const IndexArgument& lens, int64_t rank, std::span<int64_t> counts
 );

@@ -31,8 +31,8 @@ struct ShardScratch {
   bool operator==(const ShardScratch&) const = default;
 };
 
-/// What is read of a batch: request i has the slots req_to_token[req_pool_indices[i]], cached ones
-/// below prefix_lens[i], new ones below seq_lens[i]. Of each page its first slot is read.
+/// The slots of a batch: request i has those in req_to_token[req_pool_indices[i]], cached ones
+/// below prefix_lens[i], new ones below seq_lens[i]. Plans read the first slot of each page.
 struct ShardBatch {
   using Lens = std::span<const int64_t>;
 
@@ -42,8 +42,8 @@ struct ShardBatch {
   Lens seq_lens;                         // [bs] cached prefix + new tokens
 };
 
-/// Where the keys and values of a batch stand in the scratch, the same on every rank. Each rank
-/// sends `block_pages` of its pages; what all send, one rank after the other, is the prefix. A
+/// The places of the keys and values of a batch in the scratch, equal on every rank. Each rank
+/// sends `block_pages` of its pages; all that are sent, rank after rank, are the prefix. A
 /// value: equal to another of the same scratch and pages.
 struct ShardGatherPlan {
   using Ints = std::vector<int32_t>;
@@ -67,8 +67,7 @@ struct ShardGatherPlan {
 /// the reserved ones, a new page that occurs twice, and more pages than the scratch has.
 ShardGatherPlan plan_shard_gather(const ShardScratch& scratch, const ShardBatch& batch);
 
-/// The plan of the pages that another one has: as its fields are, so are the arguments. Throws
-/// std::invalid_argument where no plan has them.
+/// Makes a plan again from these fields of it. Throws std::invalid_argument if no plan has them.
 ShardGatherPlan restore_shard_gather(
     const ShardScratch& scratch,
     int64_t block_pages,
@@ -82,8 +81,8 @@ void translate_slots(
     const ShardGatherPlan& plan, std::span<const int64_t> slots, std::span<int64_t> rows
 );
 
-/// Of the slots that a batch writes those of a rank, with their rows in its pool; padding with slot
-/// 0 is row 0 of rank 0. Throws std::invalid_argument for slots outside the pool.
+/// The slots of `slots`, which a batch writes, that are on `rank`, with their rows in its pool;
+/// padding with slot 0 is row 0 of rank 0. Throws std::invalid_argument for slots outside the pool.
 LocalShare plan_shard_write(
     const ShardGatherPlan& plan, std::span<const int64_t> slots, int64_t rank
 );

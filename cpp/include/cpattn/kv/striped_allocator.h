@@ -10,7 +10,7 @@
 
 namespace cpattn {
 
-/// What an extension takes of free pages that somebody else has listed, a list for each class.
+/// The pages that an extension takes from the caller's lists of free pages, one for each class.
 struct StripedDraw {
   std::vector<int64_t> needs;  // [shard_size] pages from the front of each list
   // [new tokens] slots within these pages, those of class 0 first: token t is row rows[t] %
@@ -18,8 +18,8 @@ struct StripedDraw {
   std::vector<int64_t> rows;
 };
 
-/// Plans StripedAllocator::alloc_extend where classes have `free_pages` pages; arguments, results
-/// and errors are its, and `free_pages` are >= 0 and fit int32.
+/// Plans StripedAllocator::alloc_extend for classes with `free_pages` pages, which are >= 0 and fit
+/// int32. Arguments, results and errors are otherwise those of alloc_extend.
 std::optional<StripedDraw> plan_striped_draw(
     const Interleave& pages,
     std::span<const int64_t> free_pages,
@@ -34,7 +34,7 @@ struct StripedPages {
   std::vector<int64_t> counts;  // [shard_size] of each class
 };
 
-/// Splits what is freed. Throws std::invalid_argument for slots of reserved pages, the first
+/// Splits freed slots. Throws std::invalid_argument for slots of reserved pages, the first
 /// shard_size, and for slots at `end` or behind.
 StripedPages split_striped_pages(
     const Interleave& pages, std::span<const int64_t> slots, int64_t end

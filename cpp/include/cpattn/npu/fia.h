@@ -18,10 +18,10 @@ namespace fia {
 class Antiquant;
 }
 
-/// What int8 codes stand for, (code + offset) * scale, by the operator's modes: one number for each
-/// channel (0; one number for all, too), token (1), head (2), token and head (3), or these two of
-/// tokens by their place in blocks (4 and 5). Those of modes 0 and 2 are of the dtype of query, the
-/// others float32.
+/// Scales and offsets of int8 codes, which stand for (code + offset) * scale. The operator's modes
+/// have one number for each channel or one for all (0), for each token (1), head (2), token and
+/// head (3), and 4 and 5 are 1 and 3 with tokens by their place in blocks. Numbers of modes 0 and 2
+/// are of the dtype of query, others float32.
 struct FiaAntiquant {
   int64_t mode = 0;
   std::optional<TensorView> scale;

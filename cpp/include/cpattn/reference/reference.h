@@ -13,10 +13,10 @@
 /// float64, float32, float16 or bfloat16; results are float64.
 namespace cpattn::reference {
 
-/// What the numbers of a cache are multiplied with.
+/// The factors of the numbers of a cache.
 struct Scale {
   double number = 1;  // positive
-  /// In place of the number: [1] or [num_kv_heads], positive; or one for each token and head,
+  /// Replaces `number`: [1] or [num_kv_heads], positive; or one for each token and head,
   /// [num_pages, page_size, num_kv_heads], if hnd [num_pages, num_kv_heads, page_size], or
   /// [num_pages * page_size, num_kv_heads].
   std::optional<TensorView> numbers;

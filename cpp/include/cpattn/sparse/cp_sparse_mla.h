@@ -13,9 +13,9 @@ struct CpSparseMlaArguments {
   SparseMlaArguments attention;  // without `indices` and topk_length; rows of q as of indexer.q
 };
 
-/// What cp_indexer_topk selects for each of a rank's tokens, attended to by flash_mla_sparse_fwd:
-/// the bits of these two, and so of a single rank. Pad rows are never read by the indexer, and come
-/// out as rows without keys.
+/// Runs cp_indexer_topk, then flash_mla_sparse_fwd over the keys that it selects for each of a
+/// rank's tokens. Results have the bits of these two calls, and so of a single rank. The indexer
+/// never reads pad rows; they come out as rows without keys.
 ///
 /// Throws std::invalid_argument before anything is written: for what each of the two refuses, for
 /// another number of rows of q, and for a selected slot beyond kv.

@@ -13,7 +13,7 @@
 
 namespace cpattn {
 
-/// What the metadata of a sparse-attention (DSA) batch is built from. seq_lens are
+/// A sparse-attention (DSA) batch, from which its metadata is built. seq_lens are
 /// cached prefix + new tokens in every mode, draft tokens included. They are at least
 /// extend_lens, except in verify and draft batches, where the first rows may see nothing.
 struct DsaBatch {
@@ -72,7 +72,7 @@ struct DsaMetadata {
 /// that pass int32.
 DsaMetadata build_dsa_metadata(const DsaBatch& batch);
 
-/// What determines a DsaMetadata, so that it can be stored and made again.
+/// The numbers that determine a DsaMetadata: enough to store it and make it again.
 struct DsaMetadataState {
   using Lens = std::vector<int64_t>;
 

@@ -6,7 +6,7 @@
 
 #include "cpattn/base/tensor_view.h"
 
-/// What becomes of queries and keys before the indexer scores them. All functions throw
+/// Transforms queries and keys for the indexer, and stores its keys. All functions throw
 /// std::invalid_argument, before anything is written, for shapes, dtypes and slots that do not fit
 /// and for results that overlap an input.
 namespace cpattn {

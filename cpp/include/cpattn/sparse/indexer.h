@@ -73,7 +73,7 @@ std::vector<IndexerRow> flat_indexer_rows(
 /// outside [begin, end) and for queries without an IndexerRow.
 void indexer_logits(const IndexerArguments& arguments, const TensorView& logits);
 
-/// How many keys indexer_topk selects, and where it writes them.
+/// The number of keys that indexer_topk selects, and the tensors that it writes.
 struct IndexerTopk {
   int64_t topk = 0;                  // 1 to 2^20
   bool sorted = true;                // by score, descending; else by index

@@ -26,7 +26,7 @@ struct SparseMlaArguments {
   const char* function = "flash_mla_sparse_fwd";  // named in errors
 };
 
-/// For every token and head, over the rows of kv that its indices name:
+/// Computes, for every token and head, over the rows of kv that its indices name:
 ///   out = softmax_j(scale * q . k_j, and the sink) v_j,   v_j the start of k_j
 ///   lse = log sum_j exp(scale * q . k_j), max_logits = max_j scale * q . k_j
 /// both without the sink. An index below 0 or beyond the rows is no key, wherever it

@@ -11,7 +11,7 @@
 
 namespace cpattn {
 
-/// Where the tokens of sequences are stored: token p of row r of the table is in slot
+/// The slots of the tokens of sequences: token p of row r of the table is in slot
 ///   table[r, p / page_size] * page_size + p % page_size
 /// Entries that are read must be >= 0, and slots must fit int32.
 struct SlotTable {
@@ -45,7 +45,7 @@ constexpr int64_t kMaxTopk = int64_t{1} << 28;
 /// whatever their scores are, then -1.
 void fast_topk(const TopkArguments& arguments, const TensorView& indices);
 
-/// Where the sequence of each row is stored. The sequences are rows batch_idx_list of the
+/// The slots of the sequence of each row. The sequences are rows batch_idx_list of the
 /// table (default: all of them). Rows cu_seqlens_q[q] up to cu_seqlens_q[q + 1] have sequence q.
 /// cu_seqlens_q rises from 0 to B; without it every row has a sequence of its own.
 struct TopkSlots {

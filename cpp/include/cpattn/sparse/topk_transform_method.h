@@ -9,7 +9,7 @@
 
 namespace cpattn {
 
-/// What the indices of a top-k selection count: slots of the cache (paged), or rows of
+/// The unit of the indices of a top-k selection: slots of the cache (paged), or rows of
 /// the concatenated keys and values of a batch (ragged).
 enum class TopkTransformMethod : uint8_t { paged = 1, ragged };
 
