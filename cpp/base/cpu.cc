@@ -28,7 +28,7 @@ CpuidRegisters cpuid(uint32_t leaf, uint32_t subleaf) {
   return r;
 }
 
-/// Which register states the operating system saves (XCR0).
+/// The register states that the operating system saves (XCR0).
 uint64_t saved_states() {
   constexpr uint32_t kOsxsave = 1U << 27;
   if ((cpuid(1, 0).ecx & kOsxsave) == 0) return 0;

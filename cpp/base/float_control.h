@@ -8,11 +8,11 @@
 
 namespace cpattn {
 
-/// How the calling thread rounds and what it makes of subnormal numbers: the control bits of its
-/// floating-point unit.
+/// The control bits of the calling thread's floating-point unit: how it rounds and treats subnormal
+/// numbers.
 inline uint64_t float_control() {
 #if defined(__x86_64__)
-  constexpr unsigned kFlags = 0x3f;  // what has happened so far
+  constexpr unsigned kFlags = 0x3f;  // exceptions raised so far
   return _mm_getcsr() & ~kFlags;
 #elif defined(__aarch64__)
   uint64_t control;
@@ -31,7 +31,7 @@ inline void set_float_control([[maybe_unused]] uint64_t control) {
 #endif
 }
 
-/// While alive, this thread computes as another one that had these control bits.
+/// While alive, the calling thread has these control bits.
 class FloatControlScope {
  public:
   explicit FloatControlScope(uint64_t control) : before_(float_control()), control_(control) {

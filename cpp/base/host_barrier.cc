@@ -65,18 +65,18 @@ std::string ranks_text(const std::vector<int>& ranks) {
 
 }  // namespace
 
-/// Zeros are a rank that has not arrived yet.
+/// The page of a rank. All zeros: it has not arrived yet.
 struct HostBarrier::Page {
   alignas(64) std::atomic<uint64_t> arrivals;
   std::atomic<uint64_t> left_at;          // the first meeting that it did not complete; 0 for none
-  std::atomic<uint32_t> left_as_others;   // because of others, who are to be named for it
-  std::atomic<uint32_t> left_because_of;  // one of the group plus 1, where it is known; else 0
-  // Of the page of rank 0 alone, for all: a number that changes when a meeting is complete, and how
-  // many sleep on it.
+  std::atomic<uint32_t> left_as_others;   // 1: it left because others were lost; errors name those
+  std::atomic<uint32_t> left_because_of;  // the lost rank, its number in the group plus 1; 0: none
+  // Used on rank 0's page only: completions changes when a meeting is complete, and sleepers counts
+  // the ranks that sleep on it.
   alignas(64) std::atomic<uint32_t> completions;
   std::atomic<uint32_t> sleepers;
-  // Of the last two meetings: a rank that is at the next one already leaves those of this one to
-  // ranks that still read them, and nobody is two ahead.
+  // Terms of the last two meetings: a rank at the next one keeps those of this one, which others
+  // may still read. No rank is two meetings ahead.
   alignas(64) int64_t terms[2][kMaxTerms];
 
   static Page* map(int rank, int fd) {
@@ -249,8 +249,8 @@ std::vector<int64_t> HostBarrier::meet(
   return all;
 }
 
-/// Whether all have arrived before it is time to sleep. Where ranks share CPUs the one that is
-/// awaited may need this one.
+/// Whether all arrive before it is time to sleep. If ranks share CPUs, the awaited one may need
+/// this one's.
 bool HostBarrier::spin(uint64_t count) const {
   const int pauses = size() <= num_cpus_ ? 32 : 1;  // a microsecond or two, or one look
   const auto end = SteadyClock::now() + std::chrono::microseconds(spin_us());
@@ -273,7 +273,7 @@ void HostBarrier::wait(
     refuse_lost(call, count);
     first.sleepers.fetch_add(1);
     const uint32_t seen = first.completions.load();
-    // Who completes the meeting after this look sees that somebody sleeps, or changes `seen`.
+    // A rank that completes the meeting after this look sees the sleeper, or changes `seen`.
     const bool complete = all_have_arrived(count);
     if (!complete) futex_wait(first.completions, seen, kSlice);
     first.sleepers.fetch_sub(1);
@@ -292,8 +292,8 @@ void HostBarrier::wait(
   }
 }
 
-/// Throws if a rank has left this meeting, or has ended and will never arrive. Ranks that left as
-/// others were lost are not named before these, and not at all where they say which.
+/// Throws if a rank has left this meeting, or has ended and will never arrive. Names ended ranks;
+/// if there are none, the ranks that others left because of; else the ranks that left.
 void HostBarrier::refuse_lost(const std::string& call, uint64_t count) {
   const bool complete = all_have_arrived(count);
   std::vector<int> ended, left, missed;

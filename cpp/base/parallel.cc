@@ -96,8 +96,8 @@ class Job final : public StopToken {
     for (const TracePoint& since : waiting_) trace_wait(since);
   }
 
-  /// In a forked child: the threads that were at items are gone, with what they had begun and with
-  /// the mutex, if they held it.
+  /// Forgets the helpers, in a forked child: threads that were at items are gone, with what they
+  /// had begun and with the mutex, if they held it.
   void lose_helpers() {
     lost_ = running_ != 0;
     if (lost_) stop_.store(true, std::memory_order_relaxed);
@@ -242,7 +242,7 @@ class Pool {
     return started;
   }
 
-  /// How many of those asleep all open seats have use for, beside the workers that will look for
+  /// The number of sleeping workers that open seats need, beside the workers that will look for
   /// one by themselves.
   int needed_sleepers() const {
     int seats = -looking_;
