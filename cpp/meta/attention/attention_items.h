@@ -10,13 +10,13 @@ namespace cpattn {
 /// Packing K and V costs about as much as this many rows of arithmetic.
 constexpr int64_t kPackingRows = 12;
 
-/// What a mask and the window let tokens see.
+/// Counts of what a mask and the window let tokens see.
 struct ShownKeys {
-  int64_t pairs = 0;  // of a token and a key
-  int64_t keys = 0;   // that any of the tokens sees, in whole words of the mask
+  int64_t pairs = 0;  // (token, key) pairs
+  int64_t keys = 0;   // keys that any of the tokens sees, in whole words of the mask
 };
 
-/// Of tokens [first, first + count) of one of the segments of a batch with a mask, and keys
+/// Counts for tokens [first, first + count) of a segment of a batch with a mask, and keys
 /// [kv_begin, kv_end).
 ShownKeys shown_by_mask(
     const AttentionBatch& batch,

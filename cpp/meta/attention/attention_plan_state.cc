@@ -32,7 +32,7 @@ PageTable pages_of(const AttentionPlanState& state) {
   );
 }
 
-/// Where the rows of each segment lie, as pack_mask lays them out.
+/// Gives the bits the layout of pack_mask: the places of each segment's rows.
 MaskBits mask_of(const std::vector<uint8_t>& bits, const std::vector<AttentionSegment>& segments) {
   MaskBits mask;
   const int64_t size = std::ssize(bits);

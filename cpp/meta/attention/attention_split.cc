@@ -17,7 +17,7 @@ constexpr int64_t kRunElements = 1024;
 /// Runs that a batch should have. With fewer, each takes fewer heads, so that more threads have
 /// work.
 constexpr int64_t kWantedRuns = 16;
-/// The same where segments are not divided, so that all their parallelism is in these runs.
+/// Runs that a batch should have if segments are not divided, so that only runs are parallel.
 constexpr int64_t kWantedWholeRuns = 64;
 /// Parts that a batch should have: enough for many threads.
 constexpr int64_t kWantedParts = 256;

@@ -11,8 +11,8 @@
 
 namespace cpattn {
 
-// Both splits cut a sequence of base * num_blocks + rest tokens into blocks, of
-// which every rank owns `halves`; `before` counts the tokens in front of a block.
+// Both splits cut a sequence of base * num_blocks + rest tokens into blocks. Every rank
+// owns `halves` of them; `before` counts the tokens in front of a block.
 
 struct ZigzagSplit {
   static constexpr int32_t halves = 2;

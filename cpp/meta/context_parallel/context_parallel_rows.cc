@@ -63,7 +63,7 @@ std::vector<int32_t> rows_per_request(const ContextParallelMetadata& metadata) {
       "rows_per_request: strategy must be 'interleave', got '", cp_strategy_name(metadata.strategy),
       "'"
   );
-  // Of the tokens [0, end), ceil((end - rank) / size) belong to the rank.
+  // The rank owns ceil((end - rank) / size) of the tokens [0, end).
   const int64_t size = metadata.cp_size;
   const auto owned = [&](int64_t end) { return (end + size - 1 - metadata.cp_rank) / size; };
   std::vector<int32_t> rows(metadata.bs);

@@ -97,7 +97,7 @@ void global_indices(
   assert(indices.size() == local.values.size());
   check_rank(interleave, local.function, rank);
   const auto [shard_size, run_len] = interleave;
-  // Of the runs whose indices all fit int64, every shard_size-th is the rank's.
+  // The rank has every shard_size-th of the runs whose indices all fit int64.
   const int64_t last_run = (INT64_MAX - run_len + 1) / run_len;
   const int64_t last = (last_run - rank) / shard_size * run_len + (run_len - 1);
   for (std::size_t i = 0; i < indices.size(); ++i) {
