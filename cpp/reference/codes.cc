@@ -7,7 +7,7 @@
 namespace cpattn::reference {
 namespace {
 
-/// What a code stands for that is neither infinite nor NaN.
+/// The number of a code that is neither infinite nor NaN.
 double finite(uint8_t code, int mantissa_bits, int bias) {
   const int mantissa = code & ((1 << mantissa_bits) - 1);
   const int exponent = (code & 127) >> mantissa_bits;

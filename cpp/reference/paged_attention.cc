@@ -15,7 +15,7 @@ namespace {
 constexpr const char* kName = "reference.paged_attention: ";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-/// What the keys and values of a cache are multiplied with, as strides of page, slot and head.
+/// The factors of the keys or values of a cache, by strides of page, slot and head.
 class Factors {
  public:
   Factors(

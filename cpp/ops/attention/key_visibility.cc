@@ -8,8 +8,7 @@
 namespace cpattn {
 namespace {
 
-/// Where the values of each sequence begin, if every sequence begins at a multiple of `granule`
-/// values.
+/// The place of each sequence's first value in a mask; each is a multiple of the granule.
 struct MaskLayout {
   std::vector<int64_t> starts;
   int64_t size = 0;        // in granules

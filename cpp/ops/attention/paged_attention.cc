@@ -215,13 +215,13 @@ int64_t useful_flops(const AttentionBatch& batch, const AttentionItem& item) {
   return 2 * visible_pairs(batch, item) * (batch.shape.head_dim + batch.shape.v_head_dim);
 }
 
-/// Where the first row of an item is in a tensor [rows, heads, ...].
+/// The address of the first row of an item in a tensor [rows, heads, ...].
 void* first_row(const AttentionPlan& plan, const AttentionItem& item, const TensorView& tensor) {
   const int64_t row = plan.batch.segments[item.segment].q_begin + item.first_token;
   return element_address(tensor, row * tensor.strides[0] + item.first_head * tensor.strides[1]);
 }
 
-/// Adds to a tile what not every call has: rope, mask and lse.
+/// Adds the optional parts of a call to a tile: rope, mask and lse.
 void add_options(
     const AttentionPlan& plan,
     const AttentionItem& item,

@@ -24,7 +24,7 @@ int64_t heads_per_item(int64_t num_tokens, int64_t num_heads, int num_threads) {
   return parts == 1 ? heads : (heads + kMinHeads - 1) / kMinHeads * kMinHeads;
 }
 
-/// Where a head of a token begins in a [B, S, heads, dim] tensor.
+/// The address of a head of a token in a [B, S, heads, dim] tensor.
 void* row_address(const TensorView& tensor, int64_t token, int64_t head) {
   const int64_t offset = token / tensor.shape[1] * tensor.strides[0] +
                          token % tensor.shape[1] * tensor.strides[1] + head * tensor.strides[2];

@@ -35,7 +35,7 @@ struct SelectedAttention {
   double scale = 1;              // multiplies q . k, > 0
   const float* sinks = nullptr;  // null, or one more logit per head
 
-  /// As in AttentionTile: how rows of k that are stored in another form are read.
+  /// Expands rows of k that are stored in another form, as in AttentionTile.
   void (*expand)(const void* row, void* elements) = nullptr;
   int64_t stored_bytes = 0;
 

@@ -15,7 +15,7 @@ class SplitResults {
  public:
   explicit SplitResults(const AttentionPlan& plan);
 
-  /// Where the part leaves its results; null for an item that is whole.
+  /// The memory for the results of a part; null for an item that is whole.
   float* results_of(const AttentionItem& item) const;
 
   /// Notes that an item is done. Returns the results of all parts of its split if it was the

@@ -8,7 +8,7 @@ namespace cpattn {
 
 namespace {
 
-/// Both tables of an instruction set.
+/// The two tables of an instruction set.
 struct Tables {
   const kernels::KernelTable& attention;
   const kernels::SparseKernelTable& sparse;

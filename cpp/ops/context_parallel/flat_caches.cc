@@ -63,8 +63,8 @@ class FlatCache {
   }
 
  private:
-  /// Of a view into a larger cache, such as some of its heads: no two of its axes are joined, but
-  /// for those of pages and their tokens.
+  /// Reads the strides of a view into a larger cache, such as some of its heads. Of its axes only
+  /// those of pages and their tokens may be joined.
   void set_strides(int64_t dim, PagedCache& paged) const {
     const int heads = cache_.rank - 2;  // this axis, with that of dim behind it
     const bool apart =
@@ -81,8 +81,8 @@ class FlatCache {
         cache_.rank == 4 ? cache_.strides[0] : arguments_.page_size * paged.row_stride;
   }
 
-  /// Throws where the axes contradict [num_pages, page_size, num_kv_heads, dim]: each must be one
-  /// of those, or several of them in one.
+  /// Throws if the axes contradict [num_pages, page_size, num_kv_heads, dim]: each must be one of
+  /// those, or several of them joined.
   void check_axes(int64_t dim) const {
     const int64_t token = arguments_.num_kv_heads * dim;
     const int64_t page = arguments_.page_size * token;

@@ -12,7 +12,7 @@
 namespace cpattn::fia {
 namespace {
 
-/// What numbers there is one of; the values of key_antiquant_mode.
+/// The unit that has one number, by the values of key_antiquant_mode.
 enum AntiquantMode { kChannel, kToken, kHead, kTokenOfHead, kSlot, kSlotOfHead };
 
 /// One of the arguments: its tensor, under the name that errors give it.

@@ -12,8 +12,8 @@
 
 namespace cpattn::fia {
 
-/// Checks which arguments of antiquant are given together, and that they are exactly if key and
-/// value are codes of int8.
+/// Checks which arguments of antiquant are given together, and that they are given if and only if
+/// key and value are codes of int8.
 void check_antiquant(const FiaArguments& arguments, const Layout& layout);
 
 /// Scales or offsets of key or value.
@@ -33,17 +33,17 @@ struct AntiquantNumbers {
   }
 };
 
-/// What int8 codes of key or value stand for: (code + offset) * scale.
+/// Int8 codes of key or value, which stand for (code + offset) * scale.
 struct AntiquantCache {
   PagedCache codes;
   AntiquantNumbers scale;
   std::optional<AntiquantNumbers> offset;
 };
 
-/// How codes become numbers. Where one factor of each head or token says all, attention reads the
+/// Turns codes into numbers. If one factor for each head or token suffices, attention reads the
 /// codes as they are. Otherwise (factors of channels, offsets, or factors of the tokens of a
 /// sequence whose codes are in blocks) the keys and values of one sequence after the other are
-/// written out in the dtype of query, which is the meaning of the operator.
+/// written out in the dtype of query, as the operator is defined.
 class Antiquant {
  public:
   Antiquant(
@@ -54,7 +54,7 @@ class Antiquant {
       const PagedCache& value
   );
 
-  /// Sets the scales in `arguments` and returns true, if they say all.
+  /// Sets the scales in `arguments` and returns true, if they suffice.
   bool set_scales(AttentionArguments& arguments) const;
 
   /// Keys and values of one sequence as a page of their own, which `memory` holds.

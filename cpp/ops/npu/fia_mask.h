@@ -10,9 +10,9 @@
 
 namespace cpattn::fia {
 
-/// Which keys a query sees beside the mask: [p - left, p + right] around its
-/// position p, the first query standing at 0, or where the last one meets the
-/// last key; moved by `shift`, so that neither bound is negative.
+/// The keys that a query sees beside the mask: [p - left, p + right] around its position p.
+/// The first query stands at 0; if right_down, the last one at the last key. Positions are moved
+/// by `shift`, so that neither bound is negative.
 struct Band {
   int64_t left = kUnboundedKeys, right = kUnboundedKeys, shift = 0;
   bool right_down = false;

@@ -9,7 +9,7 @@
 
 namespace cpattn::fia {
 
-/// Where the sequences of the batch begin, and how long they are.
+/// The beginnings and lengths of the sequences of the batch.
 struct Sequences {
   std::vector<int64_t> q_begins, q_lens, kv_begins, kv_lens;
   int64_t max_kv_len = 0;  // S2; with blocks the longest of kv_lens
@@ -26,7 +26,7 @@ Sequences read_sequences(
     const PagedCache& key
 );
 
-/// Where the keys of each sequence are: the checked block_table, or one page each.
+/// The pages of the keys of each sequence: the checked block_table, or one page each.
 PageTable read_pages(
     const FiaArguments& arguments,
     const Layout& layout,

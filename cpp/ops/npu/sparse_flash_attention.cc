@@ -100,7 +100,7 @@ SelectedAttention read_tensors(const SparseFlashArguments& arguments) {
   return attention;
 }
 
-/// Which keys the queries of a batch name.
+/// The keys that the queries of a batch name.
 class Selection {
  public:
   explicit Selection(const SparseFlashArguments& arguments)

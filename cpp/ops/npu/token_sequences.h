@@ -27,7 +27,7 @@ void check_window(
     const char* function, int64_t sparse_mode, int64_t pre_tokens, int64_t next_tokens
 );
 
-/// Where sequences begin in a row of tokens, and how long they are.
+/// The beginnings of sequences in a row of tokens, and their lengths.
 struct TokenSequences {
   std::vector<int64_t> begins, lens;
   int64_t size() const { return static_cast<int64_t>(lens.size()); }
