@@ -21,7 +21,7 @@ void set_raising(py::handle type, const char* method, const std::string& message
 
 void close_class(py::handle type) {
   const py::object own = type.attr("__dict__");
-  // That of a class without py::init is the one that pybind11 has for all, in a slot.
+  // A class without py::init has the one that pybind11 gives all classes, in a slot.
   if (Py_TYPE(py::object(own["__init__"]).ptr()) == &PyWrapperDescr_Type) {
     set_raising(type, "__new__", name_of(type) + " has no constructor; functions make its objects");
   }

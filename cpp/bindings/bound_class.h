@@ -22,12 +22,11 @@ namespace cpattn::bindings {
 /// - pickle and copy of objects without a __reduce__ of their own: protocols 0 and 1 crash.
 void close_classes(const pybind11::module_& module);
 
-/// For a class of values that nothing can change: a copy of one is the object itself.
+/// Makes copies of a class's objects the object itself, for values that nothing can change.
 void copy_by_reference(pybind11::handle type);
 
-/// Adds a method _state to values, which returns a tuple of so many fields, and to the module a
-/// function `restore_name`, which makes an equal value of it. Whatever is wrong with a state is
-/// ValueError.
+/// Adds to values a method _state, which returns a tuple of num_fields fields, and to the module a
+/// function `restore_name`, which makes an equal value of it. A wrong state is a ValueError.
 template <class Value>
 void define_state(
     pybind11::module_& module,

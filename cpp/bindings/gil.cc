@@ -54,7 +54,7 @@ Computation::Computation() : interrupts_(on_main_thread() ? &python_signal_pendi
 void remember_main_thread() {
   main_thread =
       py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
-  // In the child of a fork it is the one that forked.
+  // The main thread of a forked child is the one that forked.
   pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });
 }
 

@@ -7,7 +7,7 @@
 
 namespace cpattn::bindings {
 
-/// The GIL is free while it lives.
+/// Releases the GIL while it lives.
 ///
 /// A daemon thread may want the GIL back when the interpreter has begun to end. CPython then ends
 /// the thread (before 3.14) by unwinding its stack, which no destructor allows: the process would
@@ -23,7 +23,7 @@ class GilRelease {
   PyThreadState* state_;
 };
 
-/// For the length of a computation: the GIL is free and, on Python's main thread, Ctrl-C ends it.
+/// Releases the GIL for a computation, which Ctrl-C ends if it is on Python's main thread.
 /// Construct it after the arguments have been converted.
 class Computation {
  public:

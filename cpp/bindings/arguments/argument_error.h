@@ -10,7 +10,7 @@
 
 namespace cpattn::bindings {
 
-/// What a message about an argument begins with, "paged_attention: q". It costs nothing until it
+/// The beginning of a message about an argument, "paged_attention: q". It costs nothing until it
 /// is printed.
 struct ArgumentName {
   ArgumentName(const char* of_function, const char* of_argument)
@@ -31,8 +31,8 @@ template <class... Parts>
   throw pybind11::type_error(concat(parts...));
 }
 
-/// TypeError(message), caused by the error that Python code of an argument has raised. What is no
-/// Exception, such as KeyboardInterrupt, goes on as it is, and so does a lack of memory.
+/// Raises TypeError(message), caused by the error that Python code of an argument has raised. A
+/// MemoryError, and errors that are no Exception, such as KeyboardInterrupt, go on as they are.
 [[noreturn]] void refuse_for_python_error(const std::string& message);
 
 }  // namespace cpattn::bindings

@@ -21,7 +21,7 @@ std::vector<int64_t> index_list(pybind11::handle object, const ArgumentName& nam
 std::optional<std::vector<int64_t>> optional_index_list(
     pybind11::handle object, const ArgumentName& name
 );
-/// How many values index_list would read, whatever they are.
+/// The number of values that index_list would read, whatever they are.
 int64_t index_count(pybind11::handle object, const ArgumentName& name);
 
 /// A two-dimensional index array, or a list of lists. Rows of a list may differ

@@ -87,7 +87,7 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
-/// What the exchange table passes silently though the numbers would be wrong.
+/// Refuses tensors that the exchange table passes silently though their numbers would be wrong.
 void check_torch_state(py::handle object, const ArgumentName& name) {
   static PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
@@ -120,7 +120,7 @@ void check_rank(const ArgumentName& name, int64_t rank) {
   );
 }
 
-/// For memory that somebody else describes: the extents exist and nothing leaves the address space.
+/// Whether a description of memory from outside has extents and stays within the address space.
 bool is_plausible(const dlpack::Tensor& tensor, int64_t element_bytes) {
   if (tensor.ndim < 0 || (tensor.ndim > 0 && tensor.shape == nullptr)) return false;
   int64_t span = 1;

@@ -76,7 +76,7 @@ class SequenceBatchArguments {
   std::optional<TensorArgument> custom_mask_, packed_custom_mask_;
 };
 
-/// How a cache is stored, as callers say it.
+/// The arguments that say how a cache is stored.
 struct KVFormatArguments {
   py::handle k_scale, v_scale, kv_dtype;
 };

@@ -71,7 +71,7 @@ int64_t count(py::handle values, const py::str& function, const py::str& argumen
 
 }  // namespace
 
-/// For functions in Python that touch an argument before they pass it on.
+/// Registers readers for functions in Python that touch an argument before they pass it on.
 void register_arguments(py::module_& module) {
   const auto def = [&module](const char* name, auto* read, const char* doc) {
     module.def(name, read, "value"_a, "function"_a, "argument"_a, doc);

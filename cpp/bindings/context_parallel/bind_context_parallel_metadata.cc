@@ -277,7 +277,7 @@ void add_fields(py::class_<Metadata>& type) {
   );
 }
 
-/// What is computed on each access: arrays and lists over rows and sequences.
+/// Adds the properties that are computed on each access: arrays and lists over rows and sequences.
 void add_rows(py::class_<Metadata>& type) {
   type.def_property_readonly(
       "local_q_indices",

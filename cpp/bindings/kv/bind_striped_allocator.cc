@@ -46,7 +46,7 @@ class BasesArgument {
   }
   std::vector<std::optional<int64_t>>& operator*() { return bases_; }
 
-  /// To be called before anything is done: code of arguments may have changed the list.
+  /// Must be called before any change of state: code of arguments may have changed the list.
   void check_length() const {
     check(
         PyList_GET_SIZE(list_.ptr()) == static_cast<Py_ssize_t>(bases_.size()), name_,
@@ -100,7 +100,7 @@ void free_slots(StripedAllocator& self, py::handle slots) {
   self.free(read.ints(slots, "slots"));
 }
 
-/// Of an engine that has its free pages in tensors: (pages of each class, rows), or None.
+/// Plans for an engine that has its free pages in tensors: (pages of each class, rows), or None.
 py::object plan_draw(
     const Interleave& pages,
     py::handle free_pages,

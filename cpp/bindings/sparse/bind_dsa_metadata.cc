@@ -161,7 +161,7 @@ Metadata restore(const py::tuple& fields) {
   });
 }
 
-/// As in register_context_parallel, the GIL stays held.
+/// Keeps the GIL, as functions of register_context_parallel do.
 Metadata build(
     py::handle extend_lens,
     py::handle seq_lens,
