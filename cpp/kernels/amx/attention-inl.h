@@ -8,9 +8,9 @@
 //
 // Fewer rows have a loop of their own (few_rows-inl.h), whose results have the same bits.
 //
-// As in attention/attention-inl.h everything happens at fixed positions of the sequence,
-// blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on
-// which rows it is computed with.
+// Blocks of kAmxBlockKeys keys, in chunks of 32, begin at fixed positions of the sequence, as in
+// attention/attention-inl.h, so that a row's bits do not depend on which rows it is
+// computed with.
 #include "kernels/amx/rows-inl.h"
 #include "kernels/amx/scores-inl.h"
 

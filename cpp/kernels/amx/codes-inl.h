@@ -28,7 +28,7 @@ constexpr float float8_number(int code, int fraction_bits, int bias) {
   return number;
 }
 
-/// What codes of a type stand for, as bfloat16, and from where on they stand for no finite number.
+/// The numbers of a type's codes, as bfloat16, and kNotFinite, the first code without a finite one.
 template <class Code>
 constexpr uint16_t code_bits(int code);
 template <>
@@ -111,8 +111,8 @@ bool pack_code_rows(
     const char* const* rows, int dim, int first, int depth, Bfloat16* tiles, Each each
 ) {
   const CodeExpander<Code> expander;
-  // Of 64 codes, in every eight bytes, those that unpack takes for the first half of a row of two
-  // tiles, and those for the second.
+  // The order of 64 codes in which unpack takes, of every sixteen, the first eight for a row of the
+  // first tile, and the others for one of the second.
   alignas(64) constexpr auto kOrder = [] {
     struct {
       uint8_t bytes[64];

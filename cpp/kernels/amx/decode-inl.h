@@ -17,7 +17,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Where sixteen rows of keys or values are, which become tiles of 32 dimensions each.
+/// The memory of sixteen rows of keys or values, which become tiles of 32 dimensions each.
 struct TileSource {
   const void* rows;
   int64_t row_bytes;
@@ -66,7 +66,7 @@ class AmxDecode {
       next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
       take_head(rows.head());
       if (head_ == 0) {
-        // Between two turns no tile holds anything.
+        // No tile holds anything between two turns.
         if (tile_.should_stop(tile_.stop_context)) return false;
         tiles_.configure();
       }
@@ -128,7 +128,7 @@ class AmxDecode {
     next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin_ - first)));
   }
 
-  /// The rows of the head against the keys of a turn.
+  /// Attends from the rows of the head to the keys of a turn.
   void attend(const SourceRows<T>& rows) {
     if (has_factors(tile_.k_row_factors)) rows.read_row_factors(tile_.k_row_factors, k_factors_);
     if (has_factors(tile_.v_row_factors)) rows.read_row_factors(tile_.v_row_factors, v_factors_);
@@ -142,7 +142,7 @@ class AmxDecode {
     next_->fetch(kTileDepth / 4);
     TileSource values[2];
     values[0] = rows_of(rows, rows.v, tile_.v.row_stride, 0, v_dim_, work_.values);
-    // Behind the last key nothing has a weight.
+    // Nothing behind the last key has a weight.
     values[1] = rows.count() <= kTileRows ? values[0]
                                           : rows_of(
                                                 rows, rows.v, tile_.v.row_stride, kTileRows, v_dim_,
@@ -188,7 +188,7 @@ class AmxDecode {
     }
   }
 
-  /// The scores of a turn, keys being rows.
+  /// Computes the scores of a turn, keys being rows.
   void multiply_keys(const SourceRows<T>& rows) {
     clear_tile<0>();
     clear_tile<1>();
@@ -297,7 +297,7 @@ class AmxDecode {
         const int64_t place = int64_t{head} * kMaxRows + row;
         Vector sum = splat(work_.states.sums[place]);
         const float* output = work_.output + int64_t{head} * kMaxRows * v_dim_ + row * kLanes;
-        // What is not finite times zero is NaN.
+        // Zero times an infinity or NaN is NaN.
         Vector zeros = mul(sum, splat(0.0F));
         for (int d = 0; d < v_dim_ / 16; ++d) {
           zeros = fma(load(output + d * kTileFloats), splat(0.0F), zeros);
@@ -318,7 +318,7 @@ class AmxDecode {
     finish_row<T>(tile_, int64_t{head_} * rows_ + row, state, columns);
   }
 
-  /// Even and odd dimensions in their order.
+  /// Puts even and odd dimensions in their order.
   static void interleave(Vector even, Vector odd, float* out) {
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));

@@ -18,7 +18,7 @@ struct FewRowsValues {
   PendingSums& pending;
   int column_tiles;  // tiles of a row of V
 
-  /// Adds P V of a chunk, and the sums of its rows, to those of the block: of sixteen rows, whose
+  /// Adds P V of a chunk, and the sums of its rows, to those of the block. For sixteen rows, whose
   /// sums are few enough to stay in the L1.
   void add_chunk(const SoftmaxGroup<T>& group, int chunk, bool first) const {
     const Bfloat16* p = group.probabilities_of(0, chunk);
@@ -44,7 +44,7 @@ struct FewRowsValues {
     }
   }
 
-  /// The same for all chunks of the block, from zero on.
+  /// Packs and adds all chunks of the block again, from zero on.
   [[gnu::noinline]] void add_chunks_again(
       const SoftmaxGroup<T>& group, const SourceRows<T>& rows, int first_chunk, int end_chunk
   ) const {

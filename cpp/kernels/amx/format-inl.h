@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// How elements become bfloat16, the only operands that tiles multiply. Needs
+// Turns elements into bfloat16, the only operands that tiles multiply. Needs
 // vector/avx512-inl.h included first.
 //
 // bfloat16 goes in as it is. float16 has 11 significant bits, bfloat16 8: it is
@@ -34,7 +34,7 @@ struct TileFormat<Bfloat16> {
     parts[0] = _mm512_packus_epi32(exp2(x), exp2(y));
   }
 
-  /// Which word of a row of probabilities belongs to one of its 32 keys: vpackusdw works
+  /// The word of a row of probabilities that belongs to one of its 32 keys: vpackusdw works
   /// within quarters of a register.
   static int word_of(int key) { return key % 16 / 4 * 8 + key / 16 * 4 + key % 4; }
 

@@ -9,7 +9,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// How rows of T become operands of the tiles. load() returns the kElements elements
+/// The way of rows of T into operands of the tiles. load() returns the kElements elements
 /// from `from` on, with zeros behind the n that are there.
 template <class T>
 struct IndexerFormat;

@@ -31,8 +31,8 @@ constexpr int kAmxChunks = kAmxBlockKeys<T> / kTileDepth;
 /// Keys packed at a time, at most.
 constexpr int kMaxPackedKeys = 1024;
 
-/// How keys stand in products: as columns of the right-hand side, or, where queries are, as rows of
-/// the left-hand one.
+/// The side of products on which keys stand: the right one, as columns, or the left one, as rows
+/// in the place of queries.
 enum class KeySide { kRight, kLeft };
 
 /// The roles of tiles. Sums are in tiles 0 to 3, and stay there from one product to the next.

@@ -306,7 +306,7 @@ inline void add_product(
   end.template operator()<3>();
 }
 
-/// What peak_flops() is for engines, for tiles: `rounds` of four products. The operands
+/// Does for tiles what peak_flops() does for engines: `rounds` of four products. The operands
 /// are random, because on zeros the processor clocks higher than on any data.
 inline int64_t tile_peak_flops(int64_t rounds) {
   const TileScope tiles;

@@ -22,7 +22,7 @@ class TileRows {
   TileRows(const AttentionTile& tile, const TileBuffers<T>& work, int depth, ValueOrder order)
       : tile_(tile), work_(work), depth_(depth), order_(order) {}
 
-  /// All chunks of the rows, keys on the right.
+  /// Packs all chunks of the rows, keys on the right.
   void pack(const SourceRows<T>& rows) {
     begin(rows);
     for (int key = 0; key < rows.count(); key += kTileDepth) {
@@ -109,12 +109,12 @@ class TileRows {
     const int64_t block = chunk / kChunks * kChunks;
     return work_.values + (block * columns + chunk % kChunks) * kParts * kTileElements;
   }
-  /// From one column tile to the next.
+  /// The distance from one column tile to the next.
   int64_t column_stride() const {
     const int tiles = order_ == ValueOrder::kColumns ? kAmxChunks<T> : 1;
     return int64_t{tiles} * kParts * kTileElements;
   }
-  /// From one chunk of a block to the next.
+  /// The distance from one chunk of a block to the next.
   int64_t chunk_stride() const {
     const int tiles = order_ == ValueOrder::kChunks ? tile_.v_head_dim / 16 : 1;
     return int64_t{tiles} * kParts * kTileElements;
@@ -179,7 +179,7 @@ class TileRows {
     }
   }
 
-  /// Rows of codes as numbers; lists where they are.
+  /// Expands rows of codes to numbers, and lists their addresses.
   void expand(
       const char* const* rows, int n, int dim, const float* factors, const char** expanded
   ) const {
@@ -189,7 +189,7 @@ class TileRows {
     }
   }
 
-  /// Rows that are stored in another form, whose first dimensions are their values.
+  /// Expands rows that are stored in another form, whose first dimensions are their values.
   void expand_rows(const char* const* rows, int n, const char** expanded) const {
     for (int i = 0; i < n; ++i) {
       T* row = work_.expanded + int64_t{i} * tile_.nope_dim;
@@ -211,7 +211,7 @@ class TileRows {
     pack_tile_rows<T>(all, dim, first, depth_, tiles, magnitude_, each);
   }
 
-  /// The rope parts of n keys from `key` on.
+  /// Packs the rope parts of n keys from `key` on.
   template <KeySide kSide>
   void place_ropes(const SourceRows<T>& rows, int key, int n, Bfloat16* tiles) {
     const char* expanded[kTileDepth];

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the attention loop on AMX tiles works on: its buffers, the steps of a
-// block, and the vector work that is handed out in slices between products.
+// Data of the attention loop on AMX tiles: its buffers, the steps of a block,
+// and the vector work that is handed out in slices between products.
 #include "kernels/amx/products-inl.h"
 #include "kernels/amx/softmax-inl.h"
 #include "kernels/attention/attention-inl.h"
@@ -25,12 +25,12 @@ int64_t packed_keys(int depth, int v_head_dim) {
 
 /// 32 rows of a group against 32 keys of a block.
 struct Step {
-  int row;          // the first; a multiple of 32
-  int count;        // of rows
-  int chunk;        // which of the packed keys
-  int first_chunk;  // that the group sees of the block
+  int row;          // the first row; a multiple of 32
+  int count;        // rows
+  int chunk;        // index of the 32 keys among the packed ones
+  int first_chunk;  // the first chunk of the block that the group sees
   int end_chunk;    // one past the last
-  bool last;        // of the group in the block
+  bool last;        // the last step of the group in the block
 
   bool first() const { return chunk == first_chunk && row % kGroupRows == 0; }
 };
@@ -90,7 +90,7 @@ class StepRows {
 
   int count() const { return end_ - row_; }
 
-  /// kRows is 1, 2 or 4; rows that fill up the last few may hold anything.
+  /// Takes the next kRows rows: 1, 2 or 4. Rows that fill up the last few may hold anything.
   template <int kRows>
   [[gnu::always_inline]] void take() {
     if (row_ >= end_) return;
@@ -204,7 +204,7 @@ class SourceRows {
  public:
   explicit SourceRows(const AttentionTile& tile) : tile_(tile) {}
 
-  /// Keys [first, first + n) of a head. The first `hidden` of them no token sees: they may
+  /// Locates keys [first, first + n) of a head. No token sees the first `hidden` of them: they may
   /// hold anything, NaN too, so a visible one stands in for them.
   void locate(int head, int64_t first, int n, int hidden) {
     head_ = head;
@@ -228,7 +228,7 @@ class SourceRows {
   int count() const { return count_; }
   int hidden() const { return hidden_; }
 
-  /// Reads what the rows of these keys are multiplied with.
+  /// Reads the factors of the rows of these keys.
   void read_row_factors(const RowFactors& source, float* factors) const {
     read_factors(tile_, source, head_, first_, count_, hidden_, factors);
   }
@@ -257,7 +257,7 @@ class SourceRows {
   int fetched_ = 0;
 };
 
-/// Where keys and values become tiles.
+/// Buffers in which keys and values become tiles.
 template <class T>
 struct TileBuffers {
   Bfloat16* keys;    // [keys / 16][part][depth / 32][16][16][2]
@@ -284,7 +284,7 @@ inline void fill_ones(Bfloat16* tile) {
   }
 }
 
-/// What is known of rows on their way through the keys.
+/// The softmax states of rows on their way through the keys.
 template <class T>
 struct RowStates {
   static constexpr bool kSumsByProducts = TileFormat<T>::kSumsByProducts;
@@ -308,14 +308,14 @@ struct RowStates {
     carver.take(maxima, rows * kLanes);
   }
 
-  /// Those from `row` on.
+  /// The states from `row` on.
   RowStates from(int64_t row) const {
     return {
         sums + row, exact_sums + row * kLanes, references + row, biases + row, maxima + row * kLanes
     };
   }
 
-  /// n rows have seen nothing yet.
+  /// Sets n rows to the state of having seen no key.
   void clear(const AttentionTile& tile, int64_t n) const {
     __builtin_memset(sums, 0, sizeof(float) * n);
     __builtin_memset(exact_sums, 0, sizeof(float) * n * kLanes);
@@ -326,7 +326,7 @@ struct RowStates {
     }
   }
 
-  /// Of a row that has seen all its keys; `factor` is SoftmaxGroup's.
+  /// The state of a row that has seen all its keys; `factor` is SoftmaxGroup's.
   RowState finished(const AttentionTile& tile, int64_t row, float factor) const {
     const float exact_sum = reduce_add(load(exact_sums + row * kLanes));
     RowState state = {

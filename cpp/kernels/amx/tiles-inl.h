@@ -12,8 +12,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Tiles exist, all zero, while one of these lives; the thread's tile state is
-/// released after it, so that other AMX code configures its own.
+/// Configures the tiles, all zero, for its lifetime. Then it releases the thread's tile
+/// state, so that other AMX code configures its own.
 class TileScope {
  public:
   TileScope() { configure(); }
@@ -41,7 +41,7 @@ inline void load_tile(const void* from) {
                    : "memory");
 }
 
-/// The same of rows that are `row_bytes` apart.
+/// Loads a tile from rows that are `row_bytes` apart.
 template <int kTile>
 inline void load_tile_rows(const void* from, int64_t row_bytes) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2"

@@ -155,8 +155,8 @@ class AttentionLoop {
     }
   }
 
-  /// Where Q is as the engine takes it: in the caller's memory, if rows are at equal
-  /// distances there.
+  /// Finds Q in the form that the engine takes: in the caller's memory, if rows are at equal
+  /// distances there, or packed.
   void prepare_queries() {
     constexpr int kTokensAhead = 8;
     if constexpr (Engine::template kTakesQueries<T>) {

@@ -49,7 +49,7 @@ enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWri
 /// that the mask alone hides may be read; they do not count. p may lie outside [0, kv_len); a row
 /// that sees no key gets zeros and LSE -inf.
 ///
-/// Where `partial` is not null the keys [kv_begin, kv_len) are one part of what the rows
+/// If `partial` is not null, the keys [kv_begin, kv_len) are one part of what the rows
 /// see: the kernel leaves out and lse alone, and writes what merge() needs to `partial`, in the
 /// order (KV head, token, head of the group): v_head_dim unnormalised outputs of
 /// every row, then kPartialState floats of every row.
@@ -71,9 +71,9 @@ struct AttentionTile {
       const char* const* rows, int n, int dim, const float* factors, void* elements
   ) = nullptr;
   CodeType code_type = kFloat8E4M3;
-  /// What rows of K and V are multiplied with. Of codes only.
+  /// Factors of rows of K and V, if these are codes.
   RowFactors k_row_factors{}, v_row_factors{};
-  /// Null, or what K and V of each of num_kv_heads heads are multiplied with.
+  /// Null, or factors of K and V for each of num_kv_heads heads.
   const float *k_head_factors = nullptr, *v_head_factors = nullptr;
 
   int32_t nope_dim;    // of q and k, beside rope_dim; a multiple of 16
@@ -105,13 +105,13 @@ struct AttentionTile {
   float* max_logits = nullptr;  // null, or the largest score of each row, placed as its lse
   float* partial = nullptr;     // null: the rows see no other keys
 
-  /// Polled between blocks of keys. It may run any code on this thread, kernels among it:
-  /// no register keeps what it holds, tiles least of all.
+  /// Polled between blocks of keys. It may run any code on this thread, even kernels, which
+  /// overwrite vector and tile registers.
   bool (*should_stop)(void* context);
   void* stop_context;
 
-  /// Null when nobody traces, else told: from now on this thread is in `scope`,
-  /// which will do `flops` floating-point operations (0: not counted).
+  /// Null, or a tracer's function: from now on this thread is in `scope`, which
+  /// will do `flops` floating-point operations (0: not counted).
   void (*mark)(void* context, int32_t scope, int64_t flops);
   void* mark_context;
 };
@@ -128,19 +128,18 @@ struct AttentionKernel {
   /// Scratch that run() needs for a tile of these dimensions, tokens and heads.
   int64_t (*scratch_bytes)(const AttentionTile* tile);
   /// Packs K and V before it multiplies: for many rows. The bits of a row depend on its keys
-  /// alone, not on what other rows and heads the tile has.
-  /// False when should_stop() ended it early. `scratch` is 64-byte aligned.
+  /// alone, not on what other rows and heads the tile has. Returns false when should_stop() ended
+  /// it early. `scratch` is 64-byte aligned.
   bool (*run)(const AttentionTile* tile, void* scratch);
   /// Repeats the multiply-adds that run() is made of `rounds` times, in registers, and
   /// returns the number of flops: the speed of run() is measured against that.
   int64_t (*peak_flops)(int64_t rounds);
-  /// Scratch that decode() needs for a tile of these dimensions, tokens and heads, and so do
-  /// those of decode_codes.
+  /// Scratch that decode() and decode_codes need for a tile of these dimensions, tokens and heads.
   int64_t (*decode_scratch_bytes)(const AttentionTile* tile);
-  /// Does what run() does, for few rows: reads K and V where they are, once and in the order
-  /// of memory.
+  /// Does what run() does, for tiles that are bound by reading K and V. It may read these where
+  /// they are, once and in the order of memory.
   bool (*decode)(const AttentionTile* tile, void* scratch);
-  /// The same for K and V stored as codes.
+  /// Does what decode() does, for K and V stored as codes.
   bool (*decode_codes[kNumCodeTypes])(const AttentionTile* tile, void* scratch);
   /// elements[i * dim + j] = code j of rows[i], exact; or, unless factors is null, times factors[i]
   /// in float32, rounded to nearest even. n rows; dim is a multiple of 16.

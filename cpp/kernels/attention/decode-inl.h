@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention loop for few rows: K and V are read where they are, once, so that
-// the memory sets the pace. Needs the vector layer and the engines included first.
+// The attention loop of decode: it reads K and V where they are, once, so that
+// memory sets the pace. Needs the vector layer and the engines included first.
 //
 // The KV heads of a token lie next to each other in memory (NHD), and a single
 // one is too short a run to stream: a tile takes several, one after the other for
@@ -15,12 +15,12 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Keys and values are fetched so many bytes before their turn that memory has
+/// Bytes by which keys and values are fetched before their turn, so that memory has
 /// answered. They go to the L2, which waits for more of them at once than the L1 does:
 /// one core of Zen 4 reads half as much again from memory that way.
 constexpr int64_t kBytesAhead = 8 * 1024;
 constexpr int kFetchLocality = 2;
-/// At least so many keys are fetched ahead: as many as are multiplied at once.
+/// Keys that are fetched ahead, at least: as many as are multiplied at once.
 constexpr int kMinKeysAhead = 8;
 
 /// Q is of type T, K and V are of type Stored.
@@ -213,7 +213,7 @@ class DecodeLoop {
     if (has_factors(source)) read_factors(tile_, source, head, first, n, hidden, factors);
   }
 
-  /// Those of keys that a row does not see stay zero, whatever their factor is.
+  /// Probabilities of keys that a row does not see stay zero, whatever their factor is.
   static void multiply_probabilities(float* p, const float* factors, int n) {
     for (int i = 0; i < n; i += kLanes) {
       const Vector x = load(p + i);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a matrix engine owes: a struct of static functions over one format of operands, with
+// The contract of a matrix engine: a struct of static functions over one format of operands, with
 // which the loops of attention do their two products. Float32Engine (gemm-inl.h) is the shortest;
 // Bfloat16Engine is written for AVX-512 (gemm_bf16-inl.h) and for NEON (gemm_neonbf16-inl.h).
 // AttentionLoop and DecodeLoop hold their engine to these concepts.
@@ -10,7 +10,7 @@
 // in a panel: with k = kDepthStep, row r and column c of a panel are at
 // panel[r / k * k * kPanel + c * k + r % k].
 //
-//   Operand         what rows and panels are made of
+//   Operand         the type of elements of rows and panels
 //   Pack            operands of one product: kDepthStep for every lane, a lane per column
 //   kDepthStep      a power of two, at most 16: dimensions come in multiples of 16
 //
@@ -53,7 +53,7 @@ inline void store_probabilities(float* p, Vector a, Vector b) {
   store(p + kLanes, b);
 }
 
-/// What panels are multiplied with.
+/// An engine for products with panels.
 template <class Engine>
 concept ProductEngine = requires {
   typename Engine::Operand;

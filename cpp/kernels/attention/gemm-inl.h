@@ -17,7 +17,7 @@ constexpr int kPanel = kPanelVectors * kLanes;
 constexpr int kMaxRows = 6;
 /// Keys are masked, exponentiated and multiplied in groups of this many.
 constexpr int kKeyGranule = 32;
-/// Rows pass by so much of a panel at a time, which stays in L1.
+/// Bytes of a panel that all rows are multiplied with before the next; they stay in L1.
 constexpr int kPieceBytes = 32 * 1024;
 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -120,7 +120,7 @@ struct Float32Engine {
   static float probability(const float* p) { return *p; }
 };
 
-/// What engines share whose products take bfloat16 operands in pairs along the depth.
+/// The common part of engines whose products take bfloat16 operands in pairs along the depth.
 struct Bfloat16Pairs {
   using Operand = Bfloat16;
   static constexpr int kDepthStep = 2;

@@ -8,7 +8,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// What an engine loads from rows of type T that are not packed: what DecodeLoop needs beside
+/// An engine's loads from rows of type T that are not packed, which DecodeLoop needs beside
 /// a MatrixEngine. Q K^T works on quads, the operands of four products, which are 16 bytes of
 /// neighbouring dimensions: one of a key, repeated in a vector, meets one of each of four
 /// queries. P V works on values as they stand in memory.

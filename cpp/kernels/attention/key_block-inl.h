@@ -35,7 +35,7 @@ class KeyBlock {
         zeros_(reinterpret_cast<const char*>(zeros)) {}
 
   /// Packs keys [first, first + n) of a KV head, and starts to fetch those that come next below
-  /// `end`. The first `hidden` of them no token sees: they may hold anything, NaN
+  /// `end`. No token sees the first `hidden` of them: they may hold anything, NaN
   /// too, so a visible one stands in for them.
   void pack(int head, int64_t first, int n, int hidden, int64_t end) {
     first_ = first;
@@ -92,7 +92,7 @@ class KeyBlock {
     return expanded_keys_;
   }
 
-  /// What the scores of the keys are multiplied with, or null.
+  /// The factors of the scores of the keys, or null.
   const float* k_factors() const { return has_factors(tile_.k_row_factors) ? k_factors_ : nullptr; }
 
  private:
@@ -119,7 +119,7 @@ class KeyBlock {
     }
   }
 
-  /// Codes of keys become numbers, those of values with their factors; rows get all dimensions.
+  /// Turns codes into numbers, those of values times their factors; rows get all dimensions.
   void read_granule(int begin, int end) const {
     for (int key = begin; key < end; ++key) {
       fetch_row<2>(stored_k_[key + kKeyGranule], tile_.nope_dim * element_bytes<T>(tile_));
@@ -134,7 +134,7 @@ class KeyBlock {
     read_values(stored_v_ + begin, begin, n);
   }
 
-  /// The values of n keys from `key` on.
+  /// Reads the values of n keys from `key` on.
   void read_values(const char* const* rows, int key, int n) const {
     const float* factors = has_factors(tile_.v_row_factors) ? v_factors_ + key : nullptr;
     read_rows(rows, n, tile_.stored.v_head_dim, tile_.v_head_dim, factors, expanded_values_);
@@ -159,7 +159,7 @@ class KeyBlock {
     tile_.expand_codes(codes, n, dim, factors, numbers);
   }
 
-  /// Where the value of a key is stored.
+  /// The address at which the value of a key is stored.
   const char* stored_value(int key) const {
     if (reads_rows()) return stored_v_[key];
     return tile_.expand == nullptr ? v_[key] : stored_k_[key];
@@ -208,7 +208,7 @@ class KeyBlock {
   const char* k_[kMaxBlockKeys + kKeyGranule];
   const char* k_rope_[kMaxBlockKeys + kKeyGranule];
   const char* v_[kMaxBlockKeys + kKeyGranule];
-  // What expand() and read_rows() take.
+  // Addresses for expand() and read_rows().
   const char* stored_k_[kMaxBlockKeys + kKeyGranule];
   const char* stored_rope_[kMaxBlockKeys + kKeyGranule];
   const char* stored_v_[kMaxBlockKeys + kKeyGranule];

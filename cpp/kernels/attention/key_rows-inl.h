@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Which keys a token sees and where their rows are. Nothing here depends on the instruction set.
+// The keys that a token sees, and their rows. Nothing here depends on the instruction set.
 #include "kernels/attention/attention_kernel.h"
 
 namespace cpattn::kernels {
@@ -64,7 +64,7 @@ inline void drop_hidden(
   while (begin < end && !any_shown(tile, token, end_token, first + end - 32, 32)) end -= 32;
 }
 
-/// Rows in pages: a page or a row further are so many bytes.
+/// Rows in pages, with the bytes from one page or row to the next.
 struct PagedBytes {
   const void* data;
   int64_t page_bytes, row_bytes;
@@ -127,12 +127,12 @@ inline PagedRows rows_of_head(PagedRows source, int head, int element_bytes) {
   return source;
 }
 
-/// What q . k of a KV head is multiplied with.
+/// The factor of q . k for a KV head.
 inline float scale_of_head(const AttentionTile& tile, int64_t head) {
   return tile.k_head_factors == nullptr ? tile.scale : tile.scale * tile.k_head_factors[head];
 }
 
-/// What V of a KV head is multiplied with.
+/// The factor of V for a KV head.
 inline float v_factor_of_head(const AttentionTile& tile, int64_t head) {
   return tile.v_head_factors == nullptr ? tile.v_factor : tile.v_factor * tile.v_head_factors[head];
 }

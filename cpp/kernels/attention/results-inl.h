@@ -10,7 +10,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Where row `row` of a tile belongs, in the order (KV head, token, head of the
+/// The place of row `row` of a tile, in the order (KV head, token, head of the
 /// group).
 struct RowPlace {
   int64_t token, head, kv_head;

@@ -35,7 +35,7 @@ void read_factors(
 }
 
 /// Reads the factors of keys [first, first + n) of a KV head; those up to the next multiple of 32
-/// become zeros. The first `hidden` of the keys no token sees: another stands in for them.
+/// become zeros. No token sees the first `hidden` of the keys: another stands in for them.
 inline void read_factors(
     const AttentionTile& tile,
     const RowFactors& source,

@@ -73,7 +73,7 @@ inline void apply_softcap(float* scores, int begin, int end, float scale, float 
   const Vector least = splat(-kTanhBound * cap);
   const Vector inverse = splat(1.0F / cap);
   for (int j = begin; j < end; j += kLanes) {
-    // In this order min and max keep a NaN.
+    // min and max keep a NaN in this order.
     const Vector x = min(bound, max(least, mul(load(scores + j), splat(scale))));
     const Vector y = mul(x, inverse);
     const Vector square = mul(y, y);
@@ -118,8 +118,8 @@ inline float row_max_logit(const RowState& state, float scale) {
   return state.sum != state.sum ? state.sum : state.maximum * scale;
 }
 
-/// What O is multiplied with: 1 / sum, the logit at `sink` counted in unless it
-/// is null. Zero for a row that saw nothing.
+/// The factor of O: 1 / sum, the logit at `sink` counted in unless it is null. Zero for a row that
+/// saw nothing.
 inline float output_scale(const RowState& state, const float* sink) {
   if (state.sum == 0) return 0.0F;
   if (sink == nullptr) return 1.0F / state.sum;
@@ -131,7 +131,7 @@ inline float output_scale(const RowState& state, const float* sink) {
   return shrink / (state.sum * shrink + 1.0F);
 }
 
-/// What one pass over the scores of a row finds.
+/// The results of one pass over the scores of a row.
 struct RowPass {
   float maximum;  // of the scores, without their factor
   float sum;      // of the probabilities

@@ -42,8 +42,8 @@ int64_t cast_directly(const T* /*from*/, int64_t /*n*/, Code* /*to*/) {
   return 0;
 }
 #if defined(__AVX512BW__)
-/// In 16 bits, twice as fast: the significand, shifted by 4 for normal numbers of e4m3fn and by
-/// more below 2^-6, is rounded to nearest even, and the exponent, from 2^-6 on, added.
+/// Casts in 16 bits, twice as fast: the significand, shifted by 4 for normal numbers of e4m3fn and
+/// by more below 2^-6, is rounded to nearest even, and the exponent, from 2^-6 on, added.
 inline int64_t cast_directly(const Bfloat16* x, int64_t n, Float8* out) {
   constexpr int64_t kNumbers = 32;
   const __m512i one = _mm512_set1_epi16(1);

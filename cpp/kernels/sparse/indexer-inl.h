@@ -49,7 +49,7 @@ class IndexerLoop {
     return true;
   }
 
-  /// Where there are two blocks, one is packed while the other is scored.
+  /// Packs and scores all blocks; of two buffers, one is packed while the other is scored.
   bool score(KeyRange all) {
     const int64_t begin = all.begin / kIndexerBlock * kIndexerBlock;
     if (kBlocks == 2) {

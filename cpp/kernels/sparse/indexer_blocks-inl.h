@@ -10,7 +10,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// What IndexerLoop needs of a Scorer, which packs queries and keys and multiplies:
+/// A Scorer as IndexerLoop needs it: it packs queries and keys and multiplies.
 ///
 ///   kBlocks   blocks of keys that are packed at a time: 1, or 2, one beside the other's scores
 ///   query_bytes(num_heads, dim), block_bytes(dim)   of what it packs, multiples of 64
@@ -73,7 +73,7 @@ inline KeyRange widened(KeyRange range, KeyRange other) {
   return {smaller(range.begin, other.begin), larger(range.end, other.end)};
 }
 
-/// As many blocks as the scorer has packed at a time, which take turns.
+/// The blocks that the scorer has packed at a time, which take turns.
 template <class Scorer>
 class IndexerBlocks {
   static_assert(IndexerScorer<Scorer>);

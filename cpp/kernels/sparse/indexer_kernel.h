@@ -22,9 +22,9 @@ struct IndexerQuery {
   const void* q;         // num_heads rows of `dim`, head_stride elements apart
   const float* weights;  // one per head
   int64_t begin, end;
-  /// Where the scores go, that of key `begin` first. If null, the best keys are selected instead:
+  /// Gets the scores, that of key `begin` first. If null, the best keys are selected instead.
   float* logits = nullptr;
-  /// gets IndexerTile::topk indices relative to `origin`: of the keys with the largest
+  /// Gets IndexerTile::topk indices relative to `origin`: of the keys with the largest
   /// scores, or of all and then -1 if there are no more.
   int32_t* indices = nullptr;
   int64_t origin = 0;

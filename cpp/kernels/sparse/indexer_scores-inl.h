@@ -104,7 +104,7 @@ template <class Engine>
   for (int j = 0; j < kPanelVectors; ++j) store(out + j * kLanes, scores[j]);
 }
 
-/// What PanelScorer needs of an engine, for queries and keys of type T: the operands, panels and
+/// An engine as PanelScorer needs it, for queries and keys of type T: the operands, panels and
 /// packing of engine-inl.h, and sums that need not be floats.
 ///
 ///   Sum                     what a product is added to: a number for every lane
@@ -184,7 +184,7 @@ struct FloatScores : Base {
   static constexpr bool kExpands = sizeof(T) == 1 && sizeof(Operand) == 2;
 };
 
-/// What a Scorer is asked for: scores of keys [begin, end) of a block, key j's at
+/// A request to a Scorer: scores of keys [begin, end) of a block, key j's at
 /// scores[j]; those before and behind up to multiples of 64 may be anything.
 struct ScoreTask {
   int index;  // of the query

@@ -17,8 +17,8 @@ constexpr int64_t kKvDim = kKvCodes + kKvRope;
 constexpr int64_t kKvCodeBytes = kKvCodes + kKvCodes / kKvGroup * 4;
 constexpr int64_t kKvRowBytes = kKvCodeBytes + kKvRope * 2;
 
-/// How groups of 128 numbers of the indexer are quantised; the largest counts as 1e-4 at
-/// least. The scale is that over 448 or over 127, and x / scale is rounded to nearest even.
+/// Formats of groups of 128 numbers of the indexer. The scale is the largest magnitude, at least
+/// 1e-4, over 448 or over 127, and x / scale is rounded to nearest even.
 enum GroupFormat : int32_t {
   kGroupFloat8,
   kGroupFloat8PowerOfTwo,  // with the scale rounded up to a power of two

@@ -94,7 +94,7 @@ inline float topk_minimum(const float* scores, int32_t count) {
   return result;
 }
 
-/// Which k of at least k scores are the largest: those greater than `value`, and the
+/// A description of the k largest of at least k scores: those greater than `value`, and the
 /// first k - num_greater that equal it.
 struct TopkCut {
   float value;
@@ -105,10 +105,10 @@ struct TopkCut {
 /// The search for a cut: at least k scores exceed key `below`, fewer exceed `above`.
 struct TopkSearch {
   int64_t below, above;
-  float excess, deficit;  // how many these are more and less than k, to interpolate with
+  float excess, deficit;  // by how many these exceed k and fall short of it, to interpolate with
 };
 
-/// Where to cut next: by interpolation (regula falsi, in its Illinois variant), which takes
+/// The next key to cut at: by interpolation (regula falsi, in its Illinois variant), which takes
 /// seven steps or so for scores that are spread smoothly; by bisection if it takes many.
 inline int64_t topk_next_pivot(const TopkSearch& search, int step) {
   constexpr int kInterpolations = 12;

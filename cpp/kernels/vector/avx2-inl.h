@@ -85,7 +85,7 @@ inline void store(Float8E5M2* p, Vector x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i any_size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
   const __m256i nan = _mm256_cmpgt_epi32(any_size, _mm256_set1_epi32(0x7f800000));
-  // From 2^16 on all are an infinity, whose code 2^16 has by the rule of normal numbers.
+  // Numbers from 2^16 on become infinities: 2^16 gets their code by the rule of normal numbers.
   const __m256i size = _mm256_min_epi32(any_size, _mm256_set1_epi32(0x47800000));
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(size, 21), _mm256_set1_epi32(1));
   const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0xfffff - (112 << 23)));
@@ -212,7 +212,7 @@ inline Integers count_greater(Integers counts, Vector a, Vector b) {
 }
 inline Vector without_nan(Vector x) { return max(x, splat(-__builtin_inff())); }
 
-/// For each set of lanes their numbers, ascending.
+/// The numbers of the lanes of each set, ascending.
 struct CompressTable {
   uint8_t lanes[256][8] = {};
   constexpr CompressTable() {

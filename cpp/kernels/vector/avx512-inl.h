@@ -92,7 +92,7 @@ inline void store(Float8E5M2* p, Vector x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i any_size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
   const __mmask16 nan = _mm512_cmpgt_epi32_mask(any_size, _mm512_set1_epi32(0x7f800000));
-  // From 2^16 on all are an infinity, whose code 2^16 has by the rule of normal numbers.
+  // Numbers from 2^16 on become infinities: 2^16 gets their code by the rule of normal numbers.
   const __m512i size = _mm512_min_epi32(any_size, _mm512_set1_epi32(0x47800000));
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(size, 21), _mm512_set1_epi32(1));
   const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0xfffff - (112 << 23)));

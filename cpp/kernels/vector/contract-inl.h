@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a vector layer owes: the functions that portable-inl.h, avx2-inl.h, avx512-inl.h and
+// The contract of a vector layer: the functions that portable-inl.h, avx2-inl.h, avx512-inl.h and
 // neon-inl.h each write for their registers, and that all other kernels are written in. A file
 // that is compiled for one instruction set includes one layer first; this header, which comes
 // with everything that needs a layer, then holds it to the list below, by name and type.
@@ -90,7 +90,7 @@ struct VectorLayer {
   Vector (*select)(uint32_t mask, Vector x, Vector other) = &kernels::select;
   /// Transposes rows[0..kLanes) in place.
   void (*transpose)(Vector* rows) = &kernels::transpose;
-  /// In lanes 4 i to 4 i + 3: the sums of those four lanes of a, of b, of c and of d.
+  /// Sums, in lanes 4 i to 4 i + 3, of those four lanes of a, of b, of c and of d.
   Vector (*sums_of_quads)(Vector a, Vector b, Vector c, Vector d) = &kernels::sums_of_quads;
   /// Lanes i and i ^ distance exchanged, for every power of two below kLanes.
   Vector (*exchange)(Vector x) = &kernels::exchange<1>;
@@ -98,16 +98,16 @@ struct VectorLayer {
 
   // --- Codes of 8 bits.
 
-  /// As float32, exact.
+  /// Converts to float32, exactly.
   Vector (*load_float8)(const Float8* p) = &kernels::load;
   Vector (*load_float8_e5m2)(const Float8E5M2* p) = &kernels::load;
   Vector (*load_int8)(const int8_t* p) = &kernels::load;
-  /// Rounded to nearest even, for numbers of at most 448 in size (from -128 to 127). What others
-  /// become, NaN among them, is not stated, but for -480, which becomes a NaN of Float8.
+  /// Rounds to nearest even, for numbers of at most 448 in size (from -128 to 127). Results for
+  /// others, NaN among them, are not stated, but for -480, which becomes a NaN of Float8.
   void (*store_float8)(Float8* p, Vector x) = &kernels::store;
   void (*store_int8)(int8_t* p, Vector x) = &kernels::store;
-  /// Rounded to nearest even. What is beyond the largest number becomes an infinity, from 61440
-  /// on, and a NaN stays one.
+  /// Rounds to nearest even. Magnitudes from 61440 on, half-way from the largest one to 2^16,
+  /// become infinities, and a NaN stays one.
   void (*store_float8_e5m2)(Float8E5M2* p, Vector x) = &kernels::store;
   /// kCodes codes as bfloat16: exact, or times `scale` in float32 and rounded to nearest even. A
   /// NaN among the scales has no low bits set, as __builtin_nanf("").

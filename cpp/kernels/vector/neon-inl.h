@@ -81,7 +81,7 @@ inline void store(Float8E5M2* p, Vector x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x);
   const uint32x4_t any_size = vandq_u32(bits, vdupq_n_u32(0x7fffffff));
   const uint32x4_t nan = vcgtq_u32(any_size, vdupq_n_u32(0x7f800000));
-  // From 2^16 on all are an infinity, whose code 2^16 has by the rule of normal numbers.
+  // Numbers from 2^16 on become infinities: 2^16 gets their code by the rule of normal numbers.
   const uint32x4_t size = vminq_u32(any_size, vdupq_n_u32(0x47800000));
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(size, 21), vdupq_n_u32(1));
   const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0xfffffU - (112U << 23)));
@@ -182,7 +182,7 @@ inline Vector without_nan(Vector x) {
   return vbslq_f32(vceqq_f32(x, x), x, splat(-__builtin_inff()));
 }
 
-/// For each set of lanes the numbers of their bytes, ascending.
+/// The numbers of the bytes of each set of lanes, ascending.
 struct CompressTable {
   uint8_t bytes[16][16] = {};
   constexpr CompressTable() {
