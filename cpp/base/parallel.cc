@@ -56,8 +56,8 @@ class Job final : public StopToken {
   }
 
   /// All threads round, and take subnormal numbers, as the caller does, so that results do not
-  /// depend on who computes them. The library sets nothing of its own: the caller's hook may run
-  /// any code in the middle, and who asks for subnormal numbers gets them.
+  /// depend on the thread. The library sets nothing of its own: the caller's hook may run any code
+  /// in the middle, and callers that ask for subnormal numbers get them.
   void work() {
     const FloatControlScope control(control_);
     const ScratchUse scratch;

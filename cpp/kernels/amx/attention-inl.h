@@ -116,9 +116,9 @@ class AmxAttention {
     next_.locate(head_, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
   }
 
-  /// All rows against keys [first, first + n), which are packed; next_ is what
-  /// comes after them. While the tiles compute the scores of a step, the vector
-  /// units take those of the step two before through softmax.
+  /// Attends from all rows to keys [first, first + n), which are packed; next_ has those
+  /// after them. While the tiles compute the scores of a step, the vector units take
+  /// those of the step two before through softmax.
   void attend(int64_t first, int n) {
     const int steps = plan_steps<T>(tile_, rows_, first, n, work_.steps);
     const auto no_slice = [] {};

@@ -54,7 +54,7 @@ class AmxDecode {
         v_dim_(tile.v_head_dim),
         work_(scratch, tile) {}
 
-  /// False when should_stop() ended it early. Writes nothing unless all sums are finite.
+  /// Returns false when should_stop() ended it early. Writes nothing unless all sums are finite.
   bool run() {
     mark(tile_, kMarkPack);
     prepare();

@@ -111,7 +111,7 @@ class AmxFewRows {
     bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
   }
 
-  /// The rows of the head, filled up to whole tiles, have seen nothing yet.
+  /// Sets the rows of the head, filled up to whole tiles, to the state of having seen no key.
   void clear_rows() const {
     const int rows = row_tiles_ * kTileRows;
     states_.clear(tile_, rows);
@@ -127,7 +127,7 @@ class AmxFewRows {
     next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin_ - first)));
   }
 
-  /// The rows of the head against a block of keys. While the tiles multiply, the vector
+  /// Attends from the rows of the head to a block of keys. While the tiles multiply, the vector
   /// units fill those of the next chunk and take the scores of the last one through softmax.
   void attend(const SourceRows<T>& rows) {
     int begin = static_cast<int>(larger(0, begin_ - rows.first())) / kTileDepth * kTileDepth;

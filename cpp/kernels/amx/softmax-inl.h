@@ -40,7 +40,7 @@ inline float reference_exponent(float reference, float bias, float factor) {
 constexpr int kNextKeys = 2 * kTileFloats;
 inline int score_offset(int i) { return i * kLanes; }
 
-/// Up to 64 rows on their way through a block of keys.
+/// A group of up to 64 rows on their way through a block of keys.
 template <class T>
 struct SoftmaxGroup {
   using Format = TileFormat<T>;
@@ -97,7 +97,7 @@ struct SoftmaxGroup {
     return fma(sub(score, splat(references[row])), splat(factor), splat(-kHeadroom));
   }
 
-  /// False, and nothing is done, if a score outgrows the reference.
+  /// Returns false, and does nothing, if a score outgrows the reference.
   bool try_add(int row, int chunk, Vector a, Vector b) const {
     const Vector x = exponent(row, a);
     const Vector y = exponent(row, b);

@@ -145,7 +145,7 @@ class AttentionLoop {
     return finish();
   }
 
-  /// The rows of a head against the n keys of the block.
+  /// Attends from the rows of a head to the n keys of the block.
   void attend_block(int n) {
     for (int row = 0; row < head_rows_; row += kRowGroup) {
       const int count = static_cast<int>(smaller(kRowGroup, head_rows_ - row));
@@ -208,7 +208,7 @@ class AttentionLoop {
     return work_.started[head * groups_of(head_rows_) + row / kRowGroup];
   }
 
-  /// Rows [row, row + count) of the head against n keys of the block from `chunk` on.
+  /// Attends from rows [row, row + count) of the head to n keys of the block from `chunk` on.
   void attend(int row, int count, int chunk, int n) {
     const int64_t first_token = row / tile_.group;
     const int64_t end_token = (row + count - 1) / tile_.group + 1;

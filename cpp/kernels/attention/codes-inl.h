@@ -62,7 +62,7 @@ void expand_codes(const char* const* rows, int n, int dim, const float* factors,
 /// makes those of T.
 template <class T, class Code>
 class CodeDecoder {
-  /// Like the exponential of float32, which the loop computes in.
+  /// The loop computes in float32, and so with the exponential of float32.
   using Loop = DecodeLoop<float, Float32Engine, 6, Code>;
 
   struct Workspace {

@@ -146,7 +146,7 @@ class DecodeLoop {
     });
   }
 
-  /// All rows against the block of keys from `first` on, as far as keys
+  /// Attends from all rows to the block of keys from `first` on, as far as keys
   /// [begin, end) are in it.
   void attend(int64_t first, int64_t begin, int64_t end) {
     const int n = static_cast<int>(smaller(kDecodeKeys, end - first));

@@ -89,7 +89,7 @@ class IndexerLoop {
     scorer_.finish(done);
   }
 
-  /// Not inlined: scorers keep their sums in registers.
+  /// Takes the scores of query i. Not inlined: scorers keep their sums in registers.
   [[gnu::noinline]] void take_scores(int i, int64_t first) {
     const IndexerQuery& asked = tile_.queries[i];
     const KeyRange range = clipped(scored_keys(tile_, asked), first);

@@ -57,7 +57,7 @@ enum IndexerType { kIndexFloat32, kIndexBfloat16, kIndexFloat8, kIndexInt8, kNum
 struct IndexerKernel {
   /// Scratch for tiles of up to num_queries queries; topk 0: for logits.
   int64_t (*scratch_bytes)(int32_t num_queries, int32_t num_heads, int32_t dim, int32_t topk);
-  /// False when should_stop() ended it early. `scratch` is 64-byte aligned.
+  /// Returns false when should_stop() ended it early. `scratch` is 64-byte aligned.
   bool (*run)(const IndexerTile* tile, void* scratch);
 };
 

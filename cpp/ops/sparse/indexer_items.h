@@ -26,8 +26,8 @@ struct IndexerItem {
   int64_t slot(int64_t i) const { return first_slot + i * num_parts + part; }
 };
 
-/// All items, most expensive first, so that threads end at the same time. How work is
-/// divided depends on their number; scores and selections do not depend on the division.
+/// All items, most expensive first, so that threads end at the same time. The division of
+/// work depends on their number; scores and selections do not depend on the division.
 struct IndexerItems {
   std::vector<IndexerItem> items;
   int64_t num_slots = 0;

@@ -96,7 +96,7 @@ struct TracePoint {
   int64_t time = 0;
   uint16_t thread = 0;
 };
-/// This thread, now.
+/// The calling thread, now.
 TracePoint trace_here();
 
 /// Records that the thread of `since` has waited from then until now. Any
