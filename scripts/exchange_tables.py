@@ -126,7 +126,7 @@ def verdicts(rows: list[Row]) -> Iterator[str]:
     model = [(of, choice(of)["implementation"]) for of in cases]
     yield f"The model's choice among exchanges of sharded pools (†) is {how_good(model)}"
     if auto := [(of, of[0]["auto"]) for of in cases if "auto" in of[0]]:
-        who = 'What `exchange="auto"` takes, which knows bytes and no rates, is'
+        who = 'The choice of `exchange="auto"`, which knows bytes but no rates, is'
         yield f"{who} {how_good(auto)}"
     if against:
         yield f"Ahead of both methods of ring-flash-attn in {ahead} of {against} cases."

@@ -100,7 +100,7 @@ def all_bars(rows: list[Row]) -> Iterator[str]:
             ]
             lines.append([row["case"]["cache"], *cells])
         if judged:
-            yield f"What the bars are about, {part}; `{MISSED}`: missed."
+            yield f"Bars of {part}; `{MISSED}` marks a missed one."
             yield table(lines, len(names))
 
 
@@ -121,4 +121,4 @@ def left_out(rows: list[Row]) -> Iterator[str]:
             f"{batch} × {cached:,}, 32/{kv} × {dim}, {DTYPES.get(dtype, dtype)} ({row['reason']})"
             for (cached, batch, kv, dim, dtype), row in large.items()
         )
-        yield f"Left out, as its copies do not fit into memory: {said}."
+        yield f"Left out, because their copies do not fit into memory: {said}."
