@@ -146,13 +146,13 @@ SOURCES = ("tests_py/**/*.py", "bench/**/*.py")
 def test_the_page_has_all_variables_and_options():
     read = names_in(r"""["'](CPATTN_[A-Z_]+)["']""", "python/**/*.py")
     read |= names_in(r'getenv\("(CPATTN_[A-Z_]+)"', "cpp/**/*.cc", "cpp/**/*.h")
-    assert tables_of_names("What the library and the command read") == read
+    assert tables_of_names("The library and the command read these") == read
     of_tests = names_in(r"""environ[^\n"']*["'](CPATTN_[A-Z_]+)""", *SOURCES)
     of_tests |= names_in(r"""VARIABLE = ["'](CPATTN_[A-Z_]+)""", *SOURCES)
     of_tests |= names_in(r"\$\{?(CPATTN_[A-Z_]+)", ".ci/run", "scripts/*.sh")
     # By these the processes of a test tell each other; nobody sets them by hand.
     private = {name for name in of_tests if name.startswith(("CPATTN_TEST_", "CPATTN_NONSENSE"))}
-    told = tables_of_names("What tests and benchmarks of the project read")
+    told = tables_of_names("Tests and benchmarks of the project read these")
     assert told == of_tests - read - private
     options = names_in(r"option\((CPATTN_\w+)", "CMakeLists.txt")
     options |= names_in(r"set\((CPATTN_\w+) .*CACHE", "CMakeLists.txt")
