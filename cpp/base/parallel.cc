@@ -84,14 +84,14 @@ class Job final : public StopToken {
     if (start.session == posted_.session) trace_wait(start);
   }
 
-  /// Records that a thread has run out of items, which others are still at.
+  /// Records that a thread has no more items while others are still at theirs.
   void note_end(const TracePoint& done) {
     if (done.session == 0 || lost_) return;
     const std::scoped_lock lock(mutex_);
     if (waiting_.size() < waiting_.capacity()) waiting_.push_back(done);
   }
 
-  /// Records that those threads have waited until now; after all have ended.
+  /// Records that these threads have waited until now. Called after all have ended.
   void trace_early_ends() const {
     for (const TracePoint& since : waiting_) trace_wait(since);
   }

@@ -16,7 +16,7 @@ bool is_numpy_bool(py::handle object) {
   return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
-/// Whether float() would take it for its value, not for what it holds or spells.
+/// Whether float() would read the object as a number, not as a container or text.
 bool stands_for_a_number(py::handle object) {
   const PyNumberMethods* methods = Py_TYPE(object.ptr())->tp_as_number;
   if (methods == nullptr || (methods->nb_float == nullptr && methods->nb_index == nullptr)) {

@@ -19,7 +19,7 @@ namespace cpattn::bindings {
 /// more than 6 dimensions, and for strides that are negative or not whole elements.
 class TensorArgument {
  public:
-  /// `dtypes` says in errors which dtypes are taken, where others are never taken.
+  /// `dtypes`, if not null, names in errors the dtypes that the argument may have.
   TensorArgument(pybind11::handle object, const ArgumentName& name, const char* dtypes = nullptr);
   ~TensorArgument();
   TensorArgument(TensorArgument&& other) noexcept;

@@ -26,7 +26,7 @@ struct BlockLists {
   std::vector<uint64_t> lengths;
 };
 
-/// The lists of a call, each read once: who changes them later changes nothing. Errors name
+/// The lists of a call, each read once: later changes of them have no effect. Errors name
 /// `function` and the list.
 BlockLists block_lists(
     const char* function,

@@ -16,7 +16,7 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-/// A list for each rank of what it brought.
+/// Returns the terms of every rank, a list for each.
 py::list meet(
     HostBarrier& self,
     const std::string& call,
@@ -44,7 +44,7 @@ py::list meet(
   return ranks;
 }
 
-/// The ranks that the last meeting was in vain for, why, and whether for the time alone.
+/// Returns the ranks that the last meeting lost, the reason, and whether it only timed out.
 py::tuple loss(const HostBarrier& self) {
   const HostBarrier::Loss& loss = self.loss();
   return py::make_tuple(loss.ranks, loss.reason, loss.timed_out);

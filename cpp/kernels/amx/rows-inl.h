@@ -8,8 +8,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// The order of the tiles of values of a block: those of sixteen columns follow each other, as a
-/// product takes them, or those of a chunk, as they are packed; or there are those of one chunk.
+/// The order of the tiles of values of a block: by sixteen columns, as products take them; by
+/// chunks, as they are packed; or those of one chunk alone.
 enum class ValueOrder { kColumns, kChunks, kOneChunk };
 
 /// Packs the rows of a block in chunks of 32 keys.

@@ -31,17 +31,17 @@ void pack_padded_query(
   Engine::pack_query(copy, dim, packed);
 }
 
-/// Rows of keys or values of `dim` dimensions, for kernels that read them where they are: where
-/// memory has fewer they read copies of them.
+/// Rows of keys or values of `dim` dimensions, for kernels that read them where they are. If memory
+/// has fewer dimensions, kernels read filled-up copies.
 class PaddedRows {
  public:
-  /// `copies` has room for all rows that are looked at together.
+  /// `copies` has room for all rows that are read together.
   PaddedRows(const AttentionTile& tile, int stored_dim, int dim, int element_bytes, char* copies)
       : copies_(is_padded(tile) && stored_dim < dim ? copies : nullptr),
         stored_bytes_(stored_dim * element_bytes),
         bytes_(dim * element_bytes) {}
 
-  /// Row i of those that are looked at together, which stands at `row`.
+  /// Returns the i-th of the rows that are read together; memory has it at `row`.
   const char* read(const char* row, int i) const {
     if (copies_ == nullptr) return row;
     char* copy = copies_ + int64_t{i} * bytes_;

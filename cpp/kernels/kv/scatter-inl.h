@@ -36,7 +36,7 @@ inline Vector storable<Float8E5M2>(Vector x) {
   return select(greater(x, most) | greater(least, x), x, finite);
 }
 
-/// Casts that go without float32 do as many numbers as they like, and return how many.
+/// Casts numbers without float32, as far as there is a way; returns how many it has cast.
 template <class T, class Code>
 int64_t cast_directly(const T* /*from*/, int64_t /*n*/, Code* /*to*/) {
   return 0;

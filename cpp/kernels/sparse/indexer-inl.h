@@ -65,7 +65,7 @@ class IndexerLoop {
     return true;
   }
 
-  /// Keys [first, first + kIndexerBlock), as far as queries see them; there are others up
+  /// Scores keys [first, first + kIndexerBlock), as far as queries see them; others follow up
   /// to `last`.
   void score_block(int64_t first, int64_t last) {
     const char* const* next =

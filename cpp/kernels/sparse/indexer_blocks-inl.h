@@ -146,7 +146,7 @@ class IndexerBlocks {
 
   static int64_t index_of(int64_t first) { return first / kIndexerBlock % Scorer::kBlocks; }
 
-  /// Addresses of rows first + [begin, end), into rows[begin..end).
+  /// Writes the addresses of rows first + [begin, end) to rows[begin..end).
   void locate(
       const PagedBytes& source, int64_t first, int begin, int end, const char** rows
   ) const {

@@ -17,7 +17,7 @@ struct IndexerKeys {
   int64_t page_size;
 };
 
-/// One query, and what becomes of its scores of keys [begin, end).
+/// One query, and the places for its scores of keys [begin, end) or its best keys.
 struct IndexerQuery {
   const void* q;         // num_heads rows of `dim`, head_stride elements apart
   const float* weights;  // one per head
@@ -28,7 +28,7 @@ struct IndexerQuery {
   /// scores, or of all and then -1 if there are no more.
   int32_t* indices = nullptr;
   int64_t origin = 0;
-  /// Their scores too, in the same order, if not null; -inf beside -1.
+  /// Gets the scores of these indices too, if not null; -inf beside -1.
   float* values = nullptr;
 };
 

@@ -62,7 +62,7 @@ template <class Engine, int kHeads>
   }
 }
 
-/// Rows to bring to the L2 while others are multiplied, a few after each product: all at
+/// Rows that are brought to the L2 while others are multiplied, a few after each product: all at
 /// once they would wait for miss buffers.
 struct FetchedRows {
   const char* const* rows = nullptr;  // [kPanel] or null

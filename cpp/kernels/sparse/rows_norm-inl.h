@@ -9,7 +9,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// The next vector of n > 0 numbers that are left: what it lacks is zero, and not touched.
+/// Loads the next vector of n > 0 numbers that are left. Lanes beyond them are zero, and no memory
+/// beyond them is read.
 template <class T>
 Vector load_some(const T* p, int64_t n) {
   if (n >= kLanes) return load(p);

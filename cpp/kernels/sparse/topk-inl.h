@@ -187,7 +187,7 @@ inline void topk_shrink(TopkStream& stream) {
   stream.admits_all = false;
 }
 
-/// Takes all of as many scores as there is room for; returns how many.
+/// Takes scores without a threshold while there is room; returns how many it took.
 inline int topk_push_all(TopkStream& stream, const float* scores, int n, int32_t first_index) {
   const int room = stream.capacity - stream.count;
   n = n < room ? n : room;

@@ -11,7 +11,7 @@ namespace {
 constexpr int kTopkSample = 512;
 static_assert(kTopkSample % kTopkStep == 0);
 
-/// Above the expected number of scores over the threshold, 2 k or so.
+/// An upper bound of the expected number of scores over the threshold, 2 k or so.
 inline int64_t topk_row_capacity(int64_t k) { return 2 * topk_capacity(k); }
 
 inline int64_t topk_scratch_bytes(int32_t k) {
