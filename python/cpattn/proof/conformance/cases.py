@@ -36,25 +36,25 @@ class Told:
         return ", ".join(told)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields, for JSON."""
         return asdict(self)  # type: ignore[call-overload]
 
     def extras(self) -> int:
-        """How many of the other fields are not as by default."""
+        """Count the fields behind the first two that are not as by default."""
         others = fields(self)[2:]  # type: ignore[arg-type]
         return sum(getattr(self, field.name) != field.default for field in others)
 
 
 @dataclass(frozen=True)
 class Features:
-    """What calls of a signature can say. Only such cases are made.
+    """Cases that calls of a signature can express; no others are made.
 
     Attributes
     ----------
     layouts : tuple of {"paged", "ragged", "padded"}
         Where keys may lie.
     kv_layouts, page_sizes : tuple
-        Of pages.
+        Layouts and sizes of pages.
     head_dims : tuple of int
         Dimensions of heads, 64 among them; `v_head_dim` says whether values may have another.
     causal : tuple of bool
@@ -160,7 +160,7 @@ class Batch:
     k, v : [slots, num_kv_heads, dim]
         All memory, in which `slots` says where tokens are.
     slots : tuple of int arrays
-        Of each sequence, the slot of each of its tokens, and of what follows them in its memory.
+        Slots of the tokens of each sequence, and of what follows them in its memory.
     block_tables : [batch, pages]
         Under "paged"; of what is beyond a sequence's pages, one that is nobody's.
     sinks : [num_heads] or None
@@ -176,7 +176,7 @@ class Batch:
 
     @cached_property
     def q_starts(self) -> Array:
-        """Where the rows of each sequence begin, and where those of the last end."""
+        """Rows at which the sequences begin, and the one at which the last ends."""
         return np.concatenate([[0], np.cumsum(self.case.q_lens)]).astype(np.int64)
 
     @property

@@ -33,7 +33,7 @@ Operator = str | Callable[..., Any]
 
 
 class Calls(Protocol):
-    """How an operator is called, and what its answers are: a signature."""
+    """Signature of an operator: how it is called, and what its answers are."""
 
     def answer(self, fn: Any, case: Any, device: str) -> Result:
         """Call it on a case. What it raises is for the caller."""
@@ -58,7 +58,7 @@ class Child:
         self._end()
 
     def run(self, case: Any) -> Result:
-        """What comes of a case."""
+        """Return the result of a case."""
         if self._process is None:
             self._start()
         try:
@@ -104,7 +104,7 @@ class Child:
         return f"conform: {_name(self._operator)}: not imported within {SECONDS_TO_START:g} seconds"
 
     def _cause(self) -> str:
-        """How the process ended, which it has."""
+        """Name the signal or the exit code with which the process ended."""
         self._process.join(5)
         code = self._process.exitcode
         self._end()
@@ -130,7 +130,7 @@ def _name(operator: Operator) -> str:
 
 
 def load(path: str, form: str = "an operator must be named MODULE:FUNCTION") -> Any:
-    """What ``module:name`` stands for; modules of the working directory are found."""
+    """Return what ``module:name`` stands for; modules of the working directory are found."""
     module, colon, name = path.partition(":")
     if not module or not colon or not name:
         raise NotUsable(f"conform: {form}, got {path!r}")

@@ -86,7 +86,7 @@ def diagnose(trials: Sequence[Trial]) -> list[Diagnosis]:
 
 
 def _of_form(trials: Sequence[Trial], right: Sequence[Trial], of_far: Fault) -> list[Diagnosis]:
-    """Of what gave no answer."""
+    """Diagnose trials that gave no answer, one of a wrong form, or a side effect."""
     found: dict[str, Diagnosis] = {}
     for trial in trials:
         name = trial.verdict

@@ -42,7 +42,7 @@ class Fault:
 
 
 def _each(**choices: tuple[object, ...]) -> tuple[Switches, ...]:
-    """Of one switch, each of its wrong positions."""
+    """Return `Switches` for each wrong position of a single switch."""
     ((name, values),) = choices.items()
     return tuple(replace(RIGHT, **{name: value}) for value in values)  # type: ignore[arg-type]
 

@@ -12,14 +12,14 @@ from .judgement import Result
 
 
 class WrongForm(Exception):
-    """What an operator returned is not what its signature says; the message says in what."""
+    """Error of a result that has not the form of the signature; the message says in what."""
 
 
 def returned(result: Any, **dims: int | None) -> tuple[Any, ...]:
-    """What an operator returned: tensors by name, of so many dimensions; more may follow.
+    """Check that a result is so many tensors with these dimensions, and return them.
 
-    Taking it apart without this raises a ValueError where it is something else, which would pass
-    for a refusal of the operator. None is for what nobody looks at, and a log-sum-exp may be None.
+    Whatever follows them is left out. Unpacking anything else would raise a ValueError, which would
+    pass for a refusal of the operator. None is for what nobody looks at; a log-sum-exp may be None.
     """
     import torch
 
@@ -54,7 +54,7 @@ def checked(case: Case, out: Any, lse: Any, *, has_lse: bool, device: str) -> Re
 def _check_form(
     name: str, x: Any, shape: tuple[int, ...], dtypes: tuple[str, ...], device: str
 ) -> None:
-    """Of a torch or NumPy tensor, which may have rows of padding behind the others."""
+    """Raise `WrongForm` unless a tensor of torch or NumPy has this form; padding may follow."""
     found = tuple(getattr(x, "shape", ()))
     if len(found) != len(shape) or found[0] < shape[0] or found[1:] != shape[1:]:
         what = f"one of shape {list(found)}" if hasattr(x, "shape") else type(x).__name__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator gave; and of attention, held against an oracle, right or wrong."""
+"""Results of operators, and the judgement of those of attention by an oracle."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .tolerances import FIT, allowed_lse, allowed_out
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a case.
+    """Outcome of a case: the answer of an operator, or why there is none.
 
     Attributes
     ----------
     status : {"answered", "refused", "raised", "wrong-form", "crash", "hang"}
     out, lse : float64 arrays of the rows of sequences, or None
     indices, if_confused : int64 arrays, or None
-        As in `SelectionAnswer`.
+        Fields of `SelectionAnswer`.
     message : str
         Why there is no answer, or what the side effect is.
     side_effect : {"", "changes-inputs", "new-keys-unwritten"}
@@ -41,7 +41,7 @@ class Result:
 
 
 class Differences(NamedTuple):
-    """Where a result differs by more than roundings explain."""
+    """Elements that differ by more than roundings explain."""
 
     out: Array  # [rows, heads, dim], bool
     lse: Array  # [rows, heads], bool; nowhere if there is none
@@ -81,7 +81,7 @@ def _differ(actual: Array, expected: Array, allowed: Array) -> Array:
 
 
 def off_by(result: Result, expected: Attended, channel: str) -> str:
-    """How far an answer is off at most, or what stands in it that is no number."""
+    """Say how far an answer is off at most, or what stands in it that is no number."""
     actual, right = (result.out, expected.out) if channel == "out" else (result.lse, expected.lse)
     if actual is None:
         return "is missing"

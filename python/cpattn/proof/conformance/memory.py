@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which memory is read for the keys of a sequence, rightly or not."""
+"""Memory that is read for the keys of a sequence, rightly or not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 
 
 def reading_of(batch: Batch, sequence: int, switches: Switches) -> Reading:
-    """What is read for a sequence."""
+    """Return what is read for a sequence."""
     case = batch.case
     owner = owner_of(sequence, switches.order, case.kv_lens)
     lengths_of = owner if switches.order.endswith("with lengths") else sequence
@@ -71,7 +71,7 @@ def _pads(batch: Batch, sequence: int) -> int:
 
 
 def _beyond(end: int, page_size: int, capacity: int, beyond: str) -> int:
-    """How many slots behind the last key are read."""
+    """Return how many slots behind the last key are read."""
     return {"": 0, "one": 1, "page": -end % page_size, "all": max(capacity - end, 0)}[beyond]
 
 
@@ -88,7 +88,7 @@ def owner_of(sequence: int, order: str, lengths: tuple[int, ...]) -> int:
 
 
 def _slots(batch: Batch, sequence: int, switches: Switches) -> Array:
-    """Where the tokens of a sequence are taken to be, up to all that it has room for."""
+    """Return the slots taken for the tokens of a sequence, up to all that it has room for."""
     case, own = batch.case, batch.slots[sequence]
     if case.layout != "paged":
         return own

@@ -20,7 +20,7 @@ from .switches import RIGHT, Switches
 
 
 class Attended(NamedTuple):
-    """What comes out, and what its errors are measured in; rows are those of sequences."""
+    """Results of attention, and what their errors are measured in; rows are those of sequences."""
 
     out: Array  # [rows, heads, v_head_dim]
     lse: Array  # [rows, heads], natural logarithm; -inf for a row that sees no key
@@ -65,7 +65,7 @@ def _sequence(batch: Batch, sequence: int, switches: Switches) -> Attended:
 
 
 def visible(num_rows: int, reading: Reading, case: Case, switches: Switches) -> Array:
-    """Which of the keys each row sees, [rows, keys]."""
+    """Return which of the keys each row sees, [rows, keys]."""
     row = np.arange(num_rows)[:, None]
     end, prefix = reading.end_of_queries, reading.end_of_queries - reading.q_len
     within = row % switches.chunk if switches.chunk else row
@@ -125,7 +125,7 @@ def _parts(reading: Reading, case: Case, switches: Switches) -> list[Array]:
 def _part(
     scores: Array, products: Array, sees: Array, v: Array, batch: Batch, switches: Switches
 ) -> tuple[Array, Array, Array]:
-    """Over the keys that rows see: out, LSE and magnitude."""
+    """Return out, LSE and magnitude of attention over the keys that rows see."""
     seen = np.where(sees[:, None, :], scores, -np.inf)
     most = seen.max(axis=-1, initial=-np.inf)
     if batch.sinks is not None and switches.sinks != "none":
@@ -180,7 +180,7 @@ def _mixed(share: Array, v: Array) -> Array:
 def _lse_as(
     lse: Array, with_sink: Array, products: Array, sees: Array, batch: Batch, switches: Switches
 ) -> Array:
-    """What is returned as the log-sum-exp."""
+    """Return the log-sum-exp that an operator with these switches returns."""
     if switches.lse == "with sink" and batch.sinks is not None:
         return with_sink
     if switches.lse in ("unscaled", "unscaled maximum"):

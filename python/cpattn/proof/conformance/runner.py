@@ -58,7 +58,7 @@ def conform(
     seconds : float
         Time for all of it, about; cases at the edges are tried all the same.
     seed : int
-        Of the cases: with the same one a program makes the same cases, as far as time goes.
+        Seed of the cases: with the same one a program makes the same cases, as far as time goes.
     device : str
         Where tensors live, as torch names it.
     time_limit : float
@@ -177,7 +177,7 @@ def _finding(subject: str, diagnosis: Diagnosis, least: Trial, trials: Sequence[
 
 
 def _only_when(wrong: Sequence[Trial], trials: Sequence[Trial]) -> dict[str, object]:
-    """What all cases that went wrong have, and only some of those that did not."""
+    """Return the values that all wrong cases have, and not all right ones."""
     right = [trial.case for trial in trials if trial.verdict == "right"]
     found: dict[str, object] = {}
     for name in (field.name for field in fields(trials[0].case) if field.name != "seed"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator may do otherwise than it should, one thing at a time."""
+"""Deviations of an operator from what it should do, one thing at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cases import Case
 
 @dataclass(frozen=True)
 class Switches:
-    """As by default, attention is right.
+    """Positions of switches; with those by default, attention is right.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class Switches:
     scale : {"given", "none", "twice", "root"}
         "root": 1 / sqrt(head_dim), whatever is given.
     softcap : {"after scale", "before scale", "none"}
-        Of what the hyperbolic tangent is taken.
+        Scores that the hyperbolic tangent is taken of.
     sinks : {"once", "none"}
         Whether they count.
     sink_count : int
@@ -46,7 +46,7 @@ class Switches:
         "right", "with sink", "unscaled", "unscaled maximum"; or for a row that sees no key "nan on
         empty", "free on empty", which is any finite number, or "any on empty".
     lse_factor : float
-        Of another base.
+        Factor of the LSE, such as that of another base.
     heads : {"grouped", "strided"}
         Whether query heads of one KV head are neighbours.
     nan_of_empty_part : {"", "some", "any", "first", "later", "masked"}

@@ -78,7 +78,7 @@ class Tensors:
 
     @property
     def first_page(self) -> int:
-        """How many pages lie before those of `caches` and `ragged`; 0 unless they are far."""
+        """Number of pages before those of `caches` and `ragged`; 0 unless they are far."""
         case = self.case
         stride = case.page_size * case.num_kv_heads * min(case.head_dim, case.v_head_dim)
         return {0: 0, 16: FAR_PAGES, 31: FAR_ELEMENTS // stride + 1}[case.far]

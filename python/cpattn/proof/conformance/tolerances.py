@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a correct operator may be from the oracle: the only place of the tool with such numbers.
+"""Bounds on how far a correct operator may be from the oracle; the tool has no others.
 
 They are not about one implementation, as those of this library's own tests are, but grant what any
 sensible one does: 16-bit weights and scores, sums of float32 in any order. A unit is the spacing
@@ -43,7 +43,7 @@ ACCUMULATOR_RATIO = 4.0
 
 
 def _sum_units(num_keys: Array, score_size: Array, head_dim: int) -> Array:
-    """Of weights and scores in float32, by row."""
+    """Return the errors of weights and scores in float32, by row, in units."""
     of_score = score_size * np.sqrt(head_dim / 3)
     return WEIGHT_UNITS + DEVIATIONS * (np.sqrt(num_keys / 3) + of_score)
 
@@ -51,7 +51,10 @@ def _sum_units(num_keys: Array, score_size: Array, head_dim: int) -> Array:
 def allowed_out(
     magnitude: Array, num_keys: Array, score_size: Array, head_dim: int, dtype: str
 ) -> Array:
-    """Of each element [rows, heads, dim]; num_keys is [rows, 1], score_size [rows, heads]."""
+    """Return the error allowed to each element [rows, heads, dim].
+
+    num_keys is [rows, 1], score_size [rows, heads].
+    """
     units = 2 * _sum_units(num_keys, score_size, head_dim) * EPS["float32"]
     if dtype != "float32":
         units = units + (ROUNDINGS + SCORE_ROUNDINGS * score_size) * EPS[dtype]
@@ -60,7 +63,7 @@ def allowed_out(
 
 
 def allowed_lse(lse: Array, num_keys: Array, score_size: Array, head_dim: int, dtype: str) -> Array:
-    """Of each log-sum-exp, which is returned in float32; scores may have been rounded before."""
+    """Return the error allowed to each log-sum-exp in float32; scores may have been rounded."""
     size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 0)))
     units = (_sum_units(num_keys, score_size, head_dim) + size) * EPS["float32"]
     if dtype != "float32":

@@ -93,7 +93,7 @@ class Trial(ABC):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much may be tried."""
+    """Limits to what may be tried."""
 
     examples: int
     until: float  # of the monotonic clock

@@ -26,7 +26,7 @@ _LONG, _LONGEST = 5000, 20_000
 
 @dataclass(frozen=True)
 class SelectionFeatures:
-    """What calls of a signature can say.
+    """Cases that calls of a signature can express; no others are made.
 
     Attributes
     ----------

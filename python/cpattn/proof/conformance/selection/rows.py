@@ -47,7 +47,7 @@ class Row:
 
     @property
     def count(self) -> int:
-        """How many are to be selected."""
+        """Number of keys that are to be selected."""
         return min(self.topk, len(self.scores))
 
     @property

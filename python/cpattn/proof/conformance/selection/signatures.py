@@ -38,12 +38,12 @@ class SelectionAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectionSignature:
-    """How to try an operator that selects keys.
+    """Signature of operators that select keys: how to call one and read its answer.
 
     Attributes
     ----------
     name : str
-        As `conform` is given it.
+        Name that `conform` is given.
     features : SelectionFeatures
     call : function of the operator, a case and a device, which returns a `SelectionAnswer`
     shared : bool

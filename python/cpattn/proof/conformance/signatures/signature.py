@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a signature is: how to call an operator that has it, and what can be said by it."""
+"""Signatures: how to call an operator, and what such a call can say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..trials import Kind
 
 
 class Answer(NamedTuple):
-    """What an operator returned, in one form.
+    """Result of an operator, in the one form that is judged.
 
     Attributes
     ----------
@@ -32,12 +32,12 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """How to try an operator.
+    """Signature of operators for attention: how to call one and read its answer.
 
     Attributes
     ----------
     name : str
-        As `conform` is given it.
+        Name that `conform` is given.
     features : Features
     call : function of the operator and `Tensors`, which returns an `Answer`
         Calls it by its own arguments, and brings what it returns into one form.
