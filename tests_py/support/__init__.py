@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests share: cases with what is right for them, and processes that are tested.
+"""Modules that tests share: cases with what is right for them, and processes that are tested.
 
 Here is what tests of every subject use: `cases` and `tolerances` of attention, `children` and the
 command line as processes that end with their test, `interrupts` and `time_limits`, `probes` for a

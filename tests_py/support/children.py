@@ -44,7 +44,7 @@ class Children:
         self._processes: list[subprocess.Popen[Any]] = []
 
     def start(self, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
-        """As `subprocess.Popen`: stdout and stderr are pipes of text, stdin is empty."""
+        """Start a process as `subprocess.Popen`: with pipes of text, and an empty stdin."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = (options.pop("env", None) or os.environ) | {_MARK: self._mark}
         options = {"text": True, **pipes} | options
@@ -57,7 +57,7 @@ class Children:
     def run(
         self, command: Sequence[Any], *, timeout: float = PATIENCE, **options: Any
     ) -> subprocess.CompletedProcess[Any]:
-        """As `subprocess.run`; a process that takes too long is ended, and an error."""
+        """Run a process as `subprocess.run`; one that takes too long is ended, and an error."""
         process = self.start(command, **options)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)

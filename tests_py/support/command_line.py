@@ -66,7 +66,7 @@ class Running:
                 self._news.notify_all()
 
     def read_until(self, text: bytes, seconds: float = PATIENCE) -> bytes:
-        """What it has written to its terminal since the last call, up to `text` or its end."""
+        """Return what it has written to its terminal since the last call, up to `text`."""
         with self._news:
             self._news.wait_for(
                 lambda: self._ended or text in self._written[self._taken :], timeout=seconds
@@ -158,7 +158,7 @@ def _terminal(columns: int) -> tuple[int, int]:
 
 
 def _stats() -> Iterator[tuple[Path, list[str]]]:
-    """Of all processes their folder in /proc and what `stat` has there behind their name."""
+    """Yield the folder in /proc of each process, and what `stat` has there behind its name."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             yield stat.parent, stat.read_text().rpartition(")")[2].split()

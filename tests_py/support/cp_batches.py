@@ -37,7 +37,7 @@ class Batch:
         )
 
     def flat_caches(self):
-        """As engines hold them: [pages * page_size, num_kv_heads, dim], contiguous."""
+        """Return the caches as engines hold them: [pages * page_size, num_kv_heads, dim]."""
         return [self.inputs[name].contiguous().flatten(0, 1) for name in ("k_cache", "v_cache")]
 
     def run(self, metadata, q, **options):

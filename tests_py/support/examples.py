@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many examples a property test tries, in proportion to Hypothesis' profile."""
+"""Number of examples that a property test tries, in proportion to Hypothesis' profile."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from hypothesis import settings
 
 
 def examples(number: int) -> int:
-    """As many as `number` where Hypothesis tries its usual 100: a tenth in the profile "quick"."""
+    """Scale `number`, for the usual 100 of Hypothesis: to a tenth in the profile "quick"."""
     return max(1, number * settings().max_examples // 100)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things are in the source tree."""
+"""Places of things in the source tree."""
 
 from __future__ import annotations
 

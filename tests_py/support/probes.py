@@ -56,7 +56,7 @@ def deal(num_keys: int, num_owners: int, rng: np.random.Generator) -> np.ndarray
 
 
 def deal_columns(owners: np.ndarray, v_head_dim: int, rng: np.random.Generator) -> np.ndarray:
-    """Where the value of each key is 1; as few keys of an owner as possible share a column."""
+    """Choose where the value of each key is 1; few keys of an owner share a column."""
     columns = np.empty_like(owners)
     for owner in np.unique(owners):
         (mine,) = np.nonzero(owners == owner)
@@ -107,7 +107,7 @@ def expectation(
 
 
 def smallest_share(q: np.ndarray, k: np.ndarray, columns: np.ndarray, v_head_dim: int) -> float:
-    """How much of its element of the result each key is, of all keys the least."""
+    """Return the least share that a key has in its element of the result."""
     weights, _ = weights_of(q, k)
     out, *_ = result_of(q, k, columns, v_head_dim)
     return float((weights.max(axis=0) / out[weights.argmax(axis=0), columns]).min())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users import: the names of `cpattn` and of the sub-packages with operations."""
+"""Names that users import: those of `cpattn` and of the sub-packages with operations."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class _FileLoader(SourceLoader):
         self.root = root
 
     def get_filename(self, fullname: str) -> str:
-        """With the root: Python keeps lines of a file by its name, which releases have alike."""
+        """Return a name that begins with the root, lest Python mix up lines of two releases."""
         return f"{self.root}/{fullname.replace('.', '/')}.py"
 
     def get_data(self, path: str | bytes) -> bytes:

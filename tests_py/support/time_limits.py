@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a test waits, and what it allows beyond a limit that the library promises.
+"""Limits of how long a test waits, and what it allows beyond one that the library promises.
 
 Limits are measured by `time.monotonic`. A test that asserts one writes the promise and adds
 `BUSY`; one that waits for what should happen, without a promise about when, waits `PATIENCE`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far results may be from the oracle: the only place with such numbers.
+"""Bounds on how far results may be from the oracle: the only place with such numbers.
 
 An output element is allowed ``TOLERANCES[op, dtype]`` units. A unit is the spacing eps of the
 output dtype at 1, times the element's magnitude: the same attention over absolute values,
@@ -116,7 +116,7 @@ AMX_POWER = 1e-6
 
 
 def hadamard_units(dim):
-    """In float32, of the sum of absolute values of normal inputs.
+    """Return the allowed error, in eps of float32 times the sum of absolute normal inputs.
 
     At worst half a unit for each of log2(dim) steps of the sum, the scale and the result. For
     inputs of either sign each step costs 0.21 sqrt(dim) of their size, of which the sum of absolute
@@ -127,7 +127,7 @@ def hadamard_units(dim):
 
 
 def rms_norm_units(dim):
-    """In float32: four products, a quotient and a root, and the sum of squares.
+    """Return the allowed error in eps of float32: of products, a quotient, a root and a sum.
 
     It is four sums at least, one after the other each, of whose error the root takes half.
     """
@@ -135,7 +135,7 @@ def rms_norm_units(dim):
 
 
 def indexer_units(heads):
-    """In float32, of the sum of absolute values of normal inputs.
+    """Return the allowed error, in eps of float32 times the sum of absolute normal inputs.
 
     A product of a query and a key errs as a score of attention does: by 0.21 a d / sqrt(2), where
     the sum of absolute values is 0.64 a d. It is rounded twice more, by the weight and in the sum
@@ -158,7 +158,7 @@ def to_float64(x):
 
 
 class Expected(NamedTuple):
-    """What attention should give, and what its errors are measured in."""
+    """Attention that should come out, and what its errors are measured in."""
 
     out: np.ndarray  # [tokens, heads, v_head_dim]
     lse: np.ndarray  # [tokens, heads]
@@ -169,33 +169,33 @@ class Expected(NamedTuple):
     head_dim: int
 
     def rows(self, index):
-        """Of some tokens."""
+        """Return the rows of some tokens."""
         return self._make(x[index] if isinstance(x, np.ndarray) else x for x in self)
 
 
 def score_size(q, k, scale):
-    """Of q [..., heads, dim] against any number of keys k [..., kv_heads, dim], NaN aside."""
+    """Bound the scores of q [..., heads, dim] with keys k [..., kv_heads, dim], NaN aside."""
     q, k = (np.linalg.norm(to_float64(x), axis=-1) for x in (q, k))
     longest = np.nan_to_num(k, posinf=0).reshape(-1, k.shape[-1]).max(axis=0, initial=0)
     return np.nan_to_num(q, posinf=0) * np.repeat(longest, q.shape[-1] // len(longest)) * scale
 
 
 def weight_units(expected, dtype):
-    """Of all but the scores, in eps of float32."""
+    """Return the errors of all but the scores, in eps of float32."""
     steps = expected.num_keys / KEYS_AT_ONCE
     return WEIGHT_UNITS[dtype] + SUM_UNITS * np.sqrt(steps / 3)
 
 
 def softcap_units(expected, softcap):
-    """What capping adds to a score, in eps of float32: of the largest score that comes out."""
+    """Return what capping adds to a score, in eps of float32: of the largest that comes out."""
     if not softcap:
         return np.zeros_like(expected.score_size)
     return SOFTCAP_UNITS * softcap * np.tanh(expected.score_size / softcap)
 
 
 def allowed_error(expected, dtype, op="attention", softcap=0.0, rounds_values=False):
-    """Of each element of the output of attention; `rounds_values` if a code times the scale of its
-    token was rounded to dtype, which has the bound of ROUNDED_WEIGHTS.
+    """Return the allowed error of each element of attention's output; `rounds_values` if a code
+    times the scale of its token was rounded to dtype, which has the bound of ROUNDED_WEIGHTS.
     """
     out, magnitude = (
         np.nan_to_num(x, posinf=0, neginf=0) for x in (expected.out, expected.magnitude)
@@ -223,7 +223,7 @@ def allowed_error(expected, dtype, op="attention", softcap=0.0, rounds_values=Fa
 
 
 def allowed_lse_error(expected, dtype, softcap=0.0, score=None):
-    """Of each log-sum-exp, or of the largest `score`; which the former is as large as at most."""
+    """Return the allowed error of each log-sum-exp, or of the largest `score` if that is given."""
     score = np.abs(np.nan_to_num(expected.lse if score is None else score, posinf=0, neginf=0))
     size = np.maximum(1, score)
     roundings = np.hypot(expected.score_size / 2**0.5, score * (expected.head_dim / 3) ** 0.5)

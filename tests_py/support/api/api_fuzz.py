@@ -141,7 +141,7 @@ def contents(values: Any) -> list[bytes]:
 
 
 def run_case(seed: int, number: int) -> tuple[Target, str | None]:
-    """Whose call it is, and what is wrong."""
+    """Return whose call it is, and what is wrong."""
     case = make_case(seed, number)
     values = case.arguments
     owned = [*case.owned, *values.values()]
@@ -196,7 +196,7 @@ class Finding:
 
 
 class Pages:
-    """What children tell while they run: which call it is, and how often each target ran."""
+    """Memory in which children tell which call runs, and how often each target ran."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, 8 * (1 + len(all_targets())))
@@ -214,7 +214,7 @@ class Pages:
 
 
 def run_batch(seed: int, numbers: range, pages: Pages, pipe: int) -> None:
-    """In a child: the calls, and each finding through a pipe."""
+    """Run the calls in a child, and send each finding through a pipe."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.disable()  # the parent says which call it was
     with open("/proc/self/statm") as statm:

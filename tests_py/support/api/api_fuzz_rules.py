@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call may answer: which errors, and which results."""
+"""Answers that a call may give: which errors, and which results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_CALLS = ("unexpected keyword", "multiple values", "required", "positional", "
 
 
 def check_error(case: Case, error: Exception) -> str | None:
-    """What is wrong with how a call was refused."""
+    """Return what is wrong with how a call was refused."""
     message = str(error)
     allowed = (*ALLOWED, *case.good.errors)
     if not isinstance(error, allowed) or isinstance(error, UnicodeError):

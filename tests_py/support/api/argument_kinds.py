@@ -23,7 +23,7 @@ SHOWN = "shown by "  # before the kinds of `given`, until a call knows its funct
 
 
 class Opaque:
-    """Nothing that any function takes."""
+    """Object that no function takes."""
 
     def __repr__(self) -> str:
         return "x" * 10_000  # which no message may contain
@@ -80,7 +80,7 @@ STRIDED = LSES | {"k_scale", "index_k_scale", "page_table", "topk_indices"}
 
 
 def wrong_tensors(good: np.ndarray[Any, Any]) -> Iterator[Any]:
-    """What may not stand for a tensor that is good."""
+    """Yield what may not stand for a tensor that is good."""
     yield from [*NOTHING, "x", 1, 1.5, True, [1.0], [[1.0]], memoryview(b"1234")]
     yield from [np.ma.array(good), np.array(["a"]), np.array([None]), good.astype(np.complex64)]
     yield np.zeros(good.shape, np.uint16)

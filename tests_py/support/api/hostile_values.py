@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers may pass by mistake or malice, drawn for an argument of a kind."""
+"""Arguments that callers may pass by mistake or malice, drawn for a kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def uninitialised(draw: Draw) -> Any:
 
 
 def anything(draw: Draw) -> Any:
-    """What hardly any argument takes."""
+    """Return something that hardly any argument takes."""
     return draw.choice(
         [
             lambda: None, object, argument_kinds.Opaque, argument_kinds.Nameless, dict, set, list,

@@ -22,7 +22,7 @@ def normal(*shape: int) -> Any:
 
 
 def repeated(count: int, width: int) -> Any:
-    """The same row again and again, without memory."""
+    """Repeat one row, without memory."""
     return np.broadcast_to(normal(1, width), (count, width))
 
 
@@ -113,7 +113,7 @@ MLA_POOL = partial(
 
 
 def write_blocks(n: int) -> Call:
-    """The same megabyte n times, a kilobyte at a time: memory is no part of it."""
+    """Write one megabyte n times, a kilobyte at a time: memory is no part of it."""
     engine = transfer.LocalEngine(num_threads=1)
     src, dst = np.zeros(1 << 20, np.uint8), np.zeros(n << 20, np.uint8)
     engine.register([src.ctypes.data, dst.ctypes.data], [src.nbytes, dst.nbytes])
@@ -147,7 +147,7 @@ def transform(function: Any, n: int, **more: Any) -> Call:
 
 
 def layouts() -> list[transfer.KVLayout]:
-    """Those of a sender and of a receiver, with the keys of 61 layers."""
+    """Return the layouts of a sender and of a receiver, with the keys of 61 layers."""
     made = []
     for base in (16 << 32, 17 << 32):
         addresses = [base + (layer << 26) for layer in range(61)]

@@ -36,12 +36,12 @@ def of(function: Callable[..., Any], *parts: Arguments, **about: Any) -> Callabl
 
 
 def method(make: Callable[[], Any], name: str, *parts: Arguments, **about: Any) -> Any:
-    """The same for a method of an object that is made anew, too."""
+    """Make a call as `of`, for a method of an object that is made anew, too."""
     return lambda: Call(getattr(make(), name), copy.deepcopy(merged(parts)), **about)
 
 
 def kv_args(num_layers: int = 2, **more: Any) -> transfer.KVArgs:
-    """Of a stage with all layers, K and V, eight pages of 64 bytes in each buffer."""
+    """Describe a stage with all layers, K and V, eight pages of 64 bytes in each buffer."""
     count = 2 * num_layers
     return transfer.KVArgs(
         engine_rank=0, page_size=4, kv_head_num=2, total_kv_head_num=2,

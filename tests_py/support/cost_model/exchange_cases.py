@@ -56,7 +56,7 @@ class Case:
         )
 
     def computed(self):
-        """Of each rank, the tokens (sequence, position) that it computes."""
+        """Return the tokens (sequence, position) that each rank computes."""
         plans = cpattn.build_cp_metadata_all_ranks(
             self.extends, self.seq_lens, cp_size=self.cp_size, strategy=self.strategy
         )
@@ -106,7 +106,7 @@ class Case:
 
 @dataclass
 class Wire:
-    """What ranks send to ranks of other hosts, message by message."""
+    """Bytes that ranks send to ranks of other hosts, message by message."""
 
     case: Case
     sent: Counter = field(default_factory=Counter)

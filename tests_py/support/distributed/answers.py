@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the answers of all ranks must be: the oracle's, and on every rank the same bits."""
+"""Answers of all ranks: they must be the oracle's, and on every rank the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_prefill(answers: list[dict[Run, dict[str, Any]]], run: Run) -> None:
 
 @cache
 def expected_layer(name: str) -> tuple[Expected, tuple[torch.Tensor, torch.Tensor]]:
-    """Of the oracle, and of one process that has all keys."""
+    """Return the oracle's answer, and that of one process that has all keys."""
     inputs = LAYERS[name].inputs()
     alone = cpattn.paged_attention(**inputs, batch_invariant=True, return_lse=True)
     return expected_attention(decoded(inputs)), alone

@@ -35,7 +35,7 @@ def run_ways(rank: int, runs: list[tuple[Step, str]]) -> dict[tuple[Step, str], 
 
 
 def run_received(rank: int, step: Step) -> dict[tuple[str, str], tuple[int, int, int, str]]:
-    """By each way: bytes that came in, those of the choice, rounds, and what "auto" takes."""
+    """Return by way: bytes received, those of the choice, rounds, and what "auto" takes."""
     cp, plan, inputs, shards = written_step(rank, step, "pages")
     answer = {}
     for exchange, out_heads in itertools.product(STATE_EXCHANGES, OUT_HEADS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks are told if rank 1 does something else than the others."""
+"""Errors that ranks are told if rank 1 does something else than the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_usable() -> bool:
 
 
 def run_replicated(rank: int) -> tuple[Told, bool]:
-    """Of pools that hold everything; and whether the group stays usable."""
+    """Return errors over pools that hold everything, and whether the group stays usable."""
     case, batch = SMALL, make_batch(SMALL)
     is_odd = rank == ODD_RANK
     cps = [ContextParallel(dist.group.WORLD, page_size=case.page_size)]
@@ -86,7 +86,7 @@ def run_replicated(rank: int) -> tuple[Told, bool]:
 
 
 def run_sharded(rank: int) -> tuple[Told, bool]:
-    """The same of pools that are shared out."""
+    """Return errors over pools that are shared out, and whether the group stays usable."""
     size, is_odd = dist.get_world_size(), rank == ODD_RANK
     batch = make_batch(SMALL)
     codes = torch.ones(64, 2, 32, dtype=torch.int8)

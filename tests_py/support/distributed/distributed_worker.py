@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks are started, each in a process of its own."""
+"""Ranks, each in a process of its own, and how they are started."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def forking(preload: str = __name__) -> Any:
 def run_world(
     size: int, path: Path, program, *arguments, group_timeout=PATIENCE, preload=__name__
 ) -> list:
-    """What program(rank, *arguments) returns on every rank; None for a rank that died.
+    """Return what program(rank, *arguments) returns on every rank; None for one that died.
 
     Ranks live until all have answered: a rank that ended early would be an error of its own.
     Where one fails, that is raised at once, and the others end, which may wait for it.
@@ -70,7 +70,7 @@ def run_world(
 
 
 def _answers(receivers: list[connection.Connection]) -> list:
-    """Of each rank, as they come; the first that is an error is raised."""
+    """Return the answer of each rank; the first that is an error is raised."""
     answers: dict[connection.Connection, object] = {}
     deadline = time.monotonic() + PATIENCE
     while len(answers) < len(receivers):

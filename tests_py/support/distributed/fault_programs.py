@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does in a round of faults: calls whose results are checked, and a last gather."""
+"""Programs of ranks in a round of faults: calls with checked results, and a last gather."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Round:
 
     @property
     def batch(self) -> Case:
-        """What is attended to, but for decode steps."""
+        """Batch that is attended to, but for decode steps."""
         return AHEAD if self.exchange == "prefetch" else CASES[self.case]
 
     @property
@@ -87,7 +87,7 @@ class Round:
 
     @property
     def timeout(self) -> float:
-        """Of the group: short where it is what ends the round."""
+        """Timeout of the group: short where it is what ends the round."""
         if self.fault in BY_TIMEOUT:
             return TIMEOUT
         return DEATH_TIMEOUT if self.fault in DEATHS else PATIENCE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong on a rank of a round of faults, at one of its calls."""
+"""Faults of a rank in a round, at one of its calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALLOCATORS = (
 
 
 class Board:
-    """When the fault came, for all ranks to see: of the clock that all processes share."""
+    """Time of the fault, for all ranks to see, by the clock that all processes share."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -52,7 +52,7 @@ class Trigger:
         self._count = 0
 
     def install(self) -> None:
-        """On the culprit, after the fork."""
+        """Install the fault on the culprit, after the fork."""
         fault = self.round.fault
         if fault == "memory":
             for owner, name in ALLOCATORS:

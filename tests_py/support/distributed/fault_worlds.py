@@ -35,7 +35,7 @@ _LOOK = 0.005  # seconds between two looks at the ranks
 
 
 class Answer(NamedTuple):
-    """What a rank said; `died` for none."""
+    """Answer of a rank; `died` if it gave none."""
 
     died: bool = False
     error: str | None = None
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a round: what ranks said, when the fault came (0 if it did not), what they left behind."""
+    """Answers of a round, when its fault came (0 if it did not), and what ranks left behind."""
 
     answers: list[Answer]
     fault_time: float = 0.0
@@ -82,7 +82,7 @@ def run_round(one: Round) -> Outcome:
 def _read_all(
     one: Round, pipes: list[int], pids: list[int], board: Board
 ) -> tuple[list[bytes], float]:
-    """What ranks write until they end; meanwhile a stopped one goes on, or is killed."""
+    """Read what ranks write until they end; meanwhile a stopped one goes on, or is killed."""
     texts = dict.fromkeys(pipes, b"")
     deadline = time.monotonic() + 2 * PATIENCE
     stopped_at = stalled = 0.0
@@ -166,7 +166,7 @@ def _answer(one: Round, rank: int, store: Path, board: Board) -> Answer:
 
 
 def resources() -> dict[str, int]:
-    """What a rank may leave behind: threads, connections, memory that has been shared."""
+    """Count what a rank may leave behind: threads, connections, shared memory."""
     names = []
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -185,7 +185,7 @@ def resources() -> dict[str, int]:
 
 
 def _left_behind(before: dict[str, int], patience: float) -> list[str]:
-    """What is there now that was not before, when the group is gone."""
+    """List what is there now that was not before, when the group is gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
     deadline = time.monotonic() + patience
@@ -199,7 +199,7 @@ def _left_behind(before: dict[str, int], patience: float) -> list[str]:
 
 
 def warm_up() -> None:
-    """What ranks need besides modules, made once before they are forked."""
+    """Make what ranks need besides modules once, before they are forked."""
     torch.set_num_threads(1)
     for case in (*CASES, AHEAD):
         expected_of(case)

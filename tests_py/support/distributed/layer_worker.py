@@ -85,7 +85,7 @@ class Layer:
 
 
 def decoded(inputs: dict[str, Any]) -> dict[str, Any]:
-    """With what codes stand for in their place."""
+    """Replace codes by what they stand for."""
     inputs = dict(inputs)
     for cache, name in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
         if (scale := inputs.pop(name, None)) is not None:
@@ -186,13 +186,13 @@ class Rank:
         return self.cp.shard(self.plan, x)
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a whole cache."""
+        """Return this rank's part of a whole cache."""
         if self.cp.placement is None:
             return x
         return shard_of(self.cp.placement, self.cp.cp_rank, x, PAGE)
 
     def pools(self, layer: Layer) -> list[torch.Tensor | None]:
-        """Without the new tokens."""
+        """Return this rank's pools without the new tokens."""
         pools = [None if cache is None else cache.clone() for cache in layer.caches]
         for pool in pools:
             if pool is not None:
@@ -225,7 +225,7 @@ class Rank:
         return [*(x[own] for x in results), *(pool for pool in pools if pool is not None)]
 
     def ahead(self, *, writes: bool) -> list[torch.Tensor]:
-        """The same of the layers of a model, whose cached keys are sent a layer ahead."""
+        """Attend in all layers of a model, whose cached keys are sent a layer ahead."""
         layers = [self.layer.of_model(number) for number in range(NUM_LAYERS)]
         pools = [self.pools(layer) for layer in layers]
         prefetched = self.cp.prefetch(

@@ -53,7 +53,7 @@ def run_part_of_the_world(rank: int) -> tuple[Any, list[int], float] | str:
 
 
 def run_other_mesh(rank: int) -> tuple[str, bool]:
-    """What all are told where rank 3 has its mesh the other way round; whether they go on."""
+    """Return what all are told where rank 3 has its mesh transposed, and whether they go on."""
     meshes = [make_mesh("2 x 2"), make_mesh("columns first")]
     run = Run(replace(SMALL, name="mesh"), "pages", "usp")
     told, _ = error_of(lambda: run_prefill(run, meshes[rank == 3]))
@@ -61,7 +61,7 @@ def run_other_mesh(rank: int) -> tuple[str, bool]:
 
 
 def run_layer_bytes(rank: int, name: str, extend: int, prefix: int) -> tuple[int, int]:
-    """What a rank sends and receives by USP for a layer of one request, without agreements."""
+    """Return what a rank sends and receives by USP for a layer, without agreements."""
     page, size = LAYER.page_size, num_ranks(name)
     cp = ContextParallel(
         make_mesh(name), page_size=page, exchange="usp", placement=PLACEMENTS["pages"](size, page)

@@ -38,6 +38,6 @@ def plan_of(cp: ContextParallel, extend: int, prefix: int) -> Any:
 
 
 def one_rank(**options: Any) -> ContextParallel:
-    """In the world of one rank, over pools that are shared out in pages of 4 tokens."""
+    """Make the only rank of a world, over pools that are shared out in pages of 4 tokens."""
     usual = {"page_size": 4, "placement": PLACEMENTS["pages"](1, 4)}
     return ContextParallel(dist.group.WORLD, **usual | options)

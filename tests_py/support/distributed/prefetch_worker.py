@@ -52,7 +52,7 @@ def run_traffic(rank: int) -> dict[str, Any]:
 
 
 def _most_heads_at_once(rank: int, more: int) -> int:
-    """How many KV heads are in their places, by the least scratch and that of so many more."""
+    """Return how many KV heads are in place, by the least scratch and that of so many more."""
     cp, plan, (q, k, v), shards = traffic_rank(rank, CASE, "gather")
     row = (CASE.head_dim + CASE.v_head_dim) * 4
     slots = plan.page_size * int((plan.block_tables >= 0).sum())
@@ -73,7 +73,7 @@ def _most_heads_at_once(rank: int, more: int) -> int:
 
 
 def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
-    """What ranks are told if rank 1 does something else, and whether layers are right behind."""
+    """Disagree on rank 1; return what ranks are told, and whether layers are right behind."""
     told: dict[str, str] = {}
     is_odd = rank == ODD_RANK
     cp, plan, (q, k, v), shards = traffic_rank(rank, CASE, "gather")

@@ -29,7 +29,7 @@ CUTS = ("cut a cable", "cut all cables")
 
 
 def complaints(one: Round, outcome: Outcome) -> list[str]:
-    """What is wrong with what the ranks of a round said."""
+    """List what is wrong with the answers of a round's ranks."""
     found = [f"left behind: {what}" for what in outcome.left_behind]
     for rank, answer in enumerate(outcome.answers):
         found += [f"rank {rank} left behind: {what}" for what in answer.left_behind]
@@ -44,7 +44,7 @@ def complaints(one: Round, outcome: Outcome) -> list[str]:
 
 
 def _wrong(one: Round, rank: int, answer: Answer, outcome: Outcome) -> str | None:
-    """What is wrong with one answer."""
+    """Return what is wrong with one answer."""
     is_culprit = rank == one.culprit
     if one.fault in HARMLESS or not outcome.fault_time:
         return "failed without a fault" if answer.died or answer.error else None

@@ -71,7 +71,7 @@ def make_batch(case: Case) -> list[torch.Tensor]:
 
 
 def rows_of(case: Case, rank: int, size: int) -> torch.Tensor:
-    """Which tokens a rank has, in its order."""
+    """Return the tokens of a rank, in its order."""
     if case.method == "llama3_varlen":  # whatever the sequences are
         return torch.arange(sum(case.lens)).chunk(size)[rank]
     mine = []

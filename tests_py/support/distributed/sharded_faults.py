@@ -22,7 +22,7 @@ from support.distributed.sharded_worker import traffic_rank
 
 
 def seconds_to_interrupt(call: Callable[[], Any]) -> float:
-    """How long Ctrl-C takes to end a call."""
+    """Return how long Ctrl-C takes to end a call."""
     delay = 0.2
     start = time.monotonic()
     threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -34,7 +34,7 @@ def seconds_to_interrupt(call: Callable[[], Any]) -> float:
 
 
 def run_interrupt(rank: int) -> float:
-    """How long Ctrl-C takes to end a wait for rank 1, which does not come."""
+    """Return how long Ctrl-C takes to end a wait for rank 1, which does not come."""
     if rank == 1:
         return 0.0
     cp = ContextParallel(dist.group.WORLD, page_size=4)
@@ -43,7 +43,7 @@ def run_interrupt(rank: int) -> float:
 
 
 def run_loss(rank: int, exchange: str) -> str:
-    """What the others are told if the last rank leaves after all have agreed."""
+    """Return what the others are told if the last rank leaves after all have agreed."""
     cp, plan, (q, *_), shards = traffic_rank(rank, SMALL, exchange)
     if rank == dist.get_world_size() - 1:
         cp._exchange.post = leave_after_agreement(cp._exchange.post)
@@ -51,7 +51,7 @@ def run_loss(rank: int, exchange: str) -> str:
 
 
 def run_early_end(rank: int) -> str:
-    """What ranks are told of rank 0, which ends well while rank 3 still waits for keys of rank 2.
+    """Return what ranks are told of rank 0, which ends while rank 3 still waits for rank 2's keys.
 
     They pass keys round, and rank 2 computes longer than anybody waits for one that has died.
     """

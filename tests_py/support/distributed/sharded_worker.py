@@ -43,12 +43,12 @@ class Run:
 
 
 def unread(x: torch.Tensor) -> Any:
-    """What stands where nothing may be read."""
+    """Return what stands where nothing may be read."""
     return torch.nan if x.is_floating_point() else 77
 
 
 def shard_of(placement: Any, rank: int, pool: torch.Tensor, page_size: int) -> torch.Tensor:
-    """What the pool of a rank holds of a pool that holds everything."""
+    """Return the part that a rank holds of a pool that holds everything."""
     slots = np.arange(len(pool))
     mine = placement.owner_of(slots) == rank
     rows = placement.local_index(slots)
@@ -67,7 +67,7 @@ def equal(some: Any, others: Any) -> bool:
 
 
 def run_prefill(run: Run, group: Any = None) -> dict[str, Any]:
-    """What came out over shards and over whole pools, and whether pools are what they must be."""
+    """Return results over shards and over whole pools, and whether pools are what they must be."""
     case, batch = run.case, make_batch(run.case)
     options = {"strategy": case.strategy, "page_size": case.page_size}
     whole = ContextParallel(group or dist.group.WORLD, **options)
@@ -138,7 +138,7 @@ class Step:
         return {name: sinks if name == "sinks" else value for name, value in self.options}
 
     def inputs(self) -> dict[str, Any]:
-        """Those of `paged_attention` over pools that hold everything."""
+        """Make the inputs of `paged_attention` over pools that hold everything."""
         draw = torch.Generator().manual_seed(sum(self.kv_lens))
         pages = [-(-n // self.page_size) for n in self.kv_lens]
         tables = torch.full((len(pages), max(pages)), -1)
@@ -201,7 +201,7 @@ def written_step(
 
 
 class Event(NamedTuple):
-    """What a rank does in an exchange: "post" (of rows to come), "finish" or "compute"."""
+    """Event of an exchange: "post" (of rows to come), "finish" or "compute"."""
 
     kind: str
     call: str = ""
@@ -263,13 +263,13 @@ def traffic_rank(
 def run_traffic(
     rank: int, case: Case, exchanges: tuple[str, ...], make_group: Callable[[], Any] = lambda: None
 ) -> dict[str, dict[str, Any]]:
-    """Of each exchange what this rank received, and the order of events."""
+    """Return for each exchange what this rank received, and the order of events."""
     group = make_group()
     return {exchange: _traffic_of(rank, case, exchange, group) for exchange in exchanges}
 
 
 def _traffic_of(rank: int, case: Case, exchange: str, group: Any) -> dict[str, Any]:
-    """By two calls, and the events of "gather" by one that writes."""
+    """Return traffic by two calls, and the events of "gather" by one that writes."""
     cp, plan, (q, k, v), shards = traffic_rank(rank, case, exchange, group)
     sizes = {
         "num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads,

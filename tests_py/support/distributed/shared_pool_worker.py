@@ -28,7 +28,7 @@ LAYERS, LAYER = 3, 1
 
 
 def make_pool(cp: ContextParallel, case: Case, batch: Batch) -> MHATokenToKVPool:
-    """Of as many slots as the caches of the batch, with these in one layer, on each host."""
+    """Make a pool with the batch's caches in one layer, once for each host."""
     pool = MHATokenToKVPool(
         size=len(batch.k_cache) - case.page_size,
         page_size=case.page_size,
@@ -50,7 +50,7 @@ def make_pool(cp: ContextParallel, case: Case, batch: Batch) -> MHATokenToKVPool
 
 @contextlib.contextmanager
 def counting_sends() -> Iterator[list[tuple[int, int]]]:
-    """Whom this rank sends to, and how many bytes."""
+    """Record to whom this rank sends, and how many bytes."""
     sent: list[tuple[int, int]] = []
 
     def counting(block, rank, *arguments):
@@ -110,7 +110,7 @@ def run_other_caches(rank: int) -> list[str]:
 
 
 def run_slow_reader(rank: int) -> tuple[list[float], list[float]]:
-    """What rank 1 reads between two writes, while rank 0 has long entered the second."""
+    """Return what rank 1 reads between two writes, while rank 0 has long entered the second."""
     group = Group()
     group.write(3.0)
     if rank == 1:
@@ -121,7 +121,7 @@ def run_slow_reader(rank: int) -> tuple[list[float], list[float]]:
 
 
 def run_hidden(rank: int) -> tuple[str, str]:
-    """What ranks are told of rank 1, whose system does not show what it boots as; and at last."""
+    """Hide from rank 1 what its system boots as; return what ranks are told, and the transport."""
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     hidden = Path("/nonexistent") if rank == 1 else host._BOOT_ID
     told = "no error"
@@ -150,7 +150,7 @@ class Killer:
 
 
 def answer_of_a_child(call: Callable[[], str]) -> str:
-    """What a call says in a forked child of this process, which ends with it."""
+    """Return what a call says in a forked child of this process, which ends with it."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # later interpreters warn of threads
@@ -168,7 +168,7 @@ def answer_of_a_child(call: Callable[[], str]) -> str:
 
 
 def told_of_a_pool(memory: SharedMemory | None, size: int) -> str:
-    """What a rank is told that makes a pool of so many slots."""
+    """Return what a rank is told that makes a pool of so many slots."""
     try:
         MHATokenToKVPool(
             size=size, page_size=4, num_layers=1, num_kv_heads=1, head_dim=64, memory=memory

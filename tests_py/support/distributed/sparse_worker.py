@@ -154,7 +154,7 @@ def layer_arguments(
     plan: ShardedPlan | DecodePlan,
     local: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Those of a layer on this rank; new tokens come into its pools by `write_kv`."""
+    """Make a layer's arguments on this rank; `write_kv` writes new tokens into its pools."""
     batch, rank, placement = run.batch(), dist.get_rank(), plan.placement
     q, kv = run.attention(batch)
     codes = batch.in_pages(batch.keys, batch.dim, 0.0).to(batch.q_dtype).view(-1, 1, batch.dim)
@@ -199,7 +199,7 @@ def _index_cache(
 
 
 def _run(run: SparseRun) -> dict[str, Any]:
-    """What came out of a prefill, which positions were selected, and what travelled."""
+    """Return results of a prefill, which positions were selected, and what travelled."""
     cp, batch = make_cp(run), run.batch()
     plan = cp.plan(
         batch.extend_lens, batch.kv_lens, block_tables=batch.block_tables,
@@ -235,7 +235,7 @@ def run_sparse_steps(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[s
 
 
 def _step(run: SparseRun) -> dict[str, torch.Tensor]:
-    """The same of a decode step, whose queries every rank has."""
+    """Return results of a decode step, whose queries every rank has, and what was selected."""
     cp, batch = make_cp(run), run.batch()
     plan = cp.plan_decode(batch.kv_lens, q_lens=batch.extend_lens, block_tables=batch.block_tables)
     arguments, options = layer_arguments(run, cp, plan, lambda x: x)

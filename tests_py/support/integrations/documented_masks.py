@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys a query sees, pair by pair, in the words of the libraries that are stood in for.
+"""Masks, pair by pair, in the words of the libraries that are stood in for.
 
 Nothing here is shared with the package, whose masks these are to judge.
 """

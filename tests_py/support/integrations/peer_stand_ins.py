@@ -87,7 +87,7 @@ class StandIn:
         return self.make.__name__
 
     def on_write(self, patch: pytest.MonkeyPatch, act: Callable[[Any], int]) -> None:
-        """Has every write call `act` with the foreign engine; 0 of it is a success."""
+        """Make every write call `act` with the foreign engine; 0 of it is a success."""
         if self.module is mooncake:
             patch.setattr(FakeMooncake, "batch_transfer_sync_write", lambda fake, *_: act(fake))
         else:
@@ -102,7 +102,7 @@ STAND_INS = {
 
 
 def ranges_of(calls: list[Any]) -> list[tuple[str, list[int]]]:
-    """What of the calls of a foreign engine registers addresses, and what ends that."""
+    """Return the calls of a foreign engine that register addresses, and that end this."""
     return [
         (call[0].replace("de", "un"), [x[0] if isinstance(x, tuple) else x for x in call[1]])
         for call in calls

@@ -57,7 +57,7 @@ class Call:
         return [i for i, x in tensors if x.is_floating_point()]
 
     def function(self) -> tuple[torch.Tensor, ...]:
-        """What the function of the same name gives."""
+        """Return the results of the function of the same name."""
         kwargs = dict(self.kwargs)
         if self.library == "npu":
             return as_tuple(getattr(cpattn.npu, self.name)(*self.args, **kwargs))
@@ -206,7 +206,7 @@ def sparse_call(case: Case, lse: bool) -> Call:
 
 
 def decoding_calls() -> list[Call]:
-    """As sglang decodes: absorbed MLA, lengths of keys in a tensor; and codes of int8."""
+    """Make calls as sglang decodes: absorbed MLA, lengths in a tensor; and codes of int8."""
     name, where = "npu_fused_infer_attention_score", {"blocks": "H", "spare_rows": 0}
     latent = FiaBatch("BSND", (1, 1), (20, 33), num_kv_heads=1, rope_dim=16, **where)
     arguments = latent.arguments(antiquant_mode=0, antiquant_scale=None)

@@ -73,7 +73,7 @@ def from_axes(x: torch.Tensor, axes: str, num_heads: int) -> torch.Tensor:
 
 
 def visible_keys(mode, q_len, kv_len, before=None, after=None, mask=None) -> np.ndarray:
-    """Which keys each query sees, as the operator's documentation says it."""
+    """Return which keys each query sees, as the operator's documentation says it."""
     i, j = np.arange(q_len)[:, None], np.arange(kv_len)[None]
     offset = kv_len - q_len if mode in (3, 4) else 0
     visible = np.ones((q_len, kv_len), bool)

@@ -179,7 +179,7 @@ class Batch:
         return [position for position in seen if position < min(end, kv_len)]
 
     def expected(self):
-        """Of each query: where it is, what attention gives, and the largest logit."""
+        """Yield the place of each query, what attention gives, and the largest logit."""
         row = 0
         for b, queries in enumerate(self.queries):
             for i in range(len(queries)):
@@ -202,7 +202,7 @@ class Batch:
 
 
 def assert_query(out, softmax_max, softmax_sum, attended, largest):
-    """Of one query: out [heads, dim], and what is left of its softmax, [heads]."""
+    """Check one query: out [heads, dim], and what is left of its softmax, [heads]."""
     dtype = str(out.dtype).removeprefix("torch.")
     softmax_max = softmax_max.reshape(1, -1)
     lse = softmax_max + softmax_sum.log().reshape(1, -1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the proof tools have in common."""
+"""Modules that tests of the proof tools share."""

@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32
 
 
 class Step:
-    """What the step of a program chooses from: the same on all ranks, but for `data`."""
+    """Choices of a program's step: the same on all ranks, but for `data`."""
 
     def __init__(self, chance: random.Random, group: dist.ProcessGroup | None) -> None:
         self.chance, self.group = chance, group
@@ -119,7 +119,7 @@ STEPS: tuple[Callable[[Step], list[torch.Tensor]], ...] = tuple(partial(_take, x
 
 
 def run_program(seed: int, num_steps: int) -> list[torch.Tensor]:
-    """What a rank has after all steps; the steps are drawn by the seed."""
+    """Return what a rank has after all steps, which are drawn by the seed."""
     chance = random.Random(seed)
     size = dist.get_world_size()
     halves = [list(range(size // 2)), list(range(size // 2, size))]

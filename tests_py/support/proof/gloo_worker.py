@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks of gloo do: they are held against simulated ones, or record their own calls."""
+"""Programs of ranks of gloo: they are held against simulated ones, or record their own calls."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def run(seed: int, number: int) -> list[torch.Tensor]:
 
 
 def alarm_of(seed: int, number: int) -> str | None:
-    """What is found in a program in two orders, if anything is."""
+    """Return what is found in a program in two orders, if anything is."""
     chance = random.Random(f"{seed} {number}")
     size, seeds = chance.randint(2, _MOST_RANKS), (0, chance.randint(1, 1 << 20))
     options = {"seeds": seeds, "buffered_sends": chance.random() < 0.3, "time_limit": 600}

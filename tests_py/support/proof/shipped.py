@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the zoo says of the code of releases, held against what its tool says of that code now."""
+"""Checks that the tools say now of the code of releases what the zoo says of it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def assert_refuted_as_written(report: Report, entry: ZooEntry) -> None:
 
 
 def assert_proved(report: Report, entry: ZooEntry) -> None:
-    """Nothing is found, and the entry's invariant was decided."""
+    """Check that nothing is found, and that the entry's invariant was decided."""
     assert report.proved, report.text()
     assert entry.invariant in report.checked

@@ -85,7 +85,7 @@ def case_of(tests: types.ModuleType) -> type[unittest.TestCase]:
         world_size = property(lambda self: dist.get_world_size())
 
         def _barrier(self, *_: Any, **__: Any) -> None:
-            """In torch by files of processes."""
+            """Meet the other ranks, for which torch uses files of processes."""
             dist.barrier()
 
         def call_dist_op(  # in torch under a profiler, of which a process has one
@@ -141,7 +141,7 @@ def _on_ranks(case: type[unittest.TestCase], name: str, size: int) -> str:
 
 
 def reason_of(name: str, outcome: str) -> str | None:
-    """Why a test that failed cannot run here, if the way in which it did is the known one."""
+    """Return why a test cannot run here, if it failed in the known way."""
     for names, message, why in LEFT_OUT:
         if re.search(names, name) and re.search(message, outcome):
             return why

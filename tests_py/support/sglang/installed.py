@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of an installed sglang have in common."""
+"""Helpers that tests of an installed sglang share."""
 
 from __future__ import annotations
 

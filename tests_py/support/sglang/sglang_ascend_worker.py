@@ -83,7 +83,7 @@ def run_case(case: Case) -> dict:
 
 
 def attend(case: Case, batch: Batch, q: torch.Tensor, pool: Any) -> torch.Tensor:
-    """The same rows [num_rows, num_heads * v_head_dim] by this library alone."""
+    """Attend by this library alone: rows [num_rows, num_heads * v_head_dim]."""
     parallel = SGLANG.runtime.get_parallel()
     rank = {"cp_rank": parallel.attn_cp_rank, "cp_size": parallel.attn_cp_size}
     metadata = cpattn.build_cp_metadata(case.extend_lens, case.seq_lens, **rank)
@@ -108,7 +108,7 @@ def make_backend(case: Case, batch: Batch) -> Any:
 
 
 def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch) -> None:
-    """Into pages that hold NaN where no token of a request is."""
+    """Write prefixes into pages that hold NaN where no token of a request is."""
     pool = backend.token_to_kv_pool
     pool.get_key_buffer(LAYER_ID).fill_(torch.nan)
     pool.get_value_buffer(LAYER_ID).fill_(torch.nan)

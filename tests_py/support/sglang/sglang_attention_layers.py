@@ -108,14 +108,14 @@ class Step:
         self.new = torch.tensor([row for rows in new for row in rows])
 
     def first_kept(self, s: int) -> int:
-        """What is before the windows of a request's new tokens was given back, page by page."""
+        """Return the first token kept: pages before the windows of new tokens were given back."""
         return max(0, self.kv_lens[s] - self.q_lens[s] - WINDOW) // self.page_size * self.page_size
 
     def kept_lens(self) -> list[int]:
         return [n - self.first_kept(s) for s, n in enumerate(self.kv_lens)]
 
     def mapping(self) -> torch.Tensor:
-        """From slots to those of the pool for windows; 0 where there is none."""
+        """Map slots to those of the pool for windows; 0 where there is none."""
         to_swa = torch.zeros(SIZE + self.page_size + 1, dtype=torch.int64)
         to_swa[-1] = -1
         for s, slots in enumerate(self.slots):
@@ -196,7 +196,7 @@ def attend(
 
 
 def attend_latents(lens: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The same of absorbed MLA: keys of 80 numbers, of which the first 64 are values."""
+    """Answer as `attend` does for absorbed MLA: keys of 80 numbers, the first 64 being values."""
     step = Step(lens, 16, torch.float32, windows=False)
     step.k = torch.randn(len(step.k), 1, 80)
     step.q = torch.randn(len(step.q), HEADS * 80)
@@ -216,7 +216,7 @@ def attend_latents(lens: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def count_plans() -> int:
-    """Of six layers in a pass, three of them with a window, and then of one in the next pass."""
+    """Count plans of six layers in a pass, three with a window, then of one in the next pass."""
     step = Step(EXTENDS, 16, torch.float32, windows=False)
     runner = make_runner(make_pool(16, torch.float32, windows=False), torch.float32)
     backend, batch = step.begin(runner, decodes=False)
@@ -232,7 +232,7 @@ def count_plans() -> int:
 
 
 def error_of_zero_scale() -> str:
-    """Of a checkpoint with such a scale, which is none that is missing."""
+    """Return the error of a checkpoint with a scale of zero, which is not a missing one."""
     try:
         attend(code=torch.float8_e4m3fn, code_scales=(0.0, 1.0))
     except ValueError as error:
@@ -245,7 +245,7 @@ def published(**configuration: Any) -> Any:
 
 
 def refusals() -> list[tuple[str, str]]:
-    """What is said to what cannot be served, and what of it says what it is about."""
+    """Return each error of what cannot be served, with the words that it must contain."""
 
     def refused(
         change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND, **layer: Any

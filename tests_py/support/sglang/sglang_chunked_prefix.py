@@ -135,7 +135,7 @@ def _recording(function: Any, results: list[Any]) -> Any:
 
 
 def _runner_forward(sglang: SimpleNamespace, mended: bool) -> tuple[type, str, Any]:
-    """What `mock.patch.object` is given."""
+    """Return the arguments of `mock.patch.object`."""
     runner = sglang.backend.FlashInferMhaChunkKVRunner
     shipped = runner.forward
 
@@ -263,7 +263,7 @@ class Language:
 
 
 class Kernel:
-    """What ``@triton.jit`` makes of a function: ``kernel[grid](...)`` runs all programs."""
+    """Stand-in for ``@triton.jit`` of a function: ``kernel[grid](...)`` runs all programs."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = getattr(function, "fn", function)  # of Triton's own, where it is installed

@@ -81,8 +81,8 @@ def run_case(case: Case, cp_size: int) -> dict:
 
 
 def make_inputs(case: Case) -> SimpleNamespace:
-    """Of every token of each request hidden [n, HIDDEN] and q_lora [n, Q_LORA] of the indexer, and
-    of the new ones q_rope [T, num_heads, rope]."""
+    """Return hidden [n, HIDDEN] and q_lora [n, Q_LORA] of each request's tokens, for the indexer,
+    and q_rope [T, num_heads, rope] of the new ones."""
     random = torch.Generator().manual_seed(sum(case.seq_lens))
 
     def integers(*shape: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ def make_indexer(max_position: int) -> Any:
 
 
 def index_vectors(indexer: Any, case: Case, inputs: SimpleNamespace) -> list[tuple]:
-    """Of every token of each request: q [n, heads, dim], k [n, dim] and weights [n, heads]."""
+    """Return q [n, heads, dim], k [n, dim] and weights [n, heads] of each request's tokens."""
     vectors = []
     for hidden, q_lora in zip(inputs.hidden, inputs.q_lora, strict=True):
         q = (q_lora @ indexer.wq_b.weight.T).view(-1, INDEX_HEADS, INDEX_DIM)
@@ -148,7 +148,7 @@ def make_backend(case: Case, batch: Batch) -> Any:
 
 
 def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch, vectors: list) -> None:
-    """Into pages that hold NaN where no token of a request is."""
+    """Write prefixes into pages that hold NaN where no token of a request is."""
     pool = backend.token_to_kv_pool
     for buffer in (*pool.get_kv_buffer(LAYER_ID), pool.get_index_k_buffer(LAYER_ID)):
         buffer.fill_(torch.nan)

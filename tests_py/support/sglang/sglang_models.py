@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eager attention of transformers answers, and the settings that sglang needs in a test."""
+"""Answers of transformers' eager attention, and the settings that sglang needs in a test."""
 
 from __future__ import annotations
 

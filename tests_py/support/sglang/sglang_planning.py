@@ -58,7 +58,7 @@ def make_strategy(sglang: SimpleNamespace, name: str, rank: int, size: int) -> A
 
 
 def kv_list(layers: range, groups: str, drafts: int = 0) -> list[str]:
-    """What the buffers of a server hold, in the order in which it lists them."""
+    """List what the buffers of a server hold, in its order."""
     target = [f"{group}{layer}" for group in groups for layer in layers]
     return target + [f"d{group}{layer}" for group in groups for layer in range(drafts)]
 

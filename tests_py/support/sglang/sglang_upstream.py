@@ -68,7 +68,7 @@ def load() -> SimpleNamespace | None:
 
 
 def load_or_skip() -> SimpleNamespace:
-    """The same for a test, which is skipped where sglang is not to be found."""
+    """Load the modules; skip the test where sglang is not to be found."""
     modules = load()
     if modules is None:
         pytest.skip("sglang is not installed and CPATTN_SGLANG names no wheel of it")
@@ -76,7 +76,7 @@ def load_or_skip() -> SimpleNamespace:
 
 
 def _version(root: Path | zipfile.Path) -> str:
-    """From the name of the wheel, or of what pip wrote beside the package."""
+    """Read the version from the wheel's name, or from what pip wrote beside the package."""
     names = [root.root.filename] if isinstance(root, zipfile.Path) else map(str, root.iterdir())
     found = [match[1] for name in names if (match := re.search(r"\bsglang-([\d.]+\d)", str(name)))]
     return found[0] if found else "of unknown version"

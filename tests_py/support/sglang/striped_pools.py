@@ -28,7 +28,7 @@ def make_allocator(sglang: SimpleNamespace, size: int, sizes: Any, need_sort: bo
 
 
 def extend_arguments(prefix_lens: list[int], seq_lens: list[int]) -> tuple[Any, ...]:
-    """Of `alloc_extend`, without the bases."""
+    """Make the arguments of `alloc_extend`, without the bases."""
     prefixes, lens = torch.tensor(prefix_lens), torch.tensor(seq_lens)
     last_loc = torch.zeros_like(prefixes)  # read in its debug mode only
     return prefixes, prefixes, lens, lens, last_loc, sum(seq_lens) - sum(prefix_lens)
@@ -46,7 +46,7 @@ def random_extend(
 
 
 def make_pool(sglang: SimpleNamespace, rank: int, sizes: Any, scratch: Any, size: int) -> Any:
-    """What its pools share, without buffers and without the gather itself."""
+    """Make what sglang's pools share, without buffers and without the gather itself."""
     pool = object.__new__(sglang.striped_pools.PageInterleaveKVPoolMixin)
     page_size, shard_size = sizes["page_size"], sizes["shard_size"]
     spec = spec_of(shard_rank=rank, **sizes, **scratch)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of pages share."""
+"""Modules that tests of pages share."""

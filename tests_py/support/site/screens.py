@@ -69,7 +69,7 @@ class Screen:
         return [*self._wrong]
 
     def sideways(self) -> list[str]:
-        """What sticks out, if the page as a whole scrolls sideways."""
+        """Return what sticks out, if the page as a whole scrolls sideways."""
         return self.page.evaluate(
             """() => {
               const room = document.documentElement.clientWidth;

@@ -84,7 +84,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def errors_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """What errors are measured in: the last fields of Expected."""
+    """Return what errors are measured in: the last fields of Expected."""
     kv, scale, d_v = (
         to_float64(inputs["kv"]).reshape(-1, inputs["kv"].shape[-1]),
         inputs["sm_scale"],

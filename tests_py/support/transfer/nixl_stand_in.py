@@ -13,7 +13,7 @@ DONE, UNDER_WAY, FAILED = "done", "under way", "failed"
 
 
 class NotFoundError(Exception):
-    """Has no base of NIXL's own, as theirs have not."""
+    """Error without a base of NIXL's own, as theirs have none."""
 
 
 class OtherError(Exception):

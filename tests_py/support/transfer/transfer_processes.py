@@ -45,7 +45,7 @@ def requires_mooncake() -> None:
 
 
 class State(SimpleNamespace):
-    """What the functions of a peer keep between calls, the engine first."""
+    """Values that the functions of a peer keep between calls, the engine first."""
 
     engine: TransferEngine
 

@@ -43,7 +43,7 @@ def knows_drafts(sglang: SimpleNamespace) -> bool:
 
 
 def kv_list(layers: range, groups: str, draft_layers: int = 0) -> list[str]:
-    """What the buffers of a pool hold, in the order in which servers list them."""
+    """List what the buffers of a pool hold, in the order of servers."""
     target = [f"{group}{layer}" for group in groups for layer in layers]
     return target + [f"draft {group}{layer}" for group in groups for layer in range(draft_layers)]
 

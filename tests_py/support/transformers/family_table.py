@@ -78,7 +78,7 @@ BATCHES = "continuous batching"
 
 
 class Outcome(NamedTuple):
-    """What became of one part of one model.
+    """Outcome of one part of one model.
 
     "yes": logits or tokens of eager attention, "own": the same, as the model computes attention
     itself and never asks; "differs", "refused" by a ValueError of cpattn, "fails" by another
@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
 
 
 class Calls:
-    """How often models asked for attention under the names of cpattn."""
+    """Count of how often models asked for attention under the names of cpattn."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -195,7 +195,7 @@ class Family:
         return torch.stack(made)
 
     def batched(self) -> torch.Tensor:
-        """The same by continuous batching, with the implementation that the model has."""
+        """Generate the tokens by continuous batching, with the model's implementation."""
         sizes = {"page_size": 8, "num_blocks": 64, "max_batch_tokens": 24}
         config = ContinuousBatchingConfig(auto_switch_to_flash=False, **sizes)
         options = {"generation_config": self.generation, "continuous_batching_config": config}
@@ -269,7 +269,7 @@ def first_line(error: BaseException) -> str:
 
 
 def try_model(model_type: str, calls: Calls) -> dict[str, Outcome] | str:
-    """What became of each part, or why there is no such model here."""
+    """Return the outcome of each part, or why there is no such model here."""
     logging.disable(logging.CRITICAL)
     try:
         family = quietly(lambda: Family(model_type))
@@ -294,7 +294,7 @@ def try_all(names: list[str]) -> dict[str, Mapping[str, Outcome] | str]:
 
 
 def reasons(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """What stands in a row behind its words, each reason once."""
+    """Return what stands in a row behind its words, each reason once."""
     said = [x.reason for x in outcomes.values() if x.word not in ("yes", "own", "-")]
     return [reason.replace("|", "\\|") for reason in dict.fromkeys(said) if reason]
 

@@ -82,7 +82,7 @@ def form_of(model: Any, name: str, *arguments: str) -> Iterator[None]:
 
 @torch.inference_mode()
 def logits(model: Any, run: str, implementation: str) -> Tensor:
-    """Of all tokens that are not padding, [n, vocab]."""
+    """Return the logits of all tokens that are not padding, [n, vocab]."""
     chunks, padding = RUNS[run]
     model.config._attn_implementation = implementation
     tokens, mask = tokens_and_mask(padding)

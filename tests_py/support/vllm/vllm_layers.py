@@ -20,7 +20,7 @@ NUM_BLOCKS = 16
 
 
 def prepare(monkeypatch):
-    """What layers find where an engine is: its configuration, which is returned, and kernels."""
+    """Prepare what layers find in an engine: its configuration, which is returned, and kernels."""
     torch.manual_seed(0)
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.float32), kv_transfer_config=None
@@ -32,7 +32,7 @@ def prepare(monkeypatch):
 
 
 def attributes(k_scale=1.0, v_scale=1.0):
-    """What vLLM's kernels read of the layer itself."""
+    """Return what vLLM's kernels read of the layer itself."""
     return SimpleNamespace(isa="vec", _k_scale_float=k_scale, _v_scale_float=v_scale)
 
 
@@ -76,7 +76,7 @@ def make_metadata(**options):
 
 
 def make_stock_metadata(dtype="float32", kv_cache_dtype="auto"):
-    """For vLLM's own kernels."""
+    """Make metadata for vLLM's own kernels."""
     metadata = make_metadata()
     metadata.scheduler_metadata = cpu_attn.ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(Q_LENS), num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM,
@@ -114,7 +114,7 @@ class Batch:
 
 
 def run(layer, batch, metadata, cache, attributes=LAYER):
-    """What vLLM does with a layer: earlier steps, then this one."""
+    """Run a layer as vLLM does: earlier steps, then this one."""
     for i, (key, value) in enumerate(batch.prefixes):
         layer.do_kv_cache_update(attributes, key, value, cache, slots(i, 0, len(key)))
     layer.do_kv_cache_update(attributes, batch.key, batch.value, cache, metadata.slot_mapping)

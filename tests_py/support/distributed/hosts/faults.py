@@ -32,7 +32,7 @@ def group_of(layout: Layout, rank: int) -> pools.Group:
 
 
 def run_loss(rank: int, layout: Layout, lost: int, when: str, clock: Path) -> tuple[str, float]:
-    """What each rank is told, and when, of which one is killed."""
+    """Return what each rank is told, and when, of which one is killed."""
     group = group_of(layout, rank)
     group.write()
     if rank == lost:
@@ -53,7 +53,7 @@ def run_loss(rank: int, layout: Layout, lost: int, when: str, clock: Path) -> tu
 
 
 def run_stopped_behind_a_late_one(rank: int, layout: Layout) -> str:
-    """What ranks are told of rank 3, which is stopped, where rank 2 comes late to await it."""
+    """Return what ranks are told of rank 3, which is stopped, where rank 2 awaits it late."""
     group = group_of(layout, rank)
     group.write()
     if rank == 2:
@@ -66,7 +66,7 @@ def run_stopped_behind_a_late_one(rank: int, layout: Layout) -> str:
 
 
 def _go_on_later(pid: int, seconds: float) -> None:
-    """By another process: a stopped one has no threads that run."""
+    """Let a stopped process go on, by another one: its own threads do not run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # later interpreters warn of threads
         if os.fork() == 0:
@@ -86,7 +86,7 @@ def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
 
 
 def run_without_memory(rank: int, layout: Layout) -> dict[str, str]:
-    """What ranks are told of pools that some cannot have; the last host may have no memory."""
+    """Return what ranks are told of pools that some cannot have; the last host may lack memory."""
     with on_hosts(layout, rank):
         cp = ContextParallel(dist.group.WORLD, page_size=4)
         told = partial(pools.told_of_a_pool, cp.shared_memory())
@@ -118,7 +118,7 @@ def run_without_memory(rank: int, layout: Layout) -> dict[str, str]:
 
 
 def run_fork(rank: int, layout: Layout) -> str:
-    """What a forked child of the last rank is told; the group goes on without it."""
+    """Return what a forked child of the last rank is told; the group goes on without it."""
     group = group_of(layout, rank)
 
     def told_and_gone() -> str:
@@ -139,7 +139,7 @@ CALLS = 300
 
 
 def run_two_groups_and_a_loss(rank: int) -> tuple[str, float]:
-    """What ranks 0, 1 and 2, 3 are told that write and exchange at once, when rank 1 is killed."""
+    """Return what ranks of two groups that write at once are told when rank 1 is killed."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     number = rank // 2
     cp = ContextParallel(groups[number], page_size=4, transport="shm")

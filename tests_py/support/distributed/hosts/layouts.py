@@ -22,7 +22,7 @@ def members_of(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 class _Boot:
-    """Like the file by which a rank knows its host: ranks with the same one share memory."""
+    """Stand-in for the file by which a rank knows its host: ranks with equal ones share memory."""
 
     def __init__(self, number: int) -> None:
         self.number = number

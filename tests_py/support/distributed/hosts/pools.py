@@ -31,7 +31,7 @@ def run_cases(rank: int, layout: Layout, cases: list[Case]) -> list[dict]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """As bytes, in which NaN are equal, too."""
+    """Return a tensor as bytes, in which NaN are equal, too."""
     return x.contiguous().view(torch.uint8).flatten()
 
 
@@ -77,7 +77,7 @@ def _run_case(case: Case) -> dict:
 
 
 def run_bytes(rank: int, layout: Layout, lengths: tuple[int, int]) -> dict:
-    """What one call of `write_kv` sends to whom, by shared pools and by private ones."""
+    """Return what one call of `write_kv` sends to whom, by shared pools and by private ones."""
     extend, prefix = lengths
     case = Case("bytes", (extend,), (prefix,), strategy="contiguous", dtype=torch.bfloat16)
     batch = make_batch(case)
@@ -119,7 +119,7 @@ def run_bytes(rank: int, layout: Layout, lengths: tuple[int, int]) -> dict:
 
 
 def run_topology(rank: int, layout: Layout, apart: str) -> dict[str, Any]:
-    """What ranks find if the last says that it is somewhere else, and whose writes they see."""
+    """Return what ranks find if the last claims another host, and whose writes they see."""
     real = _core.HostBarrier.meet
     refused = PermissionError(13, "Permission denied")
     patches = {
@@ -152,7 +152,7 @@ def run_topology(rank: int, layout: Layout, apart: str) -> dict[str, Any]:
 
 
 def run_disagreements(rank: int, layout: Layout) -> tuple[dict, dict]:
-    """What ranks are told over gloo, and then the same over hosts."""
+    """Return what ranks are told over gloo, and then over hosts."""
     over_gloo, usable = disagreements.run_replicated(rank)
     with on_hosts(layout, rank):
         assert ContextParallel(dist.group.WORLD, page_size=1).shared_memory() is not None

@@ -104,7 +104,7 @@ def run_padding(rank: int, layout: Layout) -> bool:
 
 
 def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
-    """What one layer sends to other hosts, and to its own; and what a ring sends to whom."""
+    """Return what one layer sends to other hosts and to its own, and what a ring sends to whom."""
     find_out(layout, rank)
     size, page, extend, length = dist.get_world_size(), 4, 21, 90
     cp = sharded("gather")

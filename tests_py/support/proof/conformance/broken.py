@@ -36,7 +36,7 @@ def attend_where(sees, q, k, v, *, q_lens, kv_lens, **options):
 
 
 def usual_mask(causal, window, *, top_left=False, shift=0, chunk=None, block=1):
-    """What a query sees; keys up to `shift` behind its own, from its row on if `top_left`.
+    """Return a mask; keys up to `shift` behind a query's own are seen, from its row if `top_left`.
 
     Rows of a `chunk` begin behind the prefix again; windows begin with a `block` of keys.
     """
@@ -51,7 +51,7 @@ def usual_mask(causal, window, *, top_left=False, shift=0, chunk=None, block=1):
 
 
 def in_parts(q, k, v, *, causal, window=None, **options):
-    """Over the first half of each sequence's keys, and over the second."""
+    """Attend over the first half of each sequence's keys, and over the second."""
     usual = usual_mask(causal, window)
 
     def part(second):
@@ -105,7 +105,7 @@ def operator_of(fault):
 
 
 def new_keys_unwritten(q, k_cache, v_cache, *args, **options):
-    """With the signature of `flash_attn_with_kvcache`."""
+    """Attend by `flash_attn_with_kvcache`, which writes new keys into copies."""
     from cpattn.integrations.flash_attn import flash_attn_with_kvcache
 
     if options.get("k") is not None:
@@ -122,7 +122,7 @@ def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
 
 
 def sdpa_without_is_causal(q, k, v, *, is_causal=False, **options):
-    """With the signature of torch's operator; masks that are tensors it has."""
+    """Attend by torch's operator, which has masks only if they are tensors."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
 
@@ -204,7 +204,7 @@ _MASKS = {
 
 
 def _of_parts(fault, q, k, v, **options):
-    """Of another mask, or merged wrongly of two halves."""
+    """Attend by another mask, or merge two halves wrongly."""
     if fault in _MASKS or fault == "window-whole-blocks":
         page_size = k.shape[1 if options.get("kv_layout", "NHD") == "NHD" else 2]
         change = _MASKS.get(fault, {"block": page_size})
@@ -283,7 +283,7 @@ def _head_order(q, k, nhd):
 
 
 def _other_results(fault, q, k, v, out, lse, **options):
-    """What is returned for the right output and log-sum-exp."""
+    """Return what stands for the right output and log-sum-exp."""
     match fault:
         case "lse-base-2":
             lse = lse / LN2

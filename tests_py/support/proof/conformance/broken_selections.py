@@ -118,7 +118,7 @@ def indexer_without_starts(q, k, weights, ks, ke, *, topk):
 
 
 def global_ids(indices, *, dcp_rank, dcp_size, interleave_size):
-    """What the rank has, by positions of the sequence."""
+    """Return what the rank has, by positions of the sequence."""
     owner = indices // interleave_size % dcp_size
     own = torch.where((indices >= 0) & (owner == dcp_rank), indices, -1)
     return in_front(own, indices.shape[1])

@@ -81,7 +81,7 @@ def run(operators: dict[str, RightOperator], cases: int, seed: int) -> tuple[dic
 
 
 def release(package: str) -> str:
-    """Of a distribution; this library's own is not installed where it is built."""
+    """Return a distribution's version; this library need not be installed to have one."""
     import cpattn
 
     try:

@@ -17,7 +17,7 @@ _FLASH = "cpattn.integrations.flash_attn:flash_attn_"
 
 
 class RightOperator(NamedTuple):
-    """What `conform` takes of it, and the name of the distribution whose it is."""
+    """Arguments of `conform` for an operator, and the distribution that has it."""
 
     path: str
     signature: str
@@ -48,7 +48,7 @@ def by_torch(scores, lengths, topk, row_starts=None):
 
 
 def by_topk_transform(scores, lengths, topk, row_starts=None):
-    """By index, ascending."""
+    """Select by `topk_transform`, in the order of indices."""
     return topk_transform(
         scores, topk, method=None, lengths=lengths, row_starts=row_starts, sorted=False
     )
