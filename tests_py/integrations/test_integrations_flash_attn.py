@@ -302,7 +302,7 @@ def coded(*shape, dtype=torch.int8):
 
 
 def by_sequence(descale, lengths):
-    """What each row of keys is multiplied with: [rows, kv_heads or 1, 1]."""
+    """Return the factor of each row of keys: [rows, kv_heads or 1, 1]."""
     descale = torch.as_tensor(descale).double()
     descale = descale.reshape(1) if descale.ndim == 0 else descale
     heads = descale if descale.ndim == 2 else descale.expand(len(lengths), -1)

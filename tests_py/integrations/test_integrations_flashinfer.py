@@ -252,7 +252,7 @@ CODES = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
     ("kv_layout", "dtype"), [("NHD", CODES[0]), ("HND", CODES[1]), ("NHD", CODES[2])]
 )
 def test_codes(kv_layout, dtype):
-    """As caches of their dtype, or in uint8 with the dtype that was planned."""
+    """Caches of codes have their dtype, or uint8 with the dtype that was planned."""
     case = CASE.with_(kv_layout=kv_layout)
     inputs = make_inputs(case)
     codes = [(inputs[name] * 20).nan_to_num().to(dtype) for name in ("k_cache", "v_cache")]

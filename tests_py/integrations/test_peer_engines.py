@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines of Mooncake and NIXL have in common, over stand-ins for their packages."""
+"""Engines of Mooncake and NIXL: what both do, over stand-ins for their packages."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def execute(state, session, address):
 
 
 def test_a_peer_stopped_before_it_was_met(engine, sender, receiver, stopped):
-    """It is given up after the timeout, holds up nobody else, and can be written to later."""
+    """The peer is given up after the timeout, holds up nobody else, and can be written to later."""
     peer, address = stopped
     error, seconds = sender.call(execute, peer.session_id, address, timeout=2 * 60)
     assert error.status == -1

@@ -32,7 +32,7 @@ def _restored():
 
 
 def attention(threads: int | None = None) -> np.ndarray:
-    """Of 64 rows for each of 8 sequences: work for several threads."""
+    """Attend with 64 rows for each of 8 sequences: work for several threads."""
     rng = np.random.default_rng(3)
     q = rng.standard_normal((512, 4, 32), np.float32)
     cache = rng.standard_normal((16, 64, 4, 32), np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the Mooncake engine is found, started and closed, with a stand-in for its package."""
+"""Mooncake's engine as it is found, started and closed, with a stand-in for its package."""
 
 from __future__ import annotations
 

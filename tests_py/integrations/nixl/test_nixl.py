@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the real NIXL does by itself, as the docstring of its module tells."""
+"""Behaviour of the real NIXL by itself, as the docstring of its module tells it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_session_is_of_one_process(receiver, sender):
 
 
 def test_many_blocks_of_a_write(receiver, sender):
-    """Of which some are empty: NIXL would refuse those."""
+    """Some blocks are empty: NIXL would refuse those."""
     size = 20_000 * 16
     address = receiver.call(allocate, "target", size, CANARY)
     sender.call(allocate, "many", size, 1)
@@ -141,7 +141,7 @@ def last(state, name, value=None):
 
 
 def test_a_write_that_timed_out_goes_on(receiver, another):
-    """Until its engine is closed; it reads its source as it is by then, registered or not."""
+    """The write goes on until its engine is closed, and reads its source, registered or not."""
     address = receiver.call(allocate_zeros, "large", LARGE)
     another.call(allocate, "large", LARGE, 1)
     another.start(write, receiver.session_id, "large", [(0, address, LARGE)])
@@ -181,7 +181,7 @@ def test_listeners(receiver):
 
 
 def registers_anything(state):
-    """What NIXL says where `register` has a code other than 0; and what it brings with it."""
+    """Call NIXL where `register` has a code other than 0; return what it imports."""
     engine, base = state.engine, allocate(state, "memory", SIZE, 0)
     for addr, size in ((base, SIZE), (base + 8, 8), (base + 2 * SIZE, 0), (8, 8)):
         engine._agent.registerMem(engine._regions([addr], [size]), [])
@@ -193,7 +193,7 @@ def test_nixl_registers_anything_and_brings_no_torch(another):
 
 
 def test_shared_memory_needs_no_doing_of_the_peer(receiver):
-    """Between processes of a machine, where both may."""
+    """Memory is shared between processes of a machine where both may."""
     shared = settings(recheck=False, transports="tcp,sm", network_of=receiver)
     with Peer(**shared) as target, Peer(**shared) as source:
         address = target.call(allocate, "target", 1 << 20, CANARY)

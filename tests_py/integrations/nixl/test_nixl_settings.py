@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How NIXL's agent is found, started and closed, with a stand-in for its package."""
+"""NIXL's agent as it is found, started and closed, with a stand-in for its package."""
 
 from __future__ import annotations
 

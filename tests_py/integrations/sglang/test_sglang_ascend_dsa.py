@@ -86,7 +86,7 @@ def test_every_token_gets_the_highest_scores_of_its_own_keys(answers, case):
 
 @each_case
 def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
-    """Of sglang's own objects; with another length, or another key, it refutes them."""
+    """Objects of sglang are proved; with another length, or another key, they are refuted."""
     of_ranks = [answer[case.name] for answer in answers]
     local = [answer["local_q_indices"].tolist() for answer in of_ranks]
     metadata = [SimpleNamespace(**answer) for answer in of_ranks]
@@ -118,7 +118,7 @@ def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
 
 
 def scores_with_rounding(answer, s, length, row):
-    """Of the keys that a token sees; selected ones may be as much lower as rounding allows."""
+    """Return scores of keys that a token sees, those selected raised by what rounding allows."""
     scores, rounding = scores_of(answer, s, length)
     chosen = answer["topk_indices"][row]
     scores[chosen[chosen >= 0].long()] += 2 * rounding

@@ -27,7 +27,7 @@ LAYERS = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What a process says that has the stand-ins of cpu_engine, which must not be seen here."""
+    """Return answers of a process with stand-ins of cpu_engine, which must not be seen here."""
     path = tmp_path_factory.mktemp("layers") / "found.pt"
     environment = os.environ | {"PYTHONPATH": path_with()}
     command = [sys.executable, "-m", "support.sglang.sglang_attention_layers", path]

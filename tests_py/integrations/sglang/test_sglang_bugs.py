@@ -62,7 +62,7 @@ def attention_by_release(version: str, case: Case, pad_rows: int = 0) -> torch.T
 
 
 def full_caches(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """With prefixes and new tokens, as after the all-gather."""
+    """Return caches with prefixes and new tokens, as after the all-gather."""
     batch = make_batch(case)
     tables, size = batch.block_tables, case.page_size
     slots = torch.cat([slots_of(tables, s, n, size) for s, n in enumerate(case.seq_lens)])
@@ -125,7 +125,7 @@ def memory_of(names: list[str], layers: dict[str, tuple[int, str]]) -> dict[str,
 
 
 def linted(src: list[str], dst: list[str], targets: list[int]) -> Report:
-    """What the linter says of buffers of a stage that go to these of another server."""
+    """Lint buffers of a stage that go to these of another server."""
     kinds = {"K": "k", "V": "v", "I": "index_k"}
     layers = {name: (int(name[-1]), kinds[name[-2]]) for name in [*src, *dst]}
     blocks = list(range(len(targets))), targets, [1] * len(targets)
@@ -133,7 +133,7 @@ def linted(src: list[str], dst: list[str], targets: list[int]) -> Report:
 
 
 def sent_by_release(version: str, src: list[str], dst: list[str], **kv_args) -> list[int]:
-    """Which buffer `AscendKVManager.send_kvcache` of a release puts each buffer of a stage in."""
+    """Return where a release's `AscendKVManager.send_kvcache` puts each buffer of a stage."""
     common = {"conn": "disaggregation.common.conn", "utils": "disaggregation.common.utils"}
     engines = {"ascend": "disaggregation.ascend.conn", "mooncake": "disaggregation.mooncake.conn"}
     others = {"base": "disaggregation.base.conn", "environ": "environ"}
@@ -183,7 +183,7 @@ def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, 
 
 
 def test_15852_a_page_was_as_long_as_a_token(monkeypatch):
-    """In 0.5.9: a transfer moved one token of each page. 0.5.10 has the factor."""
+    """A transfer moved one token of each page in 0.5.9. 0.5.10 has the factor."""
     monkeypatch.setenv("ASCEND_USE_FIA", "1")
     sizes = {"size": 64, "page_size": 8, "head_dim": 16}
     theirs, reports = {}, {}

@@ -28,7 +28,7 @@ PREFIXED = Case("a cached prefix", (50,), (77,), page_size=16, num_kv_heads=1, h
 
 
 def index_vectors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each new token q [T, heads * dim] and weights [T, heads]; of every token k [n, dim]."""
+    """Make q [T, heads * dim] and weights [T, heads] of new tokens; k [n, dim] of all."""
     random = torch.Generator().manual_seed(23268)
     (new,), (total,) = PREFIXED.extend_lens, PREFIXED.seq_lens
     shapes = ((new, INDEX_HEADS * INDEX_DIM), (new, INDEX_HEADS), (total, INDEX_DIM))
@@ -36,7 +36,7 @@ def index_vectors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def all_scores() -> torch.Tensor:
-    """Of each new token and every key, in float64."""
+    """Return the score of each new token and every key, in float64."""
     q, weights, k = (x.double() for x in index_vectors())
     heads = torch.relu(q.view(len(q), INDEX_HEADS, -1) @ k.T)
     return (weights[:, None] @ heads).squeeze(1)
@@ -71,7 +71,7 @@ class IndexKPool:
 
 
 def positions_by_release(sglang: SimpleNamespace, build_metadata) -> torch.Tensor:
-    """What the `Indexer.forward_npu` of a release chooses for each new token."""
+    """Return the choice of a release's `Indexer.forward_npu` for each new token."""
     q, weights, k = index_vectors()
     (new,), (prefix,), (total,) = PREFIXED.extend_lens, PREFIXED.prefixes, PREFIXED.seq_lens
     parts = []
@@ -111,8 +111,8 @@ EXTEND = SimpleNamespace(**YES, **NO)
 
 
 def make_indexer(upstream: type) -> SimpleNamespace:
-    """What `forward_npu` reads of its object: hidden states are k next to weights, q_lora is q,
-    and all rotations are by the angle 0."""
+    """Make what `forward_npu` reads of its object: hidden states are k next to weights, q_lora is
+    q, and all rotations are by the angle 0."""
     angles = torch.ones(PREFIXED.seq_lens[0], ROPE_DIM)
     angles[:, ROPE_DIM // 2 :] = 0
     options = {"alt_stream": None, "cp_size": CP_SIZE, "head_dim": INDEX_DIM}
@@ -128,7 +128,7 @@ def make_indexer(upstream: type) -> SimpleNamespace:
 
 
 def test_23268_queries_saw_the_start_of_the_prefix_and_no_more(monkeypatch):
-    """In 0.5.10. Later releases add the prefix, for batches of one."""
+    """Queries of 0.5.10 do. Later releases add the prefix, for batches of one."""
     monkeypatch.setattr(torch, "npu", SimpleNamespace(current_stream=lambda: None), raising=False)
     expected = best_positions()
     with release(
@@ -153,7 +153,7 @@ def test_23268_queries_saw_the_start_of_the_prefix_and_no_more(monkeypatch):
 
 
 def linted(positions: torch.Tensor) -> Report:
-    """What the linter says of what each new token selects, with the scores of all keys."""
+    """Lint what each new token selects, with the scores of all keys."""
     (new,), (prefix,) = PREFIXED.extend_lens, PREFIXED.prefixes
     rows = [([0] * new, range(prefix, prefix + new))]
     return lint(from_topk([new], [prefix], rows, [positions], topk=TOPK, scores=[all_scores()]))
@@ -230,7 +230,7 @@ def prepare_by_release(version: str, x: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
-    """In 0.5.10. Later releases do not fuse there, and neither do we."""
+    """Release 0.5.10 fuses. Later ones do not fuse there, and neither do we."""
     x = torch.randn(6, Q_LORA + KV_LORA + ROPE_DIM, generator=torch.Generator().manual_seed(6))
     with pytest.raises(UnboundLocalError, match="latent_cache"):
         prepare_by_release("0.5.10", x)
@@ -246,7 +246,7 @@ def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.10"])
 def test_20606_a_decode_batch_chose_indices_that_need_offsets_it_has_not(version):
-    """In 0.5.9; 0.5.10 asks for the mode."""
+    """Release 0.5.9 did; 0.5.10 asks for the mode."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(20606))
     lengths = torch.tensor([40, 23], dtype=torch.int32)
     page_table = torch.arange(80, dtype=torch.int32).view(2, 40)

@@ -59,7 +59,7 @@ CHANGES = {"deepseek_v3 with experts": EXPERTS}
 
 
 def answers_of(runs, folder, *arguments, **environment):
-    """Of each model what sglang says, and eager attention; and sglang's log."""
+    """Return for each model the answers of sglang and of eager attention; and sglang's log."""
     for name in runs:
         write_model(folder / name, name.split()[0], **CHANGES.get(name, {}))
     common = {"dtype": "float32", "attention_backend": "cpattn"}
@@ -140,7 +140,7 @@ def test_tokens_of_eager_attention_over_ranks(ranks_answers, kind):
 
 @pytest.mark.slow
 def test_prompts_are_split_over_ranks(ranks_answers):
-    """With what `sglang_generate` supplies, where sglang 0.5.23 asks for a stream of CUDA."""
+    """sglang 0.5.23 asks for a stream of CUDA, which `sglang_generate` supplies."""
     assert ranks_answers[1].count("a stream is asked for") >= 2 * 3  # ranks, rounds
 
 

@@ -36,7 +36,7 @@ def kinds(document: dict[str, Any]) -> set[str]:
 def metadata_of(
     sglang: SimpleNamespace, name: str, size: int, extend: list[int], prefix: list[int], pad: int
 ) -> list[Any]:
-    """What `build_metadata` of each rank makes, its rows padded as a forward pass does."""
+    """Return each rank's `build_metadata`, its rows padded as a forward pass does."""
     total = [e + p for e, p in zip(extend, prefix, strict=True)]
     strategies = [sglang_planning.make_strategy(sglang, name, rank, size) for rank in range(size)]
     return [strategy.build_metadata(sum(extend) + pad, total, extend) for strategy in strategies]
@@ -62,7 +62,7 @@ def test_metadata_of_all_ranks(sglang, name):
 
 
 def sglang_padded(sglang: SimpleNamespace, made: list[Any], size: int) -> list[Any]:
-    """After `pad_logical_token_to_physical`."""
+    """Pad plans by `pad_logical_token_to_physical`."""
     with sglang.runtime.get_context().override_server_args(
         tp_size=size, attn_cp_size=size, enable_prefill_cp=True, cp_strategy="zigzag"
     ):
@@ -125,7 +125,7 @@ _WITH_PARALLEL = "cp.base", "cp.interleave", "cp.padding", "cp.zigzag", "dp_atte
 
 
 def _parallel() -> SimpleNamespace:
-    """What `get_parallel` says on this rank."""
+    """Stand in for `get_parallel` on this rank."""
     size = dist.get_world_size()
     group = SimpleNamespace(all_gather_into_tensor=dist.all_gather_single, world_size=size)
     return SimpleNamespace(attn_cp_group=group, attn_cp_rank=dist.get_rank(), attn_cp_size=size)
@@ -151,7 +151,7 @@ def ranks_of_their_own(sglang: SimpleNamespace, size: int, strategy: str) -> Ite
 
 
 class Pool:
-    """Where a rank keeps keys and values: as sglang's pools, one row for each slot."""
+    """Keys and values of a rank: as in sglang's pools, one row for each slot."""
 
     k: torch.Tensor
     v: torch.Tensor

@@ -62,7 +62,7 @@ NAMES = [
 
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """What is called, the operator and its overload, and the arguments."""
+    """Yield each operator that is called, its overload and the call."""
     folders = SGLANG.submodule_search_locations if SGLANG else []
     for path in (path for folder in folders for path in Path(folder, "srt").rglob("*.py")):
         text = path.read_text("utf-8-sig")

@@ -106,7 +106,7 @@ def test_writing_into_a_tensor_leaves_the_others_alone(sglang):
 
 
 def test_tensors_on_a_device_are_aligned(sglang, monkeypatch):
-    """On "meta", which has shapes and offsets, in place of a device with memory of its own."""
+    """The device "meta" has shapes and offsets, as one with memory of its own has."""
     monkeypatch.setattr(plugin_metadata, "_device", lambda: torch.device("meta"))
     strategy = make_strategy(sglang, "zigzag", 1, 3)
     arguments = (120, [70, 90, 3], [50, 67, 3])

@@ -35,7 +35,7 @@ def switched_on(sglang, monkeypatch) -> Iterator[None]:
 
 
 def by_sglang(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What sglang's own function does, in the middle of what the plug-in does."""
+    """Call sglang's own function, in the middle of what the plug-in does."""
     plugin.uninstall()
     try:
         return call(*arguments, **options)

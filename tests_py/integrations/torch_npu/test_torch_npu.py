@@ -44,7 +44,7 @@ def ints(*values: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("lse", [False, True])
 def test_writing_into_tensors(torch_npu, lse):
-    """As graphs do, with a workspace; without the LSE its tensor may have any dtype."""
+    """Graphs do so, with a workspace; without the LSE its tensor may have any dtype."""
     batch = FiaBatch("TND", (5, 1, 7), (20, 17, 33), blocks="H")
     arguments = batch.arguments(sparse_mode=3, atten_mask=TEMPLATE, softmax_lse_flag=lse)
     for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
@@ -155,7 +155,7 @@ def test_scatter_in_a_graph(torch_npu):
 
 
 def test_keys_and_values_in_one_call(torch_npu):
-    """What a pool without the FIA layout calls."""
+    """A pool without the FIA layout makes this call."""
     torch.manual_seed(0)
     caches = torch.zeros(3, PAGE, KV_HEADS, DIM), torch.zeros(3, PAGE, KV_HEADS, 48)
     key, value = torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, 48)
@@ -270,7 +270,7 @@ FIRST_OF_EACH = list({call.name: call for call in reversed(npu_calls())}.values(
 
 @pytest.mark.parametrize("call", FIRST_OF_EACH, ids=str)
 def test_arguments_are_those_of_the_functions(call):
-    """In their order and with their defaults, as torch_npu documents them."""
+    """Their order and defaults are those that torch_npu documents."""
     parameters = inspect.signature(getattr(cpattn.npu, call.name)).parameters.values()
     for parameter, argument in zip(parameters, call.operator._schema.arguments, strict=True):
         assert argument.name == parameter.name

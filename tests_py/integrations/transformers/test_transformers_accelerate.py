@@ -46,7 +46,7 @@ def test_on_one_device_with_hooks(expected: Any) -> None:
 
 
 def test_loaded_onto_cpu_and_disk(expected: Any, tmp_path: Path) -> None:
-    """By a device map, for which transformers calls `dispatch_model`."""
+    """A device map makes transformers call `dispatch_model`."""
     make_model("qwen3").save_pretrained(tmp_path / "model")
     placed = {"device_map": SPLIT, "offload_folder": tmp_path / "weights"}
     model = AutoModelForCausalLM.from_pretrained(

@@ -86,7 +86,7 @@ def test_one_row_of_a_mask_for_all_queries() -> None:
 
 @pytest.mark.parametrize("config", [BloomConfig, CodeGenConfig])
 def test_a_model_that_calls_no_attention_function(config: Any) -> None:
-    """It takes the name, and would take None for a mask and see all keys."""
+    """Such a model takes the name, and would take None for a mask and see all keys."""
     sizes = {"vocab_size": 64, "n_embd": 64, "hidden_size": 64, "rotary_dim": 16}
     small = config(**sizes, n_layer=1, n_head=4)
     model = AutoModel.from_config(small, attn_implementation="cpattn")

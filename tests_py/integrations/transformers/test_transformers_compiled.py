@@ -72,7 +72,7 @@ def test_one_graph_with_the_bits_of_the_model(name: str, call: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # which it calls itself
 def test_the_default_backend() -> None:
-    """It computes the rest of the model in another order, so that bits differ."""
+    """The rest of the model is computed in another order, so that bits differ."""
     model = model_of("llama")
     model.config.num_hidden_layers = 1  # compiling takes most of the time
     expected = model(TOKENS, attention_mask=PADDED).logits
@@ -141,7 +141,7 @@ def test_an_encoder_in_one_graph() -> None:
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported_models(strict: bool, tmp_path: Path) -> None:
-    """For any batch and length, in this process and from a file."""
+    """Models are right for any batch and length, in this process and from a file."""
     model = model_of("qwen3")
     sizes = {0: Dim("batch", min=2, max=8), 1: Dim("length", min=4, max=512)}
     given = {"input_ids": TOKENS, "attention_mask": PADDED, "use_cache": False}

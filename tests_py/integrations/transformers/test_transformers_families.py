@@ -54,7 +54,7 @@ LOADED = dict.fromkeys(OWN.split(), ValueError) | dict.fromkeys(
 
 @pytest.mark.parametrize("model_type", LOADED)
 def test_a_model_of_its_own_attention_that_is_loaded_with_the_name(model_type):
-    """As the page says; its cells are of models that are told the name afterwards."""
+    """The error is that of the page; its cells are of models that are told the name afterwards."""
     integration.register()
     assert f"\n| {model_type} | own |" in PAGE.read_text()
 

@@ -66,7 +66,7 @@ def test_logits_are_those_of_eager(name: str, run: str, form: str) -> None:
 
 @pytest.fixture
 def expanding(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many keys were expanded in each call that did so."""
+    """List how many keys were expanded in each call that did so."""
     calls = []
     layer = type(deepseek.model.layers[0].self_attn)
     expand_kv = layer.expand_kv
@@ -135,7 +135,7 @@ def test_models_that_are_refused(deepseek: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_adapter_that_comes_later(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Adapted(torch.nn.Linear):
-        """Whose weight is that of the base alone, as with adapters of peft."""
+        """Layer whose weight is that of the base alone, as with adapters of peft."""
 
     modules = deepseek.model.layers[1].self_attn._modules
     out_features, in_features = modules["kv_b_proj"].weight.shape

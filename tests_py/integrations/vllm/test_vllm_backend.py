@@ -248,7 +248,7 @@ def of_both(batch, name, scales=(1.0, 1.0)):
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 0.125)], ids=str)
 @every_code
 def test_on_the_same_codes_vllm_gives_the_same(name, scales):
-    """Both against the oracle, in float32."""
+    """Answers of both agree with the oracle, in float32."""
     batch, code = Batch("float32"), CODES[name]
     of_keys, of_values = (lambda x, s=scale: meant(x, s, code).float() for scale in scales)
     batch.key, batch.value = of_keys(batch.key), of_values(batch.value)

@@ -61,7 +61,7 @@ def start(folder, name, **environment):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Of all runs without and with the plug-in, and the log of the latter."""
+    """Return results of all runs without and with the plug-in, and the log of the latter."""
     folder = tmp_path_factory.mktemp("vllm")
     runs = []
     for kind, engine, sampling, codes in RUNS.values():

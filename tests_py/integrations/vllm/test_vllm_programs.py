@@ -47,7 +47,7 @@ def test_values_behind_the_last_key_are_multiplied_by_weights_of_zero():
     not machine.has_instruction_set("avx512"), reason="vLLM's ranks share memory by AVX-512 alone"
 )
 def test_the_same_rows_go_to_all_ranks_by_both(children: Children) -> None:
-    """What both bring is compared with what was sent before anything is timed."""
+    """Rows that each brings are compared with what was sent before anything is timed."""
     command = [sys.executable, ROOT / "bench" / "bench_shared_pool.py", "--quick"]
     environment = os.environ | {"COLUMNS": "120"}
     result = children.run(

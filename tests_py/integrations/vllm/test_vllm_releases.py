@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases of vLLM the plug-in takes over, with a stand-in for vLLM."""
+"""Releases of vLLM that the plug-in takes over, with a stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULE = "vllm.v1.attention.backends.registry"
 
 @pytest.fixture
 def registered(monkeypatch):
-    """What the plug-in registers, with a package of vLLM that has nothing else."""
+    """List what the plug-in registers, with a package of vLLM that has nothing else."""
     calls: list[tuple[str, str]] = []
     parts = MODULE.split(".")
     for end in range(1, len(parts) + 1):

@@ -61,7 +61,7 @@ class Server:
         return self._log.read_text(errors="replace")
 
     def wait(self) -> None:
-        """Until it answers; RuntimeError with the end of its log if it dies or takes too long."""
+        """Wait until it answers; raise RuntimeError with the end of its log if it does not."""
         end = time.monotonic() + START_SECONDS
         while self._process.poll() is None and time.monotonic() < end:
             try:
@@ -118,7 +118,7 @@ ANSWER = 12  # tokens
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """Both find the entry point; the first is told not to use it."""
+    """Start two servers that find the entry point; the first is told not to use it."""
     folder = tmp_path_factory.mktemp("vllm")
     model = write_model(folder / "model")
     write_distribution(folder)
@@ -138,7 +138,7 @@ def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
 
 
 def answers(server: Server, prompts: list[list[int]]) -> list[list[int]]:
-    """Of requests that are all there at once."""
+    """Return the answers to requests that are all there at once."""
     with ThreadPoolExecutor(len(prompts)) as clients:
         return list(clients.map(lambda prompt: server.complete(prompt, ANSWER), prompts))
 
