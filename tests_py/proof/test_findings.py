@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools found, as people and programs read it, and `--html` of the commands that prove."""
+"""Findings as people and programs read them, and `--html` of the commands that prove."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path):
 
 
 def test_halves_of_characters_are_shown_by_their_numbers(lint):
-    """In the name of a file; strings within a plan are printable."""
+    """The name of a file may have some; strings within a plan are printable."""
     assert "plan\\udcff.json" in lint(PLAN, options=["--json"], name="plan\udcff.json")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls planned and exchanged, recorded while they are made, and read again; its commands."""
+"""Records of what calls planned and exchanged, made meanwhile and read again; its commands."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_batches_come_back_in_their_order(path):
 
 
 def test_plans_within_others_are_no_batches_of_their_own():
-    """By time alone, as threads may plan meanwhile: each plan in one pair of a list's many."""
+    """Time alone decides, as threads may plan meanwhile: each plan in one pair of a list's many."""
     random = np.random.default_rng(0)
     for _ in range(50):
         spans = random.integers(0, 30, (40, 2)).tolist()
@@ -325,7 +325,7 @@ def test_arrays_come_back_with_dtype_and_shape():
 
 
 def run(*arguments, status=0):
-    """What a command prints."""
+    """Return what a command prints."""
     result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
     assert result.exit_code == status, result.output
     return result.output

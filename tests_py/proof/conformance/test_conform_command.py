@@ -227,7 +227,7 @@ def test_an_operator_may_start_processes(act):
 
 
 def leaves_a_copy():
-    """Which has the pipe of the process, and so keeps it open."""
+    """End, but leave a copy that keeps the pipe of the process open."""
     if os.fork() == 0:
         time.sleep(600)
     os._exit(3)

@@ -85,7 +85,7 @@ def test_hidden_values_that_some_rows_multiply_are_read_beyond_the_length():
 
 
 def test_an_invariant_that_a_finding_breaks_is_checked():
-    """Without a log-sum-exp, merges are seen by outputs."""
+    """Outputs show merges where there is no log-sum-exp."""
     report = report_of(broken.operator_of("merge-swapped"), without=["lse", "sinks", "far"])
     assert the_finding(report, "merge-swapped").invariant == "LSE"
     assert "LSE" in report.checked

@@ -49,7 +49,7 @@ def workflow():
 
 
 def commands():
-    """What its steps run, by name, but for installations."""
+    """Return the commands of its steps by name, but for installations."""
     steps = workflow()["jobs"]["conform"]["steps"]
     return {step["name"]: step["run"] for step in steps if "run" in step}
 

@@ -38,7 +38,7 @@ def test_what_is_right_raises_no_finding(name):
 
 @pytest.mark.parametrize("name", SELECTION_FAULTS)
 def test_a_fault_is_named(name):
-    """Of a bucket that overflows to a key: the smallest case has one more than there are slots."""
+    """The smallest case of a bucket that overflows to a key has one key more than slots."""
     crowded = name == "topk-bucket-overflow"
     options = {"seconds": SECONDS_TO_SHRINK, "without": ["low", "nan"]} if crowded else {}
     report = report_of(broken.operator_of(name), **options)
@@ -65,7 +65,7 @@ def test_a_fault_is_named(name):
     ],
 )
 def test_other_faults_are_named(operator, signature, kind, invariant):
-    """What gives no answer, and global ids for local ones."""
+    """Lack of an answer is named, and so are global ids for local ones."""
     found = report_of(operator, signature).findings
     assert [(finding.kind, finding.invariant) for finding in found] == [(kind, invariant)]
 
@@ -132,7 +132,7 @@ def test_an_adapter_of_ones_own():
 
 @pytest.mark.parametrize("name", SELECTION_SIGNATURES)
 def test_every_case_has_its_top_k(name):
-    """What is right by a sort is right, and without its best key is not."""
+    """The best by a sort are right, and without the best key they are not."""
     features = SELECTION_SIGNATURES[name].features
 
     def holds(case):

@@ -36,7 +36,7 @@ DECIDED = {"OWN", "COV", "LEN", "ADDR", "PAD"}
 
 @given(batches())
 def test_objects_with_the_fields_of_an_engine(batch):
-    """As sglang's: plain attributes, lists, and nothing else."""
+    """Objects may have plain attributes and lists alone, as sglang's."""
     extend, prefix, cp_size, strategy = batch
     seq_lens = [e + p for e, p in zip(extend, prefix, strict=True)]
     plans = cpattn.build_cp_metadata_all_ranks(extend, seq_lens, cp_size=cp_size, strategy=strategy)
@@ -60,7 +60,7 @@ def test_padding_tokens_are_tokens_of_the_last_sequence():
 
 
 def test_plans_of_a_group_with_tables_and_slots():
-    """As `ContextParallel.plan` makes them."""
+    """`ContextParallel.plan` makes such plans."""
     pytest.importorskip("torch")
     import torch.distributed as dist
 
@@ -134,7 +134,7 @@ def test_a_ring_whose_lengths_are_divided_is_refuted():
 
 
 def llama3(cu_seqlens, ranks):
-    """What each rank gets: its rows, and the keys from the start of its first sequence."""
+    """Yield each rank's rows, and its keys from the start of its first sequence."""
     size = cu_seqlens[-1] // ranks
     for rank in range(ranks):
         begin, end = rank * size, (rank + 1) * size
@@ -184,7 +184,7 @@ PAGES = st.permutations(range(9))
     st.sampled_from([1 << 30, (1 << 63) - 8192, 0xFFFF81AB54E01000]),
 )  # fmt: skip
 def test_plans_of_transfers_are_proved(src, dst, tokens, target_tp, begin):
-    """To addresses of devices, too, of which some have all 64 bits."""
+    """Addresses may be those of devices, of which some have all 64 bits."""
     source, targets = layouts(target_tp=target_tp, begin=begin)
     pages = -(-tokens // 8)
     src, dst = list(src[:pages]), list(dst[:pages])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is no plan is refused in one line, no numbers make the linter fail; command and page."""
+"""Refusals in one line of what is no plan; no numbers make the linter fail; command and page."""
 
 from __future__ import annotations
 

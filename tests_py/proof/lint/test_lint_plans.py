@@ -187,7 +187,7 @@ def test_the_seconds_of_a_report_are_those_of_all_that_it_took(monkeypatch):
 
 
 def test_large_documents_are_made_smaller_in_few_tries(monkeypatch):
-    """What is tried is bounded by what there is to judge, before it is made."""
+    """The number of tries is bounded by what there is to judge, before one is made."""
     made = []
     real = shrinking.without
     monkeypatch.setattr(shrinking, "without", lambda *args: made.append(args) or real(*args))
@@ -203,7 +203,7 @@ def test_large_documents_are_made_smaller_in_few_tries(monkeypatch):
 
 
 def test_smaller_documents_are_of_the_schema():
-    """Without ranks where there were none."""
+    """Ranks are absent where there were none."""
     merge = {"base": "e", "parts": [{"rank": 0, "base": "2"}]}
     requests = [{"extend": 1}, {"extend": 1}]
     document = {"schema": "cpattn-plan/1", "requests": requests, "merges": [merge]}

@@ -40,7 +40,7 @@ PLACEMENTS = {
 
 
 def on_all_ranks(size, what):
-    """What each rank of a simulated group gets."""
+    """Return what each rank of a simulated group gets."""
     got = {}
 
     def program():
@@ -138,7 +138,7 @@ def test_decodes_may_be_on_every_rank_beside_a_prefill_that_is_split(places):
 @pytest.mark.parametrize("strategy", ["zigzag", "decode"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_rank_that_takes_another_placement_is_found(placement, strategy):
-    """It writes rows that are others', or reads them."""
+    """Such a rank writes rows that are others', or reads them."""
     other = TokenInterleave(shard_size=2, interleave=4 if placement != "page_interleave" else 1)
     plans = plans_of(2, placement, strategy)
     plans[1] = replace(plans[1], placement=other)

@@ -163,7 +163,7 @@ def test_rings_with_windows_need_the_keys_of_the_rank_before():
 
 
 def test_a_window_that_calls_do_not_pass_is_refuted():
-    """Nothing but the call itself hides keys, and both sides of a window count."""
+    """The call itself has to hide keys, and both sides of a window count."""
     document = document_of([4], [0], 1, "contiguous") | {"attention": {"window": 0}}
     (found,) = lint(document, shrink=False).findings
     assert found.what == "position 1 of request 0 sees key 0, it may see 1 to 1"

@@ -74,7 +74,7 @@ def test_operators_that_gloo_has_not_for_all_dtypes(op, expected):
 
 
 def test_calls_that_few_programs_make():
-    """What torch's own tests do not try; see test_torch_tests.py."""
+    """torch's own tests do not try these calls; see test_torch_tests.py."""
 
     def program():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -100,7 +100,7 @@ def test_calls_that_few_programs_make():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_rank_may_send_to_itself(seed):
-    """Over NCCL within a batch, as a ring of one rank does, or heads that stay."""
+    """NCCL lets it within a batch, as a ring of one rank does, or heads that stay."""
 
     def program():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -115,7 +115,7 @@ def test_a_rank_may_send_to_itself(seed):
 
 
 def test_transposed_tensors_are_taken_as_they_lie():
-    """As gloo does, so that rows and columns are right where they lie alike on all ranks."""
+    """Rows and columns are right, as over gloo, where they lie alike on all ranks."""
 
     def program():
         x = torch.arange(6.0).view(2, 3)

@@ -200,7 +200,7 @@ def test_assertions_of_libraries_and_of_torch_cannot_be_judged():
 
 
 def returns_early():
-    """By `os._exit`, too, which would end the simulation before it has said anything."""
+    """Return early by `os._exit`, which would end the simulation before it has said anything."""
     dist.barrier()
     if dist.get_rank():
         os._exit(0)
@@ -222,7 +222,7 @@ def test_a_rank_that_ends_or_cannot_go_on_is_named(program, kind):
 
 
 def test_one_rank_may_profile():
-    """And another one after it; two at a time would end the process."""
+    """Another rank may profile after it; two at a time would end the process."""
     events = []
 
     def program():
@@ -241,7 +241,7 @@ def test_one_rank_may_profile():
 
 
 def test_a_rank_that_cannot_be_ended_leaves_nothing_in_place(monkeypatch):
-    """Until it returns from C, and after that: it is in nobody's way."""
+    """The rank is in nobody's way until it returns from C, and after that."""
     monkeypatch.setattr(scheduler, "_AFTER_THE_END", 0.05)
     held, begun = threading.Lock(), threading.Event()
     held.acquire()

@@ -190,7 +190,7 @@ def test_yunchang_gives_what_one_process_does(case, on_kernels):
 @needs_yunchang
 @pytest.mark.parametrize("layout", ["basic", "strip"])
 def test_yunchang_with_rings_low_hands_out_other_tokens_than_it_attends_to(layout, on_kernels):
-    """What `docs/proof/simulate.md` says of it: no rank waits or differs, and values are wrong.
+    """No rank waits or differs, and values are wrong, as `docs/proof/simulate.md` says.
 
     Where this fails, the release has mended it, and the page has to say so.
     """
@@ -221,7 +221,7 @@ def test_deepspeed_gives_what_one_process_does(size, kv_heads, on_kernels):
 @pytest.mark.engine("deepspeed")
 @needs_deepspeed
 def test_deepspeed_with_heads_that_its_group_does_not_divide_is_refuted(on_kernels):
-    """It shares out uneven heads by the rank of a group of its own, not of the one it is given."""
+    """deepspeed shares out uneven heads by the rank of its own group, not of the given one."""
     (finding,) = simulate(by_deepspeed(HEADS, {}), ranks=3, time_limit=600).findings
     assert finding.kind == "other-size"
     assert "all_to_all_single" in finding.what

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process has to itself, every rank has, although all share one."""
+"""Ranks share one process, and each has to itself what a process has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def meet():
 
 
 def what_is_shared():
-    """What a process has before and after, that ranks have of their own."""
+    """Return what a process has before and after, that ranks have of their own."""
     environment = {n: v for n, v in os.environ.items() if n != "PYTEST_CURRENT_TEST"}
     handler, dtype = signal.getsignal(signal.SIGTERM), torch.get_default_dtype()
     return environment, os.getcwd(), sys.path, list(sys.path), handler, dtype

@@ -22,7 +22,7 @@ from support.proof import gloo_worker
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """What two ranks sent, their files, and the capture in them."""
+    """Return what two ranks sent, their files, and the capture in them."""
     folder = tmp_path_factory.mktemp("world")
     sent = run_world(2, folder, gloo_worker.record_layer, folder)
     files = sorted(folder.glob("*.cpcap"))

@@ -89,7 +89,7 @@ def test_a_later_release_may_gather_into_one_tensor_and_add_options():
 
 
 def test_a_release_that_lacks_a_name_is_refused_in_a_line(monkeypatch, tmp_path):
-    """And says nothing of the program, which has no part in it."""
+    """The line says nothing of the program, which has no part in it."""
     CliRunner = pytest.importorskip("click.testing").CliRunner
     from cpattn._cli.program import commands
 

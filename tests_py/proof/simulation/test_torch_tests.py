@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, module_children):
-    """What came of each test, in a process of its own: torch reads the environment on import."""
+    """Return each test's outcome, of a new process: torch reads the environment on import."""
     path = tmp_path_factory.mktemp("torch") / "found.json"
     own = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "support.proof.torch_tests", str(path)]

@@ -47,7 +47,7 @@ KINDS = {
 
 @cache
 def visited(entry):
-    """What the tool says of an entry, and its report of what is broken; once for all tests."""
+    """Return what the tool says of an entry, and its report of what is broken; once for all."""
     reports = []
 
     def broken():
