@@ -7,7 +7,7 @@ import pytest
 
 
 def fail_run(session: pytest.Session, what: str, text: str) -> None:
-    """From a `pytest_sessionfinish`: an error that is shown and counted, and exit code 1."""
+    """Show and count an error in a `pytest_sessionfinish`, and exit with 1."""
     report = pytest.TestReport(
         nodeid=what,
         location=(what, None, what),

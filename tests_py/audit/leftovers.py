@@ -30,7 +30,7 @@ _SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def children_of(pid: int) -> set[int]:
-    """Of all its threads, the dead ones that nobody has waited for too."""
+    """Return the children of all its threads, and the dead ones that nobody has waited for."""
     found: set[int] = set()
     for path in PROC.glob(f"{pid}/task/*/children"):
         with contextlib.suppress(OSError):
@@ -39,7 +39,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def state_of(pid: int) -> str:
-    """As in /proc/PID/stat; "Z" for the dead, even those nobody knows any more."""
+    """Return the state in /proc/PID/stat; "Z" for the dead, even those nobody knows any more."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -100,7 +100,7 @@ def used_by_others(path: Path, mark: str) -> bool:
 
 
 class Leftovers:
-    """In the process that starts the others."""
+    """Leftovers of a run, seen by the process that starts the others."""
 
     def __init__(self) -> None:
         os.environ[_MARK] = uuid.uuid4().hex
@@ -108,7 +108,7 @@ class Leftovers:
         self._segments = segments()
 
     def processes(self) -> set[int]:
-        """Of this run, and alive, but for those that end with us."""
+        """Return the living processes of this run, but for those that end with us."""
         mine = children_of(os.getpid())
         servants = {pid for pid in mine if _is_servant(pid)}
         return {p for p in mine | marked(self._mark) if state_of(p) != "Z"} - servants

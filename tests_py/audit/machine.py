@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has, found without the library: a wrong answer of it must not excuse a skip."""
+"""Parts of this machine, found without the library: its wrong answer must not excuse a skip."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def interpreter(version: str) -> str | None:
 
 
 def _is_cpython(command: str, version: str) -> bool:
-    """Not a shim that fails, nor one without headers or venv."""
+    """Return whether a command is neither a shim that fails, nor lacks headers or venv."""
     code = (
         "import ensurepip, os, sys, sysconfig, venv\n"
         "assert os.path.exists(sysconfig.get_path('include') + '/Python.h')\n"
@@ -98,7 +98,7 @@ def _is_cpython(command: str, version: str) -> bool:
 
 
 def _has_network_namespaces() -> bool:
-    """With cables between them, which a container may lack even as root."""
+    """Return whether cables can connect them, which a container may lack even as root."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"cpattn-probe-{os.getpid()}"

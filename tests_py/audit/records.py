@@ -29,7 +29,7 @@ _notes: list[tuple[str, str, str]] = []
 
 @dataclass(frozen=True)
 class Record:
-    """So many tests of a run passed with one thing of a kind."""
+    """Count of a run's tests that passed with one thing of a kind."""
 
     kind: str
     name: str
@@ -58,7 +58,7 @@ def read(folder: Path) -> list[Record]:
 
 
 class Notes:
-    """Beside the tests, in the workers of xdist too: reports carry the notes of their test."""
+    """Plug-in beside the tests, also in workers of xdist: reports carry the notes of their test."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Notes:
 
 
 class Recorder:
-    """In the process that sees all reports."""
+    """Plug-in in the process that sees all reports."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self._folder = folder

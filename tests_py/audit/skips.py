@@ -44,7 +44,7 @@ class AllowedSkip:
         return matches and re.search(self.reason, reason) is not None
 
     def needs_for(self, reason: str) -> list[str]:
-        """With what the regular expression found in place of the braces."""
+        """Return the needs, with what the regular expression found in place of braces."""
         found = re.search(self.reason, reason)
         return [need.format(**found.groupdict()) for need in self.needs] if found else []
 
@@ -55,7 +55,7 @@ def read(text: str | None = None) -> list[AllowedSkip]:
 
 
 def complaint_about(test: str, reason: str, entries: list[AllowedSkip]) -> str:
-    """Why this skip is not allowed; nothing if it is."""
+    """Return why this skip is not allowed; nothing if it is."""
     about = [entry for entry in entries if entry.is_about(test, reason)]
     if not about:
         return f"{LIST.name} has no entry for it"

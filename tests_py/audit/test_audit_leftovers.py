@@ -79,7 +79,7 @@ WORKERS = pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdis
 
 @pytest.fixture
 def seconds():
-    """How long the processes sleep: a number that no others have in their command."""
+    """Return how long the processes sleep: a number that no others have in their command."""
     return f"60.{uuid.uuid4().int % 10**12}"
 
 
@@ -159,7 +159,7 @@ def test_shared_memory_of_others_is_theirs(children):
 
 
 def test_children_end_with_their_fixture_however_they_were_started(children, seconds):
-    """In a session of its own, and deaf to what can be ignored."""
+    """A session of its own saves no child, nor does deafness to what can be ignored."""
     script = f"trap '' INT TERM HUP; setsid sleep {seconds} & echo ready; wait"
     process = children.start(["sh", "-c", script])
     assert process.stdout.readline() == "ready\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has is found without the library, which must agree with it."""
+"""Parts of this machine are found without the library, which must agree."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ran is written down, printed in one table, and missed where it should have run."""
+"""Tests that ran are written down, printed in one table, and missed where they should have run."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_pictures_are_well_formed_and_shown():
 
 
 def paths_of(text: str) -> list[str]:
-    """What looks like a path from the root, among the words in backticks."""
+    """Return what looks like a path from the root, among the words in backticks."""
     words = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
     pattern = r"(?!/)(\.?[\w*-]+(/[\w.*-]*)+|[\w-]+\.(md|toml|txt))"
     return [word for word in words if re.fullmatch(pattern, word)]
@@ -55,7 +55,7 @@ def test_paths_of_the_page_exist():
 
 @pytest.fixture(params=[architecture, concept_pictures], ids=lambda script: script.__name__)
 def script(request, monkeypatch):
-    """It is to check its pictures."""
+    """Set arguments by which a script checks its pictures."""
     monkeypatch.setattr(sys, "argv", ["the script", "--check"])
     return request.param
 

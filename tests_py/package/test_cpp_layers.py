@@ -35,7 +35,7 @@ class Layers:
     table: dict[str, Any]
 
     def layer_of(self, header: str) -> str:
-        """Of a public header, such as "base/check.h"."""
+        """Return the layer of a public header, such as "base/check.h"."""
         found = [name for name, paths in self.table["headers"].items() if header in paths]
         assert len(found) == 1, f"{header} is in {found} of layers.toml"
         return found[0]
@@ -51,7 +51,7 @@ class Layers:
         return next(floor for floor in self.table["floor"] if floor["name"] == path.split("/")[0])
 
     def complaints(self, path: str, text: str) -> list[str]:
-        """What the file at a path below cpp includes and may not."""
+        """List what the file at a path below cpp includes and may not."""
         includes = re.findall(r'#include "([^"]+)"', text)
         libraries = LIBRARIES & {
             name.split("/")[0] for name in re.findall(r"#include <([^>]+)>", text)
@@ -86,7 +86,7 @@ class Layers:
 
 
 def room_of(path: str) -> str:
-    """Of "ops/sparse/topk.cc", "include/cpattn/sparse/topk.h" or "cpattn/sparse/topk.h": sparse."""
+    """Return "sparse" for "ops/sparse/topk.cc" and "[include/]cpattn/sparse/topk.h"."""
     parts = path.removeprefix("include/").split("/")
     return parts[1] if len(parts) == 3 else ""
 

@@ -46,7 +46,7 @@ CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(valu
 
 
 def sections(doc: str) -> dict[str, str]:
-    """Of a docstring in NumPy's style, by their titles; the text before the first is ""."""
+    """Return the sections of a docstring by title; the text before the first is ""."""
     parts = re.split(r"^(\w[\w ]*)\n-{3,}\n", doc, flags=re.MULTILINE)
     return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -74,7 +74,7 @@ def described(section: str) -> set[str]:
 
 
 def doc_of(value: Any) -> str:
-    """Without the signature that pybind11 puts in front."""
+    """Return the docstring without the signature that pybind11 puts in front."""
     doc = inspect.getdoc(value) or ""
     return re.sub(r"^\w+\(.*\) -> .*\n+", "", doc) if inspect.isbuiltin(value) else doc
 
@@ -132,6 +132,6 @@ def test_all_rooms_are_looked_at():
     "name", [name for name, value in PUBLIC.items() if name.startswith("cpattn._core.")]
 )
 def test_examples_of_the_core_run(name):
-    """Those of Python are run by their modules."""
+    """Examples of Python are run by their modules."""
     test = doctest.DocTestParser().get_doctest(doc_of(PUBLIC[name]), {}, name, None, None)
     assert doctest.DocTestRunner().run(test).failed == 0

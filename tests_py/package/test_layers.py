@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module may import which, read from the sources; folders and files of tests are small."""
+"""Imports that modules may have, read from the sources; folders and files of tests are small."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def imported_names(path: Path, package: Path) -> Iterator[tuple[str, ...]]:
 
 
 def imports_of_modules(package: Path) -> dict[str, set[str]]:
-    """Of every module of a package the others that it names, anywhere in it.
+    """Return for every module of a package the others that it names, anywhere in it.
 
     Imports inside functions and those for type checkers are among them: what needs them knows the
     other module just as well. Packages around a module run first whatever it imports; they are not.
@@ -112,7 +112,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_rooms_of_ranks_stand_on_each_other(graph):
-    """What is beside the rooms may know all of them, and none knows that."""
+    """Modules beside the rooms may know all of them, and none knows those."""
     room_of = {
         module: module.split(".")[2] if module.count(".") > 2 else ""
         for module in graph
@@ -125,7 +125,7 @@ def test_rooms_of_ranks_stand_on_each_other(graph):
 
 
 def upward_imports(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """Those of a package by what is in it."""
+    """Return imports of a package by what is in it."""
     return {
         (module, other)
         for module, others in graph.items()

@@ -51,7 +51,7 @@ def test_one_version_everywhere_and_one_package_in_the_wheel():
 
 
 def source_of(name: str) -> str:
-    """Of a module, which is not imported for it."""
+    """Read a module, which is not imported for it."""
     return Path(importlib.util.find_spec(name).origin).read_text()
 
 
@@ -84,7 +84,7 @@ def test_docstring_examples_run(name):
 
 
 def anchors(document: Path) -> set[str]:
-    """What GitHub makes of the headings."""
+    """Return what GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -157,7 +157,7 @@ def test_the_model_of_the_readme(tmp_path):
 
 
 def test_blocks_with_names_of_the_reader_are_run_here():
-    """Those in "py", whose names come from elsewhere."""
+    """Blocks in "py" have names that come from elsewhere."""
     named = {path.name for path in DOCUMENTS if "```py\n" in path.read_text()}
     assert named == {"README.md", "deployment.md", "kv_transfer.md"}
 
@@ -204,7 +204,7 @@ def test_the_ranks_of_the_document_on_deployment(request):
 
 
 def test_the_servers_of_the_document_on_kv_transfer():
-    """Both in this process, with an engine of it."""
+    """Source and target are in this process, with an engine of it."""
     source, target = (
         cpattn.kv.MHATokenToKVPool(size=64, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32)
         for _ in range(2)
@@ -232,7 +232,7 @@ def test_the_servers_of_the_document_on_kv_transfer():
 
 
 def test_documents_install_cpattn_from_its_folder():
-    """It is in no index: extras of an installed one are all that its name can bring."""
+    """No index has it: extras of an installed one are all that its name can bring."""
     texts = [*DOCUMENTS, *(ROOT / "python").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]
     commands = [
         (path.name, re.split(r" #| in the folder", command)[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/check_release.py says of a release that is ready, and of each mistake."""
+"""Answers of scripts/check_release.py to a release that is ready, and to each mistake."""
 
 from __future__ import annotations
 

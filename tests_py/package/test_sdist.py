@@ -52,7 +52,7 @@ def test_names_that_do_not_belong_there_or_are_missing():
 @pytest.mark.slow
 @pytest.mark.parametrize("isas", ["all", "here", "best"])
 def test_cmake_finds_all_sources_in_it(sdist, tmp_path, isas):
-    """It is in no checkout. CMake refuses a list with a file that is not there, and asks the
+    """No checkout surrounds it. CMake refuses a list with a file that is not there, and asks the
     machine for its sets where `make test` (here) and `make demo` (best) want these alone."""
     source = build_sdist.unpack(sdist, tmp_path)
     done = subprocess.run(
@@ -77,7 +77,7 @@ WRAPPER = ROOT / "cmake" / "zig" / "c++"
 
 
 def translate(tmp_path, *options: str) -> list[str]:
-    """What zig gets, one argument a line."""
+    """Return what zig gets, one argument a line."""
     zig = tmp_path / "zig"
     zig.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     zig.chmod(0o755)

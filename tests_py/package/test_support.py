@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cpattn says it was tried with, against what the tests are run with and what pip is told."""
+"""Releases that cpattn names as tried, against those of the tests and what pip is told."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def requirement(name: str, *extras: str) -> str:
-    """What pip is told about a package: '>=2.6' of 'torch>=2.6'."""
+    """Return what pip is told about a package: '>=2.6' of 'torch>=2.6'."""
     listed = [*PROJECT["dependencies"], *(line for x in extras for line in extra(PROJECT, x))]
     (found,) = {line.split(";")[0] for line in listed if re.match(rf"{name}[<>=]", line)}
     return found.removeprefix(name)
@@ -115,7 +115,7 @@ def test_no_function_of_another_sglang_is_replaced(release, monkeypatch, caplog)
 
 
 def row(entry: _support.Support) -> str:
-    """Of the page's tables."""
+    """Format a row of the page's tables."""
     bounds = [f"from {entry.lowest}"] * bool(entry.lowest)
     bounds += [f"before {entry.below}"] * bool(entry.below)
     tests = ", ".join(f"`{path}`" for path in entry.tests)
@@ -130,7 +130,7 @@ def test_the_page_has_the_tables():
 
 
 def test_every_python_that_was_tried_is_claimed_and_built_for():
-    """And no other: by the classifiers, by all checks, by the wheels."""
+    """No other is named by the classifiers, by all checks, or by the wheels."""
     claimed = [x.rpartition(" :: ")[2] for x in PROJECT["classifiers"] if ":: 3." in x]
     tried = list(find("CPython").tried)
     assert claimed == tried

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far off a result may be is said in one place: tolerances.py, and accuracy.py in bench."""
+"""Bounds of results are in one place: tolerances.py, and accuracy.py in bench."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_tolerance(node: ast.AST) -> bool:
 
 
 def upper_limits(node: ast.Compare) -> Iterator[ast.expr]:
-    """What is larger in `x <= limit` or `limit > x`."""
+    """Yield what is larger in `x <= limit` or `limit > x`."""
     sides = [node.left, *node.comparators]
     for left, op, right in zip(sides, node.ops, sides[1:], strict=False):
         if isinstance(op, (ast.Lt, ast.LtE)):
@@ -55,7 +55,7 @@ def upper_limits(node: ast.Compare) -> Iterator[ast.expr]:
 
 
 def numbers(node: ast.AST) -> Iterator[float]:
-    """What an expression computes with: powers are one number, arguments of calls none."""
+    """Yield the numbers of an expression: powers are one number, arguments of calls none."""
     match node:
         case ast.Constant(value=bool()):
             return

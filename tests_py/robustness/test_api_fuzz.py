@@ -100,7 +100,7 @@ def test_random_calls() -> None:
 
 
 def findings(monkeypatch: pytest.MonkeyPatch, function: Any, calls: int = 30) -> set[str]:
-    """What the fuzzer says of a function with an argument `x`."""
+    """Return what the fuzzer says of a function with an argument `x`."""
 
     def make() -> Call:
         return Call(function, {"x": ("tensor", np.ones(4, np.float32))})

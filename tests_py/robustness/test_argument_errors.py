@@ -21,7 +21,7 @@ NAME = operator.attrgetter("name")
 
 
 def test_every_argument_is_swept():
-    """Of all calls of a function together."""
+    """All calls of a function sweep its arguments together."""
     swept = {}
     for call in CALLS:
         if call.name != "set_num_threads":  # a builtin, without a signature
@@ -50,7 +50,7 @@ def described(bad: object) -> str:
 
 
 def faults(call: Call) -> Iterator[str]:
-    """What is wrong with how a function treats what is wrong."""
+    """Yield what is wrong with how a function treats what is wrong."""
     for argument, bad in call.wrong():
         values = copied(call) | {argument: bad}
         before = contents(values)
@@ -93,7 +93,7 @@ def bytes_of(part: Any) -> bytes:
 
 @pytest.mark.parametrize("call", [c for c in CALLS if c.name != "set_num_threads"], ids=NAME)
 def test_results_are_in_the_container_of_the_tensors(call):
-    """Of NumPy and of torch, with the same bytes, or in what is given; oracles give arrays."""
+    """NumPy and torch have the same bytes, or `out` has them; oracles give arrays."""
     values = copied(call)
     arrays = parts_of(call.function(**values))
     assert "out" not in values or arrays[0] is values["out"]

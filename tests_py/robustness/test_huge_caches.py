@@ -41,7 +41,7 @@ def far_pages(page_elements: int) -> list[int]:
 
 
 def spread(small: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """These pages far apart in a huge array, and where they are."""
+    """Put these pages far apart in a huge array; return it, and where they are."""
     pages = far_pages(int(np.prod(small.shape[1:])))[: len(small)]
     huge = untouched((max(pages) + 1, *small.shape[1:]), small.dtype)
     huge[pages] = small

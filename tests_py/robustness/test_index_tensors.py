@@ -114,7 +114,7 @@ def rows_apart(x: np.ndarray) -> np.ndarray:
 
 
 def same_or_refused(argument: Argument, view: Any, expected: object) -> None:
-    """Of arrays that must have contiguous rows others are refused."""
+    """Check an outcome; arrays whose rows are not contiguous may be refused."""
     outcome = argument.outcome(view)
     array = np.asarray(view)
     if "must be contiguous" in str(outcome):
@@ -142,7 +142,7 @@ def test_a_view_is_as_good_as_a_copy(argument: Argument, dtype: type) -> None:
 @pytest.mark.parametrize("axis", [0, -1])
 @ARGUMENTS
 def test_a_broadcast_view_is_as_good_as_a_copy(argument: Argument, axis: int) -> None:
-    """With a stride of 0; what numbers that are all equal mean is refused by some calls."""
+    """The view has a stride of 0; some calls refuse numbers that are all equal."""
     array = argument.array
     view = np.broadcast_to(array.take([0], axis), array.shape)
     expected = argument.outcome(view.copy())
@@ -170,7 +170,7 @@ def test_negative_strides_are_refused(argument: Argument) -> None:
 
 @ARGUMENTS
 def test_no_index_is_cut_to_32_bits(argument: Argument) -> None:
-    """What is far out of range is refused, counts as it is, or as the last number of 32 bits."""
+    """Numbers far out of range are refused, or count as they are or as the last of 32 bits."""
     if argument.target.name.startswith(("PageInterleave.", "TokenInterleave.", "dcp_local")):
         return  # distances of 2^32 change no owner
     right, noticed = argument.outcome(argument.array), 0

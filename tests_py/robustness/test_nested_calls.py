@@ -162,7 +162,7 @@ except RuntimeError as error:
 
 
 def test_calls_nested_too_deep_are_refused(children):
-    """What a thread with a small stack is told is in parallel_test.cc."""
+    """A thread with a small stack is tried in parallel_test.cc."""
     limited = ["sh", "-c", 'ulimit -s 1024; exec "$@"', "sh", sys.executable, "-c", NESTED]
     out, err = children.start(limited).communicate(timeout=200)
     rule = "paged_attention: needs 112 KiB of stack, and this thread has "

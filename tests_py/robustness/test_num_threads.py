@@ -27,7 +27,7 @@ def _default_of_the_process():
 
 
 def threads_that_worked() -> int:
-    """Of a call that a pool divides: enough scores for several threads."""
+    """Count the threads of a call that a pool divides: enough scores for several."""
     rng = np.random.default_rng(0)
     score = rng.standard_normal((64, 40_000), np.float32)
     with cpattn.profile() as profile:

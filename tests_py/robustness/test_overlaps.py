@@ -41,7 +41,7 @@ def topk_slots(page_table, out):
 
 
 def indexer(function, dtype, **options):
-    """With scales, and ranges of all keys."""
+    """Make a call with scales, and ranges of all keys."""
     tensors = {"q": own(2, 4, 32), "k": own(8, 32), "weights": own(2, 4), "k_scale": own(8)}
     return (
         lambda **tensors: function(**tensors, ks=[0, 0], ke=[8, 8], **options),
@@ -130,7 +130,7 @@ OVERLAPS = [(name, pair) for name, (_, _, pairs) in CALLS.items() for pair in pa
 
 @pytest.mark.parametrize(("name", "pair"), OVERLAPS)
 def test_memory_is_shared_by_nothing_that_is_written(name, pair):
-    """Both begin together, or one begins in the last bytes of the other."""
+    """Two begin together, or one begins in the last bytes of the other."""
     call, tensors, _ = CALLS[name]
     first, second = pair.split()
     call(**tensors)  # right without
@@ -169,7 +169,7 @@ SMALL = Case(q_lens=(3, 1), kv_lens=(20, 35), dtype="bfloat16")
 
 
 class Buffers:
-    """What an engine allocates once, for its largest batch, and views of it for each."""
+    """Buffers that an engine allocates once, for its largest batch, and views of them."""
 
     def __init__(self):
         self.q = torch.full((128, 4, 64), torch.nan, dtype=torch.bfloat16)
@@ -195,7 +195,7 @@ class Buffers:
 
 
 def test_a_small_batch_in_the_buffers_of_a_large_one(isa):
-    """Nothing of the large batch is seen, and nothing behind the small one is written."""
+    """No call sees the large batch in a small one, or writes behind that."""
     buffers, large, small = Buffers(), make_inputs(LARGE), make_inputs(SMALL, seed=1)
     for case, inputs in ((LARGE, large), (SMALL, small), (LARGE, large), (SMALL, small)):
         before = buffers.out.clone(), buffers.lse.clone()

@@ -85,7 +85,7 @@ class Watcher:
             time.sleep(1e-5)
 
     def counts_within(self, call: Callable[[], object], wanted: int, calls: int) -> int:
-        """Over at most so many calls."""
+        """Count over at most so many calls."""
         self.count = 0
         for _ in range(calls):
             self.within = True
