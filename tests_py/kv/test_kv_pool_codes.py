@@ -131,7 +131,7 @@ def test_where_casts_of_torch_differ(dtype):
 @pytest.mark.parametrize("scale_dtype", SCALES)
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_codes_are_copied_with_their_scales(dtype, scale_dtype):
-    """As one rank sends them to another: what is read from one pool and written to the next."""
+    """Rows read from one pool and written to the next, as between ranks, keep their scales."""
     first, second = make_pool(dtype, scale_dtype), make_pool(dtype, scale_dtype, use_fia=True)
     slots = [9, 8, 61, 20, 21, 30]
     first.set_kv_buffer(1, slots, make_rows(6, DIM), make_rows(6, V_DIM, seed=1))
@@ -150,7 +150,7 @@ def test_codes_are_copied_with_their_scales(dtype, scale_dtype):
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "int8"])
 def test_large_writes(isa, dtype):
-    """Of a size that goes past the caches."""
+    """Writes that go past the caches are right."""
     tokens, heads, width = 4096, 8, 256
     rows = torch.randn(tokens, heads, width, generator=torch.Generator().manual_seed(4)).bfloat16()
     rows[7, 3, 0], rows[9, 2] = torch.nan, 0

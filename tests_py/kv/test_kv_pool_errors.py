@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What KV pools refuse, in which words, and that nothing is written then."""
+"""Refusals of KV pools, in which words, and that nothing is written then."""
 
 from __future__ import annotations
 

@@ -47,14 +47,14 @@ def make_rows(tokens, dim, dtype="float32", seed=0):
 
 
 def bits(x):
-    """Of every element, any NaN being as good as another."""
+    """Return the bits of every element, any NaN being as good as another."""
     nan = x.float().isnan()
     unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize]
     return x.contiguous().view(unsigned).masked_fill(nan, -1 if x.itemsize > 1 else 0x7F)
 
 
 def stored(rows, dtype, scale):
-    """What becomes of rows: the definition in torch."""
+    """Convert rows as a pool does: the definition in torch."""
     dtype = getattr(torch, dtype)
     return rows if rows.dtype == dtype else (rows.float() / float(scale or 1)).to(dtype)
 

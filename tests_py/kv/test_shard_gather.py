@@ -21,7 +21,7 @@ SIZE = 64  # pages of each rank
 
 
 def plan_of(table: Any, prefix_lens: Any, seq_lens: Any, **changes: Any) -> ShardGatherPlan:
-    """For pages of 4 tokens over two ranks, where nothing else is said."""
+    """Plan for pages of 4 tokens over two ranks, where nothing else is said."""
     sizes: dict[str, Any] = {
         "placement": PageInterleave(shard_size=2, page_size=4), "size": 16,
         "max_prefix_tokens": 32, "chunk_tokens": 16, "req_pool_indices": None,
@@ -111,7 +111,7 @@ def expected_writes(placement: PageInterleave, slots: range, rank: int) -> list[
 
 
 def plan_batch(batch: Batch, spare: int, data: st.DataObject) -> tuple[ShardGatherPlan, Any]:
-    """With that many pages more than are needed, from a table of any rows."""
+    """Plan with that many pages more than are needed, from a table of any rows."""
     n, ps = batch.placement.shard_size, batch.placement.page_size
     block = sum(-(-(prefix // ps) // n) for prefix in batch.prefix_lens)
     chunk = sum(

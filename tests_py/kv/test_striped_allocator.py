@@ -58,7 +58,7 @@ def test_an_allocator_says_what_it_is():
 
 
 def test_memory_is_that_of_the_pages_in_use():
-    """Not of the pool, which may be as large as slots can be numbered."""
+    """The pool may be as large as slots can be numbered."""
     allocator = StripedAllocator(2**60, page_size=1, shard_size=2)
     assert allocator.available_size() == 2**61
     allocator.free(allocator.alloc_cyclic(0, 10))

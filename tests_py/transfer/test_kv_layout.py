@@ -76,7 +76,7 @@ def test_buffers_side_by_side():
 
 
 class Pool:
-    """What a layout asks of a pool."""
+    """Pool with what a layout asks of one."""
 
     def __init__(self, kinds, start_layer, num_layers, item_lens, num_kv_heads=1, base=0):
         self.kinds, self.start_layer, self.num_layers = kinds, start_layer, num_layers
@@ -237,7 +237,7 @@ MLA = {
 
 @pytest.mark.parametrize("case", MLA)
 def test_every_case_of_mla_is_right(case):
-    """Also C, with the number of hidden layers stated, and E: scenario 54 for MLA."""
+    """Cases C, with the number of hidden layers stated, and E are, too: scenario 54 for MLA."""
     groups, src_names, start, src_draft, dst_names, dst_start, dst_draft = MLA[case]
     common = {"kv_buf_groups": len(groups), "hidden_kv_layers": 4}
     src = args_layout(src_names, start, draft_kv_layers=src_draft, **common)

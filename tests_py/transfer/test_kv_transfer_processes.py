@@ -68,7 +68,7 @@ def test_between_processes():
 
 
 def kv_args(case, source):
-    """What an engine says of a prefill rank."""
+    """Describe a prefill rank as an engine does."""
     entries, first = source.entries, (source.layers or (0, 0))[0]
     args = KVArgs(
         engine_rank=source.tp_rank, total_kv_head_num=case.model.num_heads,
@@ -83,7 +83,7 @@ def kv_args(case, source):
 
 
 def plans_of_engines(case, sources, destinations, compat):
-    """What each rank sends to each of its peers; buffers are known by their position."""
+    """Yield what each rank sends to each of its peers; buffers are known by their position."""
     src, dst, num_tokens = case.src, case.dst, case.model.num_tokens
     for source, to in product(sources, destinations):
         sizes = {"prefill_tp_size": src.tp_size, "decode_tp_size": dst.tp_size}

@@ -65,7 +65,7 @@ def test_every_byte_arrives_once_and_no_other_is_touched(data, cp_share, seed):
 
 
 def assert_ascending_and_joined(plan, whole_rows):
-    """Within an entry blocks ascend in the destination, and no two could be one."""
+    """Check that blocks of an entry ascend in the destination, and no two could be one."""
     src_end = dst_end = 0
     for src, dst, length in blocks(plan):
         assert length > 0

@@ -105,7 +105,7 @@ def entry_layouts(*addrs):
 
 
 def test_refused_links():
-    """What no other link could repair."""
+    """A link is refused that no other could repair."""
     for src, dst, message in [
         (entry_layouts(SRC, SRC + 512), entry_layouts(DST, DST + 511),
          "destination buffers must not overlap, got k of layer 0"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which memory is registered, of lists with placeholders, repetitions and neighbours."""
+"""Memory that is registered, of lists with placeholders, repetitions and neighbours."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def layout_plan(pool, receiver, src, dst):
 
 
 def list_plan(pool, receiver, src, dst):
-    """As engines that know flat lists."""
+    """Plan as engines that know flat lists."""
     sender, peer = KVArgs(), KVArgs()
     fill_kv_args(sender, pool)
     fill_kv_args(peer, receiver)

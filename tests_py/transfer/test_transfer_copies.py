@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels by pickle or copy is whole, and what cannot says so."""
+"""Copies and pickles, which are whole, or say that they cannot be made."""
 
 from __future__ import annotations
 

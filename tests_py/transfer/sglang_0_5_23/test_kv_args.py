@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says of its pools, filled in the order of engines."""
+"""Descriptions of a server's pools, filled in the order of engines."""
 
 from __future__ import annotations
 

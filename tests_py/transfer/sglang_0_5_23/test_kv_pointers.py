@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which buffers meet: the tables of what engines do, right and wrong, and every geometry."""
+"""Buffers that meet: the tables of what engines do, right and wrong, and every geometry."""
 
 from __future__ import annotations
 

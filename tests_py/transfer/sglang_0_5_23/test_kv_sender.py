@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the filters applies to a rank, and where its pages go."""
+"""Filters that apply to a rank, and where its pages go."""
 
 from __future__ import annotations
 

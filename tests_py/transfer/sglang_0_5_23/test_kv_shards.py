@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank sends that holds every N-th page, or divides pages or layers with others."""
+"""Sends of a rank that holds every N-th page, or divides pages or layers with others."""
 
 from __future__ import annotations
 

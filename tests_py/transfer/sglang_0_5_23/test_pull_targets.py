@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prefill ranks a decode rank pulls from, and how many answers both sides wait for."""
+"""Prefill ranks that a decode rank pulls from, and how many answers both sides wait for."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_short_destination(pp_size, is_mla):
 @pytest.mark.parametrize("is_mla", [False, True])
 @pytest.mark.parametrize("known", [{"draft_kv_layers": 1}, {"total_kv_layers": 3}])
 def test_one_stage_with_other_drafts(known, is_mla):
-    """By position, the second draft's K would go where V of the first is."""
+    """The second draft's K would go by position where V of the first is."""
     if is_mla or "total_kv_layers" in known:
         args, _ = server("KV", 0, 3, 1, base=BASE, **known)
         send = args, server("KV", 0, 3, 2, base=2 * BASE)[0].kv_data_ptrs, [0], [0]
@@ -225,7 +225,7 @@ def test_a_stage_must_say_where_it_begins(compat):
 
 
 def test_compat_takes_the_item_length_of_the_source():
-    """For both sides, without a check."""
+    """The length holds for both sides, without a check."""
     send = KVArgs(**ARGS), [2 * BASE, 3 * BASE], [0], [0]
     plan = plan_send_kvcache(*send, pp_size=1, is_mla=True, compat=True, **OTHER)
     assert blocks(plan)[1] == (BASE + 0x10000, 3 * BASE, 200)

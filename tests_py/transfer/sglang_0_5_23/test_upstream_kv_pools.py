@@ -18,7 +18,7 @@ DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
 def make_pools(
     sglang: SimpleNamespace, rng: np.random.Generator, *, use_fia: bool
 ) -> tuple[Any, Any, str]:
-    """The same random pool twice: sglang's and ours."""
+    """Make one random pool twice: sglang's and ours."""
     common = {
         "size": int(rng.integers(1, 200)), "page_size": int(rng.choice([1, 8, 16, 128])),
         "start_layer": int(rng.integers(0, 9)),

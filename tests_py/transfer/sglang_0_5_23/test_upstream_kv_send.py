@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sent against what sglang sends, over thousands of random cases."""
+"""Sends, against those of sglang, over thousands of random cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unique_pages(rng: np.random.Generator, num_pages: int, total: int) -> np.nda
 def random_kv_args(
     sglang: SimpleNamespace, rng: np.random.Generator, *, is_mla: bool
 ) -> tuple[SimpleNamespace, list[int]]:
-    """What a prefill stage registers, and the addresses of a decode server's buffers."""
+    """Return what a prefill stage registers, and the addresses of a decode server's buffers."""
     num_layers, stage = random_stage(rng)
     groups = str(rng.choice(["KV", "KVI"])) if is_mla else "KV"
     page_bytes = {"K": 512, "V": 512 if rng.random() < 0.5 else 96, "I": 64}
@@ -88,7 +88,7 @@ def test_plan_send_kvcache_by_layer(sglang, rng, kind, is_mla):
 
 
 def joined(blocks: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """With neighbours that continue each other on both sides made one."""
+    """Join neighbours that continue each other on both sides."""
     result: list[tuple[int, int, int]] = []
     for src, dst, length in blocks:
         if result and result[-1][0] + result[-1][2] == src and result[-1][1] + result[-1][2] == dst:
