@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: torch made safe before anything imports it, a header, fixtures."""
+"""Preparations of all tests: torch made safe before anything imports it, a header, fixtures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def children() -> Iterator[Children]:
 
 @pytest.fixture(scope="module")
 def module_children() -> Iterator[Children]:
-    """The same for processes that the tests of a module share."""
+    """Start processes as `children` does, for all tests of a module."""
     with contextlib.closing(Children()) as started:
         yield started
 

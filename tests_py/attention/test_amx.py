@@ -142,7 +142,7 @@ def test_ragged_batches(amx, seed, dtype):
 
 
 def test_float16_is_as_exact_as_in_float32(amx):
-    """Where the path without AMX computes in float32, errors differ by less than a hundredth."""
+    """Errors exceed those of the path without AMX, in float32, by at most a hundredth."""
     case = Case(q_lens=(40,), kv_lens=(500,), head_dim=128, num_heads=8, dtype="float16")
     inputs = make_inputs(case)
     expected = expected_attention(inputs).out
@@ -186,7 +186,7 @@ GROWTHS = [1.0, 7.9375, 8.0, 8.0625, 9.0, 15.0, 16.0, 128.0, 300.0, 1e4, 30000.0
 
 @pytest.mark.parametrize("start", [1, 31, 32, 127, 128, 200, 299])
 def test_float16_scores_may_outgrow_earlier_ones(amx, start):
-    """In base 2 the score of each head is 0, then its growth, then twice that."""
+    """The score of each head is 0 in base 2, then its growth, then twice that."""
     keys = 310
     position = torch.arange(keys)[:, None]
     growth = torch.tensor(GROWTHS)
@@ -221,7 +221,7 @@ def test_float16_keys_of_minus_infinity_have_no_weight(amx, query):
 
 @pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 2), ("float16", 16)])
 def test_few_rows_take_the_vector_units(amx, dtype, rows):
-    """So many rows for a KV head, where bits may depend on the batch."""
+    """A KV head may have so many rows, where bits may depend on the batch."""
     for tokens, by_vectors in [(rows // 2, True), (rows // 2 + 1, False)]:
         case = Case(q_lens=(tokens,), kv_lens=(300,), num_heads=2, num_kv_heads=1, dtype=dtype)
         inputs = make_inputs(case)

@@ -120,7 +120,7 @@ def test_bits_do_not_depend_on_pages(isa, dtype):
 
 
 def test_batch_invariance_is_not_free():
-    """Without it the same row is computed another way: else the flag would test nothing."""
+    """A row is computed another way without it: else the flag would test nothing."""
     inputs = make_inputs(LONG)
     assert not torch.equal(run(inputs)[0], run(inputs, batch_invariant=True)[0])
     assert np.any(plan_of(inputs).items[:, 5] > 0)

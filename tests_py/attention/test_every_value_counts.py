@@ -69,7 +69,7 @@ class Probe:
 
     @functools.cached_property
     def expected(self) -> Expected:
-        """Of the tokens, in float64."""
+        """Results of the tokens, in float64."""
         size, parts = self.size, []
         for head in range(size.kv_heads):
             q, k, columns, counts = *self.of(head), self.visible

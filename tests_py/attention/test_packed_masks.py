@@ -20,7 +20,7 @@ def random_masks(seed: int) -> list[np.ndarray]:
 
 
 def inputs_of(case=CASE):
-    """With caches without NaN, as what a mask hides may be read."""
+    """Make inputs without NaN in caches, as what a mask hides may be read."""
     inputs = make_inputs(case)
     return inputs | {name: inputs[name].nan_to_num() for name in ("k_cache", "v_cache")}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What paged_attention refuses, in which words, and that nothing is written then."""
+"""Refusals of paged_attention, in which words, and that nothing is written then."""
 
 from __future__ import annotations
 

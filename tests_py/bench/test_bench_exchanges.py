@@ -48,7 +48,7 @@ def test_cached_keys_hide_behind_the_layer_before():
     ],
 )
 def test_ranks_of_a_host_share_cpus_and_the_link(size, cpus, exchange, slower, share):
-    """With 4 ranks, 2 of 3 messages of each of 2 cross the link: as 3 would at 3/4 of the rate."""
+    """Each of 2 ranks sends 2 of its 3 messages over the link: as 3 would at 3/4 of the rate."""
     rates = rates_of(RATES, BY_NAME[exchange], size, cpus, 2e9)
     assert rates.gflops == RATES.gflops / slower
     assert rates.store_gb_per_s == RATES.store_gb_per_s / slower

@@ -29,7 +29,7 @@ TIMES = {"median", "minimum", "spread", "samples", "rate", "unit", "ns_per_item"
 
 @pytest.fixture(autouse=True)
 def peak(monkeypatch):
-    """It is not to be measured."""
+    """Set the peak, which is not to be measured."""
     monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line refuses: in one line that names option, rule and value."""
+"""Refusals of the command line, in one line that names option, rule and value."""
 
 from __future__ import annotations
 

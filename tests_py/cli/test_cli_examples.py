@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `cpattn` and its help texts teach: every example in them can be typed."""
+"""Examples in `cpattn` and its help texts: every one can be typed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands look like: on terminals of any width, without one, without colours, in ASCII."""
+"""Looks of commands: on terminals of any width, without one, without colours, in ASCII."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def visible(lines: list[str]) -> list[str]:
-    """What stays on the screen of lines with control sequences."""
+    """Return what stays on the screen of lines with control sequences."""
     # A line of the bar is erased where the next one begins.
     return [CONTROL.sub("", line.split("\x1b[2K")[-1]).rstrip() for line in lines]
 
@@ -106,7 +106,7 @@ def test_a_replay_without_colours_in_ascii(command_line, tmp_path, environment, 
 
 
 def test_lines_say_what_was_told_last(capsys):
-    """After a second, and then every ten."""
+    """Lines come after a second, and then every ten."""
     lines = _progress.ProgressLines("cpattn replay", "prompt tokens")
     waited: list[float] = []
 
@@ -172,7 +172,7 @@ def test_pace_and_time_left():
 
 
 def bar_at(width: int, unit: str, done: int, total: int | None) -> str:
-    """What a bar shows after two seconds of something."""
+    """Draw a bar that has run for two seconds."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True)
     with mock.patch.object(_progress.time, "monotonic", return_value=100.0) as clock:
         progress = _progress.ProgressBar(console, unit)

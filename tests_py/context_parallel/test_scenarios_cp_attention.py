@@ -141,7 +141,7 @@ def test_windows_within_and_over_the_blocks_of_eight_ranks(window):
 
 @pytest.mark.parametrize("sinks", [(0.5, -2.0), (np.inf, -np.inf), (8.0, -8.0)])
 def test_sinks_count_once(sinks):
-    """Not once for each rank, block or part; all of the weight, or none."""
+    """Sinks do not count for each rank, block or part; they take all of the weight, or none."""
     out, _ = Scenario([700, 33], [90, 500], sinks=torch.tensor(sinks)).check(8)
     plain, _ = Scenario([700, 33], [90, 500]).whole()
     assert not torch.equal(out[:, 0], plain[:, 0])

@@ -88,8 +88,8 @@ def test_items_are_those_of_attention_plans(batch, cp_size, layer):
 
 
 def test_time_is_the_sum_of_its_terms():
-    """By hand: two ranks, each with two pieces of two tokens of one sequence, whose rows 0, 1, 6
-    and 7 (or 2 to 5) see the keys up to their own."""
+    """Two ranks have two pieces of two tokens of one sequence each; by hand, rows 0, 1, 6 and 7
+    (or 2 to 5) see the keys up to their own."""
     layer = AttentionLayer(num_heads=2, num_kv_heads=1, head_dim=16, dtype="float32", num_layers=3)
     rates = Rates(  # 1000 flops a second
         gflops=1e-6, pack_rows=5, row_keys=7, call_us=2e6, gather_gb_per_s=1e-6, latency_us=3e6,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where keys are kept, and the bytes of every exchange, against counting them one by one."""
+"""Keys and where they are kept, and bytes of every exchange, against counting one by one."""
 
 from __future__ import annotations
 

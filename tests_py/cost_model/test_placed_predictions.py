@@ -247,7 +247,7 @@ def test_ranks_that_share_cpus_compute_longer():
 
 
 def test_cached_keys_a_layer_ahead():
-    """By hand: 2 ranks, 68 pages of 16 cached, 32 new tokens; 1 byte a nanosecond, 10 us a call."""
+    """Times by hand: 2 ranks, 68 pages of 16 cached, 32 new tokens; 1 byte a ns, 10 us a call."""
     layer = AttentionLayer(page_size=16, num_kv_heads=1, num_heads=8)
     row, latency = layer.kv_row_bytes, 10e-6
     rates = Rates(gflops=2e4, gather_gb_per_s=1.0, latency_us=10, message_us=0, store_gb_per_s=1e9)

@@ -115,7 +115,6 @@ def test_calibrated_rates_come_with_their_source():
 
 @pytest.mark.slow
 def test_rates_are_measured(monkeypatch):
-    """For real, on a small layer."""
     pytest.importorskip("torch")
     from cpattn.cost_model import calibration
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Into which sequences rows are cut where keys are shared out, against the plans of real calls."""
+"""Sequences into which rows are cut where keys are shared out, against plans of real calls."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_a_pulled_cable_is_an_error_that_names_the_rank(two_hosts: Hosts, start:
 
 @pytest.mark.slow
 def test_taskset_gives_each_rank_its_cpus(tmp_path: Path, children: Children) -> None:
-    """By the documented command, with a `taskset` that writes down what it is asked for."""
+    """The documented command runs with a `taskset` that writes down what it is asked for."""
     shim = tmp_path / "taskset"
     shim.write_text(f'#!/bin/sh\necho "$*" > "{tmp_path}/rank $LOCAL_RANK"\n')
     shim.chmod(0o755)

@@ -25,7 +25,7 @@ def answers(request, tmp_path_factory):
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_layer_is_that_of_the_oracle_by_every_way(answers, run):
-    """By one call that writes, and with cached keys of the next layer sent ahead, too."""
+    """One call that writes is right, and cached keys sent a layer ahead are, too."""
     assert_layer(answers, run)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys ranks hold, and what rows see of them, against a list of all pairs."""
+"""Keys that ranks hold, and what rows see of them, against a list of all pairs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def batches(draw):
 
 
 def keys_by_hand(batch, rank):
-    """For each request the (position, row of the rank's pool) of its keys that the rank holds."""
+    """List for each request the (position, row of the rank's pool) of keys that the rank holds."""
     placement, page, tables, lens, _ = batch
     keys = []
     for s, n in enumerate(lens):
@@ -242,7 +242,7 @@ def test_rows_are_cut_into_as_few_sequences_as_can_be(batch):
 
 
 def visible_rows(call):
-    """What `paged_attention` shows each row of a call: (row, rows of the pool)."""
+    """Yield what `paged_attention` shows each row of a call: (row, rows of the pool)."""
     begin, byte = 0, 0
     for i, n in enumerate(call.q_lens):
         ids = call.kv_indices[call.kv_indptr[i] : call.kv_indptr[i + 1]]

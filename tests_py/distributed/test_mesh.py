@@ -90,7 +90,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("1 x 4", "4 x 
 
 @pytest.mark.parametrize("name", ["2 x 2", *OTHERS])
 def test_bytes_are_those_of_the_cost_model(name, tmp_path):
-    """Where every rank of a row holds whole blocks of what goes round, which are of 16 tokens."""
+    """Bytes are equal where every rank of a row holds whole blocks of what goes round."""
     size, extend, prefix = worker.num_ranks(name), 96, 288
     work = exchange_work(
         [extend], [extend + prefix], cp_size=size, layer=worker.LAYER, placement="page_interleave",
@@ -141,7 +141,7 @@ def test_other_meshes_are_refused(world, ranks, names, message):
 
 
 def test_auto_knows_the_mesh():
-    """Of 12 heads eight ranks cannot have as many each, but two can: half of the keys for each."""
+    """Eight ranks cannot share 12 heads evenly, but two can: half of the keys for each."""
     layer = {"num_heads": 12, "num_kv_heads": 2, "head_dim": 128}
     cp = first_of(8, mesh=tuple((2 * i, 2 * i + 1) for i in range(4)))
     choice = cp.choose_exchange(plan_of(cp, 8192, 65536), **layer)

@@ -18,7 +18,7 @@ def traffic(tmp_path_factory):
 
 
 def test_the_next_layer_is_sent_before_one_is_computed(traffic):
-    """Behind all new keys of the layer, which are awaited first; the last layer has no next."""
+    """New keys of the layer are sent and awaited before it; the last layer has no next."""
     prefix = "attend (prefix)"
     before = ["post attend"] * 3 + [f"finish {prefix}"]
     after = ["finish attend", "compute"] * 3

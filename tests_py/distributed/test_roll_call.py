@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom ranks name that have lost one, what they tell each other of versions, and waits."""
+"""Ranks that others name as lost, what they tell each other of versions, and waits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Ended:
 
 
 def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(world, roll_call, monkeypatch):
-    """With time for what it had sent, from when it is waited for."""
+    """Rows that it had sent get time, from when it is waited for."""
     monkeypatch.setitem(HOSTS, world, Ended([1, 2], ((0, 1, 2, 3),)))
     watch = Watch(world, roll_call, time.monotonic())
     end = time.monotonic() + 2 * PATIENCE_FOR_ROWS

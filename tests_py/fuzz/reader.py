@@ -12,7 +12,7 @@ BORDERS = (0, 2**15, 2**20, 2**31 - 1, -(2**31), 2**32 - 1, 2**40, 2**63 - 1, -(
 
 
 def check_refusal(error: Exception, begin: str) -> None:
-    """That a message begins with the name of what refused."""
+    """Check that a message begins with the name of what refused."""
     if not str(error).startswith(begin):
         raise AssertionError(f"a message should begin with {begin!r}") from error
 
@@ -25,7 +25,7 @@ class Reader:
         self.next = 0
 
     def take(self, size: int) -> bytes:
-        """At most so many bytes as they are."""
+        """Take at most so many bytes as they are."""
         part = self.data[self.next : self.next + size]
         self.next += size
         return part

@@ -38,7 +38,7 @@ def frame_of(reader: Reader) -> bytes:
 
 
 def frames_of(reader: Reader, message: type) -> list[bytes]:
-    """Those of a right message, some of them replaced."""
+    """Make the frames of a right message, and replace some of them."""
     if message is KVRegistration:
         frames = KVRegistration(
             host="a", port=1, session_id="a:1", kv_data_ptrs=[1, 2], aux_data_ptrs=[3],

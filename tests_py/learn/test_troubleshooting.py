@@ -31,7 +31,7 @@ CACHE = np.zeros((8, 16, 2, 64), np.float32)
 
 
 def message_of(call: Callable[[], object]) -> str:
-    """What a traceback ends with."""
+    """Return the end of a traceback."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
         call()
     return f"{caught.type.__name__}: {caught.value}"
@@ -94,7 +94,7 @@ def illegal_instruction() -> str:
 
 
 def too_many_openmp_threads() -> str:
-    """Whose stacks are larger than all the memory."""
+    """Start threads whose stacks are larger than all the memory."""
     pytest.importorskip("torch")
     return child(
         "import resource, torch\n"
@@ -157,7 +157,7 @@ def with_old_compiler() -> str:
 
 
 def in_cmake() -> str:
-    """With variables left as they are, as one line."""
+    """Read the file as one line, with variables left as they are."""
     text = (ROOT / "cmake" / "Dependencies.cmake").read_text()
     return re.sub(r'"\s+"', "", text)
 

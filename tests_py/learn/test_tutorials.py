@@ -48,7 +48,7 @@ def test_what_a_page_says_otherwise_is_noticed(tmp_path, children):
 
 
 def test_a_tutorial_has_all_that_it_promises():
-    """How long it takes and what it needs come first; every command is a block that is run."""
+    """Time and needs come first; every command is a block that is run."""
     links = re.findall(r"\]\((\w+\.md)\)", (FOLDER / "index.md").read_text())
     assert sorted(set(links)) == [page.name for page in TUTORIALS]
     for page in TUTORIALS:

@@ -118,7 +118,7 @@ def test_mask_shapes(shape, mask_dtype):
 
 
 def test_masks_of_single_queries_and_template_shapes():
-    """With blocks a mask may be as wide as the table; what the template holds does not matter."""
+    """Masks may be as wide as the table of blocks; what the template holds does not matter."""
     batch = FiaBatch("BNSD", (1, 1, 1), KV_LENS, spare_rows=0, blocks="H")
     mask = np.random.default_rng(3).random((3, 1, 40)) < 0.4
     for shape in ((3, 40), (3, 1, 40), (3, 1, 1, 40)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What npu_fused_infer_attention_score refuses, and in which words."""
+"""Refusals of npu_fused_infer_attention_score, in which words."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_layouts(layout, blocks):
     ("kind", "axes"), [("one", 0), ("NxD", 2), ("N1D", 3), ("H", 1), ("token", 2)]
 )
 def test_one_tensor_for_keys_and_values(kind, axes, offsets):
-    """Which has no effect beside tensors of their own."""
+    """A tensor for keys or values alone takes precedence."""
     batch = Int8Batch(dtype="bfloat16")
     given = batch.quantize(kind, kind, offsets)
     both = {"antiquant_mode": MODES[kind]}

@@ -100,8 +100,8 @@ def test_sequences_that_share_blocks():
     ("cp_size", "strategy"), [(1, "zigzag"), (2, "zigzag"), (3, "interleave"), (2, "contiguous")]
 )
 def test_one_row_per_token_is_cp_indexer_topk(cp_size, strategy):
-    """As sglang 0.5.23 calls the operator: a sequence of one query for each local token, pad rows
-    of one key."""
+    """Each local token is a sequence of one query, as in calls of sglang 0.5.23, and pad rows have
+    one key."""
     batch = IndexerBatch((10, 4, 0, 17), (5, 0, 9, 30), cp_size, strategy)
     for metadata in batch.metadata:
         rows, pad_rows = len(metadata.local_q_indices), 2
@@ -260,7 +260,7 @@ def test_lengths_default_to_the_whole_batch():
 
 @pytest.mark.parametrize("size", [2**20, 2**62, 2**63 - 1])
 def test_a_block_longer_than_the_sequence(size):
-    """Is the sequence: block 0 names all keys, and there is no other."""
+    """Such a block is the sequence: block 0 names all keys, and there is no other."""
     kv = torch.randn(1, 5, 1, 32)
     arguments = {"layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 0}
     query, indices = torch.randn(1, 2, 3, 32), torch.tensor([[[[0, 3]], [[3, 1]]]])

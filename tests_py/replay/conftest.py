@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the processes of replays come from."""
+"""Fixtures of replays: where their processes come from."""
 
 from __future__ import annotations
 

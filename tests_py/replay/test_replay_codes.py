@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def bytes_of(config: DenseConfig) -> int:
-    """Of a token in one layer: keys, values and their scales."""
+    """Return the bytes of a token in one layer: keys, values and their scales."""
     return 2 * config.num_kv_heads * (config.head_dim + 2 * (config.kv_dtype == "int8"))
 
 

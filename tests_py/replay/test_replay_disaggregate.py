@@ -208,7 +208,7 @@ def test_wrong_tokens_fail_the_report():
 
 
 def page_bytes(model: Any) -> int:
-    """Of keys, values and scales of all layers."""
+    """Return the bytes of a page: keys, values and scales of all layers."""
     element = 1 if model.has_codes else model.torch_dtype.itemsize
     head = model.head_dim * element + 2 * (model.kv_dtype == "int8")
     return 4 * model.num_layers * 2 * model.num_kv_heads * head

@@ -93,7 +93,7 @@ def test_errors_are_roundings(config):
     ],
 )
 def test_the_check_sees_a_spoiled_page(config, buffer, is_written):
-    """It has what was written to another one, or nothing."""
+    """A spoiled page has what was written to another one, or nothing."""
 
     def spoil(batch: Batch, attention: Any) -> None:
         pages = attrgetter(buffer)(attention._pools).view(NUM_PAGES, -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes to the decode pool when: pages of tokens, moved from one pool to another one."""
+"""Pages that go to the decode pool, and when: tokens moved from one pool to another one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {"block_tokens": BLOCK, "vocab_size": 1 << 40, "seed": 0}
 
 
 class Pools:
-    """Both pools as tokens, and the rule that decodes everything one batch later."""
+    """Pools of both sides as tokens, and the rule that decodes everything one batch later."""
 
     def __init__(
         self, requests: list[Request], *, num_pages: int, budget: int, decode: int

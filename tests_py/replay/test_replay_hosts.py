@@ -38,7 +38,7 @@ def forked_workers() -> None:
 
 @pytest.fixture
 def two_hosts():
-    """With cables of 100 Mbit/s."""
+    """Set up two hosts with cables of 100 Mbit/s."""
     hosts = Hosts(2, link_gbps=0.1)
     try:
         hosts.__enter__()

@@ -109,7 +109,7 @@ def test_the_table_fits_the_terminal(make):
 
 @pytest.mark.parametrize("make", [make_report, make_sparse_report])
 def test_the_page_fits_a_telephone_and_a_dark_room(make, tmp_path):
-    """As screenshots of a browser showed; here is what makes them so."""
+    """The page has what made it fit in screenshots of a browser."""
     write_html(make(), "a title", tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     style, body = page.split("</style>", 1)

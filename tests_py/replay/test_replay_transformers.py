@@ -44,7 +44,7 @@ def common(config: DecoderConfig) -> dict[str, Any]:
 
 
 def shared_weights(ours: Decoder) -> dict[str, Tensor]:
-    """Of everything but attention, by the names of transformers."""
+    """Return the weights of everything but attention, by the names of transformers."""
     weights = {"embed_tokens.weight": ours.embedding.weight, "norm.weight": ours.norm.weight}
     for index, layer in ours.layers.items():
         gate, up = layer.gate_up_proj.weight.chunk(2)
@@ -85,7 +85,7 @@ def qwen3(ours: Decoder, config: DenseConfig) -> Any:
 
 
 def deepseek_v32(ours: Decoder, config: DsaConfig) -> Any:
-    """With a dense MLP, as in its first layers, and the gain of the queries in their projection."""
+    """Make a model whose MLP is dense, and whose projection of queries has their gain."""
     theirs = transformers.DeepseekV32Model(
         transformers.DeepseekV32Config(
             **common(config),
@@ -136,7 +136,7 @@ def dense_states(ours: Decoder, tokens: Tensor) -> Tensor:
 
 
 def randomised(config: DecoderConfig) -> Decoder:
-    """With weights of norms other than one, and biases, so that none can be left out."""
+    """Make a model with weights of norms other than one, and biases, lest one be left out."""
     ours = Decoder(config)
     generator = torch.Generator().manual_seed(7)
     for weight in ours.parameters():

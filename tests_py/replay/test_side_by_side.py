@@ -107,7 +107,7 @@ def test_a_check_that_was_stopped_ends_at_the_next_layer():
 
 
 def _prompts() -> list[check.Prompt]:
-    """Of each the first and the last row were sampled."""
+    """Make prompts of which the first and the last row were sampled."""
     requests = scale_lengths(generate_trace(6, seed=1), 64)
     ends = [np.array([0, request.input_length - 1]) for request in requests]
     rows = np.empty((2, 32)), np.empty((2, 0), np.int32)

@@ -57,7 +57,7 @@ def random_batch(rng):
 
 
 def expected_plan(batch):
-    """What the library says, in the words of the page."""
+    """Return the library's plan, in the words of the page."""
     extend, strategy, heads = batch["extend"], batch["strategy"], batch["heads"]
     sizes = {"extend_lens": extend, "cp_size": batch["ranks"], "strategy": strategy}
     lengths = [a + b for a, b in zip(extend, batch["prefix"], strict=True)]

@@ -54,7 +54,7 @@ ROOMS = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """That of `make docs` just now, if CPATTN_SITE says where it is, or one for these tests.
+    """Return the site of `make docs` at CPATTN_SITE, or build one for these tests.
 
     Processes of xdist share it: the first one builds, others wait.
     """
@@ -93,7 +93,7 @@ def pages_of(site):
 
 
 class Links(HTMLParser):
-    """Where a page leads, what it loads, and the places in it that can be led to."""
+    """Links of a page, what it loads, and the places in it that can be led to."""
 
     def __init__(self, path):
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How engines went wrong with the indexer under context parallelism, each next to the right way.
+"""Mistakes of engines in the indexer under context parallelism, each next to the right way.
 
 The old behaviours live here only, behind arguments of `upstream`.
 """

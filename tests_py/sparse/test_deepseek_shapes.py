@@ -68,7 +68,7 @@ def test_sparse_attention_to_fp8_rows(isa):
 
 @functools.cache
 def index_inputs(dtype):
-    """Behind all keys, in the middle, and behind fewer than are chosen; what they should score."""
+    """Make queries behind all keys, in the middle, and behind few; and their scores."""
     inputs = indexer_cases.make_inputs(
         3, 20000, heads=INDEX_HEADS, dim=INDEX_DIM, dtype=dtype, scales=INDEX_DTYPES[dtype]
     )

@@ -24,7 +24,7 @@ def slots_of(bs, width, page_size, seed=0):
 
 
 def restated(extend_lens, seq_lens, topk, ragged, table, page_size, cp=None, num_rows=None):
-    """What the fields of DsaMetadata mean, token by token."""
+    """Return the fields of DsaMetadata, token by token."""
     requests, lengths = [], []
     for s, (extend, seq) in enumerate(zip(extend_lens, seq_lens, strict=True)):
         requests += [s] * extend

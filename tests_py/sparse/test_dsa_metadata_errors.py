@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What build_dsa_metadata refuses, and what it need not."""
+"""Refusals of build_dsa_metadata, and what it need not refuse."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_keys_that_nobody_sees_are_not_part_of_a_score(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_score_depends_on_its_query_and_key_alone(isa, dtype):
-    """The same pair alone, among other queries, and at another place among the keys."""
+    """A pair scores the same alone, among other queries, and at another place among the keys."""
     inputs = make_inputs(50, 700, heads=6, dim=32, dtype=dtype) | {"ks": [0] * 50, "ke": [700] * 50}
     logits = cpattn.sparse.indexer_logits(**inputs)
     for row in (0, 17, 49):
@@ -158,7 +158,7 @@ def test_nothing_to_do():
 
 @pytest.mark.parametrize("structured", [False, True])
 def test_recall_of_int8(structured):
-    """Of the 512 best of 8192 keys in bfloat16, int8 finds 99.0 % either way."""
+    """The codes find 99.0 % of the 512 best of 8192 keys in bfloat16, either way."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(n, 128, generator=generator) for n in (8 * 64, 8192))
     if structured:  # a few strong dimensions, and keys that move slowly
@@ -224,7 +224,7 @@ print(peak() - before)
 
 @pytest.mark.parametrize("num_queries", [1, 20, 100])
 def test_the_result_does_not_depend_on_the_number_of_threads(isa, num_queries):
-    """Of few queries, several threads take a part of the keys each."""
+    """Several threads take a part of the keys each where queries are few."""
     inputs = make_inputs(num_queries, 20000, heads=1, dim=32)
     inputs["k"][3000:17000] = inputs["k"][3000]  # ties among parts
 

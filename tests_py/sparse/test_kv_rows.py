@@ -40,7 +40,7 @@ def expected_rows(nope, rope):
 
 
 def expected_numbers(rows):
-    """And back."""
+    """Compute numbers back from rows."""
     codes, scale, rope = rows.squeeze(1).split([512, 16, 128], -1)
     numbers = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, GROUPS)
     scaled = numbers * scale.contiguous().view(torch.float32).unsqueeze(-1)
@@ -73,7 +73,7 @@ def test_rows_are_those_of_the_definition(isa, tokens, dtype):
 
 
 def rows_of_every_code(scales):
-    """For each scale two rows that hold all codes."""
+    """Make two rows for each scale that hold all codes."""
     codes = np.arange(256, dtype=np.uint8).reshape(2, 1, 128)
     rows = np.zeros((len(scales), 2, 656), np.uint8)
     rows[..., :512] = np.broadcast_to(codes, (2, 4, 128)).reshape(2, 512)

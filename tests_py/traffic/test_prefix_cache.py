@@ -136,7 +136,7 @@ def test_behaves_as_the_slow_model(steps, size, each):
 
 
 def keys(entries: list[Entry]) -> list[Any]:
-    """What the pages of these blocks hold: where in the prompt, and of which prefix."""
+    """List what the pages of these blocks hold: where in the prompt, and of which prefix."""
     pages = [(e.ids, e.size, page) for e in entries for page in range(-(-e.size // 2))]
     return [(i, *page) for i, page in enumerate(pages)]
 

@@ -151,7 +151,7 @@ def test_the_real_trace_is_read_to_the_last_request(real):
 
 
 def assert_hashes_of_prefixes(trace: list[Request]) -> None:
-    """What replays take for granted of any trace.
+    """Check what replays take for granted of any trace.
 
     Requests arrive in order. A hash id stands for its block and all before it: it has one position
     and one predecessor, so requests share ids up to some block and none behind it. A last block

@@ -28,7 +28,7 @@ def test_layers_have_the_bits_that_they_have_without_and_in_rounds(tmp_path, lay
 
 
 def test_keys_cross_the_wire_once_for_each_pair_of_hosts_as_predicted(tmp_path):
-    """In a ring each rank sends its part of a host to the same place on the next host."""
+    """Each rank of a ring sends its part of a host to the same place on the next host."""
     head_bytes = 2 * 32 * 4  # of keys and values, half of what its host holds, in two heads
     for rank, answer in enumerate(run_world(4, tmp_path, worker.run_bytes, TWO)):
         assert answer["by ring"] == [((rank + 2) % 4, 96 // 2 // 2 * 2 * head_bytes)]

@@ -59,7 +59,7 @@ def test_pools_of_all_hosts_have_the_bits_of_private_ones(tmp_path, layout):
     ],
 )
 def test_rows_cross_the_wire_once_for_each_pair_of_hosts_as_predicted(tmp_path, layout, lengths):
-    """Between hosts of two ranks each, of two and of three hosts."""
+    """Rows go between two or three hosts of two ranks each."""
     answers = run_world(size_of(layout), tmp_path, worker.run_bytes, layout, lengths)
     others = len(layout) - 1
     for rank, answer in enumerate(answers):
