@@ -75,7 +75,7 @@ ALL_CASES = SHAPES + LENGTHS + OPTIONS + WINDOWS
 
 @functools.cache
 def inputs_and_expected(index, dtype):
-    """Made once for all instruction sets."""
+    """Make each once for all instruction sets."""
     inputs = make_inputs(with_scale(ALL_CASES[index].with_(dtype=dtype)))
     return inputs, expected_attention(inputs)
 

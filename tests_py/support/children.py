@@ -20,7 +20,7 @@ _MARK = "CPATTN_TEST_CHILDREN"
 
 
 def restore_signals() -> None:
-    """Ctrl-C works here and in processes started from here, whatever started us.
+    """Let Ctrl-C work here and in processes started from here, whatever started us.
 
     A shell that starts a job in the background of a script has it ignore SIGINT and SIGQUIT, nohup
     has it ignore SIGHUP, and what is ignored stays so in all that it starts.

@@ -76,7 +76,7 @@ class Running:
         return seen
 
     def interrupt(self) -> None:
-        """Ctrl-C, as a terminal has it: all processes of the session get it."""
+        """Send Ctrl-C as a terminal does: to all processes of the session."""
         os.killpg(self.pid, signal.SIGINT)
 
     def close(self) -> None:

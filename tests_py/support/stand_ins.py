@@ -118,7 +118,7 @@ class LackingFinder(MetaPathFinder):
 
 
 def _asked_for_by_sglang() -> bool:
-    """Whether the import statement that runs now is in a module of sglang's."""
+    """Return whether the import statement that runs now is in a module of sglang's."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
         frame = frame.f_back

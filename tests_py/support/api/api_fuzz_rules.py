@@ -59,7 +59,7 @@ def check_error(case: Case, error: Exception) -> str | None:
 
 
 def ordinary(values: Any, depth: int = 0) -> bool:
-    """Whether all numbers in it are finite and of a usual size."""
+    """Return whether all numbers in it are finite and of a usual size."""
     if isinstance(values, torch.Tensor):
         if values.layout is not torch.strided or values.is_meta or values.is_nested:
             return False

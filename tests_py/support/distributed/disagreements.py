@@ -21,7 +21,7 @@ Told = dict[str, tuple[str, float]]  # by what is different: the error, and afte
 
 
 def is_usable() -> bool:
-    """Whether a batch works on this group."""
+    """Return whether a batch works on this group."""
     return run_prefill(Run(SMALL, "pages", "pass_q"))["pools"]
 
 

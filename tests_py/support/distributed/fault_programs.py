@@ -79,7 +79,7 @@ class Program:
             self.trigger.armed = False
 
     def _differs(self) -> bool:
-        """Whether this is the culprit, at the call where it does something else."""
+        """Return whether this is the culprit, at the call where it does something else."""
         if not self.is_culprit:
             return False
         self.trigger.board.write()

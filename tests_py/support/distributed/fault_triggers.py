@@ -35,7 +35,7 @@ class Board:
 
     @property
     def time(self) -> float:
-        """0.0 for not yet."""
+        """Time of the fault, 0.0 for not yet."""
         value: float = struct.unpack_from("d", self._memory)[0]
         return value
 

@@ -126,7 +126,7 @@ def late_rows(post: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_dropped(rank: int) -> bool:
-    """Whether calls are right behind rows that are under way for objects that are no more."""
+    """Return whether calls are right behind rows under way for objects that are no more."""
     large = Case("large", (4, 4), (5000, 100), "zigzag", 4, 8, 8, 64, 64)
     cp, plan, _, shards = traffic_rank(rank, large, "gather")
     if rank == ODD_RANK:

@@ -47,7 +47,7 @@ class Case:
 
 
 def is_there() -> bool:
-    """Whether the package can be imported, from the folder of the variable first."""
+    """Return whether the package can be imported, from the folder of the variable first."""
     if folder := os.environ.get("CPATTN_RING_FLASH_ATTN"):
         wheels = sorted(map(str, Path(folder).glob("ring_flash_attn-*.whl")))
         sys.path.insert(0, (wheels or [folder])[0])

@@ -59,7 +59,7 @@ def shard_of(placement: Any, rank: int, pool: torch.Tensor, page_size: int) -> t
 
 
 def equal(some: Any, others: Any) -> bool:
-    """Whether tensors are equal one by one; NaN are."""
+    """Return whether tensors are equal one by one; NaN are."""
     return all(
         torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(some, others, strict=True)
@@ -212,7 +212,7 @@ class Event(NamedTuple):
 def noted_events(
     cp: ContextParallel, *calls: str, compute: tuple[Any, str] = (ring, "attend_part")
 ) -> Iterator[list[Event]]:
-    """Events of exchanges of rows of these calls, and of the function that computes."""
+    """Record events of exchanges of rows in these calls, and of the function that computes."""
     events: list[Event] = []
     post, finish, real = cp._exchange.post, cp._exchange.finish, getattr(*compute)
 

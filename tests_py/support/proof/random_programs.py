@@ -87,7 +87,7 @@ def _ring(step: Step) -> list[torch.Tensor]:
 
 
 def _blocking_ring(step: Step) -> list[torch.Tensor]:
-    """Even ranks send first, odd ones receive first."""
+    """Pass round a ring: even ranks send first, odd ones receive first."""
     if step.size == 1:
         return []
     behind, before = step.neighbours()

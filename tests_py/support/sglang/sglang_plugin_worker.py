@@ -92,7 +92,7 @@ def who_plans() -> list[str]:
 
 
 def is_backend_known() -> bool:
-    """Whether sglang takes ``--attention-backend cpattn``, and then finds it."""
+    """Return whether sglang takes ``--attention-backend cpattn``, and then finds it."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 

@@ -63,7 +63,7 @@ def expected_logits(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_logits(logits: Any, inputs: dict[str, Any], expected: Any = None) -> None:
-    """Against the oracle."""
+    """Compare logits with those of the oracle."""
     units = indexer_units(inputs["q"].shape[1])
     assert_close(logits, *(expected or expected_logits(inputs)), "indexer", "float32", units)
 

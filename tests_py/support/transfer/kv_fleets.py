@@ -80,7 +80,7 @@ class Case:
         return chunks or [(self.first, self.model.num_tokens)]
 
     def sends_whole_pages(self) -> bool:
-        """Whether the last chunk carries what is behind the last token of its page."""
+        """Return whether the last chunk carries what is behind the last token of its page."""
         src, dst = self.src, self.dst
         src_heads, dst_heads = (max(1, self.model.num_heads // x.tp_size) for x in (src, dst))
         return (

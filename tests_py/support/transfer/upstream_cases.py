@@ -37,7 +37,7 @@ def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def knows_drafts(sglang: SimpleNamespace) -> bool:
-    """Whether stages with several groups of buffers are told their draft layers."""
+    """Return whether stages with several groups of buffers are told their draft layers."""
     rule = sglang.ascend.AscendKVManager.get_mla_kv_ptrs_with_pp
     return "draft_kv_layers" in rule.__code__.co_consts
 

@@ -234,14 +234,14 @@ def try_part(family: Family, part: str, calls: Calls) -> Outcome:
 
 
 def asked(calls: Calls, outcome: Callable[[], Outcome]) -> Outcome:
-    """ "own" for "yes" of a model that did not ask."""
+    """Return "own" for "yes" of a model that did not ask."""
     before = calls.count
     result = outcome()
     return Outcome("own") if result.word == "yes" and calls.count == before else result
 
 
 def try_batches(family: Family, calls: Calls) -> Outcome:
-    """Continuous batching by cpattn; "-" if transformers' own fails as well."""
+    """Try continuous batching by cpattn; "-" if transformers' own fails as well."""
     try:
         expected = quietly(family.one_by_one)
     except Exception as error:

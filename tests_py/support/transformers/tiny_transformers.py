@@ -49,7 +49,7 @@ def make_tokens(*shape: int, seed: int = 5) -> Tensor:
 def generate(
     model: Any, implementation: str, tokens: Tensor, new_tokens: int, **options: Any
 ) -> Any:
-    """Greedy tokens of each row, and the logits they were chosen by."""
+    """Generate greedy tokens of each row; return them and the logits they were chosen by."""
     model.set_attn_implementation(implementation)
     with torch.inference_mode():
         given = {"max_new_tokens": new_tokens, "do_sample": False, "output_logits": True}

@@ -76,7 +76,7 @@ def _go_on_later(pid: int, seconds: float) -> None:
 
 
 def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
-    """Ctrl-C on rank 0, which waits for rank 1; what the others are told, who come and wait."""
+    """Send Ctrl-C to rank 0, which waits for rank 1; return what the others are told, who come."""
     group = group_of(layout, rank)
     if rank == 0:
         return "KeyboardInterrupt", seconds_to_interrupt(group.write)

@@ -36,7 +36,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_case(case: Case) -> dict:
-    """Whether pools of hosts have the bits of those of ranks, written before attention or by it."""
+    """Compare bits in hosts' pools with those in ranks' own, written before attention or by it."""
     batch = make_batch(case)
     options = {"strategy": case.strategy, "page_size": case.page_size}
     tcp = ContextParallel(dist.group.WORLD, transport="tcp", **options)
