@@ -120,7 +120,7 @@ def test_more_keys_than_are_packed_at_a_time(amx, options, dtype):
 @DTYPES
 @pytest.mark.parametrize("seed", range(8))
 def test_ragged_batches(amx, seed, dtype):
-    """Any number of rows, in groups of 64, 32 and 16 that are not full, against any keys."""
+    """Rows come in groups of 64, 32 and 16 that are not full, against any number of keys."""
     rng = np.random.default_rng(seed)
     kv_heads = int(rng.integers(1, 3))
     options = {"softcap": float(rng.integers(0, 2) * 20)}
@@ -161,7 +161,7 @@ def random_float16(rng, shape, bits=11):
 
 @pytest.mark.parametrize("exponent", [-8, 0, 5])
 def test_powers_of_two_do_not_change_float16_scores(amx, exponent):
-    """Queries from the largest float16 on, 65504, and keys down to its subnormal numbers."""
+    """Queries go from the largest float16 on, 65504, and keys down to its subnormal numbers."""
     rng = np.random.default_rng(0)
     q, v = random_float16(rng, (3, 4, 64)), random_float16(rng, (90, 1, 32))
     k = random_float16(rng, (90, 1, 64), bits=3) * 2.0**-10

@@ -79,14 +79,14 @@ COMBINATIONS = pairwise(range(len(CASES)), CODES_IN_DTYPES, SCALES)
 
 @functools.cache
 def given_and_expected(index, code, dtype, kind):
-    """Made once for all instruction sets."""
+    """Make each once for all instruction sets."""
     given, meant = coded(make_inputs(CASES[index].with_(dtype=dtype)), code, kind)
     return given, meant, expected_attention(meant)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
 def test_against_the_oracle(isa, index):
-    """Every case with codes of each kind in each dtype, and with each kind of scale."""
+    """Every case is right with codes of each kind in each dtype, and with each kind of scale."""
     for which, (code, dtype), kind in COMBINATIONS:
         if which == index:
             given, meant, expected = given_and_expected(index, code, dtype, kind)
@@ -135,7 +135,7 @@ def test_a_row_does_not_depend_on_its_batch(isa, dtype, kind):
 @pytest.mark.parametrize("q_len", [1, 40])
 @pytest.mark.parametrize("code", CODES)
 def test_what_is_not_seen_does_not_matter(isa, code, q_len):
-    """Neither codes nor scales: NaN and the largest of all stand where nobody looks."""
+    """NaN and the largest of all codes and scales stand where nobody looks."""
     case = Case(q_lens=(q_len,), kv_lens=(300,), page_size=16, options={"window": 70})
     given, _ = coded(make_inputs(case), code, "tokens")
     wanted = run(given)
@@ -164,7 +164,7 @@ def test_nan_is_not_lost(isa, q_len):
 
 
 def test_every_code_is_what_torch_says(isa):
-    """A value of each code, and one key: the result is the value itself."""
+    """The result for one key is the value itself, for each code."""
     for code, (q_len, dtype) in itertools.product(CODES, ((1, "float32"), (20, "float16"))):
         values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(CODES[code])
         cache = values.view(1, 1, 1, 256)

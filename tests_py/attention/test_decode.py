@@ -38,7 +38,7 @@ CASES = [
 
 @functools.cache
 def inputs_and_expected(index, dtype):
-    """Made once for all instruction sets."""
+    """Make each once for all instruction sets."""
     inputs = make_inputs(CASES[index].with_(dtype=dtype))
     return inputs, expected_attention(inputs)
 
@@ -64,7 +64,7 @@ def test_custom_masks_across_parts(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_invariant_rows_are_those_of_a_prefill(isa, dtype):
-    """Decode behind 1200 keys, chunks of 16 and the prompt at once: the same bits."""
+    """Decode behind 1200 keys, chunks of 16 and the prompt at once give the same bits."""
     case = Case(q_lens=(400,), kv_lens=(1200,), num_heads=4, num_kv_heads=2, dtype=dtype)
     inputs = make_inputs(case) | {"batch_invariant": True}
     out, lse = run(inputs)
@@ -101,7 +101,7 @@ def test_heads_that_are_read_together_have_the_bits_of_each_alone(isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_pages(isa, dtype):
-    """Keys that are loaded where they are, and those that are copied together before."""
+    """Keys are loaded where they are, or copied together before."""
     case = Case(
         q_lens=(3, 1), kv_lens=(701, 45), num_heads=8, num_kv_heads=2, page_size=16, dtype=dtype,
         options={"window": 600},

@@ -130,7 +130,7 @@ def made(size, dtype):
 
 
 def test_paged_attention(made, size, dtype, isa):
-    """Packed and, where rows are few, in place; the keys divided, and in one piece."""
+    """Keys are packed, or in place where rows are few; they are divided, or in one piece."""
     inputs, expected = made
     assert_attended(*run(inputs), expected, dtype)
     assert np.any(plan_of(inputs).items[:, 5] > 0)
@@ -138,7 +138,7 @@ def test_paged_attention(made, size, dtype, isa):
 
 
 def test_each_key_is_more_than_roundings_explain(size):
-    """Twice the tolerance: what lacks a key, counts it twice or reads another one is not right."""
+    """A result that lacks a key, counts it twice or reads another is off by over two tolerances."""
     probe = probe_of(size)
     for head in range(size.kv_heads):
         share = probes.smallest_share(*probe.of(head), size.v_head_dim)

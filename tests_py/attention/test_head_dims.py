@@ -71,7 +71,7 @@ def test_values_that_are_not_finite_are_met_by_those_who_see_them(isa):
 
 @pytest.mark.parametrize("rope_dim", [16, 20])
 def test_latents_have_any_number_of_dimensions(isa, rope_dim):
-    """Absorbed MLA of small models, whose values are a part of the keys."""
+    """Values of absorbed MLA of small models are a part of the keys."""
     for case in (SHORT, LONG):
         case = case.with_(head_dim=44 + rope_dim, num_kv_heads=1, options={"scale": 0.2})
         inputs = make_inputs(case)

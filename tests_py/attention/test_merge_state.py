@@ -74,7 +74,7 @@ def test_large_differences_do_not_overflow():
 @pytest.mark.parametrize("world", [8, 64])
 @pytest.mark.parametrize("order", ["forward", "backward", "tree"])
 def test_errors_do_not_grow_with_the_number_of_parts(order, world):
-    """float32 parts of many ranks, merged in any order, against unsplit attention."""
+    """Parts of many ranks in float32 give unsplit attention, merged in any order."""
     inputs = make_inputs(Case(q_lens=(3,), kv_lens=(16 * world,)))
     parts = list(split_keys(inputs, range(world + 1)))
     if order == "backward":

@@ -40,7 +40,7 @@ def test_cache_layouts_and_page_sizes(kv_layout, page_size):
 
 
 def test_one_tensor_with_keys_and_values():
-    """The combined form [pages, 2, page_size, heads, dim] as two strided views."""
+    """The combined form [pages, 2, page_size, heads, dim] is two strided views."""
     rng = np.random.default_rng(0)
     cache = torch.from_numpy(rng.standard_normal((5, 2, 16, 2, 64), dtype=np.float32))
     inputs = make_inputs(DEFAULT.with_(q_lens=(3,), kv_lens=(40,)))

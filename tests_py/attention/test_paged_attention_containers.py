@@ -88,7 +88,7 @@ def test_a_plan_serves_many_layers(isa):
 
 
 def test_query_rows_far_apart(tmp_path):
-    """Rows of 2^30 elements, in a sparse file."""
+    """Rows may be 2^30 elements apart, as in this sparse file."""
     inputs = make_inputs(DEFAULT.with_(q_lens=(3,), kv_lens=(20,), dtype="float16"))
     rows = np.memmap(tmp_path / "q", dtype=np.float16, mode="w+", shape=(3, 2**30))
     q = torch.from_numpy(rows)[:, : 4 * 64].unflatten(1, (4, 64))

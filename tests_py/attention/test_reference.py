@@ -15,7 +15,7 @@ from support.tolerances import assert_close, to_float64
 
 
 def assert_same(actual, expected):
-    """Another computation of normal numbers in float64."""
+    """Compare with another computation of normal numbers in float64."""
     assert_close(actual, to_float64(expected), 1, "restated", "float64")
 
 
@@ -258,7 +258,7 @@ CODES = {
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_code_by_two_other_libraries(code):
-    """A value of each code, and one key: the result is the value itself."""
+    """The result for one key is the value itself, for each code."""
     torch_dtype, numpy_dtype = CODES[code]
     codes = np.arange(256).astype(np.uint8).reshape(1, 1, 1, 256)
     expected = codes.view(numpy_dtype).astype(np.float64).ravel()

@@ -81,7 +81,7 @@ def segments() -> set[Path]:
 
 
 def used_by_others(path: Path, mark: str) -> bool:
-    """Whether a process that is not of this run has mapped it, under whichever name."""
+    """Return whether a process that is not of this run has mapped it, under whichever name."""
     try:
         file = path.stat()
     except FileNotFoundError:

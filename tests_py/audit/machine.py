@@ -140,7 +140,7 @@ MAP_NORESERVE = 0x4000
 
 
 def _has_address_space(size: str) -> bool:
-    """Whether so many GiB can be had that are never touched, however much memory there is."""
+    """Return whether so many GiB can be had that are never touched, whatever the memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
         mmap.mmap(-1, int(size.removesuffix(" GiB")) << 30, flags=flags).close()
@@ -176,7 +176,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
 
 @functools.cache
 def has(need: str) -> bool:
-    """Whether this machine has what the list of skips calls "<kind>: <name>"."""
+    """Return whether this machine has what the list of skips calls "<kind>: <name>"."""
     kind, colon, name = need.partition(": ")
     if not colon or kind not in _KINDS:
         raise ValueError(f"{need!r} is not '<kind>: <name>' with a kind of {sorted(_KINDS)}")

@@ -50,7 +50,7 @@ def test_a_need_of_no_known_kind_is_an_error():
 
 
 def test_an_interpreter_is_one_that_extensions_can_be_built_for(tmp_path, monkeypatch):
-    """Neither a shim of a version that is not there, nor one that says it is another."""
+    """A shim of a version that is not there is none, nor is one that says it is another."""
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     shim, other = tmp_path / "python3.98", tmp_path / "python3.99"
     shim.write_text("#!/bin/sh\nexit 127\n")

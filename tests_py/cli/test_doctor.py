@@ -176,7 +176,7 @@ def test_a_release_that_an_engine_demands_is_no_warning(packages, requirement, s
 
 
 def test_a_process_needs_numpy_and_click_only():
-    """Whatever the machine is: exit code 1 says that something is broken."""
+    """Exit code 1 says that something is broken, whatever the machine is."""
     others = ("rich", "torch", "matplotlib", "jinja2", "vllm", "sglang", "transformers")
     program = (
         f"import sys\nfor name in {others}: sys.modules[name] = None\n"

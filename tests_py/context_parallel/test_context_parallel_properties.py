@@ -132,7 +132,7 @@ def test_scenario_10_rank_and_mirror_image(cp_size):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("chunks", [[8192] * 4, [5000, 20001, 7767]], ids=str)
 def test_scenario_16_17_chunks_see_what_one_step_sees(chunks, strategy):
-    """However a prompt is cut into steps, each of its tokens sees itself and all before it."""
+    """Each token of a prompt sees itself and all before it, however it is cut into steps."""
     seen = []
     for chunk, done in zip(chunks, accumulate([0, *chunks[:-1]]), strict=True):
         plans = check_plan([chunk], [done], 4, strategy)

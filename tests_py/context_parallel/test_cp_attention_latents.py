@@ -89,7 +89,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(options, rope_apart
 @pytest.mark.parametrize("rope_apart", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_deepseek_s_dimensions(isa, dtype, rope_apart):
-    """576 of 512 and 64; one cache of latents, whose values are its first 512."""
+    """Keys have 576 dimensions, of which 64 are rotary; values are the first 512 of one cache."""
     latents = Latents(512, 64, 512, dtype, heads=8)
     expected, _ = latents.whole()
     results = latents.all_ranks(3, "zigzag", rope_apart=rope_apart)

@@ -66,7 +66,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(name, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_instruction_set(isa, strategy):
-    """Long enough for several blocks of keys, of which windows and masks hide some."""
+    """Windows and masks hide some of several blocks of keys."""
     extends, prefixes = (150, 40), (1500, 2100)
     masks = random_masks(5, 0.3, list(zip(extends, prefixes, strict=True)))
     masks[1][:, 300:1500] = False

@@ -30,7 +30,7 @@ def test_ranks_together_compute_the_whole(batch, cp_size, strategy, dtype):
 
 
 def test_pull_request_23415():
-    """A prefix of one token: its key must be seen by every rank, whatever the padding."""
+    """Every rank must see the key of a prefix of one token, whatever the padding."""
     Batch((367,), (1,), 4, "zigzag", num_heads=2, num_kv_heads=1).check(pad_rows=3)
 
 
@@ -49,7 +49,7 @@ def test_physical_padding(strategy):
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 def test_it_is_upstream_s_two_operator_calls(cp_size):
-    """One over all prev blocks, one over all next blocks, concatenated: the same bits."""
+    """One over all prev blocks and one over all next blocks give the same bits, concatenated."""
     batch = Batch((40, 1, 17), (100, 33, 16), cp_size, "zigzag", dtype="bfloat16")
     k, v = (cache.unflatten(0, (-1, 16)).flatten(2) for cache in batch.flat_caches())
     for metadata in batch.metadata:

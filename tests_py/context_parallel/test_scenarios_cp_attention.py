@@ -65,7 +65,7 @@ class Scenario:
 
 
 def test_256_sequences_of_17_over_eight_ranks():
-    """Blocks of one and two tokens: rank 0 has 41 % more of them than the last."""
+    """Rank 0 has 41 % more of the blocks of one and two tokens than the last."""
     scenario = Scenario([17] * 256, [0] * 256)
     scenario.check(8)
     plan = cpattn.build_cp_metadata([17] * 256, cp_rank=0, cp_size=8)
@@ -88,7 +88,7 @@ def test_five_tokens_behind_128k():
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_8k_in_one_step_or_in_chunks(strategy):
-    """Four of 2K, and three that end within a page and within a zigzag block."""
+    """Chunks are four of 2K, or three that end within a page and within a zigzag block."""
     whole = Scenario([8192], [0])
     out, lse = whole.ranks(8, strategy)
     whole.check_sample(out, lse)
@@ -110,7 +110,7 @@ def test_8k_in_one_step_or_in_chunks(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("cp_size", [3, 4])
 def test_drafts_verified_before_there_are_so_many_tokens(cp_size, strategy):
-    """Four drafts of which two stand before the first token: they see -1, 0, 1 and 2 keys.
+    """Two of four drafts stand before the first token: they see -1, 0, 1 and 2 keys.
 
     Metadata cannot have a sequence shorter than its new tokens; the mask says what there is.
     """
@@ -135,7 +135,7 @@ def test_drafts_verified_before_there_are_so_many_tokens(cp_size, strategy):
 
 @pytest.mark.parametrize("window", [0, 255, 256, 2000])
 def test_windows_within_and_over_the_blocks_of_eight_ranks(window):
-    """Blocks of 256: windows shorter than one, as long, over several, and into the prefix."""
+    """Windows are shorter than a block of 256, as long, over several, and into the prefix."""
     Scenario([4096, 37], [1000, 300], window=window).check(8)
 
 

@@ -67,7 +67,7 @@ def test_keys_and_bytes_are_those_counted_one_by_one(
 
 
 def test_seconds_are_the_sum_of_their_terms():
-    """Two ranks of 24 keys each, of sequences of 32 and 16 tokens."""
+    """Two ranks have 24 keys each, of sequences of 32 and 16 tokens."""
     layer = AttentionLayer(
         num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32", num_layers=3, page_size=8
     )

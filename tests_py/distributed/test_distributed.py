@@ -52,7 +52,7 @@ def fail_on_the_last(rank: int) -> None:
 
 
 def test_the_traceback_of_a_rank_that_fails_comes_at_once(tmp_path):
-    """Though the others, of which the first is asked first, wait for it."""
+    """The others wait for that rank, and the first of them is asked first."""
     start = time.monotonic()
     with pytest.raises(AssertionError, match=r"(?s)^rank 2 of 3:\nTraceback.*as the test wants"):
         run_world(3, tmp_path, fail_on_the_last)

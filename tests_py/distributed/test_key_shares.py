@@ -275,7 +275,7 @@ def calls_of_64_tokens(placement, page, rank):
 
 
 def test_tokens_that_are_dealt_out_make_few_sequences():
-    """One for each rank's tokens, where runs of equal rows would be one for each few rows."""
+    """Each rank's tokens are one sequence, where runs of equal rows would be many."""
     for rank in range(4):
         (call,) = calls_of_64_tokens(PLACEMENTS["tokens"](4, 4), 4, rank)
         assert call.causal

@@ -73,7 +73,7 @@ def test_layer_is_that_of_the_oracle(answers_of, mesh, run):
 
 @pytest.mark.slow
 def test_what_travels_is_what_the_choice_goes_by(tmp_path):
-    """A prefix of whole pages of the ring, so that no rests travel."""
+    """The prefix has whole pages of the ring, so that no rests travel."""
     case = Case("traffic", (13, 51), (115, 77), page_size=16, num_heads=8, num_kv_heads=2)
     make_mesh = partial(worker.make_mesh, "2 x 2")
     answers = [of["usp"] for of in run_world(4, tmp_path, run_traffic, case, ("usp",), make_mesh)]

@@ -24,7 +24,7 @@ ROUNDS = 45
 
 @pytest.mark.slow
 def test_every_fault_by_every_transport():
-    """One round again: `python -m support.distributed.random_faults --in-turns --only N`."""
+    """`python -m support.distributed.random_faults --in-turns --only N` runs one round again."""
     seed = os.environ.get("CPATTN_FAULT_SEED", "0")
     result = subprocess.run(
         [sys.executable, "-m", random_faults.__name__, "--in-turns", "--rounds", str(ROUNDS),

@@ -41,7 +41,7 @@ class Reader:
         return self.bits(1) & 1 == 1
 
     def rarely(self, chances: int = 32) -> bool:
-        """True once in `chances`, never when the bytes are used up."""
+        """Return True once in `chances`, never when the bytes are used up."""
         return self.bits(1) > 255 - 256 // chances
 
     def one_of(self, values: Sequence[T]) -> T:
@@ -54,7 +54,7 @@ class Reader:
         return self.one_of(BORDERS) + self.between(0, 4) - 2
 
     def mostly(self, value: Any, chances: int = 64) -> Any:
-        """Mostly the value; else its neighbour, any integer, or what is none."""
+        """Return mostly the value; else its neighbour, any integer, or what is none."""
         if not self.rarely(chances):
             return value
         other = (None, True, 1.5, "1", b"1", [], (1, 2), {}, float("nan"), 10**30)

@@ -87,7 +87,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("causal", "window_size", "rows"), BY_HAND)
 def test_windows_by_hand(causal, window_size, rows):
-    """The documented mask, which judges the functions in the other tests."""
+    """The documented mask judges the functions in the other tests."""
     mask = documented_masks.mask_of(documented_masks.flash_attn, [3], [5], causal, window_size)
     assert "".join(str(int(x)) for x in mask) == rows.replace(" ", "")
 

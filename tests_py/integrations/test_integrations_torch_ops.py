@@ -26,7 +26,7 @@ from support.integrations.torch_op_calls import (
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """Compiled functions count by their code, which tests with parameters share."""
+    """Forget compiled functions, which count by their code; tests with parameters share that."""
     torch.compiler.reset()
 
 
@@ -149,7 +149,7 @@ def test_one_graph_serves_all_lengths():
 
 @pytest.mark.parametrize("call", [x for x in ALL_CALLS if x.label != " of latents"], ids=str)
 def test_fake_results(call):
-    """Meta tensors, and the fake ones of tracing: shapes, dtypes and strides without numbers.
+    """Meta and fake tensors have shapes, dtypes and strides without numbers.
 
     Lengths in a tensor in place of a list are numbers that have to be known.
     """

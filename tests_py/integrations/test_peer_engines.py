@@ -123,7 +123,7 @@ def test_close_waits_for_writes_of_other_threads(kind, fake, monkeypatch):
 
 
 def is_held(addr):
-    """Whether memory of a pool is still there."""
+    """Return whether memory of a pool is still there."""
     return bool(_core.ranges_to_register("test", [addr], [1], False)[2][0])
 
 
@@ -149,7 +149,7 @@ def test_registered_pools_are_held(kind, fake):
 
 @pytest.mark.parametrize("code", [0, -1])
 def test_sources_are_held_for_as_long_as_a_write_may_read_them(kind, fake, monkeypatch, code):
-    """One that failed may still be in flight: until the engine is closed."""
+    """A failed write may still be in flight, until the engine is closed."""
     pool, addrs, sizes = make_pool()
     held = []
 

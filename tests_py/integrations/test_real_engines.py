@@ -207,7 +207,7 @@ def execute(state, session, name, address, nbytes):
 
 
 def test_receiver_killed_in_the_middle_of_a_batch(engine, sender, receiver, another):
-    """Bytes have moved, and most have not: an error that says how far the transfer came."""
+    """An error says how far the transfer came: bytes have moved, and most have not."""
     source = sender.call(allocate_sparse, "large", LARGE, engine.registers_sources)
     sender.call(set_first, "large", 1)
     address = another.call(allocate_sparse, "large", LARGE, True)
@@ -240,7 +240,7 @@ def test_sender_killed_during_a_transfer(engine, sender, receiver, another):
 
 
 def test_write_to_a_frozen_receiver_ends_by_timeout(engine, sender, receiver, another):
-    """One that timed out may still be in flight, until its engine is closed."""
+    """A write that timed out may still be in flight, until its engine is closed."""
     address = receiver.call(allocate, "frozen", 64 * SIZE, CANARY)
     another.call(allocate, "source", 64 * SIZE, 1, engine.registers_sources)
     assert another.call(write, receiver.session_id, "source", [(0, address, 64)])[0] == 0

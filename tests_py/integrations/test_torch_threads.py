@@ -57,7 +57,7 @@ def test_results_have_the_same_bits(of_torch, threads):
 
 
 def reaches(threads: int, most: int) -> bool:
-    """Whether so many threads work in one of 50 calls; more never do."""
+    """Return whether so many threads work in one of 50 calls; more never do."""
     for _ in range(50):
         worked = threads_that_worked(threads)
         assert worked <= most

@@ -62,7 +62,7 @@ def scaled_codes_of(x, scale, dtype):
 
 
 def same(a, b):
-    """Whether all numbers are equal, NaN where NaN is."""
+    """Return whether all numbers are equal, NaN where NaN is."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 

@@ -40,7 +40,7 @@ def test_rows_of_pools_are_whole_pages():
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_places_of_indices(make):
-    """Runs of four over two ranks: indices in any order, far ones and padding."""
+    """Indices may be in any order, far, or padding, in runs of four over two ranks."""
     placement = make(2, 4)
     indices = [0, 3, 4, 9, -1, 13, 2**40 + 5]
     owners, local = placement.owner_of(indices), placement.local_index(indices)

@@ -33,7 +33,7 @@ OF_TUTORIALS = {"context_parallel_prefill"}  # whose tests run it
 
 @pytest.mark.parametrize("name", LAST)
 def test_an_example_runs(name, tmp_path, children):
-    """The first form; the tutorials run the others."""
+    """The first form runs here; the tutorials run the others."""
     if name == "sparse_attention":
         pytest.importorskip("torch")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -153,7 +153,7 @@ def test_rope_parts_apart(layout, sizes, dtype):
 
 
 def test_against_torch():
-    """Independently of the oracle: torch's attention in float64."""
+    """torch's attention in float64 agrees, independently of the oracle."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, s, 64, generator=generator) for n, s in [(4, 5), (2, 9), (2, 9)])
     for mode, visible in [
@@ -175,7 +175,7 @@ def test_against_torch():
 
 
 def test_defaults():
-    """BSH, one head, scale 1: not 1 / sqrt(D)."""
+    """The layout is BSH, with one head and scale 1: not 1 / sqrt(D)."""
     batch = FiaBatch("BSH", (4,), (6,), num_heads=1, num_kv_heads=1, spare_rows=0, scale=1.0)
     query, key, value = (batch.arguments()[name] for name in ("query", "key", "value"))
     batch.check(fia(query, key, value, softmax_lse_flag=True))

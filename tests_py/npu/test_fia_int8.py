@@ -151,7 +151,7 @@ def test_one_tensor_for_keys_and_values(kind, axes, offsets):
 
 
 def test_factors_that_are_not_positive():
-    """Numbers like any other: the codes are written out with them."""
+    """Such factors are numbers like any other: the codes are written out with them."""
     for factor in (0.0, -0.01):
         batch = Int8Batch()
         given = batch.quantize("one", "one", False)

@@ -52,7 +52,7 @@ def test_defaults():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_strided_tensors(form):
-    """Gaps between heads and blocks; the tokens of a batch stay one stride apart."""
+    """Heads and blocks may have gaps; the tokens of a batch stay one stride apart."""
     operator = Operator(form)
     arguments = operator.arguments()
     query = arguments["query"]
@@ -73,7 +73,7 @@ def test_values_in_numpy_are_of_the_dtype_of_the_query():
 
 
 def test_sequences_that_share_blocks():
-    """A cached prefix in common, whole tables in common, and lengths that shrink."""
+    """Sequences have a cached prefix or whole tables in common, and lengths shrink."""
     rng = np.random.default_rng(0)
     pool = torch.from_numpy(integers(rng, (5, 4, 1, DIM)))
     tables = [[0, 1, -1], [0, 1, -1], [0, 1, 2], [0, 3, -1], [0, -1, -1], [-1, -1, -1], [4, 1, 0]]
@@ -211,7 +211,7 @@ CASES = [
 
 @functools.cache
 def arguments_and_expected(index, dtype):
-    """Made once for all instruction sets."""
+    """Make each once for all instruction sets."""
     batch = Batch(CASES[index], getattr(torch, dtype))
     return batch.arguments(), list(batch.expected())
 
@@ -228,7 +228,7 @@ def test_against_the_oracle(isa, index, dtype):
 
 
 def test_rows_past_their_sequence_are_zeros():
-    """Padding of a batch, which is NaN here, and packed rows after the last sequence."""
+    """Padding of a batch, which is NaN here, and packed rows after the last sequence are zeros."""
     batch = Batch(Case(layout_query="BSND"), torch.float32)
     out, softmax_max, softmax_sum = sparse_attention(**batch.arguments())
     assert out.shape == (3, 5, HEADS, 48)

@@ -68,7 +68,7 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
-    """All that are in the source, also of classes that say they are of a package around it."""
+    """Examples of all the source run, also of classes that say they are of a package around it."""
     module, source, finder = importlib.import_module(name), source_of(name), doctest.DocTestFinder()
     tests = finder.find(module)
     for kind in vars(module).values():
@@ -277,7 +277,7 @@ for name in {SUB_PACKAGES}:
 
 @pytest.mark.parametrize(("package", "name"), [("cpattn", "traffic"), ("cpattn.proof", "lint")])
 def test_what_cannot_be_imported_says_why(package, name, monkeypatch):
-    """An AttributeError within, which import statements turn into "cannot import name"."""
+    """Import statements turn an AttributeError within into "cannot import name"."""
 
     def fail(*_):
         raise AttributeError("module 'torch' has no attribute '_x'")

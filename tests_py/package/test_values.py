@@ -130,7 +130,7 @@ ODD = [
 
 @pytest.mark.parametrize("name", VALUES)
 def test_corrupt_states_are_refused_or_states_of_values(name):
-    """Every field in turn replaced by everything, other values' fields among it."""
+    """Every field in turn is replaced by everything, other values' fields among it."""
     value = VALUES[name]
     restore = RESTORE[type(value)]
     others = [other._state() for other in VALUES.values() if type(other) is type(value)]

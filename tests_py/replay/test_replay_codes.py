@@ -71,7 +71,7 @@ def test_tokens_decoded_over_codes(kv_dtype):
 
 @pytest.mark.parametrize("kv_dtype", CODES)
 def test_the_oracle_on_codes_sees_what_is_wrong(kv_dtype):
-    """A page that changed after attention, which the tolerance for codes might swallow."""
+    """A page changed after attention, which the tolerance for codes might swallow."""
     config = replace(WIDE, kv_dtype=kv_dtype)
     pool = make_pool(config, 8, 4, range(1))
     assert all(x.isnan().all() for x in numbers_of(pool, 0)), "nobody wrote these slots"

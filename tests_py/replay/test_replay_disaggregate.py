@@ -128,7 +128,7 @@ def test_the_check_sees_wrong_sending(monkeypatch, wrong, dtype):
     ],
 )
 def test_the_check_sees_a_page_of_another_prompt(model, kind):
-    """Written before, so that no NaN gives it away."""
+    """The other prompt is written before, so that no NaN gives it away."""
 
     def harm(system: InOneProcess) -> None:
         pool = system.decode._pool

@@ -161,7 +161,7 @@ def test_what_is_missing_is_said(monkeypatch):
 
 @pytest.mark.slow
 def test_without_the_rights_it_says_which(children):
-    """An error in a line before any process starts, and no replay on one host instead."""
+    """An error in a line comes before any process starts, and no replay on one host instead."""
     dropped = "-sys_admin,-net_admin"
     bare = ["setpriv", f"--bounding-set={dropped}", f"--inh-caps={dropped}"]
     as_others = bare if os.geteuid() == 0 else []  # who have none of these rights

@@ -154,7 +154,7 @@ def test_the_dense_model_is_a_llama_with_normalised_queries_and_keys():
 
 
 def choice_of(theirs: Any, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Final states, and the keys that the indexer has chosen, -1 for those a query cannot see."""
+    """Return final states, and keys that the indexer chose, -1 for those not seen."""
     chosen: list[Tensor] = []
     indexer = theirs.layers[0].self_attn.indexer
     indexer.register_forward_hook(lambda module, inputs, output: chosen.append(output[0]))
@@ -165,7 +165,7 @@ def choice_of(theirs: Any, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
 
 @torch.inference_mode()
 def test_the_sparse_model_is_a_layer_of_deepseek_v32():
-    """Attention to the keys that theirs has chosen, which by ours are the best ones, too."""
+    """The keys that theirs has chosen are the best ones by ours, too."""
     ours, tokens = randomised(SPARSE), tokens_of(SPARSE)
     expected, keys = choice_of(deepseek_v32(ours, SPARSE), tokens)
     operators = RestrictedAttention(SPARSE, np.arange(LENGTH), keys)

@@ -57,7 +57,7 @@ def eventually(condition):
 
 
 def returns(calls):
-    """Whether a call with the key "a" does, or an earlier one still hangs."""
+    """Return whether a call with the key "a" does, or an earlier one still hangs."""
     try:
         return calls.run("a", LONG, int) == 0
     except CallHangs:

@@ -42,8 +42,8 @@ def all_pass(process):
 
 
 def test_two_runs_at_once_in_odd_surroundings(children):
-    """One in the background with little shared memory, one of a user who has no home and may write
-    nowhere but in temporary folders."""
+    """One runs in the background with little shared memory, one as a user who has no home and may
+    write nowhere but in temporary folders."""
     mounts, user = machine.own_mounts(), machine.another_user()
     background = ["sh", "-c", LITTLE_SHARED_MEMORY if mounts else BACKGROUND, "sh"]
     runs = [

@@ -77,7 +77,7 @@ def timer():
             arm()
 
         def arm():
-            """Counted from the end of a call, so that the outer one goes on however slow it is."""
+            """Count from the end of a call, so that the outer one goes on however slow it is."""
             signal.setitimer(signal.ITIMER_REAL, 0.03)
 
         signal.signal(signal.SIGALRM, handler)

@@ -170,7 +170,7 @@ def test_signals_are_handled_within_calls_and_end_them(alarm, name):
 
 
 def ends(alarm: Alarm, call: Callable[[], object]) -> bool:
-    """Whether the first signal ends the call."""
+    """Return whether the first signal ends the call."""
     try:
         alarm.during(call, last=1)
     except KeyboardInterrupt:

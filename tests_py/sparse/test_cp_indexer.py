@@ -45,7 +45,7 @@ def test_forms_of_rows(form, scaled, dtype, page_size):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("form", PACKED_FORMS)
 def test_packed_forms(form, page_size, dim):
-    """132 bytes a token at dimension 128: the keys of a page, then their scales."""
+    """A token has 132 bytes at dimension 128: the keys of a page, then their scales."""
     batch = IndexerBatch(
         (6, 3), (20, 0), 2, form=form, dtype="uint8", scaled=True, page_size=page_size, dim=dim
     )
@@ -54,7 +54,7 @@ def test_packed_forms(form, page_size, dim):
 
 
 def test_strided_caches():
-    """Pages and rows with gaps, as layers of one pool have them."""
+    """Pages and rows may have gaps, as layers of one pool have them."""
     batch = IndexerBatch((6, 3), (20, 0), 2, dtype="int8", scaled=True)
     rows = torch.full((batch.num_pages, 2, 20, 2, 32), 99, dtype=torch.int8)[:, 1, 2:18, 1]
     scales = torch.full((batch.num_pages, 3, 16, 2), torch.nan)[:, 1, :, 1]
@@ -193,7 +193,7 @@ def test_queries_that_do_not_fit():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 def test_ranges_of_concatenated_keys(cp_size, strategy):
-    """The form of CUDA engines: keys of the whole batch in a row, and a range for each token."""
+    """CUDA engines have keys of the whole batch in a row, and a range for each token."""
     batch = IndexerBatch((3, 2, 20), (7, 2, 30), cp_size, strategy)
     first_keys = np.cumsum([0, *batch.kv_lens])
     k = torch.from_numpy(np.concatenate(batch.keys)).to(torch.bfloat16)

@@ -59,7 +59,7 @@ def bare_batch(extend_lens, prefix_lens, cp_size=2):
 
 
 def test_prefix_forgotten():
-    """Pull request 23268: with bare lengths and a cached prefix, wrong keys for every rank."""
+    """Pull request 23268 gave every rank wrong keys, by bare lengths and a cached prefix."""
     batch = bare_batch((13,), (40,))
     for metadata in batch.metadata:
         q, weights = batch.shard(metadata)
@@ -70,7 +70,7 @@ def test_prefix_forgotten():
 
 
 def test_prefix_counted_twice():
-    """Baked lengths with the same addition: keys that a token must not see, where there are."""
+    """Baked lengths with the same addition show keys that a token must not see."""
     batch = IndexerBatch((13,), (4,), 2)
     batch.block_tables = batch.block_tables[:, [0, 1, 1]]  # so that they are there
     metadata = batch.metadata[0]
@@ -92,7 +92,7 @@ def test_halves_of_a_batch_of_one_only():
 
 
 def test_halves_of_padded_rows():
-    """Even a batch of one: 3 + 2 rows padded to 8 are cut after the fourth."""
+    """A batch of one is wrong, too: 3 + 2 rows padded to 8 are cut after the fourth."""
     batch = bare_batch((9,), (30,))
     metadata = batch.metadata[0]
     q, weights = batch.shard(metadata, pad_rows=3)

@@ -82,7 +82,7 @@ def test_errors(change, message):
 
 
 def test_lengths_up_to_int32_are_none_too_long_alone():
-    """The sum is."""
+    """Their sum may be too long."""
     message = "the sums of extend_lens and of seq_lens must fit into int32, got 2147483648 at"
     for extend_lens in ([2**31 - 1, 1], [1, 1]):
         with pytest.raises(ValueError, match=f"^build_dsa_metadata: {message} index 1"):

@@ -43,7 +43,7 @@ def test_hadamard_against_the_oracle(isa, dim, dtype):
 
 
 def test_hadamard_is_exact_where_float32_is(isa):
-    """Sums of small integers, at every position of every length."""
+    """Sums of small integers are exact, at every position of every length."""
     for dim in (1, 2, 8, 32, 128, 512):
         for scale in (1.0, 0.25):
             actual = sparse.hadamard_transform(np.eye(dim, dtype=np.float32) * 3, scale)

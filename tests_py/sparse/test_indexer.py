@@ -177,7 +177,7 @@ def test_recall_of_int8(structured):
 
 @pytest.mark.parametrize("topk", [4, 8])
 def test_drafts_choose_among_the_keys_before_them(isa, topk):
-    """Four drafts of sequences of two tokens and nine: lengths, chosen keys, attention to them."""
+    """Four drafts of sequences of two and nine tokens have right lengths, keys and attention."""
     lens, sees = (2, 9), [0, 0, 1, 2, 6, 7, 8, 9]
     metadata = cpattn.sparse.build_dsa_metadata(
         None, lens, forward_mode=cpattn.ForwardMode.TARGET_VERIFY, topk=topk,

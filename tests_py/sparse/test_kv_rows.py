@@ -49,7 +49,7 @@ def expected_numbers(rows):
 
 
 def assert_same_numbers(actual, expected):
-    """Equal bits, but any NaN is as good as another."""
+    """Compare bits, any NaN being as good as another."""
     assert torch.equal(actual.isnan(), expected.isnan())
     bits = [x.nan_to_num(0).contiguous().view(torch.int16) for x in (actual, expected)]
     assert torch.equal(*bits)

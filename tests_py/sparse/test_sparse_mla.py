@@ -120,7 +120,7 @@ def test_bits_do_not_depend_on_threads_or_other_tokens(isa, num_heads):
 
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_slots_of_a_pool_and_rows_of_a_buffer_agree(isa, page_size):
-    """PAGED indices into shuffled pages, and RAGGED ones into the sequence itself."""
+    """PAGED indices go into shuffled pages, and RAGGED ones into the sequence itself."""
     rng = np.random.default_rng(1)
     flat = torch.randn(128, 1, 64).to(torch.bfloat16)
     pages = rng.permutation(256 // page_size)[: 128 // page_size]

@@ -46,7 +46,7 @@ def test_a_sample_guides_long_rows(isa, columns):
 
 @given(data=st.data())
 def test_any_row(data):
-    """Few different values, so that ties are everywhere."""
+    """Values are few, so that ties are everywhere."""
     values = st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -3.5, np.inf, -np.inf, np.nan])
     row = data.draw(st.lists(values, min_size=1, max_size=200))
     score = np.float32([row])

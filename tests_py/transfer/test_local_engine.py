@@ -24,7 +24,7 @@ def engines():
 
 
 def memory(engine, values):
-    """Registered memory with these bytes, and its address."""
+    """Register memory with these bytes; return it and its address."""
     array = np.array(values, np.uint8)
     assert engine.register([array.ctypes.data], [array.nbytes]) == 0
     return array, array.ctypes.data

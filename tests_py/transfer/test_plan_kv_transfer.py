@@ -118,7 +118,7 @@ def test_refused_links():
 
 
 def test_pages_that_are_not_written_may_repeat():
-    """The dummy page, in the place of pages outside an attention window, and behind the end."""
+    """The dummy page stands for pages outside an attention window, and behind the end."""
     pages = [1, 2, 3, 4, 5]
     plan = plan_kv_transfer(
         layout(SRC), layout(DST), pages, [0, 0, 7, 0, 0], first_token=32, num_tokens=16
@@ -193,7 +193,7 @@ def test_parts_of_packed_pages_are_refused(changes, entry, arguments):
     [("contiguous", 1), ("reversed", 1), ("alternating", 7_500), ("random", 15_000)],
 )
 def test_scenario_62_descriptor_counts(order, num_runs):
-    """15,000 pages. Random ones have a few neighbours by chance."""
+    """Random pages, of 15,000, have a few neighbours by chance."""
     pages, rng = np.arange(15_000), np.random.default_rng(0)
     src, dst = {
         "contiguous": (pages, pages),
@@ -211,7 +211,7 @@ def test_scenario_62_descriptor_counts(order, num_runs):
 
 
 def test_offsets_beyond_32_bits():
-    """Rows of tokens and heads in buffers of 2^44 bytes behind 2^48."""
+    """Rows of tokens and heads lie in buffers of 2^44 bytes behind 2^48."""
     entry = KVEntry(0, "k", False, SRC, 1 << 44, 1 << 20)
     src = KVLayout([entry], 16, total_kv_heads=2)
     dst = KVLayout(

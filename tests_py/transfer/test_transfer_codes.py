@@ -39,7 +39,7 @@ def rows(pool, kind, layer):
     pairwise(FORMATS, [(1, 1), (1, 2), (4, 1), (2, 4), (1, 8)], [(False, False), (True, False)]),
 )
 def test_codes_and_scales_arrive(formats, sizes, use_fia):
-    """Tokens 3 to 20, of other heads and pages; scenario 57: of pools in either layout (#15852)."""
+    """Tokens 3 to 20 go to other heads and pages; scenario 57: pools of either layout (#15852)."""
     (dtype, scale_dtype), (src_tp, dst_tp) = formats, sizes
 
     def side(tp_size, page_size, fia):
@@ -145,7 +145,7 @@ def test_a_side_that_does_not_say_what_it_has_is_compared_by_lengths():
 
 
 def test_messages_of_peers_that_know_no_dtypes():
-    """Entries of seven fields, as a peer of an earlier release sends them."""
+    """A peer of an earlier release sends entries of seven fields."""
     entry = KVEntry(0, "k", False, 4096, 1024, 512)
     fields = {"entries": [list(entry)[:7]], "page_size": 8}
     assert KVLayout.from_dict(fields).entries == (entry,)

@@ -26,7 +26,7 @@ def make_pool(**changes):
 
 
 def is_mapped(addr):
-    """Whether this process has memory at an address."""
+    """Return whether this process has memory at an address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(number, 16) for number in line.split()[0].split("-"))
         if begin <= addr < end:

@@ -98,7 +98,7 @@ def test_a_forked_child_is_not_the_rank_and_says_nothing_to_anybody(tmp_path, la
 
 
 def test_two_groups_on_a_host_of_which_one_loses_a_rank(tmp_path):
-    """Ranks 0, 1 and 2, 3, with pools of their own: the second pair never notices."""
+    """Ranks 0, 1 and 2, 3 have pools of their own: the second pair never notices."""
     lost, killed, *others = run_world(4, tmp_path, worker.run_two_groups_and_a_loss)
     assert killed is None
     assert re.match(

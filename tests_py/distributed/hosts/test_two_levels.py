@@ -39,7 +39,7 @@ CASES = [
     ],
 )
 def test_pools_of_all_hosts_have_the_bits_of_private_ones(tmp_path, layout):
-    """Attention that writes, too; on one host each row is written by one rank, and none is sent."""
+    """Attention writes, too; on one host each row is written by one rank, and none is sent."""
     answers = run_world(size_of(layout), tmp_path, worker.run_cases, layout, CASES)
     for case, of_case in zip(CASES, zip(*answers, strict=True), strict=True):
         for answer in of_case:

@@ -126,7 +126,7 @@ def allocate_zeros(state, name, nbytes):
 
 
 def wait_for(state, name, position, seconds):
-    """Whether a byte is there within so long."""
+    """Return whether a byte is there within so long."""
     deadline = time.monotonic() + seconds
     while not (there := getattr(state, name)[position]) and time.monotonic() < deadline:
         pass

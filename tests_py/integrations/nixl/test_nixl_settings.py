@@ -123,7 +123,7 @@ def test_sessions_of_another_form_are_nobodys(fake):
 
 
 def test_what_does_not_end_is_given_up(fake, monkeypatch):
-    """A peer that does not answer; a write, and those that wait for their turn behind it."""
+    """A peer may not answer, or a write not end; those that wait behind it are given up, too."""
     monkeypatch.setattr(nixl, "_MIN_TIMEOUT", 0.1)
     with monkeypatch.context() as patch, nixl.NixlEngine(timeout=0.1) as engine:
         patch.setattr(FakeAgent, "answers", False)

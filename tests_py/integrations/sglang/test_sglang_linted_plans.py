@@ -133,7 +133,7 @@ def _parallel() -> SimpleNamespace:
 
 @contextlib.contextmanager
 def ranks_of_their_own(sglang: SimpleNamespace, size: int, strategy: str) -> Iterator[None]:
-    """While a simulation runs, sglang asks it who it is."""
+    """Have sglang ask a simulation, while it runs, who it is."""
     of_ranks: dict[int, Pool] = {}
 
     def pool_of_rank() -> Pool:
@@ -239,7 +239,7 @@ def simulated(sglang: SimpleNamespace, case: Case, size: int, **spoil: Any) -> t
 @pytest.mark.parametrize("strategy", ["zigzag", "interleave"])
 @pytest.mark.parametrize("size", SIZES, ids="{} ranks".format)
 def test_layers(sglang, size, strategy):
-    """Zigzag: metadata, shards, K and V of all ranks, both halves, and the whole again.
+    """Zigzag layers have metadata, shards, K and V of all ranks, both halves, and the whole.
 
     Interleaved: what a DSA layer gathers of its keys is what all ranks have, in the batch's order.
     """

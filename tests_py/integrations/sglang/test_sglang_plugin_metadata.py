@@ -67,7 +67,7 @@ def test_kinds_of_integers(sglang, name, kind):
     for num_tokens in (138, np.int64(141), torch.tensor(150)):
 
         def arguments(num_tokens: Any = num_tokens) -> dict[str, Any]:
-            """Fresh ones: sglang pads the last element of a tensor in place."""
+            """Make fresh arguments: sglang pads the last element of a tensor in place."""
             extend, seqs = CONVERSIONS[kind]([40, 41, 57]), CONVERSIONS[kind]([140, 41, 99])
             return {"num_tokens": num_tokens, "seqs_len": seqs, "extend_seqs_len": extend}
 

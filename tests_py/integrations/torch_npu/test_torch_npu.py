@@ -83,7 +83,7 @@ def test_scatter(torch_npu, index_dtype, dtype):
 
 
 def test_scatter_of_numbers_and_of_nothing(torch_npu):
-    """A mapping from slots to slots."""
+    """Slots are mapped to slots, or none are."""
     mapping = torch.zeros(6, dtype=torch.int64)
     torch_npu.npu_scatter_nd_update_(mapping, torch.tensor([[4], [1]]), torch.tensor([7, 8]))
     torch_npu.npu_scatter_nd_update_(mapping, torch.zeros(0, 1).long(), torch.zeros(0).long())
@@ -122,7 +122,7 @@ def test_what_scatter_refuses(torch_npu, arguments, error, message):
 
 
 def test_rows_are_not_written_into_a_copy_of_a_cache(torch_npu):
-    """Caches whose slots have no common stride: keys and values of a block side by side."""
+    """Slots of these caches have no common stride: keys and values lie side by side."""
     wide = torch.zeros(4, 2, 8, KV_HEADS, DIM)
     rows = torch.ones(1, KV_HEADS, DIM)
     with pytest.raises(RuntimeError, match="view size is not compatible"):

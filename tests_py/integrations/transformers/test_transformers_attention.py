@@ -182,7 +182,7 @@ def test_masks_of_the_caller(llama: Any, as_float: bool) -> None:
 
 
 def test_packed_sequences(llama: Any) -> None:
-    """Three sequences in one row, told by their positions: neither sees another."""
+    """Three sequences in one row are told by their positions: neither sees another."""
     positions = torch.cat([torch.arange(n) for n in (5, 14, 11)])[None]
 
     def logits(implementation: str) -> Tensor:
@@ -194,7 +194,7 @@ def test_packed_sequences(llama: Any) -> None:
 
 
 def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma within PaliGemma, whose chunks are causal nevertheless."""
+    """Chunks of Gemma within PaliGemma are causal nevertheless."""
     config = transformers.GemmaConfig(**SIZES, use_bidirectional_attention=True)
     monkeypatch.setitem(CONFIGS, "gemma", lambda: config)
     assert_logits_close(*both(make_model("gemma"), torch.ones(2, LENGTH).long(), CHUNKS))

@@ -96,7 +96,7 @@ def make_bytes():
 
 
 def planes(cache, dtype):
-    """Its keys and values."""
+    """Return the keys and values of a cache."""
     return cache.reshape(NUM_BLOCKS, KV_HEADS, 2, BLOCK, DIM).view(dtype).unbind(2)
 
 
@@ -203,7 +203,7 @@ def test_windows_softcap_and_sinks_are_as_on_other_caches(name):
 @pytest.mark.parametrize("scales", SCALES, ids=str)
 @every_code
 def test_rows_become_the_nearest_codes(name, scales, offset):
-    """Too large ones the largest; NaN and the infinities of e5m2 are kept; -1 is no slot."""
+    """Too large ones become the largest; NaN and e5m2's infinities are kept; -1 is no slot."""
     code, cache = CODES[name], make_bytes()
     first = [1e9, -1e9, math.inf, -math.inf, math.nan, 1e-30]
     sides = update(make_layer(kv_cache_dtype=name), cache, offset, scales, first)

@@ -224,7 +224,7 @@ def test_files_that_are_no_plans(tmp_path, text, message):
 
 
 def test_files_that_are_not_there_or_have_lists_in_lists(tmp_path):
-    """However deep: some can be read and not be shown."""
+    """Lists may be so deep that they can be read and not be shown."""
     with pytest.raises(NotUsable, match="No such file"):
         lint(tmp_path / "none.json")
     path = tmp_path / "plan.json"

@@ -329,7 +329,7 @@ def test_query_heads_meet_their_own_heads_of_keys():
 
 
 def test_what_would_not_fit_into_memory_is_left_undecided():
-    """Calls that take all runs of a rank, and one long table among many short ones."""
+    """Calls may take all runs of a rank, and one long table stand among many short ones."""
     many = 4000
     rows = {"request": [0] * many, "position": list(range(many)), "count": [1] * many}
     calls = {"request": [0], "row": [0], "rows": [many], "keys": [many]}

@@ -207,7 +207,7 @@ def test_selections_of_context_parallel_ranks():
     ("placement", "size"), [("pages", 2), ("tokens", 4), ("halves of pages", 2)]
 )
 def test_what_ranks_select_together_is_the_topk_of_all_keys(placement, size):
-    """The rows of their own pools that ranks of a decode step attend to."""
+    """Ranks of a decode step attend to rows of their own pools."""
     run = SparseRun("step", extend_lens=(1, 2, 1), prefix_lens=(40, 3, 77), placement=placement)
     batch = run.batch()
     attend, attended = sparse_decode.flash_mla_sparse_fwd, {}

@@ -44,7 +44,7 @@ def calls_of(rank):
 
 
 def is_covered(document):
-    """Whether every pair is counted once, query by query and key by key, by the schema's words."""
+    """Return whether every pair is counted once, query by query, by the schema's words."""
     seen = Counter()
     of_ranks = [rows_of(rank) for rank in document["ranks"]]
     for rank, rows in zip(document["ranks"], of_ranks, strict=True):

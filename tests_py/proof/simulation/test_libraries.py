@@ -42,7 +42,7 @@ _FOLDERS = {
 
 
 def is_there(package: str) -> bool:
-    """Whether a package can be imported, from the folder of its variable first."""
+    """Return whether a package can be imported, from the folder of its variable first."""
     if folder := _FOLDERS[package]:
         wheels = sorted(map(str, Path(folder).glob(f"{package}-*.whl")))
         sys.path.insert(0, (wheels or [folder])[0])

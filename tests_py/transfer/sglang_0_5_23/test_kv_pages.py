@@ -97,7 +97,7 @@ def test_refused(call, message):
 
 
 def test_compat_goes_on_as_engines_do():
-    """A destination short of pages; and a prefix that ends in a page, whose rest is never sent."""
+    """A destination may be short of pages; a prefix may end in a page, whose rest is never sent."""
     src, dst = cursor(12, compat=True).advance(12, last_chunk=True).select([*range(12)], [5, 6])
     assert (src.tolist(), dst) == ([0, 1], [5, 6])
     chunk = cursor(10, decode_prefix_len=2, compat=True).advance(10, last_chunk=True)
@@ -111,7 +111,7 @@ def test_compat_goes_on_as_engines_do():
     data=st.data(),
 )
 def test_chunks_send_every_page_once(num_pages, tail, page_size, data):
-    """Whatever the chunks, their pages one after the other are the request's, prefix excluded."""
+    """Pages of all chunks one after the other are the request's, prefix excluded."""
     num_tokens = num_pages * page_size + tail % page_size
     prefix = data.draw(st.integers(0, num_tokens // page_size)) * page_size
     computed = sorted(data.draw(st.lists(st.integers(0, num_tokens), max_size=6)))

@@ -110,7 +110,7 @@ def test_mla_table(case):
 
 
 def test_drafts_on_the_last_stage():
-    """Case E under the rule of 0.5.20 and later."""
+    """Case E holds under the rule of 0.5.20 and later."""
     src = names(MLA, [2, 3], 1)
     stage = {"prefill_start_layer": 2, "kv_buf_groups": 2, "hidden_kv_layers": 4}
     stage["draft_kv_layers"] = 1
@@ -229,7 +229,7 @@ def test_compat_is_the_rules_with_slices_of_python(
 
 
 def test_strict_is_right_or_refuses():
-    """Every small layout of both sides, drafts on either, with whatever is known of the model.
+    """Layouts are all small ones of both sides, drafts on either, whatever is known of the model.
 
     The destination has the whole model or the source's stage, and then not so many drafts that
     it is as long; the source says honestly what it knows. Wrong buffers never come out, and with

@@ -150,7 +150,7 @@ def test_products_have_64_bits():
     st.lists(st.integers(1, 300), min_size=4, max_size=4),
 )
 def test_blocks_are_those_of_the_definition(pages, item_lens):
-    """Run by run, of all buffers or of a stage's."""
+    """Blocks are made run by run, of all buffers or of a stage's."""
     src, dst = (np.array([pair[i] for pair in pages], np.int32) for i in range(2))
     runs = []
     for pair in pages:

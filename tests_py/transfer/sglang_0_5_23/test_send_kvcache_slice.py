@@ -138,7 +138,7 @@ def test_head_slices_refuse(total, prefill, decode, message):
 
 @pytest.mark.parametrize(("pp_size", "compat"), [(1, True), (2, True), (3, True), (2, False)])
 def test_slices_of_a_stage_go_to_its_layers(pp_size, compat):
-    """The second of three layers; with compat also where there is one stage, as engines do it."""
+    """The stage is the second of three layers; with compat one stage will do, as in engines."""
     args = slice_args(
         2, 32, total_kv_head_num=2, prefill_start_layer=1, total_kv_layers=3, kv_buf_groups=1
     )

@@ -15,7 +15,7 @@ from support.transfer.upstream_cases import knows_drafts, kv_list, outcome, rand
 
 
 def unique_pages(rng: np.random.Generator, num_pages: int, total: int) -> np.ndarray:
-    """Different pages of a pool, page 0 left out, half of the time in ascending order."""
+    """Draw different pages of a pool but page 0, half of the time in ascending order."""
     pages = 1 + rng.permutation(total - 1)[:num_pages]
     return (np.sort(pages) if rng.random() < 0.5 else pages).astype(np.int32)
 
