@@ -36,7 +36,6 @@ CASES = [Case(*method, dtype) for dtype in ("float32", "bfloat16") for method in
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def answers(request, tmp_path_factory):
-    """Return what all ranks have for all cases."""
     path = tmp_path_factory.mktemp("world")
     return run_world(request.param, path, ring_worker.run_cases, CASES)
 

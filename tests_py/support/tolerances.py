@@ -169,7 +169,6 @@ class Expected(NamedTuple):
     head_dim: int
 
     def rows(self, index):
-        """Return the rows of some tokens."""
         return self._make(x[index] if isinstance(x, np.ndarray) else x for x in self)
 
 

@@ -38,7 +38,7 @@ def receiver() -> Iterator[Peer]:
 
 @pytest.fixture(scope="module")
 def sender(receiver) -> Iterator[Peer]:
-    """One that asks before each write."""
+    """Start a peer that asks before each write."""
     with Peer(network_of=receiver, **settings()) as peer:
         peer.call(allocate, "source", SIZE, 1)
         yield peer
@@ -46,7 +46,7 @@ def sender(receiver) -> Iterator[Peer]:
 
 @pytest.fixture(scope="module")
 def trusting(receiver) -> Iterator[Peer]:
-    """One that does not."""
+    """Start a peer that does not ask before each write."""
     with Peer(network_of=receiver, **settings(recheck=False)) as peer:
         peer.call(allocate, "source", SIZE, 1)
         yield peer

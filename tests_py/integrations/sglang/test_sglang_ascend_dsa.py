@@ -45,7 +45,6 @@ def run_sglang(rank: int, *arguments) -> dict[str, dict]:
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def answers(request, tmp_path_factory):
-    """The answers of all ranks to all cases."""
     path, size = tmp_path_factory.mktemp("world"), request.param
     return run_world(size, path, run_sglang, size, CASES, preload="sglang_runtime")
 

@@ -33,7 +33,7 @@ BATCH = {"q_lens": [3, 2], "kv_lens": [10, 2], "block_tables": [[2, 0], [1, -1]]
 
 
 def plan(*lens, cp_rank=0, cp_size=2):
-    """A call that is recorded."""
+    """Make a plan, which is recorded."""
     return cpattn.build_cp_metadata(*lens, cp_rank=cp_rank, cp_size=cp_size)
 
 

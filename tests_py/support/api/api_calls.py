@@ -371,7 +371,6 @@ UNJUDGED = {"hadamard_transform"}
 
 
 def targets() -> Iterator[Target]:
-    """All of them."""
     for call in argument_sweep.CALLS:
         make = functools.partial(replace, call, names=TABLES, **ENGINES.get(call.name, {}))
         yield Target(call.name, make, judged=call.name not in UNJUDGED)

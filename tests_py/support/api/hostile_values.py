@@ -78,7 +78,7 @@ def text(draw: Draw, good: Any = "") -> Any:
 
 
 def items(draw: Draw, good: list[Any], item: Callable[[Draw, Any], Any]) -> list[Any]:
-    """A list with something changed."""
+    """Draw a list with something changed."""
     values = list(good)
     place = draw.randrange(len(values)) if values else 0
     changed = [item(draw, values[0]) if i == place else v for i, v in enumerate(values)]

@@ -169,8 +169,6 @@ REPLICATED = [LayerRun(name, strategy=strategy) for name in LAYERS for strategy 
 
 
 class Rank:
-    """A rank of a run."""
-
     def __init__(self, run: LayerRun, group: Any = None) -> None:
         options = {"strategy": run.strategy, "page_size": PAGE}
         if run.placement is not None:

@@ -44,7 +44,6 @@ def complaints(one: Round, outcome: Outcome) -> list[str]:
 
 
 def _wrong(one: Round, rank: int, answer: Answer, outcome: Outcome) -> str | None:
-    """Return what is wrong with one answer."""
     is_culprit = rank == one.culprit
     if one.fault in HARMLESS or not outcome.fault_time:
         return "failed without a fault" if answer.died or answer.error else None

@@ -134,5 +134,4 @@ def run_program(seed: int, num_steps: int) -> list[torch.Tensor]:
 
 
 def run_programs(rank: int, seeds: Sequence[int], num_steps: int) -> list[list[torch.Tensor]]:
-    """All programs on a rank."""
     return [run_program(seed, num_steps) for seed in seeds]

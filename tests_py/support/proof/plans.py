@@ -51,5 +51,4 @@ def batches(draw, most_tokens: int = 40) -> tuple[list[int], list[int], int, str
 
 
 def kinds(document: dict[str, Any]) -> set[str]:
-    """Return the kinds of what is found in a document."""
     return {found.kind for found in lint(document, shrink=False).findings}

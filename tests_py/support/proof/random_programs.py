@@ -143,7 +143,6 @@ _ALL = (
 
 
 def run(seed: int, number: int) -> list[torch.Tensor]:
-    """A program on a rank."""
     chance = random.Random(f"{seed} {number} steps")
     size = dist.get_world_size()
     members = [

@@ -206,7 +206,6 @@ class Server:
 
 
 def servers(model: Model, side: Side, seed: int) -> list[Server]:
-    """All processes of a fleet."""
     rng = np.random.default_rng(seed)
     cuts = (0, *side.borders, max(model.ids) + 1)
     stages = list(pairwise(cuts))
