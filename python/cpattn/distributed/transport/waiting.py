@@ -22,7 +22,7 @@ _A_MOMENT = 0.1  # seconds
 NOT_YET = int.from_bytes(b"not yet?", "little")
 # Seconds to look for messages without a thread: at every turn of this process at first, so that an
 # answer costs no sleep, then a few times a millisecond, so that ranks that compute have the CPU.
-_EAGER, _PATIENT, _NAP = 0.0002, 0.002, 0.00005
+_EAGER, _PATIENT, _NAP = 0.0001, 0.002, 0.00005
 # Waits whose call has ended before them.
 _ABANDONED: WeakSet[Wait] = WeakSet()
 # A thread that comes out of a backend while the interpreter ends takes the process down with an
