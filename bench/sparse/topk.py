@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import cpattn
 from bench.harness.comparison import Bar, Comparison, Wrong, nanoseconds, times_as_fast
+from cpattn.sparse import sglang_0_5_23
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 ELEMENTS = 1 << 21  # of all rows: too many for branch predictors to learn by heart
@@ -29,8 +29,8 @@ def of_shape(num_rows: int, length: int, topk: int) -> Comparison:
     scores = torch.randn(num_rows, length, generator=generator)
     lengths = torch.full((num_rows,), length, dtype=torch.int32)
     implementations: dict[str, Callable[[], Any]] = {
-        OURS: lambda: cpattn.sparse.fast_topk(scores, lengths, topk, sorted=False),
-        SORTED: lambda: cpattn.sparse.fast_topk(scores, lengths, topk),
+        OURS: lambda: sglang_0_5_23.fast_topk(scores, lengths, topk, sorted=False),
+        SORTED: lambda: sglang_0_5_23.fast_topk(scores, lengths, topk),
         TORCH: lambda: torch.topk(scores, topk, sorted=False).indices,
         NUMPY: lambda: np.argpartition(scores.numpy(), length - topk)[:, length - topk :],
     }

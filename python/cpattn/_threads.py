@@ -44,7 +44,7 @@ class num_threads(ContextDecorator):
     >>> import numpy as np
     >>> import cpattn
     >>> with cpattn.num_threads(1):
-    ...     topk = cpattn.sparse.fast_topk(np.float32([[0.5, 2.0, 1.0]]), [3], 2)
+    ...     topk = cpattn.sparse.sglang_0_5_23.fast_topk(np.float32([[0.5, 2.0, 1.0]]), [3], 2)
     >>> topk
     array([[1, 2]], dtype=int32)
     """

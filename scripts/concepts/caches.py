@@ -9,6 +9,7 @@ import numpy as np
 
 import cpattn
 from cpattn import sparse
+from cpattn.sparse import sglang_0_5_23
 from cpattn.transfer import KVLayout, TransferPlan, plan_kv_transfer
 
 from .canvas import Canvas
@@ -90,7 +91,7 @@ def sparse_attention() -> str:
     logits = sparse.indexer_logits(index_q, index_k, weights, [0, 0], seen)
     chosen = sparse.indexer_topk(index_q, index_k, weights, [0, 0], seen, topk=topk)
     table = np.array([slots_of(pages, num_keys, page_size)], np.int32)
-    slots = sparse.transform_index_page_table_prefill(table, chosen, [2])
+    slots = sglang_0_5_23.transform_index_page_table_prefill(table, chosen, [2])
     row = sparse.quantize_kv_rows(
         np.zeros((1, 1, 512), np.float32), np.zeros((1, 1, 64), np.float32)
     )

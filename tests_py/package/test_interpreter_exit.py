@@ -24,7 +24,7 @@ score = np.ones((512, 4096), np.float32)
 def calls():
     cpattn.paged_attention(q, cache, cache, **batch)
     cpattn.merge_state(out.copy(), lse.copy(), out, lse)
-    cpattn.sparse.fast_topk(score, [4096] * 512, 64)
+    cpattn.sparse.sglang_0_5_23.fast_topk(score, [4096] * 512, 64)
     cpattn.plan_attention(
         q_lens=[1] * 4000, kv_lens=[4096] * 4000, block_tables=np.zeros((4000, 256), np.int32),
         page_size=16, num_pages=256, num_heads=2, num_kv_heads=1, head_dim=64)

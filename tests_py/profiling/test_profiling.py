@@ -14,6 +14,7 @@ import cpattn
 from cpattn import _core
 from cpattn.profiling import TraceScope
 from cpattn.profiling.timeline import _share_of_steps
+from cpattn.sparse import sglang_0_5_23
 from support.cases import Case, make_inputs
 
 # head_dim 48 fills no AMX tile, and v_head_dim differs.
@@ -108,8 +109,8 @@ def test_functions_have_their_names_when_the_calls_are_long_gone():
         cpattn.paged_attention(**inputs)
         cpattn.sparse.indexer_logits(q, keys, weights, [0, 3], [6, 5])
         cpattn.sparse.indexer_topk(q, keys, weights, [0, 3], [6, 5], topk=2)
-        cpattn.sparse.fast_topk(score, [8, 4], 3)
-        cpattn.sparse.fast_topk_transform_ragged_fused(score, [8, 4], [0, 9], 3)
+        sglang_0_5_23.fast_topk(score, [8, 4], 3)
+        sglang_0_5_23.fast_topk_transform_ragged_fused(score, [8, 4], [0, 9], 3)
         deep(50)
     assert set(trace.functions[1:]) == {
         "paged_attention", "indexer_logits", "indexer_topk", "fast_topk",

@@ -173,7 +173,7 @@ REGRESSIONS = {
         r"TypeError: plan_kv_transfer: src must be of type KVLayout, got int",
     ),
     "codes that cannot hold -1": (
-        lambda: cpattn.sparse.pad_topk_indices(np.ones((1, 2), np.uint8), 2),
+        lambda: cpattn.sparse.sglang_0_5_23.pad_topk_indices(np.ones((1, 2), np.uint8), 2),
         r"TypeError: pad_topk_indices: topk_indices must be int32 or int64, got uint8",
     ),
     "a negative eps": (
@@ -187,11 +187,15 @@ REGRESSIONS = {
         r"ValueError: reference.flash_mla_sparse_fwd: indices must be \[s_q, 1, topk\]",
     ),
     "arguments of an engine that are none": (
-        lambda: cpattn.transfer.plan_send_kvcache({}, [1], [1], [1], pp_size=1, is_mla=True),
+        lambda: cpattn.transfer.sglang_0_5_23.plan_send_kvcache(
+            {}, [1], [1], [1], pp_size=1, is_mla=True
+        ),
         r"TypeError: plan_send_kvcache: kv_args must have kv_data_ptrs, kv_item_lens, got dict",
     ),
     "a pool that is none": (
-        lambda: cpattn.transfer.fill_kv_args(cpattn.transfer.KVArgs(), 5),
+        lambda: cpattn.transfer.sglang_0_5_23.fill_kv_args(
+            cpattn.transfer.sglang_0_5_23.KVArgs(), 5
+        ),
         r"TypeError: fill_kv_args: pool must have get_contiguous_buf_infos, .* got int",
     ),
     "pages of different lengths": (

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cpattn
+from cpattn.sparse import sglang_0_5_23
 from support.api.hostile_objects import Index
 
 PyCapsule_New = ctypes.pythonapi.PyCapsule_New
@@ -131,7 +132,7 @@ def test_interrupts_and_lack_of_memory_are_not_types():
         with pytest.raises(type(error)):
             transformed(strange)
         with pytest.raises(type(error)):
-            cpattn.sparse.fast_topk(np.ones((1, 8), np.float32), [8], strange)
+            sglang_0_5_23.fast_topk(np.ones((1, 8), np.float32), [8], strange)
 
 
 def test_the_error_of_an_argument_is_the_cause():
@@ -178,7 +179,7 @@ def test_masked_arrays_are_refused_as_indices():
         with pytest.raises(TypeError, match=r"^build_cp_metadata: extend_lens "):
             cpattn.build_cp_metadata(lens, cp_rank=0, cp_size=2)
     with pytest.raises(TypeError, match=r"^page_table_to_topk: page_table is a masked array"):
-        cpattn.sparse.page_table_to_topk(np.ma.zeros((1, 4), np.int32), [3], 2)
+        sglang_0_5_23.page_table_to_topk(np.ma.zeros((1, 4), np.int32), [3], 2)
 
 
 def test_a_list_is_read_as_it_was_when_its_first_number_was_read():

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import cpattn
+from cpattn.sparse import sglang_0_5_23
 from support.cases import Case, make_inputs
 from support.interrupts import assert_interruptible
 
@@ -106,7 +107,7 @@ def test_calls_from_a_signal_handler_disturb_nothing(isa, timer, make, threads, 
         return (
             cpattn.paged_attention(**nested_inputs),
             cpattn.paged_attention(**wide),
-            cpattn.sparse.fast_topk(score, [9000] * 2, 2048),
+            sglang_0_5_23.fast_topk(score, [9000] * 2, 2048),
         )
 
     expected = nested()

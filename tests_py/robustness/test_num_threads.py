@@ -31,7 +31,7 @@ def threads_that_worked() -> int:
     rng = np.random.default_rng(0)
     score = rng.standard_normal((64, 40_000), np.float32)
     with cpattn.profile() as profile:
-        cpattn.sparse.fast_topk(score, [score.shape[1]] * len(score), 2048)
+        cpattn.sparse.sglang_0_5_23.fast_topk(score, [score.shape[1]] * len(score), 2048)
     return len(profile.threads)
 
 
@@ -57,7 +57,7 @@ def test_how_long_threads_spin_changes_no_result_and_has_to_be_a_number():
     code = (
         "import numpy as np, cpattn\n"
         "score = np.random.default_rng(0).standard_normal((64, 4000), np.float32)\n"
-        "top = cpattn.sparse.fast_topk(score, [4000] * 64, 100)\n"
+        "top = cpattn.sparse.sglang_0_5_23.fast_topk(score, [4000] * 64, 100)\n"
         "print(int((top * np.arange(100)).sum()))"
     )
 

@@ -13,7 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.sparse import fast_topk, fast_topk_transform_fused, fast_topk_transform_ragged_fused
+from cpattn.sparse.sglang_0_5_23 import (
+    fast_topk,
+    fast_topk_transform_fused,
+    fast_topk_transform_ragged_fused,
+)
 from support.sparse.topk_cases import adversarial_rows, expected_topk, random_scores
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from cpattn import ForwardMode, TopkTransformMethod, get_topk_transform_method
-from cpattn.sparse import (
+from cpattn.sparse import topk_transform
+from cpattn.sparse.sglang_0_5_23 import (
     fast_topk,
     fast_topk_transform_fused,
     fast_topk_transform_ragged_fused,
     pad_topk_indices,
     page_table_to_topk,
-    topk_transform,
     transform_index_page_table_decode,
     transform_index_page_table_prefill,
 )

@@ -10,9 +10,11 @@ import cpattn
 PUBLIC_MODULES = (
     cpattn,
     cpattn.sparse,
+    cpattn.sparse.sglang_0_5_23,
     cpattn.npu,
     cpattn.kv,
     cpattn.transfer,
+    cpattn.transfer.sglang_0_5_23,
     cpattn.profiling,
 )
 PUBLIC: dict[str, Any] = {

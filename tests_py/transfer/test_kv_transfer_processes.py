@@ -13,10 +13,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cpattn.transfer import (
+from cpattn.transfer import LocalEngine
+from cpattn.transfer.sglang_0_5_23 import (
     KVArgs,
     KVSendCursor,
-    LocalEngine,
     decode_targets,
     plan_send_kvcache,
     plan_send_kvcache_slice,

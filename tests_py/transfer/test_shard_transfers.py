@@ -11,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpattn.kv import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
-from cpattn.transfer import (
+from cpattn.transfer import KVLayout, LocalEngine, plan_kv_transfer, register
+from cpattn.transfer.sglang_0_5_23 import (
     KVArgs,
-    KVLayout,
     KVSender,
-    LocalEngine,
     fill_kv_args,
-    plan_kv_transfer,
     plan_send_indices,
     plan_send_kvcache,
-    register,
 )
 from support.examples import examples
 

@@ -10,17 +10,15 @@ import re
 import pytest
 
 from cpattn.transfer import (
-    KVArgs,
-    KVChunk,
     KVEntry,
     KVLayout,
-    KVSendCursor,
     LocalEngine,
     TransferPlan,
     TransferStatus,
     plan_kv_links,
     plan_kv_transfer,
 )
+from cpattn.transfer.sglang_0_5_23 import KVArgs, KVChunk, KVSendCursor
 from cpattn.transfer.wire import KVTransferRequest
 
 ENTRIES = [

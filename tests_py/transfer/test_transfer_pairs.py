@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import build_transfer_entry_pairs, decode_targets, kv_start_layer
+from cpattn.transfer.sglang_0_5_23 import build_transfer_entry_pairs, decode_targets, kv_start_layer
 
 
 def test_pairs_by_layer_id():

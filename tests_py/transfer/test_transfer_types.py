@@ -9,14 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import cpattn
-from cpattn.transfer import (
-    KVSendCursor,
-    LocalEngine,
-    TransferPlan,
-    plan_send_kvcache_slice,
-    plan_send_state,
-)
+from cpattn.transfer import LocalEngine, TransferPlan, sglang_0_5_23
+from cpattn.transfer.sglang_0_5_23 import KVSendCursor, plan_send_kvcache_slice, plan_send_state
 from cpattn.transfer.wire import KVRegistration, KVTransferRequest
 
 MASKED = np.ma.masked_array([0, 8], [False, True])
@@ -51,7 +45,7 @@ def request(**changes):
         (lambda: KVSendCursor(10, 4, True), "KVSendCursor: decode_prefix_len must be an integer"),
         (lambda: KVSendCursor(10, 4).advance(2.5), "KVSendCursor.advance: num_computed must be an"),
         (lambda: KVSendCursor(10, 4).advance(0, end="4"), "KVSendCursor.advance: end must be an i"),
-        *((pointers(getattr(cpattn.transfer, name), bad), f"{name}: src_kv_ptrs must be a list, "
+        *((pointers(getattr(sglang_0_5_23, name), bad), f"{name}: src_kv_ptrs must be a list, "
            f"a tuple or an array of one dimension, got {type(bad).__name__}")
           for name in ("get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp")
           for bad in (MASKED, memoryview(b"ab"), 5, np.int64(5), None)),

@@ -72,7 +72,7 @@ def conform(
       cpattn conform torch.nn.functional:scaled_dot_product_attention \\
           --signature sdpa
     A selection of keys for sparse attention:
-      cpattn conform cpattn.sparse:fast_topk --signature topk
+      cpattn conform cpattn.sparse.sglang_0_5_23:fast_topk --signature topk
     Your own, which has no sinks; for a program:
       cpattn conform my_kernels:attention --signature flash_attn_varlen \\
           --without sinks --json

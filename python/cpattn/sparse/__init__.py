@@ -8,10 +8,11 @@
 of its keys; ``topk`` chooses, and turns indices into slots; ``sparse_mla`` attends;
 ``cp_sparse_mla`` does all of it for the tokens of a rank. ``kv_rows`` are rows of 656 bytes,
 ``split_norm`` the projection before, ``dsa_metadata`` the integers of a batch, ``gates`` whether to
-split it; ``sglang_0_5_23`` has functions of that release under its names. Imports NumPy, the core,
-and the forward modes of `cpattn.context_parallel`.
+split it; ``sglang_0_5_23`` alone has functions of that release under its names. Imports NumPy, the
+core, and the forward modes of `cpattn.context_parallel`.
 """
 
+from . import sglang_0_5_23 as sglang_0_5_23
 from .cp_attention import cp_sparse_mla
 from .cp_indexer import cp_indexer_topk, dcp_local_indices
 from .dsa_metadata import DsaMetadata, build_dsa_metadata
@@ -19,15 +20,7 @@ from .gates import can_dsa_prefill_cp_interleave, dsa_use_prefill_cp
 from .index_k import hadamard_transform, quantize_index, read_index_k_cache, write_index_k_cache
 from .indexer import indexer_logits, indexer_topk
 from .kv_rows import dequantize_kv_rows, quantize_kv_rows, quantize_kv_rows_separate
-from .sglang_0_5_23 import (
-    fast_topk,
-    fast_topk_transform_fused,
-    fast_topk_transform_ragged_fused,
-    pad_topk_indices,
-    page_table_to_topk,
-    transform_index_page_table_decode,
-    transform_index_page_table_prefill,
-)
+from .sglang_0_5_23 import fast_topk as fast_topk  # `cpattn.proof` has it from here
 from .sparse_mla import flash_mla_sparse_fwd
 from .split_norm import can_fuse_split_qk_norm, fused_split_qk_norm, split_qk_norm
 from .topk import TopkTransformMethod, get_topk_transform_method, topk_transform
@@ -43,24 +36,17 @@ __all__ = [
     "dcp_local_indices",
     "dequantize_kv_rows",
     "dsa_use_prefill_cp",
-    "fast_topk",
-    "fast_topk_transform_fused",
-    "fast_topk_transform_ragged_fused",
     "flash_mla_sparse_fwd",
     "fused_split_qk_norm",
     "get_topk_transform_method",
     "hadamard_transform",
     "indexer_logits",
     "indexer_topk",
-    "pad_topk_indices",
-    "page_table_to_topk",
     "quantize_index",
     "quantize_kv_rows",
     "quantize_kv_rows_separate",
     "read_index_k_cache",
     "split_qk_norm",
     "topk_transform",
-    "transform_index_page_table_decode",
-    "transform_index_page_table_prefill",
     "write_index_k_cache",
 ]

@@ -67,9 +67,9 @@ def fast_topk(
     --------
     >>> import numpy as np, cpattn
     >>> score = np.array([[0.5, 3.0, 1.0, 3.0]], np.float32)
-    >>> cpattn.sparse.fast_topk(score, [4], 3)
+    >>> cpattn.sparse.sglang_0_5_23.fast_topk(score, [4], 3)
     array([[1, 3, 2]], dtype=int32)
-    >>> cpattn.sparse.fast_topk(score, [2], 3, row_starts=[2])
+    >>> cpattn.sparse.sglang_0_5_23.fast_topk(score, [2], 3, row_starts=[2])
     array([[ 0,  1, -1]], dtype=int32)
     """
     topk = _core.integer(topk, "fast_topk", "topk")
@@ -124,9 +124,10 @@ def fast_topk_transform_fused(
     --------
     >>> import numpy as np, cpattn
     >>> score = np.array([[5, 1, 7, 3]], np.float32)
-    >>> cpattn.sparse.fast_topk_transform_fused(score, [4], [[40, 41, 12, 13]], None, 2)
+    >>> fused = cpattn.sparse.sglang_0_5_23.fast_topk_transform_fused
+    >>> fused(score, [4], [[40, 41, 12, 13]], None, 2)
     array([[12, 40]], dtype=int32)
-    >>> cpattn.sparse.fast_topk_transform_fused(score, [4], [[20, 6]], None, 2, page_size=2)
+    >>> fused(score, [4], [[20, 6]], None, 2, page_size=2)
     array([[12, 40]], dtype=int32)
     """
     topk = _core.integer(topk, "fast_topk_transform_fused", "topk")
@@ -175,7 +176,7 @@ def fast_topk_transform_ragged_fused(
 
     >>> import numpy as np, cpattn
     >>> score = np.array([[1, 2, 3], [3, 2, 1]], np.float32)
-    >>> cpattn.sparse.fast_topk_transform_ragged_fused(score, [3, 1], [0, 3], 2)
+    >>> cpattn.sparse.sglang_0_5_23.fast_topk_transform_ragged_fused(score, [3, 1], [0, 3], 2)
     array([[ 2,  1],
            [ 3, -1]], dtype=int32)
     """
@@ -218,7 +219,7 @@ def transform_index_page_table_decode(
     --------
     >>> import numpy as np, cpattn
     >>> page_table, indices = np.array([[40, 41, 12]]), np.array([[2, 0, -1]])
-    >>> cpattn.sparse.transform_index_page_table_decode(page_table, indices)
+    >>> cpattn.sparse.sglang_0_5_23.transform_index_page_table_decode(page_table, indices)
     array([[12, 40, -1]], dtype=int32)
     """
     out = _slots("transform_index_page_table_decode", page_table, topk_indices)
@@ -261,7 +262,7 @@ def transform_index_page_table_prefill(
 
     >>> import numpy as np, cpattn
     >>> page_table, indices = np.array([[40, 41], [12, 13]]), np.array([[0, -1], [1, 0], [1, -1]])
-    >>> cpattn.sparse.transform_index_page_table_prefill(page_table, indices, [2, 1])
+    >>> cpattn.sparse.sglang_0_5_23.transform_index_page_table_prefill(page_table, indices, [2, 1])
     array([[40, -1],
            [41, 40],
            [13, -1]], dtype=int32)
@@ -315,7 +316,7 @@ def page_table_to_topk(
     Examples
     --------
     >>> import numpy as np, cpattn
-    >>> cpattn.sparse.page_table_to_topk(np.array([[40, 41, 12]]), [2], 3, num_rows=2)
+    >>> cpattn.sparse.sglang_0_5_23.page_table_to_topk(np.array([[40, 41, 12]]), [2], 3, num_rows=2)
     array([[40, 41, -1],
            [-1, -1, -1]], dtype=int32)
     """
@@ -361,7 +362,7 @@ def pad_topk_indices(topk_indices: TensorT, num_tokens: int) -> TensorT:
     Examples
     --------
     >>> import numpy as np, cpattn
-    >>> cpattn.sparse.pad_topk_indices(np.array([[2, 0]], np.int32), 2)
+    >>> cpattn.sparse.sglang_0_5_23.pad_topk_indices(np.array([[2, 0]], np.int32), 2)
     array([[ 2,  0],
            [-1, -1]], dtype=int32)
     """

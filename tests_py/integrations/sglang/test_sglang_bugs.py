@@ -16,6 +16,7 @@ import torch
 import cpattn
 from cpattn.proof import Report, lint
 from cpattn.proof.linting.adapters.transfers import from_transfer, memory_of_lists, memory_of_pool
+from cpattn.transfer import sglang_0_5_23
 from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
 from support.npu.fia_cases import TEMPLATE
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
@@ -172,7 +173,7 @@ def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, 
 
     options = {"prefill_start_layer": 2, "kv_buf_groups": len(groups), "hidden_kv_layers": 4}
     options |= {"draft_kv_layers": num_drafts, "is_last_rank": True}
-    _, ours, _ = cpattn.transfer.get_mla_kv_ptrs_with_pp(
+    _, ours, _ = sglang_0_5_23.get_mla_kv_ptrs_with_pp(
         list(range(len(stage))), list(range(len(decode))), **options
     )
     assert [decode[i] for i in ours] == stage

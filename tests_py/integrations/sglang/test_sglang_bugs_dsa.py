@@ -17,6 +17,7 @@ import cpattn
 from cpattn import ForwardMode
 from cpattn.proof import Report, lint
 from cpattn.proof.linting.adapters.selections import from_topk
+from cpattn.sparse import sglang_0_5_23
 from support.distributed.prefill_batches import Case, make_batch, slots_of
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang.sglang_releases import release
@@ -273,8 +274,8 @@ def topk_by_release(version, logits, lengths, page_table) -> torch.Tensor:
         topk_indices_offset=None,  # which only extends have
     )
     names = "fast_topk_transform_fused", "fast_topk_transform_ragged_fused"
-    kernels = SimpleNamespace(**{name: getattr(cpattn.sparse, name) for name in names})
-    kernels.fast_topk_v2 = cpattn.sparse.fast_topk
+    kernels = SimpleNamespace(**{name: getattr(sglang_0_5_23, name) for name in names})
+    kernels.fast_topk_v2 = sglang_0_5_23.fast_topk
     modules = {"base": "layers.attention.base_attn_backend", "environ": "environ"}
     with (
         release(version, nsa="layers.attention.nsa_backend", **modules) as sglang,

@@ -13,7 +13,8 @@ from cpattn.integrations.flash_attn import flash_attn_varlen_func
 from cpattn.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from cpattn.proof import conform
 from cpattn.proof.conformance import FAULTS, SIGNATURES, Answer, Signature
-from cpattn.sparse import dcp_local_indices, fast_topk
+from cpattn.sparse import dcp_local_indices
+from cpattn.sparse.sglang_0_5_23 import fast_topk
 from support.proof.conformance import AT_EDGES, SECONDS_TO_SHRINK, broken
 from support.proof.conformance.broken import attention, returning
 

@@ -16,7 +16,7 @@ from cpattn.proof.conformance.selection.cases import (
     make_scores,
 )
 from cpattn.proof.conformance.selection.rows import is_topk
-from cpattn.sparse import fast_topk
+from cpattn.sparse.sglang_0_5_23 import fast_topk
 from support.proof.conformance import AT_EDGES, SECONDS_TO_SHRINK
 from support.proof.conformance import broken_selections as broken
 from support.proof.conformance.right_operators import SELECTIONS

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from cpattn import kv, transfer
-from cpattn.transfer import wire
+from cpattn.transfer import sglang_0_5_23, wire
 from support.api import argument_sweep, transfer_calls
 from support.api.argument_kinds import Call, Target, f32, given, of_kind
 from support.api.transfer_calls import BAG, FILTERS, kv_args, layout, method, of
@@ -79,14 +79,14 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     "plan_send_aux": transfer_calls.send_aux,
     "plan_send_state": transfer_calls.send_state,
     "slice_heads": of(
-        transfer.slice_heads,
+        sglang_0_5_23.slice_heads,
         given(total_kv_heads=4, prefill_tp_size=8, prefill_rank=7, decode_tp_size=2),
         given(decode_rank=1, compat=False),
         names=("rank", "sizes", "heads"),
     ),
     "plan_send_indices": of(
-        transfer.plan_send_indices,
-        given(sender=transfer.KVSender(kv_shard_rank=1, kv_shard_size=2), compat=False),
+        sglang_0_5_23.plan_send_indices,
+        given(sender=sglang_0_5_23.KVSender(kv_shard_rank=1, kv_shard_size=2), compat=False),
         KV_INDICES,
         given(curr_idx=2, num_kv_indices=5),
         names=("pages",),
@@ -94,69 +94,72 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     ),
     "KVSendIndices.select": transfer_calls.selected,
     "filter_kv_indices_for_cp_rank": of(
-        transfer.filter_kv_indices_for_cp_rank,
-        given(kv_mgr=transfer.KVSender(1, 2), total_pages=5),
+        sglang_0_5_23.filter_kv_indices_for_cp_rank,
+        given(kv_mgr=sglang_0_5_23.KVSender(1, 2), total_pages=5),
         KV_INDICES,
         SLICE,
         names=("pages", "attn_cp_rank"),
     ),
     "filter_kv_indices_for_shard_rank": of(
-        transfer.filter_kv_indices_for_shard_rank,
+        sglang_0_5_23.filter_kv_indices_for_shard_rank,
         KV_INDICES,
         SLICE,
         given(shard_rank=1, shard_size=2),
         names=("pages",),
     ),
     "KVSender": of(
-        transfer.KVSender,
+        sglang_0_5_23.KVSender,
         given(attn_cp_rank=1, attn_cp_size=2, kv_shard_rank=0, kv_shard_size=1),
         given(enable_dsa_cache_layer_split=False, all_cp_ranks_transfer=True),
         given(is_hybrid_mla_backend=False, enable_cp_tp_group_sharing=False),
     ),
     "get_layer_shard_range": of(
-        transfer.get_layer_shard_range, given(rank=1, shard_size=3, total_layers=7)
+        sglang_0_5_23.get_layer_shard_range, given(rank=1, shard_size=3, total_layers=7)
     ),
     "get_layer_owner": of(
-        transfer.get_layer_owner, given(local_layer_idx=4, shard_size=3, total_layers=7)
+        sglang_0_5_23.get_layer_owner,
+        given(local_layer_idx=4, shard_size=3, total_layers=7),
     ),
     "is_elided_entry": of(
-        transfer.is_elided_entry,
+        sglang_0_5_23.is_elided_entry,
         given(src_len=64, dst_index=1, allow_dst_elision=True),
         of_kind("?ints", dst_lens=[64, 0]),
     ),
     "pull_targets": of(
-        transfer.pull_targets,
+        sglang_0_5_23.pull_targets,
         TP,
         given(prefill_cp_size=1, decode_cp_size=1, prefill_pp_size=2, decode_pp_size=1, pp_rank=0),
         given(decode_dcp_size=1, enable_kv_cache_sharding=False),
         given(enable_dsa_cache_layer_split=False, enable_all_cp_ranks_for_transfer=True),
     ),
-    "decode_targets": of(transfer.decode_targets, TP),
-    "kv_start_layer": of(transfer.kv_start_layer, given(start_layer=30, kv_layer_ids=[3, 7, 31])),
+    "decode_targets": of(sglang_0_5_23.decode_targets, TP),
+    "kv_start_layer": of(
+        sglang_0_5_23.kv_start_layer, given(start_layer=30, kv_layer_ids=[3, 7, 31])
+    ),
     "build_transfer_entry_pairs": of(
-        transfer.build_transfer_entry_pairs,
+        sglang_0_5_23.build_transfer_entry_pairs,
         of_kind("?ints", src_layer_ids=[3, 7], dst_layer_ids=[3, 7, 11]),
         given(n_src=2, n_dst=3, allow_positional_fallback=False),
         errors=(RuntimeError,),  # in the words of engines
         prefixes=("Layer metadata", "PP-heterogeneous", "Decode peer"),
         names=("Layer metadata", "entries", "layer"),
     ),
-    "get_mha_kv_ptrs_with_pp": of(transfer.get_mha_kv_ptrs_with_pp, POINTERS, names=GROUPED),
+    "get_mha_kv_ptrs_with_pp": of(sglang_0_5_23.get_mha_kv_ptrs_with_pp, POINTERS, names=GROUPED),
     "get_mla_kv_ptrs_with_pp": of(
-        transfer.get_mla_kv_ptrs_with_pp,
+        sglang_0_5_23.get_mla_kv_ptrs_with_pp,
         POINTERS,
         given(kv_buf_groups=2, hidden_kv_layers=2, draft_kv_layers=0, is_last_rank=False),
         of_kind("?int", num_draft_entries=None),
         names=GROUPED,
     ),
-    "kv_to_page_num": of(transfer.kv_to_page_num, given(num_tokens=9, page_size=4)),
+    "kv_to_page_num": of(sglang_0_5_23.kv_to_page_num, given(num_tokens=9, page_size=4)),
     "kv_to_page_indices": of(
-        transfer.kv_to_page_indices,
+        sglang_0_5_23.kv_to_page_indices,
         given(kv_indices=[12, 13, 14, 15, 4], page_size=4),
         names=("pages",),
     ),
     "group_concurrent_contiguous": of(
-        transfer.group_concurrent_contiguous,
+        sglang_0_5_23.group_concurrent_contiguous,
         given(src_indices=[2, 3, 7], dst_indices=[20, 21, 40]),
         names=("index arrays",),
     ),
@@ -201,16 +204,17 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
         prefixes=("KVLayout: ", "KVLayout.__init__()"),
     ),
     "KVSendCursor": of(
-        transfer.KVSendCursor, given(num_tokens=10, page_size=4, decode_prefix_len=4, compat=False)
+        sglang_0_5_23.KVSendCursor,
+        given(num_tokens=10, page_size=4, decode_prefix_len=4, compat=False),
     ),
     "KVSendCursor.advance": method(
-        lambda: transfer.KVSendCursor(10, 4),
+        lambda: sglang_0_5_23.KVSendCursor(10, 4),
         "advance",
         given(num_computed=6, last_chunk=False),
         of_kind("?int", end=None),
     ),
     "KVChunk.select": method(
-        lambda: transfer.KVChunk(4, 12, 1, 3, False, 4),
+        lambda: sglang_0_5_23.KVChunk(4, 12, 1, 3, False, 4),
         "select",
         given(kv_indices=list(range(16)), dst_page_indices=[5, 6, 7, 8]),
         names=("pages",),
@@ -294,12 +298,22 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     "register": transfer_calls.register,
     "Registration.close": transfer_calls.closed_registration,
     "fill_kv_args": lambda: Call(
-        transfer.fill_kv_args,
-        given(kv_args=transfer.KVArgs(), pool=mha_pool(), draft_pool=mha_pool(), total_kv_layers=2),
+        sglang_0_5_23.fill_kv_args,
+        given(
+            kv_args=sglang_0_5_23.KVArgs(),
+            pool=mha_pool(),
+            draft_pool=mha_pool(),
+            total_kv_layers=2,
+        ),
     ),
     "setup_state_kv_args": lambda: Call(
-        transfer.setup_state_kv_args,
-        given(kv_args=transfer.KVArgs(), pool=mla_pool(), draft_pool=mla_pool(), total_kv_layers=2),
+        sglang_0_5_23.setup_state_kv_args,
+        given(
+            kv_args=sglang_0_5_23.KVArgs(),
+            pool=mla_pool(),
+            draft_pool=mla_pool(),
+            total_kv_layers=2,
+        ),
     ),
     "pack_int_lists": of(
         wire.pack_int_lists,

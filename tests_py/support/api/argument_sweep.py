@@ -11,6 +11,7 @@ import numpy as np
 
 import cpattn
 from cpattn import ForwardMode, TopkTransformMethod, npu, reference, sparse
+from cpattn.sparse import sglang_0_5_23
 from support.api.argument_kinds import METADATA, Arguments, Call, f32, given, i32, of_kind
 
 PLAN = cpattn.plan_attention(
@@ -215,14 +216,18 @@ CALLS = [
         sparse.dcp_local_indices,
         given(indices=i32([9, 4, 7, 2, -1]), dcp_rank=1, dcp_size=2, interleave_size=1),
     ),
-    call(sparse.fast_topk, TOPK),
+    call(sglang_0_5_23.fast_topk, TOPK),
     call(
-        sparse.fast_topk_transform_fused,
+        sglang_0_5_23.fast_topk_transform_fused,
         TOPK,
         of_kind("table", page_table_size_1=SLOT_TABLE),
         given(cu_seqlens_q=[0, 1, 2], page_size=1),
     ),
-    call(sparse.fast_topk_transform_ragged_fused, TOPK, given(topk_indices_offset=[0, 9])),
+    call(
+        sglang_0_5_23.fast_topk_transform_ragged_fused,
+        TOPK,
+        given(topk_indices_offset=[0, 9]),
+    ),
     call(
         sparse.topk_transform,
         given(logits=f32(2, 8), method=TopkTransformMethod.PAGED),
@@ -231,18 +236,22 @@ CALLS = [
         given(cu_seqlens_q=[0, 1, 2], topk_indices_offset=[0, 9], batch_idx_list=[1, 0]),
         given(page_size=1),
     ),
-    call(sparse.transform_index_page_table_decode, PAGE_TABLE, CHOSEN),
+    call(sglang_0_5_23.transform_index_page_table_decode, PAGE_TABLE, CHOSEN),
     call(
-        sparse.transform_index_page_table_prefill,
+        sglang_0_5_23.transform_index_page_table_prefill,
         CHOSEN,
         given(page_table=i32([3, 4]), extend_lens_cpu=[2]),
     ),
     call(
-        sparse.page_table_to_topk,
+        sglang_0_5_23.page_table_to_topk,
         PAGE_TABLE,
         given(lengths=[2, 1], topk=2, num_rows=3, page_size=1),
     ),
-    call(sparse.pad_topk_indices, of_kind("any", topk_indices=i32([1, 0])), given(num_tokens=3)),
+    call(
+        sglang_0_5_23.pad_topk_indices,
+        of_kind("any", topk_indices=i32([1, 0])),
+        given(num_tokens=3),
+    ),
     call(cpattn.get_topk_transform_method, MODE, given(fp8_kv_cache=True, prefill_impl="fa3")),
     call(sparse.quantize_kv_rows, KV_ROWS, of_kind("?output", out=CODES.copy())),
     call(sparse.quantize_kv_rows_separate, KV_ROWS),

@@ -48,7 +48,12 @@ def refused(function: Callable[..., object], **arguments: object) -> None:
 
 def refused_batch() -> None:
     """Errors of the core, of its checks of arguments, and of Python above it."""
-    refused(cpattn.sparse.fast_topk, score=np.zeros((2, 9), np.float32), lengths=[9], topk=4)
+    refused(
+        cpattn.sparse.sglang_0_5_23.fast_topk,
+        score=np.zeros((2, 9), np.float32),
+        lengths=[9],
+        topk=4,
+    )
     refused(cpattn.build_cp_metadata, extend_lens=[1.5], cp_rank=0, cp_size=2)
     sizes = {"size": 0, "page_size": 0, "num_layers": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 1}
     refused(cpattn.kv.MLATokenToKVPool, **sizes)

@@ -89,7 +89,7 @@ def topk(function: Any, n: int, **options: Any) -> Call:
 def paged_topk(n: int) -> Call:
     table = np.broadcast_to(np.arange(20_000, dtype=np.int32), (n, 20_000))
     options = {"page_table_size_1": table, "cu_seqlens_q": np.arange(n + 1)}
-    return topk(sparse.fast_topk_transform_fused, n, **options)
+    return topk(sparse.sglang_0_5_23.fast_topk_transform_fused, n, **options)
 
 
 def norm(function: Any, n: int, **eps: float) -> Call:
@@ -165,7 +165,7 @@ def pages(n: int) -> Any:
 
 def send(function: Any, n: int, **options: Any) -> Call:
     ptrs = [(1 << 30) + i * 2**26 for i in range(122)]
-    args = transfer.KVArgs(
+    args = transfer.sglang_0_5_23.KVArgs(
         kv_data_ptrs=ptrs, kv_item_lens=[64] * 122, kv_data_lens=[2**26] * 122, engine_rank=0,
         page_size=4, kv_head_num=2, prefill_start_layer=0,
     )  # fmt: skip
@@ -222,10 +222,10 @@ MAKERS: dict[str, Callable[[int], Call]] = {
         layout_query="BSND",
         layout_key="BSND",
     ),
-    "fast_topk": partial(topk, sparse.fast_topk),
+    "fast_topk": partial(topk, sparse.sglang_0_5_23.fast_topk),
     "fast_topk_transform_fused": paged_topk,
     "fast_topk_transform_ragged_fused": lambda n: topk(
-        sparse.fast_topk_transform_ragged_fused, n, topk_indices_offset=[0] * n
+        sparse.sglang_0_5_23.fast_topk_transform_ragged_fused, n, topk_indices_offset=[0] * n
     ),
     "topk_transform": partial(topk, sparse.topk_transform, method=None),
     "hadamard_transform": lambda n: partial(sparse.hadamard_transform, repeated(256 * n, 512)),
@@ -277,13 +277,13 @@ MAKERS: dict[str, Callable[[int], Call]] = {
         sparse.dcp_local_indices, rows(n), dcp_rank=1, dcp_size=2
     ),
     "transform_index_page_table_decode": partial(
-        transform, sparse.transform_index_page_table_decode
+        transform, sparse.sglang_0_5_23.transform_index_page_table_decode
     ),
     "transform_index_page_table_prefill": lambda n: transform(
-        sparse.transform_index_page_table_prefill, n, extend_lens_cpu=[1] * (16 * n)
+        sparse.sglang_0_5_23.transform_index_page_table_prefill, n, extend_lens_cpu=[1] * (16 * n)
     ),
     "page_table_to_topk": lambda n: partial(
-        sparse.page_table_to_topk, rows(n), [2048] * (16 * n), 2048
+        sparse.sglang_0_5_23.page_table_to_topk, rows(n), [2048] * (16 * n), 2048
     ),
     "plan_attention": many_plans,
     "plan_kv_transfer": lambda n: partial(
@@ -292,8 +292,12 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "plan_kv_links": lambda n: partial(
         transfer.plan_kv_links, *([side] for side in (*layouts(), pages(n), pages(n)))
     ),
-    "plan_send_kvcache": partial(send, transfer.plan_send_kvcache, pp_size=1, is_mla=True),
-    "plan_send_kvcache_slice": partial(send, transfer.plan_send_kvcache_slice, **SLICE),
+    "plan_send_kvcache": partial(
+        send, transfer.sglang_0_5_23.plan_send_kvcache, pp_size=1, is_mla=True
+    ),
+    "plan_send_kvcache_slice": partial(
+        send, transfer.sglang_0_5_23.plan_send_kvcache_slice, **SLICE
+    ),
     "build_cp_metadata": lambda n: partial(
         cpattn.build_cp_metadata, [5] * max(n, 64), cp_rank=0, cp_size=8
     ),
@@ -301,6 +305,6 @@ MAKERS: dict[str, Callable[[int], Call]] = {
         cpattn.build_cp_metadata_all_ranks, [5] * max(n, 64), cp_size=8
     ),
     "pad_topk_indices": lambda n: partial(
-        sparse.pad_topk_indices, np.ones((64 * n, 64), np.int32), 128 * n
+        sparse.sglang_0_5_23.pad_topk_indices, np.ones((64 * n, 64), np.int32), 128 * n
     ),
 }

@@ -12,7 +12,7 @@ import numpy as np
 
 import cpattn
 from cpattn import kv, transfer
-from cpattn.transfer import wire
+from cpattn.transfer import sglang_0_5_23, wire
 from support.api.argument_kinds import METADATA, Arguments, Call, f32, given, of_kind
 
 PAIRED = ("source", "destination", "layer", "tokens", "page")
@@ -40,10 +40,10 @@ def method(make: Callable[[], Any], name: str, *parts: Arguments, **about: Any) 
     return lambda: Call(getattr(make(), name), copy.deepcopy(merged(parts)), **about)
 
 
-def kv_args(num_layers: int = 2, **more: Any) -> transfer.KVArgs:
+def kv_args(num_layers: int = 2, **more: Any) -> sglang_0_5_23.KVArgs:
     """Describe a stage with all layers, K and V, eight pages of 64 bytes in each buffer."""
     count = 2 * num_layers
-    return transfer.KVArgs(
+    return sglang_0_5_23.KVArgs(
         engine_rank=0, page_size=4, kv_head_num=2, total_kv_head_num=2,
         kv_data_ptrs=[(1 << 30) + 4096 * i for i in range(count)], kv_data_lens=[512] * count,
         kv_item_lens=[64] * count, prefill_start_layer=0, prefill_end_layer=num_layers,
@@ -172,25 +172,25 @@ def sends(function: Callable[..., Any], *parts: Arguments, errors: Any = ()) -> 
 
 TARGETS = of_kind("addresses", dst_ptrs=[(1 << 31) + 4096 * i for i in range(4)]) | PAGES
 send_kvcache = sends(
-    transfer.plan_send_kvcache,
+    sglang_0_5_23.plan_send_kvcache,
     TARGETS,
     given(pp_size=1, is_mla=True, is_last_rank=False, compat=False),
     of_kind("?addresses", dst_item_lens=[64] * 4),
 )
 send_slice = sends(
-    transfer.plan_send_kvcache_slice,
+    sglang_0_5_23.plan_send_kvcache_slice,
     TARGETS,
     given(dst_tp_rank=0, dst_attn_tp_size=2, dst_kv_item_len=32, attn_tp_size=1, pp_size=1),
     given(is_last_rank=False, compat=False),
 )
 send_aux = sends(
-    transfer.plan_send_aux,
+    sglang_0_5_23.plan_send_aux,
     of_kind("addresses", dst_aux_ptrs=[1 << 22]),
     given(src_aux_index=3, dst_aux_index=2, compat=False),
     of_kind("?addresses", dst_item_lens=[16]),
 )
 send_state = sends(
-    transfer.plan_send_state,
+    sglang_0_5_23.plan_send_state,
     of_kind("value", dst_state_ptrs=[[1 << 23]], src_state_indices=[[3]], dst_state_indices=[[2]]),
     of_kind("?value", dst_state_item_lens=[[32]], dst_state_layer_ids=[[]]),
     given(is_mla=False, attn_tp_size=1, dst_attn_tp_size=1, pp_size=1, kv_shard_rank=0),
@@ -200,8 +200,8 @@ send_state = sends(
 
 
 def selected() -> Call:
-    sender = transfer.KVSender(kv_shard_rank=1, kv_shard_size=2)
-    found = transfer.plan_send_indices(sender, [8, 9, 11], curr_idx=0, num_kv_indices=3)
+    sender = sglang_0_5_23.KVSender(kv_shard_rank=1, kv_shard_size=2)
+    found = sglang_0_5_23.plan_send_indices(sender, [8, 9, 11], curr_idx=0, num_kv_indices=3)
     return Call(found.select, given(dst_kv_indices=[5, 6, 7]))
 
 

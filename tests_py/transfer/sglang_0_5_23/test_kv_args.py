@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cpattn.kv import MHATokenToKVPool, MLATokenToKVPool
-from cpattn.transfer import KVArgs, fill_kv_args, setup_state_kv_args
+from cpattn.transfer.sglang_0_5_23 import KVArgs, fill_kv_args, setup_state_kv_args
 
 
 def mla_pool(num_layers, *, index_head_dim=None, start_layer=0):

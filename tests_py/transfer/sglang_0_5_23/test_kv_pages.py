@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import (
+from cpattn.transfer.sglang_0_5_23 import (
     KVSendCursor,
     group_concurrent_contiguous,
     kv_to_page_indices,

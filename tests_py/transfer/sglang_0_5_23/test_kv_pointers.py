@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import get_mha_kv_ptrs_with_pp, get_mla_kv_ptrs_with_pp
+from cpattn.transfer.sglang_0_5_23 import get_mha_kv_ptrs_with_pp, get_mla_kv_ptrs_with_pp
 
 
 def names(groups, layers, drafts=0):

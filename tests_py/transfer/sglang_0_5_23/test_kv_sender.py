@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import KVSender, KVSendIndices, plan_send_indices
+from cpattn.transfer.sglang_0_5_23 import KVSender, KVSendIndices, plan_send_indices
 
 FLAGS = (
     "enable_dsa_cache_layer_split",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import (
+from cpattn.transfer.sglang_0_5_23 import (
     KVSender,
     filter_kv_indices_for_cp_rank,
     filter_kv_indices_for_shard_rank,

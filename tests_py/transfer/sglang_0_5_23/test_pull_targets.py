@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from cpattn.transfer import decode_targets, pull_targets
+from cpattn.transfer.sglang_0_5_23 import decode_targets, pull_targets
 
 POWERS = (1, 2, 4, 8)
 

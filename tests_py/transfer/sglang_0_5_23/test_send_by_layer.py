@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import KVArgs, plan_send_kvcache, plan_send_kvcache_slice
+from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache, plan_send_kvcache_slice
 from support.transfer.plan_blocks import blocks
 
 SRC, DST = 1 << 40, 1 << 44

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cpattn.transfer import KVArgs, plan_send_aux, plan_send_state
+from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_aux, plan_send_state
 from support.transfer.plan_blocks import blocks
 
 BASE = 1 << 48

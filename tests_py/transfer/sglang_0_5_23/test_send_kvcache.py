@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import KVArgs, plan_send_kvcache
+from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache
 from support.transfer.plan_blocks import blocks
 
 INT32_MAX = 2**31 - 1

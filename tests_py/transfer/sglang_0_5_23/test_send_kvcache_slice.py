@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from cpattn.transfer import KVArgs, plan_send_kvcache_slice, slice_heads
+from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache_slice, slice_heads
 from support.transfer.plan_blocks import blocks
 
 BASE = 1 << 48

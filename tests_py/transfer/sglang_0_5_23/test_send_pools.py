@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from cpattn.kv import MHATokenToKVPool, MLATokenToKVPool
-from cpattn.transfer import KVArgs, fill_kv_args, plan_send_kvcache, setup_state_kv_args
+from cpattn.transfer.sglang_0_5_23 import (
+    KVArgs,
+    fill_kv_args,
+    plan_send_kvcache,
+    setup_state_kv_args,
+)
 from support.transfer.plan_blocks import blocks
 
 

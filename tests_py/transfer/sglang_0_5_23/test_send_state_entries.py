@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer import KVArgs, plan_send_state
+from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_state
 from support.transfer.plan_blocks import blocks
 
 SRC, DST = 1 << 40, 1 << 41

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cpattn
+from cpattn.transfer import sglang_0_5_23
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
@@ -98,11 +99,14 @@ def test_setup_state_kv_args(sglang, rng):
         upstream, pool, _ = make_pools(sglang, rng, use_fia=False)
         draft_upstream, draft, _ = make_pools(sglang, rng, use_fia=False)
         with_draft, total = bool(rng.integers(2)), int(rng.integers(1, 62))
-        theirs, ours = cpattn.transfer.KVArgs(), cpattn.transfer.KVArgs()
+        theirs, ours = (
+            sglang_0_5_23.KVArgs(),
+            sglang_0_5_23.KVArgs(),
+        )
         theirs.kv_data_ptrs = upstream.get_contiguous_buf_infos()[0]
         of_theirs = draft_upstream if with_draft else None
         sglang.disaggregation.setup_state_kv_args(theirs, upstream, of_theirs, total)
-        cpattn.transfer.setup_state_kv_args(ours, pool, draft if with_draft else None, total)
+        sglang_0_5_23.setup_state_kv_args(ours, pool, draft if with_draft else None, total)
         assert hasattr(ours, "kv_buf_groups") == hasattr(theirs, "kv_buf_groups")
         for name in ("kv_buf_groups", "total_kv_layers", "hidden_kv_layers", "draft_kv_layers"):
             if hasattr(theirs, name):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import cpattn
+from cpattn.transfer import sglang_0_5_23
 from support.sglang.sglang_upstream import ImmediateExecutor, make_manager
 from support.transfer.plan_blocks import blocks
 from support.transfer.upstream_cases import knows_drafts, kv_list, outcome, random_stage
@@ -55,7 +55,7 @@ def test_plan_send_kvcache(sglang, rng, is_mla):
         manager = make_manager(sglang, kv_args=kv_args, pp_size=pp_size, is_mla_backend=is_mla)
         sent = outcome(manager.send_kvcache, "s", src, dst_ptrs, dst, ImmediateExecutor())
         options = {"pp_size": pp_size, "is_mla": is_mla, "is_last_rank": is_last, "compat": True}
-        plan_send = cpattn.transfer.plan_send_kvcache
+        plan_send = sglang_0_5_23.plan_send_kvcache
         planned = outcome(plan_send, kv_args, dst_ptrs, src, dst, **options)
         assert sent == 0
         assert blocks(planned) == manager.engine.blocks
@@ -79,7 +79,7 @@ def test_plan_send_kvcache_by_layer(sglang, rng, kind, is_mla):
             is_hybrid_mla_backend=kind == "ascend",
         )  # fmt: skip
         sent = manager.send_kvcache("s", src, dst_ptrs, dst, ImmediateExecutor(), dst_ids)
-        planned = cpattn.transfer.plan_send_kvcache(
+        planned = sglang_0_5_23.plan_send_kvcache(
             kv_args, dst_ptrs, src, dst, pp_size=pp_size, is_mla=is_mla, dst_layer_ids=dst_ids,
             compat=True,
         )  # fmt: skip
@@ -122,7 +122,7 @@ def test_plan_send_kvcache_slice(sglang, rng):
             *("s", src, dst_ptrs, dst, dst_rank, decode_tp, dst_len, ImmediateExecutor()),
         )
         planned = outcome(
-            cpattn.transfer.plan_send_kvcache_slice, kv_args, dst_ptrs, src, dst, pp_size=2,
+            sglang_0_5_23.plan_send_kvcache_slice, kv_args, dst_ptrs, src, dst, pp_size=2,
             dst_tp_rank=dst_rank, dst_attn_tp_size=decode_tp, dst_kv_item_len=dst_len,
             attn_tp_size=prefill_tp, compat=True,
         )  # fmt: skip
@@ -147,9 +147,7 @@ def test_plan_send_aux(sglang, rng):
         sent = outcome(manager.send_aux, request, src_index, dst_ptrs)
         if sent == "refused: short destination":
             continue
-        planned = cpattn.transfer.plan_send_aux(
-            kv_args, dst_ptrs, src_index, dst_index, compat=True
-        )
+        planned = sglang_0_5_23.plan_send_aux(kv_args, dst_ptrs, src_index, dst_index, compat=True)
         assert blocks(planned) == manager.engine.blocks
 
 
@@ -183,7 +181,7 @@ def test_plan_send_state(sglang, rng):
             dst_state_dim_per_tensor=no_ids, dst_state_layer_ids=no_ids, dst_tp_rank=0,
         )  # fmt: skip
         assert manager.maybe_send_extra(request, src_indices, ImmediateExecutor(), registered) == 0
-        planned = cpattn.transfer.plan_send_state(
+        planned = sglang_0_5_23.plan_send_state(
             kv_args, dst_ptrs, src_indices, dst_indices, compat=True
         )
         assert blocks(planned) == manager.engine.blocks

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import cpattn
-from cpattn.transfer import KVSender
+from cpattn.transfer import sglang_0_5_23
+from cpattn.transfer.sglang_0_5_23 import KVSender
 from support.sglang.sglang_upstream import ImmediateExecutor, make_manager
 from support.transfer.plan_blocks import blocks
 
@@ -34,7 +34,7 @@ def test_filter_kv_indices_for_shard_rank(sglang, rng):
         arguments = {"kv_indices": pages, "index_slice": slice(start, start + len(pages))}
         arguments |= {"shard_rank": int(rng.integers(size)), "shard_size": size}
         expected = sglang.disaggregation.filter_kv_indices_for_shard_rank(**arguments)
-        got = cpattn.transfer.filter_kv_indices_for_shard_rank(**arguments)
+        got = sglang_0_5_23.filter_kv_indices_for_shard_rank(**arguments)
         assert listed(got) == listed(expected)
         assert [array.dtype for array in got] == [array.dtype for array in expected]
 
@@ -50,7 +50,7 @@ def test_filter_kv_indices_for_cp_rank(sglang, rng):
             chunk, num_pages = slice(None), max(num_pages, total or 0)
         pages = rng.permutation(100)[:num_pages].astype(np.int32)
         expected = sglang.disaggregation.filter_kv_indices_for_cp_rank(manager, pages, chunk, total)
-        got = cpattn.transfer.filter_kv_indices_for_cp_rank(manager, pages, chunk, total)
+        got = sglang_0_5_23.filter_kv_indices_for_cp_rank(manager, pages, chunk, total)
         assert listed(got) == listed(expected), (manager, chunk, total)
 
 
@@ -60,10 +60,13 @@ def test_layers_of_a_split(sglang):
             ("get_layer_shard_range", range(size)),
             ("get_layer_owner", range(total)),
         ):
-            theirs, ours = getattr(sglang.cp_utils, name), getattr(cpattn.transfer, name)
+            theirs, ours = getattr(sglang.cp_utils, name), getattr(sglang_0_5_23, name)
             assert all(ours(i, size, total) == theirs(i, size, total) for i in first)
         for outside in (-1, total):
-            for owner in (sglang.cp_utils.get_layer_owner, cpattn.transfer.get_layer_owner):
+            for owner in (
+                sglang.cp_utils.get_layer_owner,
+                sglang_0_5_23.get_layer_owner,
+            ):
                 with pytest.raises(ValueError, match=r"local_layer_idx"):
                     owner(outside, size, total)
 
@@ -74,7 +77,7 @@ def test_is_elided_entry(sglang, rng):
         arguments = int(rng.choice([0, 8])), dst, int(rng.integers(0, 5))
         may_elide = bool(rng.integers(2))
         expected = sglang.disaggregation.is_elided_entry(*arguments, allow_dst_elision=may_elide)
-        got = cpattn.transfer.is_elided_entry(*arguments, allow_dst_elision=may_elide)
+        got = sglang_0_5_23.is_elided_entry(*arguments, allow_dst_elision=may_elide)
         assert got == expected
 
 
@@ -108,7 +111,7 @@ def test_plan_send_indices(sglang, rng, monkeypatch):
         ends = sorted({*rng.integers(0, total + 1, 2).tolist(), total})
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             expected = theirs._prepare_send_indices(pages[start:end])
-            got = cpattn.transfer.plan_send_indices(
+            got = sglang_0_5_23.plan_send_indices(
                 sender, pages[start:end], curr_idx=start, num_kv_indices=total
             )
             assert listed(got[:2]) == listed(expected[:2])
@@ -158,9 +161,9 @@ def test_pull_targets(sglang, rng):
             sglang.conn.CommonKVManager._resolve_rank_mapping(decode, prefill)
         except AssertionError:
             with pytest.raises(ValueError, match=r"^pull_targets: decode_\w+_size must be"):
-                cpattn.transfer.pull_targets(decode.kv_args.engine_rank, **arguments)
+                sglang_0_5_23.pull_targets(decode.kv_args.engine_rank, **arguments)
             continue
-        found = cpattn.transfer.pull_targets(decode.kv_args.engine_rank, **arguments)
+        found = sglang_0_5_23.pull_targets(decode.kv_args.engine_rank, **arguments)
         expected = {name: getattr(prefill, name) for name in found._fields}
         assert found._asdict() == expected
         num_mapped += 1
@@ -176,7 +179,7 @@ def test_get_mla_kv_ptrs_with_pp_of_flat_lists_compat(sglang, rng):
             prefill_start_layer=start, num_draft_entries=drafts, mla_compression_ratios=None
         )
         manager = make_manager(sglang, "mooncake", kv_args=kv_args, is_mla_backend=True)
-        found = cpattn.transfer.get_mla_kv_ptrs_with_pp(
+        found = sglang_0_5_23.get_mla_kv_ptrs_with_pp(
             src, dst, prefill_start_layer=start, num_draft_entries=drafts, compat=True
         )
         assert found == manager.get_mla_kv_ptrs_with_pp(src, dst), (len(src), len(dst), start)
@@ -244,12 +247,12 @@ def test_plan_send_state_of_elided_and_striped_entries(sglang, rng, monkeypatch)
         except RuntimeError:
             code = -1
         if code == 0:
-            plan = cpattn.transfer.plan_send_state(*arguments, **options, compat=True)
+            plan = sglang_0_5_23.plan_send_state(*arguments, **options, compat=True)
             assert blocks(plan) == manager.engine.blocks
             outcomes["sent"] += 1
             continue
         for compat in (False, True):
             with pytest.raises((ValueError, RuntimeError)):
-                cpattn.transfer.plan_send_state(*arguments, **options, compat=compat)
+                sglang_0_5_23.plan_send_state(*arguments, **options, compat=compat)
         outcomes["refused"] += 1
     assert min(outcomes.values()) > 100, outcomes

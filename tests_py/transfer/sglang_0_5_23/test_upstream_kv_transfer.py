@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import cpattn
+from cpattn.transfer import sglang_0_5_23
 from support.sglang.sglang_upstream import make_manager
 from support.transfer.upstream_cases import knows_drafts, kv_list, outcome, random_stage
 
@@ -29,7 +29,7 @@ def test_kv_to_page_indices(sglang, rng):
         first = rng.integers(0, 1000) * page_size
         slots = torch.arange(first, first + num_tokens)
         expected = sglang.pages.kv_to_page_indices(slots, page_size)
-        got = cpattn.transfer.kv_to_page_indices(slots.numpy(), int(page_size))
+        got = sglang_0_5_23.kv_to_page_indices(slots.numpy(), int(page_size))
         np.testing.assert_array_equal(got, expected)
 
 
@@ -39,7 +39,7 @@ def test_group_concurrent_contiguous(sglang, rng):
         same = rng.random() < 0.9
         dst = random_pages(rng, len(src) if same else rng.integers(0, 12))
         expected = outcome(sglang.utils.group_concurrent_contiguous, src, dst)
-        got = outcome(cpattn.transfer.group_concurrent_contiguous, src, dst)
+        got = outcome(sglang_0_5_23.group_concurrent_contiguous, src, dst)
         if not isinstance(got, str):
             got = tuple([[int(i) for i in group] for group in side] for side in got)
         assert got == expected, (src, dst)
@@ -52,7 +52,7 @@ def test_get_mha_kv_ptrs_with_pp_compat(sglang, rng):
         start = int(rng.integers(0, 12))
         manager = make_manager(sglang, kv_args=SimpleNamespace(prefill_start_layer=start))
         expected = outcome(manager.get_mha_kv_ptrs_with_pp, src, dst)
-        ours = cpattn.transfer.get_mha_kv_ptrs_with_pp
+        ours = sglang_0_5_23.get_mha_kv_ptrs_with_pp
         got = outcome(ours, src, dst, prefill_start_layer=start, compat=True)
         assert got == expected, (src, dst, start)
 
@@ -68,7 +68,7 @@ def test_get_mha_kv_ptrs_with_pp_is_right_where_upstream_is_not(sglang, rng):
         num_wrong += src != (upstream_k + upstream_v)[: len(src)]
 
         where = {"prefill_start_layer": stage.start, "total_kv_layers": num_layers}
-        _, _, dst_k, dst_v, _ = cpattn.transfer.get_mha_kv_ptrs_with_pp(
+        _, _, dst_k, dst_v, _ = sglang_0_5_23.get_mha_kv_ptrs_with_pp(
             list(range(len(src))), list(range(len(dst))), **where
         )
         assert [dst[i] for i in [*dst_k, *dst_v]][: len(src)] == src
@@ -90,7 +90,7 @@ def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
         manager = make_manager(sglang, kv_args=kv_args, pp_size=2, is_mla_backend=True)
         expected = outcome(manager.get_mla_kv_ptrs_with_pp, src, dst)
         got = outcome(
-            cpattn.transfer.get_mla_kv_ptrs_with_pp, src, dst, prefill_start_layer=start,
+            sglang_0_5_23.get_mla_kv_ptrs_with_pp, src, dst, prefill_start_layer=start,
             kv_buf_groups=groups, draft_kv_layers=draft, compat=True,
             is_last_rank=sglang.parallel.pp_group.is_last_rank, **known,
         )  # fmt: skip

@@ -59,7 +59,7 @@ class KVArgs(SimpleNamespace):
         return f"KVArgs({', '.join(fields)})"
 
 
-KVArgs.__module__ = "cpattn.transfer"
+KVArgs.__module__ = "cpattn.transfer.sglang_0_5_23"
 
 
 def fill_kv_args(

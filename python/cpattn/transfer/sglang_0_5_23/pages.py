@@ -324,4 +324,4 @@ class KVSendCursor:
         return KVChunk(start, end, page, self.curr_idx, is_last, self.page_size, self.compat)
 
 
-KVChunk.__module__ = KVSendCursor.__module__ = "cpattn.transfer"
+KVChunk.__module__ = KVSendCursor.__module__ = "cpattn.transfer.sglang_0_5_23"

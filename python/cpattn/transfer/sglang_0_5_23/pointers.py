@@ -292,7 +292,7 @@ class DecodeTargets(NamedTuple):
     required_dst_info_num: int
 
 
-DecodeTargets.__module__ = "cpattn.transfer"
+DecodeTargets.__module__ = "cpattn.transfer.sglang_0_5_23"
 
 
 def decode_targets(

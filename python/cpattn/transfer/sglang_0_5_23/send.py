@@ -92,7 +92,7 @@ def plan_send_kvcache(
 
     Examples
     --------
-    >>> from cpattn.transfer import KVArgs
+    >>> from cpattn.transfer.sglang_0_5_23 import KVArgs
     >>> args = KVArgs(kv_data_ptrs=[1000, 2000], kv_item_lens=[10, 20])
     >>> plan = plan_send_kvcache(args, [5000, 6000], [1, 2, 7], [4, 5, 6], pp_size=1, is_mla=True)
     >>> for block in zip(plan.src_addrs.tolist(), plan.dst_addrs.tolist(), plan.lengths.tolist()):
@@ -140,7 +140,7 @@ class HeadSlice(NamedTuple):
     dst_heads: int
 
 
-HeadSlice.__module__ = "cpattn.transfer"
+HeadSlice.__module__ = "cpattn.transfer.sglang_0_5_23"
 
 
 def slice_heads(
@@ -240,7 +240,7 @@ def plan_send_kvcache_slice(
     --------
     A page has two tokens of two heads of 8 bytes. The second head goes to rank 1 of 2:
 
-    >>> from cpattn.transfer import KVArgs
+    >>> from cpattn.transfer.sglang_0_5_23 import KVArgs
     >>> args = KVArgs(engine_rank=0, page_size=2, kv_head_num=2,
     ...               kv_data_ptrs=[1000, 2000], kv_item_lens=[32, 32])
     >>> plan = plan_send_kvcache_slice(args, [5000, 6000], [1], [2], dst_tp_rank=1,

@@ -64,7 +64,7 @@ def plan_send_aux(
 
     Examples
     --------
-    >>> from cpattn.transfer import KVArgs
+    >>> from cpattn.transfer.sglang_0_5_23 import KVArgs
     >>> args = KVArgs(aux_data_ptrs=[100, 200], aux_item_lens=[8, 16])
     >>> plan = plan_send_aux(args, [500, 600], src_aux_index=2, dst_aux_index=1)
     >>> plan.src_addrs.tolist(), plan.dst_addrs.tolist(), plan.lengths.tolist()
@@ -153,7 +153,7 @@ def plan_send_state(
 
     Examples
     --------
-    >>> from cpattn.transfer import KVArgs
+    >>> from cpattn.transfer.sglang_0_5_23 import KVArgs
     >>> args = KVArgs(state_types=["mamba", "swa"], state_data_ptrs=[[100], [200]],
     ...               state_item_lens=[[8], [16]])
     >>> plan = plan_send_state(args, [[500], [600]], [[1], [2, 3]], [[0], [5, 6]])

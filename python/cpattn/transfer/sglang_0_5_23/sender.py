@@ -198,7 +198,7 @@ class KVSendIndices(NamedTuple):
         return src[: len(dst)], dst
 
 
-KVSender.__module__ = KVSendIndices.__module__ = "cpattn.transfer"
+KVSender.__module__ = KVSendIndices.__module__ = "cpattn.transfer.sglang_0_5_23"
 
 
 def plan_send_indices(

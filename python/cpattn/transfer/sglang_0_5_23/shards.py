@@ -111,7 +111,7 @@ def filter_kv_indices_for_cp_rank(
     --------
     Rank 1 of 2 has pages 3 and 4 of five, the second of which is in the next chunk:
 
-    >>> from cpattn.transfer import KVSender
+    >>> from cpattn.transfer.sglang_0_5_23 import KVSender
     >>> sender = KVSender(attn_cp_rank=1, attn_cp_size=2)
     >>> filter_kv_indices_for_cp_rank(sender, [7, 8, 9], slice(1, 4), total_pages=5)
     ([9], slice(3, 4, None))

@@ -41,7 +41,7 @@ class PullTargets(NamedTuple):
     required_prefill_response_num: int
 
 
-PullTargets.__module__ = "cpattn.transfer"
+PullTargets.__module__ = "cpattn.transfer.sglang_0_5_23"
 
 
 def pull_targets(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators that select keys, each wrong in one way.
 
-Those of scores have the signature of `cpattn.sparse.fast_topk`.
+Those of scores have the signature of `cpattn.sparse.sglang_0_5_23.fast_topk`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from cpattn.sparse import dcp_local_indices, fast_topk, indexer_topk
+from cpattn.sparse import dcp_local_indices, indexer_topk
+from cpattn.sparse.sglang_0_5_23 import fast_topk
 
 BUCKET_SLOTS = 4096
 

@@ -98,7 +98,7 @@ ATTENTION = {
 }  # fmt: skip
 
 SELECTIONS = {
-    "cpattn fast_topk": RightOperator("cpattn.sparse:fast_topk", "topk"),
+    "cpattn fast_topk": RightOperator("cpattn.sparse.sglang_0_5_23:fast_topk", "topk"),
     "cpattn topk_transform": RightOperator(f"{_HERE}:by_topk_transform", "topk"),
     "torch.topk": RightOperator(
         f"{_HERE}:by_torch", "topk", "torch", without=("low", "nan")
