@@ -11,24 +11,39 @@ from concurrent.futures import Future
 from typing import Any, ClassVar, NoReturn
 
 from .. import _core
+from .._arguments import at_least, real
 
+_MAX_TIMEOUT = 10**6  # seconds, which Mooncake reads as an int
 _environment_lock = threading.Lock()
 
 
 class PeerEngine:
     """Checks writes, counts those in flight, and runs them here or on a thread.
 
-    A subclass has `session_id`, and the methods `_write` and `close`, which waits with `_changed`
-    until `_num_writes` is 0. Messages have its name.
+    A subclass has `session_id`, and the methods `write`, `_write` and `close`, which waits with
+    `_changed` until `_num_writes` is 0. Messages have its name.
     """
 
     _name: ClassVar[str]
+    _min_timeout: ClassVar[float]  # seconds
     session_id: str
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards all that follows
         self._closing = False
         self._num_writes = 0  # that close has to wait for
+        self._in_doubt: set[_core.PoolMemory] = set()  # that a failed write may still read
+
+    def _limits(self, timeout: Any, max_blocks: Any) -> float:
+        """Check and keep the blocks of a write; return the seconds that it may take."""
+        seconds = real(timeout, self._name, "timeout")
+        if not self._min_timeout <= seconds <= _MAX_TIMEOUT:  # refuses nan, too
+            raise ValueError(
+                f"{self._name}: timeout must be in [{self._min_timeout}, {_MAX_TIMEOUT}], "
+                f"got {timeout}"
+            )
+        self.max_blocks = at_least(1, max_blocks, self._name, "max_blocks")
+        return seconds
 
     def _write(self, session: str, blocks: _core.Blocks) -> int:
         """The code of a write that has been counted."""
@@ -48,8 +63,18 @@ class PeerEngine:
         finally:
             self._end()
 
-    def _write_on_a_thread(self, session: str, *lists: Sequence[int]) -> Future[int]:
-        blocks = self._begin(session, lists)
+    def write_async(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Future[int]:
+        """Start `write` on another thread; ``done()`` and ``result(timeout)`` tell its status.
+
+        It lets work go on beside a transfer; concurrent writes are no faster than one by one.
+        """
+        blocks = self._begin(session, (src_addrs, dst_addrs, lengths))
         future: Future[int] = Future()
 
         def write() -> None:

@@ -28,19 +28,15 @@ import importlib
 import math
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from .. import _core
-from .._arguments import at_least, real
 from ..transfer.bounded import BoundedCalls, CallHangs
 from ..transfer.registration import forget
 from ._peer_engine import PeerEngine, variables
 from ._support import first_installed, precedes
 
 _MIN_VERSION = "0.3.12"  # before it, success came when the bytes had left, not arrived
-_MIN_TIMEOUT = 5  # seconds; the engine raises less to this without a word
-_MAX_TIMEOUT = 10**6  # which it reads as an int
 _PACKAGE = "mooncake-transfer-engine"
 _VARIANTS = ("-non-cuda", "", "-cuda13", "-npu", "-musa", "-efa-non-cuda", "-efa")
 _DEVICE_FREE = ("-non-cuda", "-efa-non-cuda")  # variants that know no memory but that of the host
@@ -82,6 +78,7 @@ class MooncakeEngine(PeerEngine):
     """
 
     _name = "MooncakeEngine"
+    _min_timeout = 5  # the engine raises less to this without a word
 
     def __init__(
         self,
@@ -93,13 +90,7 @@ class MooncakeEngine(PeerEngine):
         max_blocks: int = 512,
         metadata_server: str = "P2PHANDSHAKE",
     ) -> None:
-        seconds = real(timeout, "MooncakeEngine", "timeout")
-        if not _MIN_TIMEOUT <= seconds <= _MAX_TIMEOUT:  # refuses nan, too
-            raise ValueError(
-                f"MooncakeEngine: timeout must be in [{_MIN_TIMEOUT}, {_MAX_TIMEOUT}], "
-                f"got {timeout}"
-            )
-        self.max_blocks = at_least(1, max_blocks, "MooncakeEngine", "max_blocks")
+        seconds = self._limits(timeout, max_blocks)
         if os.environ.get("MC_TCP_PROTO") == "1":
             raise RuntimeError("MooncakeEngine: MC_TCP_PROTO=1 reports writes before they arrive")
         make_engine = _import_engine()
@@ -120,7 +111,6 @@ class MooncakeEngine(PeerEngine):
         self._calls = BoundedCalls("MooncakeEngine")
         self._met: set[str] = set()  # sessions whose last write was right
         self._registered: dict[int, list[_core.PoolMemory]] = {}
-        self._in_doubt: set[_core.PoolMemory] = set()  # that a failed write may still read
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``: to all ranges, or none.
@@ -172,18 +162,8 @@ class MooncakeEngine(PeerEngine):
         """
         return self._write_here(session, src_addrs, dst_addrs, lengths)
 
-    def write_async(
-        self,
-        session: str,
-        src_addrs: Sequence[int],
-        dst_addrs: Sequence[int],
-        lengths: Sequence[int],
-    ) -> Future[int]:
-        """Start `write` on another thread; ``done()`` and ``result(timeout)`` tell its status.
-
-        It lets work go on beside a transfer; concurrent writes are no faster than one by one.
-        """
-        return self._write_on_a_thread(session, src_addrs, dst_addrs, lengths)
+    def __enter__(self) -> MooncakeEngine:
+        return self
 
     def close(self) -> None:
         """Wait for writes in flight, at most their timeout, then release all memory and end."""
@@ -227,9 +207,6 @@ class MooncakeEngine(PeerEngine):
             return True
         answer: int = self._calls.run(session, self._timeout, self._engine.send_probe, session)
         return answer == 0
-
-    def __enter__(self) -> MooncakeEngine:
-        return self
 
 
 def _import_engine() -> Any:

@@ -39,21 +39,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from .. import _core
-from .._arguments import at_least, real
 from ..transfer.registration import forget
 from ._peer_engine import PeerEngine, variables
 from ._support import first_installed, precedes
 
 _MIN_VERSION = "1.5.1"  # by their sources, listeners of older ones throw when a peer goes
 _VARIANTS = ("nixl-cu12", "nixl-cu13")
-_MIN_TIMEOUT = 1  # seconds; to ask a peer takes a tenth, on a busy machine more
-_MAX_TIMEOUT = 10**6
 _FAILED = -1  # the code for all that can go wrong with a write
 _GONE = "Backend", "Cancelled", "NotFound", "RemoteDisconnect", "Unknown"  # errors of such a write
 _DELAY = 1000  # microseconds between looks of NIXL's threads; 0 would have them spin
@@ -97,6 +93,7 @@ class NixlEngine(PeerEngine):
     """
 
     _name = "NixlEngine"
+    _min_timeout = 1  # to ask a peer takes a tenth, on a busy machine more
 
     def __init__(
         self,
@@ -107,12 +104,7 @@ class NixlEngine(PeerEngine):
         max_blocks: int = 4096,
         recheck: bool = True,
     ) -> None:
-        seconds = real(timeout, "NixlEngine", "timeout")
-        if not _MIN_TIMEOUT <= seconds <= _MAX_TIMEOUT:  # refuses nan, too
-            raise ValueError(
-                f"NixlEngine: timeout must be in [{_MIN_TIMEOUT}, {_MAX_TIMEOUT}], got {timeout}"
-            )
-        self.max_blocks = at_least(1, max_blocks, "NixlEngine", "max_blocks")
+        seconds = self._limits(timeout, max_blocks)
         for name, value, kind in (
             ("host", host, str),
             ("transports", transports, str),
@@ -138,7 +130,6 @@ class NixlEngine(PeerEngine):
         self._turns: dict[str, threading.Lock] = {}  # of writes to each peer
         self._memory = _core.MemoryRanges()  # what is registered, for the codes
         self._registered: dict[int, tuple[int, list[_core.PoolMemory]]] = {}
-        self._in_doubt: set[_core.PoolMemory] = set()  # that a failed write may still read
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``: to all ranges, or none.
@@ -194,18 +185,8 @@ class NixlEngine(PeerEngine):
         """
         return self._write_here(session, src_addrs, dst_addrs, lengths)
 
-    def write_async(
-        self,
-        session: str,
-        src_addrs: Sequence[int],
-        dst_addrs: Sequence[int],
-        lengths: Sequence[int],
-    ) -> Future[int]:
-        """Start `write` on another thread; ``done()`` and ``result(timeout)`` tell its status.
-
-        It lets work go on beside a transfer; concurrent writes are no faster than one by one.
-        """
-        return self._write_on_a_thread(session, src_addrs, dst_addrs, lengths)
+    def __enter__(self) -> NixlEngine:
+        return self
 
     def close(self) -> None:
         """Wait for writes in flight, at most their timeout, then end those that were given up."""
@@ -304,9 +285,6 @@ class NixlEngine(PeerEngine):
     def _regions(self, addrs: Sequence[int], sizes: Sequence[int]) -> Any:
         ranges = [(addr, size, 0, "") for addr, size in zip(addrs, sizes, strict=True)]
         return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, ranges)
-
-    def __enter__(self) -> NixlEngine:
-        return self
 
 
 def _looks(deadline: float) -> Iterator[None]:

@@ -106,7 +106,7 @@ class Hanging(FakeMooncake):
 @pytest.fixture
 def hanging(fake, monkeypatch):
     """Starts an engine that hangs in a method, for which a second is enough."""
-    monkeypatch.setattr(mooncake, "_MIN_TIMEOUT", 1)
+    monkeypatch.setattr(mooncake.MooncakeEngine, "_min_timeout", 1)
     monkeypatch.setattr(mooncake, "_GRACE", 0)
     engines = []
 

@@ -124,7 +124,7 @@ def test_sessions_of_another_form_are_nobodys(fake):
 
 def test_what_does_not_end_is_given_up(fake, monkeypatch):
     """A peer may not answer, or a write not end; those that wait behind it are given up, too."""
-    monkeypatch.setattr(nixl, "_MIN_TIMEOUT", 0.1)
+    monkeypatch.setattr(nixl.NixlEngine, "_min_timeout", 0.1)
     with monkeypatch.context() as patch, nixl.NixlEngine(timeout=0.1) as engine:
         patch.setattr(FakeAgent, "answers", False)
         assert engine.write(PEER, [8], [8], [8]) == -1
