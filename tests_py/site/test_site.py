@@ -48,6 +48,7 @@ INTEGRATIONS += ("torch_ops", "transformers", "vllm")
 ROOMS = {
     "cpattn": "cpattn",
     **{f"cpattn.{room}": room for room in ALONE},
+    **{f"cpattn.{room}.sglang_0_5_23": room for room in ("sparse", "transfer")},
     **{f"cpattn.integrations.{room}": "integrations" for room in INTEGRATIONS},
 }
 
