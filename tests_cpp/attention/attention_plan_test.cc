@@ -241,7 +241,7 @@ TEST(PlanAttention, CoversEveryTokenAndHeadOnce) {
     const int32_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
     for (const AttentionItem& item : plan.items) {
       EXPECT_GT(item.num_tokens, 0);
-      if (item.decode) {
+      if (item.may_read_in_place) {
         EXPECT_EQ(item.first_head % group + item.num_heads % group, 0) << "whole KV heads";
       } else {
         EXPECT_EQ(item.first_head / group, (item.first_head + item.num_heads - 1) / group)

@@ -42,7 +42,7 @@ bool is_short(const AttentionSegment& segment) {
 int64_t group_of(const AttentionShape& shape) { return shape.num_heads / shape.num_kv_heads; }
 
 /// Up to 16 rows for each KV head, 8 of wide heads.
-bool reads_in_place(const AttentionShape& shape, const AttentionSegment& segment) {
+bool may_read_in_place(const AttentionShape& shape, const AttentionSegment& segment) {
   const int64_t rows = segment.q_len * group_of(shape);
   return is_short(segment) && rows <= (shape.head_dim > 256 ? 8 : 16);
 }
@@ -148,7 +148,7 @@ TEST(AttentionSplit, PartsHoldEveryVisibleKeyOnce) {
     std::map<std::pair<int32_t, int32_t>, std::vector<AttentionItem>> groups;
     for (const AttentionItem& item : plan.items) {
       const AttentionSegment& segment = plan.batch.segments[item.segment];
-      EXPECT_EQ(item.decode, reads_in_place(plan.batch.shape, segment));
+      EXPECT_EQ(item.may_read_in_place, may_read_in_place(plan.batch.shape, segment));
       if (is_short(segment)) groups[{item.segment, item.first_head}].push_back(item);
     }
     int64_t partial_rows = 0;
@@ -262,7 +262,7 @@ TEST(AttentionSplit, BatchInvariantPlansHaveNoParts) {
   batch.batch_invariant = true;
   const AttentionPlan plan = plan_attention("test", batch, 0);
   EXPECT_TRUE(plan.splits.empty());
-  for (const AttentionItem& item : plan.items) EXPECT_FALSE(item.decode);
+  for (const AttentionItem& item : plan.items) EXPECT_FALSE(item.may_read_in_place);
 }
 
 TEST(AttentionSplit, BatchInvariantRowsAreReadByRunsOfHeadsInLargeBatchesAlone) {
@@ -274,7 +274,7 @@ TEST(AttentionSplit, BatchInvariantRowsAreReadByRunsOfHeadsInLargeBatchesAlone) 
     EXPECT_EQ(std::ssize(plan.items), sequences * 8 / heads);
     for (const AttentionItem& item : plan.items) {
       EXPECT_EQ(item.num_heads, 4 * heads) << sequences;
-      EXPECT_FALSE(item.decode);
+      EXPECT_FALSE(item.may_read_in_place);
     }
   }
 }

@@ -36,11 +36,9 @@ class AmxDecode {
   static constexpr bool kCodes = sizeof(Code) == 1;
 
  public:
-  static constexpr int kMaxRows = kTileRows;
-
   static bool takes(const AttentionTile& tile) {
     const int step = kCodes ? 64 : kTileDepth;
-    return tile.num_tokens * tile.group <= kMaxRows && tile.nope_dim % step == 0 &&
+    return tile.num_tokens * tile.group <= kTileRows && tile.nope_dim % step == 0 &&
            tile.rope_dim % step == 0 && tile.v_head_dim % step == 0;
   }
   static int64_t scratch_bytes(const AttentionTile& tile) {
@@ -93,7 +91,7 @@ class AmxDecode {
   void take_head(int head) {
     head_ = head;
     scale_ = scale_of_head(tile_, head);
-    const int64_t row = int64_t{head} * kMaxRows;
+    const int64_t row = int64_t{head} * kTileRows;
     states_ = work_.states.from(row);
     group_ = {
         .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
@@ -115,8 +113,8 @@ class AmxDecode {
     Magnitude magnitude;
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       take_head(head);
-      __builtin_memset(group_.output, 0, sizeof(float) * kMaxRows * v_dim_);
-      states_.clear(tile_, kMaxRows);
+      __builtin_memset(group_.output, 0, sizeof(float) * kTileRows * v_dim_);
+      states_.clear(tile_, kTileRows);
       pack_query_columns<T>(tile_, head, depth_, queries_, magnitude);
     }
   }
@@ -159,8 +157,7 @@ class AmxDecode {
            tile_.page_size % kTileRows == 0;
   }
 
-  /// Sixteen rows of `dim` dimensions, in memory or copied to `staged`, where dimension `first` is
-  /// the first of them.
+  /// The source of sixteen rows of `dim` dimensions, in memory or copied to `staged`.
   TileSource rows_of(
       const SourceRows<T>& source,
       const char* const* rows,
@@ -294,9 +291,9 @@ class AmxDecode {
     bool finite = true;
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       for (int row = 0; row < rows_; ++row) {
-        const int64_t place = int64_t{head} * kMaxRows + row;
+        const int64_t place = int64_t{head} * kTileRows + row;
         Vector sum = splat(work_.states.sums[place]);
-        const float* output = work_.output + int64_t{head} * kMaxRows * v_dim_ + row * kLanes;
+        const float* output = work_.output + int64_t{head} * kTileRows * v_dim_ + row * kLanes;
         // Zero times an infinity or NaN is NaN.
         Vector zeros = mul(sum, splat(0.0F));
         for (int d = 0; d < v_dim_ / 16; ++d) {

@@ -78,7 +78,7 @@ class AmxFewRows {
   void take_head(int head) {
     head_ = head;
     scale_ = scale_of_head(tile_, head);
-    const int64_t row = int64_t{head} * kMaxFewRows;
+    const int64_t row = int64_t{head} * kGroupRows;
     states_ = work_.states.from(row);
     group_ = {
         .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
@@ -271,11 +271,12 @@ class AmxFewRows {
   float k_factors_[kMaxPackedKeys];
 };
 
-/// The loop for a tile: few rows, or one KV head after the other.
+/// The loop for a tile: AmxFewRows if the rows of a KV head are one group, else AmxAttention for
+/// one KV head after the other.
 template <class T>
 struct AmxLoop {
   static bool few_rows(const AttentionTile& tile) {
-    return tile.num_tokens * tile.group <= kMaxFewRows;
+    return tile.num_tokens * tile.group <= kGroupRows;
   }
 
   static int64_t scratch_bytes(const AttentionTile* tile) {

@@ -7,8 +7,6 @@
 namespace cpattn::kernels {
 namespace {
 
-constexpr int kMaxFewRows = kGroupRows;
-
 /// Buffers of one tile of work. Those marked "of a head" exist once per KV head.
 template <class T>
 struct FewRowsWorkspace {
@@ -27,7 +25,7 @@ struct FewRowsWorkspace {
     constexpr int kParts = TileFormat<T>::kParts;
     const int depth = round_up(tile.nope_dim + tile.rope_dim, kTileDepth);
     const int64_t heads = tile.num_kv_heads;
-    const int64_t rows = heads * kMaxFewRows;
+    const int64_t rows = heads * kGroupRows;
     Carver carver{base};
     tiles.take(carver, 2 * kTileDepth, kAmxBlockKeys<T>, depth, tile.v_head_dim);
     carver.take(

@@ -6,15 +6,15 @@
 //
 // A panel is kPanel columns of the right-hand matrix, stored row by row: for
 // Q K^T the columns are keys and the rows dimensions, for P V the columns are
-// dimensions and the rows keys. Left-hand rows are read as they are. What an engine
-// owes is in engine-inl.h.
+// dimensions and the rows keys. Left-hand rows are read as they are. engine-inl.h has
+// the contract of engines.
 #include "kernels/attention/engine-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
 constexpr int kPanel = kPanelVectors * kLanes;
-constexpr int kMaxRows = 6;
+constexpr int kProductRows = 6;
 /// Keys are masked, exponentiated and multiplied in groups of this many.
 constexpr int kKeyGranule = 32;
 /// Bytes of a panel that all rows are multiplied with before the next; they stay in L1.
@@ -181,7 +181,7 @@ void multiply(
 /// has, all in registers; returns the number of flops.
 template <class Engine>
 int64_t peak_flops(int64_t rounds) {
-  constexpr int kSums = kMaxRows * kPanelVectors;
+  constexpr int kSums = kProductRows * kPanelVectors;
   constexpr int kFlops = 2 * Engine::kDepthStep * kLanes;
   typename Engine::Operand operands[Engine::kDepthStep * kLanes];
   __builtin_memset(operands, 0x3e, sizeof operands);  // 0.19 in either format
@@ -218,8 +218,8 @@ void multiply_rows(
     rows -= kRows;
   };
   // One or two rows would wait for their own sums: the last seven or eight divide better.
-  while (rows >= kMaxRows + 3 || rows == kMaxRows) take.template operator()<kMaxRows>();
-  if (rows > kMaxRows) take.template operator()<4>();
+  while (rows >= kProductRows + 3 || rows == kProductRows) take.template operator()<kProductRows>();
+  if (rows > kProductRows) take.template operator()<4>();
   switch (rows) {
     case 5:
       return multiply<Engine, 5, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);

@@ -11,7 +11,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Prompts: by tiles, or by vectors where rows are padded, which tiles do not read.
+/// The loop of prompts: by tiles, or by vectors if rows are padded, which tiles do not read.
 template <class T, class Engine>
 struct AmxOrPadded {
   using Padded = AttentionLoop<T, Engine, 4>;
@@ -24,17 +24,17 @@ struct AmxOrPadded {
   }
 };
 
-/// Decode: up to kMaxRows rows of a KV head are multiplied by the vector units, in float32, and
-/// more by tiles.
-template <class T, class Engine, int kMaxRows>
+/// The loop of decode: the vector units multiply up to kVectorRows rows of a KV head, in float32,
+/// and tiles multiply more.
+template <class T, class Engine, int kVectorRows>
 struct VectorsOrTiles {
   using Packing = AmxOrPadded<T, Engine>;
   using Decode = DecodeLoop<T, Float32Engine, 4>;
-  /// So few rows are no more work for the vector units than unpacking codes for tiles.
+  /// Rows that are no more work for the vector units than unpacking codes for tiles.
   static constexpr int kLoneRows = 2;
 
   static bool by_vectors(const AttentionTile& tile) {
-    return tile.num_tokens * tile.group <= kMaxRows;
+    return tile.num_tokens * tile.group <= kVectorRows;
   }
   static int64_t scratch_bytes(const AttentionTile* tile) {
     return by_vectors(*tile) ? decode_scratch_bytes<T, Decode>(tile) : Packing::scratch_bytes(tile);
@@ -44,14 +44,14 @@ struct VectorsOrTiles {
     return by_vectors(*tile) ? Loop::run(tile, scratch) : Packing::run(tile, scratch);
   }
 
-  /// Whether AmxDecode does it, which in float16 would be three products of each.
+  /// Whether AmxDecode takes the tile. In float16 it would need three products for each.
   template <class Code>
   static bool in_place(const AttentionTile& tile) {
     return TileFormat<T>::kParts == 1 && !is_padded(tile) &&
            tile.num_tokens * tile.group > kLoneRows && AmxDecode<Code>::takes(tile);
   }
-  /// Decode by tiles that are loaded where keys are, if that is possible and the results are
-  /// finite; else as run() does.
+  /// Loads tiles from where keys are, if that is possible and the results are finite; else does
+  /// what run() does.
   template <class Code, class Loop>
   static bool decode(const AttentionTile* tile, void* scratch) {
     if (in_place<Code>(*tile)) {

@@ -35,16 +35,16 @@ int64_t part_keys(const AttentionBatch& batch);
 
 /// Whether a segment has so few rows for each KV head that most of the time goes to reading keys
 /// and values.
-bool has_few_rows(const AttentionBatch& batch, const AttentionSegment& segment);
+bool is_read_bound(const AttentionBatch& batch, const AttentionSegment& segment);
 
-/// Whether keys and values are read in place for few rows.
-bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment);
+/// Whether kernels may read the keys and values of a segment in place: it is short and read-bound.
+bool may_read_in_place(const AttentionBatch& batch, const AttentionSegment& segment);
 
-/// KV heads that an item of few rows takes together, at most.
+/// KV heads that an item of a read-bound segment takes together, at most.
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys);
 
-/// Appends the items of a segment of few rows. plan.part_keys has been set.
-void append_few_row_items(
+/// Appends the items of a read-bound segment. plan.part_keys has been set.
+void append_read_bound_items(
     const AttentionBatch& batch, int32_t segment, int64_t heads_per_run, AttentionPlan& plan
 );
 

@@ -230,8 +230,8 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
   const int64_t run_heads = heads_per_run(batch, plan.part_keys);
   for (std::size_t i = 0; i < batch.segments.size(); ++i) {
     const auto segment = static_cast<int32_t>(i);
-    if (has_few_rows(batch, batch.segments[i])) {
-      append_few_row_items(batch, segment, run_heads, plan);
+    if (is_read_bound(batch, batch.segments[i])) {
+      append_read_bound_items(batch, segment, run_heads, plan);
       check_num_items(function, std::ssize(plan.items));
     } else {
       append_items(function, batch, segment, max_rows, plan);

@@ -6,10 +6,10 @@
 namespace cpattn {
 namespace {
 
-/// Up to so many rows for each KV head it is faster to read keys and values in place than to
-/// pack them. Wide heads are compute-bound sooner.
-constexpr int64_t kMaxDecodeRows = 16;
-constexpr int64_t kMaxWideDecodeRows = 8;
+/// Rows for each KV head up to which it is faster to read keys and values in place than to pack
+/// them. Wide heads are compute-bound sooner.
+constexpr int64_t kReadBoundRows = 16;
+constexpr int64_t kWideReadBoundRows = 8;
 constexpr int32_t kWideHead = 256;
 /// Neighbouring KV heads are read together until a token has this many elements: in the order
 /// NHD they are 2 KB in a row, enough for memory to stream.
@@ -51,7 +51,7 @@ int64_t part_keys(const AttentionBatch& batch) {
     const VisibleKeys range = keys_of(batch, segment);
     keys += range.end - range.begin;
     rows = std::max(rows, segment.q_len * batch.shape.num_heads);
-    if (!reads_in_place(batch, segment)) granule = kPackedGranule;
+    if (!may_read_in_place(batch, segment)) granule = kPackedGranule;
   }
   // A split segment, which has more keys than a part, has less than three times as many
   // parts as they are worth.
@@ -62,21 +62,21 @@ int64_t part_keys(const AttentionBatch& batch) {
   return std::max<int64_t>(1, (wanted + granule - 1) / granule) * granule;
 }
 
-bool has_few_rows(const AttentionBatch& batch, const AttentionSegment& segment) {
+bool is_read_bound(const AttentionBatch& batch, const AttentionSegment& segment) {
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
   const int64_t rows =
-      padded_dim(batch.shape.head_dim) > kWideHead ? kMaxWideDecodeRows : kMaxDecodeRows;
+      padded_dim(batch.shape.head_dim) > kWideHead ? kWideReadBoundRows : kReadBoundRows;
   return segment.q_len > 0 && segment.q_len <= rows / group;
 }
 
-bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment) {
-  return is_short(batch, segment) && has_few_rows(batch, segment);
+bool may_read_in_place(const AttentionBatch& batch, const AttentionSegment& segment) {
+  return is_short(batch, segment) && is_read_bound(batch, segment);
 }
 
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {
   int64_t parts = 0;
   for (const AttentionSegment& segment : batch.segments) {
-    if (!has_few_rows(batch, segment)) continue;
+    if (!is_read_bound(batch, segment)) continue;
     const VisibleKeys range = keys_of(batch, segment);
     parts +=
         batch.batch_invariant ? 1 : std::max<int64_t>(1, (range.end - range.begin) / part_keys);
@@ -86,7 +86,7 @@ int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {
   return std::clamp<int64_t>(parts * batch.shape.num_kv_heads / wanted, 1, most);
 }
 
-void append_few_row_items(
+void append_read_bound_items(
     const AttentionBatch& batch, int32_t segment, int64_t heads_per_run, AttentionPlan& plan
 ) {
   const AttentionShape& shape = batch.shape;
@@ -102,7 +102,7 @@ void append_few_row_items(
             .first_head = static_cast<int32_t>(begin * group),
             .num_heads = static_cast<int32_t>((end - begin) * group),
             .num_tokens = static_cast<int32_t>(batch.segments[segment].q_len),
-            .decode = is_short(batch, batch.segments[segment]),
+            .may_read_in_place = is_short(batch, batch.segments[segment]),
         },
         plan
     );

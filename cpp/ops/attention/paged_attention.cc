@@ -333,8 +333,9 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
       tile.expand_codes = kernel.expand_codes[*codes];
     }
     tile.partial = splits.results_of(item);
-    const auto scratch_bytes = item.decode ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
-    if (!(item.decode ? decode : kernel.run)(
+    const auto scratch_bytes =
+        item.may_read_in_place ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
+    if (!(item.may_read_in_place ? decode : kernel.run)(
             &tile, thread_scratch(arguments.function, scratch_bytes(&tile))
         ))
       return;

@@ -69,7 +69,7 @@ struct MaskBits {
 
 /// A box of work: tokens [first_token, first_token + num_tokens) of a segment
 /// times query heads [first_head, first_head + num_heads) times keys
-/// [kv_begin, kv_end). The heads read one KV head, or several where each has few rows.
+/// [kv_begin, kv_end). The heads read one KV head, or several if the segment is read-bound.
 struct AttentionItem {
   int32_t segment = 0;
   int32_t first_head = 0;
@@ -78,8 +78,8 @@ struct AttentionItem {
   int64_t first_token = 0;
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
-  int32_t split = -1;   // index in AttentionPlan::splits of its split; -1: it is whole
-  bool decode = false;  // few rows: kernels may read keys and values without packing them
+  int32_t split = -1;              // index in AttentionPlan::splits of its split; -1: it is whole
+  bool may_read_in_place = false;  // kernels may read its keys and values without packing them
   bool operator==(const AttentionItem&) const = default;
 };
 
@@ -117,9 +117,9 @@ constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
 ///
 /// Segments of up to kMaxDecodeTokens tokens are divided along their keys too, at
 /// multiples of part_keys from key 0, so that few long sequences keep many threads
-/// busy; keys of segments with few rows for each KV head may be read in place. So the bits of
-/// a row depend on the lengths in its batch. With batch_invariant no segment is divided or read
-/// in place, and every row has the bits that it has in any other batch or chunk.
+/// busy. Read-bound ones, with few rows for each KV head, may have their keys read in place. So the
+/// bits of a row depend on the lengths in its batch. With batch_invariant no segment is divided or
+/// read in place, and every row has the bits that it has in any other batch or chunk.
 struct AttentionPlan {
   AttentionBatch batch;
   std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
