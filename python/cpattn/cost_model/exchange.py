@@ -156,7 +156,7 @@ def work_of(
 def exchange_taken(counts: BatchCounts, mesh: Mesh | None = None) -> str:
     """Return what "auto" of `ContextParallel` is for a layer whose new rows it writes, too.
 
-    There a window counts no fewer keys, and every rank counts as a host of its own.
+    There every rank counts as a host of its own.
     """
     if not counts.sharded:
         return "gather"
@@ -165,7 +165,7 @@ def exchange_taken(counts: BatchCounts, mesh: Mesh | None = None) -> str:
     pools = shards(counts.plans, counts.extends, lens, counts.layer, laid, ranks_per_host=1)
     keys, cached = (laid.count_below(ends).sum(1) for ends in (lens, lens - counts.extends))
     arriving = pools.arriving_rows - pools.kept_at_home
-    held = Held(counts.own.tokens, keys, keys - cached, arriving)
+    held = Held(counts.own.tokens, keys, pools.seen_rows, keys - cached, arriving)
     ranks = None if mesh is None else np.arange(counts.cp_size).reshape(mesh)
     received = received_bytes(held, layer, ranks, writes=True)
     return cheapest(held, layer, received, mesh=ranks)[0]

@@ -47,7 +47,8 @@ class Held(NamedTuple):
     """Rows of a batch that each rank has: arrays [ranks], int64."""
 
     tokens: Ints  # that it computes
-    keys: Ints  # that it keeps, cached and new
+    keys: Ints  # that it keeps, cached and new: these go round a ring
+    seen: Ints  # that it keeps, of these the ones from the first that a query sees
     new_keys: Ints  # that it keeps, of these the new ones
     arriving: Ints  # new ones that it keeps and another rank computes
 
@@ -93,11 +94,11 @@ def received_bytes(
     With `writes`, new keys and values go to the ranks that keep them, too; "gather" sends them
     once, from where they are computed. `mesh` has the ranks of each row, for "usp".
     """
-    tokens, keys = held.tokens, held.keys
+    tokens, keys, seen = held.tokens, held.keys, held.seen
     heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, len(tokens))
     state = layer.output + LSE_BYTES
-    rows = keys - held.new_keys + tokens if writes else keys
-    of_heads = by_heads(tokens, keys, layer, heads, kv_heads, layer.output)
+    rows = seen - held.new_keys + tokens if writes else seen
+    of_heads = by_heads(tokens, seen, layer, heads, kv_heads, layer.output)
     received: dict[str, Ints] = {
         "pass_q": np.add(*by_queries(tokens, layer, state)),
         "gather": by_rows(rows, layer.row),

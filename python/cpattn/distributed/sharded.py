@@ -77,6 +77,7 @@ class ShardedAttention(DecodeCalls):
         v_head_dim: int | None = None,
         element_bytes: int = 2,
         shares_values: bool = False,
+        window: int | None = None,
         writes: bool = False,
         out_heads: str = "all",
     ) -> ExchangeChoice:
@@ -104,6 +105,9 @@ class ShardedAttention(DecodeCalls):
             Bytes of an element of queries, keys and values.
         shares_values : bool
             Whether values are a part of the keys, as in the latent cache of MLA.
+        window : int, optional
+            As of ``attend``: keys before the window of a request's first new token are not sent by
+            "gather" and "all_to_all".
         writes : bool
             Whether ``attend`` gets `k_local`, too, which "gather" then does not send twice.
         out_heads : {"all", "own"}
@@ -147,7 +151,8 @@ class ShardedAttention(DecodeCalls):
             )
         if isinstance(plan, DecodePlan):
             return choose_state_exchange(plan, sizes, out_heads)
-        return choose(plan, sizes, writes=flag(writes, call, "writes"))
+        before = None if window is None else at_least(0, window, call, "window")
+        return choose(plan, sizes, window=before, writes=flag(writes, call, "writes"))
 
     def choose_sparse_exchange(
         self,

@@ -51,9 +51,14 @@ class ExchangeChoice:
     received_bytes: dict[str, int]
 
 
-def choose(plan: ShardedPlan, sizes: LayerSizes, *, writes: bool = False) -> ExchangeChoice:
+def choose(
+    plan: ShardedPlan, sizes: LayerSizes, *, window: int | None = None, writes: bool = False
+) -> ExchangeChoice:
     """See ContextParallel.choose_exchange."""
-    layer, held = _layer(sizes), _held(plan)
+    memo, key = plan.batch.memo, ("held", window)
+    if key not in memo:
+        memo[key] = _held(plan, window)
+    layer, held = _layer(sizes), memo[key]
     mesh = None if plan.mesh is None else np.asarray(plan.mesh, np.int64)
     received = received_bytes(held, layer, mesh, writes=writes)
     name, reason = cheapest(held, layer, received, plan.max_scratch_bytes, mesh)
@@ -79,20 +84,21 @@ def _layer(sizes: LayerSizes) -> Layer:
     )
 
 
-def _held(plan: ShardedPlan) -> Held:
+def _held(plan: ShardedPlan, window: int | None) -> Held:
     tokens, owner = np.asarray(plan.rows_per_rank, np.int64), plan.batch.owner
     home = np.repeat(np.arange(len(tokens)), tokens)[: len(owner)]
     kept = np.bincount(owner[owner >= 0], minlength=len(tokens))
     at_home = np.bincount(owner[owner == home], minlength=len(tokens))
     shares, prefixes = plan.batch.shares, np.asarray(plan.metadata.prefix_lens, np.int64)
     requests = np.arange(len(prefixes))
-    new = [
-        int((shares.counts(rank) - shares.count_below(rank, requests, prefixes)).sum())
-        for rank in range(len(tokens))
-    ]
+    keys, unseen, cached = (
+        np.array([shares.count_below(r, requests, below).sum() for r in range(len(tokens))])
+        for below in (shares.kv_lens, plan.batch.first_seen(window), prefixes)
+    )
     return Held(
         tokens=tokens,
-        keys=np.asarray(plan.kv_counts, np.int64),
-        new_keys=np.array(new, np.int64),
+        keys=keys,
+        seen=keys - unseen,
+        new_keys=keys - cached,
         arriving=kept - at_home,
     )

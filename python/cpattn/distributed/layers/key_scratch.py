@@ -102,10 +102,7 @@ def key_scratch(plan: ShardedPlan, window: int | None, part: Part = WHOLE) -> Ke
 
 def _key_scratch(plan: ShardedPlan, window: int | None, part: Part) -> KeyScratch:
     shares, rows = plan.batch.shares, plan.batch.rows
-    first_needed = np.zeros_like(shares.kv_lens)
-    if window is not None:
-        first_needed = shares.kv_lens.copy()
-        np.minimum.at(first_needed, rows.request, np.maximum(rows.position - window, 0))
+    first_seen = plan.batch.first_seen(window)
     num_pages = np.count_nonzero(plan.block_tables >= 0, axis=1)
     tables = np.full(plan.block_tables.shape, -1, dtype=np.int32)
     tables[plan.block_tables >= 0] = np.arange(num_pages.sum())
@@ -115,7 +112,7 @@ def _key_scratch(plan: ShardedPlan, window: int | None, part: Part) -> KeyScratc
     prefixes = np.asarray(plan.metadata.prefix_lens)
     for rank in range(plan.placement.shard_size):
         keys = shares.local_keys(rank)
-        needed = keys.position >= first_needed[keys.request]
+        needed = keys.position >= first_seen[keys.request]
         is_cached = keys.position < prefixes[keys.request]
         needed &= (part.cached & is_cached) | (part.new_in_pools & ~is_cached)
         sent.append(torch.from_numpy(keys.row[needed]))
