@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cpattn.distributed.transport.waiting import NOT_YET, Posted, Wait, have_come
-from support.distributed.agreement_worker import run_agreements
+from support.distributed.disagreements import run_agreements
 from support.distributed.distributed_worker import run_world
 from support.time_limits import BUSY
 

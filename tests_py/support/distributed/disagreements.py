@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that ranks are told if rank 1 does something else than the others."""
+"""Numbers that ranks tell each other, and errors if rank 1 does something else than the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
+from cpattn.distributed.transport import exchange as exchanges
+from cpattn.distributed.transport import waiting
+from cpattn.distributed.transport.exchange import RowExchange
 from support.distributed.distributed_worker import error_of, make_plan
 from support.distributed.prefill_batches import Case, make_batch
 from support.distributed.sharded_worker import PLACEMENTS, Run, run_prefill
+from support.time_limits import PATIENCE
 
 SMALL = Case("small", (5, 13), (4, 0))
 ODD_RANK = 1
@@ -164,3 +169,26 @@ def run_sharded(rank: int) -> tuple[Told, bool]:
         "small shard": refused,
     }
     return {name: error_of(attempt) for name, attempt in attempts.items()}, is_usable()
+
+
+def run_agreements(rank: int) -> list[dict[str, Any]]:
+    """Return numbers told and threads begun: for messages in time, for missed ones, beside rows."""
+    exchange = RowExchange(dist.group.WORLD)
+    with exchange.agreement("topology", (0,) * 6):  # versions
+        pass
+    return [_told(exchange, rank, case) for case in ("in time", "missed", "beside rows", "in time")]
+
+
+def _told(exchange: RowExchange, rank: int, case: str) -> dict[str, Any]:
+    begin = waiting.threading.Thread
+    missed = (lambda ends: False) if case == "missed" else waiting.have_come
+    with (
+        mock.patch.object(waiting, "_PATIENT", PATIENCE),  # as long as a busy machine takes
+        mock.patch.object(exchanges, "have_come", missed),
+        mock.patch.object(waiting.threading, "Thread", side_effect=begin) as threads,
+    ):
+        if case == "beside rows":
+            exchange.begin_ahead("attend", [1] * exchange.size, [torch.full((1, 4), rank)], 0)
+        answers = [exchange.told(case, [rank, turn, 0]) for turn in range(5)]
+        ahead = [column[:, 0].tolist() for column in exchange.end_ahead()]
+    return {"told": answers, "threads": threads.call_count, "ahead": ahead}
