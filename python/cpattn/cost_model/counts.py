@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ways to place and exchange the keys of one batch have in common: checks and counts."""
+"""Checks and counts that all ways to place and exchange the keys of one batch have in common."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_placing(
     state_dtype: str,
     exchanges: Sequence[str] = EXCHANGES,
 ) -> None:
-    """ValueError unless keys can be placed and exchanged so."""
+    """Raise ValueError unless keys can be placed and exchanged as the arguments say."""
     for name, value, known in (
         ("placement", placement, PLACEMENTS),
         ("exchange", exchange, exchanges),
@@ -79,13 +79,13 @@ def check_mesh(
 
 
 def possible_exchanges(placement: str, mesh: Mesh | None = None) -> tuple[str, ...]:
-    """Those that a placement, and ranks in a mesh or in none, allow."""
+    """Return the exchanges that a placement allows, with "usp" if the ranks are in a mesh."""
     names = tuple(name for name in EXCHANGES if placement != "replicated" or name != "pass_q")
     return names if mesh is None else (*names, "usp")
 
 
 class BatchCounts:
-    """What all ways to exchange one batch have in common, each counted when first asked for."""
+    """Counts of one batch for all ways to exchange it, each made when first asked for."""
 
     def __init__(
         self,
@@ -114,12 +114,12 @@ class BatchCounts:
 
     @cached_property
     def own(self) -> RankWork:
-        """By gathering: each rank attends from its own tokens to all keys."""
+        """Work of a gather: each rank attends from its own tokens to all keys."""
         return work_of_plans(self.plans, self.layer)
 
     @cached_property
     def own_by_host(self) -> RankWork:
-        """The same to the keys of one host after another."""
+        """Work of ranks that attend from their own tokens to the keys of one host after another."""
         return work_of_plans(self.plans, self.layer, self._shares(self.ranks_per_host))
 
     @cached_property
@@ -128,7 +128,7 @@ class BatchCounts:
         return work_of_plans(self._plan_alone, self.layer, self._shares(1))
 
     def _shares(self, ranks: int) -> Shares | None:
-        """Of the keys of so many ranks each; None where every pool has all."""
+        """Return the keys as shares, each of so many ranks; None where every pool has all."""
         if not self.sharded:
             return None
         size = self.layer.page_size if self.placement == "page_interleave" else 1

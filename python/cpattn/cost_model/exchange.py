@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank computes, sends and keeps by each way to exchange: integers, exact."""
+"""Counts of what each rank computes, sends and keeps by each way to exchange: integers, exact."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
 
 
 def _wire_of_gather(blocks: Ints) -> Ints:
-    """For how many bytes the wire of each host is busy while rail ranks gather `blocks`."""
+    """Return the bytes that keep the wire of each host busy while rail ranks gather `blocks`."""
     sent, received = blocks * (len(blocks) - 1), blocks.sum(0) - blocks
     return np.maximum(sent.sum(1), received.sum(1))
 

@@ -129,7 +129,7 @@ def exchanged(
     ahead_bytes: int = 0,
     **fields: Any,
 ) -> ExchangeWork:
-    """With the attention of a gather where `fields` do not say otherwise."""
+    """Return the work of an exchange: attention as in a gather unless `fields` say otherwise."""
     own, layer, size = counts.own, counts.layer, counts.cp_size
     pages = int(pages_per_rank(counts.placement, counts.seq_lens, size, layer.page_size).max())
     if not counts.sharded:  # one pool for the ranks of a host

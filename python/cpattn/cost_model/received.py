@@ -67,12 +67,15 @@ def shared_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[Ints, I
 
 
 def by_rows(rows: Ints, row: int) -> Ints:
-    """By "gather" or "ring": the rows of all others."""
+    """Return the bytes that ranks receive by "gather" or "ring": the rows of all others."""
     return (rows.sum(0) - rows) * row
 
 
 def by_queries(tokens: Ints, layer: Layer, state: int) -> tuple[Ints, Ints]:
-    """By "pass_q": the queries of all others, then a state of each of them for the own ones."""
+    """Return the bytes that ranks receive by "pass_q": before attention, and after it.
+
+    They are the queries of all others, then a state from each of them for the own queries.
+    """
     asked = (tokens.sum(0) - tokens) * layer.num_heads * layer.query
     return asked, (len(tokens) - 1) * tokens * layer.num_heads * state
 
@@ -80,7 +83,10 @@ def by_queries(tokens: Ints, layer: Layer, state: int) -> tuple[Ints, Ints]:
 def by_heads(
     tokens: Ints, keys: Ints, layer: Layer, heads: Ints, kv_heads: Ints, result: int
 ) -> tuple[Ints, Ints]:
-    """By "all_to_all": queries and keys in the own heads, then results in those of others."""
+    """Return the bytes that ranks receive by "all_to_all": before attention, and after it.
+
+    They are queries and keys in the own heads, then results in those of others.
+    """
     asked = (tokens.sum(0) - tokens) * heads * layer.query
     brought = (keys.sum(0) - keys) * kv_heads * layer.key
     return asked + brought, tokens * (layer.num_heads - heads) * result
@@ -184,7 +190,7 @@ def cheapest_states(received: Mapping[str, int], out_heads: str) -> tuple[str, s
 
 
 def _by_mesh(held: Held, layer: Layer, mesh: Ints, result: int) -> Ints:
-    """By "usp", without the rest of pages on the ring."""
+    """Return the bytes that ranks receive by "usp", without the rest of pages on the ring."""
     tokens, keys = held.tokens[mesh].T, held.keys[mesh].T  # [columns, ring]
     heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, len(tokens))
     heads, kv_heads = heads[:, None], kv_heads[:, None]
