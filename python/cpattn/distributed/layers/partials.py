@@ -24,7 +24,7 @@ State = tuple[torch.Tensor, torch.Tensor]  # a result [rows, num_heads, dim] and
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Of `ContextParallel.attend`, without those of its outputs."""
+    """Options of `ContextParallel.attend`, without those of its outputs."""
 
     scale: float | None = None
     causal: bool = True
@@ -42,13 +42,13 @@ class AttentionOptions:
         return any(getattr(scale, "ndim", 0) == 2 for scale in (self.k_scale, self.v_scale))
 
     def of_heads(self, heads: slice) -> AttentionOptions:
-        """With the scales of some KV heads."""
+        """Return the options with the scales of some KV heads."""
         return replace(
             self, k_scale=head_scale(self.k_scale, heads), v_scale=head_scale(self.v_scale, heads)
         )
 
     def scalars(self) -> dict[str, Any]:
-        """Those of `paged_attention` that do not concern which keys are seen."""
+        """Return the options of `paged_attention` that do not concern which keys are seen."""
         return {
             "scale": self.scale,
             "softcap": self.softcap,
@@ -59,11 +59,11 @@ class AttentionOptions:
         }
 
     def scales_digest(self) -> int:
-        """Of the scales of codes, which ranks that read each other's keys must have alike."""
+        """Digest the scales of codes, which ranks that read each other's keys must have alike."""
         return term((_numbers(self.k_scale), _numbers(self.v_scale)))
 
     def of_slots(self, num_slots: int) -> AttentionOptions:
-        """With the scales of the first slots alone, where each token has its own."""
+        """Return the options with scales of the first slots alone, where each token has its own."""
         scales = {
             name: scale[:num_slots]
             for name in ("k_scale", "v_scale")
@@ -80,7 +80,7 @@ class ShardInputs(ShardKeys):
     options: AttentionOptions
 
     def sizes(self) -> LayerSizes:
-        """What decides how much travels."""
+        """Return the sizes that decide how much travels."""
         return LayerSizes(
             num_heads=self.q.shape[1],
             num_kv_heads=self.k.shape[1],
@@ -92,7 +92,7 @@ class ShardInputs(ShardKeys):
         )
 
     def q_heads(self, heads: slice) -> slice:
-        """Those of the queries that read some KV heads."""
+        """Return the query heads that read some KV heads."""
         group = self.q.shape[1] // self.k.shape[1]
         return slice(heads.start * group, heads.stop * group)
 
@@ -101,7 +101,7 @@ class ShardInputs(ShardKeys):
         return 2 * num_pairs * self.q.shape[1] * (self.q.shape[2] + self.v.shape[2])
 
     def digest(self) -> int:
-        """Of what all ranks must be given alike, but for scales of codes: see `scales_digest`."""
+        """Digest what ranks must be given alike, but for scales of codes: see `scales_digest`."""
         o = self.options
         shapes = [(x.dtype, *x.shape[1:]) for x in (self.q, self.k, self.v)]
         values = (o.scale, o.causal, o.window, o.softcap, o.kv_dtype, shapes, self.kv_dims)
@@ -116,7 +116,10 @@ def _numbers(scale: Any) -> tuple[float, ...] | None:
 
 
 def head_scale(scale: Any, heads: slice) -> Any:
-    """Of some KV heads, of a scale of each head, or of each slot and head, or of all."""
+    """Return the scales of some KV heads.
+
+    A scale is of each head, of each slot and head, or of all heads.
+    """
     axes = getattr(scale, "ndim", 0)
     if axes == 2:
         return scale[:, heads]
@@ -189,7 +192,7 @@ def _check_axes(call: str, name: str, q: torch.Tensor) -> None:
 
 
 def no_state(num_rows: int, q: torch.Tensor, v: torch.Tensor) -> State:
-    """Of rows that have seen no key: zeros, and LSE -inf."""
+    """Return the state of rows that have seen no key: zeros, and LSE -inf."""
     out = q.new_zeros(num_rows, q.shape[1], v.shape[-1])
     return out, torch.full((num_rows, q.shape[1]), -torch.inf)
 
@@ -246,7 +249,7 @@ def paged_rows(
 def merged_columns(
     outs: torch.Tensor, lses: torch.Tensor, num_parts: int, sinks: torch.Tensor | None
 ) -> State:
-    """As `merged`, of parts that lie behind each other as flat rows."""
+    """Merge, as `merged` does, parts that lie behind each other as flat rows."""
     num_heads = lses.shape[1]
     rows = (num_parts, len(lses) // num_parts)
     out_parts = outs.unflatten(1, (num_heads, outs.shape[1] // num_heads)).unflatten(0, rows)

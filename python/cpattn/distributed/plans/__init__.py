@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has which rows, keys and heads of a batch: integers."""
+"""Plans of what each rank has of a batch: rows, keys and heads, as integers."""

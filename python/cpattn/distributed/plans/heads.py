@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What of a layer decides how much travels."""
+    """Sizes of a layer that decide how much travels."""
 
     num_heads: int
     num_kv_heads: int

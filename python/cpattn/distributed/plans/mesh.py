@@ -52,7 +52,7 @@ def group_and_mesh(group: Any) -> tuple[dist.ProcessGroup, Mesh | None]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is in a mesh: its place on the ring, and among those of its row."""
+    """Place of a rank in a mesh: on the ring, and among the ranks of its row."""
 
     mesh: Mesh
     ring: int

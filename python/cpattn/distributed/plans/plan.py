@@ -22,7 +22,7 @@ _PLAN = "ContextParallel.plan"
 
 @dataclass(frozen=True)
 class ContextParallelPlan:
-    """Who computes and stores what for one batch, seen from one rank; reusable for every layer.
+    """Plan of who computes and stores what for one batch, seen from one rank; all layers reuse it.
 
     `ContextParallel.plan` makes them. Plans of the same rank are equal if their tokens, pages and
     slots are.
@@ -90,7 +90,7 @@ class ContextParallelPlan:
 
     @property
     def gathered_rows(self) -> torch.Tensor:
-        """Where each token stands when the rows of all ranks follow each other."""
+        """Place of each token where the rows of all ranks follow each other."""
         return self.tokens.gathered_rows
 
     @property
@@ -109,7 +109,7 @@ class ContextParallelPlan:
 
     @cached_property
     def slots_by_rank(self) -> list[NDArray[np.int64]]:
-        """What `own_slots` is, for the tokens of each rank."""
+        """The pool row of each token, as in `own_slots`, for one rank after another."""
         tokens = np.empty(self.num_tokens, np.int64)
         tokens[self.gathered_rows.numpy()] = np.arange(self.num_tokens)
         ends = np.cumsum(self.rows_per_rank)

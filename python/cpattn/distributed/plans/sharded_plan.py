@@ -58,7 +58,7 @@ class ShardedBatch:
 
     @property
     def visible_keys(self) -> Array:
-        """How many keys of its request each query sees if it sees all up to its own."""
+        """Number of keys of its request that each query sees if it sees all up to its own."""
         return np.minimum(self.rows.position + 1, self.shares.kv_lens[self.rows.request])
 
     def first_seen(self, window: int | None) -> Array:
@@ -87,9 +87,9 @@ class ShardedBatch:
     def calls(
         self, rank: int, rows: slice, *, causal: bool, window: int | None
     ) -> list[SequenceCall]:
-        """How the rows see the keys of a rank where its pool has them.
+        """Return the calls by which the rows see the keys of a rank where its pool has them.
 
-        Made once for all layers with this visibility.
+        They are made once for all layers with this visibility.
         """
         key = (rank, rows.start, rows.stop, causal, window)
         if key not in self.memo:

@@ -112,7 +112,7 @@ class Wait:
                 self.posted.failures.setdefault(rank, error)
 
     def seconds_left(self) -> float:
-        """Until it is over in any case, where the backend takes that."""
+        """Return the seconds that are left of `longest`; infinity where there is no such limit."""
         longest = float("inf") if self._longest is None else self._longest
         return self.begin + longest - time.monotonic()
 
