@@ -138,7 +138,7 @@ def _validator() -> Any:
 
 
 def _rule(error: Any) -> str:
-    """What the schema wants there, and what it got."""
+    """Describe what the schema wants, and what it got."""
     got = _shown(error.instance)
     match error.validator:
         case "type":

@@ -27,7 +27,7 @@ def ints(values: Sequence[Any] | Ints) -> Ints:
 
 
 def offsets(counts: Ints) -> Ints:
-    """Where each of several ranges that follow each other begins, and where all end."""
+    """Return where each of several ranges that follow each other begins, and where all end."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
@@ -48,7 +48,7 @@ def each(counts: Ints) -> tuple[Ints, Ints]:
 def tally(
     begins: Ints, ends: Ints, expected: Sequence[tuple[int, int]] | Ints = ()
 ) -> tuple[Ints, Ints]:
-    """How many ranges each number is in, as edges and the count from each edge to the next.
+    """Count the ranges that each number is in, as edges and the count from each edge to the next.
 
     Ranges in `expected` are subtracted: where exactly these were wanted the count is 0.
 
@@ -65,13 +65,13 @@ def tally(
 
 
 def first_of(flags: NDArray[Any]) -> int | None:
-    """Where the first one that is set is."""
+    """Return the place of the first flag that is set, if any is."""
     where = np.flatnonzero(flags)
     return int(where[0]) if len(where) else None
 
 
 def shard_length(tokens: Any, shard: Any, shards: int, interleave: int) -> Ints:
-    """How many of the first `tokens` of a sequence one of `shards` keeps.
+    """Count the tokens that one of `shards` keeps of the first `tokens` of a sequence.
 
     Token t is kept by shard ``t // interleave % shards``.
 
@@ -83,7 +83,7 @@ def shard_length(tokens: Any, shard: Any, shards: int, interleave: int) -> Ints:
 
 
 def shard_of(tokens: Any, shards: int, interleave: int) -> Ints:
-    """Which shard keeps a token."""
+    """Return the shard that keeps each token."""
     return np.asarray(tokens, np.int64) // interleave % shards
 
 

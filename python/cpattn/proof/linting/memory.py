@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an address of a KV memory means: layer, kind, token of the sequence, byte of its row."""
+"""Meanings of addresses in a KV memory: layer, kind, token of the sequence, byte of its row."""
 
 from __future__ import annotations
 
@@ -173,11 +173,11 @@ class Memory:
 
     @cached_property
     def keys(self) -> list[tuple[int, str, bool]]:
-        """What each entry holds."""
+        """Layer and kind of each entry, and whether the layer is a draft's."""
         return [(e["layer"], e["kind"], e.get("draft", False)) for e in self.entries]
 
     def label(self, entry: int) -> str:
-        """As "k of layer 3"."""
+        """Return the name of an entry, as "k of layer 3"."""
         layer, kind, draft = self.keys[entry]
         return f"{kind} of {'draft ' if draft else ''}layer {layer}"
 
@@ -252,7 +252,7 @@ class Memory:
         return (at < 0) | (begin + length > stops[np.maximum(at, 0)])
 
     def meaning(self, entry: Ints, begin: Ints, pages: Ints) -> tuple[Ints, Ints]:
-        """Of addresses in entries: the token, by the list of pages of its sequence, and the byte.
+        """Return the token and the byte at addresses in entries; `pages` are those of a sequence.
 
         The token is -1 on a page that is not in the list.
         """
@@ -269,7 +269,7 @@ class Memory:
 
 
 def _each_page(counts: Ints) -> tuple[Ints, Ints]:
-    """As `each`, of pages or heads."""
+    """Return `each` of pages or heads; `Undecided` if there are more than `MOST_PAGES`."""
     if int(counts.sum()) > MOST_PAGES:
         raise Undecided(f"descriptors of more than {MOST_PAGES:,} pages")
     return each(counts)

@@ -22,7 +22,7 @@ Columns: TypeAlias = dict[str, Ints]
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks planned.
+    """The plans of all ranks, as a document has them.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Plan:
 
     @cached_property
     def everywhere(self) -> NDArray[np.bool_]:
-        """For each request, whether each rank has every query of it."""
+        """Flags of the requests of which each rank has every query."""
         common = self.document.get("queries", "split")
         return np.array([r.get("queries", common) == "all" for r in self.requests], bool)
 
@@ -105,7 +105,7 @@ class Plan:
         return int(self.cache.get("interleave", 1))
 
     def shard(self, rank: int) -> int:
-        """Which share of the keys a rank has: its number in turn, unless it says another."""
+        """Return the rank's share of the keys: its number in turn, unless it says another."""
         return int(self.ranks[rank].get("shard", rank % self.shards))
 
     @cached_property
@@ -113,7 +113,10 @@ class Plan:
         return ints([self.shard(rank) for rank in range(len(self.ranks))])
 
     def copy_by_rank(self, part: str) -> Ints:
-        """How many ranks before each have its shard and this part: those of one number have all."""
+        """Count the ranks before each that have its shard and this part.
+
+        Ranks with the same count have one copy of all shards, if every shard has as many ranks.
+        """
         before: Counter[int] = Counter()
         copies = []
         for rank, said in enumerate(self.ranks):
@@ -122,7 +125,7 @@ class Plan:
         return ints(copies)
 
     def kept(self, rank: int) -> Ints:
-        """How many keys of each request belong into the cache of a rank."""
+        """Count the keys of each request that belong into the cache of a rank."""
         return shard_length(self.lengths, self.shard(rank), self.shards, self.interleave)
 
     @cached_property
@@ -211,7 +214,7 @@ class Plan:
 
     @cached_property
     def meant(self) -> dict[str, dict[int, frozenset[int]]]:
-        """By name of `groups`, the group of each rank that is in one."""
+        """Group of each rank that is in one, under each name of `groups`."""
         named: Mapping[str, list[list[int]]] = self.document.get("groups", {})
         return {
             name: {rank: members for members in map(frozenset, groups) for rank in members}

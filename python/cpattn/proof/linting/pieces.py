@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What queries see of keys, call by call, in ranges of queries whose keys grow evenly."""
+"""Ranges of queries whose keys grow evenly: what queries see of keys, call by call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pieces_of(plan: Plan) -> Pieces:
 
 
 def rows_of_segments(plan: Plan) -> tuple[Ints, Ints, Ints, Ints]:
-    """Where segments and runs of rows meet: segment, run, and the range of rows among all."""
+    """Return where segments meet runs of rows: segment, run, and the range of rows among all."""
     rows, segments = plan.rows, plan.segments
     base = plan.row_base(rows)
     begins = base[segments["rank"]] + segments["row"]

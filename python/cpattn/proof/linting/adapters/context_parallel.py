@@ -190,7 +190,7 @@ def rows_apart(request: Ints, keys: Ints, step: int) -> dict[str, list[int]]:
 
 
 def _restored(metadata: Any, size: int) -> dict[str, list[int]] | None:
-    """How rows of all ranks become the batch again."""
+    """Return the runs of all ranks' rows that are the batch in order; None without such fields."""
     counts = getattr(metadata, "per_rank_logical_token", None)
     counts = counts or getattr(metadata, "per_rank_actual_token", None)
     pieces, order = (getattr(metadata, n, None) for n in ("reverse_split_len", "cp_reverse_index"))

@@ -92,7 +92,7 @@ def _used(row: Any) -> list[int]:
 
 
 def _requests(rank: int, lines: Any, keys: Ints, tables: Any, page_size: int) -> Ints:
-    """Whose pages each row has, as far as it sees keys."""
+    """Return the request whose pages each row has, as far as the row sees keys."""
     found = np.full(len(lines), -1, np.int64)
     for row, (line, count) in enumerate(zip(lines, -(-keys // page_size), strict=True)):
         same = np.zeros(len(tables), bool)

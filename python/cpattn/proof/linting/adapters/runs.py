@@ -46,7 +46,7 @@ def write_runs(request: Any, position: Any, slot: Any) -> dict[str, list[int]]:
 
 
 def _breaks(*changes: NDArray[np.bool_]) -> Ints:
-    """Where runs begin, of flags between neighbours that say where another one does."""
+    """Return the places where runs begin; flags between neighbours say where another one does."""
     return ints([0, *(np.flatnonzero(np.logical_or.reduce(changes)) + 1)])
 
 

@@ -225,7 +225,7 @@ def from_sharded_topk(
 
 
 def _new_tokens(plans: Sequence[Any], lengths: Ints) -> Ints:
-    """Of each request, without padding behind the last."""
+    """Count the new tokens of each request, without padding behind the last."""
     rows = plans[0].batch.rows
     real = rows.position < lengths[rows.request]
     return ints(np.bincount(rows.request[real], minlength=len(lengths)))
@@ -255,7 +255,7 @@ def _writes(
 
 
 class _Slots:
-    """Which position of a request a logical slot is."""
+    """Positions of requests that logical slots stand for."""
 
     def __init__(self, tables: list[list[int]], lengths: Ints, page_size: int) -> None:
         self._lengths, self._page_size = lengths, page_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked of a plan, by invariant: ``check`` says what a check is, the others have some."""
+"""Checks of a plan, by invariant: ``check`` says what a check is, the others have some."""
 
 from . import (
     addresses,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check is, and how it says where something is."""
+"""Checks as values, and the findings and phrases that they report with."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def _plain(value: Any) -> Any:
 
 
 def many(count: int, what: str) -> str:
-    """As "3 ranks" or "no rank"."""
+    """Return a count with its noun, as "3 ranks" or "no rank"."""
     return f"{count} {what}{'s' * (count != 1)}" if count else f"no {what}"
 
 
 def more(count: int, what: str) -> str:
-    """As ", and 3 more tokens"; nothing for none."""
+    """Return a phrase for the rest of several, as ", and 3 more tokens"; an empty one for none."""
     return f", and {count} more {what}{'s' * (count != 1)}" if count > 0 else ""

@@ -85,7 +85,7 @@ def _differences(
     at: list[int],
     queues: list[list[Mapping[str, Any]]],
 ) -> list[Finding]:
-    """What the calls of a group that meet have differently."""
+    """Report the first difference between calls of a group that meet."""
     first = next(head for head in heads if head is not None)
     number = {rank: at[rank] for rank in group}
     for rank, head in zip(group, heads, strict=True):
@@ -126,7 +126,7 @@ def _exchanged(
     number: dict[int, int],
     queues: list[list[Mapping[str, Any]]],
 ) -> list[Finding]:
-    """What a rank sends to another in an all-to-all is what that one expects."""
+    """Check that what a rank sends to another in an all-to-all is what that one expects."""
     sends: dict[tuple[int, int], int] = {}
     receives: dict[tuple[int, int], int] = {}
     for rank, head in zip(group, heads, strict=True):

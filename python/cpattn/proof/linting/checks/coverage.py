@@ -145,7 +145,7 @@ def _bends(plan: Plan) -> list[Ints]:
 
 
 def _inside(plan: Plan, pieces: Pieces) -> Pieces:
-    """Without queries that are no new tokens, which is another fault."""
+    """Return the pieces whose queries are all new tokens: others are another fault."""
     last = pieces.position + (pieces.rows - 1) * pieces.stride
     low, high = plan.prefix[pieces.request], plan.lengths[pieces.request]
     return pieces[(pieces.position >= low) & (last < high)]
@@ -226,7 +226,7 @@ def _common_step(steps: Ints) -> int:
 
 
 def _described(plan: Plan, pieces: Pieces, query: int) -> list[Finding]:
-    """What is wrong with one query, key by key."""
+    """Report what is wrong with one query, key by key."""
     request, position = plan.place(query)
     visits = _visits(plan, pieces, np.array([query]))
     low, high = (int(limit[0]) for limit in _limits(plan, np.array([query])))

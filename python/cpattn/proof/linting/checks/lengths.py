@@ -38,7 +38,7 @@ def key_lens(plan: Plan) -> list[Finding]:
 
 
 def _table(plan: Plan, request: int) -> str:
-    """What each rank counts of a request, beside what it should; the first lines."""
+    """Return lines with what each of the first ranks counts of a request, and what it keeps."""
     lines = []
     for rank, said in enumerate(plan.ranks[:8]):
         lens = said.get("key_lens")
@@ -169,7 +169,7 @@ def _table_of(plan: Plan, rank: int) -> list[Finding]:
 
 
 def _freed(plan: Plan, rank: int, page_size: int) -> Ints:
-    """How many first pages of each request no query of the batch sees: a cache may free them."""
+    """Count first pages of each request that no query of the batch sees: a cache may free them."""
     if plan.window is None:
         return np.zeros_like(plan.lengths)
     first = np.maximum(plan.prefix - plan.window, 0)
@@ -205,7 +205,7 @@ def _shared_pages(
 
 
 def _alike(plan: Plan, one: int, two: int, known: dict[tuple[int, int], int]) -> int:
-    """How many tokens two requests begin alike in, as far as the document says.
+    """Count the first tokens that two requests have alike, as far as the document says.
 
     `known` has what was found for other pairs, which are steps on the way of this one.
     """

@@ -25,7 +25,7 @@ def _merges(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _picture(merge: Mapping[str, Any]) -> str:
-    """What each part is, as far as the document says."""
+    """Describe the first parts of a merge, as far as the document says."""
     lines = []
     for part in merge["parts"][:8]:
         said = [f"base {part['base']}"] if "base" in part else []
@@ -56,7 +56,7 @@ def bases(plan: Plan) -> list[Finding]:
 
 
 def sinks(plan: Plan) -> list[Finding]:
-    """Of a model with sinks one part counts them; of others none."""
+    """Check that one part counts the sinks if the model has them, and no part if it has none."""
     decided = False
     wanted = int(plan.document.get("attention", {}).get("sinks", False))
     for where, merge in _merges(plan):

@@ -73,7 +73,7 @@ def tokens(plan: Plan) -> list[Finding]:
 
 
 def _owners(plan: Plan, runs: Columns) -> tuple[Ints, Ints]:
-    """How many more ranks than wanted each token has, as edges and counts.
+    """Count how many more ranks than wanted each token has, as edges and counts.
 
     Tokens of requests that each rank has are counted once for each rank.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where new keys are written: each at its own slot, within the cache, and padding nowhere else."""
+"""Writes of new keys: each at its own slot, within the cache, and padding nowhere else."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def written(plan: Plan) -> list[Finding]:
 
 
 def _copies(plan: Plan) -> Ints:
-    """Of each rank, the number of the copy of the cache that it has, or has a share of."""
+    """Return the number of the copy of the cache that each rank has, or has a share of."""
     if plan.cache.get("shared", False):
         return np.zeros(len(plan.ranks), np.int64)
     if plan.shards == 1:

@@ -48,7 +48,7 @@ def _links(plan: Plan) -> Iterator[Link]:
 
 
 def inside(plan: Plan) -> list[Finding]:
-    """Both ends of a descriptor are within one buffer, and within registered memory."""
+    """Check that both ends of a descriptor are within one buffer, and within registered memory."""
     for link in _links(plan):
         for side, memory, begin in (
             ("reads", link.source, link.src),
@@ -99,7 +99,7 @@ def _cut(link: Link) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def paired(plan: Plan) -> list[Finding]:
-    """What is read is what the place that is written to is for."""
+    """Check that each descriptor reads what the place that it writes to is for."""
     for link in _links(plan):
         known = link.source.has(link.src, link.length) & link.target.has(link.dst, link.length)
         if not known[link.length > 0].all():
@@ -297,7 +297,7 @@ def items(plan: Plan) -> list[Finding]:
 
 
 def _pages(memory: Memory) -> list[Finding]:
-    """Where it is said how many pages buffers have, all of them have so many."""
+    """Check that every buffer has `num_pages` pages, where the document has that number."""
     if "num_pages" not in memory.document:
         return []
     wanted = int(memory.document["num_pages"])
