@@ -240,3 +240,10 @@ def test_what_ranks_select_together_is_the_topk_of_all_keys(placement, size):
     indices[rank][query][place] = -1
     document = from_sharded_topk(plans, indices, topk=run.topk, scores=scores)
     assert kinds(document) & {"topk-count", "topk-score"}
+
+
+def test_a_placement_that_cannot_tell_slots_of_rows_is_refused():
+    """`ContextParallel` plans with it; the linter has to go back from rows to slots."""
+    placement = object()
+    with pytest.raises(NotUsable, match="must have a method global_index, got object"):
+        from_striped_writes([1], [0], [[2]], [([0], [8])], placement, page_size=4, num_pages=3)

@@ -215,7 +215,7 @@ def from_sharded_topk(
         rows = np.array(chosen, np.int64)
         for line, owner in zip(rows, request, strict=True):
             there = line >= 0
-            logical = plans[0].placement.global_index(rank, line[there])
+            logical = _slots_of(plans[0].placement, rank, line[there])
             line[there] = slots.positions(int(owner), logical)
         positions.append(rows)
     return from_topk(
@@ -251,7 +251,17 @@ def _writes(
     rank: int, tokens: Any, rows: Any, batch: tuple[Ints, Ints], placement: Any
 ) -> dict[str, list[int]]:
     request, position = (values[ints(tokens)] for values in batch)
-    return write_runs(request, position, placement.global_index(rank, ints(rows)))
+    return write_runs(request, position, _slots_of(placement, rank, ints(rows)))
+
+
+def _slots_of(placement: Any, rank: int, rows: Ints) -> Ints:
+    """Return the logical slots of rows of a rank's pool."""
+    if not hasattr(placement, "global_index"):
+        raise NotUsable(
+            "from_sharded_plans, from_sharded_topk, from_striped_writes: placement must have a "
+            f"method global_index, got {type(placement).__name__}"
+        )
+    return ints(placement.global_index(rank, rows))
 
 
 class _Slots:
@@ -284,7 +294,7 @@ def _segments(calls: _Calls, request: Ints, slots: _Slots, placement: Any) -> di
             local = (pages[:, None] * call.page_size + np.arange(call.page_size)).ravel()
             size = (len(pages) - 1) * call.page_size + int(ints(call.last_page_len)[number])
             owner = int(request[rows[0]])
-            read = slots.positions(owner, placement.global_index(source, local[:size]))
+            read = slots.positions(owner, _slots_of(placement, source, local[:size]))
             pairs += len(rows) * size
             if pairs > MOST_PAIRS:
                 raise NotUsable(f"from_sharded_plans: rows see more than {MOST_PAIRS:,} keys")
