@@ -27,12 +27,12 @@ class Turn(Protocol):
 
 
 def about(arguments: argparse.Namespace, work: Load) -> Row:
-    """What of a load is not what was recorded."""
+    """Tell how a load differs from what was recorded."""
     return {
         "requests": len(work.prompts),
         "lengths_divided_by": arguments.scale_lengths,
         "trace": Path(arguments.trace).name if arguments.trace else "generated",
-        "random": "weights, and tokens, of which those are equal that are in the trace",
+        "random": "weights, and tokens; prompts that share a prefix in the trace share one here",
     }
 
 

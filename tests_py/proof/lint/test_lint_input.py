@@ -154,6 +154,8 @@ BAD = {
     "memories.a.registered: must end below 18446744073709551616, got 18446744073709551616": {
         "memories": {"a": {"page_size": 1, "entries": [], "registered": [[2**64 - 2, 2]]}}
     },
+    "ranks: must have at least 1 entries, got 0": {"ranks": []},
+    "ranks: must have at most 32768 entries, got 32769": {"ranks": [{}] * 32769},
     "ranks[0].rows.count[1]: must be at least 0, got -3": rows([0, 0], [0, 1], [1, -3]),
     "balance.bound: must be of type number, got nan": {"balance": {"bound": float("nan")}},
     "balance.bound: must be of type number, got 1000": {"balance": {"bound": HUGE}},
@@ -177,7 +179,6 @@ BAD = {
     },
     "requests[1].shares.request: must be below 1, got 1": SHARING,
     "must have at most 262144 objects and lists, got ": MANY,
-    "ranks: [{}, {}, {}": {"ranks": [{}] * 32769},
     "collectives[0].group: must have rank 0 in it": calls({"kind": "barrier", "group": [1]}, None),
     "collectives[0]: must be below 1, got 3": calls({"kind": "send", "peer": 3}),
     "collectives[0].over: must be a name of groups, got 'dp'": calls(

@@ -125,7 +125,12 @@ def starts_a_process():
         (raises_without_a_text, "rank [01] raised Nameless: its text raises RuntimeError"),
         (lambda: os.abort(), "rank [01] aborts; all ranks are simulated in one process"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "rank [01] sends itself a signal; all"),
+        (lambda: os.killpg(os.getpgrp(), signal.SIGTERM), "rank [01] sends itself a signal; all"),
         (lambda: signal.raise_signal(signal.SIGTERM), "rank [01] sends itself a signal; all"),
+        (
+            lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM),
+            "rank [01] sends itself a signal; all",
+        ),
         (starts_a_process, "rank [01] starts processes; all ranks"),
         (talks_from_a_thread, "rank [01] calls torch.distributed from a thread of its own, helper"),
         (list, "no rank communicates: there is nothing to judge"),

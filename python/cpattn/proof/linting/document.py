@@ -151,6 +151,9 @@ def _rule(error: Any) -> str:
             return f"must be at least {error.validator_value}, got {got}"
         case "maximum":
             return f"must be at most {error.validator_value}, got {got}"
+        case "minItems" | "maxItems":
+            bound = "at least" if error.validator == "minItems" else "at most"
+            return f"must have {bound} {error.validator_value} entries, got {len(error.instance)}"
         case "enum":
             return f"must be one of {', '.join(map(str, error.validator_value))}, got {got}"
         case "required":

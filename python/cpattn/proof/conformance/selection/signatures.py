@@ -165,5 +165,5 @@ _SIGNATURES = (
     ),
 )  # fmt: skip
 
-#: By name.
+#: Signatures by the names that `conform` takes.
 SELECTION_SIGNATURES = MappingProxyType({signature.name: signature for signature in _SIGNATURES})

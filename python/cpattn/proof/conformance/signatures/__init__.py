@@ -14,7 +14,7 @@ from .signature import Answer, Signature
 
 __all__ = ["SIGNATURES", "Answer", "Features", "Signature"]
 
-#: By name.
+#: Signatures by the names that `conform` takes.
 SIGNATURES = MappingProxyType(
     {
         signature.name: signature

@@ -173,13 +173,16 @@ def _signals(run: Run) -> list[tuple[Any, str, Any]]:
             sends(process, number)
         end(process, number)
 
-    end, sends = os.kill, _refusal(run, "sends itself a signal", lambda *_: None)
+    what = "sends itself a signal"
+    end, sends = os.kill, _refusal(run, what, lambda *_: None)
     return [
         (signal, "signal", handle),
         (signal, "getsignal", handler_of),
         (signal, "alarm", kept_from_ranks(signal.alarm, 0)),
         (signal, "setitimer", kept_from_ranks(signal.setitimer, (0.0, 0.0))),
-        (signal, "raise_signal", _refusal(run, "sends itself a signal", signal.raise_signal)),
+        (signal, "raise_signal", _refusal(run, what, signal.raise_signal)),
+        (signal, "pthread_kill", _refusal(run, what, signal.pthread_kill)),
+        *((module, "killpg", _refusal(run, what, os.killpg)) for module in (os, posix)),
         *((module, "kill", kill) for module in (os, posix)),
     ]
 
