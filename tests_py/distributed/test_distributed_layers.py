@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import cpattn
 from cpattn.distributed import ContextParallel
@@ -44,3 +45,14 @@ def test_sparse_layers_over_whole_pools_are_those_without_a_group(world):
     )  # fmt: skip
     found = cp.attend_sparse(plan, q, latents, index_q, index_keys, weights, **options)
     assert equal(found, expected)
+
+
+def test_heads_of_one_dimension_with_gaps_are_queries(world):
+    """Their last axis has one element, whatever its stride, so that they count as contiguous."""
+    cp = ContextParallel(world, page_size=4)
+    plan = cp.plan([3], [5], block_tables=[[2, 0]])
+    wide, keys, values = worker.tensors(7, (3, 2, 13), (12, 2, 1), (12, 2, 1))
+    gaps = wide[:, :, :1]
+    assert gaps.stride(1) == 13
+    out, wanted = (cp.attend(plan, q, keys, values) for q in (gaps, gaps.contiguous()))
+    assert torch.equal(out, wanted)
