@@ -45,7 +45,7 @@ void pause_cpu() {
 #endif
 }
 
-/// Not FUTEX_PRIVATE_FLAG: the word is in memory of several processes.
+/// Waits while the word has a value. FUTEX_PRIVATE_FLAG is left out, as processes share the word.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds longest) {
   const timespec time{.tv_sec = 0, .tv_nsec = longest.count()};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &time, nullptr, 0);

@@ -6,7 +6,7 @@ from __future__ import annotations
 import first_words
 import pytest
 
-RULES = {"words": ["Of", "The same", "This"], "allowed": {"This rank": "a name"}, "not_yet": []}
+RULES = {"words": ["Of", "The same", "This"], "allowed": {"This rank": "a name"}}
 PYTHON = '''"""{}"""
 class Pool:
     """A pool."""
@@ -58,19 +58,11 @@ def test_each_place_is_found(faults, word, text):
     assert faults(cpp=("The size.", text)) == [f"cpp/meta/pool.h:4: {said}"]
 
 
-@pytest.mark.parametrize("entry", ["cpp", "cpp/meta", "cpp/meta/pool.h"])
-def test_a_place_may_wait_until_it_has_none(faults, entry):
-    text = ("Of a pool.", "This.")
-    assert faults(cpp=text, not_yet=[entry]) == []
-    assert len(faults(text, text, not_yet=[entry])) == 2
-    assert faults(not_yet=[entry]) == [f"not_yet: {entry!r} has no such beginning: delete it"]
-
-
 def test_the_command_fails_if_anything_is_found(faults, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(first_words, "ROOT", tmp_path)
     faults()
     rules = tmp_path / "rules.toml"
-    rules.write_text('words = ["Of"]\nnot_yet = []\n[allowed]\n')
+    rules.write_text('words = ["Of"]\n[allowed]\n')
     monkeypatch.setattr(first_words, "RULES", rules)
     assert first_words.main() == 0
     faults(("Of a module.", "A pool."))

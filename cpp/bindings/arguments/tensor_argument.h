@@ -40,8 +40,8 @@ class TensorArgument {
   dlpack::ManagedTensor* owner_ = nullptr;
 };
 
-/// Like TensorArgument for a result: must be writable and must not broadcast
-/// (no zero stride over more than one element).
+/// Reads a result as a TensorArgument. It must be writable and must not broadcast (no zero stride
+/// over more than one element).
 TensorArgument output_argument(pybind11::handle object, const ArgumentName& name);
 
 }  // namespace cpattn::bindings

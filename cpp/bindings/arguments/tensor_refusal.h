@@ -13,24 +13,24 @@ namespace cpattn::bindings {
 /// Whether it is a masked array of NumPy.
 bool is_masked(pybind11::handle object);
 
-/// TypeError for a masked array, whose mask nothing here would see.
+/// Refuses a masked array by TypeError, as nothing here would see its mask.
 void refuse_masked(pybind11::handle object, const ArgumentName& name);
 
-/// TypeError for what is no tensor at all.
+/// Refuses what is no tensor at all, by TypeError.
 [[noreturn]] void refuse_other_types(pybind11::handle object, const ArgumentName& name);
 
-/// TypeError for a tensor on another device, by its DLPack number.
+/// Refuses a tensor on another device, given by its DLPack number, by TypeError.
 [[noreturn]] void refuse_device(
     pybind11::handle object, const ArgumentName& name, int32_t device_type
 );
 
-/// TypeError for another dtype. `rule`, if not null, says which ones are taken.
+/// Refuses another dtype by TypeError. `rule`, if not null, says which ones are taken.
 [[noreturn]] void refuse_dtype(
     pybind11::handle object, const ArgumentName& name, const std::string& dtype, const char* rule
 );
 
-/// TypeError for a tensor of torch that has no plain memory to look at: a meta, nested, sparse or
-/// quantised one.
+/// Refuses, by TypeError, a tensor of torch without plain memory to look at: a meta, nested, sparse
+/// or quantised one.
 [[noreturn]] void refuse_torch_kind(pybind11::handle object, const ArgumentName& name);
 
 }  // namespace cpattn::bindings

@@ -151,7 +151,7 @@ struct AttentionKernel {
   void (*merge)(const AttentionTile* tile, const float* parts, int64_t num_parts);
 };
 
-/// What a merge multiplies the sum of the parts so far and its next part with.
+/// Factors by which a merge multiplies the sum of the parts so far, and its next part.
 struct MergeWeights {
   float sum, part;
 };

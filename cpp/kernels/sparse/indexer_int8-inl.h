@@ -23,7 +23,8 @@ struct Int8Engine {
     __builtin_memcpy(&four, p, sizeof four);
     return _mm512_set1_epi32(four);
   }
-  /// Is assembly because GCC 12 copies every sum before and after the intrinsic.
+  /// Adds products to sums. It is assembly because GCC 12 copies every sum before and after the
+  /// intrinsic.
   static Sum multiply_add(Pack query, Pack keys, Sum sum) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(query), "v"(keys));
     return sum;

@@ -19,8 +19,8 @@ constexpr int32_t kMaxHeads = 1 << 16;
 /// rows of arithmetic from a cache and thirty from memory: beyond this many there
 /// is little left to gain.
 constexpr int64_t kMaxItemRows = 2048;
-/// If there were fewer than kBalancedItems to share out, items are smaller, down to
-/// kMinItemRows rows.
+/// Items are smaller, down to kMinItemRows rows, if there were fewer than kBalancedItems to share
+/// out.
 constexpr int64_t kBalancedItems = 64;
 constexpr int64_t kMinItemRows = 384;
 constexpr int64_t kRowGranule = 24;

@@ -27,7 +27,7 @@ void set_bits(std::span<uint8_t> bits, int64_t begin, int64_t count) {
   if (high != 0) bits[last] |= static_cast<uint8_t>(high);
 }
 
-/// What a mask shows of the keys of a share.
+/// Keys of a share that a mask shows.
 class MaskedKeys {
  public:
   MaskedKeys(const KeyShare& share, const RowMask& mask)

@@ -11,7 +11,7 @@
 
 namespace cpattn {
 
-/// What a source sends to a destination; it refers to their entries and pages.
+/// Specification of what a source sends to a destination; it refers to their entries and pages.
 struct KVLinkSpec {
   KVPageList from;
   KVPageList to;

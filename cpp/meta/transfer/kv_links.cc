@@ -13,7 +13,7 @@ namespace {
 
 constexpr char kFunction[] = "plan_kv_links";
 
-/// What one source writes of an entry of the destination: these heads of these tokens.
+/// Part of an entry of the destination that one source writes: these heads of these tokens.
 struct Patch {
   std::size_t source = 0;
   IndexRange heads;
@@ -47,7 +47,7 @@ std::string names(const std::vector<std::size_t>& sources) {
   return text;
 }
 
-/// What sources have to write of an entry.
+/// Part of an entry that all sources together have to write.
 struct Whole {
   std::size_t destination = 0;
   const KVEntry* entry = nullptr;

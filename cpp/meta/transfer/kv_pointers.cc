@@ -119,7 +119,7 @@ std::vector<IndexRange> match_entries(const Match& match, int64_t total_layers) 
   return ranges;
 }
 
-/// What list[begin:end] takes of a Python list of `size`.
+/// Range that list[begin:end] takes of a Python list of `size`.
 IndexRange slice(int64_t begin, int64_t end, int64_t size) {
   const auto clip = [size](int64_t i) {
     return std::clamp<int64_t>(i < 0 ? i + size : i, 0, size);

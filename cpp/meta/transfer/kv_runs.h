@@ -20,8 +20,8 @@ void append_run(std::vector<TransferRun>& runs, TransferRun run);
 /// Sorts runs by destination, and returns whether they were in another order.
 bool sort_by_destination(std::vector<TransferRun>& runs);
 
-/// Where one side keeps the tokens of a sequence. All counts may also be in pages instead of
-/// tokens, with a page_size of 1 then.
+/// Pages in which one side keeps the tokens of a sequence. All counts may also be in pages instead
+/// of tokens, with a page_size of 1 then.
 struct KVPageList {
   const char* side = "";  // for messages
   std::span<const int64_t> pages;
@@ -46,8 +46,8 @@ struct KVPageList {
 /// that this side holds.
 void check_holds(const KVPageList& list, IndexRange tokens);
 
-/// Those of the tokens whose pages this side has, where its group stripes them: ranges in ascending
-/// order, none of which begins where another ends. Without a group they are all of them.
+/// Returns the tokens whose pages this side has, where its group stripes them: ranges in ascending
+/// order, none of which begins where another ends. Without a group it has all of them.
 std::vector<IndexRange> tokens_of_shard(const KVPageList& list, IndexRange tokens);
 
 /// Throws std::invalid_argument if a page that receives some of the tokens is in the list twice, up

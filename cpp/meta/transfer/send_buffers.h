@@ -24,7 +24,7 @@ auto at(const List& values, std::size_t i, const char* function, const char* lis
 /// Checks that the source's lists are equally long.
 void check_list_sizes(const char* function, const SendBuffers& buffers);
 
-/// The same, and that no item length is zero.
+/// Checks what check_list_sizes() does, and that no item length is zero.
 void check_buffers(const char* function, const SendBuffers& buffers);
 
 /// Whether a side says which layers its entries hold.

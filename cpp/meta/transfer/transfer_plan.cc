@@ -48,7 +48,7 @@ void shift(const Blocks& out, std::size_t num_blocks, uint64_t src, uint64_t dst
   std::copy_n(out.length - num_blocks, num_blocks, out.length);
 }
 
-/// How many blocks an entry has; the plan has so many runs and units in them.
+/// Counts the blocks of an entry, in a plan with so many runs, and units in them.
 std::size_t count_blocks(const TransferEntry& entry, std::size_t num_runs, std::size_t num_units) {
   if (entry.runs) return entry.runs->size();
   return is_contiguous(entry) ? num_runs : num_units;

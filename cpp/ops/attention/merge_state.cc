@@ -43,7 +43,7 @@ struct Names {
   const char* lse() const { return form == Form::pair ? "lse_a" : "lse"; }
 };
 
-/// What is merged, and where to.
+/// Parts that are merged, and the tensors that the result goes to.
 struct Merged {
   std::span<const TensorView> outs, lses;
   const std::optional<TensorView>& sinks;
@@ -159,7 +159,7 @@ MergeWeights weigh(float& lse, float other) {
   return is_larger ? MergeWeights{most, rest} : MergeWeights{rest, most};
 }
 
-/// What a sink leaves of a merged row. It adds nothing.
+/// Returns the weight that a sink leaves of a merged row. It adds nothing.
 MergeWeights weigh_sink(float lse, float sink) {
   if (sink == kInfinity) return {0.0F, 0.0F};
   return {weigh(lse, sink).sum, 0.0F};

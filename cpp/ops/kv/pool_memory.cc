@@ -98,7 +98,7 @@ char* reserve(const char* function, int64_t num_bytes) {
   return begin + before;
 }
 
-/// Has the system find the memory of a part now, near this thread. Later it could only fail by a
+/// Makes the system find the memory of a part now, near this thread. Later it could only fail by a
 /// signal that ends the process.
 void take(const char* function, char* data, const SharedPart& part) {
   for (int64_t done = 0; done < part.num_bytes; done += kTakenAtOnce) {

@@ -88,7 +88,7 @@ def small(kv_layout="HND", interleaved=True):
 
 
 def test_a_memory_that_is_said_in_another_order_is_refuted():
-    """As if heads of whole pages of one order went into pages of the other."""
+    """Heads of whole pages of one order may not go into pages of the other."""
     plans = small()
     assert kinds(plans) == set()
     for entry in plans["memories"]["target 0"]["entries"]:

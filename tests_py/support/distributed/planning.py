@@ -27,7 +27,7 @@ def first_of(size: int, page_size: int = 16, **attributes: Any) -> ContextParall
 
 
 def key_shares(placement: Any, tables: Any, lens: Any, page_size: int) -> KeyShares:
-    """Where the keys of block tables are."""
+    """Return the shares of the keys of block tables."""
     return KeyShares(placement, _core.BatchPages(tables, lens, page_size, "key_shares"))
 
 

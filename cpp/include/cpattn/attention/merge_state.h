@@ -51,7 +51,7 @@ void merge_states(
     const TensorView& lse
 );
 
-/// The same for parts in one tensor: outs [num_tokens, num_parts, num_heads, head_dim], lses
+/// Merges parts in one tensor: outs [num_tokens, num_parts, num_heads, head_dim], lses
 /// [num_tokens, num_parts, num_heads].
 void merge_states(
     const TensorView& outs,

@@ -31,7 +31,7 @@ class HostBarrier {
   static constexpr int64_t kPageBytes = 4096;
   static constexpr std::size_t kMaxTerms = 32;
 
-  /// Why a meeting was in vain.
+  /// Ranks for which a meeting was in vain, and the reason.
   struct Loss {
     std::vector<int> ranks;  // of the group, also of other hosts
     std::string reason;

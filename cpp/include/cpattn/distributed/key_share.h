@@ -11,7 +11,7 @@
 
 namespace cpattn {
 
-/// Where any placement has the slots of some pages: the rank of each slot, and the row of its pool.
+/// Places of the slots of some pages by any placement: the rank of each, and the row of its pool.
 struct PlacedSlots {
   std::span<const int64_t> pages;   // ascending
   std::span<const int64_t> owners;  // [pages, page_size]
@@ -51,7 +51,8 @@ struct LocalKeys {
   std::vector<int64_t> request, position, row;
 };
 
-/// The same keys as pages of a pool, which attention reads: those of request i from indptr[i] on.
+/// Pages of a pool with a share of keys, as attention reads them; request i has ids from indptr[i]
+/// on.
 struct LocalPages {
   int64_t page_size = 1;
   std::vector<int64_t> indptr;  // [bs + 1]
@@ -66,9 +67,9 @@ class KeyShare {
 
   const BatchKeys& keys() const { return *keys_; }
 
-  /// How many keys of a request the share has before `position`, which is at most its length.
+  /// Counts the keys of a request that the share has before `position`, at most its length.
   int64_t count_below(int64_t request, int64_t position) const;
-  /// How many keys of a request the share has.
+  /// Counts the keys of a request that the share has.
   int64_t count(int64_t request) const {
     return count_below(request, keys_->pages().kv_lens[request]);
   }

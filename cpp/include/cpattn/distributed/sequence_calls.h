@@ -24,8 +24,8 @@ struct RowMask {
   std::span<const int64_t> first_byte, row_bits, first_position;  // [bs]
 };
 
-/// Which keys a row sees, by their positions: all, or those up to its own, or of these the last
-/// window + 1; and of them what a mask shows.
+/// Keys that a row sees, by their positions: all, or those up to its own, or of these the last
+/// window + 1. A mask hides some of them.
 struct RowVisibility {
   bool causal = true;
   std::optional<int64_t> window;

@@ -49,7 +49,7 @@ struct KVEntry {
 /// Writes an entry as "k of layer 3" or "index_k of draft layer 0".
 std::ostream& operator<<(std::ostream& out, const KVEntry& entry);
 
-/// What the entries of a side have in common, and which part of the model they are.
+/// Sizes that the entries of a side have in common, and the part of the model that they are.
 struct KVPlacement {
   int64_t page_size = 0;  // tokens
   int64_t tp_rank = 0;
@@ -87,11 +87,11 @@ class KVLayout {
   /// The entry of the same layer, kind and draft flag, or nullptr.
   const KVEntry* find(const KVEntry& like) const;
   bool has_draft() const;
-  /// Which of the total_heads() of a kind this side has. index_k and state have one head, scales
-  /// those of what they scale.
+  /// Returns the heads, out of total_heads() of a kind, that this side has. index_k and state have
+  /// one head, scales those of what they scale.
   IndexRange heads(KVKind kind) const;
   int64_t total_heads(KVKind kind) const;
-  /// How many ranks hold the same heads, and which of them this one is.
+  /// Count of ranks that hold the same heads, and the place of this one among them.
   int64_t num_replicas(KVKind kind) const;
   int64_t replica(KVKind kind) const { return placement_.tp_rank % num_replicas(kind); }
   /// Whether heads come before tokens in pages of an entry, and not both orders are the same.

@@ -19,7 +19,7 @@ namespace cpattn {
 // By default they are strict: they answer right or throw std::invalid_argument. With `compat`
 // they answer as engines do: ranges are clipped like slices in Python, and wrong for some layouts.
 
-/// Which entries of the two lists belong together.
+/// Ranges of entries of two lists that belong together.
 struct MhaEntries {
   IndexRange src_k, src_v, dst_k, dst_v;
   int64_t num_layers = 0;
@@ -36,7 +36,7 @@ MhaEntries mha_kv_entries(
     bool compat
 );
 
-/// What a prefill server knows of its buffers.
+/// Facts about its buffers that a prefill server knows.
 struct KVStage {
   int64_t prefill_start_layer = 0;
   int64_t kv_buf_groups = 1;
@@ -72,8 +72,8 @@ std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
     bool allow_positional_fallback
 );
 
-/// How many of the layers with a KV cache (ascending ids) stand before a pipeline stage: what
-/// prefill_start_layer means for models of which only some layers have one.
+/// Counts the layers with a KV cache (ascending ids) before a pipeline stage: the meaning of
+/// prefill_start_layer for models of which only some layers have one.
 int64_t kv_start_layer(int64_t start_layer, std::span<const int64_t> kv_layer_ids);
 
 /// Prefill ranks that send to a decode rank of another tensor-parallel size.

@@ -29,10 +29,10 @@ KVShardPages filter_kv_indices_for_shard_rank(
     int64_t shard_size
 );
 
-/// Which of a chunk's num_pages pages rank `cp_rank` sends, of a group whose ranks hold all pages
-/// and divide the transfer's total_pages like layers: [begin, end) of the chunk's own list, {0, 0}
-/// for none. The chunk begins at page `start` of the transfer and ends at `end`, or without one
-/// where the transfer does; pages behind that are nobody's.
+/// Returns the part of a chunk's num_pages pages that rank `cp_rank` sends, of a group whose ranks
+/// hold all pages and divide the transfer's total_pages like layers: [begin, end) of the chunk's
+/// own list, {0, 0} for none. The chunk begins at page `start` of the transfer and ends at `end`,
+/// or without one where the transfer does; pages behind that are nobody's.
 IndexRange filter_kv_indices_for_cp_rank(
     int64_t num_pages,
     int64_t start,

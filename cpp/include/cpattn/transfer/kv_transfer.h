@@ -12,11 +12,11 @@
 
 namespace cpattn {
 
-/// How the ranks of a context-parallel group, all of which have all KV, divide the sending.
+/// Division of the sending among the ranks of a context-parallel group, all of which have all KV.
 enum class CpShare { pages, layers };
 
-/// Which tokens of one sequence go, and where each side keeps them. `start` is the token that
-/// row 0 of the first page of a list holds, the first of a page. Tokens are counted in the
+/// Tokens of one sequence that go, and the places where each side keeps them. `start` is the token
+/// that row 0 of the first page of a list holds, the first of a page. Tokens are counted in the
 /// sequence, also where a destination holds only those of its DCP rank.
 struct KVTransferRange {
   int64_t src_start = 0;

@@ -10,7 +10,7 @@
 
 namespace cpattn {
 
-/// What keeps a range of memory alive, as far as pools own it.
+/// Owners that keep a range of memory alive, as far as pools own it.
 using MemoryOwners = std::vector<std::shared_ptr<PoolMemory>>;
 
 /// Returns the owners of each range [addrs[i], addrs[i] + sizes[i]), for an engine through which

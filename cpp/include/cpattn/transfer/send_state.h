@@ -10,8 +10,8 @@
 
 namespace cpattn {
 
-/// How the entries of a component of state find each other. Item lengths of 0 are those of entries
-/// that a side elided: layers that reuse the top-k of another keep no index keys.
+/// Facts by which the entries of a component of state find each other. Item lengths of 0 are those
+/// of entries that a side elided: layers that reuse the top-k of another keep no index keys.
 struct StateEntries {
   std::optional<int64_t> prefill_start_layer;
   std::optional<int64_t> prefill_end_layer;  // one past the target layers, to tell drafts

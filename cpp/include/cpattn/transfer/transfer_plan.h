@@ -39,7 +39,7 @@ struct TransferPart {
   std::size_t num_blocks = 0;
 };
 
-/// What to copy where: n blocks, of which the i-th is lengths[i] bytes from src_addrs[i] to
+/// Copies to make: n blocks, of which the i-th is lengths[i] bytes from src_addrs[i] to
 /// dst_addrs[i]. A value; the addresses may belong to other processes and are never followed.
 class TransferPlan {
  public:
