@@ -72,11 +72,14 @@ def _by_heads(
         [torch.arange(share.start, share.stop) for share in heads],
         [parts[1]] * exchange.size,
     )
-    of_ranks = outs.unflatten(0, parts).unflatten(2, (num_tokens, v_head_dim))
-    own_sinks = None if sinks is None else sinks[own, None]
-    out, lse = merged(list(zip(of_ranks, lses.unflatten(0, parts), strict=True)), own_sinks)
-    if out_heads == "all":
-        out, lse = exchange.all_rows("decode", _counts(heads), [out.flatten(1), lse])
+    of_ranks = outs.unflatten(0, parts).unflatten(2, (num_tokens, v_head_dim)).transpose(1, 2)
+    lses = lses.unflatten(0, parts).transpose(1, 2)
+    own_sinks = None if sinks is None else sinks[own]
+    out, lse = merged(list(zip(of_ranks, lses, strict=True)), own_sinks)
+    if out_heads != "all":
+        return out, lse
+    rows = [_heads_first(out), _heads_first(lse).contiguous()]
+    out, lse = exchange.all_rows("decode", _counts(heads), rows)
     return _tokens_first(out, num_tokens, v_head_dim), lse.T.clone(
         memory_format=torch.contiguous_format
     )
