@@ -48,11 +48,12 @@ def need_scales(
 ) -> None:
     """Refuse keys of int8 without one of the scales: as numbers such codes reach to 127."""
     missing = [name for name, scale in scales.items() if scale is None]
-    if not missing or kv_dtype not in (None, "int8"):
-        return
+    of_codes = isinstance(kv_dtype, str) and kv_dtype == "int8"
+    if not missing or not (kv_dtype is None or of_codes):
+        return  # the core refuses what is no name
     torch = torch_of(cache)  # looked at itself, for it is asked in every call
     if (
-        kv_dtype == "int8"
+        of_codes
         or (torch is not None and cache.dtype is torch.int8)
         or (torch is None and _core.dtype_of(cache, function, "k_cache") == "int8")
     ):

@@ -12,6 +12,7 @@ import torch
 from support.api.argument_kinds import Call, Target
 
 LARGE = 1 << 21  # bytes of an array that is not looked at
+MOST_SCALE = 1e6  # of an ordinary scale of scores
 ORDINARY = 1e30  # beyond this a result is not one of ordinary numbers
 
 

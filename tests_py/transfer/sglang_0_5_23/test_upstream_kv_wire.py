@@ -156,6 +156,7 @@ def test_requests_are_written_and_read_as_upstream_does(sglang, rng):
 
 
 def test_registration_regions(sglang, rng):
+    """Regions are sglang's, but what they have in common is in one of them alone."""
     for _ in range(500):
         lists = [rng.integers(1, 4, (2, n)) * rng.integers(0, 2, n) for n in rng.integers(0, 6, 4)]
         (kv, aux, *state) = [(ptrs.tolist(), lens.tolist()) for ptrs, lens in lists]
@@ -165,4 +166,8 @@ def test_registration_regions(sglang, rng):
         )  # fmt: skip
         theirs = make_manager(sglang, "mooncake", kv_args=kv_args)._registerable_regions()
         ptrs, lens = np.concatenate(lists, axis=1).tolist()
-        assert list(zip(*cpattn.transfer.registration_regions(ptrs, lens), strict=True)) == theirs
+        ours = list(zip(*cpattn.transfer.registration_regions(ptrs, lens), strict=True))
+        covered, wanted = ([x for p, n in some for x in range(p, p + n)] for some in (ours, theirs))
+        assert sorted(covered) == sorted(set(wanted))
+        if len(wanted) == len(set(wanted)):
+            assert ours == theirs
