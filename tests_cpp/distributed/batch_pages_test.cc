@@ -42,11 +42,11 @@ TEST(BatchPages, PagesBehindTheLastOneAreNotRead) {
 
 TEST(BatchPages, ATableRepeatsTheFirstPageForPadding) {
   const BatchPages pages = read(kTables, 2, kLens);
-  EXPECT_EQ(page_table(pages, 0).values, (std::vector<int32_t>{5, 3, 9, 2, 7, -1}));
-  const PageTable padded = page_table(pages, 10);
+  EXPECT_EQ(padded_table(pages, 0).values, (std::vector<int32_t>{5, 3, 9, 2, 7, -1}));
+  const PaddedTable padded = padded_table(pages, 10);
   EXPECT_EQ(padded.columns, 4);
   EXPECT_EQ(padded.values, (std::vector<int32_t>{5, 3, 9, -1, 2, 7, 2, 2}));
-  EXPECT_EQ(page_table(read({}, 1, {0}), 5).values, (std::vector<int32_t>{0, 0}));
+  EXPECT_EQ(padded_table(read({}, 1, {0}), 5).values, (std::vector<int32_t>{0, 0}));
 }
 
 TEST(BatchPages, NewTokensHaveTheSlotsOfTheirPositions) {

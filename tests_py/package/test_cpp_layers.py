@@ -159,3 +159,17 @@ def test_a_folder_is_small_and_says_what_is_in_it():
 def test_a_break_is_found(path, line):
     assert (CPP / path).exists()
     assert len(LAYERS.complaints(path, line)) == 1
+
+
+def test_each_type_has_a_name_of_its_own():
+    """Two of one name in one namespace are one to the linker: objects of one get the other's end."""
+    names = [
+        name
+        for floor in ("include", "base", "meta", "ops", "reference")
+        for path in sorted((ROOT / "cpp" / floor).rglob("*.h"))
+        for name in re.findall(
+            r"^(?:struct|class|enum class|union) (\w+)[^;\n]*$", path.read_text(), re.MULTILINE
+        )
+    ]
+    assert len(names) > 100
+    assert sorted(names) == sorted(set(names))

@@ -59,7 +59,7 @@ BatchPages make_pages(
 py::array tables(const BatchPages& self, py::handle padding) {
   const int64_t tokens = kRead.integer(padding, "padding");
   check(tokens >= 0, "BatchPages: padding must be >= 0, got ", tokens);
-  PageTable table = page_table(self, tokens);
+  PaddedTable table = padded_table(self, tokens);
   return int_array(std::move(table.values)).attr("reshape")(self.bs(), table.columns);
 }
 

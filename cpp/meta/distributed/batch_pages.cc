@@ -143,9 +143,9 @@ BatchPages read_batch_pages(
   return pages;
 }
 
-PageTable page_table(const BatchPages& pages, int64_t padding) {
+PaddedTable padded_table(const BatchPages& pages, int64_t padding) {
   const int64_t bs = pages.bs();
-  PageTable table;
+  PaddedTable table;
   for (int64_t i = 0; i < bs; ++i) {
     table.columns = std::max(table.columns, pages.indptr[i + 1] - pages.indptr[i]);
   }

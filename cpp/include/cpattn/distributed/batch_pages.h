@@ -37,11 +37,11 @@ BatchPages read_batch_pages(
 /// The pages as a table [bs, columns], -1 behind the last of each request. The last request has
 /// `padding` tokens more, for which its first page, or else page 0, serves again; there are as many
 /// columns as the longest row needs.
-struct PageTable {
+struct PaddedTable {
   int64_t columns = 0;
   std::vector<int32_t> values;
 };
-PageTable page_table(const BatchPages& pages, int64_t padding);
+PaddedTable padded_table(const BatchPages& pages, int64_t padding);
 
 /// New tokens of a batch: the last q_lens[i] ones of request i.
 struct NewTokens {
