@@ -162,7 +162,7 @@ def test_a_break_is_found(path, line):
 
 
 def test_each_type_has_a_name_of_its_own():
-    """Two of one name in one namespace are one to the linker: objects of one get the other's end."""
+    """The linker takes two of one name in one namespace for one, and their destructors, too."""
     names = [
         name
         for floor in ("include", "base", "meta", "ops", "reference")
