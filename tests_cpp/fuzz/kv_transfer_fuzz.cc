@@ -78,7 +78,7 @@ struct Server {
   }
   int64_t head_bytes(KVKind kind) const { return model->head_bytes[static_cast<int>(kind)]; }
   int64_t row_bytes(KVKind kind) const { return num_heads(kind) * head_bytes(kind); }
-  /// Where a head of a slot begins.
+  /// Returns the place where a head of a slot begins.
   int64_t place(const KVEntry& entry, int64_t slot, int64_t head) const {
     const int64_t page_size = side->page_size, width = head_bytes(entry.kind);
     const int64_t page = slot / page_size * static_cast<int64_t>(entry.stride());

@@ -66,7 +66,7 @@ LocalPages make_local_pages(py::handle page_size, py::handle indptr, py::handle 
   return pages;
 }
 
-/// Reads positions of requests of a share, each at most `beyond` below the length.
+/// Checks a request of a share, and a position in it that is `beyond` below its length at most.
 void check_position(const KeyShare& share, int64_t request, int64_t position, int64_t beyond) {
   const std::vector<int64_t>& lens = share.keys().pages().kv_lens;
   check(

@@ -11,7 +11,7 @@
 
 namespace cpattn {
 
-// Both splits cut a sequence of base * num_blocks + rest tokens into blocks. Every rank
+// The splits below cut a sequence of base * num_blocks + rest tokens into blocks. Every rank
 // owns `halves` of them; `before` counts the tokens in front of a block.
 
 struct ZigzagSplit {

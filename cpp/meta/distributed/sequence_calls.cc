@@ -132,9 +132,9 @@ void add_rising(
 void add_plain_calls(
     const LocalPages& pages, const std::vector<SeenRow>& rows, std::vector<SequenceCall>& calls
 ) {
-  // Of the rows that see the same keys the first ones make causal sequences: one for each request,
-  // of the tokens that the rank holds itself. The others are either sequences of equal rows, or
-  // causal sequences again: what makes fewer of them.
+  // The first of the rows that see the same keys make causal sequences: one for each request, of
+  // the tokens that the rank holds itself. The others become sequences of equal rows, or causal
+  // ones again, whichever are fewer.
   const std::vector<Group> groups = groups_of(rows);
   const bool all_rise = rise_together(groups);
   CallBuilder rising(pages, /*causal=*/true), equal(pages, /*causal=*/false);

@@ -20,7 +20,6 @@ from .gates import can_dsa_prefill_cp_interleave, dsa_use_prefill_cp
 from .index_k import hadamard_transform, quantize_index, read_index_k_cache, write_index_k_cache
 from .indexer import indexer_logits, indexer_topk
 from .kv_rows import dequantize_kv_rows, quantize_kv_rows, quantize_kv_rows_separate
-from .sglang_0_5_23 import fast_topk as fast_topk  # `cpattn.proof` has it from here
 from .sparse_mla import flash_mla_sparse_fwd
 from .split_norm import can_fuse_split_qk_norm, fused_split_qk_norm, split_qk_norm
 from .topk import TopkTransformMethod, get_topk_transform_method, topk_transform

@@ -20,9 +20,6 @@ from .plan import TransferPlan
 from .planner import KVLink, KVLinks, plan_kv_links, plan_kv_transfer
 from .regions import registration_regions
 from .registration import Registration, register
-from .sglang_0_5_23 import (
-    KVArgs as KVArgs,
-)  # the example of `KVLayout.from_kv_args` has it from here
 from .wire import KVRegistration, KVTransferRequest, pack_int_lists, unpack_int_lists
 
 __all__ = [

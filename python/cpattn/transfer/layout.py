@@ -233,7 +233,7 @@ class KVLayout(_core.KVLayout):
 
         Examples
         --------
-        >>> from cpattn.transfer import KVArgs
+        >>> from cpattn.transfer.sglang_0_5_23 import KVArgs
         >>> args = KVArgs(kv_data_ptrs=[4096, 8192], kv_data_lens=[1024, 1024],
         ...               kv_item_lens=[512, 512], page_size=8, prefill_start_layer=0,
         ...               total_kv_layers=1)

@@ -285,7 +285,8 @@ class KVRegistration(_Message):
     session_id : str
         Session of its engine, which the buffers are registered with.
     kv_data_ptrs, aux_data_ptrs, state_data_ptrs, engine_rank
-        As of `cpattn.transfer.KVArgs`, buffers of no bytes included: peers pair by position.
+        As of `cpattn.transfer.sglang_0_5_23.KVArgs`, buffers of no bytes included, as peers pair
+        them by position.
     attn_tp_size : int
         Size of its attention group.
     kv_item_len : int

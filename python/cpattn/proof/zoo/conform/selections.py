@@ -56,7 +56,7 @@ def _hidden_by_float16(
     """cudnn-frontend#446: columns of no candidate get the smallest number of float16."""
     import torch
 
-    from ....sparse import fast_topk
+    from ....sparse.sglang_0_5_23 import fast_topk
 
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     column = torch.arange(scores.shape[1])
@@ -75,7 +75,7 @@ def _above_threshold(
     """vllm#50201: NaN is neither above a threshold nor equal to it, and nothing fills its place."""
     import torch
 
-    from ....sparse import fast_topk
+    from ....sparse.sglang_0_5_23 import fast_topk
 
     chosen = fast_topk(scores, lengths, topk, row_starts)
     if mended:

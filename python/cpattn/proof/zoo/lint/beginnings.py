@@ -141,7 +141,7 @@ ENTRIES = [
             "sglang 0.5.11", "`AscendKVManager.send_kvcache` of a stage with three kinds of "
             "buffers; 0.5.18 with two and a draft layer says the same",
             "descriptor 2 writes v of layer 2 into v of layer 0",
-            "`cpattn.transfer.get_mla_kv_ptrs_with_pp`", _TESTS.format(""),
+            "`cpattn.transfer.sglang_0_5_23.get_mla_kv_ptrs_with_pp`", _TESTS.format(""),
         ),
     ),
 ]  # fmt: skip
