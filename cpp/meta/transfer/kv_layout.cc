@@ -143,9 +143,7 @@ std::optional<Pair> find_overlap(
   for (const uint32_t i : group) {
     begins.emplace_back((entries[i].addr - entries[group[0]].addr) % stride, i);
   }
-  std::stable_sort(begins.begin(), begins.end(), [](const auto& a, const auto& b) {
-    return a.first < b.first;
-  });
+  std::sort(begins.begin(), begins.end());
   for (std::size_t i = 0; i < begins.size(); ++i) {
     const auto& [begin, entry] = begins[i];
     const bool is_last = i + 1 == begins.size();
@@ -162,8 +160,8 @@ std::optional<Pair> find_overlap(const std::vector<KVEntry>& entries) {
   for (std::size_t i = 0; i < entries.size(); ++i) {
     if (entries[i].num_bytes > 0) order.push_back(static_cast<uint32_t>(i));
   }
-  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
-    return entries[a].addr < entries[b].addr;
+  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    return std::pair(entries[a].addr, a) < std::pair(entries[b].addr, b);
   });
   for (std::size_t first = 0, end = 0; first < order.size(); first = end) {
     uint64_t last = last_byte(entries[order[first]]);

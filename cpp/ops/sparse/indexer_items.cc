@@ -2,6 +2,7 @@
 #include "ops/sparse/indexer_items.h"
 
 #include <algorithm>
+#include <tuple>
 
 namespace cpattn {
 namespace {
@@ -76,9 +77,12 @@ IndexerItems make_indexer_items(std::span<const IndexerRow> rows, int num_thread
       result.items.push_back(item);
     }
   }
-  std::stable_sort(
+  const auto order = [](const IndexerItem& item) {
+    return std::tuple(-item.cost, item.begin, item.part);
+  };
+  std::sort(
       result.items.begin(), result.items.end(),
-      [](const IndexerItem& a, const IndexerItem& b) { return a.cost > b.cost; }
+      [&](const IndexerItem& a, const IndexerItem& b) { return order(a) < order(b); }
   );
   return result;
 }
