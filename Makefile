@@ -161,7 +161,7 @@ build/release/.configured: .venv/.build CMakePresets.json
 	@touch $@
 
 # What compiling needs, so that the rest can be installed beside it.
-.venv/.build: pyproject.toml scripts/requirements.py scripts/system_packages.sh
+.venv/.build: pyproject.toml $(wildcard python/distributions/*/pyproject.toml) scripts/requirements.py scripts/system_packages.sh
 	@scripts/system_packages.sh $(if $(filter demo extension,$(MAKECMDGOALS)),demo,test) $(PYTHON)
 	@test -x $(BIN)/pip || { echo "Making .venv ..." && $(PYTHON) -m venv .venv; }
 	@$(TIMED) "packages to build with" $(PIP_INSTALL) 'cmake>=3.25' ninja "tomli; python_version < '3.11'"
@@ -172,7 +172,7 @@ build/release/.configured: .venv/.build CMakePresets.json
 .venv/.demo: .venv/.build
 	@echo "Installing $(TORCH), and what the command cpattn needs, into .venv ..."
 	@$(TIMED) "torch, beside the build" $(PIP_INSTALL) $(TORCH)
-	@python scripts/requirements.py cli | xargs -d '\n' $(TIMED) "packages, beside the build" $(PIP_INSTALL)
+	@python scripts/requirements.py cpattn-lab | xargs -d '\n' $(TIMED) "packages, beside the build" $(PIP_INSTALL)
 	@touch $@
 
 .venv/.ready: .venv/.demo

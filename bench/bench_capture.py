@@ -28,7 +28,7 @@ from bench.harness import command
 from bench.harness.environment import environment
 from bench.harness.report import console
 from cpattn.captures import capture
-from cpattn.proof import read_captures
+from cpattn_proof import read_captures
 
 LAYERS, PAGE_SIZE = 36, 16
 HEADS: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128}

@@ -43,9 +43,9 @@ from bench.harness import command
 from bench.harness.environment import RESULTS, environment
 from bench.harness.report import console
 from cpattn import torch_guard
-from cpattn._processes.hosts import Hosts, HostsError
-from cpattn.cost_model import Rates
-from cpattn.cost_model.calibration import calibrate
+from cpattn_lab.cost_model import Rates
+from cpattn_lab.cost_model.calibration import calibrate
+from cpattn_lab.processes.hosts import Hosts, HostsError
 
 SHAPES = (Shape(8192, 0), Shape(8192, 32768), Shape(512, 32768))
 QUICK = (Shape(256, 0), Shape(64, 1024))

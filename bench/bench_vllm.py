@@ -51,7 +51,7 @@ from bench.harness.report import console
 from bench.serving import load, served, steps, vllm_steps
 from bench.serving.report import print_decode, print_turns
 from bench.serving.turns import BACKENDS, Engine, compare_tokens, decode_in_turns, take_turns
-from cpattn.traffic.trace import TRACE_BLOCK_TOKENS
+from cpattn_lab.traffic.trace import TRACE_BLOCK_TOKENS
 
 CHECKED_LENGTHS, CHECKED_TOKENS = (3, 70, 129, 300, 611), 8
 PARTS = ("steps", "mla", "trace", "decode", "small")

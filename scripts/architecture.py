@@ -23,7 +23,7 @@ from svg import LINE, WIDTH, Picture
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-PACKAGE = ROOT / "python" / "cpattn"
+PYTHON = ROOT / "python"
 LAYERS: dict[str, Any] = tomllib.loads((ROOT / "cpp/layers.toml").read_text())
 #: The floors whose sources keep the promises of a layer of headers.
 KEEPERS = {
@@ -155,8 +155,8 @@ def rooms() -> str:
 
 
 def imported(path: Path, later: bool) -> Iterator[tuple[str, ...]]:
-    """The absolute names that a module of the package imports: itself, or its functions."""
-    package = path.relative_to(PACKAGE.parent).parent.parts
+    """The absolute names that a module imports: itself, or its functions."""
+    package = path.relative_to(PYTHON).parent.parts
     tree = ast.parse(path.read_text())
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     inside = {id(node) for function in functions for node in ast.walk(function)}
@@ -172,16 +172,18 @@ def imported(path: Path, later: bool) -> Iterator[tuple[str, ...]]:
 
 
 def part_of(parts: tuple[str, ...]) -> str:
-    """Which part of the package a module is; what begins with _ are the foundations."""
-    name = parts[0].removesuffix(".py")
-    return "foundations" if name.startswith("_") and name != "_cli" else name
+    """Part of `cpattn` that a module is, or its package; what begins with _ are the foundations."""
+    if parts[0] != "cpattn":
+        return parts[0]
+    name = parts[1].removesuffix(".py")
+    return "foundations" if name.startswith("_") else name
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """The modules of the package with their parts, but for those that know all."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        inside = path.relative_to(PACKAGE).parts
-        if inside not in {("__init__.py",), ("__main__.py",)}:
+    """The modules of all packages with their parts, but for those of `cpattn` that know all."""
+    for path in sorted(PYTHON.rglob("*.py")):
+        inside = path.relative_to(PYTHON).parts
+        if inside not in {("cpattn", "__init__.py"), ("cpattn", "__main__.py")}:
             yield part_of(inside), path
 
 
@@ -190,13 +192,13 @@ def known_parts(later: bool) -> dict[str, set[str]]:
     known: dict[str, set[str]] = {part: set() for part, _ in modules()}
     for own, path in modules():
         for name in imported(path, later):
-            if name[0] == "cpattn" and len(name) > 1 and (other := part_of(name[1:])) in known:
+            if (len(name) > 1 or name[0] != "cpattn") and (other := part_of(name)) in known:
                 known[own].add(other)
     return {own: others - {own} for own, others in known.items()}
 
 
 def packages() -> str:
-    picture = Picture("Which part of the Python package imports which")
+    picture = Picture("Which part of the Python packages imports which")
     known = known_parts(later=False)
     matrix(picture, 170, 130, by_level(known), known, known_parts(later=True))
     picture.paragraph(20, picture.height + 8, WIDTH - 40, "Filled: the part of its row imports the "

@@ -182,7 +182,7 @@ def try_wheel(wheel: Path, version: str, interpreter: str) -> None:
     else:
         say("qemu-x86_64 is not here: not tried on a processor with the baseline alone")
     names = ("pytest>", "pytest-timeout>", "hypothesis>", "ml_dtypes>")
-    tools = [x for x in extra(CONFIG["project"], "test") if x.startswith(names)]
+    tools = [x for x in extra("test") if x.startswith(names)]
     environment(folder, interpreter, *tools, "tomli; python_version < '3.11'")
     tests = [ROOT / "tests_py" / name for name in QUICK_TESTS]
     run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
@@ -266,11 +266,14 @@ def main() -> None:
     if platform.machine() != "x86_64" or sysconfig.get_platform() != "linux-x86_64":
         sys.exit("build_wheels.py runs on x86-64 Linux, where it can try what it builds")
     say("Tools")
-    environment(TOOLS, sys.executable, *BUILD_PACKAGES, *extra(CONFIG["project"], "wheels"))
+    environment(TOOLS, sys.executable, *BUILD_PACKAGES, *extra("wheels"))
     given.dist.mkdir(parents=True, exist_ok=True)
     build_x86_64(given.python, given.dist)
     if not given.no_aarch64:
         build_aarch64(given.dist)
+    say("cpattn-proof and cpattn-lab, for any system")
+    command = (TOOLS / "bin" / "python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", given.dist)
+    run(*command, *ROOT.glob("python/distributions/*"))
     say("Done")
 
 

@@ -23,6 +23,18 @@ from build_wheels import GLIBC, PYTHONS, ROOT, TOOLS
 LARGEST_MB = 20
 
 
+_LAB = "python/distributions/cpattn-lab/pyproject.toml"
+#: All places that have the version, beside pyproject.toml.
+PLACES = (
+    (r"^project\(cpattn VERSION (\S+)", "CMakeLists.txt"),
+    (r'^version = "(.+)"', "python/distributions/cpattn-proof/pyproject.toml"),
+    (r'^version = "(.+)"', _LAB),
+    (r'"cpattn\[torch\]==([^"]+)"', _LAB),
+    (r'"cpattn-proof==([^"]+)"', _LAB),
+    (r'^VERSION = "(.+)"', "python/cpattn_terminal/distributions.py"),
+)
+
+
 def first(pattern: str, file: Path) -> str | None:
     found = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
@@ -36,9 +48,10 @@ def version_of(root: Path) -> str:
 def wrong_versions(root: Path) -> Iterator[str]:
     """All places have that of pyproject.toml, the change log with a day that has been."""
     version = version_of(root)
-    cmake = first(r"^project\(cpattn VERSION (\S+)", root / "CMakeLists.txt")
-    if cmake != version:
-        yield f"CMakeLists.txt has version {cmake}, pyproject.toml {version}"
+    for pattern, file in PLACES:
+        other = first(pattern, root / file)
+        if other != version:
+            yield f"{file} has version {other}, pyproject.toml {version}"
     log = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## \[(.+?)\](?: - (\S+))?$", log, re.MULTILINE)
     if not headings or headings[0] != ("Unreleased", ""):
@@ -86,7 +99,8 @@ def expected_names(version: str) -> set[str]:
         for tag in [python.replace(".", "")]
         for x in processors
     }
-    return names | {f"cpattn-{version}.tar.gz"}
+    pure = {f"{name}-{version}-py3-none-any.whl" for name in ("cpattn_lab", "cpattn_proof")}
+    return names | pure | {f"cpattn-{version}.tar.gz"}
 
 
 def wrong_files(dist: Path, version: str) -> Iterator[str]:
@@ -107,14 +121,16 @@ def wrong_files(dist: Path, version: str) -> Iterator[str]:
 def wrong_wheel(wheel: Path, version: str) -> Iterator[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        metadata = archive.read(f"cpattn-{version}.dist-info/METADATA").decode()
+        package = wheel.name.partition("-")[0]
+        metadata = archive.read(f"{package}-{version}.dist-info/METADATA").decode()
     if f"\nVersion: {version}\n" not in metadata:
         yield f"{wheel.name} has another version in its metadata"
-    if "cpattn/py.typed" not in names:
-        yield f"{wheel.name} has no cpattn/py.typed"
+    if f"{package}/py.typed" not in names:
+        yield f"{wheel.name} has no {package}/py.typed"
     modules = [name for name in names if re.fullmatch(r"cpattn/_core\.cpython-.*\.so", name)]
-    if len(modules) != 1:
-        yield f"{wheel.name} has {len(modules)} compiled modules instead of one"
+    wanted = int(package == "cpattn")
+    if len(modules) != wanted:
+        yield f"{wheel.name} has {len(modules)} compiled modules instead of {wanted}"
 
 
 def wrong_to_tools(dist: Path) -> Iterator[str]:
@@ -125,7 +141,7 @@ def wrong_to_tools(dist: Path) -> Iterator[str]:
         return
     commands = [
         ["twine", "check", "--strict", *sorted(map(str, dist.glob("*")))],
-        *(["auditwheel", "show", str(wheel)] for wheel in sorted(dist.glob("*.whl"))),
+        *(["auditwheel", "show", str(wheel)] for wheel in sorted(dist.glob("*manylinux*.whl"))),
     ]
     for command in commands:
         done = subprocess.run([python, "-m", *command], capture_output=True, text=True, check=False)

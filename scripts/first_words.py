@@ -16,7 +16,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("python/cpattn", "cpp", "tests_py")
+ROOMS = ("python", "cpp", "tests_py")
 RULES = Path(__file__).with_suffix(".toml")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

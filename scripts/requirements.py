@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what pip must install to build the package and to have its named extras.
+"""Prints what pip must install to build the package and to have the named extras.
 
+A name is that of an extra of cpattn, or of another distribution of this repository: `cpattn-lab`.
 `pip install '.[test]'` would build the package as well; this is for builds with CMake alone.
 """
 
@@ -17,21 +18,42 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
+ROOT = Path(__file__).parents[1]
+#: The pyproject.toml of each distribution.
+FILES = {
+    "cpattn": ROOT / "pyproject.toml",
+    "cpattn-lab": ROOT / "python/distributions/cpattn-lab/pyproject.toml",
+    "cpattn-proof": ROOT / "python/distributions/cpattn-proof/pyproject.toml",
+}
 
-def extra(project: dict[str, Any], name: str) -> Iterator[str]:
-    """The requirements of one extra, with those of the project's own extras it asks for."""
-    for requirement in project["optional-dependencies"][name]:
-        own = re.fullmatch(rf"{project['name']}\[([\w,-]+)\]", requirement)
-        if own:
-            for other in own[1].split(","):
-                yield from extra(project, other)
-        else:
-            yield requirement
+
+def project(name: str) -> dict[str, Any]:
+    """Return the metadata of a distribution."""
+    return tomllib.loads(FILES[name].read_text(encoding="utf-8"))["project"]
+
+
+def resolved(requirement: str) -> Iterator[str]:
+    """Replace a requirement of a distribution of this repository by what that one requires."""
+    match = re.fullmatch(r"([\w-]+)(?:\[([\w,-]+)\])?(?:==[\d.]+)?", requirement)
+    if match is None or match[1] not in FILES:
+        yield requirement
+        return
+    metadata = project(match[1])
+    lists = [metadata["dependencies"]]
+    lists += [
+        metadata["optional-dependencies"][name] for name in (match[2] or "").split(",") if name
+    ]
+    for line in (line for lines in lists for line in lines):
+        yield from resolved(line)
+
+
+def extra(name: str) -> list[str]:
+    """Return all requirements of an extra of cpattn, each once."""
+    return list(dict.fromkeys(resolved(f"cpattn[{name}]")))
 
 
 if __name__ == "__main__":
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    config = tomllib.loads(text)
-    print(*config["build-system"]["requires"], *config["project"]["dependencies"], sep="\n")
-    for name in sys.argv[1:]:
-        print(*extra(config["project"], name), sep="\n")
+    config = tomllib.loads(FILES["cpattn"].read_text(encoding="utf-8"))
+    names = [name if name in FILES else f"cpattn[{name}]" for name in sys.argv[1:]]
+    found = [line for name in ["cpattn", *names] for line in resolved(name)]
+    print(*dict.fromkeys([*config["build-system"]["requires"], *found]), sep="\n")

@@ -16,7 +16,7 @@ import urllib.request
 import zipfile
 from typing import Any
 
-from cpattn.proof.simulation.process.torch_names import NEEDED, OPTIONAL
+from cpattn_proof.simulation.process.torch_names import NEEDED, OPTIONAL
 
 C10D = "torch/distributed/distributed_c10d.py"
 # Compiled modules are read in the stubs and the Python code that use them.

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpattn.proof.zoo.entry import Outcome, ZooEntry, visit
-from cpattn.proof.zoo.registry import all_entries
+from cpattn_proof.zoo.entry import Outcome, ZooEntry, visit
+from cpattn_proof.zoo.registry import all_entries
 
 PAGE = Path(__file__).parents[1] / "docs" / "proof" / "zoo.md"
 BEGIN, END = "<!-- zoo: scripts/zoo_table.py -->\n", "<!-- end of zoo -->\n"

@@ -156,7 +156,7 @@ def traffic(trace: Path | None, divisor: int = 4, budget: int = 8192) -> Iterato
     Requests in order of arrival, prefixes found in an unbounded cache, up to `budget` new tokens:
     the batch of the most requests, and the one with the longest prefixes.
     """
-    from cpattn.traffic import trace as traces
+    from cpattn_lab.traffic import trace as traces
 
     if trace is None:
         requests, origin = traces.generate_trace(256), "generated trace"

@@ -3,7 +3,7 @@
 
     python -m bench.context_parallel.exchange_rank RANK SIZE STORE HOST SETTINGS
 
-HOST is a path of `cpattn._processes.hosts.Hosts`, SETTINGS are those of `exchanges.Settings` as
+HOST is a path of `cpattn_lab.processes.hosts.Hosts`, SETTINGS are those of `exchanges.Settings` as
 JSON; the answer is a line of JSON.
 """
 
@@ -24,9 +24,9 @@ import torch.distributed as dist
 import cpattn
 from bench.context_parallel.exchanges import AHEAD, PROBE_BYTES, WAYS, Settings, Shape, Way
 from bench.harness import accuracy
-from cpattn._processes.hosts import INTERFACE, enter
 from cpattn.distributed import ContextParallel
 from cpattn.kv import PageInterleave
+from cpattn_lab.processes.hosts import INTERFACE, enter
 
 PAGE = 128
 AHEAD_LAYERS = 4

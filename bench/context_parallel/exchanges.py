@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from cpattn._processes.hosts import Hosts
-from cpattn.cost_model import AttentionLayer, Rates, exchange_work, predict
+from cpattn_lab.cost_model import AttentionLayer, Rates, exchange_work, predict
+from cpattn_lab.processes.hosts import Hosts
 
 PROBE_BYTES = 16 << 20  # from each rank, to know the rate of the link
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import cpattn
-from cpattn.cost_model import AttentionLayer
+from cpattn_lab.cost_model import AttentionLayer
 
 STRATEGIES = ("zigzag", "contiguous")
 

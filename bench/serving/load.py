@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from cpattn.scheduling.request import Request
-from cpattn.traffic.trace import (
+from cpattn_lab.traffic.trace import (
     TRACE_BLOCK_TOKENS,
     block_tokens_of,
     generate_trace,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetic of the explorer: what cpattn.build_cp_metadata, cpattn.cost_model.rank_work and
+// The arithmetic of the explorer: what cpattn.build_cp_metadata, cpattn_lab.cost_model.rank_work and
 // cpattn.can_apply_cp say of a batch. A test compares random plans with them. No page is needed here.
 "use strict";
 

@@ -7,9 +7,9 @@
 What nearly everybody needs is here; the rest is in sub-packages, which come when they are asked
 for: ``sparse`` (DSA), ``npu`` (operators of Ascend), ``kv`` (pools), ``transfer`` (plans of KV
 transfer), ``scheduling`` (prefix cache and batches), ``profiling``, ``captures`` (records of a
-running engine), ``traffic`` (traces of requests), ``distributed`` (torch),
-``integrations`` (engines and libraries), ``proof`` (others' code), ``cost_model`` and
-``torch_guard``. Imports NumPy only.
+running engine), ``distributed`` (torch), ``integrations`` (engines and libraries) and
+``torch_guard``. Imports NumPy only. Tools have packages of their own: ``cpattn_proof`` judges the
+code of others, ``cpattn_lab`` predicts and replays.
 """
 
 from importlib import import_module
@@ -35,17 +35,14 @@ from .sparse import TopkTransformMethod, get_topk_transform_method
 
 if TYPE_CHECKING:
     from . import captures as captures
-    from . import cost_model as cost_model
     from . import distributed as distributed
     from . import integrations as integrations
     from . import kv as kv
     from . import npu as npu
     from . import profiling as profiling
-    from . import proof as proof
     from . import scheduling as scheduling
     from . import sparse as sparse
     from . import torch_guard as torch_guard
-    from . import traffic as traffic
     from . import transfer as transfer
 
 __all__ = [
@@ -75,17 +72,14 @@ __all__ = [
 
 _SUB_PACKAGES = (
     "captures",
-    "cost_model",
     "distributed",
     "integrations",
     "kv",
     "npu",
     "profiling",
-    "proof",
     "scheduling",
     "sparse",
     "torch_guard",
-    "traffic",
     "transfer",
 )
 

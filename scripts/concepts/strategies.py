@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 import cpattn
-from cpattn.cost_model import rank_work
+from cpattn_lab.cost_model import rank_work
 
 from .canvas import Canvas
 

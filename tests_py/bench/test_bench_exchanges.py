@@ -7,7 +7,7 @@ import pytest
 
 from bench.bench_scaling import Error, crowded, verdict
 from bench.context_parallel.exchanges import AHEAD, WAYS, Settings, Shape, predicted, rates_of
-from cpattn.cost_model import AttentionLayer, Rates, predict
+from cpattn_lab.cost_model import AttentionLayer, Rates, predict
 
 SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
 BY_NAME = {way.name: way for way in WAYS}

@@ -18,8 +18,8 @@ import pytest
 
 pytest.importorskip("click")
 
-from cpattn._cli.program import commands
 from cpattn.context_parallel.explain import block_map
+from cpattn_terminal.commands import commands
 from support.command_line import QUICK, CommandLine, Running, invoke, left_of_session, workers_of
 from support.transfer.transfer_processes import requires_mooncake
 
@@ -157,10 +157,10 @@ def test_help_teaches():
 @pytest.mark.parametrize("module", ["dense.model.DenseConfig", "dsa.model.DsaConfig"])
 def test_help_tells_the_defaults_of_models_and_settings(module):
     pytest.importorskip("torch")
-    from cpattn.replay.command import CHECK_ROWS, DECODE_TOKENS
+    from cpattn_lab.replay.command import CHECK_ROWS, DECODE_TOKENS
 
     name, _, config = module.rpartition(".")
-    kind = getattr(importlib.import_module(f"cpattn.replay.{name}"), config)
+    kind = getattr(importlib.import_module(f"cpattn_lab.replay.{name}"), config)
     told = {option.name: option.show_default for option in commands.commands["replay"].params}
     sizes = {f.name: f.default for f in fields(kind) if isinstance(told.get(f.name), str)}
     assert sizes.pop("kv_dtype") == "bf16"  # the type of the models, which the help calls auto
@@ -198,7 +198,4 @@ def test_a_missing_package_is_one_line(command_line, missing, tmp_path):
     html = ["--html", str(tmp_path / "r.html")] if missing == "matplotlib" else []
     result = command_line.run(*QUICK, *html, env=without(missing, tmp_path))
     assert result.returncode == 1
-    assert result.stderr == (
-        f"cpattn: {missing} is not installed; pip install '.[cli]' in the folder of cpattn's "
-        "sources brings it\n"
-    )
+    assert result.stderr == f"cpattn: {missing} is not installed: pip install {missing}\n"

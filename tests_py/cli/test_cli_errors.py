@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("torch")
 
-from cpattn._cli.program import commands
-from cpattn.replay import command
-from cpattn.replay.command import check_room
-from cpattn.replay.footprint import footprint
-from cpattn.replay.records import ReplayOptions
 from cpattn.scheduling.request import Request
+from cpattn_lab.replay import command
+from cpattn_lab.replay.command import check_room
+from cpattn_lab.replay.footprint import footprint
+from cpattn_lab.replay.records import ReplayOptions
+from cpattn_terminal.commands import commands
 from support.command_line import QUICK, invoke
 
 ABSURD = (
@@ -54,9 +54,9 @@ class Reached(Exception):
 def run(*arguments: str) -> Any:
     """A command in this process; a replay or a simulation ends where it would begin."""
     with (
-        mock.patch("cpattn.replay.driver.replay", side_effect=Reached),
-        mock.patch("cpattn.proof.simulate_script", side_effect=Reached),
-        mock.patch("cpattn.proof.conform", side_effect=Reached),
+        mock.patch("cpattn_lab.replay.driver.replay", side_effect=Reached),
+        mock.patch("cpattn_proof.simulation.simulate.simulate_script", side_effect=Reached),
+        mock.patch("cpattn_proof.conformance.runner.conform", side_effect=Reached),
     ):
         return invoke(*arguments)
 

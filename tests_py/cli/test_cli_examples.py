@@ -20,11 +20,11 @@ import cpattn
 pytest.importorskip("click")
 pytest.importorskip("torch")
 
-from cpattn._cli.doctor.finding import Finding
-from cpattn._cli.program import commands
 from cpattn.captures import capture
-from cpattn.cost_model import Rates
-from cpattn.cost_model import command as plan_command
+from cpattn.doctor.finding import Finding
+from cpattn_lab.cost_model import Rates
+from cpattn_lab.cost_model import command as plan_command
+from cpattn_terminal.commands import commands
 from support.command_line import invoke
 from support.places import ROOT
 
@@ -62,12 +62,12 @@ def typed(example: str) -> Any:
     words = shlex.split(example)
     variables = dict(w.split("=", 1) for w in words[: words.index("cpattn")])
     with (
-        mock.patch("cpattn.replay.driver.replay", side_effect=Reached),
-        mock.patch("cpattn.proof.simulate_script", side_effect=Reached),
-        mock.patch("cpattn.proof.simulate_capture", side_effect=Reached),
-        mock.patch("cpattn.proof.conform", side_effect=Reached),
-        mock.patch("cpattn.proof.linting.adapters.captures.from_capture", return_value=[PLAN]),
-        mock.patch("cpattn._cli.doctor.report.findings", return_value=[Finding("a", "b", "c")] * 9),
+        mock.patch("cpattn_lab.replay.driver.replay", side_effect=Reached),
+        mock.patch("cpattn_proof.simulation.simulate.simulate_script", side_effect=Reached),
+        mock.patch("cpattn_proof.simulation.recorded.simulate_capture", side_effect=Reached),
+        mock.patch("cpattn_proof.conformance.runner.conform", side_effect=Reached),
+        mock.patch("cpattn_proof.linting.adapters.captures.from_capture", return_value=[PLAN]),
+        mock.patch("cpattn.doctor.report.findings", return_value=[Finding("a", "b", "c")] * 9),
         mock.patch.object(plan_command, "calibrate", return_value=Rates(gflops=100.0)),
     ):
         return invoke(*words[words.index("cpattn") + 1 :], env=variables)

@@ -15,8 +15,8 @@ pytest.importorskip("click")
 pytest.importorskip("torch")
 Console = pytest.importorskip("rich.console").Console
 
-from cpattn._terminal import progress as _progress  # noqa: E402
-from cpattn._terminal import tables as _tables  # noqa: E402
+from cpattn_terminal import progress as _progress  # noqa: E402
+from cpattn_terminal import tables as _tables  # noqa: E402
 from support.command_line import QUICK, invoke, run_on_terminal  # noqa: E402
 
 EXPLAIN = ("explain", "--lens", "12500000,13", "--prefix", "0,900", "--cp-size", "4")
@@ -201,4 +201,4 @@ def test_a_bar_says_how_fast_and_how_long(width):
 
 def test_without_rich_there_are_lines(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert isinstance(_progress.make_progress("cpattn.distributed.check"), _progress.ProgressLines)
+    assert isinstance(_progress.make_progress("cpattn_lab.check"), _progress.ProgressLines)

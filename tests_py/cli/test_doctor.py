@@ -20,8 +20,8 @@ pytest.importorskip("click")
 
 from audit.machine import INSTRUCTION_SETS
 from cpattn import _core, _machine, supported_isas, torch_guard
-from cpattn._cli.doctor import engines, environment, machine, report, self_test
-from cpattn._cli.doctor.finding import Finding
+from cpattn.doctor import engines, environment, machine, report, self_test
+from cpattn.doctor.finding import Finding
 from support.command_line import invoke
 from support.entry_points import write_distribution
 
@@ -92,7 +92,7 @@ def machine_of(packages, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "cpu_count", lambda: m.cpus)
         monkeypatch.setattr(machine, "cpu_name", lambda: "A Processor of Many Words @ 2.00GHz")
         monkeypatch.setattr(sys, "executable", f"{m.folder}/bin/python")
-        file = f"{m.folder}/cpattn/_cli/doctor/environment.py"
+        file = f"{m.folder}/cpattn/doctor/environment.py"
         monkeypatch.setattr(environment, "__file__", file)
         lines = [json.dumps({"isa": isa, "error": 0.25}) for isa in reversed(m.isas)]
         done = SimpleNamespace(stdout="\n".join(lines), stderr="", returncode=0)
@@ -181,7 +181,7 @@ def test_a_process_needs_numpy_and_click_only():
     program = (
         f"import sys\nfor name in {others}: sys.modules[name] = None\n"
         "sys.argv = ['cpattn', 'doctor', '--json']\n"
-        "from cpattn._cli.cli import main\nmain()\n"
+        "from cpattn_terminal.main import main\nmain()\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -333,13 +333,12 @@ def test_plugins(packages):
 def test_extras(packages):
     from support.entry_points import PYPROJECT, tomllib
 
-    fake(packages, "click", "8.1")
-    found = of_environment()["extra cli"]
-    assert found.text.startswith("without torch, rich, matplotlib, jinja2, which ")
-    assert found.hint == "pip install '.[cli]'"
-    for name in ("torch", "rich", "matplotlib", "jinja2"):
-        fake(packages, name, "99")
-    assert of_environment()["extra cli"].text.startswith("complete")
+    fake(packages, "rich", "14")
+    found = of_environment()["extra profile"]
+    assert found.text.startswith("without matplotlib, which ")
+    assert found.hint == "pip install '.[profile]'"
+    fake(packages, "matplotlib", "99")
+    assert of_environment()["extra profile"].text.startswith("complete")
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     assert set(environment._EXTRAS) == set(extras) - {
         "test",

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import cpattn
-from cpattn.cost_model import AttentionLayer, Rates, predict, rank_work
-from cpattn.cost_model.work import PACKING_ROWS
+from cpattn_lab.cost_model import AttentionLayer, Rates, predict, rank_work
+from cpattn_lab.cost_model.work import PACKING_ROWS
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 BATCHES = [
@@ -146,7 +146,7 @@ def test_threads_without_an_item_are_idle():
 
 def test_fit_finds_the_rates_behind_timings():
     pytest.importorskip("torch")
-    from cpattn.cost_model.calibration import Sample, _gflops, fit, lse_share
+    from cpattn_lab.cost_model.calibration import Sample, _gflops, fit, lse_share
 
     flops, pack_rows, row_keys, call = 4e11, 20.0, 60.0, 5e-6
     samples = []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.cost_model import AttentionLayer, Rates, predict_decode
+from cpattn_lab.cost_model import AttentionLayer, Rates, predict_decode
 
 RATES = Rates(gflops=100, gather_gb_per_s=1)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.cost_model import AttentionLayer, Rates, exchange_work, predict, rank_work
-from cpattn.cost_model.placement import pages_per_rank, stripes
+from cpattn_lab.cost_model import AttentionLayer, Rates, exchange_work, predict, rank_work
+from cpattn_lab.cost_model.placement import pages_per_rank, stripes
 from support.cost_model.exchange_cases import (
     COUNTED,
     EXCHANGES,

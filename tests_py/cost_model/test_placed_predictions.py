@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.cost_model import AttentionLayer, Rates, predict
+from cpattn_lab.cost_model import AttentionLayer, Rates, predict
 
 #: A flop, a byte and a message take whole numbers of seconds, or halves.
 RATES = Rates(

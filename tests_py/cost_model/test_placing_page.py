@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from cpattn.cost_model import exchange_work
+from cpattn_lab.cost_model import exchange_work
 from support.command_line import invoke
 from support.places import ROOT
 

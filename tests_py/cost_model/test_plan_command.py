@@ -16,11 +16,11 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 
 import cpattn
-from cpattn._cli.program import commands
-from cpattn._terminal.rates import as_options
-from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict, predict_decode
-from cpattn.cost_model.command import parse_cp_sizes
-from cpattn.cost_model.report import _bytes, _time
+from cpattn_lab.cost_model import AttentionLayer, Rates, assumptions, predict, predict_decode
+from cpattn_lab.cost_model.command import parse_cp_sizes
+from cpattn_lab.cost_model.report import _bytes, _time
+from cpattn_terminal.commands import commands
+from cpattn_terminal.rates import as_options
 from support.children import path_with
 from support.command_line import invoke
 
@@ -102,7 +102,7 @@ def test_a_trace_is_batches_behind_its_cache(tmp_path):
 
 def test_calibrated_rates_come_with_their_source():
     measured = Rates(gflops=123, threads=3, call_us=11, gather_gb_per_s=7)
-    with mock.patch("cpattn.cost_model.command.calibrate", return_value=measured) as calibrate:
+    with mock.patch("cpattn_lab.cost_model.command.calibrate", return_value=measured) as calibrate:
         result = plan(
             "--calibrate", "--cp-size=2", "--gather-gb-per-s=9", "--threads=3", "--heads=16"
         )
@@ -116,7 +116,7 @@ def test_calibrated_rates_come_with_their_source():
 @pytest.mark.slow
 def test_rates_are_measured(monkeypatch):
     pytest.importorskip("torch")
-    from cpattn.cost_model import calibration
+    from cpattn_lab.cost_model import calibration
 
     monkeypatch.setattr(calibration, "_LONGEST_CALL", 0.002)
     told: list[str] = []

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("torch")
 
 import cpattn
-from cpattn.cost_model import AttentionLayer, exchange_work
 from cpattn.distributed.layers.ring import ring_pages
 from cpattn.distributed.plans.sequence_calls import Visibility, sequence_calls
 from cpattn.distributed.plans.tokens import Rows
 from cpattn.kv import PageInterleave, TokenInterleave
+from cpattn_lab.cost_model import AttentionLayer, exchange_work
 from support.distributed.planning import key_shares
 from support.tolerances import SEQUENCE_ENDS
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cpattn._processes.hosts import Hosts, HostsError
+from cpattn_lab.processes.hosts import Hosts, HostsError
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from support.places import ROOT
 
 pytest.importorskip("torch")
 
-from cpattn._processes.hosts import INTERFACE, Hosts
-from cpattn.distributed.check_report import CheckReport
+from cpattn_lab.check.report import CheckReport
+from cpattn_lab.processes.hosts import INTERFACE, Hosts
 from support.children import Children, path_with
 from support.time_limits import PATIENCE
 
@@ -101,7 +101,7 @@ def test_a_pulled_cable_is_an_error_that_names_the_rank(two_hosts: Hosts, start:
         assert run.returncode == 1
         assert out == ""
         assert re.search(
-            rf"cpattn.distributed.check: rank {rank} on \S+: ContextParallel.write_kv.*: "
+            rf"cpattn_lab.check: rank {rank} on \S+: ContextParallel.write_kv.*: "
             rf"rank {1 - rank} of 2 did not answer: .*timed out after {patience} s",
             err,
         )
@@ -117,7 +117,7 @@ def test_taskset_gives_each_rank_its_cpus(tmp_path: Path, children: Children) ->
     run = children.run(["sh", "-c", documented("taskset")], cwd=tmp_path, env=environment)
     assert run.returncode == 0, run.stderr
     asked = [(tmp_path / f"rank {rank}").read_text() for rank in range(2)]
-    command = "python -m cpattn.distributed.check\n"
+    command = "python -m cpattn_lab.check\n"
     assert asked == [f"-c 0-31 {command}", f"-c 32-63 {command}"]
 
 
@@ -126,7 +126,8 @@ CHECKS = """
 import os
 import sys
 import torch
-from cpattn.distributed import ContextParallel, check
+from cpattn.distributed import ContextParallel
+from cpattn_lab.check import command as check
 
 def run(*options):
     sys.argv = ["check", "--tokens=16", "--cached=16", *options]
@@ -156,7 +157,7 @@ def test_what_a_check_says(children: Children) -> None:
     assert re.findall(r"code (\d)", run.stdout) == ["1", "0", "1", "1"], run.stderr
     assert (alone, rest, run.returncode) == ("", "", 1)
     without, *_, full = run.stderr.splitlines()
-    assert without.startswith("cpattn.distributed.check: this process: ")
+    assert without.startswith("cpattn_lab.check: this process: ")
     assert without.endswith("; start it with torchrun")
     assert full.endswith("this process: writing the result: No space left on device")
     assert "Traceback" not in run.stderr
@@ -209,14 +210,14 @@ OPTIONS = [*product(("--tokens", "--timeout"), VALUES), ("--cached", "0"), ("--r
 
 @pytest.mark.parametrize(("option", "value"), OPTIONS)
 def test_a_number_that_cannot_be_is_named(option: str, value: str, capsys, monkeypatch) -> None:
-    from cpattn.distributed import check
+    from cpattn_lab.check import command as check
 
     monkeypatch.setattr(sys, "argv", ["check", f"{option}={value}"])
     with pytest.raises(SystemExit, match="2"):
         check.main()
     said = capsys.readouterr().err
     rule = "a number > 0 and <= 1000000" if option == "--timeout" else "an integer > 0 and <="
-    assert said.startswith(f"cpattn.distributed.check: argument {option}: must be {rule}")
+    assert said.startswith(f"cpattn_lab.check: argument {option}: must be {rule}")
     assert said.endswith(f"got {value[:40]!r}\n")
     assert said.count("\n") == 1
 
@@ -228,15 +229,13 @@ def test_ctrl_c_while_ranks_are_awaited(children: Children) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     one_rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    run = children.start(
-        [sys.executable, "-m", "cpattn.distributed.check"], env=ENVIRONMENT | one_rank
-    )
-    progress = "cpattn.distributed.check: 1 s: waiting for the other ranks\n"
+    run = children.start([sys.executable, "-m", "cpattn_lab.check"], env=ENVIRONMENT | one_rank)
+    progress = "cpattn_lab.check: 1 s: waiting for the other ranks\n"
     assert run.stderr.readline() == progress
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=30)
     assert run.returncode == 130
     assert out == ""
-    assert err.removeprefix("cpattn.distributed.check: 20 s: waiting for the other ranks\n") == (
-        "cpattn.distributed.check: this process: interrupted\n"
+    assert err.removeprefix("cpattn_lab.check: 20 s: waiting for the other ranks\n") == (
+        "cpattn_lab.check: this process: interrupted\n"
     )

@@ -11,13 +11,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cpattn.cost_model import AttentionLayer, Rates, exchange_work, predict, predict_decode
 from cpattn.distributed import DecodePlan, ShardedPlan
 from cpattn.distributed.layers.choice import choose_state_exchange
 from cpattn.distributed.layers.rounds import head_rounds, side_by_side
 from cpattn.distributed.plans.heads import LayerSizes
 from cpattn.distributed.sparse.choice import SparseSizes, choose_sparse
 from cpattn.distributed.sparse.inputs import SparseInputs
+from cpattn_lab.cost_model import AttentionLayer, Rates, exchange_work, predict, predict_decode
 from support.distributed.planning import first_of, one_rank, plan_of
 from support.distributed.sharded_worker import EXCHANGES
 

@@ -9,8 +9,8 @@ from functools import cache, partial
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from cpattn.cost_model import exchange_work
 from cpattn.distributed import ContextParallel
+from cpattn_lab.cost_model import exchange_work
 from support.distributed import mesh_worker as worker
 from support.distributed.answers import assert_layer, assert_prefill
 from support.distributed.distributed_worker import run_world

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, read_trace
+from cpattn_lab.traffic.trace import TRACE_BLOCK_TOKENS, read_trace
 
 from .reader import Reader, check_refusal
 

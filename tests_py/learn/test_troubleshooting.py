@@ -234,7 +234,7 @@ SOURCES: dict[str, list[Callable[[], str]]] = {
     "The compiler is too old": [with_old_compiler, in_cmake],
     "Something is missing that an extra brings": [
         lambda: without("rich.table", "with cpattn.profile() as x: pass\nx.table()"),
-        lambda: without("click", "from cpattn._cli.cli import main; main()"),
+        lambda: without("click", "from cpattn_terminal.main import main; main()"),
     ],
     "Ranks wait for each other": [lambda: asserted_in("distributed/test_deployment.py")],
     "The plug-in is not active": [lambda: in_package("integrations/vllm/backend.py")],

@@ -14,33 +14,39 @@ from module_imports import names_in
 
 from support.places import ROOT, TESTS
 
-PACKAGE = ROOT / "python" / "cpattn"
+PYTHON = ROOT / "python"
+PACKAGES = ("cpattn", "cpattn_lab", "cpattn_proof", "cpattn_terminal")
 
 # Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
 # of the package is asked for. Everything else is imported inside the function that needs it.
 MAY_IMPORT = {
-    **{
-        f"_cli/{name}": {"click"}
-        for name in (
-            *("capture_command", "command_group", "commands", "conform_command", "declarations"),
-            *("lint_command", "options", "page_option", "plan_command", "replay_command"),
-            "simulate_command",
-        )
-    },
-    "_terminal/tables": {"rich"},
-    "cost_model": {"numpy", "rich"},
-    "distributed": {"numpy", "torch"},
-    "proof/simulation": {"numpy", "torch"},  # derives from process groups, works and modes of torch
-    "integrations": {"numpy", "sglang", "torch", "vllm"},
-    "proof/conformance/selection/cases": {"hypothesis", "numpy"},
-    "proof/conformance/strategies": {"hypothesis"},  # of which modules here are made
-    "proof/conformance/trials": {"hypothesis", "numpy"},
-    "proof/page/html": {"jinja2"},
-    "replay": {"jinja2", "matplotlib", "numpy", "rich", "torch"},
+    "cpattn/distributed": {"numpy", "torch"},
+    "cpattn/doctor/command": {"click"},
+    "cpattn/integrations": {"numpy", "sglang", "torch", "vllm"},
+    "cpattn_lab/check": {"numpy", "torch"},
+    "cpattn_lab/commands": {"click"},
+    "cpattn_lab/cost_model": {"numpy", "rich"},
+    "cpattn_lab/replay": {"jinja2", "matplotlib", "numpy", "rich", "torch"},
+    "cpattn_proof/commands": {"click"},
+    "cpattn_proof/conformance/selection/cases": {"hypothesis", "numpy"},
+    "cpattn_proof/conformance/strategies": {"hypothesis"},  # of which modules here are made
+    "cpattn_proof/conformance/trials": {"hypothesis", "numpy"},
+    "cpattn_proof/page/html": {"jinja2"},
+    # Derives from process groups, works and modes of torch.
+    "cpattn_proof/simulation": {"numpy", "torch"},
+    "cpattn_terminal": {"click", "rich"},
 }
 
-# Rooms for people: they judge, predict and replay. Engines import none of them.
-TOOLS = {"_cli", "proof", "replay", "traffic"}
+# Other packages that modules may know, by prefixes of the modules; `cpattn_lab` may know all.
+MAY_KNOW = {
+    "cpattn.__main__": {"cpattn_terminal"},
+    "cpattn.doctor.command": {"cpattn_terminal"},
+    "cpattn_proof": {"cpattn_terminal"},
+    # Plans that `cpattn` makes again, and operators that are put together of its own.
+    "cpattn_proof.captures.remade": {"cpattn"},
+    "cpattn_proof.simulation.remade": {"cpattn"},
+    "cpattn_proof.zoo.conform": {"cpattn"},
+}
 
 # Rooms of the ranks' calls, each with what it may know besides itself.
 DISTRIBUTED = {
@@ -70,37 +76,36 @@ def imports_at_top(tree: ast.Module) -> Iterator[str]:
 
 def test_python_imports():
     wrong = {}
-    for path in PACKAGE.rglob("*.py"):
-        module = path.relative_to(PACKAGE).with_suffix("")
+    for path in PYTHON.rglob("*.py"):
+        module = path.relative_to(PYTHON).with_suffix("")
         tops = {name.split(".")[0] for name in imports_at_top(ast.parse(path.read_text()))}
         rooms = [str(module), *map(str, module.parents)]
         allowed = next((MAY_IMPORT[room] for room in rooms if room in MAY_IMPORT), {"numpy"})
+        allowed = allowed | set(PACKAGES)  # test_packages_know_what_is_below_them
         wrong[str(module)] = tops - set(sys.stdlib_module_names) - allowed
     assert {module: names for module, names in wrong.items() if names} == {}
 
 
-def imported_names(path: Path, package: Path) -> Iterator[tuple[str, ...]]:
+def imported_names(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
     """All that a file of a package imports, anywhere in it, relative names resolved."""
-    parts = path.relative_to(package.parent).parent.parts
+    parts = path.relative_to(root).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         yield from names_in(node, parts)
 
 
-def imports_of_modules(package: Path) -> dict[str, set[str]]:
-    """Return for every module of a package the others that it names, anywhere in it.
+def imports_of_modules(root: Path) -> dict[str, set[str]]:
+    """Return for every module of the packages in a folder the others that it names.
 
     Imports inside functions and those for type checkers are among them: what needs them knows the
     other module just as well. Packages around a module run first whatever it imports; they are not.
     """
     modules = {
-        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(
-            ".__init__"
-        ): path
-        for path in package.rglob("*.py")
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in root.rglob("*.py")
     }
     graph: dict[str, set[str]] = {"cpattn._core": set(), **{module: set() for module in modules}}
     for module, path in modules.items():
-        for name in imported_names(path, package):  # of a module, or of something in one
+        for name in imported_names(path, root):  # of a module, or of something in one
             known = [n for n in (".".join(name), ".".join(name[:-1])) if n in graph]
             graph[module].update(known[:1])
     return graph
@@ -108,7 +113,7 @@ def imports_of_modules(package: Path) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    return imports_of_modules(PACKAGE)
+    return imports_of_modules(PYTHON)
 
 
 def test_rooms_of_ranks_stand_on_each_other(graph):
@@ -158,7 +163,7 @@ def small_package(tmp_path):
             path = tmp_path.joinpath("cpattn", *name.split("__")).with_suffix(".py")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return imports_of_modules(tmp_path / "cpattn")
+        return imports_of_modules(tmp_path)
 
     (tmp_path / "cpattn" / "kv").mkdir(parents=True)
     (tmp_path / "cpattn" / "__init__.py").write_text("from .kv import pool\n")
@@ -185,20 +190,27 @@ def test_an_import_that_runs_back_up_or_in_a_circle_is_found(small_package):
     assert circle_in(small_package(kv__pools="pool = 1")) == ()
 
 
-def test_what_engines_import_knows_no_tool_and_no_command(graph):
-    """The parts that print share `_terminal`, which knows nothing of the package."""
+def strangers(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """Return imports of modules in packages that the own package, or module, may not know."""
 
-    def room_of(module: str) -> str:
-        return module.removeprefix("cpattn.").split(".")[0]
+    def is_in(module: str, prefix: str) -> bool:
+        return module == prefix or module.startswith(f"{prefix}.")
 
+    found = set()
     for module, others in graph.items():
-        room, known = room_of(module), set(map(room_of, others))
-        if room not in {"cpattn", "__main__", "cost_model", *TOOLS}:
-            assert not known & TOOLS, module
-        if room not in {"__main__", "_cli"}:
-            assert "_cli" not in known, module
-        if room == "_terminal":
-            assert known <= {"_terminal"}, module
+        package = module.partition(".")[0]
+        known = {package}.union(*(MAY_KNOW[where] for where in MAY_KNOW if is_in(module, where)))
+        if package != "cpattn_lab":
+            found |= {(module, other) for other in others if other.partition(".")[0] not in known}
+    return found
+
+
+def test_packages_know_what_is_below_them(graph):
+    """`cpattn_terminal` is below all, then come `cpattn` and `cpattn_proof`, then `cpattn_lab`."""
+    assert {module.partition(".")[0] for module in graph} == set(PACKAGES)
+    assert strangers(graph) == set()
+    wrong = {("cpattn.kv", "cpattn_terminal.tables"), ("cpattn_proof.zoo.lint", "cpattn.kv")}
+    assert strangers({module: {other} for module, other in wrong}) == wrong
 
 
 def test_integrations_do_not_know_each_other(graph):

@@ -14,10 +14,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_release
 import numpy as np
 import pytest
 
 import cpattn
+import cpattn_lab
+import cpattn_proof
+import cpattn_terminal
+from cpattn_lab import cost_model, traffic
 from support import cases
 from support.places import ROOT
 from support.public_names import PUBLIC_MODULES
@@ -46,8 +51,29 @@ def test_one_version_everywhere_and_one_package_in_the_wheel():
         return re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)[1]
 
     assert first(r'^version = "(.+)"', "pyproject.toml") == cpattn.__version__
-    assert first(r"^project\(cpattn VERSION (\S+)", "CMakeLists.txt") == cpattn.__version__
+    for pattern, file in check_release.PLACES:
+        assert first(pattern, file) == cpattn.__version__
     assert first(r"^wheel\.packages = (.+)", "pyproject.toml") == '["python/cpattn"]'
+
+
+PROOF_ALONE = """
+import sys
+for hidden in ("cpattn", "fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[hidden] = None
+import cpattn_proof, cpattn_proof.zoo, cpattn_terminal.main
+rows = {"request": [0], "position": [0], "count": [1]}
+plan = {"requests": [{"prefix": 0, "extend": 1}], "ranks": [{"rows": rows}]}
+assert cpattn_proof.lint({"schema": "cpattn-plan/1", **plan}).proved
+new = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+print(*sorted(new & {"cpattn", "click", "jinja2", "hypothesis", "rich", "torch"}))
+"""
+
+
+def test_lint_needs_neither_the_library_nor_linux():
+    run = subprocess.run(
+        [sys.executable, "-c", PROOF_ALONE], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["cpattn"]  # hidden
 
 
 def source_of(name: str) -> str:
@@ -61,7 +87,8 @@ def num_examples(source: str) -> int:
 
 MODULES = [
     module.name
-    for module in pkgutil.walk_packages(cpattn.__path__, "cpattn.")
+    for package in (cpattn, cpattn_lab, cpattn_proof, cpattn_terminal)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.endswith("._core") and num_examples(source_of(module.name))
 ]
 
@@ -244,8 +271,8 @@ def test_documents_install_cpattn_from_its_folder():
 
 
 SUB_PACKAGES = {
-    "captures", "cost_model", "distributed", "integrations", "kv", "npu", "profiling", "proof",
-    "scheduling", "sparse", "torch_guard", "traffic", "transfer",
+    "captures", "distributed", "integrations", "kv", "npu", "profiling", "scheduling", "sparse",
+    "torch_guard", "transfer",
 }  # fmt: skip
 
 
@@ -275,7 +302,7 @@ for name in {SUB_PACKAGES}:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("package", "name"), [("cpattn", "traffic"), ("cpattn.proof", "lint")])
+@pytest.mark.parametrize(("package", "name"), [("cpattn", "captures"), ("cpattn_proof", "lint")])
 def test_what_cannot_be_imported_says_why(package, name, monkeypatch):
     """Import statements turn an AttributeError within into "cannot import name"."""
 
@@ -293,8 +320,7 @@ def test_what_cannot_be_imported_says_why(package, name, monkeypatch):
 
 def test_what_functions_return_is_where_they_are():
     modules = (
-        *PUBLIC_MODULES, cpattn.context_parallel, cpattn.cost_model, cpattn.scheduling,
-        cpattn.traffic,
+        *PUBLIC_MODULES, cpattn.context_parallel, cost_model, cpattn.scheduling, traffic,
     )  # fmt: skip
     for module in (*modules, *((cpattn.distributed,) if importlib.util.find_spec("torch") else ())):
         package = importlib.import_module(module.__name__.removesuffix(".sglang_0_5_23"))

@@ -19,7 +19,12 @@ LOG = (
 @pytest.fixture
 def project(tmp_path):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "cpattn"\nversion = "1.2.0"\n')
-    (tmp_path / "CMakeLists.txt").write_text("project(cpattn VERSION 1.2.0 LANGUAGES CXX)\n")
+    for pattern, file in check_release.PLACES:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        line = pattern.strip("^").replace("\\", "").replace("(.+)", "1.2.0")
+        line = line.replace("(S+)", "1.2.0").replace('([^"]+)', "1.2.0")
+        path.write_text((path.read_text() if path.exists() else "") + line + "\n")
     (tmp_path / "CHANGELOG.md").write_text(LOG)
     return tmp_path
 
@@ -39,12 +44,13 @@ def repository(project):
 
 def make_wheel(file, version="1.2.0", modules=1, typed=True):
     with zipfile.ZipFile(file, "w") as archive:
-        metadata = f"Metadata-Version: 2.4\nName: cpattn\nVersion: {version}\n\nText.\n"
-        archive.writestr("cpattn-1.2.0.dist-info/METADATA", metadata)
-        for number in range(modules):
+        package = file.name.partition("-")[0]
+        metadata = f"Metadata-Version: 2.4\nName: {package}\nVersion: {version}\n\nText.\n"
+        archive.writestr(f"{package}-1.2.0.dist-info/METADATA", metadata)
+        for number in range(modules if package == "cpattn" else 0):
             archive.writestr(f"cpattn/_core.cpython-{number}.so", "")
         if typed:
-            archive.writestr("cpattn/py.typed", "")
+            archive.writestr(f"{package}/py.typed", "")
 
 
 @pytest.fixture
@@ -66,6 +72,12 @@ TOMORROW = (date.today() + timedelta(1)).isoformat()
     ("file", "old", "new", "complaint"),
     [
         ("CMakeLists.txt", "1.2.0", "1.1.9", "CMakeLists.txt has version 1.1.9, pyproject.toml 1"),
+        (
+            check_release._LAB,
+            "cpattn-proof==1.2.0",
+            "cpattn-proof==1.1.9",
+            f"{check_release._LAB} has v",
+        ),
         ("CHANGELOG.md", "[1.2.0]", "[1.1.9]", "the newest release in CHANGELOG.md is 1.1.9, "),
         ("CHANGELOG.md", "## [Unreleased]\n", "", "CHANGELOG.md does not begin with a section"),
         ("CHANGELOG.md", TODAY, "soon", "CHANGELOG.md dates 1.2.0 to 'soon', which is no day"),
@@ -99,12 +111,12 @@ def test_trees_that_are_ready_and_wrong_ones(repository):
 
 
 def test_files_that_are_missing_or_too_many(dist, monkeypatch):
-    assert len(check_release.expected_names("1.2.0")) == 6
+    assert len(check_release.expected_names("1.2.0")) == 8
     assert list(check_release.wrong_files(dist, "1.2.0")) == []
     with monkeypatch.context() as patch:
         patch.setattr(check_release, "LARGEST_MB", 0)
         complaints = list(check_release.wrong_files(dist, "1.2.0"))
-    assert len(complaints) == 5  # the empty sdist is not too large
+    assert len(complaints) == 7  # the empty sdist is not too large
     assert all("more than 0" in line for line in complaints)
     gone, more = sorted(check_release.expected_names("1.2.0"))[0], "cpattn-1.1.0.tar.gz"
     (dist / gone).unlink()
@@ -119,8 +131,8 @@ def test_files_that_are_missing_or_too_many(dist, monkeypatch):
     ("content", "complaint"),
     [
         ({"version": "1.1.0"}, "has another version in its metadata"),
-        ({"modules": 0}, "has 0 compiled modules instead of one"),
-        ({"modules": 2}, "has 2 compiled modules instead of one"),
+        ({"modules": 0}, "has 0 compiled modules instead of 1"),
+        ({"modules": 2}, "has 2 compiled modules instead of 1"),
         ({"typed": False}, "has no cpattn/py.typed"),
     ],
 )

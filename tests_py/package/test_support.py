@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def requirement(name: str, *extras: str) -> str:
     """Return what pip is told about a package: '>=2.6' of 'torch>=2.6'."""
-    listed = [*PROJECT["dependencies"], *(line for x in extras for line in extra(PROJECT, x))]
+    listed = [*PROJECT["dependencies"], *(line for x in extras for line in extra(x))]
     (found,) = {line.split(";")[0] for line in listed if re.match(rf"{name}[<>=]", line)}
     return found.removeprefix(name)
 

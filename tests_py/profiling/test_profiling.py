@@ -273,5 +273,5 @@ def test_the_saved_trace_has_what_perfetto_needs(tmp_path):
 def test_what_is_not_installed_is_named_with_its_cure(monkeypatch, module):
     trace = profiled()
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'cpattn\[cli\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'cpattn\[profile\]'"):
         _ = trace.table() if module.startswith("rich") else trace.timeline()

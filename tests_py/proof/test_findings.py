@@ -15,8 +15,8 @@ pytest.importorskip("jsonschema")
 
 from click.testing import CliRunner
 
-from cpattn._cli.program import commands
-from cpattn.proof import INVARIANTS, Finding, Report, require
+from cpattn_proof import INVARIANTS, Finding, Report, require
+from cpattn_terminal.commands import commands
 from support.places import ROOT
 
 ROWS = {"request": [0], "position": [0], "count": [2]}

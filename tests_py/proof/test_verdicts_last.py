@@ -16,8 +16,8 @@ pytest.importorskip("click")
 pytest.importorskip("jsonschema")
 pytest.importorskip("torch")
 from cpattn.captures import recorder
-from cpattn.proof import strict_json
-from cpattn.proof.linting import document
+from cpattn_proof import strict_json
+from cpattn_proof.linting import document
 from support.command_line import CommandLine
 
 ENDS_WELL = """
@@ -47,8 +47,8 @@ def test_a_name_that_comes_twice_is_found_at_once():
 
 BROKEN = """
 import sys
-from cpattn._cli.cli import main
-from cpattn.proof.linting import linter
+from cpattn_terminal.main import main
+from cpattn_proof.linting import linter
 def lint(_):
     raise {}
 linter.lint = lint

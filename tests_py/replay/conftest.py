@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from cpattn._processes import workers as _workers
+from cpattn_lab.processes import workers as _workers
 
 
 @pytest.fixture(autouse=True)

@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch")
 
 
 from cpattn.distributed import ContextParallel  # noqa: E402
-from cpattn.replay.dense.attention import DenseAttention, make_pool  # noqa: E402
-from cpattn.replay.dense.check import Checker  # noqa: E402
-from cpattn.replay.dense.codes import error_over_codes, numbers_of  # noqa: E402
-from cpattn.replay.dense.model import DenseConfig  # noqa: E402
-from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.footprint import token_bytes  # noqa: E402
-from cpattn.replay.report.summary import check_line, summarize  # noqa: E402
-from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
+from cpattn_lab.replay.dense.attention import DenseAttention, make_pool  # noqa: E402
+from cpattn_lab.replay.dense.check import Checker  # noqa: E402
+from cpattn_lab.replay.dense.codes import error_over_codes, numbers_of  # noqa: E402
+from cpattn_lab.replay.dense.model import DenseConfig  # noqa: E402
+from cpattn_lab.replay.driver import replay  # noqa: E402
+from cpattn_lab.replay.footprint import token_bytes  # noqa: E402
+from cpattn_lab.replay.report.summary import check_line, summarize  # noqa: E402
+from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_in_one_process import DECODE, InOneProcess, one_rank  # noqa: E402
 from support.replay.replay_models import OPTIONS, SMALL  # noqa: E402
 

@@ -15,21 +15,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cpattn._processes.workers import WorkerError  # noqa: E402
-from cpattn.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker  # noqa: E402
-from cpattn.replay.disaggregation.driver import decode_pages  # noqa: E402
-from cpattn.replay.disaggregation.endpoint import (  # noqa: E402
+from cpattn.scheduling.request import Request  # noqa: E402
+from cpattn.transfer import KVEntry, KVLayout  # noqa: E402
+from cpattn_lab.processes.workers import WorkerError  # noqa: E402
+from cpattn_lab.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker  # noqa: E402
+from cpattn_lab.replay.disaggregation.driver import decode_pages  # noqa: E402
+from cpattn_lab.replay.disaggregation.endpoint import (  # noqa: E402
     Endpoint,
     Transfer,
     require_engine,
 )
-from cpattn.replay.disaggregation.handover import Delivery  # noqa: E402
-from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.records import DecodeReport, ReplayReport  # noqa: E402
-from cpattn.replay.report.summary import figures, summarize  # noqa: E402
-from cpattn.scheduling.request import Request  # noqa: E402
-from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
-from cpattn.transfer import KVEntry, KVLayout  # noqa: E402
+from cpattn_lab.replay.disaggregation.handover import Delivery  # noqa: E402
+from cpattn_lab.replay.driver import replay  # noqa: E402
+from cpattn_lab.replay.records import DecodeReport, ReplayReport  # noqa: E402
+from cpattn_lab.replay.report.summary import figures, summarize  # noqa: E402
+from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_in_one_process import DECODE, InOneProcess  # noqa: E402
 from support.replay.replay_models import FP8_DSA, OPTIONS, SMALL, SMALL_DSA  # noqa: E402
 from support.transfer.transfer_processes import requires_mooncake  # noqa: E402

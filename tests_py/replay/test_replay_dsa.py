@@ -13,14 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cpattn.replay.dense.baseline import make_segments  # noqa: E402
-from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
-from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
-from cpattn.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
-from cpattn.replay.phases import PhaseClock  # noqa: E402
 from cpattn.scheduling.scheduler import Batch  # noqa: E402
-from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
+from cpattn_lab.replay.dense.baseline import make_segments  # noqa: E402
+from cpattn_lab.replay.driver import replay  # noqa: E402
+from cpattn_lab.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
+from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
+from cpattn_lab.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
+from cpattn_lab.replay.phases import PhaseClock  # noqa: E402
+from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_in_one_process import InOneProcess  # noqa: E402
 from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL_DSA  # noqa: E402
 from support.tolerances import assert_close, to_float64  # noqa: E402

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpattn.replay.disaggregation.handover import (
+from cpattn.scheduling.prefix_cache import PrefixCache
+from cpattn.scheduling.request import Request
+from cpattn.scheduling.scheduler import Batch, prefill_batches
+from cpattn_lab.replay.disaggregation.handover import (
     Continuation,
     Delivery,
     Handover,
     decode_pool_pages,
 )
-from cpattn.scheduling.prefix_cache import PrefixCache
-from cpattn.scheduling.request import Request
-from cpattn.scheduling.scheduler import Batch, prefill_batches
-from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths
+from cpattn_lab.traffic.trace import block_tokens_of, generate_trace, scale_lengths
 from support.examples import examples
 
 PAGE, BLOCK, MAX_SEQUENCES = 4, 8, 6

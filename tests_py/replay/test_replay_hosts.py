@@ -19,11 +19,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("click")
 
-from cpattn._processes import hosts as _hosts
-from cpattn._processes.hosts import Hosts, HostsError, enter
-from cpattn.replay.driver import replay
-from cpattn.replay.report.summary import figures
-from cpattn.traffic.trace import generate_trace
+from cpattn_lab.processes import hosts as _hosts
+from cpattn_lab.processes.hosts import Hosts, HostsError, enter
+from cpattn_lab.replay.driver import replay
+from cpattn_lab.replay.report.summary import figures
+from cpattn_lab.traffic.trace import generate_trace
 from support.command_line import COMMAND, QUICK, workers_of
 from support.replay.replay_models import OPTIONS
 from support.time_limits import PATIENCE

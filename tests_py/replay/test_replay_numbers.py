@@ -14,15 +14,15 @@ import pytest
 
 pytest.importorskip("torch")
 
-from cpattn.cost_model.calibration import calibrate
-from cpattn.cost_model.work import AttentionLayer
-from cpattn.replay.dense.check import Checker
-from cpattn.replay.dense.model import DenseConfig
-from cpattn.replay.dsa.model import DsaConfig
-from cpattn.replay.records import ReplayOptions
 from cpattn.scheduling.prefix_cache import PrefixCache
 from cpattn.scheduling.scheduler import prefill_batches
-from cpattn.traffic.trace import generate_trace, read_trace, scale_lengths
+from cpattn_lab.cost_model.calibration import calibrate
+from cpattn_lab.cost_model.work import AttentionLayer
+from cpattn_lab.replay.dense.check import Checker
+from cpattn_lab.replay.dense.model import DenseConfig
+from cpattn_lab.replay.dsa.model import DsaConfig
+from cpattn_lab.replay.records import ReplayOptions
+from cpattn_lab.traffic.trace import generate_trace, read_trace, scale_lengths
 from support.replay.replay_models import SMALL_DSA
 
 DECODED = {"placement": "page_interleave", "decode_tokens": 2}

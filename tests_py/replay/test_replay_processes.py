@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from cpattn._processes.workers import WorkerError, Workers
-from cpattn.replay.driver import replay
-from cpattn.replay.messages import Work, WorkerConfig, ranks_of, run
 from cpattn.scheduling.prefix_cache import Lease
 from cpattn.scheduling.request import Request
 from cpattn.scheduling.scheduler import Batch, Chunk
-from cpattn.traffic.trace import generate_trace
+from cpattn_lab.processes.workers import WorkerError, Workers
+from cpattn_lab.replay.driver import replay
+from cpattn_lab.replay.messages import Work, WorkerConfig, ranks_of, run
+from cpattn_lab.traffic.trace import generate_trace
 from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL, SMALL_DSA
 from support.transfer.transfer_processes import requires_mooncake
 

@@ -15,10 +15,10 @@ for name in ("torch", "jinja2", "matplotlib"):
     pytest.importorskip(name)
 Console = pytest.importorskip("rich.console").Console
 
-from cpattn.replay.records import ReplayReport  # noqa: E402
-from cpattn.replay.report.guide import guide_lines  # noqa: E402
-from cpattn.replay.report.html import write_html  # noqa: E402
-from cpattn.replay.report.summary import imbalance, print_report, summarize, write_json  # noqa: E402
+from cpattn_lab.replay.records import ReplayReport  # noqa: E402
+from cpattn_lab.replay.report.guide import guide_lines  # noqa: E402
+from cpattn_lab.replay.report.html import write_html  # noqa: E402
+from cpattn_lab.replay.report.summary import imbalance, print_report, summarize, write_json  # noqa: E402
 from support.replay.replay_models import make_report, make_sparse_report  # noqa: E402
 
 

@@ -20,10 +20,11 @@ pytest.importorskip("rich")
 from cpattn.distributed.transport.exchange import TERMS
 from cpattn.distributed.transport.versions import own_values
 from cpattn.kv import PageInterleave, TokenInterleave
-from cpattn.replay.comparison import SampledRows
-from cpattn.replay.driver import replay
-from cpattn.replay.records import ReplayReport, ReplicatedRecord
-from cpattn.replay.report.summary import (
+from cpattn.scheduling.request import Request
+from cpattn_lab.replay.comparison import SampledRows
+from cpattn_lab.replay.driver import replay
+from cpattn_lab.replay.records import ReplayReport, ReplicatedRecord
+from cpattn_lab.replay.report.summary import (
     check_line,
     figures,
     summarize,
@@ -32,9 +33,8 @@ from cpattn.replay.report.summary import (
     table_row,
     write_json,
 )
-from cpattn.replay.shards import PlacementName
-from cpattn.scheduling.request import Request
-from cpattn.traffic.trace import generate_trace
+from cpattn_lab.replay.shards import PlacementName
+from cpattn_lab.traffic.trace import generate_trace
 from support.command_line import QUICK
 from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA, make_report
 

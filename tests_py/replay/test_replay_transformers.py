@@ -14,11 +14,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from torch import Tensor  # noqa: E402
 
-from cpattn.replay.dense.check import Checker, dense_attention  # noqa: E402
-from cpattn.replay.dense.model import DenseConfig  # noqa: E402
-from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
-from cpattn.replay.dsa.model import EPS, DsaConfig  # noqa: E402
-from cpattn.replay.model import Decoder, DecoderConfig  # noqa: E402
+from cpattn_lab.replay.dense.check import Checker, dense_attention  # noqa: E402
+from cpattn_lab.replay.dense.model import DenseConfig  # noqa: E402
+from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
+from cpattn_lab.replay.dsa.model import EPS, DsaConfig  # noqa: E402
+from cpattn_lab.replay.model import Decoder, DecoderConfig  # noqa: E402
 from support.replay.replay_models import SMALL_DSA  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -18,13 +18,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("jinja2")
 
 from cpattn import _core  # noqa: E402
-from cpattn.replay.dense import check  # noqa: E402
-from cpattn.replay.dense.check import Checker, dense_attention  # noqa: E402
-from cpattn.replay.model import Decoder, Head, stage_layers  # noqa: E402
-from cpattn.replay.side_by_side import side_by_side  # noqa: E402
 from cpattn.scheduling.prefix_cache import PrefixCache  # noqa: E402
 from cpattn.scheduling.scheduler import prefill_batches  # noqa: E402
-from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
+from cpattn_lab.replay.dense import check  # noqa: E402
+from cpattn_lab.replay.dense.check import Checker, dense_attention  # noqa: E402
+from cpattn_lab.replay.model import Decoder, Head, stage_layers  # noqa: E402
+from cpattn_lab.replay.side_by_side import side_by_side  # noqa: E402
+from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_models import SMALL  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
 

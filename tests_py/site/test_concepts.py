@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from concepts.canvas import Canvas
 
-from cpattn import cost_model
+from cpattn_lab import cost_model
 from support import chromium
 from support.places import ROOT, TESTS
 

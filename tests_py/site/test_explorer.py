@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cpattn
-from cpattn.cost_model import AttentionLayer, rank_work
+from cpattn_lab.cost_model import AttentionLayer, rank_work
 from support import chromium
 from support.places import ROOT
 from support.tolerances import RATIO

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from cpattn.proof import Finding, Report
-from cpattn.proof.linting.pictures import Bars
-from cpattn.proof.page import Stretch, write_html
-from cpattn.proof.page.html import bars_of
-from cpattn.proof.page.timeline import drawing
-from cpattn.replay.report import html as of_replay
+from cpattn_lab.replay.report import html as of_replay
+from cpattn_proof import Finding, Report
+from cpattn_proof.linting.pictures import Bars
+from cpattn_proof.page import Stretch, write_html
+from cpattn_proof.page.html import bars_of
+from cpattn_proof.page.timeline import drawing
 from support import chromium
 from support.replay.replay_models import make_report, make_sparse_report
 from support.site.screens import DESK, TELEPHONE, Screen

@@ -130,7 +130,7 @@ def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:
     """The `Result` of click for a command that is run in this process."""
     from click.testing import CliRunner
 
-    from cpattn._cli.program import commands
+    from cpattn_terminal.commands import commands
 
     return CliRunner(env=env).invoke(commands, arguments, prog_name="cpattn")
 

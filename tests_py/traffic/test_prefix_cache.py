@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cpattn.scheduling.prefix_cache import Lease, PrefixCache
 from cpattn.scheduling.request import Request
 from cpattn.scheduling.scheduler import Batch, prefill_batches
-from cpattn.traffic.trace import generate_trace, scale_lengths, unbounded_hits
+from cpattn_lab.traffic.trace import generate_trace, scale_lengths, unbounded_hits
 from support.examples import examples
 
 BLOCK = 4

@@ -15,7 +15,7 @@ from audit.records import note
 from cpattn.scheduling.prefix_cache import PrefixCache
 from cpattn.scheduling.request import Request
 from cpattn.scheduling.scheduler import prefill_batches
-from cpattn.traffic.trace import (
+from cpattn_lab.traffic.trace import (
     block_tokens_of,
     generate_trace,
     read_trace,

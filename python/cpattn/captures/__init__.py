@@ -8,7 +8,7 @@
 ``told``      what is recorded of each call: lengths, tables, sizes, times; never tokens or values
 ``lines``     the file: a line of JSON for each call
 
-`cpattn.proof.read_captures` reads such files again.
+`cpattn_proof.read_captures` reads such files again.
 """
 
 from .recorder import capture

@@ -59,7 +59,7 @@ def capture(path: str | os.PathLike[str]) -> Iterator[Path]:
     --------
     >>> import cpattn, tempfile
     >>> from cpattn.captures import capture
-    >>> from cpattn.proof import read_captures
+    >>> from cpattn_proof import read_captures
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with capture(f"{folder}/run.cpcap") as path:
     ...         plan = cpattn.build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates at which a group exchanges rows and a rank merges, for `cpattn.cost_model.Rates`."""
+"""Rates at which a group exchanges rows and a rank merges, for `cpattn_lab.cost_model.Rates`."""
 
 from __future__ import annotations
 

@@ -282,6 +282,6 @@ def _needed(module: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"profile: {error.name} is not installed; pip install 'cpattn[cli]' brings it",
+            f"profile: {error.name} is not installed; pip install 'cpattn[profile]' brings it",
             name=error.name,
         ) from None

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cpattn.proof import lint
-from cpattn.proof.linting.adapters.dsa import from_row_metadata
-from cpattn.proof.linting.adapters.selections import from_topk
+from cpattn_proof import lint
+from cpattn_proof.linting.adapters.dsa import from_row_metadata
+from cpattn_proof.linting.adapters.selections import from_topk
 from support.distributed.distributed_worker import run_world
 from support.distributed.prefill_batches import Case, make_batch
 from support.sglang.installed import MARKS

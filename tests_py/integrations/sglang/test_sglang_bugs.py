@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import cpattn
-from cpattn.proof import Report, lint
-from cpattn.proof.linting.adapters.transfers import from_transfer, memory_of_lists, memory_of_pool
 from cpattn.transfer import sglang_0_5_23
+from cpattn_proof import Report, lint
+from cpattn_proof.linting.adapters.transfers import from_transfer, memory_of_lists, memory_of_pool
 from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
 from support.npu.fia_cases import TEMPLATE
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry

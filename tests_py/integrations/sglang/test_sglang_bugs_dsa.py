@@ -15,9 +15,9 @@ import torch
 
 import cpattn
 from cpattn import ForwardMode
-from cpattn.proof import Report, lint
-from cpattn.proof.linting.adapters.selections import from_topk
 from cpattn.sparse import sglang_0_5_23
+from cpattn_proof import Report, lint
+from cpattn_proof.linting.adapters.selections import from_topk
 from support.distributed.prefill_batches import Case, make_batch, slots_of
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang.sglang_releases import release

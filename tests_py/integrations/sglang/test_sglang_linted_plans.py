@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import cpattn
 from cpattn.kv import PageInterleave
-from cpattn.proof import Report, lint, simulate
-from cpattn.proof.linting.adapters.context_parallel import from_metadata
-from cpattn.proof.linting.adapters.shards import from_striped_writes
+from cpattn_proof import Report, lint, simulate
+from cpattn_proof.linting.adapters.context_parallel import from_metadata
+from cpattn_proof.linting.adapters.shards import from_striped_writes
 from support.distributed.prefill_batches import Batch, Case, expected_of, make_batch, slots_of
 from support.sglang import sglang_planning
 from support.sglang import striped_pools as pools

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from cpattn.proof import Report, conform
+from cpattn_proof import Report, conform
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang import sglang_chunked_prefix
 from support.sglang.installed import MARKS

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from cpattn.integrations import sglang as plugin
-from cpattn.proof import lint
-from cpattn.proof.linting.adapters.transfers import from_transfer, joined, memory_of_pool
+from cpattn_proof import lint
+from cpattn_proof.linting.adapters.transfers import from_transfer, joined, memory_of_pool
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang import sglang_planning
 from support.sglang.installed import MARKS

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from audit import machine
-from cpattn.proof import conform
+from cpattn_proof import conform
 from support.children import Children, path_with
 from support.entry_points import write_distribution
 from support.pages import blocks_in, run_page

@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 pytest.importorskip("click")
-pytest.importorskip("rich")
 
 from click.testing import CliRunner
 
 import cpattn
-from cpattn._cli.program import commands
 from cpattn.captures import capture, recorder
 from cpattn.captures.lines import to_line
 from cpattn.profiling import calls
-from cpattn.proof import NotUsable, read_captures
-from cpattn.proof.captures import Capture, RecordedCall, remake
-from cpattn.proof.captures.records import Room, from_line
+from cpattn_proof import NotUsable, read_captures
+from cpattn_proof.captures import Capture, RecordedCall
+from cpattn_proof.captures.records import Room, from_line
+from cpattn_proof.captures.remade import remake
+from cpattn_terminal.commands import commands
 
 HEADS = {"page_size": 8, "num_pages": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 BATCH = {"q_lens": [3, 2], "kv_lens": [10, 2], "block_tables": [[2, 0], [1, -1]]}

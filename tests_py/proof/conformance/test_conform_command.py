@@ -20,11 +20,11 @@ import pytest
 from click.testing import CliRunner
 
 import cpattn
-from cpattn._cli.program import commands
-from cpattn.proof import NotUsable, conform
-from cpattn.proof.conformance import FAULTS
-from cpattn.proof.conformance.child import Child
-from cpattn.proof.pytest import conforms
+from cpattn_proof import NotUsable, conform
+from cpattn_proof.conformance import FAULTS
+from cpattn_proof.conformance.child import Child
+from cpattn_proof.pytest import conforms
+from cpattn_terminal.commands import commands
 from support.children import path_with
 from support.proof.conformance import AT_EDGES, broken
 from support.time_limits import PATIENCE
@@ -58,7 +58,7 @@ def dies(*args, **options):
 text = "no function"
 """,
     "adapters": """
-from cpattn.proof.conformance import SIGNATURES
+from cpattn_proof.conformance import SIGNATURES
 
 print("noise of an adapter")
 usual = SIGNATURES["cpattn"]

@@ -11,10 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cpattn.integrations.flash_attn import flash_attn_varlen_func
 from cpattn.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from cpattn.proof import conform
-from cpattn.proof.conformance import FAULTS, SIGNATURES, Answer, Signature
 from cpattn.sparse import dcp_local_indices
 from cpattn.sparse.sglang_0_5_23 import fast_topk
+from cpattn_proof import conform
+from cpattn_proof.conformance import FAULTS, SIGNATURES, Answer, Signature
 from support.proof.conformance import AT_EDGES, SECONDS_TO_SHRINK, broken
 from support.proof.conformance.broken import attention, returning
 

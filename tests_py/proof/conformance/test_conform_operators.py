@@ -8,10 +8,10 @@ from hypothesis import find, settings
 from hypothesis.errors import NoSuchExample
 
 import cpattn
-from cpattn.proof import conform
-from cpattn.proof.conformance import SIGNATURES, Case, Features, Signature
-from cpattn.proof.conformance.strategies import cases
-from cpattn.proof.conformance.trials import Budget, sweep
+from cpattn_proof import conform
+from cpattn_proof.conformance import SIGNATURES, Case, Features, Signature
+from cpattn_proof.conformance.strategies import cases
+from cpattn_proof.conformance.trials import Budget, sweep
 from support.proof.conformance import AT_EDGES, broken, false_alarms
 from support.proof.conformance.right_operators import ATTENTION, SELECTIONS, RightOperator
 

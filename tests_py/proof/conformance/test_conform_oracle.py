@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 
 from cpattn import reference
-from cpattn.proof.conformance import FAULTS, SIGNATURES, Case, Features
-from cpattn.proof.conformance.cases import make_batch
-from cpattn.proof.conformance.numbers import rounded
-from cpattn.proof.conformance.oracle import attend
-from cpattn.proof.conformance.signatures.signature import narrowed
-from cpattn.proof.conformance.strategies import cases, edge_cases
+from cpattn_proof.conformance import FAULTS, SIGNATURES, Case, Features
+from cpattn_proof.conformance.cases import make_batch
+from cpattn_proof.conformance.numbers import rounded
+from cpattn_proof.conformance.oracle import attend
+from cpattn_proof.conformance.signatures.signature import narrowed
+from cpattn_proof.conformance.strategies import cases, edge_cases
 from support.tolerances import assert_close
 
 FEATURES = SIGNATURES["cpattn"].features

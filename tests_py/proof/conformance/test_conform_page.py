@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cpattn.proof.conformance import FAULTS, SELECTION_FAULTS, SELECTION_SIGNATURES, SIGNATURES
+from cpattn_proof.conformance import FAULTS, SELECTION_FAULTS, SELECTION_SIGNATURES, SIGNATURES
 from support.children import path_with
 from support.pages import blocks_in, run_page
 from support.places import ROOT

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from cpattn.proof import NotUsable, conform
-from cpattn.proof.conformance import SELECTION_FAULTS, SELECTION_SIGNATURES, SelectionSignature
-from cpattn.proof.conformance.selection.cases import (
+from cpattn.sparse.sglang_0_5_23 import fast_topk
+from cpattn_proof import NotUsable, conform
+from cpattn_proof.conformance import SELECTION_FAULTS, SELECTION_SIGNATURES, SelectionSignature
+from cpattn_proof.conformance.selection.cases import (
     candidates_of,
     cases,
     edge_cases,
     make_scores,
 )
-from cpattn.proof.conformance.selection.rows import is_topk
-from cpattn.sparse.sglang_0_5_23 import fast_topk
+from cpattn_proof.conformance.selection.rows import is_topk
 from support.proof.conformance import AT_EDGES, SECONDS_TO_SHRINK
 from support.proof.conformance import broken_selections as broken
 from support.proof.conformance.right_operators import SELECTIONS

@@ -16,19 +16,19 @@ pytest.importorskip("jsonschema")
 
 import cpattn
 from cpattn.kv import MHATokenToKVPool
-from cpattn.proof import NotUsable, lint, simulate
-from cpattn.proof.linting.adapters.context_parallel import from_metadata, from_plans
-from cpattn.proof.linting.adapters.decode import from_local_lens
-from cpattn.proof.linting.adapters.dsa import from_row_metadata
-from cpattn.proof.linting.adapters.packings import from_llama3, from_zigzag_ring
-from cpattn.proof.linting.adapters.transfers import (
+from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
+from cpattn_proof import NotUsable, lint, simulate
+from cpattn_proof.linting.adapters.context_parallel import from_metadata, from_plans
+from cpattn_proof.linting.adapters.decode import from_local_lens
+from cpattn_proof.linting.adapters.dsa import from_row_metadata
+from cpattn_proof.linting.adapters.packings import from_llama3, from_zigzag_ring
+from cpattn_proof.linting.adapters.transfers import (
     from_transfer,
     joined,
     memory_of_lists,
     memory_of_pool,
 )
-from cpattn.proof.linting.intervals import shard_length
-from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
+from cpattn_proof.linting.intervals import shard_length
 from support.proof.plans import batches, kinds
 
 DECIDED = {"OWN", "COV", "LEN", "ADDR", "PAD"}

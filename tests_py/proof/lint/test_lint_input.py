@@ -17,9 +17,9 @@ pytest.importorskip("jsonschema")
 
 from click.testing import CliRunner
 
-from cpattn._cli.lint_command import commands
-from cpattn.proof import NotUsable, lint
-from cpattn.proof.linting import SCHEMA, schema
+from cpattn_proof import NotUsable, lint
+from cpattn_proof.linting import SCHEMA, schema
+from cpattn_terminal.commands import commands
 from support.places import ROOT
 from support.proof.plans import document_of, with_cache
 

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("jsonschema")
 
-from cpattn.proof import lint
-from cpattn.proof.linting.pictures import WIDTH, Bars
+from cpattn_proof import lint
+from cpattn_proof.linting.pictures import WIDTH, Bars
 from support.proof.plans import document_of, kinds, with_cache
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema")
 
-from cpattn.proof import lint
-from cpattn.proof.linting import linter, shrinking
-from cpattn.proof.linting.shrinking import cut, without
+from cpattn_proof import lint
+from cpattn_proof.linting import linter, shrinking
+from cpattn_proof.linting.shrinking import cut, without
 from support.proof.plans import batches, document_of, kinds, with_cache
 
 DECIDED = {"OWN", "COV", "LEN", "PAD", "ADDR"}

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.sparse import decode as sparse_decode
 from cpattn.kv import PageInterleave, TokenInterleave
-from cpattn.proof import NotUsable, lint, simulate
-from cpattn.proof.linting.adapters.selections import from_topk
-from cpattn.proof.linting.adapters.shards import (
+from cpattn_proof import NotUsable, lint, simulate
+from cpattn_proof.linting.adapters.selections import from_topk
+from cpattn_proof.linting.adapters.shards import (
     from_sharded_plans,
     from_sharded_topk,
     from_striped_writes,

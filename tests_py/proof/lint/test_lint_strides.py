@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.proof import NotUsable, lint
-from cpattn.proof.linting.adapters.transfers import (
+from cpattn.transfer import KVEntry, KVLayout, plan_kv_links
+from cpattn_proof import NotUsable, lint
+from cpattn_proof.linting.adapters.transfers import (
     from_transfer,
     joined,
     memory_of_lists,
     memory_of_pool,
 )
-from cpattn.transfer import KVEntry, KVLayout, plan_kv_links
 
 PAGES, HEADS, DIM = 9, 4, 8
 

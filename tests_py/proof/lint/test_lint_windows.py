@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema")
 
-from cpattn.proof import lint
-from cpattn.proof.linting.adapters.decode import from_local_lens
+from cpattn_proof import lint
+from cpattn_proof.linting.adapters.decode import from_local_lens
 from support.proof.plans import document_of, kinds
 
 NAMES = ("request", "row", "rows", "first", "keys", "step", "window", "window_right", "from")

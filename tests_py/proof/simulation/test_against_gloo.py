@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpattn.proof import NotUsable, simulate
+from cpattn_proof import NotUsable, simulate
 from support.distributed.distributed_worker import run_world
 from support.proof.collective_programs import STEPS, run_program, run_programs
 from support.proof.random_programs import alarm_of

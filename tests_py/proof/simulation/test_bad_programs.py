@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
-from cpattn.proof import NotUsable, simulate, simulate_script
-from cpattn.proof.simulation import scheduler
+from cpattn_proof import NotUsable, simulate, simulate_script
+from cpattn_proof.simulation import scheduler
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ pytest.importorskip("click")
 
 from click.testing import CliRunner
 
-from cpattn._cli.program import commands
-from cpattn.proof import simulate
+from cpattn_proof import simulate
+from cpattn_terminal.commands import commands
 
 START = """import os
 import torch

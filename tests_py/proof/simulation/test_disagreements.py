@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from cpattn.proof import simulate
+from cpattn_proof import simulate
 
 
 def ones(n=4, dtype=torch.float32):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cpattn.proof import simulate
+from cpattn_proof import simulate
 
 
 def changes_by_numpy(x, place, value):

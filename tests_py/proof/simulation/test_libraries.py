@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from cpattn import active_isa
 from cpattn.integrations import flash_attn
-from cpattn.proof import NotUsable, simulate
+from cpattn_proof import NotUsable, simulate
 from support.cases import expected_attention
 from support.distributed import ring_worker
 from support.distributed.distributed_worker import run_world

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cpattn.proof import simulate, simulate_script
+from cpattn_proof import simulate, simulate_script
 
 
 def meet():

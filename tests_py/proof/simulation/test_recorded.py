@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from cpattn import build_cp_metadata_all_ranks
-from cpattn._cli.program import commands
-from cpattn.proof import NotUsable, lint, read_captures, simulate_capture
-from cpattn.proof.captures import Capture
-from cpattn.proof.captures.reader import RecordedCall
-from cpattn.proof.linting.adapters.captures import from_capture
+from cpattn_proof import NotUsable, lint, read_captures, simulate_capture
+from cpattn_proof.captures import Capture
+from cpattn_proof.captures.reader import RecordedCall
+from cpattn_proof.linting.adapters.captures import from_capture
+from cpattn_terminal.commands import commands
 from support.distributed.distributed_worker import run_world
 from support.proof import gloo_worker
 

@@ -16,8 +16,8 @@ pytest.importorskip("click")
 
 from click.testing import CliRunner
 
-from cpattn import proof
-from cpattn._cli.program import commands
+import cpattn_proof
+from cpattn_terminal.commands import commands
 from support.pages import run_page
 from support.places import ROOT
 from support.time_limits import PATIENCE
@@ -144,7 +144,7 @@ def collectives():
 
 
 def test_bytes_are_those_that_leave_a_rank():
-    sent = proof.simulate(collectives, ranks=4, seeds=(0,)).facts["sent_bytes_by_rank"]
+    sent = cpattn_proof.simulate(collectives, ranks=4, seeds=(0,)).facts["sent_bytes_by_rank"]
     whole = 4 * 4 * 100
     assert sent["all_reduce"] == [2 * 3 * whole // 4] * 4
     assert sent["all_gather"] == [3 * whole] * 4
@@ -155,10 +155,10 @@ def test_bytes_are_those_that_leave_a_rank():
 def test_messages_take_their_latency_and_their_bytes():
     """Three messages one after the other take three times one."""
     slow = {"latency_us": 1e6, "gbps": MESSAGE * 8 / 1e9}
-    facts = proof.simulate(ring, ranks=2, seeds=(0,), **slow).facts
+    facts = cpattn_proof.simulate(ring, ranks=2, seeds=(0,), **slow).facts
     assert facts["calls_by_rank"]["send"] == [3, 3]
     seconds = facts["predicted_seconds_by_rank"][0]
-    computed = proof.simulate(ring, ranks=2, seeds=(0,), latency_us=0, gbps=1e6).facts
+    computed = cpattn_proof.simulate(ring, ranks=2, seeds=(0,), latency_us=0, gbps=1e6).facts
     # Both directions share a link of a rank: 2 messages of 1 s and 1 s of bytes in each round.
     # What is beyond is the CPU time of the program, which the fast links show as well.
     assert seconds >= 3 * 2 * 2
@@ -167,7 +167,7 @@ def test_messages_take_their_latency_and_their_bytes():
 
 def test_the_trace_has_tracks_of_every_rank(tmp_path):
     path = tmp_path / "trace.json"
-    proof.simulate(ring, ranks=2, trace=path)
+    cpattn_proof.simulate(ring, ranks=2, trace=path)
     events = json.loads(path.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"rank 0", "rank 1"}

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from audit.skips import tomllib
-from cpattn.proof import NotUsable, simulate
-from cpattn.proof.simulation.process import torch_names
-from cpattn.proof.simulation.process_group import SimulatedGroup
+from cpattn_proof import NotUsable, simulate
+from cpattn_proof.simulation.process import torch_names
+from cpattn_proof.simulation.process_group import SimulatedGroup
 
 TABLE = tomllib.loads(Path(__file__).with_name("torch_releases.toml").read_text())
 LOOKED_FOR = set(TABLE.pop("looked_for"))
@@ -91,9 +91,9 @@ def test_a_later_release_may_gather_into_one_tensor_and_add_options():
 def test_a_release_that_lacks_a_name_is_refused_in_a_line(monkeypatch, tmp_path):
     """The line says nothing of the program, which has no part in it."""
     CliRunner = pytest.importorskip("click.testing").CliRunner
-    from cpattn._cli.program import commands
+    from cpattn_terminal.commands import commands
 
-    for name in [name for name in sys.modules if name.startswith("cpattn.proof.simulation")]:
+    for name in [name for name in sys.modules if name.startswith("cpattn_proof.simulation")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(c10d, "_find_pg_by_ranks_and_tag")
     script = tmp_path / "script.py"

@@ -16,9 +16,9 @@ for name in ("torch", "hypothesis", "jsonschema"):
 
 import zoo_table  # noqa: E402
 
-from cpattn.proof import Finding, Report, lint  # noqa: E402
-from cpattn.proof.zoo import ZooEntry, __main__, all_entries, registry, visit  # noqa: E402
-from cpattn.proof.zoo.lint import beginnings  # noqa: E402
+from cpattn_proof import Finding, Report, lint  # noqa: E402
+from cpattn_proof.zoo import ZooEntry, __main__, all_entries, registry, visit  # noqa: E402
+from cpattn_proof.zoo.lint import beginnings  # noqa: E402
 from support.places import ROOT  # noqa: E402
 
 ENTRIES = [

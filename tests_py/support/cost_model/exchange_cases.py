@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cpattn
-from cpattn.cost_model import AttentionLayer, exchange_work
 from cpattn.distributed.plans.heads import head_shares
+from cpattn_lab.cost_model import AttentionLayer, exchange_work
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 SHARDED = ("page_interleave", "token_interleave")

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cpattn.cost_model import AttentionLayer
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.transport.exchange import TERMS
+from cpattn_lab.cost_model import AttentionLayer
 from support.distributed.disagreements import SMALL
 from support.distributed.distributed_worker import error_of
 from support.distributed.sharded_worker import PLACEMENTS, Run, run_prefill

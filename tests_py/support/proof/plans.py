@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 import cpattn
-from cpattn.proof import lint
-from cpattn.proof.linting.adapters.context_parallel import from_metadata
+from cpattn_proof import lint
+from cpattn_proof.linting.adapters.context_parallel import from_metadata
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 PAGE_SIZE = 4

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
-from cpattn.proof import NotUsable, simulate
+from cpattn_proof import NotUsable, simulate
 from support.proof.collective_programs import STEPS, Step
 
 _MOST_RANKS = 8

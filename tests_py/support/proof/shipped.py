@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from cpattn.proof import Report
-from cpattn.proof.zoo import ZooEntry, all_entries
+from cpattn_proof import Report
+from cpattn_proof.zoo import ZooEntry, all_entries
 
 
 def shipped_entry(bug: str, tool: str) -> ZooEntry:

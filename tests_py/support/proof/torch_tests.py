@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cpattn.proof import NotUsable, simulate
+from cpattn_proof import NotUsable, simulate
 
 SIZE, SMALL_SIZE = 8, 4
 #: What cannot run here: names of tests, what they end with, why.

@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 import cpattn
 from cpattn.distributed import ContextParallel
-from cpattn.replay.dense.attention import DenseAttention
-from cpattn.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker
-from cpattn.replay.disaggregation.decode import DecodeConfig, DecodeRank
-from cpattn.replay.disaggregation.endpoint import Endpoint
-from cpattn.replay.disaggregation.handover import Handover, decode_pool_pages
-from cpattn.replay.dsa.attention import SparseAttention
-from cpattn.replay.model import Decoder, DecoderConfig, Head, stage_layers
-from cpattn.replay.phases import PhaseClock
 from cpattn.scheduling.prefix_cache import PrefixCache
 from cpattn.scheduling.scheduler import Batch, prefill_batches
-from cpattn.traffic.trace import block_tokens_of
+from cpattn_lab.replay.dense.attention import DenseAttention
+from cpattn_lab.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker
+from cpattn_lab.replay.disaggregation.decode import DecodeConfig, DecodeRank
+from cpattn_lab.replay.disaggregation.endpoint import Endpoint
+from cpattn_lab.replay.disaggregation.handover import Handover, decode_pool_pages
+from cpattn_lab.replay.dsa.attention import SparseAttention
+from cpattn_lab.replay.model import Decoder, DecoderConfig, Head, stage_layers
+from cpattn_lab.replay.phases import PhaseClock
+from cpattn_lab.traffic.trace import block_tokens_of
 
 BLOCK, DECODE, MAX_SEQUENCES = 8, 5, 64
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cpattn.replay.dense.model import DenseConfig
-from cpattn.replay.dsa.model import DsaConfig
-from cpattn.replay.records import BatchRecord, ReplayOptions, ReplayReport
+from cpattn_lab.replay.dense.model import DenseConfig
+from cpattn_lab.replay.dsa.model import DsaConfig
+from cpattn_lab.replay.records import BatchRecord, ReplayOptions, ReplayReport
 
 SMALL = DenseConfig(
     num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64

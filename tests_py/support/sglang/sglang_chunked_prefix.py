@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from cpattn.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from cpattn.proof.conformance.signatures import Answer, Features, Signature
+from cpattn_proof.conformance.signatures import Answer, Features, Signature
 from support.sglang import sglang_planning
 from support.sglang.sglang_planning import srt_modules
 from support.stand_ins import stand_ins_for_what_lacks

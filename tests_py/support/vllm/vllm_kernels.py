@@ -19,8 +19,8 @@ with warnings.catch_warnings():  # of what vLLM imports
 
     current_platform.import_kernels()
 
-from cpattn.proof.conformance import Answer, Features, Signature
-from cpattn.proof.conformance.tensors import reserved
+from cpattn_proof.conformance import Answer, Features, Signature
+from cpattn_proof.conformance.tensors import reserved
 
 
 def attention(q, k, v, *, slots, shape, starts, kv_lens, block_table, causal, window, softcap,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the exchange of a batch: rows of a plan, for the rule of `cost_model.received`."""
+"""Choice of the exchange of a batch: rows of a plan, for the rule of `exchange_bytes`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...cost_model.received import (
+from ...context_parallel.exchange_bytes import (
     Held,
     Layer,
     cheapest,

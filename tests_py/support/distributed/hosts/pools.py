@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from cpattn import _core
-from cpattn.cost_model import AttentionLayer, exchange_work
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import rounds
 from cpattn.distributed.transport import host
 from cpattn.distributed.transport.exchange import TERMS
 from cpattn.kv import MHATokenToKVPool
+from cpattn_lab.cost_model import AttentionLayer, exchange_work
 from support.distributed import disagreements
 from support.distributed import shared_pool_worker as pools
 from support.distributed.distributed_worker import error_of, make_plan

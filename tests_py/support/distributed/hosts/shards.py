@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cpattn.cost_model import AttentionLayer, exchange_work
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import gather_kv, ring
 from cpattn.distributed.transport import shared_memory
 from cpattn.distributed.transport.exchange import TERMS
 from cpattn.kv import MHATokenToKVPool
+from cpattn_lab.cost_model import AttentionLayer, exchange_work
 from support.distributed.hosts.layouts import Layout, members_of, on_hosts
 from support.distributed.layer_worker import LAYERS, LayerRun, Rank, run_layer
 from support.distributed.sharded_worker import PLACEMENTS, equal

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 
-from cpattn.proof import conform
+from cpattn_proof import conform
 
 from .right_operators import ATTENTION, SELECTIONS, VLLM, RightOperator
 

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processor, threads and memory of this machine, as calls of cpattn will meet them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from .. import _core, torch_guard
+from .._machine import cpu_name
+from .finding import Finding
+
+_SECTION = "machine"
+_SMALL_SHARED = 1 << 30  # containers have 64 MiB of /dev/shm unless asked for more
+
+
+def findings(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Report all that this file knows; `root` has the files that the system describes itself in."""
+    yield Finding(_SECTION, "processor", f"{cpu_name()}, {platform.machine()}")
+    yield _instructions(environ)
+    yield Finding(_SECTION, "compiled in", ", ".join(_core.compiled_isas()))
+    if _core.amx_usable():
+        yield _amx()
+    yield from _threads(root, environ)
+    yield _numa(root)
+    yield _huge_pages(root)
+    yield _shared_memory(root)
+
+
+def _instructions(environ: Mapping[str, str]) -> Finding:
+    name, chosen = "instructions", environ.get("CPATTN_ISA")
+    here = ", ".join(_core.supported_isas())
+    try:
+        active = _core.active_isa()
+    except ValueError as error:
+        hint = f"unset CPATTN_ISA, or set it to one of {here}"
+        return Finding(_SECTION, name, str(error), "broken", hint)
+    if chosen:
+        best = _core.supported_isas()[-1]
+        state, text = ("note", f", not {best}, the best one here") if active != best else ("ok", "")
+        return Finding(_SECTION, name, f"{active}, by CPATTN_ISA{text}", state)  # type: ignore[arg-type]
+    why = "the best" if len(_core.supported_isas()) > 1 else "the only one"
+    return Finding(_SECTION, name, f"{active}, {why} of {here}; CPATTN_ISA chooses another")
+
+
+def _amx() -> Finding:
+    if not _core.amx_palette_missing():
+        return Finding(_SECTION, "AMX", "whole: also what other libraries look for is there")
+    text = (
+        "half-exposed: CPUID leaf 1DH is empty. cpattn does not need it; oneDNN, inside torch, "
+        f"does: see torch below, and {torch_guard.VARIABLE}"
+    )
+    return Finding(_SECTION, "AMX", text, "warning")
+
+
+def _threads(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
+    chosen = environ.get("CPATTN_NUM_THREADS")
+    usable = sorted(os.sched_getaffinity(0))
+    cpus = _count(len(usable), "CPU")
+    try:
+        threads = _core.default_num_threads()
+    except ValueError as error:
+        hint = "unset CPATTN_NUM_THREADS, or set it to a number"
+        yield Finding(_SECTION, "threads", str(error), "broken", hint)
+        threads = 0
+    else:
+        by = ", by CPATTN_NUM_THREADS" if chosen else f", one for each of {cpus}"
+        more = threads > len(usable)
+        yield Finding(
+            _SECTION,
+            "threads",
+            f"a call uses {threads}{by}" + f", which take turns on {cpus}" * more,
+            "warning" if more else "ok",
+            f"export CPATTN_NUM_THREADS={len(usable)}" * more,
+        )
+    total = os.cpu_count() or len(usable)
+    yield Finding(_SECTION, "affinity", f"CPUs {_runs(usable)} of {total}")
+    quota = cgroup_cpus(root)
+    if quota is None:
+        yield Finding(_SECTION, "CPU quota", "none")
+    else:
+        fewer = threads > max(quota, 1)
+        yield Finding(
+            _SECTION,
+            "CPU quota",
+            f"time of {quota:g} CPUs"
+            + f" for {_count(threads, 'thread')}, which will wait" * fewer,
+            "warning" if fewer else "ok",
+            f"export CPATTN_NUM_THREADS={max(int(quota), 1)}" * fewer,
+        )
+
+
+def cgroup_cpus(root: Path) -> float | None:
+    """CPUs whose time a container may use; None if there is no bound."""
+    folder = root / "sys/fs/cgroup"
+    with suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):  # the older kind
+        quota, period = (
+            (folder / "cpu" / name).read_text(encoding="ascii").strip()
+            for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        )
+        return int(quota) / int(period) if int(quota) > 0 else None
+    return None
+
+
+def _numa(root: Path) -> Finding:
+    folder = root / "sys/devices/system/node"
+    nodes = [p for p in folder.glob("node[0-9]*") if p.is_dir()]
+    text = _count(len(nodes), "node") if nodes else "the system does not say"
+    if len(nodes) < 2:
+        return Finding(_SECTION, "NUMA", text)
+    text += ": a call whose threads are on several reads memory of the others"
+    hint = "a process for each node: numactl --cpunodebind=N --membind=N ..."
+    return Finding(_SECTION, "NUMA", text, "note", hint)
+
+
+def _huge_pages(root: Path) -> Finding:
+    """KV pools ask for them; where the system has none, small pages do."""
+    text = ""
+    with suppress(OSError):
+        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    chosen = re.search(r"\[(\w+)\]", text)
+    if chosen and chosen[1] != "never":
+        return Finding(_SECTION, "huge pages", f"{chosen[1]}: KV pools get them")
+    why = "never" if chosen else "the system does not say"
+    return Finding(_SECTION, "huge pages", f"{why}: KV pools have small pages", "note")
+
+
+def _shared_memory(root: Path) -> Finding:
+    """Report on /dev/shm, through which processes of one machine exchange what they share."""
+    try:
+        answer = os.statvfs(root / "dev/shm")
+    except OSError as error:
+        return Finding(_SECTION, "/dev/shm", error.strerror or str(error), "warning")
+    size, free = (n * answer.f_frsize for n in (answer.f_blocks, answer.f_bavail))
+    text = f"{_size(size)}, {_size(free)} free"
+    if free >= _SMALL_SHARED:
+        return Finding(_SECTION, "/dev/shm", text)
+    hint = "docker run --shm-size=2g ..., if engines in this container share tensors"
+    return Finding(_SECTION, "/dev/shm", f"only {text}", "warning", hint)
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 1 << 30 else f"{number / 2**20:.0f} MiB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _runs(cpus: list[int]) -> str:
+    """Return numbers of CPUs as ranges, in the notation of taskset.
+
+    >>> _runs([0, 1, 2, 5])
+    '0-2,5'
+    """
+    begins = [c for c in cpus if c - 1 not in cpus]
+    ends = [c for c in cpus if c + 1 not in cpus]
+    pairs = zip(begins, ends, strict=True)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)

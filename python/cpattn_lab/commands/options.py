@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of options that name ranks, and places of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from cpattn_terminal.limits import MAX_RANKS
+from cpattn_terminal.options import parsed, shown
+
+
+class CpSizes(click.ParamType):  # type: ignore[type-arg]
+    """Numbers of ranks, see `parse_cp_sizes`."""
+
+    name = "N | N,N,... | N..N"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        from ..cost_model.command import parse_cp_sizes
+
+        if isinstance(value, list):
+            return value
+        try:
+            sizes = parse_cp_sizes(value)
+        except ValueError:
+            sizes = [0]
+        if not 1 <= min(sizes) <= max(sizes) <= MAX_RANKS:
+            rule = (
+                f"must be a number of ranks from 1 to {MAX_RANKS}, a list like 8,16,48 or a range"
+            )
+            self.fail(f"{rule} like 8..1024, got {shown(value)}", param, ctx)
+        return sizes
+
+
+class MeshShape(click.ParamType):  # type: ignore[type-arg]
+    """Ranks in two dimensions: rows on a ring, and ranks of a row."""
+
+    name = "RINGxHEADS"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        ring, _, heads = value.partition("x")
+        sizes = parsed(int, ring) or 0, parsed(int, heads) or 0
+        if min(sizes) < 1 or sizes[0] * sizes[1] > MAX_RANKS:
+            rule = f"must be two numbers whose product is 1 to {MAX_RANKS} ranks, as 4x2"
+            self.fail(f"{rule}, got {shown(value)}", param, ctx)
+        return sizes
+
+
+class PoolPlacement(click.ParamType):  # type: ignore[type-arg]
+    """Name of a placement of keys in the pools of ranks, see `cpattn_lab.replay.shards`."""
+
+    name = "placement"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        from ..replay.shards import MAX_INTERLEAVE, PlacementName
+
+        if PlacementName.parse(value) is None:
+            rule = (
+                "must be 'replicated', 'page_interleave' or 'token_interleave', the last with or "
+                f"without ':I' for I tokens in a row, 1 to {MAX_INTERLEAVE}"
+            )
+            self.fail(f"{rule}, got {shown(value)}", param, ctx)
+        return value

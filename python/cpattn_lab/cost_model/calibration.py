@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rates of this machine: calls of attention timed and fitted, and two processes over gloo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
+
+import numpy as np
+
+from cpattn import _core
+from cpattn._limits import check_integer
+
+from ..processes.workers import Role, Workers
+from .rates import Rates
+from .work import AttentionLayer, rank_work
+
+_LONGEST_CALL = 0.1  # seconds, about
+_NUM_SHAPES, _NUM_LONG = 8, 2  # batches that are timed on one thread, and on many
+_PATIENCE = 120.0  # seconds for two processes on a busy machine
+
+
+class Sample(NamedTuple):
+    """One call of attention: what it did, and the seconds that it took."""
+
+    products: float  # flops of visible scores
+    packing: float  # flops of a row with every key that is packed
+    rows: float  # flops of every row with one key
+    seconds: float
+
+
+def calibrate(
+    layer: AttentionLayer,
+    *,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Rates:
+    """Measure the rates of this machine: attention here, the exchange between two processes.
+
+    Takes a few seconds; needs torch. Between two machines, `cpattn_lab.check` measures the
+    exchange.
+
+    Parameters
+    ----------
+    layer : AttentionLayer
+    threads : int, optional
+        Threads of a rank. Default: those of a call that does not say.
+    progress : callable
+        Told what is measured next.
+    """
+    layer = replace(layer, window=None, latent=False)  # rates are those of any keys
+    threads = _core.default_num_threads() if threads is None else threads
+    check_integer("calibrate", "threads", threads)
+    attention = attention_rates(layer, threads, progress)
+    progress("merging of partial results")
+    merging = {"merge_ns": _merge_rate(layer, threads)}
+    progress("exchange between two processes")
+    return Rates(**attention, **merging, threads=threads, **_exchange_rates(threads))
+
+
+def num_steps(threads: int) -> int:
+    """Count how often `calibrate` tells what is measured next."""
+    return _NUM_SHAPES + _NUM_LONG + (_NUM_LONG if threads > 1 else 0) + 2
+
+
+def attention_rates(
+    layer: AttentionLayer, threads: int, progress: Callable[[str], None] = lambda what: None
+) -> dict[str, float]:
+    """``gflops`` of all threads, ``pack_rows``, ``row_keys``, ``call_us`` and ``lse_share``.
+
+    What is beside the products is measured on one thread: short batches have too few items of work
+    for many, and would tell of idle ones.
+    """
+
+    def timed(
+        shapes: list[tuple[list[int], int]], threads: int, *, lse: bool = False
+    ) -> list[Sample]:
+        samples = []
+        for extends, prefix in shapes:
+            many = f"{threads} thread{'s' * (threads > 1)}{', with LSE' * lse}"
+            progress(f"attention, {len(extends)} × {extends[0]} new behind {prefix}, {many}")
+            samples.append(_sample(layer, extends, prefix, threads, lse=lse))
+        return samples
+
+    shapes = _shapes(layer, _core.measure_peak(layer.dtype, 1))
+    samples = timed(shapes, 1)
+    rates = fit(samples)
+    rates["lse_share"] = lse_share(samples[:_NUM_LONG], timed(shapes[:_NUM_LONG], 1, lse=True))
+    if threads > 1:
+        long = _shapes(layer, _core.measure_peak(layer.dtype, threads))[:_NUM_LONG]
+        rates["gflops"] = _gflops(timed(long, threads), rates)
+    return rates
+
+
+def _gflops(samples: list[Sample], rates: dict[str, float]) -> float:
+    """Return the rate of products that the samples leave, where the other rates are known."""
+    products, packing, rows, seconds = np.sum(samples, axis=0)
+    flops = products + rates["pack_rows"] * packing + rates["row_keys"] * rows
+    return float(flops / (seconds - len(samples) * 1e-6 * rates["call_us"]) / 1e9)
+
+
+def lse_share(without: list[Sample], with_lse: list[Sample]) -> float:
+    """Return what an LSE adds to the products of the same calls, as a share of their time."""
+    seconds = sum(sample.seconds for sample in without)
+    return max(sum(sample.seconds for sample in with_lse) / seconds - 1, 0.0)
+
+
+def _merge_rate(layer: AttentionLayer, threads: int) -> float:
+    import torch
+
+    from cpattn.distributed.measure import measure_merge
+
+    dtype = getattr(torch, layer.dtype)
+    return measure_merge(layer.num_heads, layer.v_dim, dtype, threads)
+
+
+def fit(samples: list[Sample]) -> dict[str, float]:
+    """The rates that come closest to all samples, each weighted by its length::
+
+    seconds = (products + pack_rows * packing + row_keys * rows) / flops + call
+    """
+    table = np.array(samples)
+    terms = np.column_stack([table[:, :-1], np.ones(len(table))])
+    chosen = list(range(terms.shape[1]))
+    while True:  # a term that comes out negative is none
+        relative = terms[:, chosen] / table[:, -1:]
+        values = np.linalg.lstsq(relative, np.ones(len(table)), rcond=None)[0]
+        if values.min() >= 0:
+            break
+        chosen.remove(chosen[int(values.argmin())])
+    per_flop, per_packing, per_row, call = np.bincount(chosen, values, minlength=4)
+    if not per_flop:
+        raise RuntimeError("calibrate: the timings make no sense; is the machine busy?")
+    return {
+        "gflops": float(1e-9 / per_flop),
+        "pack_rows": float(per_packing / per_flop),
+        "row_keys": float(per_row / per_flop),
+        "call_us": float(1e6 * call),
+    }
+
+
+def _shapes(layer: AttentionLayer, peak: float) -> list[tuple[list[int], int]]:
+    """Batches (extend_lens, prefix) from long chunks to single rows."""
+    budget = _LONGEST_CALL * peak / (2 * layer.dims * layer.num_heads)  # pairs
+    tokens = int(np.clip(2 ** np.floor(np.log2(np.sqrt(2 * budget))), 256, 8192))
+    return [
+        ([tokens], 0),
+        ([tokens // 8], 4 * tokens),
+        ([tokens // 8] * 8, 0),
+        ([tokens // 32] * 16, 0),
+        ([tokens // 32], 4 * tokens),
+        ([8], 2 * tokens),
+        ([2] * 8, tokens),
+        ([1], 16),
+    ]
+
+
+def _sample(
+    layer: AttentionLayer, extends: list[int], prefix: int, threads: int, *, lse: bool = False
+) -> Sample:
+    import torch
+
+    from cpattn.attention import plan_attention, run_attention
+
+    lens = [prefix + n for n in extends]
+    pages = [-(-n // layer.page_size) for n in lens]
+    tables = np.full((len(lens), max(pages)), -1, np.int32)
+    for row, (end, count) in enumerate(zip(np.cumsum(pages), pages, strict=True)):
+        tables[row, :count] = np.arange(end - count, end)
+    dtype = getattr(torch, layer.dtype)
+    v_dim = layer.dims - layer.head_dim
+    shape = (sum(pages), layer.page_size, layer.num_kv_heads)
+    k, v = (torch.randn(*shape, dim, dtype=dtype) for dim in (layer.head_dim, v_dim))
+    q = torch.randn(sum(extends), layer.num_heads, layer.head_dim, dtype=dtype)
+    times = []
+    for _ in range(5):  # with the plan, as every layer of an engine would make it
+        begin = time.perf_counter()
+        plan = plan_attention(
+            q_lens=extends,
+            kv_lens=lens,
+            block_tables=tables,
+            page_size=layer.page_size,
+            num_pages=len(k),
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            v_head_dim=v_dim,
+            batch_invariant=True,
+            num_threads=threads,
+        )
+        run_attention(plan, q, k, v, scale=0.1, return_lse=lse)
+        times.append(time.perf_counter() - begin)
+    work = rank_work(extends, lens, cp_size=1, strategy="contiguous", layer=layer)
+    flops = 2 * layer.dims
+    return Sample(
+        float(work.pairs[0]) * layer.num_heads * flops,
+        float(work.packed_keys[0]) * layer.num_kv_heads * flops,
+        float(work.tokens[0]) * layer.num_heads * flops,
+        min(times),  # the others were disturbed
+    )
+
+
+def _exchange_rates(threads: int) -> dict[str, float]:
+    """Measure the exchange between two processes on the threads of one rank."""
+    each = max(threads // 2, 1)
+    target = f"{__name__}.ExchangeRank"
+    roles = [Role(f"process {rank} of the exchange", target, rank, each) for rank in range(2)]
+    with Workers(roles) as workers:
+        workers.call(range(2), "measure")
+        rates: dict[str, float] = workers.answers(range(2))[0]
+    return rates
+
+
+class ExchangeRank:
+    """One of two processes that exchange rows, a worker of `Workers`."""
+
+    def __init__(self, rank: int, threads: int, init_method: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(threads)
+        timeout = timedelta(seconds=_PATIENCE)
+        dist.init_process_group(
+            "gloo", init_method=init_method, rank=rank, world_size=2, timeout=timeout
+        )
+
+    def __enter__(self) -> ExchangeRank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+    def measure(self) -> dict[str, float]:
+        """See `measure_exchange`."""
+        import torch.distributed as dist
+
+        from cpattn.distributed.measure import measure_exchange
+
+        assert dist.group.WORLD
+        rates = measure_exchange(dist.group.WORLD)
+        dist.barrier()
+        return rates

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and counts that all ways to place and exchange the keys of one batch have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from cpattn._limits import check_integer, check_kind
+from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
+
+from .placement import PLACEMENTS, Shards, pairs_by_owner, shards, stripes
+from .work import ITEM_BYTES, AttentionLayer, Ints, RankWork, Shares, checked_batch, work_of_plans
+
+EXCHANGES = ("gather", "ring", "pass_q", "all_to_all")
+Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which share out the heads
+
+
+def check_placing(
+    function: str,
+    placement: str,
+    exchange: str,
+    cp_size: int,
+    ranks_per_host: int,
+    state_dtype: str,
+    exchanges: Sequence[str] = EXCHANGES,
+) -> None:
+    """Raise ValueError unless keys can be placed and exchanged as the arguments say."""
+    for name, value, known in (
+        ("placement", placement, PLACEMENTS),
+        ("exchange", exchange, exchanges),
+        ("state_dtype", state_dtype, tuple(ITEM_BYTES)),
+    ):
+        if value not in known:
+            raise ValueError(f"{function}: {name} must be one of {', '.join(known)}, got {value!r}")
+    check_integer(function, "cp_size", cp_size)
+    check_integer(function, "ranks_per_host", ranks_per_host)
+    if cp_size % ranks_per_host:
+        raise ValueError(
+            f"{function}: cp_size must be a multiple of ranks_per_host = {ranks_per_host}, "
+            f"got {cp_size}"
+        )
+    if exchange == "pass_q" and placement == "replicated":
+        raise ValueError(
+            f"{function}: exchange must be gather, ring or all_to_all where placement is "
+            "replicated, as every pool takes all keys, got 'pass_q'"
+        )
+
+
+def check_mesh(
+    function: str,
+    placement: str,
+    exchange: str,
+    cp_size: int,
+    ranks_per_host: int,
+    mesh: Sequence[int] | None,
+) -> Mesh | None:
+    """The mesh as two numbers; ValueError unless ranks can be exchanged by so."""
+    if mesh is None:
+        if exchange == "usp":
+            raise ValueError(f"{function}: mesh must be given where exchange is usp, got None")
+        return None
+    if len(mesh) != 2:
+        raise ValueError(f"{function}: mesh must be (ring, heads), two numbers, got {mesh!r:.60}")
+    for size in mesh:
+        check_integer(function, "mesh", size)
+    ring, heads = mesh
+    if ring * heads != cp_size:
+        raise ValueError(
+            f"{function}: mesh must have the {cp_size} ranks of cp_size, got {ring} x {heads}"
+        )
+    if placement == "replicated" or ranks_per_host > 1:
+        raise ValueError(
+            f"{function}: mesh must be of shared out pools and one rank for each host, got "
+            f"{placement} and {ranks_per_host} ranks_per_host"
+        )
+    return ring, heads
+
+
+def possible_exchanges(placement: str, mesh: Mesh | None = None) -> tuple[str, ...]:
+    """Return the exchanges that a placement allows, with "usp" if the ranks are in a mesh."""
+    names = tuple(name for name in EXCHANGES if placement != "replicated" or name != "pass_q")
+    return names if mesh is None else (*names, "usp")
+
+
+class BatchCounts:
+    """Counts of one batch for all ways to exchange it, each made when first asked for."""
+
+    def __init__(
+        self,
+        extend_lens: Any,
+        seq_lens: Any,
+        *,
+        cp_size: int,
+        strategy: str,
+        layer: AttentionLayer,
+        placement: str,
+        ranks_per_host: int,
+        function: str = "exchange_work",
+    ) -> None:
+        check_kind(function, "layer", layer, AttentionLayer)
+        extends, lengths = checked_batch(function, extend_lens, seq_lens)
+        self.plans: Sequence[ContextParallelMetadata] = build_cp_metadata_all_ranks(
+            extends, lengths, cp_size=cp_size, strategy=strategy
+        )
+        self.extends, self.seq_lens = extends, lengths
+        self.cp_size, self.layer, self.placement = cp_size, layer, placement
+        self.ranks_per_host, self.num_hosts = ranks_per_host, cp_size // ranks_per_host
+
+    @property
+    def sharded(self) -> bool:
+        return self.placement != "replicated"
+
+    @cached_property
+    def own(self) -> RankWork:
+        """Work of a gather: each rank attends from its own tokens to all keys."""
+        return work_of_plans(self.plans, self.layer)
+
+    @cached_property
+    def own_by_host(self) -> RankWork:
+        """Work of ranks that attend from their own tokens to the keys of one host after another."""
+        return work_of_plans(self.plans, self.layer, self._shares(self.ranks_per_host))
+
+    @cached_property
+    def alone_by_rank(self) -> RankWork:
+        """One rank attends from all tokens to the keys of one rank after another."""
+        return work_of_plans(self._plan_alone, self.layer, self._shares(1))
+
+    def _shares(self, ranks: int) -> Shares | None:
+        """Return the keys as shares, each of so many ranks; None where every pool has all."""
+        if not self.sharded:
+            return None
+        size = self.layer.page_size if self.placement == "page_interleave" else 1
+        return Shares(size * ranks, self.cp_size // ranks)
+
+    @cached_property
+    def alone(self) -> RankWork:
+        """One rank attends from all tokens to all keys."""
+        return work_of_plans(self._plan_alone, self.layer)
+
+    def alone_with(self, num_heads: int, num_kv_heads: int) -> RankWork:
+        """One rank does so with some of the heads, of which it makes items of fewer rows."""
+        layer = replace(self.layer, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        return work_of_plans(self._plan_alone, layer)
+
+    @cached_property
+    def _plan_alone(self) -> list[ContextParallelMetadata]:
+        return build_cp_metadata_all_ranks(
+            self.extends, self.seq_lens, cp_size=1, strategy="contiguous"
+        )
+
+    @cached_property
+    def owner_pairs(self) -> Ints:
+        """[cp_size] pairs of all new tokens and the keys of each rank."""
+        laid = stripes(self.placement, self.seq_lens, self.cp_size, self.layer.page_size)
+        return pairs_by_owner(self.extends, self.seq_lens, self.layer, laid).sum(1)
+
+    @cached_property
+    def shards(self) -> Shards:
+        if not self.sharded:  # ranks bring what they compute, and nothing travels for pools alone
+            own = self.own.tokens
+            return Shards(own, 0 * own, own, own)
+        laid = stripes(self.placement, self.seq_lens, self.cp_size, self.layer.page_size)
+        return shards(
+            self.plans, self.extends, self.seq_lens, self.layer, laid, self.ranks_per_host
+        )
+
+    def by_host(self, values: Ints) -> Ints:
+        """[cp_size] as [num_hosts, ranks_per_host]; a column is a rail, along which ranks send."""
+        return values.reshape(self.num_hosts, self.ranks_per_host)

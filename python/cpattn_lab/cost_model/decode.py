@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of decoding over pools that are shared out: one token of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpattn._arguments import items
+from cpattn._limits import check_integer, check_kind, check_seq_lens
+from cpattn.context_parallel.exchange_bytes import (
+    LSE_BYTES,
+    cheapest_states,
+    received_state_bytes,
+    shared_heads,
+)
+
+from .counts import check_placing
+from .placement import pages_per_rank, pairs_by_owner, stripes
+from .rates import Rates, Seconds, attention_seconds, merge_seconds
+from .timing import crowding
+from .work import ITEM_BYTES, PACKING_ROWS, AttentionLayer, Ints
+
+_EXCHANGES = ("all_to_all", "gather")
+
+
+@dataclass(frozen=True)
+class DecodePrediction:
+    """A step of decoding over ranks that share the keys; seconds and bytes of one layer.
+
+    Attributes
+    ----------
+    placement, out_heads : str
+        The arguments of `predict_decode`.
+    exchange : str
+        The argument, or what "auto" took.
+    cp_size, ranks_per_host : int
+        Number of ranks, and those of a host.
+    layer : AttentionLayer
+        What the work was counted for.
+    num_sequences : int
+        Sequences, each with one new token.
+    pool_bytes : int
+        Pages of all sequences, in all layers, in the pool of the rank that has most.
+    keys : array [cp_size], int64
+        Keys that the rank keeps and attends to, of all sequences.
+    attention_seconds, exchange_seconds : arrays [cp_size], float64
+        Seconds of each rank; partial results are merged in the exchange.
+    sent_bytes, received_bytes : arrays [cp_size], int64
+        States of attention between hosts.
+    imbalance : float
+        Keys of the most loaded rank over the mean.
+    store_seconds : float
+        Seconds for the new keys and values of the rank that keeps most.
+    single_rank_seconds : float
+        Attention and store of the same layer, by one rank alone.
+    alternatives : dict of str to float
+        Seconds of the slowest rank by each exchange, for "auto".
+
+    Examples
+    --------
+    >>> from cpattn_lab.cost_model import AttentionLayer, Rates, predict_decode
+    >>> rates = Rates(gflops=900, gather_gb_per_s=10, latency_us=5, message_us=1)
+    >>> step = predict_decode([131072] * 8, AttentionLayer(), rates, cp_size=8)
+    >>> step.keys.tolist() == [131072] * 8, round(step.speedup, 1)
+    (True, 7.9)
+    """
+
+    placement: str
+    exchange: str
+    out_heads: str
+    cp_size: int
+    ranks_per_host: int
+    layer: AttentionLayer
+    num_sequences: int
+    pool_bytes: int
+    keys: Ints
+    attention_seconds: Seconds
+    exchange_seconds: Seconds
+    sent_bytes: Ints
+    received_bytes: Ints
+    imbalance: float
+    store_seconds: float
+    single_rank_seconds: float
+    alternatives: dict[str, float]
+
+    @property
+    def layer_seconds(self) -> float:
+        """Attention, exchange and store of one layer, on the slowest ranks, in seconds."""
+        slowest = self.attention_seconds.max() + self.exchange_seconds.max()
+        return float(slowest) + self.store_seconds
+
+    @property
+    def model_seconds(self) -> float:
+        """A step through all layers, in seconds."""
+        return self.layer_seconds * self.layer.num_layers
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all sequences in a second of such steps."""
+        return self.num_sequences / self.model_seconds
+
+    @property
+    def speedup(self) -> float:
+        """The seconds of one rank alone over those of all ranks."""
+        return self.single_rank_seconds / self.layer_seconds
+
+
+def predict_decode(
+    seq_lens: Sequence[int] | Any,
+    layer: AttentionLayer,
+    rates: Rates,
+    *,
+    cp_size: int,
+    placement: str = "page_interleave",
+    ranks_per_host: int = 1,
+    cpus: int | None = None,
+    state_dtype: str = "float32",
+    exchange: str = "all_to_all",
+    out_heads: str = "own",
+) -> DecodePrediction:
+    """Predict a step of decoding over pools that are shared out.
+
+    Every rank has the queries of all sequences, attends to the keys that it keeps, and sends each
+    other rank the states of that one's heads, which that one merges; or, by "gather", those of all
+    heads. With B sequences, h_r of the query heads on rank r and N ranks, in bytes and seconds,
+    where each host has one rank::
+
+        state      = v_head_dim * item + 4               item of state_dtype, and an LSE in float32
+        sent_r     = B * (num_heads - h_r) * state       gather: B * num_heads * (N - 1) * state
+        received_r = B * h_r * (N - 1) * state           gather: the same
+        merged_r   = B * h_r * N rows                    gather: B * num_heads * N
+        exchange   = 2 * (latency + (N - 1) * message) + max(sent, received) / gather_gb_per_s
+                     + merged_r * v_head_dim * merge
+
+    If every rank is to have all heads, those of "all_to_all" are sent on in another round, merged,
+    in the dtype of the layer: ``B * h_r * (N - 1)`` outputs with LSE from rank r, which receives
+    ``B * (num_heads - h_r)``.
+
+    Ranks of a host merge theirs first: N, r are then hosts, and rank k of one sends to rank k of
+    every other, by "gather" its share of the heads. Keys of the new token stay with the rank that
+    keeps them.
+
+    Parameters
+    ----------
+    seq_lens : ints [bs]
+        Tokens of each sequence with the new one, at least 1.
+    layer : AttentionLayer
+        Sizes of the layers, and how many there are.
+    rates : Rates
+        What a rank computes and sends in a second.
+    cp_size : int
+        Number of ranks.
+    placement : {"page_interleave", "token_interleave"}
+        Which rank keeps which keys.
+    ranks_per_host : int
+        Ranks that share memory, and the wire of their host; a divisor of `cp_size`.
+    cpus : int, optional
+        CPUs of a host. If its ranks have more threads, computing takes so much longer. Default:
+        enough.
+    state_dtype : {"float32", "bfloat16", "float16"}
+        Dtype of the outputs that are sent to be merged.
+    exchange : {"all_to_all", "gather", "auto"}
+        Whether states go to the ranks of their heads, or all to every rank; "auto" is what
+        `ContextParallel.decode` takes, by the bytes that ranks receive.
+    out_heads : {"own", "all"}
+        Whether a rank is to have its share of the heads, or all.
+
+    Returns
+    -------
+    DecodePrediction
+        Seconds of each rank and of the whole, bytes, and balance.
+
+    Raises
+    ------
+    TypeError
+        For lengths and numbers that are no integers.
+    ValueError
+        For no sequences or empty ones, unknown names, replicated pools, and a `ranks_per_host`
+        that does not divide `cp_size`.
+
+    Examples
+    --------
+    >>> from cpattn_lab.cost_model import AttentionLayer, Rates, predict_decode
+    >>> step = predict_decode([4096, 100], AttentionLayer(), Rates(gflops=900), cp_size=4)
+    >>> step.keys                          # the short one fits into a page, of rank 0
+    array([1124, 1024, 1024, 1024])
+    >>> int(step.sent_bytes[0]) == 2 * 24 * (128 * 4 + 4)
+    True
+    """
+    function = "predict_decode"
+    check_kind(function, "layer", layer, AttentionLayer)
+    check_kind(function, "rates", rates, Rates)
+    check_placing(
+        function, placement, exchange, cp_size, ranks_per_host, state_dtype, (*_EXCHANGES, "auto")
+    )
+    if out_heads not in ("own", "all"):
+        raise ValueError(f"{function}: out_heads must be one of own, all, got {out_heads!r}")
+    if placement == "replicated":
+        raise ValueError(
+            f"{function}: placement must be page_interleave or token_interleave, got 'replicated'"
+        )
+    if cpus is not None:
+        check_integer(function, "cpus", cpus)
+    listed = items(seq_lens, function, "seq_lens")
+    for length in listed:
+        check_integer(function, "seq_lens", length)
+    lengths = np.asarray(listed, np.int64)
+    if not lengths.size:
+        raise ValueError(f"{function}: seq_lens must have a sequence, got none")
+    check_seq_lens(function, lengths.tolist(), [1] * len(lengths))
+    laid = stripes(placement, lengths, cp_size, layer.page_size)
+    ones = np.ones_like(lengths)
+    pairs = pairs_by_owner(ones, lengths, layer, laid)
+    slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
+    ways = {
+        name: _exchanged(
+            name, len(lengths), layer, rates, cp_size, ranks_per_host, state_dtype,
+            out_heads == "all", slower,
+        )
+        for name in (_EXCHANGES if exchange == "auto" else (exchange,))
+    }  # fmt: skip
+    slowest = {name: float(seconds.max()) for name, (_, _, seconds) in ways.items()}
+    taken = exchange
+    if exchange == "auto":
+        output = layer.v_dim * ITEM_BYTES[layer.dtype]
+        arriving = received_state_bytes(len(lengths), layer.num_heads, output, cp_size, out_heads)
+        taken, _ = cheapest_states(arriving, out_heads)
+    sent, received, seconds = ways[taken]
+    keys = pairs.sum(1)
+    owned = laid.count_below(lengths) - laid.count_below(lengths - 1)
+    pages = pages_per_rank(placement, lengths, cp_size, layer.page_size)
+    row_seconds = layer.kv_row_bytes / (1e9 * rates.store_gb_per_s)
+    alone = np.minimum(lengths, layer.most_keys)[None]
+    return DecodePrediction(
+        placement=placement,
+        exchange=taken,
+        out_heads=out_heads,
+        cp_size=cp_size,
+        ranks_per_host=ranks_per_host,
+        layer=layer,
+        num_sequences=len(lengths),
+        pool_bytes=int(pages.max()) * layer.page_size * layer.kv_row_bytes * layer.num_layers,
+        keys=keys,
+        attention_seconds=slower * _attention(pairs, layer, rates, lse=cp_size > 1),
+        exchange_seconds=seconds,
+        sent_bytes=sent,
+        received_bytes=received,
+        imbalance=float(keys.max() / keys.mean()),
+        store_seconds=slower * int(owned.sum(1).max()) * row_seconds,
+        single_rank_seconds=slower_alone
+        * (float(_attention(alone, layer, rates)[0]) + len(lengths) * row_seconds),
+        alternatives=slowest if exchange == "auto" else {},
+    )
+
+
+def _attention(pairs: Ints, layer: AttentionLayer, rates: Rates, *, lse: bool = False) -> Seconds:
+    """Seconds of each rank, by the keys [ranks, bs] of it that each sequence sees."""
+    keys, group = pairs.sum(1), layer.num_heads // layer.num_kv_heads
+    return attention_seconds(
+        rates,
+        layer,
+        pairs=keys,
+        rows=(pairs > 0).sum(1),
+        heads=layer.num_heads,
+        packed=keys * layer.num_kv_heads,
+        longest=pairs.max(1) * (group + PACKING_ROWS),
+        lse=lse,
+    )
+
+
+def _exchanged(
+    exchange: str,
+    num_sequences: int,
+    layer: AttentionLayer,
+    rates: Rates,
+    cp_size: int,
+    ranks_per_host: int,
+    state_dtype: str,
+    all_heads: bool,
+    slower: float,
+) -> tuple[Ints, Ints, Seconds]:
+    """[cp_size] bytes that each rank sends to other hosts, receives from them, and its seconds.
+
+    Rank k of a host sends what it merged to rank k of another.
+    """
+    state = num_sequences * (layer.v_dim * ITEM_BYTES[state_dtype] + LSE_BYTES)
+    if exchange == "gather":
+        rails = shared_heads(layer.num_heads, layer.num_heads, ranks_per_host)[0]
+        heads = np.broadcast_to(rails, (cp_size // ranks_per_host, ranks_per_host))
+        rounds = [(_to_all(heads) * state, _of_others(heads) * state)]
+        rail_heads = heads
+    else:
+        heads = shared_heads(layer.num_heads, layer.num_heads, cp_size)[0].reshape(
+            -1, ranks_per_host
+        )
+        rounds = [(_of_others(heads) * state, _to_all(heads) * state)]
+        rail_heads = heads.sum(0)
+        if all_heads:
+            merged = num_sequences * (layer.v_dim * ITEM_BYTES[layer.dtype] + LSE_BYTES)
+            rounds.append((_to_all(heads) * merged, _of_others(heads) * merged))
+    sent, received = (sum(moved, start=np.int64(0)) for moved in zip(*rounds, strict=True))
+    parts = rail_heads * _parts(ranks_per_host) + heads * _parts(len(heads))
+    merging = slower * merge_seconds(rates, layer, num_sequences * parts).ravel()
+    return sent.ravel(), received.ravel(), _seconds(rounds, rates, slower) + merging
+
+
+def _parts(number: int) -> int:
+    """Partial results to be merged: one alone is not."""
+    return number if number > 1 else 0
+
+
+def _to_all(heads: Ints) -> Ints:
+    """Return [hosts, ranks of a host]: heads of each rank, once for each other host."""
+    return heads * (len(heads) - 1)
+
+
+def _of_others(heads: Ints) -> Ints:
+    """Return [hosts, ranks of a host]: heads of the ranks at the same place in other hosts."""
+    return heads.sum(0) - heads
+
+
+def _seconds(rounds: Sequence[tuple[Ints, Ints]], rates: Rates, slower: float) -> Seconds:
+    """Digests, then each round of states; over the wire that the ranks of a host share."""
+    num_hosts, ranks_per_host = rounds[0][0].shape
+    peers = num_hosts - 1
+    if not peers:
+        return np.zeros(ranks_per_host)
+    waits = 1e-6 * slower * (rates.latency_us + peers * rates.message_us) * (1 + len(rounds))
+    wire = sum(np.maximum(sent.sum(1), received.sum(1)) for sent, received in rounds)
+    return np.repeat(wire / (1e9 * rates.gather_gb_per_s) + waits, ranks_per_host)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""USP, an exchange of two levels: heads within a row of a mesh of ranks, a ring between rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cpattn.context_parallel.exchange_bytes import LSE_BYTES, by_heads, by_rows, shared_heads
+
+from .counts import BatchCounts, Mesh
+from .exchanged import ExchangeWork, bytes_of, exchanged
+from .work import Ints, Shares, work_of_plans
+
+
+def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
+    """Ranks of a row bring each other the queries and keys of their heads; keys then go round.
+
+    Arrays are [rows of the mesh, ranks of a row].
+    """
+    layer, (ring, columns) = counts.layer, mesh
+    moving = bytes_of(layer)
+    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, columns)
+    query, key, result = moving.query, moving.key, moving.output + LSE_BYTES
+    tokens, keys = (x.reshape(mesh) for x in (counts.own.tokens, counts.shards.seen_rows))
+    of_row, keys_of_row = tokens.sum(1, keepdims=True), keys.sum(1, keepdims=True)
+    sent = tokens * (layer.num_heads - heads) * query + keys * (kv_heads.sum() - kv_heads) * key
+    of_heads = (tokens.T, keys.T, moving, heads[:, None], kv_heads[:, None], result)
+    received, back = (part.T for part in by_heads(*of_heads))
+    blocks = keys_of_row * kv_heads * key
+    passed_on = blocks.sum(0) - np.roll(blocks, -1, axis=0)
+    returned = (of_row - tokens) * heads * result
+    swapped = np.maximum(sent, received).ravel()
+    wire = swapped + (ring - 1) * blocks.max()  # all wait for the largest
+    used = np.broadcast_to(heads > 0, mesh)
+    packed, longest = _attended(counts, mesh)
+    return exchanged(
+        counts,
+        "usp",
+        pairs=_of_rows(counts.own.pairs, mesh),
+        heads=np.tile(heads, ring),
+        kv_heads=np.tile(kv_heads, ring),
+        rows=np.where(used, of_row * ring, 0).ravel(),
+        packed_keys=packed * np.tile(kv_heads, ring),
+        longest_item=longest,
+        calls=ring,
+        parts=ring * int(kv_heads.max()),
+        mesh=mesh,
+        merged_rows=(of_row * heads * (ring if ring > 1 else 0)).ravel(),
+        moved=[
+            (_by_rank(sent + passed_on), _by_rank(received + by_rows(blocks, 1)), wire),
+            (_by_rank(returned), _by_rank(back), np.maximum(returned, back).ravel()),
+        ],
+        swapped_bytes=swapped,
+        stored=_by_rank(counts.shards.arriving_rows * layer.kv_row_bytes) + _by_rank(blocks),
+        scratch_bytes=int((2 * blocks + of_row * heads * (query + result * (1 + ring))).max()),
+    )
+
+
+def _by_rank(values: Ints) -> Ints:
+    """Return values in the shape [hosts, 1], of one rank for each host."""
+    return values.reshape(-1, 1)
+
+
+def _of_rows(values: Any, mesh: Mesh) -> Any:
+    """[cp_size]: the sum of a rank's row of the mesh."""
+    return np.repeat(values.reshape(mesh).sum(1), mesh[1])
+
+
+def _attended(counts: BatchCounts, mesh: Mesh) -> tuple[Any, Any]:
+    """[cp_size] packed keys of a KV head and the longest item, of the queries of the rank's row."""
+    ring, columns = mesh
+    heads, kv_heads = shared_heads(counts.layer.num_heads, counts.layer.num_kv_heads, columns)
+    most_kv_heads = int(kv_heads.max())
+    group = -(-int(heads.max()) // most_kv_heads)
+    layer = replace(counts.layer, num_heads=most_kv_heads * group, num_kv_heads=most_kv_heads)
+    stripe = counts.layer.page_size if counts.placement == "page_interleave" else 1
+    attended = work_of_plans(counts.plans, layer, Shares(stripe * columns, ring))
+    longest = attended.longest_item.reshape(mesh).max(1)
+    return _of_rows(attended.packed_keys, mesh), np.repeat(longest, columns)

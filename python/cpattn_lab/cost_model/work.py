@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work of every rank for one layer of one batch, computing and sending: integers, exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpattn import _core
+from cpattn._arguments import flag
+from cpattn._limits import check_integer, check_kind, check_seq_lens
+from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# How `plan_attention` cuts the rows of a segment into items, each of which packs its keys once.
+PACKING_ROWS = 12  # rows of arithmetic that packing a key is counted as
+_MAX_ITEM_ROWS, _MIN_ITEM_ROWS, _ROW_GRANULE = 2048, 384, 24
+_BALANCED_ITEMS = 64
+_ITEM_BYTES = 4 << 20
+_MASKED_ROWS = 64  # of a sequence with a window, where keys are shared out
+
+UNBOUNDED = 1 << 40  # keys, far above any sequence
+
+Ints = NDArray[np.int64]
+Numbers = Any  # an array of whole or of real numbers
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The attention of one model: sizes of a layer, and how many layers there are.
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads : int
+        Heads of the queries, a multiple of those of keys and values.
+    head_dim : int
+        Elements of a key, up to 576.
+    v_head_dim : int, optional
+        Elements of a value, likewise. Default: head_dim.
+    dtype : {"bfloat16", "float16", "float32"}
+        Dtype of queries, keys and values.
+    num_layers : int
+        At least 1.
+    page_size : int
+        Tokens of a page, at least 1.
+    window : int, optional
+        Keys before a token's own that it sees, as in `cpattn.paged_attention`; all by default.
+    latent : bool
+        Whether values are the first `v_head_dim` elements of the keys, as in absorbed MLA: they
+        are neither sent nor stored besides.
+
+    Raises
+    ------
+    TypeError
+        For sizes that are no integers.
+    ValueError
+        For sizes out of range, by name and rule, and other dtypes.
+
+    Examples
+    --------
+    >>> from cpattn_lab.cost_model import AttentionLayer
+    >>> layer = AttentionLayer(num_heads=32, num_kv_heads=8, head_dim=128)
+    >>> layer.kv_row_bytes                 # 8 heads of 128 + 128 elements of two bytes
+    4096
+    """
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    dtype: str = "bfloat16"
+    num_layers: int = 32
+    page_size: int = 128
+    window: int | None = None
+    latent: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "num_heads", "num_layers", "page_size"):
+            check_integer("AttentionLayer", name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"AttentionLayer: num_heads must be a multiple of num_kv_heads = "
+                f"{self.num_kv_heads}, got {self.num_heads}"
+            )
+        for name in ("head_dim", "v_head_dim"):
+            dim = getattr(self, name)
+            if dim is None and name == "v_head_dim":
+                continue
+            check_integer("AttentionLayer", name, dim)
+            if dim > 576:
+                raise ValueError(f"AttentionLayer: {name} must be at most 576, got {dim}")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(
+                f"AttentionLayer: dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}"
+            )
+        if self.window is not None:
+            check_integer("AttentionLayer", "window", self.window, low=0)
+        flag(self.latent, "AttentionLayer", "latent")
+        if self.latent and (self.v_head_dim or self.head_dim) > self.head_dim:
+            raise ValueError(
+                f"AttentionLayer: v_head_dim must be at most head_dim = {self.head_dim} in a layer "
+                f"of latents, got {self.v_head_dim}"
+            )
+
+    @property
+    def dims(self) -> int:
+        """Elements of a key and a value of one head, together."""
+        return self.head_dim + (self.v_head_dim or self.head_dim)
+
+    @property
+    def v_dim(self) -> int:
+        """Elements of a value of one head."""
+        return self.dims - self.head_dim
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of the keys and values of one token in one layer."""
+        elements = self.head_dim if self.latent else self.dims
+        return self.num_kv_heads * elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def most_keys(self) -> int:
+        """The keys that a token sees at most."""
+        return UNBOUNDED if self.window is None else min(self.window, UNBOUNDED - 1) + 1
+
+    def pool_bytes(self, seq_lens: Ints) -> int:
+        """Count the bytes of the pages that sequences take up, in all layers.
+
+        Every rank keeps all of them.
+
+        Parameters
+        ----------
+        seq_lens : array [bs], int64
+            Tokens of each sequence.
+
+        Returns
+        -------
+        int
+        """
+        pages = -(-seq_lens // self.page_size)
+        return int(pages.sum()) * self.page_size * self.kv_row_bytes * self.num_layers
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Keys in stripes over ranks, each share of which is attended to apart.
+
+    Rows are then cut into sequences. Those of the share's own tokens, each of which sees one key
+    more than the one before, are one; so are those between two of its stripes, which see the same.
+    Where stripes are of one token, every `number`-th row sees one key more.
+    """
+
+    stripe: int  # tokens
+    number: int
+
+    def pieces(self, rows: Ints, step: int, item_tokens: Ints) -> Numbers:
+        """Return how many pieces rows, `step` tokens apart, are cut into: the mean over shares."""
+        if self.number == 1:
+            return -(-rows // item_tokens)
+        if self.stripe == 1:
+            sequences = np.clip(-(-rows // self.number), 1, self.number if step == 1 else 1)
+            return sequences * -(-rows // (sequences * item_tokens))
+        within = max(self.stripe // step, 1)  # rows of a stripe
+        between = within * (self.number - 1)
+        rounds = rows / (within * self.number)
+        # Of rows that are apart each sees several more keys of its stripe than the one before.
+        own = rounds * within
+        if step == 1:  # few rows are of few of the shares
+            own = np.minimum(rounds, 1) * -(-rows // (self.number * item_tokens))
+        return own + rounds * -(-np.minimum(between, rows) // item_tokens)
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """The work of each rank, for one layer of one batch, as `rank_work` counts it.
+
+    A pair is a query token and a key that it sees. An item is what one thread takes: some tokens
+    of one sequence with the heads of one KV head.
+
+    Attributes
+    ----------
+    tokens : array [cp_size], int64
+        New tokens of each rank.
+    pairs : array [cp_size], int64
+        Pairs in one query head; every head has as many.
+    packed_keys : array [cp_size], float64
+        Keys that items pack before they multiply, summed over the items of one KV head. Up to one
+        token per item, for where it is cut. Keys before the window of all its tokens are left out.
+    longest_item : array [cp_size], float64
+        The most expensive item, as (row, key) pairs with packing at 12 rows for a key. A row is a
+        token in one query head.
+    sent_bytes, received_bytes : arrays [cp_size], int64
+        Bytes of `ContextParallel.write_kv`, without the digests that ranks compare before.
+
+    Examples
+    --------
+    >>> from cpattn_lab.cost_model import rank_work
+    >>> work = rank_work([8], [8], cp_size=2, strategy="contiguous")
+    >>> work.tokens, work.pairs            # the second half sees the first
+    (array([4, 4]), array([10, 26]))
+    >>> round(work.imbalance, 3)           # 26 of a mean of 18
+    1.444
+    """
+
+    tokens: Ints
+    pairs: Ints
+    packed_keys: NDArray[np.float64]
+    longest_item: NDArray[np.float64]
+    sent_bytes: Ints
+    received_bytes: Ints
+
+    @property
+    def imbalance(self) -> float:
+        """The pairs of the most loaded rank over their mean: 1 is perfect, cp_size the worst.
+
+        1 for a batch without new tokens.
+        """
+        mean = self.pairs.mean()
+        return float(self.pairs.max() / mean) if mean else 1.0
+
+
+def checked_batch(function: str, extend_lens: Any, seq_lens: Any) -> tuple[Ints, Ints]:
+    """The lengths of a batch as arrays, checked."""
+    extends = np.array(_core.ints(extend_lens, function, "extend_lens"), np.int64)
+    lengths = np.array(_core.ints(seq_lens, function, "seq_lens"), np.int64)
+    check_seq_lens(function, lengths.tolist(), extends.tolist())
+    return extends, lengths
+
+
+def rank_work(
+    extend_lens: Sequence[int] | Any,
+    seq_lens: Sequence[int] | Any,
+    *,
+    cp_size: int,
+    strategy: str = "zigzag",
+    layer: AttentionLayer | None = None,
+) -> RankWork:
+    """Count what each of `cp_size` ranks computes and sends for a batch.
+
+    Parameters
+    ----------
+    extend_lens, seq_lens : ints [bs]
+        New tokens of each sequence, and these with the cached ones before them.
+    cp_size : int
+        Number of ranks.
+    strategy : str
+        ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
+    layer : AttentionLayer, default one with all defaults
+        Which sizes work and bytes are counted for.
+
+    Returns
+    -------
+    RankWork
+        Arrays with an element for each rank.
+
+    Raises
+    ------
+    TypeError
+        For lengths or a number of ranks that are no integers, and a strategy that is no str.
+    ValueError
+        For lengths that do not match, sequences shorter than their new tokens, a number of ranks
+        outside [1, 32768], and an unknown strategy.
+
+    Examples
+    --------
+    >>> from cpattn_lab.cost_model import rank_work
+    >>> work = rank_work([8], [12], cp_size=2)
+    >>> work.tokens, work.pairs  # tokens 0, 1, 6 and 7 behind 4 cached ones see 5, 6, 11 and 12
+    (array([4, 4]), array([34, 34]))
+    """
+    layer = AttentionLayer() if layer is None else layer
+    check_kind("rank_work", "layer", layer, AttentionLayer)
+    extends, lengths = checked_batch("rank_work", extend_lens, seq_lens)
+    plans = build_cp_metadata_all_ranks(extends, lengths, cp_size=cp_size, strategy=strategy)
+    return work_of_plans(plans, layer)
+
+
+def work_of_plans(
+    plans: Sequence[ContextParallelMetadata], layer: AttentionLayer, shares: Shares | None = None
+) -> RankWork:
+    """See `rank_work`; `plans` are those of all ranks, `shares` are attended to one by one."""
+    cp_size = len(plans)
+    rows, first, step = _segments(plans)
+    tokens = rows.sum(1)
+    pairs = _sum_up_to(layer.most_keys, first, step, rows)
+    packed, longest = _items(rows, first, step, tokens, layer, shares)
+    return RankWork(
+        tokens=tokens,
+        pairs=pairs.sum(1),
+        packed_keys=packed,
+        longest_item=longest,
+        sent_bytes=tokens * layer.kv_row_bytes * (cp_size - 1),
+        received_bytes=(tokens.sum() - tokens) * layer.kv_row_bytes,
+    )
+
+
+def _segments(plans: Sequence[ContextParallelMetadata]) -> tuple[Ints, Ints, int]:
+    """Runs of rows that attention takes from one sequence: [ranks, segments] rows, the keys that
+    the first row sees; and how many more each further row sees."""
+    if plans[0].strategy == "interleave":
+        rows = np.array([plan.rows_per_request() for plan in plans], dtype=np.int64)
+        begin = np.cumsum(plans[0].per_rank_actual_token)
+        ends = np.cumsum(rows, axis=1)
+        lengths = np.concatenate([plan.query_cache_lengths for plan in plans] + [np.zeros(1, int)])
+        offsets = np.concatenate([[0], begin[:-1]])[:, None] + ends - rows
+        return rows, np.where(rows > 0, lengths[offsets], 0), len(plans)
+    halves = ("prev", "next") if plans[0].strategy == "zigzag" else ("prev",)
+    rows, ends = (
+        np.array(
+            [
+                np.concatenate([getattr(plan, f"{name}_{half}_tensor") for half in halves])
+                for plan in plans
+            ],
+            dtype=np.int64,
+        )
+        for name in ("actual_seq_q", "kv_len")
+    )
+    return rows, np.where(rows > 0, ends - rows + 1, 0), 1
+
+
+def _sum_up_to(limit: int, first: Numbers, step: int, rows: Numbers) -> Numbers:
+    """Sum of ``min(first + i * step, limit)`` over the rows i."""
+    below = np.clip((limit - first) // step + 1, 0, rows)
+    return below * first + step * (below * (below - 1) // 2) + (rows - below) * limit
+
+
+def _hidden_before(limit: int, first: Ints, step: Numbers, pieces: Ints) -> Numbers:
+    """The keys before the window of the first row of each piece, which sees `step` keys more than
+    that of the piece before, summed over the pieces."""
+    within = np.clip(np.ceil((limit - first) / np.maximum(step, 1e-9)), 0, pieces)
+    beyond = pieces - within
+    return beyond * (first - limit) + step * beyond * (within + pieces - 1) / 2
+
+
+def _items(
+    rows: Ints,
+    first: Ints,
+    step: int,
+    tokens: Ints,
+    layer: AttentionLayer,
+    shares: Shares | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the packed keys of each rank, and its most expensive item."""
+    share = np.clip(tokens * layer.num_heads // _BALANCED_ITEMS, _MIN_ITEM_ROWS, _MAX_ITEM_ROWS)
+    max_rows = np.minimum(share, _ITEM_BYTES // (4 * layer.dims)) // _ROW_GRANULE * _ROW_GRANULE
+    group = layer.num_heads // layer.num_kv_heads
+    heads = np.minimum(group, max_rows)
+    item_tokens = np.maximum(max_rows // heads, 1)[:, None]
+    if shares is not None and layer.window is not None:
+        item_tokens = np.minimum(item_tokens, _MASKED_ROWS)
+    pieces = np.maximum(-(-rows // item_tokens), 1)
+    if shares is not None:
+        pieces = np.maximum(pieces, shares.pieces(rows, step, item_tokens))
+    size = rows / pieces
+    packed = pieces * (first - step) + step * rows * (pieces + 1) / 2
+    packed = packed - _hidden_before(layer.most_keys, first, step * size, pieces)
+    seen_last = first + step * (rows - 1)
+    first_of_last = seen_last - step * (size - 1)
+    pairs = _sum_up_to(layer.most_keys, first_of_last, step, size)
+    packed_last = seen_last - np.maximum(first_of_last - layer.most_keys, 0)
+    items = pairs * heads[:, None] + PACKING_ROWS * packed_last
+    splits = -(-group // heads)  # of the heads of one KV head: each packs for itself
+    return np.where(rows > 0, packed, 0).sum(1) * splits, np.where(rows > 0, items, 0).max(1)

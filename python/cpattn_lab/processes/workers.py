@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes: started together, ended together, whatever happens.
+
+    with Workers([Role("a worker", "package.module.Class", 0, config)]) as workers:
+        workers.call([0], "method")
+        (answer,) = workers.answers([0])
+
+torch is not imported here: a worker sets its environment before it imports the module of its role.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import connection, get_context, parent_process, resource_tracker
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from cpattn_terminal.end_with import end_with
+
+from .hosts import INTERFACE, enter
+
+
+@dataclass(frozen=True)
+class Role:
+    """Task of a process: ``<target>(rank, config, init_method)``, a context manager, answers its
+    calls. If it has a ``tell``, that becomes ``tell(what, share)``: what it is doing, and which
+    part of the call is done."""
+
+    name: str  # in messages
+    target: str  # module.name
+    rank: int
+    config: Any
+    namespace: str | None = None  # of the host that it runs on, as `Hosts.path` says; None: here
+
+
+class WorkerError(RuntimeError):
+    """A worker ended, or failed; the message names it and says how."""
+
+
+class Workers:
+    """A process for each role; a context manager, on whose exit none of them is left.
+
+    Ctrl-C reaches the parent alone, which ends the workers; a worker whose parent is gone finds
+    its pipe closed and ends itself. Workers are numbered in the order of their roles.
+
+    `told` is called with what a worker tells while its answer is waited for.
+    """
+
+    def __init__(
+        self, roles: Sequence[Role], told: Callable[[str, float], None] = lambda what, share: None
+    ) -> None:
+        self.told = told
+        self._roles = roles
+        self._directory = tempfile.TemporaryDirectory(prefix="cpattn-replay-")
+        self._processes: list[Any] = []
+        self._pipes: list[connection.Connection] = []
+
+    def __enter__(self) -> Workers:
+        try:
+            self._start()
+            for i in range(len(self._roles)):
+                self.told(f"{i} of {len(self._roles)} processes are ready", 0.0)
+                self.answers([i])  # each says that it is
+        except BaseException:
+            with _interrupts_blocked():
+                self._end(patience=0.0)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with _interrupts_blocked():
+            self._end(patience=5.0 if kind is None else 0.0)
+
+    def numbered(self, target: str) -> list[int]:
+        """The numbers of the workers that have this role."""
+        return [i for i, role in enumerate(self._roles) if role.target == target]
+
+    def call(self, workers: Iterable[int], method: str, *arguments: Any) -> None:
+        """Have workers call a method. Each answers, and takes its next call when it has."""
+        for i in workers:
+            try:
+                self._pipes[i].send((method, arguments))
+            except OSError:
+                break  # a dead reader; `answers` says which
+
+    def answers(self, workers: Iterable[int]) -> list[Any]:
+        """The answer of each to its oldest call. WorkerError if any worker at all has failed."""
+        workers = list(workers)
+        answers: dict[int, Any] = {}
+        while len(answers) < len(workers):
+            missing = [i for i in workers if i not in answers]
+            ready = connection.wait(
+                [self._pipes[i] for i in missing]
+                + [process.sentinel for process in self._processes]
+            )
+            for i in missing:
+                if self._pipes[i] in ready:
+                    kind, answer = self._receive(i)
+                    if kind == "told":
+                        self.told(*answer)
+                    else:
+                        answers[i] = answer
+            self._check_alive()
+        return [answers[i] for i in workers]
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        store = Path(self._directory.name) / "store"
+        # A blocked signal stays blocked in the workers from their first instruction on, where a
+        # handler would come too late. The tracker process would unblock it if it came second.
+        resource_tracker.ensure_running()
+        with _interrupts_blocked():
+            for role in self._roles:
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=serve,
+                    args=(role, f"file://{store}", theirs),
+                    name=f"cpattn-{role.name.replace(' ', '-')}",
+                    daemon=True,
+                )
+                self._pipes.append(ours)
+                process.start()
+                self._processes.append(process)
+                theirs.close()
+
+    def _receive(self, i: int) -> tuple[str, Any]:
+        name = self._roles[i].name
+        try:
+            kind, answer = self._pipes[i].recv()
+        except (EOFError, OSError):
+            self._processes[i].join(5)
+            self._check_alive()
+            raise WorkerError(f"{name} closed its pipe") from None
+        if kind == "failed":
+            # Losing a peer is an error in the others: what ended the peer is the better message.
+            deadline = time.monotonic() + 1.0
+            while time.monotonic() < deadline:
+                self._check_alive()
+                time.sleep(0.02)
+            raise WorkerError(f"{name} failed: {answer}")
+        return kind, answer
+
+    def _check_alive(self) -> None:
+        for role, process in zip(self._roles, self._processes, strict=False):
+            code = process.exitcode
+            if code is not None:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "ended"
+                detail = f" with exit code {code}" if code >= 0 else ""
+                raise WorkerError(f"{role.name} (process {process.pid}) {how}{detail}")
+
+    def _end(self, patience: float) -> None:
+        """Ask, then terminate, then kill; reap all."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + patience
+        for process in self._processes:
+            process.join(max(deadline - time.monotonic(), 0.0))
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(2.0)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        self._directory.cleanup()
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C, and other signals that have a handler, wait until the end of the block.
+
+    Processes that are started in the block have Ctrl-C blocked for ever. For this one that is not
+    enough: a thread that does not block a signal may take it, and its handler runs here all the
+    same.
+    """
+    waiting: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if callable(signal.getsignal(number)):
+                    handlers[number] = signal.signal(number, lambda *call: waiting.append(call))
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for handled, handler in handlers.items():
+            signal.signal(handled, handler)
+    for call in waiting[:1]:
+        handlers[call[0]](*call)
+
+
+def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
+    """A worker's life: set up, then answer calls until the pipe closes."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if role.namespace:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the parent says what happened
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the engine is imported
+    try:
+        if role.namespace:
+            parent = parent_process()
+            assert parent
+            assert parent.pid
+            end_with(parent.pid)
+            enter(role.namespace)
+        module, _, name = role.target.rpartition(".")
+        make = getattr(import_module(module), name)
+        with make(role.rank, role.config, init_method) as worker:
+            if hasattr(worker, "tell"):
+                worker.tell = lambda *news: pipe.send(("told", news))
+            pipe.send(("ready", None))
+            while True:
+                method, arguments = pipe.recv()
+                pipe.send(("done", getattr(worker, method)(*arguments)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # The parent has closed the pipe: the end. Without this, Python would look once more through
+        # all that torch has made, half a second long.
+        gc.freeze()
+    except Exception as error:  # the parent reports it; a traceback of each rank would be noise
+        summary = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        with suppress(EOFError, OSError):
+            pipe.send(("failed", summary))
+            pipe.recv_bytes()  # until the parent has decided

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check of results: each prompt again, in one process, whole, in float32, by torch's attention."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cpattn._limits import check_integer
+from cpattn.scheduling.request import Request
+from cpattn.scheduling.scheduler import Batch
+
+from ...traffic.trace import block_tokens_of
+from ..model import Decoder, DecoderConfig
+from ..side_by_side import side_by_side
+from .baseline import sdpa
+from .model import DenseConfig
+
+Array = npt.NDArray[Any]
+# What the chunks of a prompt gave: batch, positions, hidden states, and keys of a sparse model.
+Pending = list[tuple[int, Array, Array, Array]]
+# A prompt all of whose chunks are there: its number, the request, and what its chunks gave.
+Prompt = tuple[int, Request, Pending]
+_TOKENS_AT_ONCE = 32768  # of prompts that are computed at the same time; their memory is in GiB
+
+
+class Checker:
+    """Compares sampled rows of every chunk, once the last chunk of its prompt is there.
+
+    ``errors[batch]`` is the largest absolute error of the final hidden states (which have unit
+    root mean square) over the rows of a batch that were compared; inf if one is not finite.
+    ``tell(what, share)`` is called now and then with the part of a comparison that is done.
+
+    Prompts of a batch are computed side by side, each by itself.
+    """
+
+    def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
+        check_integer("Checker", "rows_per_chunk", rows_per_chunk)
+        self.tolerance = self.tolerance_of(config)
+        self.errors: dict[int, float] = defaultdict(float)
+        self.num_rows = 0
+        self.seconds = 0.0
+        self._config = config
+        self._block_tokens = block_tokens
+        self._rows_per_chunk = rows_per_chunk
+        self.tell: Callable[[str, float], None] = lambda what, share: None
+        self._model = Decoder(config).float()  # the weights as the replay rounded them
+        for layer in self._model.layers.values():
+            layer.register_forward_hook(self._layer_done)
+        self._share = self._layer_share = 0.0  # of a comparison: done, and what a layer adds
+        self._pending: dict[int, Pending] = defaultdict(list)  # by request
+        self._lock = threading.Lock()  # of what is counted while prompts are computed
+        self._stopped = False
+
+    @staticmethod
+    def tolerance_of(config: Any) -> float:
+        """Return the bound on ``errors`` that roundings explain.
+
+        The roundings of v and the output are norm, v, weights, output and o_proj; those of q and
+        of k norm, projection, norm and rotation.
+        """
+        rho2, sum2 = rounding_variances(config)
+        hidden, head = config.hidden_size, config.head_dim
+        stored = stored_variance(config)
+        value = 5 * rho2 + stored + (2 * hidden + config.num_heads * head) * sum2
+        score = 4 * rho2 + stored / 2 + (2 * hidden + head) * sum2  # of q and of k; q is not kept
+        return error_bound(config, value, score)
+
+    def sample_rows(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Rows of the batch to compare: of each chunk the first, the last and some between."""
+        return sample_rows(batch, seed=self._config.seed, rows_per_chunk=self._rows_per_chunk)
+
+    def compare(
+        self,
+        batch: Batch,
+        rows: npt.NDArray[np.int64],
+        hidden: Array,
+        chosen: Array | None = None,
+    ) -> None:
+        """Take the hidden states [len(rows), hidden_size] of `rows`; check prompts that end.
+
+        chosen : int32, shape [len(rows), topk], optional
+            The positions of the keys that each row attended to, -1 in the tail.
+        """
+        starts = np.cumsum([0, *batch.extend_lens])
+        cuts = np.searchsorted(rows, starts)
+        keys = np.empty((len(rows), 0), np.int32) if chosen is None else chosen
+        complete = sum(chunk.is_last for chunk in batch.chunks)
+        self._share, self._layer_share = 0.0, 1 / max(complete * len(self._model.layers), 1)
+        self.tell("check", 0.0)
+        prompts: list[Prompt] = []
+        for i, chunk in enumerate(batch.chunks):
+            mine = slice(cuts[i], cuts[i + 1])
+            pending = self._pending[chunk.request_index]
+            positions = chunk.begin + rows[mine] - starts[i]
+            pending.append((batch.index, positions, hidden[mine], keys[mine]))
+            if chunk.is_last:
+                index = chunk.request_index
+                prompts.append((index, chunk.request, self._pending.pop(index)))
+        self._finish(prompts)
+
+    def _finish(self, prompts: list[Prompt]) -> None:
+        """Check prompts of which all sampled rows are there."""
+        begin = time.perf_counter()
+        lengths = [request.input_length for _, request, _ in prompts]
+        expected = side_by_side(
+            self._expected, prompts, lengths, at_once=_TOKENS_AT_ONCE, stop=self._stop
+        )
+        for (_, _, pending), rows in zip(prompts, expected, strict=True):
+            self._compare_rows(pending, rows)
+        self.seconds += time.perf_counter() - begin
+
+    def _expected(self, prompt: Prompt) -> Array:
+        """Compute what the sampled rows of a prompt should be."""
+        _, request, pending = prompt
+        _, positions, _, chosen = zip(*pending, strict=True)
+        return self._reference(
+            self._tokens_of(request), np.concatenate(positions), np.concatenate(chosen)
+        )
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _compare_rows(self, pending: Pending, expected: Array) -> None:
+        """Compare the sampled rows of a prompt with what they should be."""
+        batches, _, hidden, _ = zip(*pending, strict=True)
+        errors = np.abs(np.concatenate(hidden) - expected).max(axis=1)
+        errors[~np.isfinite(errors)] = np.inf
+        for index, error in zip(np.repeat(batches, [len(h) for h in hidden]), errors, strict=True):
+            self.errors[int(index)] = max(self.errors[int(index)], float(error))
+        self.num_rows += len(errors)
+
+    def _reference(self, tokens: Array, positions: Array, chosen: Array) -> Array:
+        """Hidden states that rows of a sequence should have."""
+        rows = torch.from_numpy(positions)
+        return self._forward(tokens, lambda _, q, k, v: dense_attention(q, k, v, rows), rows)
+
+    def _layer_done(self, *_: object) -> None:
+        if self._stopped:
+            raise RuntimeError("the check was stopped")
+        with self._lock:
+            self._share = min(self._share + self._layer_share, 1.0)
+            self.tell("check", self._share)
+
+    def _tokens_of(self, request: Request) -> npt.NDArray[np.int64]:
+        return block_tokens_of(
+            request,
+            0,
+            request.input_length,
+            block_tokens=self._block_tokens,
+            vocab_size=self._config.vocab_size,
+            seed=self._config.seed,
+        )
+
+    def _forward(self, tokens: npt.NDArray[np.int64], attention: Any, rows: Tensor) -> Array:
+        """A whole sequence through the decoder; hidden states of `rows`."""
+        with torch.inference_mode():
+            positions = torch.arange(len(tokens))
+            hidden = self._model(torch.from_numpy(tokens), positions, attention, rows=rows)
+        out: Array = hidden.numpy()
+        return out
+
+
+def sample_rows(batch: Batch, *, seed: int, rows_per_chunk: int) -> npt.NDArray[np.int64]:
+    """Rows of the batch to compare: of each chunk the first, the last and some between."""
+    rng = np.random.default_rng((seed, batch.index))
+    rows, start = [], 0
+    for length in batch.extend_lens:
+        between = np.arange(1, length - 1)
+        if length > rows_per_chunk:
+            between = rng.choice(between, max(rows_per_chunk - 2, 0), replace=False)
+        rows.append(start + np.union1d(between, [0, length - 1]))
+        start += length
+    return np.concatenate(rows).astype(np.int64)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+    """Causal attention over whole sequences; q are all rows of k, or those at `rows`."""
+    return sdpa(q, k, v, None if len(q) == len(k) else torch.arange(len(k)) <= rows[:, None])
+
+
+def stored_variance(config: DenseConfig) -> float:
+    """Relative variance of the error of keys and values in a pool of 8 bits; 0 of other pools.
+
+    A rounding to float8 as to any dtype. A step of int8 is the largest number of a token and head,
+    of which four times the root of the mean square is allowed for, divided by 127.
+    """
+    if config.kv_dtype == "int8":
+        return (4 / 127) ** 2 / 12
+    return rounding_variance(getattr(torch, config.pool_dtype)) if config.has_codes else 0.0
+
+
+def rounding_variance(dtype: torch.dtype) -> float:
+    """Relative variance of a rounding to dtype, whose error is of rms eps / (2 sqrt 3)."""
+    return torch.finfo(dtype).eps ** 2 / 12
+
+
+def rounding_variances(config: DecoderConfig) -> tuple[float, float]:
+    """Relative variances of a rounding to dtype, and of a float32 sum per term.
+
+    A product that sums K terms in float32, in at least 16 partial sums, adds K / 32 roundings of
+    float32 (the sums are random walks).
+    """
+    return rounding_variance(config.torch_dtype), rounding_variance(torch.float32) / 32
+
+
+def error_bound(config: DecoderConfig, value: float, score: float) -> float:
+    """Bound on the error of a final hidden state, of what the roundings of attention bring in.
+
+    Relative variance e2 of the residual stream through one layer (s = 1 / (2 layers), the share of
+    what a sublayer adds; g = query_gain, the deviation of the scores, by which relative errors of
+    q and of k enter the logarithm of the weights):
+
+        attention  e2 <- e2 (1 + s (1 + 2 g^2)) + s (value + 2 g^2 score) + rho^2
+        MLP        e2 <- e2 (1 + 2 s)           + s gated                 + rho^2
+
+    where value, score and gated are the variances that the roundings of v and the output, of q and
+    of k, and of the MLP (norm, gate, up, silu, product, down) bring in. The bound is six
+    deviations: a Gaussian stays below it over 10^8 values, and measured errors of dense attention
+    are a fifth of it.
+    """
+    rho2, sum2 = rounding_variances(config)
+    gated = 6 * rho2 + (3 * config.hidden_size + config.intermediate_size) * sum2
+    share, gain2 = 1 / (2 * config.num_layers), config.query_gain**2
+    e2 = 0.0
+    for _ in range(config.num_layers):
+        e2 += e2 * share * (1 + 2 * gain2) + share * (value + 2 * gain2 * score) + rho2
+        e2 += e2 * share * 2 + share * gated + rho2
+    return 6 * math.sqrt(e2 + rho2)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to ranks, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..processes.hosts import Hosts
+from ..processes.workers import Role, Workers
+from .phases import over_pools, pass_phases
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from cpattn.kv import Placement
+    from cpattn.scheduling.scheduler import Batch
+
+    from .disaggregation.endpoint import Transfer
+    from .disaggregation.handover import Delivery
+    from .model import DecoderConfig
+
+RANK = "cpattn_lab.replay.rank.Rank"
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Configuration of a rank, which every rank is told once."""
+
+    model: DecoderConfig
+    cp_size: int
+    strategy: str
+    page_size: int
+    num_pages: int  # of the KV pool of a rank, beside its dummy page
+    num_threads: int
+    torch_baseline: bool
+    timeout_seconds: float
+    pp_size: int = 1
+    num_slots: int = 0  # of first tokens for a decode process; 0: there is none
+    placement: Placement | None = None  # which rank's pool has which keys; None: all have all
+    exchange: str = "auto"
+    address: str = "127.0.0.1"  # of the host of this rank
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        is_sharded = self.placement is not None
+        return pass_phases(over_pools(self.model.phases, is_sharded=is_sharded), self.pp_size)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work for one batch, which every rank is told."""
+
+    batch: Batch
+    token_ids: npt.NDArray[Any]  # int64 [new tokens]
+    rows: npt.NDArray[Any]  # int64: rows of the result that are wanted back
+    delivery: Delivery | None = None  # what to send to the decode process
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """Result of one rank for one batch; times in seconds."""
+
+    seconds: dict[str, float]  # by phase; their sum is the time of the pass
+    flops: dict[str, int]  # useful work of the phases that attention consists of
+    num_rows: int  # query rows of this rank
+    num_pairs: int  # query-key pairs of this rank, in one head of one layer
+    peak_bytes: int  # resident memory, the most so far, without the baseline's
+    rows: npt.NDArray[Any] | None  # float32 [wanted rows, hidden_size], from one rank
+    chosen: npt.NDArray[Any] | None  # int32 [wanted rows, topk], from that of a sparse model
+    torch_seconds: dict[str, float] | None  # attention of all layers by the baseline, by phase
+    torch_difference: float | None  # largest |attention - baseline|
+    transfer: Transfer | None  # to the decode process, if there is one
+    # Of attention over codes, in the wanted rows that are here: the largest error against the
+    # oracle on the same codes, in parts of what roundings explain.
+    error_over_codes: float | None = None
+    sent_bytes: int = 0  # to other ranks of the stage, in the pass
+    pool_bytes: int = 0  # of the KV pool
+    exchange: str = "gather"  # how queries and keys met
+
+
+def ranks_of(config: WorkerConfig) -> list[Role]:
+    """The ranks of all pipeline stages, stage by stage."""
+    return [
+        Role(f"rank {rank}", RANK, rank, config) for rank in range(config.pp_size * config.cp_size)
+    ]
+
+
+def on_hosts(roles: Sequence[Role], hosts: Hosts | None) -> list[Role]:
+    """Place roles on hosts, as many in a row on each; None: all where this process is."""
+    if hosts is None:
+        return list(roles)
+    placed = []
+    for i, role in enumerate(roles):
+        host = i * hosts.num_hosts // len(roles)
+        config = replace(role.config, address=hosts.address(host))
+        placed.append(replace(role, config=config, namespace=hosts.path(host)))
+    return placed
+
+
+def run(workers: Workers, work: Work) -> list[RankResult]:
+    """Run one batch on all ranks; the results in rank order. WorkerError if one fails."""
+    ranks = workers.numbered(RANK)
+    workers.call(ranks, "run", work)
+    return workers.answers(ranks)

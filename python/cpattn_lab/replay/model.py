@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small decoder with random weights, in the shape of the models that serving engines run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, ClassVar
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpattn._limits import check_integer, check_number
+
+# What the attention module of a layer calls with its number and the projected tensors. Dense:
+# attention(layer, q, k, v) -> out: q and out [rows, Hq, D], k and v [tokens, Hk, D], the new ones.
+Attention = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ABC):
+    """Sizes of any decoder; `query_gain` is the standard deviation of its attention scores.
+
+    Random queries and keys of unit gain would attend to all keys nearly alike, and average the
+    values to nothing: K/V of a wrong page would pass unnoticed. From 2 on few keys dominate.
+    """
+
+    kind: ClassVar[str]
+    phases: ClassVar[tuple[str, ...]]  # of the time of a pass; the last one is all the rest
+    attention_phases: ClassVar[tuple[str, ...]]  # those that the torch baseline does, too
+
+    num_layers: int = 4
+    hidden_size: int = 512
+    num_heads: int = 8
+    intermediate_size: int = 1536
+    vocab_size: int = 4096
+    rope_theta: float = 1e6
+    query_gain: float = 2.0
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        function = type(self).__name__
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(field.default) is int:
+                check_integer(function, field.name, value, 0 if field.name == "seed" else 1)
+            elif type(field.default) is float:
+                check_number(function, field.name, value)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """Description in a few words, for reports."""
+
+    @property
+    @abstractmethod
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+
+    @abstractmethod
+    def make_attention(self) -> nn.Module:
+        """The attention of a layer: module(normed, rotation, attention, rows) -> [rows, hidden]."""
+
+
+class Decoder(nn.Module):
+    """Embedding, `num_layers` blocks, final norm, or one pipeline stage of them.
+
+    The stage of `layers` (default: all of them) embeds if it has the first layer, and normalises
+    if it has the last one. Equal configurations have equal weights, however layers are staged.
+
+    Weights have unit gain; the two products that end in the residual stream are smaller by
+    sqrt(2 * num_layers), as GPT-2's, so that depth does not blow it up.
+    """
+
+    def __init__(self, config: DecoderConfig, layers: range | None = None) -> None:
+        super().__init__()
+        layers = range(config.num_layers) if layers is None else layers
+        self.config = config
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.num_layers
+        if self.is_first:
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in layers})
+        self.norm = nn.RMSNorm(config.hidden_size, eps=1e-6)
+        self._fill()
+        self.to(config.torch_dtype).requires_grad_(False)
+
+    def _fill(self) -> None:
+        shrink = (2 * self.config.num_layers) ** -0.5
+        for name, weight in self.named_parameters():
+            if weight.dim() == 1:  # norms stay at one
+                continue
+            std = 1.0 if name.startswith("embedding") else weight.shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std *= shrink
+            nn.init.normal_(weight, std=std, generator=_generator_of(self.config, name))
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attention: Any,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [tokens, hidden_size] of new tokens; normalised by the last stage.
+
+        x : int64, shape [tokens], or [tokens, hidden_size]
+            Token ids for the first stage; what the stage before returned for the others.
+        positions : int64, shape [tokens]
+            They count within each sequence; the tokens may be any subset in any order.
+        attention
+            What the layers' attention modules call; sees the new keys and values, and finds the
+            older ones itself.
+        rows : int64, shape [n], optional
+            Compute only these rows of the last layer, which then returns, and calls `attention`
+            with, n rows.
+        """
+        rotation = make_rotation(positions, self.config)
+        *layers, last = self.layers.values()
+        if self.is_first:
+            x = self.embedding(x)
+        for layer in layers:
+            x = layer(x, rotation, attention, None)
+        x = last(x, rotation, attention, rows)
+        out: Tensor = self.norm(x) if self.is_last else x
+        return out
+
+
+class Head(nn.Module):
+    """Logits of hidden states, in float32. Equal configurations have equal weights.
+
+    It is not the embedding's transpose, with which a random decoder would repeat its last token.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        weight = torch.empty(config.vocab_size, config.hidden_size)
+        std, generator = config.hidden_size**-0.5, _generator_of(config, "head")
+        nn.init.normal_(weight, std=std, generator=generator)
+        self.register_buffer("weight", weight.to(config.torch_dtype).float())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float32 [rows, vocab_size] of [rows, hidden_size]; of unit variance."""
+        return F.linear(hidden.float(), self.get_buffer("weight"))
+
+
+def _generator_of(config: DecoderConfig, name: str) -> torch.Generator:
+    """A stream of its own for each weight: a stage need not draw those of the others."""
+    return torch.Generator().manual_seed(crc32(f"{config.seed} {name}".encode()))
+
+
+def stage_layers(num_layers: int, pp_size: int) -> list[range]:
+    """The layers of each pipeline stage; the first stages have one more if it does not divide."""
+    share, more = divmod(num_layers, pp_size)
+    bounds = [stage * share + min(stage, more) for stage in range(pp_size + 1)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a gated MLP."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        hidden = config.hidden_size
+        self.input_norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.attention = config.make_attention()
+        self.post_norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
+
+    def forward(self, x: Tensor, rotation: Rotation, attention: Any, rows: Tensor | None) -> Tensor:
+        attended = self.attention(self.index, self.input_norm(x), rotation, attention, rows)
+        x = (x if rows is None else x[rows]) + attended
+        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
+        out: Tensor = x + self.down_proj(F.silu(gate) * up)
+        return out
+
+
+# cos and sin [tokens, 1, rope_dim / 2] of the rotary angles, float32.
+Rotation = tuple[Tensor, Tensor]
+
+
+def make_rotation(positions: Tensor, config: DecoderConfig) -> Rotation:
+    """The rotation of tokens at `positions`.
+
+    The angles are products in float64: float32 would lose them at positions beyond 10^5.
+    """
+    half = config.rope_dim // 2
+    exponent = torch.arange(half, dtype=torch.float64) / half
+    angle = positions.double()[:, None, None] * config.rope_theta**-exponent
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
+    """Rotary embedding of [tokens, heads, rope_dim].
+
+    The halves are the pairs (NeoX style), or neighbours if `interleaved`.
+    """
+    cos, sin = rotation
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.float().chunk(2, -1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    return (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)

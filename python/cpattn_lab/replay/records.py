@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a replay, and what it records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cpattn._limits import check_integer, check_number
+
+from ..processes.hosts import MAX_HOSTS
+from ..traffic.trace import TRACE_BLOCK_TOKENS
+from .dense.model import DenseConfig
+from .model import DecoderConfig
+from .phases import over_pools, pass_phases
+from .shards import BY_PAGES, BY_TOKENS, EXCHANGES, PLACEMENTS, REPLICATED, PlacementName
+
+# By kind of model: the name of the baseline, and what it does.
+TORCH_BASELINE = {
+    "dense": ("torch SDPA", "gathers the pages of a sequence first"),
+    "dsa": ("torch", "multiplies 16 queries by all keys, topk, gathers the keys of each row"),
+}
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Options of a replay; lengths in tokens are those after scaling."""
+
+    model: DecoderConfig = field(default_factory=DenseConfig)
+    cp_size: int = 2
+    strategy: str = "zigzag"
+    page_size: int = 32
+    token_budget: int = 4096
+    pool_tokens: int = 32768
+    scale_lengths: int = 8
+    max_sequences: int = 64
+    num_threads: int = 0  # of each rank; 0: the machine's cores divided among the ranks
+    check_rows: int = 16  # of each chunk; 0: no check
+    torch_baseline: bool = True
+    timeout_seconds: float = 300.0
+    pp_size: int = 1
+    decode_tokens: int = 0  # of each request, at most; 0: nothing is decoded
+    placement: str = REPLICATED  # which rank's pool holds which keys
+    exchange: str = "auto"  # how queries and keys of different ranks meet
+    decode_ranks: int = 1  # processes that decode, each with a share of the pages
+    hosts: int = 1  # on which ranks are, as many in a row on each: network namespaces
+    link_gbps: float | None = None  # of the cable of each host; None: what the machine does
+
+    @property
+    def placement_name(self) -> PlacementName:
+        """`placement`, read."""
+        name = PlacementName.parse(self.placement)
+        assert name
+        return name
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank's pool holds a part of the keys."""
+        return self.placement != REPLICATED
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that prompts can have, of one pool or of those of all ranks together."""
+        return self.placement_name.whole_pages(self.pool_tokens // self.page_size, self.cp_size)
+
+    @property
+    def rank_pages(self) -> int:
+        """Pages of the pool of one rank, beside its page 0."""
+        return self.placement_name.rank_pages(self.num_pages, self.cp_size, self.page_size)
+
+    @property
+    def page_shards(self) -> int:
+        """Ranks that share out whole pages; 1 if they share none, or tokens."""
+        return self.cp_size if self.placement_name.kind == BY_PAGES else 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that prefill."""
+        return self.pp_size * self.cp_size
+
+    @property
+    def title(self) -> str:
+        """Description in a few words: ranks, stages, hosts and pools."""
+        stages = f" in each of {self.pp_size} stages" if self.pp_size > 1 else ""
+        over = f" over {self.decode_ranks} ranks" if self.decode_ranks > 1 else ""
+        decode = f", decoding apart{over}" if self.decode_tokens else ""
+        ranks = f"{self.cp_size} rank{'s' if self.cp_size > 1 else ''}"
+        pools = f", {self.placement} by {self.exchange}" if self.is_sharded else ""
+        link = f" with {self.link_gbps:g} Gbit/s" if self.link_gbps else ""
+        hosts = f" on {self.hosts} hosts{link}" if self.hosts > 1 else ""
+        return f"{self.strategy} over {ranks}{stages}{hosts}{pools}{decode}"
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks, and those that decode."""
+        return self.num_ranks + (self.decode_ranks if self.decode_tokens else 0)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Phases of the time of a pass; the last one is all the rest."""
+        return pass_phases(over_pools(self.model.phases, is_sharded=self.is_sharded), self.pp_size)
+
+    @property
+    def attention_phases(self) -> tuple[str, ...]:
+        """Phases that the torch baseline does, too."""
+        return over_pools(self.model.attention_phases, is_sharded=self.is_sharded)
+
+    @property
+    def block_tokens(self) -> int:
+        return TRACE_BLOCK_TOKENS // self.scale_lengths
+
+    def __post_init__(self) -> None:
+        sizes = ("cp_size", "pp_size", "page_size", "token_budget", "pool_tokens", "max_sequences")
+        for name in (*sizes, "scale_lengths", "decode_ranks", "hosts"):
+            check_integer("ReplayOptions", name, getattr(self, name))
+        for name in ("num_threads", "check_rows", "decode_tokens"):
+            check_integer("ReplayOptions", name, getattr(self, name), 0)
+        check_number("ReplayOptions", "timeout_seconds", self.timeout_seconds)
+        if self.pp_size > self.model.num_layers:
+            raise ValueError(
+                f"ReplayOptions: pp_size must be at most the {self.model.num_layers} layers, "
+                f"got {self.pp_size}"
+            )
+        self._check_placement()
+        self._check_decoding()
+        self._check_hosts()
+
+    def _check_placement(self) -> None:
+        function, model = "ReplayOptions", self.model
+        if not isinstance(self.placement, str) or not PlacementName.parse(self.placement):
+            raise ValueError(
+                f"{function}: placement must be {', '.join(PLACEMENTS)} or {BY_TOKENS}:I, got "
+                f"{self.placement!r}"
+            )
+        if self.exchange not in EXCHANGES:
+            raise ValueError(
+                f"{function}: exchange must be {', '.join(EXCHANGES)}, got {self.exchange!r}"
+            )
+        if not self.is_sharded and self.exchange not in ("auto", "gather"):
+            raise ValueError(
+                f"{function}: exchange must be auto or gather where the placement is "
+                f"{REPLICATED}, got {self.exchange}"
+            )
+        if not isinstance(model, DenseConfig):
+            self._check_sparse_placement()
+        elif self.is_sharded and model.scale_dtype and self.exchange not in ("auto", "pass_q"):
+            raise ValueError(
+                f"{function}: exchange must be auto or pass_q for int8, which has scales of each "
+                f"token, got {self.exchange}"
+            )
+        if not self.num_pages:
+            raise ValueError(
+                f"{function}: pool_tokens must be at least a page of each rank, "
+                f"{self.page_shards * self.page_size}, got {self.pool_tokens}"
+            )
+
+    def _check_sparse_placement(self) -> None:
+        function, model = "ReplayOptions", self.model
+        if not self.is_sharded:
+            return
+        if self.decode_tokens or getattr(model, "kv_dtype", "bf16") != "bf16":
+            raise ValueError(
+                f"{function}: placement must be {REPLICATED} for the model {model.kind} in fp8, or "
+                f"where pages are sent to be decoded, got {self.placement}"
+            )
+        if self.exchange not in ("auto", "gather", "pass_q"):
+            raise ValueError(
+                f"{function}: exchange must be auto, gather or pass_q for the model {model.kind}, "
+                f"got {self.exchange}"
+            )
+
+    def _check_decoding(self) -> None:
+        function = "ReplayOptions"
+        if self.decode_tokens and self.placement_name.kind == BY_TOKENS:
+            raise ValueError(
+                f"{function}: placement must be {REPLICATED} or {BY_PAGES} where pages are sent "
+                f"to be decoded, got {self.placement}"
+            )
+        if self.decode_ranks > 1 and not isinstance(self.model, DenseConfig):
+            raise ValueError(
+                f"{function}: decode_ranks must be 1 for the model {self.model.kind}, got "
+                f"{self.decode_ranks}"
+            )
+        if self.decode_ranks > 1 and not self.decode_tokens:
+            raise ValueError(
+                f"{function}: decode_ranks must be 1 where nothing is decoded, got "
+                f"{self.decode_ranks}"
+            )
+
+    def _check_hosts(self) -> None:
+        function = "ReplayOptions"
+        if self.hosts > MAX_HOSTS or self.num_ranks % self.hosts:
+            raise ValueError(
+                f"{function}: hosts must divide the {self.num_ranks} ranks that prefill, and be "
+                f"at most {MAX_HOSTS}, got {self.hosts}"
+            )
+        if self.link_gbps is not None:
+            check_number(function, "link_gbps", self.link_gbps)
+            if self.hosts == 1:
+                raise ValueError(
+                    f"{function}: link_gbps must have hosts whose cables have that rate, got "
+                    f"{self.link_gbps:g} and one host"
+                )
+
+
+@dataclass
+class BatchRecord:
+    """One line of the report; times in seconds, the slowest rank's total being the batch's."""
+
+    index: int
+    num_sequences: int
+    num_chunks: int  # sequences that are not whole prompts: chunked prefill
+    new_tokens: int
+    prefix_tokens: int  # keys in the pool before the pass
+    seconds: float
+    phases: dict[str, float]  # mean over ranks
+    flops: dict[str, int]  # useful work by phase, of all ranks
+    rank_rows: list[int]
+    rank_pairs: list[int]
+    rank_attention_seconds: list[float]  # all phases of it
+    torch_seconds: dict[str, float] | None  # attention by phase: mean over ranks
+    torch_difference: float | None
+    max_error: float | None = None  # against the check; None if unchecked
+    # Of attention over a cache of codes, against the oracle on the same codes, in parts of what
+    # roundings explain: without the error of the codes themselves.
+    error_over_codes: float | None = None
+    # What each rank has sent to other ranks of its stage.
+    rank_sent_bytes: list[int] = field(default_factory=list)
+    exchange: str = "gather"  # how queries and keys met, of which "auto" may choose another
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """Transfer to the decode process behind one batch; times are those of the slowest rank."""
+
+    num_pages: int
+    num_blocks: int  # contiguous on both sides, of all layers
+    num_bytes: int
+    plan_seconds: float
+    seconds: float  # planning included
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """The way of one request to its second token, the first one that is decoded; in seconds."""
+
+    index: int
+    tokens: list[int]  # the first one is prefill's
+    prefill_seconds: float  # all batches that it has a part in
+    transfer_seconds: float  # behind these
+    step_seconds: float  # 0 if prefill's is its only token
+
+
+@dataclass
+class DecodeReport:
+    """Measures of KV transfer and decoding."""
+
+    transfers: list[TransferRecord] = field(default_factory=list)  # by batch
+    requests: list[RequestRecord] = field(default_factory=list)
+    cached_tokens: int = 0  # of prompts: in the decode pool already, so not sent
+    num_steps: int = 0
+    step_seconds: float = 0.0  # of all steps
+    peak_bytes: int = 0  # of the process that has held most
+    pool_bytes: list[int] = field(default_factory=list)  # by rank that decodes
+    sent_bytes: int = 0  # from one rank that decodes to another, all together
+    checked_tokens: int = 0
+    wrong_tokens: int = 0
+    near_ties: int = 0  # tokens as good as the check's but for roundings
+    max_error: float = 0.0  # of hidden states of decoded tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were decoded: without the first ones, which are prefill's."""
+        return sum(len(request.tokens) - 1 for request in self.requests)
+
+
+@dataclass(frozen=True)
+class ReplicatedRecord:
+    """Record of the same traffic over replicated pools; bytes are those of the rank with most."""
+
+    run_seconds: float
+    new_tokens: int
+    pool_bytes: int
+    peak_bytes: int
+    sent_bytes: int  # by all ranks
+    compared_rows: int
+    difference: float  # the largest between hidden states of these
+
+
+@dataclass
+class ReplayReport:
+    """Everything that was measured; `dataclasses.asdict` of it is the JSON report."""
+
+    options: ReplayOptions
+    environment: dict[str, Any]
+    num_requests: int
+    input_tokens: int
+    unbounded_hit_tokens: int
+    tolerance: float | None  # None: no check
+    batches: list[BatchRecord] = field(default_factory=list)
+    hit_tokens: int = 0
+    evictions: int = 0
+    checked_rows: int = 0
+    checked_keys: int = 0  # that the indexer of a sparse model chose in these rows
+    swapped_keys: int = 0  # of these, others than the check chose, as good but for rounding
+    peak_bytes: list[int] = field(default_factory=list)  # by rank
+    pool_bytes: list[int] = field(default_factory=list)  # by rank: of the KV pool of its layers
+    link_bytes: list[int] = field(default_factory=list)  # by host: what came by its cable
+    check_peak_bytes: int = 0  # of the parent, which runs the check
+    check_seconds: float = 0.0
+    wall_seconds: float = 0.0  # all of it, set-up too
+    decode: DecodeReport | None = None  # of disaggregated serving
+    replicated: ReplicatedRecord | None = None  # what it was compared with
+
+    @property
+    def passed(self) -> bool:
+        """Every row compared is within the tolerance, every token right (also if none was)."""
+        if self.tolerance is None:
+            return True
+        # Both replays are within the tolerance of the check, or ought to be.
+        if self.replicated and not self.replicated.difference <= 2 * self.tolerance:
+            return False
+        if self.decode and (self.decode.wrong_tokens or self.decode.max_error > self.tolerance):
+            return False
+        return all(
+            (batch.max_error or 0.0) <= self.tolerance and (batch.error_over_codes or 0.0) <= 1
+            for batch in self.batches
+        )
+
+    @property
+    def torch_seconds(self) -> dict[str, float]:
+        """Attention of all batches by torch, by phase; empty without the baseline."""
+        batches = [batch.torch_seconds for batch in self.batches if batch.torch_seconds]
+        return {phase: sum(b[phase] for b in batches) for phase in (batches[0] if batches else ())}
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(batch.new_tokens for batch in self.batches)
+
+    @property
+    def run_seconds(self) -> float:
+        """Forward passes only: neither set-up nor check nor baseline."""
+        return sum(batch.seconds for batch in self.batches)

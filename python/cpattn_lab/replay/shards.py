@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements of keys in the pools of ranks: the option `--placement`, and what follows from it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from cpattn.kv import PageInterleave, Placement, TokenInterleave
+
+REPLICATED, BY_PAGES, BY_TOKENS = "replicated", "page_interleave", "token_interleave"
+PLACEMENTS = (REPLICATED, BY_PAGES, BY_TOKENS)
+EXCHANGES = ("auto", "gather", "ring", "pass_q", "all_to_all")
+MAX_INTERLEAVE = 1 << 16
+
+
+class PlacementName(NamedTuple):
+    """Value of `--placement`."""
+
+    kind: str
+    interleave: int = 1  # of token_interleave: consecutive tokens of a rank
+
+    @classmethod
+    def parse(cls, text: str) -> PlacementName | None:
+        """``token_interleave:16``, for example; None if it is no placement."""
+        if text in PLACEMENTS:
+            return cls(text)
+        match = re.fullmatch(rf"{BY_TOKENS}:([0-9]{{1,9}})", text)
+        if match and 1 <= int(match[1]) <= MAX_INTERLEAVE:
+            return cls(BY_TOKENS, int(match[1]))
+        return None
+
+    def over(self, shard_size: int, page_size: int) -> Placement | None:
+        """The placement over so many ranks; None if each of them holds everything."""
+        if self.kind == REPLICATED:
+            return None
+        if self.kind == BY_PAGES:
+            return PageInterleave(shard_size=shard_size, page_size=page_size)
+        return TokenInterleave(shard_size=shard_size, interleave=self.interleave)
+
+    def whole_pages(self, num_pages: int, shard_size: int) -> int:
+        """Return how many of so many pages can be given out: every rank has as many of its own."""
+        return num_pages - num_pages % shard_size if self.kind == BY_PAGES else num_pages
+
+    def rank_pages(self, num_pages: int, shard_size: int, page_size: int) -> int:
+        """Return how many of `whole_pages` the pool of a rank must hold, beside its page 0."""
+        if self.kind == REPLICATED:
+            return num_pages
+        if self.kind == BY_PAGES:
+            return num_pages // shard_size
+        turn = self.interleave * shard_size
+        slots = -(-(num_pages + 1) * page_size // turn) * self.interleave  # those of page 0, too
+        return max(-(-slots // page_size) - 1, 1)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans made once more from what a capture has of them, and predictions for other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from cpattn.attention import plan_attention
+from cpattn.captures.told import metadata_digest, plan_digest
+from cpattn.context_parallel.metadata import build_cp_metadata, build_cp_metadata_all_ranks
+
+from ..findings import Finding, NotUsable, Report
+from .fields import PLAN_SIZES
+from .reader import Capture, RecordedCall
+
+_MOST_ENTRIES = 1 << 28  # of block tables; more would take gigabytes
+
+
+@dataclass
+class Remade:
+    """Plans of one kind of call, made again.
+
+    Attributes
+    ----------
+    name : str
+        Name of the call.
+    recorded, here : list of float
+        Seconds of each, then and now.
+    left_out : int
+        Calls that cannot be made again: masks are not recorded.
+    different : list of RecordedCall
+        Calls that divide the work otherwise than they did.
+    """
+
+    name: str
+    recorded: list[float] = field(default_factory=list)
+    here: list[float] = field(default_factory=list)
+    left_out: int = 0
+    different: list[RecordedCall] = field(default_factory=list)
+
+    def row(self) -> tuple[str, ...]:
+        """Name, plans, medians in microseconds then and now, those left out, those different."""
+        medians = [f"{1e6 * median(times):.1f}" if times else "-" for times in (
+            self.recorded, self.here)]  # fmt: skip
+        return (
+            self.name,
+            f"{len(self.here):,}",
+            *medians,
+            f"{self.left_out:,}",
+            f"{len(self.different):,}",
+        )
+
+
+def remake(capture: Capture) -> tuple[Report, list[Remade]]:
+    """Make each plan of a capture again, and compare what it divides with what was recorded.
+
+    Parameters
+    ----------
+    capture : Capture
+        Capture of any machine: plans do not depend on it.
+
+    Returns
+    -------
+    Report
+        A finding OWN for each kind of plan of which one differs: this version shares out tokens
+        or keys in another way than the one that recorded, so that they cannot work together.
+    list of Remade
+        By kind of call.
+    """
+    begin = time.perf_counter()
+    kinds: dict[str, Remade] = {}
+    for call in capture.calls:
+        if call.name in _AGAIN:
+            _compare(kinds.setdefault(call.name, Remade(call.name)), call)
+    findings = [_finding(kind, capture) for kind in kinds.values() if kind.different]
+    report = Report(
+        "replay",
+        f"{sum(len(kind.here) for kind in kinds.values()):,} plans",
+        tuple(findings),
+        checked=("OWN",) if kinds else (),
+        not_checked={} if kinds else {"OWN": "there is no plan in the capture"},
+        seconds=time.perf_counter() - begin,
+    )
+    return report, list(kinds.values())
+
+
+def _compare(kind: Remade, call: RecordedCall) -> None:
+    if call.fields.get("masked"):
+        kind.left_out += 1
+        return
+    try:
+        seconds, digests = _AGAIN[call.name](call.fields)
+    except (KeyError, MemoryError, TypeError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise NotUsable(
+            f"{call.name} of rank {call.rank}, {call.at} s: cannot be made again: {reason}"
+        ) from None
+    kind.here.append(seconds)
+    kind.recorded.append(call.seconds)
+    if digests != call.fields.get("digests", [call.fields.get("digest")]):
+        kind.different.append(call)
+
+
+def _finding(kind: Remade, capture: Capture) -> Finding:
+    call = kind.different[0]
+    return Finding(
+        "OWN",
+        f"{len(kind.different):,} of {len(kind.here):,} plans differ from those recorded",
+        where=f"{kind.name}, {call.at:.3f} s after the begin of the capture",
+        ranks=(call.rank,),
+        advice="Run one version of the library on all ranks and in all steps of a request.",
+        details={"recorded_by": sorted({header["cpattn"] for header in capture.headers})},
+    )
+
+
+def _attention_again(fields: Any) -> tuple[float, list[str]]:
+    kv_lens, indptr = fields["kv_lens"], fields["page_indptr"]
+    rows = [fields["page_ids"][begin:end] for begin, end in pairwise(indptr.tolist())]
+    width = max(map(len, rows), default=0)
+    if len(rows) != len(kv_lens) or width * len(rows) > _MOST_ENTRIES:
+        raise ValueError(
+            f"page_indptr must be of {len(kv_lens)} sequences and their tables have at most "
+            f"{_MOST_ENTRIES} entries, got {len(rows)} and {width * len(rows)}"
+        )
+    tables = np.full((len(kv_lens), width), -1, np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row)] = row
+    seconds, plan = _timed(
+        plan_attention,
+        q_lens=fields["q_lens"],
+        kv_lens=kv_lens,
+        block_tables=tables,
+        causal=fields["causal"],
+        window=fields["window"],
+        allow_short_kv=fields["allow_short_kv"],
+        batch_invariant=fields["batch_invariant"],
+        **{name: fields[name] for name in PLAN_SIZES},
+    )
+    return seconds, [plan_digest(plan)]
+
+
+def _metadata_again(fields: Any) -> tuple[float, list[str]]:
+    given = {
+        name: fields[name]
+        for name in ("cp_size", "strategy", "num_tokens", "kv_len_convention", "compat")
+    }
+    lens = fields["extend_lens"], fields["seq_lens"]
+    if fields["cp_rank"] is None:
+        seconds, plans = _timed(build_cp_metadata_all_ranks, *lens, **given)
+    else:
+        seconds, plan = _timed(build_cp_metadata, *lens, cp_rank=fields["cp_rank"], **given)
+        plans = [plan]
+    return seconds, [metadata_digest(plan) for plan in plans]
+
+
+def _timed(make: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = make(*args, **kwargs)
+    return time.perf_counter() - begin, result
+
+
+_AGAIN = {
+    "plan_attention": _attention_again,
+    "build_cp_metadata": _metadata_again,
+    "build_cp_metadata_all_ranks": _metadata_again,
+}

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Version and folders of the distributions that bring subcommands: no index has them yet."""
+
+#: The version of all three distributions.
+VERSION = "0.1.0"
+
+_FOLDERS = {
+    "cpattn": ".",
+    "cpattn-lab": "./python/distributions/cpattn-lab",
+    "cpattn-proof": "./python/distributions/cpattn-proof",
+}
+
+
+def how_to_install(distribution: str) -> str:
+    """Return the command that installs a distribution, and where to call it."""
+    return f"pip install {_FOLDERS[distribution]} in the folder of cpattn's sources"

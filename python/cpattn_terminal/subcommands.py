@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Subcommands of `cpattn`, the module that has each, and the distribution that brings it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import click
+
+
+class Subcommand(NamedTuple):
+    """Module with a command of click, which has the name of the subcommand."""
+
+    module: str
+    distribution: str
+
+    def is_installed(self) -> bool:
+        """Whether the package of the module can be imported."""
+        return find_spec(self.module.partition(".")[0]) is not None
+
+    def load(self, name: str) -> click.Command:
+        """Import the module, and return its command."""
+        command = getattr(import_module(self.module), name)
+        assert isinstance(command, click.Command), name
+        return command
+
+
+#: What shows first what the library is about comes first.
+SUBCOMMANDS = {
+    "explain": Subcommand("cpattn_lab.commands.explain", "cpattn-lab"),
+    "plan": Subcommand("cpattn_lab.commands.plan", "cpattn-lab"),
+    "replay": Subcommand("cpattn_lab.commands.replay", "cpattn-lab"),
+    "doctor": Subcommand("cpattn.doctor.command", "cpattn"),
+    "conform": Subcommand("cpattn_proof.commands.conform", "cpattn-proof"),
+    "lint": Subcommand("cpattn_proof.commands.lint", "cpattn-proof"),
+    "simulate": Subcommand("cpattn_proof.commands.simulate", "cpattn-proof"),
+}
