@@ -6,6 +6,7 @@
 ``replay``      requests served once more, over several processes on CPUs, and checked
 ``check``       ranks of several machines: does it work, and how fast? For `torchrun`
 ``processes``   worker processes, and hosts on one machine
+``explain``     a plan as text
 ``commands``    the subcommands `explain`, `plan` and `replay` of `cpattn`
 
 The distribution is `cpattn-lab`; no engine imports it.

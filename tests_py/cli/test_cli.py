@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("click")
 
-from cpattn.context_parallel.explain import block_map
+from cpattn_lab.explain import block_map
 from cpattn_terminal.commands import commands
 from support.command_line import QUICK, CommandLine, Running, invoke, left_of_session, workers_of
 from support.transfer.transfer_processes import requires_mooncake

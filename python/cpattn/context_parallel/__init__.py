@@ -5,13 +5,12 @@
     hidden = plan.shard(hidden)  # and, of all ranks' rows, plan.unshard(parts)
 
 ``metadata`` has the strategies, and is where to start; ``gates`` says whether to split a batch at
-all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``attention`` computes them, and
-``explain`` draws a plan as text. Imports NumPy and the core. Several processes:
+all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``attention`` computes them;
+``exchange_bytes`` counts what ranks would receive. Imports NumPy and the core. Several processes:
 `cpattn.distributed`.
 """
 
 from .attention import do_cp_attn_fia
-from .explain import block_map
 from .forward_mode import ForwardMode
 from .gates import can_apply_cp
 from .metadata import ContextParallelMetadata, build_cp_metadata, build_cp_metadata_all_ranks
@@ -19,7 +18,6 @@ from .metadata import ContextParallelMetadata, build_cp_metadata, build_cp_metad
 __all__ = [
     "ContextParallelMetadata",
     "ForwardMode",
-    "block_map",
     "build_cp_metadata",
     "build_cp_metadata_all_ranks",
     "can_apply_cp",

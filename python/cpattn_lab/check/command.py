@@ -30,12 +30,12 @@ import torch.distributed as dist
 from cpattn import _core
 from cpattn._core import __version__, active_isa
 from cpattn._roundings import DTYPES
-from cpattn.distributed.measure import measure_exchange
 from cpattn_terminal import streams
 from cpattn_terminal.exit_codes import INTERRUPTED
 from cpattn_terminal.progress import ProgressBar, ProgressLines, make_progress
 
 from .batch import DIM, EXCHANGES, HEADS, CheckBatch, Way, all_ways, largest_error
+from .measure import measure_exchange
 from .report import REPLICATED, CheckReport
 
 Progress = ProgressBar | ProgressLines

@@ -27,7 +27,7 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
     Two sequences, the second behind 64 cached tokens, over four ranks:
       cpattn explain --lens 13,40 --prefix 0,64 --cp-size 4
     """
-    from cpattn.context_parallel.explain import MIN_WIDTH, block_map
+    from ..explain import MIN_WIDTH, block_map
 
     prefix = [0] * len(lens) if prefix is None else prefix
     width = max(streams.width() or streams.DEFAULT_WIDTH, MIN_WIDTH)

@@ -111,7 +111,7 @@ def lse_share(without: list[Sample], with_lse: list[Sample]) -> float:
 def _merge_rate(layer: AttentionLayer, threads: int) -> float:
     import torch
 
-    from cpattn.distributed.measure import measure_merge
+    from ..check.measure import measure_merge
 
     dtype = getattr(torch, layer.dtype)
     return measure_merge(layer.num_heads, layer.v_dim, dtype, threads)
@@ -239,7 +239,7 @@ class ExchangeRank:
         """See `measure_exchange`."""
         import torch.distributed as dist
 
-        from cpattn.distributed.measure import measure_exchange
+        from ..check.measure import measure_exchange
 
         assert dist.group.WORLD
         rates = measure_exchange(dist.group.WORLD)

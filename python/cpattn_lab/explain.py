@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._limits import check_seq_lens
-from .metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
+from cpattn._limits import check_seq_lens
+from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 MIN_WIDTH = 20

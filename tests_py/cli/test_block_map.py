@@ -8,7 +8,7 @@ import re
 import pytest
 
 from cpattn import build_cp_metadata_all_ranks
-from cpattn.context_parallel.explain import block_map
+from cpattn_lab.explain import block_map
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])

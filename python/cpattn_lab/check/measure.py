@@ -10,8 +10,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from .layers.partials import merged
-from .transport.exchange import RowExchange
+from cpattn.distributed.layers.partials import merged
+from cpattn.distributed.transport.exchange import RowExchange
 
 _HEADS, _DIM = 8, 128
 _ROW_BYTES = 2 * _HEADS * _DIM * 2  # keys and values in bfloat16
