@@ -36,4 +36,5 @@ SUBCOMMANDS = {
     "conform": Subcommand("cpattn_proof.commands.conform", "cpattn-proof"),
     "lint": Subcommand("cpattn_proof.commands.lint", "cpattn-proof"),
     "simulate": Subcommand("cpattn_proof.commands.simulate", "cpattn-proof"),
+    "zoo": Subcommand("cpattn_proof.commands.zoo", "cpattn-proof"),
 }

@@ -26,11 +26,12 @@ ABSURD = (
     *("nan", "inf", "-inf", "1e400", "1.5", "", " ", "x", "0x10", "1,2", "1..2..3"),
 )
 ENOUGH = {"explain": ("--lens", "13,40"), "plan": ("--cp-size", "2"), "replay": (), "simulate": (),
-          "lint": (), "conform": ("my_kernels:attention", "--signature", "sdpa")}  # fmt: skip
+          "lint": (), "zoo": (), "conform": ("my_kernels:attention", "--signature", "sdpa")}  # fmt: skip
 # Whose names may be absurd: of files, and of what others have.
 FILES = ("--trace", "--json", "--html")
 NAMES = (
-    *FILES, "--capture", "--shrink-to", "--signature", "--without", "--device", "--own-module",
+    *FILES, "--capture", "--shrink-to", "--signature", "--without", "--device",
+    "--own-module", "--only",
 )  # fmt: skip
 OPTIONS = [
     (name, option)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommands `conform`, `lint` and `simulate`, with click."""
+"""The subcommands `conform`, `lint`, `simulate` and `zoo`, with click."""

@@ -17,8 +17,10 @@ for name in ("torch", "hypothesis", "jsonschema"):
 import zoo_table  # noqa: E402
 
 from cpattn_proof import Finding, Report, lint  # noqa: E402
-from cpattn_proof.zoo import ZooEntry, __main__, all_entries, registry, visit  # noqa: E402
+from cpattn_proof.commands import zoo as command  # noqa: E402
+from cpattn_proof.zoo import ZooEntry, all_entries, registry, visit  # noqa: E402
 from cpattn_proof.zoo.lint import beginnings  # noqa: E402
+from support.command_line import invoke  # noqa: E402
 from support.places import ROOT  # noqa: E402
 
 ENTRIES = [
@@ -126,14 +128,14 @@ def entry(bug="foo/bar#1", invariant="OWN", broken=REFUTED, mended=PROVED, tool=
 
 
 @pytest.fixture
-def shown(monkeypatch, capsys):
+def shown(monkeypatch):
     """Runs the command on some entries: exit code and output."""
 
     def show(*arguments, entries):
-        monkeypatch.setattr(__main__, "all_entries", lambda: entries)
+        monkeypatch.setattr(command, "all_entries", lambda: entries)
         monkeypatch.setenv("COLUMNS", "160")
-        status = __main__.main(arguments)
-        return status, capsys.readouterr().out
+        result = invoke("zoo", *arguments)
+        return result.exit_code, result.output
 
     return show
 
@@ -164,7 +166,7 @@ def test_what_is_not_told_apart_is_said(shown, given, says):
     assert "2 entries of 2 bugs: 1 not told apart" in text
 
 
-def test_programs_read_json(shown, capsys):
+def test_programs_read_json(shown):
     status, text = shown("--json", "--only", "#2", entries=[entry(), entry("foo/bar#2")])
     assert status == 0
     both = Report("lint", "plan", (Finding("LEN", "first"), Finding("OWN", "second")))
@@ -173,9 +175,9 @@ def test_programs_read_json(shown, capsys):
     assert outcome["bug"] == "foo/bar#2"
     assert outcome["refuted"]
     assert outcome["proved"]
-    with pytest.raises(SystemExit, match="2"):
-        shown("--only", "nonsense", entries=[entry()])
-    assert "no bug of the zoo is called 'nonsense'" in capsys.readouterr().err
+    status, text = shown("--only", "nonsense", entries=[entry()])
+    assert status == 2
+    assert "no bug of the zoo is called 'nonsense'" in text
 
 
 def test_entries_are_checked(monkeypatch):

@@ -1,62 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows every bug of the zoo, and what its tool says of it."""
+"""`cpattn zoo`: every bug of the zoo, and what its tool says of it."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 
+import click
+
 from cpattn_terminal import streams
+from cpattn_terminal.command_group import CommandGroup
 from cpattn_terminal.progress import make_progress
 
-from .entry import TOOLS, Outcome, ZooEntry, visit
-from .registry import all_entries
+from ..zoo.entry import TOOLS, Outcome, ZooEntry, visit
+from ..zoo.registry import all_entries
 
-_DESCRIPTION = """Refute bugs of real engines and libraries, rebuilt small, and prove them mended.
-
-Every line is an entry: a bug, the tool that refutes it, the invariant it names, and what it says; a
-bug with two sides has two entries. Exit code 1 if a bug is not refuted by its invariant, or its
-mended form is not proved."""
-_EXAMPLES = """examples:
-  python -m cpattn_proof.zoo                   all of them
-  python -m cpattn_proof.zoo --tool lint       those of one tool
-  python -m cpattn_proof.zoo --only sglang     those whose name has this in it
-  python -m cpattn_proof.zoo --json            for programs"""
+CommandGroup.examples["zoo"] = "cpattn zoo --tool lint"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tools, print the table; 0 if all is as it should be."""
-    streams.prepare()
-    parser = argparse.ArgumentParser(
-        prog="python -m cpattn_proof.zoo",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--tool", choices=TOOLS, help="only what this tool refutes")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only names that contain it")
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
-    options = parser.parse_args(arguments)
-    entries = [
-        entry
-        for entry in all_entries()
-        if options.tool in (None, entry.tool) and options.only in entry.bug
-    ]
+@click.command(short_help="Refute bugs that engines shipped, rebuilt small.")
+@click.option("--tool", type=click.Choice(TOOLS), help="Only what this tool refutes.")
+@click.option("--only", default="", metavar="TEXT", help="Only bugs whose name has this in it.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: JSON on standard output.")
+def zoo(tool: str | None, only: str, as_json: bool) -> None:
+    """Refute bugs of real engines and libraries, rebuilt small, and prove them mended.
+
+    Every line is an entry: a bug, the tool that refutes it, the invariant it names, and what it
+    says; a bug with two sides has two entries. Exit code 1 if a bug is not refuted by its
+    invariant, or its mended form is not proved.
+
+    \b
+    All of them, in a minute:
+      cpattn zoo
+    Those of one tool:
+      cpattn zoo --tool lint
+    Those whose name has this in it:
+      cpattn zoo --only sglang
+    """
+    entries = [one for one in all_entries() if tool in (None, one.tool) and only in one.bug]
     if not entries:
-        parser.error(f"no bug of the zoo is called {options.only!r} or refuted by that tool")
+        raise click.UsageError(f"no bug of the zoo is called {only!r} or refuted by that tool")
     outcomes = _visit_all(entries)
-    if options.json:
-        print(json.dumps([outcome.as_dict() for outcome in outcomes], indent=2))
+    if as_json:
+        click.echo(json.dumps([outcome.as_dict() for outcome in outcomes], indent=2))
     else:
         _print(outcomes)
-    return int(not all(outcome.holds for outcome in outcomes))
+    if not all(outcome.holds for outcome in outcomes):
+        click.get_current_context().exit(1)
 
 
 def _visit_all(entries: Sequence[ZooEntry]) -> list[Outcome]:
     outcomes = []
-    with make_progress("cpattn_proof.zoo", "entries") as progress:
+    with make_progress("cpattn zoo", "entries") as progress:
         for done, entry in enumerate(entries):
             progress(done, len(entries), entry.bug)
             outcomes.append(visit(entry))
@@ -94,7 +89,3 @@ def _fault(outcome: Outcome) -> str:
     if not outcome.refuted:
         return f"{outcome.entry.invariant} is not among the findings"
     return "the mended form is not proved"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
