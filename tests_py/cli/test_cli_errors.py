@@ -25,8 +25,11 @@ ABSURD = (
     *("0", "-1", str(2**31), str(2**63), str(2**64), "9" * 5000),
     *("nan", "inf", "-inf", "1e400", "1.5", "", " ", "x", "0x10", "1,2", "1..2..3"),
 )
-ENOUGH = {"explain": ("--lens", "13,40"), "plan": ("--cp-size", "2"), "replay": (), "simulate": (),
-          "lint": (), "zoo": (), "conform": ("my_kernels:attention", "--signature", "sdpa")}  # fmt: skip
+ENOUGH = {
+    **dict.fromkeys(("replay", "simulate", "lint", "zoo"), ()),
+    **{"explain": ("--lens", "13,40"), "plan": ("--cp-size", "2")},
+    "conform": ("my_kernels:attention", "--signature", "sdpa"),
+}
 # Whose names may be absurd: of files, and of what others have.
 FILES = ("--trace", "--json", "--html")
 NAMES = (
