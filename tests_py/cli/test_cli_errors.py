@@ -27,7 +27,8 @@ ABSURD = (
 )
 ENOUGH = {
     **dict.fromkeys(("replay", "simulate", "lint", "zoo"), ()),
-    **{"explain": ("--lens", "13,40"), "plan": ("--cp-size", "2")},
+    "explain": ("--lens", "13,40"),
+    "plan": ("--cp-size", "2"),
     "conform": ("my_kernels:attention", "--signature", "sdpa"),
 }
 # Whose names may be absurd: of files, and of what others have.

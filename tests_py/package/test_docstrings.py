@@ -16,7 +16,6 @@ import pytest
 
 import cpattn
 
-# Those of integrations import engines.
 ROOMS = [
     *(f"cpattn{room}" for room in (
         "", ".captures", ".kv", ".npu", ".profiling", ".reference", ".scheduling", ".sparse",
@@ -26,6 +25,12 @@ ROOMS = [
 ]  # fmt: skip
 if importlib.util.find_spec("torch"):
     ROOMS.append("cpattn.distributed")
+    ROOMS += [
+        f"cpattn.integrations.{name}" for name in (
+            "flash_attn", "flashinfer", "mooncake", "nixl", "sglang", "torch_npu", "torch_threads",
+            "transformers", "vllm",
+        )
+    ]  # fmt: skip
 # First words of summaries that are no verb.
 NO_VERBS = {
     "A", "An", "As", "How", "One", "The", "What", "When", "Where", "Whether", "Which", "Who"

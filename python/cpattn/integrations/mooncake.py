@@ -36,6 +36,8 @@ from ..transfer.registration import forget
 from ._peer_engine import PeerEngine, variables
 from ._support import first_installed, precedes
 
+__all__ = ["MooncakeEngine"]
+
 _MIN_VERSION = "0.3.12"  # before it, success came when the bytes had left, not arrived
 _PACKAGE = "mooncake-transfer-engine"
 _VARIANTS = ("-non-cuda", "", "-cuda13", "-npu", "-musa", "-efa-non-cuda", "-efa")
@@ -75,6 +77,11 @@ class MooncakeEngine(PeerEngine):
         The package, or a system library it needs, is missing, or it is older than 0.3.12.
     RuntimeError
         The engine does not start, or ``MC_TCP_PROTO=1`` asks for writes that succeed early.
+
+    Examples
+    --------
+    >>> with MooncakeEngine("192.0.2.1") as engine:  # doctest: +SKIP
+    ...     plan.execute(engine, peer_session_id)
     """
 
     _name = "MooncakeEngine"

@@ -48,6 +48,8 @@ from ..transfer.registration import forget
 from ._peer_engine import PeerEngine, variables
 from ._support import first_installed, precedes
 
+__all__ = ["NixlEngine"]
+
 _MIN_VERSION = "1.5.1"  # by their sources, listeners of older ones throw when a peer goes
 _VARIANTS = ("nixl-cu12", "nixl-cu13")
 _FAILED = -1  # the code for all that can go wrong with a write
@@ -90,6 +92,11 @@ class NixlEngine(PeerEngine):
         The package is missing, or older than 1.5.1.
     RuntimeError
         NIXL's agent does not start.
+
+    Examples
+    --------
+    >>> with NixlEngine("192.0.2.1") as engine:  # doctest: +SKIP
+    ...     plan.execute(engine, peer_session_id)
     """
 
     _name = "NixlEngine"

@@ -81,6 +81,18 @@ def flash_attn_func(
     -------
     out : tensor, shape [batch, tokens, heads, head_dim]
     softmax_lse : float32 tensor, shape [batch, heads, tokens], with ``return_attn_probs``
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes and shapes that do not fit, dropout and ALiBi.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q, k = torch.ones(1, 2, 4, 16), torch.ones(1, 5, 1, 16)
+    >>> flash_attn_func(q, k, k, causal=True).shape
+    torch.Size([1, 2, 4, 16])
     """
     name = "flash_attn_func"
     check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)

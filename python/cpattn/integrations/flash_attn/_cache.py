@@ -88,7 +88,14 @@ def flash_attn_with_kvcache(
     cache_batch_idx : int tensor, shape [batch], optional
         The row of the cache that each sequence has; not together with ``block_table``.
     rotary_cos, rotary_sin, cache_leftpad, alibi_slopes
-        Must be None; ``rotary_interleaved`` has no meaning without the first two.
+        Must be None.
+    rotary_interleaved
+        Has no meaning without ``rotary_cos`` and ``rotary_sin``.
+    block_table : int tensor, shape [batch, pages], optional
+    softmax_scale, causal, window_size, softcap
+        As in `flash_attn_func`.
+    return_softmax_lse : bool
+        Whether to return the LSE, too.
     num_splits : int
         1 keeps the keys of a row together, bitwise the same in any batch; else as is fastest.
     k_descale, v_descale : float or tensor, optional
@@ -98,6 +105,19 @@ def flash_attn_with_kvcache(
     -------
     out : tensor, shape [batch, tokens, heads, head_dim]
     softmax_lse : float32 tensor, shape [batch, heads, tokens], with ``return_softmax_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `flash_attn_func`, for new tokens without `cache_seqlens`, and lengths beyond the cache.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q, cache = torch.ones(2, 1, 4, 16), torch.zeros(2, 8, 1, 16)
+    >>> new = torch.ones(2, 1, 1, 16)
+    >>> flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=3).shape
+    torch.Size([2, 1, 4, 16])
     """
     name = "flash_attn_with_kvcache"
     check_supported(

@@ -90,7 +90,7 @@ def flash_attn_varlen_func(
     k_descale: AnyTensor | float | None = None,
     v_descale: AnyTensor | float | None = None,
 ) -> Any:
-    """Attention of ragged sequences; what is not said here is as in `flash_attn_func`.
+    """Attention of ragged sequences.
 
     Parameters
     ----------
@@ -103,11 +103,27 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k
         Not needed.
     block_table : int tensor, shape [batch, pages], optional
+    softmax_scale, causal, window_size, softcap, return_attn_probs, k_descale, v_descale
+        As in `flash_attn_func`.
+    dropout_p, alibi_slopes, deterministic
+        As in `flash_attn_func`, which takes their defaults alone.
 
     Returns
     -------
     out : tensor, shape [total_q, heads, head_dim]
     softmax_lse : float32 tensor, shape [heads, total_q], with ``return_attn_probs``
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `flash_attn_func`, and for offsets that decrease or leave q, k or the pages.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q, ends = torch.ones(5, 4, 16), torch.tensor([0, 2, 5])
+    >>> flash_attn_varlen_func(q, q, q, ends, ends, 3, 3, causal=True).shape
+    torch.Size([5, 4, 16])
     """
     name = "flash_attn_varlen_func"
     check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)

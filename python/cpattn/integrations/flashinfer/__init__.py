@@ -38,6 +38,12 @@ def install() -> StandIn:
     ------
     ImportError
         If a package of that name can be imported.
+
+    Examples
+    --------
+    >>> from cpattn.integrations import flashinfer
+    >>> with flashinfer.install():
+    ...     from flashinfer import merge_states
     """
     names = {
         name.__name__: name

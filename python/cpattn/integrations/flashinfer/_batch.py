@@ -17,10 +17,25 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer
-        Not used; may be None. The same holds for the other arguments after ``kv_layout``, but
-        for ``jit_args``, which must be None.
+    float_workspace_buffer, use_cuda_graph, backend, jit_kwargs
+        Not used; may be None.
+    qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        Not used.
+    custom_mask_buf, mask_indptr_buf
+        Not used.
     kv_layout : "NHD" or "HND"
+        Whether tokens of a page come before heads.
+    jit_args
+        Must be None.
+
+    Examples
+    --------
+    >>> import torch
+    >>> wrapper = BatchPrefillWithPagedKVCacheWrapper()
+    >>> ends = torch.tensor([0, 3])
+    >>> wrapper.plan(ends, ends[:1].new_tensor([0, 1]), ends[:1], ends[1:], 4, 1, 16, 8)
+    >>> wrapper.run(torch.ones(3, 4, 16), torch.ones(2, 2, 8, 1, 16)).shape
+    torch.Size([3, 4, 16])
     """
 
     _name = "BatchPrefillWithPagedKVCacheWrapper"
@@ -150,7 +165,27 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
-    """Attention of one new token per sequence; see `BatchPrefillWithPagedKVCacheWrapper`."""
+    """Attention of one new token per sequence.
+
+    Parameters
+    ----------
+    float_workspace_buffer, use_cuda_graph, use_tensor_cores, backend
+        Not used; may be None.
+    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        Not used.
+    kv_layout : "NHD" or "HND"
+        Whether tokens of a page come before heads.
+    jit_args
+        Must be None.
+
+    Examples
+    --------
+    >>> import torch
+    >>> wrapper = BatchDecodeWithPagedKVCacheWrapper()
+    >>> wrapper.plan(torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([3]), 4, 1, 16, 8)
+    >>> wrapper.run(torch.ones(1, 4, 16), torch.ones(2, 2, 8, 1, 16)).shape
+    torch.Size([1, 4, 16])
+    """
 
     _name = "BatchDecodeWithPagedKVCacheWrapper"
 

@@ -27,6 +27,18 @@ def merge_state(
     -------
     v, s
         New tensors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cpattn.merge_state`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> ones, half = torch.ones(3, 2, 8), torch.zeros(3, 2)
+    >>> float(merge_state(ones, half, -ones, half)[1][0, 0])  # log2(1 + 1)
+    1.0
     """
     v, s = merge.merge_state(v_a.clone(), s_a.float() * LN2, v_b, s_b.float() * LN2)
     return v, s.mul_(LOG2E)
@@ -39,7 +51,29 @@ def merge_state_in_place(
     s_other: AnyTensor,
     mask: AnyTensor | None = None,
 ) -> None:
-    """Merge ``v_other, s_other`` into ``v, s``, for the tokens of ``mask`` [tokens] if given."""
+    """Merge a second state into the first.
+
+    Parameters
+    ----------
+    v, v_other : tensors, shape [tokens, heads, head_dim]
+    s, s_other : float32 tensors, shape [tokens, heads]
+        Log-sum-exp to base 2.
+    mask : bool tensor, shape [tokens], optional
+        Tokens that are merged; the others keep their state.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cpattn.merge_state`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> v, s = torch.ones(3, 2, 8), torch.zeros(3, 2)
+    >>> merge_state_in_place(v, s, -v, s.clone(), mask=torch.tensor([True, False, False]))
+    >>> s[:, 0].tolist()
+    [1.0, 0.0, 0.0]
+    """
     rows = slice(None) if mask is None else mask.bool()
     v[rows], s[rows] = merge_state(v[rows], s[rows], v_other[rows], s_other[rows])
 
@@ -57,6 +91,18 @@ def merge_states(v: AnyTensor, s: AnyTensor) -> tuple[AnyTensor, AnyTensor]:
     -------
     v : tensor, shape [tokens, heads, head_dim]
     s : float32 tensor, shape [tokens, heads]
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cpattn.merge_states`, and for no state at all.
+
+    Examples
+    --------
+    >>> import torch
+    >>> v, s = merge_states(torch.ones(3, 4, 2, 8), torch.zeros(3, 4, 2))
+    >>> v.shape, float(s[0, 0])  # log2(4)
+    (torch.Size([3, 2, 8]), 2.0)
     """
     if v.ndim != 4 or v.shape[1] == 0:
         raise ValueError(

@@ -95,6 +95,10 @@ def build_metadata(
     ------
     ValueError
         Lengths are negative, there are none, or a value does not fit into int32.
+
+    Examples
+    --------
+    >>> build_metadata(strategy, 24, [32], [24])  # doctest: +SKIP
     """
     if self.name == "interleave":
         if extend_seqs_len is not None:

@@ -35,6 +35,15 @@ def get_topk_transform_method(self: Any, forward_mode: Any = None) -> Any:
     Returns
     -------
     TopkTransformMethod of sglang
+
+    Raises
+    ------
+    TypeError
+        For a mode that is no ForwardMode.
+
+    Examples
+    --------
+    >>> get_topk_transform_method(backend, forward_mode)  # doctest: +SKIP
     """
     method = _from_sglang("layers.attention.dsa.dsa_topk_backend", "TopkTransformMethod")
     return method(

@@ -144,6 +144,10 @@ def install(*parts: str) -> None:
         There is no such part.
     RuntimeError
         Hooks of others are in force on one of the functions already; sglang would ignore ours.
+
+    Examples
+    --------
+    >>> install("metadata", "kv")  # doctest: +SKIP
     """
     if os.environ.get("CPATTN_PLUGINS") == "0" or (_active and not parts):
         return
@@ -181,7 +185,12 @@ def _is_for(release: str) -> bool:
 
 
 def uninstall() -> None:
-    """Switch all parts off: sglang's own functions are called again."""
+    """Switch all parts off: sglang's own functions are called again.
+
+    Examples
+    --------
+    >>> uninstall()  # doctest: +SKIP
+    """
     _active.clear()
     _name_backend(False)
 

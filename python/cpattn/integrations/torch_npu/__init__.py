@@ -27,6 +27,12 @@ def install() -> StandIn:
     ------
     ImportError
         If torch_npu can be imported, or somebody else has registered these operators.
+
+    Examples
+    --------
+    >>> from cpattn.integrations import torch_npu
+    >>> with torch_npu.install():  # doctest: +SKIP
+    ...     import sglang
     """
     refuse_to_replace("torch_npu")  # before operators take the places of its own
     from .operators import SUPPLIED

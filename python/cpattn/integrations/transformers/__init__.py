@@ -40,7 +40,28 @@ def attention(
 ) -> tuple[AnyTensor, None]:
     """Attend for a model: to the chosen keys if it brings any, else to all.
 
-    See `contiguous.contiguous_attention`, `dsa.dsa_attention` and `mla.mla_attention`.
+    Parameters
+    ----------
+    module, query, key, value, attention_mask
+        What transformers calls every function of `AttentionInterface` with: heads before tokens.
+    indices : int tensor [batch, tokens, topk], optional
+        Keys that an indexer has chosen for each token.
+    **kwargs
+        Options of the layer, such as ``scaling``, ``sliding_window``, ``softcap`` and ``s_aux``.
+
+    Returns
+    -------
+    out : tensor [batch, tokens, num_heads, v_head_dim]
+    weights : None
+
+    Raises
+    ------
+    TypeError, ValueError
+        For options that would change the result and are not supported.
+
+    Examples
+    --------
+    >>> AttentionInterface.register("mine", attention)  # doctest: +SKIP
     """
     if indices is not None:
         return _dsa_attention(module, query, key, value, attention_mask, indices=indices, **kwargs)
@@ -55,6 +76,16 @@ def register(name: str = "cpattn") -> None:
     attention in its graph as one operator, and leaves the graph for sparse attention alone. All
     calls of the process run on torch's threads from now on, by `torch_threads.set_thread_pool`,
     unless these are fewer than cpattn's or ``CPATTN_THREAD_POOL=cpattn`` is set.
+
+    Parameters
+    ----------
+    name : str
+        Name that models give as ``attn_implementation``.
+
+    Raises
+    ------
+    ImportError
+        If transformers is not installed.
 
     Examples
     --------

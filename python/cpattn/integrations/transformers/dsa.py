@@ -147,6 +147,11 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
     ------
     ValueError
         For a model without such indexers, or one whose indexers are replaced already.
+
+    Examples
+    --------
+    >>> with use_indexer(model):  # doctest: +SKIP
+    ...     model.generate(**inputs)
     """
     rotations = _rotations()
     choose = disable(_choose)  # a compiled model leaves its graph for it

@@ -49,6 +49,11 @@ def absorb_mla(model: nn.Module, name: str = "cpattn") -> Replaced:
     ValueError
         For a model without such layers, for layers whose ``kv_b_proj`` is another module than
         `torch.nn.Linear` or has a bias, and for a model that is absorbed already.
+
+    Examples
+    --------
+    >>> with absorb_mla(model):  # doctest: +SKIP
+    ...     model.generate(**inputs)
     """
 
     def expand_kv(module: Any, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:

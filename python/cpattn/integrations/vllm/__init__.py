@@ -13,6 +13,8 @@ import os
 from ...captures.recorder import capture_by_environment
 from .._support import find, first_installed
 
+__all__ = ["register"]
+
 BACKENDS = {
     "CPU_ATTN": "cpattn.integrations.vllm.backend.CpattnBackend",
     "CPU_MLA": "cpattn.integrations.vllm.mla.CpattnMLABackend",
@@ -29,6 +31,10 @@ def register() -> None:
     Does nothing where ``CPATTN_PLUGINS`` is 0, and the same however often it is called. A release
     of vLLM that the backend was not made for keeps its own attention: there the KV cache may have
     another layout, and one line in the log tells of it.
+
+    Examples
+    --------
+    >>> register()  # doctest: +SKIP
     """
     if os.environ.get("CPATTN_PLUGINS") == "0":
         return
