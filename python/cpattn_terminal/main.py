@@ -12,9 +12,7 @@ from . import streams
 from .distributions import how_to_install
 from .exit_codes import CANNOT_TELL, INTERRUPTED
 
-EXTRA_PACKAGES = {
-    *("click", "hypothesis", "jinja2", "jsonschema", "matplotlib", "rich", "torch"),
-}
+EXTRA_PACKAGES = ("click", "hypothesis", "jinja2", "jsonschema", "matplotlib", "rich", "torch")
 
 
 def _end(number: int, _: object) -> None:
