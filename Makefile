@@ -115,14 +115,14 @@ false-alarms-operators: build .venv/.ready  ## operators that are right, on 10,0
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m support.proof.conformance.false_alarms $(ARGS)
 
 # A process that is killed writes down nothing.
-coverage: .venv/.ready  ## lines and branches of cpp and python/cpattn that tests reach, an hour; options of pytest in ARGS
+coverage: .venv/.ready  ## lines and branches of cpp and python that tests reach, an hour; options of pytest in ARGS
 	@python scripts/requirements.py coverage | xargs -d '\n' $(PIP_INSTALL)
 	@cmake --preset coverage >/dev/null && cmake --build --preset coverage
 	@find build/coverage -name '*.gcda' -delete; rm -rf build/coverage/python-data && mkdir build/coverage/python-data
 	@ctest --preset coverage -j $(JOBS)
 	@PYTHONPATH=$(CURDIR)/build/coverage/python COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
 	  $(PYTEST) --cov --cov-report= $(ARGS) || echo "Some tests fail where lines are counted."
-	@coverage report --format=total | sed 's/^/python\/cpattn, lines and branches: /;s/$$/ %/'
+	@coverage report --format=total | sed 's/^/python, lines and branches: /;s/$$/ %/'
 	@gcovr --root . --filter cpp/ --exclude-unreachable-branches --exclude-throw-branches \
 	  --gcov-ignore-errors=all --print-summary --json-summary build/coverage/cpp.json build/coverage | grep -E '^(lines|branches)' | sed 's/^/cpp, /'
 
