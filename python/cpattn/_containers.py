@@ -40,6 +40,8 @@ def empty(
             raise OverflowError  # torch would let its strides wrap if another size is 0
         return like.new_empty(shape, dtype=kind)
     except (RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # of a signal handler, which ran meanwhile
         raise MemoryError(f"{function}: no memory for a result of shape {list(shape)}") from error
 
 

@@ -170,7 +170,7 @@ def in_torch(file: str) -> str:
 
 
 def in_package(name: str) -> str:
-    return (ROOT / "python" / "cpattn" / name).read_text()
+    return (ROOT / "python" / name).read_text()
 
 
 def asserted_in(test: str) -> str:
@@ -237,8 +237,8 @@ SOURCES: dict[str, list[Callable[[], str]]] = {
         lambda: without("click", "from cpattn_terminal.main import main; main()"),
     ],
     "Ranks wait for each other": [lambda: asserted_in("distributed/test_deployment.py")],
-    "The plug-in is not active": [lambda: in_package("integrations/vllm/backend.py")],
-    "Ctrl-C takes a while, or does nothing": [lambda: in_package("_cli/cli.py")],
+    "The plug-in is not active": [lambda: in_package("cpattn/integrations/vllm/backend.py")],
+    "Ctrl-C takes a while, or does nothing": [lambda: in_package("cpattn_terminal/main.py")],
 }
 OF_RANKS = {"A rank did not answer", "Ranks differ"}
 

@@ -11,10 +11,12 @@ import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 
 import cpattn
+from cpattn._containers import empty
 from cpattn.sparse import sglang_0_5_23
 from support.cases import Case, make_inputs
 from support.interrupts import assert_interruptible
@@ -168,6 +170,15 @@ def test_calls_nested_too_deep_are_refused(children):
     out, err = children.start(limited).communicate(timeout=200)
     rule = "paged_attention: needs 112 KiB of stack, and this thread has "
     assert out.startswith(rule), out + err
+
+
+def test_an_error_of_a_handler_is_not_taken_for_a_lack_of_memory():
+    class Interrupted:
+        def __index__(self):  # as a handler that runs while a result is allocated
+            raise RuntimeError("too deep")
+
+    with pytest.raises(RuntimeError, match=r"^too deep$"):
+        empty("f", np.zeros(1), [Interrupted()])
 
 
 # Each call would take many seconds or minutes, in a process of its own. What it reads is memory of

@@ -40,13 +40,16 @@ WORDS = {
     "onednn": "reference/torch_guard",
     "Ctrl-C": "how_to/threads",
 }
-ALONE = ("cost_model", "distributed", "kv", "npu", "profiling", "proof", "reference", "sparse")
-ALONE += ("captures", "scheduling", "torch_guard", "traffic", "transfer")
+ALONE = ("captures", "distributed", "kv", "npu", "profiling", "reference", "scheduling", "sparse")
+ALONE += ("torch_guard", "transfer")
 INTEGRATIONS = ("flash_attn", "flashinfer", "mooncake", "nixl", "sglang", "torch_npu")
 INTEGRATIONS += ("torch_ops", "transformers", "vllm")
 # Rooms with public names, and the pages of the reference that have them.
 ROOMS = {
     "cpattn": "cpattn",
+    "cpattn_lab.cost_model": "cost_model",
+    "cpattn_lab.traffic": "traffic",
+    "cpattn_proof": "proof",
     **{f"cpattn.{room}": room for room in ALONE},
     **{f"cpattn.{room}.sglang_0_5_23": room for room in ("sparse", "transfer")},
     **{f"cpattn.integrations.{room}": "integrations" for room in INTEGRATIONS},

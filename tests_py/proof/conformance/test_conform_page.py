@@ -64,10 +64,12 @@ def test_the_workflow_is_one():
 @pytest.mark.slow
 def test_the_page_about_ci_shows_what_comes_out_and_its_last_step_passes(tmp_path, children):
     run_page(CI_PAGE, tmp_path, children)  # with the step that tests operators
-    here = {
-        **os.environ, "PYTHONPATH": path_with(),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }  # fmt: skip
+    installed = tmp_path / "bin" / "cpattn"
+    installed.parent.mkdir()
+    installed.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cpattn_terminal "$@"\n')
+    installed.chmod(0o755)
+    path = [str(installed.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    here = {**os.environ, "PYTHONPATH": path_with(), "PATH": os.pathsep.join(path)}
     # As a runner does: it stops at the first command that fails.
     command = ["bash", "-e", "-c", commands()["Try many more cases"].replace(*FEW)]
     ran = children.run(command, cwd=tmp_path, env=here, timeout=PATIENCE)
