@@ -37,7 +37,7 @@ def zoo(tool: str | None, only: str, as_json: bool) -> None:
     Those whose name has this in it:
       cpattn zoo --only sglang
     """
-    entries = [one for one in all_entries() if tool in (None, one.tool) and only in one.bug]
+    entries = [one for one in all_entries((tool,) if tool else TOOLS) if only in one.bug]
     if not entries:
         raise click.UsageError(f"no bug of the zoo is called {only!r} or refuted by that tool")
     outcomes = _visit_all(entries)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs of real engines and libraries, rebuilt small, that the tools of this package refute.
 
-    python -m cpattn_proof.zoo
+    cpattn zoo
 
 ``entry`` says what a bug here is, ``registry`` finds them: a module in ``lint``, ``simulate`` or
 ``conform`` has a list ``ENTRIES``, and needs no line elsewhere.

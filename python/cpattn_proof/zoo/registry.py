@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from .entry import TOOLS, ZooEntry
 
 
-def all_entries() -> tuple[ZooEntry, ...]:
-    """Collect ``ENTRIES`` of the modules in ``lint``, ``simulate`` and ``conform`` beside this one.
+def all_entries(tools: Sequence[str] = TOOLS) -> tuple[ZooEntry, ...]:
+    """Collect ``ENTRIES`` of the modules in the folders of tools beside this one.
 
-    A tool without such a folder has none; two entries of one name and tool are refused.
+    Only these modules are imported: those of ``lint`` need neither torch nor hypothesis. A tool
+    without such a folder has none; two entries of one name and tool are refused.
     """
     entries: list[ZooEntry] = []
-    for tool in TOOLS:
+    for tool in tools:
         folder = Path(__file__).parent / tool
         for name in sorted(module.name for module in pkgutil.iter_modules([str(folder)])):
             module = importlib.import_module(f"{__package__}.{tool}.{name}")

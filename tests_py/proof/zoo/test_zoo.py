@@ -132,7 +132,7 @@ def shown(monkeypatch):
     """Runs the command on some entries: exit code and output."""
 
     def show(*arguments, entries):
-        monkeypatch.setattr(command, "all_entries", lambda: entries)
+        monkeypatch.setattr(command, "all_entries", lambda tools: entries)
         monkeypatch.setenv("COLUMNS", "160")
         result = invoke("zoo", *arguments)
         return result.exit_code, result.output
