@@ -30,7 +30,7 @@ from bench.harness import command
 from cpattn import torch_guard
 from cpattn_lab.cost_model import AttentionLayer, Prediction, Rates, predict
 from cpattn_lab.cost_model.calibration import attention_rates, calibrate
-from cpattn_terminal.rates import as_options
+from cpattn_lab.rate_options import as_options
 
 SIZES = (1, 2, 4, 8)
 LONG, BAR = 0.02, 0.1  # seconds of attention that are to be predicted so well

@@ -5,8 +5,10 @@
 ``commands``       the command; ``subcommands`` names the module and the package of each
 ``command_group``  how commands end, and the overview of all
 ``options``        values of options; ``limits``, the largest that are accepted
-``streams``, ``progress``, ``tables``, ``rates``, ``exit_codes``  what is printed
+``streams``, ``progress``, ``tables``, ``exit_codes``  what is printed
 
-The distribution `cpattn-proof` ships it. It knows no other package: subcommands are imported when
-they are asked for.
+``distributions``  their version, and how to install them; ``end_with``, to end with a parent
+
+The distribution `cpattn-proof` ships it. It knows other packages by the names in ``subcommands``
+alone, and imports the subcommands of those that are installed when the command starts.
 """

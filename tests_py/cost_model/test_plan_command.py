@@ -19,8 +19,8 @@ import cpattn
 from cpattn_lab.cost_model import AttentionLayer, Rates, assumptions, predict, predict_decode
 from cpattn_lab.cost_model.command import parse_cp_sizes
 from cpattn_lab.cost_model.report import _bytes, _time
+from cpattn_lab.rate_options import as_options
 from cpattn_terminal.commands import commands
-from cpattn_terminal.rates import as_options
 from support.children import path_with
 from support.command_line import invoke
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpattn_terminal.rates import as_options
-
+from ..rate_options import as_options
 from .batch import EXCHANGES, PLACEMENTS, STRATEGIES
 
 REPLICATED = "replicated"  # the way without pools that are shared out

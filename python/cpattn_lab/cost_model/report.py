@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from cpattn_terminal.rates import as_options
 from cpattn_terminal.tables import Row, print_table
 
+from ..rate_options import as_options
 from . import assumptions
 from .decode import DecodePrediction
 from .prediction import Prediction

@@ -43,7 +43,7 @@ def attention(
     Parameters
     ----------
     module, query, key, value, attention_mask
-        What transformers calls every function of `AttentionInterface` with: heads before tokens.
+        Arguments that transformers gives to each `AttentionInterface`, heads before tokens.
     indices : int tensor [batch, tokens, topk], optional
         Keys that an indexer has chosen for each token.
     **kwargs
