@@ -81,7 +81,10 @@ class PythonSuite:
             VARIABLE: str(control.path),
             "CPATTN_MUTATION_ASK": str(ask),
             "CPATTN_MUTATION_ANSWER": str(answer),
-            "PYTHONPATH": os.pathsep.join([str(build.python), str(HERE.parent)]),
+            # The packages that have no mutants are those of the sources.
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (build.python, build.root / "python", HERE.parent))
+            ),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         options = ["--hypothesis-profile=mutation", "-pmutate.pytest_server"]

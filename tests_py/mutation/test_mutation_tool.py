@@ -35,10 +35,11 @@ def clipped(value: int, limit: int = LIMIT) -> int:
 '''
 TEST = """\
 from cpattn.clip import clipped
+from cpattn_tool import ANSWER
 
 
 def test_clipped():
-    assert clipped(4, 2) == 2
+    assert clipped(4, ANSWER) == 2
     assert clipped(1) == 1
 """
 EQUIVALENT = """\
@@ -81,6 +82,7 @@ class Project:
         self.test = self.write("tests_py/test_clip.py", TEST)
         self.write("python/cpattn/__init__.py", "")
         self.write("python/cpattn/clip.py", CLIPPED)
+        self.write("python/cpattn_tool.py", "ANSWER = 2")  # of a package without mutants
 
     def write(self, name: str, text: str) -> Path:
         path = self.root / name
