@@ -62,7 +62,7 @@ function(cpattn_add_isa name)
   endif()
   set(target cpattn_isa_${name})
   add_library(${target} OBJECT kernels/isa/dense_${name}.cc kernels/isa/sparse_${name}.cc)
-  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cpp)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cpp ${PROJECT_SOURCE_DIR}/cpp/include)
   target_link_libraries(${target} PRIVATE cpattn_options)
   # Kernels are always optimised: unoptimised SIMD code makes debug tests useless. With
   # sanitizers less, as GCC takes three times as long to optimise what these add.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prints the instruction sets of this machine as a list of CMake, the fastest last: cmake/InstructionSets.cmake.
+// Prints the instruction sets of this machine as a list of CMake, the fastest last:
+// cmake/InstructionSets.cmake.
 #include <iostream>
 
 #include "cpattn/base/isa.h"

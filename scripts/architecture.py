@@ -26,6 +26,7 @@ IMAGES = ROOT / "docs" / "images"
 PYTHON = ROOT / "python"
 LAYERS: dict[str, Any] = tomllib.loads((ROOT / "cpp/layers.toml").read_text())
 #: The floors whose sources keep the promises of a layer of headers.
+# `limits` are constants, which nobody keeps.
 KEEPERS = {
     "values": "base",
     "machine": "base",
@@ -69,7 +70,7 @@ def rooms_of(floor: str) -> list[str]:
 
 
 def floors_known_to(floor: dict[str, Any]) -> set[str]:
-    keepers = {KEEPERS[layer] for layer in floor["headers"]}
+    keepers = {KEEPERS[layer] for layer in floor["headers"] if layer in KEEPERS}
     return (keepers | set(floor.get("floors", ()))) - {floor["name"]}
 
 
@@ -222,15 +223,14 @@ def constant(file: str, name: str) -> str:
 def work() -> str:
     picture = Picture("How the attention of a batch is divided")
     left, width, right = 110, 270, 400
-    loop, gemm = "kernels/attention/attention-inl.h", "kernels/attention/gemm-inl.h"
-    split = "meta/attention/attention_split.cc"
-    keys = constant("kernels/attention/attention_kernel.h", "kMaxBlockKeys")
+    loop, gemm = "kernels/attention/packed-inl.h", "kernels/engines/gemm-inl.h"
+    limits = "include/cpattn/base/limits.h"
+    keys = constant(limits, "kMaxBlockKeys")
     chunk = constant(loop, "kMaxChunkKeys")
     group, granule = constant(loop, "kRowGroup"), constant(gemm, "kKeyGranule")
     most = constant("meta/attention/attention_plan.cc", "kMaxItemRows")
     tokens = constant("include/cpattn/attention/attention_plan.h", "kMaxDecodeTokens")
-    short = constant(split, "kDecodeGranule")
-    packed = constant("include/cpattn/attention/attention_plan.h", "kPackedGranule")
+    short = constant(limits, "kInPlaceGranule")
 
     def strip(
         y: float, height: float, rows: int, columns: int, kind: str, picked: tuple[int, int]
@@ -263,7 +263,7 @@ def work() -> str:
     explain(
         16, "batch → items",
         f"Rows that share the keys of one sequence and KV head, at most {most}. Sequences of up to "
-        f"{tokens} new tokens are cut along their keys too, at multiples of {short} or {packed}.",
+        f"{tokens} new tokens are cut along their keys too, at multiples of {short} or {keys}.",
         "the plan: meta/attention/attention_plan.cc, attention_split.cc",
     )  # fmt: skip
     zoom(item, 170)
@@ -305,7 +305,7 @@ def work() -> str:
 
 
 def pipeline() -> str:
-    """Two groups of rows of four steps each, as AmxAttention::attend orders them."""
+    """Two groups of rows of four steps each, as AmxPacked::attend orders them."""
     picture = Picture("Attention on AMX tiles: scores run two steps ahead of softmax")
     left, w = 96, 66.0
     tiles = ["S 0", "S 1", "S 2", "S 3", "S 4", "S 5", "P V 0–3", "S 6", "S 7"]

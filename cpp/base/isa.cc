@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/base/isa.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <string>
@@ -12,39 +13,48 @@
 namespace cpattn {
 namespace {
 
-constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16",
-                                       "amx-twin", "amx",  "neon",   "neonbf16"};
+/// An instruction set that was compiled in.
+struct CompiledSet {
+  Isa isa;
+  bool (*runs_here)();
+};
 
-std::vector<Isa> detect() {
-  std::vector<Isa> isas = {Isa::portable};
-#if defined(__x86_64__)
-  [[maybe_unused]] const bool has_bf16 = has_avx512_bf16();
+bool always() { return true; }
+
+/// All of them, slowest first.
+constexpr CompiledSet kCompiledSets[] = {
+    {Isa::portable, always},
 #ifdef CPATTN_HAVE_AMXTWIN
-  if (has_bf16 && has_avx512_vbmi()) isas.push_back(Isa::amx_twin);
+    {Isa::amx_twin, [] { return has_avx512_bf16() && has_avx512_vbmi(); }},
 #endif
 #ifdef CPATTN_HAVE_AVX2
-  if (has_x86_64_v3()) isas.push_back(Isa::avx2);
+    {Isa::avx2, has_x86_64_v3},
 #endif
 #ifdef CPATTN_HAVE_AVX512
-  if (has_x86_64_v4()) isas.push_back(Isa::avx512);
+    {Isa::avx512, has_x86_64_v4},
 #endif
 #ifdef CPATTN_HAVE_AVX512BF16
-  if (has_bf16) {
-    // Intel's processors are faster without these instructions.
-    const bool is_slower = is_intel() && isas.back() == Isa::avx512;
-    isas.insert(is_slower ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
-  }
+    {Isa::avx512bf16, has_avx512_bf16},
 #endif
 #ifdef CPATTN_HAVE_AMX
-  if (has_bf16 && has_avx512_vbmi() && amx_usable()) isas.push_back(Isa::amx);
-#endif
+    {Isa::amx, [] { return has_avx512_bf16() && has_avx512_vbmi() && amx_usable(); }},
 #endif
 #ifdef CPATTN_HAVE_NEON
-  isas.push_back(Isa::neon);
+    {Isa::neon, always},
 #endif
 #ifdef CPATTN_HAVE_NEONBF16
-  if (has_arm_bf16()) isas.push_back(Isa::neonbf16);
+    {Isa::neonbf16, has_arm_bf16},
 #endif
+};
+
+std::vector<Isa> detect() {
+  std::vector<Isa> isas;
+  for (const CompiledSet& set : kCompiledSets) {
+    if (!set.runs_here()) continue;
+    // Intel's processors are faster without the instructions for bfloat16.
+    const bool is_slower = set.isa == Isa::avx512bf16 && is_intel() && isas.back() == Isa::avx512;
+    isas.insert(is_slower ? isas.end() - 1 : isas.end(), set.isa);
+  }
   return isas;
 }
 
@@ -74,33 +84,17 @@ std::atomic<int>& active() {
 }  // namespace
 
 std::vector<Isa> compiled_isas() {
-  return {
-      Isa::portable,
-#ifdef CPATTN_HAVE_AVX2
-      Isa::avx2,
-#endif
-#ifdef CPATTN_HAVE_AVX512
-      Isa::avx512,
-#endif
-#ifdef CPATTN_HAVE_AVX512BF16
-      Isa::avx512bf16,
-#endif
-#ifdef CPATTN_HAVE_AMXTWIN
-      Isa::amx_twin,
-#endif
-#ifdef CPATTN_HAVE_AMX
-      Isa::amx,
-#endif
-#ifdef CPATTN_HAVE_NEON
-      Isa::neon,
-#endif
-#ifdef CPATTN_HAVE_NEONBF16
-      Isa::neonbf16,
-#endif
-  };
+  std::vector<Isa> isas;
+  for (const CompiledSet& set : kCompiledSets) isas.push_back(set.isa);
+  std::sort(isas.begin(), isas.end());
+  return isas;
 }
 
-std::string_view isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+std::string_view isa_name(Isa isa) {
+  constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16",
+                                         "amx-twin", "amx",  "neon",   "neonbf16"};
+  return kNames[static_cast<int>(isa)];
+}
 
 const std::vector<Isa>& supported_isas() {
   static const std::vector<Isa> isas = detect();

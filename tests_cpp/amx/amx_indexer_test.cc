@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cpattn/base/isa.h"
-#include "kernels/isa/sparse_kernel_table.h"
+#include "kernels/boundary/sparse_kernel_table.h"
 #include "testing.h"
 
 namespace cpattn::kernels {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What tdpbf16ps and tdpbssd do besides multiplying and adding, as measured on hardware.
-#include "kernels/amx/twin-inl.h"
+#include "kernels/engines/amx/twin-inl.h"
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cpattn/base/isa.h"
-#include "kernels/attention/attention_kernel.h"
+#include "kernels/boundary/attention_kernel.h"
 
 namespace cpattn::kernels {
 namespace {

@@ -8,9 +8,9 @@
 
 #include "kernels/vector/portable-inl.h"
 // The vector layer comes first.
-#include "kernels/attention/gemm-inl.h"
+#include "kernels/engines/gemm-inl.h"
 // Then what softmax stores with.
-#include "kernels/attention/softmax-inl.h"
+#include "kernels/softmax/softmax-inl.h"
 
 namespace cpattn::kernels {
 namespace {

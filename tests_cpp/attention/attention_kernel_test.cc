@@ -28,7 +28,7 @@ TEST_P(AttentionKernel, RowsThatSeeNothing) {
 }
 
 TEST_P(AttentionKernel, RowsDoNotDependOnTheirNeighbours) {
-  // With AMX decode() takes a few rows by vectors and more by tiles.
+  // In place, AMX takes a few rows by vectors and more by tiles.
   if (KernelProblem::in_place && (active_isa() == Isa::amx || active_isa() == Isa::amx_twin))
     return;
   for (const KernelProblem& problem : many_rows()) {
@@ -84,12 +84,12 @@ TEST_P(AttentionKernel, MergedPartsHaveTheLargestLogitOfAllAndTheExactSum) {
   constexpr int kDim = 16;
   // Two parts of one row: outputs, and then reference, sum, largest score and what turns
   // the sum into that of exact exponentials.
-  std::vector<float> parts(2 * (kDim + kernels::kPartialState), 1.0F);
-  const float states[2][kernels::kPartialState] = {{3, 1, 5, 0.75}, {2, 1, 7, 1.5}};
+  std::vector<float> parts(2 * (kDim + kPartialStateFloats), 1.0F);
+  const float states[2][kPartialStateFloats] = {{3, 1, 5, 0.75}, {2, 1, 7, 1.5}};
   for (int i = 0; i < 2; ++i) {
     std::copy_n(
-        states[i], kernels::kPartialState,
-        parts.begin() + i * (kDim + kernels::kPartialState) + kDim
+        states[i], kPartialStateFloats,
+        parts.begin() + i * (kDim + kPartialStateFloats) + kDim
     );
   }
   uint16_t out[kDim];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An engine written from kernels/attention/engine-inl.h alone, over a vector layer of plain
+// An engine written from kernels/engines/engine-inl.h alone, over a vector layer of plain
 // arrays: the loops of attention and of the indexer need no more, and follow the oracle with it.
 #include <gtest/gtest.h>
 
@@ -13,7 +13,8 @@
 #include "testing.h"
 #include "vector/array_layer-inl.h"
 // The vector layer comes first.
-#include "kernels/attention/decode-inl.h"
+#include "kernels/attention/in_place-inl.h"
+#include "kernels/attention/packed-inl.h"
 #include "kernels/sparse/indexer-inl.h"
 
 namespace cpattn::kernels {
@@ -212,7 +213,7 @@ struct Problem {
         .kv_len = kKeys,
         .first_position = kKeys - kTokens,
         .position_step = 1,
-        .left = kernels::kUnlimited,
+        .left = kUnboundedKeys,
         .scale = kScale,
         .out = out.data(),
         .out_token_stride = int64_t{kGroup} * kValueDim,
@@ -250,25 +251,25 @@ struct Problem {
 
 TEST(EngineContract, APlainEngineComputesAttention) {
   Problem problem;
-  EXPECT_TRUE((problem.run<kernels::AttentionLoop<float, kernels::CellEngine, 6>>()));
+  EXPECT_TRUE((problem.run<kernels::PackedLoop<float, kernels::CellEngine, 6>>()));
   problem.expect_the_oracles_result();
 }
 
 TEST(EngineContract, APlainEngineDecodes) {
   Problem problem;
-  EXPECT_TRUE((problem.run<kernels::DecodeLoop<float, kernels::CellEngine, 6>>()));
+  EXPECT_TRUE((problem.run<kernels::InPlaceLoop<float, kernels::CellEngine, 6>>()));
   problem.expect_the_oracles_result();
 }
 
 TEST(EngineContract, APlainLayerServesTheEngineOfFloat32) {
   Problem problem;
-  EXPECT_TRUE((problem.run<kernels::AttentionLoop<float, kernels::Float32Engine, 6>>()));
+  EXPECT_TRUE((problem.run<kernels::PackedLoop<float, kernels::Float32Engine, 6>>()));
   problem.expect_the_oracles_result();
 }
 
 TEST(EngineContract, ValuesThatAreNotFiniteReachTheRowsThatSeeThemOnly) {
   Problem clean, problem;
-  using Loop = kernels::AttentionLoop<float, kernels::CellEngine, 6>;
+  using Loop = kernels::PackedLoop<float, kernels::CellEngine, 6>;
   EXPECT_TRUE(clean.run<Loop>());
   problem.v[(kKeys - 1) * kValueDim] = std::nanf("");  // the last token's
   EXPECT_TRUE(problem.run<Loop>());

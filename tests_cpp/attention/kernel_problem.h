@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/attention/attention_kernel.h"
+#include "kernels/boundary/attention_kernel.h"
 #include "ops/base/kernel_table.h"
 #include "testing.h"
 
@@ -62,12 +62,12 @@ inline void append_mark(void* marks, int32_t scope, int64_t flops) {
 /// One sequence of keys for one KV head, on pages of 16 in descending order, and
 /// queries [tokens][group][dim] for it.
 struct KernelProblem {
-  static inline bool in_place;                   // by decode() instead of run()
+  static inline bool in_place;                   // whether kernels may read keys in place
   static inline std::function<void()> at_polls;  // what else this thread does then
   int tokens = 1, group = 1, dim = 32, v_dim = 32;
   int64_t kv_len = 1;
   int64_t first_position = 0, position_step = 1;
-  int64_t left = kernels::kUnlimited, right = 0;
+  int64_t left = kUnboundedKeys, right = 0;
   float scale = 0.25F, softcap = 0;
   int blocks = 1 << 30;           // after which to stop
   Marks* marks = nullptr;         // filled by run(), unless null
@@ -130,6 +130,7 @@ struct KernelProblem {
         .v_head_dim = v_dim,
         .num_tokens = n,
         .group = heads,
+        .may_read_in_place = in_place,
         .kv_len = kv_len,
         .first_position = first_position + first_token * position_step,
         .position_step = position_step,
@@ -159,14 +160,11 @@ struct KernelProblem {
         .mark_context = marks,
     };
     const kernels::AttentionKernel& kernel = active_kernels().attention[kernels::kBfloat16];
-    const auto scratch_bytes = in_place ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
-    const int64_t bytes = scratch_bytes(&tile);
+    const int64_t bytes = kernel.scratch_bytes(&tile);
     // Kernels get scratch as other work left it: NaN everywhere.
     std::vector<float> scratch(bytes / 4 + 32, kNan);
     const auto address = reinterpret_cast<uintptr_t>(scratch.data());
-    return (in_place ? kernel.decode : kernel.run)(
-        &tile, scratch.data() + (64 - address % 64) % 64 / 4
-    );
+    return kernel.run(&tile, scratch.data() + (64 - address % 64) % 64 / 4);
   }
 
   KernelResult empty_result() const {
@@ -281,7 +279,7 @@ class AttentionKernelTest : public ::testing::TestWithParam<std::tuple<Isa, bool
     problems[2].first_position = -20;
     problems[2].position_step = 19;
     problems[3].softcap = 2;
-    problems[4].right = kernels::kUnlimited;
+    problems[4].right = kUnboundedKeys;
     for (KernelProblem& problem : problems) problem.fill();
     randomize_mask(problems[5]);
     return problems;

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/attention/attention_kernel.h"
+#include "kernels/boundary/attention_kernel.h"
 #include "kernels/vector/portable-inl.h"
 #include "ops/base/kernel_table.h"
 #include "testing.h"
@@ -54,7 +54,7 @@ struct Traits<Bfloat16> {
 };
 
 /// Of products, beside their roundings: AMX computes float16 in two bfloat16 parts
-/// and leaves out the product of the rests (amx/format-inl.h).
+/// and leaves out the product of the rests (engines/amx/format-inl.h).
 template <class T>
 double product_error() {
   const bool amx = active_isa() == Isa::amx || active_isa() == Isa::amx_twin;
@@ -122,7 +122,7 @@ struct Problem {
         .kv_len = kv_len,
         .first_position = kv_len - rows,
         .position_step = 1,
-        .left = kernels::kUnlimited,
+        .left = kUnboundedKeys,
         .scale = scale(),
         .out = out.data(),
         .out_token_stride = v_dim,

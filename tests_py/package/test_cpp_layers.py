@@ -86,9 +86,11 @@ class Layers:
 
 
 def room_of(path: str) -> str:
-    """Return "sparse" for "ops/sparse/topk.cc" and "[include/]cpattn/sparse/topk.h"."""
-    parts = path.removeprefix("include/").split("/")
-    return parts[1] if len(parts) == 3 else ""
+    """Return "sparse" for "ops/sparse/topk.cc" and "[include/]cpattn/sparse/topk.h".
+
+    It is "sparse/amx" for "kernels/sparse/amx/indexer-inl.h".
+    """
+    return "/".join(path.removeprefix("include/").split("/")[1:-1])
 
 
 LAYERS = Layers(tomllib.loads((CPP / "layers.toml").read_text()))
@@ -115,8 +117,10 @@ def test_every_header_has_a_layer():
 def test_every_folder_has_a_line():
     floors = {path.name for path in CPP.iterdir() if path.is_dir()} - {"include"}
     assert {floor["name"] for floor in LAYERS.table["floor"]} == floors
-    kernel_rooms = {path.name for path in CPP.glob("kernels/*/")}
-    assert kernel_rooms == set(LAYERS.table["kernel_rooms"])
+    kernels = CPP / "kernels"
+    folders = [path for path in kernels.rglob("*") if path.is_dir()]
+    assert {str(path.relative_to(kernels)) for path in folders} == set(LAYERS.table["kernel_rooms"])
+    kernel_rooms = {path.name for path in folders if path.parent == kernels}
     rooms = {path.name for path in [*HEADERS.iterdir(), *CPP.glob("*/*")] if path.is_dir()}
     assert rooms == set(LAYERS.table["rooms"]) | kernel_rooms | {"cpattn", "arguments"}
 
@@ -150,8 +154,8 @@ def test_a_folder_is_small_and_says_what_is_in_it():
         ("ops/sparse/topk.cc", '#include "kernels/sparse/topk-inl.h"'),
         ("ops/sparse/topk.cc", '#include "bindings/gil.h"'),
         ("ops/sparse/topk.cc", "#include <pybind11/pybind11.h>"),
-        ("kernels/vector/avx2-inl.h", '#include "kernels/attention/gemm-inl.h"'),
-        ("kernels/attention/gemm-inl.h", '#include "cpattn/base/check.h"'),
+        ("kernels/vector/avx2-inl.h", '#include "kernels/engines/gemm-inl.h"'),
+        ("kernels/engines/gemm-inl.h", '#include "cpattn/base/check.h"'),
         ("reference/rows.h", '#include "cpattn/sparse/topk.h"'),
         ("base/trace.cc", "#include <Eigen/Dense>"),
     ],

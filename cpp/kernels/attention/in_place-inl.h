@@ -1,127 +1,388 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Operands of products with keys and values that are not packed. Needs the vector
-// layer included first.
-#include "kernels/attention/gemm-inl.h"
+// The attention loop of decode: it reads K and V where they are, once, so that
+// memory sets the pace. Needs the vector layer and the engines included first.
+//
+// The KV heads of a token lie next to each other in memory (NHD), and a single
+// one is too short a run to stream: a tile takes several, one after the other for
+// each block of keys, while the next keys or values of all of them are fetched in
+// the order of memory.
+#include "kernels/attention/in_place_workspace-inl.h"
+#include "kernels/engines/unpacked-inl.h"
+#include "kernels/rows/row_factors-inl.h"
+#include "kernels/softmax/hidden_keys-inl.h"
+#include "kernels/softmax/results-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// An engine's loads from rows of type T that are not packed, which DecodeLoop needs beside
-/// a MatrixEngine. Q K^T works on quads, the operands of four products, which are 16 bytes of
-/// neighbouring dimensions: one of a key, repeated in a vector, meets one of each of four
-/// queries. P V works on values as they stand in memory.
-///
-///   kWidens             whether keys have to become operands, by pack_query(), before they are
-///                       used. If not, T is the engine's Operand.
-///   load_quad(p)        the 4 * kDepthStep operands from p on, in every four lanes
-///   load_values<kVectors>(rows, d, columns)
-///       kVectors * kLanes columns, from dimension d on, of the kDepthStep values whose
-///       addresses are in rows[]: columns[j] is what load_columns() would load of them from a
-///       panel. kVectors is at most kPanelVectors. No more is read of a row than
-///       its columns up to a multiple of 16.
-template <class T, class Engine>
-struct InPlace;
+/// Bytes by which keys and values are fetched before their turn, so that memory has
+/// answered. They go to the L2, which waits for more of them at once than the L1 does:
+/// one core of Zen 4 reads half as much again from memory that way.
+constexpr int64_t kBytesAhead = 8 * 1024;
+constexpr int kFetchLocality = 2;
+/// Keys that are fetched ahead, at least: as many as are multiplied at once.
+constexpr int kMinKeysAhead = 8;
 
-template <class Engine, class T>
-concept InPlaceEngine = requires(const char* const* rows, int d, typename Engine::Pack* columns) {
-  requires InPlace<T, Engine>::kWidens || !InPlace<T, Engine>::kWidens;
-  static_cast<typename Engine::Pack (*)(const typename Engine::Operand*)>(
-      &InPlace<T, Engine>::load_quad
-  );
-  InPlace<T, Engine>::template load_values<1>(rows, d, columns);
-  InPlace<T, Engine>::template load_values<kPanelVectors>(rows, d, columns);
-};
+/// Q is of type T, K and V are of type Stored.
+template <class T, class Engine, int kExp2Degree, class Stored = T>
+class InPlaceLoop {
+  static_assert(MatrixEngine<Engine, T> && InPlaceEngine<Engine, Stored>);
+  using Operand = typename Engine::Operand;
+  using Pack = typename Engine::Pack;
+  using Loads = InPlace<Stored, Engine>;
+  static constexpr bool kCodes = sizeof(Stored) == 1;
+  static constexpr int kStoredBytes = sizeof(Stored);
+  static constexpr int kQuad = 4 * Engine::kDepthStep;
 
-template <class T>
-struct InPlace<T, Float32Engine> {
-  static constexpr bool kWidens = sizeof(T) != sizeof(float);
-  static Vector load_quad(const float* p) { return kernels::load_quad(p); }
+ public:
+  static int64_t scratch_bytes(const AttentionTile* tile) {
+    const int64_t rows = round_up(tile->num_tokens * tile->group, kQueryTile);
+    return InPlaceWorkspace<Operand>(
+               nullptr, rows * tile->num_kv_heads, tile->nope_dim + tile->rope_dim,
+               tile->v_head_dim, padded_bytes(*tile)
+    )
+        .bytes;
+  }
 
-  template <int kVectors>
-  static void load_values(const char* const* rows, int d, Vector* columns) {
-    const T* row = reinterpret_cast<const T*>(rows[0]) + d;
-#pragma GCC unroll 2
-    for (int j = 0; j + 2 <= kVectors; j += 2) {
-      load_two(row + j * kLanes, columns[j], columns[j + 1]);
+  static bool run(const AttentionTile* tile, void* scratch) {
+    return InPlaceLoop(*tile, static_cast<char*>(scratch)).run();
+  }
+
+ private:
+  static int padded_bytes(const AttentionTile& tile) { return is_padded(tile) ? kStoredBytes : 0; }
+
+  InPlaceLoop(const AttentionTile& tile, char* scratch)
+      : tile_(tile),
+        head_rows_(tile.num_tokens * tile.group),
+        padded_rows_(round_up(head_rows_, kQueryTile)),
+        qk_dim_(tile.nope_dim + tile.rope_dim),
+        v_dim_(tile.v_head_dim),
+        work_(
+            scratch, int64_t{padded_rows_} * tile.num_kv_heads, qk_dim_, v_dim_, padded_bytes(tile)
+        ),
+        k_(tile, tile.stored.nope_dim, tile.nope_dim, kStoredBytes, work_.padded_keys),
+        k_rope_(
+            tile,
+            tile.stored.rope_dim,
+            tile.rope_dim,
+            kStoredBytes,
+            work_.padded_keys + int64_t{kKeyTile} * tile.nope_dim * kStoredBytes
+        ),
+        v_(tile, tile.stored.v_head_dim, v_dim_, kStoredBytes, work_.padded_values) {}
+
+  bool run() {
+    // Heads that do not lie together are read one after the other.
+    const bool together = tile_.k.head_stride < tile_.k.row_stride;
+    const int step = together ? tile_.num_kv_heads : 1;
+    ahead_ = keys_ahead(step);
+    for (first_head_ = 0; first_head_ < tile_.num_kv_heads; first_head_ = end_head_) {
+      end_head_ = first_head_ + step;
+      if (!run_heads()) return false;
     }
-    if constexpr (kVectors % 2 == 1) columns[kVectors - 1] = load(row + (kVectors - 1) * kLanes);
+    return true;
   }
-};
 
-/// o += p v for kRows rows, kVectors vectors of columns from d on, and n values.
-/// values[n] is readable too.
-template <class T, class Engine, int kRows, int kVectors>
-void add_columns(
-    const typename Engine::Operand* p,
-    int64_t ldp,
-    const char* const* values,
-    int n,
-    int d,
-    float* o,
-    int64_t ldo
-) {
-  Vector sums[kRows][kVectors];
-#pragma GCC unroll 4
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) sums[i][j] = load(o + i * ldo + j * kLanes);
+  int keys_ahead(int heads) const {
+    const int64_t bytes = int64_t{heads} * tile_.nope_dim * kStoredBytes;
+    const int64_t keys = kBytesAhead / bytes / kMinKeysAhead * kMinKeysAhead;
+    return static_cast<int>(larger(kMinKeysAhead, smaller(kInPlaceKeys, keys)));
   }
-  for (int key = 0; key < n; key += Engine::kDepthStep) {
-    typename Engine::Pack columns[kVectors];
-    InPlace<T, Engine>::template load_values<kVectors>(values + key, d, columns);
-#pragma GCC unroll 4
-    for (int i = 0; i < kRows; ++i) {
-      const auto weight = Engine::splat_row(p + i * ldp + key);
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) {
-        sums[i][j] = Engine::multiply_add(weight, columns[j], sums[i][j]);
+
+  /// Heads [first_head_, end_head_).
+  bool run_heads() {
+    mark(tile_, kMarkPack);
+    prepare_rows();
+    const int64_t begin = visible_keys(tile_, 0).begin;
+    const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
+    int64_t first = begin / kInPlaceKeys * kInPlaceKeys;
+    for (; begin < end && first < end; first += kInPlaceKeys) {
+      if (tile_.should_stop(tile_.stop_context)) return false;
+      attend(first, begin, end);
+    }
+    mark(tile_, kMarkWrite);
+    for_rows([&](int row, int slot) {
+      finish_row<T>(tile_, row, work_.states[slot], work_.output + int64_t{slot} * v_dim_);
+    });
+    return true;
+  }
+
+  /// Calls function(row of the tile, where its buffers are) for the rows of the heads.
+  template <class Function>
+  void for_rows(Function function) const {
+    for (int head = first_head_; head < end_head_; ++head) {
+      for (int i = 0; i < head_rows_; ++i) {
+        function(head * head_rows_ + i, (head - first_head_) * padded_rows_ + i);
       }
     }
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) store(o + i * ldo + j * kLanes, sums[i][j]);
-  }
-}
 
-/// add_columns() for 1 to kPanelVectors vectors.
-template <class T, class Engine, int kRows>
-[[gnu::always_inline]] inline void add_vectors(
-    int vectors,
-    const typename Engine::Operand* p,
-    int64_t ldp,
-    const char* const* values,
-    int n,
-    int d,
-    float* o,
-    int64_t ldo
-) {
-  switch (vectors) {
-    case 1:
-      return add_columns<T, Engine, kRows, 1>(p, ldp, values, n, d, o, ldo);
-    case 2:
-      return add_columns<T, Engine, kRows, 2>(p, ldp, values, n, d, o, ldo);
-    case 3:
-      return add_columns<T, Engine, kRows, 3>(p, ldp, values, n, d, o, ldo);
-    default:
-      return add_columns<T, Engine, kRows, kPanelVectors>(p, ldp, values, n, d, o, ldo);
+  void prepare_rows() const {
+    const int64_t slots = int64_t{padded_rows_} * (end_head_ - first_head_);
+    __builtin_memset(work_.queries, 0, sizeof(Operand) * slots * qk_dim_);
+    __builtin_memset(work_.output, 0, sizeof(float) * slots * v_dim_);
+    __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
+    for_rows([&](int row, int slot) {
+      const auto [token, head, kv_head] = row_place(tile_, row);
+      const T* q = static_cast<const T*>(tile_.q);
+      pack_padded_query<Engine>(
+          tile_, q + token * tile_.q_token_stride + head * tile_.q_head_stride,
+          tile_.stored.nope_dim, tile_.nope_dim, work_.row
+      );
+      if (tile_.rope_dim > 0) {
+        const T* rope = static_cast<const T*>(tile_.q_rope);
+        pack_padded_query<Engine>(
+            tile_, rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
+            tile_.stored.rope_dim, tile_.rope_dim, work_.row + tile_.nope_dim
+        );
+      }
+      Operand* tile = work_.queries + int64_t{slot / kQueryTile} * kQueryTile * qk_dim_;
+      for (int d = 0; d < qk_dim_; d += kQuad) {
+        __builtin_memcpy(
+            tile + d * kQueryTile + slot % kQueryTile * kQuad, work_.row + d,
+            sizeof(Operand) * kQuad
+        );
+      }
+      work_.states[slot] = {};
+    });
   }
-}
 
-/// Calls function<kRows>(first) for tiles of rows [0, rows).
-template <class Function>
-void for_row_tiles(int rows, Function function) {
-  int i = 0;
-  for (; i + 4 <= rows; i += 4) function.template operator()<4>(i);
-  if (i + 2 <= rows) {
-    function.template operator()<2>(i);
-    i += 2;
+  /// Attends from all rows to the block of keys from `first` on, as far as keys
+  /// [begin, end) are in it.
+  void attend(int64_t first, int64_t begin, int64_t end) {
+    const int n = static_cast<int>(smaller(kInPlaceKeys, end - first));
+    if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) return;
+    const int padded = round_up(n, kKeyGranule);
+    locate_block(first, n, static_cast<int>(larger(0, begin - first)), end);
+    const int64_t flops_per_dim = int64_t{2} * head_rows_ * (end_head_ - first_head_) * padded;
+    mark(tile_, kMarkQk, flops_per_dim * qk_dim_);
+    for (int key = 0; key < padded; key += kKeyTile) {
+      for (int head = first_head_; head < end_head_; ++head) score_keys(head, key);
+    }
+    mark(tile_, kMarkSoftmax);
+    const int hidden = static_cast<int>(larger(0, begin - first));
+    for (int head = first_head_; head < end_head_; ++head) take_softmax(head, first, n, hidden);
+    mark(tile_, kMarkPv, flops_per_dim * v_dim_);
+    const bool all_visible = tile_.mask == nullptr &&
+                             visible_keys(tile_, tile_.num_tokens - 1).begin <= first &&
+                             visible_keys(tile_, 0).end >= first + n;
+    // O is loaded and stored once a step; small steps keep to the order of memory.
+    const int small_step = kCodes ? 2 * kKeyTile : kKeyTile;
+    const int step = head_rows_ > kQueryTile ? kInPlaceKeys : small_step;
+    for (int key = 0; key < n; key += step) {
+      const int count = static_cast<int>(smaller(step, n - key));
+      for (int head = first_head_; head < end_head_; ++head) {
+        add_values(head, first, key, count, all_visible);
+      }
+    }
   }
-  if (i < rows) function.template operator()<1>(i);
-}
+
+  /// Turns the scores of a head's rows with the n keys from `first` on into probabilities.
+  void take_softmax(int head, int64_t first, int n, int hidden) const {
+    float k_factors[kInPlaceKeys];
+    float v_factors[kInPlaceKeys];
+    if constexpr (kCodes) {
+      read_row_factors(tile_.k_row_factors, head, first, n, hidden, k_factors);
+      read_row_factors(tile_.v_row_factors, head, first, n, hidden, v_factors);
+    }
+    const float scale = scale_of_head(tile_, head);
+    const float factor = tile_.softcap > 0 ? kLog2E : scale * kLog2E;
+    const int padded = round_up(n, kKeyGranule);
+    for (int i = 0; i < head_rows_; ++i) {
+      const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
+      float* scores = work_.scores + slot * kInPlaceKeys;
+      Operand* probabilities = work_.probabilities + slot * kInPlaceKeys;
+      if (kCodes && has_factors(tile_.k_row_factors)) {
+        multiply_row(scores, k_factors, 0, padded);
+      }
+      if (tile_.softcap > 0) apply_softcap(scores, 0, padded, scale, tile_.softcap);
+      hide_keys(tile_, scores, i / tile_.group, first, 0, padded);
+      softmax_row<kExp2Degree>(
+          scores, probabilities, 0, padded, factor, work_.states[slot],
+          work_.output + slot * v_dim_, v_dim_
+      );
+      if constexpr (kCodes) {
+        if (!has_factors(tile_.v_row_factors)) continue;
+        multiply_probabilities(probabilities, v_factors, padded);
+      }
+    }
+  }
+
+  void read_row_factors(
+      const RowFactors& source, int head, int64_t first, int n, int hidden, float* factors
+  ) const {
+    if (has_factors(source)) read_factors(tile_, source, head, first, n, hidden, factors);
+  }
+
+  /// Probabilities of keys that a row does not see stay zero, whatever their factor is.
+  static void multiply_probabilities(float* p, const float* factors, int n) {
+    for (int i = 0; i < n; i += kLanes) {
+      const Vector x = load(p + i);
+      const uint32_t seen = greater(x, splat(0.0F));
+      store(p + i, select(seen, mul(x, load(factors + i)), splat(0.0F)));
+    }
+  }
+
+  /// Addresses of the n keys from `first` on, and of those after them that are to
+  /// be fetched. No token sees the first `hidden` ones.
+  void locate_block(int64_t first, int n, int hidden, int64_t end) {
+    const int known = static_cast<int>(smaller(kInPlaceKeys + ahead_, end - first));
+    const auto locate = [&](const PagedRows& source, const char** rows) {
+      locate_visible_rows(source, tile_, first, known, hidden, kStoredBytes, rows);
+      stand_in(rows, known, round_up(n, kKeyGranule) + ahead_, hidden);
+    };
+    locate(tile_.k, keys_);
+    if (tile_.rope_dim > 0) locate(tile_.k_rope, rope_keys_);
+    locate(tile_.v, values_);
+  }
+
+  static const char* row_of_head(const PagedRows& source, int head, const char* row) {
+    return row + head * source.head_stride * kStoredBytes;
+  }
+
+  /// Scores of the rows of a head with kKeyTile keys from `key` of the block on.
+  void score_keys(int head, int key) const {
+    const Operand* keys[kKeyTile];
+    const Operand* rope[kKeyTile];
+    for (int i = 0; i < kKeyTile; ++i) {
+      fetch_row<kFetchLocality>(
+          row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.nope_dim * kStoredBytes
+      );
+      Operand* wide = work_.keys + int64_t{i} * qk_dim_;
+      const char* row = k_.read(row_of_head(tile_.k, head, keys_[key + i]), i);
+      keys[i] = operands(row, tile_.nope_dim, wide);
+      if (tile_.rope_dim > 0) {
+        const char* rope_row =
+            k_rope_.read(row_of_head(tile_.k_rope, head, rope_keys_[key + i]), i);
+        rope[i] = operands(rope_row, tile_.rope_dim, wide + tile_.nope_dim);
+      }
+    }
+    for (int i = 0; i < padded_rows_; i += kQueryTile) {
+      const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
+      score_tile(
+          work_.queries + slot * qk_dim_, keys, rope, work_.scores + slot * kInPlaceKeys + key
+      );
+    }
+  }
+
+  /// A row of keys as operands: itself, or widened to `wide`.
+  static const Operand* operands(const char* row, int dim, Operand* wide) {
+    if constexpr (!Loads::kWidens) return reinterpret_cast<const Operand*>(row);
+    Engine::pack_query(reinterpret_cast<const Stored*>(row), dim, wide);
+    return wide;
+  }
+
+  /// Scores of a tile of queries with a tile of keys. On its own, so that the
+  /// addresses of all keys have registers.
+  [[gnu::noinline]] void score_tile(
+      const Operand* queries, const Operand* const* keys, const Operand* const* rope, float* scores
+  ) const {
+    Vector sums[kTileVectors][kKeyTile];
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeyTile; ++j) sums[i][j] = splat(0.0F);
+    }
+    add_products(queries, keys, tile_.nope_dim, sums);
+    if (tile_.rope_dim > 0) {
+      add_products(queries + tile_.nope_dim * kQueryTile, rope, tile_.rope_dim, sums);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kKeyTile; j += 4) {
+        float quads[kLanes];
+        store(quads, sums_of_quads(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]));
+        for (int row = 0; row < kLanes / 4; ++row) {
+          float* to = scores + (i * kLanes / 4 + row) * kInPlaceKeys + j;
+          __builtin_memcpy(to, quads + row * 4, sizeof(float) * 4);
+        }
+      }
+    }
+  }
+
+  [[gnu::always_inline]] static void add_products(
+      const Operand* queries,
+      const Operand* const* keys,
+      int dim,
+      Vector (&sums)[kTileVectors][kKeyTile]
+  ) {
+    for (int d = 0; d < dim; d += kQuad) {
+      Pack q[kTileVectors];
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) {
+        q[i] = Engine::load_columns(queries + d * kQueryTile + i * kLanes * Engine::kDepthStep);
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeyTile; ++j) {
+        const Pack k = Loads::load_quad(keys[j] + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTileVectors; ++i) {
+          sums[i][j] = Engine::multiply_add(q[i], k, sums[i][j]);
+        }
+      }
+    }
+  }
+
+  /// O += P V for the rows of a head and `count` keys from `key` of the block that
+  /// starts at `first`. Where tokens see different keys each takes those it sees
+  /// alone: zero times the infinity of another is NaN.
+  void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
+    const char* values[kInPlaceKeys + 1];
+    for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
+      fetch_row<kFetchLocality>(
+          row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * kStoredBytes
+      );
+    }
+    values[count] = reinterpret_cast<const char*>(work_.zeros);
+    const int64_t slot = int64_t{head - first_head_} * padded_rows_;
+    if (all_visible) {
+      for (int i = 0; i < count; ++i) values[i] = value_row(head, key + i, i);
+      add_values(slot, head_rows_, values, key, count);
+      return;
+    }
+    for (int token = 0; token < tile_.num_tokens; ++token) {
+      for (int i = 0; i < count; ++i) {
+        values[i] =
+            sees(tile_, token, first + key + i) ? value_row(head, key + i, i) : values[count];
+      }
+      add_values(slot + token * tile_.group, tile_.group, values, key, count);
+    }
+  }
+
+  /// The value of key `key` of the block, the i-th of those that are added together.
+  const char* value_row(int head, int key, int i) const {
+    return v_.read(row_of_head(tile_.v, head, values_[key]), i);
+  }
+
+  /// O += P V for `rows` rows from `slot` on and keys [key, key + count) of the block.
+  /// values[count] is readable, and zeros.
+  void add_values(int64_t slot, int rows, const char* const* values, int key, int count) const {
+    for (int d = 0; d < v_dim_; d += kPanel) {
+      const int vectors = static_cast<int>(smaller(kPanelVectors, (v_dim_ - d) / kLanes));
+      for_row_tiles(rows, [&]<int kRows>(int i) {
+        const Operand* p = work_.probabilities + (slot + i) * kInPlaceKeys + key;
+        float* o = work_.output + (slot + i) * v_dim_ + d;
+        add_vectors<Stored, Engine, kRows>(vectors, p, kInPlaceKeys, values, count, d, o, v_dim_);
+      });
+    }
+  }
+
+  const AttentionTile& tile_;
+  const int head_rows_;    // of one KV head
+  const int padded_rows_;  // those, filled up to whole tiles of queries
+  const int qk_dim_;
+  const int v_dim_;
+  const InPlaceWorkspace<Operand> work_;
+  const PaddedRows k_, k_rope_, v_;
+  int first_head_, end_head_;  // at work
+  int ahead_;                  // keys and values are fetched this many before their turn
+  // The addresses of the block's keys and values, for the first KV head.
+  const char* keys_[2 * kInPlaceKeys];
+  const char* rope_keys_[2 * kInPlaceKeys];
+  const char* values_[2 * kInPlaceKeys];
+};
 
 }  // namespace
 }  // namespace cpattn::kernels

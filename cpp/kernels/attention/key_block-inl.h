@@ -2,9 +2,9 @@
 #pragma once
 
 // A block of keys with its K and V packed for an engine's products.
-#include "kernels/attention/gemm-inl.h"
-#include "kernels/attention/padded_rows-inl.h"
-#include "kernels/attention/row_factors-inl.h"
+#include "kernels/engines/gemm-inl.h"
+#include "kernels/rows/padded_rows-inl.h"
+#include "kernels/rows/row_factors-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -35,8 +35,7 @@ class KeyBlock {
         zeros_(reinterpret_cast<const char*>(zeros)) {}
 
   /// Packs keys [first, first + n) of a KV head, and starts to fetch those that come next below
-  /// `end`. No token sees the first `hidden` of them: they may hold anything, NaN
-  /// too, so a visible one stands in for them.
+  /// `end`. No token sees the first `hidden` of them.
   void pack(int head, int64_t first, int n, int hidden, int64_t end) {
     first_ = first;
     count_ = n;
@@ -103,13 +102,10 @@ class KeyBlock {
 
   void locate(const PagedRows& source, int head, int hidden, const char** rows) const {
     const int bytes = element_bytes<T>(tile_);
-    locate_rows(
-        rows_of_head(source, head, bytes), tile_, first_ + hidden, known_ - hidden, bytes,
-        rows + hidden
+    locate_visible_rows(
+        rows_of_head(source, head, bytes), tile_, first_, known_, hidden, bytes, rows
     );
-    for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
-    const int fetched = round_up(count_, kKeyGranule) + kKeyGranule;
-    for (int i = known_; i < fetched; ++i) rows[i] = rows[known_ - 1];
+    stand_in(rows, known_, round_up(count_, kKeyGranule) + kKeyGranule, known_ - 1);
   }
 
   void expand_granule(int begin, int end) const {

@@ -3,78 +3,86 @@
 
 // The kernels on AMX tiles, of hardware or twin. Needs the vector layer and the
 // tiles included first.
-#include "kernels/amx/attention-inl.h"
-#include "kernels/amx/decode-inl.h"
-#include "kernels/amx/few_rows-inl.h"
+#include "kernels/attention/amx/few_rows-inl.h"
+#include "kernels/attention/amx/in_place-inl.h"
+#include "kernels/attention/amx/packed-inl.h"
 #include "kernels/isa/kernel_table-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// The loop of prompts: by tiles, or by vectors if rows are padded, which tiles do not read.
-template <class T, class Engine>
-struct AmxOrPadded {
-  using Padded = AttentionLoop<T, Engine, 4>;
+static_assert(kFewTileRows == kGroupRows, "kFewRowTiles takes one group of rows");
+static_assert(kInPlaceTileRows == kTileRows);
 
-  static int64_t scratch_bytes(const AttentionTile* tile) {
-    return is_padded(*tile) ? Padded::scratch_bytes(tile) : AmxLoop<T>::scratch_bytes(tile);
-  }
-  static bool run(const AttentionTile* tile, void* scratch) {
-    return is_padded(*tile) ? Padded::run(tile, scratch) : AmxLoop<T>::run(tile, scratch);
-  }
-};
+/// The loops of an element type on tiles and, up to kInPlaceRows of a KV head where keys may be
+/// read in place, on vectors in float32.
+template <class T, class Engine, int kInPlaceRows>
+struct TileLoops {
+  using Element = T;
+  using Vectors = VectorLoops<T, Engine, 4, Float32Engine>;
+  /// float16 would need three products for each of kInPlaceTiles.
+  static constexpr LoopLimits kLimits{
+      .tiles = true, .in_place_tiles = TileFormat<T>::kParts == 1, .in_place_rows = kInPlaceRows
+  };
 
-/// The loop of decode: the vector units multiply up to kVectorRows rows of a KV head, in float32,
-/// and tiles multiply more.
-template <class T, class Engine, int kVectorRows>
-struct VectorsOrTiles {
-  using Packing = AmxOrPadded<T, Engine>;
-  using Decode = DecodeLoop<T, Float32Engine, 4>;
-  /// Rows that are no more work for the vector units than unpacking codes for tiles.
-  static constexpr int kLoneRows = 2;
-
-  static bool by_vectors(const AttentionTile& tile) {
-    return tile.num_tokens * tile.group <= kVectorRows;
-  }
-  static int64_t scratch_bytes(const AttentionTile* tile) {
-    return by_vectors(*tile) ? decode_scratch_bytes<T, Decode>(tile) : Packing::scratch_bytes(tile);
-  }
-  template <class Loop>
-  static bool run(const AttentionTile* tile, void* scratch) {
-    return by_vectors(*tile) ? Loop::run(tile, scratch) : Packing::run(tile, scratch);
-  }
-
-  /// Whether AmxDecode takes the tile. In float16 it would need three products for each.
-  template <class Code>
-  static bool in_place(const AttentionTile& tile) {
-    return TileFormat<T>::kParts == 1 && !is_padded(tile) &&
-           tile.num_tokens * tile.group > kLoneRows && AmxDecode<Code>::takes(tile);
-  }
-  /// Loads tiles from where keys are, if that is possible and the results are finite; else does
-  /// what run() does.
-  template <class Code, class Loop>
-  static bool decode(const AttentionTile* tile, void* scratch) {
-    if (in_place<Code>(*tile)) {
-      AmxDecode<Code> attempt(*tile, static_cast<char*>(scratch));
-      if (!attempt.run()) return false;
-      if (attempt.finite()) return true;
+  static int64_t scratch_bytes(AttentionLoop loop, const AttentionTile* tile) {
+    switch (loop) {
+      case kTiles:
+        return AmxPacked<T>::scratch_bytes(*tile);
+      case kFewRowTiles:
+        return AmxFewRows<T>::scratch_bytes(*tile);
+      case kInPlaceTiles:
+        return larger(
+            AmxInPlace<Bfloat16>::scratch_bytes(*tile), scratch_bytes(without_in_place(tile), tile)
+        );
+      default:
+        return Vectors::scratch_bytes(loop, tile);
     }
-    return run<Loop>(tile, scratch);
-  }
-  template <class Code>
-  static int64_t decode_scratch(const AttentionTile* tile) {
-    const int64_t bytes = scratch_bytes(tile);
-    return in_place<Code>(*tile) ? larger(bytes, AmxDecode<Code>::scratch_bytes(*tile)) : bytes;
   }
 
-  static constexpr AttentionKernel kernel(int64_t (*peak)(int64_t)) {
-    AttentionKernel kernel = packing_kernel<T, Packing>(peak);
-    kernel.decode_scratch_bytes = &decode_scratch<Bfloat16>;
-    kernel.decode = &decode<Bfloat16, Decode>;
-    kernel.decode_codes[kFloat8E4M3] = &decode<Float8, CodeDecoder<T, Float8>>;
-    kernel.decode_codes[kFloat8E5M2] = &decode<Float8E5M2, CodeDecoder<T, Float8E5M2>>;
-    kernel.decode_codes[kInt8] = &decode<int8_t, CodeDecoder<T, int8_t>>;
-    return kernel;
+  static bool run(AttentionLoop loop, const AttentionTile* tile, void* scratch) {
+    char* base = static_cast<char*>(scratch);
+    switch (loop) {
+      case kTiles:
+        for (int head = 0; head < tile->num_kv_heads; ++head) {
+          if (!AmxPacked<T>(*tile, head, base).run()) return false;
+        }
+        return true;
+      case kFewRowTiles:
+        return AmxFewRows<T>(*tile, base).run();
+      case kInPlaceTiles:
+        if constexpr (kLimits.in_place_tiles) return run_in_place_tiles(tile, base);
+        [[fallthrough]];
+      default:
+        return Vectors::run(loop, tile, scratch);
+    }
+  }
+
+ private:
+  /// The loop for tiles whose results kInPlaceTiles finds not to be finite.
+  static AttentionLoop without_in_place(const AttentionTile* tile) {
+    LoopLimits limits = kLimits;
+    limits.in_place_tiles = false;
+    return choose(*tile, limits);
+  }
+
+  static bool run_in_place_tiles(const AttentionTile* tile, char* scratch) {
+    if (tile->expand_codes == nullptr) return attempt<Bfloat16>(tile, scratch);
+    switch (tile->code_type) {
+      case kFloat8E4M3:
+        return attempt<Float8>(tile, scratch);
+      case kFloat8E5M2:
+        return attempt<Float8E5M2>(tile, scratch);
+      default:
+        return attempt<int8_t>(tile, scratch);
+    }
+  }
+
+  template <class Stored>
+  static bool attempt(const AttentionTile* tile, char* scratch) {
+    AmxInPlace<Stored> attempt(*tile, scratch);
+    if (!attempt.run()) return false;
+    return attempt.finite() || run(without_in_place(tile), tile, scratch);
   }
 };
 
@@ -84,8 +92,8 @@ struct VectorsOrTiles {
 /// with the memory for 4 rows.
 constexpr KernelTable amx_kernel_table(const char* name) {
   return kernel_table(
-      name, VectorsOrTiles<Bfloat16, Bfloat16Engine, 4>::kernel(&tile_peak_flops),
-      VectorsOrTiles<Half, Float32Engine, 16>::kernel(&peak_flops<Float32Engine>)
+      name, attention_kernel<TileLoops<Bfloat16, Bfloat16Engine, 4>>(&tile_peak_flops),
+      attention_kernel<TileLoops<Half, Float32Engine, 16>>(&peak_flops<Float32Engine>)
   );
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/vector/avx512-inl.h"
 // The vector layer comes first.
-#include "kernels/amx/twin-inl.h"
+#include "kernels/engines/amx/twin-inl.h"
 // Then the tiles, then what is made of both.
 #include "kernels/isa/amx_kernel_table-inl.h"
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/vector/neon-inl.h"
 // The vector layer comes first.
-#include "kernels/attention/gemm_neonbf16-inl.h"
+#include "kernels/engines/gemm_neonbf16-inl.h"
 // Then the engines, then the loops over them.
 #include "kernels/isa/kernel_table-inl.h"
 
 namespace cpattn::kernels {
 
 extern constinit const KernelTable table_neonbf16 =
-    kernel_table("neonbf16", attention_kernel<Bfloat16, Bfloat16Engine, 4, Float32Engine>());
+    kernel_table("neonbf16", vector_kernel<Bfloat16, Bfloat16Engine, 4, Float32Engine>());
 
 }  // namespace cpattn::kernels

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/vector/avx512-inl.h"
 // The vector layer comes first.
-#include "kernels/amx/tiles-inl.h"
+#include "kernels/engines/amx/tiles-inl.h"
 // Then the tiles, then what is made of both.
-#include "kernels/amx/indexer-inl.h"
 #include "kernels/isa/sparse_table-inl.h"
+#include "kernels/sparse/amx/indexer-inl.h"
 
 namespace cpattn::kernels {
 

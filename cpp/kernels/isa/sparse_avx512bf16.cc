@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/vector/avx512-inl.h"
 // The vector layer comes first.
-#include "kernels/attention/gemm_bf16-inl.h"
+#include "kernels/engines/gemm_bf16-inl.h"
 #include "kernels/sparse/indexer_int8-inl.h"
 // Then the engines, then the loops over them.
 #include "kernels/isa/sparse_table-inl.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/vector/neon-inl.h"
 // The vector layer comes first.
-#include "kernels/attention/gemm-inl.h"
+#include "kernels/engines/gemm-inl.h"
 // Then the engines, then the loops over them.
 #include "kernels/isa/sparse_table-inl.h"
 

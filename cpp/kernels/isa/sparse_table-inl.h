@@ -3,7 +3,7 @@
 
 // The table that ops calls the kernels of sparse attention through. Needs the vector
 // layer and the engines included first.
-#include "kernels/isa/sparse_kernel_table.h"
+#include "kernels/boundary/sparse_kernel_table.h"
 #include "kernels/kv/scatter-inl.h"
 #include "kernels/sparse/indexer-inl.h"
 #include "kernels/sparse/rows-inl.h"

@@ -6,9 +6,8 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/kv/scatter_kernel.h"
-#include "kernels/sparse/rows_norm-inl.h"
-#include "kernels/vector/elements-inl.h"
+#include "kernels/boundary/scatter_kernel.h"
+#include "kernels/vector/tails-inl.h"
 
 namespace cpattn::kernels {
 namespace {

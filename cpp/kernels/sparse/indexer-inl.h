@@ -3,8 +3,8 @@
 
 // The indexer: every query of a tile meets a block of keys that was packed once.
 // Needs the vector layer and the engines included first.
+#include "kernels/boundary/indexer_kernel.h"
 #include "kernels/sparse/indexer_blocks-inl.h"
-#include "kernels/sparse/indexer_kernel.h"
 #include "kernels/sparse/indexer_scores-inl.h"
 #include "kernels/sparse/indexer_topk-inl.h"
 

@@ -3,8 +3,8 @@
 
 // The blocks of keys that the indexer packs, and what packs and scores them. Needs the vector
 // layer and the engines included first.
-#include "kernels/attention/key_rows-inl.h"
-#include "kernels/sparse/indexer_kernel.h"
+#include "kernels/boundary/indexer_kernel.h"
+#include "kernels/rows/key_rows-inl.h"
 #include "kernels/sparse/indexer_scores-inl.h"
 
 namespace cpattn::kernels {
@@ -119,9 +119,8 @@ class IndexerBlocks {
     }
     locate({keys.data, keys.page_bytes, keys.row_bytes}, first, begin, end, block.rows);
     const int granule = begin / kKeyGranule * kKeyGranule;
-    for (int i = granule; i < begin; ++i) block.rows[i] = block.rows[begin];
-    const int fetched = round_up(end, kKeyGranule) + kKeyGranule;
-    for (int i = end; i < fetched; ++i) block.rows[i] = block.rows[end - 1];
+    stand_in(block.rows, granule, begin, begin);
+    stand_in(block.rows, end, round_up(end, kKeyGranule) + kKeyGranule, end - 1);
     scorer.pack_keys(block.rows, granule, end, block.keys);
   }
 
@@ -132,7 +131,7 @@ class IndexerBlocks {
     const IndexerKeys& keys = tile_.keys;
     const char** rows = blocks_[index_of(first)].rows;
     locate({keys.data, keys.page_bytes, keys.row_bytes}, first, 0, end, rows);
-    for (int i = end; i < kIndexerBlock; ++i) rows[i] = rows[end - 1];
+    stand_in(rows, end, kIndexerBlock, end - 1);
     return rows;
   }
 

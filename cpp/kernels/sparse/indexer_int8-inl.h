@@ -3,7 +3,7 @@
 
 // Scores of int8 with vpdpbusd: four rows of a panel are interleaved, so that one
 // 32-bit lane holds four dimensions of a key. Needs the vector layer included first.
-#include "kernels/attention/gemm-inl.h"
+#include "kernels/engines/gemm-inl.h"
 
 namespace cpattn::kernels {
 namespace {

@@ -3,9 +3,9 @@
 
 // Scores of one query with packed keys. Needs the vector layer and the engines
 // included first.
-#include "kernels/attention/gemm-inl.h"
-#include "kernels/attention/key_rows-inl.h"
-#include "kernels/sparse/indexer_kernel.h"
+#include "kernels/boundary/indexer_kernel.h"
+#include "kernels/engines/gemm-inl.h"
+#include "kernels/rows/key_rows-inl.h"
 #include "kernels/vector/fp8-inl.h"
 
 namespace cpattn::kernels {

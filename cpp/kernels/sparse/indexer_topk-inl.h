@@ -3,7 +3,7 @@
 
 // The best keys of every query of a tile, collected while scores are computed. Needs
 // the vector layer included first.
-#include "kernels/sparse/indexer_kernel.h"
+#include "kernels/boundary/indexer_kernel.h"
 #include "kernels/sparse/topk-inl.h"
 
 namespace cpattn::kernels {

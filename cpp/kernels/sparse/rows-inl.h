@@ -2,7 +2,7 @@
 #pragma once
 
 // The kernels of rows_kernel.h. Needs the vector layer included first.
-#include "kernels/sparse/rows_kernel.h"
+#include "kernels/boundary/rows_kernel.h"
 #include "kernels/sparse/rows_norm-inl.h"
 #include "kernels/sparse/rows_quantize-inl.h"
 #include "kernels/vector/fp8-inl.h"

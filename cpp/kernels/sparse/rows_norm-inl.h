@@ -3,28 +3,11 @@
 
 // RMS norm, Hadamard transform and dequantisation of rows, in float32 with one rounding at the end.
 // Needs the vector layer included first.
-#include "kernels/sparse/rows_kernel.h"
-#include "kernels/vector/elements-inl.h"
+#include "kernels/boundary/rows_kernel.h"
+#include "kernels/vector/tails-inl.h"
 
 namespace cpattn::kernels {
 namespace {
-
-/// Loads the next vector of n > 0 numbers that are left. Lanes beyond them are zero, and no memory
-/// beyond them is read.
-template <class T>
-Vector load_some(const T* p, int64_t n) {
-  if (n >= kLanes) return load(p);
-  T padded[kLanes] = {};
-  __builtin_memcpy(padded, p, n * sizeof(T));
-  return load(padded);
-}
-template <class T>
-void store_some(T* p, Vector x, int64_t n) {
-  if (n >= kLanes) return store(p, x);
-  T padded[kLanes];
-  store(padded, x);
-  __builtin_memcpy(p, padded, n * sizeof(T));
-}
 
 /// The numbers are added in four partial sums, always in the same order.
 template <class T>

@@ -2,7 +2,7 @@
 #pragma once
 
 // Groups of 128 numbers as codes and a scale. Needs the vector layer included first.
-#include "kernels/sparse/rows_kernel.h"
+#include "kernels/boundary/rows_kernel.h"
 #include "kernels/vector/elements-inl.h"
 
 namespace cpattn::kernels {

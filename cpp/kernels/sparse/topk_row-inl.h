@@ -2,8 +2,8 @@
 #pragma once
 
 // Top-k of a row that lies in memory: a sample of it says from where on to collect.
+#include "kernels/boundary/topk_kernel.h"
 #include "kernels/sparse/topk-inl.h"
-#include "kernels/sparse/topk_kernel.h"
 
 namespace cpattn::kernels {
 namespace {

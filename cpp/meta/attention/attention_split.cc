@@ -21,8 +21,6 @@ constexpr int64_t kWantedRuns = 16;
 constexpr int64_t kWantedWholeRuns = 64;
 /// Parts that a batch should have: enough for many threads.
 constexpr int64_t kWantedParts = 256;
-/// Shorter parts cost more to merge than they are worth.
-constexpr int64_t kDecodeGranule = 512;
 
 struct VisibleKeys {
   int64_t begin, end;
@@ -45,13 +43,13 @@ bool is_short(const AttentionBatch& batch, const AttentionSegment& segment) {
 int64_t part_keys(const AttentionBatch& batch) {
   int64_t keys = 0;
   int64_t rows = 1;
-  int64_t granule = kDecodeGranule;
+  int64_t granule = kInPlaceGranule;  // shorter parts cost more to merge than they are worth
   for (const AttentionSegment& segment : batch.segments) {
     if (!is_short(batch, segment)) continue;
     const VisibleKeys range = keys_of(batch, segment);
     keys += range.end - range.begin;
     rows = std::max(rows, segment.q_len * batch.shape.num_heads);
-    if (!may_read_in_place(batch, segment)) granule = kPackedGranule;
+    if (!may_read_in_place(batch, segment)) granule = kMaxBlockKeys;
   }
   // A split segment, which has more keys than a part, has less than three times as many
   // parts as they are worth.

@@ -4,7 +4,7 @@
 #include "cpattn/attention/attention_plan.h"
 #include "cpattn/base/parallel.h"
 #include "cpattn/base/trace.h"
-#include "kernels/attention/attention_kernel.h"
+#include "kernels/boundary/attention_kernel.h"
 
 namespace cpattn {
 

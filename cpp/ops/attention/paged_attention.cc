@@ -19,11 +19,6 @@
 namespace cpattn {
 namespace {
 
-// The plan and the kernels have these limits twice, as neither may include the other.
-static_assert(kMaxHeadDim == kernels::kMaxHeadDim);
-static_assert(kUnboundedKeys == kernels::kUnlimited);
-static_assert(kPackedGranule % kernels::kMaxBlockKeys == 0);
-
 void check_cache(
     const AttentionArguments& arguments,
     const char* name,
@@ -319,7 +314,6 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
   const TraceSpan call(TraceScope::call, 0, arguments.q.dtype, arguments.function);
   clear_rows_outside(plan.batch, arguments);
   const std::optional<kernels::CodeType> codes = code_type(arguments.k.dtype);
-  const auto decode = codes ? kernel.decode_codes[*codes] : kernel.decode;
   const auto num_items = static_cast<int64_t>(plan.items.size());
   SplitResults splits(plan);
   parallel_for(num_items, threads, [&](int64_t index, StopToken& stop) {
@@ -333,12 +327,9 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
       tile.expand_codes = kernel.expand_codes[*codes];
     }
     tile.partial = splits.results_of(item);
-    const auto scratch_bytes =
-        item.may_read_in_place ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
-    if (!(item.may_read_in_place ? decode : kernel.run)(
-            &tile, thread_scratch(arguments.function, scratch_bytes(&tile))
-        ))
-      return;
+    tile.may_read_in_place = item.may_read_in_place;
+    void* scratch = thread_scratch(arguments.function, kernel.scratch_bytes(&tile));
+    if (!kernel.run(&tile, scratch)) return;
     if (const float* parts = splits.finish(item)) {
       const TraceSpan merging(TraceScope::merge);
       kernel.merge(&tile, parts, plan.splits[item.split].num_parts);

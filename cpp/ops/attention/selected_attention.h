@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "cpattn/base/tensor_view.h"
-#include "kernels/attention/attention_kernel.h"
+#include "kernels/boundary/attention_kernel.h"
 
 namespace cpattn {
 

@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/attention/split_results.h"
 
-#include "kernels/attention/attention_kernel.h"
+#include "kernels/boundary/attention_kernel.h"
 
 namespace cpattn {
 
-// The plan, which bounds the memory of parts, counts with this size.
-static_assert(kernels::kPartialState == kPartialStateFloats);
-
 SplitResults::SplitResults(const AttentionPlan& plan)
     : plan_(plan),
-      row_floats_(padded_dim(plan.batch.shape.v_head_dim) + kernels::kPartialState),
+      row_floats_(padded_dim(plan.batch.shape.v_head_dim) + kPartialStateFloats),
       results_(new float[plan.partial_rows * row_floats_]),
       parts_left_(plan.splits.size()) {
   for (std::size_t i = 0; i < parts_left_.size(); ++i) parts_left_[i] = plan.splits[i].num_parts;

@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "cpattn/base/tensor_view.h"
-#include "kernels/attention/attention_kernel.h"
-#include "kernels/isa/sparse_kernel_table.h"
+#include "kernels/boundary/attention_kernel.h"
+#include "kernels/boundary/sparse_kernel_table.h"
 
 namespace cpattn {
 

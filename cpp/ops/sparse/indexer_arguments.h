@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpattn/sparse/indexer.h"
-#include "kernels/sparse/indexer_kernel.h"
+#include "kernels/boundary/indexer_kernel.h"
 
 namespace cpattn {
 

@@ -6,7 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "cpattn/base/index_table.h"
+#include "cpattn/attention/page_table.h"
+#include "cpattn/base/limits.h"
 
 namespace cpattn {
 
@@ -19,8 +20,6 @@ struct AttentionShape {
   int32_t v_head_dim = 0;
   bool operator==(const AttentionShape&) const = default;
 };
-
-constexpr int64_t kMaxHeadDim = 576;
 
 /// The dimensions that kernels count with, which are multiples of 16.
 constexpr int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
@@ -45,15 +44,6 @@ struct AttentionSegment {
   int64_t position_step = 1;
   int64_t table_row = 0;  // the row of the page table whose pages hold the keys
   bool operator==(const AttentionSegment&) const = default;
-};
-
-/// The pages of every sequence: those of row r are
-/// page_ids[indptr[r] .. indptr[r + 1]).
-struct PageTable {
-  std::vector<int64_t> indptr = {0};
-  std::vector<int32_t> page_ids;
-  int64_t num_rows() const { return static_cast<int64_t>(indptr.size()) - 1; }
-  bool operator==(const PageTable&) const = default;
 };
 
 /// Visibility bits of a custom mask, rows padded to whole 32-bit words. Bit j of
@@ -109,8 +99,6 @@ struct AttentionBatch {
   bool operator==(const AttentionBatch&) const = default;
 };
 
-constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
-
 /// Work division for one batch: made once, run for every layer. A value without
 /// hidden state; it owns its arrays. The division depends on the batch alone,
 /// never on the machine or the number of threads.
@@ -135,11 +123,6 @@ struct AttentionPlan {
 
 constexpr int64_t kMaxDecodeTokens = 16;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
-/// Parts of segments whose keys are packed begin at multiples of this, as the kernels' blocks of
-/// keys do.
-constexpr int64_t kPackedGranule = 1024;
-/// Floats that a row of a part keeps beside its outputs, because merging needs them.
-constexpr int64_t kPartialStateFloats = 4;
 
 /// Divides a batch into items. Throws std::invalid_argument, naming `function`,
 /// for a shape outside AttentionShape's bounds. Segments and pages must be
@@ -148,33 +131,6 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
 
 /// The number of (row, key) pairs of an item in which window and mask let the row see the key.
 int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item);
-
-/// Tables of sequences as users give them: a rectangle whose row r holds at
-/// least ceil(kv_lens[r] / page_size) page ids (later entries are never read),
-/// checked against num_pages. Throws std::invalid_argument naming the sequence,
-/// the position and the value.
-PageTable page_table_from_blocks(
-    const char* function,
-    const IndexTable& block_tables,
-    std::span<const int64_t> kv_lens,
-    int64_t page_size,
-    int64_t num_pages
-);
-
-/// The CSR form of FlashInfer: kv_indices[kv_indptr[r] .. kv_indptr[r + 1]) are
-/// the pages of sequence r and last_page_len[r], in [1, page_size], the tokens
-/// on its last page (ignored for a sequence without pages). Writes the number of keys of each
-/// sequence to kv_lens. Throws std::invalid_argument for offsets, pages and lengths that do not
-/// fit.
-PageTable page_table_from_csr(
-    const char* function,
-    std::span<const int64_t> kv_indptr,
-    std::span<const int64_t> kv_indices,
-    std::span<const int64_t> last_page_len,
-    int64_t page_size,
-    int64_t num_pages,
-    std::vector<int64_t>& kv_lens
-);
 
 /// Packs a mask given as one byte for each (row, key): nonzero means visible, or hidden if
 /// `inverted`. It is row-major within each segment: segment s starts at starts[s] and its rows

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cpattn/base/index_table.h"
+
+namespace cpattn {
+
+/// The pages of every sequence: those of row r are
+/// page_ids[indptr[r] .. indptr[r + 1]).
+struct PageTable {
+  std::vector<int64_t> indptr = {0};
+  std::vector<int32_t> page_ids;
+  int64_t num_rows() const { return static_cast<int64_t>(indptr.size()) - 1; }
+  bool operator==(const PageTable&) const = default;
+};
+
+/// Tables of sequences as users give them: a rectangle whose row r holds at
+/// least ceil(kv_lens[r] / page_size) page ids (later entries are never read),
+/// checked against num_pages. Throws std::invalid_argument naming the sequence,
+/// the position and the value.
+PageTable page_table_from_blocks(
+    const char* function,
+    const IndexTable& block_tables,
+    std::span<const int64_t> kv_lens,
+    int64_t page_size,
+    int64_t num_pages
+);
+
+/// The CSR form of FlashInfer: kv_indices[kv_indptr[r] .. kv_indptr[r + 1]) are
+/// the pages of sequence r and last_page_len[r], in [1, page_size], the tokens
+/// on its last page (ignored for a sequence without pages). Writes the number of keys of each
+/// sequence to kv_lens. Throws std::invalid_argument for offsets, pages and lengths that do not
+/// fit.
+PageTable page_table_from_csr(
+    const char* function,
+    std::span<const int64_t> kv_indptr,
+    std::span<const int64_t> kv_indices,
+    std::span<const int64_t> last_page_len,
+    int64_t page_size,
+    int64_t num_pages,
+    std::vector<int64_t>& kv_lens
+);
+
+}  // namespace cpattn

@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The attention loop on AMX tiles for up to 64 rows of a KV head, where most of the time goes to
+// reading keys and values. Keys are left-hand tiles: rows of memory as they are, instead of
+// columns, which would have to be packed; the scores, which are few, are transposed instead. Keys,
+// scores and probabilities of a chunk of 32 keys follow each other, so that what was read is still
+// in the L1. Heads, which are neighbours in memory, take turns with each block of keys: its pages
+// are then still known to the TLB.
+//
+// Every sum has the order that it has in packed-inl.h, and with it its bits.
+#include "kernels/attention/amx/few_rows_values-inl.h"
+#include "kernels/attention/amx/scores-inl.h"
+#include "kernels/softmax/results-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+template <class T>
+class AmxFewRows {
+  using Format = TileFormat<T>;
+  static constexpr int kParts = Format::kParts;
+  static constexpr int kBlockKeys = kAmxBlockKeys<T>;
+
+ public:
+  static int64_t scratch_bytes(const AttentionTile& tile) {
+    return FewRowsWorkspace<T>(nullptr, tile).bytes;
+  }
+
+  AmxFewRows(const AttentionTile& tile, char* scratch)
+      : tile_(tile),
+        rows_(tile.num_tokens * tile.group),
+        row_tiles_((rows_ + kTileRows - 1) / kTileRows),
+        depth_(round_up(tile.nope_dim + tile.rope_dim, kTileDepth)),
+        v_dim_(tile.v_head_dim),
+        work_(scratch, tile),
+        pending_(work_.product),
+        sources_{SourceRows<T>(tile), SourceRows<T>(tile)},
+        packed_(
+            tile, work_.tiles, depth_, row_tiles_ == 1 ? ValueOrder::kOneChunk : ValueOrder::kChunks
+        ),
+        values_{work_, packed_, pending_, v_dim_ / 16} {}
+
+  bool run() {
+    mark(tile_, kMarkPack);
+    prepare();
+    begin_ = visible_keys(tile_, 0).begin;
+    end_ = visible_keys(tile_, tile_.num_tokens - 1).end;
+    locate_keys(0, begin_ / kBlockKeys * kBlockKeys);
+    while (next_->count() > 0) {
+      // Between two blocks no tile holds anything.
+      if (tile_.should_stop(tile_.stop_context)) return false;
+      tiles_.configure();
+      const SourceRows<T>& rows = *next_;
+      next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
+      const int64_t after = rows.first() + kBlockKeys;
+      if (!any_shown(tile_, 0, tile_.num_tokens, rows.first(), rows.count())) {
+        locate_keys(0, after);
+        continue;
+      }
+      take_head(rows.head());
+      if (head_ + 1 < tile_.num_kv_heads) {
+        locate_keys(head_ + 1, rows.first());
+      } else {
+        locate_keys(0, after);
+      }
+      attend(rows);
+    }
+    mark(tile_, kMarkWrite);
+    for (int head = 0; head < tile_.num_kv_heads; ++head) {
+      take_head(head);
+      for (int row = 0; row < rows_; ++row) finish(row);
+    }
+    return true;
+  }
+
+ private:
+  /// Turns to the rows of a head.
+  void take_head(int head) {
+    head_ = head;
+    scale_ = scale_of_head(tile_, head);
+    const int64_t row = int64_t{head} * kGroupRows;
+    states_ = work_.states.from(row);
+    group_ = {
+        .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
+        .column_tiles = v_dim_ / 16,
+        .first_chunk = 0,
+        .references = states_.references,
+        .biases = states_.biases,
+        .sums = states_.sums,
+        .exact_sums = RowStates<T>::wants_exact_sums(tile_) ? states_.exact_sums : nullptr,
+        .output = work_.output + row * v_dim_,
+        .probabilities = work_.probabilities,
+    };
+    queries_ = work_.queries + int64_t{head} * row_tiles_ * kTileRows * depth_ * kParts;
+  }
+
+  void prepare() {
+    // Dimensions that fill up the last tiles take part in everything.
+    if (tile_.nope_dim + tile_.rope_dim < depth_) {
+      __builtin_memset(work_.tiles.keys, 0, sizeof(Bfloat16) * kParts * 2 * kTileDepth * depth_);
+    }
+    fill_ones(work_.ones);
+    Magnitude magnitude;
+    for (int head = 0; head < tile_.num_kv_heads; ++head) {
+      take_head(head);
+      clear_rows();
+      const int64_t elements = int64_t{row_tiles_} * kTileRows * depth_ * kParts;
+      __builtin_memset(queries_, 0, sizeof(Bfloat16) * elements);
+      pack_query_columns<T>(tile_, head, depth_, queries_, magnitude);
+    }
+    bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
+  }
+
+  /// Sets the rows of the head, filled up to whole tiles, to the state of having seen no key.
+  void clear_rows() const {
+    const int rows = row_tiles_ * kTileRows;
+    states_.clear(tile_, rows);
+    for (int d = 0; d < v_dim_ / 16; ++d) {
+      __builtin_memset(group_.output + d * kGroupRows * kLanes, 0, sizeof(float) * rows * kLanes);
+    }
+  }
+
+  /// Locates the keys of a head to take next: those of the block from `first` on.
+  void locate_keys(int head, int64_t first) {
+    const int n =
+        begin_ < end_ ? static_cast<int>(larger(0, smaller(kBlockKeys, end_ - first))) : 0;
+    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin_ - first)));
+  }
+
+  /// Attends from the rows of the head to a block of keys. While the tiles multiply, the vector
+  /// units fill those of the next chunk and take the scores of the last one through softmax.
+  void attend(const SourceRows<T>& rows) {
+    int begin = static_cast<int>(larger(0, begin_ - rows.first())) / kTileDepth * kTileDepth;
+    int end = round_up(rows.count(), kTileDepth);
+    drop_hidden(tile_, 0, tile_.num_tokens, rows.first(), begin, end);
+    const int first_chunk = begin / kTileDepth;
+    const int end_chunk = end / kTileDepth;
+    if (first_chunk >= end_chunk) return next_->fetch(next_->count());
+    group_.first_chunk = first_chunk;
+    packed_.begin(rows);
+    if (has_factors(tile_.k_row_factors)) rows.read_row_factors(tile_.k_row_factors, k_factors_);
+    moderate_factors_ = !has_factors(tile_.k_row_factors) || are_moderate(k_factors_, rows.count());
+    const int64_t flops = int64_t{2} * rows_ * (end_chunk - first_chunk) * kTileDepth;
+    mark(tile_, kMarkQk, flops * (tile_.nope_dim + tile_.rope_dim));
+    float references[kTileRows];
+    start_scores(rows, first_chunk);
+    for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+      if (chunk + 1 < end_chunk) {
+        start_scores(rows, chunk + 1);
+      } else {
+        pending_.flush();
+      }
+      packed_.pack_values(rows, chunk, [&] { next_->fetch(1); });
+      next_->fetch(8);
+      take_softmax(rows.first(), chunk);
+      next_->fetch(8);
+      if (row_tiles_ > 1) continue;
+      if (chunk == first_chunk) {
+        __builtin_memcpy(references, group_.references, sizeof references);
+      }
+      pending_.flush();
+      values_.add_chunk(group_, chunk, chunk == first_chunk);
+    }
+    next_->fetch(next_->count());
+    mark(tile_, kMarkPv, flops * v_dim_);
+    if (row_tiles_ == 1) {
+      // A reference that was raised changed the probabilities of earlier chunks.
+      if (__builtin_memcmp(references, group_.references, sizeof references) != 0) {
+        values_.add_chunks_again(group_, rows, first_chunk, end_chunk);
+      }
+      values_.add_block(group_);
+    } else {
+      values_.add_values(group_, row_tiles_, first_chunk, end_chunk);
+    }
+    add_special_values(rows.first());
+  }
+
+  /// Packs the keys of a chunk and starts their scores.
+  void start_scores(const SourceRows<T>& rows, int chunk) {
+    Bfloat16* keys = packed_.keys_of(chunk % 2);
+    packed_.template pack_keys<KeySide::kLeft>(rows, chunk, keys, [&] { next_->fetch(1); });
+    const auto no_slice = [] {};
+    for (int row = 0; row < rows_; row += kScoreRows) {
+      const Bfloat16* queries = queries_ + int64_t{row} * depth_ * kParts;
+      float* scores = scores_of(chunk, row);
+      if (rows_ - row > kTileRows) {
+        multiply_queries<KeySide::kLeft, kParts, 2>(
+            queries, keys, depth_, pending_, scores, no_slice, no_slice
+        );
+      } else {
+        multiply_queries<KeySide::kLeft, kParts, 1>(
+            queries, keys, depth_, pending_, scores, no_slice, no_slice
+        );
+      }
+    }
+  }
+
+  float* scores_of(int chunk, int row) const {
+    return work_.scores + (chunk % 2 * 2 + row / kScoreRows) * 4 * kTileFloats;
+  }
+
+  /// Turns the scores of a chunk into probabilities.
+  void take_softmax(int64_t first, int chunk) {
+    const bool factors = has_factors(tile_.k_row_factors);
+    for (int row = 0; row < rows_; row += kScoreRows) {
+      const Step step{
+          .row = row,
+          .count = static_cast<int>(smaller(kScoreRows, rows_ - row)),
+          .chunk = chunk,
+          .first_chunk = group_.first_chunk,
+          .end_chunk = chunk + 1,
+          .last = false,
+      };
+      float* scores = scores_of(chunk, row);
+      transpose_scores(step.count, scores);
+      prepare_scores<T>(
+          tile_, step, first, scale_, factors ? k_factors_ + chunk * kTileDepth : nullptr,
+          !moderate_factors_ || !bounded_queries_ || !packed_.bounded(), states_.from(row).maxima,
+          scores
+      );
+      StepRows<T>(group_, step, scores).take_rest();
+    }
+  }
+
+  /// O += P V for keys that were packed as zeros, in the rows that see them.
+  void add_special_values(int64_t first) const {
+    for (int i = 0; i < packed_.num_special(); ++i) {
+      const int key = packed_.special_key(i);
+      const T* value = packed_.special_value(i);
+      for (int row = 0; row < rows_; ++row) {
+        if (!sees(tile_, row / tile_.group, first + key)) continue;
+        const Vector p = splat(group_.probability_of(row, key));
+        float* output = group_.output + row * kLanes;
+        for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
+          store(output, fma(p, load(value + d), load(output)));
+        }
+      }
+    }
+  }
+
+  void finish(int row) const {
+    const RowState state = states_.finished(tile_, row, group_.factor);
+    const float* output = group_.output + row * kLanes;
+    float columns[kMaxHeadDim];
+    for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
+      store(columns + d, load(output));
+    }
+    finish_row<T>(tile_, int64_t{head_} * rows_ + row, state, columns);
+  }
+
+  const TileScope tiles_;
+  const AttentionTile& tile_;
+  const int rows_;  // of a head
+  const int row_tiles_;
+  const int depth_;
+  const int v_dim_;
+  const FewRowsWorkspace<T> work_;
+  PendingSums pending_;
+  SourceRows<T> sources_[2];
+  SourceRows<T>* next_ = &sources_[0];  // comes after what is at work
+  TileRows<T> packed_;
+  FewRowsValues<T> values_;
+  bool bounded_queries_ = false;
+  bool moderate_factors_ = true;
+  int64_t begin_ = 0, end_ = 0;  // of the keys that any token sees
+  int head_ = 0;                 // at work
+  float scale_ = 0;
+  SoftmaxGroup<T> group_{};
+  RowStates<T> states_{};
+  Bfloat16* queries_ = nullptr;
+  float k_factors_[kMaxPackedKeys];
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

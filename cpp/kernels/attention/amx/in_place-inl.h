@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Decode on AMX tiles: up to sixteen rows of a KV head, whose results need not have the bits of a
+// prompt. Keys and values of bfloat16 become tiles where they are in memory, by the loads alone.
+//
+// Sixteen keys are a left-hand tile as they stand, and the scores, which are few, are transposed. A
+// right-hand tile wants the values of two keys interleaved, which packing would have to do. Here a
+// row of it is one value, whose neighbouring dimensions are then pairs: of the two probabilities
+// that meet a pair one is zero, so that a product is the sums of its even or of its odd dimensions.
+// Half of the work is for zeros, which costs nothing while memory is waited for.
+//
+// Codes of 8 bits become rows of such tiles, which is cheaper than interleaving them, too.
+#include "kernels/attention/amx/in_place_workspace-inl.h"
+#include "kernels/attention/amx/scores-inl.h"
+#include "kernels/attention/amx/source_rows-inl.h"
+#include "kernels/softmax/results-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// The memory of sixteen rows of keys or values, which become tiles of 32 dimensions each.
+struct TileSource {
+  const void* rows;
+  int64_t row_bytes;
+  int64_t tile_bytes;  // from one tile to the next
+
+  template <int kTile>
+  [[gnu::always_inline]] void load(int tile) const {
+    load_tile_rows<kTile>(static_cast<const char*>(rows) + tile * tile_bytes, row_bytes);
+  }
+};
+
+/// Code is the type of keys and values: Bfloat16, or codes of 8 bits.
+template <class Code>
+class AmxInPlace {
+  using T = Bfloat16;
+  static constexpr bool kCodes = sizeof(Code) == 1;
+
+ public:
+  static int64_t scratch_bytes(const AttentionTile& tile) {
+    return AmxInPlaceWorkspace(nullptr, tile).bytes;
+  }
+
+  AmxInPlace(const AttentionTile& tile, char* scratch)
+      : tile_(tile),
+        rows_(tile.num_tokens * tile.group),
+        depth_(tile.nope_dim + tile.rope_dim),
+        v_dim_(tile.v_head_dim),
+        work_(scratch, tile) {}
+
+  /// Returns false when should_stop() ended it early. Writes nothing unless all sums are finite.
+  bool run() {
+    mark(tile_, kMarkPack);
+    prepare();
+    begin_ = visible_keys(tile_, 0).begin;
+    end_ = visible_keys(tile_, tile_.num_tokens - 1).end;
+    locate_keys(0, begin_ / kTileDepth * kTileDepth);
+    while (next_->count() > 0) {
+      const SourceRows<T>& rows = *next_;
+      next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
+      take_head(rows.head());
+      if (head_ == 0) {
+        // No tile holds anything between two turns.
+        if (tile_.should_stop(tile_.stop_context)) return false;
+        tiles_.configure();
+      }
+      const bool last = head_ + 1 == tile_.num_kv_heads;
+      locate_keys(last ? 0 : head_ + 1, rows.first() + (last ? kTileDepth : 0));
+      if (any_shown(tile_, 0, tile_.num_tokens, rows.first(), rows.count())) attend(rows);
+      next_->fetch(next_->count());
+    }
+    finite_ = all_finite();
+    if (!finite_) return true;
+    mark(tile_, kMarkWrite);
+    for (int head = 0; head < tile_.num_kv_heads; ++head) {
+      take_head(head);
+      for (int row = 0; row < rows_; ++row) finish(row);
+    }
+    return true;
+  }
+
+  /// Whether run() wrote the results. Infinities and NaN of values have met the zeros of rows that
+  /// do not see them, and of neighbouring dimensions, and made them NaN.
+  bool finite() const { return finite_; }
+
+ private:
+  void take_head(int head) {
+    head_ = head;
+    scale_ = scale_of_head(tile_, head);
+    const int64_t row = int64_t{head} * kTileRows;
+    states_ = work_.states.from(row);
+    group_ = {
+        .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
+        .column_tiles = v_dim_ / 16,
+        .column_stride = kTileFloats,
+        .first_chunk = 0,
+        .references = states_.references,
+        .biases = states_.biases,
+        .sums = states_.sums,
+        .exact_sums = RowStates<T>::wants_exact_sums(tile_) ? states_.exact_sums : nullptr,
+        .output = work_.output + row * v_dim_,
+        .probabilities = work_.probabilities,
+    };
+    queries_ = work_.queries + row * depth_;
+  }
+
+  void prepare() {
+    __builtin_memset(work_.weights, 0, sizeof(Bfloat16) * AmxInPlaceWorkspace::kWeights);
+    Magnitude magnitude;
+    for (int head = 0; head < tile_.num_kv_heads; ++head) {
+      take_head(head);
+      __builtin_memset(group_.output, 0, sizeof(float) * kTileRows * v_dim_);
+      states_.clear(tile_, kTileRows);
+      pack_query_columns<T>(tile_, head, depth_, queries_, magnitude);
+    }
+  }
+
+  /// Locates the keys of a head to take next: those of the turn from `first` on.
+  void locate_keys(int head, int64_t first) {
+    const int n =
+        begin_ < end_ ? static_cast<int>(larger(0, smaller(kTileDepth, end_ - first))) : 0;
+    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin_ - first)));
+  }
+
+  /// Attends from the rows of the head to the keys of a turn.
+  void attend(const SourceRows<T>& rows) {
+    if (has_factors(tile_.k_row_factors)) rows.read_row_factors(tile_.k_row_factors, k_factors_);
+    if (has_factors(tile_.v_row_factors)) rows.read_row_factors(tile_.v_row_factors, v_factors_);
+    const int64_t flops = int64_t{2} * rows_ * rows.count();
+    mark(tile_, kMarkQk, flops * depth_);
+    multiply_keys(rows);
+    next_->fetch(kTileDepth / 4);
+    take_softmax(rows.first());
+    mark(tile_, kMarkPv, flops * v_dim_);
+    weigh();
+    next_->fetch(kTileDepth / 4);
+    TileSource values[2];
+    values[0] = rows_of(rows, rows.v, tile_.v.row_stride, 0, v_dim_, work_.values);
+    // Nothing behind the last key has a weight.
+    values[1] = rows.count() <= kTileRows ? values[0]
+                                          : rows_of(
+                                                rows, rows.v, tile_.v.row_stride, kTileRows, v_dim_,
+                                                work_.values + int64_t{kTileRows} * v_dim_
+                                            );
+    int d = 0;
+    for (; d + 2 <= v_dim_ / kTileDepth; d += 2) multiply_values<2>(values, d);
+    if (d < v_dim_ / kTileDepth) multiply_values<1>(values, d);
+  }
+
+  /// Whether sixteen keys from `key` on stand in one page, and all may be read.
+  bool in_place(const SourceRows<T>& rows, int key) const {
+    return !kCodes && key >= rows.hidden() && key + kTileRows <= rows.count() &&
+           tile_.page_size % kTileRows == 0;
+  }
+
+  /// The source of sixteen rows of `dim` dimensions, in memory or copied to `staged`.
+  TileSource rows_of(
+      const SourceRows<T>& source,
+      const char* const* rows,
+      int64_t row_stride,
+      int key,
+      int dim,
+      Bfloat16* staged
+  ) const {
+    if (in_place(source, key)) {
+      return {rows[key], row_stride * int64_t{sizeof(T)}, kTileDepth * int64_t{sizeof(T)}};
+    }
+    stage(rows + key, static_cast<int>(smaller(kTileRows, source.count() - key)), dim, staged);
+    return {staged, kTileDepth * int64_t{sizeof(T)}, kTileElements * int64_t{sizeof(T)}};
+  }
+
+  /// Copies n rows of `dim` dimensions to tiles [dim / 32][16][32]; zeros stand behind them.
+  void stage(const char* const* rows, int n, int dim, Bfloat16* tiles) const {
+    const char* all[kTileRows];
+    for (int i = 0; i < kTileRows; ++i) all[i] = i < n ? rows[i] : kZeroRow;
+    if constexpr (kCodes) {
+      pack_code_rows<Code, kTileRows>(all, dim, 0, dim, tiles, [&] { next_->fetch(1); });
+    } else {
+      Magnitude magnitude;
+      pack_tile_rows<T, kTileRows>(all, dim, 0, dim, tiles, magnitude, [] {});
+    }
+  }
+
+  /// Computes the scores of a turn, keys being rows.
+  void multiply_keys(const SourceRows<T>& rows) {
+    clear_tile<0>();
+    clear_tile<1>();
+    const Bfloat16* queries = queries_;
+    Bfloat16* staged = work_.keys;
+    const auto multiply = [&](const char* const* places, const PagedRows& source, int dim) {
+      TileSource keys[2];
+      keys[0] = rows_of(rows, places, source.row_stride, 0, dim, staged);
+      staged += int64_t{kTileRows} * dim;
+      // Nobody looks at the scores of keys behind the last.
+      keys[1] = rows.count() <= kTileRows
+                    ? keys[0]
+                    : rows_of(rows, places, source.row_stride, kTileRows, dim, staged);
+      staged += int64_t{kTileRows} * dim;
+      for (int d = 0; d < dim / kTileDepth; ++d, queries += kTileElements) {
+        load_tile<4>(queries);
+        keys[0].template load<6>(d);
+        multiply_tiles<0, 6, 4>();
+        keys[1].template load<7>(d);
+        multiply_tiles<1, 7, 4>();
+      }
+    };
+    multiply(rows.k, tile_.k, tile_.nope_dim);
+    if (tile_.rope_dim > 0) multiply(rows.k_rope, tile_.k_rope, tile_.rope_dim);
+    store_tile<0>(work_.scores);
+    store_tile<1>(work_.scores + kNextKeys);
+  }
+
+  /// Turns the scores of a turn into probabilities.
+  void take_softmax(int64_t first) {
+    const Step step{
+        .row = 0, .count = rows_, .chunk = 0, .first_chunk = 0, .end_chunk = 1, .last = false
+    };
+    transpose_scores(rows_, work_.scores);
+    const float* factors = has_factors(tile_.k_row_factors) ? k_factors_ : nullptr;
+    prepare_scores<T>(tile_, step, first, scale_, factors, true, states_.maxima, work_.scores);
+    StepRows<T>(group_, step, work_.scores).take_rest();
+  }
+
+  /// Makes the left-hand tiles of the probabilities, and adds these up.
+  void weigh() const {
+    const __m512i zero = _mm512_setzero_si512();
+    for (int row = 0; row < rows_; ++row) {
+      const __m512i words = _mm512_load_si512(group_.probabilities_of(row, 0));
+      const auto first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, words));
+      const auto second = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, words));
+      group_.sums[row] += reduce_add(add(first, second));
+      if (!has_factors(tile_.v_row_factors)) {
+        place(0, row, _mm512_unpacklo_epi16(words, zero), _mm512_castps_si512(first));
+        place(1, row, _mm512_unpackhi_epi16(words, zero), _mm512_castps_si512(second));
+        continue;
+      }
+      const auto scaled = [&](Vector p, const float* factors) {
+        const __m256bh rounded = _mm512_cvtneps_pbh(mul(p, load(factors)));
+        return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(rounded));
+      };
+      const __m512i a = scaled(first, v_factors_);
+      const __m512i b = scaled(second, v_factors_ + kLanes);
+      place(0, row, a, _mm512_slli_epi32(a, 16));
+      place(1, row, b, _mm512_slli_epi32(b, 16));
+    }
+  }
+
+  void place(int group, int row, __m512i even, __m512i odd) const {
+    Bfloat16* cell = work_.weights + int64_t{group} * 2 * kTileElements + row * kTileDepth;
+    _mm512_store_si512(cell, even);
+    _mm512_store_si512(cell + kTileElements, odd);
+  }
+
+  /// O += P V for kTiles times 32 dimensions, from those of tile `d` on.
+  template <int kTiles>
+  void multiply_values(const TileSource* values, int d) {
+    float* output = group_.output + int64_t{2} * d * kTileFloats;
+    load_tile<0>(output);
+    load_tile<1>(output + kTileFloats);
+    if constexpr (kTiles == 2) {
+      load_tile<2>(output + 2 * kTileFloats);
+      load_tile<3>(output + 3 * kTileFloats);
+    }
+    for (int i = 0; i < 2; ++i) {
+      const Bfloat16* weights = work_.weights + int64_t{i} * 2 * kTileElements;
+      load_tile<4>(weights);
+      load_tile<5>(weights + kTileElements);
+      values[i].template load<6>(d);
+      multiply_tiles<0, 4, 6>();
+      multiply_tiles<1, 5, 6>();
+      if constexpr (kTiles == 2) {
+        values[i].template load<7>(d + 1);
+        multiply_tiles<2, 4, 7>();
+        multiply_tiles<3, 5, 7>();
+      }
+      next_->fetch(4);
+    }
+    store_tile<0>(output);
+    store_tile<1>(output + kTileFloats);
+    if constexpr (kTiles == 2) {
+      store_tile<2>(output + 2 * kTileFloats);
+      store_tile<3>(output + 3 * kTileFloats);
+    }
+  }
+
+  bool all_finite() const {
+    bool finite = true;
+    for (int head = 0; head < tile_.num_kv_heads; ++head) {
+      for (int row = 0; row < rows_; ++row) {
+        const int64_t place = int64_t{head} * kTileRows + row;
+        Vector sum = splat(work_.states.sums[place]);
+        const float* output = work_.output + int64_t{head} * kTileRows * v_dim_ + row * kLanes;
+        // Zero times an infinity or NaN is NaN.
+        Vector zeros = mul(sum, splat(0.0F));
+        for (int d = 0; d < v_dim_ / 16; ++d) {
+          zeros = fma(load(output + d * kTileFloats), splat(0.0F), zeros);
+        }
+        finite = finite && reduce_add(zeros) == 0;
+      }
+    }
+    return finite;
+  }
+
+  void finish(int row) const {
+    const RowState state = states_.finished(tile_, row, group_.factor);
+    const float* output = group_.output + row * kLanes;
+    float columns[kMaxHeadDim];
+    for (int d = 0; d < v_dim_; d += kTileDepth, output += 2 * kTileFloats) {
+      interleave(load(output), load(output + kTileFloats), columns + d);
+    }
+    finish_row<T>(tile_, int64_t{head_} * rows_ + row, state, columns);
+  }
+
+  /// Puts even and odd dimensions in their order.
+  static void interleave(Vector even, Vector odd, float* out) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    store(out, _mm512_permutex2var_ps(even, first, odd));
+    store(out + kLanes, _mm512_permutex2var_ps(even, second, odd));
+  }
+
+  const TileScope tiles_;
+  const AttentionTile& tile_;
+  const int rows_;  // of a head
+  const int depth_;
+  const int v_dim_;
+  const AmxInPlaceWorkspace work_;
+  SourceRows<T> sources_[2] = {SourceRows<T>(tile_), SourceRows<T>(tile_)};
+  SourceRows<T>* next_ = &sources_[0];  // comes after what is at work
+  int64_t begin_ = 0, end_ = 0;         // of the keys that any token sees
+  bool finite_ = false;
+  int head_ = 0;  // at work
+  float scale_ = 0;
+  SoftmaxGroup<T> group_{};
+  RowStates<T> states_{};
+  Bfloat16* queries_ = nullptr;
+  float k_factors_[kTileDepth];
+  float v_factors_[kTileDepth];
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Which loop of attention takes a tile: decided here and nowhere else. Needs no vector layer, so
+// that the choice of every instruction set can be tested on any machine.
+#include "kernels/rows/tile-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Rows of a KV head that are no more work for vectors than unpacking codes is for tiles.
+constexpr int kLoneRows = 2;
+/// Rows of a KV head that kInPlaceTiles takes, at most: those of one tile.
+constexpr int kInPlaceTileRows = 16;
+/// Rows of a KV head that kFewRowTiles takes, at most; kTiles is faster beyond.
+constexpr int kFewTileRows = 64;
+
+/// What an instruction set has for an element type.
+struct LoopLimits {
+  /// Whether there are kTiles and kFewRowTiles, and whether there is kInPlaceTiles.
+  bool tiles = false, in_place_tiles = false;
+  /// Rows of a KV head up to which kInPlace is no slower than what packs.
+  int in_place_rows = INT32_MAX;
+};
+
+/// Whether kInPlaceTiles can take a tile: rows of whole tiles, as they are in memory.
+inline bool fills_tiles(const AttentionTile& tile) {
+  const int step = tile.expand_codes != nullptr ? 64 : 32;
+  return !is_padded(tile) && tile.nope_dim % step == 0 && tile.rope_dim % step == 0 &&
+         tile.v_head_dim % step == 0;
+}
+
+/// The loop for a tile. Only kInPlace and kPacked read rows that are padded.
+inline AttentionLoop choose(const AttentionTile& tile, const LoopLimits& limits) {
+  const int rows = tile.num_tokens * tile.group;
+  if (tile.may_read_in_place) {
+    const bool one_tile = rows > kLoneRows && rows <= kInPlaceTileRows;
+    if (limits.in_place_tiles && one_tile && fills_tiles(tile)) return kInPlaceTiles;
+    if (rows <= limits.in_place_rows) return kInPlace;
+  }
+  if (!limits.tiles || is_padded(tile)) return kPacked;
+  return rows <= kFewTileRows ? kFewRowTiles : kTiles;
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

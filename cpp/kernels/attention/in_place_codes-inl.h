@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The loop that reads K and V of codes where they are. Needs the vector layer and the engines
+// included first.
+#include "kernels/attention/in_place-inl.h"
+#include "kernels/softmax/results-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Reads K and V that are codes, with queries of type T: in float32, so that there is one
+/// loop for each type of codes. Its results go through those of a part, from which merge_parts()
+/// makes those of T.
+template <class T, class Code>
+class InPlaceCodes {
+  /// The loop computes in float32, and so with the exponential of float32.
+  using Loop = InPlaceLoop<float, Float32Engine, 6, Code>;
+
+  struct Workspace {
+    float* q;        // [tokens][heads][nope_dim]
+    float* q_rope;   // [tokens][heads][rope_dim]
+    float* partial;  // as AttentionTile::partial
+    char* loop;
+    int64_t bytes;
+
+    Workspace(char* base, const AttentionTile& tile) {
+      const int64_t rows = int64_t{tile.num_kv_heads} * tile.num_tokens * tile.group;
+      Carver carver{base};
+      carver.take(q, rows * tile.nope_dim);
+      carver.take(q_rope, rows * tile.rope_dim);
+      carver.take(partial, rows * (tile.v_head_dim + kPartialStateFloats));
+      carver.take(loop, Loop::scratch_bytes(&tile));
+      bytes = carver.used;
+    }
+  };
+
+ public:
+  static int64_t scratch_bytes(const AttentionTile* tile) {
+    return Workspace(nullptr, *tile).bytes;
+  }
+
+  static bool run(const AttentionTile* tile, void* scratch) {
+    const Workspace work(static_cast<char*>(scratch), *tile);
+    AttentionTile wide = *tile;
+    const int64_t heads = int64_t{tile->num_kv_heads} * tile->group;
+    const auto widen = [&](const void*& q, int64_t& token_stride, int64_t& head_stride, int stored,
+                           int dim, float* to) {
+      T copy[kMaxHeadDim];
+      const PaddedRows rows(*tile, stored, dim, sizeof(T), reinterpret_cast<char*>(copy));
+      for (int64_t token = 0; token < tile->num_tokens; ++token) {
+        for (int64_t head = 0; head < heads; ++head) {
+          const T* from = static_cast<const T*>(q) + token * token_stride + head * head_stride;
+          const char* read = rows.read(reinterpret_cast<const char*>(from), 0);
+          const T* source = reinterpret_cast<const T*>(read);
+          float* row = to + (token * heads + head) * dim;
+          for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
+        }
+      }
+      q = to;
+      token_stride = heads * dim;
+      head_stride = dim;
+    };
+    widen(
+        wide.q, wide.q_token_stride, wide.q_head_stride, tile->stored.nope_dim, tile->nope_dim,
+        work.q
+    );
+    if (tile->rope_dim > 0) {
+      widen(
+          wide.q_rope, wide.q_rope_token_stride, wide.q_rope_head_stride, tile->stored.rope_dim,
+          tile->rope_dim, work.q_rope
+      );
+    }
+    if (tile->partial == nullptr) wide.partial = work.partial;
+    if (!Loop::run(&wide, work.loop)) return false;
+    if (tile->partial == nullptr) merge_parts<T>(tile, work.partial, 1);
+    return true;
+  }
+};
+
+/// Runs the loop for what K and V are stored as: Loop if they are no codes.
+template <class T, class Loop>
+bool run_in_place(const AttentionTile* tile, void* scratch) {
+  if (tile->expand_codes == nullptr) return Loop::run(tile, scratch);
+  switch (tile->code_type) {
+    case kFloat8E4M3:
+      return InPlaceCodes<T, Float8>::run(tile, scratch);
+    case kFloat8E5M2:
+      return InPlaceCodes<T, Float8E5M2>::run(tile, scratch);
+    default:
+      return InPlaceCodes<T, int8_t>::run(tile, scratch);
+  }
+}
+
+template <class T, class Loop>
+int64_t in_place_scratch_bytes(const AttentionTile* tile) {
+  return tile->expand_codes == nullptr ? Loop::scratch_bytes(tile)
+                                       : InPlaceCodes<T, int8_t>::scratch_bytes(tile);
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

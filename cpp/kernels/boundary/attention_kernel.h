@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The boundary between ops and the kernels of dense attention: plain structs and function
+// pointers. Kernels are compiled once per instruction set and include nothing of the project
+// but such boundaries and each other, so that no inline function leaks from them.
+#include <stdint.h>
+
+#include "cpattn/base/limits.h"
+
+namespace cpattn::kernels {
+
+/// Rows of a paged tensor, the first KV head already chosen. Row t of a sequence
+/// is at data + pages[t / page_size] * page_stride + (t % page_size) * row_stride,
+/// that of the next head is head_stride further; strides count elements.
+struct PagedRows {
+  const void* data;
+  int64_t page_stride;
+  int64_t row_stride;
+  int64_t head_stride = 0;
+};
+
+/// Element types of Q, K, V and out, as indices into the tables below.
+enum ElementType { kFloat32, kFloat16, kBfloat16, kNumElementTypes };
+
+/// The 8-bit formats of K and V. Every element type holds their numbers exactly.
+enum CodeType { kFloat8E4M3, kFloat8E5M2, kInt8, kNumCodeTypes };
+
+/// One number for every row of a paged tensor and KV head; strides count numbers.
+struct RowFactors {
+  PagedRows rows{};  // data is null where all are 1
+  ElementType type = kFloat32;
+};
+
+/// Dimensions of heads as they stand in memory.
+struct StoredDims {
+  int32_t nope_dim, rope_dim, v_head_dim;
+};
+
+/// The steps of a kernel that AttentionTile::mark tells apart.
+enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWrite };
+
+/// The loops of attention. All give the same result, but not the same bits.
+enum AttentionLoop : int32_t {
+  kPacked,        // packs K and V, and multiplies with vectors: for many rows
+  kInPlace,       // reads K and V where they are, once and in the order of memory, with vectors
+  kTiles,         // packs K and V into matrix tiles
+  kFewRowTiles,   // the same for few rows, with the bits of kTiles
+  kInPlaceTiles,  // loads K and V into matrix tiles from where they are
+};
+
+/// Attention of a few query tokens, and `group` query heads that share one KV
+/// head, over one sequence: the unit of work. Row (t, g) reads
+/// q + t * q_token_stride + g * q_head_stride, and writes out and lse at the places that
+/// their own strides say. There are num_kv_heads such groups of heads, of neighbouring KV heads.
+///
+/// Token t stands at key position p = first_position + t * position_step and
+/// sees the keys j with p - left <= j <= p + right, kv_begin <= j < kv_len, whose
+/// bit is set in its row of `mask`, if there is one. Of other keys only those
+/// that the mask alone hides may be read; they do not count. p may lie outside [0, kv_len); a row
+/// that sees no key gets zeros and LSE -inf.
+///
+/// If `partial` is not null, the keys [kv_begin, kv_len) are one part of what the rows
+/// see: the kernel leaves out and lse alone, and writes what merge() needs to `partial`, in the
+/// order (KV head, token, head of the group): v_head_dim unnormalised outputs of
+/// every row, then kPartialStateFloats floats of every row.
+struct AttentionTile {
+  const void* q;
+  const void* q_rope;  // null, or the last rope_dim dimensions of the queries
+  int64_t q_token_stride, q_head_stride;
+  int64_t q_rope_token_stride, q_rope_head_stride;
+  PagedRows k, k_rope, v;
+  const int32_t* pages;
+  int64_t page_size;
+  /// Null, or a function that makes the elements of a key from its row, which is stored in
+  /// stored_bytes bytes. The first v_head_dim of them are its value: `v` is not read.
+  /// Strides of k count elements all the same. With one KV head.
+  void (*expand)(const void* row, void* elements) = nullptr;
+  int64_t stored_bytes = 0;
+  /// Null, or K, V and k_rope are codes: AttentionKernel::expand_codes of their type.
+  void (*expand_codes)(
+      const char* const* rows, int n, int dim, const float* factors, void* elements
+  ) = nullptr;
+  CodeType code_type = kFloat8E4M3;
+  /// Factors of rows of K and V, if these are codes.
+  RowFactors k_row_factors{}, v_row_factors{};
+  /// Null, or factors of K and V for each of num_kv_heads heads.
+  const float *k_head_factors = nullptr, *v_head_factors = nullptr;
+
+  int32_t nope_dim;    // of q and k, beside rope_dim; a multiple of 16
+  int32_t rope_dim;    // 0 or a multiple of 16
+  int32_t v_head_dim;  // a multiple of 16
+  /// Zeros if memory has all dimensions. Otherwise how many of them it has: the sizes above are
+  /// these, rounded up to 16. What is missing counts as zeros and is neither read nor written. With
+  /// expand keys have all dimensions.
+  StoredDims stored{};
+  int32_t num_tokens, group;
+  int32_t num_kv_heads = 1;
+  /// Whether the rows may have other bits than kPacked and kTiles give them, which do not depend on
+  /// what other rows and heads the tile has. Not with `expand`.
+  bool may_read_in_place = false;
+
+  int64_t kv_begin = 0;  // a multiple of kInPlaceGranule
+  int64_t kv_len;
+  int64_t first_position, position_step;
+  int64_t left, right;  // >= 0; kUnboundedKeys for no bound
+  const uint8_t* mask;  // null, or bits of row t from mask + t * mask_stride,
+  int64_t mask_stride;  // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
+
+  float scale;
+  float v_factor = 1.0F;  // of V, for all heads
+  float softcap;          // 0: none, else c * tanh(score / c) after the scale
+  const float* sinks;     // null, or one logit per head
+
+  void* out;
+  int64_t out_token_stride, out_head_stride;
+  float* lse;  // null when not wanted
+  int64_t lse_token_stride, lse_head_stride;
+  float* max_logits = nullptr;  // null, or the largest score of each row, placed as its lse
+  float* partial = nullptr;     // null: the rows see no other keys
+
+  /// Polled between blocks of keys. It may run any code on this thread, even kernels, which
+  /// overwrite vector and tile registers.
+  bool (*should_stop)(void* context);
+  void* stop_context;
+
+  /// Null, or a tracer's function: from now on this thread is in `scope`, which
+  /// will do `flops` floating-point operations (0: not counted).
+  void (*mark)(void* context, int32_t scope, int64_t flops);
+  void* mark_context;
+};
+
+struct AttentionKernel {
+  /// The loop that run() takes for a tile.
+  AttentionLoop (*choose)(const AttentionTile* tile);
+  /// Scratch that run() needs for a tile of these dimensions, tokens and heads.
+  int64_t (*scratch_bytes)(const AttentionTile* tile);
+  /// Returns false when should_stop() ended it early. `scratch` is 64-byte aligned.
+  bool (*run)(const AttentionTile* tile, void* scratch);
+  /// Repeats the multiply-adds that packing loops are made of `rounds` times, in registers, and
+  /// returns the number of flops: the speed of run() is measured against that.
+  int64_t (*peak_flops)(int64_t rounds);
+  /// elements[i * dim + j] = code j of rows[i], exact; or, unless factors is null, times factors[i]
+  /// in float32, rounded to nearest even. n rows; dim is a multiple of 16.
+  void (*expand_codes[kNumCodeTypes])(
+      const char* const* rows, int n, int dim, const float* factors, void* elements
+  );
+  /// Writes out and lse of a tile whose keys were taken in num_parts parts; what
+  /// these left in `partial` is in `parts`, one after the other.
+  void (*merge)(const AttentionTile* tile, const float* parts, int64_t num_parts);
+};
+
+/// Factors by which a merge multiplies the sum of the parts so far, and its next part.
+struct MergeWeights {
+  float sum, part;
+};
+
+/// Merges num_parts rows of n contiguous elements: sum = parts[0], then, one after the other,
+/// sum = weights[i].sum * sum + weights[i].part * parts[i] in float32; out is the last sum, rounded
+/// once. A weight of 0 ignores its operand whatever it holds; weights[0].part is 0, or anything
+/// else for 1. `out` may be one of the parts.
+using MergeRow = void (*)(
+    const void* const* parts, const MergeWeights* weights, int64_t num_parts, void* out, int64_t n
+);
+
+struct KernelTable {
+  const char* name;
+  AttentionKernel attention[kNumElementTypes];
+  MergeRow merge_row[kNumElementTypes];
+};
+
+extern const KernelTable table_portable;
+extern const KernelTable table_avx2;
+extern const KernelTable table_avx512;
+extern const KernelTable table_avx512bf16;
+extern const KernelTable table_amxtwin;
+extern const KernelTable table_amx;
+extern const KernelTable table_neon;
+extern const KernelTable table_neonbf16;
+
+}  // namespace cpattn::kernels

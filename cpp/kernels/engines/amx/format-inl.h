@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Turns elements into bfloat16, the only operands that tiles multiply. Needs
+// vector/avx512-inl.h included first.
+//
+// bfloat16 goes in as it is. float16 has 11 significant bits, bfloat16 8: it is
+// the sum of two parts, the nearest bfloat16 and the rest, which is below 2^-8 of
+// it and exact. Of the four products of two such numbers the three that matter
+// are computed; without that of the rests the result is exact to 2^-16.
+#include "kernels/softmax/exp2_avx512-inl.h"
+#include "kernels/vector/elements-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+template <class T>
+struct TileFormat;
+
+template <>
+struct TileFormat<Bfloat16> {
+  static constexpr int kParts = 1;
+  static constexpr int kProducts = 1;
+  static constexpr int16_t kInfinity = 0x7f80;
+  /// Sums of probabilities are products with ones: of the rounded ones, as P V is.
+  static constexpr bool kSumsByProducts = true;
+  static constexpr bool kHidesNan = true;
+  using Exponential = RoundedExp2;
+
+  /// 2^x and 2^y of sixteen keys and the sixteen after them.
+  [[gnu::always_inline]] static void probabilities(
+      const Exponential& exp2, Vector x, Vector y, __m512i* parts
+  ) {
+    parts[0] = _mm512_packus_epi32(exp2(x), exp2(y));
+  }
+
+  /// The word of a row of probabilities that belongs to one of its 32 keys: vpackusdw works
+  /// within quarters of a register.
+  static int word_of(int key) { return key % 16 / 4 * 8 + key / 16 * 4 + key % 4; }
+
+  static void split(__m512i elements, __m512i* parts) { parts[0] = elements; }
+
+  /// Sixteen numbers and sixteen more, rounded.
+  static void split(Vector a, Vector b, __m512i* parts) {
+    parts[0] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a));
+  }
+};
+
+template <>
+struct TileFormat<Half> {
+  static constexpr int kParts = 2;
+  static constexpr int kProducts = 3;
+  static constexpr int16_t kInfinity = 0x7c00;
+  static constexpr bool kSumsByProducts = false;
+  static constexpr bool kHidesNan = false;
+  using Exponential = ExactExp2;
+
+  [[gnu::always_inline]] static void probabilities(
+      const Exponential& exp2, Vector x, Vector y, __m512i* parts
+  ) {
+    split(exp2(x), exp2(y), parts);
+  }
+  static int word_of(int key) { return key; }
+
+  static void split(__m512i elements, __m512i* parts) {
+    split(
+        _mm512_cvtph_ps(_mm512_castsi512_si256(elements)),
+        _mm512_cvtph_ps(_mm512_extracti64x4_epi64(elements, 1)), parts
+    );
+  }
+
+  /// Sixteen numbers and sixteen more, to 16 bits each. The first part of an
+  /// infinity is finite and its rest infinite: rests may be zero or of the other
+  /// sign, so an infinity that meets them would be NaN or lose its sign.
+  static void split(Vector a, Vector b, __m512i* parts) {
+    const auto first = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(bounded(b), bounded(a)));
+    const Vector first_a = widened(_mm512_castsi512_si256(first));
+    const Vector first_b = widened(_mm512_extracti64x4_epi64(first, 1));
+    parts[0] = first;
+    parts[1] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(sub(b, first_b), sub(a, first_a)));
+  }
+
+ private:
+  /// The largest float16 is 65504; NaN becomes 65536.
+  static Vector bounded(Vector x) {
+    constexpr int kSmallerMagnitude = 2;
+    return _mm512_range_ps(x, splat(65536.0F), kSmallerMagnitude);
+  }
+
+  static Vector widened(__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

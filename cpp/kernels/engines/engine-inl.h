@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The contract of a matrix engine: a struct of static functions over one format of operands, with
+// which the loops of attention do their two products. Float32Engine (gemm-inl.h) is the shortest;
+// Bfloat16Engine is written for AVX-512 (gemm_bf16-inl.h) and for NEON (gemm_neonbf16-inl.h).
+// PackedLoop and InPlaceLoop hold their engine to these concepts.
+//
+// A product takes kDepthStep neighbours along the depth at once, which therefore stand together
+// in a panel: with k = kDepthStep, row r and column c of a panel are at
+// panel[r / k * k * kPanel + c * k + r % k].
+//
+//   Operand         the type of elements of rows and panels
+//   Pack            operands of one product: kDepthStep for every lane, a lane per column
+//   kDepthStep      a power of two, at most 16: dimensions come in multiples of 16
+//
+//   load_columns(p)         the operands p[0 .. kDepthStep * kLanes) of a panel
+//   splat_row(p)            the operands p[0 .. kDepthStep) of a row, in every lane
+//   multiply_add(a, b, sum)
+//       In every lane: sum, plus the products of the kDepthStep pairs. `a` is of queries or
+//       probabilities, `b` of keys or values. A chain of n products is off by no more than
+//       (n + 2) * 2^-24 of the sum of their magnitudes, as one of float32 is; numbers below the
+//       normal floats may count as 0. NaN and infinities come out as they do in float32. No lane
+//       depends on another.
+//   kTakesQueries<T>        whether numbers of type T are operands as they are in memory
+//   pack_query<T>(source, dim, row)
+//       `dim` numbers as operands, dim being a multiple of 16. An engine is used for types T
+//       whose numbers are all operands: nothing is rounded here or in what follows.
+//   pack_keys<T>(rows, begin, end, dim, first_row, panel_size, panels)
+//       Packs the keys rows[begin .. end) as columns begin, begin + 1, ... of the panels, which
+//       are panel_size operands apart: their `dim` numbers become the panel rows from first_row
+//       on. begin is a multiple of kKeyGranule. Columns from `end` up to the next multiple of
+//       kKeyGranule become zeros. Rows are readable as far as `dim` and need the alignment of
+//       their bytes only. Behind the last granule rows[] has the addresses of one granule more,
+//       which may be fetched, not read.
+//   pack_values<T>(rows, begin, end, dim, panel_size, panels, not_finite)
+//       Packs the values rows[begin .. end) as panel rows begin, begin + 1, ...: their `dim`
+//       numbers become the columns. Otherwise as pack_keys(). Lists in not_finite the keys that
+//       hold an infinity or NaN, and returns how many these are, at most kKeyGranule.
+//   probability(p)          the number that an operand is, as float32
+//
+// Beside the struct stands store_probabilities(p, a, b), which stores the 2 * kLanes numbers of
+// two vectors as operands from p on, rounded to nearest even; a NaN stays one. Softmax finds it
+// by the type of p.
+#include "kernels/vector/contract-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Softmax finds no function by the type float: this one is declared before it.
+inline void store_probabilities(float* p, Vector a, Vector b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+
+/// An engine for products with panels.
+template <class Engine>
+concept ProductEngine = requires {
+  typename Engine::Operand;
+  typename Engine::Pack;
+  requires Engine::kDepthStep >= 1 && 16 % Engine::kDepthStep == 0;
+  static_cast<typename Engine::Pack (*)(const typename Engine::Operand*)>(&Engine::load_columns);
+  static_cast<typename Engine::Pack (*)(const typename Engine::Operand*)>(&Engine::splat_row);
+};
+
+/// An engine for the two products of attention, with queries, keys and values of type T.
+template <class Engine, class T>
+concept MatrixEngine = ProductEngine<Engine> && requires(
+                                                    typename Engine::Pack pack,
+                                                    typename Engine::Operand* operands,
+                                                    Vector vector,
+                                                    const T* source,
+                                                    const char* const* rows,
+                                                    int n,
+                                                    int64_t panel_size,
+                                                    int* keys
+                                                ) {
+  requires Engine::template kTakesQueries<T> || !Engine::template kTakesQueries<T>;
+  vector = Engine::multiply_add(pack, pack, vector);
+  Engine::pack_query(source, n, operands);
+  Engine::template pack_keys<T>(rows, n, n, n, n, panel_size, operands);
+  n = Engine::template pack_values<T>(rows, n, n, n, panel_size, operands, keys);
+  static_cast<float (*)(const typename Engine::Operand*)>(&Engine::probability);
+  store_probabilities(operands, vector, vector);
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What loops ask an AttentionTile, whatever the instruction set.
+#include "kernels/boundary/attention_kernel.h"
+
+namespace cpattn::kernels {
+namespace {
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline void mark(const AttentionTile& tile, KernelScope scope, int64_t flops = 0) {
+  if (tile.mark != nullptr) tile.mark(tile.mark_context, scope, flops);
+}
+
+/// Bytes of an element of K and V in memory, where elements are of type T.
+template <class T>
+int element_bytes(const AttentionTile& tile) {
+  return tile.expand_codes != nullptr ? 1 : static_cast<int>(sizeof(T));
+}
+
+/// Bytes of a row of K in memory.
+template <class T>
+int64_t stored_key_bytes(const AttentionTile& tile) {
+  return tile.expand != nullptr ? tile.stored_bytes : tile.nope_dim * element_bytes<T>(tile);
+}
+
+/// The factor of q . k for a KV head.
+inline float scale_of_head(const AttentionTile& tile, int64_t head) {
+  return tile.k_head_factors == nullptr ? tile.scale : tile.scale * tile.k_head_factors[head];
+}
+
+/// The factor of V for a KV head.
+inline float v_factor_of_head(const AttentionTile& tile, int64_t head) {
+  return tile.v_head_factors == nullptr ? tile.v_factor : tile.v_factor * tile.v_head_factors[head];
+}
+
+inline bool is_padded(const AttentionTile& tile) { return tile.stored.nope_dim > 0; }
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The end of the loop over the keys of a row: its result is written, or its partial result
+// if the keys were one part of what it sees. Needs the vector layer included first.
+#include "kernels/boundary/attention_kernel.h"
+#include "kernels/rows/padded_rows-inl.h"
+#include "kernels/softmax/softmax-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// The place of row `row` of a tile, in the order (KV head, token, head of the
+/// group).
+struct RowPlace {
+  int64_t token, head, kv_head;
+};
+
+inline RowPlace row_place(const AttentionTile& tile, int64_t row) {
+  const int64_t rows_of_head = int64_t{tile.num_tokens} * tile.group;
+  const int64_t kv_head = row / rows_of_head;
+  return {row % rows_of_head / tile.group, kv_head * tile.group + row % tile.group, kv_head};
+}
+
+/// Writes output times scale.
+template <class T>
+void write_output(const AttentionTile& tile, const float* output, Vector scale, T* out) {
+  const auto write = [&](T* to) {
+    for (int d = 0; d < tile.v_head_dim; d += kLanes) store(to + d, mul(load(output + d), scale));
+  };
+  if (!is_padded(tile)) return write(out);
+  T padded[kMaxHeadDim];
+  write(padded);
+  __builtin_memcpy(out, padded, tile.stored.v_head_dim * sizeof(T));
+}
+
+/// Normalises a row and writes it.
+template <class T>
+void write_row(const AttentionTile& tile, int64_t row, RowState state, const float* output) {
+  const auto [token, head, kv_head] = row_place(tile, row);
+  T* out = static_cast<T*>(tile.out) + token * tile.out_token_stride + head * tile.out_head_stride;
+  const float* sink = tile.sinks == nullptr ? nullptr : tile.sinks + head;
+  const Vector scale = splat(state.output_scale(sink) * v_factor_of_head(tile, kv_head));
+  write_output(tile, output, scale, out);
+  const int64_t place = token * tile.lse_token_stride + head * tile.lse_head_stride;
+  if (tile.lse != nullptr) tile.lse[place] = state.lse();
+  if (tile.max_logits != nullptr) {
+    tile.max_logits[place] =
+        state.max_logit(tile.softcap > 0 ? 1.0F : scale_of_head(tile, kv_head));
+  }
+}
+
+/// The outputs of a part, [rows][v_head_dim], and behind them the states.
+template <class Float>
+Float* partial_output(const AttentionTile& tile, Float* partial, int64_t row) {
+  return partial + row * tile.v_head_dim;
+}
+template <class Float>
+Float* partial_state(const AttentionTile& tile, Float* partial, int64_t row) {
+  const int64_t rows = int64_t{tile.num_kv_heads} * tile.num_tokens * tile.group;
+  return partial + rows * tile.v_head_dim + row * kPartialStateFloats;
+}
+
+/// Writes a row, or adds it to the results of a part.
+template <class T>
+void finish_row(const AttentionTile& tile, int64_t row, RowState state, const float* output) {
+  if (tile.partial == nullptr) return write_row<T>(tile, row, state, output);
+  __builtin_memcpy(
+      partial_output(tile, tile.partial, row), output, sizeof(float) * tile.v_head_dim
+  );
+  state.save(partial_state(tile, tile.partial, row));
+}
+
+/// Merges the parts of a tile in their order; see AttentionKernel::merge.
+template <class T>
+void merge_parts(const AttentionTile* tile, const float* parts, int64_t num_parts) {
+  const int64_t rows = int64_t{tile->num_kv_heads} * tile->num_tokens * tile->group;
+  const int64_t stride = rows * (tile->v_head_dim + kPartialStateFloats);
+  float merged[kMaxHeadDim];
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* states = partial_state(*tile, parts, row);
+    const float* outputs = partial_output(*tile, parts, row);
+    RowState total;
+    for (int64_t i = 0; i < num_parts; ++i) {
+      const float reference = RowState::loaded(states + i * stride).reference;
+      total.reference = reference > total.reference ? reference : total.reference;
+    }
+    for (int d = 0; d < tile->v_head_dim; d += kLanes) store(merged + d, splat(0.0F));
+    float exact_sum = 0.0F;
+    for (int64_t i = 0; i < num_parts; ++i) {
+      const RowState state = RowState::loaded(states + i * stride);
+      // Equal references may both be infinite, and their difference NaN.
+      const float weight =
+          state.reference == total.reference ? 1.0F : shrink_by(state.reference - total.reference);
+      total.sum += weight * state.sum;
+      exact_sum += weight * state.sum * state.rounding;
+      total.maximum = state.maximum > total.maximum ? state.maximum : total.maximum;
+      const float* output = outputs + i * stride;
+      for (int d = 0; d < tile->v_head_dim; d += kLanes) {
+        store(merged + d, fma(load(output + d), splat(weight), load(merged + d)));
+      }
+    }
+    if (total.sum > 0) total.rounding = exact_sum / total.sum;
+    write_row<T>(*tile, row, total, merged);
+  }
+}
+
+}  // namespace
+}  // namespace cpattn::kernels
