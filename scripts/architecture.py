@@ -139,14 +139,15 @@ def matrix(
 
 def rooms() -> str:
     picture = Picture("Which room may include which")
-    tables: tuple[tuple[int, str, str, set[str]], ...] = (
-        (130, "of include, meta, ops, bindings", "rooms", {"base"}),
-        (490, "of kernels", "kernel_rooms", set()),
-    )
-    for x, title, table, everywhere in tables:
+    top = 0.0
+    for title, table, everywhere in (
+        ("of include, meta, ops, bindings", "rooms", {"base"}),
+        ("of kernels", "kernel_rooms", set()),
+    ):
         known = {room: {*others, *everywhere} for room, others in LAYERS[table].items()}
-        picture.text(x - 110, 22, f"rooms {title}", "bold")
-        matrix(picture, x, 140, by_level(known), known)
+        picture.text(20, top + 22, f"rooms {title}", "bold")
+        matrix(picture, 130, top + 140, by_level(known), known)
+        top = picture.height + 8
     picture.paragraph(20, picture.height + 8, WIDTH - 40, "A dot: the room of its row may include "
                       "the room of its column.")  # fmt: skip
     return picture.finish()

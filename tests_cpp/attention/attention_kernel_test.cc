@@ -88,8 +88,7 @@ TEST_P(AttentionKernel, MergedPartsHaveTheLargestLogitOfAllAndTheExactSum) {
   const float states[2][kPartialStateFloats] = {{3, 1, 5, 0.75}, {2, 1, 7, 1.5}};
   for (int i = 0; i < 2; ++i) {
     std::copy_n(
-        states[i], kPartialStateFloats,
-        parts.begin() + i * (kDim + kPartialStateFloats) + kDim
+        states[i], kPartialStateFloats, parts.begin() + i * (kDim + kPartialStateFloats) + kDim
     );
   }
   uint16_t out[kDim];
