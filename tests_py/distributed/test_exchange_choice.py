@@ -11,7 +11,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from cpattn.context_parallel import exchanges
 from cpattn.distributed import DecodePlan, ShardedPlan
+from cpattn.distributed.layers import sharded_attend
 from cpattn.distributed.layers.choice import choose_state_exchange
 from cpattn.distributed.layers.rounds import head_rounds, side_by_side
 from cpattn.distributed.plans.heads import LayerSizes
@@ -20,6 +22,7 @@ from cpattn.distributed.sparse.inputs import SparseInputs
 from cpattn_lab.cost_model import AttentionLayer, Rates, exchange_work, predict, predict_decode
 from support.distributed.planning import first_of, one_rank, plan_of
 from support.distributed.sharded_worker import EXCHANGES
+from support.places import ROOT
 
 TABLES = [[5, 3, 9], [2, 7, 0]]
 LENS = ([4, 6], [9, 6])
@@ -28,6 +31,17 @@ MIB = 1 << 20
 
 def tensors():
     return [torch.randn(10, 4, 32), torch.randn(40, 2, 32), torch.randn(40, 2, 32)]
+
+
+def test_every_exchange_of_the_table_runs_is_predicted_and_has_a_row_on_the_page():
+    page = (ROOT / "docs" / "how_to" / "sharded_attention.md").read_text()
+    assert sharded_attend.STRATEGIES.keys() == exchanges.EXCHANGES.keys()
+    assert EXCHANGES == exchanges.ON_ALL_RANKS, "the exchanges that worlds of ranks try"
+    for name, exchange in exchanges.EXCHANGES.items():
+        assert f'| `"{name}"` |' in page
+        mesh = (1, 2) if exchange.needs_mesh else None
+        placed = {"cp_size": 2, "placement": "page_interleave", "mesh": mesh}
+        assert exchange_work([8], [40], **placed, exchange=name).exchange == name
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -253,7 +253,7 @@ def test_refused(call, changes, message, error):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exchange": "pass_kv"}, "exchange must be one of auto, pass_q, gather, ring"),
+        ({"exchange": "pass_kv"}, "exchange must be one of auto, gather, ring, pass_q"),
         ({"placement": 4}, "placement must have shard_size, owner_of, local_index, got"),
         ({"placement": PLACEMENTS["pages"](2, 4)}, "over the 1 ranks of .* shard_size 2"),
         ({"page_size": 8}, "placement must have the page_size 8, got 4"),

@@ -6,7 +6,7 @@
 
 ``metadata`` has the strategies, and is where to start; ``gates`` says whether to split a batch at
 all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``attention`` computes them;
-``exchange_bytes`` counts what ranks would receive. Imports NumPy and the core. Several processes:
+``exchanges`` counts what ranks would receive. Imports NumPy and the core. Several processes:
 `cpattn.distributed`.
 """
 

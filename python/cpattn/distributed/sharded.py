@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._arguments import at_least, flag
-from ..context_parallel.exchange_bytes import LSE_BYTES
+from ..context_parallel.exchanges import LSE_BYTES
 from ..profiling.calls import announced
 from .decode_calls import DecodeCalls
 from .layers.choice import ExchangeChoice, choose, choose_state_exchange

@@ -30,11 +30,12 @@ import torch.distributed as dist
 from cpattn import _core
 from cpattn._core import __version__, active_isa
 from cpattn._roundings import DTYPES
+from cpattn.context_parallel.exchanges import ON_ALL_RANKS
 from cpattn_terminal import streams
 from cpattn_terminal.exit_codes import INTERRUPTED
 from cpattn_terminal.progress import ProgressBar, ProgressLines, make_progress
 
-from .batch import DIM, EXCHANGES, HEADS, CheckBatch, Way, all_ways, largest_error
+from .batch import DIM, HEADS, CheckBatch, Way, all_ways, largest_error
 from .measure import measure_exchange
 from .report import REPLICATED, CheckReport
 
@@ -195,7 +196,7 @@ def _timed_exchanges(group: dist.ProcessGroup, options: argparse.Namespace) -> d
     new, cached = (
         np.array([n * dist.get_world_size(group)]) for n in (options.tokens, options.cached)
     )
-    names = {None: REPLICATED} | {name: name for name in EXCHANGES}
+    names = {None: REPLICATED} | {name: name for name in ON_ALL_RANKS}
     found = {}
     for exchange, name in names.items():
         batch = CheckBatch(group, Way(exchange=exchange, one_call=True), new, cached, options.dtype)

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cpattn.context_parallel.exchanges import ON_ALL_RANKS
+
 from ..rate_options import as_options
-from .batch import EXCHANGES, PLACEMENTS, STRATEGIES
+from .batch import PLACEMENTS, STRATEGIES
 
 REPLICATED = "replicated"  # the way without pools that are shared out
 
@@ -42,7 +44,7 @@ class CheckReport:
     @property
     def fastest(self) -> str:
         """The exchange of pools that are shared out that takes least."""
-        return min(EXCHANGES, key=lambda name: self.exchanges[name])
+        return min(ON_ALL_RANKS, key=lambda name: self.exchanges[name])
 
     def to_json(self) -> str:
         """One document; an error that is no number is null."""
@@ -80,7 +82,7 @@ class CheckReport:
         yield f"fastest where pools are shared out: {self.fastest}"
         yield (
             f"{'passed' if self.passed else 'FAILED'}: cp_size {size}, "
-            f"{', '.join((*STRATEGIES, *PLACEMENTS, *EXCHANGES))}, {self.options['dtype']}; "
+            f"{', '.join((*STRATEGIES, *PLACEMENTS, *ON_ALL_RANKS))}, {self.options['dtype']}; "
             "errors up to 1 are roundings"
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from cpattn import torch_guard
+from cpattn.context_parallel.exchanges import EXCHANGES, PLACEMENTS
 from cpattn_terminal.command_group import CommandGroup, refusals_by_option
 from cpattn_terminal.limits import MAX_BATCH_TOKENS
 from cpattn_terminal.options import Integer, IntegerList, Number
@@ -32,8 +33,8 @@ from .declarations import (
 )
 from .options import CpSizes, MeshShape
 
-_PLACEMENT = click.Choice(("replicated", "page_interleave", "token_interleave"))
-_PLANNED_EXCHANGE = click.Choice(("gather", "ring", "pass_q", "all_to_all", "usp", "auto"))
+_PLACEMENT = click.Choice(tuple(PLACEMENTS))
+_PLANNED_EXCHANGE = click.Choice((*EXCHANGES, "auto"))
 _COST, _RATE = Number(0, 1e9), Number(1e-3, 1e9)
 
 CommandGroup.examples["plan"] = "cpattn plan --cp-size 8..64 --tokens 131072"

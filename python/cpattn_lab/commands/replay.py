@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from cpattn import torch_guard
+from cpattn.context_parallel.exchanges import ON_ALL_RANKS
 from cpattn_terminal import streams
 from cpattn_terminal.command_group import CommandGroup, refusals_by_option
 from cpattn_terminal.options import Integer, Number
@@ -34,7 +35,7 @@ _HEADS = Integer(1, 1024)
 _STRATEGY = click.Choice(STRATEGIES)
 _MODEL = click.Choice(("dense", "dsa"))
 _KV_DTYPE = click.Choice(("auto", "bf16", "fp8", "fp8_e5m2", "int8"))
-_EXCHANGE = click.Choice(("gather", "ring", "pass_q", "all_to_all", "auto"))
+_EXCHANGE = click.Choice((*ON_ALL_RANKS, "auto"))
 _IMPL = click.Choice(("flashmla_kv", "flashmla_sparse"))
 
 CommandGroup.examples["replay"] = "cpattn replay --requests 16 --html report.html"

@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from cpattn._limits import check_integer, check_kind
+from cpattn.context_parallel.exchanges import EXCHANGES, ON_ALL_RANKS, PLACEMENTS
 from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
-from .placement import PLACEMENTS, Shards, pairs_by_owner, shards, stripes
+from .placement import Shards, pairs_by_owner, shards, stripes
 from .work import ITEM_BYTES, AttentionLayer, Ints, RankWork, Shares, checked_batch, work_of_plans
 
-EXCHANGES = ("gather", "ring", "pass_q", "all_to_all")
 Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which share out the heads
 
 
@@ -25,11 +25,11 @@ def check_placing(
     cp_size: int,
     ranks_per_host: int,
     state_dtype: str,
-    exchanges: Sequence[str] = EXCHANGES,
+    exchanges: Sequence[str] = ON_ALL_RANKS,
 ) -> None:
     """Raise ValueError unless keys can be placed and exchanged as the arguments say."""
     for name, value, known in (
-        ("placement", placement, PLACEMENTS),
+        ("placement", placement, tuple(PLACEMENTS)),
         ("exchange", exchange, exchanges),
         ("state_dtype", state_dtype, tuple(ITEM_BYTES)),
     ):
@@ -42,10 +42,10 @@ def check_placing(
             f"{function}: cp_size must be a multiple of ranks_per_host = {ranks_per_host}, "
             f"got {cp_size}"
         )
-    if exchange == "pass_q" and placement == "replicated":
+    if exchange in EXCHANGES and exchange not in possible_exchanges(placement, (1, 1)):
         raise ValueError(
-            f"{function}: exchange must be gather, ring or all_to_all where placement is "
-            "replicated, as every pool takes all keys, got 'pass_q'"
+            f"{function}: exchange must be {', '.join(possible_exchanges(placement))} where "
+            f"placement is replicated, as every pool takes all keys, got {exchange!r}"
         )
 
 
@@ -81,8 +81,12 @@ def check_mesh(
 
 def possible_exchanges(placement: str, mesh: Mesh | None = None) -> tuple[str, ...]:
     """Return the exchanges that a placement allows, with "usp" if the ranks are in a mesh."""
-    names = tuple(name for name in EXCHANGES if placement != "replicated" or name != "pass_q")
-    return names if mesh is None else (*names, "usp")
+    return tuple(
+        name
+        for name, exchange in EXCHANGES.items()
+        if (placement != "replicated" or not exchange.needs_shards)
+        and (mesh is not None or not exchange.needs_mesh)
+    )
 
 
 class BatchCounts:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cpattn._arguments import items
 from cpattn._limits import check_integer, check_kind, check_seq_lens
-from cpattn.context_parallel.exchange_bytes import (
+from cpattn.context_parallel.exchanges import (
     LSE_BYTES,
     cheapest_states,
     received_state_bytes,

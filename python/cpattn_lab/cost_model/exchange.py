@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cpattn.context_parallel.exchange_bytes import (
+from cpattn.context_parallel.exchanges import (
+    EXCHANGES,
     LSE_BYTES,
     Held,
     by_heads,
@@ -19,7 +20,7 @@ from cpattn.context_parallel.exchange_bytes import (
     shared_heads,
 )
 
-from .counts import EXCHANGES, BatchCounts, Mesh, check_mesh, check_placing
+from .counts import BatchCounts, Mesh, check_mesh, check_placing
 from .exchanged import ExchangeWork, bytes_of, exchanged
 from .placement import shards, stripes
 from .usp import by_mesh
@@ -122,7 +123,7 @@ def exchange_work(
     all_to_all    65 MiB
     """
     layer = AttentionLayer() if layer is None else layer
-    function, known = "exchange_work", (*EXCHANGES, "usp")
+    function, known = "exchange_work", tuple(EXCHANGES)
     check_placing(function, placement, exchange, cp_size, ranks_per_host, state_dtype, known)
     mesh = check_mesh(function, placement, exchange, cp_size, ranks_per_host, mesh)
     counts = BatchCounts(

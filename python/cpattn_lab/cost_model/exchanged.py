@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpattn.context_parallel.exchange_bytes import Layer
+from cpattn.context_parallel.exchanges import Layer
 
 from .counts import BatchCounts, Mesh
 from .placement import pages_per_rank

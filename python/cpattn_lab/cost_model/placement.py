@@ -19,8 +19,6 @@ from cpattn.context_parallel.metadata import ContextParallelMetadata
 
 from .work import AttentionLayer, Ints
 
-PLACEMENTS = ("replicated", "page_interleave", "token_interleave")
-
 
 @dataclass(frozen=True)
 class Stripes:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from cpattn._arguments import items
 from cpattn._limits import check_integer, check_kind
+from cpattn.context_parallel.exchanges import EXCHANGES
 
-from .counts import EXCHANGES, BatchCounts, Mesh, check_mesh, check_placing, possible_exchanges
+from .counts import BatchCounts, Mesh, check_mesh, check_placing, possible_exchanges
 from .exchange import exchange_taken, work_of
 from .exchanged import ExchangeWork
 from .rates import Rates, Seconds
@@ -234,7 +235,7 @@ def predict(
     batches = items(batches, "predict", "batches")
     if not batches:
         raise ValueError("predict: batches must hold at least one batch")
-    known = (*EXCHANGES, "usp", "auto")
+    known = (*EXCHANGES, "auto")
     check_placing("predict", placement, exchange, cp_size, ranks_per_host, state_dtype, known)
     mesh = check_mesh("predict", placement, exchange, cp_size, ranks_per_host, mesh)
     if cpus is not None:

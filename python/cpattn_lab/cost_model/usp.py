@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpattn.context_parallel.exchange_bytes import LSE_BYTES, by_heads, by_rows, shared_heads
+from cpattn.context_parallel.exchanges import LSE_BYTES, by_heads, by_rows, shared_heads
 
 from .counts import BatchCounts, Mesh
 from .exchanged import ExchangeWork, bytes_of, exchanged

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpattn._limits import check_integer, check_number
+from cpattn.context_parallel.exchanges import ON_ALL_RANKS, PLACEMENTS
 
 from ..processes.hosts import MAX_HOSTS
 from ..traffic.trace import TRACE_BLOCK_TOKENS
 from .dense.model import DenseConfig
 from .model import DecoderConfig
 from .phases import over_pools, pass_phases
-from .shards import BY_PAGES, BY_TOKENS, EXCHANGES, PLACEMENTS, REPLICATED, PlacementName
+from .shards import BY_PAGES, BY_TOKENS, REPLICATED, PlacementName
 
 # By kind of model: the name of the baseline, and what it does.
 TORCH_BASELINE = {
@@ -132,9 +133,10 @@ class ReplayOptions:
                 f"{function}: placement must be {', '.join(PLACEMENTS)} or {BY_TOKENS}:I, got "
                 f"{self.placement!r}"
             )
-        if self.exchange not in EXCHANGES:
+        if self.exchange not in ("auto", *ON_ALL_RANKS):
             raise ValueError(
-                f"{function}: exchange must be {', '.join(EXCHANGES)}, got {self.exchange!r}"
+                f"{function}: exchange must be auto, {', '.join(ON_ALL_RANKS)}, got "
+                f"{self.exchange!r}"
             )
         if not self.is_sharded and self.exchange not in ("auto", "gather"):
             raise ValueError(

@@ -6,11 +6,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from cpattn.context_parallel.exchanges import PLACEMENTS
 from cpattn.kv import PageInterleave, Placement, TokenInterleave
 
-REPLICATED, BY_PAGES, BY_TOKENS = "replicated", "page_interleave", "token_interleave"
-PLACEMENTS = (REPLICATED, BY_PAGES, BY_TOKENS)
-EXCHANGES = ("auto", "gather", "ring", "pass_q", "all_to_all")
+REPLICATED, BY_PAGES, BY_TOKENS = PLACEMENTS
 MAX_INTERLEAVE = 1 << 16
 
 

@@ -19,7 +19,7 @@ from cpattn.kv import PageInterleave, TokenInterleave
 from support.distributed.distributed_worker import make_plan
 from support.distributed.prefill_batches import Case, make_batch, slots_of
 
-EXCHANGES = ("pass_q", "gather", "ring", "all_to_all")
+EXCHANGES = ("gather", "ring", "pass_q", "all_to_all")
 # By name: of so many ranks and pages of so many tokens.
 PLACEMENTS: dict[str, Callable[[int, int], Any]] = {
     "pages": lambda size, page: PageInterleave(shard_size=size, page_size=page),

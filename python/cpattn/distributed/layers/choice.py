@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the exchange of a batch: rows of a plan, for the rule of `exchange_bytes`."""
+"""Choice of the exchange of a batch: rows of a plan, for the rule of `exchanges`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...context_parallel.exchange_bytes import (
+from ...context_parallel.exchanges import (
     Held,
     Layer,
     cheapest,
@@ -42,7 +42,7 @@ class ExchangeChoice:
     ...                      placement=PageInterleave(shard_size=1, page_size=4))
     >>> plan = cp.plan([3], [5], block_tables=[[2, 0]])
     >>> cp.choose_exchange(plan, num_heads=4, num_kv_heads=1, head_dim=64).received_bytes
-    {'pass_q': 0, 'gather': 0, 'ring': 0, 'all_to_all': 0}
+    {'gather': 0, 'ring': 0, 'pass_q': 0, 'all_to_all': 0}
     >>> dist.destroy_process_group()
     """
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..._arguments import has
+from ...context_parallel.exchanges import EXCHANGES
 from ...kv import PageInterleave, Placement
 from ..plans.mesh import Mesh
 from ..plans.sharded_plan import ShardedPlan
@@ -29,16 +30,7 @@ STRATEGIES: dict[str, Attend] = {
     "all_to_all": all_to_all.attend,
     "usp": usp.attend,
 }
-EXCHANGES = ("auto", *STRATEGIES)
-# Write new keys themselves, some heads while they attend with others.
-_WRITING = ("gather", "ring", "pass_q", "all_to_all")
-# Merge nothing, so that they have an LSE for the caller alone, which takes time.
-_UNMERGED = ("gather", "all_to_all")
-# Read the shard where it is, so that scales of tokens fit, and each rank may have its own; the
-# others read copies of all ranks' keys.
-_IN_PLACE = "pass_q"
-# Sends the LSE where it is wanted alone, so that all ranks must want it, or none.
-_SENDS_WANTED_LSE = "all_to_all"
+_IN_PLACE = next(name for name, exchange in EXCHANGES.items() if exchange.reads_in_place)
 
 
 def attend_shards(
@@ -61,16 +53,19 @@ def attend_shards(
             wanted, terms["prefetch"] = "gather", prefetched.term()
         name = _exchange_of(plan, wanted, inputs, writes=new is not None)
         terms["exchange"] = digest(f"{name} {plan.max_scratch_bytes} {plan.mesh}".encode())
-        sends_lse = name == _SENDS_WANTED_LSE and arguments.return_lse
+        chosen = EXCHANGES[name]
+        sends_lse = chosen.sends_wanted_lse and arguments.return_lse
         scales: int = inputs.options.has_token_scales  # by which heads go in rounds, or at once
-        if name != _IN_PLACE:
+        if not chosen.reads_in_place:
             scales = inputs.options.scales_digest()
         terms["options"] = term((inputs.digest(), sends_lse, scales))
     with exchange.without_return():
-        more: dict[str, Any] = {"return_lse": arguments.return_lse} if name in _UNMERGED else {}
+        more: dict[str, Any] = {}
+        if chosen.takes_return_lse:
+            more["return_lse"] = arguments.return_lse
         if name == "gather":
             more["prefetched"] = prefetched
-        if name in _WRITING:
+        if chosen.writes:
             more["new"] = new
         elif new is not None:
             send_to_owners("attend", exchange, plan, new)
@@ -84,7 +79,7 @@ def _exchange_of(plan: ShardedPlan, name: str, inputs: ShardInputs, *, writes: b
         if scaled:
             return _IN_PLACE
         name = choose(plan, inputs.sizes(), window=inputs.options.window, writes=writes).exchange
-    if scaled and name != _IN_PLACE:
+    if scaled and not EXCHANGES[name].reads_in_place:
         raise ValueError(
             f"ContextParallel.attend: k_scale and v_scale of each token need the exchange "
             f"{_IN_PLACE}, got {name}"
@@ -96,14 +91,15 @@ def check_placement(
     placement: Placement | None, exchange: str, cp_size: int, page_size: int, mesh: Mesh | None
 ) -> None:
     """Refuse what `ContextParallel` cannot be made with."""
-    if exchange not in EXCHANGES:
+    if exchange not in ("auto", *EXCHANGES):
         raise ValueError(
-            f"ContextParallel: exchange must be one of {', '.join(EXCHANGES)}, got {exchange!r}"
+            f"ContextParallel: exchange must be one of auto, {', '.join(EXCHANGES)}, got "
+            f"{exchange!r}"
         )
-    if exchange == "usp" and mesh is None:
+    if exchange != "auto" and EXCHANGES[exchange].needs_mesh and mesh is None:
         raise ValueError(
-            "ContextParallel: exchange 'usp' needs a DeviceMesh with the dimensions ring and heads "
-            "as group"
+            f"ContextParallel: exchange {exchange!r} needs a DeviceMesh with the dimensions ring "
+            "and heads as group"
         )
     if placement is None:
         return

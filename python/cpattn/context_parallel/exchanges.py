@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that ranks receive by each exchange, and which exchange "auto" takes: one count, one rule.
+"""All exchanges and placements: what each needs, what ranks receive by it, and what "auto" takes.
 
-`ContextParallel` and `cpattn plan` both decide by it. Arrays begin with an axis of ranks, or of
-hosts where those of a rail exchange with each other.
+`ContextParallel`, the cost model and the replay read these tables. Whoever adds an exchange adds an
+entry of `EXCHANGES`, a module of its name in ``distributed/layers``, which ``sharded_attend`` runs,
+and its work in the cost model; a test says what is missing. Arrays begin with an axis of ranks, or
+of hosts where those of a rail exchange with each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +18,11 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
+PLACEMENTS = {
+    "replicated": "every rank has all keys",
+    "page_interleave": "a rank keeps every cp_size-th page of a sequence",
+    "token_interleave": "a rank keeps every cp_size-th token of a sequence, or run of tokens",
+}
 LSE_BYTES = 4  # float32, of each token and head
 # A wire of 1 GB/s moves about this while a thread merges an element of a partial result (2.7 ns).
 MERGE_BYTES = 3
@@ -92,6 +100,101 @@ def by_heads(
     return asked + brought, tokens * (layer.num_heads - heads) * result
 
 
+def _of_gather(held: Held, layer: Layer, mesh: Ints | None, writes: bool) -> Ints:
+    rows = held.seen - held.new_keys + held.tokens if writes else held.seen
+    return by_rows(rows, layer.row)
+
+
+def _of_ring(held: Held, layer: Layer, mesh: Ints | None, writes: bool) -> Ints:
+    return by_rows(held.keys, layer.row) + _written(held, layer, writes)
+
+
+def _of_pass_q(held: Held, layer: Layer, mesh: Ints | None, writes: bool) -> Ints:
+    asked, returned = by_queries(held.tokens, layer, layer.output + LSE_BYTES)
+    return asked + returned + _written(held, layer, writes)
+
+
+def _of_all_to_all(held: Held, layer: Layer, mesh: Ints | None, writes: bool) -> Ints:
+    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, len(held.tokens))
+    moved = by_heads(held.tokens, held.seen, layer, heads, kv_heads, layer.output)
+    return np.add(*moved) + _written(held, layer, writes)
+
+
+def _of_usp(held: Held, layer: Layer, mesh: Ints | None, writes: bool) -> Ints:
+    """Count without the rest of pages on the ring."""
+    assert mesh is not None
+    tokens, keys = held.tokens[mesh].T, held.keys[mesh].T  # [columns, ring]
+    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, len(tokens))
+    heads, kv_heads = heads[:, None], kv_heads[:, None]
+    result = layer.output + LSE_BYTES
+    within = np.add(*by_heads(tokens, keys, layer, heads, kv_heads, result))
+    passed_on = by_rows(keys.sum(0), layer.key) * kv_heads
+    received = np.zeros_like(held.tokens)
+    received[mesh] = (within + passed_on).T
+    return received + _written(held, layer, writes)
+
+
+def _written(held: Held, layer: Layer, writes: bool) -> Ints:
+    """Bytes of new rows that go to the ranks that keep them."""
+    return held.arriving * layer.row if writes else np.zeros_like(held.arriving)
+
+
+def _merged_by_pass_q(held: Held, layer: Layer, mesh: Ints | None) -> int:
+    return len(held.tokens) * int(held.tokens.max()) * layer.num_heads
+
+
+def _merged_by_usp(held: Held, layer: Layer, mesh: Ints | None) -> int:
+    assert mesh is not None
+    heads, _ = shared_heads(layer.num_heads, layer.num_kv_heads, mesh.shape[1])
+    return len(mesh) * int(held.tokens[mesh].sum(1).max()) * int(heads.max())
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One way to bring the queries and the keys of all ranks together."""
+
+    received: Callable[[Held, Layer, Ints | None, bool], Ints]
+    """Counts the bytes that each rank receives in a layer, new rows included if it writes them."""
+    preference: int | None
+    """Place among equals for "auto", the lowest first; None where "auto" has another reason."""
+    merged: Callable[[Held, Layer, Ints | None], int] | None = None
+    """Counts the outputs of a head that the rank that merges most merges; None if none does."""
+    needs_mesh: bool = False
+    needs_even_heads: bool = False
+    """Whether "auto" takes it only where ranks have as many heads and KV heads each."""
+    needs_shards: bool = False
+    """Whether it has no meaning where every rank has all keys."""
+    reads_in_place: bool = False
+    """Whether it reads each shard where it is, so that scales of tokens fit, and each rank may have
+    its own scales; the others read copies of all ranks' keys."""
+    writes: bool = True
+    """Whether it writes new keys itself, some heads while it attends with others."""
+    rounds_twice: bool = False
+    """Whether results are merged of rounded partial results."""
+    takes_return_lse: bool = False
+    """Whether it merges nothing, so that an LSE is for the caller alone, and takes time."""
+    sends_wanted_lse: bool = False
+    """Whether it sends the LSE only where it is wanted, so that all ranks must want it, or none."""
+
+
+EXCHANGES = {
+    "gather": Exchange(_of_gather, 0, takes_return_lse=True),
+    "ring": Exchange(_of_ring, None, rounds_twice=True),
+    "pass_q": Exchange(
+        _of_pass_q, 3, _merged_by_pass_q, needs_shards=True, reads_in_place=True, rounds_twice=True
+    ),
+    "all_to_all": Exchange(
+        _of_all_to_all, 1, needs_even_heads=True, takes_return_lse=True, sends_wanted_lse=True
+    ),
+    "usp": Exchange(
+        _of_usp, 2, _merged_by_usp, needs_mesh=True, needs_even_heads=True, writes=False,
+        rounds_twice=True,
+    ),
+}  # fmt: skip
+ON_ALL_RANKS = tuple(name for name, exchange in EXCHANGES.items() if not exchange.needs_mesh)
+"""Names of the exchanges that need no mesh."""
+
+
 def received_bytes(
     held: Held, layer: Layer, mesh: Ints | None = None, *, writes: bool
 ) -> dict[str, int]:
@@ -100,23 +203,10 @@ def received_bytes(
     With `writes`, new keys and values go to the ranks that keep them, too; "gather" sends them
     once, from where they are computed. `mesh` has the ranks of each row, for "usp".
     """
-    tokens, keys, seen = held.tokens, held.keys, held.seen
-    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, len(tokens))
-    state = layer.output + LSE_BYTES
-    rows = seen - held.new_keys + tokens if writes else seen
-    of_heads = by_heads(tokens, seen, layer, heads, kv_heads, layer.output)
-    received: dict[str, Ints] = {
-        "pass_q": np.add(*by_queries(tokens, layer, state)),
-        "gather": by_rows(rows, layer.row),
-        "ring": by_rows(keys, layer.row),
-        "all_to_all": np.add(*of_heads),
-    }
-    if mesh is not None:
-        received["usp"] = _by_mesh(held, layer, mesh, state)
-    written = held.arriving * layer.row if writes else 0
     return {
-        name: int((count if name == "gather" else count + written).max())
-        for name, count in received.items()
+        name: int(exchange.received(held, layer, mesh, writes).max())
+        for name, exchange in EXCHANGES.items()
+        if mesh is not None or not exchange.needs_mesh
     }
 
 
@@ -129,18 +219,20 @@ def cheapest(
 ) -> tuple[str, str]:
     """Return the exchange that "auto" takes for a layer of a prefill, and the sizes that decided.
 
-    It is the one of the fewest bytes among "gather", "all_to_all", "usp" and "pass_q", an element
-    that is merged counting as `MERGE_BYTES`; of equal ones the first, for those before "usp" have
-    the bits of one pool. Heads must be even for "all_to_all" and "usp". "ring" takes the place of
-    a "gather" that has no room for a KV head.
+    It is the one of the fewest bytes among those with a `preference`, an element that is merged
+    counting as `MERGE_BYTES`; of equal ones the first, for those before "usp" have the bits of one
+    pool. "ring" takes the place of a "gather" that has no room for a KV head.
     """
     size = len(held.tokens)
-    named = ["gather", "all_to_all", "pass_q"]
-    if not layer.is_even(size):
-        named.remove("all_to_all")
-    if mesh is not None and layer.is_even(mesh.shape[1]):
-        named.insert(-1, "usp")
-    merging = _merge_bytes(held, layer, mesh)
+    named = sorted(
+        (name for name in received if _is_choice(EXCHANGES[name], layer, size, mesh)),
+        key=lambda name: EXCHANGES[name].preference or 0,
+    )
+    merging = {
+        name: MERGE_BYTES * layer.merged * merged(held, layer, mesh)
+        for name in named
+        if (merged := EXCHANGES[name].merged)
+    }
     cost = {each: received[each] + merging.get(each, 0) for each in named}
     name = min(named, key=lambda each: cost[each])
     others = ", ".join(f"{each} {received[each]}" for each in named if each != name)
@@ -155,6 +247,13 @@ def cheapest(
         name = "ring"
         reason += f"; a KV head takes {scratch} bytes, more than max_scratch_bytes"
     return name, reason
+
+
+def _is_choice(exchange: Exchange, layer: Layer, size: int, mesh: Ints | None) -> bool:
+    if exchange.preference is None:
+        return False
+    among = mesh.shape[1] if exchange.needs_mesh and mesh is not None else size
+    return not exchange.needs_even_heads or layer.is_even(among)
 
 
 def received_state_bytes(
@@ -187,27 +286,3 @@ def cheapest_states(received: Mapping[str, int], out_heads: str) -> tuple[str, s
     if cost["all_to_all"] > received["all_to_all"]:
         reason += f"; all_to_all takes a second round, which is worth {ROUND_BYTES} bytes"
     return name, reason
-
-
-def _by_mesh(held: Held, layer: Layer, mesh: Ints, result: int) -> Ints:
-    """Return the bytes that ranks receive by "usp", without the rest of pages on the ring."""
-    tokens, keys = held.tokens[mesh].T, held.keys[mesh].T  # [columns, ring]
-    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, len(tokens))
-    heads, kv_heads = heads[:, None], kv_heads[:, None]
-    within = np.add(*by_heads(tokens, keys, layer, heads, kv_heads, result))
-    passed_on = by_rows(keys.sum(0), layer.key) * kv_heads
-    received = np.zeros_like(held.tokens)
-    received[mesh] = (within + passed_on).T
-    return received
-
-
-def _merge_bytes(held: Held, layer: Layer, mesh: Ints | None) -> dict[str, int]:
-    """Merging on the rank that merges most as bytes, for exchanges that merge partial results."""
-    element = MERGE_BYTES * layer.merged
-    most = int(held.tokens.max()) * layer.num_heads
-    counts = {"pass_q": len(held.tokens) * most * element}
-    if mesh is not None:
-        heads, _ = shared_heads(layer.num_heads, layer.num_kv_heads, mesh.shape[1])
-        parts = int(held.tokens[mesh].sum(1).max()) * int(heads.max())
-        counts["usp"] = len(mesh) * parts * element
-    return counts
