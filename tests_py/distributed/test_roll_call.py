@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cpattn import __version__
 from cpattn.distributed.transport import exchange, versions
 from cpattn.distributed.transport.rails import Rails
-from cpattn.distributed.transport.roll_call import _PATIENCE as PATIENCE_FOR_ROWS
 from cpattn.distributed.transport.roll_call import HOSTS, RollCall, Watch, Words
+from cpattn.distributed.transport.timeouts import LAST_WORDS_OF_THE_WAITING
 from cpattn.distributed.transport.waiting import Posted, Wait
 from support.time_limits import BUSY
 
@@ -98,12 +98,12 @@ def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(world, roll_cal
     """Rows that it had sent get time, from when it is waited for."""
     monkeypatch.setitem(HOSTS, world, Ended([1, 2], ((0, 1, 2, 3),)))
     watch = Watch(world, roll_call, time.monotonic())
-    end = time.monotonic() + 2 * PATIENCE_FOR_ROWS
+    end = time.monotonic() + 2 * LAST_WORDS_OF_THE_WAITING
     while time.monotonic() < end:
         assert watch.losses(3) == ({}, False)
         time.sleep(0.01)
     assert watch.losses(1) == watch.losses(2) == ({}, False)
-    time.sleep(PATIENCE_FOR_ROWS)
+    time.sleep(LAST_WORDS_OF_THE_WAITING)
     gone = dict.fromkeys((1, 2), "its process has ended")
     assert watch.losses(2) == (gone, False)
 
@@ -113,7 +113,7 @@ def test_ranks_of_other_hosts_are_told_of_any_that_has_ended(world, roll_call, m
     monkeypatch.setitem(HOSTS, world, Ended([1], ((0, 1), (2, 3))))
     watch = Watch(world, roll_call, time.monotonic())
     assert watch.losses(2) == ({}, False)
-    time.sleep(PATIENCE_FOR_ROWS)
+    time.sleep(LAST_WORDS_OF_THE_WAITING)
     assert watch.losses(2) == ({1: "its process has ended"}, False)
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from cpattn.integrations import vllm as plugin
+from cpattn.integrations.vllm import plugin
 
 MODULE = "vllm.v1.attention.backends.registry"
 

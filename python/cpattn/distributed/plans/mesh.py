@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..transport.roll_call import timeout_of
+from ..transport.timeouts import timeout_of
 
 Mesh = tuple[tuple[int, ...], ...]  # ranks of a group: a row for each place on the ring
 

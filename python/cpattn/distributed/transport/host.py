@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ... import _core
 from .exchange import NO_TERMS, RowExchange, ranks_text, term
 from .rails import Hosts, Rails
-from .roll_call import HOSTS, timeout_of
+from .roll_call import HOSTS
+from .timeouts import FIRST_MEETING, timeout_of
 from .topology import Topology
 
 TRANSPORTS = ("auto", "tcp", "shm")
@@ -28,7 +29,6 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 _NAME_WORDS = 8  # int64 of a host's name
 _NONCE_AT = _core.host_barrier_page_bytes - 8  # behind what the barrier uses of a page
-_PATIENCE = 10.0  # seconds for a first meeting, for which all ranks are ready
 # Neither shorter nor longer from here on: what is mapped can be neither cut off nor missing. Linux
 # has these numbers since 3.17, Python where its libc has.
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
@@ -225,7 +225,7 @@ def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> 
         barrier, reason = None, _obstacle(ranks, hosts, transport)
         if reason is None:
             # Ranks of other hosts wait meanwhile, and must not miss those who meet.
-            patience = min(_PATIENCE, timeout_of(group) / 2) if rails.others else _PATIENCE
+            patience = min(FIRST_MEETING, timeout_of(group) / 2) if rails.others else FIRST_MEETING
             barrier, reason = _barrier_of(exchange, ranks, rails.members, patience)
     finally:
         page.close()

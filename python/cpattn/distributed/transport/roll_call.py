@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .rails import Rails
+from .timeouts import BEHIND_TIMEOUT, LAST_WORDS, LAST_WORDS_OF_THE_WAITING, timeout_of
 from .waiting import Works
 
 _WORD_BYTES = 512
@@ -29,10 +30,6 @@ _MOST_NAMES = 16
 _HEADER = struct.Struct(f"<Bi{_MOST_NAMES}i")
 _WORDS_TAG, _CLOSING_TAG = 0x63706101, 0x63706102  # unlike those of anybody else's messages
 _AT_ONCE = timedelta(milliseconds=1)
-# Seconds: for words to arrive where they are awaited, before connections close; and for those of a
-# rank that may be waiting itself, for somebody else.
-_LINGER, _PATIENCE = 0.05, 0.3
-_ROOM = 0.5  # seconds behind the timeout, for both
 
 
 class Words(NamedTuple):
@@ -98,7 +95,7 @@ class RollCall:
         self.timeout = timeout_of(group)
         self._by_gloo = _is_gloo(group)
         # A wait that gloo ends closes all connections without a word: none before ours is over.
-        self.longest_wait = self.timeout + _ROOM if self._by_gloo else None
+        self.longest_wait = self.timeout + BEHIND_TIMEOUT if self._by_gloo else None
         size = 1 + max(peers, default=0)
         self._words = torch.zeros(size, _WORD_BYTES, dtype=torch.uint8)
         self._view = self._words.numpy()
@@ -142,11 +139,11 @@ class RollCall:
             return
         said = torch.frombuffer(bytearray(words.encoded()), dtype=torch.uint8)
         self._works += list(self._posted(dist.isend, said, group, _WORDS_TAG))
-        patience = _PATIENCE if words.timed_out else _LINGER
+        patience = LAST_WORDS_OF_THE_WAITING if words.timed_out else LAST_WORDS
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if words.timed_out and set(words.missed) <= set(self.heard()):
-                deadline = min(deadline, time.monotonic() + _LINGER)
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
             time.sleep(0.005)
 
     def hang_up(self, group: dist.ProcessGroup) -> None:
@@ -210,7 +207,7 @@ class Watch:
             self.ended_since = None
         elif self.ended_since is None:
             self.ended_since = now
-        elif now - self.ended_since > _PATIENCE:  # what it had sent would have come
+        elif now - self.ended_since > LAST_WORDS_OF_THE_WAITING:  # what it had sent would have come
             return dict.fromkeys(ended, "its process has ended"), False
         if now - self.begin < self.roll_call.timeout:
             return {}, False
@@ -225,14 +222,6 @@ class Watch:
         host = HOSTS.get(self.group)
         ended = [] if host is None else host.ended()
         return ended if awaited in ended or (host is not None and host.rails.others) else []
-
-
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that the group waits for an answer."""
-    timeout = dist.default_pg_timeout
-    with contextlib.suppress(AttributeError, RuntimeError):  # a backend without options
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return timeout.total_seconds()
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:

@@ -15,6 +15,8 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from .timeouts import EXIT
+
 Works = list[tuple[int, Any]]  # of a backend, each with the rank at its other end
 
 _A_MOMENT = 0.1  # seconds
@@ -25,9 +27,6 @@ NOT_YET = int.from_bytes(b"not yet?", "little")
 _EAGER, _PATIENT, _NAP = 0.0001, 0.002, 0.00005
 # Waits whose call has ended before them.
 _ABANDONED: WeakSet[Wait] = WeakSet()
-# A thread that comes out of a backend while the interpreter ends takes the process down with an
-# abort: one that would come within so many seconds is awaited. Later there is no process.
-_OF_AN_EXIT = 2.0
 
 
 @dataclass
@@ -137,5 +136,5 @@ class Wait:
 def _join_abandoned() -> None:
     for wait in list(_ABANDONED):
         left = wait.seconds_left()
-        if left < _OF_AN_EXIT:
+        if left < EXIT:
             wait.join(left + _A_MOMENT)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hook of vLLM: puts the backends of this package behind the names of vLLM's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from ...captures.recorder import capture_by_environment
+from .._support import find, first_installed
+
+BACKENDS = {
+    "CPU_ATTN": "cpattn.integrations.vllm.backend.CpattnBackend",
+    "CPU_MLA": "cpattn.integrations.vllm.mla.CpattnMLABackend",
+}
+
+_RELEASES = find("vLLM on CPU")
+# vLLM shows what is logged below its own name.
+_logger = logging.getLogger("vllm.cpattn")
+
+
+def register() -> None:
+    """Put cpattn's backends behind the names CPU_ATTN and CPU_MLA, for engines built from now on.
+
+    Does nothing where ``CPATTN_PLUGINS`` is 0, and the same however often it is called. A release
+    of vLLM that the backend was not made for keeps its own attention: there the KV cache may have
+    another layout, and one line in the log tells of it.
+
+    Examples
+    --------
+    >>> register()  # doctest: +SKIP
+    """
+    if os.environ.get("CPATTN_PLUGINS") == "0":
+        return
+    found = first_installed(_RELEASES.distributions)
+    release = found[1] if found else "of an unknown release"  # no number: refused
+    if _RELEASES.verdict(release) == "refused":
+        _logger.warning(
+            "cpattn leaves attention to vLLM %s: its plug-in is for %s, and others before %s",
+            release,
+            _RELEASES.tried[0],
+            _RELEASES.below,
+        )
+        return
+    capture_by_environment()
+    from vllm.v1.attention.backends import registry  # type: ignore[import-not-found]
+
+    for name, backend in BACKENDS.items():
+        registry.register_backend(registry.AttentionBackendEnum[name], backend)
