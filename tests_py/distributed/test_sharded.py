@@ -81,7 +81,7 @@ def test_what_travels_is_what_the_choice_goes_by_and_is_counted(traffic, exchang
         most = max(answer["received"][1] for answer in answers)
         assert most == answers[0]["choice"][exchange]
     agreements = 2 * 2 * 8 * len(TERMS)  # of write_kv and attend, from two others
-    if exchange == "pass_q":  # the first on the group, so that ranks tell their versions
+    if exchange == EXCHANGES[0]:  # the first on the group, so that ranks tell their versions
         agreements += 2 * 8 * len(own_values(0))
     for answer in answers:
         assert answer["all bytes"][1] == sum(answer["received"]) + agreements

@@ -261,8 +261,12 @@ LocalPages KeyShare::local_pages() const {
     const int64_t* end = pages.ids.data() + pages.indptr[i + 1];
     if (divided) {
       const int64_t parts = uniform_ / size;
-      for (const int32_t* page = keys_->pages().ids.data() + keys_->pages().indptr[i]; id != end;
-           ++page) {
+      const int32_t* page = keys_->pages().ids.data() + keys_->pages().indptr[i];
+      if (parts == 1) {
+        std::copy(page, page + (end - id), id);
+        continue;
+      }
+      for (; id != end; ++page) {
         for (int64_t k = 0; k < parts && id != end; ++k) *id++ = *page * parts + k;
       }
       continue;

@@ -22,7 +22,6 @@ class CallBuilder {
   CallBuilder(const LocalPages& pages, bool causal) : pages_(pages) {
     call_.causal = causal;
     call_.kv_indptr.push_back(0);
-    call_.kv_indices.reserve(pages.ids.size());
   }
 
   void add_row(const SeenRow& row) { call_.rows.push_back(row.row); }
@@ -37,6 +36,8 @@ class CallBuilder {
         end <= pages_.indptr[request + 1], "pages must have the ", last, " keys of request ",
         request
     );
+    // Once, as a growing list would touch new memory again and again.
+    if (call_.q_lens.empty()) call_.kv_indices.reserve(pages_.ids.size());
     call_.q_lens.push_back(static_cast<int64_t>(call_.rows.size()) - num_rows_);
     num_rows_ = static_cast<int64_t>(call_.rows.size());
     const auto ids = pages_.ids.begin();
