@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel metadata: cpattn against what the engine computes in Python.
+"""Context-parallel metadata and plans: cpattn against what engines compute in Python.
 
     python bench/bench_metadata.py [--quick] [--only TEXT]
 
@@ -25,7 +25,7 @@ from bench.harness import program
 def main() -> int:
     arguments = program.parse_arguments(__doc__)
     chosen = arguments.quick, arguments.only
-    compared = program.comparisons("bench.context_parallel", ["metadata"], *chosen)
+    compared = program.comparisons("bench.context_parallel", ["metadata", "plans"], *chosen)
     return program.measure("metadata", arguments, compared)
 
 

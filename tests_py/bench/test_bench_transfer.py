@@ -12,7 +12,7 @@ import pytest
 
 import cpattn
 from bench import bench_transfer
-from bench.context_parallel import metadata
+from bench.context_parallel import metadata, plans
 from bench.harness import program, runner
 from bench.harness.comparison import Wrong
 from bench.harness.contender import Failed
@@ -149,6 +149,20 @@ def test_quick_cases_of_metadata_give_whole_rows(comparison):
         assert row["case"] == comparison.case
         assert row["ns_per_item"] == 1e9 * row["median"] / comparison.case["batch"]
         assert row.keys().isdisjoint({"rate", "unit", "peak", "percent_of_peak"})
+
+
+def test_plans_of_both_are_right_and_wrong_ones_are_found():
+    made = list(plans.comparisons(quick=True))
+    for comparison in made:
+        for name, run in comparison.implementations.items():
+            assert comparison.check(name, run()) < 0.01
+    rows = made[0].implementations[plans.PEER]()
+    rows[3][-1] += 1
+    with pytest.raises(Wrong, match="not equal"):
+        made[0].check(plans.PEER, rows)
+    out, lse = made[-1].implementations[plans.OURS]()
+    with pytest.raises(Wrong, match="relative error"):
+        made[-1].check(plans.OURS, (1.5 * out, lse))
 
 
 def test_wrong_metadata_is_found():
