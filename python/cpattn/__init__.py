@@ -24,6 +24,7 @@ from .attention import paged_attention, plan_attention, run_attention
 from .context_parallel import (
     ContextParallelMetadata,
     ForwardMode,
+    attend_rank,
     build_cp_metadata,
     build_cp_metadata_all_ranks,
     can_apply_cp,
@@ -53,6 +54,7 @@ __all__ = [
     "TopkTransformMethod",
     "__version__",
     "active_isa",
+    "attend_rank",
     "build_cp_metadata",
     "build_cp_metadata_all_ranks",
     "can_apply_cp",

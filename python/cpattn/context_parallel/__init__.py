@@ -10,7 +10,7 @@ all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``attention`` c
 `cpattn.distributed`.
 """
 
-from .attention import do_cp_attn_fia
+from .attention import attend_rank, do_cp_attn_fia
 from .forward_mode import ForwardMode
 from .gates import can_apply_cp
 from .metadata import ContextParallelMetadata, build_cp_metadata, build_cp_metadata_all_ranks
@@ -18,6 +18,7 @@ from .metadata import ContextParallelMetadata, build_cp_metadata, build_cp_metad
 __all__ = [
     "ContextParallelMetadata",
     "ForwardMode",
+    "attend_rank",
     "build_cp_metadata",
     "build_cp_metadata_all_ranks",
     "can_apply_cp",

@@ -12,7 +12,7 @@ from .._core import ContextParallelMetadata
 from .._types import IndexTable, KVScale, Tensor, TensorT
 from ..attention import default_scale
 
-__all__ = ["do_cp_attn_fia"]
+__all__ = ["attend_rank", "do_cp_attn_fia"]
 
 
 # fmt: off
@@ -82,6 +82,8 @@ def do_cp_attn_fia(
     and strategy: the prev and next blocks of all sequences go through one plan. Under interleave
     every local row is a sequence of one query; under contiguous only the prev blocks exist. A row
     has the bits that it has on a single rank, whatever the strategy and the number of ranks.
+
+    `attend_rank` is the same function under a name of its own; messages say `do_cp_attn_fia`.
 
     Parameters
     ----------
@@ -206,3 +208,6 @@ def _out_columns(
     if v_head_dim is None:
         return columns
     return heads * min(max(_core.integer(v_head_dim, function, "v_head_dim"), 0), columns)
+
+
+attend_rank = do_cp_attn_fia

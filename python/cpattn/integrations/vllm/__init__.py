@@ -10,5 +10,3 @@ from __future__ import annotations
 from .plugin import register
 
 __all__ = ["register"]
-
-register.__module__ = __name__
