@@ -122,21 +122,32 @@ def paged_attention(
         out = sum(exp(score[j]) * v[j]) / (sum(exp(score[j])) + exp(sinks[h]))
         lse = log(sum(exp(score[j])))
 
-    Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``. A row that sees no key
-    gives zeros and LSE -inf; what it does not see never matters, NaN included. What it sees counts
-    also with weight 0, under which an infinite value gives NaN. Accumulation is in float32, and the
-    result is rounded once. In bfloat16, the instruction sets avx512bf16 and amx also round each
-    weight ``exp(score[j] - maximum)`` to bfloat16 before it meets the values.
+    Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``.
+
+    **Visibility.** `causal`, `window` and the mask hide keys, each on top of the others. A key that
+    a row does not see never matters, NaN included. A key that it sees counts also with weight 0,
+    under which an infinite value gives NaN. A row that sees no key gives zeros and LSE -inf.
+
+    **Scales.** A number of the cache, or what a code of 8 bits stands for, is multiplied with
+    `k_scale` or `v_scale`: one positive number, one for each KV head, or, for codes, one for each
+    token and head, in the pages of the cache.
+
+    **Layouts.** A cache is [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages,
+    num_kv_heads, page_size, dim] ("HND") or, with `page_size`, [num_slots, num_kv_heads, dim]. Pages
+    of sequences are a rectangle (`block_tables` and `kv_lens`), or in CSR form, where sequence s has
+    ``kv_indices[kv_indptr[s]:kv_indptr[s + 1]]`` and ``last_page_len[s]`` tokens in the last of them.
+
+    **Results.** Accumulation is in float32, and the result is rounded once. In bfloat16, the
+    instruction sets avx512bf16 and amx also round each weight ``exp(score[j] - maximum)`` to
+    bfloat16 before it meets the values.
 
     Parameters
     ----------
     q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
         New tokens, sequence after sequence. head_dim is at most 576.
-    k_cache, v_cache : tensors of the dtype of q, or both of codes, in one of three shapes
-        [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
-        dim] ("HND"), or [num_slots, num_kv_heads, dim] with `page_size`. Any strides with a
-        contiguous last dimension; never copied. `v_cache` may have another dim. Codes of 8 bits
-        are float8_e4m3fn, float8_e5m2, int8, or uint8 with `kv_dtype`.
+    k_cache, v_cache : tensors of the dtype of q, or both of codes, in one of the three layouts
+        Any strides with a contiguous last dimension; never copied. `v_cache` may have another dim.
+        Codes of 8 bits are float8_e4m3fn, float8_e5m2, int8, or uint8 with `kv_dtype`.
     q_lens : ints [batch]
         New tokens per sequence; zero is allowed.
     kv_lens : ints [batch]
@@ -144,20 +155,17 @@ def paged_attention(
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
     kv_indptr, kv_indices, last_page_len : ints [batch + 1], [pages of all], [batch]
-        The CSR form of the same, instead of `kv_lens` and `block_tables`: sequence s has the pages
-        ``kv_indices[kv_indptr[s]:kv_indptr[s + 1]]``, and in the last of them so many tokens.
+        The CSR form, instead of `kv_lens` and `block_tables`.
     page_size : int, optional
         Tokens of a page. A 4-D cache has it in its shape; a 3-D one needs it.
     kv_layout : {"NHD", "HND"}
         The order of the axes of 4-D caches; it is never guessed.
     k_scale, v_scale : float or tensor, default 1
-        What keys and values are multiplied with, as a rule because they are codes; int8 needs
-        both. A positive number or a tensor of one; float32 [num_kv_heads]; or, for codes, one for
-        each token and head, float32, float16 or bfloat16, in the pages of the cache: [num_pages,
-        page_size, num_kv_heads] (NHD), [num_pages, num_kv_heads, page_size] (HND) or [num_slots,
-        num_kv_heads].
+        Factors of keys and values; int8 needs both. A positive number or a tensor of one; float32
+        [num_kv_heads]; or, for codes, float32, float16 or bfloat16 in the shape of the cache
+        without its last dimension.
     kv_dtype : {"float8_e4m3fn", "float8_e5m2", "int8"}, optional
-        What the bytes of caches of uint8 are.
+        The codes that bytes of caches of uint8 are.
     scale : float, default 1/sqrt(head_dim)
         Must be given for head_dim > 256.
     causal : bool
@@ -169,8 +177,7 @@ def paged_attention(
     sinks : tensor [num_heads], float32, optional
         One logit per head that takes weight but has no value.
     custom_mask : tensor [sum(q_lens * kv_lens)], bool, optional
-        True = visible, row-major per sequence. Applied on top of `causal` and `window`; pass
-        ``causal=False`` to let it decide alone.
+        True = visible, row-major per sequence. Pass ``causal=False`` to let it decide alone.
     packed_custom_mask : tensor [sum(ceil(q_lens * kv_lens / 8))], uint8, optional
         The same as bits, instead of `custom_mask`: bit ``i % 8`` of byte ``i // 8``, from the least
         significant one, is element ``i`` of the mask of a sequence, and every sequence begins at a
