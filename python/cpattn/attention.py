@@ -133,9 +133,10 @@ def paged_attention(
     token and head, in the pages of the cache.
 
     **Layouts.** A cache is [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages,
-    num_kv_heads, page_size, dim] ("HND") or, with `page_size`, [num_slots, num_kv_heads, dim]. Pages
-    of sequences are a rectangle (`block_tables` and `kv_lens`), or in CSR form, where sequence s has
-    ``kv_indices[kv_indptr[s]:kv_indptr[s + 1]]`` and ``last_page_len[s]`` tokens in the last of them.
+    num_kv_heads, page_size, dim] ("HND") or, with `page_size`, [num_slots, num_kv_heads, dim].
+    Pages of sequences are a rectangle (`block_tables` and `kv_lens`), or in CSR form, where
+    sequence s has the pages ``kv_indices[kv_indptr[s]:kv_indptr[s + 1]]``, and in the last of them
+    ``last_page_len[s]`` tokens.
 
     **Results.** Accumulation is in float32, and the result is rounded once. In bfloat16, the
     instruction sets avx512bf16 and amx also round each weight ``exp(score[j] - maximum)`` to

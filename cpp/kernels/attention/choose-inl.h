@@ -15,7 +15,7 @@ constexpr int kInPlaceTileRows = 16;
 /// Rows of a KV head that kFewRowTiles takes, at most; kTiles is faster beyond.
 constexpr int kFewTileRows = 64;
 
-/// What an instruction set has for an element type.
+/// Loops that an instruction set has for an element type, and where one is slower.
 struct LoopLimits {
   /// Whether there are kTiles and kFewRowTiles, and whether there is kInPlaceTiles.
   bool tiles = false, in_place_tiles = false;

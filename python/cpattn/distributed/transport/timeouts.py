@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long ranks wait for each other; all in seconds."""
+"""Times, in seconds, that ranks wait for each other."""
 
 from __future__ import annotations
 
