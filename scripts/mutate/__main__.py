@@ -38,7 +38,7 @@ TESTS = [
     "test_dsa_metadata*.py",
     "test_fia_errors.py",
     "test_key_shares.py",
-    "test_kv_[alsw]*.py",
+    "test_kv_[alosw]*.py",
     "test_kv_p[ao][gi]*.py",
     "test_local_engine.py",
     "test_mesh.py",
@@ -53,6 +53,7 @@ TESTS = [
     "test_striped_allocator.py",
     "test_topk_transform.py",
     "test_transfer_*.py",
+    "test_values.py",
 ]
 
 
