@@ -3,7 +3,7 @@
 
 // The boundary between ops and the kernels of dense attention: plain structs and function
 // pointers. Kernels are compiled once per instruction set and include nothing of the project
-// but such boundaries and each other, so that no inline function leaks from them.
+// but such boundaries, constants and each other, so that no inline function leaks from them.
 #include <stdint.h>
 
 #include "cpattn/base/limits.h"

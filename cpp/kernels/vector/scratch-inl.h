@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Buffers in scratch.
+// Division of scratch into buffers.
 #include <stdint.h>
 
 namespace cpattn::kernels {

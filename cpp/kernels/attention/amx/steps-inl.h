@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Data of the attention loop on AMX tiles: its buffers, the steps of a block,
-// and the vector work that is handed out in slices between products.
+// The steps in which rows meet the keys of a block, and their softmax, which is handed out in
+// slices between products. Needs the vector layer and the tiles included first.
 #include "kernels/attention/amx/softmax-inl.h"
 #include "kernels/engines/amx/products-inl.h"
 #include "kernels/rows/visibility-inl.h"
