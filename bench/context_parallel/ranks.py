@@ -60,7 +60,7 @@ def measure(layer: AttentionLayer, batch: Any, strategy: str, repeats: int) -> M
     import torch.distributed as dist
 
     from cpattn.distributed import ContextParallel
-    from cpattn.distributed.transport.exchange import TERMS
+    from cpattn.distributed.transport.terms import TERMS
 
     assert dist.group.WORLD is not None
     cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=layer.page_size)

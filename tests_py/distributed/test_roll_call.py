@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpattn import __version__
-from cpattn.distributed.transport import exchange, versions
+from cpattn.distributed.transport import terms, versions
 from cpattn.distributed.transport.rails import Rails
 from cpattn.distributed.transport.roll_call import HOSTS, RollCall, Watch, Words
 from cpattn.distributed.transport.timeouts import LAST_WORDS_OF_THE_WAITING
@@ -133,7 +133,7 @@ OWN = f"{__version__} (layout 0000000000000001)"
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ([told_by(exchange.layout(), "0.1.0"), told_by(exchange.layout(), "0.2.0")], None),
+        ([told_by(terms.layout(), "0.1.0"), told_by(terms.layout(), "0.2.0")], None),
         (
             [told_by(1, __version__), told_by(-1, "9.9.9"), told_by(1, __version__)],
             f"cpattn of rank 1 is {OTHER}, of rank 0 {OWN}",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import cpattn
-from cpattn.distributed.transport.exchange import TERMS
+from cpattn.distributed.transport.terms import TERMS
 from cpattn.distributed.transport.versions import own_values
 from support.distributed import sharded_worker as worker
 from support.distributed.answers import assert_prefill

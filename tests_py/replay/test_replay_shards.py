@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from cpattn.distributed.transport.exchange import TERMS
+from cpattn.distributed.transport.terms import TERMS
 from cpattn.distributed.transport.versions import own_values
 from cpattn.kv import PageInterleave, TokenInterleave
 from cpattn.scheduling.request import Request

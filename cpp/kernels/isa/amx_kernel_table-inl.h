@@ -26,36 +26,18 @@ struct TileLoops {
   };
 
   static int64_t scratch_bytes(AttentionLoop loop, const AttentionTile* tile) {
-    switch (loop) {
-      case kTiles:
-        return AmxPacked<T>::scratch_bytes(*tile);
-      case kFewRowTiles:
-        return AmxFewRows<T>::scratch_bytes(*tile);
-      case kInPlaceTiles:
-        return larger(
-            AmxInPlace<Bfloat16>::scratch_bytes(*tile), scratch_bytes(without_in_place(tile), tile)
-        );
-      default:
-        return Vectors::scratch_bytes(loop, tile);
-    }
+    if (loop != kInPlaceTiles) return scratch_bytes_of_others(loop, tile);
+    return larger(
+        AmxInPlace<Bfloat16>::scratch_bytes(*tile),
+        scratch_bytes_of_others(without_in_place(tile), tile)
+    );
   }
 
   static bool run(AttentionLoop loop, const AttentionTile* tile, void* scratch) {
-    char* base = static_cast<char*>(scratch);
-    switch (loop) {
-      case kTiles:
-        for (int head = 0; head < tile->num_kv_heads; ++head) {
-          if (!AmxPacked<T>(*tile, head, base).run()) return false;
-        }
-        return true;
-      case kFewRowTiles:
-        return AmxFewRows<T>(*tile, base).run();
-      case kInPlaceTiles:
-        if constexpr (kLimits.in_place_tiles) return run_in_place_tiles(tile, base);
-        [[fallthrough]];
-      default:
-        return Vectors::run(loop, tile, scratch);
+    if constexpr (kLimits.in_place_tiles) {
+      if (loop == kInPlaceTiles) return run_in_place_tiles(tile, static_cast<char*>(scratch));
     }
+    return run_others(loop, tile, static_cast<char*>(scratch));
   }
 
  private:
@@ -64,6 +46,32 @@ struct TileLoops {
     LoopLimits limits = kLimits;
     limits.in_place_tiles = false;
     return choose(*tile, limits);
+  }
+
+  /// What follows is for all loops but kInPlaceTiles.
+  static int64_t scratch_bytes_of_others(AttentionLoop loop, const AttentionTile* tile) {
+    switch (loop) {
+      case kTiles:
+        return AmxPacked<T>::scratch_bytes(*tile);
+      case kFewRowTiles:
+        return AmxFewRows<T>::scratch_bytes(*tile);
+      default:
+        return Vectors::scratch_bytes(loop, tile);
+    }
+  }
+
+  static bool run_others(AttentionLoop loop, const AttentionTile* tile, char* scratch) {
+    switch (loop) {
+      case kTiles:
+        for (int head = 0; head < tile->num_kv_heads; ++head) {
+          if (!AmxPacked<T>(*tile, head, scratch).run()) return false;
+        }
+        return true;
+      case kFewRowTiles:
+        return AmxFewRows<T>(*tile, scratch).run();
+      default:
+        return Vectors::run(loop, tile, scratch);
+    }
   }
 
   static bool run_in_place_tiles(const AttentionTile* tile, char* scratch) {
@@ -82,7 +90,7 @@ struct TileLoops {
   static bool attempt(const AttentionTile* tile, char* scratch) {
     AmxInPlace<Stored> attempt(*tile, scratch);
     if (!attempt.run()) return false;
-    return attempt.finite() || run(without_in_place(tile), tile, scratch);
+    return attempt.finite() || run_others(without_in_place(tile), tile, scratch);
   }
 };
 

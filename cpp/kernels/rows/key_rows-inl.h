@@ -52,9 +52,9 @@ inline void locate_rows(
   }
 }
 
-/// No token sees keys [begin, end): they may hold anything, NaN too, so a visible one stands in.
-inline void stand_in(const char** rows, int begin, int end, int visible) {
-  for (int i = begin; i < end; ++i) rows[i] = rows[visible];
+/// No token sees keys [from, to): they may hold anything, NaN too, so a visible one stands in.
+inline void stand_in(const char** rows, int from, int to, int visible) {
+  for (int i = from; i < to; ++i) rows[i] = rows[visible];
 }
 
 /// locate_rows() of n keys, the first `hidden` of which no token sees.

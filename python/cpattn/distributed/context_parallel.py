@@ -24,8 +24,9 @@ from .plans.mesh import group_and_mesh
 from .plans.plan import ContextParallelPlan, make_plan
 from .plans.sharded_plan import DecodePlan, ShardedPlan, shard_plan
 from .sharded import ShardedAttention
-from .transport.exchange import NO_TERMS, RowExchange
+from .transport.exchange import RowExchange
 from .transport.host import TRANSPORTS, Connection
+from .transport.terms import NO_TERMS
 
 
 class ContextParallel(ShardedAttention, RankAttention):

@@ -23,7 +23,8 @@ from .plans.mesh import Mesh
 from .plans.sharded_plan import DecodePlan, make_decode_plan
 from .sparse import decode as sparse_decode
 from .sparse.inputs import checked_sparse_inputs, refuse_mask
-from .transport.exchange import NO_TERMS, RowExchange, digest
+from .transport.exchange import RowExchange
+from .transport.terms import NO_TERMS, digest
 
 
 class DecodeCalls:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpattn.distributed import ContextParallel
-from cpattn.distributed.transport.exchange import TERMS
+from cpattn.distributed.transport.terms import TERMS
 from cpattn_lab.cost_model import AttentionLayer
 from support.distributed.disagreements import SMALL
 from support.distributed.distributed_worker import error_of

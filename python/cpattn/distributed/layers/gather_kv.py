@@ -28,9 +28,10 @@ import torch
 
 from ... import _core
 from ..plans.sharded_plan import ShardedPlan
-from ..transport.exchange import ArrivingRows, RowExchange
+from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
 from ..transport.rails import most_received
+from ..transport.row_bytes import ArrivingRows
 from ..transport.shared_memory import shared_scratch
 from .head_attention import HeadOutputs
 from .key_scratch import (

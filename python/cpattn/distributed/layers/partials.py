@@ -16,7 +16,7 @@ from ...attention import default_scale
 from ...merge import merge_states
 from ..plans.heads import LayerSizes
 from ..plans.sequence_calls import SequenceCall
-from ..transport.exchange import digest, term
+from ..transport.terms import digest, term
 from .shard_keys import ShardKeys, slots_of
 
 State = tuple[torch.Tensor, torch.Tensor]  # a result [rows, num_heads, dim] and its LSE

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 
 from ..plans.sharded_plan import ShardedPlan
-from ..transport.exchange import ArrivingRows, RoutedRows, RowExchange
+from ..transport.exchange import RowExchange
+from ..transport.row_bytes import ArrivingRows, RoutedRows
 from ..transport.waiting import Posted
 from .partials import ShardInputs, State, attend_part, merged, merged_columns, no_state
 from .rounds import head_rounds, side_by_side

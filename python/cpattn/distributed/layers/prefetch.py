@@ -10,7 +10,8 @@ import torch
 
 from ..._arguments import at_least, items
 from ..plans.sharded_plan import ShardedPlan
-from ..transport.exchange import NO_TERMS, RowExchange, digest, term
+from ..transport.exchange import RowExchange
+from ..transport.terms import NO_TERMS, digest, term
 from .key_scratch import CACHED, KeyScratch, key_scratch
 from .layer import check_rank
 from .partials import ShardInputs

@@ -13,7 +13,8 @@ from ...context_parallel.exchanges import EXCHANGES
 from ...kv import PageInterleave, Placement
 from ..plans.mesh import Mesh
 from ..plans.sharded_plan import ShardedPlan
-from ..transport.exchange import RowExchange, digest, term
+from ..transport.exchange import RowExchange
+from ..transport.terms import digest, term
 from . import all_to_all, gather_kv, pass_q, ring, usp
 from .choice import choose
 from .layer import LayerArguments, checked_layer

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..plans.sharded_plan import DecodePlan, ShardedPlan
-from ..transport.exchange import RoutedRows, RowExchange
+from ..transport.exchange import RowExchange
+from ..transport.row_bytes import RoutedRows
 from .rows import NewRows, new_rows
 
 Heads = slice | list[int]

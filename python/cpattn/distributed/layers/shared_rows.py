@@ -13,9 +13,10 @@ import torch
 
 from ... import _core
 from ..plans.plan import ContextParallelPlan
-from ..transport.exchange import ArrivingRows, RowExchange
+from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
 from ..transport.rails import most_received
+from ..transport.row_bytes import ArrivingRows
 from .rows import NewRows, put_rows, take_rows
 
 

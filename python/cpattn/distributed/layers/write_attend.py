@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..plans.plan import ContextParallelPlan
-from ..transport.exchange import NO_TERMS, ArrivingRows, RowExchange
+from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
+from ..transport.row_bytes import ArrivingRows
+from ..transport.terms import NO_TERMS
 from .head_attention import HeadOutputs
 from .layer import LayerArguments, checked_layer
 from .partials import AttentionOptions, ShardInputs

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ... import _core
 from ...context_parallel.metadata import ContextParallelMetadata
-from ..transport.exchange import digest
+from ..transport.terms import digest
 from .masks import packed_mask
 from .tokens import NewTokens, index_array
 

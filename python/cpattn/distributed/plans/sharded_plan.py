@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ... import _core
 from ...kv import Placement
-from ..transport.exchange import PLAN_TERMS, digest
+from ..transport.terms import PLAN_TERMS, digest
 from .key_shares import Array, KeyShares
 from .masks import packed_mask
 from .mesh import Mesh

@@ -11,7 +11,8 @@ import torch
 from ..._arguments import flag
 from ..layers.layer import check_out, check_rank, filled_outputs
 from ..plans.sharded_plan import ShardedPlan
-from ..transport.exchange import RowExchange, digest
+from ..transport.exchange import RowExchange
+from ..transport.terms import digest
 from . import gather as sparse_gather
 from . import pass_q as sparse_pass_q
 from .choice import SparseSizes, choose_sparse

@@ -11,7 +11,7 @@ import torch
 
 from ...context_parallel.metadata import build_cp_metadata
 from ...sparse.cp_attention import cp_sparse_mla
-from ..transport.exchange import digest
+from ..transport.terms import digest
 
 _PACKED = torch.uint8  # pages of codes, then their scales
 

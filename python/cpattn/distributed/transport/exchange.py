@@ -4,12 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import struct
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -21,52 +17,21 @@ from ...profiling.calls import announced
 from . import versions
 from .rails import Rails
 from .roll_call import HOSTS, Host, RollCall, Watch, Words, roll_call_of
+from .row_bytes import ArrivingRows, Parts, RoutedRows, columns_of, row_bytes, table_of
+from .terms import (
+    CALLS,
+    OPTIONS,
+    REASON,
+    TERMS,
+    layout,
+    ranks_text,
+    refuse_difference,
+    term,
+)
 from .waiting import NOT_YET, Posted, Wait, have_come
 
-PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask", "placement")
-NO_TERMS = (0,) * len(PLAN_TERMS)  # of calls without a plan, or with what is none
-_CALLS = (
-    "write_kv", "gather", "attend", "decode", "topology", "shared_memory", "attend_sparse",
-    "decode_sparse", "prefetch",
-)  # fmt: skip
-# What the ranks compare before an exchange, int64 each. The first difference is reported.
-TERMS = (
-    "refused", "sequence", "call", *PLAN_TERMS, "rows", "prefetch", "exchange", "options",
-    "shared memory",
-)  # fmt: skip
-# Of these, what checks may tell besides rows and plans.
-_OPTIONS = ("prefetch", "exchange", "options")
-_REASON = struct.Struct("<32q")  # bytes of UTF-8 of why a rank refused its arguments
-_ROW_ALIGNMENT = 16  # bytes, so that each part of a row can be viewed as its dtype
 _EMPTY = torch.empty(0, dtype=torch.uint8)
-# Of messages between ranks: those with another one do not understand each other.
-_LAYOUT_NAMES = (versions.PROTOCOL, _CALLS, TERMS, _ROW_ALIGNMENT)
 _SLICE = 0.02  # seconds of a wait, until the next look around
-
-
-def digest(*values: Any) -> int:
-    """64 bits for the bytes of values."""
-    hashed = blake2b(digest_size=8)
-    for value in values:
-        hashed.update(value)
-    return int.from_bytes(hashed.digest(), "little", signed=True)
-
-
-@lru_cache(1024)
-def term(value: Hashable) -> int:
-    """64 bits for a value of numbers, names and dtypes."""
-    return digest(repr(value).encode())
-
-
-def layout() -> int:
-    """64 bits for how this version lays out what ranks send each other."""
-    return term(_LAYOUT_NAMES)
-
-
-class Parts(list[torch.Tensor]):
-    """Part of an exchange that a rank brings: its rows, and their place in shared memory."""
-
-    shared_memory = 0  # a digest; 0 for none
 
 
 class RowExchange:
@@ -105,7 +70,7 @@ class RowExchange:
     ) -> Iterator[Parts]:
         """Run this rank's checks, which add the parts of its rows, then compare with all ranks.
 
-        The checks may also put digests of the terms in `_OPTIONS` into `options`. A rank whose
+        The checks may also put digests of the terms in `OPTIONS` into `options`. A rank whose
         checks fail says so to the others, which would wait for its rows. On a difference
         every rank raises the same RuntimeError, and the group stays usable.
         """
@@ -119,8 +84,8 @@ class RowExchange:
                 self._reasons(call, _text_of(error))
             raise
         rows = term(tuple((part.dtype, part.shape[1]) for part in parts))
-        more = [(options or {}).get(name, 0) for name in _OPTIONS]
-        terms = [0, self._sequence, _CALLS.index(call), *plan_terms, rows, *more]
+        more = [(options or {}).get(name, 0) for name in OPTIONS]
+        terms = [0, self._sequence, CALLS.index(call), *plan_terms, rows, *more]
         terms.append(parts.shared_memory)
         of_ranks = self._all_terms(call, terms)
         if of_ranks.count(terms) < self.size:
@@ -130,13 +95,13 @@ class RowExchange:
                     f"ContextParallel.{call}: {ranks_text(refused)} refused its arguments; nothing "
                     f"was sent: {self._reasons(call)[refused[0]]}"
                 )
-            _refuse(call, list(zip(*of_ranks, strict=True)))
+            refuse_difference(call, list(zip(*of_ranks, strict=True)))
 
     def _reasons(self, call: str, text: str = "") -> list[str]:
         """The first line of why each rank refused its arguments; all ask, once one has refused."""
-        line = text.partition("\n")[0].encode(errors="replace")[: _REASON.size]
-        told = self.told(f"{call} (reason)", _REASON.unpack(line.ljust(_REASON.size, b"\0")))
-        return [_REASON.pack(*words).rstrip(b"\0").decode(errors="ignore") for words in told]
+        line = text.partition("\n")[0].encode(errors="replace")[: REASON.size]
+        told = self.told(f"{call} (reason)", REASON.unpack(line.ljust(REASON.size, b"\0")))
+        return [REASON.pack(*words).rstrip(b"\0").decode(errors="ignore") for words in told]
 
     @contextlib.contextmanager
     def without_return(self) -> Iterator[None]:
@@ -173,12 +138,12 @@ class RowExchange:
         if rails is not None:
             rows_per_rank = rails.kept_counts(rows_per_rank)
         num_rows = sum(rows_per_rank)
-        total = num_rows * _row_bytes(parts)
+        total = num_rows * row_bytes(parts)
         storage = self._buffers.pop(buffer, _EMPTY)  # given up if rows might still arrive in it
         if storage.numel() < total:
             storage = torch.empty(total, dtype=torch.uint8)
-        rows = storage[:total].view(num_rows, _row_bytes(parts))
-        columns = _columns(rows, parts)
+        rows = storage[:total].view(num_rows, row_bytes(parts))
+        columns = columns_of(rows, parts)
         begin = sum(rows_per_rank[: self.rank])
         for column, part in zip(columns, parts, strict=True):
             column[begin : begin + len(part)] = part
@@ -232,18 +197,18 @@ class RowExchange:
         rows_from: Sequence[int],
     ) -> RoutedRows:
         """Begin what `routed_rows` does; `routed` waits for it."""
-        received = torch.empty(sum(rows_from), _row_bytes(parts), dtype=torch.uint8)
+        received = torch.empty(sum(rows_from), row_bytes(parts), dtype=torch.uint8)
         blocks = received.split(list(rows_from))
         sends = {}
         for rank, rows in enumerate(rows_for):
             own = rank == self.rank
             block = blocks[rank] if own else received.new_empty(len(rows), received.shape[1])
-            for column, part in zip(_columns(block, parts), parts, strict=True):
+            for column, part in zip(columns_of(block, parts), parts, strict=True):
                 column.copy_(part.index_select(0, rows))
             if not own:
                 sends[rank] = block
         posted = self.post(call, sends, {rank: blocks[rank] for rank in self._peers})
-        return RoutedRows(_columns(received, parts), posted)
+        return RoutedRows(columns_of(received, parts), posted)
 
     def routed(self, rows: RoutedRows) -> list[torch.Tensor]:
         """Result of `routed_rows`."""
@@ -417,7 +382,7 @@ class RowExchange:
         """Return the values of all ranks, a list of each; all give the same number."""
         # Given up if a message might still arrive in it.
         made = self._tables.pop(len(values), None)
-        table, blocks = made or _table(self.size, len(values))
+        table, blocks = made or table_of(self.size, len(values))
         table.fill(NOT_YET)
         table[self.rank] = values
         posted = self.post(
@@ -446,66 +411,5 @@ class RowExchange:
         )
 
 
-@dataclass
-class RoutedRows:
-    """Rows on their way from ranks, for each part those of all of them."""
-
-    columns: list[torch.Tensor]
-    posted: Posted
-
-
-@dataclass
-class ArrivingRows(RoutedRows):
-    """Rows of all ranks on their way into a receive buffer."""
-
-    storage: torch.Tensor
-    buffer: Hashable
-
-
-def _table(size: int, num_values: int) -> tuple[np.ndarray[Any, Any], list[torch.Tensor]]:
-    """Numbers of every rank, and the bytes of each."""
-    table = np.empty((size, num_values), np.int64)
-    return table, list(torch.from_numpy(table.view(np.uint8)))
-
-
-def _strides(parts: Sequence[torch.Tensor]) -> list[int]:
-    """Bytes of each part in a row."""
-    num_bytes = [part.shape[1] * part.element_size() for part in parts]
-    return [-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in num_bytes]
-
-
-def _row_bytes(parts: Sequence[torch.Tensor]) -> int:
-    return sum(_strides(parts))
-
-
-def _columns(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each part's columns of rows of bytes, as its dtype."""
-    return [
-        column[:, : part.shape[1] * part.element_size()].view(part.dtype)
-        for column, part in zip(buffer.split(_strides(parts), 1), parts, strict=True)
-    ]
-
-
 def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _refuse(call: str, terms: Sequence[tuple[int, ...]]) -> None:
-    """Raise the first difference between ranks: terms[i] are the TERMS[i] of each."""
-    for name, values in zip(TERMS, terms, strict=True):
-        usual = max(values, key=values.count)  # of equally frequent ones the lowest rank's
-        odd = [rank for rank, value in enumerate(values) if value != usual]
-        if odd:
-            first = values.index(usual)
-            reason = f"{name} of {ranks_text(odd)} differs from rank {first}"
-            if name == "call":
-                made = [f"rank {rank} calls {_CALLS[values[rank]]}" for rank in (first, *odd)]
-                reason += f" ({', '.join(made)})"
-            elif name == "sequence":
-                made = [f"rank {rank} makes call {values[rank]}" for rank in (first, *odd)]
-                reason += f" ({', '.join(made)} of its group)"
-            raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))}"

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ... import _core
-from .exchange import NO_TERMS, RowExchange, ranks_text, term
+from .exchange import RowExchange
 from .rails import Hosts, Rails
 from .roll_call import HOSTS
+from .terms import NO_TERMS, ranks_text, term
 from .timeouts import FIRST_MEETING, timeout_of
 from .topology import Topology
 

@@ -14,9 +14,10 @@ import torch
 
 from ... import _core
 from ...kv.buffers import BufferShape, Memory
-from .exchange import NO_TERMS, RowExchange, ranks_text, term
+from .exchange import RowExchange
 from .host import HostGroup, sealed_file
 from .rails import Hosts
+from .terms import NO_TERMS, ranks_text, term
 
 LARGE_PAGE = 2 << 20
 # Ranges of address space of a buffer; a process may have 65530 in all.

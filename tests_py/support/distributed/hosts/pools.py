@@ -14,7 +14,7 @@ from cpattn import _core
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import rounds
 from cpattn.distributed.transport import host
-from cpattn.distributed.transport.exchange import TERMS
+from cpattn.distributed.transport.terms import TERMS
 from cpattn.kv import MHATokenToKVPool
 from cpattn_lab.cost_model import AttentionLayer, exchange_work
 from support.distributed import disagreements

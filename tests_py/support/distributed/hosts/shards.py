@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import gather_kv, ring
 from cpattn.distributed.transport import shared_memory
-from cpattn.distributed.transport.exchange import TERMS
+from cpattn.distributed.transport.terms import TERMS
 from cpattn.kv import MHATokenToKVPool
 from cpattn_lab.cost_model import AttentionLayer, exchange_work
 from support.distributed.hosts.layouts import Layout, members_of, on_hosts

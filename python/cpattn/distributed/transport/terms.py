@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Terms that ranks compare before they exchange rows, and digests of what is long."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+from . import versions
+from .row_bytes import ROW_ALIGNMENT
+
+PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask", "placement")
+NO_TERMS = (0,) * len(PLAN_TERMS)  # of calls without a plan, or with what is none
+CALLS = (
+    "write_kv", "gather", "attend", "decode", "topology", "shared_memory", "attend_sparse",
+    "decode_sparse", "prefetch",
+)  # fmt: skip
+# What the ranks compare before an exchange, int64 each. The first difference is reported.
+TERMS = (
+    "refused", "sequence", "call", *PLAN_TERMS, "rows", "prefetch", "exchange", "options",
+    "shared memory",
+)  # fmt: skip
+# Of these, what checks may tell besides rows and plans.
+OPTIONS = ("prefetch", "exchange", "options")
+REASON = struct.Struct("<32q")  # bytes of UTF-8 of why a rank refused its arguments
+# Of messages between ranks: those with another one do not understand each other.
+_LAYOUT_NAMES = (versions.PROTOCOL, CALLS, TERMS, ROW_ALIGNMENT)
+
+
+def digest(*values: Any) -> int:
+    """64 bits for the bytes of values."""
+    hashed = blake2b(digest_size=8)
+    for value in values:
+        hashed.update(value)
+    return int.from_bytes(hashed.digest(), "little", signed=True)
+
+
+@lru_cache(1024)
+def term(value: Hashable) -> int:
+    """64 bits for a value of numbers, names and dtypes."""
+    return digest(repr(value).encode())
+
+
+def layout() -> int:
+    """64 bits for how this version lays out what ranks send each other."""
+    return term(_LAYOUT_NAMES)
+
+
+def refuse_difference(call: str, terms: Sequence[tuple[int, ...]]) -> None:
+    """Raise the first difference between ranks: terms[i] are the TERMS[i] of each."""
+    for name, values in zip(TERMS, terms, strict=True):
+        usual = max(values, key=values.count)  # of equally frequent ones the lowest rank's
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd:
+            first = values.index(usual)
+            reason = f"{name} of {ranks_text(odd)} differs from rank {first}"
+            if name == "call":
+                made = [f"rank {rank} calls {CALLS[values[rank]]}" for rank in (first, *odd)]
+                reason += f" ({', '.join(made)})"
+            elif name == "sequence":
+                made = [f"rank {rank} makes call {values[rank]}" for rank in (first, *odd)]
+                reason += f" ({', '.join(made)} of its group)"
+            raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
