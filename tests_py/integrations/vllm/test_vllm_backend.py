@@ -27,8 +27,7 @@ with warnings.catch_warnings():  # of what vLLM imports
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from cpattn import reference
-    from cpattn.integrations import vllm as plugin
-    from cpattn.integrations.vllm import backend
+    from cpattn.integrations.vllm import backend, plugin
     from support.vllm import vllm_layers
     from support.vllm.vllm_layers import DIM, HEADS, KV_HEADS, KV_LENS, LAYER, NUM_BLOCKS
 
