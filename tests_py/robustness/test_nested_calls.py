@@ -152,14 +152,17 @@ cache, q = np.zeros((64, 64, 2, 64), np.float32), np.zeros((1 << 13, 8, 64), np.
 
 def attend(*_):
     signal.setitimer(signal.ITIMER_REAL, 0.05)
-    cpattn.paged_attention(q, cache, cache, q_lens=[len(q)], kv_lens=[4096],
-                           block_tables=[list(range(64))], causal=False, num_threads=1)
+    try:
+        cpattn.paged_attention(q, cache, cache, q_lens=[len(q)], kv_lens=[4096],
+                               block_tables=[list(range(64))], causal=False, num_threads=1)
+    except RuntimeError:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # at once: it may take longer to leave all calls
+        raise
 
 signal.signal(signal.SIGALRM, attend)
 try:
     attend()
 except RuntimeError as error:
-    signal.setitimer(signal.ITIMER_REAL, 0)
     print(error, flush=True)
 """
 
