@@ -48,7 +48,7 @@ struct TileLoops {
     return choose(*tile, limits);
   }
 
-  /// What follows is for all loops but kInPlaceTiles.
+  /// Scratch of all loops but kInPlaceTiles.
   static int64_t scratch_bytes_of_others(AttentionLoop loop, const AttentionTile* tile) {
     switch (loop) {
       case kTiles:
@@ -60,6 +60,7 @@ struct TileLoops {
     }
   }
 
+  /// Runs all loops but kInPlaceTiles.
   static bool run_others(AttentionLoop loop, const AttentionTile* tile, char* scratch) {
     switch (loop) {
       case kTiles:
