@@ -84,7 +84,7 @@ def planned(
     expected = theirs()
     return Comparison(
         "plans", case, {OURS: ours, PEER: theirs},
-        equal(lambda result, wanted: assert_same_rows(result, wanted), expected),
+        equal(assert_same_rows, expected),
         work=None, items=(int(lens.sum()), "key"), bars=(bar,),
     )  # fmt: skip
 

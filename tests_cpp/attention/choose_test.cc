@@ -6,7 +6,7 @@
 namespace cpattn::kernels {
 namespace {
 
-// What the instruction sets have: vectors alone, and AMX in its two element types.
+// The limits of vectors alone, and of AMX in its two element types.
 constexpr LoopLimits kVectors{};
 constexpr LoopLimits kAmxBfloat16{.tiles = true, .in_place_tiles = true, .in_place_rows = 4};
 constexpr LoopLimits kAmxFloat16{.tiles = true, .in_place_rows = 16};
@@ -46,7 +46,7 @@ TEST(ChooseLoop, TilesInPlace) {
   EXPECT_EQ(choose(tile_of(3, true), kAmxBfloat16), kInPlaceTiles);
   EXPECT_EQ(choose(tile_of(16, true), kAmxBfloat16), kInPlaceTiles);
   EXPECT_EQ(choose(tile_of(16, true), kAmxFloat16), kInPlace);
-  // What does not fill tiles goes to vectors, or is packed if these are slower.
+  // Rows that do not fill tiles go to vectors, or are packed if these are slower.
   EXPECT_EQ(choose(tile_of(4, true, 80), kAmxBfloat16), kInPlace);
   EXPECT_EQ(choose(tile_of(5, true, 80), kAmxBfloat16), kFewRowTiles);
   // Tiles of codes hold 64 of them.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Which loop of attention takes a tile: decided here and nowhere else. Needs no vector layer, so
-// that the choice of every instruction set can be tested on any machine.
+// This file alone decides which loop of attention takes a tile. It needs no vector layer, so that
+// the choice of every instruction set can be tested on any machine.
 #include "kernels/rows/tile-inl.h"
 
 namespace cpattn::kernels {

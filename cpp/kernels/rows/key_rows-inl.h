@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Where the rows of keys and values are. Nothing here depends on the instruction set.
+// Addresses of the rows of keys and values. Nothing here depends on the instruction set.
 #include "kernels/rows/visibility-inl.h"
 
 namespace cpattn::kernels {

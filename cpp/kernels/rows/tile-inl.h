@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What loops ask an AttentionTile, whatever the instruction set.
+// Answers of an AttentionTile to its loops, whatever the instruction set.
 #include "kernels/boundary/attention_kernel.h"
 
 namespace cpattn::kernels {

@@ -42,7 +42,7 @@ def check_placing(
             f"{function}: cp_size must be a multiple of ranks_per_host = {ranks_per_host}, "
             f"got {cp_size}"
         )
-    if exchange in EXCHANGES and exchange not in possible_exchanges(placement, (1, 1)):
+    if placement == "replicated" and exchange in EXCHANGES and EXCHANGES[exchange].needs_shards:
         raise ValueError(
             f"{function}: exchange must be {', '.join(possible_exchanges(placement))} where "
             f"placement is replicated, as every pool takes all keys, got {exchange!r}"

@@ -18,15 +18,15 @@ CALLS = (
     "write_kv", "gather", "attend", "decode", "topology", "shared_memory", "attend_sparse",
     "decode_sparse", "prefetch",
 )  # fmt: skip
-# What the ranks compare before an exchange, int64 each. The first difference is reported.
+# The ranks compare these before an exchange, int64 each. The first difference is reported.
 TERMS = (
     "refused", "sequence", "call", *PLAN_TERMS, "rows", "prefetch", "exchange", "options",
     "shared memory",
 )  # fmt: skip
-# Of these, what checks may tell besides rows and plans.
+# Checks may tell these of them, besides rows and plans.
 OPTIONS = ("prefetch", "exchange", "options")
 REASON = struct.Struct("<32q")  # bytes of UTF-8 of why a rank refused its arguments
-# Of messages between ranks: those with another one do not understand each other.
+# Ranks with other names here do not understand each other's messages.
 _LAYOUT_NAMES = (versions.PROTOCOL, CALLS, TERMS, ROW_ALIGNMENT)
 
 
