@@ -29,12 +29,29 @@ def commands_of(example: Path) -> list[str]:
 
 
 OF_TUTORIALS = {"context_parallel_prefill"}  # whose tests run it
+NEEDS_CUDA = {"gpu_ring": "gpu_ring.py: needs a CUDA device, and torch has none here"}
 
 
 @pytest.mark.parametrize("name", LAST)
 def test_an_example_runs(name, tmp_path, children):
     """The first form runs here; the tutorials run the others."""
-    if name == "sparse_attention":
+    run = example(name, tmp_path, children)
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch(LAST[name], run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", NEEDS_CUDA)
+def test_an_example_for_gpus_passes_or_says_that_there_is_none(name, tmp_path, children):
+    run = example(name, tmp_path, children)
+    if pytest.importorskip("torch").cuda.is_available():
+        assert run.stdout.splitlines()[-1] == "passed", run.stderr
+    else:
+        assert (run.returncode, run.stderr.strip()) == (1, NEEDS_CUDA[name])
+
+
+def example(name, tmp_path, children):
+    """Run the first command of an example."""
+    if name in {"sparse_attention", *NEEDS_CUDA}:
         pytest.importorskip("torch")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = os.environ | {
@@ -42,16 +59,14 @@ def test_an_example_runs(name, tmp_path, children):
         "PYTHONPATH": path_with(),
     }
     command = commands_of(ROOT / "examples" / f"{name}.py")[0]
-    run = children.run(["sh", "-c", command], cwd=tmp_path, env=environment)
-    assert run.returncode == 0, run.stderr
-    assert re.fullmatch(LAST[name], run.stdout.splitlines()[-1])
+    return children.run(["sh", "-c", command], cwd=tmp_path, env=environment)
 
 
 def test_all_examples_are_short_run_and_in_the_index():
-    for example in EXAMPLES:
-        assert len(example.read_text().splitlines()) <= 125
-        assert f"examples/{example.name}" in commands_of(example)[0]
-    names = [example.stem for example in EXAMPLES]
-    assert names == sorted({*LAST, *OF_TUTORIALS})
+    for path in EXAMPLES:
+        assert len(path.read_text().splitlines()) <= 125
+        assert f"examples/{path.name}" in commands_of(path)[0]
+    names = [path.stem for path in EXAMPLES]
+    assert names == sorted({*LAST, *OF_TUTORIALS, *NEEDS_CUDA})
     index = (ROOT / "docs" / "tutorials" / "index.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)\.py`", index, re.MULTILINE)) == names

@@ -74,7 +74,9 @@ class Child:
         return Result(case, "hang", message=f"no answer within {self._time_limit:g} seconds")
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("fork")
+        # Modules of signatures may use a device as they are imported, after which none can fork.
+        begins_anew = self._device != "cpu" and isinstance(self._operator, str)
+        context: Any = multiprocessing.get_context("spawn" if begins_anew else "fork")
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, self._pipe, self._operator, self._signature, self._device)
         self._process = context.Process(

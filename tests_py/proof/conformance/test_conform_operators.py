@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 from hypothesis import find, settings
 from hypothesis.errors import NoSuchExample
@@ -41,16 +43,36 @@ def test_nothing_is_found_with_other_cases(name):
 def test_false_alarms_are_told_and_counted(capsys, monkeypatch):
     wrong = RightOperator("support.proof.conformance.broken_selections:topk_padding", "topk")
     monkeypatch.setattr(false_alarms, "SELECTIONS", SELECTIONS | {"mine": wrong})
-    monkeypatch.setattr(false_alarms, "SECONDS_OF_A_ROUND", 1.0)
-    assert false_alarms.main(["--cases", "30", "--only", "fast_topk"]) == 0
+    gone = RightOperator("a_package_that_is_gone:attention", "sdpa", "gone")
+    monkeypatch.setattr(false_alarms, "ATTENTION", {"mine, gone": gone})
+    few = ["--cases", "30", "--seconds", "1"]
+    assert false_alarms.main([*few, "--only", "fast_topk"]) == 0
     assert capsys.readouterr().out.endswith(" cases, 0 false alarms\n")
-    assert false_alarms.main(["--cases", "30", "--only", "mine"]) == 1
+    assert false_alarms.main([*few, "--only", "mine"]) == 1
     out = capsys.readouterr().out
+    assert "mine, gone: left out: conform: a_package_that_is_gone:attention: Module" in out
     assert "mine: a false alarm\nTOPK topk-padding: " in out
     assert out.splitlines()[-1].endswith(" cases, 1 false alarms")
     with pytest.raises(SystemExit):
         false_alarms.main(["--only", "absent"])
-    assert "--only must be in one of cpattn.paged_attention, " in capsys.readouterr().err
+    assert "--only must be in one of mine, gone, " in capsys.readouterr().err
+
+
+def test_an_operator_of_a_device_begins_anew(tmp_path, monkeypatch):
+    """A module that has used a device before a fork cannot use it behind one."""
+    (tmp_path / "used.py").write_text(
+        "import cpattn\n"
+        "used = []\n"
+        "def attention(*args, **options):\n"
+        "    assert not used\n"
+        "    return cpattn.paged_attention(*args, **options)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import_module("used").used.append("a device")
+    report = conform(
+        "used:attention", signature="cpattn", without=["far"], examples=0, device="cpu:0"
+    )
+    assert not report.findings, report.text()
 
 
 def test_an_adapter_of_ones_own():

@@ -16,6 +16,7 @@ from support.children import path_with
 from support.pages import blocks_in, run_page
 from support.places import ROOT
 from support.proof.conformance import false_alarms
+from support.proof.conformance.gpu_operators import GPU
 from support.proof.conformance.right_operators import ATTENTION, SELECTIONS, VLLM
 from support.time_limits import PATIENCE
 
@@ -35,7 +36,8 @@ def test_the_page_has_every_name_and_every_operator_in_the_release_that_is_here(
     assert rows == [(fault.name, fault.invariant, fault.means) for fault in faults]
     assert all(f"| `{name}` |" in text for name in [*SIGNATURES, *SELECTION_SIGNATURES])
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [^|]+ \|$", text, re.MULTILINE))
-    assert set(rows) == set(ATTENTION | SELECTIONS | VLLM)
+    assert set(rows) == set(ATTENTION | SELECTIONS | VLLM | GPU)
+    assert all(rows[name].startswith(f"{operator.package} ") for name, operator in GPU.items())
     for name, operator in (ATTENTION | SELECTIONS).items():
         found = false_alarms.release(operator.package).partition("+")[0]
         assert rows[name] == f"{operator.package} {found}"

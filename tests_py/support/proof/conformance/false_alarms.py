@@ -6,25 +6,31 @@ With tests_py on PYTHONPATH:
     python -m support.proof.conformance.false_alarms --cases 10000 --seed 7
     python -m support.proof.conformance.false_alarms --only SDPA  # those whose name has this in it
     python -m support.proof.conformance.false_alarms --only vLLM  # by .venv-vllm/bin/python
+    python -m support.proof.conformance.false_alarms --device cuda --jobs 12  # operators of GPUs
 
 Rounds of cases go to the operators in turn, each with the seed that the line says, by which
-``cpattn conform`` makes them again. Edges come with each round and are counted once.
+``cpattn conform`` makes them again. Edges come with each round and are counted once. An operator
+that cannot be imported, as that of a package that is not installed, is named and left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from cpattn_proof import conform
+from cpattn_proof import NotUsable, Report, conform
 
+from .gpu_operators import GPU
 from .right_operators import ATTENTION, SELECTIONS, VLLM, RightOperator
 
 ROUND = 250  # cases besides those at the edges
-SECONDS_OF_A_ROUND = 3600.0
 SECONDS_OF_A_CALL = 120.0  # of a busy machine
 
 
@@ -34,8 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=10_000, help="of all operators together")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--only", default="", help="operators whose name has this in it")
+    parser.add_argument("--device", default="cpu", help="where tensors live, as torch names it")
+    parser.add_argument("--jobs", type=int, default=1, help="operators that are tried at a time")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of an operator's round")
     options = parser.parse_args(arguments)
-    known = ATTENTION | SELECTIONS | VLLM
+    known = ATTENTION | SELECTIONS | VLLM if options.device == "cpu" else GPU
     chosen = {
         name: operator
         for name, operator in known.items()
@@ -43,49 +52,70 @@ def main(arguments: list[str] | None = None) -> int:
     }
     if not chosen:
         parser.error(f"--only must be in one of {', '.join(known)}, got {options.only!r}")
-    counts, alarms = run(chosen, options.cases, options.seed)
+    counts, alarms = run(chosen, options)
     for name, count in counts.items():
         print(f"{name}, {chosen[name].package} {release(chosen[name].package)}: {count:,} cases")
     print(f"{sum(counts.values()):,} cases, {alarms} false alarms")
     return 1 if alarms else 0
 
 
-def run(operators: dict[str, RightOperator], cases: int, seed: int) -> tuple[dict[str, int], int]:
+def run(
+    operators: dict[str, RightOperator], options: argparse.Namespace
+) -> tuple[dict[str, int], int]:
     """Cases that each operator answered, and how many rounds had a finding."""
     counts: Counter[str] = Counter()
-    alarms, begin = 0, time.monotonic()
-    while sum(counts.values()) < cases:
-        for name, operator in operators.items():
-            left = cases - sum(counts.values())
-            if left <= 0:
-                break
-            examples = min(ROUND, left)
-            report = conform(
-                operator.path, signature=operator.signature, without=operator.without,
-                examples=examples, seed=seed, seconds=SECONDS_OF_A_ROUND,
-                time_limit=SECONDS_OF_A_CALL,
+    alarms, begin, seed, left = 0, time.monotonic(), options.seed, dict(operators)
+    # What forks the process of an operator has not used the device, and has one thread.
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        each = map if options.jobs == 1 else pool.map
+        while left and sum(counts.values()) < options.cases:
+            examples = min(ROUND, options.cases - sum(counts.values()))
+            attempt = partial(
+                attempted, examples=examples, seed=seed, seconds=options.seconds,
+                device=options.device,
             )  # fmt: skip
-            again = report.facts["edges"] if name in counts else 0
-            counts[name] += max(1, report.facts["answered"] - again)
-            if report.findings:  # that it refuses much is none
-                alarms += 1
-                print(f"{name}: a false alarm\n{report.text()}", flush=True)
-            print(
-                f"{sum(counts.values()):,} of {cases:,} cases, {time.monotonic() - begin:,.0f} s: "
-                f"{name}, seed {seed}, {report.facts['answered']} answered, "
-                f"{len(report.findings)} findings",
-                flush=True,
-            )
-        seed += 1
+            for name, report in zip(list(left), each(attempt, list(left.values())), strict=False):
+                if isinstance(report, str):
+                    print(f"{name}: left out: {report}", flush=True)
+                    del left[name]
+                    continue
+                again = report.facts["edges"] if name in counts else 0
+                counts[name] += max(1, report.facts["answered"] - again)
+                alarms += bool(report.findings)  # that it refuses much is none
+                if report.findings:
+                    print(f"{name}: a false alarm\n{report.text()}", flush=True)
+                print(
+                    f"{sum(counts.values()):,} of {options.cases:,} cases, "
+                    f"{time.monotonic() - begin:,.0f} s: {name}, seed {seed}, "
+                    f"{report.facts['answered']} answered, {len(report.findings)} findings",
+                    flush=True,
+                )
+                if sum(counts.values()) >= options.cases and options.jobs == 1:
+                    break
+            seed += 1
     return dict(counts), alarms
+
+
+def attempted(
+    operator: RightOperator, *, examples: int, seed: int, seconds: float, device: str
+) -> Report | str:
+    """Return the report on an operator, or why there is none."""
+    try:
+        return conform(
+            operator.path, signature=operator.signature, without=operator.without,
+            examples=examples, seed=seed, seconds=seconds, device=device,
+            time_limit=SECONDS_OF_A_CALL,
+        )  # fmt: skip
+    except NotUsable as error:
+        return str(error)
 
 
 def release(package: str) -> str:
     """Return a distribution's version; this library need not be installed to have one."""
-    import cpattn
-
     try:
-        return cpattn.__version__ if package == "cpattn" else version(package)
+        if package == "cpattn":
+            return str(import_module(package).__version__)
+        return version(package)
     except PackageNotFoundError:
         return "not installed"
 

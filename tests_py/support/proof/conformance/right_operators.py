@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that are right, each with its signature: of this library, torch, transformers, vLLM."""
+"""Operators that are right, each with its signature: of this library, torch, transformers, vLLM.
+
+The core of cpattn is imported by the operators that are its own.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from cpattn import build_cp_metadata
-from cpattn.sparse import cp_indexer_topk, topk_transform
 
 RANKS = 3
 _HERE = "support.proof.conformance.right_operators"
@@ -49,6 +49,8 @@ def by_torch(scores, lengths, topk, row_starts=None):
 
 def by_topk_transform(scores, lengths, topk, row_starts=None):
     """Select by `topk_transform`, in the order of indices."""
+    from cpattn.sparse import topk_transform
+
     return topk_transform(
         scores, topk, method=None, lengths=lengths, row_starts=row_starts, sorted=False
     )
@@ -56,6 +58,9 @@ def by_topk_transform(scores, lengths, topk, row_starts=None):
 
 def of_all_ranks(q, k, weights, ks, ke, *, topk):
     """Each row is a sequence of one new token, and ranks share them out."""
+    from cpattn import build_cp_metadata
+    from cpattn.sparse import cp_indexer_topk
+
     lengths = (ke - ks).tolist()
     tables = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
     for row, start, length in zip(tables, ks.tolist(), lengths, strict=True):
