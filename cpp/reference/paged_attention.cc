@@ -156,10 +156,12 @@ std::vector<int64_t> visible_keys(
 ) {
   const int64_t kv_len = batch.kv_lens[sequence];
   const int64_t position = kv_len - batch.q_lens[sequence] + i;
+  const auto [left, right] = batch.window.value_or(KeyWindow{});
   std::vector<int64_t> keys;
   for (int64_t j = 0; j < kv_len; ++j) {
     const bool visible =
-        (!batch.causal || j <= position) && (!batch.window || j - position >= -*batch.window) &&
+        (!batch.causal || j <= position) && (!left || j - position >= -*left) &&
+        (!right || j - position <= *right) &&
         (!batch.custom_mask || batch.custom_mask->as<const bool>()[mask_begin + i * kv_len + j]);
     if (visible) keys.push_back(j);
   }
@@ -236,10 +238,7 @@ void check_tensors(
 
 void paged_attention(const PagedAttention& batch, const TensorView& out, const TensorView& lse) {
   check_page_size("reference.paged_attention", batch.page_size);
-  check(
-      !batch.window || *batch.window >= 0, kName, "window must be >= 0, got ",
-      batch.window.value_or(0)
-  );
+  check_key_window("reference.paged_attention", batch.window);
   const Cache k(batch, batch.k_cache, "k_cache");
   const Cache v(batch, batch.v_cache, "v_cache");
   const Factors k_factors(batch, batch.k_scale, "k_scale", k.num_pages, k.num_heads);

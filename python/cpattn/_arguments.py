@@ -7,13 +7,14 @@ from typing import Any
 
 from . import _core
 
-__all__ = ["at_least", "flag", "has", "integer", "items", "part", "real", "shown"]
+__all__ = ["at_least", "flag", "has", "integer", "items", "key_window", "part", "real", "shown"]
 
 MAX_SHOWN = 4  # elements of a list in a repr
 
 integer = _core.integer
 real = _core.real
 flag = _core.flag
+key_window = _core.key_window
 
 
 def at_least(minimum: int, value: Any, function: str, argument: str) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar
 
-__all__ = ["AnyTensor", "IndexTable", "Indices", "KVScale", "Tensor", "TensorT"]
+__all__ = ["AnyTensor", "IndexTable", "Indices", "KVScale", "Tensor", "TensorT", "Window"]
 
 
 class Tensor(Protocol):
@@ -39,3 +39,7 @@ KVScale: TypeAlias = SupportsFloat | Tensor | None
 
 # The same of two dimensions, such as a block table.
 IndexTable: TypeAlias = Sequence[Sequence[SupportsIndex]] | Tensor
+
+# Keys before and behind a token's own that it sees, None for no limit; or, under a causal mask,
+# those before it.
+Window: TypeAlias = SupportsIndex | tuple[SupportsIndex | None, SupportsIndex | None] | None

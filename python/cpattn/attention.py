@@ -9,7 +9,7 @@ from typing import Literal, overload
 from . import _core
 from ._containers import empty, need_scales
 from ._core import AttentionPlan
-from ._types import IndexTable, Indices, KVScale, Tensor, TensorT
+from ._types import IndexTable, Indices, KVScale, Tensor, TensorT, Window
 from .profiling.calls import announced
 
 
@@ -49,7 +49,7 @@ def paged_attention(
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    scale: float | None = None, causal: bool = True, window: int | None = None,
+    scale: float | None = None, causal: bool = True, window: Window = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
@@ -62,7 +62,7 @@ def paged_attention(
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    scale: float | None = None, causal: bool = True, window: int | None = None,
+    scale: float | None = None, causal: bool = True, window: Window = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
@@ -75,7 +75,7 @@ def paged_attention(
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    scale: float | None = None, causal: bool = True, window: int | None = None,
+    scale: float | None = None, causal: bool = True, window: Window = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
@@ -100,7 +100,7 @@ def paged_attention(
     kv_dtype: str | None = None,
     scale: float | None = None,
     causal: bool = True,
-    window: int | None = None,
+    window: Window = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
@@ -117,7 +117,7 @@ def paged_attention(
     For query ``i`` of sequence ``s``, at position ``p = kv_lens[s] - q_lens[s] + i``::
 
         visible = [j for j in range(kv_lens[s]) if (not causal or j <= p)
-                   and (window is None or j >= p - window) and mask(i, j)]
+                   and p - left <= j <= p + right and mask(i, j)]      # window: left, right
         score = softcap * tanh(scale * q @ k[j] / softcap)      # softcap 0: scale * q @ k[j]
         out = sum(exp(score[j]) * v[j]) / (sum(exp(score[j])) + exp(sinks[h]))
         lse = log(sum(exp(score[j])))
@@ -171,8 +171,10 @@ def paged_attention(
         Must be given for head_dim > 256.
     causal : bool
         A token sees keys up to its own position; False: all of its sequence.
-    window : int, optional
-        Keys before a token's own that it sees, itself not counted; needs ``causal``.
+    window : int or (int or None, int or None), optional
+        Keys before and behind a token's own that it sees, itself not counted; None for all of that
+        side. One number, under ``causal`` alone, is of those before it. Blocks of keys that no
+        token of a tile sees are not read.
     softcap : float
         0 for none, else from 1e-37 to 1e37.
     sinks : tensor [num_heads], float32, optional
@@ -252,7 +254,7 @@ def plan_attention(
     head_dim: int,
     v_head_dim: int | None = None,
     causal: bool = True,
-    window: int | None = None,
+    window: Window = None,
     custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False,

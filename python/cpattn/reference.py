@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _core
 from ._containers import empty, tensor_of
-from ._types import KVScale, Tensor
+from ._types import KVScale, Tensor, Window
 
 __all__ = [
     "dequantize_kv_rows",
@@ -35,7 +35,7 @@ def paged_attention(
     q_lens: Any, kv_lens: Any, block_tables: Any, page_size: int | None = None,
     kv_layout: Literal["NHD", "HND"] = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
     kv_dtype: str | None = None, scale: float | None = None, causal: bool = True,
-    window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    window: Window = None, softcap: float = 0.0, sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, allow_short_kv: bool = False,
 ) -> tuple[Float64Array, Float64Array]:
     # fmt: on
@@ -63,9 +63,9 @@ def paged_attention(
         As in `cpattn.paged_attention`; scales in any floating dtype, and beside any cache.
     scale : float, default 1/sqrt(head_dim)
         Multiplies q . k, whatever head_dim is.
-    causal, window, custom_mask : bool, int, tensor [sum(q_lens * kv_lens)] of bool
-        Key j is visible from position p if j <= p (``causal``), p - window <= j
-        (``window``, at least 0) and its flag in ``custom_mask`` is set.
+    causal, window, custom_mask : bool, int or pair, tensor [sum(q_lens * kv_lens)] of bool
+        Key j is visible from position p if j <= p (``causal``), p - left <= j <= p + right
+        (``window``, as in `cpattn.paged_attention`) and its flag in ``custom_mask`` is set.
     softcap : float
         If positive, scores become softcap * tanh(score / softcap).
     sinks : tensor [num_heads], optional

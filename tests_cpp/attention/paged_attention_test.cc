@@ -23,7 +23,7 @@ struct Case {
   int64_t page_size;
   std::vector<int64_t> q_lens, kv_lens;
   bool causal = true;
-  std::optional<int64_t> window = std::nullopt;
+  std::optional<KeyWindow> window = std::nullopt;
   double softcap = 0;
 };
 
@@ -241,9 +241,14 @@ TEST_P(PagedAttention, PagesOfOneTokenAndOfMany) {
 }
 
 TEST_P(PagedAttention, WindowsSoftcapAndNoMask) {
-  for (int64_t window : {0, 1, 31, 40, 300}) {
-    expect_matches_oracle({{2, 1, 32, 32}, 16, {64, 9}, {400, 300}, true, window});
+  for (int64_t left : {0, 1, 31, 40, 300}) {
+    expect_matches_oracle({{2, 1, 32, 32}, 16, {64, 9}, {400, 300}, true, {{left, {}}}});
+    for (int64_t right : {0, 5, 40}) {
+      expect_matches_oracle({{2, 1, 32, 32}, 16, {64, 9}, {400, 300}, false, {{left, right}}});
+    }
   }
+  const KeyWindow without_left{.left = std::nullopt, .right = 3};
+  expect_matches_oracle({{4, 1, 32, 32}, 16, {300, 2, 70}, {300, 200, 40}, false, without_left});
   expect_matches_oracle({{2, 1, 32, 32}, 16, {64}, {100}, true, std::nullopt, 2.5});
   expect_matches_oracle({{2, 1, 32, 32}, 16, {64, 3}, {100, 5}, false});
 }
@@ -275,8 +280,9 @@ TEST_P(PagedAttention, BitsDoNotDependOnThreads) {
 }
 
 TEST_P(PagedAttention, BitsDoNotDependOnChunking) {
-  for (std::optional<int64_t> window : {std::optional<int64_t>(), std::optional<int64_t>(100)}) {
-    Attention attention({{4, 2, 64, 64}, 16, {300, 40}, {700, 40}, true, window});
+  for (const std::optional<int64_t> left :
+       {std::optional<int64_t>(), std::optional<int64_t>(100)}) {
+    Attention attention({{4, 2, 64, 64}, 16, {300, 40}, {700, 40}, true, {{left, {}}}});
     std::vector<float> lse, chunked_lse;
     const auto whole = attention.run(lse, 1);
     for (int64_t chunk : {1, 7, 64, 299}) {

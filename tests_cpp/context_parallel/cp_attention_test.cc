@@ -104,8 +104,14 @@ class CpAttention : public ::testing::Test {
 TEST_F(CpAttention, EveryNumberOfRanksGivesTheBitsOfOne) {
   const std::vector<std::pair<std::string, Change>> changes = {
       {"causal", [](auto&) {}},
-      {"window", [](auto& a) { a.visibility.window = 9; }},
+      {"window",
+       [](auto& a) { a.visibility.window = KeyWindow{.left = 9, .right = std::nullopt}; }},
       {"not causal", [](auto& a) { a.visibility.causal = false; }},
+      {"window on both sides",
+       [](auto& a) {
+         a.visibility.causal = false;
+         a.visibility.window = KeyWindow{.left = 9, .right = 4};
+       }},
       {"softcap and sinks",
        [&](auto& a) {
          a.softcap = 2;
@@ -155,8 +161,8 @@ TEST_F(CpAttention, OptionsThatDoNotFitAreNamed) {
   };
   EXPECT_EQ(message([](auto&) {}), "no error");
   EXPECT_EQ(
-      message([](auto& a) { a.visibility = {.causal = false, .window = 1}; }),
-      "do_cp_attn_fia: window needs causal=True"
+      message([](auto& a) { a.visibility.window = KeyWindow{.left = -1, .right = 0}; }),
+      "do_cp_attn_fia: window must be >= 0 (0: a token sees itself), got -1"
   );
   EXPECT_EQ(
       message([&](auto& a) { a.visibility.custom_mask = view(mask_, DType::bool8, {40}); }),

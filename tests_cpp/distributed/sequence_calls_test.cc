@@ -100,11 +100,12 @@ TEST(SequenceCalls, RowsWithoutCausalityOrBehindTheEndSeeAllKeys) {
   EXPECT_TRUE(calls_of(share_of(20, {2, 8}, 1), {0, 7}).empty());  // before its first key
 }
 
-TEST(SequenceCalls, WindowsGoInBlocksOfRowsAndOfAThousandKeys) {
-  const int64_t len = 6000, window = 100;
+/// Holds the calls of 6,000 rows that see a window against the positions of their keys.
+void expect_blocks_of(const RowVisibility& visibility) {
+  const int64_t len = 6000, left = 100, right = visibility.causal ? 0 : 70;
   const KeyShare share = share_of(len, {2, 8}, 1);
   const Ints positions = positions_below(len);
-  const auto calls = calls_of(share, positions, {.window = window});
+  const auto calls = calls_of(share, positions, visibility);
   ASSERT_EQ(calls.size(), 1);
   const SequenceCall& call = calls[0];
   EXPECT_FALSE(call.causal);
@@ -123,13 +124,18 @@ TEST(SequenceCalls, WindowsGoInBlocksOfRowsAndOfAThousandKeys) {
       for (int64_t k = 0; k < keys; ++k) {
         const int64_t bit = j * keys + k, key = local.position[first + k];
         const bool shown = ((*call.mask)[byte + bit / 8] >> bit % 8 & 1) != 0;
-        ASSERT_EQ(shown, key <= at && key >= at - window) << at << ' ' << key;
+        ASSERT_EQ(shown, key <= at + right && key >= at - left) << at << ' ' << key;
       }
     }
     byte += (call.q_lens[i] * keys + 7) / 8;
   }
   EXPECT_EQ(byte, call.mask->size());
   EXPECT_GE(row, positions.size() - 8);  // all but those before the first key of the rank
+}
+
+TEST(SequenceCalls, WindowsGoInBlocksOfRowsAndOfAThousandKeys) {
+  expect_blocks_of({.window = KeyWindow{.left = 100, .right = std::nullopt}});
+  expect_blocks_of({.causal = false, .window = KeyWindow{.left = 100, .right = 70}});
 }
 
 TEST(SequenceCalls, AMaskShowsItsKeysAlone) {
@@ -174,8 +180,8 @@ TEST(SequenceCalls, Refusals) {
       "sequence_calls: pages must be of 1 requests, got 0"
   );
   EXPECT_EQ(
-      message_of([&] { calls_of(share, {1}, {.window = -1}); }),
-      "sequence_calls: window must be >= 0, got -1"
+      message_of([&] { calls_of(share, {1}, {.window = KeyWindow{.left = 3, .right = -1}}); }),
+      "sequence_calls: window must be >= 0 (0: a token sees itself), got -1"
   );
 }
 

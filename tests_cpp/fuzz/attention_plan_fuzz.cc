@@ -82,7 +82,7 @@ Input read_input(Reader& in) {
   if (in.rarely()) batch.kv_lens.resize(in.size_near(std::ssize(batch.kv_lens)));
   read_pages(in, input);
   batch.visibility.causal = in.flag();
-  if (in.rarely(4)) batch.visibility.window = in.mostly(in.between(0, 6), 8);
+  if (in.rarely(4)) batch.visibility.window = in.window();
   batch.allow_short_kv = in.flag();
   batch.batch_invariant = in.flag();
   if (in.rarely(4)) batch.num_rows = in.mostly(in.between(0, 8));

@@ -174,7 +174,7 @@ void read_options(
 ) {
   KeyVisibility& visibility = arguments.visibility;
   visibility.causal = !in.rarely(4);
-  if (in.rarely(4)) visibility.window = in.mostly(in.between(0, 6), 8);
+  if (in.rarely(4)) visibility.window = in.window();
   if (in.rarely(4)) arguments.softcap = 1.5;
   if (in.rarely(4)) {
     options.sinks.emplace_back(DType::float32, Ints{in.size_near(input.num_heads)});

@@ -4,9 +4,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
+
+#include "cpattn/base/key_window.h"
 
 namespace cpattn::fuzz {
 
@@ -67,6 +70,15 @@ class Reader {
     if (!rarely(chances)) return value;
     if (flag()) return any();
     return static_cast<int64_t>(static_cast<uint64_t>(value) + (flag() ? 1 : UINT64_MAX));
+  }
+
+  /// A window of few keys, mostly; either side may have no limit.
+  KeyWindow window() {
+    const auto side = [this] {
+      return rarely(4) ? std::nullopt : std::optional(mostly(between(0, 6), 8));
+    };
+    const std::optional<int64_t> left = side();
+    return {.left = left, .right = side()};
   }
 
   std::vector<int64_t> list(int64_t size, auto next) {

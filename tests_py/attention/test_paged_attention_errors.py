@@ -73,7 +73,12 @@ VALUE_ERRORS = {
     "tiny softcap": ({"softcap": 1e-300}, "softcap must be 0 .* got 1e-300"),
     "huge softcap": ({"softcap": 1e39}, "softcap must be 0 .*, got 1e\\+39"),
     "window": ({"window": -1}, "window must be >= 0"),
-    "window without causal": ({"window": 3, "causal": False}, "window needs causal=True"),
+    "window without causal": (
+        {"window": 3, "causal": False},
+        r"window must be a pair \(left, right\) unless causal=True, got 3; None is a side without",
+    ),
+    "window of three": ({"window": (1, 2, 3)}, r"window must be a pair .*, got 3 items"),
+    "right side": ({"window": (1, -2)}, "window must be >= 0 .*, got -2"),
     "sinks shape": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),
     "sinks dtype": ({"sinks": torch.zeros(4).half()}, "sinks must be float32, got float16"),
     "mask size": ({"custom_mask": torch.ones(138, dtype=torch.bool)}, "custom_mask .*got 138"),

@@ -70,6 +70,11 @@ def test_a_window_counts_keys_before_the_query():
     assert attend(q, k, v)[0].ravel() == pytest.approx([1.0, 1.5, 2.0])
     assert attend(q, k, v, window=0)[0].ravel() == pytest.approx([2.0, 3.0, 4.0])
     assert attend(q, k, v, window=1)[0].ravel() == pytest.approx([1.5, 2.5, 3.5])
+    both = attend(q, k, v, window=(0, 1), causal=False)[0]
+    assert both.ravel() == pytest.approx([2.5, 3.5, 4.0])
+    assert attend(q, k, v, window=(None, 0), causal=False)[0].ravel() == pytest.approx(
+        attend(q, k, v)[0].ravel()
+    )
 
 
 def test_queries_before_the_first_key_give_zeros_and_minus_infinity():
@@ -176,7 +181,7 @@ def test_merge_state_ignores_empty_parts():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"window": -1}, "window must be >= 0, got -1"),
+        ({"window": -1}, r"window must be >= 0 \(0: a token sees itself\), got -1"),
         ({"kv_layout": "BSHD"}, "kv_layout must be 'NHD' or 'HND', got 'BSHD'"),
         ({"page_size": 8}, r"k_cache must have pages of page_size = 8, got shape \[3, 4, 1, 2\]"),
         ({"page_size": 0}, r"page_size must be in \[1, 2147483647\], got 0"),

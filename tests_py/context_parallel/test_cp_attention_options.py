@@ -34,6 +34,7 @@ OPTIONS = {
     "window within a block": {"window": 3},
     "window over blocks": {"window": 17},
     "window over all": {"window": 1 << 50},
+    "window on both sides": {"window": (5, 9), "causal": False},
     "softcap": {"softcap": 2.5},
     "sinks": {"sinks": SINKS},
     "not causal": {"causal": False},
@@ -107,7 +108,7 @@ def test_bits_are_the_mask_that_bools_are(causal, strategy):
     lens=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 90)), min_size=1, max_size=4),
     cp_size=st.integers(1, 16),
     strategy=st.sampled_from(STRATEGIES),
-    window=st.none() | st.integers(0, 60),
+    window=st.tuples(*[st.none() | st.integers(0, 60)] * 2),
     softcap=st.sampled_from([0.0, 5.0]),
     with_sinks=st.booleans(),
     with_mask=st.booleans(),
@@ -119,8 +120,7 @@ def test_ragged_batches(
     lens, cp_size, strategy, window, softcap, with_sinks, with_mask, causal, page_size, seed
 ):
     options = {"softcap": softcap, "causal": causal}
-    if causal:
-        options["window"] = window
+    options["window"] = window[0] if causal else window
     if with_sinks:
         options["sinks"] = SINKS
     if with_mask:

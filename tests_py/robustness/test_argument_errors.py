@@ -113,7 +113,7 @@ def attention(**changes: Any) -> Any:
     ("argument", "value", "message"),
     [
         ("scale", "0.5", "a float, got str"),
-        ("window", (3, 0), "an integer, got tuple"),
+        ("window", (3, 0.5), "an integer, got float"),
         ("kv_layout", None, "a str, got NoneType"),
         ("causal", 1, "a bool, got int"),
         ("return_lse", np.ones(3), "a bool, got numpy.ndarray"),

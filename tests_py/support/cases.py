@@ -70,6 +70,7 @@ def shuffled_tables(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, i
 
 def first_visible(case: Case, sequence: int) -> int:
     window = case.options.get("window")
+    window = window[0] if isinstance(window, tuple) else window
     first_position = case.kv_lens[sequence] - case.q_lens[sequence]
     return 0 if window is None else max(0, first_position - window)
 

@@ -17,6 +17,7 @@
 #include "bindings/arguments/scalar_argument.h"
 #include "bindings/arguments/tensor_argument.h"
 #include "cpattn/base/check.h"
+#include "cpattn/base/key_window.h"
 #include "cpattn/base/kv_axis_order.h"
 
 namespace cpattn::bindings {
@@ -81,6 +82,9 @@ class Arguments {
   std::optional<int64_t> optional_integer(pybind11::handle object, const char* argument) const {
     if (object.is_none()) return std::nullopt;
     return integer(object, argument);
+  }
+  std::optional<KeyWindow> window(pybind11::handle object, bool causal) const {
+    return key_window_value(object, causal, name("window"));
   }
   double real(pybind11::handle object, const char* argument) const {
     return real_value(object, name(argument));

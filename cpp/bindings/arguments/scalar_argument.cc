@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "bindings/arguments/int_argument.h"
 #include "bindings/arguments/tensor_refusal.h"
 #include "cpattn/base/check.h"
 
@@ -54,6 +55,29 @@ bool flag_value(py::handle object, const ArgumentName& name) {
   if (object.ptr() == Py_False) return false;
   if (!is_numpy_bool(object)) refuse_type(name, " must be a bool, got ", type_name(object));
   return PyObject_IsTrue(object.ptr()) == 1;
+}
+
+std::optional<KeyWindow> key_window_value(
+    py::handle object, bool causal, const ArgumentName& name
+) {
+  const auto side = [&name](py::handle given) -> std::optional<int64_t> {
+    if (given.is_none()) return std::nullopt;
+    const int64_t keys = index_value(given, name);
+    check(keys >= 0, name, " must be >= 0 (0: a token sees itself), got ", keys);
+    return keys;
+  };
+  if (object.is_none()) return std::nullopt;
+  if (PyTuple_Check(object.ptr()) == 0 && PyList_Check(object.ptr()) == 0) {
+    const KeyWindow window{.left = side(object), .right = std::nullopt};
+    check(
+        causal, name, " must be a pair (left, right) unless causal=True, got ", *window.left,
+        "; None is a side without a limit"
+    );
+    return window;
+  }
+  const py::tuple sides = kept_items(object);
+  check(sides.size() == 2, name, " must be a pair (left, right), got ", sides.size(), " items");
+  return KeyWindow{.left = side(sides[0]), .right = side(sides[1])};
 }
 
 std::string text_value(py::handle object, const ArgumentName& name) {

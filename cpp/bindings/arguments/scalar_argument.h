@@ -3,9 +3,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <string>
 
 #include "bindings/arguments/argument_error.h"
+#include "cpattn/base/key_window.h"
 
 namespace cpattn::bindings {
 
@@ -21,6 +23,12 @@ double real_value(pybind11::handle object, const ArgumentName& name);
 
 /// A bool, of Python or NumPy; whatever else has a truth value is TypeError.
 bool flag_value(pybind11::handle object, const ArgumentName& name);
+
+/// A window of keys: None, a pair of sides, each an int of at least 0 or None, or the left side
+/// alone if the mask is causal.
+std::optional<KeyWindow> key_window_value(
+    pybind11::handle object, bool causal, const ArgumentName& name
+);
 
 /// A str, in UTF-8.
 std::string text_value(pybind11::handle object, const ArgumentName& name);

@@ -59,9 +59,10 @@ class SequenceBatchArguments {
     batch.q_lens = read.ints(q_lens, "q_lens");
     if (!kv_lens.is_none()) batch.kv_lens = read.ints(kv_lens, "kv_lens");
     batch.block_tables = view_of(block_tables_);
+    const bool is_causal = read.flag(causal, "causal");
     batch.visibility = {
-        .causal = read.flag(causal, "causal"),
-        .window = read.optional_integer(window, "window"),
+        .causal = is_causal,
+        .window = read.window(window, is_causal),
         .custom_mask = view_of(custom_mask_),
         .packed_custom_mask = view_of(packed_custom_mask_),
     };

@@ -55,6 +55,15 @@ bool flag(py::handle value, const py::str& function, const py::str& argument) {
   return flag_value(value, *PythonName(function, argument));
 }
 
+py::object key_window(
+    py::handle value, py::handle causal, const py::str& function, const py::str& argument
+) {
+  const bool is_causal = causal.ptr() != Py_False;  // whoever attends checks that it is a bool
+  const auto window = key_window_value(value, is_causal, *PythonName(function, argument));
+  if (!window) return py::none();
+  return py::make_tuple(window->left, window->right);
+}
+
 std::string text(py::handle value, const py::str& function, const py::str& argument) {
   return text_value(value, *PythonName(function, argument));
 }
@@ -84,6 +93,10 @@ void register_arguments(py::module_& module) {
   def("integer", &integer, "An int.");
   def("real", &real, "A float.");
   def("flag", &flag, "A bool.");
+  module.def(
+      "key_window", &key_window, "value"_a, "causal"_a, "function"_a, "argument"_a,
+      "The sides (left, right) of a window of keys, or None."
+  );
   def("text", &text, "A str.");
   def("ints", &ints, "The ints of a list or an array of them, read once.");
   def("index_count", &count, "How many ints a list or an array of them has.");

@@ -62,6 +62,7 @@ void run(
   const auto cache = [&](const std::optional<TensorArgument>& given, const char* name) {
     return given ? std::optional(as_codes(read, name, **given, codes)) : std::nullopt;
   };
+  const bool is_causal = read.flag(causal, "causal");
   const TensorArgument output = read.output(out, "out");
   const auto lse_output = read.optional_output(lse, "lse");
   const CpAttentionArguments arguments{
@@ -80,8 +81,8 @@ void run(
       .scale = read.real(scale, "scale"),
       .visibility =
           {
-              .causal = read.flag(causal, "causal"),
-              .window = read.optional_integer(window, "window"),
+              .causal = is_causal,
+              .window = read.window(window, is_causal),
               .custom_mask = view_of(mask),
               .packed_custom_mask = view_of(packed_mask),
           },

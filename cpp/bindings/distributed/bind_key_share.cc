@@ -180,9 +180,8 @@ py::list calls(
   const std::vector<int64_t> requests = read.ints(request, "request");
   const std::vector<int64_t> positions = read.ints(position, "position");
   const std::optional<MaskArgument> shown = read_mask(read, mask);
-  RowVisibility visibility{
-      .causal = read.flag(causal, "causal"), .window = read.optional_integer(window, "window")
-  };
+  RowVisibility visibility{.causal = read.flag(causal, "causal"), .window = {}, .mask = {}};
+  visibility.window = read.window(window, visibility.causal);
   if (shown) visibility.mask = **shown;
   py::list made;
   const QueryRows rows{.request = requests, .position = positions};

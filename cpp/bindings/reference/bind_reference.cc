@@ -98,6 +98,7 @@ void paged_attention(
   const TensorArgument out_view = read.output(out, "out");
   const TensorArgument lse_view = read.output(lse, "lse");
   const IndexTableArgument tables = read.table(block_tables, "block_tables");
+  const bool is_causal = read.flag(causal, "causal");
   const reference::PagedAttention batch{
       .q = *q_view,
       .k_cache = read_cache(read, k_argument, "k_cache", dtype),
@@ -110,8 +111,8 @@ void paged_attention(
       .kv_lens = read.ints(kv_lens, "kv_lens"),
       .block_tables = *tables,
       .scale = read.real(scale, "scale"),
-      .causal = read.flag(causal, "causal"),
-      .window = read.optional_integer(window, "window"),
+      .causal = is_causal,
+      .window = read.window(window, is_causal),
       .custom_mask = view_of(mask_view),
       .softcap = read.real(softcap, "softcap"),
       .sinks = view_of(sinks_view),

@@ -83,16 +83,12 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
   };
   for (const AttentionSegment& segment : batch.segments) batch.num_rows += segment.q_len;
   batch.pages = pages_of(state);
-  check(
-      state.right == 0 || state.right == kUnboundedKeys, kName, ": right must be 0 or ",
-      kUnboundedKeys, ", got ", state.right
-  );
-  check(
-      state.left >= 0 && state.left <= kUnboundedKeys &&
-          (state.right == 0 || state.left == kUnboundedKeys),
-      kName, ": left must be in [0, ", kUnboundedKeys, "], and the latter unless right is 0, got ",
-      state.left
-  );
+  for (const int64_t side : {state.left, state.right}) {
+    check(
+        side >= 0 && side <= kUnboundedKeys, kName, ": left and right must be in [0, ",
+        kUnboundedKeys, "], got ", side
+    );
+  }
   check(state.has_mask || state.mask_bits.empty(), kName, ": mask_bits must be those of a mask");
   if (state.has_mask) batch.mask = mask_of(state.mask_bits, batch.segments);
   return plan_attention(kName, std::move(batch), state.num_threads);

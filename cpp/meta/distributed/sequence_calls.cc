@@ -54,6 +54,7 @@ std::vector<SeenRow> seen_rows(
   );
   std::vector<SeenRow> seen;
   seen.reserve(rows.request.size());
+  const auto [left, right] = visibility.window.value_or(KeyWindow{});
   for (std::size_t i = 0; i < rows.request.size(); ++i) {
     const int64_t request = rows.request[i], position = rows.position[i];
     check_calls(
@@ -62,9 +63,9 @@ std::vector<SeenRow> seen_rows(
     );
     check_calls(position >= 0, "position must be >= 0, got ", position, " at index ", i);
     const int64_t len = lens[request];
-    const int64_t end = visibility.causal && position < len ? position + 1 : len;
-    const int64_t begin =
-        visibility.window ? std::clamp<int64_t>(position - *visibility.window, 0, len) : 0;
+    const int64_t after = visibility.causal ? 0 : right.value_or(len);
+    const int64_t end = position < len ? std::min(len - position - 1, after) + position + 1 : len;
+    const int64_t begin = left ? std::clamp<int64_t>(position - *left, 0, len) : 0;
     const int64_t last = share.count_below(request, end);
     const int64_t first = begin == 0 ? 0 : share.count_below(request, begin);
     if (last == 0) continue;
@@ -169,10 +170,7 @@ std::vector<SequenceCall> sequence_calls(
     const QueryRows& rows,
     const RowVisibility& visibility
 ) {
-  check_calls(
-      !visibility.window || *visibility.window >= 0, "window must be >= 0, got ",
-      visibility.window.value_or(0)
-  );
+  check_key_window("sequence_calls", visibility.window);
   const std::size_t bs = share.keys().pages().kv_lens.size();
   check_calls(
       pages.indptr.size() == bs + 1, "pages must be of ", bs, " requests, got ",

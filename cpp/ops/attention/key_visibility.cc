@@ -94,17 +94,14 @@ void set_visibility(
     AttentionBatch& batch
 ) {
   const auto& [causal, window, custom_mask, packed_custom_mask] = visibility;
-  check(
-      !window || *window >= 0, function, ": window must be >= 0 (0: a token sees itself), got ",
-      window.value_or(0)
-  );
-  check(!window || causal, function, ": window needs causal=True");
+  check_key_window(function, window);
   check(
       !custom_mask || !packed_custom_mask, function,
       ": give either custom_mask or packed_custom_mask, got both"
   );
-  batch.left = std::min(window.value_or(kUnboundedKeys), kUnboundedKeys);
-  batch.right = causal ? 0 : kUnboundedKeys;
+  const auto [left, right] = window.value_or(KeyWindow{});
+  batch.left = std::min(left.value_or(kUnboundedKeys), kUnboundedKeys);
+  batch.right = causal ? 0 : std::min(right.value_or(kUnboundedKeys), kUnboundedKeys);
   if (custom_mask) batch.mask = pack(function, *custom_mask, sequences, batch.segments);
   if (packed_custom_mask) {
     batch.mask = repack(function, *packed_custom_mask, sequences, batch.segments);

@@ -12,6 +12,7 @@ from .._types import IndexTable as _Table
 from .._types import Indices as _OneDimension
 from .._types import Tensor as _Tensor
 from .._types import TensorT as _TensorT
+from .._types import Window as _Window
 from ..transfer.plan import TransferPlan as _TransferPlan
 from . import reference as reference
 
@@ -59,6 +60,9 @@ def dtype_of(value: _Tensor, function: str, argument: str) -> str: ...
 def integer(value: Any, function: str, argument: str) -> int: ...
 def real(value: Any, function: str, argument: str) -> float: ...
 def flag(value: Any, function: str, argument: str) -> bool: ...
+def key_window(
+    value: _Window, causal: bool, function: str, argument: str
+) -> tuple[int | None, int | None] | None: ...
 def text(value: Any, function: str, argument: str) -> str: ...
 def ints(value: _Indices, function: str, argument: str) -> list[int]: ...
 def index_count(value: _Indices, function: str, argument: str) -> int: ...
@@ -220,7 +224,7 @@ class KeyShare(_Bound):
         request: _Indices,
         position: _Indices,
         causal: bool,
-        window: int | None,
+        window: _Window,
         mask: tuple[Any, ...] | None,
         /,
     ) -> list[tuple[Any, ...]]: ...
@@ -610,7 +614,7 @@ def plan_attention(
     head_dim: int,
     v_head_dim: int,
     causal: bool,
-    window: int | None,
+    window: _Window,
     custom_mask: _Tensor | None,
     packed_custom_mask: _Tensor | None,
     allow_short_kv: bool,
@@ -649,7 +653,7 @@ def paged_attention(
     kv_dtype: str | None,
     scale: float,
     causal: bool,
-    window: int | None,
+    window: _Window,
     softcap: float,
     sinks: _Tensor | None,
     custom_mask: _Tensor | None,
@@ -673,7 +677,7 @@ def do_cp_attn_fia(
     num_kv_heads: int,
     scale: float,
     causal: bool,
-    window: int | None,
+    window: _Window,
     softcap: float,
     sinks: _Tensor | None,
     custom_mask: _Tensor | None,

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from .._types import IndexTable, Indices
 from .._types import Tensor as _Tensor
+from .._types import Window as _Window
 
 _Indices = Indices | IndexTable
 
@@ -24,7 +25,7 @@ def paged_attention(
     kv_dtype: str | None,
     scale: float,
     causal: bool,
-    window: int | None,
+    window: _Window,
     softcap: float,
     sinks: _Tensor | None,
     custom_mask: _Tensor | None,

@@ -9,7 +9,7 @@ from typing import Literal, overload
 from .. import _core
 from .._containers import empty, need_scales
 from .._core import ContextParallelMetadata
-from .._types import IndexTable, KVScale, Tensor, TensorT
+from .._types import IndexTable, KVScale, Tensor, TensorT, Window
 from ..attention import default_scale
 
 __all__ = ["attend_rank", "do_cp_attn_fia"]
@@ -20,7 +20,7 @@ __all__ = ["attend_rank", "do_cp_attn_fia"]
 def do_cp_attn_fia(
     q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
-    scale: float | None = None, causal: bool = True, window: int | None = None,
+    scale: float | None = None, causal: bool = True, window: Window = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
     k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
@@ -31,7 +31,7 @@ def do_cp_attn_fia(
 def do_cp_attn_fia(
     q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
-    scale: float | None = None, causal: bool = True, window: int | None = None,
+    scale: float | None = None, causal: bool = True, window: Window = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
     k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
@@ -42,7 +42,7 @@ def do_cp_attn_fia(
 def do_cp_attn_fia(
     q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
-    scale: float | None = None, causal: bool = True, window: int | None = None,
+    scale: float | None = None, causal: bool = True, window: Window = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
     k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
@@ -62,7 +62,7 @@ def do_cp_attn_fia(
     num_kv_heads: int,
     scale: float | None = None,
     causal: bool = True,
-    window: int | None = None,
+    window: Window = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._types import Window
 from ..context_parallel.attention import do_cp_attn_fia
 from ..profiling.calls import announced
 from ..sparse.cp_attention import cp_sparse_mla
@@ -38,7 +39,7 @@ class RankAttention(HostCalls):
         v_local: torch.Tensor | None = None,
         scale: float | None = None,
         causal: bool = True,
-        window: int | None = None,
+        window: Window = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         q_rope: torch.Tensor | None = None,
@@ -79,8 +80,8 @@ class RankAttention(HostCalls):
             Must be given for head_dim > 256; head_dim includes that of `q_rope`.
         causal : bool
             A token sees keys up to its own; False: all of its sequence.
-        window : int, optional
-            Keys before a token's own that it sees, itself not counted; needs ``causal``.
+        window : int or pair, optional
+            Keys around a token's own that it sees, as in `cpattn.paged_attention`.
         softcap : float
             0 for none, else from 1e-37 to 1e37.
         sinks : tensor [num_heads], float32, optional

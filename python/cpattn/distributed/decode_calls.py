@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._arguments import at_least, flag
+from .._types import Window
 from ..kv import Placement
 from ..profiling.calls import announced
 from .layers.choice import choose_state_exchange
@@ -97,7 +98,7 @@ class DecodeCalls:
         *,
         scale: float | None = None,
         causal: bool = True,
-        window: int | None = None,
+        window: Window = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         q_rope: torch.Tensor | None = None,
@@ -194,7 +195,9 @@ class DecodeCalls:
             if num_heads is not None:
                 own = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
                 queries = gather_queries(self._exchange, own, inputs.q.shape[1])
-            calls = plan.batch.calls(self.cp_rank, slice(0, len(q)), causal=causal, window=window)
+            calls = plan.batch.calls(
+                self.cp_rank, slice(0, len(q)), causal=causal, window=inputs.options.sides
+            )
             state = attend_part(calls, queries, inputs.k, inputs.v, inputs.options, inputs.k_rope)
             result = merge_states(self._exchange, state, inputs.options.sinks, name, out_heads)
         return result if return_lse else result[0]

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .._arguments import at_least, flag
+from .._arguments import at_least, flag, key_window
+from .._types import Window
 from ..context_parallel.exchanges import LSE_BYTES
 from ..profiling.calls import announced
 from .decode_calls import DecodeCalls
@@ -77,7 +78,7 @@ class ShardedAttention(DecodeCalls):
         v_head_dim: int | None = None,
         element_bytes: int = 2,
         shares_values: bool = False,
-        window: int | None = None,
+        window: Window = None,
         writes: bool = False,
         out_heads: str = "all",
     ) -> ExchangeChoice:
@@ -105,7 +106,7 @@ class ShardedAttention(DecodeCalls):
             Bytes of an element of queries, keys and values.
         shares_values : bool
             Whether values are a part of the keys, as in the latent cache of MLA.
-        window : int, optional
+        window : int or pair, optional
             As of ``attend``: keys before the window of a request's first new token are not sent by
             "gather" and "all_to_all".
         writes : bool
@@ -151,8 +152,8 @@ class ShardedAttention(DecodeCalls):
             )
         if isinstance(plan, DecodePlan):
             return choose_state_exchange(plan, sizes, out_heads)
-        before = None if window is None else at_least(0, window, call, "window")
-        return choose(plan, sizes, window=before, writes=flag(writes, call, "writes"))
+        sides = key_window(window, True, call, "window")
+        return choose(plan, sizes, window=sides, writes=flag(writes, call, "writes"))
 
     def choose_sparse_exchange(
         self,

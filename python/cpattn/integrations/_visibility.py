@@ -11,18 +11,16 @@ Lengths = np.ndarray[Any, np.dtype[np.int64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def visibility(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> dict[str, Any]:
+def visibility(left: int, right: int) -> dict[str, Any]:
     """Arguments for a token at position p that sees keys from p - left to p + right.
 
-    Negative means unbounded. A window that ends elsewhere than at the token itself needs a mask of
-    one byte for each pair of a query and a key. The libraries that ask for such windows let the
-    last query meet the last key: of more queries than keys the first see nothing.
+    Negative means unbounded. The libraries that ask for such windows let the last query meet the
+    last key: of more queries than keys the first see nothing.
     """
     if right == 0:
         return {"causal": True, "window": left if left >= 0 else None, "allow_short_kv": True}
-    if left < 0 and right < 0:
-        return {"causal": False}
-    return {"causal": False, "custom_mask": band_mask(q_lens, kv_lens, left, right)}
+    sides = tuple(side if side >= 0 else None for side in (left, right))
+    return {"causal": False, "window": sides}
 
 
 def check_bits(function: str, packed: Any, q_lens: Lengths, kv_lens: Lengths) -> None:
@@ -34,17 +32,6 @@ def check_bits(function: str, packed: Any, q_lens: Lengths, kv_lens: Lengths) ->
             f"{function}: packed_custom_mask must be uint8 [{size}], got {bits.dtype} "
             f"{list(bits.shape)}"
         )
-
-
-def unpacked(packed: Any, q_lens: Lengths, kv_lens: Lengths) -> Mask:
-    """The mask of such bits, as `band_mask` makes one."""
-    counts = q_lens * kv_lens
-    parts = np.split(np.asarray(packed), np.cumsum(-(-counts // 8))[:-1])
-    masks = [
-        np.unpackbits(part, count=count, bitorder="little")
-        for part, count in zip(parts, counts, strict=len(counts) > 0)
-    ]
-    return np.concatenate([np.zeros(0, np.uint8), *masks]).astype(bool)
 
 
 def band_mask(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> Mask:

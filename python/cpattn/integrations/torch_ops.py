@@ -7,7 +7,8 @@
 Each ``torch.ops.cpattn.x`` has the arguments of ``cpattn.x``, in their order and with their
 defaults, and always returns all results. Lengths, tables and other arrays of integers are int32 or
 int64 tensors: numbers in a graph would be constants, compiled anew whenever they change. Scales of
-caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``.
+caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``. Of
+a window on both sides ``window`` is the left one and ``window_right`` the other, -1 for no limit.
 ``torch.ops.cpattn.x.out`` writes into tensors that are keywords of the names of the results.
 
 Operators run on CPU tensors, trace under `torch.compile` without graph breaks and with dynamic
@@ -43,10 +44,18 @@ _operators = Operators("cpattn")
 # Dense attention.
 
 
+def _with_window(options: dict[str, Any]) -> dict[str, Any]:
+    """Make a pair of ``window`` and ``window_right``, if that is there."""
+    right = options.pop("window_right", None)
+    if right is not None:
+        options["window"] = (options.get("window"), None if right < 0 else right)
+    return options
+
+
 def _paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    scaled = with_scales("paged_attention", options)
+    scaled = _with_window(with_scales("paged_attention", options))
     return paged_attention(q, k_cache, v_cache, **scaled, return_lse=True)
 
 
@@ -58,7 +67,7 @@ def _paged_attention_fake(
 
 
 def _paged_attention_out(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> None:
-    paged_attention(q, k_cache, v_cache, **with_scales("paged_attention", options))
+    paged_attention(q, k_cache, v_cache, **_with_window(with_scales("paged_attention", options)))
 
 
 _operators.define_with_out(
@@ -66,8 +75,8 @@ _operators.define_with_out(
     "Tensor? kv_lens=None, Tensor? block_tables=None, Tensor? kv_indptr=None, "
     "Tensor? kv_indices=None, Tensor? last_page_len=None, SymInt? page_size=None, "
     f"str kv_layout='NHD', {SCALES}, float? scale=None, bool causal=True, SymInt? window=None, "
-    "float softcap=0.0, Tensor? sinks=None, Tensor? custom_mask=None, "
-    "Tensor? packed_custom_mask=None, bool allow_short_kv=False, "
+    "SymInt? window_right=None, float softcap=0.0, Tensor? sinks=None, "
+    "Tensor? custom_mask=None, Tensor? packed_custom_mask=None, bool allow_short_kv=False, "
     "bool batch_invariant=False, int? num_threads=None)",
     "out lse",
     _paged_attention,
@@ -84,7 +93,7 @@ def _metadata(options: dict[str, Any]) -> _core.ContextParallelMetadata:
 
 
 def _do_cp_attn_fia(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) -> Any:
-    metadata = _metadata(with_scales("do_cp_attn_fia", options))
+    metadata = _metadata(_with_window(with_scales("do_cp_attn_fia", options)))
     return do_cp_attn_fia(q, k_cache, v_cache, metadata, **options, return_lse=True)
 
 
@@ -97,6 +106,7 @@ def _do_cp_attn_fia_out(
     scale: float | None,
     causal: bool = True,
     window: int | None = None,
+    window_right: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
@@ -112,6 +122,7 @@ def _do_cp_attn_fia_out(
     **options: Any,
 ) -> None:
     batch = with_scales("do_cp_attn_fia", options)
+    around = _with_window({"window": window, "window_right": window_right})["window"]
     k_scale, v_scale, kv_dtype = (batch.pop(x, None) for x in ("k_scale", "v_scale", "kv_dtype"))
     check_scales(k_cache, v_cache, k_scale, v_scale, kv_dtype)
     if scale is None:
@@ -119,7 +130,7 @@ def _do_cp_attn_fia_out(
         scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
-        scale, causal, window, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
+        scale, causal, around, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
         v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
     )  # fmt: skip
 
@@ -144,10 +155,10 @@ def _do_cp_attn_fia_fake(
 _operators.define_with_out(
     "do_cp_attn_fia(Tensor q, Tensor k_cache, Tensor? v_cache, *, Tensor extend_lens, "
     "Tensor? seq_lens, int cp_rank, int cp_size, Tensor block_tables, SymInt page_size, "
-    "SymInt num_heads, SymInt num_kv_heads, float? scale, bool causal=True, SymInt? window=None, "
-    "float softcap=0.0, Tensor? sinks=None, Tensor? custom_mask=None, "
-    "Tensor? packed_custom_mask=None, Tensor? q_rope=None, Tensor? k_rope=None, "
-    f"SymInt? v_head_dim=None, {SCALES}, str strategy='zigzag', SymInt? num_tokens=None)",
+    "SymInt num_heads, SymInt num_kv_heads, float? scale, bool causal=True, "
+    "SymInt? window=None, SymInt? window_right=None, float softcap=0.0, Tensor? sinks=None, "
+    "Tensor? custom_mask=None, Tensor? packed_custom_mask=None, Tensor? q_rope=None, "
+    f"Tensor? k_rope=None, SymInt? v_head_dim=None, {SCALES}, str strategy='zigzag', SymInt? num_tokens=None)",
     "out lse",
     _do_cp_attn_fia,
     _do_cp_attn_fia_out,

@@ -110,6 +110,15 @@ _SIZE, _COUNT = _integer(1, MAX_INT), _integer(0, MAX_INT)
 _RANKS, _RANK = _integer(1, _MOST_RANKS), _integer(0, _MOST_RANKS - 1)
 _BYTES = Rule(f"bytes by the number of a rank below {MAX_RANKS}", _are_bytes_by_rank)
 
+_SIDE = _or_none(_integer(-1, MAX_INT))
+_WINDOW = Rule(
+    f"{_SIDE.text}, or two of them",
+    lambda value: (
+        _SIDE.holds(value)
+        or (isinstance(value, list) and len(value) == 2 and all(map(_SIDE.holds, value)))
+    ),
+)
+
 #: Of the first line.
 HEADER = {"rank": _COUNT, "cpattn": _TEXT, "isa": _TEXT, "host": _TEXT}
 #: Of every other one.
@@ -135,7 +144,7 @@ CALLS: Mapping[str, Mapping[str, Rule]] = {
         "q_lens": _NEW_LENS,
         "kv_lens": _LENS,
         "causal": _BOOL,
-        "window": _or_none(_integer(-1, MAX_INT)),
+        "window": _WINDOW,
         "masked": _BOOL,
         "batch_invariant": _BOOL,
         "allow_short_kv": _BOOL,

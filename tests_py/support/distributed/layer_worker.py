@@ -101,6 +101,7 @@ def _layers() -> dict[str, Layer]:
     found = {
         "plain": plain,
         "window and sinks": replace(plain, attend={"window": 6, "sinks": sinks}),
+        "window on both sides": replace(plain, attend={"window": (6, 3), "causal": False}),
         "windows by turns": replace(plain, attend={"window": 5}, windows=(5, None, 0)),
         "softcap": replace(plain, attend={"softcap": 2.0}),
         "not causal": replace(plain, attend={"causal": False}),

@@ -68,6 +68,9 @@ class Call:
             kwargs["metadata"] = cpattn.build_cp_metadata(**batch)
         if self.results == ("out", "lse"):
             kwargs["return_lse"] = True
+        if "window_right" in kwargs:
+            right = kwargs.pop("window_right")
+            kwargs["window"] = (kwargs.get("window"), None if right < 0 else right)
         for name in ("k_scale", "v_scale"):  # an operator has two arguments for what may be both
             if f"{name}s" in kwargs:
                 kwargs[name] = kwargs.pop(f"{name}s")
@@ -94,6 +97,7 @@ def cp_attention_options(q, k_cache, v_cache, batch, rand) -> list[Call]:
     options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "custom_mask": masks}
     latent = {"q_rope": rand(ROWS, HEADS * ROPE), "k_rope": rand(9, PAGE, KV_HEADS * ROPE)}
     latent |= {"v_head_dim": 16, "causal": False, "packed_custom_mask": bits}
+    latent |= {"window": 5, "window_right": -1}
     results = ("out", "lse")
     return [
         Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), batch | options, results),
@@ -113,6 +117,7 @@ def calls() -> list[Call]:
     csr = {"q_lens": q_lens, "kv_indptr": ints(0, 4, 7), "last_page_len": ints(4, 1)}
     csr["kv_indices"] = ints(5, 0, 7, 2, 8, 1, 3)
     options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "num_threads": 1}
+    sides = {"window": 5, "window_right": 2, "causal": False}
     ranges = (ints(0, 0, 4), ints(5, 12, 9))
     indexer = (rand(3, 2, 16), rand(12, 16), rand(3, 2), *ranges)
     nope, rope = rand(6, 512), rand(6, 64)
@@ -138,6 +143,7 @@ def calls() -> list[Call]:
     tokens |= {"kv_dtype": "int8"}
     return [
         Call("paged_attention", (q, k_cache, v_cache), paged, attended),
+        Call("paged_attention", (q, k_cache, v_cache), paged | sides, attended),
         Call("paged_attention", (q, k_cache, v_cache), csr | options, attended),
         Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), fia, attended),
         Call("do_cp_attn_fia", narrow, interleaved, attended),

@@ -16,7 +16,7 @@ struct AttentionPlanState {
   int64_t page_size = 0;
   int64_t num_pages = 0;
   int64_t left = 0;   // AttentionBatch::left
-  int64_t right = 0;  // AttentionBatch::right: 0 or kUnboundedKeys
+  int64_t right = 0;  // AttentionBatch::right
   bool has_mask = false;
   std::vector<uint8_t> mask_bits;  // MaskBits::bits
   bool batch_invariant = false;

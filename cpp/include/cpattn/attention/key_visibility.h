@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "cpattn/base/key_window.h"
 #include "cpattn/base/tensor_view.h"
 
 namespace cpattn {
@@ -16,7 +17,7 @@ namespace cpattn {
 /// i / 8, and every sequence begins at a byte of its own.
 struct KeyVisibility {
   bool causal = true;                            // j <= p
-  std::optional<int64_t> window;                 // p - window <= j, window >= 0; needs causal
+  std::optional<KeyWindow> window;               // p - left <= j <= p + right
   std::optional<TensorView> custom_mask;         // bool [sum(q_len * kv_len)], contiguous
   std::optional<TensorView> packed_custom_mask;  // uint8 [sum(ceil(q_len * kv_len / 8))],
                                                  // contiguous

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "cpattn/base/key_window.h"
 #include "cpattn/distributed/key_share.h"
 
 namespace cpattn {
@@ -24,11 +25,11 @@ struct RowMask {
   std::span<const int64_t> first_byte, row_bits, first_position;  // [bs]
 };
 
-/// Keys that a row sees, by their positions: all, or those up to its own, or of these the last
-/// window + 1. A mask hides some of them.
+/// Keys that a row sees, by their positions: all, or those up to its own, and of these the ones in
+/// its window. A mask hides some of them.
 struct RowVisibility {
   bool causal = true;
-  std::optional<int64_t> window;
+  std::optional<KeyWindow> window;
   std::optional<RowMask> mask;
 };
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpattn/base/index_table.h"
+#include "cpattn/base/key_window.h"
 #include "cpattn/base/tensor_view.h"
 
 /// The oracle: each operator once more in float64, in the shortest form that can
@@ -38,7 +39,7 @@ struct PagedAttention {
   IndexTable block_tables;  // row r: the pages of sequence r, then anything
   double scale = 1;
   bool causal = true;                     // key j is visible from position p if j <= p
-  std::optional<int64_t> window;          // and if p - window <= j
+  std::optional<KeyWindow> window;        // and if p - left <= j <= p + right
   std::optional<TensorView> custom_mask;  // and if its bool says so: [sum(q_lens * kv_lens)],
                                           // row-major within each sequence
   double softcap = 0;                     // c > 0: c * tanh(score / c) after the scale

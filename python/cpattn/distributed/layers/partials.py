@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from ... import _core
+from ..._arguments import key_window
 from ..._containers import need_scales
+from ..._types import Window
 from ...attention import default_scale
 from ...merge import merge_states
 from ..plans.heads import LayerSizes
-from ..plans.sequence_calls import SequenceCall
+from ..plans.sequence_calls import SequenceCall, Sides
 from ..transport.terms import digest, term
 from .shard_keys import ShardKeys, slots_of
 
@@ -28,13 +30,18 @@ class AttentionOptions:
 
     scale: float | None = None
     causal: bool = True
-    window: int | None = None
+    window: Window = None
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     k_scale: Any = None
     v_scale: Any = None
     kv_dtype: str | None = None
     batch_invariant: bool = True
+
+    @property
+    def sides(self) -> Sides:
+        """The sides of the window."""
+        return key_window(self.window, self.causal, "ContextParallel", "window")
 
     @property
     def has_token_scales(self) -> bool:
@@ -104,7 +111,7 @@ class ShardInputs(ShardKeys):
         """Digest what ranks must be given alike, but for scales of codes: see `scales_digest`."""
         o = self.options
         shapes = [(x.dtype, *x.shape[1:]) for x in (self.q, self.k, self.v)]
-        values = (o.scale, o.causal, o.window, o.softcap, o.kv_dtype, shapes, self.kv_dims)
+        values = (o.scale, o.causal, o.sides, o.softcap, o.kv_dtype, shapes, self.kv_dims)
         sinks = b"" if o.sinks is None else np.ascontiguousarray(o.sinks.numpy())
         return digest(repr(values).encode(), sinks)
 
@@ -229,7 +236,7 @@ def paged_rows(
     k_rope: torch.Tensor | None,
     options: AttentionOptions,
     *,
-    window: int | None = None,
+    window: Window = None,
     sinks: torch.Tensor | None = None,
 ) -> State:
     """`paged_attention` of the rows of one call, with keys in one pool or in two."""

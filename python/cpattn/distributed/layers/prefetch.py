@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._arguments import at_least, items
+from ..._arguments import items, key_window
+from ..._types import Window
+from ..plans.sequence_calls import Sides
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from ..transport.terms import NO_TERMS, digest, term
@@ -29,7 +31,7 @@ class LayerCaches(NamedTuple):
     ----------
     k_cache, v_cache, k_rope : tensors
         This rank's shards, as for ``attend``.
-    window : int, optional
+    window : int or pair, optional
         The window of ``attend``: keys that nobody sees are not gathered.
 
     Examples
@@ -44,12 +46,12 @@ class LayerCaches(NamedTuple):
     k_cache: torch.Tensor
     v_cache: torch.Tensor | None = None
     k_rope: torch.Tensor | None = None
-    window: int | None = None
+    window: Window = None
 
 
 class _Layer(NamedTuple):
     keys: ShardKeys
-    window: int | None
+    window: Sides
     scratch: KeyScratch
 
     @property
@@ -112,7 +114,7 @@ class Prefetch:
         return term((self.next_layer, self.num_layers))
 
     def check(
-        self, exchange: RowExchange, plan: ShardedPlan, keys: ShardKeys, window: int | None
+        self, exchange: RowExchange, plan: ShardedPlan, keys: ShardKeys, window: Sides
     ) -> None:
         """Refuse an ``attend`` for which the rows on their way are not meant."""
         call = "ContextParallel.attend: prefetched"
@@ -169,7 +171,7 @@ def check_prefetched(
             "ContextParallel.attend: prefetched must be of ContextParallel.prefetch, got "
             f"{type(prefetched).__name__}"
         )
-    prefetched.check(exchange, plan, inputs, inputs.options.window)
+    prefetched.check(exchange, plan, inputs, inputs.options.sides)
 
 
 def prefetch(exchange: RowExchange, plan: Any, layers: Any) -> Prefetch:
@@ -219,9 +221,7 @@ def _checked(plan: ShardedPlan, number: int, layer: Any) -> _Layer:
                 f"{_CALL}: {name}.{field} must have the {pools['k_cache'].shape[1]} KV heads of "
                 f"k_cache, got {pools[field].shape[1]}"
             )
-    window = caches.window
-    if window is not None:
-        window = at_least(0, window, _CALL, f"{name}.window")
+    window = key_window(caches.window, True, _CALL, f"{name}.window")
     k, v = pools["k_cache"], pools.get("v_cache")
     keys = ShardKeys(k, k if v is None else v, pools.get("k_rope"), v is None)
     plan.batch.check_pool("prefetch", plan.cp_rank, keys.num_slots)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 from ... import _core
 from .key_shares import Array, KeyShares
 from .tokens import Rows
+
+#: The sides (left, right) of a window, as `cpattn._arguments.key_window` reads them.
+Sides: TypeAlias = tuple[int | None, int | None] | None
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Visibility:
     """Rule that tells the keys a row sees, by their positions."""
 
     causal: bool
-    window: int | None
+    window: Sides
     mask: RowMask | None
 
 

@@ -18,7 +18,7 @@ from .masks import packed_mask
 from .mesh import Mesh
 from .placed import has_telling_name, located
 from .plan import ContextParallelPlan
-from .sequence_calls import RowMask, SequenceCall, Visibility, sequence_calls
+from .sequence_calls import RowMask, SequenceCall, Sides, Visibility, sequence_calls
 from .tokens import NewTokens, Rows, index_array
 
 
@@ -61,11 +61,12 @@ class ShardedBatch:
         """Number of keys of its request that each query sees if it sees all up to its own."""
         return np.minimum(self.rows.position + 1, self.shares.kv_lens[self.rows.request])
 
-    def first_seen(self, window: int | None) -> Array:
+    def first_seen(self, window: Sides) -> Array:
         """Return the first key of each request that a query sees; its length without queries."""
         tokens, kv_lens = self.tokens, self.shares.kv_lens
         first = kv_lens - tokens.q_lens  # the position of the first query
-        seen = np.zeros_like(first) if window is None else np.maximum(first - window, 0)
+        left = None if window is None else window[0]
+        seen = np.zeros_like(first) if left is None else np.maximum(first - left, 0)
         queries = tokens.q_lens.copy()
         queries[-1:] += tokens.padding
         return np.where(queries > 0, seen, kv_lens)
@@ -84,9 +85,7 @@ class ShardedBatch:
                 f"{num_slots}"
             )
 
-    def calls(
-        self, rank: int, rows: slice, *, causal: bool, window: int | None
-    ) -> list[SequenceCall]:
+    def calls(self, rank: int, rows: slice, *, causal: bool, window: Sides) -> list[SequenceCall]:
         """Return the calls by which the rows see the keys of a rank where its pool has them.
 
         They are made once for all layers with this visibility.

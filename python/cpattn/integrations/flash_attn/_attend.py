@@ -124,7 +124,7 @@ def attend(
         softcap=softcap,
         batch_invariant=batch_invariant,
         lse=lse.T,
-        **visibility(q_lens, kv_lens, left, 0 if causal else right),
+        **visibility(left, 0 if causal else right),
     )
     return out, lse.masked_fill_(lse == -np.inf, np.inf)
 

@@ -63,8 +63,7 @@ def flash_attn_func(
     causal : bool
         Aligned to the bottom right: query i sees keys up to i + kv_tokens - tokens.
     window_size : pair of int, or a tensor of two
-        Keys before and after that one; -1 is no bound. A window that ends elsewhere than at the
-        query's own key takes a mask of one byte per query and key.
+        Keys before and after that one; -1 is no bound.
     softcap : float
         Above 0, scores become softcap * tanh(score / softcap).
     dropout_p, alibi_slopes

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
-from .._visibility import Lengths, band_mask, check_bits, unpacked, visibility
+from .._visibility import Lengths, check_bits, visibility
 from ._paged import PagedWrapper, page_tables, refuse
 
 
@@ -106,8 +106,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         packed_custom_mask : uint8 tensor, sum(ceil(q_len * kv_len / 8)) elements, optional
             The mask in bits, as `paged_attention` takes it; ``custom_mask`` then has no meaning.
         window_left : int
-            Keys before a token's own that it sees; -1 is no bound. Without ``causal`` it takes a
-            mask of one byte per query and key.
+            Keys before a token's own that it sees; -1 is no bound.
         sm_scale : float, default 1/sqrt(head_dim_qk)
         kv_data_type : dtype or str, optional
             What the bytes of caches of uint8 are: float8_e4m3fn, float8_e5m2 or int8. Caches of
@@ -141,17 +140,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 f"{function}: qo_indptr must have {len(kv_lens) + 1} elements as paged_kv_indptr, "
                 f"got {len(q_lens) + 1}"
             )
-        mask = None if custom_mask is None else np.asarray(custom_mask).ravel()
-        visible: dict[str, Any] = {"causal": False, "custom_mask": mask}
+        has_mask = custom_mask is not None or packed_custom_mask is not None
+        visible = visibility(window_left, 0 if causal and not has_mask else -1)
         if packed_custom_mask is not None:
             check_bits(function, packed_custom_mask, q_lens, kv_lens)
-            visible = {"causal": False, "packed_custom_mask": packed_custom_mask}
-            mask = unpacked(packed_custom_mask, q_lens, kv_lens) if window_left >= 0 else None
-        if mask is not None and window_left >= 0:
-            band = band_mask(q_lens, kv_lens, window_left, -1)
-            visible = {"causal": False, "custom_mask": mask & band}
-        elif custom_mask is None and packed_custom_mask is None:
-            visible = visibility(q_lens, kv_lens, window_left, 0 if causal else -1)
+            visible["packed_custom_mask"] = packed_custom_mask
+        elif custom_mask is not None:
+            visible["custom_mask"] = np.asarray(custom_mask).ravel()
         self._make_plan(
             q_lens, kv_lens, table, page_size=page_size, sm_scale=sm_scale,
             window_left=window_left, logits_soft_cap=logits_soft_cap, o_data_type=o_data_type,
@@ -244,7 +239,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             kv_data_type=data_type if kv_data_type is None else kv_data_type,
             num_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             batch_invariant=disable_split_kv or fixed_split_size is not None,
-            **visibility(q_lens, kv_lens, window_left, 0),
+            **visibility(window_left, 0),
         )  # fmt: skip
 
     begin_forward = plan

@@ -77,7 +77,7 @@ class CpattnMetadata(CPUAttentionMetadata):
         """A window counts the token itself; without causality it is as wide on the right."""
         left = sliding_window - 1 if sliding_window > 0 else -1
         if self.dynamic_causal is None:
-            return visibility(q_lens, kv_lens, left, 0 if self.causal else left)
+            return visibility(left, 0 if self.causal else left)
         masks = [
             band_mask(q_lens[i : i + 1], kv_lens[i : i + 1], left, 0 if causal else left)
             for i, causal in enumerate(self.dynamic_causal.tolist())
