@@ -158,7 +158,8 @@ _operators.define_with_out(
     "SymInt num_heads, SymInt num_kv_heads, float? scale, bool causal=True, "
     "SymInt? window=None, SymInt? window_right=None, float softcap=0.0, Tensor? sinks=None, "
     "Tensor? custom_mask=None, Tensor? packed_custom_mask=None, Tensor? q_rope=None, "
-    f"Tensor? k_rope=None, SymInt? v_head_dim=None, {SCALES}, str strategy='zigzag', SymInt? num_tokens=None)",
+    f"Tensor? k_rope=None, SymInt? v_head_dim=None, {SCALES}, str strategy='zigzag', "
+    "SymInt? num_tokens=None)",
     "out lse",
     _do_cp_attn_fia,
     _do_cp_attn_fia_out,

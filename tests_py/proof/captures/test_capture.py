@@ -116,8 +116,7 @@ def test_plans_are_made_again_and_compared(path):
             plan([40, 7], [50, 7], cp_rank=size - 1, cp_size=size)
         cpattn.plan_attention(**BATCH, **HEADS, window=4, batch_invariant=True)
         cpattn.plan_attention(**BATCH, **HEADS, window=(4, None), causal=False)
-        mask = np.ones(3 * 10 + 2 * 2, dtype=bool)
-        cpattn.plan_attention(**BATCH, **HEADS, causal=False, custom_mask=mask)
+        cpattn.plan_attention(**BATCH, **HEADS, custom_mask=np.ones(3 * 10 + 2 * 2, bool))
     report, kinds = remake(read_captures([path]))
     assert report.proved
     assert {kind.name: (len(kind.here), kind.left_out) for kind in kinds} == {
