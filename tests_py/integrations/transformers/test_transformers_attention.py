@@ -234,11 +234,12 @@ def mask_of(band: masks.Band, queries: int, keys: int) -> np.ndarray:
     position = np.arange(keys) - band.starts[:, None, None]
     length = band.kv_lens[:, None, None]
     visible = (position >= 0) & (position < length)
+    own = length - queries + np.arange(queries)[:, None]
     if band.causal:
-        own = length - queries + np.arange(queries)[:, None]
         visible = visible & (position <= own)
-        if band.window is not None:
-            visible &= position >= own - band.window
+    if band.window is not None:
+        left, right = band.window if isinstance(band.window, tuple) else (band.window, 0)
+        visible = visible & (position >= own - left) & (position <= own + right)
     return np.broadcast_to(visible, (len(band.starts), queries, keys))
 
 
@@ -251,7 +252,8 @@ def test_every_band_is_found_and_nothing_else_is_one(
 ) -> None:
     starts = data.draw(st.lists(st.integers(0, keys), min_size=batch, max_size=batch))
     causal = data.draw(st.booleans())
-    window = data.draw(st.none() | st.integers(0, keys)) if causal else None
+    side = st.integers(0, keys)
+    window = data.draw(st.none() | (side if causal else st.tuples(side, side)))
     lengths = np.array([data.draw(st.integers(0, keys - start)) for start in starts])
     visible = mask_of(masks.Band(np.array(starts), lengths, causal, window), queries, keys)
     found = masks.band_of(torch.from_numpy(visible.copy())[:, None])

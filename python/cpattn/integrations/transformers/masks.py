@@ -22,13 +22,14 @@ class Band:
     """Keys that the queries of each sequence see: a run of them, or a diagonal band within it.
 
     With ``causal``, the last query sees the run up to its end, each one before it one key less,
-    and none sees more than ``window`` keys before its own. Without, all see the whole run.
+    and none sees more than ``window`` keys before its own. Without, all see the whole run, or of it
+    a ``window`` (left, right) around the key that would be the last one of a causal band.
     """
 
     starts: Lengths  # [batch]
     kv_lens: Lengths  # [batch]
     causal: bool
-    window: int | None = None
+    window: int | tuple[int, int] | None = None
 
 
 def band_of(mask: AnyTensor) -> Band | None:
@@ -51,40 +52,45 @@ def band_of(mask: AnyTensor) -> Band | None:
         return Band(start, stop - start, True, window if windowed else None)
     if np.all(count == (stop - start)[:, None]):
         return Band(start, stop - start, False)
+    own, last = diagonal - 1, begin + count - 1
+    left, right = (int(np.max(side, where=seen, initial=0)) for side in (own - begin, last - own))
+    first, end = np.maximum(start[:, None], own - left), np.minimum(stop[:, None], own + right + 1)
+    if np.array_equal(count, np.maximum(end - first, 0)) and np.all((begin == first)[seen]):
+        return Band(start, stop - start, False, (left, right))
     return None
 
 
 def bands_of(mask: AnyTensor) -> AnyTensor:
     """The `Band` of a bool mask as a tensor, which a graph can hold.
 
-    int64 [batch, 4], of each sequence its start and its keys, and for all of them 1 if causal, 0 if
-    not, -1 if the mask is no band, and the window, or -1.
+    int64 [batch, 5], of each sequence its start and its keys, and for all of them 1 if causal, 0 if
+    not, -1 if the mask is no band, and the sides of the window, or -1.
     """
     band = band_of(mask)
-    bands = torch.full((len(mask), 4), -1)
+    bands = torch.full((len(mask), 5), -1)
     if band is not None:
         bands[:, 0], bands[:, 1] = torch.from_numpy(band.starts), torch.from_numpy(band.kv_lens)
         bands[:, 2] = int(band.causal)
-        bands[:, 3] = -1 if band.window is None else band.window
+        sides = (band.window, -1) if isinstance(band.window, int) else band.window or (-1, -1)
+        bands[:, 3], bands[:, 4] = sides
     return bands
 
 
 def band_of_bands(bands: AnyTensor) -> Band | None:
     """Return the `Band` of a mask from the tensor of `bands_of`, or None if it is no band."""
     numbers = bands.numpy()
-    causal, window = numbers[0, 2:].tolist()
+    causal, left, right = numbers[0, 2:].tolist()
     if causal < 0:
         return None
-    return Band(
-        numbers[:, 0].copy(), numbers[:, 1].copy(), bool(causal), None if window < 0 else window
-    )
+    window = None if left < 0 else left if causal else (left, right)
+    return Band(numbers[:, 0].copy(), numbers[:, 1].copy(), bool(causal), window)
 
 
 _operators = Operators("cpattn_transformers")
 _operators.define(
     "bands_of(Tensor mask) -> Tensor",
     bands_of,
-    lambda mask: mask.new_empty((mask.shape[0], 4), dtype=torch.int64),
+    lambda mask: mask.new_empty((mask.shape[0], 5), dtype=torch.int64),
 )
 
 
