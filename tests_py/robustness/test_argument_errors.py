@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import cpattn
-from support.api.argument_kinds import Call, fresh, in_torch
+from support.api.api_calls import TRANSFERS
+from support.api.api_fuzz_rules import Case, check_error
+from support.api.argument_kinds import NOTHING, Call, Target, fresh, in_torch
 from support.api.argument_sweep import CALLS
 
 LONGEST = 400  # characters of a message
@@ -79,6 +81,63 @@ def test_wrong_arguments_are_refused_by_name(call):
         assert list(faults(call)) == []
     finally:
         cpattn.set_num_threads(num_threads)
+
+
+# Arguments of transfers, pools and plans that take some of what is wrong for others of their kind.
+LENIENT = {
+    "fill_kv_args": ("kv_args",),  # anything with attributes
+    "setup_state_kv_args": ("kv_args", "pool"),
+    "TransferPlan": ("parts",),  # no parts, and no entries
+    "KVLayout": ("entries",),
+    # Empty lists, and the rank in a group of one.
+    "plan_send_state": ("dst_state_item_lens", "dst_state_layer_ids", "kv_shard_rank"),
+    "pack_int_lists": ("lists",),
+    "LocalEngine.write": ("session",),  # a peer that is not there
+    "set_kv_buffer": ("k_scale", "v_scale"),  # of rows that are kept as they are
+    "ContextParallel.plan": ("block_tables", "custom_mask"),
+    "ContextParallel.plan_decode": ("kv_lens", "block_tables", "q_lens", "custom_mask"),
+}
+
+
+def is_of_another_type(kind: str, bad: Any) -> bool:
+    """Return whether it is the type that is wrong for an argument of this kind, not the value."""
+    kind = kind.removeprefix("?")
+    if any(bad is value for value in NOTHING):
+        return kind != "value"
+    is_too_large = isinstance(bad, int) and bad > 2**64
+    is_another_word = kind == "text" and isinstance(bad, str)
+    return kind in ("int", "flag", "text", "float") and not (is_too_large or is_another_word)
+
+
+def fault_of(target: Target, argument: str, bad: Any) -> str | None:
+    """Return what is wrong with how a call that is made anew treats what is wrong."""
+    call = target.make()
+    values = copied(call) | {argument: bad}
+    before = contents(values)
+    try:
+        call.function(**values)
+    except Exception as error:
+        of_type = is_of_another_type(call.arguments[argument][0], bad)
+        if of_type and not isinstance(error, TypeError):
+            return f"no TypeError: {error!r:.200}"
+        fault = check_error(Case(target, call, values, [argument], []), error)
+        return fault or (None if contents(values) == before else "written before it was refused")
+    finally:
+        call.close()
+    return None if argument in LENIENT.get(target.name, ()) else "accepted"
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about what is no tensor as usual
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_wrong_arguments_of_transfers_pools_and_plans_are_refused_by_name(name):
+    """A value of another type is a TypeError."""
+    target = Target(name.partition("#")[0], TRANSFERS[name])
+    good = target.make()
+    wrong = [(argument, bad, fault_of(target, argument, bad)) for argument, bad in good.wrong()]
+    good.close()
+    assert [
+        f"{argument} = {described(bad)}: {fault}" for argument, bad, fault in wrong if fault
+    ] == []
 
 
 def parts_of(result: Any) -> list[Any]:

@@ -223,7 +223,8 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     "MHATokenToKVPool": of(
         kv.MHATokenToKVPool,
         POOL | POOL_OPTIONS,
-        of_kind("dtype", dtype="int8", scale_dtype="float16"),
+        of_kind("dtype", dtype="int8"),
+        of_kind("?dtype", scale_dtype="float16"),
         given(num_kv_heads=2, head_dim=8, v_head_dim=8),
         names=BUFFERS,
     ),

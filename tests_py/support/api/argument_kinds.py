@@ -70,6 +70,13 @@ WRONG: dict[str, list[Any]] = {
         *[np.ones((2, 2), np.uint16), np.ones((2, 2), ">i4"), np.ma.ones((2, 2), np.int64)],
         *[np.ones((2, 2), np.int64)[::-1], *META],
     ],
+    "addresses": [
+        *[*NOTHING, *ARRAYS, "12", 1, 1.5, True, memoryview(b"12"), range(2), np.array([-1, 1])],
+        *[[1.5, 2], [True, 2], ["1"], [None, 1], [[1], [2]], [-1, 1], [2**64, 1], [10**5000, 1]],
+        *[np.ones((1, 1), np.uint64), np.ma.array([1, 2], mask=[False, True])],
+    ],
+    "list": [*NOTHING, *ARRAYS[1:2], 5, np.int64(5), True, memoryview(b"12")],
+    "bag": [*NOTHING, 5, "x"],
 }
 
 
@@ -159,7 +166,7 @@ class Call:
             if not optional:
                 yield name, None
             yield from ((name, bad) for bad in WRONG.get(kind, ()) if bad is not None)
-            if kind in ("tensor", "output"):
+            if kind in ("tensor", "output") and value is not None:
                 yield from ((name, bad) for bad in wrong_tensors(value))
                 if not self.name.startswith("reference.") and name not in ANY_FLOATS:
                     yield (
