@@ -115,19 +115,3 @@ REFUSALS = [
 def test_what_is_out_of_bounds_is_refused(call, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call()
-
-
-TYPES = [
-    (lambda: by_pages(2.0, 4), "PageInterleave: shard_size must be an integer, got float"),
-    (lambda: by_pages(2, True), "PageInterleave: page_size must be an integer, got bool"),
-    (lambda: by_tokens(2, "4"), "TokenInterleave: interleave must be an integer, got str"),
-    (lambda: PAGES.owner_of(np.zeros(2)), "PageInterleave.owner_of: slots must be int32 or int64,"),
-    (lambda: PAGES.filter_local([1], None), "PageInterleave.filter_local: rank must be an integer"),
-    (lambda: TOKENS.local_index(3), "TokenInterleave.local_index: positions must be a list or tup"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), TYPES)
-def test_other_types_are_refused(call, message):
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        call()

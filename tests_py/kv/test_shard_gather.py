@@ -258,17 +258,3 @@ USES = [
 def test_slots_outside_the_pool_are_refused(call, message):
     with pytest.raises(ValueError, match=f"^ShardGatherPlan.{re.escape(message)}"):
         call()
-
-
-TYPES = [
-    refused("placement must be of type PageInterleave, got int", placement=2),
-    refused("size must be an integer, got float", size=16.0),
-    (lambda: plan_of([SLOTS], np.ones(1), [14]), "prefix_lens must be int32 or int64, got float64"),
-    (lambda: plan_of(np.ones((1, 9)), [8], [9]), "req_to_token must be int32 or int64, got float6"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), TYPES)
-def test_other_types_are_refused(call, message):
-    with pytest.raises(TypeError, match=f"^plan_shard_gather: {re.escape(message)}"):
-        call()

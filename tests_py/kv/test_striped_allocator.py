@@ -129,21 +129,10 @@ def test_what_breaks_a_rule_is_refused(call, message):
         call()
 
 
-TYPES = [
-    (lambda: new(8.0), "StripedAllocator: size must be an integer, got float"),
-    (lambda: new(need_sort=1), "StripedAllocator: need_sort must be a bool, got int"),
-    (lambda: extend([0], [1], (None,)), EXTEND + "rotation_bases must be a list of int or None, g"),
-    (lambda: extend([0], [1], [0.0]), EXTEND + "rotation_bases must hold integers, got float at i"),
-    (lambda: extend(np.zeros(1), [1], [None]), EXTEND + "prefix_lens must be int32 or int64, got"),
-    (lambda: new().alloc_cyclic(None, 1), "StripedAllocator.alloc_cyclic: start_class must be an"),
-    (lambda: new().free(np.ones(1, bool)), FREE + "int32 or int64, got bool"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), TYPES)
-def test_other_types_are_refused(call, message):
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        call()
+@pytest.mark.parametrize("bases", [(None,), [0.0]])
+def test_bases_of_other_types_are_refused(bases):
+    with pytest.raises(TypeError, match=f"^{EXTEND}rotation_bases must (be a list|hold integers)"):
+        extend([0], [1], bases)
 
 
 def test_a_list_that_changes_during_the_call_is_refused():

@@ -51,17 +51,16 @@ def test_methods_are_numbered_as_in_engines():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"prefill_impl": "flashmla"}, ValueError, "prefill_impl must be ... got 'flashmla'"),
-        ({"forward_mode": 10}, ValueError, "forward_mode must be a ForwardMode, got 10"),
-        ({"forward_mode": "EXTEND"}, TypeError, "forward_mode must be an integer, got str"),
+        ({"prefill_impl": "flashmla"}, "prefill_impl must be ... got 'flashmla'"),
+        ({"forward_mode": 10}, "forward_mode must be a ForwardMode, got 10"),
     ],
 )
-def test_unknown_modes_and_implementations_are_refused(arguments, error, message):
+def test_unknown_modes_and_implementations_are_refused(arguments, message):
     arguments = {"fp8_kv_cache": True, "prefill_impl": "flashmla_sparse"} | arguments
     message = re.escape(message).replace(r"\.\.\.", ".*")
-    with pytest.raises(error, match=f"get_topk_transform_method: {message}"):
+    with pytest.raises(ValueError, match=f"get_topk_transform_method: {message}"):
         get_topk_transform_method(**arguments)
 
 

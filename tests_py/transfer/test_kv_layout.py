@@ -57,7 +57,6 @@ HEADS = "total_kv_heads must"
         ({"token_rows": 2}, {}, "token_rows must be a bool, got int"),
         ({"layer_id": 3.0}, {}, "layer_id must be an integer, got float"),
         ({"addr": True}, {}, "addr must be an integer, got bool"),
-        ({}, {"page_size": 8.0}, "page_size must be an integer, got float"),
         ({}, {"layers": (0.0, 5)}, IS_LAYER + "float at index 0"),
         ({}, {"layers": (0, True)}, IS_LAYER + "bool at index 1"),
     ],

@@ -103,50 +103,22 @@ def test_local_engine_after_unregister_and_close(engines):
             call(*{"register": [[], []], "unregister": [[]]}.get(call.__name__, ["", [], [], []]))
 
 
-LIST = "must be a list or tuple of int, or an integer array, got"
-ARRAY = np.array([8, 16], np.uint64)
-MASKED = np.ma.masked_array(ARRAY, mask=[False, True])
-NO_LISTS = ["8", memoryview(ARRAY), MASKED, MASKED.astype(np.int32), {8, 16}, range(2)]
-
-
-@pytest.mark.parametrize(
-    ("values", "error", "message"),
-    [
-        ([-1], ValueError, r"must be in \[0, 2\^64\), got -1 at index 0"),
-        ([8, 1.0], TypeError, "must hold integers, got float at index 1"),
-        ([True], TypeError, "must hold integers, got bool at index 0"),
-        *((values, TypeError, f"{LIST} {type(values).__name__}$") for values in NO_LISTS),
-    ],
-)
-def test_local_engine_wants_addresses(engines, values, error, message):
-    engine, _ = engines
-    for what, call in {
-        "register: addrs": lambda: engine.register(values, [8, 8]),
-        "unregister: addrs": lambda: engine.unregister(values),
-        "write: src_addrs": lambda: engine.write("", values, [8, 8], [0, 0]),
-    }.items():
-        with pytest.raises(error, match=f"^LocalEngine.{what} {message}"):
-            call()
-
-
 EQUALLY = r"LocalEngine.write: src_addrs, dst_addrs and lengths must be equally long, got"
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "message"),
     [
-        (lambda e: e.write("", [0, 0], [0], [0]), ValueError, f"{EQUALLY} 2, 1 and 1"),
-        (lambda e: e.write("", [0], [0, 0], [0]), ValueError, f"{EQUALLY} 1, 2 and 1"),
-        (lambda e: e.write("", [0], [0], [0, 0]), ValueError, f"{EQUALLY} 1, 1 and 2"),
-        (lambda e: e.register([1], [1, 1]), ValueError, ".*register: addrs and sizes must be equa"),
-        (lambda e: e.write(b"peer", [], [], []), TypeError, ".*write: session must be a str, got"),
-        (lambda _: LocalEngine(num_threads=0), ValueError, ".*: num_threads must be >= 1, got 0$"),
-        (lambda _: LocalEngine(num_threads=2.0), TypeError, ".* num_threads must be an integer, g"),
-        (lambda _: LocalEngine(max_blocks=0), ValueError, ".*: max_blocks must be >= 1, got 0$"),
+        (lambda e: e.write("", [0, 0], [0], [0]), f"{EQUALLY} 2, 1 and 1"),
+        (lambda e: e.write("", [0], [0, 0], [0]), f"{EQUALLY} 1, 2 and 1"),
+        (lambda e: e.write("", [0], [0], [0, 0]), f"{EQUALLY} 1, 1 and 2"),
+        (lambda e: e.register([1], [1, 1]), ".*register: addrs and sizes must be equa"),
+        (lambda _: LocalEngine(num_threads=0), ".*: num_threads must be >= 1, got 0$"),
+        (lambda _: LocalEngine(max_blocks=0), ".*: max_blocks must be >= 1, got 0$"),
     ],
 )
-def test_local_engine_refuses(engines, call, error, message):
-    with pytest.raises(error, match=f"^{message}"):
+def test_local_engine_refuses(engines, call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         call(engines[0])
 
 

@@ -269,11 +269,6 @@ def test_errors_of_a_link_name_it():
         plan_kv_links([s.layout for s in sources], [], [], [])
 
 
-def test_what_is_no_layout_is_refused():
-    with pytest.raises(TypeError):
-        plan_kv_links([None], [fleets()[1][0].layout], [[0]], [[0]])
-
-
 def test_totals_of_links():
     sources, destinations = fleets(Side(4, borders=(1,)), model=Model((0, 1), MHA))
     links = plan(sources, destinations)

@@ -85,20 +85,6 @@ def test_refused(changes, src, dst, arguments, message):
         plan_kv_transfer(layout(SRC), layout(DST, **changes), src, dst, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("pages", "arguments", "message"),
-    [
-        ([1.0], {}, "src_pages must"),
-        ([True], {}, "src_pages must"),
-        (np.array([1.0]), {}, "src_pages must"),
-        ([1], {"cp_share": None}, "cp_share must be a str, got NoneType"),
-    ],
-)
-def test_other_types_are_refused(pages, arguments, message):
-    with pytest.raises(TypeError, match=f"^plan_kv_transfer: {message}"):
-        plan_kv_transfer(layout(SRC), layout(DST), pages, [1], **arguments)
-
-
 def entry_layouts(*addrs):
     """A layer of 512 bytes at each address."""
     return KVLayout([KVEntry(i, "k", False, addr, 512, 512) for i, addr in enumerate(addrs)], 16)

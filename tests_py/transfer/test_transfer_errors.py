@@ -99,27 +99,19 @@ def test_an_error_travels_with_its_status(protocol):
         assert (other.status, other.link) == (-7, "a note of the caller")
 
 
-WHOLE = "must be an integer, got"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"timeout": float("nan")}, "timeout must be >= 0, got nan"),
         ({"timeout": -1}, "timeout must be >= 0, got -1"),
-        ({"timeout": "8"}, "timeout must be a float, got str"),
-        ({"timeout": True}, "timeout must be a float, got bool"),
         ({"progress": 1}, "progress must be callable, got int"),
         ({"max_blocks": 0}, "max_blocks must be >= 1, got 0"),
         ({"retries": -1}, "retries must be >= 0, got -1"),
-        ({"max_blocks": 2.0}, f"max_blocks {WHOLE} float"),
-        ({"max_blocks": True}, f"max_blocks {WHOLE} bool"),
-        ({"retries": "2"}, f"retries {WHOLE} str"),
-        ({"check": 1}, "check must be a bool, got int"),
+        ({"retries": "2"}, "retries must be an integer, got str"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_written(arguments, message):
-    error = TypeError if re.search("got (str|int|bool|float)", message) else ValueError
+    error = TypeError if re.search("got (str|int)", message) else ValueError
     with pytest.raises(error, match=f"^TransferPlan.execute: {message}$"):
         PLAN.execute(Answering(), "peer", **arguments)
 

@@ -74,24 +74,19 @@ def test_summary_tells_kinds_and_drafts_apart():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        (([1], [2], []), ValueError, "must be equally long, got 1, 1 and 0"),
-        (([-1], [2], [3]), ValueError, "src_addrs must be in [0, 2^64), got -1 at index 0"),
-        (([1], [2**64], [3]), ValueError, f"dst_addrs must be in [0, 2^64), got {2**64} at index"),
-        (([1], [2], [10**5000]), ValueError, "must be in [0, 2^64), got a number of 16610 bits"),
-        (([1], [2], [3.0]), TypeError, "lengths must hold integers, got float at index 0"),
-        (([1], [2], [True]), TypeError, "lengths must hold integers, got bool at index 0"),
-        (([1], [2], np.array([-3])), ValueError, "lengths must be in [0, 2^64), got -3 at index 0"),
-        (([1, 1], [2, 2], [2**63, 2**63]), ValueError, "lengths must add up to less than 2^64, got "
-         "9223372036854775808 at index 1"),
-        (([1], [2], np.array([3.0])), TypeError, "lengths must hold integers, got float at index"),
-        (([1], [2], "3"), TypeError, "lengths must be a list or tuple of int, or an integer array"),
-        (([1], [2], np.zeros((1, 1), np.uint64)), ValueError, "must have 1 dimension, got 2"),
+        (([1], [2], []), "must be equally long, got 1, 1 and 0"),
+        (([-1], [2], [3]), "src_addrs must be in [0, 2^64), got -1 at index 0"),
+        (([1], [2**64], [3]), f"dst_addrs must be in [0, 2^64), got {2**64} at index"),
+        (([1], [2], [10**5000]), "must be in [0, 2^64), got a number of 16610 bits"),
+        (([1], [2], np.array([-3])), "lengths must be in [0, 2^64), got -3 at index 0"),
+        (([1, 1], [2, 2], [2**63, 2**63]), "lengths must add up to less than 2^64, got 92233720"),
+        (([1], [2], np.zeros((1, 1), np.uint64)), "must have 1 dimension, got 2"),
     ],
-)  # fmt: skip
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=f"^TransferPlan: .*{re.escape(message)}"):
+)
+def test_errors(arguments, message):
+    with pytest.raises(ValueError, match=f"^TransferPlan: .*{re.escape(message)}"):
         TransferPlan(*arguments)
 
 

@@ -102,36 +102,30 @@ def test_too_few_pages_of_the_destination():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "rule"),
+    ("arguments", "rule"),
     [
-        ({"attn_cp_rank": 2, "attn_cp_size": 2}, ValueError, r"attn_cp_rank must be in \[0, 2\) ."),
-        ({"kv_shard_rank": 1}, ValueError, r"kv_shard_rank must be in \[0, 1\) .* got 1"),
-        ({"attn_cp_size": 0}, ValueError, "attn_cp_size must be >= 1, got 0"),
-        ({"kv_shard_rank": -1}, ValueError, "kv_shard_rank must be >= 0, got -1"),
-        ({"attn_cp_rank": "0"}, TypeError, "attn_cp_rank must be an integer, got str"),
-        *(({name: 1}, TypeError, f"{name} must be a bool, got int") for name in FLAGS),
+        ({"attn_cp_rank": 2, "attn_cp_size": 2}, r"attn_cp_rank must be in \[0, 2\) ."),
+        ({"kv_shard_rank": 1}, r"kv_shard_rank must be in \[0, 1\) .* got 1"),
+        ({"attn_cp_size": 0}, "attn_cp_size must be >= 1, got 0"),
+        ({"kv_shard_rank": -1}, "kv_shard_rank must be >= 0, got -1"),
     ],
 )
-def test_senders_refused(arguments, error, rule):
-    with pytest.raises(error, match=f"^KVSender: {rule}"):
+def test_senders_refused(arguments, rule):
+    with pytest.raises(ValueError, match=f"^KVSender: {rule}"):
         KVSender(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "rule"),
+    ("changes", "rule"),
     [
-        ({"num_kv_indices": 2}, ValueError, "must end within the 2 pages .* got 2 from page 1 on"),
-        ({"curr_idx": -1}, ValueError, "curr_idx must be >= 0, got -1"),
-        ({"num_kv_indices": -1}, ValueError, "num_kv_indices must be >= 0, got -1"),
-        ({"curr_idx": 1.0}, TypeError, "curr_idx must be an integer, got float"),
-        ({"compat": 1}, TypeError, "compat must be a bool, got int"),
-        ({"sender": None}, TypeError, "sender must have kv_shard_size, is_dummy_cp_rank, got None"),
-        ({"kv_indices": [1.5, 2]}, TypeError, "kv_indices"),
+        ({"num_kv_indices": 2}, "must end within the 2 pages .* got 2 from page 1 on"),
+        ({"curr_idx": -1}, "curr_idx must be >= 0, got -1"),
+        ({"num_kv_indices": -1}, "num_kv_indices must be >= 0, got -1"),
     ],
 )
-def test_chunks_refused(changes, error, rule):
+def test_chunks_refused(changes, rule):
     arguments = {"sender": WHOLE, "kv_indices": [1, 2], "curr_idx": 1, "num_kv_indices": 3}
-    with pytest.raises(error, match=f"^plan_send_indices: .*{rule}"):
+    with pytest.raises(ValueError, match=f"^plan_send_indices: .*{rule}"):
         plan_send_indices(**arguments | changes)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from itertools import product
 
@@ -74,10 +73,8 @@ def test_stages():
 
 
 STRIPED, DCP = {"enable_kv_cache_sharding": True}, {"decode_dcp_size": 2}
-ALL = "enable_all_cp_ranks_for_transfer"
 REFUSALS = [
     ({"engine_rank": -1}, "engine_rank must be >= 0, got -1"),
-    ({"engine_rank": "0"}, "engine_rank must be an integer, got str"),
     ({"prefill_tp_size": 3}, "one of .* must divide the other, got 3 and 2"),
     ({"decode_tp_size": 0}, "decode_tp_size must be >= 1, got 0"),
     (STRIPED | {"prefill_tp_size": 4}, "decode_tp_size must be prefill_tp_size 4 where .*, got 2"),
@@ -87,14 +84,11 @@ REFUSALS = [
     ({"pp_rank": 1}, r"pp_rank must be in \[0, 1\), got 1"),
     (DCP | {"prefill_cp_size": 2}, "prefill_cp_size must be 1 with decode_dcp_size 2, got 2"),
     (DCP | STRIPED, "enable_kv_cache_sharding must be False with decode_dcp_size 2, got True"),
-    ({"is_mla": 1}, "is_mla must be a bool, got int"),
-    ({ALL: None}, f"{ALL} must be a bool, got NoneType"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "rule"), REFUSALS)
 def test_pull_targets_refuse(changes, rule):
-    error = TypeError if re.search("got (str|int|NoneType)$", rule) else ValueError
     arguments = {"engine_rank": 0, "prefill_tp_size": 2, "decode_tp_size": 2, "is_mla": True}
-    with pytest.raises(error, match=f"^pull_targets: .*{rule}"):
+    with pytest.raises(ValueError, match=f"^pull_targets: .*{rule}"):
         pull_targets(**arguments | changes)

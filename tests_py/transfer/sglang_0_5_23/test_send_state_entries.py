@@ -152,8 +152,6 @@ REFUSALS = [
     ([8], [8, 16], {"args": FIRST}, ValueError, "got 8 of source entry 0 and 16 of destination en"),
     ([8, 8], [8] * 3, {"args": LAST, "compat": True}, IndexError, "list index out of range: 1 des"),
     ([8], [8], {"kv_shard_size": 0}, ValueError, "kv_shard_size must be >= 1, got 0"),
-    ([8], [8], {"allow_dst_elision": 1}, TypeError, "allow_dst_elision must be a bool, got int"),
-    ([8], [8], {"dst_state_item_lens": 3}, TypeError, "dst_state_item_lens must be a sequence, go"),
     ([8], [8], {"dst_state_layer_ids": [["a"]]}, TypeError, "dst_state_layer_ids"),
     ([8], [8], {"dst_state_item_lens": [[8]] * 2}, ValueError, "components must be as many .*: 2"),
     ([8], [8], {"args": {"prefill_start_layer": "1"}}, TypeError, "prefill_start_layer must be an"),
