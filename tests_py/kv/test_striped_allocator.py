@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from typing import Any
 
@@ -63,13 +62,6 @@ def test_memory_is_that_of_the_pages_in_use():
     assert allocator.available_size() == 2**61
     allocator.free(allocator.alloc_cyclic(0, 10))
     assert allocator.available_size() == 2**61
-
-
-def test_an_allocator_belongs_to_its_process():
-    allocator = StripedAllocator(8, page_size=2, shard_size=2)
-    for call in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="StripedAllocator cannot be pickled or copied"):
-            call(allocator)
 
 
 def new(size: Any = 8, page_size: Any = 2, shard_size: Any = 2, **more: Any) -> StripedAllocator:

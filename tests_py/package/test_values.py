@@ -193,7 +193,8 @@ def test_objects_of_this_process_cannot_be_pickled():
     fia = _core.Fia.__base__.__new__(_core.Fia)
     buffer = _core.KVBuffer("f", 1, 8, 8, "float32")
     span = _core.TraceSpan(_core.TraceScope.gather)
-    for value in (buffer, span, _core.MemoryRanges(), fia):
+    allocator = cpattn.kv.StripedAllocator(8, page_size=2, shard_size=2)
+    for value in (buffer, span, _core.MemoryRanges(), fia, allocator):
         for protocol in PROTOCOLS:
             message = f"^{type(value).__name__} cannot be pickled or copied"
             with pytest.raises(TypeError, match=message):
