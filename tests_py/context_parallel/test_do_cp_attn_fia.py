@@ -8,17 +8,9 @@ import torch
 
 import cpattn
 from support.cases import DTYPES, assert_attention
-from support.cp_batches import STRATEGIES, Batch
+from support.cp_batches import BATCHES, STRATEGIES, Batch
 from support.npu.fia_cases import TEMPLATE
 from support.pairwise import pairwise
-
-BATCHES = [
-    ((13,), (0,)),
-    ((10, 14), (5, 0)),
-    ((40, 1, 17), (100, 33, 16)),
-    ((3, 0, 2), (7, 9, 0)),  # fewer tokens than ranks
-    ((2,), (300,)),
-]
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpattn
+from support.cp_batches import BATCHES, STRATEGIES
 from support.examples import examples
 from support.pairwise import pairwise
 from support.sparse.indexer_batch import KEY_DTYPES, PACKED_FORMS, ROW_FORMS, IndexerBatch
-
-STRATEGIES = ("zigzag", "interleave", "contiguous")
-BATCHES = [
-    ((13,), (0,)),
-    ((10, 14), (5, 0)),
-    ((40, 1, 17), (100, 33, 16)),
-    ((3, 0, 2), (7, 9, 0)),  # fewer tokens than ranks
-    ((2,), (300,)),
-]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,17 @@ UNUSED_PAGES = (-1, 1 << 30)
 DTYPES = ("float32", "float16", "bfloat16")
 
 
+class Named:
+    """A frozen dataclass of sizes whose name is what it has other than by default."""
+
+    def __str__(self) -> str:
+        default = type(self)()
+        parts = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
+        return ",".join(parts).replace(" ", "") or "default"
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """A batch by its sizes; `kv_layout` "3-D" means slots without pages."""
 
     q_lens: tuple[int, ...] = (5, 3)
@@ -37,11 +46,6 @@ class Case:
     kv_layout: str = "NHD"
     dtype: str = "float32"
     options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        default = Case()
-        parts = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
-        return ",".join(f"{k}={v}" for k, v in parts.items()).replace(" ", "") or "default"
 
     def with_(self, **changes: Any) -> Case:
         return replace(self, **changes)

@@ -9,6 +9,13 @@ import cpattn
 from support.cases import Case, assert_attention, make_inputs
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
+BATCHES = [  # new tokens and cached ones
+    ((13,), (0,)),
+    ((10, 14), (5, 0)),
+    ((40, 1, 17), (100, 33, 16)),
+    ((3, 0, 2), (7, 9, 0)),  # fewer tokens than ranks
+    ((2,), (300,)),
+]
 
 
 def on_ranks(q, caches, extend_lens, kv_lens, cp_size, strategy, **options):

@@ -16,6 +16,7 @@ from cpattn_proof.linting.adapters.transfers import (
     memory_of_lists,
     memory_of_pool,
 )
+from support.proof.plans import kinds
 
 PAGES, HEADS, DIM = 9, 4, 8
 
@@ -52,10 +53,6 @@ def document(sources, targets, src_pages, dst_pages, num_tokens):
         )
         for link in links
     ])  # fmt: skip
-
-
-def kinds(document):
-    return {found.kind for found in lint(document, shrink=False).findings}
 
 
 PAGES_OF_SEQUENCE = st.permutations(range(PAGES))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from support.cases import expected_attention
+from support.cases import Named, expected_attention
 from support.npu import fia_cases
 from support.sparse.indexer_batch import integers, scores_of, top_of
 from support.tolerances import allowed_lse_error, assert_attended, assert_within
@@ -79,7 +79,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     layout_query: str = "TND"
     layout_kv: str = "PA_BSND"
     q_lens: tuple[int, ...] = (3, 0, 4)
@@ -90,11 +90,6 @@ class Case:
     block: int = 1
     mode: int = 3
     page_size: int = 8
-
-    def __str__(self) -> str:
-        default = Case()
-        parts = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
-        return ",".join(parts).replace(" ", "") or "default"
 
 
 def join(sequences, layout):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cpattn import reference
-from support.cases import strided_copy
+from support.cases import Named, strided_copy
 from support.tolerances import (
     Expected,
     allowed_lse_error,
@@ -24,7 +24,7 @@ NO_KEYS = (-1, -(2**31), 2**31 - 1)  # and the number of rows
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """`counts` are the valid indices of each token; the rest of a row names no key."""
 
     counts: tuple[int, ...] = (40, 0, 64, 7)
@@ -38,11 +38,6 @@ class Case:
     sinks: bool = False
     lengths: bool = False  # topk_length says which entries count; others name NaN rows
     options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        default = Case()
-        parts = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
-        return ",".join(f"{k}={v}" for k, v in parts.items()).replace(" ", "") or "default"
 
     def with_(self, **changes: Any) -> Case:
         return replace(self, **changes)
