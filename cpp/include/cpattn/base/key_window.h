@@ -8,8 +8,8 @@
 
 namespace cpattn {
 
-/// The keys around a token at position p: j with p - left <= j <= p + right. A side without a number
-/// has no limit.
+/// The keys around a token at position p: j with p - left <= j <= p + right. A side without a
+/// number has no limit.
 struct KeyWindow {
   std::optional<int64_t> left, right;
 };
