@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes of rows into pages that others keep, as plug-ins do it."""
+"""Writes into pages that others keep: an engine, or a pool of another library."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import product
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from cpattn import _core
+from cpattn.kv import write_pages
 from support.pairwise import pairwise
 
 PAGES, PAGE_SIZE, HEADS, K_DIM, V_DIM = 7, 16, 3, 32, 48
@@ -45,8 +47,15 @@ def nearest(rows, dtype, scale):
 FORMATS = [(a, b) for a, b in product([*DTYPES][:3], DTYPES) if a == b or "8" in b]
 
 
-@pytest.mark.parametrize(("formats", "count", "num_threads"), pairwise(FORMATS, [5, 3000], [1, 3]))
-def test_the_last_row_of_a_slot_is_kept(formats, count, num_threads, isa):
+#: Views of pages [pages, heads, page_size, dim], and the layout that they are in.
+LAYOUTS = {"HND": lambda pages: pages, "NHD": lambda pages: pages.swapaxes(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("formats", "count", "num_threads", "kv_layout"),
+    pairwise(FORMATS, [5, 3000], [1, 3], [*LAYOUTS]),
+)
+def test_the_last_row_of_a_slot_is_kept(formats, count, num_threads, kv_layout, isa):
     dtype, kept = formats
     k, v = make_rows(count, dtype)
     slots = np.random.default_rng(1).integers(-1, PAGES * PAGE_SIZE, count)
@@ -55,7 +64,10 @@ def test_the_last_row_of_a_slot_is_kept(formats, count, num_threads, isa):
     before = _core.default_num_threads()
     _core.set_num_threads(num_threads)
     try:
-        _core.write_page_rows(slots, k, k_pages, scales[0], v, v_pages, scales[1])
+        views = map(LAYOUTS[kv_layout], (k_pages, v_pages))
+        given = zip((k, v), views, strict=True)
+        scaled = {"k_scale": scales[0], "v_scale": scales[1]}
+        write_pages(slots, *itertools.chain(*given), kv_layout=kv_layout, **scaled)
     finally:
         _core.set_num_threads(before)
     for pages, rows, scale in ((k_pages, k, scales[0]), (v_pages, v, scales[1])):
@@ -73,7 +85,8 @@ def arguments(**changes):
     k, v = make_rows(4, "float32")
     pages = {f"{x}_pages": make_pages("float8_e4m3fn", n) for x, n in (("k", K_DIM), ("v", V_DIM))}
     scales = {"k_scale": 1.0, "v_scale": 1.0}
-    return {"slots": [0, 1, -1, 5], "k": k, "v": v, **pages, **scales, **changes}
+    given = {"slots": [0, 1, -1, 5], "k": k, "v": v, **pages, **scales, "kv_layout": "HND"}
+    return given | changes
 
 
 LAST = PAGES * PAGE_SIZE
@@ -93,8 +106,8 @@ WRONG = {
 def test_what_does_not_fit_is_refused_and_nothing_written(message):
     given = arguments(**WRONG[message])
     with pytest.raises((ValueError, TypeError)) as caught:
-        _core.write_page_rows(**given)
-    assert f"write_page_rows: {message}" in str(caught.value)
+        write_pages(**given)
+    assert f"write_pages: {message}" in str(caught.value)
     assert not given["k_pages"].astype(np.float32).any()
     assert not given["v_pages"].astype(np.float32).any()
 
@@ -102,5 +115,14 @@ def test_what_does_not_fit_is_refused_and_nothing_written(message):
 def test_rows_may_not_lie_in_pages():
     pages = make_pages("float32", K_DIM)
     v, v_pages = pages[0, :, :4].transpose(1, 0, 2), make_pages("float32", K_DIM)
-    with pytest.raises(ValueError, match="write_page_rows: k_pages must not overlap v in memory"):
-        _core.write_page_rows(**arguments(k_pages=pages, v=v, v_pages=v_pages))
+    with pytest.raises(ValueError, match="write_pages: k_pages must not overlap v in memory"):
+        write_pages(**arguments(k_pages=pages, v=v, v_pages=v_pages))
+
+
+def test_slots_without_pages():
+    k, v = make_rows(4, "float32")
+    k_slots, v_slots = (np.zeros((9, HEADS, dim), np.float32) for dim in (K_DIM, V_DIM))
+    write_pages([8, -1, 0, 3], k, k_slots, v, v_slots)
+    for slots, rows in ((k_slots, k), (v_slots, v)):
+        np.testing.assert_array_equal(slots[[8, 0, 3]], rows[[0, 2, 3]])
+        assert np.count_nonzero(slots.any(axis=(1, 2))) == 3

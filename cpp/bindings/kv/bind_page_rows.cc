@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <utility>
+
 #include "bindings/arguments/arguments.h"
 #include "bindings/module.h"
 #include "cpattn/kv/page_rows.h"
@@ -9,23 +11,44 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-void run_write_page_rows(
+/// Pages as [num_pages, num_heads, page_size, dim]; slots without pages are pages of one token.
+TensorView heads_first(TensorView pages, KVAxisOrder order) {
+  if (pages.rank == 3) {
+    pages.shape = {pages.shape[0], pages.shape[1], 1, pages.shape[2]};
+    pages.strides = {pages.strides[0], pages.strides[1], pages.strides[1], pages.strides[2]};
+    pages.rank = 4;
+  } else if (pages.rank == 4 && order == KVAxisOrder::nhd) {
+    std::swap(pages.shape[1], pages.shape[2]);
+    std::swap(pages.strides[1], pages.strides[2]);
+  }
+  return pages;
+}
+
+void run_write_pages(
     py::handle slots,
     py::handle k,
     py::handle k_pages,
-    py::handle k_scale,
     py::handle v,
     py::handle v_pages,
+    py::handle kv_layout,
+    py::handle k_scale,
     py::handle v_scale
 ) {
-  const Arguments read("write_page_rows");
+  const Arguments read("write_pages");
   auto slot_list = read.ints(slots, "slots");
   const TensorArgument k_view = read.tensor(k, "k"), v_view = read.tensor(v, "v");
   const TensorArgument k_out = read.output(k_pages, "k_pages");
   const TensorArgument v_out = read.output(v_pages, "v_pages");
+  const KVAxisOrder order = read.axis_order(kv_layout, "kv_layout");
   const PageRows parts[] = {
-      {.name = "k", .rows = *k_view, .pages = *k_out, .scale = read.real(k_scale, "k_scale")},
-      {.name = "v", .rows = *v_view, .pages = *v_out, .scale = read.real(v_scale, "v_scale")},
+      {.name = "k",
+       .rows = *k_view,
+       .pages = heads_first(*k_out, order),
+       .scale = read.real(k_scale, "k_scale")},
+      {.name = "v",
+       .rows = *v_view,
+       .pages = heads_first(*v_out, order),
+       .scale = read.real(v_scale, "v_scale")},
   };
   const Computation computation;
   write_page_rows(read.function(), slot_list, parts);
@@ -45,8 +68,8 @@ void run_write_slot_rows(py::handle slots, py::handle rows, py::handle pages) {
 
 void register_page_rows(py::module_& module) {
   module.def(
-      "write_page_rows", &run_write_page_rows, "slots"_a, "k"_a, "k_pages"_a, "k_scale"_a, "v"_a,
-      "v_pages"_a, "v_scale"_a
+      "write_pages", &run_write_pages, "slots"_a, "k"_a, "k_pages"_a, "v"_a, "v_pages"_a,
+      "kv_layout"_a, "k_scale"_a, "v_scale"_a
   );
   module.def("write_slot_rows", &run_write_slot_rows, "slots"_a, "rows"_a, "pages"_a);
 }

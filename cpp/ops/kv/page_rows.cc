@@ -20,7 +20,13 @@ namespace {
 class PageWriter {
  public:
   PageWriter(const char* function, int64_t num_rows, const PageRows& part)
-      : cast_(row_cast(function, part.name, part.rows.dtype, "the pages", part.pages.dtype)),
+      : cast_(row_cast(
+            function,
+            part.name,
+            part.rows.dtype,
+            concat(part.name, "_pages").c_str(),
+            part.pages.dtype
+        )),
         scale_(static_cast<float>(part.scale)),
         rows_(part.rows),
         pages_(part.pages),

@@ -139,14 +139,15 @@ def set_kv_buffer(
     v: _Tensor | None,
     v_scale: float | _Tensor | None,
 ) -> None: ...
-def write_page_rows(
+def write_pages(
     slots: _Indices,
     k: _Tensor,
     k_pages: _Tensor,
-    k_scale: float,
     v: _Tensor,
     v_pages: _Tensor,
-    v_scale: float,
+    kv_layout: str,
+    k_scale: SupportsFloat,
+    v_scale: SupportsFloat,
 ) -> None: ...
 def write_slot_rows(slots: _Indices, rows: _Tensor, pages: _Tensor) -> None: ...
 def set_kv_rows(layer: int, loc: _Indices, buffer: KVBuffer, k: _Tensor) -> None: ...

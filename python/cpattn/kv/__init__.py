@@ -10,13 +10,14 @@
 an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of. ``placement`` says
 which rank has which token where a group of ranks shares a pool or its sequences,
 ``striped_allocator`` which pages of such a pool are free, and ``shard_gather`` what the ranks send
-each other before a layer reads cached prefixes.
+each other before a layer reads cached prefixes. ``pages`` writes into those of others.
 Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs them.
 """
 
 from .dsa import DSATokenToKVPool
 from .mha import MHATokenToKVPool
 from .mla import MLATokenToKVPool
+from .pages import write_pages
 from .placement import PageInterleave, Placement, TokenInterleave
 from .shard_gather import ShardGatherPlan, plan_shard_gather
 from .striped_allocator import StripedAllocator
@@ -31,4 +32,5 @@ __all__ = [
     "StripedAllocator",
     "TokenInterleave",
     "plan_shard_gather",
+    "write_pages",
 ]

@@ -364,6 +364,11 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     "StripedAllocator.free": method(allocator, "free", given(slots=[8, 12])),
     "ShardGatherPlan.translate": method(gather, "translate", SLOTS),
     "ShardGatherPlan.write_plan": method(gather, "write_plan", SLOTS, of_kind("int", rank=1)),
+    "write_pages": of(
+        kv.write_pages,
+        given(slots=[5, -1], k=f32(2, 1, 4), k_pages=f32(2, 4, 1, 4), k_scale=1.0),
+        given(v=f32(2, 1, 4), v_pages=f32(2, 4, 1, 4), v_scale=2.0, kv_layout="NHD"),
+    ),
     "plan_shard_gather": of(
         kv.plan_shard_gather,
         of_kind("table", req_to_token=[list(range(8, 20))]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ... import _core
+from ...kv import write_pages
 
 # What vLLM calls the types of caches whose bytes are codes.
 CODES = {
@@ -57,4 +57,7 @@ class PagedCache:
             Scales of codes; other caches have none.
         """
         rows = len(slots)
-        _core.write_page_rows(slots, key[:rows], self.k, k_scale, value[:rows], self.v, v_scale)
+        write_pages(
+            slots, key[:rows], self.k, value[:rows], self.v, kv_layout="HND", k_scale=k_scale,
+            v_scale=v_scale,
+        )  # fmt: skip

@@ -24,9 +24,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from ... import _core
 from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
+from ...kv import write_pages
 from .._ragged import RaggedPages
 from .._torch_threads import follow_torch_threads
 
@@ -137,15 +137,8 @@ class CpattnMLAImpl(CPUMLAImpl):
             return
         slots = slot_mapping.flatten()
         latents, keys = kv_cache.unsqueeze(1).split([self.kv_lora_rank, k_pe.shape[-1]], dim=-1)
-        _core.write_page_rows(
-            slots,
-            kv_c_normed[: len(slots)].unsqueeze(1),
-            latents,
-            1.0,
-            k_pe[: len(slots)],
-            keys,
-            1.0,
-        )
+        rows = kv_c_normed[: len(slots)].unsqueeze(1)
+        write_pages(slots, rows, latents, k_pe[: len(slots)], keys, kv_layout="HND")
 
     def forward_mqa(
         self,
