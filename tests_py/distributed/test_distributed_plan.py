@@ -13,6 +13,7 @@ import cpattn
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.plans.plan import make_plan
 from support.cases import dense, packed
+from support.distributed.planning import first_of
 
 TABLES = np.array([[5, 3, 9], [2, 7, 0]])  # page_size 4: 9 and 6 tokens use 3 and 2 pages
 LENS = ([4, 6], [9, 6])
@@ -67,6 +68,40 @@ def test_the_first_pool_row_that_tokens_share_is_named(cp):
         rule = rf"got row {4 * page} for tokens 0 and 2$"
         with pytest.raises(ValueError, match=rule):
             cp.plan([2, 2, 2], [2, 2, 2], block_tables=[[page]] * 3)
+
+
+def test_the_last_token_of_a_pool_row_writes_it(cp):
+    slots = cp.plan(*LENS, block_tables=TABLES).slots.tolist()
+    plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=12, out_cache_loc=[*slots, 14, 14])
+    written = np.array([13, -1, *slots[2:], -1, 14])
+    assert plan.own_slots.tolist() == written[plan.metadata.local_q_indices].tolist()
+
+
+def test_pages_in_order_are_those_of_a_pool_of_these_alone(cp):
+    pages, tables = cp.plan([4, 6], [6, 9], block_tables=TABLES).pages_in_order
+    assert pages.tolist() == [0, 2, 3, 5, 7]
+    assert tables.tolist() == [[3, 2, -1], [1, 4, 0]]
+
+
+def test_pairs_are_counted_up_to_each_tokens_own_key(cp):
+    for padding in (0, 3):
+        plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=10 + padding)
+        assert plan.num_pairs == 6 + 7 + 8 + 9 + 1 + 2 + 3 + 4 + 5 + 6
+
+
+def test_the_first_key_that_a_query_sees_is_the_windows():
+    plan = first_of(2, 4).plan([4, 0, 6], [9, 5, 6], block_tables=[*TABLES, [1, 4, 6]])
+    for window, first in ((None, [0, 5, 0]), ((None, 1), [0, 5, 0]), ((2, 0), [3, 5, 0])):
+        assert plan.batch.first_seen(window).tolist() == first
+
+
+def test_a_pool_must_have_the_last_row_of_a_shard():
+    batch = first_of(2, 4).plan(*LENS, block_tables=TABLES).batch
+    for rank, rows in ((0, 8), (1, 20)):  # of pages 2, and 5, 3, 9 and 7
+        batch.check_pool("attend", rank, rows)
+        rule = f"^ContextParallel.attend: the shard of rank {rank} must have the {rows} rows "
+        with pytest.raises(ValueError, match=rule):
+            batch.check_pool("attend", rank, rows - 1)
 
 
 def test_unwritten_slots_keep_what_they_hold(cp):
@@ -127,6 +162,15 @@ def test_gathered_rows_of_all_ranks_agree_and_restore_the_token_order(
         assert plan.rows_per_rank == plans[0].rows_per_rank
     rows = np.concatenate([plan.metadata.local_q_indices for plan in plans])
     np.testing.assert_array_equal(rows[plans[0].gathered_rows], np.arange(plans[0].num_tokens))
+    queries = [*extends[:-1], extends[-1] + padding]
+    request = np.repeat(np.arange(len(lens)), queries)[rows]
+    position = np.concatenate([p + np.arange(n) for n, (_, p) in zip(queries, lens, strict=True)])
+    ends = np.cumsum(plans[0].rows_per_rank)
+    for plan in plans:
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+            part = plan.tokens.rows_in(slice(begin, end))
+            np.testing.assert_array_equal(part.request, request[begin:end])
+            np.testing.assert_array_equal(part.position, position[rows][begin:end])
 
 
 def test_lengths_that_change_their_list_are_refused(cp):
