@@ -7,9 +7,11 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpattn.distributed import ContextParallel
+from cpattn.distributed.plans.mesh import group_and_mesh
 from cpattn_lab.cost_model import exchange_work
 from support.distributed import mesh_worker as worker
 from support.distributed.answers import assert_layer, assert_prefill
@@ -122,6 +124,19 @@ def test_a_mesh_of_one_dimension_is_its_group(world):
     assert cp.mesh is None
     assert cp.cp_size == 1
     assert cp.group is mesh.get_group()
+
+
+def test_meshes_of_one_ring_have_one_group_of_all_ranks(world, monkeypatch):
+    """A group of all ranks is kept for as long as that of a mesh's first dimension."""
+    ring, *others = (dist.new_group([0]) for _ in range(3))
+    meshes = [
+        DeviceMesh.from_group([ring, heads], "cpu", [[0]], mesh_dim_names=("ring", "heads"))
+        for heads in others
+    ]
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)  # as if they were a part of it
+    (first, _), (second, _) = map(group_and_mesh, meshes)
+    assert first is second
+    assert first is not world
 
 
 @pytest.mark.parametrize(
