@@ -55,6 +55,9 @@ VALUES = {
     "plan": attention_plan(),
     "windowed plan": attention_plan(window=5, num_threads=3, batch_invariant=True),
     "masked plan": attention_plan(custom_mask=MASK, causal=False),
+    "mask of one bit behind a word": attention_plan(
+        q_lens=[2], kv_lens=[33], block_tables=np.arange(5)[None], custom_mask=MASK[:66]
+    ),
     "empty plan": attention_plan(q_lens=[], kv_lens=[], block_tables=np.zeros((0, 1), int)),
     "zigzag": cp(0, "zigzag"),
     "padded zigzag": cp(1, "zigzag").pad_to_physical(),
@@ -66,6 +69,9 @@ VALUES = {
     ),
     "without prefix": dsa_metadata([3, 2], [3, 2], ForwardMode.EXTEND, req_to_token=SLOTS),
     "without tables": dsa_metadata([3, 2], [10, 4], ForwardMode.EXTEND),
+    "least and most": dsa_metadata(
+        [0, 1], [0, 4], ForwardMode.EXTEND, topk=1, page_size=2**31 - 1
+    ),
     "gather": shard_gather([32, 16], [40, 63]),
     "nothing to gather": shard_gather([0, 0], [40, 0]),
     "decode": dsa_metadata(None, [10, 4], ForwardMode.DECODE, req_to_token=SLOTS),
