@@ -155,6 +155,12 @@ TEST(SequenceCalls, AMaskShowsItsKeysAlone) {
       message_of([&] { calls_of(share, {16}, {.mask = mask}); }),
       "sequence_calls: mask must have a row for position 16 of request 0"
   );
+  const Ints more_bits{17}, last{16};  // one bit more than two bytes have
+  const RowMask cut{std::span(bits).first(2), zero, more_bits, last};
+  EXPECT_EQ(
+      message_of([&] { calls_of(share_of(17, {2, 1}, 1), {16}, {.mask = cut}); }),
+      "sequence_calls: mask must have a row for position 16 of request 0"
+  );
 }
 
 TEST(SequenceCalls, Refusals) {

@@ -28,7 +28,7 @@ def make_tokens(shape, dtype):
     )
 
 
-SHAPES = [((TOTAL,), 0), ((TOTAL, 4), 0), ((2, TOTAL), -1), ((2, TOTAL, 3), 1)]
+SHAPES = [((TOTAL,), 0), ((TOTAL, 4), -2), ((2, TOTAL), -1), ((2, TOTAL, 3), 1)]
 DTYPES = [np.float32, np.int64, ml_dtypes.bfloat16, torch.bfloat16, torch.float32, torch.int64]
 
 

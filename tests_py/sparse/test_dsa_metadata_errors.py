@@ -60,6 +60,10 @@ CP = build_cp_metadata([3, 2], [10, 4], cp_rank=0, cp_size=2)
         ({"req_to_token": np.zeros((2, 9), int)}, "req_to_token must have ... longest sequence, "),
         ({"req_to_token": np.array([[0] * 10, [0, -1] + [0] * 8])}, "req_to_token ... at [1, 1]"),
         ({"req_to_token": np.full((2, 10), 6), "page_size": 4}, "key 0 must ... 0 of req_to_token"),
+        (
+            {"req_to_token": np.array([[*range(9), 10], [0] * 10]), "page_size": 9},
+            "key 9 must be the first of a page of 9, got slot 10 in row 0 of req_to_token",
+        ),
         ({"cp_metadata": CP, "seq_lens": [10, 5]}, "cp_metadata must be ... got 2 + 2 at index 1"),
         ({"cp_metadata": CP, "seq_lens": [10], "extend_lens": [3]}, "cp_metadata ... got one of 2"),
         (

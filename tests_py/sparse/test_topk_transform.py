@@ -53,7 +53,10 @@ def test_methods_are_numbered_as_in_engines():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prefill_impl": "flashmla"}, "prefill_impl must be ... got 'flashmla'"),
+        (
+            {"prefill_impl": "flashmla"},
+            "prefill_impl must be one of 'aiter', 'fa3', ..., 'trtllm', got 'flashmla'",
+        ),
         ({"forward_mode": 10}, "forward_mode must be a ForwardMode, got 10"),
     ],
 )

@@ -46,8 +46,9 @@ def test_mha_table(layers, drafts, first, end, dst_v):
     for compat in (False, True):  # equal lists need no total
         found = get_mha_kv_ptrs_with_pp(decode, decode, prefill_start_layer=0, compat=compat)
         assert found[2:] == (*found[:2], layers + drafts)
-    with pytest.raises(ValueError, match="number of target layers must be given"):
-        get_mha_kv_ptrs_with_pp(stage, decode, **where)
+    for unknown in ({}, {"total_kv_layers": None}):
+        with pytest.raises(ValueError, match="number of target layers must be given"):
+            get_mha_kv_ptrs_with_pp(stage, decode, **where, **unknown)
 
 
 STAGE, DECODE, INT = names("KV", [2, 3]), names("KV", range(4)), "must fit into int32, got"
