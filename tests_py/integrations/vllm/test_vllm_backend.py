@@ -88,6 +88,36 @@ def test_batches_that_are_not_causal(window):
         assert_as_oracle(out, batch.oracle_inputs(causal=False, custom_mask=mask))
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("attn_type", "dtype"), [("encoder_only", x) for x in DTYPES] + [("encoder", "float32")]
+)
+def test_encoders_read_the_keys_of_the_batch(attn_type, dtype, window):
+    """Their windows count the token itself, on both sides."""
+    batch, metadata, nothing = Batch(dtype, pad=5), make_metadata(causal=False), torch.empty(0)
+    layer, out = (
+        make_layer(attn_type=attn_type, sliding_window=window),
+        torch.zeros_like(batch.query),
+    )
+    rows = (batch.query, batch.key, batch.value)
+    layer.do_kv_cache_update(LAYER, *rows[1:], nothing, metadata.slot_mapping)
+    layer.forward(LAYER, *rows, nothing, metadata, out)
+    q, k, v = (x[:-5] for x in rows)
+    tables = (
+        np.cumsum([0, *vllm_layers.Q_LENS])[:-1, None] + np.arange(max(vllm_layers.Q_LENS))
+    ).clip(max=len(q) - 1)
+    lens = {
+        "q_lens": vllm_layers.Q_LENS,
+        "kv_lens": vllm_layers.Q_LENS,
+        "block_tables": tables,
+        "page_size": 1,
+    }
+    sides = None if window is None else (window - 1, window - 1)
+    expected = {"q": q, "k_cache": k, "v_cache": v, **lens, "causal": False, "window": sides}
+    assert_as_oracle(out[:-5], expected)
+    assert not out[-5:].any()
+
+
 def make_bytes():
     """A cache of codes as vLLM has it, all of it NaN."""
     shape = (NUM_BLOCKS, 2, KV_HEADS, BLOCK, 2 * DIM)
@@ -268,7 +298,7 @@ NOT_COVERED = [
     ("ALiBi", {"alibi_slopes": [0.5] * HEADS}),
     ("fp8_per_token_head", {"kv_cache_dtype": "fp8_per_token_head"}),
     ("float16", {"kv_cache_dtype": "float16"}),  # the model is in float32
-    *(("encoders", {"attn_type": "encoder_only"}), ("transfer", {})),
+    ("transfer", {}),
 ]
 
 

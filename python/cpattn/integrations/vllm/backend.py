@@ -7,12 +7,13 @@ of which each (block, head) holds block_size rows of keys and then as many of va
 dtype or as codes of FP8 with a scale of the layer. vLLM's own kernels keep keys in another order
 inside a block. So whether a layer is computed here is decided
 once, when it is built; layers that are not covered are left, writes and reads, to the backend that
-these classes derive from.
+these classes derive from. Layers of encoders have no cache: they read the keys of the batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
+from .._ragged import RaggedPages
 from .._torch_threads import follow_torch_threads
 from .._visibility import band_mask, visibility
 from .cache import CODES, PagedCache
@@ -53,22 +55,39 @@ class CpattnBackend(CPUAttentionBackend):
 class CpattnMetadata(CPUAttentionMetadata):
     """A batch, and its plans: one for all layers of equal heads and windows."""
 
-    plans: dict[tuple[int, int], AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, bool], AttentionPlan] = field(default_factory=dict)
 
     def plan(self, impl: CpattnImpl, k_cache: torch.Tensor) -> AttentionPlan:
-        key = impl.num_heads, impl.sliding_window
+        """Return the plan of layers that read pages [blocks, num_kv_heads, block_size, dim]."""
+        return self._plan(impl, self.block_table, k_cache.shape[0], k_cache.shape[2])
+
+    @cached_property
+    def ragged(self) -> RaggedPages:
+        """The keys of the batch, one sequence after the other, as pages."""
+        ends = self.query_start_loc.numpy().astype(np.int64)
+        return RaggedPages(ends[:-1], np.diff(ends), int(ends[-1]))
+
+    def encoder_plan(self, impl: CpattnImpl) -> AttentionPlan:
+        """Return the plan of layers that read the keys of the batch."""
+        pages = self.ragged
+        return self._plan(impl, pages.block_tables, pages.num_pages, pages.page_size)
+
+    def _plan(
+        self, impl: CpattnImpl, block_tables: Any, num_pages: int, page_size: int
+    ) -> AttentionPlan:
+        key = impl.num_heads, impl.sliding_window, impl.is_encoder
         if key not in self.plans:
-            num_pages, num_kv_heads, page_size, head_dim = k_cache.shape
-            q_lens, kv_lens = np.diff(self.query_start_loc.numpy()), self.seq_lens.numpy()
+            q_lens = np.diff(self.query_start_loc.numpy())
+            kv_lens = q_lens if impl.is_encoder else self.seq_lens.numpy()
             self.plans[key] = plan_attention(
                 q_lens=q_lens,
                 kv_lens=kv_lens,
-                block_tables=self.block_table,
+                block_tables=block_tables,
                 page_size=page_size,
                 num_pages=num_pages,
                 num_heads=impl.num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
+                num_kv_heads=impl.num_kv_heads,
+                head_dim=impl.head_size,
                 **self._visibility(q_lens, kv_lens, impl.sliding_window),
             )
         return self.plans[key]
@@ -132,8 +151,6 @@ def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
     own_dtype = str(config.model_config.dtype).removeprefix("torch.")
     if impl.kv_cache_dtype not in ("auto", own_dtype, *CODES):
         return f"a KV cache in {impl.kv_cache_dtype}"
-    if impl.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
-        return "attention of encoders"
     if config.kv_transfer_config is not None:
         return "transfer of the KV cache, whose receiver may expect the other order of keys"
     return None
@@ -144,6 +161,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.is_encoder = self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         reason = _not_covered(self)
         self._code = CODES.get(self.kv_cache_dtype)
         self.is_stock = reason is not None
@@ -164,7 +182,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
         """Write key and value [num_tokens, num_kv_heads, head_size] to their slots; -1 is none."""
         if self.is_stock:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        else:
+        elif not self.is_encoder:
             cache = self._cache_of(kv_cache)
             cache.write(key, value, slot_mapping, **self._scales(layer))
 
@@ -186,16 +204,21 @@ class CpattnImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        cache = self._cache_of(kv_cache)
-        plan = attn_metadata.plan(self, cache.k)
+        if self.is_encoder:
+            plan, pages = attn_metadata.encoder_plan(self), attn_metadata.ragged
+            keys, values = (pages.of(x[: plan.num_rows]) for x in (key, value))
+            options: dict[str, Any] = {}
+        else:
+            cache = self._cache_of(kv_cache)
+            plan, keys, values = attn_metadata.plan(self, cache.k), cache.k, cache.v
+            options = {"kv_layout": "HND", **self._scales(layer)}
         rows = plan.num_rows  # the tensors may be padded
         run_attention(
             plan,
             query[:rows],
-            cache.k,
-            cache.v,
-            kv_layout="HND",
-            **self._scales(layer),
+            keys,
+            values,
+            **options,
             scale=self.scale,
             softcap=self.logits_soft_cap,
             sinks=None if self.sinks is None else self.sinks.float(),
