@@ -111,7 +111,7 @@ build/fuzz/.configured: .venv/.ready CMakePresets.json
 	@scripts/engine_environment.sh $* .venv .venv-$*
 	@touch $@
 
-false-alarms-operators: build .venv/.ready  ## operators that are right, on 10,000 cases of `cpattn conform`; options in ARGS (--cases, --seed, --only)
+false-alarms-operators: build .venv/.ready  ## operators that are right, on 10,000 cases of `cpattn conform`; options in ARGS (--help tells them)
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m support.proof.conformance.false_alarms $(ARGS)
 
 # A process that is killed writes down nothing.
