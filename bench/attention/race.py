@@ -113,13 +113,16 @@ def check(
 def oracle(tensors: inputs.Inputs) -> tuple[list[int], torch.Tensor]:
     """Some rows of the queries and their exact outputs: each a sequence of one query."""
     work = tensors.work
-    rows, kv_lens, tables = [], [], []
+    rows, kv_lens, tables, masks = [], [], [], []
     sequences = range(0, len(work.new), -(-len(work.new) // 4))
     for i in sequences:
         begin, end = starts(work.new)[i]
         for row in sorted({begin, (begin + end) // 2, end - 1}):
             rows.append(row)
-            kv_lens.append(work.prefix[i] + row - begin + 1)
+            position = work.prefix[i] + row - begin
+            kv_lens.append(min(position + 1 + work.behind, work.kv_lens[i]))
+            first = 0 if work.window is None else position - work.window
+            masks.append(np.arange(kv_lens[-1]) >= first)
             tables.append(tensors.block_tables[i])
     out, _ = cpattn.reference.paged_attention(
         tensors.q[rows],
@@ -129,6 +132,7 @@ def oracle(tensors: inputs.Inputs) -> tuple[list[int], torch.Tensor]:
         kv_lens=kv_lens,
         block_tables=torch.stack(tables),
         scale=work.scale,
-        window=work.window,
+        causal=False,
+        custom_mask=np.concatenate(masks),
     )
     return rows, torch.from_numpy(np.asarray(out))

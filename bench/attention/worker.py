@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.attention.peers import DISTRIBUTIONS, Unsupported
+from bench.attention.peers import DISTRIBUTIONS, SEE_BEHIND, Unsupported
 from bench.attention.workloads import Workload
 from bench.harness import worker
 from bench.harness.figures import Row
@@ -22,7 +22,7 @@ class Worker:
     """Commands are its public methods."""
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self.num_threads = num_threads
+        self.name, self.num_threads = name, num_threads
         self.peer = importlib.import_module(f"bench.attention.peers.{name}")
         self.version = version(DISTRIBUTIONS[name]) if name in DISTRIBUTIONS else ""
         self.prepared: dict[str, Any] = {}
@@ -40,6 +40,8 @@ class Worker:
         tuples = {name: tuple(value) for name, value in work.items() if isinstance(value, list)}
         workload = Workload(**(work | tuples))
         self.loaded = inputs.load(workload, Path(folder), self.loaded)
+        if workload.behind and self.name not in SEE_BEHIND:
+            return {"unsupported": "a window on both sides"}
         try:
             prepared = self.peer.prepare(workload, self.loaded, self.num_threads)
         except Unsupported as reason:

@@ -32,6 +32,7 @@ class Workload:
     dtype: str = "bfloat16"
     page_size: int = 128
     window: int | None = None  # keys visible before a token's own
+    behind: int = 0  # keys visible behind it; 0 is causal
     latent: bool = False  # absorbed MLA: a value is the first v_head_dim elements of its key
     cp: tuple[int, int] | None = None  # (rank, size): the blocks of one rank, over one cache
     batch_invariant: bool = False
@@ -76,7 +77,8 @@ class Workload:
     def _visible(self, new: int, prefix: int) -> int:
         if self.window is None:
             return new * prefix + new * (new + 1) // 2
-        return sum(min(prefix + i, self.window) + 1 for i in range(new))
+        before = sum(min(prefix + i, self.window) + 1 for i in range(new))
+        return before + sum(min(i, self.behind) for i in range(new))
 
     @property
     def flop(self) -> int:
@@ -215,6 +217,10 @@ def _variants(trace: Path | None) -> Iterator[Case]:
     for work in traffic(trace):
         yield Case(work)
     yield Case(dense(4096, name="window 1024, causal 1 × 4096", window=1024))
+    one_side = dense(16384, name="window 64, causal 1 × 16384", window=64)
+    both = replace(one_side, name="window 64 on both sides, 1 × 16384", behind=64)
+    yield Case(one_side)
+    yield Case(both, base=one_side.name, within=120)
     for size in (1, 16, 64, 512):
         work = replace(RAGGED, name=f"ragged batch of 8, pages of {size}", page_size=size)
         yield Case(work, peers=False, base=RAGGED.name, within=25 if size == 1 else 10)
@@ -241,6 +247,7 @@ def quick() -> list[Case]:
         Case(Workload("ragged", (3, 20, 40), (0, 70, 9), page_size=16)),
         Case(Workload("decode", (1, 1), (300, 300), dtype="float32")),
         Case(dense(64, name="window 16", window=16, dtype="float16")),
+        Case(dense(64, name="window 16 on both sides", window=16, behind=16)),
         Case(replace(zigzag(1, total=256, size=2), name="zigzag"), all_threads=False),
         Case(dense(64, name="MLA absorbed", num_heads=16, **ABSORBED)),
     ]

@@ -34,6 +34,8 @@ DISTRIBUTIONS = {
     "torch_sdpa": "torch",
     "torch_flex": "torch",
 }
+#: Windows on both sides: cpattn has them, the others take masks or rules.
+SEE_BEHIND = ("ours", "torch_sdpa", "torch_flex", "zentorch_sdpa")
 #: Needed with nothing installed but torch.
 QUICK = ("ours", "torch_flash", "torch_sdpa")
 

@@ -100,9 +100,7 @@ class Inputs:
     def masks(self) -> list[torch.Tensor | None]:
         """What each batch may see, bool [new, length]; None where that is everything."""
         return [
-            None
-            if batch.new == 1 and self.work.window is None
-            else visible(batch, self.work.window)
+            None if batch.new == 1 and self.work.window is None else visible(batch, self.work)
             for batch in self.batches()
         ]
 
@@ -111,9 +109,9 @@ class Inputs:
         return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outputs])
 
 
-def visible(batch: Batch, window: int | None) -> torch.Tensor:
-    mask = torch.ones(batch.new, batch.length, dtype=torch.bool).tril(batch.prefix)
-    return mask if window is None else mask.triu(batch.prefix - window)
+def visible(batch: Batch, work: Workload) -> torch.Tensor:
+    mask = torch.ones(batch.new, batch.length, dtype=torch.bool).tril(batch.prefix + work.behind)
+    return mask if work.window is None else mask.triu(batch.prefix - work.window)
 
 
 def values(

@@ -34,7 +34,7 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
             return j <= i + prefix
 
         def windowed(b: Any, h: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            return (j <= i + prefix) & (j >= i + prefix - window)
+            return (j <= i + prefix + work.behind) & (j >= i + prefix - window)
 
         rule = causal if work.window is None else windowed
         return create_block_mask(rule, None, None, batch.new, batch.length, device="cpu")
