@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32768)
     options = parser.parse_args()
+    if options.tokens < 2 * options.ranks:
+        parser.error("--tokens must be at least twice --ranks")
     if not torch.cuda.is_available():
         raise SystemExit("gpu_ring.py: needs a CUDA device, and torch has none here")
     tokens = options.tokens

@@ -40,6 +40,6 @@ KVScale: TypeAlias = SupportsFloat | Tensor | None
 # The same of two dimensions, such as a block table.
 IndexTable: TypeAlias = Sequence[Sequence[SupportsIndex]] | Tensor
 
-# Keys before and behind a token's own that it sees, None for no limit; or, under a causal mask,
-# those before it.
-Window: TypeAlias = SupportsIndex | tuple[SupportsIndex | None, SupportsIndex | None] | None
+# Keys before and behind a token's own that it sees, None for no limit. One number, under a causal
+# mask, is the left side.
+Window: TypeAlias = SupportsIndex | Sequence[SupportsIndex | None] | None

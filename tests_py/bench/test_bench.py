@@ -52,7 +52,7 @@ def test_work_counts_visible_pairs_and_keys_are_those_of_the_pages(work, tmp_pat
     tensors = inputs.load(work, tmp_path)
     batches = list(tensors.batches())
     assert sum(batch.size for batch in batches) == len(work.new)
-    pairs = sum(batch.size * int(inputs.visible(batch, work.window).sum()) for batch in batches)
+    pairs = sum(batch.size * int(inputs.visible(batch, work).sum()) for batch in batches)
     assert work.flop == 2 * pairs * work.num_heads * (work.head_dim + work.v_head_dim)
     sequence = 0
     for batch, (k, v) in zip(batches, tensors.gather(), strict=True):

@@ -63,7 +63,10 @@ std::optional<KeyWindow> key_window_value(
   const auto side = [&name](py::handle given) -> std::optional<int64_t> {
     if (given.is_none()) return std::nullopt;
     const int64_t keys = index_value(given, name);
-    check(keys >= 0, name, " must be >= 0 (0: a token sees itself), got ", keys);
+    check(
+        keys >= 0, name, " must be >= 0 (0: a token sees itself), got ", keys,
+        "; None is a side without a limit"
+    );
     return keys;
   };
   if (object.is_none()) return std::nullopt;

@@ -60,8 +60,9 @@ py::object key_window(
 ) {
   const bool is_causal = causal.ptr() != Py_False;  // whoever attends checks that it is a bool
   const auto window = key_window_value(value, is_causal, *PythonName(function, argument));
-  if (!window) return py::none();
-  return py::make_tuple(window->left, window->right);
+  const auto [left, right] = window.value_or(KeyWindow{});
+  if (!left && (is_causal || !right)) return py::none();
+  return py::make_tuple(left, is_causal ? std::nullopt : right);
 }
 
 std::string text(py::handle value, const py::str& function, const py::str& argument) {
@@ -95,7 +96,8 @@ void register_arguments(py::module_& module) {
   def("flag", &flag, "A bool.");
   module.def(
       "key_window", &key_window, "value"_a, "causal"_a, "function"_a, "argument"_a,
-      "The sides (left, right) of a window of keys, or None."
+      "The sides (left, right) of a window of keys, or None if no key is hidden. Windows that show "
+      "the same keys have the same sides."
   );
   def("text", &text, "A str.");
   def("ints", &ints, "The ints of a list or an array of them, read once.");

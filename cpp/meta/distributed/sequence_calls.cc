@@ -178,7 +178,8 @@ std::vector<SequenceCall> sequence_calls(
   );
   const std::vector<SeenRow> seen = seen_rows(share, rows, visibility);
   std::vector<SequenceCall> calls;
-  if (visibility.window || visibility.mask) {
+  const auto [left, right] = visibility.window.value_or(KeyWindow{});
+  if (left || (right && !visibility.causal) || visibility.mask) {
     add_masked_call(share, pages, seen, visibility.mask, calls);
   } else {
     add_plain_calls(pages, seen, calls);

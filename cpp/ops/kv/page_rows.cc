@@ -85,7 +85,8 @@ void write_page_rows(
     check(
         part.pages.dim(0) == parts[0].pages.dim(0) && part.pages.dim(2) == parts[0].pages.dim(2),
         function, ": ", part.name, "_pages must have as many pages and slots in each as ",
-        parts[0].name, "_pages, ", ShapeOf{parts[0].pages}, ", got ", ShapeOf{part.pages}
+        parts[0].name, "_pages, ", parts[0].pages.dim(0), " of ", parts[0].pages.dim(2), ", got ",
+        part.pages.dim(0), " of ", part.pages.dim(2)
     );
   }
   const TensorView& pages = parts[0].pages;

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from .._arguments import key_window
 from ..profiling.calls import Call
 
 Fields = dict[str, Any]
@@ -48,14 +49,14 @@ def _ints(value: Any) -> NDArray[np.int64] | None:
 
 def _attention_plan(call: Call) -> Fields:
     given, plan = call.kwargs, call.result
-    window = given.get("window")
+    causal = given.get("causal", True)
     masked = any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask"))
     return {
         "plan": plan,
         "q_lens": _ints(given["q_lens"]),
         "kv_lens": _ints(given["kv_lens"]),
-        "causal": bool(given.get("causal", True)),
-        "window": list(window) if isinstance(window, tuple) else window,
+        "causal": bool(causal),
+        "window": key_window(given.get("window"), causal, "plan_attention", "window"),
         "masked": masked,
         "batch_invariant": bool(given.get("batch_invariant", False)),
         "allow_short_kv": bool(given.get("allow_short_kv", False)),

@@ -196,7 +196,7 @@ class DecodeCalls:
                 own = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
                 queries = gather_queries(self._exchange, own, inputs.q.shape[1])
             calls = plan.batch.calls(
-                self.cp_rank, slice(0, len(q)), causal=causal, window=inputs.options.sides
+                self.cp_rank, slice(0, len(q)), causal=causal, window=inputs.options.window
             )
             state = attend_part(calls, queries, inputs.k, inputs.v, inputs.options, inputs.k_rope)
             result = merge_states(self._exchange, state, inputs.options.sinks, name, out_heads)

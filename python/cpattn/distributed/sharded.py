@@ -153,7 +153,7 @@ class ShardedAttention(DecodeCalls):
         if isinstance(plan, DecodePlan):
             return choose_state_exchange(plan, sizes, out_heads)
         sides = key_window(window, True, call, "window")
-        return choose(plan, sizes, window=sides, writes=flag(writes, call, "writes"))
+        return choose(plan, sizes, window=sides and sides[0], writes=flag(writes, call, "writes"))
 
     def choose_sparse_exchange(
         self,

@@ -17,8 +17,6 @@ def visibility(left: int, right: int) -> dict[str, Any]:
     Negative means unbounded. The libraries that ask for such windows let the last query meet the
     last key: of more queries than keys the first see nothing.
     """
-    if right == 0:
-        return {"causal": True, "window": left if left >= 0 else None, "allow_short_kv": True}
     sides = tuple(side if side >= 0 else None for side in (left, right))
     return {"causal": False, "window": sides}
 

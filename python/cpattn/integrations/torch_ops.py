@@ -7,8 +7,9 @@
 Each ``torch.ops.cpattn.x`` has the arguments of ``cpattn.x``, in their order and with their
 defaults, and always returns all results. Lengths, tables and other arrays of integers are int32 or
 int64 tensors: numbers in a graph would be constants, compiled anew whenever they change. Scales of
-caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``. Of
-a window on both sides ``window`` is the left one and ``window_right`` the other, -1 for no limit.
+caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``. A
+window on both sides is two arguments: ``window``, the left side, None for no limit, and
+``window_right``, the right one, -1 for no limit.
 ``torch.ops.cpattn.x.out`` writes into tensors that are keywords of the names of the results.
 
 Operators run on CPU tensors, trace under `torch.compile` without graph breaks and with dynamic
@@ -48,7 +49,7 @@ def _with_window(options: dict[str, Any]) -> dict[str, Any]:
     """Make a pair of ``window`` and ``window_right``, if that is there."""
     right = options.pop("window_right", None)
     if right is not None:
-        options["window"] = (options.get("window"), None if right < 0 else right)
+        options["window"] = (options.get("window"), None if right == -1 else right)
     return options
 
 

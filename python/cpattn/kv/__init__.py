@@ -10,7 +10,8 @@
 an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of. ``placement`` says
 which rank has which token where a group of ranks shares a pool or its sequences,
 ``striped_allocator`` which pages of such a pool are free, and ``shard_gather`` what the ranks send
-each other before a layer reads cached prefixes. ``pages`` writes into those of others.
+each other before a layer reads cached prefixes. ``pages`` writes into pages of an
+engine or of another library.
 Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs them.
 """
 

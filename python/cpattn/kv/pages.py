@@ -27,20 +27,20 @@ def write_pages(
     Parameters
     ----------
     slots : ints [num_tokens]
-        ``page * page_size + offset`` of each token; -1 for one that is not written. Of tokens for
-        one slot the last one counts.
+        ``page * page_size + offset`` of each token; -1 for one that is not written. The last of
+        several tokens for one slot counts.
     k, v : tensors [num_tokens, num_kv_heads, dim], float32, float16 or bfloat16
         Keys and values; `v` may have another dim.
     k_pages, v_pages : tensors [num_pages, page_size, num_kv_heads, dim]
-        Caches as `cpattn.paged_attention` reads them: as by `kv_layout`, or [num_slots,
-        num_kv_heads, dim]. Any strides with a contiguous last dimension. Of the dtype of `k`, or of
-        codes, float8_e4m3fn or float8_e5m2.
+        Caches as `cpattn.paged_attention` reads them, in the order of `kv_layout`, or [num_slots,
+        num_kv_heads, dim]; any strides with a contiguous last dimension. Their dtype is that of
+        `k`, or float8_e4m3fn or float8_e5m2.
     kv_layout : {"NHD", "HND"}
         The order of the axes of caches with four; "HND" is [num_pages, num_kv_heads, page_size,
         dim].
     k_scale, v_scale : float
-        Factors that codes stand for: a code is the nearest to number / scale, and the largest one
-        for what is beyond it.
+        A code stands for code * scale: it is the nearest to number / scale, or the largest one.
+        Pages of the dtype of `k` are copies, and have no scale.
 
     Raises
     ------

@@ -49,7 +49,7 @@ class AttentionLayer:
     page_size : int
         Tokens of a page, at least 1.
     window : int, optional
-        Keys before a token's own that it sees, as in `cpattn.paged_attention`; all by default.
+        Keys before a token's own that it sees, under a causal mask; all by default.
     latent : bool
         Whether values are the first `v_head_dim` elements of the keys, as in absorbed MLA: they
         are neither sent nor stored besides.

@@ -110,7 +110,7 @@ _SIZE, _COUNT = _integer(1, MAX_INT), _integer(0, MAX_INT)
 _RANKS, _RANK = _integer(1, _MOST_RANKS), _integer(0, _MOST_RANKS - 1)
 _BYTES = Rule(f"bytes by the number of a rank below {MAX_RANKS}", _are_bytes_by_rank)
 
-_SIDE = _or_none(_integer(-1, MAX_INT))
+_SIDE = _or_none(_integer(0, (1 << 63) - 1))
 _WINDOW = Rule(
     f"{_SIDE.text}, or two of them",
     lambda value: (

@@ -28,8 +28,10 @@ def report_of(operator, signature="topk", **options):
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_what_is_right_raises_no_finding(name):
-    path, signature, _, without = SELECTIONS[name]
-    report = conform(path, signature=signature, examples=40, without=without)
+    operator = SELECTIONS[name]
+    report = conform(
+        operator.path, signature=operator.signature, examples=40, without=operator.without
+    )
     assert report.proved, report.text()
     assert report.checked == ("OWN", "LEN", "TOPK", "PAD")
     assert report.facts["refused"] == {}

@@ -72,7 +72,7 @@ def attend(
     def compute(part: Part, arriving: _Arriving) -> None:
         for posted in arriving.posted:
             exchange.finish(posted)
-        taken = key_scratch(plan, inputs.options.sides).filled(arriving.kv)
+        taken = key_scratch(plan, inputs.options.left).filled(arriving.kv)
         of_tokens = _attend_tokens(
             plan, inputs, part[rank], arriving.q[tokens], taken, return_lse=return_lse
         )
@@ -139,7 +139,7 @@ def _begin_own_heads(
     exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, part: Part
 ) -> tuple[list[torch.Tensor], list[Posted]]:
     """Keys and values of this rank's KV heads of a part, for the whole context, on their way."""
-    scratch = key_scratch(plan, inputs.options.sides)
+    scratch = key_scratch(plan, inputs.options.left)
     rows = scratch.sent_rows[exchange.rank]
     mine = part[exchange.rank]
     num_kv_heads = mine.kv.stop - mine.kv.start if mine.num_heads else 0
@@ -181,7 +181,7 @@ def _attend_tokens(
         values,
         q_lens=q_lens,
         kv_lens=q_lens + np.asarray(plan.metadata.prefix_lens),
-        block_tables=key_scratch(plan, options.sides).block_tables,
+        block_tables=key_scratch(plan, options.left).block_tables,
         page_size=plan.page_size,
         causal=options.causal,
         window=options.window,

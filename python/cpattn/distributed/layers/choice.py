@@ -16,7 +16,6 @@ from ...context_parallel.exchanges import (
     received_state_bytes,
 )
 from ..plans.heads import LayerSizes
-from ..plans.sequence_calls import Sides
 from ..plans.sharded_plan import DecodePlan, ShardedPlan
 
 
@@ -53,7 +52,7 @@ class ExchangeChoice:
 
 
 def choose(
-    plan: ShardedPlan, sizes: LayerSizes, *, window: Sides = None, writes: bool = False
+    plan: ShardedPlan, sizes: LayerSizes, *, window: int | None = None, writes: bool = False
 ) -> ExchangeChoice:
     """See ContextParallel.choose_exchange."""
     memo, key = plan.batch.memo, ("held", window)
@@ -85,7 +84,7 @@ def _layer(sizes: LayerSizes) -> Layer:
     )
 
 
-def _held(plan: ShardedPlan, window: Sides) -> Held:
+def _held(plan: ShardedPlan, window: int | None) -> Held:
     tokens, owner = np.asarray(plan.rows_per_rank, np.int64), plan.batch.owner
     home = np.repeat(np.arange(len(tokens)), tokens)[: len(owner)]
     kept = np.bincount(owner[owner >= 0], minlength=len(tokens))

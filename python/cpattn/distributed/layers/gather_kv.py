@@ -65,7 +65,7 @@ def attend(
         part = WHOLE if new is None else WHOLE_WITH_ROWS
     else:
         part = NEW_IN_POOLS if new is None else NEW_ROWS
-    scratch = key_scratch(plan, inputs.options.sides, part)
+    scratch = key_scratch(plan, inputs.options.left, part)
     outputs = HeadOutputs(plan, inputs, return_lse=return_lse)
     layer = _Gather(exchange, inputs, new, scratch, outputs)
     received_rows = sum(scratch.counts) - min(scratch.counts)

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from ..plans.key_shares import Array
-from ..plans.sequence_calls import Sides
 from ..plans.sharded_plan import ShardedPlan
 from .rows import put_rows, take_rows
 
@@ -88,7 +87,7 @@ class KeyScratch:
             )
 
 
-def key_scratch(plan: ShardedPlan, window: Sides, part: Part = WHOLE) -> KeyScratch:
+def key_scratch(plan: ShardedPlan, window: int | None, part: Part = WHOLE) -> KeyScratch:
     """The scratch of a batch; the same for all layers of one window.
 
     Pages and their places are those of the whole context, whatever part of it travels.
@@ -101,7 +100,7 @@ def key_scratch(plan: ShardedPlan, window: Sides, part: Part = WHOLE) -> KeyScra
     return scratch
 
 
-def _key_scratch(plan: ShardedPlan, window: Sides, part: Part) -> KeyScratch:
+def _key_scratch(plan: ShardedPlan, window: int | None, part: Part) -> KeyScratch:
     shares, rows = plan.batch.shares, plan.batch.rows
     first_seen = plan.batch.first_seen(window)
     num_pages = np.count_nonzero(plan.block_tables >= 0, axis=1)

@@ -17,7 +17,7 @@ from ..._types import Window
 from ...attention import default_scale
 from ...merge import merge_states
 from ..plans.heads import LayerSizes
-from ..plans.sequence_calls import SequenceCall, Sides
+from ..plans.sequence_calls import SequenceCall
 from ..transport.terms import digest, term
 from .shard_keys import ShardKeys, slots_of
 
@@ -30,7 +30,7 @@ class AttentionOptions:
 
     scale: float | None = None
     causal: bool = True
-    window: Window = None
+    window: Any = None  # as it was given, then `Sides` of `checked_inputs`
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     k_scale: Any = None
@@ -39,9 +39,9 @@ class AttentionOptions:
     batch_invariant: bool = True
 
     @property
-    def sides(self) -> Sides:
-        """The sides of the window."""
-        return key_window(self.window, self.causal, "ContextParallel", "window")
+    def left(self) -> int | None:
+        """The keys before a token's own that the window of checked options shows; None for all."""
+        return self.window and self.window[0]
 
     @property
     def has_token_scales(self) -> bool:
@@ -111,7 +111,7 @@ class ShardInputs(ShardKeys):
         """Digest what ranks must be given alike, but for scales of codes: see `scales_digest`."""
         o = self.options
         shapes = [(x.dtype, *x.shape[1:]) for x in (self.q, self.k, self.v)]
-        values = (o.scale, o.causal, o.sides, o.softcap, o.kv_dtype, shapes, self.kv_dims)
+        values = (o.scale, o.causal, o.window, o.softcap, o.kv_dtype, shapes, self.kv_dims)
         sinks = b"" if o.sinks is None else np.ascontiguousarray(o.sinks.numpy())
         return digest(repr(values).encode(), sinks)
 
@@ -182,7 +182,9 @@ def checked_inputs(
     )  # fmt: skip
     paged_rows(nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks)
     sinks = None if options.sinks is None else torch.as_tensor(options.sinks)
-    return ShardInputs(k, v, rope, v_cache is None, q, replace(options, sinks=sinks))
+    sides = key_window(options.window, options.causal, f"ContextParallel.{call}", "window")
+    options = replace(options, sinks=sinks, window=sides)
+    return ShardInputs(k, v, rope, v_cache is None, q, options)
 
 
 def _slot_scale(scale: Any) -> Any:

@@ -124,7 +124,7 @@ class _PassQ:
         """Partial results of some of all rows with some heads, as flat rows, and their LSE."""
         inputs, options = self._inputs, self._inputs.options
         calls = self._plan.batch.calls(
-            self._exchange.rank, rows, causal=options.causal, window=options.sides
+            self._exchange.rank, rows, causal=options.causal, window=options.window
         )
         rope = None if inputs.k_rope is None else inputs.k_rope[:, heads]
         out, lse = attend_part(

@@ -10,7 +10,6 @@ import torch
 
 from ..._arguments import items, key_window
 from ..._types import Window
-from ..plans.sequence_calls import Sides
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from ..transport.terms import NO_TERMS, digest, term
@@ -51,7 +50,7 @@ class LayerCaches(NamedTuple):
 
 class _Layer(NamedTuple):
     keys: ShardKeys
-    window: Sides
+    window: int | None
     scratch: KeyScratch
 
     @property
@@ -114,7 +113,7 @@ class Prefetch:
         return term((self.next_layer, self.num_layers))
 
     def check(
-        self, exchange: RowExchange, plan: ShardedPlan, keys: ShardKeys, window: Sides
+        self, exchange: RowExchange, plan: ShardedPlan, keys: ShardKeys, window: int | None
     ) -> None:
         """Refuse an ``attend`` for which the rows on their way are not meant."""
         call = "ContextParallel.attend: prefetched"
@@ -171,7 +170,7 @@ def check_prefetched(
             "ContextParallel.attend: prefetched must be of ContextParallel.prefetch, got "
             f"{type(prefetched).__name__}"
         )
-    prefetched.check(exchange, plan, inputs, inputs.options.sides)
+    prefetched.check(exchange, plan, inputs, inputs.options.left)
 
 
 def prefetch(exchange: RowExchange, plan: Any, layers: Any) -> Prefetch:
@@ -221,7 +220,8 @@ def _checked(plan: ShardedPlan, number: int, layer: Any) -> _Layer:
                 f"{_CALL}: {name}.{field} must have the {pools['k_cache'].shape[1]} KV heads of "
                 f"k_cache, got {pools[field].shape[1]}"
             )
-    window = key_window(caches.window, True, _CALL, f"{name}.window")
+    sides = key_window(caches.window, True, _CALL, f"{name}.window")
+    window = sides and sides[0]
     k, v = pools["k_cache"], pools.get("v_cache")
     keys = ShardKeys(k, k if v is None else v, pools.get("k_rope"), v is None)
     plan.batch.check_pool("prefetch", plan.cp_rank, keys.num_slots)

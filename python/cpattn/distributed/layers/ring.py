@@ -142,11 +142,11 @@ class Ring:
         """Return the calls by which queries see the keys of a share, made once for all layers."""
         options, batch = self.inputs.options, self.plan.batch
         memo = batch.memo
-        key = type(self), self._share_of, share, options.causal, options.sides
+        key = type(self), self._share_of, share, options.causal, options.window
         if key not in memo:
             own = self.rows()
             rows = Rows(batch.rows.request[own], batch.rows.position[own])
-            visibility = Visibility(options.causal, options.sides, batch.mask)
+            visibility = Visibility(options.causal, options.window, batch.mask)
             memo[key] = sequence_calls(self.shares, share, self.pages[share], rows, visibility)
         calls: list[SequenceCall] = memo[key]
         return calls

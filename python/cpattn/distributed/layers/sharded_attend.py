@@ -79,7 +79,7 @@ def _exchange_of(plan: ShardedPlan, name: str, inputs: ShardInputs, *, writes: b
     if name == "auto":
         if scaled:
             return _IN_PLACE
-        name = choose(plan, inputs.sizes(), window=inputs.options.sides, writes=writes).exchange
+        name = choose(plan, inputs.sizes(), window=inputs.options.left, writes=writes).exchange
     if scaled and not EXCHANGES[name].reads_in_place:
         raise ValueError(
             f"ContextParallel.attend: k_scale and v_scale of each token need the exchange "

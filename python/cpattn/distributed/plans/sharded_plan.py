@@ -61,12 +61,11 @@ class ShardedBatch:
         """Number of keys of its request that each query sees if it sees all up to its own."""
         return np.minimum(self.rows.position + 1, self.shares.kv_lens[self.rows.request])
 
-    def first_seen(self, window: Sides) -> Array:
+    def first_seen(self, window: int | None) -> Array:
         """Return the first key of each request that a query sees; its length without queries."""
         tokens, kv_lens = self.tokens, self.shares.kv_lens
         first = kv_lens - tokens.q_lens  # the position of the first query
-        left = None if window is None else window[0]
-        seen = np.zeros_like(first) if left is None else np.maximum(first - left, 0)
+        seen = np.zeros_like(first) if window is None else np.maximum(first - window, 0)
         queries = tokens.q_lens.copy()
         queries[-1:] += tokens.padding
         return np.where(queries > 0, seen, kv_lens)

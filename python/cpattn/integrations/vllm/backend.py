@@ -148,6 +148,8 @@ def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
     config = get_current_vllm_config()
     if impl.alibi_slopes is not None:
         return "ALiBi"
+    if impl.is_encoder:
+        return None  # it has no cache
     own_dtype = str(config.model_config.dtype).removeprefix("torch.")
     if impl.kv_cache_dtype not in ("auto", own_dtype, *CODES):
         return f"a KV cache in {impl.kv_cache_dtype}"

@@ -93,7 +93,7 @@ def from_sharded_plans(
     num_pages : int, optional
         Logical pages of all pools together; without it, their bounds are not checked.
     window : int, optional
-        Keys before its own that a query may see, as attention is called with it.
+        Keys before its own that a query may see; attention is called with it, causal.
 
     Returns
     -------
@@ -151,11 +151,12 @@ def from_sharded_plans(
         tokens = np.flatnonzero(local[: len(batch[0])] >= 0)
         part["writes"] = _writes(rank, tokens, local[tokens], batch, plan.placement)
         mine = slice(0, plan.num_tokens) if decode else plan.local_rows
+        sides = None if window is None else (window, None)
         sources = [rank] if decode else owners
         calls = [
             (source, call)
             for source in sources
-            for call in plan.batch.calls(source, mine, causal=True, window=window)
+            for call in plan.batch.calls(source, mine, causal=True, window=sides)
         ]
         part["segments"] = _segments(calls, whole.rows.request[mine], slots, plan.placement)
     return document

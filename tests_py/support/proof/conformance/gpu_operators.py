@@ -93,18 +93,30 @@ TF32 = ("float32",)
 
 GPU = {
     **{
-        f"CUDA SDPA, {name}": RightOperator(f"{_HERE}:sdpa_{name}", "sdpa", "torch")
-        for name in ("math", "efficient", "flash", "cudnn")
+        f"CUDA SDPA, {name}": RightOperator(f"{_HERE}:sdpa_{name}", "sdpa", "torch", (), known)
+        for name, known in {"math": (), "efficient": (), "flash": (), "cudnn": ("unknown",)}.items()
     },
     "torch flex_attention": RightOperator(f"{_HERE}:flex", "sdpa", "torch"),
     "torch varlen_attn": RightOperator(
-        f"{_HERE}:varlen", "flash_attn_varlen", "torch", ("paged", "softcap", "float32")
+        f"{_HERE}:varlen",
+        "flash_attn_varlen",
+        "torch",
+        ("paged", "softcap", "float32"),
+        ("unknown",),
     ),
     "FlashInfer fa2": RightOperator(
-        f"{_HERE}:FlashInferFa2", f"{_HERE}:FLASHINFER", "flashinfer-python"
+        f"{_HERE}:FlashInferFa2",
+        f"{_HERE}:FLASHINFER",
+        "flashinfer-python",
+        (),
+        ("lse-finite-on-empty",),
     ),
     "sglang extend_attention_fwd": RightOperator(
-        "support.sglang.sglang_triton:extend", "support.sglang.sglang_triton:EXTEND", "sglang", TF32
+        "support.sglang.sglang_triton:extend",
+        "support.sglang.sglang_triton:EXTEND",
+        "sglang",
+        TF32,
+        ("unknown", "lse-with-sink"),
     ),
     "sglang decode_attention_fwd": RightOperator(
         "support.sglang.sglang_triton:decode", "support.sglang.sglang_triton:DECODE", "sglang", TF32

@@ -17,12 +17,13 @@ _FLASH = "cpattn.integrations.flash_attn:flash_attn_"
 
 
 class RightOperator(NamedTuple):
-    """Arguments of `conform` for an operator, and the distribution that has it."""
+    """Arguments of `conform` for an operator, its distribution, and the faults that it has."""
 
     path: str
     signature: str
     package: str = "cpattn"
     without: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
 
 
 def _sdpa(backend):
