@@ -16,10 +16,12 @@ from cpattn_proof.conformance.strategies import cases
 from cpattn_proof.conformance.trials import Budget, sweep
 from support.proof.conformance import AT_EDGES, broken, false_alarms
 from support.proof.conformance.right_operators import ATTENTION, SELECTIONS, RightOperator
+from support.time_limits import PATIENCE
 
 
 def tried(operator, **options):
-    return conform(operator.path, signature=operator.signature, without=operator.without, **options)
+    given = {"signature": operator.signature, "without": operator.without}
+    return conform(operator.path, **given, time_limit=PATIENCE, **options)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if name != "transformers eager"])

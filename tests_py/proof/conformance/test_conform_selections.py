@@ -20,6 +20,7 @@ from cpattn_proof.conformance.selection.rows import is_topk
 from support.proof.conformance import AT_EDGES, SECONDS_TO_SHRINK
 from support.proof.conformance import broken_selections as broken
 from support.proof.conformance.right_operators import SELECTIONS
+from support.time_limits import PATIENCE
 
 
 def report_of(operator, signature="topk", **options):
@@ -30,8 +31,9 @@ def report_of(operator, signature="topk", **options):
 def test_what_is_right_raises_no_finding(name):
     operator = SELECTIONS[name]
     report = conform(
-        operator.path, signature=operator.signature, examples=40, without=operator.without
-    )
+        operator.path, signature=operator.signature, examples=40, without=operator.without,
+        time_limit=PATIENCE,
+    )  # fmt: skip
     assert report.proved, report.text()
     assert report.checked == ("OWN", "LEN", "TOPK", "PAD")
     assert report.facts["refused"] == {}
