@@ -138,6 +138,11 @@ def merge_many(n: int) -> Call:
     return partial(cpattn.merge_states, [parts] * 3, [lses] * 3)
 
 
+def write_pages(n: int) -> Call:
+    row, pages = normal(256 * n, 2, 64), np.zeros((2, 16 * n, 16, 2, 64), np.float32)
+    return partial(cpattn.kv.write_pages, np.arange(256 * n), row, pages[0], row, pages[1])
+
+
 def index_cache(n: int) -> tuple[Any, Any]:
     return np.zeros((16 * n, 16 * 132), np.uint8), np.arange(256 * n)
 
@@ -242,6 +247,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "split_qk_norm": partial(norm, sparse.split_qk_norm, q_eps=1e-6, kv_eps=1e-6),
     "fused_split_qk_norm": partial(norm, sparse.fused_split_qk_norm, eps=1e-6),
     "MHATokenToKVPool.set_kv_buffer": lambda n: set_rows(MHA_POOL, "set_kv_buffer", n, 2, 64),
+    "write_pages": write_pages,
     "DSATokenToKVPool.set_kv_buffer": lambda n: set_rows(
         cpattn.kv.DSATokenToKVPool, "set_kv_buffer", n, 576
     ),
