@@ -70,7 +70,7 @@ class Call:
             kwargs["return_lse"] = True
         if "window_right" in kwargs:
             right = kwargs.pop("window_right")
-            kwargs["window"] = (kwargs.get("window"), None if right < 0 else right)
+            kwargs["window"] = (kwargs.get("window"), None if right == -1 else right)
         for name in ("k_scale", "v_scale"):  # an operator has two arguments for what may be both
             if f"{name}s" in kwargs:
                 kwargs[name] = kwargs.pop(f"{name}s")

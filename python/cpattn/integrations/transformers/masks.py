@@ -21,15 +21,15 @@ FUNCTION = "cpattn.integrations.transformers"
 class Band:
     """Keys that the queries of each sequence see: a run of them, or a diagonal band within it.
 
-    With ``causal``, the last query sees the run up to its end, each one before it one key less,
-    and none sees more than ``window`` keys before its own. Without, all see the whole run, or of it
-    a ``window`` (left, right) around the key that would be the last one of a causal band.
+    With ``causal``, the last query sees the run up to its end, and each one before it one key less.
+    Without, all see the whole run. A ``window`` (left, right) leaves the keys around the one that
+    is the last of a causal band.
     """
 
     starts: Lengths  # [batch]
     kv_lens: Lengths  # [batch]
     causal: bool
-    window: int | tuple[int, int] | None = None
+    window: tuple[int, int] | None = None
 
 
 def band_of(mask: AnyTensor) -> Band | None:
@@ -49,7 +49,7 @@ def band_of(mask: AnyTensor) -> Band | None:
     first = np.maximum(start[:, None], diagonal - 1 - window)
     if np.array_equal(count, np.maximum(diagonal - first, 0)) and np.all((begin == first)[seen]):
         windowed = bool(np.any(begin > start[:, None], where=seen))
-        return Band(start, stop - start, True, window if windowed else None)
+        return Band(start, stop - start, True, (window, 0) if windowed else None)
     if np.all(count == (stop - start)[:, None]):
         return Band(start, stop - start, False)
     own, last = diagonal - 1, begin + count - 1
@@ -71,8 +71,7 @@ def bands_of(mask: AnyTensor) -> AnyTensor:
     if band is not None:
         bands[:, 0], bands[:, 1] = torch.from_numpy(band.starts), torch.from_numpy(band.kv_lens)
         bands[:, 2] = int(band.causal)
-        sides = (band.window, -1) if isinstance(band.window, int) else band.window or (-1, -1)
-        bands[:, 3], bands[:, 4] = sides
+        bands[:, 3], bands[:, 4] = band.window or (-1, -1)
     return bands
 
 
@@ -82,7 +81,7 @@ def band_of_bands(bands: AnyTensor) -> Band | None:
     causal, left, right = numbers[0, 2:].tolist()
     if causal < 0:
         return None
-    window = None if left < 0 else left if causal else (left, right)
+    window = None if left < 0 else (left, right)
     return Band(numbers[:, 0].copy(), numbers[:, 1].copy(), bool(causal), window)
 
 
@@ -251,7 +250,7 @@ def visibility(
     batch, queries, keys = shape
     starts, kv_lens = np.zeros(batch, np.int64), np.full(batch, keys)
     if mask is None:
-        return Band(starts, kv_lens, causal, window), None
+        return Band(starts, kv_lens, causal, None if window is None else (window, 0)), None
     band: Band | None = getattr(mask, "cpattn_band", None)
     if band is not None and mask.shape == (batch, 1, queries, keys):
         return band, None

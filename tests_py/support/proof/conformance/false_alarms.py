@@ -65,7 +65,7 @@ def run(
     """Cases that each operator answered, and how many rounds had a finding."""
     counts: Counter[str] = Counter()
     alarms, begin, seed, left = 0, time.monotonic(), options.seed, dict(operators)
-    # What forks the process of an operator has not used the device, and has one thread.
+    # The process that forks an operator's has not used the device, and has one thread.
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         each = map if options.jobs == 1 else pool.map
         while left and sum(counts.values()) < options.cases:
@@ -82,9 +82,10 @@ def run(
                 again = report.facts["edges"] if name in counts else 0
                 counts[name] += max(1, report.facts["answered"] - again)
                 kinds = {finding.kind for finding in report.findings}  # that it refuses is none
-                alarms += not kinds <= {*operators[name].known}
+                are_known = kinds <= {*operators[name].known}
+                alarms += not are_known
                 if kinds:
-                    what = "as known" if kinds <= {*operators[name].known} else "a false alarm"
+                    what = "as known" if are_known else "a false alarm"
                     print(f"{name}: {what}\n{report.text()}", flush=True)
                 print(
                     f"{sum(counts.values()):,} of {options.cases:,} cases, "
