@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def visibility(left: int, right: int) -> dict[str, Any]:
@@ -30,18 +29,3 @@ def check_bits(function: str, packed: Any, q_lens: Lengths, kv_lens: Lengths) ->
             f"{function}: packed_custom_mask must be uint8 [{size}], got {bits.dtype} "
             f"{list(bits.shape)}"
         )
-
-
-def band_mask(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> Mask:
-    """A bool for each query and key of each sequence, row-major, flat."""
-    masks = [np.zeros(0, bool)]
-    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
-        position = np.arange(kv_len - q_len, kv_len)[:, None]
-        distance = np.arange(kv_len) - position
-        visible = np.ones(distance.shape, bool)
-        if left >= 0:
-            visible &= distance >= -left
-        if right >= 0:
-            visible &= distance <= right
-        masks.append(visible.ravel())
-    return np.concatenate(masks)

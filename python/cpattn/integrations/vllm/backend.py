@@ -33,7 +33,7 @@ from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
 from .._ragged import RaggedPages
 from .._torch_threads import follow_torch_threads
-from .._visibility import band_mask, visibility
+from .._visibility import Lengths, visibility
 from .cache import CODES, PagedCache
 
 logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
@@ -98,10 +98,25 @@ class CpattnMetadata(CPUAttentionMetadata):
         if self.dynamic_causal is None:
             return visibility(left, 0 if self.causal else left)
         masks = [
-            band_mask(q_lens[i : i + 1], kv_lens[i : i + 1], left, 0 if causal else left)
+            _band_mask(q_lens[i : i + 1], kv_lens[i : i + 1], left, 0 if causal else left)
             for i, causal in enumerate(self.dynamic_causal.tolist())
         ]
         return {"causal": False, "custom_mask": np.concatenate(masks)}
+
+
+def _band_mask(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> Any:
+    """A bool for each query and key of each sequence, row-major, flat."""
+    masks = [np.zeros(0, bool)]
+    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
+        position = np.arange(kv_len - q_len, kv_len)[:, None]
+        distance = np.arange(kv_len) - position
+        visible = np.ones(distance.shape, bool)
+        if left >= 0:
+            visible &= distance >= -left
+        if right >= 0:
+            visible &= distance <= right
+        masks.append(visible.ravel())
+    return np.concatenate(masks)
 
 
 class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
