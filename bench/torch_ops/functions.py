@@ -65,7 +65,7 @@ def jobs() -> Iterator[Job]:
         call: Callable[..., Any] = _core.paged_attention  # which takes the inputs first
         call(
             *inputs, None, None, None, None, "NHD", None, None, None, 0.25, True, None, 0.0, None,
-            None, None, False, False, None, out, lse,
+            None, None, None, False, False, None, out, lse,
         )  # fmt: skip
 
     q = torch.ones(2, 4, 16)

@@ -7,6 +7,7 @@
 #include "cpattn/base/parallel.h"
 #include "cpattn/reference/reference.h"
 #include "reference/codes.h"
+#include "reference/key_biases.h"
 #include "reference/rows.h"
 
 namespace cpattn::reference {
@@ -131,8 +132,9 @@ struct Row {
 /// Computes the softmax over the keys that the row sees, and the sink; then weighs the values.
 Row attend(
     const Eigen::RowVectorXd& q,
-    const Matrix& keys,    // visible ones only
-    const Matrix& values,  // of the same keys
+    const Matrix& keys,            // visible ones only
+    const Matrix& values,          // of the same keys
+    const Eigen::ArrayXd& biases,  // empty for none
     double scale,
     double softcap,
     double sink
@@ -140,6 +142,7 @@ Row attend(
   if (keys.rows() == 0) return {Eigen::RowVectorXd::Zero(values.cols()), -kInfinity};
   Eigen::ArrayXd scores = scale * (keys * q.transpose());
   if (softcap > 0) scores = softcap * (scores / softcap).tanh();
+  if (biases.size() > 0) scores += biases;
   const double max = scores.maxCoeff();
   // Eigen's own exp of -inf is above 0, under which an infinite value would not give NaN.
   const Eigen::ArrayXd weights = (scores - max).unaryExpr([](double x) { return std::exp(x); });
@@ -244,6 +247,7 @@ void paged_attention(const PagedAttention& batch, const TensorView& out, const T
   const Factors k_factors(batch, batch.k_scale, "k_scale", k.num_pages, k.num_heads);
   const Factors v_factors(batch, batch.v_scale, "v_scale", v.num_pages, v.num_heads);
   check_tensors(batch, k, v, checked_lengths(batch, std::min(k.num_pages, v.num_pages)));
+  const KeyBiases bias(batch);
 
   const auto num_sequences = static_cast<int64_t>(batch.q_lens.size());
   std::vector<int64_t> row_begin(num_sequences + 1), mask_begin(num_sequences + 1);
@@ -258,15 +262,23 @@ void paged_attention(const PagedAttention& batch, const TensorView& out, const T
     const Matrix keys = k.gather(batch, k_factors, sequence, kv_head);
     const Matrix values = v.gather(batch, v_factors, sequence, kv_head);
     for (int64_t i = 0; i < batch.q_lens[sequence] && !stop.should_stop(); ++i) {
-      const auto seen = visible_keys(batch, sequence, i, mask_begin[sequence]);
-      const Matrix seen_keys = keys(seen, Eigen::all), seen_values = values(seen, Eigen::all);
+      std::vector<int64_t> seen = visible_keys(batch, sequence, i, mask_begin[sequence]);
+      const std::vector<int64_t> visible = seen;
+      Matrix seen_keys = keys(seen, Eigen::all), seen_values = values(seen, Eigen::all);
+      Eigen::ArrayXd biases;
       const int64_t row = row_begin[sequence] + i;
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        if (bias.any()) {
+          biases = bias.of_row(sequence, i, head, visible, seen);
+          seen_keys = keys(seen, Eigen::all);
+          seen_values = values(seen, Eigen::all);
+        }
         const auto q =
             read_row(batch.q, row * batch.q.stride(0) + head * batch.q.stride(1), k.head_dim);
         const double sink =
             batch.sinks ? read_element(*batch.sinks, head * batch.sinks->stride(0)) : -kInfinity;
-        const Row result = attend(q, seen_keys, seen_values, batch.scale, batch.softcap, sink);
+        const Row result =
+            attend(q, seen_keys, seen_values, biases, batch.scale, batch.softcap, sink);
         const int64_t index = row * num_heads + head;
         Eigen::Map<Eigen::RowVectorXd>(out.as<double>() + index * v.head_dim, v.head_dim) =
             result.out;

@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar
 
-__all__ = ["AnyTensor", "IndexTable", "Indices", "KVScale", "Tensor", "TensorT", "Window"]
+__all__ = [
+    "AnyTensor",
+    "IndexTable",
+    "Indices",
+    "KVScale",
+    "ScoreBias",
+    "Tensor",
+    "TensorT",
+    "Window",
+]
 
 
 class Tensor(Protocol):
@@ -39,6 +48,9 @@ KVScale: TypeAlias = SupportsFloat | Tensor | None
 
 # The same of two dimensions, such as a block table.
 IndexTable: TypeAlias = Sequence[Sequence[SupportsIndex]] | Tensor
+
+# Numbers that are added to scores: a tensor, or one for each sequence.
+ScoreBias: TypeAlias = Tensor | Sequence[Tensor] | None
 
 # Keys before and behind a token's own that it sees, None for no limit. One number, under a causal
 # mask, is the left side.

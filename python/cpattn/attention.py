@@ -9,7 +9,7 @@ from typing import Literal, overload
 from . import _core
 from ._containers import empty, need_scales
 from ._core import AttentionPlan
-from ._types import IndexTable, Indices, KVScale, Tensor, TensorT, Window
+from ._types import IndexTable, Indices, KVScale, ScoreBias, Tensor, TensorT, Window
 from .profiling.calls import announced
 
 
@@ -50,8 +50,9 @@ def paged_attention(
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: Window = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None,
+    softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: Literal[False] = False,
 ) -> TensorT: ...
@@ -63,8 +64,9 @@ def paged_attention(
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: Window = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None,
+    softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
@@ -76,8 +78,9 @@ def paged_attention(
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: Window = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None,
+    softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
@@ -102,6 +105,9 @@ def paged_attention(
     causal: bool = True,
     window: Window = None,
     softcap: float = 0.0,
+    bias: ScoreBias = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None,
@@ -119,14 +125,16 @@ def paged_attention(
         visible = [j for j in range(kv_lens[s]) if (not causal or j <= p)
                    and p - left <= j <= p + right and mask(i, j)]      # window: left, right
         score = softcap * tanh(scale * q @ k[j] / softcap)      # softcap 0: scale * q @ k[j]
+        score += bias[s, h, i, j] - alibi_slopes[h] * abs(j - p) + relative_bias[h, m + j - p]
         out = sum(exp(score[j]) * v[j]) / (sum(exp(score[j])) + exp(sinks[h]))
         lse = log(sum(exp(score[j])))
 
     Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``.
 
-    **Visibility.** `causal`, `window` and the mask hide keys, each on top of the others. A key that
-    a row does not see never matters, NaN included. A key that it sees counts also with weight 0,
-    under which an infinite value gives NaN. A row that sees no key gives zeros and LSE -inf.
+    **Visibility.** `causal`, `window`, the mask and a bias of -inf hide keys, each on top of the
+    others. A key that a row does not see never matters, NaN included. A key that it sees counts
+    also with weight 0, under which an infinite value gives NaN. A row that sees no key gives zeros
+    and LSE -inf.
 
     **Scales.** A number of the cache, or what a code of 8 bits stands for, is multiplied with
     `k_scale` or `v_scale`: one positive number, one for each KV head, or, for codes, one for each
@@ -177,6 +185,15 @@ def paged_attention(
         token of a tile sees are not read.
     softcap : float
         0 for none, else from 1e-37 to 1e37.
+    bias : tensor or list of one tensor [num_heads, q_len, kv_len] for each sequence, optional
+        Added to scores after scale and softcap; float32, float16 or bfloat16, any strides. One
+        tensor is [batch, num_heads, max(q_lens), max(kv_lens)], or longer in the last two. An axis
+        of length 1 stands for all of its indices. -inf hides a key, and NaN shows in the row.
+    alibi_slopes : tensor [num_heads] or [batch, num_heads], float32, optional
+        Adds ``-slope * abs(j - p)``.
+    relative_bias : tensor [num_heads, 2 * m + 1], float32, optional
+        Adds element ``m + min(max(j - p, -m), m)``, as T5 looks up its buckets. Where a bias is
+        given, matrix tiles (amx) are not used.
     sinks : tensor [num_heads], float32, optional
         One logit per head that takes weight but has no value.
     custom_mask : tensor [sum(q_lens * kv_lens)], bool, optional
@@ -235,8 +252,9 @@ def paged_attention(
     out, lse = _outputs(function, q, rows, num_heads, v_head_dim, out, lse, return_lse)
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
-        page_size, kv_layout, k_scale, v_scale, kv_dtype, scale, causal, window, softcap, sinks,
-        custom_mask, packed_custom_mask, allow_short_kv, batch_invariant, num_threads, out, lse,
+        page_size, kv_layout, k_scale, v_scale, kv_dtype, scale, causal, window, softcap,
+        (bias, alibi_slopes, relative_bias), sinks, custom_mask, packed_custom_mask, allow_short_kv,
+        batch_invariant, num_threads, out, lse,
     )  # fmt: skip
     return out if lse is None or not return_lse else (out, lse)
 
@@ -319,7 +337,9 @@ def run_attention(
     plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
     kv_layout: str = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
     kv_dtype: str | None = None, scale: float | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
+    bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    out: TensorT | None = None, lse: TensorT | None = None,
     return_lse: Literal[False] = False,
 ) -> TensorT: ...
 @overload
@@ -327,7 +347,9 @@ def run_attention(
     plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
     kv_layout: str = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
     kv_dtype: str | None = None, scale: float | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
+    bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    out: TensorT | None = None, lse: TensorT | None = None,
     return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
 @overload
@@ -335,7 +357,9 @@ def run_attention(
     plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
     kv_layout: str = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
     kv_dtype: str | None = None, scale: float | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
+    bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    out: TensorT | None = None, lse: TensorT | None = None,
     return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
 # fmt: on
@@ -352,6 +376,9 @@ def run_attention(
     kv_dtype: str | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    bias: ScoreBias = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     out: TensorT | None = None,
     lse: TensorT | None = None,
@@ -374,7 +401,7 @@ def run_attention(
         Of codes, as in `paged_attention`.
     scale : float, default 1/sqrt(head_dim)
         Must be given for head_dim > 256.
-    softcap, sinks
+    softcap, bias, alibi_slopes, relative_bias, sinks
         As in `paged_attention`.
     out, lse : tensors, optional
         Written and returned; must not overlap an input.
@@ -416,7 +443,7 @@ def run_attention(
         scale = default_scale(function, plan.head_dim)
     out, lse = _outputs(function, q, rows, num_heads, plan.v_head_dim, out, lse, return_lse)
     _core.run_attention(
-        plan, q, k_cache, v_cache, kv_layout, k_scale, v_scale, kv_dtype, scale, softcap, sinks,
-        out, lse,
+        plan, q, k_cache, v_cache, kv_layout, k_scale, v_scale, kv_dtype, scale, softcap,
+        (bias, alibi_slopes, relative_bias), sinks, out, lse,
     )  # fmt: skip
     return out if lse is None or not return_lse else (out, lse)

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _core
 from ._containers import empty, tensor_of
-from ._types import KVScale, Tensor, Window
+from ._types import KVScale, ScoreBias, Tensor, Window
 
 __all__ = [
     "dequantize_kv_rows",
@@ -35,7 +35,9 @@ def paged_attention(
     q_lens: Any, kv_lens: Any, block_tables: Any, page_size: int | None = None,
     kv_layout: Literal["NHD", "HND"] = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
     kv_dtype: str | None = None, scale: float | None = None, causal: bool = True,
-    window: Window = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    window: Window = None, softcap: float = 0.0, bias: ScoreBias = None,
+    alibi_slopes: Tensor | None = None, relative_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, allow_short_kv: bool = False,
 ) -> tuple[Float64Array, Float64Array]:
     # fmt: on
@@ -68,6 +70,8 @@ def paged_attention(
         (``window``, as in `cpattn.paged_attention`) and its flag in ``custom_mask`` is set.
     softcap : float
         If positive, scores become softcap * tanh(score / softcap).
+    bias, alibi_slopes, relative_bias
+        Added to scores after that, as in `cpattn.paged_attention`; in any floating dtype.
     sinks : tensor [num_heads], optional
         One more logit in the denominator of each row.
     allow_short_kv : bool
@@ -124,7 +128,8 @@ def paged_attention(
         q, k_cache, v_cache, q_lens=q_lens, kv_lens=kv_lens, block_tables=block_tables,
         page_size=page_size, hnd=kv_layout == "HND", k_scale=k_scale, v_scale=v_scale,
         kv_dtype=kv_dtype, scale=scale, causal=causal, window=window, softcap=softcap,
-        sinks=sinks, custom_mask=custom_mask, out=out, lse=lse,
+        score_bias=(bias, alibi_slopes, relative_bias), sinks=sinks, custom_mask=custom_mask,
+        out=out, lse=lse,
     )  # fmt: skip
     return out, lse
 

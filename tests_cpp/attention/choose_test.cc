@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
 namespace cpattn::kernels {
 namespace {
 
@@ -58,13 +60,25 @@ TEST(ChooseLoop, TilesInPlace) {
   EXPECT_EQ(choose(codes, kAmxBfloat16), kInPlaceTiles);
 }
 
-TEST(ChooseLoop, TilesReadNoPaddedRows) {
+TEST(ChooseLoop, TilesReadNoPaddedRowsAndAddNoBiases) {
+  const float number = 0;
+  AttentionTile padded = tile_of(4, true);
+  padded.stored = {120, 0, 120};
+  std::vector<AttentionTile> tiles = {padded};
+  for (const TileBias& bias : {
+           TileBias{.numbers = &number},
+           TileBias{.slopes = &number},
+           TileBias{.by_distance = &number},
+       }) {
+    tiles.push_back(tile_of(4, true));
+    tiles.back().bias = bias;
+  }
   for (const LoopLimits& limits : {kVectors, kAmxBfloat16, kAmxFloat16}) {
-    AttentionTile padded = tile_of(4, true);
-    padded.stored = {120, 0, 120};
-    EXPECT_EQ(choose(padded, limits), kInPlace);
-    padded.may_read_in_place = false;
-    EXPECT_EQ(choose(padded, limits), kPacked);
+    for (AttentionTile tile : tiles) {
+      EXPECT_EQ(choose(tile, limits), kInPlace);
+      tile.may_read_in_place = false;
+      EXPECT_EQ(choose(tile, limits), kPacked);
+    }
   }
 }
 

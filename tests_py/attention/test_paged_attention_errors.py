@@ -81,6 +81,42 @@ VALUE_ERRORS = {
     "right side": ({"window": (1, -2)}, "window must be >= 0 .*, got -2"),
     "sinks shape": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),
     "sinks dtype": ({"sinks": torch.zeros(4).half()}, "sinks must be float32, got float16"),
+    "bias rank": (
+        {"bias": torch.zeros(4, 3, 33)},
+        r"bias must be \[batch, .*got shape \[4, 3, 33\]",
+    ),
+    "bias dtype": ({"bias": torch.zeros(1, 1, 3, 33).long()}, "bias must be float32, .*got int64"),
+    "bias batch": (
+        {"bias": torch.zeros(3, 1, 3, 33)},
+        r"bias must have 2 \(sequences\) or 1 in .* 0",
+    ),
+    "bias heads": (
+        {"bias": torch.zeros(2, 2, 3, 33)},
+        r"bias must have 4 \(num_heads\) or 1 in .* 1",
+    ),
+    "bias rows": (
+        {"bias": torch.zeros(2, 4, 2, 33)},
+        r"must have at least 3 \(new tokens\) or 1 in",
+    ),
+    "bias keys": (
+        {"bias": torch.zeros(2, 4, 3, 32)},
+        r"must have at least 33 \(keys\) or 1 in .* 3",
+    ),
+    "biases": ({"bias": [torch.zeros(4, 2, 20)]}, "bias must be .*a list of 2 tensors, .*, got 1"),
+    "bias of one": (
+        {"bias": [torch.zeros(4, 2, 20), torch.zeros(4, 3, 32)]},
+        r"bias\[1\] must have at least 33 \(keys\) or 1 in dimension 2, got shape \[4, 3, 32\]",
+    ),
+    "slopes": ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes must have shape \[4\], got \[2\]"),
+    "slopes of all": (
+        {"alibi_slopes": torch.zeros(1, 4)},
+        r"alibi_slopes must have shape \[2, 4\]",
+    ),
+    "slopes dtype": ({"alibi_slopes": torch.zeros(4).half()}, "alibi_slopes must be float32, got"),
+    "relative bias": (
+        {"relative_bias": torch.zeros(4, 6)},
+        r"relative_bias must be \[4, 2 \* max_distance \+ 1\], got shape \[4, 6\]",
+    ),
     "mask size": ({"custom_mask": torch.ones(138, dtype=torch.bool)}, "custom_mask .*got 138"),
     "mask dtype": ({"custom_mask": torch.ones(139)}, "custom_mask must be bool, got float32"),
     "num_threads": ({"num_threads": 0}, "num_threads must be >= 1, got 0"),
@@ -111,10 +147,11 @@ def test_the_default_scale_is_refused_for_wide_heads():
         cpattn.paged_attention(**inputs)
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "sinks"])
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "sinks", "bias", "relative_bias"])
 @pytest.mark.parametrize("output", ["out", "lse"])
 def test_outputs_that_overlap_inputs_are_refused(output, name):
-    inputs = plain_inputs() | {"sinks": torch.zeros(4)}
+    inputs = plain_inputs() | {"sinks": torch.zeros(4), "bias": torch.zeros(1, 4, 3, 33)}
+    inputs["relative_bias"] = torch.zeros(4, 5)
     whole = torch.zeros(inputs[name].numel() + 1000)
     shared = whole[: inputs[name].numel()].view(inputs[name].shape)
     inputs[name] = shared.copy_(inputs[name])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.cases import DTYPES, assert_attention, dense, packed
+from support.cases import DTYPES, assert_attention, dense, numbers, packed, random_bias
 from support.cp_batches import STRATEGIES, Batch
 from support.examples import examples
 
@@ -41,6 +41,10 @@ OPTIONS = {
     "mask": {"custom_mask": dense(random_masks())},
     "mask alone": {"custom_mask": dense(random_masks(1)), "causal": False},
     "mask within a window": {"custom_mask": dense(random_masks(2)), "window": 9},
+    "bias": {"bias": random_bias(EXTENDS, [sum(x) for x in LENS], 4)},
+    "bias of all": {"bias": numbers(1, 4, 40, 73), "causal": False},
+    "ALiBi": {"alibi_slopes": numbers(5, 4)},
+    "relative bias": {"relative_bias": numbers(4, 41), "causal": False, "window": (40, 9)},
     "everything hidden": {"custom_mask": dense(random_masks(shown=0)), "causal": False},
     "all": {
         "window": 11,

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 import cpattn
-from support.cases import Case, expected_attention, make_inputs
+from support.cases import Case, expected_attention, make_inputs, numbers, random_bias
 
 DEFAULT = Case()
 
@@ -44,6 +44,28 @@ OPTIONS = [
         {"sinks": torch.tensor([100.0, -100.0, 1.0, 2.0]), "softcap": 3.0},
     ]
 ]
+# Around blocks of keys, for one new token and for many.
+_LENS = {"q_lens": (1, 0, 40), "kv_lens": (300, 5, 70)}
+BIASES = [
+    DEFAULT.with_(**_LENS, options=options)
+    for options in [
+        {"alibi_slopes": torch.tensor([0.5, 0.03, -0.1, 0.0])},
+        {"alibi_slopes": numbers(3, 4), "causal": False, "window": (9, 30)},
+        {"relative_bias": numbers(4, 49), "softcap": 3.0},
+        {"relative_bias": numbers(4, 1), "causal": False},
+        {"bias": random_bias(**_LENS, num_heads=4)},
+        {"bias": random_bias(**_LENS, num_heads=1, dtype="float16"), "window": 50},
+        {"bias": numbers(3, 1, 1, 301).bfloat16(), "causal": False},
+        {"bias": numbers(300, 41, 4, 1).permute(3, 2, 1, 0), "sinks": numbers(4)},
+        {
+            "bias": numbers(1, 4, 41, 1),
+            "relative_bias": numbers(4, 11),
+            "alibi_slopes": numbers(4) / 16,
+            "softcap": 2.0,
+            "sinks": numbers(4),
+        },
+    ]
+]
 WINDOWS = [
     DEFAULT.with_(kv_lens=(300, 70), q_lens=(40, 70), page_size=page_size, options={"window": w})
     for page_size, w in [(16, 0), (64, 7), (128, 64), (1, 200)]
@@ -71,7 +93,7 @@ def with_scale(case):
     return case.with_(options=case.options | {"scale": 192**-0.5})
 
 
-ALL_CASES = SHAPES + LENGTHS + OPTIONS + WINDOWS
+ALL_CASES = SHAPES + LENGTHS + OPTIONS + BIASES + WINDOWS
 
 
 @functools.cache

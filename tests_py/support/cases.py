@@ -21,6 +21,7 @@ torch.set_num_threads(1)  # it only makes inputs here, and small ones
 
 UNUSED_PAGES = (-1, 1 << 30)
 DTYPES = ("float32", "float16", "bfloat16")
+BIASES = {"bias", "alibi_slopes", "relative_bias"}
 
 
 class Named:
@@ -139,14 +140,28 @@ def expected_attention(inputs: dict[str, Any]) -> Expected:
     keys = inputs["k_cache"]
     if inputs.get("kv_layout") == "HND":
         keys = keys.transpose(1, 2)
-    size = score_size(inputs["q"], keys, inputs["scale"])
+    size = score_size(inputs["q"], keys, inputs["scale"]) + bias_size(inputs)
     spread, num_keys = squares_of(inputs, lse)
     return Expected(out, lse, magnitude, spread, num_keys, size, inputs["q"].shape[-1])
+
+
+def bias_size(inputs: dict[str, Any]) -> float:
+    """The largest finite bias of any score."""
+    size = 0.0
+    for name in BIASES & inputs.keys():
+        parts = inputs[name] if isinstance(inputs[name], list) else [inputs[name]]
+        numbers = np.concatenate([to_float64(part).ravel() for part in parts])
+        largest = np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0)
+        size += largest * (max(inputs["kv_lens"]) if name == "alibi_slopes" else 1)
+    return size
 
 
 def squares_of(inputs: dict[str, Any], lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`spread` and `num_keys` of Expected: of scores that are doubled the weights are squares."""
     doubled = {"scale": 2 * inputs["scale"], "softcap": 2 * inputs.get("softcap", 0.0)}
+    for name in BIASES & inputs.keys():
+        bias = inputs[name]
+        doubled[name] = [2 * x for x in bias] if isinstance(bias, list) else 2 * bias
     squares, lse_of_squares = reference.paged_attention(
         **inputs | doubled | {"v_cache": inputs["v_cache"].double().square(), "sinks": None}
     )
@@ -162,6 +177,25 @@ def assert_attention(out, lse, inputs, op="attention", expected=None, rounds_val
     dtype = str(inputs["q"].dtype).removeprefix("torch.")
     expected = expected or expected_attention(inputs)
     assert_attended(out, lse, expected, dtype, op, inputs.get("softcap", 0.0), rounds_values)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    """Random ones in float32, always the same."""
+    return torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
+
+
+def random_bias(
+    q_lens: Sequence[int], kv_lens: Sequence[int], num_heads: int, dtype: str = "float32"
+) -> list[torch.Tensor]:
+    """One for each sequence, a quarter of it -inf, and all of some rows."""
+    rng = np.random.default_rng(0)
+    biases = []
+    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
+        bias = rng.standard_normal((num_heads, q_len, kv_len))
+        bias[rng.random(bias.shape) < 0.25] = -np.inf
+        bias[:, ::7] = -np.inf
+        biases.append(strided_copy(torch.from_numpy(bias).to(getattr(torch, dtype))))
+    return biases
 
 
 def dense(masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -140,6 +141,35 @@ class Arguments {
 
  private:
   const char* function_;
+};
+
+/// The tensors of a list or tuple, which are kept alive: another thread may change a list.
+class TensorListArgument {
+ public:
+  TensorListArgument(const Arguments& read, pybind11::handle list, const char* argument) {
+    if (!is_list(list)) {
+      refuse_type(
+          read.name(argument), " must be a list or tuple of tensors, got ", type_name(list)
+      );
+    }
+    kept_ = pybind11::tuple(pybind11::reinterpret_borrow<pybind11::object>(list));
+    arguments_.reserve(kept_.size());
+    views_.reserve(kept_.size());
+    for (std::size_t i = 0; i < kept_.size(); ++i) {
+      const std::string name = std::string(argument) + '[' + std::to_string(i) + ']';
+      arguments_.push_back(read.tensor(kept_[i], name.c_str()));
+      views_.push_back(*arguments_.back());
+    }
+  }
+  static bool is_list(pybind11::handle object) {
+    return PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
+  }
+  std::span<const TensorView> views() const { return views_; }
+
+ private:
+  pybind11::tuple kept_;
+  std::vector<TensorArgument> arguments_;
+  std::vector<TensorView> views_;
 };
 
 /// The view of an optional tensor.

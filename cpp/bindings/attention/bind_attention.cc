@@ -7,6 +7,7 @@
 
 #include "bindings/arguments/arguments.h"
 #include "bindings/arguments/kv_format.h"
+#include "bindings/arguments/score_bias_argument.h"
 #include "bindings/module.h"
 #include "cpattn/attention/merge_state.h"
 #include "cpattn/attention/paged_attention.h"
@@ -95,6 +96,7 @@ class LayerArguments {
       const KVFormatArguments& format,
       py::handle scale,
       py::handle softcap,
+      py::handle score_bias,
       py::handle sinks,
       py::handle out,
       py::handle lse,
@@ -105,6 +107,7 @@ class LayerArguments {
         k_(read.tensor(k_cache, "k_cache")),
         v_(read.tensor(v_cache, "v_cache")),
         out_(read.output(out, "out")),
+        bias_(read, score_bias),
         sinks_(read.optional_tensor(sinks, "sinks")),
         lse_(read.optional_output(lse, "lse")),
         q_rope_(read.optional_tensor(q_rope, "q_rope")),
@@ -137,6 +140,7 @@ class LayerArguments {
       arguments.q_rope = view_of(q_rope_);
       arguments.k_rope = paged("k_rope", **k_rope_);
     }
+    arguments.bias = bias_.value;
     arguments.sinks = view_of(sinks_);
     arguments.out = *out_;
     arguments.lse = view_of(lse_);
@@ -146,6 +150,7 @@ class LayerArguments {
 
  private:
   TensorArgument q_, k_, v_, out_;
+  ScoreBiasArgument bias_;
   std::optional<TensorArgument> sinks_, lse_, q_rope_, k_rope_;
   std::optional<ScaleArgument> k_scale_, v_scale_;
 };
@@ -197,6 +202,7 @@ void run(
     py::handle kv_dtype,
     py::handle scale,
     py::handle softcap,
+    py::handle score_bias,
     py::handle sinks,
     py::handle out,
     py::handle lse
@@ -205,7 +211,7 @@ void run(
   const auto& division = read.value<AttentionPlan>(plan, "plan");
   const LayerArguments layer(
       read, q, k_cache, v_cache, division.batch.page_size, kv_layout, {k_scale, v_scale, kv_dtype},
-      scale, softcap, sinks, out, lse, py::none(), py::none()
+      scale, softcap, score_bias, sinks, out, lse, py::none(), py::none()
   );
   const Computation computation;
   run_attention(division, layer.arguments);
@@ -230,6 +236,7 @@ void plan_and_run(
     py::handle causal,
     py::handle window,
     py::handle softcap,
+    py::handle score_bias,
     py::handle sinks,
     py::handle custom_mask,
     py::handle packed_custom_mask,
@@ -244,7 +251,7 @@ void plan_and_run(
   const Arguments read("paged_attention");
   const LayerArguments layer(
       read, q, k_cache, v_cache, read.optional_integer(page_size, "page_size"), kv_layout,
-      {k_scale, v_scale, kv_dtype}, scale, softcap, sinks, out, lse, q_rope, k_rope
+      {k_scale, v_scale, kv_dtype}, scale, softcap, score_bias, sinks, out, lse, q_rope, k_rope
   );
   SequenceBatchArguments given(
       read, q_lens, kv_lens, block_tables, causal, window, custom_mask, packed_custom_mask,
@@ -273,35 +280,6 @@ void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_
   const Computation computation;
   merge_state(*oa, *la, *ob, *lb);
 }
-
-/// The tensors of a list or tuple, which are kept alive: another thread may change a list.
-class TensorListArgument {
- public:
-  TensorListArgument(const Arguments& read, py::handle list, const char* argument) {
-    if (!is_list(list)) {
-      refuse_type(
-          read.name(argument), " must be a list or tuple of tensors, got ", type_name(list)
-      );
-    }
-    kept_ = py::tuple(py::reinterpret_borrow<py::object>(list));
-    arguments_.reserve(kept_.size());
-    views_.reserve(kept_.size());
-    for (std::size_t i = 0; i < kept_.size(); ++i) {
-      const std::string name = std::string(argument) + '[' + std::to_string(i) + ']';
-      arguments_.push_back(read.tensor(kept_[i], name.c_str()));
-      views_.push_back(*arguments_.back());
-    }
-  }
-  static bool is_list(py::handle object) {
-    return PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
-  }
-  std::span<const TensorView> views() const { return views_; }
-
- private:
-  py::tuple kept_;
-  std::vector<TensorArgument> arguments_;
-  std::vector<TensorView> views_;
-};
 
 void merge_parts(
     py::handle outs, py::handle lses, py::handle sinks, py::handle out, py::handle lse
@@ -335,15 +313,15 @@ void register_attention(py::module_& module) {
   );
   module.def(
       "run_attention", &run, "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "k_scale"_a,
-      "v_scale"_a, "kv_dtype"_a, "scale"_a, "softcap"_a, "sinks"_a, "out"_a, "lse"_a
+      "v_scale"_a, "kv_dtype"_a, "scale"_a, "softcap"_a, "score_bias"_a, "sinks"_a, "out"_a, "lse"_a
   );
   module.def(
       "paged_attention", &plan_and_run, "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a,
       "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a, "page_size"_a,
       "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a,
-      "softcap"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a,
-      "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a, "q_rope"_a = py::none(),
-      "k_rope"_a = py::none()
+      "softcap"_a, "score_bias"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a,
+      "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a,
+      "q_rope"_a = py::none(), "k_rope"_a = py::none()
   );
   module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);
   module.def("merge_states", &merge_parts, "outs"_a, "lses"_a, "sinks"_a, "out"_a, "lse"_a);

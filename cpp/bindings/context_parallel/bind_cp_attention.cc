@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/arguments/arguments.h"
 #include "bindings/arguments/kv_format.h"
+#include "bindings/arguments/score_bias_argument.h"
 #include "bindings/module.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/page_size.h"
@@ -25,6 +26,7 @@ void run(
     py::handle causal,
     py::handle window,
     py::handle softcap,
+    py::handle score_bias,
     py::handle sinks,
     py::handle custom_mask,
     py::handle packed_custom_mask,
@@ -43,6 +45,7 @@ void run(
   const auto values = read.optional_tensor(v_cache, "v_cache");
   const auto& share = read.value<ContextParallelMetadata>(metadata, "metadata");
   const IndexTableArgument tables = read.table(block_tables, "block_tables");
+  const ScoreBiasArgument bias(read, score_bias);
   const auto sink_logits = read.optional_tensor(sinks, "sinks");
   const auto mask = read.optional_tensor(custom_mask, "custom_mask");
   const auto packed_mask = read.optional_tensor(packed_custom_mask, "packed_custom_mask");
@@ -87,6 +90,7 @@ void run(
               .packed_custom_mask = view_of(packed_mask),
           },
       .softcap = read.real(softcap, "softcap"),
+      .bias = bias.value,
       .sinks = view_of(sink_logits),
       .out = *output,
       .lse = view_of(lse_output),
@@ -101,8 +105,8 @@ void register_cp_attention(py::module_& module) {
   module.def(
       "do_cp_attn_fia", &run, "q"_a, "k_cache"_a, "v_cache"_a, "metadata"_a, "block_tables"_a,
       "page_size"_a, "num_heads"_a, "num_kv_heads"_a, "scale"_a, "causal"_a, "window"_a,
-      "softcap"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a, "q_rope"_a, "k_rope"_a,
-      "v_head_dim"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "out"_a, "lse"_a
+      "softcap"_a, "score_bias"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a, "q_rope"_a,
+      "k_rope"_a, "v_head_dim"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "out"_a, "lse"_a
   );
 }
 

@@ -3,6 +3,7 @@
 
 #include "bindings/arguments/arguments.h"
 #include "bindings/arguments/kv_format.h"
+#include "bindings/arguments/score_bias_argument.h"
 #include "bindings/module.h"
 #include "cpattn/base/check.h"
 #include "cpattn/reference/reference.h"
@@ -32,6 +33,12 @@ std::optional<TensorArgument> optional_floats(
 ) {
   if (object.is_none()) return std::nullopt;
   return floats(read, object, argument);
+}
+
+void check_floats(const Arguments& read, const ScoreBias& bias) {
+  for (const TensorView& numbers : bias.numbers) check_float(read, "bias", numbers.dtype);
+  if (bias.alibi_slopes) check_float(read, "alibi_slopes", bias.alibi_slopes->dtype);
+  if (bias.relative) check_float(read, "relative_bias", bias.relative->dtype);
 }
 
 /// A cache of numbers that the oracle reads as float64, or of codes that it decodes.
@@ -81,6 +88,7 @@ void paged_attention(
     py::handle causal,
     py::handle window,
     py::handle softcap,
+    py::handle score_bias,
     py::handle sinks,
     py::handle custom_mask,
     py::handle out,
@@ -93,6 +101,8 @@ void paged_attention(
   const std::optional<DType> dtype = parse_kv_dtype(read, kv_dtype);
   const FloatScaleArgument k_factor(read, k_scale, "k_scale");
   const FloatScaleArgument v_factor(read, v_scale, "v_scale");
+  const ScoreBiasArgument added(read, score_bias);
+  check_floats(read, added.value);
   const auto sinks_view = optional_floats(read, sinks, "sinks");
   const auto mask_view = read.optional_tensor(custom_mask, "custom_mask");
   const TensorArgument out_view = read.output(out, "out");
@@ -115,6 +125,10 @@ void paged_attention(
       .window = read.window(window, is_causal),
       .custom_mask = view_of(mask_view),
       .softcap = read.real(softcap, "softcap"),
+      .bias = added.value.numbers,
+      .bias_of_each = added.value.of_each_sequence,
+      .alibi_slopes = added.value.alibi_slopes,
+      .relative_bias = added.value.relative,
       .sinks = view_of(sinks_view),
   };
   const Computation computation;
@@ -235,8 +249,8 @@ void register_reference(py::module_& module) {
   reference.def(
       "paged_attention", &paged_attention, "q"_a, "k_cache"_a, "v_cache"_a, py::kw_only(),
       "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "hnd"_a, "k_scale"_a, "v_scale"_a,
-      "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a,
-      "out"_a, "lse"_a
+      "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "score_bias"_a, "sinks"_a,
+      "custom_mask"_a, "out"_a, "lse"_a
   );
   reference.def(
       "flash_mla_sparse_fwd", &flash_mla_sparse_fwd, "q"_a, "kv"_a, "indices"_a, py::kw_only(),

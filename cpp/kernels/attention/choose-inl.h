@@ -23,14 +23,17 @@ struct LoopLimits {
   int in_place_rows = INT32_MAX;
 };
 
+/// Whether a tile is for kInPlace and kPacked: they alone read rows that are padded and add biases.
+inline bool needs_vectors(const AttentionTile& tile) { return is_padded(tile) || has_bias(tile); }
+
 /// Whether kInPlaceTiles can take a tile: rows of whole tiles, as they are in memory.
 inline bool fills_tiles(const AttentionTile& tile) {
   const int step = tile.expand_codes != nullptr ? 64 : 32;
-  return !is_padded(tile) && tile.nope_dim % step == 0 && tile.rope_dim % step == 0 &&
+  return !needs_vectors(tile) && tile.nope_dim % step == 0 && tile.rope_dim % step == 0 &&
          tile.v_head_dim % step == 0;
 }
 
-/// The loop for a tile. Only kInPlace and kPacked read rows that are padded.
+/// The loop for a tile.
 inline AttentionLoop choose(const AttentionTile& tile, const LoopLimits& limits) {
   const int rows = tile.num_tokens * tile.group;
   if (tile.may_read_in_place) {
@@ -38,7 +41,7 @@ inline AttentionLoop choose(const AttentionTile& tile, const LoopLimits& limits)
     if (limits.in_place_tiles && one_tile && fills_tiles(tile)) return kInPlaceTiles;
     if (rows <= limits.in_place_rows) return kInPlace;
   }
-  if (!limits.tiles || is_padded(tile)) return kPacked;
+  if (!limits.tiles || needs_vectors(tile)) return kPacked;
   return rows <= kFewTileRows ? kFewRowTiles : kTiles;
 }
 

@@ -13,6 +13,7 @@
 #include "kernels/rows/row_factors-inl.h"
 #include "kernels/softmax/hidden_keys-inl.h"
 #include "kernels/softmax/results-inl.h"
+#include "kernels/softmax/score_bias-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -164,7 +165,7 @@ class InPlaceLoop {
     const int hidden = static_cast<int>(larger(0, begin - first));
     for (int head = first_head_; head < end_head_; ++head) take_softmax(head, first, n, hidden);
     mark(tile_, kMarkPv, flops_per_dim * v_dim_);
-    const bool all_visible = tile_.mask == nullptr &&
+    const bool all_visible = tile_.mask == nullptr && !bias_may_hide(tile_) &&
                              visible_keys(tile_, tile_.num_tokens - 1).begin <= first &&
                              visible_keys(tile_, 0).end >= first + n;
     // O is loaded and stored once a step; small steps keep to the order of memory.
@@ -187,7 +188,8 @@ class InPlaceLoop {
       read_row_factors(tile_.v_row_factors, head, first, n, hidden, v_factors);
     }
     const float scale = scale_of_head(tile_, head);
-    const float factor = tile_.softcap > 0 ? kLog2E : scale * kLog2E;
+    const float factor = scale_in_softmax(tile_, head) * kLog2E;
+    const bool biased = has_bias(tile_);
     const int padded = round_up(n, kKeyGranule);
     for (int i = 0; i < head_rows_; ++i) {
       const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
@@ -197,7 +199,14 @@ class InPlaceLoop {
         multiply_row(scores, k_factors, 0, padded);
       }
       if (tile_.softcap > 0) apply_softcap(scores, 0, padded, scale, tile_.softcap);
-      hide_keys(tile_, scores, i / tile_.group, first, 0, padded);
+      const int64_t token = i / tile_.group;
+      if (biased) {
+        bias_scores(
+            tile_, scores, token, head * tile_.group + i % tile_.group, first, 0, padded,
+            tile_.softcap > 0 ? 1.0F : scale
+        );
+      }
+      hide_keys(tile_, scores, token, first, 0, padded);
       softmax_row<kExp2Degree>(
           scores, probabilities, 0, padded, factor, work_.states[slot],
           work_.output + slot * v_dim_, v_dim_
@@ -326,8 +335,8 @@ class InPlaceLoop {
   }
 
   /// O += P V for the rows of a head and `count` keys from `key` of the block that
-  /// starts at `first`. Where tokens see different keys each takes those it sees
-  /// alone: zero times the infinity of another is NaN.
+  /// starts at `first`. Where tokens, or heads with a bias, see different keys each takes those it
+  /// sees alone: zero times the infinity of another is NaN.
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kInPlaceKeys + 1];
     for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
@@ -342,12 +351,15 @@ class InPlaceLoop {
       add_values(slot, head_rows_, values, key, count);
       return;
     }
-    for (int token = 0; token < tile_.num_tokens; ++token) {
+    const int rows = bias_may_hide(tile_) ? 1 : tile_.group;
+    for (int row = 0; row < head_rows_; row += rows) {
+      const int64_t query_head = head * tile_.group + row % tile_.group;
       for (int i = 0; i < count; ++i) {
-        values[i] =
-            sees(tile_, token, first + key + i) ? value_row(head, key + i, i) : values[count];
+        values[i] = sees(tile_, row / tile_.group, query_head, first + key + i)
+                        ? value_row(head, key + i, i)
+                        : values[count];
       }
-      add_values(slot + token * tile_.group, tile_.group, values, key, count);
+      add_values(slot + row, rows, values, key, count);
     }
   }
 

@@ -11,6 +11,7 @@
 #include "kernels/attention/key_block-inl.h"
 #include "kernels/softmax/hidden_keys-inl.h"
 #include "kernels/softmax/results-inl.h"
+#include "kernels/softmax/score_bias-inl.h"
 #include "kernels/softmax/softmax-inl.h"
 #include "kernels/vector/scratch-inl.h"
 
@@ -175,6 +176,9 @@ class PackedLoop {
     __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
   }
 
+  /// The query head of a row of the KV head.
+  int64_t head_of(int row) const { return int64_t{head_} * tile_.group + row % tile_.group; }
+
   /// Whether O and states of rows [row, row + kRowGroup) of a head hold anything.
   bool& started(int head, int row) const {
     return work_.started[head * groups_of(head_rows_) + row / kRowGroup];
@@ -203,7 +207,8 @@ class PackedLoop {
     const bool all_visible =
         tile_.mask == nullptr && seen_first.end - first >= end && seen_last.begin - first <= begin;
     const float scale = scale_of_head(tile_, head_);
-    const float factor = tile_.softcap > 0 ? kLog2E : scale * kLog2E;
+    const float factor = scale_in_softmax(tile_, head_) * kLog2E;
+    const bool biased = has_bias(tile_);
     const float* key_factors = block_.k_factors();
     const int64_t head_row = int64_t{head_} * head_rows_ + row;
     float* output = work_.output + head_row * v_dim_;
@@ -211,7 +216,14 @@ class PackedLoop {
       float* scores = work_.scores + int64_t{i} * kMaxChunkKeys;
       if (key_factors != nullptr) multiply_row(scores, key_factors + chunk, begin, end);
       if (tile_.softcap > 0) apply_softcap(scores, begin, end, scale, tile_.softcap);
-      if (!all_visible) hide_keys(tile_, scores, (row + i) / tile_.group, first, begin, end);
+      const int64_t token = (row + i) / tile_.group;
+      if (biased) {
+        bias_scores(
+            tile_, scores, token, head_of(row + i), first, begin, end,
+            tile_.softcap > 0 ? 1.0F : scale
+        );
+      }
+      if (!all_visible) hide_keys(tile_, scores, token, first, begin, end);
       softmax_row<kExp2Degree>(
           scores, work_.probabilities + int64_t{i} * kMaxChunkKeys, begin, end, factor,
           work_.states[head_row + i], output + int64_t{i} * v_dim_, v_dim_
@@ -238,7 +250,7 @@ class PackedLoop {
       int row, int count, int64_t first, int key, const T* value, float* output
   ) const {
     for (int i = 0; i < count; ++i, output += v_dim_) {
-      if (!sees(tile_, (row + i) / tile_.group, first + key)) continue;
+      if (!sees(tile_, (row + i) / tile_.group, head_of(row + i), first + key)) continue;
       const Vector p =
           splat(Engine::probability(work_.probabilities + int64_t{i} * kMaxChunkKeys + key));
       for (int d = 0; d < v_dim_; d += kLanes) {

@@ -32,6 +32,21 @@ struct RowFactors {
   ElementType type = kFloat32;
 };
 
+/// What is added to the score of a key j for a token at position p: the sum of those that are
+/// given, of a tile's first token and head on; strides count numbers.
+struct TileBias {
+  /// Null, or numbers of `type`, that of key j at j * key_stride.
+  const void* numbers = nullptr;
+  ElementType type = kFloat32;
+  int64_t token_stride = 0, head_stride = 0, key_stride = 0;
+  /// Null, or a slope for each head: -slope * |j - p|.
+  const float* slopes = nullptr;
+  /// Null, or for each head the number of distance 0 in a table, by j - p clamped to
+  /// [-max_distance, max_distance].
+  const float* by_distance = nullptr;
+  int64_t max_distance = 0, by_distance_head_stride = 0;
+};
+
 /// Dimensions of heads as they stand in memory.
 struct StoredDims {
   int32_t nope_dim, rope_dim, v_head_dim;
@@ -110,6 +125,7 @@ struct AttentionTile {
   float scale;
   float v_factor = 1.0F;  // of V, for all heads
   float softcap;          // 0: none, else c * tanh(score / c) after the scale
+  TileBias bias{};        // after scale and softcap; a key for which it is -inf is not seen
   const float* sinks;     // null, or one logit per head
 
   void* out;

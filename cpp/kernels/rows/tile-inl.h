@@ -36,6 +36,21 @@ inline float v_factor_of_head(const AttentionTile& tile, int64_t head) {
   return tile.v_head_factors == nullptr ? tile.v_factor : tile.v_factor * tile.v_head_factors[head];
 }
 
+inline bool has_bias(const AttentionTile& tile) {
+  const TileBias& bias = tile.bias;
+  return bias.numbers != nullptr || bias.slopes != nullptr || bias.by_distance != nullptr;
+}
+
+/// Whether a bias may be -inf, and hide a key.
+inline bool bias_may_hide(const AttentionTile& tile) {
+  return tile.bias.numbers != nullptr || tile.bias.by_distance != nullptr;
+}
+
+/// What scores are still to be multiplied with when softmax takes them.
+inline float scale_in_softmax(const AttentionTile& tile, int64_t head) {
+  return tile.softcap > 0 || has_bias(tile) ? 1.0F : scale_of_head(tile, head);
+}
+
 inline bool is_padded(const AttentionTile& tile) { return tile.stored.nope_dim > 0; }
 
 }  // namespace

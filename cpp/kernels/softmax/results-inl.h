@@ -45,8 +45,7 @@ void write_row(const AttentionTile& tile, int64_t row, RowState state, const flo
   const int64_t place = token * tile.lse_token_stride + head * tile.lse_head_stride;
   if (tile.lse != nullptr) tile.lse[place] = state.lse();
   if (tile.max_logits != nullptr) {
-    tile.max_logits[place] =
-        state.max_logit(tile.softcap > 0 ? 1.0F : scale_of_head(tile, kv_head));
+    tile.max_logits[place] = state.max_logit(scale_in_softmax(tile, kv_head));
   }
 }
 

@@ -38,10 +38,9 @@ MaskRows rows_of(
 ) {
   MaskRows rows;
   for (const AttentionSegment& segment : segments) {
-    const SequenceLens& lens = sequences[segment.table_row];
-    const int64_t first_row = segment.first_position - (lens.kv_len - lens.q_len);
-    rows.starts.push_back(layout.starts[segment.table_row] + first_row * lens.kv_len);
-    rows.strides.push_back(segment.position_step * lens.kv_len);
+    const int64_t kv_len = sequences[segment.table_row].kv_len;
+    rows.starts.push_back(layout.starts[segment.table_row] + segment.first_token * kv_len);
+    rows.strides.push_back(segment.position_step * kv_len);
   }
   return rows;
 }

@@ -13,6 +13,7 @@
 #include "cpattn/base/trace.h"
 #include "ops/attention/kernel_hooks.h"
 #include "ops/attention/split_results.h"
+#include "ops/attention/tile_bias.h"
 #include "ops/base/kernel_table.h"
 #include "ops/base/tensor_checks.h"
 
@@ -106,6 +107,7 @@ void check_no_input_overlap(
   if (arguments.q_rope) against("q_rope", *arguments.q_rope);
   if (arguments.k_rope) against("k_rope", arguments.k_rope->tensor);
   if (arguments.sinks) against("sinks", *arguments.sinks);
+  for_tensors(arguments.bias, against);
 }
 
 int64_t rope_dim(const AttentionArguments& arguments) {
@@ -136,6 +138,7 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
   check_kv_scale(arguments, "k_scale", arguments.scale, arguments.k_scale, arguments.k, batch);
   check_kv_scale(arguments, "v_scale", 1, arguments.v_scale, arguments.v, batch);
   check_softcap(function, arguments.softcap);
+  check_bias(function, arguments.bias, batch);
   if (arguments.sinks) {
     check_dtype(function, "sinks", arguments.sinks->dtype, DType::float32);
     check_rows(function, "sinks", *arguments.sinks, {shape.num_heads});
@@ -278,6 +281,7 @@ kernels::AttentionTile make_tile(
       .scale = static_cast<float>(arguments.scale * arguments.k_scale.tensor),
       .v_factor = static_cast<float>(arguments.v_scale.tensor),
       .softcap = static_cast<float>(arguments.softcap),
+      .bias = tile_bias(arguments.bias, batch, item),
       .sinks = arguments.sinks ? arguments.sinks->as<float>() + item.first_head : nullptr,
       .out = first_row(plan, item, arguments.out),
       .out_token_stride = arguments.out.strides[0],

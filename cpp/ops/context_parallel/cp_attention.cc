@@ -145,6 +145,7 @@ void do_cp_attn_fia(
       .k_rope = caches.k_rope,
       .scale = arguments.scale,
       .softcap = arguments.softcap,
+      .bias = arguments.bias,
       .sinks = arguments.sinks,
       .out = split_heads(arguments.out, arguments.num_heads),
       .lse = arguments.lse,

@@ -56,10 +56,10 @@ std::vector<AttentionSegment> causal_segments(const ContextParallelMetadata& met
 
 std::vector<AttentionSegment> cp_segments(const ContextParallelMetadata& metadata, bool causal) {
   std::vector<AttentionSegment> segments = causal_segments(metadata);
-  if (causal) return segments;
   for (AttentionSegment& segment : segments) {
-    const int64_t sequence = segment.table_row;
-    segment.kv_len = int64_t{metadata.prefix_lens[sequence]} + metadata.extend_lens[sequence];
+    const int64_t prefix = metadata.prefix_lens[segment.table_row];
+    segment.first_token = segment.first_position - prefix;
+    if (!causal) segment.kv_len = prefix + metadata.extend_lens[segment.table_row];
   }
   return segments;
 }

@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from .._types import IndexTable as _Table
 from .._types import Indices as _OneDimension
+from .._types import ScoreBias as _ScoreBias
 from .._types import Tensor as _Tensor
 from .._types import TensorT as _TensorT
 from .._types import Window as _Window
@@ -633,6 +634,7 @@ def run_attention(
     kv_dtype: str | None,
     scale: float,
     softcap: float,
+    score_bias: tuple[_ScoreBias, _Tensor | None, _Tensor | None] | None,
     sinks: _Tensor | None,
     out: _Tensor,
     lse: _Tensor | None,
@@ -656,6 +658,7 @@ def paged_attention(
     causal: bool,
     window: _Window,
     softcap: float,
+    score_bias: tuple[_ScoreBias, _Tensor | None, _Tensor | None] | None,
     sinks: _Tensor | None,
     custom_mask: _Tensor | None,
     packed_custom_mask: _Tensor | None,
@@ -680,6 +683,7 @@ def do_cp_attn_fia(
     causal: bool,
     window: _Window,
     softcap: float,
+    score_bias: tuple[_ScoreBias, _Tensor | None, _Tensor | None] | None,
     sinks: _Tensor | None,
     custom_mask: _Tensor | None,
     packed_custom_mask: _Tensor | None,

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._types import IndexTable, Indices
+from .._types import ScoreBias as _ScoreBias
 from .._types import Tensor as _Tensor
 from .._types import Window as _Window
 
@@ -27,6 +28,7 @@ def paged_attention(
     causal: bool,
     window: _Window,
     softcap: float,
+    score_bias: tuple[_ScoreBias, _Tensor | None, _Tensor | None] | None,
     sinks: _Tensor | None,
     custom_mask: _Tensor | None,
     out: NDArray[np.float64],

@@ -9,7 +9,7 @@ from typing import Literal, overload
 from .. import _core
 from .._containers import empty, need_scales
 from .._core import ContextParallelMetadata
-from .._types import IndexTable, KVScale, Tensor, TensorT, Window
+from .._types import IndexTable, KVScale, ScoreBias, Tensor, TensorT, Window
 from ..attention import default_scale
 
 __all__ = ["attend_rank", "do_cp_attn_fia"]
@@ -21,10 +21,12 @@ def do_cp_attn_fia(
     q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
     scale: float | None = None, causal: bool = True, window: Window = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
-    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
-    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
+    softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
+    q_rope: Tensor | None = None, k_rope: Tensor | None = None, v_head_dim: int | None = None,
+    k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
+    out: TensorT | None = None,
     return_lse: Literal[False] = False,
 ) -> TensorT: ...
 @overload
@@ -32,10 +34,12 @@ def do_cp_attn_fia(
     q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
     scale: float | None = None, causal: bool = True, window: Window = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
-    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
-    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
+    softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
+    q_rope: Tensor | None = None, k_rope: Tensor | None = None, v_head_dim: int | None = None,
+    k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
+    out: TensorT | None = None,
     return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
 @overload
@@ -43,10 +47,12 @@ def do_cp_attn_fia(
     q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
     scale: float | None = None, causal: bool = True, window: Window = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
-    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
-    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
+    softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None, sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
+    q_rope: Tensor | None = None, k_rope: Tensor | None = None, v_head_dim: int | None = None,
+    k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
+    out: TensorT | None = None,
     return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
 # fmt: on
@@ -64,6 +70,9 @@ def do_cp_attn_fia(
     causal: bool = True,
     window: Window = None,
     softcap: float = 0.0,
+    bias: ScoreBias = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None,
@@ -106,13 +115,13 @@ def do_cp_attn_fia(
         Heads of the queries, a multiple of those of keys and values.
     scale : float, default 1/sqrt(head_dim)
         Must be given for head_dim > 256; head_dim includes that of `q_rope`.
-    causal, window, softcap, sinks
+    causal, window, softcap, alibi_slopes, relative_bias, sinks
         As in `paged_attention`. Without `causal` a token sees its whole sequence, and padding
         tokens of the metadata are tokens of the last one.
-    custom_mask, packed_custom_mask : tensors, optional
-        Masks as in `paged_attention`, for the whole sequences: ``extend_lens[s]`` rows of
+    bias, custom_mask, packed_custom_mask : tensors, optional
+        As in `paged_attention`, for the whole sequences: ``extend_lens[s]`` rows of
         ``prefix_lens[s] + extend_lens[s]`` values for each sequence, lengths as in the metadata.
-        Every rank is given the same mask, and takes the rows of its tokens.
+        Every rank is given the same, and takes the rows of its tokens.
     q_rope, k_rope : tensors, optional
         The last dimensions of queries [rows, num_heads * rope_dim] and keys, where they are stored
         apart; `k_rope` is as `k_cache`.
@@ -172,7 +181,8 @@ def do_cp_attn_fia(
     lse = empty(function, q, (rows, heads), "float32") if return_lse else None
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, metadata, block_tables, page_size, num_heads, num_kv_heads, scale,
-        causal, window, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
+        causal, window, softcap, (bias, alibi_slopes, relative_bias), sinks, custom_mask,
+        packed_custom_mask, q_rope, k_rope,
         v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
     )  # fmt: skip
     return out if lse is None else (out, lse)

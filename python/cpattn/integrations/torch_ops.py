@@ -131,8 +131,8 @@ def _do_cp_attn_fia_out(
         scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
-        scale, causal, around, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
-        v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
+        scale, causal, around, softcap, None, sinks, custom_mask, packed_custom_mask, q_rope,
+        k_rope, v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
     )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ WRONG: dict[str, list[Any]] = {
 # What is read a number at a time, in any layout or any dtype too.
 ANY_FLOATS = {"antiquant_scale", "antiquant_offset"}
 LSES = {"lse", "lse_a", "lse_b", "lses"}
-STRIDED = LSES | {"k_scale", "index_k_scale", "page_table", "topk_indices"}
+STRIDED = LSES | {"bias", "k_scale", "index_k_scale", "page_table", "topk_indices"}
 
 
 def wrong_tensors(good: np.ndarray[Any, Any]) -> Iterator[Any]:

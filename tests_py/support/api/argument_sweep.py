@@ -36,6 +36,7 @@ def without(arguments: Arguments, *names: str) -> Arguments:
 LAYER = given(q=f32(3, 2, 16), k_cache=f32(4, 8, 1, 16), v_cache=f32(4, 8, 1, 16))
 OPTIONS = (
     given(kv_layout="NHD", scale=0.25, softcap=0.0, sinks=f32(2), return_lse=True)
+    | given(bias=f32(2, 1, 2, 10), alibi_slopes=f32(2), relative_bias=f32(2, 5))
     | of_kind("?scale", k_scale=0.5, v_scale=f32(1))
     | of_kind("?text", kv_dtype=None)
     | of_kind("?output", out=f32(3, 2, 16), lse=f32(3, 2))
@@ -58,6 +59,7 @@ CP_BATCH = CP_LENS | given(
 CP_LAYER = (
     given(q=f32(4, 32), k_cache=f32(4, 8, 1, 16), metadata=METADATA, block_tables=[[1], [2]])
     | given(page_size=8, num_heads=2, num_kv_heads=1, scale=0.25, softcap=2.0, sinks=f32(2))
+    | given(bias=f32(2, 1, 4, 7), alibi_slopes=f32(2), relative_bias=f32(2, 5))
     | of_kind("?output", out=f32(4, 32))
     | given(return_lse=True)
 )

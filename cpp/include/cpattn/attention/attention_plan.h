@@ -42,7 +42,8 @@ struct AttentionSegment {
   int64_t kv_len = 0;
   int64_t first_position = 0;
   int64_t position_step = 1;
-  int64_t table_row = 0;  // the row of the page table whose pages hold the keys
+  int64_t table_row = 0;    // the row of the page table whose pages hold the keys
+  int64_t first_token = 0;  // of row q_begin among the new tokens of its sequence
   bool operator==(const AttentionSegment&) const = default;
 };
 

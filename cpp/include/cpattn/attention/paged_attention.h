@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "cpattn/attention/attention_plan.h"
+#include "cpattn/attention/score_bias.h"
 #include "cpattn/base/kv_axis_order.h"
 #include "cpattn/base/tensor_view.h"
 
@@ -74,9 +75,10 @@ struct AttentionArguments {
   std::optional<PagedCache> k_rope;  // dimensions of q and k, stored apart
   double scale = 1;                  // multiplies q . k
   double softcap = 0;                // c > 0: c * tanh(scaled score / c)
-  std::optional<TensorView> sinks;   // float32 [num_heads], one more logit a row
-  TensorView out;                    // [num_rows, num_heads, v_head_dim], dtype of q
-  std::optional<TensorView> lse;     // float32 [num_rows, num_heads]
+  ScoreBias bias;
+  std::optional<TensorView> sinks;  // float32 [num_heads], one more logit a row
+  TensorView out;                   // [num_rows, num_heads, v_head_dim], dtype of q
+  std::optional<TensorView> lse;    // float32 [num_rows, num_heads]
 };
 
 /// Head counts and dimensions as the tensors have them; head_dim includes the dimensions of
@@ -84,9 +86,9 @@ struct AttentionArguments {
 AttentionShape attention_shape(const AttentionArguments& arguments);
 
 /// Attention over paged keys and values: for every row of every segment
-///   out = softmax_j(scale * q . k_j over the visible keys j, and the sink) v_j
+///   out = softmax_j(scale * q . k_j + bias_j over the visible keys j, and the sink) v_j
 /// with k_j and v_j times their scales;
-///   lse = log sum_j exp(scale * q . k_j), without the sink, natural logarithm.
+///   lse = log sum_j exp(scale * q . k_j + bias_j), without the sink, natural logarithm.
 /// Accumulates in float32 and rounds once. Results of rows without visible
 /// keys and of rows outside all segments are zeros and -inf; the latter rows are never read. out
 /// and lse may not overlap an input. The result does not depend on the number of threads. Throws

@@ -35,6 +35,7 @@ struct CpAttentionArguments {
   KeyVisibility visibility;  // masks are those of the whole sequences: extend_lens by prefix +
                              // extend_lens, the same on every rank
   double softcap = 0;        // c > 0: c * tanh(scaled score / c)
+  ScoreBias bias;            // of the whole sequences, as masks
   std::optional<TensorView> sinks;  // float32 [num_heads], one more logit a row
   TensorView out;                   // [rows, num_heads * v_head_dim]
   std::optional<TensorView> lse;    // float32 [rows, num_heads]

@@ -43,7 +43,14 @@ struct PagedAttention {
   std::optional<TensorView> custom_mask;  // and if its bool says so: [sum(q_lens * kv_lens)],
                                           // row-major within each sequence
   double softcap = 0;                     // c > 0: c * tanh(score / c) after the scale
-  std::optional<TensorView> sinks;        // [num_heads], one more logit in the denominator
+  /// Added to scores after that: [batch, num_heads, queries, keys] with 1 for axes of which all
+  /// indices have the same, or [num_heads, queries, keys] for each sequence if bias_of_each. A key
+  /// for which it is -inf is not seen.
+  std::vector<TensorView> bias;
+  bool bias_of_each = false;
+  std::optional<TensorView> alibi_slopes;   // [num_heads] or [batch, num_heads]: -slope * |j - p|
+  std::optional<TensorView> relative_bias;  // [num_heads, 2 * m + 1], by j - p from -m on, clamped
+  std::optional<TensorView> sinks;          // [num_heads], one more logit in the denominator
 };
 
 /// Writes out [sum(q_lens), num_heads, v_head_dim] and lse [sum(q_lens), num_heads],

@@ -249,7 +249,7 @@ def paged_rows(
     _core.paged_attention(
         q[..., :split], k, v, call.q_lens, None, None, call.kv_indptr, call.kv_indices,
         call.last_page_len, call.page_size, "NHD", o.k_scale, o.v_scale, o.kv_dtype, scale,
-        call.causal, window, o.softcap, sinks, None, call.packed_custom_mask, False,
+        call.causal, window, o.softcap, None, sinks, None, call.packed_custom_mask, False,
         o.batch_invariant, None, out, lse, None if k_rope is None else q[..., split:], k_rope,
     )  # fmt: skip
     return out, lse

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "bindings/arguments/arguments.h"
+#include "cpattn/attention/score_bias.h"
+
+namespace cpattn::bindings {
+
+/// The bias of a call, kept alive: None, or a tuple of `bias`, which may be one tensor or a list of
+/// one for each sequence, `alibi_slopes` and `relative_bias`.
+class ScoreBiasArgument {
+ public:
+  ScoreBiasArgument(const Arguments& read, pybind11::handle score_bias) {
+    if (score_bias.is_none()) return;
+    const auto parts = pybind11::reinterpret_borrow<pybind11::tuple>(score_bias);
+    const auto keep = [&](pybind11::handle tensor, const char* name) -> std::optional<TensorView> {
+      if (tensor.is_none()) return std::nullopt;
+      return *tensors_.emplace_back(read.tensor(tensor, name));
+    };
+    if (TensorListArgument::is_list(parts[0])) {
+      const TensorListArgument& list = list_.emplace(read, parts[0], "bias");
+      value.of_each_sequence = true;
+      value.numbers.assign(list.views().begin(), list.views().end());
+    } else if (const auto numbers = keep(parts[0], "bias")) {
+      value.numbers = {*numbers};
+    }
+    value.alibi_slopes = keep(parts[1], "alibi_slopes");
+    value.relative = keep(parts[2], "relative_bias");
+  }
+
+  ScoreBias value;
+
+ private:
+  std::vector<TensorArgument> tensors_;
+  std::optional<TensorListArgument> list_;
+};
+
+}  // namespace cpattn::bindings

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Biases of scores: numbers in memory, slopes over distance (ALiBi), tables over distance (T5).
+// Needs the vector layer included first.
+#include "kernels/rows/visibility-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Adds n numbers, `stride` apart, to sums; behind these kLanes floats are writable.
+template <class T>
+void add_numbers(const T* numbers, int64_t stride, int n, float* sums) {
+  for (int i = 0; i < n; i += kLanes) {
+    T copies[kLanes] = {};
+    const T* source = numbers + i;
+    if (stride != 1 || i + kLanes > n) {
+      for (int j = 0; j < kLanes && i + j < n; ++j) copies[j] = numbers[(i + j) * stride];
+      source = copies;
+    }
+    store(sums + i, add(load(sums + i), load(source)));
+  }
+}
+
+inline void add_numbers(
+    const TileBias& bias, int64_t token, int64_t head, int64_t key, int n, float* sums
+) {
+  const int64_t offset =
+      token * bias.token_stride + head * bias.head_stride + key * bias.key_stride;
+  const auto add_of = [&]<class T>(const T* numbers) {
+    add_numbers(numbers + offset, bias.key_stride, n, sums);
+  };
+  switch (bias.type) {
+    case kFloat32:
+      return add_of(static_cast<const float*>(bias.numbers));
+    case kFloat16:
+      return add_of(static_cast<const Half*>(bias.numbers));
+    default:
+      return add_of(static_cast<const Bfloat16*>(bias.numbers));
+  }
+}
+
+/// The number of a table at a distance from a token to a key.
+inline float number_at(const TileBias& bias, int64_t head, int64_t distance) {
+  const int64_t inside = larger(-bias.max_distance, smaller(bias.max_distance, distance));
+  return bias.by_distance[head * bias.by_distance_head_stride + inside];
+}
+
+/// Adds the biases of a row for keys [key, key + n) to sums; behind these kLanes floats are
+/// writable. The row's window shows the keys.
+inline void add_biases(
+    const AttentionTile& tile, int64_t token, int64_t head, int64_t key, int n, float* sums
+) {
+  const TileBias& bias = tile.bias;
+  if (bias.numbers != nullptr) add_numbers(bias, token, head, key, n, sums);
+  const int64_t distance = key - (tile.first_position + token * tile.position_step);
+  if (bias.slopes != nullptr) {
+    const float slope = bias.slopes[head];
+    for (int j = 0; j < n; ++j) {
+      sums[j] -= slope * __builtin_fabsf(static_cast<float>(distance + j));
+    }
+  }
+  if (bias.by_distance == nullptr) return;
+  for (int j = 0; j < n; ++j) sums[j] += number_at(bias, head, distance + j);
+}
+
+/// Makes scores of keys first + begin to first + end, multiples of kKeyGranule, scale * score +
+/// bias; -inf, whatever the score is, where the bias is. What the row's window hides becomes
+/// anything.
+[[gnu::noinline]] inline void bias_scores(
+    const AttentionTile& tile,
+    float* scores,
+    int64_t token,
+    int64_t head,
+    int64_t first,
+    int begin,
+    int end,
+    float scale
+) {
+  const Vector factor = splat(scale);
+  const Vector hidden = splat(-__builtin_inff());
+  const Vector least = splat(-__FLT_MAX__);
+  const KeyRange seen = visible_keys(tile, token);
+  for (; begin < end; begin += kKeyGranule) {
+    float biases[kKeyGranule + kLanes] = {};
+    const int64_t key = first + begin;
+    const int from = static_cast<int>(larger(0, smaller(kKeyGranule, seen.begin - key)));
+    const int to = static_cast<int>(larger(from, smaller(kKeyGranule, seen.end - key)));
+    add_biases(tile, token, head, key + from, to - from, biases + from);
+    for (int j = 0; j < kKeyGranule; j += kLanes) {
+      const Vector bias = load(biases + j);
+      const Vector score = fma(load(scores + begin + j), factor, bias);
+      store(scores + begin + j, select(greater(least, bias), hidden, score));
+    }
+  }
+}
+
+/// Whether a row sees a key: bias, window and mask let it.
+inline bool sees(const AttentionTile& tile, int64_t token, int64_t head, int64_t key) {
+  if (!sees(tile, token, key)) return false;
+  const TileBias& bias = tile.bias;
+  const float hidden = -__builtin_inff();
+  if (bias.numbers != nullptr) {
+    float number[kLanes] = {};
+    add_numbers(bias, token, head, key, 1, number);
+    if (number[0] == hidden) return false;
+  }
+  if (bias.by_distance == nullptr) return true;
+  const int64_t position = tile.first_position + token * tile.position_step;
+  return number_at(bias, head, key - position) != hidden;
+}
+
+}  // namespace
+}  // namespace cpattn::kernels
