@@ -7,9 +7,9 @@
 Each ``torch.ops.cpattn.x`` has the arguments of ``cpattn.x``, in their order and with their
 defaults, and always returns all results. Lengths, tables and other arrays of integers are int32 or
 int64 tensors: numbers in a graph would be constants, compiled anew whenever they change. Scales of
-caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``. A
-window on both sides is two arguments: ``window``, the left side, None for no limit, and
-``window_right``, the right one, -1 for no limit.
+caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``. A bias
+is one tensor, that of all sequences. A window on both sides is two arguments: ``window``, the left
+side, None for no limit, and ``window_right``, the right one, -1 for no limit.
 ``torch.ops.cpattn.x.out`` writes into tensors that are keywords of the names of the results.
 
 Operators run on CPU tensors, trace under `torch.compile` without graph breaks and with dynamic
@@ -40,6 +40,8 @@ from ._torch_library import SCALES, Operators, with_scales
 Tensor = torch.Tensor
 
 _operators = Operators("cpattn")
+
+_BIASES = "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? relative_bias=None"
 
 
 # Dense attention.
@@ -76,7 +78,7 @@ _operators.define_with_out(
     "Tensor? kv_lens=None, Tensor? block_tables=None, Tensor? kv_indptr=None, "
     "Tensor? kv_indices=None, Tensor? last_page_len=None, SymInt? page_size=None, "
     f"str kv_layout='NHD', {SCALES}, float? scale=None, bool causal=True, SymInt? window=None, "
-    "SymInt? window_right=None, float softcap=0.0, Tensor? sinks=None, "
+    f"SymInt? window_right=None, float softcap=0.0, {_BIASES}, Tensor? sinks=None, "
     "Tensor? custom_mask=None, Tensor? packed_custom_mask=None, bool allow_short_kv=False, "
     "bool batch_invariant=False, int? num_threads=None)",
     "out lse",
@@ -109,6 +111,9 @@ def _do_cp_attn_fia_out(
     window: int | None = None,
     window_right: int | None = None,
     softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None,
@@ -131,8 +136,8 @@ def _do_cp_attn_fia_out(
         scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
-        scale, causal, around, softcap, None, sinks, custom_mask, packed_custom_mask, q_rope,
-        k_rope, v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
+        scale, causal, around, softcap, (bias, alibi_slopes, relative_bias), sinks, custom_mask,
+        packed_custom_mask, q_rope, k_rope, v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
     )  # fmt: skip
 
 
@@ -157,10 +162,10 @@ _operators.define_with_out(
     "do_cp_attn_fia(Tensor q, Tensor k_cache, Tensor? v_cache, *, Tensor extend_lens, "
     "Tensor? seq_lens, int cp_rank, int cp_size, Tensor block_tables, SymInt page_size, "
     "SymInt num_heads, SymInt num_kv_heads, float? scale, bool causal=True, "
-    "SymInt? window=None, SymInt? window_right=None, float softcap=0.0, Tensor? sinks=None, "
-    "Tensor? custom_mask=None, Tensor? packed_custom_mask=None, Tensor? q_rope=None, "
-    f"Tensor? k_rope=None, SymInt? v_head_dim=None, {SCALES}, str strategy='zigzag', "
-    "SymInt? num_tokens=None)",
+    f"SymInt? window=None, SymInt? window_right=None, float softcap=0.0, {_BIASES}, "
+    "Tensor? sinks=None, Tensor? custom_mask=None, Tensor? packed_custom_mask=None, "
+    "Tensor? q_rope=None, Tensor? k_rope=None, SymInt? v_head_dim=None, "
+    f"{SCALES}, str strategy='zigzag', SymInt? num_tokens=None)",
     "out lse",
     _do_cp_attn_fia,
     _do_cp_attn_fia_out,
