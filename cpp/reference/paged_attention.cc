@@ -159,11 +159,12 @@ std::vector<int64_t> visible_keys(
 ) {
   const int64_t kv_len = batch.kv_lens[sequence];
   const int64_t position = kv_len - batch.q_lens[sequence] + i;
+  const bool causal = batch.causal_of_each ? (*batch.causal_of_each)[sequence] != 0 : batch.causal;
   const auto [left, right] = batch.window.value_or(KeyWindow{});
   std::vector<int64_t> keys;
   for (int64_t j = 0; j < kv_len; ++j) {
     const bool visible =
-        (!batch.causal || j <= position) && (!left || j - position >= -*left) &&
+        (!causal || j <= position) && (!left || j - position >= -*left) &&
         (!right || j - position <= *right) &&
         (!batch.custom_mask || batch.custom_mask->as<const bool>()[mask_begin + i * kv_len + j]);
     if (visible) keys.push_back(j);

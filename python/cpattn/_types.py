@@ -8,6 +8,7 @@ from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeV
 
 __all__ = [
     "AnyTensor",
+    "Flags",
     "IndexTable",
     "Indices",
     "KVScale",
@@ -48,6 +49,9 @@ KVScale: TypeAlias = SupportsFloat | Tensor | None
 
 # The same of two dimensions, such as a block table.
 IndexTable: TypeAlias = Sequence[Sequence[SupportsIndex]] | Tensor
+
+# One bool, or one for each sequence.
+Flags: TypeAlias = bool | Sequence[bool] | Tensor
 
 # Numbers that are added to scores: a tensor, or one for each sequence.
 ScoreBias: TypeAlias = Tensor | Sequence[Tensor] | None

@@ -9,7 +9,7 @@ from typing import Literal, overload
 from . import _core
 from ._containers import empty, need_scales
 from ._core import AttentionPlan
-from ._types import IndexTable, Indices, KVScale, ScoreBias, Tensor, TensorT, Window
+from ._types import Flags, IndexTable, Indices, KVScale, ScoreBias, Tensor, TensorT, Window
 from .profiling.calls import announced
 
 
@@ -49,7 +49,7 @@ def paged_attention(
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    scale: float | None = None, causal: bool = True, window: Window = None,
+    scale: float | None = None, causal: Flags = True, window: Window = None,
     softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None, sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
@@ -63,7 +63,7 @@ def paged_attention(
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    scale: float | None = None, causal: bool = True, window: Window = None,
+    scale: float | None = None, causal: Flags = True, window: Window = None,
     softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None, sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
@@ -77,7 +77,7 @@ def paged_attention(
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    scale: float | None = None, causal: bool = True, window: Window = None,
+    scale: float | None = None, causal: Flags = True, window: Window = None,
     softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None, sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
@@ -102,7 +102,7 @@ def paged_attention(
     v_scale: KVScale = None,
     kv_dtype: str | None = None,
     scale: float | None = None,
-    causal: bool = True,
+    causal: Flags = True,
     window: Window = None,
     softcap: float = 0.0,
     bias: ScoreBias = None,
@@ -122,7 +122,7 @@ def paged_attention(
 
     For query ``i`` of sequence ``s``, at position ``p = kv_lens[s] - q_lens[s] + i``::
 
-        visible = [j for j in range(kv_lens[s]) if (not causal or j <= p)
+        visible = [j for j in range(kv_lens[s]) if (not causal[s] or j <= p)
                    and p - left <= j <= p + right and mask(i, j)]      # window: left, right
         score = softcap * tanh(scale * q @ k[j] / softcap)      # softcap 0: scale * q @ k[j]
         score += bias[s, h, i, j] - alibi_slopes[h] * abs(j - p) + relative_bias[h, m + j - p]
@@ -177,11 +177,12 @@ def paged_attention(
         The codes that bytes of caches of uint8 are.
     scale : float, default 1/sqrt(head_dim)
         Must be given for head_dim > 256.
-    causal : bool
+    causal : bool or bools [batch]
         A token sees keys up to its own position; False: all of its sequence.
     window : int or (int or None, int or None), optional
         Keys before and behind a token's own that it sees, itself not counted; None for all of that
-        side. One number, under ``causal`` alone, is of those before it. Blocks of keys that no
+        side, and none behind where `causal` is true. One number, where it is for all, is of those
+        before. Blocks of keys that no
         token of a tile sees are not read.
     softcap : float
         0 for none, else from 1e-37 to 1e37.
@@ -271,7 +272,7 @@ def plan_attention(
     num_kv_heads: int,
     head_dim: int,
     v_head_dim: int | None = None,
-    causal: bool = True,
+    causal: Flags = True,
     window: Window = None,
     custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None,

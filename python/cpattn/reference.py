@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _core
 from ._containers import empty, tensor_of
-from ._types import KVScale, ScoreBias, Tensor, Window
+from ._types import Flags, KVScale, ScoreBias, Tensor, Window
 
 __all__ = [
     "dequantize_kv_rows",
@@ -34,7 +34,7 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
     q_lens: Any, kv_lens: Any, block_tables: Any, page_size: int | None = None,
     kv_layout: Literal["NHD", "HND"] = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
-    kv_dtype: str | None = None, scale: float | None = None, causal: bool = True,
+    kv_dtype: str | None = None, scale: float | None = None, causal: Flags = True,
     window: Window = None, softcap: float = 0.0, bias: ScoreBias = None,
     alibi_slopes: Tensor | None = None, relative_bias: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -65,7 +65,7 @@ def paged_attention(
         As in `cpattn.paged_attention`; scales in any floating dtype, and beside any cache.
     scale : float, default 1/sqrt(head_dim)
         Multiplies q . k, whatever head_dim is.
-    causal, window, custom_mask : bool, int or pair, tensor [sum(q_lens * kv_lens)] of bool
+    causal, window, custom_mask : bool or bools [batch], int or pair, bools [sum(q_lens * kv_lens)]
         Key j is visible from position p if j <= p (``causal``), p - left <= j <= p + right
         (``window``, as in `cpattn.paged_attention`) and its flag in ``custom_mask`` is set.
     softcap : float
@@ -112,10 +112,11 @@ def paged_attention(
         page_size = shape[1 if kv_layout == "NHD" else 2]
     q_lens = _core.ints(q_lens, function, "q_lens")
     kv_lens = _core.ints(kv_lens, function, "kv_lens")
-    causal = _core.flag(causal, function, "causal")
+    causal_of_each = _core.flags(causal, len(q_lens), function, "causal")
     allow_short_kv = _core.flag(allow_short_kv, function, "allow_short_kv")
-    for sequence, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=False)):
-        if causal and not allow_short_kv and 0 <= kv_len < q_len:
+    lens = zip(q_lens, kv_lens, causal_of_each, strict=False)
+    for sequence, (q_len, kv_len, is_causal) in enumerate(lens):
+        if is_causal and not allow_short_kv and 0 <= kv_len < q_len:
             raise ValueError(
                 f"{function}: kv_lens must be at least q_lens under causal, got "
                 f"{kv_len} for {q_len} at index {sequence}"
@@ -127,7 +128,7 @@ def paged_attention(
     _core.reference.paged_attention(
         q, k_cache, v_cache, q_lens=q_lens, kv_lens=kv_lens, block_tables=block_tables,
         page_size=page_size, hnd=kv_layout == "HND", k_scale=k_scale, v_scale=v_scale,
-        kv_dtype=kv_dtype, scale=scale, causal=causal, window=window, softcap=softcap,
+        kv_dtype=kv_dtype, scale=scale, causal=causal_of_each, window=window, softcap=softcap,
         score_bias=(bias, alibi_slopes, relative_bias), sinks=sinks, custom_mask=custom_mask,
         out=out, lse=lse,
     )  # fmt: skip

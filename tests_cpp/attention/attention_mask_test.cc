@@ -103,7 +103,6 @@ AttentionBatch masked_batch(Shows shows) {
       .num_pages = 1,
       .segments = {{.q_len = 600, .kv_len = 1000, .first_position = 400}},
       .pages = {.indptr = {0, 1}, .page_ids = {0}},
-      .left = kUnboundedKeys,
       .batch_invariant = true,
   };
   std::vector<uint8_t> values(600 * 1000);
@@ -124,7 +123,7 @@ TEST(MaskedPlan, CostsAreWhatMaskAndWindowShow) {
   for (const int64_t left : {kUnboundedKeys, int64_t{100}}) {
     AttentionBatch batch =
         masked_batch([](int64_t row, int64_t key) { return (row + key) % 3 == 0; });
-    batch.left = left;
+    batch.segments[0].left = left;
     const AttentionPlan plan = plan_attention("test", batch, 0);
     for (std::size_t i = 0; i < plan.items.size(); ++i) {
       const AttentionItem& item = plan.items[i];

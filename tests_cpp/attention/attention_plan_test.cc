@@ -21,7 +21,6 @@ AttentionBatch batch_of(std::vector<int64_t> q_lens, std::vector<int64_t> kv_len
   AttentionBatch batch{.shape = {8, 2, 64, 64}, .page_size = 16, .num_pages = 1 << 20};
   batch.segments = sequence_segments("test", q_lens, kv_lens);
   batch.num_rows = std::accumulate(q_lens.begin(), q_lens.end(), int64_t{0});
-  batch.left = kUnboundedKeys;
   return batch;
 }
 
@@ -291,7 +290,7 @@ int64_t visible_pairs(const AttentionBatch& batch) {
     for (int64_t i = 0; i < segment.q_len; ++i) {
       const int64_t p = segment.first_position + i * segment.position_step;
       for (int64_t j = 0; j < segment.kv_len; ++j)
-        pairs += p - batch.left <= j && j <= p + batch.right;
+        pairs += p - segment.left <= j && j <= p + segment.right;
     }
   }
   return pairs * batch.shape.num_heads;
@@ -305,8 +304,8 @@ TEST(PlanAttention, CostsAreVisiblePairsPlusPacking) {
           AttentionBatch batch = batch_of({19}, {31});
           batch.segments[0].position_step = step;
           batch.segments[0].first_position = first;
-          batch.left = left;
-          batch.right = right;
+          batch.segments[0].left = left;
+          batch.segments[0].right = right;
           const AttentionPlan plan = plan_attention("test", batch, 0);
           const int64_t total =
               std::accumulate(plan.item_costs.begin(), plan.item_costs.end(), int64_t{0});

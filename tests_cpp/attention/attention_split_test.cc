@@ -15,19 +15,17 @@
 namespace cpattn {
 namespace {
 
-bool sees(
-    const AttentionBatch& batch, const AttentionSegment& segment, int64_t token, int64_t key
-) {
+bool sees(const AttentionSegment& segment, int64_t token, int64_t key) {
   const int64_t position = segment.first_position + token * segment.position_step;
-  return position - batch.left <= key && key <= position + batch.right;
+  return position - segment.left <= key && key <= position + segment.right;
 }
 
 /// The keys from the first to the last that a token of the segment sees, half-open.
-std::pair<int64_t, int64_t> span_of(const AttentionBatch& batch, const AttentionSegment& segment) {
+std::pair<int64_t, int64_t> span_of(const AttentionSegment& segment) {
   int64_t begin = segment.kv_len, end = 0;
   for (int64_t token = 0; token < segment.q_len; ++token) {
     for (int64_t key = 0; key < segment.kv_len; ++key) {
-      if (!sees(batch, segment, token, key)) continue;
+      if (!sees(segment, token, key)) continue;
       begin = std::min(begin, key);
       end = std::max(end, key + 1);
     }
@@ -62,8 +60,6 @@ AttentionBatch random_batch(std::mt19937& random) {
       .num_pages = 1 << 20,
   };
   const int64_t sides[] = {0, 1, 700, kUnboundedKeys};
-  batch.left = sides[random() % 4];
-  batch.right = sides[random() % 4];
   const auto num_segments = static_cast<int64_t>(1 + random() % 4);
   for (int64_t i = 0; i < num_segments; ++i) {
     const int64_t q_len = random() % 20;
@@ -75,6 +71,8 @@ AttentionBatch random_batch(std::mt19937& random) {
         .first_position = kv_len - q_len - static_cast<int64_t>(random() % 3 * 100),
         .position_step = static_cast<int64_t>(random() % 3),
         .table_row = i,
+        .left = sides[random() % 4],
+        .right = sides[random() % 4],
     });
     batch.num_rows += q_len;
   }
@@ -86,7 +84,7 @@ int64_t count_pairs(const AttentionBatch& batch, const AttentionItem& item) {
   int64_t pairs = 0;
   for (int64_t t = item.first_token; t < item.first_token + item.num_tokens; ++t) {
     for (int64_t key = item.kv_begin; key < item.kv_end; ++key) {
-      pairs += sees(batch, segment, t, key);
+      pairs += sees(segment, t, key);
     }
   }
   return pairs * item.num_heads;
@@ -98,7 +96,7 @@ void expect_parts(
 ) {
   const AttentionItem& first = items.front();
   const AttentionSegment& segment = plan.batch.segments[first.segment];
-  const auto [begin, end] = span_of(plan.batch, segment);
+  const auto [begin, end] = span_of(segment);
   EXPECT_EQ(first.num_tokens, segment.q_len);
   if (end - begin <= plan.part_keys) {
     ASSERT_EQ(items.size(), 1U);
@@ -131,7 +129,7 @@ void expect_costs(const AttentionPlan& plan) {
     const AttentionItem& item = plan.items[i];
     const AttentionSegment& segment = plan.batch.segments[item.segment];
     if (!is_short(segment)) continue;
-    const auto [begin, end] = span_of(plan.batch, segment);
+    const auto [begin, end] = span_of(segment);
     const int64_t group = group_of(plan.batch.shape);
     const int64_t kv_heads = (item.num_heads + group - 1) / group;
     const int64_t read = std::min(item.kv_end, end) - std::max(item.kv_begin, begin);
@@ -200,7 +198,6 @@ AttentionBatch decode_batch(AttentionShape shape, std::vector<int64_t> kv_lens, 
   const std::vector<int64_t> q_lens(kv_lens.size(), q_len);
   batch.segments = sequence_segments("test", q_lens, kv_lens);
   batch.num_rows = std::ssize(kv_lens) * q_len;
-  batch.left = kUnboundedKeys;
   return batch;
 }
 
@@ -249,10 +246,10 @@ TEST(AttentionSplit, PartsAreFewerWhereTheirMemoryIsShort) {
 
 TEST(AttentionSplit, AsManyKeysAsAPartHasAreNotDivided) {
   AttentionBatch batch = decode_batch({8, 1, 64, 64}, {612});
-  batch.left = 511;  // 512 keys, on both sides of a multiple of 512
+  batch.segments[0].left = 511;  // 512 keys, on both sides of a multiple of 512
   EXPECT_EQ(plan_attention("test", batch, 0).part_keys, 512);
   EXPECT_EQ(plan_attention("test", batch, 0).items.size(), 1U);
-  batch.left = 512;
+  batch.segments[0].left = 512;
   EXPECT_EQ(plan_attention("test", batch, 0).items.size(), 2U);
 }
 

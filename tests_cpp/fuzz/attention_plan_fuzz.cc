@@ -82,6 +82,12 @@ Input read_input(Reader& in) {
   if (in.rarely()) batch.kv_lens.resize(in.size_near(std::ssize(batch.kv_lens)));
   read_pages(in, input);
   batch.visibility.causal = in.flag();
+  if (in.rarely(4)) {
+    batch.visibility.causal_of_each.emplace();
+    for (int64_t i = in.size_near(std::ssize(batch.q_lens)); i > 0; --i) {
+      batch.visibility.causal_of_each->push_back(in.flag());
+    }
+  }
   if (in.rarely(4)) batch.visibility.window = in.window();
   batch.allow_short_kv = in.flag();
   batch.batch_invariant = in.flag();
@@ -114,8 +120,8 @@ int64_t pairs_by_hand(const AttentionBatch& batch, const AttentionItem& item) {
   int64_t pairs = 0;
   for (int64_t t = item.first_token; t < item.first_token + item.num_tokens; ++t) {
     const int64_t position = segment.first_position + t * segment.position_step;
-    const int64_t begin = std::max(item.kv_begin, position - batch.left);
-    const int64_t end = std::min(item.kv_end, position + batch.right + 1);
+    const int64_t begin = std::max(item.kv_begin, position - segment.left);
+    const int64_t end = std::min(item.kv_end, position + segment.right + 1);
     for (int64_t key = begin; key < end; ++key) {
       if (batch.mask.empty()) {
         pairs += end - begin;
@@ -154,8 +160,8 @@ void check_coverage(const AttentionPlan& plan) {
     for (int64_t i = 0; i < segment.q_len * batch.shape.num_heads; ++i, ++cell) {
       const int64_t token = i / batch.shape.num_heads;
       const int64_t position = segment.first_position + token * segment.position_step;
-      const int64_t begin = std::max<int64_t>(0, position - batch.left);
-      const int64_t end = std::min(segment.kv_len, position + batch.right + 1);
+      const int64_t begin = std::max<int64_t>(0, position - segment.left);
+      const int64_t end = std::min(segment.kv_len, position + segment.right + 1);
       auto& ranges = keys[cell];
       FUZZ_CHECK(!ranges.empty());
       std::sort(ranges.begin(), ranges.end());
@@ -255,6 +261,7 @@ void check_results(Reader& in, const Input& input, const AttentionPlan& plan) {
       .block_tables = {},
       .scale = arguments.scale,
       .causal = input.batch.visibility.causal,
+      .causal_of_each = input.batch.visibility.causal_of_each,
       .window = input.batch.visibility.window,
       .custom_mask = input.batch.visibility.custom_mask,
       .softcap = arguments.softcap,

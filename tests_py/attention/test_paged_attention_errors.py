@@ -77,6 +77,8 @@ VALUE_ERRORS = {
         {"window": 3, "causal": False},
         r"window must be a pair \(left, right\) unless causal=True, got 3; None is a side without",
     ),
+    "causal": ({"causal": [True]}, "causal must be a bool or 2 bools, .*, got 1"),
+    "window of some causal": ({"window": 3, "causal": [True, False]}, "window must be a pair"),
     "window of three": ({"window": (1, 2, 3)}, r"window must be a pair .*, got 3 items"),
     "right side": ({"window": (1, -2)}, "window must be >= 0 .*, got -2"),
     "sinks shape": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),

@@ -39,6 +39,7 @@ OPTIONS = [
     for options in [
         *[{"causal": False}, {"scale": 0.3}, {"window": 0}, {"window": 3}, {"window": 16}],
         *[{"causal": False, "window": sides} for sides in ((0, 0), (3, 5), (None, 2), (16, None))],
+        *[{"causal": (True, False)}, {"causal": (False, True), "window": (9, 4)}],
         *[{"window": 10**12}, {"softcap": 2.0}, {"softcap": 30.0, "window": 5}],
         {"sinks": torch.tensor([0.5, -2.0, math.inf, -math.inf])},
         {"sinks": torch.tensor([100.0, -100.0, 1.0, 2.0]), "softcap": 3.0},

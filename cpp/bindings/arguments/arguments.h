@@ -84,6 +84,9 @@ class Arguments {
     if (object.is_none()) return std::nullopt;
     return integer(object, argument);
   }
+  std::vector<uint8_t> flags(pybind11::handle object, const char* argument) const {
+    return flag_list(object, name(argument));
+  }
   std::optional<KeyWindow> window(pybind11::handle object, bool causal) const {
     return key_window_value(object, causal, name("window"));
   }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "bindings/arguments/scalar_argument.h"
 #include "cpattn/base/check.h"
 
 namespace py = pybind11;
@@ -81,6 +82,25 @@ std::vector<int64_t> index_list(py::handle object, const ArgumentName& name) {
                                               : tensor->as<int32_t>()[i * stride];
   }
   return values;
+}
+
+std::vector<uint8_t> flag_list(py::handle object, const ArgumentName& name) {
+  std::vector<uint8_t> flags;
+  if (is_sequence(object)) {
+    for (const py::handle item : kept_items(object)) flags.push_back(flag_value(item, name));
+    return flags;
+  }
+  static PyObject* dlpack = PyUnicode_InternFromString("__dlpack__");
+  if (is_bool(object) || PyObject_HasAttr(object.ptr(), dlpack) == 0) {
+    return {flag_value(object, name)};
+  }
+  const TensorArgument tensor(object, name, "bool");
+  if (tensor->dtype != DType::bool8) refuse_type(name, " must be bool, got ", tensor->dtype);
+  check(
+      tensor->rank == 1 && tensor->is_contiguous(), name,
+      " must be contiguous and have 1 dimension, got shape ", ShapeOf{*tensor}
+  );
+  return {tensor->as<uint8_t>(), tensor->as<uint8_t>() + tensor->num_elements()};
 }
 
 std::optional<std::vector<int64_t>> optional_index_list(

@@ -24,6 +24,10 @@ std::optional<std::vector<int64_t>> optional_index_list(
 /// The number of values that index_list would read, whatever they are.
 int64_t index_count(pybind11::handle object, const ArgumentName& name);
 
+/// A list or tuple of bools, or a one-dimensional tensor of them, each as 0 or 1; one bool is such
+/// a list of itself. Anything else is TypeError.
+std::vector<uint8_t> flag_list(pybind11::handle object, const ArgumentName& name);
+
 /// A two-dimensional index array, or a list of lists. Rows of a list may differ
 /// in length; the missing tail reads as -1. Valid while both it and the object live.
 class IndexTableArgument {

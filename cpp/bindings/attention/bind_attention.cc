@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -60,10 +61,13 @@ class SequenceBatchArguments {
     batch.q_lens = read.ints(q_lens, "q_lens");
     if (!kv_lens.is_none()) batch.kv_lens = read.ints(kv_lens, "kv_lens");
     batch.block_tables = view_of(block_tables_);
-    const bool is_causal = read.flag(causal, "causal");
+    std::optional<std::vector<uint8_t>> causal_of_each = read.flags(causal, "causal");
+    const bool all = std::ranges::all_of(*causal_of_each, std::identity());
+    if (is_bool(causal)) causal_of_each.reset();
     batch.visibility = {
-        .causal = is_causal,
-        .window = read.window(window, is_causal),
+        .causal = all,
+        .causal_of_each = std::move(causal_of_each),
+        .window = read.window(window, all),
         .custom_mask = view_of(custom_mask_),
         .packed_custom_mask = view_of(packed_custom_mask_),
     };

@@ -55,6 +55,22 @@ bool flag(py::handle value, const py::str& function, const py::str& argument) {
   return flag_value(value, *PythonName(function, argument));
 }
 
+py::list flags(
+    py::handle value, py::handle count, const py::str& function, const py::str& argument
+) {
+  const PythonName name(function, argument);
+  const auto wanted = static_cast<std::size_t>(index_value(count, *name));
+  std::vector<uint8_t> flags = flag_list(value, *name);
+  if (is_bool(value)) flags.resize(wanted, flags[0]);
+  check(
+      flags.size() == wanted, *name, " must be a bool or ", wanted,
+      " bools, one for each sequence, got ", flags.size()
+  );
+  py::list out;
+  for (const uint8_t flag : flags) out.append(flag != 0);
+  return out;
+}
+
 py::object key_window(
     py::handle value, py::handle causal, const py::str& function, const py::str& argument
 ) {
@@ -94,6 +110,10 @@ void register_arguments(py::module_& module) {
   def("integer", &integer, "An int.");
   def("real", &real, "A float.");
   def("flag", &flag, "A bool.");
+  module.def(
+      "flags", &flags, "value"_a, "count"_a, "function"_a, "argument"_a,
+      "A list of `count` bools: those of a list or tensor, or one bool that all have."
+  );
   module.def(
       "key_window", &key_window, "value"_a, "causal"_a, "function"_a, "argument"_a,
       "The sides (left, right) of a window of keys, or None if no key is hidden. Windows that show "

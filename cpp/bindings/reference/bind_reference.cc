@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <functional>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "bindings/arguments/arguments.h"
 #include "bindings/arguments/kv_format.h"
@@ -108,7 +112,8 @@ void paged_attention(
   const TensorArgument out_view = read.output(out, "out");
   const TensorArgument lse_view = read.output(lse, "lse");
   const IndexTableArgument tables = read.table(block_tables, "block_tables");
-  const bool is_causal = read.flag(causal, "causal");
+  std::vector<uint8_t> causal_of_each = read.flags(causal, "causal");
+  const bool all_causal = std::ranges::all_of(causal_of_each, std::identity());
   const reference::PagedAttention batch{
       .q = *q_view,
       .k_cache = read_cache(read, k_argument, "k_cache", dtype),
@@ -121,8 +126,8 @@ void paged_attention(
       .kv_lens = read.ints(kv_lens, "kv_lens"),
       .block_tables = *tables,
       .scale = read.real(scale, "scale"),
-      .causal = is_causal,
-      .window = read.window(window, is_causal),
+      .causal_of_each = std::move(causal_of_each),
+      .window = read.window(window, all_causal),
       .custom_mask = view_of(mask_view),
       .softcap = read.real(softcap, "softcap"),
       .bias = added.value.numbers,

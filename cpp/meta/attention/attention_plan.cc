@@ -69,8 +69,8 @@ int64_t visible_pairs(
   if (!batch.mask.empty()) return shown_by_mask(batch, segment, first, count, 0, kv_end).pairs;
   const int64_t position = segment.first_position + first * segment.position_step;
   const int64_t step = segment.position_step;
-  return sum_clamped(position + batch.right + 1, step, count, kv_end) -
-         sum_clamped(position - batch.left, step, count, kv_end);
+  return sum_clamped(position + segment.right + 1, step, count, kv_end) -
+         sum_clamped(position - segment.left, step, count, kv_end);
 }
 
 /// The keys that an item of tokens [begin, end) packs.
@@ -82,8 +82,8 @@ int64_t packed_keys(
   }
   const int64_t first = segment.first_position + begin * segment.position_step;
   const int64_t last = segment.first_position + (end - 1) * segment.position_step;
-  const int64_t from = std::clamp<int64_t>(first - batch.left, 0, segment.kv_len);
-  return std::clamp<int64_t>(last + batch.right + 1, from, segment.kv_len) - from;
+  const int64_t from = std::clamp<int64_t>(first - segment.left, 0, segment.kv_len);
+  return std::clamp<int64_t>(last + segment.right + 1, from, segment.kv_len) - from;
 }
 
 void check_num_items(const char* function, int64_t num_items) {

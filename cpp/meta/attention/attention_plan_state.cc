@@ -57,8 +57,6 @@ AttentionPlanState state_of(const AttentionPlan& plan) {
       .page_ids = {batch.pages.page_ids.begin(), batch.pages.page_ids.end()},
       .page_size = batch.page_size,
       .num_pages = batch.num_pages,
-      .left = batch.left,
-      .right = batch.right,
       .has_mask = !batch.mask.empty(),
       .mask_bits = batch.mask.bits,
       .batch_invariant = batch.batch_invariant,
@@ -67,6 +65,8 @@ AttentionPlanState state_of(const AttentionPlan& plan) {
   for (const AttentionSegment& segment : batch.segments) {
     state.q_lens.push_back(segment.q_len);
     state.kv_lens.push_back(segment.kv_len);
+    state.left.push_back(segment.left);
+    state.right.push_back(segment.right);
   }
   return state;
 }
@@ -77,17 +77,24 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
       .page_size = state.page_size,
       .num_pages = state.num_pages,
       .segments = sequence_segments(kName, state.q_lens, state.kv_lens),
-      .left = state.left,
-      .right = state.right,
       .batch_invariant = state.batch_invariant,
   };
   for (const AttentionSegment& segment : batch.segments) batch.num_rows += segment.q_len;
   batch.pages = pages_of(state);
-  for (const int64_t side : {state.left, state.right}) {
-    check(
-        side >= 0 && side <= kUnboundedKeys, kName, ": left and right must be in [0, ",
-        kUnboundedKeys, "], got ", side
-    );
+  check(
+      state.left.size() == batch.segments.size() && state.right.size() == batch.segments.size(),
+      kName, ": left and right must be those of ", batch.segments.size(), " sequences, got ",
+      state.left.size(), " and ", state.right.size()
+  );
+  for (std::size_t s = 0; s < batch.segments.size(); ++s) {
+    for (const int64_t side : {state.left[s], state.right[s]}) {
+      check(
+          side >= 0 && side <= kUnboundedKeys, kName, ": left and right must be in [0, ",
+          kUnboundedKeys, "], got ", side
+      );
+    }
+    batch.segments[s].left = state.left[s];
+    batch.segments[s].right = state.right[s];
   }
   check(state.has_mask || state.mask_bits.empty(), kName, ": mask_bits must be those of a mask");
   if (state.has_mask) batch.mask = mask_of(state.mask_bits, batch.segments);

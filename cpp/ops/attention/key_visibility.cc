@@ -92,15 +92,20 @@ void set_visibility(
     std::span<const SequenceLens> sequences,
     AttentionBatch& batch
 ) {
-  const auto& [causal, window, custom_mask, packed_custom_mask] = visibility;
-  check_key_window(function, window);
+  const auto& custom_mask = visibility.custom_mask;
+  const auto& packed_custom_mask = visibility.packed_custom_mask;
+  check_key_window(function, visibility.window);
   check(
       !custom_mask || !packed_custom_mask, function,
       ": give either custom_mask or packed_custom_mask, got both"
   );
-  const auto [left, right] = window.value_or(KeyWindow{});
-  batch.left = std::min(left.value_or(kUnboundedKeys), kUnboundedKeys);
-  batch.right = causal ? 0 : std::min(right.value_or(kUnboundedKeys), kUnboundedKeys);
+  const auto [left, right] = visibility.window.value_or(KeyWindow{});
+  for (AttentionSegment& segment : batch.segments) {
+    segment.left = std::min(left.value_or(kUnboundedKeys), kUnboundedKeys);
+    segment.right = visibility.is_causal(segment.table_row)
+                        ? 0
+                        : std::min(right.value_or(kUnboundedKeys), kUnboundedKeys);
+  }
   if (custom_mask) batch.mask = pack(function, *custom_mask, sequences, batch.segments);
   if (packed_custom_mask) {
     batch.mask = repack(function, *packed_custom_mask, sequences, batch.segments);

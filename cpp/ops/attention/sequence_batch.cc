@@ -11,12 +11,19 @@ namespace {
 int64_t checked_rows(
     const char* function, const SequenceBatch& batch, const std::vector<AttentionSegment>& segments
 ) {
+  if (const auto& causal = batch.visibility.causal_of_each) {
+    check(
+        causal->size() == segments.size(), function, ": causal must be a bool or ", segments.size(),
+        " bools, one for each sequence, got ", causal->size()
+    );
+  }
   int64_t num_rows = 0;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const AttentionSegment& segment = segments[i];
     num_rows += segment.q_len;
     check(
-        !batch.visibility.causal || batch.allow_short_kv || segment.q_len <= segment.kv_len,
+        !batch.visibility.is_causal(static_cast<int64_t>(i)) || batch.allow_short_kv ||
+            segment.q_len <= segment.kv_len,
         function,
         ": kv_lens must count the new tokens too, so be at least q_lens, under causal; got kv_len ",
         segment.kv_len, " for q_len ", segment.q_len, " at index ", i,

@@ -28,7 +28,7 @@ AttentionBatch make_batch(
     int64_t first,
     int64_t last
 ) {
-  AttentionBatch batch{.left = band.left, .right = band.right};
+  AttentionBatch batch;
   for (int64_t b = first; b < last; ++b) {
     const int64_t corner =
         band.right_down ? sequences.kv_lens[b] - sequences.q_lens[b] : int64_t{0};
@@ -38,6 +38,8 @@ AttentionBatch make_batch(
         .kv_len = sequences.kv_lens[b],
         .first_position = corner + band.shift,
         .table_row = b - first,
+        .left = band.left,
+        .right = band.right,
     });
     for (int64_t i = pages.indptr[b]; i < pages.indptr[b + 1]; ++i) {
       batch.pages.page_ids.push_back(pages.page_ids[i]);

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from .._types import Flags as _Flags
 from .._types import IndexTable as _Table
 from .._types import Indices as _OneDimension
 from .._types import ScoreBias as _ScoreBias
@@ -60,6 +61,7 @@ def shape_of(
 def dtype_of(value: _Tensor, function: str, argument: str) -> str: ...
 def integer(value: Any, function: str, argument: str) -> int: ...
 def real(value: Any, function: str, argument: str) -> float: ...
+def flags(value: _Flags, count: int, function: str, argument: str) -> list[bool]: ...
 def flag(value: Any, function: str, argument: str) -> bool: ...
 def key_window(
     value: _Window, causal: bool, function: str, argument: str
@@ -615,7 +617,7 @@ def plan_attention(
     num_kv_heads: int,
     head_dim: int,
     v_head_dim: int,
-    causal: bool,
+    causal: _Flags,
     window: _Window,
     custom_mask: _Tensor | None,
     packed_custom_mask: _Tensor | None,
@@ -655,7 +657,7 @@ def paged_attention(
     v_scale: SupportsFloat | _Tensor | None,
     kv_dtype: str | None,
     scale: float,
-    causal: bool,
+    causal: _Flags,
     window: _Window,
     softcap: float,
     score_bias: tuple[_ScoreBias, _Tensor | None, _Tensor | None] | None,

@@ -5,6 +5,7 @@ from typing import SupportsFloat
 import numpy as np
 from numpy.typing import NDArray
 
+from .._types import Flags as _Flags
 from .._types import IndexTable, Indices
 from .._types import ScoreBias as _ScoreBias
 from .._types import Tensor as _Tensor
@@ -25,7 +26,7 @@ def paged_attention(
     v_scale: SupportsFloat | _Tensor | None,
     kv_dtype: str | None,
     scale: float,
-    causal: bool,
+    causal: _Flags,
     window: _Window,
     softcap: float,
     score_bias: tuple[_ScoreBias, _Tensor | None, _Tensor | None] | None,

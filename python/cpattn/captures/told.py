@@ -49,13 +49,16 @@ def _ints(value: Any) -> NDArray[np.int64] | None:
 
 def _attention_plan(call: Call) -> Fields:
     given, plan = call.kwargs, call.result
-    causal = given.get("causal", True)
-    masked = any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask"))
+    q_lens = _core.ints(given["q_lens"], "plan_attention", "q_lens")
+    flags = _core.flags(given.get("causal", True), len(q_lens), "plan_attention", "causal")
+    causal = all(flags)
+    masked = causal != any(flags) and len(flags) > 0  # some sequences are causal: as by a mask
+    masked |= any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask"))
     return {
         "plan": plan,
-        "q_lens": _ints(given["q_lens"]),
+        "q_lens": np.array(q_lens, np.int64),
         "kv_lens": _ints(given["kv_lens"]),
-        "causal": bool(causal),
+        "causal": causal,
         "window": key_window(given.get("window"), causal, "plan_attention", "window"),
         "masked": masked,
         "batch_invariant": bool(given.get("batch_invariant", False)),

@@ -34,7 +34,7 @@ void check_head_parts(const char* function, int64_t nope_dim, int64_t rope_dim);
 
 /// Consecutive rows of q that belong to one sequence. Row q_begin + i stands at
 /// key position p = first_position + i * position_step, the step being >= 0, and sees the keys
-/// [p - left, p + right] of the plan, clipped to [0, kv_len). A position outside
+/// [p - left, p + right], clipped to [0, kv_len). A position outside
 /// [0, kv_len) is allowed; the result of a row that sees no key is zeros with LSE -inf.
 struct AttentionSegment {
   int64_t q_begin = 0;
@@ -42,8 +42,10 @@ struct AttentionSegment {
   int64_t kv_len = 0;
   int64_t first_position = 0;
   int64_t position_step = 1;
-  int64_t table_row = 0;    // the row of the page table whose pages hold the keys
-  int64_t first_token = 0;  // of row q_begin among the new tokens of its sequence
+  int64_t table_row = 0;          // the row of the page table whose pages hold the keys
+  int64_t first_token = 0;        // of row q_begin among the new tokens of its sequence
+  int64_t left = kUnboundedKeys;  // keys visible before a row's position; that for all
+  int64_t right = 0;              // keys visible after it; 0 is causal
   bool operator==(const AttentionSegment&) const = default;
 };
 
@@ -85,7 +87,7 @@ struct AttentionSplit {
   bool operator==(const AttentionSplit&) const = default;
 };
 
-/// The batch that plan_attention divides: segments of rows, their pages, mask and window.
+/// The batch that plan_attention divides: segments of rows, their pages and mask.
 struct AttentionBatch {
   AttentionShape shape;
   int64_t num_rows = 0;  // of q; the results of rows outside all segments are zeros
@@ -94,8 +96,6 @@ struct AttentionBatch {
   std::vector<AttentionSegment> segments;
   PageTable pages;
   MaskBits mask;
-  int64_t left = 0;              // keys visible before a row's position; kUnboundedKeys for all
-  int64_t right = 0;             // keys visible after it; 0 is causal
   bool batch_invariant = false;  // see AttentionPlan
   bool operator==(const AttentionBatch&) const = default;
 };

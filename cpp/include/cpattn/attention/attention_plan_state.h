@@ -12,11 +12,10 @@ namespace cpattn {
 struct AttentionPlanState {
   AttentionShape shape;
   std::vector<int64_t> q_lens, kv_lens;  // [num_sequences]
+  std::vector<int64_t> left, right;      // [num_sequences], of AttentionSegment
   std::vector<int64_t> page_ids;         // of all sequences, one after the other
   int64_t page_size = 0;
   int64_t num_pages = 0;
-  int64_t left = 0;   // AttentionBatch::left
-  int64_t right = 0;  // AttentionBatch::right
   bool has_mask = false;
   std::vector<uint8_t> mask_bits;  // MaskBits::bits
   bool batch_invariant = false;

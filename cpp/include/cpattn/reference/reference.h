@@ -38,8 +38,9 @@ struct PagedAttention {
   std::vector<int64_t> kv_lens;
   IndexTable block_tables;  // row r: the pages of sequence r, then anything
   double scale = 1;
-  bool causal = true;                     // key j is visible from position p if j <= p
-  std::optional<KeyWindow> window;        // and if p - left <= j <= p + right
+  bool causal = true;                                  // key j is visible from position p if j <= p
+  std::optional<std::vector<uint8_t>> causal_of_each;  // that of each sequence, instead
+  std::optional<KeyWindow> window;                     // and if p - left <= j <= p + right
   std::optional<TensorView> custom_mask;  // and if its bool says so: [sum(q_lens * kv_lens)],
                                           // row-major within each sequence
   double softcap = 0;                     // c > 0: c * tanh(score / c) after the scale
