@@ -63,9 +63,10 @@ def jobs() -> Iterator[Job]:
 
     def attention_core(out: Any, lse: Any, *inputs: Any) -> None:
         call: Callable[..., Any] = _core.paged_attention  # which takes the inputs first
+        *tensors, table = inputs
         call(
-            *inputs, None, None, None, None, "NHD", None, None, None, 0.25, True, None, 0.0, None,
-            None, None, None, False, False, None, out, lse,
+            *tensors, None, table, None, None, None, None, "NHD", None, None, None, 0.25, True,
+            None, 0.0, None, None, None, None, False, False, None, out, lse,
         )  # fmt: skip
 
     q = torch.ones(2, 4, 16)

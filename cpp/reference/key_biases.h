@@ -11,6 +11,12 @@
 
 namespace cpattn::reference {
 
+/// The position of a sequence's first query among its keys.
+inline int64_t first_position(const PagedAttention& batch, int64_t sequence) {
+  if (batch.first_positions) return (*batch.first_positions)[sequence];
+  return batch.kv_lens[sequence] - batch.q_lens[sequence];
+}
+
 /// What is added to the scores of a batch, its shapes checked.
 class KeyBiases {
  public:
@@ -73,7 +79,7 @@ class KeyBiases {
 
  private:
   double at(int64_t sequence, int64_t query, int64_t head, int64_t key) const {
-    const int64_t distance = key - (batch_.kv_lens[sequence] - batch_.q_lens[sequence] + query);
+    const int64_t distance = key - first_position(batch_, sequence) - query;
     double sum = 0;
     if (!batch_.bias.empty()) {
       const TensorView& numbers = of_sequence(sequence);

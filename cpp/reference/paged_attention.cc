@@ -158,7 +158,7 @@ std::vector<int64_t> visible_keys(
     const PagedAttention& batch, int64_t sequence, int64_t i, int64_t mask_begin
 ) {
   const int64_t kv_len = batch.kv_lens[sequence];
-  const int64_t position = kv_len - batch.q_lens[sequence] + i;
+  const int64_t position = first_position(batch, sequence) + i;
   const bool causal = batch.causal_of_each ? (*batch.causal_of_each)[sequence] != 0 : batch.causal;
   const auto [left, right] = batch.window.value_or(KeyWindow{});
   std::vector<int64_t> keys;
@@ -200,6 +200,10 @@ Totals checked_lengths(const PagedAttention& batch, int64_t num_pages) {
       batch.kv_lens.size() == size && batch.block_tables.rows == static_cast<int64_t>(size), kName,
       "q_lens, kv_lens and block_tables must describe the same number of sequences, got ", size,
       ", ", batch.kv_lens.size(), " and ", batch.block_tables.rows
+  );
+  check(
+      !batch.first_positions || batch.first_positions->size() == size, kName,
+      "first_positions must have ", size, " ints"
   );
   Totals totals;
   for (std::size_t r = 0; r < size; ++r) {

@@ -45,7 +45,8 @@ def _outputs(
 @overload
 def paged_attention(
     q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
-    q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
+    q_lens: Indices, kv_lens: Indices | None = None, first_positions: Indices | None = None,
+    block_tables: IndexTable | None = None,
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
@@ -59,7 +60,8 @@ def paged_attention(
 @overload
 def paged_attention(
     q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
-    q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
+    q_lens: Indices, kv_lens: Indices | None = None, first_positions: Indices | None = None,
+    block_tables: IndexTable | None = None,
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
@@ -73,7 +75,8 @@ def paged_attention(
 @overload
 def paged_attention(
     q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
-    q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
+    q_lens: Indices, kv_lens: Indices | None = None, first_positions: Indices | None = None,
+    block_tables: IndexTable | None = None,
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
@@ -92,6 +95,7 @@ def paged_attention(
     *,
     q_lens: Indices,
     kv_lens: Indices | None = None,
+    first_positions: Indices | None = None,
     block_tables: IndexTable | None = None,
     kv_indptr: Indices | None = None,
     kv_indices: Indices | None = None,
@@ -120,7 +124,7 @@ def paged_attention(
 ) -> TensorT | tuple[TensorT, TensorT]:
     """Compute attention of ragged queries over keys and values in pages.
 
-    For query ``i`` of sequence ``s``, at position ``p = kv_lens[s] - q_lens[s] + i``::
+    For query ``i`` of sequence ``s``, at position ``p = first_positions[s] + i``::
 
         visible = [j for j in range(kv_lens[s]) if (not causal[s] or j <= p)
                    and p - left <= j <= p + right and mask(i, j)]      # window: left, right
@@ -161,6 +165,10 @@ def paged_attention(
         New tokens per sequence; zero is allowed.
     kv_lens : ints [batch]
         Cached tokens per sequence, the new ones included: under `causal` at least `q_lens`.
+    first_positions : ints [batch], default kv_lens - q_lens
+        Where each sequence's first query stands among its keys: by default so that the last query
+        meets the last key (bottom right, as flash-attn). Zeros are the corner of torch's
+        ``is_causal``, top left. A query may stand before the first key or behind the last.
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
     kv_indptr, kv_indices, last_page_len : ints [batch + 1], [pages of all], [batch]
@@ -252,10 +260,10 @@ def paged_attention(
         scale = default_scale(function, head_dim)
     out, lse = _outputs(function, q, rows, num_heads, v_head_dim, out, lse, return_lse)
     _core.paged_attention(
-        q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
-        page_size, kv_layout, k_scale, v_scale, kv_dtype, scale, causal, window, softcap,
-        (bias, alibi_slopes, relative_bias), sinks, custom_mask, packed_custom_mask, allow_short_kv,
-        batch_invariant, num_threads, out, lse,
+        q, k_cache, v_cache, q_lens, kv_lens, first_positions, block_tables, kv_indptr, kv_indices,
+        last_page_len, page_size, kv_layout, k_scale, v_scale, kv_dtype, scale, causal, window,
+        softcap, (bias, alibi_slopes, relative_bias), sinks, custom_mask, packed_custom_mask,
+        allow_short_kv, batch_invariant, num_threads, out, lse,
     )  # fmt: skip
     return out if lse is None or not return_lse else (out, lse)
 
@@ -265,6 +273,7 @@ def plan_attention(
     *,
     q_lens: Indices,
     kv_lens: Indices,
+    first_positions: Indices | None = None,
     block_tables: IndexTable,
     page_size: int,
     num_pages: int,
@@ -298,8 +307,10 @@ def plan_attention(
     head_dim, v_head_dim : int
         Elements of a key and a value, up to 576; v_head_dim is head_dim if it is
         not given.
-    causal, window, custom_mask, packed_custom_mask, allow_short_kv, batch_invariant
-        Which keys a token sees, and how work is divided, as in `paged_attention`.
+    first_positions, causal, window, custom_mask, packed_custom_mask, allow_short_kv
+        Which keys a token sees, as in `paged_attention`.
+    batch_invariant : bool
+        How work is divided, as in `paged_attention`.
     num_threads : int, optional
         For the runs of this plan, as in `paged_attention`; how work is divided does not depend
         on it.
@@ -326,9 +337,9 @@ def plan_attention(
     (array([2, 0, 1], dtype=int32), array([0, 2, 3]))
     """
     return _core.plan_attention(
-        q_lens, kv_lens, block_tables, page_size, num_pages, num_heads, num_kv_heads, head_dim,
-        head_dim if v_head_dim is None else v_head_dim, causal, window, custom_mask,
-        packed_custom_mask, allow_short_kv, batch_invariant, num_threads,
+        q_lens, kv_lens, first_positions, block_tables, page_size, num_pages, num_heads,
+        num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, causal, window,
+        custom_mask, packed_custom_mask, allow_short_kv, batch_invariant, num_threads,
     )  # fmt: skip
 
 

@@ -32,7 +32,8 @@ Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 # fmt: off
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
-    q_lens: Any, kv_lens: Any, block_tables: Any, page_size: int | None = None,
+    q_lens: Any, kv_lens: Any, first_positions: Any = None, block_tables: Any,
+    page_size: int | None = None,
     kv_layout: Literal["NHD", "HND"] = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
     kv_dtype: str | None = None, scale: float | None = None, causal: Flags = True,
     window: Window = None, softcap: float = 0.0, bias: ScoreBias = None,
@@ -55,6 +56,8 @@ def paged_attention(
         Floats, or codes: float8_e4m3fn, float8_e5m2, int8, or uint8 with `kv_dtype`.
     q_lens, kv_lens : ints [batch]
         The last q_lens[r] of kv_lens[r] tokens of sequence r are the queries.
+    first_positions : ints [batch], default kv_lens - q_lens
+        The position of each sequence's first query among its keys.
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
     page_size : int, optional
@@ -114,9 +117,10 @@ def paged_attention(
     kv_lens = _core.ints(kv_lens, function, "kv_lens")
     causal_of_each = _core.flags(causal, len(q_lens), function, "causal")
     allow_short_kv = _core.flag(allow_short_kv, function, "allow_short_kv")
+    may_be_short = allow_short_kv or first_positions is not None
     lens = zip(q_lens, kv_lens, causal_of_each, strict=False)
     for sequence, (q_len, kv_len, is_causal) in enumerate(lens):
-        if is_causal and not allow_short_kv and 0 <= kv_len < q_len:
+        if is_causal and not may_be_short and 0 <= kv_len < q_len:
             raise ValueError(
                 f"{function}: kv_lens must be at least q_lens under causal, got "
                 f"{kv_len} for {q_len} at index {sequence}"
@@ -126,11 +130,11 @@ def paged_attention(
     out, lse = _float64(function, *rows, v_head_dim), _float64(function, *rows)
     scale = max(head_dim, 1) ** -0.5 if scale is None else scale
     _core.reference.paged_attention(
-        q, k_cache, v_cache, q_lens=q_lens, kv_lens=kv_lens, block_tables=block_tables,
-        page_size=page_size, hnd=kv_layout == "HND", k_scale=k_scale, v_scale=v_scale,
-        kv_dtype=kv_dtype, scale=scale, causal=causal_of_each, window=window, softcap=softcap,
-        score_bias=(bias, alibi_slopes, relative_bias), sinks=sinks, custom_mask=custom_mask,
-        out=out, lse=lse,
+        q, k_cache, v_cache, q_lens=q_lens, kv_lens=kv_lens, first_positions=first_positions,
+        block_tables=block_tables, page_size=page_size, hnd=kv_layout == "HND", k_scale=k_scale,
+        v_scale=v_scale, kv_dtype=kv_dtype, scale=scale, causal=causal_of_each, window=window,
+        softcap=softcap, score_bias=(bias, alibi_slopes, relative_bias), sinks=sinks,
+        custom_mask=custom_mask, out=out, lse=lse,
     )  # fmt: skip
     return out, lse
 

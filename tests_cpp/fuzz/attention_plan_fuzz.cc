@@ -88,6 +88,12 @@ Input read_input(Reader& in) {
       batch.visibility.causal_of_each->push_back(in.flag());
     }
   }
+  if (in.rarely(4)) {
+    batch.first_positions.emplace();
+    for (int64_t i = in.size_near(std::ssize(batch.q_lens)); i > 0; --i) {
+      batch.first_positions->push_back(in.mostly(in.between(0, 20) - 5));
+    }
+  }
   if (in.rarely(4)) batch.visibility.window = in.window();
   batch.allow_short_kv = in.flag();
   batch.batch_invariant = in.flag();
@@ -258,6 +264,7 @@ void check_results(Reader& in, const Input& input, const AttentionPlan& plan) {
       .page_size = batch.page_size,
       .q_lens = input.batch.q_lens,
       .kv_lens = {},
+      .first_positions = input.batch.first_positions,
       .block_tables = {},
       .scale = arguments.scale,
       .causal = input.batch.visibility.causal,

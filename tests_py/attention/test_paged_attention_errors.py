@@ -79,6 +79,8 @@ VALUE_ERRORS = {
     ),
     "causal": ({"causal": [True]}, "causal must be a bool or 2 bools, .*, got 1"),
     "window of some causal": ({"window": 3, "causal": [True, False]}, "window must be a pair"),
+    "positions": ({"first_positions": [0]}, "first_positions must have 2 ints, .*, got 1"),
+    "far positions": ({"first_positions": [0, 2**31]}, "first_positions must be in .* at index 1"),
     "window of three": ({"window": (1, 2, 3)}, r"window must be a pair .*, got 3 items"),
     "right side": ({"window": (1, -2)}, "window must be >= 0 .*, got -2"),
     "sinks shape": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),

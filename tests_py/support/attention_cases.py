@@ -33,6 +33,9 @@ LENGTHS = [
         *[((31, 33, 5), (15, 16, 5), 1), ((0, 7, 0, 3), (2, 0, 0, 9), 16), ((5, 1), (17, 3), 16)],
         *[((700,), (130,), 128), ((), (), 16)],
     ]
+] + [
+    DEFAULT.with_(kv_lens=(5, 1), q_lens=(17, 3), options={"first_positions": (0, 0)}),
+    DEFAULT.with_(kv_lens=(300,), q_lens=(2,), options={"first_positions": (170,), "window": 9}),
 ]
 OPTIONS = [
     DEFAULT.with_(options=options)
@@ -40,6 +43,8 @@ OPTIONS = [
         *[{"causal": False}, {"scale": 0.3}, {"window": 0}, {"window": 3}, {"window": 16}],
         *[{"causal": False, "window": sides} for sides in ((0, 0), (3, 5), (None, 2), (16, None))],
         *[{"causal": (True, False)}, {"causal": (False, True), "window": (9, 4)}],
+        *[{"first_positions": (0, 0), "window": w} for w in (None, 2)],
+        {"first_positions": (-3, 25), "window": (6, 3), "causal": (True, False)},
         *[{"window": 10**12}, {"softcap": 2.0}, {"softcap": 30.0, "window": 5}],
         {"sinks": torch.tensor([0.5, -2.0, math.inf, -math.inf])},
         {"sinks": torch.tensor([100.0, -100.0, 1.0, 2.0]), "softcap": 3.0},
@@ -54,6 +59,7 @@ BIASES = [
         {"alibi_slopes": numbers(3, 4), "causal": False, "window": (9, 30)},
         {"relative_bias": numbers(4, 49), "softcap": 3.0},
         {"relative_bias": numbers(4, 1), "causal": False},
+        {"alibi_slopes": numbers(4), "relative_bias": numbers(4, 9), "first_positions": (7, 0, 2)},
         {"bias": random_bias(**_LENS, num_heads=4)},
         {"bias": random_bias(**_LENS, num_heads=1, dtype="float16"), "window": 50},
         {"bias": numbers(3, 1, 1, 301).bfloat16(), "causal": False},

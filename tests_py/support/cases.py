@@ -77,6 +77,7 @@ def first_visible(case: Case, sequence: int) -> int:
     window = case.options.get("window")
     window = window[0] if isinstance(window, tuple) else window
     first_position = case.kv_lens[sequence] - case.q_lens[sequence]
+    first_position = case.options.get("first_positions", {sequence: first_position})[sequence]
     return 0 if window is None else max(0, first_position - window)
 
 

@@ -47,6 +47,7 @@ class SequenceBatchArguments {
       const Arguments& read,
       py::handle q_lens,
       py::handle kv_lens,
+      py::handle first_positions,
       py::handle block_tables,
       py::handle causal,
       py::handle window,
@@ -60,6 +61,7 @@ class SequenceBatchArguments {
         packed_custom_mask_(read.optional_tensor(packed_custom_mask, "packed_custom_mask")) {
     batch.q_lens = read.ints(q_lens, "q_lens");
     if (!kv_lens.is_none()) batch.kv_lens = read.ints(kv_lens, "kv_lens");
+    batch.first_positions = read.optional_ints(first_positions, "first_positions");
     batch.block_tables = view_of(block_tables_);
     std::optional<std::vector<uint8_t>> causal_of_each = read.flags(causal, "causal");
     const bool all = std::ranges::all_of(*causal_of_each, std::identity());
@@ -162,6 +164,7 @@ class LayerArguments {
 AttentionPlan plan(
     py::handle q_lens,
     py::handle kv_lens,
+    py::handle first_positions,
     py::handle block_tables,
     py::handle page_size,
     py::handle num_pages,
@@ -179,8 +182,8 @@ AttentionPlan plan(
 ) {
   const Arguments read("plan_attention");
   SequenceBatchArguments given(
-      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, packed_custom_mask,
-      allow_short_kv, batch_invariant
+      read, q_lens, kv_lens, first_positions, block_tables, causal, window, custom_mask,
+      packed_custom_mask, allow_short_kv, batch_invariant
   );
   given.batch.shape = {
       .num_heads = read.integer<int32_t>(num_heads, "num_heads"),
@@ -227,6 +230,7 @@ void plan_and_run(
     py::handle v_cache,
     py::handle q_lens,
     py::handle kv_lens,
+    py::handle first_positions,
     py::handle block_tables,
     py::handle kv_indptr,
     py::handle kv_indices,
@@ -258,8 +262,8 @@ void plan_and_run(
       {k_scale, v_scale, kv_dtype}, scale, softcap, score_bias, sinks, out, lse, q_rope, k_rope
   );
   SequenceBatchArguments given(
-      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, packed_custom_mask,
-      allow_short_kv, batch_invariant
+      read, q_lens, kv_lens, first_positions, block_tables, causal, window, custom_mask,
+      packed_custom_mask, allow_short_kv, batch_invariant
   );
   given.batch.csr = read_csr(read, kv_lens, kv_indptr, kv_indices, last_page_len);
   const AttentionArguments& arguments = layer.arguments;
@@ -310,10 +314,10 @@ void merge_parts(
 
 void register_attention(py::module_& module) {
   module.def(
-      "plan_attention", &plan, "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a,
-      "num_pages"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "causal"_a,
-      "window"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a,
-      "num_threads"_a
+      "plan_attention", &plan, "q_lens"_a, "kv_lens"_a, "first_positions"_a, "block_tables"_a,
+      "page_size"_a, "num_pages"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a,
+      "causal"_a, "window"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a,
+      "batch_invariant"_a, "num_threads"_a
   );
   module.def(
       "run_attention", &run, "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "k_scale"_a,
@@ -321,9 +325,9 @@ void register_attention(py::module_& module) {
   );
   module.def(
       "paged_attention", &plan_and_run, "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a,
-      "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a, "page_size"_a,
-      "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a,
-      "softcap"_a, "score_bias"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a,
+      "first_positions"_a, "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a,
+      "page_size"_a, "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a,
+      "window"_a, "softcap"_a, "score_bias"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a,
       "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a,
       "q_rope"_a = py::none(), "k_rope"_a = py::none()
   );

@@ -48,7 +48,9 @@ int64_t hash_of(const Plan& plan) {
   const AttentionBatch& batch = plan.batch;
   ValueHash hash;
   hash << batch.num_rows << batch.page_size << batch.num_pages;
-  for (const AttentionSegment& segment : batch.segments) hash << segment.left << segment.right;
+  for (const AttentionSegment& segment : batch.segments) {
+    hash << segment.first_position << segment.left << segment.right;
+  }
   hash << batch.shape.num_heads << batch.shape.num_kv_heads << batch.shape.head_dim;
   hash << std::span<const int64_t>(batch.pages.indptr);
   hash << std::span<const int32_t>(batch.pages.page_ids);
@@ -68,11 +70,11 @@ py::tuple python_state(const Plan& plan) {
   return py::make_tuple(
       py::make_tuple(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim),
       array_of(state.q_lens), array_of(state.kv_lens), array_of(state.page_ids), state.page_size,
-      state.num_pages, array_of(state.left), array_of(state.right), mask_bits,
-      state.batch_invariant, state.num_threads
+      state.num_pages, array_of(state.first_positions), array_of(state.left), array_of(state.right),
+      mask_bits, state.batch_invariant, state.num_threads
   );
 }
-constexpr std::size_t kStateFields = 11;
+constexpr std::size_t kStateFields = 12;
 
 Plan restore(const py::tuple& fields) {
   constexpr Arguments read("AttentionPlan");
@@ -86,18 +88,19 @@ Plan restore(const py::tuple& fields) {
            .v_head_dim = narrow_to_int32(shape[3], "AttentionPlan: v_head_dim")},
       .q_lens = read.ints(fields[1], "q_lens"),
       .kv_lens = read.ints(fields[2], "kv_lens"),
-      .left = read.ints(fields[6], "left"),
-      .right = read.ints(fields[7], "right"),
+      .first_positions = read.ints(fields[6], "first_positions"),
+      .left = read.ints(fields[7], "left"),
+      .right = read.ints(fields[8], "right"),
       .page_ids = read.ints(fields[3], "page_ids"),
       .page_size = read.integer(fields[4], "page_size"),
       .num_pages = read.integer(fields[5], "num_pages"),
-      .has_mask = !fields[8].is_none(),
+      .has_mask = !fields[9].is_none(),
       .mask_bits = {},
-      .batch_invariant = read.flag(fields[9], "batch_invariant"),
-      .num_threads = read.integer<int32_t>(fields[10], "num_threads"),
+      .batch_invariant = read.flag(fields[10], "batch_invariant"),
+      .num_threads = read.integer<int32_t>(fields[11], "num_threads"),
   };
   if (state.has_mask) {
-    const TensorArgument bits = read.tensor(fields[8], "mask_bits");
+    const TensorArgument bits = read.tensor(fields[9], "mask_bits");
     check(
         bits->dtype == DType::uint8 && bits->rank == 1 && bits->is_contiguous(),
         read.name("mask_bits"), " must be uint8 in one dimension, got ", bits->dtype, " ",

@@ -82,6 +82,7 @@ void paged_attention(
     py::handle v_cache,
     py::handle q_lens,
     py::handle kv_lens,
+    py::handle first_positions,
     py::handle block_tables,
     py::handle page_size,
     bool hnd,
@@ -124,6 +125,7 @@ void paged_attention(
       .page_size = read.integer(page_size, "page_size"),
       .q_lens = read.ints(q_lens, "q_lens"),
       .kv_lens = read.ints(kv_lens, "kv_lens"),
+      .first_positions = read.optional_ints(first_positions, "first_positions"),
       .block_tables = *tables,
       .scale = read.real(scale, "scale"),
       .causal_of_each = std::move(causal_of_each),
@@ -253,9 +255,9 @@ void register_reference(py::module_& module) {
   py::module_ reference = module.def_submodule("reference");
   reference.def(
       "paged_attention", &paged_attention, "q"_a, "k_cache"_a, "v_cache"_a, py::kw_only(),
-      "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "hnd"_a, "k_scale"_a, "v_scale"_a,
-      "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "score_bias"_a, "sinks"_a,
-      "custom_mask"_a, "out"_a, "lse"_a
+      "q_lens"_a, "kv_lens"_a, "first_positions"_a, "block_tables"_a, "page_size"_a, "hnd"_a,
+      "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a,
+      "score_bias"_a, "sinks"_a, "custom_mask"_a, "out"_a, "lse"_a
   );
   reference.def(
       "flash_mla_sparse_fwd", &flash_mla_sparse_fwd, "q"_a, "kv"_a, "indices"_a, py::kw_only(),

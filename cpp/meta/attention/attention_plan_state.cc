@@ -65,6 +65,7 @@ AttentionPlanState state_of(const AttentionPlan& plan) {
   for (const AttentionSegment& segment : batch.segments) {
     state.q_lens.push_back(segment.q_len);
     state.kv_lens.push_back(segment.kv_len);
+    state.first_positions.push_back(segment.first_position);
     state.left.push_back(segment.left);
     state.right.push_back(segment.right);
   }
@@ -81,11 +82,13 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
   };
   for (const AttentionSegment& segment : batch.segments) batch.num_rows += segment.q_len;
   batch.pages = pages_of(state);
-  check(
-      state.left.size() == batch.segments.size() && state.right.size() == batch.segments.size(),
-      kName, ": left and right must be those of ", batch.segments.size(), " sequences, got ",
-      state.left.size(), " and ", state.right.size()
-  );
+  for (const auto* of_each : {&state.first_positions, &state.left, &state.right}) {
+    check(
+        of_each->size() == batch.segments.size(), kName,
+        ": first_positions, left and right must be those of ", batch.segments.size(),
+        " sequences, got ", of_each->size()
+    );
+  }
   for (std::size_t s = 0; s < batch.segments.size(); ++s) {
     for (const int64_t side : {state.left[s], state.right[s]}) {
       check(
@@ -93,6 +96,7 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
           kUnboundedKeys, "], got ", side
       );
     }
+    batch.segments[s].first_position = state.first_positions[s];
     batch.segments[s].left = state.left[s];
     batch.segments[s].right = state.right[s];
   }

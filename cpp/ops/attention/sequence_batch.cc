@@ -7,6 +7,25 @@
 namespace cpattn {
 namespace {
 
+/// Moves the new tokens of sequences to where they stand.
+void set_first_positions(
+    const char* function,
+    const std::vector<int64_t>& positions,
+    std::vector<AttentionSegment>& segments
+) {
+  check(
+      positions.size() == segments.size(), function, ": first_positions must have ",
+      segments.size(), " ints, one for each sequence, got ", positions.size()
+  );
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    check(
+        positions[i] >= -INT32_MAX && positions[i] <= INT32_MAX, function,
+        ": first_positions must be in (-2^31, 2^31), got ", positions[i], " at index ", i
+    );
+    segments[i].first_position = positions[i];
+  }
+}
+
 /// Checks the lengths of sequences against each other, and their sum; returns the latter.
 int64_t checked_rows(
     const char* function, const SequenceBatch& batch, const std::vector<AttentionSegment>& segments
@@ -17,12 +36,13 @@ int64_t checked_rows(
         " bools, one for each sequence, got ", causal->size()
     );
   }
+  const bool may_be_short = batch.allow_short_kv || batch.first_positions;
   int64_t num_rows = 0;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const AttentionSegment& segment = segments[i];
     num_rows += segment.q_len;
     check(
-        !batch.visibility.is_causal(static_cast<int64_t>(i)) || batch.allow_short_kv ||
+        !batch.visibility.is_causal(static_cast<int64_t>(i)) || may_be_short ||
             segment.q_len <= segment.kv_len,
         function,
         ": kv_lens must count the new tokens too, so be at least q_lens, under causal; got kv_len ",
@@ -57,6 +77,9 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
   }
   planned.segments = sequence_segments(function, batch.q_lens, kv_lens);
   planned.num_rows = checked_rows(function, batch, planned.segments);
+  if (batch.first_positions) {
+    set_first_positions(function, *batch.first_positions, planned.segments);
+  }
   if (batch.block_tables) {
     planned.pages = page_table_from_blocks(
         function, *batch.block_tables, kv_lens, batch.page_size, batch.num_pages

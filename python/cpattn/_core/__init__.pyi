@@ -610,6 +610,7 @@ def restore_attention_plan(state: tuple[Any, ...], /) -> AttentionPlan: ...
 def plan_attention(
     q_lens: _Indices,
     kv_lens: _Indices,
+    first_positions: _Indices | None,
     block_tables: _Indices,
     page_size: int,
     num_pages: int,
@@ -647,6 +648,7 @@ def paged_attention(
     v_cache: _Tensor,
     q_lens: _Indices,
     kv_lens: _Indices | None,
+    first_positions: _Indices | None,
     block_tables: _Indices | None,
     kv_indptr: _Indices | None,
     kv_indices: _Indices | None,

@@ -19,6 +19,7 @@ def paged_attention(
     v_cache: _Tensor,
     q_lens: _Indices,
     kv_lens: _Indices,
+    first_positions: _Indices | None,
     block_tables: _Indices,
     page_size: int,
     hnd: bool,

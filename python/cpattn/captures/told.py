@@ -20,6 +20,9 @@ from ..profiling.calls import Call
 
 Fields = dict[str, Any]
 
+# What hides keys and is not told itself.
+_MASKS = ("custom_mask", "packed_custom_mask", "first_positions")
+
 
 def digest(*arrays: NDArray[Any]) -> str:
     """16 characters for the contents of arrays."""
@@ -53,7 +56,7 @@ def _attention_plan(call: Call) -> Fields:
     flags = _core.flags(given.get("causal", True), len(q_lens), "plan_attention", "causal")
     causal = all(flags)
     masked = causal != any(flags) and len(flags) > 0  # some sequences are causal: as by a mask
-    masked |= any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask"))
+    masked |= any(given.get(name) is not None for name in _MASKS)
     return {
         "plan": plan,
         "q_lens": np.array(q_lens, np.int64),

@@ -75,10 +75,11 @@ def _paged_attention_out(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options:
 
 _operators.define_with_out(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor q_lens, "
-    "Tensor? kv_lens=None, Tensor? block_tables=None, Tensor? kv_indptr=None, "
-    "Tensor? kv_indices=None, Tensor? last_page_len=None, SymInt? page_size=None, "
-    f"str kv_layout='NHD', {SCALES}, float? scale=None, bool causal=True, SymInt? window=None, "
-    f"SymInt? window_right=None, float softcap=0.0, {_BIASES}, Tensor? sinks=None, "
+    "Tensor? kv_lens=None, Tensor? first_positions=None, Tensor? block_tables=None, "
+    "Tensor? kv_indptr=None, Tensor? kv_indices=None, Tensor? last_page_len=None, "
+    f"SymInt? page_size=None, str kv_layout='NHD', {SCALES}, float? scale=None, bool causal=True, "
+    f"SymInt? window=None, SymInt? window_right=None, float softcap=0.0, {_BIASES}, "
+    "Tensor? sinks=None, "
     "Tensor? custom_mask=None, Tensor? packed_custom_mask=None, bool allow_short_kv=False, "
     "bool batch_invariant=False, int? num_threads=None)",
     "out lse",

@@ -45,7 +45,7 @@ LENS = of_kind("ints", q_lens=[2, 1], kv_lens=[10, 9])
 LENS |= of_kind("table", block_tables=[[2, 0], [1, 3]])
 BATCH = LENS | given(
     causal=True, window=5, custom_mask=np.ones(29, bool), allow_short_kv=False,
-    batch_invariant=False, num_threads=1,
+    batch_invariant=False, num_threads=1, first_positions=[8, 8],
 )  # fmt: skip
 PACKED = of_kind("any", custom_mask=None) | given(packed_custom_mask=np.ones(5, np.uint8))
 PLAN_SIZES = given(

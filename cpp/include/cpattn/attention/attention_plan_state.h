@@ -11,9 +11,9 @@ namespace cpattn {
 /// The numbers that determine a plan of plan_sequences: enough to store it and make it again.
 struct AttentionPlanState {
   AttentionShape shape;
-  std::vector<int64_t> q_lens, kv_lens;  // [num_sequences]
-  std::vector<int64_t> left, right;      // [num_sequences], of AttentionSegment
-  std::vector<int64_t> page_ids;         // of all sequences, one after the other
+  std::vector<int64_t> q_lens, kv_lens;               // [num_sequences]
+  std::vector<int64_t> first_positions, left, right;  // [num_sequences], of AttentionSegment
+  std::vector<int64_t> page_ids;                      // of all sequences, one after the other
   int64_t page_size = 0;
   int64_t num_pages = 0;
   bool has_mask = false;

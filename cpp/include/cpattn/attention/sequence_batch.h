@@ -17,19 +17,20 @@ struct CsrPages {
 
 /// A batch of sequences as callers describe it: sequence r has q_lens[r] new
 /// tokens, consecutive rows of q, at the end of its kv_lens[r] cached keys (its
-/// own new keys included).
+/// own new keys included), or from key first_positions[r] on.
 struct SequenceBatch {
   AttentionShape shape;
   std::optional<int64_t> num_rows;  // rows of q, if they are known: must be the sum of q_lens
   std::vector<int64_t> q_lens;
-  std::vector<int64_t> kv_lens;            // unused with csr, which implies them
-  std::optional<IndexTable> block_tables;  // exactly one of block_tables and csr
+  std::vector<int64_t> kv_lens;                         // unused with csr, which implies them
+  std::optional<std::vector<int64_t>> first_positions;  // of new tokens among the keys
+  std::optional<IndexTable> block_tables;               // exactly one of block_tables and csr
   std::optional<CsrPages> csr;
   int64_t page_size = 0;
   int64_t num_pages = 0;
   KeyVisibility visibility;
   /// Permits more queries than keys under causal: the first queries then stand before key 0 and
-  /// see nothing.
+  /// see nothing. No matter with first_positions.
   bool allow_short_kv = false;
   bool batch_invariant = false;
 };

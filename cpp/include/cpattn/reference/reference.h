@@ -36,6 +36,7 @@ struct PagedAttention {
   int64_t page_size = 0;
   std::vector<int64_t> q_lens;
   std::vector<int64_t> kv_lens;
+  std::optional<std::vector<int64_t>> first_positions;  // of each; none: kv_lens - q_lens
   IndexTable block_tables;  // row r: the pages of sequence r, then anything
   double scale = 1;
   bool causal = true;                                  // key j is visible from position p if j <= p

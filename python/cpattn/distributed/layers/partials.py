@@ -247,7 +247,7 @@ def paged_rows(
     o = options
     scale = default_scale("paged_attention", q.shape[-1]) if o.scale is None else o.scale
     _core.paged_attention(
-        q[..., :split], k, v, call.q_lens, None, None, call.kv_indptr, call.kv_indices,
+        q[..., :split], k, v, call.q_lens, None, None, None, call.kv_indptr, call.kv_indices,
         call.last_page_len, call.page_size, "NHD", o.k_scale, o.v_scale, o.kv_dtype, scale,
         call.causal, window, o.softcap, None, sinks, None, call.packed_custom_mask, False,
         o.batch_invariant, None, out, lse, None if k_rope is None else q[..., split:], k_rope,
