@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from audit import trace
@@ -149,6 +150,15 @@ def _has_address_space(size: str) -> bool:
     return True
 
 
+def has_release(requirement: str) -> bool:
+    """Return whether a release of a distribution is installed, such as "torch==2.13.0"."""
+    name, _, wanted = requirement.partition("==")
+    try:
+        return version(name).partition("+")[0] == wanted  # of 2.13.0+cpu
+    except PackageNotFoundError:
+        return False
+
+
 def _wheel_of_sglang(version: str) -> Path | None:
     folder = Path(os.environ.get("CPATTN_SGLANG_WHEELS") or "/nowhere")
     return next(folder.glob(f"sglang-{version}-*.whl"), None)
@@ -167,6 +177,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
     "network": lambda _: _has_network_namespaces(),
     "package": lambda name: importlib.util.find_spec(name) is not None,
     "python below": lambda version: sys.version_info < tuple(map(int, version.split("."))),
+    "release": has_release,
     "trace": lambda _: trace.find() is not None,
     "user": lambda _: another_user() is not None,
     "variable": lambda name: bool(os.environ.get(name)),

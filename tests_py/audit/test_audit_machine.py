@@ -35,6 +35,8 @@ def test_the_library_finds_the_instruction_sets_that_the_processor_lists():
         ("package: cpattn_nonsense", False),
         ("python below: 3.10", False),
         ("python below: 4.0", True),
+        ("release: numpy==0.0.1", False),
+        ("release: cpattn-nonsense==1.0", False),
         ("variable: CPATTN_NONSENSE", False),
         ("variable: PATH", True),
         ("wheel of sglang: 0.0.0", False),
