@@ -31,7 +31,7 @@ PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 export MAKE_TIMES ?= $(CURDIR)/build/times-$(shell echo $$PPID)
 TIMED = scripts/timed.sh
 
-.PHONY: demo extension test-cpp test test-all coverage test-asan test-engines test-in-engines fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
+.PHONY: demo extension test-cpp test test-all coverage test-asan test-engines test-in-engines test-outside fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
 
 demo: .venv/.build  ## the main job: replays serving traffic over two processes; options in ARGS
 	@$(MAKE) --no-print-directory -j 2 extension .venv/.demo
@@ -82,6 +82,9 @@ test-in-engines: build .venv/.ready .venv-sglang/.ready .venv-vllm/.ready
 	@.venv-sglang/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/sglang
 	@.venv-vllm/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/vllm
 
+test-outside: build .venv/.outside  ## other people's suites of attention on our kernels, and a table; names of suites in ARGS
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m outside $(ARGS)
+
 fuzz: build build/fuzz/.configured .venv/.fuzz  ## fuzzes each target for SECONDS; names of targets in ARGS
 	@cmake --build --preset fuzz
 	@python scripts/fuzz.py --seconds $(SECONDS) $(ARGS)
@@ -104,6 +107,10 @@ build/fuzz/.configured: .venv/.ready CMakePresets.json
 # Atheris has wheels for some Pythons; without it the targets in C++ remain.
 .venv/.fuzz: .venv/.ready
 	@python scripts/requirements.py fuzz | xargs -d '\n' pip install -q
+	@touch $@
+
+.venv/.outside: .venv/.ready
+	@python scripts/requirements.py outside | xargs -d '\n' $(PIP_INSTALL)
 	@touch $@
 
 .venv-%/.ready: scripts/engine_environment.sh .venv/.ready

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs suites of other projects on cpattn and prints what came out beside what was expected."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from cpattn import torch_guard
+from outside import page, suite
+
+
+def main() -> int:
+    expected = suite.read_expected()
+    parser = argparse.ArgumentParser(prog="python -m outside", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(expected))
+    parser.add_argument(
+        "--write", action="store_true", help=f"run nothing, and write {page.PAGE.name}"
+    )
+    options = parser.parse_args()
+    if unknown := set(options.suites) - set(expected):
+        parser.error(f"no suite {', '.join(sorted(unknown))}")
+    if options.write:
+        page.write(expected)
+        return 0
+    chosen = {name: expected[name] for name in options.suites or expected}
+    if absent := sorted({needed for entry in chosen.values() for needed in suite.missing(entry)}):
+        sys.exit(
+            f"outside: pip must install {', '.join(absent)} first, as `make test-outside` does"
+        )
+    torch_guard.prepare()
+    results = {name: suite.run_suite(name, entry) for name, entry in chosen.items()}
+    for result in results.values():
+        print(*(f"{name}: {error}\n" for name, error in result.failed.items()), sep="", end="")
+    print(page.aligned(page.rows({n: e | results[n].counts() for n, e in chosen.items()})))
+    wrong = [line for n, e in chosen.items() for line in suite.complaints(n, results[n], e)]
+    print(*(f"{line}\n" for line in wrong), sep="", end="")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A suite of another project: what it needs, its cases, what came out, and what was expected."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from audit import machine
+from cpattn import _core, active_isa, supported_isas
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+EXPECTED = Path(__file__).with_name("expected.toml")
+
+
+class InexpressibleError(Exception):
+    """Says why no call of cpattn is the one that a case makes."""
+
+
+class Case(NamedTuple):
+    """`check` raises AssertionError for a wrong result, and returns which outputs it left out."""
+
+    name: str
+    check: Callable[[], str | None]
+
+
+@dataclass
+class Result:
+    """Cases of a suite by what came out; reasons are counted, and failures have their names."""
+
+    passed: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    not_expressible: Counter[str] = field(default_factory=Counter)
+    not_compared: Counter[str] = field(default_factory=Counter)
+
+    def counts(self) -> dict[str, Any]:
+        """Return what `expected.toml` has under the name of the suite, besides its origin."""
+        return {
+            "passed": self.passed,
+            "failed": len(self.failed),
+            "not_expressible": dict(self.not_expressible),
+            "not_compared": dict(self.not_compared),
+        }
+
+
+def read_expected() -> dict[str, dict[str, Any]]:
+    """Return the suites by the names of their adapters."""
+    empty: dict[str, Any] = {"not_expressible": {}, "not_compared": {}}
+    return {name: empty | found for name, found in tomllib.loads(EXPECTED.read_text()).items()}
+
+
+def missing(entry: dict[str, Any]) -> list[str]:
+    """Return the releases that pip has to install first."""
+    return [needed for needed in entry["needs"] if not machine.has_release(needed)]
+
+
+def check_source(entry: dict[str, Any]) -> None:
+    """Refuse cases that are not those that were counted, though their release is."""
+    name = entry["needs"][0].partition("==")[0]
+    path = Path(str(distribution(name).locate_file(entry["source"])))
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != entry["sha256"]:
+        raise ValueError(f"{path} has the hash {found}, not that of {EXPECTED.name}")
+
+
+def on_every_instruction_set() -> Iterator[str]:
+    before = active_isa()
+    try:
+        for isa in supported_isas():
+            _core.set_isa(isa)
+            yield isa
+    finally:
+        _core.set_isa(before)
+
+
+def run(cases: Iterable[Case]) -> Result:
+    """Check each case with all kernels of this machine: it passes if it does so with each."""
+    result = Result()
+    for case in cases:
+        left_out = None
+        try:
+            for isa in on_every_instruction_set():
+                try:
+                    left_out = case.check()
+                except AssertionError as error:
+                    raise AssertionError(f"{isa}: {error}") from error
+        except InexpressibleError as error:
+            result.not_expressible[str(error)] += 1
+        except Exception as error:  # what cpattn refuses is a failure as a wrong number is
+            result.failed[case.name] = f"{type(error).__name__}: {error}"
+        else:
+            result.passed += 1
+            if left_out is not None:
+                result.not_compared[left_out] += 1
+    return result
+
+
+def run_suite(name: str, entry: dict[str, Any]) -> Result:
+    check_source(entry)
+    return run(import_module(f"outside.{name}").cases())
+
+
+def complaints(name: str, result: Result, entry: dict[str, Any]) -> list[str]:
+    """Return a line for each count that is not the expected one."""
+    found = result.counts()
+    return [
+        f"{name}: {key} is {found[key]}, and {EXPECTED.name} expects {entry[key]}"
+        for key in found
+        if found[key] != entry[key]
+    ]
