@@ -17,7 +17,7 @@ inline int64_t first_position(const PagedAttention& batch, int64_t sequence) {
   return batch.kv_lens[sequence] - batch.q_lens[sequence];
 }
 
-/// What is added to the scores of a batch, its shapes checked.
+/// The biases of the scores of a batch, their shapes checked.
 class KeyBiases {
  public:
   explicit KeyBiases(const PagedAttention& batch) : batch_(batch) {

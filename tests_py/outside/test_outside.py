@@ -12,7 +12,6 @@ from requirements import extra
 
 from audit import records
 from outside import page, suite
-from outside.dense import visibility
 from outside.suite import Case, InexpressibleError
 from support.children import path_with
 from support.places import ROOT, TESTS
@@ -79,13 +78,3 @@ def test_cases_of_another_file_are_refused():
     entry = {"needs": ["pytest==0"], "source": "pytest/__init__.py", "sha256": "0"}
     with pytest.raises(ValueError, match=r"not that of expected\.toml"):
         suite.check_source(entry)
-
-
-def test_a_window_is_moved_with_its_rows():
-    assert visibility(2, 0, {0}) == {"causal": True, "window": 2, "allow_short_kv": True}
-    assert visibility(2, 3, {3}) == {"causal": True, "window": 5, "allow_short_kv": True}
-    assert visibility(None, 0, {-2}) == {"causal": False, "window": (None, 2)}
-    with pytest.raises(InexpressibleError, match="own position"):
-        visibility(1, None, {-2})
-    with pytest.raises(InexpressibleError, match="different numbers"):
-        visibility(1, None, {0, 1})

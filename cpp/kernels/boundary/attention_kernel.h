@@ -32,8 +32,8 @@ struct RowFactors {
   ElementType type = kFloat32;
 };
 
-/// What is added to the score of a key j for a token at position p: the sum of those that are
-/// given, of a tile's first token and head on; strides count numbers.
+/// Biases of a tile's scores, from its first token and head on. The sum of those that are given is
+/// added to the score of a key j for a token at position p; strides count numbers.
 struct TileBias {
   /// Null, or numbers of `type`, that of key j at j * key_stride.
   const void* numbers = nullptr;

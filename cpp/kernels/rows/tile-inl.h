@@ -46,7 +46,7 @@ inline bool bias_may_hide(const AttentionTile& tile) {
   return tile.bias.numbers != nullptr || tile.bias.by_distance != nullptr;
 }
 
-/// What scores are still to be multiplied with when softmax takes them.
+/// The factor by which softmax multiplies scores.
 inline float scale_in_softmax(const AttentionTile& tile, int64_t head) {
   return tile.softcap > 0 || has_bias(tile) ? 1.0F : scale_of_head(tile, head);
 }

@@ -8,9 +8,9 @@
 
 namespace cpattn {
 
-/// What is added to the score of a key j for a token at position p of its sequence, after scale and
-/// softcap: the sum of what is given. A key for which it is -inf is not seen. Sums of exponentials
-/// have it in them; sinks do not.
+/// Describes what is added to the score of a key j for a token at position p of its sequence, after
+/// scale and softcap: the sum of what is given. A key for which it is -inf is not seen. Sums of
+/// exponentials have it in them; sinks do not.
 struct ScoreBias {
   /// Numbers in float32, float16 or bfloat16, by any strides: of all sequences [num_sequences,
   /// num_heads, queries, keys], or a tensor [num_heads, queries, keys] for each of them. An axis of
