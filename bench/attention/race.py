@@ -113,16 +113,15 @@ def check(
 def oracle(tensors: inputs.Inputs) -> tuple[list[int], torch.Tensor]:
     """Some rows of the queries and their exact outputs: each a sequence of one query."""
     work = tensors.work
-    rows, kv_lens, tables, masks = [], [], [], []
+    rows, positions, kv_lens, tables = [], [], [], []
     sequences = range(0, len(work.new), -(-len(work.new) // 4))
     for i in sequences:
         begin, end = starts(work.new)[i]
         for row in sorted({begin, (begin + end) // 2, end - 1}):
             rows.append(row)
             position = work.prefix[i] + row - begin
+            positions.append(position)
             kv_lens.append(min(position + 1 + work.behind, work.kv_lens[i]))
-            first = 0 if work.window is None else position - work.window
-            masks.append(np.arange(kv_lens[-1]) >= first)
             tables.append(tensors.block_tables[i])
     out, _ = cpattn.reference.paged_attention(
         tensors.q[rows],
@@ -130,9 +129,11 @@ def oracle(tensors: inputs.Inputs) -> tuple[list[int], torch.Tensor]:
         tensors.v_cache,
         q_lens=[1] * len(rows),
         kv_lens=kv_lens,
+        first_positions=positions,
         block_tables=torch.stack(tables),
         scale=work.scale,
         causal=False,
-        custom_mask=np.concatenate(masks),
+        window=(work.window, work.behind),
+        alibi_slopes=None if work.slopes is None else torch.tensor(work.slopes),
     )
     return rows, torch.from_numpy(np.asarray(out))

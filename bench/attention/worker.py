@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.attention.peers import DISTRIBUTIONS, SEE_BEHIND, Unsupported
+from bench.attention.peers import ADD_ALIBI, DISTRIBUTIONS, SEE_BEHIND, Unsupported
 from bench.attention.workloads import Workload
 from bench.harness import worker
 from bench.harness.figures import Row
@@ -42,6 +42,8 @@ class Worker:
         self.loaded = inputs.load(workload, Path(folder), self.loaded)
         if workload.behind and self.name not in SEE_BEHIND:
             return {"unsupported": "a window on both sides"}
+        if workload.alibi and self.name not in ADD_ALIBI:
+            return {"unsupported": "ALiBi"}
         try:
             prepared = self.peer.prepare(workload, self.loaded, self.num_threads)
         except Unsupported as reason:

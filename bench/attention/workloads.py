@@ -33,6 +33,7 @@ class Workload:
     page_size: int = 128
     window: int | None = None  # keys visible before a token's own
     behind: int = 0  # keys visible behind it; 0 is causal
+    alibi: bool = False  # scores have a bias by distance
     latent: bool = False  # absorbed MLA: a value is the first v_head_dim elements of its key
     cp: tuple[int, int] | None = None  # (rank, size): the blocks of one rank, over one cache
     batch_invariant: bool = False
@@ -63,6 +64,13 @@ class Workload:
     def scale(self) -> float:
         """1/sqrt of the head dimension; absorbed MLA keeps that of the expanded form, 192."""
         return (192 if self.latent else self.head_dim) ** -0.5
+
+    @property
+    def slopes(self) -> list[float] | None:
+        """ALiBi's, of each head."""
+        if not self.alibi:
+            return None
+        return [2 ** (-8 * (head + 1) / self.num_heads) for head in range(self.num_heads)]
 
     @property
     def is_decode(self) -> bool:
@@ -221,6 +229,9 @@ def _variants(trace: Path | None) -> Iterator[Case]:
     both = replace(one_side, name="window 64 on both sides, 1 × 16384", behind=64)
     yield Case(one_side)
     yield Case(both, base=one_side.name, within=10)  # of the time for each product
+    for work in (dense(4096), DECODE):
+        biased = replace(work, name=f"ALiBi, {work.name}", alibi=True)
+        yield Case(biased, base=work.name)
     for size in (1, 16, 64, 512):
         work = replace(RAGGED, name=f"ragged batch of 8, pages of {size}", page_size=size)
         yield Case(work, peers=False, base=RAGGED.name, within=25 if size == 1 else 10)
@@ -248,6 +259,7 @@ def quick() -> list[Case]:
         Case(Workload("decode", (1, 1), (300, 300), dtype="float32")),
         Case(dense(64, name="window 16", window=16, dtype="float16")),
         Case(dense(64, name="window 16 on both sides", window=16, behind=16)),
+        Case(dense(64, name="ALiBi", alibi=True)),
         Case(replace(zigzag(1, total=256, size=2), name="zigzag"), all_threads=False),
         Case(dense(64, name="MLA absorbed", num_heads=16, **ABSORBED)),
     ]

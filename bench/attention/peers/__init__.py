@@ -36,6 +36,8 @@ DISTRIBUTIONS = {
 }
 #: Windows on both sides: cpattn has them, the others take masks or rules.
 SEE_BEHIND = ("ours", "torch_sdpa", "torch_flex", "zentorch_sdpa")
+#: ALiBi: cpattn and vLLM take slopes, the others a mask of numbers or a rule.
+ADD_ALIBI = ("ours", "torch_sdpa", "torch_flex", "vllm_cpu")
 #: Needed with nothing installed but torch.
 QUICK = ("ours", "torch_flash", "torch_sdpa")
 

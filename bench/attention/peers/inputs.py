@@ -98,7 +98,11 @@ class Inputs:
         return k, v
 
     def masks(self) -> list[torch.Tensor | None]:
-        """What each batch may see, bool [new, length]; None where that is everything."""
+        """What each batch may see, bool [new, length], or ALiBi's numbers [num_heads, new, length]
+        of the dtype of q; None where that is everything.
+        """
+        if self.work.slopes is not None:
+            return [biases(batch, self.work).to(self.q.dtype) for batch in self.batches()]
         return [
             None if batch.new == 1 and self.work.window is None else visible(batch, self.work)
             for batch in self.batches()
@@ -112,6 +116,12 @@ class Inputs:
 def visible(batch: Batch, work: Workload) -> torch.Tensor:
     mask = torch.ones(batch.new, batch.length, dtype=torch.bool).tril(batch.prefix + work.behind)
     return mask if work.window is None else mask.triu(batch.prefix - work.window)
+
+
+def biases(batch: Batch, work: Workload) -> torch.Tensor:
+    distance = torch.arange(batch.length) - torch.arange(batch.new)[:, None] - batch.prefix
+    slopes = torch.tensor(work.slopes)[:, None, None]
+    return (slopes * distance).masked_fill(~visible(batch, work), -torch.inf)
 
 
 def values(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 import cpattn
 from bench.attention.peers import Prepared
 from bench.attention.peers.inputs import Inputs
@@ -19,6 +21,7 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
         for name, scale in (("k_scale", inputs.k_scale), ("v_scale", inputs.v_scale))
         if scale is not None
     }
+    slopes = None if work.slopes is None else torch.tensor(work.slopes)
     if work.cp is None:
         return Prepared(
             lambda _: cpattn.paged_attention(
@@ -30,6 +33,7 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
                 scale=work.scale,
                 causal=not work.behind,
                 window=(work.window, work.behind) if work.behind else work.window,
+                alibi_slopes=slopes,
                 batch_invariant=work.batch_invariant,
                 num_threads=num_threads,
                 **scales,

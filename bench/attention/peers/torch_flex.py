@@ -41,12 +41,24 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
 
     masks = [block_mask(batch) for batch in batches]
 
+    def bias(batch: Batch) -> Any:
+        if work.slopes is None:
+            return None
+        prefix, slopes = torch.tensor(batch.prefix), torch.tensor(work.slopes)
+        return lambda score, b, h, i, j: score - slopes[h] * (i + prefix - j)
+
+    biases = [bias(batch) for batch in batches]
+
     def run(pairs: Pairs) -> torch.Tensor:
         return inputs.assemble(
             compiled(
-                inputs.queries(batch), k, v, block_mask=mask, scale=work.scale, enable_gqa=True
+                *(inputs.queries(batch), k, v),
+                score_mod=score_mod,
+                block_mask=mask,
+                scale=work.scale,
+                enable_gqa=True,
             )
-            for batch, (k, v), mask in zip(batches, pairs, masks, strict=True)
+            for batch, (k, v), mask, score_mod in zip(batches, pairs, masks, biases, strict=True)
         )
 
     before = graphs()

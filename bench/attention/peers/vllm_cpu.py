@@ -70,7 +70,8 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
 
     def run(schedule: torch.Tensor) -> torch.Tensor:
         lengths = (indptr, kv_lens)
-        masking = (True, None, window)  # causal, no ALiBi
+        slopes = None if work.slopes is None else torch.tensor(work.slopes)
+        masking = (True, slopes, window)
         rest = (0.0, schedule, None, None, *cache.scales, cache.dtype)  # no softcap, no sinks
         ops.cpu_attention_with_kv_cache(
             q, cache.k, cache.v, out, *lengths, work.scale, *masking, cache.table, *rest
