@@ -48,6 +48,17 @@ def assert_result(out, lse, inputs):
     assert_attention(out, torch.where(torch.isposinf(lse), -torch.inf, lse).T, inputs)
 
 
+def documented_biases(alibi_slopes, q_lens, kv_lens):
+    """The docstring of flash_attn_func: "A bias of (-alibi_slope * |i + seqlen_k - seqlen_q - j|)
+    is added to the attention score of query i and key j"."""
+    slopes = alibi_slopes.expand(len(q_lens), -1)[:, :, None, None]
+    distances = [
+        abs(torch.arange(q)[:, None] + k - q - torch.arange(k))
+        for q, k in zip(q_lens, kv_lens, strict=True)
+    ]
+    return [-slope * distance for slope, distance in zip(slopes, distances, strict=True)]
+
+
 def cumulative(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
@@ -110,6 +121,42 @@ def test_ragged(lens, window_size, causal, dtype):
     out, lse = run_varlen(q, k, v, q_lens, kv_lens, softmax_scale=0.5, **options)
     assert lse.shape == (HEADS, sum(q_lens))
     assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, scale=0.5, **options))
+
+
+@pytest.mark.parametrize(
+    ("lens", "window_size", "causal", "batch"),
+    pairwise(RAGGED, WINDOWS, [False, True], [True, False]),
+)
+def test_alibi(lens, window_size, causal, batch):
+    q_lens, kv_lens = lens
+    q, (k, v) = normal(sum(q_lens), HEADS, DIM), normal(2, sum(kv_lens), KV_HEADS, DIM)
+    slopes = normal(len(q_lens), HEADS) if batch else normal(HEADS)
+    options = {"causal": causal, "window_size": window_size, "softcap": 3.0}
+    out, lse = run_varlen(q, k, v, q_lens, kv_lens, alibi_slopes=slopes, **options)
+    biases = documented_biases(slopes, q_lens, kv_lens)
+    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, bias=biases, **options))
+
+
+def test_alibi_of_equal_lengths_and_of_caches():
+    q, k, v = normal(2, 3, HEADS, DIM), *normal(2, 2, 8, KV_HEADS, DIM)
+    slopes = normal(2, HEADS)
+    alibi = {"alibi_slopes": slopes}
+    rows, ends = [x.flatten(0, 1) for x in (q, k, v)], (cumulative([3, 3]), cumulative([8, 8]))
+    inputs = oracle_inputs(*rows, [3, 3], [8, 8], True)
+    inputs["bias"] = documented_biases(slopes, [3, 3], [8, 8])
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **alibi)
+    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
+    mine = flash_attn._flash_attn_forward(q, k, v, 0.0, None, True, -1, -1, 0.0, slopes, False)
+    assert torch.equal(mine[0], out)
+    mine = flash_attn._flash_attn_varlen_forward(*rows, *ends, 3, 8, 0.0, None, True, **alibi)
+    assert_result(*mine[:2], inputs)
+    caches = [x.clone() for x in (k, v)]
+    new = [x[:, 5:].clone() for x in caches]
+    for cache in caches:
+        cache[:, 5:] = torch.nan
+    options = {"cache_seqlens": 5, "causal": True, "return_softmax_lse": True, **alibi}
+    out, lse = flash_attn.flash_attn_with_kvcache(q, *caches, *new, **options)
+    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 
 def test_keys_of_no_sequence_are_not_read():
@@ -228,7 +275,10 @@ def test_private_forms_agree_with_the_public_ones():
     ("change", "message"),
     [
         ({"dropout_p": 0.1}, "dropout_p must be 0"),
-        ({"alibi_slopes": torch.zeros(HEADS)}, "alibi_slopes is not supported"),
+        (
+            {"alibi_slopes": torch.zeros(2, HEADS)},
+            r"alibi_slopes must be \[batch, heads\] = \[1, 4\]",
+        ),
         ({"q": normal(8)}, r"q must be \[tokens, heads, dim\], got shape \[8\]"),
         ({"k": normal(8)}, r"k must be \[tokens, kv_heads, dim\], got shape \[8\]"),
         ({"v": normal(8, DIM)}, r"v must be \[tokens, kv_heads, dim\], got shape \[8, 32\]"),
@@ -317,10 +367,12 @@ def test_ragged_codes(dtype, kinds):
     q = normal(10, HEADS, DIM)
     k, v = coded(24, KV_HEADS, DIM, dtype=dtype), coded(24, KV_HEADS, DIM, dtype=dtype)
     options = {"causal": True, "k_descale": descales[0], "v_descale": descales[1]}
-    out, lse = run_varlen(q, k, v, q_lens, kv_lens, **options)
+    slopes = normal(3, HEADS)  # where sequences have factors of their own, these go with them
+    out, lse = run_varlen(q, k, v, q_lens, kv_lens, alibi_slopes=slopes, **options)
     factors = (by_sequence(descale, kv_lens) for descale in descales)
     k, v = (x.double() * factor for x, factor in zip((k, v), factors, strict=True))
-    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, True))
+    biases = documented_biases(slopes, q_lens, kv_lens)
+    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, True, bias=biases))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

@@ -58,19 +58,24 @@ def rows_contiguous(x: AnyTensor) -> AnyTensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _scale_of(
-    function: str, name: str, descale: AnyTensor | None, batch: int, kv_heads: int
-) -> AnyTensor | None:
-    """[batch, kv_heads] as the package has it, or what paged_attention takes for all sequences."""
-    if descale is None or not hasattr(descale, "ndim") or descale.ndim < 2:
-        return descale
-    if list(descale.shape) != [batch, kv_heads]:
+def _is_by_sequence(function: str, name: str, x: Any, batch: int, **heads: int) -> bool:
+    """Whether there are numbers of each sequence and head, and not of heads alone."""
+    if getattr(x, "ndim", 0) < 2:
+        return False
+    ((axis, count),) = heads.items()
+    if list(x.shape) != [batch, count]:
         raise ValueError(
-            f"{function}: {name} must be [batch, kv_heads] = [{batch}, {kv_heads}], "
-            f"got shape {list(descale.shape)}"
+            f"{function}: {name} must be [batch, {axis}] = [{batch}, {count}], "
+            f"got shape {list(x.shape)}"
         )
-    same = batch == 0 or bool((descale == descale[0]).all())
-    return descale[0].contiguous() if same and batch > 0 else descale
+    return True
+
+
+def _scale_of(function: str, name: str, descale: Any, batch: int, kv_heads: int) -> Any:
+    """[batch, kv_heads] as the package has it, or what paged_attention takes for all sequences."""
+    if not _is_by_sequence(function, name, descale, batch, kv_heads=kv_heads) or batch == 0:
+        return descale
+    return descale[0].contiguous() if bool((descale == descale[0]).all()) else descale
 
 
 def attend(
@@ -89,6 +94,7 @@ def attend(
     *,
     k_descale: AnyTensor | None = None,
     v_descale: AnyTensor | None = None,
+    alibi_slopes: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
     """Attention over pages: out [tokens, heads, dim] and LSE [heads, tokens]."""
     need_scales(function, k_pages, k_descale=k_descale, v_descale=v_descale)
@@ -99,15 +105,17 @@ def attend(
         for name, descale in (("k_descale", k_descale), ("v_descale", v_descale))
     ]
     lse = empty(function, q, (q.shape[1], q.shape[0]), "float32")
+    _is_by_sequence(function, "alibi_slopes", alibi_slopes, batch, heads=q.shape[1])
     if any(getattr(scale, "ndim", 0) == 2 for scale in scales):
         out = empty(function, q, (*q.shape[:2], v_pages.shape[-1]))
         end = 0
         for s, q_len in enumerate(q_lens):  # each has scales of its own
             rows, end = slice(end, end + q_len), end + q_len
-            own = [x[s] if getattr(x, "ndim", 0) == 2 else x for x in scales]
+            own = [x[s] if getattr(x, "ndim", 0) == 2 else x for x in (*scales, alibi_slopes)]
             out[rows], lse[:, rows] = attend(
                 function, q[rows], k_pages, v_pages, q_lens[s : s + 1], kv_lens[s : s + 1],
                 block_table[s : s + 1], *options, k_descale=own[0], v_descale=own[1],
+                alibi_slopes=own[2],
             )  # fmt: skip
         return out, lse
     left, right = _window_of(function, window_size)
@@ -122,6 +130,7 @@ def attend(
         v_scale=scales[1],
         scale=default_scale(function, q.shape[2]) if softmax_scale is None else softmax_scale,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
         batch_invariant=batch_invariant,
         lse=lse.T,
         **visibility(left, 0 if causal else right),
@@ -137,8 +146,7 @@ def attend_batch(
     kv_lens: Lengths,
     block_table: Any,
     *options: Any,
-    k_descale: AnyTensor | None = None,
-    v_descale: AnyTensor | None = None,
+    **of_heads: Any,
 ) -> tuple[AnyTensor, AnyTensor]:
     """Attention over pages for queries of equal lengths: out [batch, tokens, heads, dim] and LSE
     [batch, heads, tokens]."""
@@ -146,8 +154,7 @@ def attend_batch(
     q_lens = np.full(batch, tokens)
     rows = rows_contiguous(q).flatten(0, 1)
     out, lse = attend(
-        function, rows, k_pages, v_pages, q_lens, kv_lens, block_table, *options,
-        k_descale=k_descale, v_descale=v_descale,
-    )  # fmt: skip
+        function, rows, k_pages, v_pages, q_lens, kv_lens, block_table, *options, **of_heads
+    )
     lse = lse.view(heads, batch, tokens).transpose(0, 1).contiguous()
     return out.view(batch, tokens, heads, out.shape[-1]), lse

@@ -17,8 +17,7 @@ def _forward(
     k: AnyTensor,
     v: AnyTensor,
     *options: Any,
-    k_descale: AnyTensor | None = None,
-    v_descale: AnyTensor | None = None,
+    **of_heads: Any,
 ) -> tuple[AnyTensor, AnyTensor]:
     check_axes(function, "batch tokens heads dim", q=q, k=k, v=v)
     if not len(q) == len(k) == len(v):
@@ -31,9 +30,7 @@ def _forward(
         k, v = (x.new_empty((0, 1, *x.shape[2:])) for x in (k, v))
     table = np.arange(batch)[:, None]
     lengths = np.full(batch, kv_len)
-    return attend_batch(
-        function, q, k, v, lengths, table, *options, k_descale=k_descale, v_descale=v_descale
-    )
+    return attend_batch(function, q, k, v, lengths, table, *options, **of_heads)
 
 
 def flash_attn_func(
@@ -66,8 +63,10 @@ def flash_attn_func(
         Keys before and after that one; -1 is no bound.
     softcap : float
         Above 0, scores become softcap * tanh(score / softcap).
-    dropout_p, alibi_slopes
-        Must be 0 and None.
+    alibi_slopes : float32 tensor, shape [heads] or [batch, heads], optional
+        Adds -alibi_slopes * |i + kv_tokens - tokens - j| to the score of query i and key j.
+    dropout_p
+        Must be 0.
     deterministic
         About a backward pass; has no meaning here.
     return_attn_probs : bool
@@ -84,7 +83,7 @@ def flash_attn_func(
     Raises
     ------
     TypeError, ValueError
-        For dtypes and shapes that do not fit, dropout and ALiBi.
+        For dtypes and shapes that do not fit, and dropout.
 
     Examples
     --------
@@ -94,10 +93,10 @@ def flash_attn_func(
     torch.Size([1, 2, 4, 16])
     """
     name = "flash_attn_func"
-    check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    check_supported(name, q, k, v, dropout_p=dropout_p)
     out, lse = _forward(
         name, q, k, v, softmax_scale, causal, window_size, softcap,
-        k_descale=k_descale, v_descale=v_descale,
+        k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -120,7 +119,9 @@ def _flash_attn_forward(
     ``return_softmax`` asks for probabilities after dropout, which there is none of.
     """
     name = "_flash_attn_forward"
-    check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    check_supported(name, q, k, v, dropout_p=dropout_p)
     window = (window_size_left, window_size_right)
-    out, lse = _forward(name, q, k, v, softmax_scale, causal, window, softcap)
+    out, lse = _forward(
+        name, q, k, v, softmax_scale, causal, window, softcap, alibi_slopes=alibi_slopes
+    )
     return out, lse, q.new_empty(0), None

@@ -87,12 +87,12 @@ def flash_attn_with_kvcache(
         Tokens in the cache without the new ones; default: all that it has room for.
     cache_batch_idx : int tensor, shape [batch], optional
         The row of the cache that each sequence has; not together with ``block_table``.
-    rotary_cos, rotary_sin, cache_leftpad, alibi_slopes
+    rotary_cos, rotary_sin, cache_leftpad
         Must be None.
     rotary_interleaved
         Has no meaning without ``rotary_cos`` and ``rotary_sin``.
     block_table : int tensor, shape [batch, pages], optional
-    softmax_scale, causal, window_size, softcap
+    softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`.
     return_softmax_lse : bool
         Whether to return the LSE, too.
@@ -122,7 +122,7 @@ def flash_attn_with_kvcache(
     name = "flash_attn_with_kvcache"
     check_supported(
         name, q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes,
+        cache_leftpad=cache_leftpad,
     )  # fmt: skip
     check_axes(name, "batch tokens heads dim", q=q)
     check_axes(name, "num_pages page_size kv_heads dim", k_cache=k_cache, v_cache=v_cache)
@@ -151,6 +151,6 @@ def flash_attn_with_kvcache(
     out, lse = attend_batch(
         name, q, k_cache, v_cache, lengths, table,
         softmax_scale, causal, window_size, softcap, num_splits == 1,
-        k_descale=k_descale, v_descale=v_descale,
+        k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

@@ -35,8 +35,7 @@ def _varlen_forward(
     block_table: AnyTensor | None,
     seqused_k: AnyTensor | None,
     *options: Any,
-    k_descale: AnyTensor | None = None,
-    v_descale: AnyTensor | None = None,
+    **of_heads: Any,
 ) -> tuple[AnyTensor, AnyTensor]:
     check_axes(function, "tokens heads dim", q=q)
     rows = "tokens kv_heads dim" if block_table is None else "num_pages page_size kv_heads dim"
@@ -63,10 +62,7 @@ def _varlen_forward(
         pages = RaggedPages(ends_k[:-1], kv_lens, len(k))
         k, v, table = pages.of(k), pages.of(v), pages.block_tables
     q = rows_contiguous(q)
-    return attend(
-        function, q, k, v, np.diff(ends_q), kv_lens, table, *options,
-        k_descale=k_descale, v_descale=v_descale,
-    )  # fmt: skip
+    return attend(function, q, k, v, np.diff(ends_q), kv_lens, table, *options, **of_heads)
 
 
 def flash_attn_varlen_func(
@@ -103,9 +99,11 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k
         Not needed.
     block_table : int tensor, shape [batch, pages], optional
-    softmax_scale, causal, window_size, softcap, return_attn_probs, k_descale, v_descale
+    softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
         As in `flash_attn_func`.
-    dropout_p, alibi_slopes, deterministic
+    k_descale, v_descale
+        As in `flash_attn_func`.
+    dropout_p, deterministic
         As in `flash_attn_func`, which takes their defaults alone.
 
     Returns
@@ -126,10 +124,11 @@ def flash_attn_varlen_func(
     torch.Size([5, 4, 16])
     """
     name = "flash_attn_varlen_func"
-    check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    check_supported(name, q, k, v, dropout_p=dropout_p)
     out, lse = _varlen_forward(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, None,
-        softmax_scale, causal, window_size, softcap, k_descale=k_descale, v_descale=v_descale,
+        softmax_scale, causal, window_size, softcap,
+        k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -160,11 +159,10 @@ def _flash_attn_varlen_forward(
     ``seqused_k`` [batch]: how many of its keys each sequence has. ``zero_tensors`` has no meaning.
     """
     name = "_flash_attn_varlen_forward"
-    check_supported(
-        name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes, leftpad_k=leftpad_k
-    )
+    check_supported(name, q, k, v, dropout_p=dropout_p, leftpad_k=leftpad_k)
     out, lse = _varlen_forward(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k,
         softmax_scale, causal, (window_size_left, window_size_right), softcap,
+        alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return out, lse, q.new_empty(0), None
