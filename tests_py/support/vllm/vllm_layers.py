@@ -75,13 +75,13 @@ def make_metadata(**options):
     )
 
 
-def make_stock_metadata(dtype="float32", kv_cache_dtype="auto"):
+def make_stock_metadata(dtype="float32", kv_cache_dtype="auto", causal=True):
     """Make metadata for vLLM's own kernels."""
-    metadata = make_metadata()
+    metadata = make_metadata(causal=causal)
     metadata.scheduler_metadata = cpu_attn.ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(Q_LENS), num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM,
         seq_lens=metadata.seq_lens, dtype=getattr(torch, dtype),
-        query_start_loc=metadata.query_start_loc, causal=True, sliding_window_size=-1,
+        query_start_loc=metadata.query_start_loc, causal=causal, sliding_window_size=-1,
         isa=LAYER.isa, enable_kv_split=True, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     return metadata

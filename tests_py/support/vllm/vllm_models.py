@@ -28,9 +28,17 @@ _YARN |= {"factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale
 _WINDOW = {"sliding_window": 48}
 _GEMMA3 = {"query_pre_attn_scalar": 64, "tie_word_embeddings": True}
 _GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"]}
-# What of attention each adds to the first: softcap, or sinks, and a window on every other layer.
+# What of attention each adds to the first: ALiBi, softcap, sinks, or a window on every other layer.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
+    "bloom": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "n_layer": 2,
+        "n_head": 4,
+        "initializer_range": _INITIALIZER_RANGE,
+        "tie_word_embeddings": True,  # the only way it is built
+    },
     "mistral": {**_DECODER, "num_key_value_heads": 1, "sliding_window": None},
     "qwen3": _DECODER,
     "gemma2": {
@@ -75,6 +83,8 @@ def write_model(
             parameter.data.fill_(6)  # near the largest scores, where they count
         elif kind.startswith("gemma") and "post_" in name:
             parameter.data.fill_(8)  # else a token's own embedding, tied to the output, repeats it
+        elif name.endswith("word_embeddings_layernorm.weight"):  # of Bloom
+            parameter.data.fill_(1 / 32)  # for the same reason
     model.save_pretrained(folder)
     return folder
 

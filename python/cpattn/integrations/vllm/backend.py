@@ -92,6 +92,17 @@ class CpattnMetadata(CPUAttentionMetadata):
             )
         return self.plans[key]
 
+    def biases(self, impl: CpattnImpl) -> dict[str, Any]:
+        """Return ALiBi as vLLM's kernels have it, slope * (key - token) on both sides of a token.
+
+        Before a token that is the negative distance. Behind it, a key's score rises.
+        """
+        slopes = impl.alibi_slopes
+        if slopes is None or (self.causal and not impl.is_encoder):
+            return {"alibi_slopes": slopes}
+        most = max(self.max_query_len, self.max_seq_len)
+        return {"relative_bias": slopes[:, None] * torch.arange(-most, most + 1)}
+
     def _visibility(self, q_lens: Any, kv_lens: Any, sliding_window: int) -> dict[str, Any]:
         """A window counts the token itself; without causality it is as wide on the right."""
         left = sliding_window - 1 if sliding_window > 0 else -1
@@ -161,8 +172,6 @@ class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
 def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
     """Return why a layer is left to vLLM's own kernels, if it is; equal if layers share a cache."""
     config = get_current_vllm_config()
-    if impl.alibi_slopes is not None:
-        return "ALiBi"
     if impl.is_encoder:
         return None  # it has no cache
     own_dtype = str(config.model_config.dtype).removeprefix("torch.")
@@ -238,6 +247,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
             **options,
             scale=self.scale,
             softcap=self.logits_soft_cap,
+            **attn_metadata.biases(self),
             sinks=None if self.sinks is None else self.sinks.float(),
             out=output[:rows],
         )
