@@ -33,7 +33,7 @@ from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
 from .._ragged import RaggedPages
 from .._torch_threads import follow_torch_threads
-from .._visibility import Lengths, visibility
+from .._visibility import visibility
 from .cache import CODES, PagedCache
 
 logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
@@ -88,7 +88,7 @@ class CpattnMetadata(CPUAttentionMetadata):
                 num_heads=impl.num_heads,
                 num_kv_heads=impl.num_kv_heads,
                 head_dim=impl.head_size,
-                **self._visibility(q_lens, kv_lens, impl.sliding_window),
+                **self._visibility(impl.sliding_window),
             )
         return self.plans[key]
 
@@ -103,31 +103,13 @@ class CpattnMetadata(CPUAttentionMetadata):
         most = max(self.max_query_len, self.max_seq_len)
         return {"relative_bias": slopes[:, None] * torch.arange(-most, most + 1)}
 
-    def _visibility(self, q_lens: Any, kv_lens: Any, sliding_window: int) -> dict[str, Any]:
+    def _visibility(self, sliding_window: int) -> dict[str, Any]:
         """A window counts the token itself; without causality it is as wide on the right."""
         left = sliding_window - 1 if sliding_window > 0 else -1
         if self.dynamic_causal is None:
             return visibility(left, 0 if self.causal else left)
-        masks = [
-            _band_mask(q_lens[i : i + 1], kv_lens[i : i + 1], left, 0 if causal else left)
-            for i, causal in enumerate(self.dynamic_causal.tolist())
-        ]
-        return {"causal": False, "custom_mask": np.concatenate(masks)}
-
-
-def _band_mask(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> Any:
-    """A bool for each query and key of each sequence, row-major, flat."""
-    masks = [np.zeros(0, bool)]
-    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
-        position = np.arange(kv_len - q_len, kv_len)[:, None]
-        distance = np.arange(kv_len) - position
-        visible = np.ones(distance.shape, bool)
-        if left >= 0:
-            visible &= distance >= -left
-        if right >= 0:
-            visible &= distance <= right
-        masks.append(visible.ravel())
-    return np.concatenate(masks)
+        side = left if left >= 0 else None
+        return {"causal": self.dynamic_causal.bool(), "window": (side, side)}
 
 
 class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
