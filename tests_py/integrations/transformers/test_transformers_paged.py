@@ -173,6 +173,13 @@ def oracle_inputs(
     return inputs | {"sinks": None if sinks is None else sinks.float()}
 
 
+def test_a_mask_of_a_layer_is_refused() -> None:
+    """As Doge makes one: it would say what keys weigh, or that some are hidden."""
+    tensors, options = [torch.zeros(1, 1, 3, 16)] * 3, {"cache": object()}
+    with pytest.raises(ValueError, match="attention_mask must be None in continuous batching"):
+        paged.paged_attention_forward(None, *tensors, torch.zeros(1, 1, 3, 3), **options)
+
+
 def test_use_paged_ends_and_holds_for_batches_alone() -> None:
     model = make_model("llama")
     before = model.config._attn_implementation

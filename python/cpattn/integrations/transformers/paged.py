@@ -144,6 +144,11 @@ def paged_attention_forward(
         options=options,
         unsupported=(*UNSUPPORTED, "block_table", "indices"),
     )  # fmt: skip
+    if attention_mask is not None:  # which no mask function of this name has made
+        raise ValueError(
+            f"{FUNCTION}: attention_mask must be None in continuous batching, where lengths say "
+            "what is visible: a mask or bias that a layer makes is not supported"
+        )
     allocator = cache.layer_to_allocator[module.layer_idx]
     reads, writes = read_index[allocator.index], write_index[allocator.index]
     lengths = cu_seq_lens_k[allocator.layer_type]
