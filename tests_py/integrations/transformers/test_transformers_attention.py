@@ -203,21 +203,36 @@ def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) ->
 HIDDEN = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 COUNTS = ("encoder_layers", "decoder_layers"), ("encoder_ffn_dim", "decoder_ffn_dim")
 HEADS = ("encoder_attention_heads", "decoder_attention_heads")
+BART = dict.fromkeys(COUNTS[0], 2) | dict.fromkeys(COUNTS[1], 96) | dict.fromkeys(HEADS, 4)
+BART |= {"d_model": 64, "vocab_size": 64, "max_position_embeddings": LENGTH, "init_std": 0.15}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": None}
+ENCODERS = {
+    "bert": lambda: transformers.BertConfig(
+        **HIDDEN, num_attention_heads=4, initializer_range=0.15
+    ),
+    "bart": lambda: transformers.BartConfig(**BART),
+    "t5": lambda: transformers.T5Config(**T5),
+    "mt5": lambda: transformers.MT5Config(**T5),
+    "umt5": lambda: transformers.UMT5Config(**T5),
+}
 
 
-@pytest.mark.parametrize("kind", ["encoder", "encoder and decoder"])
-@torch.inference_mode()
-def test_an_encoder_sees_both_sides(kind: str) -> None:
+def make_encoder(name: str, kind: Any = transformers.AutoModel) -> Any:
     torch.manual_seed(3)
-    if kind == "encoder":
-        config = transformers.BertConfig(**HIDDEN, num_attention_heads=4, initializer_range=0.15)
-        model, options = transformers.BertModel(config), {}
-    else:
-        sizes = dict.fromkeys(COUNTS[0], 2) | dict.fromkeys(COUNTS[1], 96) | dict.fromkeys(HEADS, 4)
-        sizes |= {"d_model": 64, "vocab_size": 64, "max_position_embeddings": LENGTH}
-        model, options = transformers.BartModel(transformers.BartConfig(**sizes, init_std=0.15)), {}
+    model = kind.from_config(ENCODERS[name]()).eval()
+    for parameter, value in model.named_parameters():
+        if "relative_attention_bias" in parameter:  # by default it hardly matters
+            torch.nn.init.normal_(value)
+    return model
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@torch.inference_mode()
+def test_an_encoder_sees_both_sides(name: str) -> None:
+    model, options = make_encoder(name), {}
+    if model.config.is_encoder_decoder:
         options["decoder_input_ids"] = make_tokens(3, 7)
-    model.eval()
     mask = left_padded().flip(1)
     seen = slice(None) if options else mask.bool()
 
@@ -227,6 +242,22 @@ def test_an_encoder_sees_both_sides(kind: str) -> None:
         return torch.cat([x.last_hidden_state[seen] for x in found])
 
     assert_logits_close(states("cpattn"), states("eager"))
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["t5", "mt5", "umt5"])
+def test_position_biases_of_decoders(name: str, cache: str | None) -> None:
+    """The prompts of encoder and decoder are padded; then come tokens one by one."""
+    model, given = make_encoder(name, transformers.AutoModelForSeq2SeqLM), left_padded()
+    start = (torch.arange(9) >= torch.tensor([0, 3, 5])[:, None]).long()
+    options = {"attention_mask": given, "cache_implementation": cache, "disable_compile": True}
+    options |= {"decoder_input_ids": make_tokens(3, 9, seed=6), "decoder_attention_mask": start}
+    expected, actual = (
+        generate(model, implementation, make_tokens(*given.shape), 12, **options)
+        for implementation in ("eager", "cpattn")
+    )
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert_logits_close(torch.stack(actual.logits), torch.stack(expected.logits))
 
 
 def mask_of(band: masks.Band, queries: int, keys: int) -> np.ndarray:

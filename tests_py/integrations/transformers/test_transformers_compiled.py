@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.export import Dim  # noqa: E402
-from transformers import AutoModel, BertConfig, BertModel, BloomConfig  # noqa: E402
+from transformers import AutoModel, BertConfig, BertModel, BloomConfig, T5Config, T5EncoderModel  # noqa: E402
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import masks  # noqa: E402
@@ -90,7 +90,7 @@ def assert_compiled_alike(model: Any, backend: Any = "aot_eager", **options: Any
 
 def test_masks_are_numbers_in_a_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the layers would go through a byte for each query and key."""
-    monkeypatch.setattr(masks, "as_bool", None)
+    monkeypatch.setattr(masks, "visible_keys", None)
     for name in ("llama", "qwen3"):  # without and with windows
         assert_compiled_alike(model_of(name), attention_mask=PADDED)
 
@@ -100,6 +100,17 @@ def test_a_mask_with_gaps_is_used_as_it_is() -> None:
     gaps[:, 10:13] = 0
     compiled, expected = assert_compiled_alike(model, attention_mask=gaps)
     assert not torch.equal(compiled(TOKENS, attention_mask=PADDED).logits, expected)
+
+
+def test_position_biases_in_a_graph() -> None:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(1)
+    model = T5EncoderModel(T5Config(**sizes, vocab_size=64)).eval()
+    torch.nn.init.normal_(
+        model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    )
+    model.set_attn_implementation("cpattn")
+    assert_compiled_alike(model, attention_mask=PADDED)
 
 
 def test_one_graph_for_all_lengths() -> None:

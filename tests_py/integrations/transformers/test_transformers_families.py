@@ -40,9 +40,12 @@ def test_outcomes_of_single_models(calls):
     outcomes = try_model("deepseek_v4", calls)
     assert [outcomes[part].word for part in ("prompt", "padding", "generate")] == ["yes"] * 3
     assert try_model("bloom", calls)["prompt"] == Outcome("own")  # it does not ask
-    outcome = try_model("doge", calls)["prompt"]
+    for name in ("doge", "inkling_text"):  # with biases of each head and query
+        outcomes = try_model(name, calls)
+        assert [outcomes[part].word for part in PARTS] == ["yes"] * len(PARTS)
+    outcome = try_model("hy_v4", calls)["prompt"]
     assert outcome.word == "refused"
-    assert "attention_mask must have shape" in outcome.reason
+    assert "s_aux is not supported" in outcome.reason
 
 
 #: Models that compute attention themselves, and what loading them with the name ends in.

@@ -174,7 +174,7 @@ def oracle_inputs(
 
 
 def test_a_mask_of_a_layer_is_refused() -> None:
-    """As Doge makes one: it would say what keys weigh, or that some are hidden."""
+    """Doge makes one: it says what keys weigh, or that some are hidden."""
     tensors, options = [torch.zeros(1, 1, 3, 16)] * 3, {"cache": object()}
     with pytest.raises(ValueError, match="attention_mask must be None in continuous batching"):
         paged.paged_attention_forward(None, *tensors, torch.zeros(1, 1, 3, 3), **options)

@@ -12,21 +12,22 @@ from ..._types import AnyTensor
 from ...attention import default_scale, paged_attention
 from .._torch_library import Operators
 from .._visibility import Lengths
-from .masks import FUNCTION, Band, band_of_bands, visibility
+from .masks import FUNCTION, check_shape, lowest, visibility
 
-#: What changes scores or visible keys, and the kernels do not have: of T5, of callers, of Inkling 2
-#: (one for each query) and of MiniMax-M3 (which then makes no mask for its blocks).
+#: What changes scores or visible keys, and is not read here: of T5 (but by `contiguous_attention`),
+#: of callers, of Inkling 2 (one for each query) and of MiniMax-M3 (which then makes no mask for its
+#: blocks).
 UNSUPPORTED = ("position_bias", "output_attentions", "sinks", "block_indices")
 
 
 def check_supported(
-    *tensors: AnyTensor,
+    *tensors: AnyTensor | None,
     options: dict[str, Any],
     unsupported: tuple[str, ...] = UNSUPPORTED,
     dropout: float = 0.0,
 ) -> None:
     """Raise ValueError for what a model may ask for and the kernels do not have."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError(
             f"{FUNCTION}: inputs must not require gradients, there is no backward pass; run the "
             "model under torch.inference_mode() or torch.no_grad(), train with sdpa"
@@ -104,6 +105,7 @@ def contiguous_attention(
     softcap: float | None = None,
     s_aux: AnyTensor | None = None,
     is_causal: bool | None = None,
+    position_bias: AnyTensor | None = None,
     **options: Any,
 ) -> tuple[AnyTensor, None]:
     """An attention function of transformers on `paged_attention`.
@@ -116,15 +118,19 @@ def contiguous_attention(
     query : float32, float16 or bfloat16 tensor, shape [batch, num_heads, queries, head_dim]
     key, value : tensors of its dtype, shape [batch, num_kv_heads, keys, dim]
         Not repeated for grouped heads; `value` may have another dim.
-    attention_mask : tensor, shape [1 or batch, 1, 1 or queries, keys], optional
+    attention_mask : tensor, shape [1 or batch, 1 or num_heads, 1 or queries, keys], optional
         True, or 0 of a float mask, where a query sees a key; decides alone. None: query i sees
-        keys up to i + keys - queries, `sliding_window` of them, or all if not `is_causal`.
+        keys up to i + keys - queries, `sliding_window` of them, or all if not `is_causal`. Floats
+        that are not all 0 or the lowest number, or that differ between heads, are added to scores,
+        and the lowest number hides a key; bools are the same for all heads.
     scaling : float, default 1/sqrt(head_dim)
     softcap : float, optional
         Scores become softcap * tanh(score / softcap).
     s_aux : tensor, shape [num_heads], optional
         Sinks, as of gpt-oss.
     is_causal : bool, default that of `module`, else True
+    position_bias : float tensor of the shapes of `attention_mask`, optional
+        Added to scores besides the mask, as by T5.
     dropout : float
         Must be 0.
     **options
@@ -136,9 +142,10 @@ def contiguous_attention(
     None
         In place of the weights.
     """
-    check_supported(query, key, value, dropout=dropout, options=options)
-    batch, _heads, queries, head_dim = query.shape
-    keys = key.shape[2]
+    check_supported(
+        query, key, value, attention_mask, position_bias, dropout=dropout, options=options
+    )
+    batch, _heads, _queries, head_dim = query.shape
     if key.shape[0] != batch:  # len() would make it a constant of an exported graph
         raise ValueError(
             f"{FUNCTION}: key must have the batch of query, {batch}, got {key.shape[0]}"
@@ -146,30 +153,37 @@ def contiguous_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = sliding_window - 1 if causal and sliding_window else None
     scale = default_scale(FUNCTION, head_dim) if scaling is None else scaling
-    sinks, cap = float_sinks(s_aux), float(softcap or 0.0)
+    bands, attend = None, _attend
     if torch.compiler.is_compiling():
         bands = getattr(attention_mask, "cpattn_bands", None)
-        compiled: AnyTensor = torch.ops.cpattn_transformers.attend(
-            query, key, value, attention_mask, bands, sinks, scale, causal, window, cap
-        )
-        return compiled, None
-    band, custom_mask = visibility(
-        attention_mask, (batch, queries, keys), causal=causal, window=window
-    )
-    return _attend(query, key, value, band, custom_mask, sinks, scale, cap), None
+        attend = torch.ops.cpattn_transformers.attend
+    attended: AnyTensor = attend(
+        query, key, value, attention_mask, bands, position_bias, float_sinks(s_aux), scale, causal,
+        window, float(softcap or 0.0),
+    )  # fmt: skip
+    return attended, None
 
 
 def _attend(
     query: AnyTensor,
     key: AnyTensor,
     value: AnyTensor,
-    band: Band,
-    custom_mask: AnyTensor | None,
+    mask: AnyTensor | None,
+    bands: AnyTensor | None,
+    position_bias: AnyTensor | None,
     sinks: AnyTensor | None,
     scale: float,
+    causal: bool,
+    window: int | None,
     softcap: float,
 ) -> AnyTensor:
-    batch, _heads, queries, _ = query.shape
+    batch, heads, queries, _ = query.shape
+    shape = batch, heads, queries, key.shape[2]
+    band, custom_mask, mask_bias = visibility(mask, bands, shape, causal=causal, window=window)
+    bias = mask_bias
+    if position_bias is not None:
+        check_shape("position_bias", position_bias, shape)
+        bias = position_bias if mask_bias is None else mask_bias + position_bias
     k_pages, v_pages, table = _pages(dense_rows(key), dense_rows(value), band.starts, band.kv_lens)
     out: Any = paged_attention(
         dense_rows(query).transpose(1, 2).flatten(0, 1),
@@ -184,37 +198,23 @@ def _attend(
         allow_short_kv=True,  # of left padding, whose queries see nothing
         window=band.window,
         softcap=softcap,
+        bias=None if bias is None else _bias_from(bias.detach().expand(shape), band.starts),
         sinks=sinks,
         custom_mask=custom_mask,
     )
     attended: AnyTensor = out.unflatten(0, (batch, queries))
+    if mask_bias is not None:
+        # The lowest numbers take all weight from keys besides others, but not among themselves.
+        blind = mask_bias.amax(-1) <= lowest(mask_bias.dtype)
+        attended.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
     return attended
 
 
-# The same as one operator, which compiled and exported models have in their graph.
-
-
-def _attend_operator(
-    query: AnyTensor,
-    key: AnyTensor,
-    value: AnyTensor,
-    mask: AnyTensor | None,
-    bands: AnyTensor | None,
-    sinks: AnyTensor | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float,
-) -> AnyTensor:
-    shape = len(query), query.shape[2], key.shape[2]
-    band = None
-    if mask is not None and bands is not None and mask.shape == (shape[0], 1, *shape[1:]):
-        band = band_of_bands(bands)
-    if band is not None:
-        custom_mask = None
-    else:
-        band, custom_mask = visibility(mask, shape, causal=causal, window=window)
-    return _attend(query, key, value, band, custom_mask, sinks, scale, softcap)
+def _bias_from(bias: AnyTensor, starts: Lengths) -> AnyTensor | list[AnyTensor]:
+    """A bias [batch, heads, queries, keys] for sequences whose keys begin at `starts`, in place."""
+    if not starts.any():
+        return bias
+    return [x[..., start:] for x, start in zip(bias, starts.tolist(), strict=True)]
 
 
 def _attend_fake(query: AnyTensor, key: AnyTensor, value: AnyTensor, *_: Any) -> AnyTensor:
@@ -224,8 +224,9 @@ def _attend_fake(query: AnyTensor, key: AnyTensor, value: AnyTensor, *_: Any) ->
 
 _operators = Operators("cpattn_transformers")
 _operators.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bands, Tensor? sinks, "
-    "float scale, bool causal, SymInt? window, float softcap) -> Tensor",
-    _attend_operator,
+    "attend(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bands, "
+    "Tensor? position_bias, Tensor? sinks, float scale, bool causal, SymInt? window, "
+    "float softcap) -> Tensor",
+    _attend,
     _attend_fake,
 )

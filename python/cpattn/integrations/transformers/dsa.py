@@ -67,7 +67,7 @@ def dsa_attention(
         dense = mla_attention if keeps_latents(module) else contiguous_attention
         return dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     shape = *indices.shape[:2], key.shape[2]
-    visible = as_bool(attention_mask, shape).view(shape)
+    visible = as_bool(attention_mask, shape)
     visible = visible.gather(-1, indices.clamp(min=0).long()) & (indices >= 0)
     attend = _attend_latents if keeps_latents(module) else _attend_heads
     return attend(module, query, key, value, scaling, indices, visible), None
@@ -213,7 +213,7 @@ def _choose(
     # The order does not depend on the positive factors of the scores.
     weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float()
     shape = batch, queries, keys
-    begin, end = visible_ranges(as_bool(attention_mask.unsqueeze(1), shape).view(shape))
+    begin, end = visible_ranges(as_bool(attention_mask.unsqueeze(1), shape))
     first = keys * torch.arange(batch)[:, None]
     dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
     chosen = indexer_topk(

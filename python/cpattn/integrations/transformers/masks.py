@@ -209,49 +209,79 @@ def _all_tokens(attention_mask: AnyTensor, begin: int, end: int) -> bool:
     return tokens.shape[1] == end - begin and bool(tokens.all())
 
 
-def as_bool(mask: AnyTensor, shape: tuple[int, int, int]) -> AnyTensor:
-    """A mask of any origin as bool [batch, queries, keys], flat; one row may be for all queries.
+def lowest(dtype: torch.dtype) -> float:
+    """The number at and below which one of a float mask hides a key.
 
-    ValueError for what is no mask: per-head ones, another shape, and numbers that are a bias.
+    Half the lowest finite one, which transformers writes and which other numbers were added to.
     """
-    batch, queries, keys = shape
-    if mask.ndim != 4 or any(
-        n not in allowed
-        for n, allowed in zip(mask.shape, ((1, batch), (1,), (1, queries), (keys,)), strict=True)
+    return torch.finfo(dtype).min / 2
+
+
+def check_shape(name: str, x: AnyTensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless x has this shape, but for axes of length 1 in front of the last."""
+    if (
+        x.ndim != 4
+        or x.shape[3] != shape[3]
+        or any(n not in (1, size) for n, size in zip(x.shape, shape, strict=True))
     ):
-        raise ValueError(
-            f"{FUNCTION}: attention_mask must have shape {[batch, 1, queries, keys]}, got "
-            f"{list(mask.shape)}"
-        )
-    if mask.dtype != torch.bool:
-        visible = mask == 0
-        if not mask.is_floating_point() or not torch.all(
-            visible | (mask <= torch.finfo(mask.dtype).min / 2)
-        ):
+        raise ValueError(f"{FUNCTION}: {name} must have shape {list(shape)}, got {list(x.shape)}")
+
+
+def visible_keys(mask: AnyTensor, shape: tuple[int, int, int, int]) -> AnyTensor | None:
+    """Return where a mask [batch, heads, queries, keys] shows keys, or None if it is a bias.
+
+    Numbers are a mask if they are 0 for visible keys and the lowest ones for others. Those of
+    several heads are a bias, whatever they are.
+    """
+    if not mask.is_floating_point():
+        check_shape("attention_mask", mask, (shape[0], 1, *shape[2:]))
+        if mask.dtype != torch.bool:
             raise ValueError(
-                f"{FUNCTION}: attention_mask must be bool, or a float that is 0 for a visible key "
-                f"and the lowest number for others: a bias is not supported; got {mask.dtype}"
+                f"{FUNCTION}: attention_mask must be bool or a float, got {mask.dtype}"
             )
-        mask = visible
-    return mask[:, 0].expand(shape).flatten()
+        return mask
+    check_shape("attention_mask", mask, shape)
+    if mask.shape[1] > 1:
+        return None
+    visible = mask == 0
+    return visible if torch.all(visible | (mask <= lowest(mask.dtype))) else None
+
+
+def as_bool(mask: AnyTensor, shape: tuple[int, int, int]) -> AnyTensor:
+    """A mask of any origin as bool [batch, queries, keys]; ValueError for what is a bias."""
+    batch, queries, keys = shape
+    visible = visible_keys(mask, (batch, 1, queries, keys))
+    if visible is None:
+        raise ValueError(
+            f"{FUNCTION}: attention_mask must be bool, or a float that is 0 for a visible key and "
+            "the lowest number for others: sparse attention has no bias"
+        )
+    return visible[:, 0].expand(shape)
 
 
 def visibility(
     mask: AnyTensor | None,
-    shape: tuple[int, int, int],
+    bands: AnyTensor | None,
+    shape: tuple[int, int, int, int],
     *,
     causal: bool,
     window: int | None,
-) -> tuple[Band, AnyTensor | None]:
-    """Return what the queries see: a band, and, if needed, a flat mask [batch, queries, keys].
+) -> tuple[Band, AnyTensor | None, AnyTensor | None]:
+    """Return what the queries see: a band, and, if needed, a flat mask, or a mask that is a bias.
 
-    `causal` and `window` apply only without a mask; a mask decides alone.
+    `causal` and `window` apply only without a mask; a mask decides alone, by its `bands_of` if they
+    are given. The flat one is [batch, queries, keys].
     """
-    batch, queries, keys = shape
+    batch, _heads, queries, keys = shape
     starts, kv_lens = np.zeros(batch, np.int64), np.full(batch, keys)
     if mask is None:
-        return Band(starts, kv_lens, causal, None if window is None else (window, 0)), None
-    band: Band | None = getattr(mask, "cpattn_band", None)
-    if band is not None and mask.shape == (batch, 1, queries, keys):
-        return band, None
-    return Band(starts, kv_lens, False), as_bool(mask, shape)
+        return Band(starts, kv_lens, causal, None if window is None else (window, 0)), None, None
+    if mask.shape == (batch, 1, queries, keys):
+        found: Any = getattr(mask, "cpattn_band", None) if bands is None else band_of_bands(bands)
+        if found is not None:
+            return found, None, None
+    everything = Band(starts, kv_lens, False)
+    visible = visible_keys(mask, shape)
+    if visible is None:
+        return everything, None, mask
+    return everything, visible[:, 0].expand(batch, queries, keys).flatten(), None
