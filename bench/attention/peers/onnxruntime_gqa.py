@@ -7,6 +7,7 @@ It has no bfloat16 on the CPU: such workloads run in float32, prepared so.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import onnxruntime as ort
 import torch
@@ -53,7 +54,9 @@ def _session(work: Workload, dtype: torch.dtype, num_threads: int) -> ort.Infere
         local_window_size=-1 if work.window is None else work.window + 1,
     )
     rows = {"query": heads, "key": kv_heads, "value": kv_heads, "out": heads}
-    info = {name: (kind, ["batch", "new", count * dim]) for name, count in rows.items()}
+    info: dict[str, tuple[Any, list[str | int | None]]] = {
+        name: (kind, ["batch", "new", count * dim]) for name, count in rows.items()
+    }
     for name in ("past_key", "past_value", "present_key", "present_value"):
         info[name] = (kind, ["batch", kv_heads, "length", dim])
     info |= {"last": (TensorProto.INT32, ["batch"]), "total": (TensorProto.INT32, [1])}

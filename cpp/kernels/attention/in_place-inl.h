@@ -11,7 +11,6 @@
 #include "kernels/attention/in_place_workspace-inl.h"
 #include "kernels/engines/unpacked-inl.h"
 #include "kernels/rows/row_factors-inl.h"
-#include "kernels/softmax/hidden_keys-inl.h"
 #include "kernels/softmax/results-inl.h"
 #include "kernels/softmax/score_bias-inl.h"
 
@@ -189,7 +188,6 @@ class InPlaceLoop {
     }
     const float scale = scale_of_head(tile_, head);
     const float factor = scale_in_softmax(tile_, head) * kLog2E;
-    const bool biased = has_bias(tile_);
     const int padded = round_up(n, kKeyGranule);
     for (int i = 0; i < head_rows_; ++i) {
       const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
@@ -198,15 +196,7 @@ class InPlaceLoop {
       if (kCodes && has_factors(tile_.k_row_factors)) {
         multiply_row(scores, k_factors, 0, padded);
       }
-      if (tile_.softcap > 0) apply_softcap(scores, 0, padded, scale, tile_.softcap);
-      const int64_t token = i / tile_.group;
-      if (biased) {
-        bias_scores(
-            tile_, scores, token, head * tile_.group + i % tile_.group, first, 0, padded,
-            tile_.softcap > 0 ? 1.0F : scale
-        );
-      }
-      hide_keys(tile_, scores, token, first, 0, padded);
+      finish_scores(tile_, scores, head, i, scale, first, 0, padded, /*all_visible=*/false);
       softmax_row<kExp2Degree>(
           scores, probabilities, 0, padded, factor, work_.states[slot],
           work_.output + slot * v_dim_, v_dim_
@@ -346,7 +336,7 @@ class InPlaceLoop {
     }
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;
-    if (all_visible) {
+    if (all_visible || (bias_may_hide(tile_) && all_have_weight(slot, key, count))) {
       for (int i = 0; i < count; ++i) values[i] = value_row(head, key + i, i);
       add_values(slot, head_rows_, values, key, count);
       return;
@@ -361,6 +351,17 @@ class InPlaceLoop {
       }
       add_values(slot + row, rows, values, key, count);
     }
+  }
+
+  /// Whether each row of the head at `slot` gives weight to each of `count` keys, so that it sees
+  /// it.
+  [[gnu::noinline]] bool all_have_weight(int64_t slot, int key, int count) const {
+    bool all = true;
+    for (int row = 0; row < head_rows_; ++row) {
+      const Operand* p = work_.probabilities + (slot + row) * kInPlaceKeys + key;
+      for (int i = 0; i < count; ++i) all &= Engine::probability(p + i) != 0;
+    }
+    return all;
   }
 
   /// The value of key `key` of the block, the i-th of those that are added together.

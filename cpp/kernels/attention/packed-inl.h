@@ -9,7 +9,6 @@
 // Blocks and chunks start at multiples of their length from key 0, whatever part of a
 // sequence is asked for, so a row's result does not depend on its neighbours.
 #include "kernels/attention/key_block-inl.h"
-#include "kernels/softmax/hidden_keys-inl.h"
 #include "kernels/softmax/results-inl.h"
 #include "kernels/softmax/score_bias-inl.h"
 #include "kernels/softmax/softmax-inl.h"
@@ -208,22 +207,13 @@ class PackedLoop {
         tile_.mask == nullptr && seen_first.end - first >= end && seen_last.begin - first <= begin;
     const float scale = scale_of_head(tile_, head_);
     const float factor = scale_in_softmax(tile_, head_) * kLog2E;
-    const bool biased = has_bias(tile_);
     const float* key_factors = block_.k_factors();
     const int64_t head_row = int64_t{head_} * head_rows_ + row;
     float* output = work_.output + head_row * v_dim_;
     for (int i = 0; i < count; ++i) {
       float* scores = work_.scores + int64_t{i} * kMaxChunkKeys;
       if (key_factors != nullptr) multiply_row(scores, key_factors + chunk, begin, end);
-      if (tile_.softcap > 0) apply_softcap(scores, begin, end, scale, tile_.softcap);
-      const int64_t token = (row + i) / tile_.group;
-      if (biased) {
-        bias_scores(
-            tile_, scores, token, head_of(row + i), first, begin, end,
-            tile_.softcap > 0 ? 1.0F : scale
-        );
-      }
-      if (!all_visible) hide_keys(tile_, scores, token, first, begin, end);
+      finish_scores(tile_, scores, head_, row + i, scale, first, begin, end, all_visible);
       softmax_row<kExp2Degree>(
           scores, work_.probabilities + int64_t{i} * kMaxChunkKeys, begin, end, factor,
           work_.states[head_row + i], output + int64_t{i} * v_dim_, v_dim_

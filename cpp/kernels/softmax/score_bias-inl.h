@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Biases of scores: numbers in memory, slopes over distance (ALiBi), tables over distance (T5).
-// Needs the vector layer included first.
-#include "kernels/rows/visibility-inl.h"
+// Scores on their way to softmax, and their biases: numbers in memory, slopes over distance
+// (ALiBi), tables over distance (T5). Needs the vector layer included first.
+#include "kernels/softmax/hidden_keys-inl.h"
+#include "kernels/softmax/softmax-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -95,8 +96,34 @@ inline void add_biases(
   }
 }
 
-/// Whether a row sees a key: bias, window and mask let it.
-inline bool sees(const AttentionTile& tile, int64_t token, int64_t head, int64_t key) {
+/// Applies softcap, bias, window and mask to a row's scores of keys first + begin to first + end.
+/// `row` is of KV head `head`, whose factor of scores is `scale`.
+inline void finish_scores(
+    const AttentionTile& tile,
+    float* scores,
+    int64_t head,
+    int64_t row,
+    float scale,
+    int64_t first,
+    int begin,
+    int end,
+    bool all_visible
+) {
+  if (tile.softcap > 0) apply_softcap(scores, begin, end, scale, tile.softcap);
+  const int64_t token = row / tile.group;
+  if (has_bias(tile)) {
+    const int64_t query_head = head * tile.group + row % tile.group;
+    const float factor = tile.softcap > 0 ? 1.0F : scale;
+    bias_scores(tile, scores, token, query_head, first, begin, end, factor);
+  }
+  if (!all_visible) hide_keys(tile, scores, token, first, begin, end);
+}
+
+/// Whether a row sees a key: bias, window and mask let it. On its own, as it is rarely asked in
+/// loops that registers are short in.
+[[gnu::noinline]] inline bool sees(
+    const AttentionTile& tile, int64_t token, int64_t head, int64_t key
+) {
   if (!sees(tile, token, key)) return false;
   const TileBias& bias = tile.bias;
   const float hidden = -__builtin_inff();
