@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,19 @@ def answers(request, tmp_path_factory):
 def test_layer_is_that_of_the_oracle_by_every_way(answers, run):
     """One call that writes is right, and cached keys sent a layer ahead are, too."""
     assert_layer(answers, run)
+
+
+def test_biases_over_whole_pools_are_those_without_a_group(world):
+    cp = ContextParallel(world, page_size=worker.PAGE)
+    plan = cp.plan(worker.EXTENDS, worker.LENGTHS, block_tables=worker.TABLES)
+    q, (k, v, _) = worker.LAYERS["plain"].q, worker.LAYERS["plain"].caches
+    table = worker.tensors(5, (worker.HEADS, 33))[0]
+    options = {"alibi_slopes": table[:, 0].abs(), "relative_bias": table}
+    options["bias"] = worker.tensors(6, (1, 1, max(worker.EXTENDS), max(worker.LENGTHS)))[0]
+    rows = torch.from_numpy(plan.metadata.local_q_indices.astype(np.int64))
+    found = cp.attend(plan, q[rows], k, v, **options)
+    sizes = worker.SIZES | {"batch_invariant": True}
+    assert torch.equal(found, cpattn.paged_attention(q, k, v, **sizes, **options)[rows])
 
 
 def test_sparse_layers_over_whole_pools_are_those_without_a_group(world):

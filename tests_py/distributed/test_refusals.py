@@ -85,6 +85,7 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("attend", {"q_rope": z(10, 4, 16), "k_rope": z(32, 2, 16)}, ROWS),
     ("attend", {"window": -1}, "paged_attention: window"),
     ("attend", {"sinks": z(3)}, "paged_attention: sinks"),
+    ("attend", {"alibi_slopes": z(4)}, "alibi_slopes needs pools that are whole on each rank"),
     ("attend", {"q_local": z(10, 4, 32).bfloat16()}, "paged_attention: k_cache must be bfloat16"),
     *(
         ("attend", CODES | SCALES | {"cp": {"exchange": x}}, "need the exchange pass_q, got")

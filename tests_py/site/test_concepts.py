@@ -33,7 +33,11 @@ def text_of(page):
 
 
 @pytest.mark.parametrize(
-    "page", [*(page for page in PAGES if page not in WITHOUT_CODE), "../how_to/kv_8bit"]
+    "page",
+    [
+        *(page for page in PAGES if page not in WITHOUT_CODE),
+        *("../how_to/kv_8bit", "../how_to/attention_options"),
+    ],
 )
 def test_code_prints_what_the_page_shows(page):
     names, text = {}, text_of(page)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._types import Window
+from .._types import ScoreBias, Window
 from ..context_parallel.attention import do_cp_attn_fia
 from ..profiling.calls import announced
 from ..sparse.cp_attention import cp_sparse_mla
@@ -41,6 +41,9 @@ class RankAttention(HostCalls):
         causal: bool = True,
         window: Window = None,
         softcap: float = 0.0,
+        bias: ScoreBias = None,
+        alibi_slopes: torch.Tensor | None = None,
+        relative_bias: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
@@ -84,6 +87,9 @@ class RankAttention(HostCalls):
             Keys around a token's own that it sees, as in `cpattn.paged_attention`.
         softcap : float
             0 for none, else from 1e-37 to 1e37.
+        bias, alibi_slopes, relative_bias : optional
+            Added to scores, as in `cpattn.do_cp_attn_fia`; for pools that are whole on each rank,
+            without `k_local`.
         sinks : tensor [num_heads], float32, optional
             One logit per head that takes weight but has no value: once, whatever the ranks.
         q_rope, k_rope : tensors [>= num_local_rows, num_heads, rope_dim], as `k_cache`, optional
@@ -129,7 +135,15 @@ class RankAttention(HostCalls):
         )
         if prefetched is not None and not isinstance(plan, ShardedPlan):
             raise ValueError("ContextParallel.attend: prefetched needs a plan of sharded pools")
+        biases: dict[str, Any] = {"bias": bias, "alibi_slopes": alibi_slopes}
+        biases["relative_bias"] = relative_bias
         if isinstance(plan, ShardedPlan) or k_local is not None or v_local is not None:
+            for name, given in biases.items():
+                if given is not None:
+                    raise ValueError(
+                        f"ContextParallel.attend: {name} needs pools that are whole on each rank, "
+                        "and new keys written by write_kv: parts of the keys and heads have none"
+                    )
             arguments = LayerArguments(
                 q_local, k_cache, v_cache, k_local, v_local, q_rope, k_rope, v_head_dim, out,
                 return_lse,
@@ -160,6 +174,7 @@ class RankAttention(HostCalls):
             causal=causal,
             window=window,
             softcap=softcap,
+            **biases,
             sinks=sinks,
             packed_custom_mask=plan.packed_custom_mask,
             q_rope=None if q_rope is None else flat_rows(q_rope),
