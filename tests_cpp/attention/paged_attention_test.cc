@@ -25,6 +25,7 @@ struct Case {
   bool causal = true;
   std::optional<KeyWindow> window = std::nullopt;
   double softcap = 0;
+  bool biased = false;  // by numbers, slopes and a table
 };
 
 /// float32 through the kernels against the float64 oracle.
@@ -47,6 +48,14 @@ class Attention {
     k_ = random_floats(num_pages_ * c.page_size * c.shape.num_kv_heads * c.shape.head_dim, 2);
     v_ = random_floats(num_pages_ * c.page_size * c.shape.num_kv_heads * c.shape.v_head_dim, 3);
     poison_unused_slots();
+    if (!c.biased) return;
+    most_queries_ = *std::max_element(c.q_lens.begin(), c.q_lens.end());
+    most_keys_ = *std::max_element(c.kv_lens.begin(), c.kv_lens.end());
+    numbers_ = random_floats(batch * c.shape.num_heads * most_queries_ * most_keys_, 4);
+    for (std::size_t i = 0; i < numbers_.size(); i += 5) numbers_[i] = kHidden;
+    slopes_ = random_floats(c.shape.num_heads, 5);
+    for (float& slope : slopes_) slope /= 16;
+    table_ = random_floats(c.shape.num_heads * kTableColumns, 6);
   }
 
   /// With `chunk`, every sequence's queries go in segments of at most that many.
@@ -72,6 +81,7 @@ class Attention {
         .v = paged_cache("test", "v", v_view(), KVAxisOrder::nhd, std::nullopt),
         .scale = scale(),
         .softcap = case_.softcap,
+        .bias = bias(),
         .out = view(out, DType::float32, {rows_, s.num_heads, s.v_head_dim}),
         .lse = view(lse, DType::float32, {rows_, s.num_heads}),
     };
@@ -86,6 +96,7 @@ class Attention {
     const AttentionShape& s = case_.shape;
     std::vector<double> out(rows_ * s.num_heads * s.v_head_dim);
     lse.resize(rows_ * s.num_heads);
+    const ScoreBias biases = bias();
     reference::paged_attention(
         {.q = q_view(),
          .k_cache = k_view(),
@@ -97,7 +108,10 @@ class Attention {
          .scale = scale(),
          .causal = case_.causal,
          .window = case_.window,
-         .softcap = case_.softcap},
+         .softcap = case_.softcap,
+         .bias = biases.numbers,
+         .alibi_slopes = biases.alibi_slopes,
+         .relative_bias = biases.relative},
         view(out, DType::float64, {rows_, s.num_heads, s.v_head_dim}),
         view(lse, DType::float64, {rows_, s.num_heads})
     );
@@ -118,6 +132,17 @@ class Attention {
     const int64_t v_row = case_.shape.num_kv_heads * case_.shape.v_head_dim;
     std::fill_n(k_.begin() + slot * k_row, k_row, value);
     std::fill_n(v_.begin() + slot * v_row, v_row, value);
+  }
+
+  ScoreBias bias() {
+    if (!case_.biased) return {};
+    const auto batch = static_cast<int64_t>(case_.q_lens.size());
+    const int64_t heads = case_.shape.num_heads;
+    return {
+        .numbers = {view(numbers_, DType::float32, {batch, heads, most_queries_, most_keys_})},
+        .alibi_slopes = view(slopes_, DType::float32, {heads}),
+        .relative = view(table_, DType::float32, {heads, kTableColumns}),
+    };
   }
 
   double scale() const { return 1 / std::sqrt(static_cast<double>(case_.shape.head_dim)); }
@@ -155,6 +180,7 @@ class Attention {
         piece.q_begin += begin;
         piece.q_len = std::min(chunk, segment.q_len - begin);
         piece.first_position += begin;
+        piece.first_token += begin;
         piece.kv_len = piece.first_position + piece.q_len;  // what a chunk step would see
         pieces.push_back(piece);
       }
@@ -180,15 +206,19 @@ class Attention {
   int64_t rows_, columns_, num_pages_;
   std::vector<int32_t> blocks_;
   std::vector<float> q_, k_, v_;
+  static constexpr float kHidden = -std::numeric_limits<float>::infinity();
+  static constexpr int64_t kTableColumns = 41;
+  int64_t most_queries_ = 0, most_keys_ = 0;
+  std::vector<float> numbers_, slopes_, table_;
 };
 
 class PagedAttention : public testing::EveryIsa {
  protected:
-  static void expect_matches_oracle(const Case& c) {
+  static void expect_matches_oracle(const Case& c, bool batch_invariant = true) {
     Attention attention(c);
     std::vector<float> lse;
     std::vector<double> expected_lse;
-    const std::vector<float> out = attention.run(lse, 2);
+    const std::vector<float> out = attention.run(lse, 2, 1 << 30, batch_invariant);
     const std::vector<double> expected = attention.expected(expected_lse);
     // Scores are sums of head_dim products of unit normals, so their rounding
     // errors, and those of the weighted values, stay within some tens of eps.
@@ -253,6 +283,18 @@ TEST_P(PagedAttention, WindowsSoftcapAndNoMask) {
   expect_matches_oracle({{2, 1, 32, 32}, 16, {64, 3}, {100, 5}, false});
 }
 
+TEST_P(PagedAttention, Biases) {
+  for (bool batch_invariant : {false, true}) {
+    for (double softcap : {0.0, 2.5}) {
+      const Case causal{{4, 2, 32, 32}, 16, {64, 1, 3}, {300, 130, 3}, true, {}, softcap, true};
+      expect_matches_oracle(causal, batch_invariant);
+    }
+    const KeyWindow window{.left = 40, .right = 7};
+    const Case windowed{{4, 1, 32, 32}, 16, {9, 1}, {70, 200}, false, window, 0, true};
+    expect_matches_oracle(windowed, batch_invariant);
+  }
+}
+
 TEST_P(PagedAttention, HiddenKeysNeverMatter) {
   // Each new token's key and value are NaN or infinite from some position on:
   // rows before it must not notice, rows behind it must.
@@ -282,7 +324,8 @@ TEST_P(PagedAttention, BitsDoNotDependOnThreads) {
 TEST_P(PagedAttention, BitsDoNotDependOnChunking) {
   for (const std::optional<int64_t> left :
        {std::optional<int64_t>(), std::optional<int64_t>(100)}) {
-    Attention attention({{4, 2, 64, 64}, 16, {300, 40}, {700, 40}, true, {{left, {}}}});
+    const bool biased = left.has_value();
+    Attention attention({{4, 2, 64, 64}, 16, {300, 40}, {700, 40}, true, {{left, {}}}, 0, biased});
     std::vector<float> lse, chunked_lse;
     const auto whole = attention.run(lse, 1);
     for (int64_t chunk : {1, 7, 64, 299}) {
