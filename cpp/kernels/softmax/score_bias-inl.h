@@ -31,13 +31,12 @@ inline void add_numbers(
   const auto add_of = [&]<class T>(const T* numbers) {
     add_numbers(numbers + offset, bias.key_stride, n, sums);
   };
-  switch (bias.type) {
-    case kFloat32:
-      return add_of(static_cast<const float*>(bias.numbers));
-    case kFloat16:
-      return add_of(static_cast<const Half*>(bias.numbers));
-    default:
-      return add_of(static_cast<const Bfloat16*>(bias.numbers));
+  if (bias.type == kFloat32) {
+    add_of(static_cast<const float*>(bias.numbers));
+  } else if (bias.type == kFloat16) {
+    add_of(static_cast<const Half*>(bias.numbers));
+  } else {
+    add_of(static_cast<const Bfloat16*>(bias.numbers));
   }
 }
 
