@@ -10,9 +10,12 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cpattn import _core
-from cpattn.kv import write_pages
+from cpattn.kv import move_rows, write_pages
+from support.examples import examples
 from support.pairwise import pairwise
 
 PAGES, PAGE_SIZE, HEADS, K_DIM, V_DIM = 7, 16, 3, 32, 48
@@ -126,3 +129,54 @@ def test_slots_without_pages():
     for slots, rows in ((k_slots, k), (v_slots, v)):
         np.testing.assert_array_equal(slots[[8, 0, 3]], rows[[0, 2, 3]])
         assert np.count_nonzero(slots.any(axis=(1, 2))) == 3
+
+
+@pytest.mark.parametrize("kv_layout", [*LAYOUTS])
+@given(
+    pairs=st.lists(st.tuples(*[st.integers(-1, PAGES * PAGE_SIZE - 1)] * 2), max_size=40),
+    crowded=st.booleans(),
+)
+@settings(max_examples=examples(60), deadline=None)
+def test_rows_move_all_at_once(pairs, crowded, kv_layout):
+    """Chains, cycles and rows that go to several slots: as if all had been read first."""
+    if crowded:  # few slots, so that nearly all moves depend on others
+        pairs = [(source % 8, target % 8) for source, target in pairs]
+    pairs = [*{target: (source, target) for source, target in pairs}.values()]
+    sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
+    caches, expected = [], []
+    for dtype, dim in (("float32", K_DIM), ("float8_e5m2", V_DIM)):
+        pages = make_pages(dtype, dim)
+        pages[...] = np.random.default_rng(dim).standard_normal(pages.shape).astype(pages.dtype)
+        rows = pages.swapaxes(1, 2).reshape(PAGES * PAGE_SIZE, HEADS, dim)
+        moved = rows.copy()
+        for source, target in pairs:
+            if min(source, target) >= 0:
+                moved[target] = rows[source]
+        caches.append(pages)
+        expected.append(moved)
+    move_rows(sources, targets, [LAYOUTS[kv_layout](x) for x in caches], kv_layout=kv_layout)
+    for pages, moved in zip(caches, expected, strict=True):
+        found = pages.swapaxes(1, 2).reshape(moved.shape)
+        assert np.array_equal(found.view(np.uint8), moved.view(np.uint8))
+
+
+CACHE = np.zeros((4, 1, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sources": [4]}, r"sources must be in \[-1, 4\), got 4 at index 0"),
+        ({"targets": [-2]}, r"targets must be in \[-1, 4\), got -2 at index 0"),
+        ({"sources": [0, 1]}, "sources and targets must have the same length, got 2 and 1"),
+        ({"sources": [0, 1], "targets": [2, 2]}, "targets must differ, got 2 again at index 1"),
+        ({"caches": [CACHE, CACHE]}, r"caches\[1\] must not be caches\[0\] again"),
+        ({"caches": [CACHE, CACHE[:2].copy()]}, r"sources must be in \[-1, 2\), got 3"),
+        ({"caches": [CACHE[0]]}, r"caches\[0\] must have 4 dimensions"),
+    ],
+)
+def test_moves_that_cannot_be_are_refused(changes, message):
+    arguments = {"sources": [3], "targets": [2], "caches": [CACHE]} | changes
+    with pytest.raises(ValueError, match=f"^move_rows: {message}"):
+        move_rows(**arguments)
+    assert not CACHE.any()

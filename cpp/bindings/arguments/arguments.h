@@ -149,7 +149,9 @@ class Arguments {
 /// The tensors of a list or tuple, which are kept alive: another thread may change a list.
 class TensorListArgument {
  public:
-  TensorListArgument(const Arguments& read, pybind11::handle list, const char* argument) {
+  TensorListArgument(
+      const Arguments& read, pybind11::handle list, const char* argument, bool are_written = false
+  ) {
     if (!is_list(list)) {
       refuse_type(
           read.name(argument), " must be a list or tuple of tensors, got ", type_name(list)
@@ -160,7 +162,9 @@ class TensorListArgument {
     views_.reserve(kept_.size());
     for (std::size_t i = 0; i < kept_.size(); ++i) {
       const std::string name = std::string(argument) + '[' + std::to_string(i) + ']';
-      arguments_.push_back(read.tensor(kept_[i], name.c_str()));
+      arguments_.push_back(
+          are_written ? read.output(kept_[i], name.c_str()) : read.tensor(kept_[i], name.c_str())
+      );
       views_.push_back(*arguments_.back());
     }
   }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <utility>
+#include <vector>
 
 #include "bindings/arguments/arguments.h"
 #include "bindings/module.h"
+#include "cpattn/kv/move_rows.h"
 #include "cpattn/kv/page_rows.h"
 
 namespace py = pybind11;
@@ -64,6 +66,19 @@ void run_write_slot_rows(py::handle slots, py::handle rows, py::handle pages) {
   write_page_rows(read.function(), slot_list, {&part, 1});
 }
 
+void run_move_rows(
+    py::handle sources, py::handle targets, py::handle caches, py::handle kv_layout
+) {
+  const Arguments read("move_rows");
+  const auto from = read.ints(sources, "sources"), to = read.ints(targets, "targets");
+  const TensorListArgument given(read, caches, "caches", /*are_written=*/true);
+  const KVAxisOrder order = read.axis_order(kv_layout, "kv_layout");
+  std::vector<TensorView> pages;
+  for (const TensorView& cache : given.views()) pages.push_back(heads_first(cache, order));
+  const Computation computation;
+  move_page_rows(read.function(), from, to, pages);
+}
+
 }  // namespace
 
 void register_page_rows(py::module_& module) {
@@ -71,6 +86,7 @@ void register_page_rows(py::module_& module) {
       "write_pages", &run_write_pages, "slots"_a, "k"_a, "k_pages"_a, "v"_a, "v_pages"_a,
       "kv_layout"_a, "k_scale"_a, "v_scale"_a
   );
+  module.def("move_rows", &run_move_rows, "sources"_a, "targets"_a, "caches"_a, "kv_layout"_a);
   module.def("write_slot_rows", &run_write_slot_rows, "slots"_a, "rows"_a, "pages"_a);
 }
 

@@ -10,7 +10,7 @@
 an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of. ``placement`` says
 which rank has which token where a group of ranks shares a pool or its sequences,
 ``striped_allocator`` which pages of such a pool are free, and ``shard_gather`` what the ranks send
-each other before a layer reads cached prefixes. ``pages`` writes into pages of an
+each other before a layer reads cached prefixes. ``pages`` writes and moves rows in pages of an
 engine or of another library.
 Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs them.
 """
@@ -18,7 +18,7 @@ Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs
 from .dsa import DSATokenToKVPool
 from .mha import MHATokenToKVPool
 from .mla import MLATokenToKVPool
-from .pages import write_pages
+from .pages import move_rows, write_pages
 from .placement import PageInterleave, Placement, TokenInterleave
 from .shard_gather import ShardGatherPlan, plan_shard_gather
 from .striped_allocator import StripedAllocator
@@ -32,6 +32,7 @@ __all__ = [
     "ShardGatherPlan",
     "StripedAllocator",
     "TokenInterleave",
+    "move_rows",
     "plan_shard_gather",
     "write_pages",
 ]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes into pages that belong to somebody else: an engine, or a pool of another library."""
+"""Writes and moves in pages that belong to somebody else: an engine, or another library's pool."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import SupportsFloat
 
 from .. import _core
 from .._types import Indices, Tensor
 
-__all__ = ["write_pages"]
+__all__ = ["move_rows", "write_pages"]
 
 
 def write_pages(
@@ -61,3 +62,43 @@ def write_pages(
     (array([[1., 1.]], dtype=float32), array([[2., 2.]], dtype=float32), 2.0)
     """
     _core.write_pages(slots, k, k_pages, v, v_pages, kv_layout, k_scale, v_scale)
+
+
+def move_rows(
+    sources: Indices, targets: Indices, caches: Sequence[Tensor], *, kv_layout: str = "NHD"
+) -> None:
+    """Move rows of tokens within each of several caches, all at once.
+
+    Afterwards slot ``targets[i]`` has what slot ``sources[i]`` had before, whatever the order of
+    the pairs: rows may change places, as in a pool that is made compact, and one row may go to
+    several slots, as where a tree of drafts branches.
+
+    Parameters
+    ----------
+    sources, targets : ints [num_rows]
+        Slots ``page * page_size + offset``. A pair with a -1 is skipped; targets differ.
+    caches : list or tuple of tensors
+        [num_pages, page_size, num_kv_heads, dim], in the order of `kv_layout`, or [num_slots,
+        num_kv_heads, dim], of any dtype and any strides with a contiguous last dimension: the keys
+        and values of all layers.
+    kv_layout : {"NHD", "HND"}
+        The order of the axes of caches with four.
+
+    Raises
+    ------
+    TypeError
+        For what is no list of tensors, and slots that are no ints.
+    ValueError
+        For slots that a cache does not have, a target or a cache that comes twice, and lists of
+        different lengths. Nothing is written then.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cpattn.kv import move_rows
+    >>> cache = np.arange(6.0, dtype=np.float32).reshape(6, 1, 1)     # six slots
+    >>> move_rows([0, 1, 5], [1, 0, 3], [cache])
+    >>> cache.ravel()
+    array([1., 0., 2., 5., 4., 5.], dtype=float32)
+    """
+    _core.move_rows(sources, targets, caches, kv_layout)

@@ -67,6 +67,7 @@ LAYER = given(layer_id=1)
 K_V = {"names": ("k ", "v ")}
 SLOTS = of_kind("ints", slots=[8, 12, -1])
 POSITIONS = given(positions=[8, 12, -1])
+MOVED = of_kind("list", caches=[f32(8, 1, 2)])
 SLICE = of_kind("value", index_slice=slice(2, 5))
 KV_INDICES = given(kv_indices=[8, 9, 11])
 TP = given(engine_rank=3, prefill_tp_size=8, decode_tp_size=4, is_mla=True)
@@ -369,6 +370,7 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
         given(slots=[5, -1], k=f32(2, 1, 4), k_pages=f32(2, 4, 1, 4), k_scale=1.0),
         given(v=f32(2, 1, 4), v_pages=f32(2, 4, 1, 4), v_scale=2.0, kv_layout="NHD"),
     ),
+    "move_rows": of(kv.move_rows, given(sources=[5], targets=[0], kv_layout="NHD"), MOVED),
     "plan_shard_gather": of(
         kv.plan_shard_gather,
         of_kind("table", req_to_token=[list(range(8, 20))]),

@@ -143,6 +143,12 @@ def write_pages(n: int) -> Call:
     return partial(cpattn.kv.write_pages, np.arange(256 * n), row, pages[0], row, pages[1])
 
 
+def move_rows(n: int) -> Call:
+    caches = [normal(256 * n, 2, 64) for _ in range(2)]
+    slots = np.arange(256 * n)
+    return partial(cpattn.kv.move_rows, slots, slots[::-1].copy(), caches)
+
+
 def index_cache(n: int) -> tuple[Any, Any]:
     return np.zeros((16 * n, 16 * 132), np.uint8), np.arange(256 * n)
 
@@ -248,6 +254,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "fused_split_qk_norm": partial(norm, sparse.fused_split_qk_norm, eps=1e-6),
     "MHATokenToKVPool.set_kv_buffer": lambda n: set_rows(MHA_POOL, "set_kv_buffer", n, 2, 64),
     "write_pages": write_pages,
+    "move_rows": move_rows,
     "DSATokenToKVPool.set_kv_buffer": lambda n: set_rows(
         cpattn.kv.DSATokenToKVPool, "set_kv_buffer", n, 576
     ),
