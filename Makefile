@@ -82,7 +82,7 @@ test-in-engines: build .venv/.ready .venv-sglang/.ready .venv-vllm/.ready
 	@.venv-sglang/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/sglang
 	@.venv-vllm/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/vllm
 
-test-outside: build .venv/.outside  ## other people's suites of attention on our kernels, and a table; names of suites in ARGS
+test-outside: build .venv/.outside build/outside/.fetched  ## other people's suites of attention on our kernels, and a table; names of suites in ARGS
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m outside $(ARGS)
 
 fuzz: build build/fuzz/.configured .venv/.fuzz  ## fuzzes each target for SECONDS; names of targets in ARGS
@@ -112,6 +112,10 @@ build/fuzz/.configured: .venv/.ready CMakePresets.json
 .venv/.outside: .venv/.ready
 	@python scripts/requirements.py outside | xargs -d '\n' $(PIP_INSTALL)
 	@touch $@
+
+# What cannot be had is named, and asked for again the next time; tests of it are skipped.
+build/outside/.fetched: .venv/.ready tests_py/outside/expected.toml
+	@if PYTHONPATH=$(CURDIR)/tests_py python -m outside.archive; then touch $@; fi
 
 .venv-%/.ready: scripts/engine_environment.sh .venv/.ready
 	@echo "Installing $* into .venv-$* ..."

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from audit import trace
+from support.places import ROOT
 
 # The instruction sets of each architecture with the flags of /proc/cpuinfo that they need.
 _V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
@@ -159,6 +160,11 @@ def has_release(requirement: str) -> bool:
         return False
 
 
+def has_file(name: str) -> bool:
+    """Return whether a file is there that is named by its place in the source tree."""
+    return (ROOT / name).is_file()
+
+
 def _wheel_of_sglang(version: str) -> Path | None:
     folder = Path(os.environ.get("CPATTN_SGLANG_WHEELS") or "/nowhere")
     return next(folder.glob(f"sglang-{version}-*.whl"), None)
@@ -168,6 +174,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
     "address space": _has_address_space,
     "command": lambda name: shutil.which(name) is not None,
     "cpus": lambda ids: {int(i) for i in ids.split(",")} <= os.sched_getaffinity(0),
+    "file": has_file,
     "instruction set": has_instruction_set,
     "interpreter": lambda version: interpreter(version) is not None,
     "library": has_library,

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suites of other projects, whose cases run on cpattn: `make test-outside`.
 
-Nothing of a suite is copied: pip installs the release that `expected.toml` names, and the file that
-makes the cases has the hash that stands there. A suite is a module of this folder, its adapter,
-which only translates arguments: `onnx_attention`, `torch_opinfo`. Both call `dense.attend`. What
-cpattn cannot say is not expressible, with a reason. `suite` runs the cases and holds what came out
-against the counts of `expected.toml`: a case that starts to pass, or to fail, fails the run until a
-person has changed the count.
+Nothing of a suite is copied: pip installs the release that `expected.toml` names, or `archive`
+fetches its sources, and the file that makes the cases has the hash that stands there. A suite is a
+module of this folder, its adapter, which only translates arguments: `onnx_attention` and
+`torch_opinfo` by `dense.attend`, `vllm_cpu` in place of vLLM's operators. `pytest_cases` calls
+tests of others without pytest. What cpattn cannot say is not expressible, with a reason. `suite`
+runs the cases and holds what came out against the counts of `expected.toml`: a case that starts to
+pass, or to fail, fails the run until a person has changed the count.
 
     python -m outside                    # runs all suites and prints a table
     python -m outside onnx_attention     # one of them
+    python -m outside vllm_cpu --all     # all cases of one that has a sample, without counting
     python -m outside --write            # writes docs/proof/outside.md from the counts
 """

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from outside import archive
 from support.places import ROOT
 
 PAGE = ROOT / "docs" / "proof" / "outside.md"
@@ -24,7 +25,7 @@ def rows(suites: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
             ", ".join(f"{count} {reason}" for reason, count in sorted(found.items())) or "-"
             for found in (left_out, entry["not_compared"])
         ]
-        release = entry["needs"][0].replace("==", " ")
+        release = archive.release(entry).replace("==", " ")
         made.append((entry["title"], release, *map(str, numbers), *reasons))
     return made
 

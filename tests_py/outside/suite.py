@@ -14,13 +14,9 @@ from typing import Any, NamedTuple
 
 from audit import machine
 from cpattn import _core, active_isa, supported_isas
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
-
-EXPECTED = Path(__file__).with_name("expected.toml")
+from outside import archive
+from outside.archive import EXPECTED
+from support.places import ROOT
 
 
 class InexpressibleError(Exception):
@@ -56,18 +52,25 @@ class Result:
 def read_expected() -> dict[str, dict[str, Any]]:
     """Return the suites by the names of their adapters."""
     empty: dict[str, Any] = {"not_expressible": {}, "not_compared": {}}
-    return {name: empty | found for name, found in tomllib.loads(EXPECTED.read_text()).items()}
+    return {name: empty | found for name, found in archive.entries().items()}
 
 
 def missing(entry: dict[str, Any]) -> list[str]:
-    """Return the releases that pip has to install first."""
-    return [needed for needed in entry["needs"] if not machine.has_release(needed)]
+    """Return why a suite cannot run here: what pip has to install, an archive to be fetched."""
+    absent = [needed for needed in entry["needs"] if not machine.has_release(needed)]
+    reasons = [f"{needed} is not installed" for needed in absent]
+    if archive.is_archive(entry) and not machine.has_file(archive.name(entry)):
+        reasons.append(f"{archive.name(entry)} is not there")
+    return reasons
 
 
 def check_source(entry: dict[str, Any]) -> None:
     """Refuse cases that are not those that were counted, though their release is."""
-    name = entry["needs"][0].partition("==")[0]
-    path = Path(str(distribution(name).locate_file(entry["source"])))
+    if archive.is_archive(entry):
+        path = ROOT / archive.name(entry)
+    else:
+        name = entry["needs"][0].partition("==")[0]
+        path = Path(str(distribution(name).locate_file(entry["source"])))
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != entry["sha256"]:
         raise ValueError(f"{path} has the hash {found}, not that of {EXPECTED.name}")
@@ -105,9 +108,12 @@ def run(cases: Iterable[Case]) -> Result:
     return result
 
 
-def run_suite(name: str, entry: dict[str, Any]) -> Result:
+def run_suite(name: str, entry: dict[str, Any], every: bool = False) -> Result:
+    """Run its cases, or the sample of them that was counted; `every` is for those with a sample."""
     check_source(entry)
-    return run(import_module(f"outside.{name}").cases())
+    adapter = import_module(f"outside.{name}")
+    sampled = getattr(adapter, "SAMPLED", False)
+    return run(adapter.cases(every) if sampled else adapter.cases())
 
 
 def complaints(name: str, result: Result, entry: dict[str, Any]) -> list[str]:

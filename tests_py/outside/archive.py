@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Archives of sources from PyPI whose tests are suites: fetched into build/outside, and read there.
+
+Tests are not in the wheels of a project, and its sources need not be installed, nor can be on most
+machines. `expected.toml` has the address of an archive and its hash.
+
+    python -m outside.archive    # fetches those that are not there, and fails if one cannot be had
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tarfile
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from support.places import ROOT
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+EXPECTED = Path(__file__).with_name("expected.toml")
+FOLDER = Path("build/outside")
+
+
+def entries() -> dict[str, dict[str, Any]]:
+    """Return the suites of `expected.toml` by the names of their adapters."""
+    return tomllib.loads(EXPECTED.read_text())
+
+
+def is_archive(entry: Mapping[str, Any]) -> bool:
+    return entry["source"].startswith("https://")
+
+
+def name(entry: Mapping[str, Any]) -> str:
+    """Return the place of an archive in the source tree."""
+    return str(FOLDER / entry["source"].rpartition("/")[2])
+
+
+def release(entry: Mapping[str, Any]) -> str:
+    """Return the release of a suite as pip has it, which the name of an archive has as well."""
+    if not is_archive(entry):
+        return entry["needs"][0]
+    return "==".join(Path(name(entry)).name.removesuffix(".tar.gz").rsplit("-", 1))
+
+
+def read(entry: Mapping[str, Any], *members: str) -> dict[str, str]:
+    """Return texts of an archive by their paths below its folder."""
+    path = ROOT / name(entry)
+    wanted = {f"{path.name.removesuffix('.tar.gz')}/{member}": member for member in members}
+    found = {}
+    with tarfile.open(path) as opened:
+        for info in opened:  # which ends before the archive does, as unpacking all takes a while
+            if info.name in wanted:
+                found[wanted[info.name]] = opened.extractfile(info).read().decode()
+            if len(found) == len(wanted):
+                return found
+    raise ValueError(f"{path} has no {', '.join(sorted(set(members) - set(found)))}")
+
+
+def fetch(entry: Mapping[str, Any]) -> None:
+    with urllib.request.urlopen(entry["source"], timeout=60) as answer:
+        content = answer.read()
+    found = hashlib.sha256(content).hexdigest()
+    if found != entry["sha256"]:
+        raise OSError(f"the hash is {found}, not that of {EXPECTED.name}")
+    path = ROOT / name(entry)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # What is there is whole, whenever this ends.
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def main() -> int:
+    status = 0
+    for entry in entries().values():
+        if is_archive(entry) and not (ROOT / name(entry)).is_file():
+            try:
+                fetch(entry)
+            except OSError as error:
+                print(f"Not here: {name(entry)}: {error}")
+                status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

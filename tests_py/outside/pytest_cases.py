@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests for pytest of other projects, called without pytest: a module's text, and its cases."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from outside.suite import Case, InexpressibleError
+
+#: So many cases of each test are run where not all are asked for.
+SAMPLE = 6
+
+
+def stand_in(attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put modules with these attributes, and the packages above them, where imports find them."""
+    for name, members in attributes.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            path = ".".join(parts[:depth])
+            module = sys.modules.setdefault(path, ModuleType(path))
+            if depth > 1:
+                setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
+        vars(sys.modules[name]).update(members)
+
+
+def load(name: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(compile(text, name, "exec"), vars(module))
+    return module
+
+
+def cases(
+    module: ModuleType, tests: Mapping[str, Callable[..., None]], every: bool
+) -> Iterator[Case]:
+    """Yield the cases of tests by their names, or of each a sample that is always the same.
+
+    A test with a condition for skipping that holds here has none.
+    """
+    for name, test in tests.items():
+        marks = getattr(getattr(module, name), "pytestmark", [])
+        if any(mark.name == "skipif" and mark.args[0] for mark in marks):
+            continue
+        grid = [choices(*mark.args) for mark in marks if mark.name == "parametrize"]
+        numbers = range(math.prod(map(len, grid)))
+        if not every and len(numbers) > SAMPLE:
+            numbers = random.Random(name).sample(numbers, SAMPLE)
+        for number in numbers:
+            parameters = point(grid, number)
+            told = ", ".join(f"{key}={value}" for key, value in sorted(parameters.items()))
+            yield Case(f"{name}({told})", partial(check, test, parameters))
+
+
+def point(grid: Sequence[Sequence[dict[str, Any]]], number: int) -> dict[str, Any]:
+    """Return the parameters with this number: grids of some tests are too large to be listed."""
+    parameters: dict[str, Any] = {}
+    for axis in grid:
+        number, index = divmod(number, len(axis))
+        parameters |= axis[index]
+    return parameters
+
+
+def choices(names: str | Sequence[str], values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return what `parametrize` gives its arguments, which may be several at once."""
+    keys = [key.strip() for key in names.split(",")] if isinstance(names, str) else list(names)
+    values = [getattr(value, "values", value) for value in values]  # of pytest.param
+    return [dict(zip(keys, value if len(keys) > 1 else [value], strict=True)) for value in values]
+
+
+def check(test: Callable[..., None], parameters: Mapping[str, Any]) -> None:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    try:
+        test(**parameters)
+    except pytest.skip.Exception as skipped:
+        raise InexpressibleError(f"skipped by itself: {skipped}") from skipped
+    finally:
+        torch.set_default_dtype(before)  # tests change it
