@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -32,29 +33,35 @@ def stand_in(attributes: Mapping[str, Mapping[str, Any]]) -> None:
         vars(sys.modules[name]).update(members)
 
 
-def load(name: str, text: str) -> ModuleType:
+def load(name: str, text: str, **names: Any) -> ModuleType:
+    """Return a module of a text, in which further names stand for others than they would."""
     module = ModuleType(name)
+    vars(module).update(names)
     exec(compile(text, name, "exec"), vars(module))
     return module
 
 
 def cases(
-    module: ModuleType, tests: Mapping[str, Callable[..., None]], every: bool
+    module: ModuleType,
+    tests: Mapping[str, Callable[..., None]],
+    every: bool,
+    keep: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> Iterator[Case]:
     """Yield the cases of tests by their names, or of each a sample that is always the same.
 
-    A test with a condition for skipping that holds here has none.
+    A test with a condition for skipping that holds here has none, and `keep` says of the parameters
+    of others whether they are a case.
     """
     for name, test in tests.items():
         marks = getattr(getattr(module, name), "pytestmark", [])
         if any(mark.name == "skipif" and mark.args[0] for mark in marks):
             continue
         grid = [choices(*mark.args) for mark in marks if mark.name == "parametrize"]
-        numbers = range(math.prod(map(len, grid)))
-        if not every and len(numbers) > SAMPLE:
-            numbers = random.Random(name).sample(numbers, SAMPLE)
-        for number in numbers:
-            parameters = point(grid, number)
+        numbers: Sequence[int] = range(math.prod(map(len, grid)))
+        if not every:  # more than are wanted, as some are no case
+            numbers = random.Random(name).sample(numbers, min(len(numbers), 50 * SAMPLE))
+        kept = filter(keep, (point(grid, number) for number in numbers))
+        for parameters in islice(kept, None if every else SAMPLE):
             told = ", ".join(f"{key}={value}" for key, value in sorted(parameters.items()))
             yield Case(f"{name}({told})", partial(check, test, parameters))
 
@@ -71,8 +78,12 @@ def point(grid: Sequence[Sequence[dict[str, Any]]], number: int) -> dict[str, An
 def choices(names: str | Sequence[str], values: Iterable[Any]) -> list[dict[str, Any]]:
     """Return what `parametrize` gives its arguments, which may be several at once."""
     keys = [key.strip() for key in names.split(",")] if isinstance(names, str) else list(names)
-    values = [getattr(value, "values", value) for value in values]  # of pytest.param
-    return [dict(zip(keys, value if len(keys) > 1 else [value], strict=True)) for value in values]
+    made = type(pytest.param())
+    rows = [
+        value.values if isinstance(value, made) else value if len(keys) > 1 else [value]
+        for value in values
+    ]
+    return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
 def check(test: Callable[..., None], parameters: Mapping[str, Any]) -> None:
@@ -81,6 +92,6 @@ def check(test: Callable[..., None], parameters: Mapping[str, Any]) -> None:
     try:
         test(**parameters)
     except pytest.skip.Exception as skipped:
-        raise InexpressibleError(f"skipped by itself: {skipped}") from skipped
+        raise InexpressibleError("skipped by the test") from skipped
     finally:
         torch.set_default_dtype(before)  # tests change it

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash-attention's tests of its own functions, on those of `cpattn.integrations.flash_attn`.
+
+The tests make inputs and references: attention in float32, and the same in the dtype of the inputs,
+whose error times a factor is the tolerance. The device that they name is the CPU here. Gradients
+are all zeros, of results and references alike, so that what the tests say of them holds. What the
+integration refuses by the name of an argument is not expressible.
+
+Lengths above 217 are left out: references in 16 bits are slow on CPUs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from cpattn.integrations import flash_attn
+from outside import archive, pytest_cases, suite
+from outside.suite import Case, InexpressibleError
+
+TESTS, PADDING = "tests/test_flash_attn.py", "flash_attn/bert_padding.py"
+SAMPLED = True
+#: Those that compare results; others are about gradients alone.
+NAMES = (
+    "output", "varlen_output", "causal", "varlen_causal", "splitkv", "kvcache", "qkvpacked",
+    "varlen_qkvpacked",
+)  # fmt: skip
+LONGEST = 217
+
+
+def cases(every: bool = False) -> Iterator[Case]:
+    texts = archive.read(suite.read_expected()["flash_attn"], TESTS, PADDING)
+    padding = pytest_cases.load(PADDING, texts[PADDING])
+    pytest_cases.stand_in(
+        {
+            "flash_attn": functions(),
+            "flash_attn.bert_padding": vars(padding),
+            "flash_attn.flash_attn_interface": {"_get_block_size_n": None},  # for dropout
+            "flash_attn.layers.rotary": {"apply_rotary_emb": rotary},
+        }
+    )
+    text = texts[TESTS].replace('"cuda"', '"cpu"')
+    with patch("torch.cuda.get_device_capability", lambda _: (9, 0)):
+        module = pytest_cases.load(TESTS, text, print=lambda _: None)
+    module.attention_ref = remembered = Remembered(module.attention_ref)
+    names = [f"test_flash_attn_{name}" for name in NAMES]
+    tests = {name: partial(forward, vars(module)[name], remembered) for name in names}
+    yield from pytest_cases.cases(module, tests, every, short)
+
+
+def short(parameters: Mapping[str, Any]) -> bool:
+    return all(parameters.get(name, 0) <= LONGEST for name in ("seqlen", "seqlen_q", "seqlen_k"))
+
+
+class Remembered:
+    """The reference, whose results hold for all instruction sets: a case seeds its own numbers."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self._compute = compute
+        self._case: Any = None
+
+    def begin(self, *case: Any) -> None:
+        if case != self._case:
+            self._case, self._results = case, list[Any]()
+        self._calls = 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self._calls == len(self._results):
+            self._results.append(self._compute(*arguments, **options))
+        self._calls += 1
+        return self._results[self._calls - 1]
+
+
+def forward(test: Callable[..., None], remembered: Remembered, **parameters: Any) -> None:
+    remembered.begin(test, parameters)
+    with torch.no_grad(), patch("torch.autograd.grad", zeros):
+        test(**parameters)
+
+
+def zeros(_: torch.Tensor, inputs: Any, *others: Any) -> tuple[torch.Tensor, ...]:
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    return tuple(map(torch.zeros_like, inputs))
+
+
+def rotary(*_: Any, **__: Any) -> None:
+    raise InexpressibleError("rotary_cos")
+
+
+def refusing(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    try:
+        return function(*arguments, **options)
+    except ValueError as error:
+        if named := re.search(r": (\w+) (?:is not supported|must be 0)", str(error)):
+            raise InexpressibleError(named[1]) from error
+        raise
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """Return the functions that the tests import; packed tensors are taken apart."""
+    dense = partial(refusing, flash_attn.flash_attn_func)
+    ragged = partial(refusing, flash_attn.flash_attn_varlen_func)
+
+    def varlen_qkvpacked(qkv: Any, ends: Any, longest: int, dropout: float, **options: Any) -> Any:
+        return ragged(*qkv.unbind(-3), ends, ends, longest, longest, dropout, **options)
+
+    return {
+        "flash_attn_func": dense,
+        "flash_attn_kvpacked_func": lambda q, kv, *a, **k: dense(q, *kv.unbind(-3), *a, **k),
+        "flash_attn_qkvpacked_func": lambda qkv, *a, **k: dense(*qkv.unbind(-3), *a, **k),
+        "flash_attn_varlen_func": ragged,
+        "flash_attn_varlen_kvpacked_func": lambda q, kv, *a, **k: ragged(
+            q, *kv.unbind(-3), *a, **k
+        ),
+        "flash_attn_varlen_qkvpacked_func": varlen_qkvpacked,
+        "flash_attn_with_kvcache": partial(refusing, flash_attn.flash_attn_with_kvcache),
+    }
