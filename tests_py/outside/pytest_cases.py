@@ -18,7 +18,7 @@ import torch
 from outside.suite import Case, InexpressibleError
 
 #: So many cases of each test are run where not all are asked for.
-SAMPLE = 6
+SAMPLE = 4
 
 
 def stand_in(attributes: Mapping[str, Mapping[str, Any]]) -> None:
