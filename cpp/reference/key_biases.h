@@ -34,7 +34,8 @@ class KeyBiases {
       const bool fits = (numbers.rank == 3 || numbers.dim(0) == 1 || numbers.dim(0) == sequences) &&
                         (numbers.dim(axes - 3) == 1 || numbers.dim(axes - 3) == heads) &&
                         (numbers.dim(axes - 2) == 1 || numbers.dim(axes - 2) >= batch.q_lens[r]) &&
-                        (numbers.dim(axes - 1) == 1 || numbers.dim(axes - 1) >= batch.kv_lens[r]);
+                        (numbers.dim(axes - 1) == 1 || batch.q_lens[r] == 0 ||
+                         numbers.dim(axes - 1) >= batch.kv_lens[r]);
       check(
           fits, kName, "bias must have ", heads, " heads, ", batch.q_lens[r], " queries and ",
           batch.kv_lens[r], " keys at index ", r, ", got ", ShapeOf{numbers}

@@ -164,7 +164,8 @@ def paged_attention(
     q_lens : ints [batch]
         New tokens per sequence; zero is allowed.
     kv_lens : ints [batch]
-        Cached tokens per sequence, the new ones included: under `causal` at least `q_lens`.
+        Cached tokens per sequence, the new ones included: under `causal` at least `q_lens`, unless
+        `first_positions` or `allow_short_kv` is given.
     first_positions : ints [batch], default kv_lens - q_lens
         Where each sequence's first query stands among its keys: by default so that the last query
         meets the last key (bottom right, as flash-attn). Zeros are the corner of torch's
@@ -189,20 +190,19 @@ def paged_attention(
         A token sees keys up to its own position; False: all of its sequence.
     window : int or (int or None, int or None), optional
         Keys before and behind a token's own that it sees, itself not counted; None for all of that
-        side, and none behind where `causal` is true. One number, where it is for all, is of those
-        before. Blocks of keys that no
-        token of a tile sees are not read.
+        side, and none behind where `causal` is true. One number is the left side, where `causal` is
+        true for all sequences. Blocks of keys that no token of a tile sees are not read.
     softcap : float
         0 for none, else from 1e-37 to 1e37.
     bias : tensor or list of one tensor [num_heads, q_len, kv_len] for each sequence, optional
         Added to scores after scale and softcap; float32, float16 or bfloat16, any strides. One
         tensor is [batch, num_heads, max(q_lens), max(kv_lens)], or longer in the last two. An axis
         of length 1 stands for all of its indices. -inf hides a key, and NaN shows in the row.
+        Where any bias is given, matrix tiles (amx) are not used.
     alibi_slopes : tensor [num_heads] or [batch, num_heads], float32, optional
-        Adds ``-slope * abs(j - p)``.
+        Adds ``-slope * abs(j - p)``; finite.
     relative_bias : tensor [num_heads, 2 * m + 1], float32, optional
-        Adds element ``m + min(max(j - p, -m), m)``, as T5 looks up its buckets. Where a bias is
-        given, matrix tiles (amx) are not used.
+        Adds element ``m + min(max(j - p, -m), m)``, as T5 looks up its buckets.
     sinks : tensor [num_heads], float32, optional
         One logit per head that takes weight but has no value.
     custom_mask : tensor [sum(q_lens * kv_lens)], bool, optional

@@ -55,9 +55,10 @@ def paged_attention(
         ``page_size`` [num_pages * page_size, num_kv_heads, dim]. The last dimension is contiguous.
         Floats, or codes: float8_e4m3fn, float8_e5m2, int8, or uint8 with `kv_dtype`.
     q_lens, kv_lens : ints [batch]
-        The last q_lens[r] of kv_lens[r] tokens of sequence r are the queries.
+        Queries and keys of each sequence.
     first_positions : ints [batch], default kv_lens - q_lens
-        The position of each sequence's first query among its keys.
+        The position of each sequence's first query among its keys. By default the queries are the
+        last tokens.
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
     page_size : int, optional

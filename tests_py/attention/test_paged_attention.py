@@ -122,6 +122,25 @@ def test_large_logits_do_not_overflow(isa, dtype):
     assert_attention(out, lse, inputs, "large logits")
 
 
+@pytest.mark.parametrize("number", [-1e9, -1e12, -1e30, -3e38, 1e10, 1e30])
+@pytest.mark.parametrize("kept", [0, 350])
+def test_finite_numbers_may_hide_keys(isa, number, kept):
+    """Keys without the number take all weight from those that have it; alone, all have the same."""
+    inputs = make_inputs(DEFAULT.with_(q_lens=(9,), kv_lens=(1100,))) | {"causal": False}
+    bias = np.full((1, 1, 1, 1100), number, np.float32)
+    bias[..., :kept] = 0 if number < 0 else -number
+    shown = np.arange(1100) < kept if number < 0 and kept else np.arange(1100) >= kept
+    same = inputs | {"custom_mask": np.tile(shown, 9)}
+    if number > 0 or not kept:  # scores beside such a number are all alike
+        same |= {"q": torch.zeros_like(inputs["q"])}
+    for batch_invariant in (False, True):
+        out, lse = run(inputs | {"bias": bias}, batch_invariant=batch_invariant)
+        assert_attention(out, None, same)
+        assert torch.all(torch.isfinite(lse))
+    one = make_inputs(DEFAULT.with_(q_lens=(1,), kv_lens=(1100,))) | {"bias": bias}
+    assert torch.all(torch.isfinite(run(one)[0]))
+
+
 @st.composite
 def cases(draw):
     kv_heads = draw(st.sampled_from([1, 2, 3]))

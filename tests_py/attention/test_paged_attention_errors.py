@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,6 +118,10 @@ VALUE_ERRORS = {
         r"alibi_slopes must have shape \[2, 4\]",
     ),
     "slopes dtype": ({"alibi_slopes": torch.zeros(4).half()}, "alibi_slopes must be float32, got"),
+    "infinite slopes": (
+        {"alibi_slopes": torch.tensor([0, 0, math.inf, 0])},
+        "alibi_slopes must be finite, got inf of head 2",
+    ),
     "relative bias": (
         {"relative_bias": torch.zeros(4, 6)},
         r"relative_bias must be \[4, 2 \* max_distance \+ 1\], got shape \[4, 6\]",
@@ -151,11 +156,14 @@ def test_the_default_scale_is_refused_for_wide_heads():
         cpattn.paged_attention(**inputs)
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "sinks", "bias", "relative_bias"])
+INPUTS = ("q", "k_cache", "v_cache", "sinks", "bias", "alibi_slopes", "relative_bias")
+
+
+@pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("output", ["out", "lse"])
 def test_outputs_that_overlap_inputs_are_refused(output, name):
     inputs = plain_inputs() | {"sinks": torch.zeros(4), "bias": torch.zeros(1, 4, 3, 33)}
-    inputs["relative_bias"] = torch.zeros(4, 5)
+    inputs |= {"alibi_slopes": torch.zeros(4), "relative_bias": torch.zeros(4, 5)}
     whole = torch.zeros(inputs[name].numel() + 1000)
     shared = whole[: inputs[name].numel()].view(inputs[name].shape)
     inputs[name] = shared.copy_(inputs[name])
@@ -207,6 +215,11 @@ def test_plans_are_checked_when_made(change, message):
     assert not plan.page_ids.flags.writeable
     with pytest.raises(ValueError, match=f"^plan_attention: {message}"):
         cpattn.plan_attention(**(arguments | change))
+    restore, (state,) = plan.__reduce__()[:2]
+    assert restore(state) == plan
+    for position in ([2**40, 0], [0]):
+        with pytest.raises(ValueError, match=r"^AttentionPlan: first_positions.* must be"):
+            restore((*state[:6], np.array(position), *state[7:]))
     small = torch.zeros(6, 16, 2, 32)
     with pytest.raises(ValueError, match="run_attention: k_cache must have at least the planned 7"):
         cpattn.run_attention(plan, torch.zeros(5, 4, 32), small, small)

@@ -160,7 +160,7 @@ def test_rows_move_all_at_once(pairs, crowded, kv_layout):
         assert np.array_equal(found.view(np.uint8), moved.view(np.uint8))
 
 
-CACHE = np.zeros((4, 1, 2), np.float32)
+CACHE = np.arange(8, dtype=np.float32).reshape(4, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,8 @@ CACHE = np.zeros((4, 1, 2), np.float32)
         ({"targets": [-2]}, r"targets must be in \[-1, 4\), got -2 at index 0"),
         ({"sources": [0, 1]}, "sources and targets must have the same length, got 2 and 1"),
         ({"sources": [0, 1], "targets": [2, 2]}, "targets must differ, got 2 again at index 1"),
-        ({"caches": [CACHE, CACHE]}, r"caches\[1\] must not be caches\[0\] again"),
+        ({"caches": [CACHE, CACHE]}, r"caches\[1\] must not have rows of caches\[0\]"),
+        ({"caches": [CACHE, CACHE[1:]]}, r"caches\[1\] must not have rows of caches\[0\]"),
         ({"caches": [CACHE, CACHE[:2].copy()]}, r"sources must be in \[-1, 2\), got 3"),
         ({"caches": [CACHE[0]]}, r"caches\[0\] must have 4 dimensions"),
     ],
@@ -179,4 +180,17 @@ def test_moves_that_cannot_be_are_refused(changes, message):
     arguments = {"sources": [3], "targets": [2], "caches": [CACHE]} | changes
     with pytest.raises(ValueError, match=f"^move_rows: {message}"):
         move_rows(**arguments)
-    assert not CACHE.any()
+    assert np.array_equal(CACHE.ravel(), np.arange(8))
+
+
+def test_keys_and_values_of_one_allocation_are_moved():
+    for pair in (np.ones((0, 1, 2)), np.ones((4, 1, 0))):
+        move_rows([], [], [pair, pair.copy()])
+    for axis in range(4):  # of [pages, tokens, heads, dim], in front of which K and V lie by turns
+        both = np.arange(2.0 * 3 * 4 * 5 * 6).reshape(*(3, 4, 5, 6)[:axis], 2, *(3, 4, 5, 6)[axis:])
+        keys, values = np.moveaxis(both, axis, 0)
+        before = keys.copy(), values.copy()
+        move_rows([0, 7], [7, 0], [keys, values])
+        for now, then in zip((keys, values), before, strict=True):
+            assert np.array_equal(now[0, 0], then[1, 3])
+            assert np.array_equal(now[1, 3], then[0, 0])

@@ -45,7 +45,7 @@ def attend(
 
 def masking(mask: Any, rows: int, keys: Sequence[int]) -> dict[str, Any]:
     """Return a mask of bools if one for all heads is enough, else a bias that hides keys."""
-    if mask.dtype not in (bool, getattr(mask.dtype, "bool", None)):
+    if str(mask.dtype).removeprefix("torch.") != "bool":
         return {"bias": mask}
     hidden = ~np.asarray(mask)
     if mask.shape[1] > 1:

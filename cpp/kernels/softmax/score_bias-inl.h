@@ -56,12 +56,20 @@ inline void add_biases(
   const int64_t distance = key - (tile.first_position + token * tile.position_step);
   if (bias.slopes != nullptr) {
     const float slope = bias.slopes[head];
+    const auto first = static_cast<float>(distance);
     for (int j = 0; j < n; ++j) {
-      sums[j] -= slope * __builtin_fabsf(static_cast<float>(distance + j));
+      sums[j] -= slope * __builtin_fabsf(first + static_cast<float>(j));
     }
   }
   if (bias.by_distance == nullptr) return;
-  for (int j = 0; j < n; ++j) sums[j] += number_at(bias, head, distance + j);
+  // Distances below the least one of the table, those that it has, and those above.
+  const int64_t most = bias.max_distance;
+  const auto begin = static_cast<int>(larger(0, smaller(n, -most - distance)));
+  const auto end = static_cast<int>(larger(begin, smaller(n, most + 1 - distance)));
+  const float* numbers = bias.by_distance + head * bias.by_distance_head_stride;
+  for (int j = 0; j < begin; ++j) sums[j] += numbers[-most];
+  add_numbers(numbers + distance + begin, 1, end - begin, sums + begin);
+  for (int j = end; j < n; ++j) sums[j] += numbers[most];
 }
 
 /// Makes scores of keys first + begin to first + end, multiples of kKeyGranule, scale * score +
@@ -80,6 +88,7 @@ inline void add_biases(
   const Vector factor = splat(scale);
   const Vector hidden = splat(-__builtin_inff());
   const Vector least = splat(-__FLT_MAX__);
+  const Vector lowest = splat(-1e38F);
   const KeyRange seen = visible_keys(tile, token);
   for (; begin < end; begin += kKeyGranule) {
     float biases[kKeyGranule + kLanes] = {};
@@ -89,7 +98,8 @@ inline void add_biases(
     add_biases(tile, token, head, key + from, to - from, biases + from);
     for (int j = 0; j < kKeyGranule; j += kLanes) {
       const Vector bias = load(biases + j);
-      const Vector score = fma(load(scores + begin + j), factor, bias);
+      // A score of finite numbers has a finite product with log2(e), however low they are.
+      const Vector score = max(lowest, fma(load(scores + begin + j), factor, bias));
       store(scores + begin + j, select(greater(least, bias), hidden, score));
     }
   }

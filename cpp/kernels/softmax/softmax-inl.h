@@ -11,6 +11,11 @@ namespace {
 /// probabilities stay far inside every format, and O is rarely rescaled.
 constexpr float kRescaleAbove = 8.0F;
 
+/// A reference beyond this, in base-2 units, is off by so much that 2^(score - reference) could
+/// overflow, or vanish for all keys.
+constexpr float kSteepReference = 0x1p24F;
+inline bool is_steep(float reference) { return __builtin_fabsf(reference) > kSteepReference; }
+
 /// Coefficients of 2^(r - 1/2) on [0, 1], minimax in relative error: 2.6e-6 for
 /// degree 4, below half an ulp of the 16-bit formats, and 1.9e-9, below the
 /// rounding of float32, for degree 6. In the middle, where the largest score of a
@@ -132,6 +137,48 @@ inline RowPass exponentiate(
   return {reduce_max(max(maximum_a, maximum_b)), reduce_add(add(sum_a, sum_b))};
 }
 
+/// Multiplies what a row has summed up by 2^-growth.
+inline void shrink_row(RowState& state, float growth, float* output, int v_head_dim) {
+  const float shrink = shrink_by(-growth);
+  for (int d = 0; d < v_head_dim; d += kLanes) {
+    store(output + d, mul(load(output + d), splat(shrink)));
+  }
+  state.sum *= shrink;
+}
+
+/// softmax_row() where the reference is steep. Scores are taken against the maximum before they
+/// are multiplied: the products of huge scores are coarser than any exponent.
+template <int kDegree, class Probability>
+[[gnu::noinline]] void softmax_steep_row(
+    const float* scores,
+    Probability* probabilities,
+    int begin,
+    int end,
+    float factor,
+    RowState& state,
+    float* output,
+    int v_head_dim
+) {
+  const float here = row_maximum(scores, begin, end);
+  const float maximum = here > state.maximum ? here : state.maximum;
+  const float growth = is_steep(state.reference) ? (maximum - state.maximum) * factor
+                                                 : maximum * factor - state.reference;
+  if (growth > 0) shrink_row(state, growth, output, v_head_dim);
+  state.maximum = maximum;
+  state.reference = maximum * factor;
+  const Vector top = splat(maximum), scale = splat(factor), half = splat(0.5F);
+  Vector sum = splat(0.0F);
+  for (int j = begin; j < end; j += 2 * kLanes) {
+    const Vector x = mul(sub(load(scores + j), top), scale);
+    const Vector y = mul(sub(load(scores + j + kLanes), top), scale);
+    const Vector a = exp2_less_half<kDegree>(add(x, half));
+    const Vector b = exp2_less_half<kDegree>(add(y, half));
+    sum = add(sum, add(a, b));
+    store_probabilities(probabilities + j, a, b);
+  }
+  state.sum += reduce_add(sum);
+}
+
 /// Turns scores [begin, end) of a row into probabilities 2^(factor * score -
 /// reference) and adds them to the state; `output` (v_head_dim floats) is
 /// rescaled when the reference moves. begin and end are multiples of
@@ -160,16 +207,19 @@ inline void softmax_row(
       return;
     }
   }
+  const auto steep = [&] {
+    softmax_steep_row<kDegree>(
+        scores, probabilities, begin, end, factor, state, output, v_head_dim
+    );
+  };
+  if (is_steep(state.reference)) return steep();
   // The old reference nearly always serves, so no pass looks for the maximum first.
   RowPass pass = exponentiate<kDegree>(scores, probabilities, begin, end, factor, state.reference);
-  state.maximum = pass.maximum > state.maximum ? pass.maximum : state.maximum;
   const float top = pass.maximum * factor;
+  if (is_steep(top) && top > 0) return steep();
+  state.maximum = pass.maximum > state.maximum ? pass.maximum : state.maximum;
   if (top > state.reference + kRescaleAbove) {
-    const float shrink = shrink_by(state.reference - top);
-    for (int d = 0; d < v_head_dim; d += kLanes) {
-      store(output + d, mul(load(output + d), splat(shrink)));
-    }
-    state.sum *= shrink;
+    shrink_row(state, top - state.reference, output, v_head_dim);
     state.reference = top;
     pass = exponentiate<kDegree>(scores, probabilities, begin, end, factor, state.reference);
   }

@@ -96,6 +96,10 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
           kUnboundedKeys, "], got ", side
       );
     }
+    check(
+        state.first_positions[s] >= -INT32_MAX && state.first_positions[s] <= INT32_MAX, kName,
+        ": first_positions must be in (-2^31, 2^31), got ", state.first_positions[s]
+    );
     batch.segments[s].first_position = state.first_positions[s];
     batch.segments[s].left = state.left[s];
     batch.segments[s].right = state.right[s];

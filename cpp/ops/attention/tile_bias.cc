@@ -2,6 +2,7 @@
 #include "ops/attention/tile_bias.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpattn/base/check.h"
 #include "ops/base/kernel_table.h"
@@ -9,19 +10,6 @@
 
 namespace cpattn {
 namespace {
-
-/// The sizes that biases must have.
-struct Sizes {
-  int64_t queries = 0, keys = 0;
-};
-
-/// New tokens and keys of a segment's sequence, as far as the segment needs them.
-Sizes sizes_of(const AttentionSegment& segment) {
-  if (segment.q_len == 0) return {};
-  return {segment.first_token + (segment.q_len - 1) * segment.position_step + 1, segment.kv_len};
-}
-
-int64_t num_sequences(const AttentionBatch& batch) { return std::ssize(batch.pages.indptr) - 1; }
 
 /// Checks an axis that may have length 1 instead.
 void check_axis(
@@ -43,12 +31,12 @@ void check_numbers(
     const char* function,
     const std::string& name,
     const TensorView& tensor,
-    const AttentionBatch& batch,
-    const Sizes& sizes
+    int64_t num_heads,
+    const SequenceLens& lens
 ) {
   element_type(function, name.c_str(), tensor.dtype);
   const int heads = tensor.rank - 3;
-  check_axis(function, name, tensor, heads, batch.shape.num_heads, "num_heads");
+  check_axis(function, name, tensor, heads, num_heads, "num_heads");
   const auto check_length = [&](int axis, int64_t size, const char* of) {
     check(
         tensor.shape[axis] == 1 || tensor.shape[axis] >= size, function, ": ", name,
@@ -56,54 +44,68 @@ void check_numbers(
         ShapeOf{tensor}
     );
   };
-  check_length(heads + 1, sizes.queries, "new tokens");
-  check_length(heads + 2, sizes.keys, "keys");
-}
-
-/// The sizes that the numbers of each sequence must have.
-std::vector<Sizes> sizes_of_sequences(const AttentionBatch& batch) {
-  std::vector<Sizes> sizes(num_sequences(batch));
-  for (const AttentionSegment& segment : batch.segments) {
-    const Sizes needed = sizes_of(segment);
-    Sizes& of_sequence = sizes[segment.table_row];
-    of_sequence.queries = std::max(of_sequence.queries, needed.queries);
-    of_sequence.keys = std::max(of_sequence.keys, needed.keys);
-  }
-  return sizes;
+  check_length(heads + 1, lens.q_len, "new tokens");
+  check_length(heads + 2, lens.q_len == 0 ? 0 : lens.kv_len, "keys");
 }
 
 void check_padded_numbers(
-    const char* function, const TensorView& tensor, const AttentionBatch& batch
+    const char* function,
+    const TensorView& tensor,
+    int64_t num_heads,
+    std::span<const SequenceLens> sequences
 ) {
   check(
       tensor.rank == 4, function, ": bias must be [batch, num_heads, queries, keys], got shape ",
       ShapeOf{tensor}
   );
-  check_axis(function, "bias", tensor, 0, num_sequences(batch), "sequences");
-  Sizes longest;
-  for (const Sizes& sizes : sizes_of_sequences(batch)) {
-    longest.queries = std::max(longest.queries, sizes.queries);
-    longest.keys = std::max(longest.keys, sizes.keys);
+  check_axis(function, "bias", tensor, 0, std::ssize(sequences), "sequences");
+  SequenceLens longest{};
+  for (const SequenceLens& lens : sequences) {
+    if (lens.q_len == 0) continue;
+    longest.q_len = std::max(longest.q_len, lens.q_len);
+    longest.kv_len = std::max(longest.kv_len, lens.kv_len);
   }
-  check_numbers(function, "bias", tensor, batch, longest);
+  check_numbers(function, "bias", tensor, num_heads, longest);
 }
 
 void check_numbers_of_each(
-    const char* function, const std::vector<TensorView>& tensors, const AttentionBatch& batch
+    const char* function,
+    const std::vector<TensorView>& tensors,
+    int64_t num_heads,
+    std::span<const SequenceLens> sequences
 ) {
   check(
-      std::ssize(tensors) == num_sequences(batch), function,
-      ": bias must be a tensor or a list of ", num_sequences(batch),
-      " tensors, one for each sequence, got ", tensors.size()
+      tensors.size() == sequences.size(), function, ": bias must be a tensor or a list of ",
+      sequences.size(), " tensors, one for each sequence, got ", tensors.size()
   );
-  const std::vector<Sizes> sizes = sizes_of_sequences(batch);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const std::string name = concat("bias[", i, "]");
     check(
         tensors[i].rank == 3, function, ": ", name,
         " must be [num_heads, queries, keys], got shape ", ShapeOf{tensors[i]}
     );
-    check_numbers(function, name, tensors[i], batch, sizes[i]);
+    check_numbers(function, name, tensors[i], num_heads, sequences[i]);
+  }
+}
+
+void check_slopes(
+    const char* function, const TensorView& slopes, int64_t num_heads, int64_t num_sequences
+) {
+  check_dtype(function, "alibi_slopes", slopes.dtype, DType::float32);
+  const bool of_each = slopes.rank == 2;
+  if (of_each) {
+    check_rows(function, "alibi_slopes", slopes, {num_sequences, num_heads});
+  } else {
+    check_rows(function, "alibi_slopes", slopes, {num_heads});
+  }
+  for (int64_t row = 0; row < (of_each ? num_sequences : 1); ++row) {
+    const float* numbers = slopes.as<float>() + (of_each ? row * slopes.strides[0] : 0);
+    for (int64_t head = 0; head < num_heads; ++head) {
+      check(
+          std::isfinite(numbers[head]), function, ": alibi_slopes must be finite, got ",
+          numbers[head], " of head ", head
+      );
+    }
   }
 }
 
@@ -114,32 +116,43 @@ int64_t broadcast_stride(const TensorView& tensor, int axis) {
 
 }  // namespace
 
-void check_bias(const char* function, const ScoreBias& bias, const AttentionBatch& batch) {
+void check_bias(
+    const char* function,
+    const ScoreBias& bias,
+    int64_t num_heads,
+    std::span<const SequenceLens> sequences
+) {
   if (bias.of_each_sequence) {
-    check_numbers_of_each(function, bias.numbers, batch);
+    check_numbers_of_each(function, bias.numbers, num_heads, sequences);
   } else if (!bias.numbers.empty()) {
-    check_padded_numbers(function, bias.numbers[0], batch);
+    check_padded_numbers(function, bias.numbers[0], num_heads, sequences);
   }
-  const int64_t num_heads = batch.shape.num_heads;
   if (bias.alibi_slopes) {
-    const TensorView& slopes = *bias.alibi_slopes;
-    check_dtype(function, "alibi_slopes", slopes.dtype, DType::float32);
-    if (slopes.rank == 2) {
-      check_rows(function, "alibi_slopes", slopes, {num_sequences(batch), num_heads});
-    } else {
-      check_rows(function, "alibi_slopes", slopes, {num_heads});
-    }
+    check_slopes(function, *bias.alibi_slopes, num_heads, std::ssize(sequences));
   }
-  if (bias.relative) {
-    const TensorView& table = *bias.relative;
-    check_dtype(function, "relative_bias", table.dtype, DType::float32);
-    check_tensor(function, "relative_bias", table, 2);
-    check(
-        table.shape[0] == num_heads && table.shape[1] % 2 == 1, function,
-        ": relative_bias must be [", num_heads, ", 2 * max_distance + 1], got shape ",
-        ShapeOf{table}
-    );
+  if (!bias.relative) return;
+  const TensorView& table = *bias.relative;
+  check_dtype(function, "relative_bias", table.dtype, DType::float32);
+  check_tensor(function, "relative_bias", table, 2);
+  check(
+      table.shape[0] == num_heads && table.shape[1] % 2 == 1, function, ": relative_bias must be [",
+      num_heads, ", 2 * max_distance + 1], got shape ", ShapeOf{table}
+  );
+}
+
+void check_bias(const char* function, const ScoreBias& bias, const AttentionBatch& batch) {
+  if (bias.numbers.empty() && !bias.of_each_sequence && !bias.alibi_slopes && !bias.relative) {
+    return;
   }
+  std::vector<SequenceLens> read(batch.pages.indptr.size() - 1);
+  for (const AttentionSegment& segment : batch.segments) {
+    if (segment.q_len == 0) continue;
+    SequenceLens& lens = read[segment.table_row];
+    const int64_t last = segment.first_token + (segment.q_len - 1) * segment.position_step;
+    lens.q_len = std::max(lens.q_len, last + 1);
+    lens.kv_len = std::max(lens.kv_len, segment.kv_len);
+  }
+  check_bias(function, bias, batch.shape.num_heads, read);
 }
 
 kernels::TileBias tile_bias(

@@ -1,14 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <span>
+
 #include "cpattn/attention/attention_plan.h"
 #include "cpattn/attention/score_bias.h"
 #include "kernels/boundary/attention_kernel.h"
+#include "ops/attention/key_visibility.h"
 
 namespace cpattn {
 
-/// Checks the shapes and dtypes of a bias. Throws std::invalid_argument, which names `function` and
-/// the argument.
+/// Checks the shapes and dtypes of a bias of sequences, and that slopes are finite. Throws
+/// std::invalid_argument, which names `function` and the argument.
+void check_bias(
+    const char* function,
+    const ScoreBias& bias,
+    int64_t num_heads,
+    std::span<const SequenceLens> sequences
+);
+
+/// Checks a bias for the new tokens and keys that the segments of a batch read.
 void check_bias(const char* function, const ScoreBias& bias, const AttentionBatch& batch);
 
 /// Calls function(name, tensor) for each tensor of a bias.

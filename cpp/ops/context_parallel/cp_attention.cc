@@ -7,6 +7,7 @@
 #include "cpattn/base/check.h"
 #include "cpattn/base/page_size.h"
 #include "ops/attention/key_visibility.h"
+#include "ops/attention/tile_bias.h"
 #include "ops/context_parallel/flat_caches.h"
 #include "ops/context_parallel/sequence_keys.h"
 
@@ -151,6 +152,7 @@ void do_cp_attn_fia(
       .lse = arguments.lse,
   };
   if (arguments.q_rope) layer.q_rope = split_heads(*arguments.q_rope, arguments.num_heads);
+  check_bias(kFunction, arguments.bias, shape.num_heads, sequence_lens(metadata));
   AttentionBatch batch = batch_of(metadata, arguments, shape, caches.k.num_pages);
   run_attention(plan_attention(kFunction, std::move(batch), /*num_threads=*/0), layer);
 }

@@ -20,7 +20,7 @@ from ..profiling.calls import Call
 
 Fields = dict[str, Any]
 
-# What hides keys and is not told itself.
+# Arguments besides causal and window that decide which keys are seen; they are not kept.
 _MASKS = ("custom_mask", "packed_custom_mask", "first_positions")
 
 

@@ -142,7 +142,7 @@ class RankAttention(HostCalls):
                 if given is not None:
                     raise ValueError(
                         f"ContextParallel.attend: {name} needs pools that are whole on each rank, "
-                        "and new keys written by write_kv: parts of the keys and heads have none"
+                        "and new keys written by write_kv"
                     )
             arguments = LayerArguments(
                 q_local, k_cache, v_cache, k_local, v_local, q_rope, k_rope, v_head_dim, out,

@@ -8,8 +8,8 @@ Each ``torch.ops.cpattn.x`` has the arguments of ``cpattn.x``, in their order an
 defaults, and always returns all results. Lengths, tables and other arrays of integers are int32 or
 int64 tensors: numbers in a graph would be constants, compiled anew whenever they change. Scales of
 caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``. A bias
-is one tensor, that of all sequences. A window on both sides is two arguments: ``window``, the left
-side, None for no limit, and ``window_right``, the right one, -1 for no limit.
+is one tensor, and ``causal`` one bool, for all sequences. A window on both sides is two arguments:
+``window``, the left side, None for no limit, and ``window_right``, the right one, -1 for no limit.
 ``torch.ops.cpattn.x.out`` writes into tensors that are keywords of the names of the results.
 
 Operators run on CPU tensors, trace under `torch.compile` without graph breaks and with dynamic

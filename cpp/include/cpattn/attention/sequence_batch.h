@@ -30,7 +30,7 @@ struct SequenceBatch {
   int64_t num_pages = 0;
   KeyVisibility visibility;
   /// Permits more queries than keys under causal: the first queries then stand before key 0 and
-  /// see nothing. No matter with first_positions.
+  /// see nothing. Has no effect with first_positions.
   bool allow_short_kv = false;
   bool batch_invariant = false;
 };

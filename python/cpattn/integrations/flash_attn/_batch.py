@@ -93,7 +93,7 @@ def flash_attn_func(
     torch.Size([1, 2, 4, 16])
     """
     name = "flash_attn_func"
-    check_supported(name, q, k, v, dropout_p=dropout_p)
+    check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p)
     out, lse = _forward(
         name, q, k, v, softmax_scale, causal, window_size, softcap,
         k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
@@ -119,7 +119,7 @@ def _flash_attn_forward(
     ``return_softmax`` asks for probabilities after dropout, which there is none of.
     """
     name = "_flash_attn_forward"
-    check_supported(name, q, k, v, dropout_p=dropout_p)
+    check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p)
     window = (window_size_left, window_size_right)
     out, lse = _forward(
         name, q, k, v, softmax_scale, causal, window, softcap, alibi_slopes=alibi_slopes

@@ -124,7 +124,7 @@ def flash_attn_varlen_func(
     torch.Size([5, 4, 16])
     """
     name = "flash_attn_varlen_func"
-    check_supported(name, q, k, v, dropout_p=dropout_p)
+    check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p)
     out, lse = _varlen_forward(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, None,
         softmax_scale, causal, window_size, softcap,
@@ -159,7 +159,7 @@ def _flash_attn_varlen_forward(
     ``seqused_k`` [batch]: how many of its keys each sequence has. ``zero_tensors`` has no meaning.
     """
     name = "_flash_attn_varlen_forward"
-    check_supported(name, q, k, v, dropout_p=dropout_p, leftpad_k=leftpad_k)
+    check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p, leftpad_k=leftpad_k)
     out, lse = _varlen_forward(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k,
         softmax_scale, causal, (window_size_left, window_size_right), softcap,

@@ -12,7 +12,7 @@ from ..._types import AnyTensor
 from ...attention import default_scale, paged_attention
 from .._torch_library import Operators
 from .._visibility import Lengths
-from .masks import FUNCTION, check_shape, lowest, visibility
+from .masks import FUNCTION, check_bias, lowest, visibility
 
 #: What changes scores or visible keys, and is not read here: of T5 (but by `contiguous_attention`),
 #: of callers, of Inkling 2 (one for each query) and of MiniMax-M3 (which then makes no mask for its
@@ -182,7 +182,7 @@ def _attend(
     band, custom_mask, mask_bias = visibility(mask, bands, shape, causal=causal, window=window)
     bias = mask_bias
     if position_bias is not None:
-        check_shape("position_bias", position_bias, shape)
+        check_bias("position_bias", position_bias, shape)
         bias = position_bias if mask_bias is None else mask_bias + position_bias
     k_pages, v_pages, table = _pages(dense_rows(key), dense_rows(value), band.starts, band.kv_lens)
     out: Any = paged_attention(

@@ -227,6 +227,16 @@ def check_shape(name: str, x: AnyTensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{FUNCTION}: {name} must have shape {list(shape)}, got {list(x.shape)}")
 
 
+def check_bias(name: str, x: AnyTensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless x can be added to scores of this shape."""
+    check_shape(name, x, shape)
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"{FUNCTION}: {name} must be float32, float16 or bfloat16 to be added to scores, got "
+            f"{x.dtype}"
+        )
+
+
 def visible_keys(mask: AnyTensor, shape: tuple[int, int, int, int]) -> AnyTensor | None:
     """Return where a mask [batch, heads, queries, keys] shows keys, or None if it is a bias.
 
@@ -283,5 +293,6 @@ def visibility(
     everything = Band(starts, kv_lens, False)
     visible = visible_keys(mask, shape)
     if visible is None:
+        check_bias("attention_mask", mask, shape)
         return everything, None, mask
     return everything, visible[:, 0].expand(batch, queries, keys).flatten(), None
