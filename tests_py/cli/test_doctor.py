@@ -345,6 +345,7 @@ def test_extras(packages):
         "fuzz",
         "lint",
         "docs",
+        "outside",
         "coverage",
         "wheels",
     }

@@ -106,7 +106,9 @@ bool may_share_rows(const TensorView& a, const TensorView& b) {
 }
 
 /// The rows of one head of a cache.
-void move_head(const TensorView& cache, int64_t head, const std::vector<Move>& moves) {
+void move_head(
+    const TensorView& cache, int64_t head, const std::vector<Move>& moves, StopToken& stop
+) {
   const int64_t size = element_size(cache.dtype), bytes = cache.dim(3) * size;
   char* const rows = cache.as<char>() + head * cache.stride(1) * size;
   if (bytes == 0) return;
@@ -116,7 +118,11 @@ void move_head(const TensorView& cache, int64_t head, const std::vector<Move>& m
     const int64_t page = slot / cache.dim(2), offset = slot % cache.dim(2);
     return rows + (page * cache.stride(0) + offset * cache.stride(2)) * size;
   };
-  for (const auto& [source, target] : moves) std::memcpy(row(target), row(source), bytes);
+  constexpr std::size_t kMovesOfAPoll = 4096;
+  for (std::size_t i = 0; i < moves.size(); ++i) {
+    if (i % kMovesOfAPoll == 0 && stop.should_stop()) return;
+    std::memcpy(row(moves[i].target), row(moves[i].source), bytes);
+  }
 }
 
 }  // namespace
@@ -148,10 +154,10 @@ void move_page_rows(
     first_head.push_back(first_head.back() + caches[i].dim(1));
   }
   const MoveOrder order(function, sources, targets);
-  parallel_for(first_head.back(), default_num_threads(), [&](int64_t item, StopToken&) {
+  parallel_for(first_head.back(), default_num_threads(), [&](int64_t item, StopToken& stop) {
     std::size_t i = 0;
     while (item >= first_head[i + 1]) ++i;
-    move_head(caches[i], item - first_head[i], order.moves());
+    move_head(caches[i], item - first_head[i], order.moves(), stop);
   });
 }
 

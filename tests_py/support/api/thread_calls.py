@@ -144,7 +144,7 @@ def write_pages(n: int) -> Call:
 
 
 def move_rows(n: int) -> Call:
-    caches = [normal(256 * n, 2, 64) for _ in range(2)]
+    caches = [normal(256 * n, 2, 64).copy() for _ in range(2)]
     slots = np.arange(256 * n)
     return partial(cpattn.kv.move_rows, slots, slots[::-1].copy(), caches)
 
