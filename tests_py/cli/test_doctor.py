@@ -22,6 +22,7 @@ from audit.machine import INSTRUCTION_SETS
 from cpattn import _core, _machine, supported_isas, torch_guard
 from cpattn.doctor import engines, environment, machine, report, self_test
 from cpattn.doctor.finding import Finding
+from cpattn_terminal import commands  # noqa: F401  # before a test hides what is installed
 from support.command_line import invoke
 from support.entry_points import write_distribution
 
