@@ -134,6 +134,6 @@ def oracle(tensors: inputs.Inputs) -> tuple[list[int], torch.Tensor]:
         scale=work.scale,
         causal=False,
         window=(work.window, work.behind),
-        alibi_slopes=None if work.slopes is None else torch.tensor(work.slopes),
+        alibi_slopes=tensors.slopes,
     )
     return rows, torch.from_numpy(np.asarray(out))

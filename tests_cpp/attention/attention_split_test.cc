@@ -134,8 +134,7 @@ void expect_costs(const AttentionPlan& plan) {
     const int64_t kv_heads = (item.num_heads + group - 1) / group;
     const int64_t read = std::min(item.kv_end, end) - std::max(item.kv_begin, begin);
     const int64_t cost = count_pairs(plan.batch, item) + 12 * kv_heads * read;
-    // Where tokens stand apart, keys between the ends of their windows and those of the sequence
-    // count as read.
+    // Tokens that stand apart may see neither end of what their windows span, which counts as read.
     const int64_t gaps = 2 * std::max<int64_t>(0, segment.position_step - 1);
     EXPECT_GE(plan.item_costs[i], cost);
     EXPECT_LE(plan.item_costs[i], cost + 12 * kv_heads * gaps);

@@ -71,7 +71,7 @@ def fetch(entry: Mapping[str, Any]) -> None:
         raise OSError(f"the hash is {found}, not that of {EXPECTED.name}")
     path = ROOT / name(entry)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # What is there is whole, whenever this ends.
+    # The archive appears whole or not at all, whenever this ends.
     part = path.with_suffix(".part")
     part.write_bytes(content)
     part.replace(path)

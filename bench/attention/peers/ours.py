@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 import cpattn
 from bench.attention.peers import Prepared
 from bench.attention.peers.inputs import Inputs
@@ -21,7 +19,7 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
         for name, scale in (("k_scale", inputs.k_scale), ("v_scale", inputs.v_scale))
         if scale is not None
     }
-    slopes = None if work.slopes is None else torch.tensor(work.slopes)
+    slopes = inputs.slopes
     if work.cp is None:
         return Prepared(
             lambda _: cpattn.paged_attention(

@@ -42,9 +42,9 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
     masks = [block_mask(batch) for batch in batches]
 
     def bias(batch: Batch) -> Any:
-        if work.slopes is None:
+        prefix, slopes = torch.tensor(batch.prefix), inputs.slopes
+        if slopes is None:
             return None
-        prefix, slopes = torch.tensor(batch.prefix), torch.tensor(work.slopes)
         return lambda score, b, h, i, j: score - slopes[h] * (i + prefix - j)
 
     biases = [bias(batch) for batch in batches]

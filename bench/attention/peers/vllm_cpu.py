@@ -50,6 +50,7 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
     indptr = torch.tensor([0, *accumulate(work.new)], dtype=torch.int32)
     kv_lens = torch.tensor(work.kv_lens, dtype=torch.int32)
     window = -1 if work.window is None else work.window + 1  # counts a token's own key
+    slopes = inputs.slopes
     out = torch.empty_like(q)
 
     def stage() -> torch.Tensor:
@@ -70,7 +71,6 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
 
     def run(schedule: torch.Tensor) -> torch.Tensor:
         lengths = (indptr, kv_lens)
-        slopes = None if work.slopes is None else torch.tensor(work.slopes)
         masking = (True, slopes, window)
         rest = (0.0, schedule, None, None, *cache.scales, cache.dtype)  # no softcap, no sinks
         ops.cpu_attention_with_kv_cache(

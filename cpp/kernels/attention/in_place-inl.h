@@ -325,7 +325,7 @@ class InPlaceLoop {
   }
 
   /// O += P V for a head's rows and `count` keys from `key` of the block that starts at `first`.
-  /// Where rows see different keys each takes its own alone: 0 times another's infinity is NaN.
+  /// Rows that see different keys take their own alone: 0 times another's infinity is NaN.
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kInPlaceKeys + 1];
     for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {

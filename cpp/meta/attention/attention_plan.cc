@@ -267,4 +267,20 @@ std::vector<AttentionSegment> sequence_segments(
   return segments;
 }
 
+void set_first_positions(
+    const char* function, std::span<const int64_t> positions, std::span<AttentionSegment> segments
+) {
+  check(
+      positions.size() == segments.size(), function, ": first_positions must have ",
+      segments.size(), " ints, one for each sequence, got ", positions.size()
+  );
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    check(
+        positions[i] >= -INT32_MAX && positions[i] <= INT32_MAX, function,
+        ": first_positions must be in (-2^31, 2^31), got ", positions[i], " at index ", i
+    );
+    segments[i].first_position = positions[i];
+  }
+}
+
 }  // namespace cpattn

@@ -89,6 +89,7 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
         " sequences, got ", of_each->size()
     );
   }
+  set_first_positions(kName, state.first_positions, batch.segments);
   for (std::size_t s = 0; s < batch.segments.size(); ++s) {
     for (const int64_t side : {state.left[s], state.right[s]}) {
       check(
@@ -96,11 +97,6 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
           kUnboundedKeys, "], got ", side
       );
     }
-    check(
-        state.first_positions[s] >= -INT32_MAX && state.first_positions[s] <= INT32_MAX, kName,
-        ": first_positions must be in (-2^31, 2^31), got ", state.first_positions[s]
-    );
-    batch.segments[s].first_position = state.first_positions[s];
     batch.segments[s].left = state.left[s];
     batch.segments[s].right = state.right[s];
   }

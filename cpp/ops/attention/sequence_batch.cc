@@ -7,25 +7,6 @@
 namespace cpattn {
 namespace {
 
-/// Moves the new tokens of sequences to where they stand.
-void set_first_positions(
-    const char* function,
-    const std::vector<int64_t>& positions,
-    std::vector<AttentionSegment>& segments
-) {
-  check(
-      positions.size() == segments.size(), function, ": first_positions must have ",
-      segments.size(), " ints, one for each sequence, got ", positions.size()
-  );
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    check(
-        positions[i] >= -INT32_MAX && positions[i] <= INT32_MAX, function,
-        ": first_positions must be in (-2^31, 2^31), got ", positions[i], " at index ", i
-    );
-    segments[i].first_position = positions[i];
-  }
-}
-
 /// Checks the lengths of sequences against each other, and their sum; returns the latter.
 int64_t checked_rows(
     const char* function, const SequenceBatch& batch, const std::vector<AttentionSegment>& segments

@@ -36,7 +36,7 @@ class MoveOrder {
     }
     for (const auto& [target, source] : source_of_) ++readers_[source];
     for (std::size_t i = 0; i < targets.size(); ++i) append_chain(targets[i]);
-    // What is left are cycles: each of their rows is read by one move.
+    // The other moves are cycles: each of their rows is read by one move.
     for (std::size_t i = 0; i < targets.size(); ++i) append_cycle(targets[i]);
   }
 

@@ -28,7 +28,7 @@ _YARN |= {"factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale
 _WINDOW = {"sliding_window": 48}
 _GEMMA3 = {"query_pre_attn_scalar": 64, "tie_word_embeddings": True}
 _GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"]}
-# What of attention each adds to the first: ALiBi, softcap, sinks, or a window on every other layer.
+# Each adds to the attention of the first: ALiBi, softcap, sinks, or windows on every other layer.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
     "bloom": {

@@ -159,4 +159,10 @@ std::vector<AttentionSegment> sequence_segments(
     const char* function, std::span<const int64_t> q_lens, std::span<const int64_t> kv_lens
 );
 
+/// Moves the rows of each segment of that batch to begin at positions[r]. Throws for positions
+/// outside (-2^31, 2^31) and another number of them.
+void set_first_positions(
+    const char* function, std::span<const int64_t> positions, std::span<AttentionSegment> segments
+);
+
 }  // namespace cpattn
