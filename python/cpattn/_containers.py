@@ -36,8 +36,8 @@ def empty(
     try:
         if torch is None:
             return np.empty(shape, kind)
-        if kind.itemsize * math.prod(max(size, 1) for size in shape) > sys.maxsize:
-            raise OverflowError  # torch would let its strides wrap if another size is 0
+        if 0 in shape and kind.itemsize * math.prod(max(size, 1) for size in shape) > sys.maxsize:
+            raise OverflowError  # torch would let its strides wrap
         return like.new_empty(shape, dtype=kind)
     except (RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
