@@ -99,9 +99,7 @@ TEST_P(AttentionKernel, MergedPartsHaveTheLargestLogitOfAllAndTheExactSum) {
       .num_tokens = 1,
       .group = 1,
       .scale = 0.5F,
-      .out = out,
-      .lse = &lse,
-      .max_logits = &max_logit,
+      .results = {.out = {out}, .lse = {&lse}, .max_logits = &max_logit},
   };
   active_kernels().attention[kernels::kBfloat16].merge(&tile, parts.data(), 2);
   EXPECT_EQ(max_logit, 3.5F);

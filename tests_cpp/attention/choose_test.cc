@@ -54,7 +54,7 @@ TEST(ChooseLoop, TilesInPlace) {
   // Tiles of codes hold 64 of them.
   AttentionTile codes = tile_of(8, true, 96);
   EXPECT_EQ(choose(codes, kAmxBfloat16), kInPlaceTiles);
-  codes.expand_codes = &expand;
+  codes.codes.expand = &expand;
   EXPECT_EQ(choose(codes, kAmxBfloat16), kFewRowTiles);
   codes.nope_dim = codes.v_head_dim = 128;
   EXPECT_EQ(choose(codes, kAmxBfloat16), kInPlaceTiles);

@@ -199,9 +199,7 @@ struct Problem {
   bool run() {
     const int32_t page = 0;
     const kernels::AttentionTile tile = {
-        .q = q.data(),
-        .q_token_stride = int64_t{kGroup} * kDim,
-        .q_head_stride = kDim,
+        .q = {q.data(), int64_t{kGroup} * kDim, kDim},
         .k = {k.data(), 0, kDim},
         .v = {v.data(), 0, kValueDim},
         .pages = &page,
@@ -210,18 +208,16 @@ struct Problem {
         .v_head_dim = kValueDim,
         .num_tokens = kTokens,
         .group = kGroup,
-        .kv_len = kKeys,
-        .first_position = kKeys - kTokens,
-        .position_step = 1,
-        .left = kUnboundedKeys,
+        .seen =
+            {.kv_len = kKeys,
+             .first_position = kKeys - kTokens,
+             .position_step = 1,
+             .left = kUnboundedKeys},
         .scale = kScale,
-        .out = out.data(),
-        .out_token_stride = int64_t{kGroup} * kValueDim,
-        .out_head_stride = kValueDim,
-        .lse = lse.data(),
-        .lse_token_stride = kGroup,
-        .lse_head_stride = 1,
-        .should_stop = &never,
+        .results =
+            {.out = {out.data(), int64_t{kGroup} * kValueDim, kValueDim},
+             .lse = {lse.data(), kGroup, 1}},
+        .hooks = {.should_stop = &never},
     };
     Scratch scratch(Loop::scratch_bytes(&tile));
     return Loop::run(&tile, scratch.data());

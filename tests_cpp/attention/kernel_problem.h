@@ -114,12 +114,8 @@ struct KernelProblem {
     const uint16_t* queries = q.data() + row * dim;
     int polls_left = blocks;
     const kernels::AttentionTile tile = {
-        .q = queries,
-        .q_rope = rope > 0 ? queries + dim - rope : nullptr,
-        .q_token_stride = int64_t{group} * dim,
-        .q_head_stride = dim,
-        .q_rope_token_stride = int64_t{group} * dim,
-        .q_rope_head_stride = dim,
+        .q = {queries, int64_t{group} * dim, dim},
+        .q_rope = {rope > 0 ? queries + dim - rope : nullptr, int64_t{group} * dim, dim},
         .k = {k_cache.data(), kPage * dim, dim},
         .k_rope = {k_cache.data() + dim - rope, kPage * dim, dim},
         .v = {v_cache.data(), kPage * v_dim, v_dim},
@@ -131,33 +127,33 @@ struct KernelProblem {
         .num_tokens = n,
         .group = heads,
         .may_read_in_place = in_place,
-        .kv_len = kv_len,
-        .first_position = first_position + first_token * position_step,
-        .position_step = position_step,
-        .left = left,
-        .right = right,
-        .mask = mask.empty() ? nullptr : mask.data() + first_token * mask_stride(),
-        .mask_stride = mask_stride(),
+        .seen =
+            {.kv_len = kv_len,
+             .first_position = first_position + first_token * position_step,
+             .position_step = position_step,
+             .left = left,
+             .right = right,
+             .mask = mask.empty() ? nullptr : mask.data() + first_token * mask_stride(),
+             .mask_stride = mask_stride()},
         .scale = scale,
         .softcap = softcap,
-        .out = result.out.data() + row * v_dim,
-        .out_token_stride = int64_t{group} * v_dim,
-        .out_head_stride = v_dim,
-        .lse = result.lse.data() + row,
-        .lse_token_stride = group,
-        .lse_head_stride = 1,
-        .max_logits = result.max_logits.data() + row,
-        .should_stop =
-            [](void* polls) {
-              if (const auto nested = std::exchange(at_polls, nullptr)) {
-                nested();
-                at_polls = nested;
-              }
-              return --*static_cast<int*>(polls) < 0;
-            },
-        .stop_context = &polls_left,
-        .mark = marks == nullptr ? nullptr : &append_mark,
-        .mark_context = marks,
+        .results =
+            {.out = {result.out.data() + row * v_dim, int64_t{group} * v_dim, v_dim},
+             .lse = {result.lse.data() + row, group, 1},
+             .max_logits = result.max_logits.data() + row},
+        .hooks = {
+            .should_stop =
+                [](void* polls) {
+                  if (const auto nested = std::exchange(at_polls, nullptr)) {
+                    nested();
+                    at_polls = nested;
+                  }
+                  return --*static_cast<int*>(polls) < 0;
+                },
+            .stop_context = &polls_left,
+            .mark = marks == nullptr ? nullptr : &append_mark,
+            .mark_context = marks
+        },
     };
     const kernels::AttentionKernel& kernel = active_kernels().attention[kernels::kBfloat16];
     const int64_t bytes = kernel.scratch_bytes(&tile);

@@ -109,8 +109,7 @@ struct Problem {
     const std::vector<T> k_cache = paged(k, dim);
     const std::vector<T> v_cache = paged(v, v_dim);
     const kernels::AttentionTile tile = {
-        .q = q.data(),
-        .q_token_stride = dim,
+        .q = {q.data(), dim},
         .k = {k_cache.data(), kPage * dim, dim},
         .v = {v_cache.data(), kPage * v_dim, v_dim},
         .pages = pages.data(),
@@ -119,16 +118,14 @@ struct Problem {
         .v_head_dim = v_dim,
         .num_tokens = rows,
         .group = 1,
-        .kv_len = kv_len,
-        .first_position = kv_len - rows,
-        .position_step = 1,
-        .left = kUnboundedKeys,
+        .seen =
+            {.kv_len = kv_len,
+             .first_position = kv_len - rows,
+             .position_step = 1,
+             .left = kUnboundedKeys},
         .scale = scale(),
-        .out = out.data(),
-        .out_token_stride = v_dim,
-        .lse = lse.data(),
-        .lse_token_stride = 1,
-        .should_stop = [](void*) { return false; },
+        .results = {.out = {out.data(), v_dim}, .lse = {lse.data(), 1}},
+        .hooks = {.should_stop = [](void*) { return false; }},
     };
     const kernels::AttentionKernel& kernel = active_kernels().attention[Traits<T>::kType];
     std::vector<char> scratch(kernel.scratch_bytes(&tile) + 64, '\xff');  // NaN

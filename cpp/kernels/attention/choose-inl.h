@@ -28,7 +28,7 @@ inline bool needs_vectors(const AttentionTile& tile) { return is_padded(tile) ||
 
 /// Whether kInPlaceTiles can take a tile: rows of whole tiles, as they are in memory.
 inline bool fills_tiles(const AttentionTile& tile) {
-  const int step = tile.expand_codes != nullptr ? 64 : 32;
+  const int step = tile.codes.expand != nullptr ? 64 : 32;
   return !needs_vectors(tile) && tile.nope_dim % step == 0 && tile.rope_dim % step == 0 &&
          tile.v_head_dim % step == 0;
 }

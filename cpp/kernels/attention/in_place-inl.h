@@ -92,16 +92,15 @@ class InPlaceLoop {
 
   /// Heads [first_head_, end_head_).
   bool run_heads() {
-    mark(tile_, kMarkPack);
+    mark(tile_.hooks, kMarkPack);
     prepare_rows();
-    const int64_t begin = visible_keys(tile_, 0).begin;
-    const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
+    const auto [begin, end] = keys_of_tile(tile_);
     int64_t first = begin / kInPlaceKeys * kInPlaceKeys;
     for (; begin < end && first < end; first += kInPlaceKeys) {
-      if (tile_.should_stop(tile_.stop_context)) return false;
+      if (should_stop(tile_.hooks)) return false;
       attend(first, begin, end);
     }
-    mark(tile_, kMarkWrite);
+    mark(tile_.hooks, kMarkWrite);
     for_rows([&](int row, int slot) {
       finish_row<T>(tile_, row, work_.states[slot], work_.output + int64_t{slot} * v_dim_);
     });
@@ -125,16 +124,12 @@ class InPlaceLoop {
     __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
     for_rows([&](int row, int slot) {
       const auto [token, head, kv_head] = row_place(tile_, row);
-      const T* q = static_cast<const T*>(tile_.q);
-      pack_padded_query<Engine>(
-          tile_, q + token * tile_.q_token_stride + head * tile_.q_head_stride,
-          tile_.stored.nope_dim, tile_.nope_dim, work_.row
-      );
+      const auto* q = row_at<const T>(tile_.q, token, head);
+      pack_padded_query<Engine>(tile_, q, tile_.stored.nope_dim, tile_.nope_dim, work_.row);
       if (tile_.rope_dim > 0) {
-        const T* rope = static_cast<const T*>(tile_.q_rope);
         pack_padded_query<Engine>(
-            tile_, rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
-            tile_.stored.rope_dim, tile_.rope_dim, work_.row + tile_.nope_dim
+            tile_, row_at<const T>(tile_.q_rope, token, head), tile_.stored.rope_dim,
+            tile_.rope_dim, work_.row + tile_.nope_dim
         );
       }
       Operand* tile = work_.queries + int64_t{slot / kQueryTile} * kQueryTile * qk_dim_;
@@ -152,21 +147,21 @@ class InPlaceLoop {
   /// [begin, end) are in it.
   void attend(int64_t first, int64_t begin, int64_t end) {
     const int n = static_cast<int>(smaller(kInPlaceKeys, end - first));
-    if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) return;
+    if (!any_shown(tile_.seen, 0, tile_.num_tokens, first, n)) return;
     const int padded = round_up(n, kKeyGranule);
     locate_block(first, n, static_cast<int>(larger(0, begin - first)), end);
     const int64_t flops_per_dim = int64_t{2} * head_rows_ * (end_head_ - first_head_) * padded;
-    mark(tile_, kMarkQk, flops_per_dim * qk_dim_);
+    mark(tile_.hooks, kMarkQk, flops_per_dim * qk_dim_);
     for (int key = 0; key < padded; key += kKeyTile) {
       for (int head = first_head_; head < end_head_; ++head) score_keys(head, key);
     }
-    mark(tile_, kMarkSoftmax);
+    mark(tile_.hooks, kMarkSoftmax);
     const int hidden = static_cast<int>(larger(0, begin - first));
     for (int head = first_head_; head < end_head_; ++head) take_softmax(head, first, n, hidden);
-    mark(tile_, kMarkPv, flops_per_dim * v_dim_);
-    const bool all_visible = tile_.mask == nullptr && !bias_may_hide(tile_) &&
-                             visible_keys(tile_, tile_.num_tokens - 1).begin <= first &&
-                             visible_keys(tile_, 0).end >= first + n;
+    mark(tile_.hooks, kMarkPv, flops_per_dim * v_dim_);
+    const bool all_visible = tile_.seen.mask == nullptr && !bias_may_hide(tile_) &&
+                             visible_keys(tile_.seen, tile_.num_tokens - 1).begin <= first &&
+                             visible_keys(tile_.seen, 0).end >= first + n;
     // O is loaded and stored once a step; small steps keep to the order of memory.
     const int small_step = kCodes ? 2 * kKeyTile : kKeyTile;
     const int step = head_rows_ > kQueryTile ? kInPlaceKeys : small_step;
@@ -183,8 +178,8 @@ class InPlaceLoop {
     float k_factors[kInPlaceKeys];
     float v_factors[kInPlaceKeys];
     if constexpr (kCodes) {
-      read_row_factors(tile_.k_row_factors, head, first, n, hidden, k_factors);
-      read_row_factors(tile_.v_row_factors, head, first, n, hidden, v_factors);
+      read_row_factors(tile_.codes.k_factors, head, first, n, hidden, k_factors);
+      read_row_factors(tile_.codes.v_factors, head, first, n, hidden, v_factors);
     }
     const float scale = scale_of_head(tile_, head);
     const float factor = scale_in_softmax(tile_, head) * kLog2E;
@@ -193,7 +188,7 @@ class InPlaceLoop {
       const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
       float* scores = work_.scores + slot * kInPlaceKeys;
       Operand* probabilities = work_.probabilities + slot * kInPlaceKeys;
-      if (kCodes && has_factors(tile_.k_row_factors)) {
+      if (kCodes && has_factors(tile_.codes.k_factors)) {
         multiply_row(scores, k_factors, 0, padded);
       }
       finish_scores(tile_, scores, head, i, scale, first, 0, padded, /*all_visible=*/false);
@@ -202,7 +197,7 @@ class InPlaceLoop {
           work_.output + slot * v_dim_, v_dim_
       );
       if constexpr (kCodes) {
-        if (!has_factors(tile_.v_row_factors)) continue;
+        if (!has_factors(tile_.codes.v_factors)) continue;
         multiply_probabilities(probabilities, v_factors, padded);
       }
     }

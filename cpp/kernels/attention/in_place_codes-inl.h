@@ -20,7 +20,7 @@ class InPlaceCodes {
   struct Workspace {
     float* q;        // [tokens][heads][nope_dim]
     float* q_rope;   // [tokens][heads][rope_dim]
-    float* partial;  // as AttentionTile::partial
+    float* partial;  // as TileResults::partial
     char* loop;
     int64_t bytes;
 
@@ -44,36 +44,25 @@ class InPlaceCodes {
     const Workspace work(static_cast<char*>(scratch), *tile);
     AttentionTile wide = *tile;
     const int64_t heads = int64_t{tile->num_kv_heads} * tile->group;
-    const auto widen = [&](const void*& q, int64_t& token_stride, int64_t& head_stride, int stored,
-                           int dim, float* to) {
+    const auto widen = [&](HeadRows<const void>& q, int stored, int dim, float* to) {
       T copy[kMaxHeadDim];
       const PaddedRows rows(*tile, stored, dim, sizeof(T), reinterpret_cast<char*>(copy));
       for (int64_t token = 0; token < tile->num_tokens; ++token) {
         for (int64_t head = 0; head < heads; ++head) {
-          const T* from = static_cast<const T*>(q) + token * token_stride + head * head_stride;
+          const auto* from = row_at<const T>(q, token, head);
           const char* read = rows.read(reinterpret_cast<const char*>(from), 0);
           const T* source = reinterpret_cast<const T*>(read);
           float* row = to + (token * heads + head) * dim;
           for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
         }
       }
-      q = to;
-      token_stride = heads * dim;
-      head_stride = dim;
+      q = {to, heads * dim, dim};
     };
-    widen(
-        wide.q, wide.q_token_stride, wide.q_head_stride, tile->stored.nope_dim, tile->nope_dim,
-        work.q
-    );
-    if (tile->rope_dim > 0) {
-      widen(
-          wide.q_rope, wide.q_rope_token_stride, wide.q_rope_head_stride, tile->stored.rope_dim,
-          tile->rope_dim, work.q_rope
-      );
-    }
-    if (tile->partial == nullptr) wide.partial = work.partial;
+    widen(wide.q, tile->stored.nope_dim, tile->nope_dim, work.q);
+    if (tile->rope_dim > 0) widen(wide.q_rope, tile->stored.rope_dim, tile->rope_dim, work.q_rope);
+    if (tile->results.partial == nullptr) wide.results.partial = work.partial;
     if (!Loop::run(&wide, work.loop)) return false;
-    if (tile->partial == nullptr) merge_parts<T>(tile, work.partial, 1);
+    if (tile->results.partial == nullptr) merge_parts<T>(tile, work.partial, 1);
     return true;
   }
 };
@@ -81,8 +70,8 @@ class InPlaceCodes {
 /// Runs the loop for what K and V are stored as: Loop if they are no codes.
 template <class T, class Loop>
 bool run_in_place(const AttentionTile* tile, void* scratch) {
-  if (tile->expand_codes == nullptr) return Loop::run(tile, scratch);
-  switch (tile->code_type) {
+  if (tile->codes.expand == nullptr) return Loop::run(tile, scratch);
+  switch (tile->codes.type) {
     case kFloat8E4M3:
       return InPlaceCodes<T, Float8>::run(tile, scratch);
     case kFloat8E5M2:
@@ -94,7 +83,7 @@ bool run_in_place(const AttentionTile* tile, void* scratch) {
 
 template <class T, class Loop>
 int64_t in_place_scratch_bytes(const AttentionTile* tile) {
-  return tile->expand_codes == nullptr ? Loop::scratch_bytes(tile)
+  return tile->codes.expand == nullptr ? Loop::scratch_bytes(tile)
                                        : InPlaceCodes<T, int8_t>::scratch_bytes(tile);
 }
 

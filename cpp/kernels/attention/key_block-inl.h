@@ -58,11 +58,11 @@ class KeyBlock {
     }
     if (read) locate(tile_.v, head, hidden, stored_v_);
     if (tile_.rope_dim > 0) locate(tile_.k_rope, head, hidden, read ? stored_rope_ : k_rope_);
-    if (has_factors(tile_.k_row_factors)) {
-      read_factors(tile_, tile_.k_row_factors, head, first, n, hidden, k_factors_);
+    if (has_factors(tile_.codes.k_factors)) {
+      read_factors(tile_, tile_.codes.k_factors, head, first, n, hidden, k_factors_);
     }
-    if (has_factors(tile_.v_row_factors)) {
-      read_factors(tile_, tile_.v_row_factors, head, first, n, hidden, v_factors_);
+    if (has_factors(tile_.codes.v_factors)) {
+      read_factors(tile_, tile_.codes.v_factors, head, first, n, hidden, v_factors_);
     }
     for (int key = 0; key < n; key += kKeyGranule) pack_granule(key);
   }
@@ -92,12 +92,14 @@ class KeyBlock {
   }
 
   /// The factors of the scores of the keys, or null.
-  const float* k_factors() const { return has_factors(tile_.k_row_factors) ? k_factors_ : nullptr; }
+  const float* k_factors() const {
+    return has_factors(tile_.codes.k_factors) ? k_factors_ : nullptr;
+  }
 
  private:
   /// Whether K, its rope part and V become numbers of all dimensions before they are packed.
   bool reads_rows() const {
-    return tile_.expand_codes != nullptr || (tile_.expand == nullptr && is_padded(tile_));
+    return tile_.codes.expand != nullptr || (tile_.expand == nullptr && is_padded(tile_));
   }
 
   void locate(const PagedRows& source, int head, int hidden, const char** rows) const {
@@ -132,7 +134,7 @@ class KeyBlock {
 
   /// Reads the values of n keys from `key` on.
   void read_values(const char* const* rows, int key, int n) const {
-    const float* factors = has_factors(tile_.v_row_factors) ? v_factors_ + key : nullptr;
+    const float* factors = has_factors(tile_.codes.v_factors) ? v_factors_ + key : nullptr;
     read_rows(rows, n, tile_.stored.v_head_dim, tile_.v_head_dim, factors, expanded_values_);
   }
 
@@ -141,7 +143,7 @@ class KeyBlock {
   void read_rows(
       const char* const* rows, int n, int stored_dim, int dim, const float* factors, T* numbers
   ) const {
-    if (tile_.expand_codes == nullptr) {
+    if (tile_.codes.expand == nullptr) {
       for (int i = 0; i < n; ++i) {
         copy_padded(rows[i], stored_dim * sizeof(T), dim * sizeof(T), numbers + int64_t{i} * dim);
       }
@@ -152,7 +154,7 @@ class KeyBlock {
     const char* codes[kKeyGranule];
     const PaddedRows padded(tile_, stored_dim, dim, 1, copies);
     for (int i = 0; i < n; ++i) codes[i] = padded.read(rows[i], i);
-    tile_.expand_codes(codes, n, dim, factors, numbers);
+    tile_.codes.expand(codes, n, dim, factors, numbers);
   }
 
   /// The address at which the value of a key is stored.

@@ -98,18 +98,17 @@ class PackedLoop {
         block_(tile, block_keys_, work_.keys, work_.values, work_.expanded, work_.zeros) {}
 
   bool run() {
-    mark(tile_, kMarkPack);
+    mark(tile_.hooks, kMarkPack);
     prepare_rows();
-    const int64_t begin = visible_keys(tile_, 0).begin;
-    const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
+    const auto [begin, end] = keys_of_tile(tile_);
     if (begin >= end) return finish();
     for (int64_t first = begin / block_keys_ * block_keys_; first < end; first += block_keys_) {
-      if (tile_.should_stop(tile_.stop_context)) return false;
+      if (should_stop(tile_.hooks)) return false;
       const int n = static_cast<int>(smaller(block_keys_, end - first));
-      if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) continue;
+      if (!any_shown(tile_.seen, 0, tile_.num_tokens, first, n)) continue;
       const int hidden = static_cast<int>(larger(0, begin - first));
       for (head_ = 0; head_ < tile_.num_kv_heads; ++head_) {
-        mark(tile_, kMarkPack);
+        mark(tile_.hooks, kMarkPack);
         block_.pack(head_, first, n, hidden, end);
         attend_block(n);
       }
@@ -133,37 +132,32 @@ class PackedLoop {
     constexpr int kTokensAhead = 8;
     if constexpr (Engine::template kTakesQueries<T>) {
       if (tile_.rope_dim == 0 && !is_padded(tile_) &&
-          (tile_.num_tokens == 1 || tile_.q_token_stride == tile_.group * tile_.q_head_stride)) {
-        queries_ = static_cast<const Operand*>(tile_.q);
-        query_stride_ = tile_.q_head_stride;
-        head_queries_ = tile_.group * tile_.q_head_stride;
+          (tile_.num_tokens == 1 || tile_.q.token_stride == tile_.group * tile_.q.head_stride)) {
+        queries_ = static_cast<const Operand*>(tile_.q.data);
+        query_stride_ = tile_.q.head_stride;
+        head_queries_ = tile_.group * tile_.q.head_stride;
         return;
       }
     }
     queries_ = work_.queries;
     query_stride_ = qk_dim_;
     head_queries_ = int64_t{head_rows_} * qk_dim_;
-    const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int stored,
-                          int dim, Operand* packed) {
+    const auto pack = [&](const HeadRows<const void>& source, int stored, int dim,
+                          Operand* packed) {
       const int64_t rows = int64_t{tile_.num_kv_heads} * head_rows_;
       for (int64_t row = 0; row < rows; ++row, packed += qk_dim_) {
         const auto [token, head, kv_head] = row_place(tile_, row);
-        const T* q = static_cast<const T*>(source) + token * token_stride + head * head_stride;
+        const auto* q = row_at<const T>(source, token, head);
         if (token + kTokensAhead < tile_.num_tokens) {
-          fetch_row<2>(q + kTokensAhead * token_stride, dim * sizeof(T));
+          fetch_row<2>(q + kTokensAhead * source.token_stride, dim * sizeof(T));
         }
         pack_padded_query<Engine>(tile_, q, stored, dim, packed);
       }
     };
-    pack(
-        tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.stored.nope_dim, tile_.nope_dim,
-        work_.queries
-    );
+    pack(tile_.q, tile_.stored.nope_dim, tile_.nope_dim, work_.queries);
     if (tile_.rope_dim > 0) {
-      pack(
-          tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.stored.rope_dim,
-          tile_.rope_dim, work_.queries + tile_.nope_dim
-      );
+      Operand* packed = work_.queries + tile_.nope_dim;
+      pack(tile_.q_rope, tile_.stored.rope_dim, tile_.rope_dim, packed);
     }
   }
 
@@ -188,23 +182,23 @@ class PackedLoop {
     const int64_t first_token = row / tile_.group;
     const int64_t end_token = (row + count - 1) / tile_.group + 1;
     const int64_t first = block_.first() + chunk;
-    const KeyRange seen_first = visible_keys(tile_, first_token);
-    const KeyRange seen_last = visible_keys(tile_, end_token - 1);
+    const KeyRange seen_first = visible_keys(tile_.seen, first_token);
+    const KeyRange seen_last = visible_keys(tile_.seen, end_token - 1);
     int begin = static_cast<int>(larger(0, seen_first.begin - first)) / kKeyGranule * kKeyGranule;
     int end = round_up(static_cast<int>(smaller(n, seen_last.end - first)), kKeyGranule);
-    drop_hidden(tile_, first_token, end_token, first, begin, end);
+    drop_hidden(tile_.seen, first_token, end_token, first, begin, end);
     if (begin >= end) return;
 
     const int64_t flops_per_dim = int64_t{2} * count * (end - begin);
-    mark(tile_, kMarkQk, flops_per_dim * qk_dim_);
+    mark(tile_.hooks, kMarkQk, flops_per_dim * qk_dim_);
     multiply_panels<Engine, false>(
         count, queries_ + head_ * head_queries_ + row * query_stride_, query_stride_,
         block_.keys() + chunk / kPanel * block_.keys_panel(), block_.keys_panel(), 0, qk_dim_,
         begin, end, work_.scores, kMaxChunkKeys
     );
-    mark(tile_, kMarkSoftmax);
-    const bool all_visible =
-        tile_.mask == nullptr && seen_first.end - first >= end && seen_last.begin - first <= begin;
+    mark(tile_.hooks, kMarkSoftmax);
+    const bool all_visible = tile_.seen.mask == nullptr && seen_first.end - first >= end &&
+                             seen_last.begin - first <= begin;
     const float scale = scale_of_head(tile_, head_);
     const float factor = scale_in_softmax(tile_, head_) * kLog2E;
     const float* key_factors = block_.k_factors();
@@ -219,7 +213,7 @@ class PackedLoop {
           work_.states[head_row + i], output + int64_t{i} * v_dim_, v_dim_
       );
     }
-    mark(tile_, kMarkPv, flops_per_dim * v_dim_);
+    mark(tile_.hooks, kMarkPv, flops_per_dim * v_dim_);
     const auto add_values =
         started(head_, row) ? &multiply_panels<Engine, true> : &multiply_panels<Engine, false>;
     started(head_, row) = true;
@@ -251,7 +245,7 @@ class PackedLoop {
 
   /// Normalises all rows and writes them.
   bool finish() const {
-    mark(tile_, kMarkWrite);
+    mark(tile_.hooks, kMarkWrite);
     const int rows = tile_.num_kv_heads * head_rows_;
     for (int row = 0; row < rows; ++row) {
       const bool any = started(row / head_rows_, row % head_rows_);

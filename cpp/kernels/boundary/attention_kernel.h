@@ -52,7 +52,7 @@ struct StoredDims {
   int32_t nope_dim, rope_dim, v_head_dim;
 };
 
-/// The steps of a kernel that AttentionTile::mark tells apart.
+/// The steps of a kernel that TileHooks::mark tells apart.
 enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWrite };
 
 /// The loops of attention. All give the same result, but not the same bits.
@@ -64,26 +64,68 @@ enum AttentionLoop : int32_t {
   kInPlaceTiles,  // loads K and V into matrix tiles from where they are
 };
 
-/// Attention of a few query tokens, and `group` query heads that share one KV
-/// head, over one sequence: the unit of work. Row (t, g) reads
-/// q + t * q_token_stride + g * q_head_stride, and writes out and lse at the places that
-/// their own strides say. There are num_kv_heads such groups of heads, of neighbouring KV heads.
-///
-/// Token t stands at key position p = first_position + t * position_step and
-/// sees the keys j with p - left <= j <= p + right, kv_begin <= j < kv_len, whose
-/// bit is set in its row of `mask`, if there is one. Of other keys only those
-/// that the mask alone hides may be read; they do not count. p may lie outside [0, kv_len); a row
-/// that sees no key gets zeros and LSE -inf.
-///
-/// If `partial` is not null, the keys [kv_begin, kv_len) are one part of what the rows
-/// see: the kernel leaves out and lse alone, and writes what merge() needs to `partial`, in the
-/// order (KV head, token, head of the group): v_head_dim unnormalised outputs of
-/// every row, then kPartialStateFloats floats of every row.
+/// Rows of a tile in a tensor of tokens and heads: that of token t and head g is
+/// t * token_stride + g * head_stride elements behind `data`.
+template <class Data>
+struct HeadRows {
+  Data* data = nullptr;
+  int64_t token_stride = 0, head_stride = 0;
+};
+
+/// The keys that the tokens of a tile see. Token t stands at key position
+/// p = first_position + t * position_step and sees the keys j with p - left <= j <= p + right,
+/// kv_begin <= j < kv_len, whose bit is set in its row of `mask`, if there is one. Of other keys
+/// only those that the mask alone hides may be read; they do not count. p may lie outside
+/// [0, kv_len).
+struct TileVisibility {
+  int64_t kv_begin = 0;  // a multiple of kInPlaceGranule
+  int64_t kv_len = 0;
+  int64_t first_position = 0, position_step = 0;
+  int64_t left = 0, right = 0;    // >= 0; kUnboundedKeys for no bound
+  const uint8_t* mask = nullptr;  // null, or bits of row t from mask + t * mask_stride,
+  int64_t mask_stride =
+      0;  // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
+};
+
+/// The codes of a tile, if K, V and k_rope are codes.
+struct TileCodes {
+  /// Null for numbers, or AttentionKernel::expand_codes of `type`.
+  void (*expand)(const char* const* rows, int n, int dim, const float* factors, void* elements) =
+      nullptr;
+  CodeType type = kFloat8E4M3;
+  RowFactors k_factors{}, v_factors{};  // of rows of K and V
+};
+
+/// The memory that a tile's results go to. A row that sees no key gets zeros and LSE -inf.
+struct TileResults {
+  HeadRows<void> out;
+  HeadRows<float> lse;          // data is null when not wanted
+  float* max_logits = nullptr;  // null, or the largest score of each row, placed as its lse
+  /// Null if the rows see no other keys. Otherwise the keys [kv_begin, kv_len) are one part of what
+  /// they see: the kernel leaves out and lse alone, and writes what merge() needs to `partial`, in
+  /// the order (KV head, token, head of the group): v_head_dim unnormalised outputs of every row,
+  /// then kPartialStateFloats floats of every row.
+  float* partial = nullptr;
+};
+
+/// Functions that a kernel calls as it goes.
+struct TileHooks {
+  /// Polled between blocks of keys. It may run any code on this thread, even kernels, which
+  /// overwrite vector and tile registers.
+  bool (*should_stop)(void* context) = nullptr;
+  void* stop_context = nullptr;
+  /// Null, or a tracer's function: from now on this thread is in `scope`, which
+  /// will do `flops` floating-point operations (0: not counted).
+  void (*mark)(void* context, int32_t scope, int64_t flops) = nullptr;
+  void* mark_context = nullptr;
+};
+
+/// Attention of a few query tokens, and `group` query heads that share one KV head, over one
+/// sequence: the unit of work. There are num_kv_heads such groups of heads, of neighbouring KV
+/// heads.
 struct AttentionTile {
-  const void* q;
-  const void* q_rope;  // null, or the last rope_dim dimensions of the queries
-  int64_t q_token_stride, q_head_stride;
-  int64_t q_rope_token_stride, q_rope_head_stride;
+  HeadRows<const void> q;
+  HeadRows<const void> q_rope;  // data is null, or the last rope_dim dimensions of the queries
   PagedRows k, k_rope, v;
   const int32_t* pages;
   int64_t page_size;
@@ -92,15 +134,7 @@ struct AttentionTile {
   /// Strides of k count elements all the same. With one KV head.
   void (*expand)(const void* row, void* elements) = nullptr;
   int64_t stored_bytes = 0;
-  /// Null, or K, V and k_rope are codes: AttentionKernel::expand_codes of their type.
-  void (*expand_codes)(
-      const char* const* rows, int n, int dim, const float* factors, void* elements
-  ) = nullptr;
-  CodeType code_type = kFloat8E4M3;
-  /// Factors of rows of K and V, if these are codes.
-  RowFactors k_row_factors{}, v_row_factors{};
-  /// Null, or factors of K and V for each of num_kv_heads heads.
-  const float *k_head_factors = nullptr, *v_head_factors = nullptr;
+  TileCodes codes{};
 
   int32_t nope_dim;    // of q and k, beside rope_dim; a multiple of 16
   int32_t rope_dim;    // 0 or a multiple of 16
@@ -115,35 +149,17 @@ struct AttentionTile {
   /// what other rows and heads the tile has. Not with `expand`.
   bool may_read_in_place = false;
 
-  int64_t kv_begin = 0;  // a multiple of kInPlaceGranule
-  int64_t kv_len;
-  int64_t first_position, position_step;
-  int64_t left, right;  // >= 0; kUnboundedKeys for no bound
-  const uint8_t* mask;  // null, or bits of row t from mask + t * mask_stride,
-  int64_t mask_stride;  // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
-
+  TileVisibility seen{};
   float scale;
   float v_factor = 1.0F;  // of V, for all heads
-  float softcap;          // 0: none, else c * tanh(score / c) after the scale
-  TileBias bias{};        // after scale and softcap; a key for which it is -inf is not seen
-  const float* sinks;     // null, or one logit per head
+  /// Null, or further factors of K and V for each of num_kv_heads heads.
+  const float *k_head_factors = nullptr, *v_head_factors = nullptr;
+  float softcap;       // 0: none, else c * tanh(score / c) after the scale
+  TileBias bias{};     // after scale and softcap; a key for which it is -inf is not seen
+  const float* sinks;  // null, or one logit per head
 
-  void* out;
-  int64_t out_token_stride, out_head_stride;
-  float* lse;  // null when not wanted
-  int64_t lse_token_stride, lse_head_stride;
-  float* max_logits = nullptr;  // null, or the largest score of each row, placed as its lse
-  float* partial = nullptr;     // null: the rows see no other keys
-
-  /// Polled between blocks of keys. It may run any code on this thread, even kernels, which
-  /// overwrite vector and tile registers.
-  bool (*should_stop)(void* context);
-  void* stop_context;
-
-  /// Null, or a tracer's function: from now on this thread is in `scope`, which
-  /// will do `flops` floating-point operations (0: not counted).
-  void (*mark)(void* context, int32_t scope, int64_t flops);
-  void* mark_context;
+  TileResults results{};
+  TileHooks hooks{};
 };
 
 struct AttentionKernel {

@@ -76,8 +76,8 @@ struct TileLoops {
   }
 
   static bool run_in_place_tiles(const AttentionTile* tile, char* scratch) {
-    if (tile->expand_codes == nullptr) return attempt<Bfloat16>(tile, scratch);
-    switch (tile->code_type) {
+    if (tile->codes.expand == nullptr) return attempt<Bfloat16>(tile, scratch);
+    switch (tile->codes.type) {
       case kFloat8E4M3:
         return attempt<Float8>(tile, scratch);
       case kFloat8E5M2:

@@ -10,14 +10,22 @@ namespace {
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-inline void mark(const AttentionTile& tile, KernelScope scope, int64_t flops = 0) {
-  if (tile.mark != nullptr) tile.mark(tile.mark_context, scope, flops);
+/// The elements of token `token` and head `head`.
+template <class T, class Data>
+T* row_at(const HeadRows<Data>& rows, int64_t token, int64_t head) {
+  return static_cast<T*>(rows.data) + token * rows.token_stride + head * rows.head_stride;
+}
+
+inline bool should_stop(const TileHooks& hooks) { return hooks.should_stop(hooks.stop_context); }
+
+inline void mark(const TileHooks& hooks, KernelScope scope, int64_t flops = 0) {
+  if (hooks.mark != nullptr) hooks.mark(hooks.mark_context, scope, flops);
 }
 
 /// Bytes of an element of K and V in memory, where elements are of type T.
 template <class T>
 int element_bytes(const AttentionTile& tile) {
-  return tile.expand_codes != nullptr ? 1 : static_cast<int>(sizeof(T));
+  return tile.codes.expand != nullptr ? 1 : static_cast<int>(sizeof(T));
 }
 
 /// Bytes of a row of K in memory.

@@ -38,14 +38,16 @@ void write_output(const AttentionTile& tile, const float* output, Vector scale, 
 template <class T>
 void write_row(const AttentionTile& tile, int64_t row, RowState state, const float* output) {
   const auto [token, head, kv_head] = row_place(tile, row);
-  T* out = static_cast<T*>(tile.out) + token * tile.out_token_stride + head * tile.out_head_stride;
+  const TileResults& results = tile.results;
   const float* sink = tile.sinks == nullptr ? nullptr : tile.sinks + head;
   const Vector scale = splat(state.output_scale(sink) * v_factor_of_head(tile, kv_head));
-  write_output(tile, output, scale, out);
-  const int64_t place = token * tile.lse_token_stride + head * tile.lse_head_stride;
-  if (tile.lse != nullptr) tile.lse[place] = state.lse();
-  if (tile.max_logits != nullptr) {
-    tile.max_logits[place] = state.max_logit(scale_in_softmax(tile, kv_head));
+  write_output(tile, output, scale, row_at<T>(results.out, token, head));
+  if (results.lse.data != nullptr) *row_at<float>(results.lse, token, head) = state.lse();
+  if (results.max_logits != nullptr) {
+    const HeadRows<float> places = {
+        results.max_logits, results.lse.token_stride, results.lse.head_stride
+    };
+    *row_at<float>(places, token, head) = state.max_logit(scale_in_softmax(tile, kv_head));
   }
 }
 
@@ -63,11 +65,11 @@ Float* partial_state(const AttentionTile& tile, Float* partial, int64_t row) {
 /// Writes a row, or adds it to the results of a part.
 template <class T>
 void finish_row(const AttentionTile& tile, int64_t row, RowState state, const float* output) {
-  if (tile.partial == nullptr) return write_row<T>(tile, row, state, output);
+  if (tile.results.partial == nullptr) return write_row<T>(tile, row, state, output);
   __builtin_memcpy(
-      partial_output(tile, tile.partial, row), output, sizeof(float) * tile.v_head_dim
+      partial_output(tile, tile.results.partial, row), output, sizeof(float) * tile.v_head_dim
   );
-  state.save(partial_state(tile, tile.partial, row));
+  state.save(partial_state(tile, tile.results.partial, row));
 }
 
 /// Merges the parts of a tile in their order; see AttentionKernel::merge.

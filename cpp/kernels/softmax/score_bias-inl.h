@@ -53,7 +53,7 @@ inline void add_biases(
 ) {
   const TileBias& bias = tile.bias;
   if (bias.numbers != nullptr) add_numbers(bias, token, head, key, n, sums);
-  const int64_t distance = key - (tile.first_position + token * tile.position_step);
+  const int64_t distance = key - position_of(tile.seen, token);
   if (bias.slopes != nullptr) {
     const float slope = bias.slopes[head];
     const auto first = static_cast<float>(distance);
@@ -89,7 +89,7 @@ inline void add_biases(
   const Vector hidden = splat(-__builtin_inff());
   const Vector least = splat(-__FLT_MAX__);
   const Vector lowest = splat(-1e38F);
-  const KeyRange seen = visible_keys(tile, token);
+  const KeyRange seen = visible_keys(tile.seen, token);
   for (; begin < end; begin += kKeyGranule) {
     float biases[kKeyGranule + kLanes] = {};
     const int64_t key = first + begin;
@@ -125,7 +125,7 @@ inline void finish_scores(
     const float factor = tile.softcap > 0 ? 1.0F : scale;
     bias_scores(tile, scores, token, query_head, first, begin, end, factor);
   }
-  if (!all_visible) hide_keys(tile, scores, token, first, begin, end);
+  if (!all_visible) hide_keys(tile.seen, scores, token, first, begin, end);
 }
 
 /// Whether a row sees a key: bias, window and mask let it. On its own, as it is rarely asked in
@@ -133,7 +133,7 @@ inline void finish_scores(
 [[gnu::noinline]] inline bool sees(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t key
 ) {
-  if (!sees(tile, token, key)) return false;
+  if (!sees(tile.seen, token, key)) return false;
   const TileBias& bias = tile.bias;
   const float hidden = -__builtin_inff();
   if (bias.numbers != nullptr) {
@@ -142,8 +142,7 @@ inline void finish_scores(
     if (number[0] == hidden) return false;
   }
   if (bias.by_distance == nullptr) return true;
-  const int64_t position = tile.first_position + token * tile.position_step;
-  return number_at(bias, head, key - position) != hidden;
+  return number_at(bias, head, key - position_of(tile.seen, token)) != hidden;
 }
 
 }  // namespace

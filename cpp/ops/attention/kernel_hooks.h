@@ -28,13 +28,15 @@ inline void hook_tile(kernels::AttentionTile& tile, StopToken& stop, const DType
   static_assert(static_cast<int>(TraceScope::softmax) == kernels::kMarkSoftmax);
   static_assert(static_cast<int>(TraceScope::pv) == kernels::kMarkPv);
   static_assert(static_cast<int>(TraceScope::write) == kernels::kMarkWrite);
-  tile.should_stop = [](void* token) { return static_cast<StopToken*>(token)->should_stop(); };
-  tile.stop_context = &stop;
+  tile.hooks.should_stop = [](void* token) {
+    return static_cast<StopToken*>(token)->should_stop();
+  };
+  tile.hooks.stop_context = &stop;
   if (!tracing()) return;
-  tile.mark = [](void* type, int32_t scope, int64_t flops) {
+  tile.hooks.mark = [](void* type, int32_t scope, int64_t flops) {
     trace_mark(static_cast<TraceScope>(scope), flops, *static_cast<const DType*>(type));
   };
-  tile.mark_context = const_cast<DType*>(&dtype);
+  tile.hooks.mark_context = const_cast<DType*>(&dtype);
 }
 
 }  // namespace cpattn

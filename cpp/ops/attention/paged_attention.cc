@@ -213,10 +213,15 @@ int64_t useful_flops(const AttentionBatch& batch, const AttentionItem& item) {
   return 2 * visible_pairs(batch, item) * (batch.shape.head_dim + batch.shape.v_head_dim);
 }
 
-/// The address of the first row of an item in a tensor [rows, heads, ...].
-void* first_row(const AttentionPlan& plan, const AttentionItem& item, const TensorView& tensor) {
+/// The rows of an item in a tensor [rows, heads, ...].
+template <class Data>
+kernels::HeadRows<Data> rows_of_item(
+    const AttentionPlan& plan, const AttentionItem& item, const TensorView& tensor
+) {
   const int64_t row = plan.batch.segments[item.segment].q_begin + item.first_token;
-  return element_address(tensor, row * tensor.strides[0] + item.first_head * tensor.strides[1]);
+  const int64_t offset = row * tensor.strides[0] + item.first_head * tensor.strides[1];
+  void* data = element_address(tensor, offset);
+  return {static_cast<Data*>(data), tensor.strides[0], tensor.strides[1]};
 }
 
 /// Adds the optional parts of a call to a tile: rope, mask and lse.
@@ -229,21 +234,15 @@ void add_options(
 ) {
   const AttentionBatch& batch = plan.batch;
   if (tile.rope_dim > 0) {
-    tile.q_rope = first_row(plan, item, *arguments.q_rope);
-    tile.q_rope_token_stride = arguments.q_rope->strides[0];
-    tile.q_rope_head_stride = arguments.q_rope->strides[1];
+    tile.q_rope = rows_of_item<const void>(plan, item, *arguments.q_rope);
     tile.k_rope = rows_of_head(*arguments.k_rope, kv_head);
   }
   if (!batch.mask.empty()) {
-    tile.mask_stride = batch.mask.row_bytes[item.segment];
-    tile.mask = batch.mask.bits.data() + batch.mask.offsets[item.segment] +
-                item.first_token * tile.mask_stride;
+    tile.seen.mask_stride = batch.mask.row_bytes[item.segment];
+    tile.seen.mask = batch.mask.bits.data() + batch.mask.offsets[item.segment] +
+                     item.first_token * tile.seen.mask_stride;
   }
-  if (arguments.lse) {
-    tile.lse = static_cast<float*>(first_row(plan, item, *arguments.lse));
-    tile.lse_token_stride = arguments.lse->strides[0];
-    tile.lse_head_stride = arguments.lse->strides[1];
-  }
+  if (arguments.lse) tile.results.lse = rows_of_item<float>(plan, item, *arguments.lse);
 }
 
 kernels::AttentionTile make_tile(
@@ -258,34 +257,32 @@ kernels::AttentionTile make_tile(
   const int64_t kv_head = item.first_head / group;
   const int64_t rope = rope_dim(arguments);
   kernels::AttentionTile tile{
-      .q = first_row(plan, item, arguments.q),
-      .q_token_stride = arguments.q.strides[0],
-      .q_head_stride = arguments.q.strides[1],
+      .q = rows_of_item<const void>(plan, item, arguments.q),
       .k = rows_of_head(arguments.k, kv_head),
       .v = rows_of_head(arguments.v, kv_head),
       .pages = batch.pages.page_ids.data() + batch.pages.indptr[segment.table_row],
       .page_size = batch.page_size,
-      .k_row_factors = row_factors(arguments.k_scale, kv_head),
-      .v_row_factors = row_factors(arguments.v_scale, kv_head),
-      .k_head_factors = head_factors(arguments.k_scale, kv_head),
-      .v_head_factors = head_factors(arguments.v_scale, kv_head),
+      .codes =
+          {.k_factors = row_factors(arguments.k_scale, kv_head),
+           .v_factors = row_factors(arguments.v_scale, kv_head)},
       .num_tokens = item.num_tokens,
       .group = std::min(item.num_heads, group),
       .num_kv_heads = (item.num_heads + group - 1) / group,
-      .kv_begin = item.kv_begin,
-      .kv_len = item.kv_end,
-      .first_position = segment.first_position + item.first_token * segment.position_step,
-      .position_step = segment.position_step,
-      .left = segment.left,
-      .right = segment.right,
+      .seen =
+          {.kv_begin = item.kv_begin,
+           .kv_len = item.kv_end,
+           .first_position = segment.first_position + item.first_token * segment.position_step,
+           .position_step = segment.position_step,
+           .left = segment.left,
+           .right = segment.right},
       .scale = static_cast<float>(arguments.scale * arguments.k_scale.tensor),
       .v_factor = static_cast<float>(arguments.v_scale.tensor),
+      .k_head_factors = head_factors(arguments.k_scale, kv_head),
+      .v_head_factors = head_factors(arguments.v_scale, kv_head),
       .softcap = static_cast<float>(arguments.softcap),
       .bias = tile_bias(arguments.bias, batch, item),
       .sinks = arguments.sinks ? arguments.sinks->as<float>() + item.first_head : nullptr,
-      .out = first_row(plan, item, arguments.out),
-      .out_token_stride = arguments.out.strides[0],
-      .out_head_stride = arguments.out.strides[1],
+      .results = {.out = rows_of_item<void>(plan, item, arguments.out)},
   };
   set_dims(tile, batch.shape.head_dim - rope, rope, batch.shape.v_head_dim);
   hook_tile(tile, stop, arguments.q.dtype);
@@ -327,10 +324,10 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
     );
     kernels::AttentionTile tile = make_tile(plan, item, arguments, stop);
     if (codes) {
-      tile.code_type = *codes;
-      tile.expand_codes = kernel.expand_codes[*codes];
+      tile.codes.type = *codes;
+      tile.codes.expand = kernel.expand_codes[*codes];
     }
-    tile.partial = splits.results_of(item);
+    tile.results.partial = splits.results_of(item);
     tile.may_read_in_place = item.may_read_in_place;
     void* scratch = thread_scratch(arguments.function, kernel.scratch_bytes(&tile));
     if (!kernel.run(&tile, scratch)) return;

@@ -24,11 +24,18 @@ int64_t heads_per_item(int64_t num_tokens, int64_t num_heads, int num_threads) {
   return parts == 1 ? heads : (heads + kMinHeads - 1) / kMinHeads * kMinHeads;
 }
 
-/// The address of a head of a token in a [B, S, heads, dim] tensor.
-void* row_address(const TensorView& tensor, int64_t token, int64_t head) {
+/// The heads of a token, from one on, in a [B, S, heads, dim] tensor.
+kernels::HeadRows<void> rows_of_token(const TensorView& tensor, int64_t token, int64_t head) {
   const int64_t offset = token / tensor.shape[1] * tensor.strides[0] +
                          token % tensor.shape[1] * tensor.strides[1] + head * tensor.strides[2];
-  return tensor.as<char>() + offset * element_size(tensor.dtype);
+  return {
+      .data = tensor.as<char>() + offset * element_size(tensor.dtype),
+      .head_stride = tensor.strides[2]
+  };
+}
+
+kernels::HeadRows<const void> read_only(const kernels::HeadRows<void>& rows) {
+  return {rows.data, rows.token_stride, rows.head_stride};
 }
 
 kernels::AttentionTile make_tile(
@@ -42,8 +49,7 @@ kernels::AttentionTile make_tile(
   const TensorView& q = attention.q;
   const int64_t place = token * q.shape[2] + first_head;
   kernels::AttentionTile tile{
-      .q = row_address(q, token, first_head),
-      .q_head_stride = q.strides[2],
+      .q = read_only(rows_of_token(q, token, first_head)),
       .k = attention.k,
       .k_rope = attention.k_rope,
       .v = attention.v,
@@ -53,20 +59,19 @@ kernels::AttentionTile make_tile(
       .stored_bytes = attention.stored_bytes,
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
-      .kv_len = num_keys,
-      .left = kUnboundedKeys,
-      .right = kUnboundedKeys,
+      .seen = {.kv_len = num_keys, .left = kUnboundedKeys, .right = kUnboundedKeys},
       .scale = static_cast<float>(attention.scale),
       .sinks = attention.sinks == nullptr ? nullptr : attention.sinks + first_head,
-      .out = row_address(attention.out, token, first_head),
-      .out_head_stride = attention.out.strides[2],
-      .lse = attention.lse == nullptr ? nullptr : attention.lse + place,
-      .lse_head_stride = 1,
-      .max_logits = attention.max_logits == nullptr ? nullptr : attention.max_logits + place,
+      .results = {
+          .out = rows_of_token(attention.out, token, first_head),
+          .lse =
+              {.data = attention.lse == nullptr ? nullptr : attention.lse + place,
+               .head_stride = 1},
+          .max_logits = attention.max_logits == nullptr ? nullptr : attention.max_logits + place
+      },
   };
   if (attention.q_rope) {
-    tile.q_rope = row_address(*attention.q_rope, token, first_head);
-    tile.q_rope_head_stride = attention.q_rope->strides[2];
+    tile.q_rope = read_only(rows_of_token(*attention.q_rope, token, first_head));
   }
   const int64_t rope_dim = attention.q_rope ? attention.q_rope->shape[3] : 0;
   set_dims(tile, q.shape[3], rope_dim, attention.v_head_dim);

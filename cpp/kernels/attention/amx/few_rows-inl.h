@@ -42,19 +42,18 @@ class AmxFewRows {
         values_{work_, packed_, pending_, v_dim_ / 16} {}
 
   bool run() {
-    mark(tile_, kMarkPack);
+    mark(tile_.hooks, kMarkPack);
     prepare();
-    begin_ = visible_keys(tile_, 0).begin;
-    end_ = visible_keys(tile_, tile_.num_tokens - 1).end;
-    locate_keys(0, begin_ / kBlockKeys * kBlockKeys);
+    keys_ = keys_of_tile(tile_);
+    locate_keys(0, keys_.begin / kBlockKeys * kBlockKeys);
     while (next_->count() > 0) {
       // Between two blocks no tile holds anything.
-      if (tile_.should_stop(tile_.stop_context)) return false;
+      if (should_stop(tile_.hooks)) return false;
       tiles_.configure();
       const SourceRows<T>& rows = *next_;
       next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
       const int64_t after = rows.first() + kBlockKeys;
-      if (!any_shown(tile_, 0, tile_.num_tokens, rows.first(), rows.count())) {
+      if (!any_shown(tile_.seen, 0, tile_.num_tokens, rows.first(), rows.count())) {
         locate_keys(0, after);
         continue;
       }
@@ -66,7 +65,7 @@ class AmxFewRows {
       }
       attend(rows);
     }
-    mark(tile_, kMarkWrite);
+    mark(tile_.hooks, kMarkWrite);
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       take_head(head);
       for (int row = 0; row < rows_; ++row) finish(row);
@@ -123,26 +122,29 @@ class AmxFewRows {
 
   /// Locates the keys of a head to take next: those of the block from `first` on.
   void locate_keys(int head, int64_t first) {
-    const int n =
-        begin_ < end_ ? static_cast<int>(larger(0, smaller(kBlockKeys, end_ - first))) : 0;
-    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin_ - first)));
+    const int n = keys_.begin < keys_.end
+                      ? static_cast<int>(larger(0, smaller(kBlockKeys, keys_.end - first)))
+                      : 0;
+    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, keys_.begin - first)));
   }
 
   /// Attends from the rows of the head to a block of keys. While the tiles multiply, the vector
   /// units fill those of the next chunk and take the scores of the last one through softmax.
   void attend(const SourceRows<T>& rows) {
-    int begin = static_cast<int>(larger(0, begin_ - rows.first())) / kTileDepth * kTileDepth;
+    int begin = static_cast<int>(larger(0, keys_.begin - rows.first())) / kTileDepth * kTileDepth;
     int end = round_up(rows.count(), kTileDepth);
-    drop_hidden(tile_, 0, tile_.num_tokens, rows.first(), begin, end);
+    drop_hidden(tile_.seen, 0, tile_.num_tokens, rows.first(), begin, end);
     const int first_chunk = begin / kTileDepth;
     const int end_chunk = end / kTileDepth;
     if (first_chunk >= end_chunk) return next_->fetch(next_->count());
     group_.first_chunk = first_chunk;
     packed_.begin(rows);
-    if (has_factors(tile_.k_row_factors)) rows.read_row_factors(tile_.k_row_factors, k_factors_);
-    moderate_factors_ = !has_factors(tile_.k_row_factors) || are_moderate(k_factors_, rows.count());
+    if (has_factors(tile_.codes.k_factors))
+      rows.read_row_factors(tile_.codes.k_factors, k_factors_);
+    moderate_factors_ =
+        !has_factors(tile_.codes.k_factors) || are_moderate(k_factors_, rows.count());
     const int64_t flops = int64_t{2} * rows_ * (end_chunk - first_chunk) * kTileDepth;
-    mark(tile_, kMarkQk, flops * (tile_.nope_dim + tile_.rope_dim));
+    mark(tile_.hooks, kMarkQk, flops * (tile_.nope_dim + tile_.rope_dim));
     float references[kTileRows];
     start_scores(rows, first_chunk);
     for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
@@ -163,7 +165,7 @@ class AmxFewRows {
       values_.add_chunk(group_, chunk, chunk == first_chunk);
     }
     next_->fetch(next_->count());
-    mark(tile_, kMarkPv, flops * v_dim_);
+    mark(tile_.hooks, kMarkPv, flops * v_dim_);
     if (row_tiles_ == 1) {
       // A reference that was raised changed the probabilities of earlier chunks.
       if (__builtin_memcmp(references, group_.references, sizeof references) != 0) {
@@ -202,7 +204,7 @@ class AmxFewRows {
 
   /// Turns the scores of a chunk into probabilities.
   void take_softmax(int64_t first, int chunk) {
-    const bool factors = has_factors(tile_.k_row_factors);
+    const bool factors = has_factors(tile_.codes.k_factors);
     for (int row = 0; row < rows_; row += kScoreRows) {
       const Step step{
           .row = row,
@@ -229,7 +231,7 @@ class AmxFewRows {
       const int key = packed_.special_key(i);
       const T* value = packed_.special_value(i);
       for (int row = 0; row < rows_; ++row) {
-        if (!sees(tile_, row / tile_.group, first + key)) continue;
+        if (!sees(tile_.seen, row / tile_.group, first + key)) continue;
         const Vector p = splat(group_.probability_of(row, key));
         float* output = group_.output + row * kLanes;
         for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
@@ -263,8 +265,8 @@ class AmxFewRows {
   FewRowsValues<T> values_;
   bool bounded_queries_ = false;
   bool moderate_factors_ = true;
-  int64_t begin_ = 0, end_ = 0;  // of the keys that any token sees
-  int head_ = 0;                 // at work
+  KeyRange keys_{};  // that any token sees
+  int head_ = 0;     // at work
   float scale_ = 0;
   SoftmaxGroup<T> group_{};
   RowStates<T> states_{};

@@ -51,28 +51,27 @@ class AmxInPlace {
 
   /// Returns false when should_stop() ended it early. Writes nothing unless all sums are finite.
   bool run() {
-    mark(tile_, kMarkPack);
+    mark(tile_.hooks, kMarkPack);
     prepare();
-    begin_ = visible_keys(tile_, 0).begin;
-    end_ = visible_keys(tile_, tile_.num_tokens - 1).end;
-    locate_keys(0, begin_ / kTileDepth * kTileDepth);
+    keys_ = keys_of_tile(tile_);
+    locate_keys(0, keys_.begin / kTileDepth * kTileDepth);
     while (next_->count() > 0) {
       const SourceRows<T>& rows = *next_;
       next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
       take_head(rows.head());
       if (head_ == 0) {
         // No tile holds anything between two turns.
-        if (tile_.should_stop(tile_.stop_context)) return false;
+        if (should_stop(tile_.hooks)) return false;
         tiles_.configure();
       }
       const bool last = head_ + 1 == tile_.num_kv_heads;
       locate_keys(last ? 0 : head_ + 1, rows.first() + (last ? kTileDepth : 0));
-      if (any_shown(tile_, 0, tile_.num_tokens, rows.first(), rows.count())) attend(rows);
+      if (any_shown(tile_.seen, 0, tile_.num_tokens, rows.first(), rows.count())) attend(rows);
       next_->fetch(next_->count());
     }
     finite_ = all_finite();
     if (!finite_) return true;
-    mark(tile_, kMarkWrite);
+    mark(tile_.hooks, kMarkWrite);
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       take_head(head);
       for (int row = 0; row < rows_; ++row) finish(row);
@@ -118,21 +117,24 @@ class AmxInPlace {
 
   /// Locates the keys of a head to take next: those of the turn from `first` on.
   void locate_keys(int head, int64_t first) {
-    const int n =
-        begin_ < end_ ? static_cast<int>(larger(0, smaller(kTileDepth, end_ - first))) : 0;
-    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin_ - first)));
+    const int n = keys_.begin < keys_.end
+                      ? static_cast<int>(larger(0, smaller(kTileDepth, keys_.end - first)))
+                      : 0;
+    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, keys_.begin - first)));
   }
 
   /// Attends from the rows of the head to the keys of a turn.
   void attend(const SourceRows<T>& rows) {
-    if (has_factors(tile_.k_row_factors)) rows.read_row_factors(tile_.k_row_factors, k_factors_);
-    if (has_factors(tile_.v_row_factors)) rows.read_row_factors(tile_.v_row_factors, v_factors_);
+    if (has_factors(tile_.codes.k_factors))
+      rows.read_row_factors(tile_.codes.k_factors, k_factors_);
+    if (has_factors(tile_.codes.v_factors))
+      rows.read_row_factors(tile_.codes.v_factors, v_factors_);
     const int64_t flops = int64_t{2} * rows_ * rows.count();
-    mark(tile_, kMarkQk, flops * depth_);
+    mark(tile_.hooks, kMarkQk, flops * depth_);
     multiply_keys(rows);
     next_->fetch(kTileDepth / 4);
     take_softmax(rows.first());
-    mark(tile_, kMarkPv, flops * v_dim_);
+    mark(tile_.hooks, kMarkPv, flops * v_dim_);
     weigh();
     next_->fetch(kTileDepth / 4);
     TileSource values[2];
@@ -217,7 +219,7 @@ class AmxInPlace {
         .row = 0, .count = rows_, .chunk = 0, .first_chunk = 0, .end_chunk = 1, .last = false
     };
     transpose_scores(rows_, work_.scores);
-    const float* factors = has_factors(tile_.k_row_factors) ? k_factors_ : nullptr;
+    const float* factors = has_factors(tile_.codes.k_factors) ? k_factors_ : nullptr;
     prepare_scores<T>(tile_, step, first, scale_, factors, true, states_.maxima, work_.scores);
     StepRows<T>(group_, step, work_.scores).take_rest();
   }
@@ -230,7 +232,7 @@ class AmxInPlace {
       const auto first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, words));
       const auto second = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, words));
       group_.sums[row] += reduce_add(add(first, second));
-      if (!has_factors(tile_.v_row_factors)) {
+      if (!has_factors(tile_.codes.v_factors)) {
         place(0, row, _mm512_unpacklo_epi16(words, zero), _mm512_castps_si512(first));
         place(1, row, _mm512_unpackhi_epi16(words, zero), _mm512_castps_si512(second));
         continue;
@@ -328,7 +330,7 @@ class AmxInPlace {
   const AmxInPlaceWorkspace work_;
   SourceRows<T> sources_[2] = {SourceRows<T>(tile_), SourceRows<T>(tile_)};
   SourceRows<T>* next_ = &sources_[0];  // comes after what is at work
-  int64_t begin_ = 0, end_ = 0;         // of the keys that any token sees
+  KeyRange keys_{};                     // that any token sees
   bool finite_ = false;
   int head_ = 0;  // at work
   float scale_ = 0;

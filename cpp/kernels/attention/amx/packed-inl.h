@@ -46,29 +46,29 @@ class AmxPacked {
         packed_(tile, work_.tiles, depth_, ValueOrder::kColumns) {}
 
   bool run() {
-    mark(tile_, kMarkPack);
+    mark(tile_.hooks, kMarkPack);
     prepare();
-    const int64_t begin = visible_keys(tile_, 0).begin;
-    const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
+    const auto [begin, end] = keys_of_tile(tile_);
     locate_keys(begin / kBlockKeys * kBlockKeys, begin, end);
     while (next_.count() > 0) {
       // Between two calls of attend() no tile holds anything.
-      if (tile_.should_stop(tile_.stop_context)) return false;
+      if (should_stop(tile_.hooks)) return false;
       tiles_.configure();
       const int64_t first = next_.first();
       const int n = next_.count();
-      if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) {
+      if (!any_shown(tile_.seen, 0, tile_.num_tokens, first, n)) {
         locate_keys(first + n, begin, end);
         continue;
       }
-      mark(tile_, kMarkPack);
+      mark(tile_.hooks, kMarkPack);
       packed_.pack(next_);
-      if (has_factors(tile_.k_row_factors)) next_.read_row_factors(tile_.k_row_factors, k_factors_);
-      moderate_factors_ = !has_factors(tile_.k_row_factors) || are_moderate(k_factors_, n);
+      if (has_factors(tile_.codes.k_factors))
+        next_.read_row_factors(tile_.codes.k_factors, k_factors_);
+      moderate_factors_ = !has_factors(tile_.codes.k_factors) || are_moderate(k_factors_, n);
       locate_keys(first + n, begin, end);
       attend(first, n);
     }
-    mark(tile_, kMarkWrite);
+    mark(tile_.hooks, kMarkWrite);
     for (int row = 0; row < rows_; ++row) finish(row);
     return true;
   }
@@ -94,15 +94,12 @@ class AmxPacked {
       const int64_t token = row / tile_.group;
       const int64_t head = int64_t{head_} * tile_.group + row % tile_.group;
       Bfloat16* tiles = queries_of(row);
-      const auto* q = static_cast<const T*>(tile_.q) + token * tile_.q_token_stride +
-                      head * tile_.q_head_stride;
-      pack_tile_row(q, tile_.nope_dim, 0, row % kTileRows, depth_, tiles, magnitude);
+      const int place = row % kTileRows;
+      const auto* q = row_at<const T>(tile_.q, token, head);
+      pack_tile_row(q, tile_.nope_dim, 0, place, depth_, tiles, magnitude);
       if (tile_.rope_dim > 0) {
-        const auto* rope = static_cast<const T*>(tile_.q_rope) + token * tile_.q_rope_token_stride +
-                           head * tile_.q_rope_head_stride;
-        pack_tile_row(
-            rope, tile_.rope_dim, tile_.nope_dim, row % kTileRows, depth_, tiles, magnitude
-        );
+        const auto* rope = row_at<const T>(tile_.q_rope, token, head);
+        pack_tile_row(rope, tile_.rope_dim, tile_.nope_dim, place, depth_, tiles, magnitude);
       }
     }
     bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
@@ -129,12 +126,12 @@ class AmxPacked {
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
       if (step.first()) {
-        mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.nope_dim + tile_.rope_dim));
+        mark(tile_.hooks, kMarkQk, flops_per_dim(step) * (tile_.nope_dim + tile_.rope_dim));
       }
       next_.fetch(share_of(next_.count(), steps));
       if (i + 2 >= steps) add_pending();
       float* scores = scores_of(i);
-      const bool factors = has_factors(tile_.k_row_factors);
+      const bool factors = has_factors(tile_.codes.k_factors);
       prepare_scores<T>(
           tile_, step, first, scale_, factors ? k_factors_ + step.chunk * kTileDepth : nullptr,
           !moderate_factors_ || !bounded_queries_ || !packed_.bounded(),
@@ -148,7 +145,7 @@ class AmxPacked {
         rows.take_rest();
       }
       if (step.last) {
-        mark(tile_, kMarkPv, flops_per_dim(step) * v_dim_);
+        mark(tile_.hooks, kMarkPv, flops_per_dim(step) * v_dim_);
         add_values(step, first);
       }
     }
@@ -308,7 +305,7 @@ class AmxPacked {
     const SoftmaxGroup<T> softmax = softmax_of(step);
     const int group = step.row / kGroupRows * kGroupRows;
     for (int i = 0; i < count; ++i) {
-      if (!sees(tile_, (group + i) / tile_.group, first + key)) continue;
+      if (!sees(tile_.seen, (group + i) / tile_.group, first + key)) continue;
       const Vector p = splat(softmax.probability_of(i, key));
       float* output = softmax.output + i * kLanes;
       for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {

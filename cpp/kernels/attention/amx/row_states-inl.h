@@ -22,7 +22,7 @@ struct RowStates {
 
   /// The LSE is that of exact exponentials, though P V may have rounded ones.
   static bool wants_exact_sums(const AttentionTile& tile) {
-    return !kSumsByProducts || tile.lse != nullptr;
+    return !kSumsByProducts || tile.results.lse.data != nullptr;
   }
 
   void take(Carver& carver, int64_t rows) {
@@ -47,7 +47,8 @@ struct RowStates {
     for (int64_t row = 0; row < n; ++row) {
       references[row] = -__builtin_inff();
       biases[row] = kNoBias;
-      if (tile.max_logits != nullptr) store(maxima + row * kLanes, splat(-__builtin_inff()));
+      if (tile.results.max_logits != nullptr)
+        store(maxima + row * kLanes, splat(-__builtin_inff()));
     }
   }
 
@@ -59,7 +60,7 @@ struct RowStates {
         kSumsByProducts ? sums[row] : exact_sum
     };
     if (wants_exact_sums(tile) && state.sum > 0) state.rounding = exact_sum / state.sum;
-    if (tile.max_logits != nullptr) state.maximum = reduce_max(load(maxima + row * kLanes));
+    if (tile.results.max_logits != nullptr) state.maximum = reduce_max(load(maxima + row * kLanes));
     return state;
   }
 };

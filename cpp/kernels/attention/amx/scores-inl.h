@@ -10,12 +10,12 @@ namespace {
 
 /// Bit i: the token sees key + i. `key` is a multiple of 32.
 inline uint32_t visible_bits(const AttentionTile& tile, int64_t token, int64_t key) {
-  const KeyRange seen = visible_keys(tile, token);
+  const KeyRange seen = visible_keys(tile.seen, token);
   const auto bits_below = [&](int64_t limit) {
     return (uint64_t{1} << larger(0, smaller(kTileDepth, limit - key))) - 1;
   };
   auto bits = static_cast<uint32_t>(bits_below(seen.end) & ~bits_below(seen.begin));
-  if (tile.mask != nullptr && bits != 0) bits &= mask_word(tile, token, key);
+  if (tile.seen.mask != nullptr && bits != 0) bits &= mask_word(tile.seen, token, key);
   return bits;
 }
 
@@ -50,9 +50,9 @@ inline void restrict_scores(
     const AttentionTile& tile, const Step& step, int64_t first, float scale, float* scores
 ) {
   const int64_t key = first + int64_t{step.chunk} * kTileDepth;
-  if (tile.mask == nullptr && tile.softcap == 0 &&
-      visible_keys(tile, (step.row + step.count - 1) / tile.group).begin <= key &&
-      visible_keys(tile, step.row / tile.group).end >= key + kTileDepth) {
+  if (tile.seen.mask == nullptr && tile.softcap == 0 &&
+      visible_keys(tile.seen, (step.row + step.count - 1) / tile.group).begin <= key &&
+      visible_keys(tile.seen, step.row / tile.group).end >= key + kTileDepth) {
     return;
   }
   for (int i = 0; i < step.count; ++i) {
@@ -105,7 +105,7 @@ void prepare_scores(
     if (nan) show_nan(step.count, scores);
   }
   restrict_scores(tile, step, first, scale, scores);
-  if (tile.max_logits != nullptr) keep_maxima(step.count, scores, maxima);
+  if (tile.results.max_logits != nullptr) keep_maxima(step.count, scores, maxima);
 }
 
 }  // namespace

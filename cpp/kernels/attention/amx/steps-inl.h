@@ -30,11 +30,13 @@ int plan_steps(const AttentionTile& tile, int rows, int64_t first, int n, Step* 
   int steps = 0;
   for (int group = 0; group < rows; group += kGroupRows) {
     const int end = static_cast<int>(smaller(group + kGroupRows, rows));
-    const int64_t seen_from = visible_keys(tile, group / tile.group).begin - first;
-    const int64_t seen_to = visible_keys(tile, (end - 1) / tile.group).end - first;
+    const int64_t seen_from = visible_keys(tile.seen, group / tile.group).begin - first;
+    const int64_t seen_to = visible_keys(tile.seen, (end - 1) / tile.group).end - first;
     int begin_key = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth * kTileDepth;
     int end_key = round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth);
-    drop_hidden(tile, group / tile.group, (end - 1) / tile.group + 1, first, begin_key, end_key);
+    drop_hidden(
+        tile.seen, group / tile.group, (end - 1) / tile.group + 1, first, begin_key, end_key
+    );
     const int end_chunk = end_key / kTileDepth;
     for (int chunk = begin_key / kTileDepth; chunk < end_chunk;) {
       const int block_end =

@@ -46,8 +46,8 @@ class TileRows {
   void begin(const SourceRows<T>& rows) {
     num_special_ = 0;
     magnitude_ = {};
-    if (has_factors(tile_.v_row_factors)) {
-      rows.read_row_factors(tile_.v_row_factors, v_factors_);
+    if (has_factors(tile_.codes.v_factors)) {
+      rows.read_row_factors(tile_.codes.v_factors, v_factors_);
     }
   }
 
@@ -66,7 +66,7 @@ class TileRows {
     const char* const* k = expanded;
     if (tile_.expand != nullptr) {
       expand_rows(rows.k + key, n, expanded);
-    } else if (tile_.expand_codes != nullptr) {
+    } else if (tile_.codes.expand != nullptr) {
       expand(rows.k + key, n, tile_.nope_dim, nullptr, expanded);
     } else {
       k = rows.k + key;
@@ -84,7 +84,7 @@ class TileRows {
     const char* v[kTileDepth];
     if (tile_.expand != nullptr) {
       expand_rows(stored, n, v);
-    } else if (tile_.expand_codes != nullptr && !packs_codes_of_values()) {
+    } else if (tile_.codes.expand != nullptr && !packs_codes_of_values()) {
       expand(stored, n, tile_.v_head_dim, v_factors_of(key), v);
     } else {
       for (int i = 0; i < n; ++i) v[i] = stored[i];
@@ -130,7 +130,7 @@ class TileRows {
   /// Valid until the next call.
   const T* special_value(int i) const {
     const char* value[1];
-    if (tile_.expand_codes != nullptr) {
+    if (tile_.codes.expand != nullptr) {
       expand(&special_values_[i], 1, tile_.v_head_dim, v_factors_of(special_keys_[i]), value);
     } else if (tile_.expand != nullptr) {
       expand_rows(&special_values_[i], 1, value);
@@ -142,21 +142,21 @@ class TileRows {
 
  private:
   const float* v_factors_of(int key) const {
-    return has_factors(tile_.v_row_factors) ? v_factors_ + key : nullptr;
+    return has_factors(tile_.codes.v_factors) ? v_factors_ + key : nullptr;
   }
 
   /// Whether codes become tiles at once, without being rows of numbers before.
   bool takes_codes_of(int dim, int first) const {
-    return kParts == 1 && tile_.expand_codes != nullptr && takes_codes(dim, first);
+    return kParts == 1 && tile_.codes.expand != nullptr && takes_codes(dim, first);
   }
   bool packs_codes_of_values() const {
-    return takes_codes_of(tile_.v_head_dim, 0) && !has_factors(tile_.v_row_factors);
+    return takes_codes_of(tile_.v_head_dim, 0) && !has_factors(tile_.codes.v_factors);
   }
 
   /// Calls function<Code>() for the type of the codes.
   template <class Function>
   void with_code(Function function) const {
-    switch (tile_.code_type) {
+    switch (tile_.codes.type) {
       case kFloat8E4M3:
         return function.template operator()<Float8>();
       case kFloat8E5M2:
@@ -184,7 +184,7 @@ class TileRows {
   void expand(
       const char* const* rows, int n, int dim, const float* factors, const char** expanded
   ) const {
-    tile_.expand_codes(rows, n, dim, factors, work_.expanded);
+    tile_.codes.expand(rows, n, dim, factors, work_.expanded);
     for (int i = 0; i < n; ++i) {
       expanded[i] = reinterpret_cast<const char*>(work_.expanded + int64_t{i} * dim);
     }
@@ -220,7 +220,7 @@ class TileRows {
     if (kSide == KeySide::kLeft && takes_codes_of(tile_.rope_dim, tile_.nope_dim)) {
       return place_codes(ropes, n, tile_.rope_dim, tile_.nope_dim, tiles, [] {});
     }
-    if (tile_.expand_codes != nullptr) {
+    if (tile_.codes.expand != nullptr) {
       expand(ropes, n, tile_.rope_dim, nullptr, expanded);
       ropes = expanded;
     }

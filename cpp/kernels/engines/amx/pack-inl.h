@@ -157,26 +157,22 @@ inline void pack_query_columns(
     const AttentionTile& tile, int kv_head, int depth, Bfloat16* tiles, Magnitude& magnitude
 ) {
   const int num_rows = tile.num_tokens * tile.group;
-  const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int dim,
-                        int first) {
-    const T* q = static_cast<const T*>(source) + int64_t{kv_head} * tile.group * head_stride;
+  const int64_t first_head = int64_t{kv_head} * tile.group;
+  const auto pack = [&](const HeadRows<const void>& source, int dim, int first) {
     for (int row = 0; row < num_rows; row += kTileRows) {
       const char* rows[kTileRows];
       const int n = static_cast<int>(smaller(kTileRows, num_rows - row));
       for (int i = 0; i < n; ++i) {
         const int64_t token = (row + i) / tile.group;
-        const int64_t head = (row + i) % tile.group;
-        rows[i] = reinterpret_cast<const char*>(q + token * token_stride + head * head_stride);
+        const int64_t head = first_head + (row + i) % tile.group;
+        rows[i] = reinterpret_cast<const char*>(row_at<const T>(source, token, head));
       }
       Bfloat16* columns = tiles + int64_t{row} * depth * TileFormat<T>::kParts;
       pack_tile_columns<T>(rows, n, dim, first, depth, columns, magnitude);
     }
   };
-  pack(tile.q, tile.q_token_stride, tile.q_head_stride, tile.nope_dim, 0);
-  if (tile.rope_dim == 0) return;
-  pack(
-      tile.q_rope, tile.q_rope_token_stride, tile.q_rope_head_stride, tile.rope_dim, tile.nope_dim
-  );
+  pack(tile.q, tile.nope_dim, 0);
+  if (tile.rope_dim > 0) pack(tile.q_rope, tile.rope_dim, tile.nope_dim);
 }
 
 /// Packs keys rows[0..n) as columns, `dim` dimensions from `first` on, into
