@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of prefills: which tokens of which requests go next, and in which pages.
+"""Batches of requests: which tokens of which go next, and in which pages.
 
     cache = PrefixCache(num_pages, page_size=16, block_tokens=512)
     for batch in prefill_batches(requests, cache, token_budget=4096):
@@ -8,13 +8,23 @@
 ``request``       a request: lengths, and a hash of each block of its prompt
 ``prefix_cache``  pages of a KV pool, shared through hash blocks, least recently used ones evicted;
                   ``free_pages`` are those that nobody has
-``scheduler``     chunked batches under a token budget
+``scheduler``     batches under a token budget: chunks of prompts, and tokens behind them
 
 Imports NumPy and `cpattn.kv` only.
 """
 
 from .prefix_cache import Block, Lease, PrefixCache
-from .request import Request
-from .scheduler import Batch, Chunk, prefill_batches
+from .request import Request, hash_blocks
+from .scheduler import Batch, Chunk, Scheduler, prefill_batches
 
-__all__ = ["Batch", "Block", "Chunk", "Lease", "PrefixCache", "Request", "prefill_batches"]
+__all__ = [
+    "Batch",
+    "Block",
+    "Chunk",
+    "Lease",
+    "PrefixCache",
+    "Request",
+    "Scheduler",
+    "hash_blocks",
+    "prefill_batches",
+]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -16,7 +17,8 @@ from .free_pages import FreePages, StripedPool, WholePool
 
 # What a block is found by: the block before it (0: none), its hash, and its number of tokens. With
 # the parent in it, equal hashes behind different prefixes are different blocks, as their K/V are.
-_Key = tuple[int, int, int]
+# A block without a hash (None) is not found.
+_Key = tuple[int, int | None, int]
 
 
 @dataclass(eq=False)
@@ -28,7 +30,8 @@ class Block:
     serial : int
         Its number among all blocks of a cache, from 1.
     key : tuple of int
-        The block before it (0: none), its hash, and its number of tokens.
+        The block before it (0: none), its hash, or None for a block that no other prompt may have,
+        and its number of tokens.
     page_ids : tuple of int
     users : int
         Leases that hold it; only an idle block may be evicted.
@@ -66,10 +69,12 @@ class Lease:
     blocks: tuple[Block, ...]
     cached_tokens: int  # leading tokens whose K/V were there already
 
-    @property
+    @cached_property
     def page_ids(self) -> npt.NDArray[np.int32]:
         """Pages in the order of the prompt: position p lives in entry p // page_size."""
-        return np.array(pages_of(self.blocks), dtype=np.int32)
+        pages = np.array(pages_of(self.blocks), dtype=np.int32)
+        pages.flags.writeable = False
+        return pages
 
 
 class PrefixCache:
@@ -158,9 +163,10 @@ class PrefixCache:
         """Pages of a prompt of `num_tokens`."""
         return -(-num_tokens // self.page_size)
 
-    def acquire(self, hash_ids: Sequence[int], num_tokens: int) -> Lease | None:
+    def acquire(self, hash_ids: Sequence[int | None], num_tokens: int) -> Lease | None:
         """Lease the pages of a prompt, shared as far as its leading blocks are cached.
 
+        An id of None is that of a block that nobody else finds, as of tokens that are not known yet.
         None if other leases hold too many pages: try again after a release. ValueError if the
         pool is too small even when empty, and unless there is an id for each block of the prompt.
         """
@@ -195,19 +201,39 @@ class PrefixCache:
             blocks.append(self._create(blocks[-1].serial if blocks else 0, hash_ids[i], size, own))
         return Lease(tuple(blocks), cached_tokens)
 
-    def release(self, lease: Lease) -> None:
-        """Give a lease back; once each. Its blocks stay cached until their pages are needed."""
+    def release(
+        self, lease: Lease, *, written: int | None = None, hash_ids: Sequence[int] = ()
+    ) -> None:
+        """Give a lease back; once each. Its blocks stay cached until their pages are needed.
+
+        Of `written` tokens alone, if K/V of the others were never written. `hash_ids` are those of
+        leading blocks, by now: a block that had none is found by its own from then on.
+        """
+        if written is not None:
+            for block in lease.blocks[written // self.block_tokens :]:
+                self._forget(block)
+        parent = 0
+        for block, hash_id in zip(lease.blocks, hash_ids, strict=False):
+            key = (parent, hash_id, block.key[2])
+            if block.key[1] is None:
+                if key in self._blocks:  # somebody else had the same tokens meanwhile
+                    break
+                block.key, self._blocks[key] = key, block
+            parent = block.serial
         for block in reversed(lease.blocks):
             assert block.users > 0, "released twice"
             block.users -= 1
             if not block.users:
-                self._idle[block.key] = block
+                if block.key[1] is None:
+                    self._pages.give_back(block.page_ids)
+                else:
+                    self._idle[block.key] = block
 
-    def _match(self, hash_ids: Sequence[int], num_tokens: int) -> Iterator[Block]:
+    def _match(self, hash_ids: Sequence[int | None], num_tokens: int) -> Iterator[Block]:
         parent = 0
         for i, hash_id in enumerate(hash_ids):
             size = min(self.block_tokens, num_tokens - i * self.block_tokens)
-            block = self._blocks.get((parent, hash_id, size))
+            block = None if hash_id is None else self._blocks.get((parent, hash_id, size))
             if block is None:
                 return
             yield block
@@ -223,11 +249,20 @@ class PrefixCache:
         self._pages.give_back(block.page_ids)
         self.evictions += 1
 
-    def _create(self, parent: int, hash_id: int, size: int, page_ids: tuple[int, ...]) -> Block:
+    def _create(
+        self, parent: int, hash_id: int | None, size: int, page_ids: tuple[int, ...]
+    ) -> Block:
         self._serial += 1
         block = Block(self._serial, (parent, hash_id, size), page_ids, users=1)
-        self._blocks[block.key] = block
+        if hash_id is not None:
+            self._blocks[block.key] = block
         return block
+
+    def _forget(self, block: Block) -> None:
+        """Have nobody find a block any more."""
+        if self._blocks.get(block.key) is block:
+            del self._blocks[block.key]
+        block.key = (block.key[0], None, block.key[2])
 
 
 def pages_of(blocks: Sequence[Block]) -> list[int]:

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from .._arguments import items
-from .._limits import check_kind
+from .._limits import check_integer, check_kind
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,31 @@ def checked_requests(function: str, requests: Any) -> tuple[Request, ...]:
     for i, request in enumerate(listed):
         check_kind(function, f"requests[{i}]", request, Request)
     return listed
+
+
+def hash_blocks(token_ids: Any, block_tokens: int) -> tuple[int, ...]:
+    """Return a hash of each block of a prompt, 128 bits of its tokens; the last may be partial.
+
+    Parameters
+    ----------
+    token_ids : ints [num_tokens]
+    block_tokens : int
+        Tokens of a block, as the `PrefixCache` has it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a number that is no integer, or below 1.
+
+    Examples
+    --------
+    >>> first, second = hash_blocks([5, 6, 7, 8], 4), hash_blocks([5, 6, 7, 8, 9], 4)
+    >>> len(second), first[0] == second[0]
+    (2, True)
+    """
+    check_integer("hash_blocks", "block_tokens", block_tokens)
+    ids = np.ascontiguousarray(token_ids, dtype=np.int64)
+    return tuple(
+        int.from_bytes(blake2b(ids[i : i + block_tokens].data, digest_size=16).digest(), "little")
+        for i in range(0, len(ids), block_tokens)
+    )

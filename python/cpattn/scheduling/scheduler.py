@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill batches: several prompts under a token budget, each behind its own cached prefix."""
+"""Batches under a token budget: chunks of prompts behind cached prefixes, and tokens after them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from .request import Request, checked_requests
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens begin ... end - 1 of one prompt, computed in one batch; begin of them are prefix.
+    """Tokens begin ... end - 1 of one request, computed in one batch; begin of them are prefix.
 
     Attributes
     ----------
@@ -25,9 +25,9 @@ class Chunk:
         Index of `request` among all that were given.
     request : Request
     lease : Lease
-        The pages of the whole prompt.
+        The pages of the whole prompt, and of what may follow it.
     begin, end : int
-        Positions within the prompt.
+        Positions within the prompt; beyond it those of tokens that follow.
 
     Examples
     --------
@@ -57,6 +57,11 @@ class Chunk:
     def is_first(self) -> bool:
         """Whether it begins its prompt, behind what was cached."""
         return self.begin == _first_token(self.request, self.lease)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether its last token has all others of its request before it, and tells the next."""
+        return self.end >= self.request.input_length
 
 
 @dataclass(frozen=True)
@@ -157,38 +162,149 @@ def prefill_batches(
     >>> [batch.extend_lens for batch in batches]     # the first prompt is cut
     [[8], [2, 1]]
     """
-    check_integer("prefill_batches", "token_budget", token_budget)
-    check_integer("prefill_batches", "max_sequences", max_sequences)
     check_kind("prefill_batches", "cache", cache, PrefixCache)
-    requests = checked_requests("prefill_batches", requests)
-    for i, request in enumerate(requests):
+    scheduler = Scheduler(
+        cache, token_budget=token_budget, max_sequences=max_sequences, function="prefill_batches"
+    )
+    for i, request in enumerate(checked_requests("prefill_batches", requests)):
         if cache.pages_needed(request.input_length) > cache.num_pages:
             raise ValueError(
                 f"prefill_batches: request {i} has {request.input_length} tokens, the pool "
                 f"{cache.num_pages * cache.page_size}"
             )
-    waiting = deque(enumerate(requests))
-    unfinished: Chunk | None = None
-    index = 0
-    while waiting or unfinished:
-        chunks: list[Chunk] = []
-        room = token_budget
-        while room and len(chunks) < max_sequences and (unfinished or waiting):
+        scheduler.add(i, request)
+    while batch := scheduler.next_batch():
+        yield batch
+        for chunk in batch.chunks:
+            if chunk.is_last:
+                scheduler.end(chunk.request_index)
+
+
+class Scheduler:
+    """Requests that come and go, and the batches of their tokens, first come first served.
+
+    A batch has the next tokens of those that are told to be ready, then chunks of prompts in the
+    rest of the budget. Pages of a prompt, and of what may follow it, are taken when it begins, so
+    that none that has begun waits for pages. At most one prompt at a time is cut, and those behind
+    it wait: so cached blocks of others are written before they are read.
+
+    Parameters
+    ----------
+    cache : PrefixCache
+        Cache whose pages the requests take.
+    token_budget : int
+        New tokens of a batch, at most.
+    max_sequences : int
+        Requests that have begun and not ended, at most.
+    function : str
+        Name in errors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For numbers that are no integers, or below 1, and what is no cache.
+
+    Examples
+    --------
+    >>> cache = PrefixCache(8, page_size=4, block_tokens=4)
+    >>> scheduler = Scheduler(cache, token_budget=8)
+    >>> scheduler.add(0, Request(0, 5, 3, (7, 8)), reserve=2)
+    >>> scheduler.add(1, Request(0, 9, 1, (7, 9, 10)))
+    >>> batch = scheduler.next_batch()
+    >>> batch.extend_lens, [chunk.has_next for chunk in batch.chunks]
+    ([5, 3], [True, False])
+    >>> batch = scheduler.next_batch(ready=[0])      # a token of the first, the rest of the second
+    >>> batch.extend_lens, batch.prefix_lens
+    ([1, 2], [5, 7])
+    >>> scheduler.end(0)
+    >>> scheduler.end(1)
+    >>> scheduler.next_batch() is None
+    True
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        *,
+        token_budget: int,
+        max_sequences: int = 64,
+        function: str = "Scheduler",
+    ) -> None:
+        check_integer(function, "token_budget", token_budget)
+        check_integer(function, "max_sequences", max_sequences)
+        check_kind(function, "cache", cache, PrefixCache)
+        self.cache = cache
+        self.token_budget = token_budget
+        self.max_sequences = min(max_sequences, token_budget)
+        self._waiting: deque[tuple[int, Request, int]] = deque()
+        self._begun: dict[int, Chunk] = {}  # the last chunk of each request, in their order
+        self._num_batches = 0
+
+    def add(self, index: int, request: Request, *, reserve: int = 0) -> None:
+        """Let a request wait for its turn.
+
+        Parameters
+        ----------
+        index : int
+            Its number, unlike those of others that are here.
+        request : Request
+            Prompt, with a hash for each of its blocks.
+        reserve : int
+            Tokens behind the prompt whose K/V will be written. With any, the last block of the
+            prompt is nobody else's, unless the prompt fills it.
+        """
+        self._waiting.append((index, request, reserve))
+
+    def end(self, index: int, *, written: int | None = None, hash_ids: Sequence[int] = ()) -> None:
+        """Give back what a request has, or take it from those that wait; `PrefixCache.release`."""
+        chunk = self._begun.pop(index, None)
+        if chunk is not None:
+            self.cache.release(chunk.lease, written=written, hash_ids=hash_ids)
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != index)
+
+    def next_batch(self, ready: Iterable[int] = ()) -> Batch | None:
+        """Form the next batch; None if there is nothing that can be computed.
+
+        The caller runs a batch before it asks for another, and ends requests between the two.
+
+        Parameters
+        ----------
+        ready : ints
+            Requests behind their prompts whose next token is known: one token each.
+        """
+        chunks = [_follow(self._begun[index]) for index in ready]
+        room = self.token_budget - len(chunks)
+        unfinished = next((c for c in reversed(self._begun.values()) if not c.has_next), None)
+        while room > 0 and (unfinished or self._waiting):
             if unfinished:
                 chunk = _continue(unfinished, room)
             else:
-                lease = cache.acquire(waiting[0][1].hash_ids, waiting[0][1].input_length)
-                if lease is None:  # this batch holds the pages; after it they are released
+                if len(self._begun) >= self.max_sequences:
                     break
-                chunk = _begin(*waiting.popleft(), lease, room)
+                index, request, reserve = self._waiting[0]
+                lease = self._lease(request, reserve)
+                if lease is None:  # others hold the pages, until they end
+                    break
+                self._waiting.popleft()
+                chunk = _begin(index, request, lease, room)
             chunks.append(chunk)
+            self._begun[chunk.request_index] = chunk
             room -= chunk.num_tokens
             unfinished = None if chunk.is_last else chunk
-        yield _make_batch(index, chunks, cache.page_size)
-        index += 1
-        for chunk in chunks:
-            if chunk.is_last:
-                cache.release(chunk.lease)
+        self._begun.update((chunk.request_index, chunk) for chunk in chunks)
+        if not chunks:
+            return None
+        self._num_batches += 1
+        return _make_batch(self._num_batches - 1, chunks, self.cache.page_size)
+
+    def _lease(self, request: Request, reserve: int) -> Lease | None:
+        if not reserve:
+            return self.cache.acquire(request.hash_ids, request.input_length)
+        num_tokens, size = request.input_length + reserve, self.cache.block_tokens
+        known = request.hash_ids[: request.input_length // size]
+        return self.cache.acquire(
+            [*known, *[None] * (-(-num_tokens // size) - len(known))], num_tokens
+        )
 
 
 def _first_token(request: Request, lease: Lease) -> int:
@@ -203,6 +319,10 @@ def _begin(request_index: int, request: Request, lease: Lease, room: int) -> Chu
 def _continue(chunk: Chunk, room: int) -> Chunk:
     end = min(chunk.end + room, chunk.request.input_length)
     return Chunk(chunk.request_index, chunk.request, chunk.lease, chunk.end, end)
+
+
+def _follow(chunk: Chunk) -> Chunk:
+    return Chunk(chunk.request_index, chunk.request, chunk.lease, chunk.end, chunk.end + 1)
 
 
 def _make_batch(index: int, chunks: Sequence[Chunk], page_size: int) -> Batch:
