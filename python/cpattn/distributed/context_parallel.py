@@ -16,20 +16,21 @@ from ..kv import Placement
 from ..profiling.calls import announced
 from .attention import RankAttention
 from .layers.layer import check_rank
-from .layers.rows import local_rows, plan_rows
+from .layers.rows import plan_rows
 from .layers.sharded_attend import check_placement
 from .layers.sharded_write import write_own, write_shards
 from .layers.shared_rows import SharedRows, shared_digest
 from .plans.mesh import group_and_mesh
 from .plans.plan import ContextParallelPlan, make_plan
 from .plans.sharded_plan import DecodePlan, ShardedPlan, shard_plan
+from .row_calls import RowCalls
 from .sharded import ShardedAttention
 from .transport.exchange import RowExchange
 from .transport.host import TRANSPORTS, Connection
 from .transport.terms import NO_TERMS
 
 
-class ContextParallel(ShardedAttention, RankAttention):
+class ContextParallel(ShardedAttention, RankAttention, RowCalls):
     """Context-parallel attention over the ranks of a given process group.
 
     Parameters
@@ -355,41 +356,3 @@ class ContextParallel(ShardedAttention, RankAttention):
                 shared.finish(arriving)
             else:
                 new.store(self._exchange.all_rows("write_kv", plan.rows_per_rank, parts))
-
-    def gather(
-        self, plan: ContextParallelPlan, x_local: torch.Tensor, dim: int = 0
-    ) -> torch.Tensor:
-        """Exchange the rows of all ranks and put them into token order: the inverse of ``shard``.
-
-        Parameters
-        ----------
-        plan : ContextParallelPlan
-            Of this object's `plan`, for the same batch on every rank.
-        x_local : tensor with at least num_local_rows rows along `dim`, of any dtype
-            In the order of ``shard``; further rows are never read.
-        dim : int
-            The token dimension.
-
-        Returns
-        -------
-        x : tensor with num_tokens rows along `dim`, contiguous
-            A new one, the same on every rank.
-
-        Raises
-        ------
-        TypeError
-            For rows that are not on the CPU.
-        ValueError
-            For too few rows, and a plan of another rank.
-        RuntimeError
-            If another rank refuses its arguments, makes another call, has another plan or other
-            rows, or does not answer.
-        """
-        with self._exchange.agreement("gather", getattr(plan, "terms", NO_TERMS)) as parts:
-            check_rank("gather", self._exchange, plan)
-            x = x_local.movedim(dim, 0)
-            parts.append(local_rows("gather", plan, "x_local", x))
-        with self._exchange.without_return():
-            (rows,) = self._exchange.all_rows("gather", plan.rows_per_rank, parts)
-        tokens = rows.index_select(0, plan.gathered_rows)
-        return tokens.view(plan.num_tokens, *x.shape[1:]).movedim(0, dim).contiguous()

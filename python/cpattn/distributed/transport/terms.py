@@ -16,7 +16,7 @@ PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mas
 NO_TERMS = (0,) * len(PLAN_TERMS)  # of calls without a plan, or with what is none
 CALLS = (
     "write_kv", "gather", "attend", "decode", "topology", "shared_memory", "attend_sparse",
-    "decode_sparse", "prefetch",
+    "decode_sparse", "prefetch", "agreement",
 )  # fmt: skip
 # The ranks compare these before an exchange, int64 each. The first difference is reported.
 TERMS = (
@@ -49,9 +49,11 @@ def layout() -> int:
     return term(_LAYOUT_NAMES)
 
 
-def refuse_difference(call: str, terms: Sequence[tuple[int, ...]]) -> None:
-    """Raise the first difference between ranks: terms[i] are the TERMS[i] of each."""
-    for name, values in zip(TERMS, terms, strict=True):
+def refuse_difference(
+    call: str, terms: Sequence[tuple[int, ...]], names: Sequence[str] = TERMS
+) -> None:
+    """Raise the first difference between ranks: terms[i] are the values of each under names[i]."""
+    for name, values in zip(names, terms, strict=True):
         usual = max(values, key=values.count)  # of equally frequent ones the lowest rank's
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:

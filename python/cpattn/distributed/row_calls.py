@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of `ContextParallel` that exchange rows for an engine, and compare what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from .layers.layer import check_rank
+from .layers.rows import local_rows, rows_of
+from .plans.plan import ContextParallelPlan
+from .plans.tokens import index_array
+from .transport.exchange import RowExchange
+from .transport.terms import NO_TERMS, digest, refuse_difference, term
+
+
+class RowCalls:
+    """Calls of `ContextParallel` for what an engine does around attention."""
+
+    _exchange: RowExchange
+
+    def gather(
+        self,
+        plan: ContextParallelPlan,
+        x_local: torch.Tensor,
+        dim: int = 0,
+        *,
+        tokens: Any = None,
+    ) -> torch.Tensor:
+        """Exchange the rows of all ranks and put them into token order: the inverse of ``shard``.
+
+        Parameters
+        ----------
+        plan : ContextParallelPlan
+            Of this object's `plan`, for the same batch on every rank.
+        x_local : tensor with at least num_local_rows rows along `dim`, of any dtype
+            In the order of ``shard``; further rows are never read. With `tokens`, rows of those
+            of them alone that this rank has, in this order.
+        dim : int
+            The token dimension.
+        tokens : ints [n], optional
+            Tokens of the batch whose rows are wanted, each once, such as the last of each request.
+            Default: all.
+
+        Returns
+        -------
+        x : tensor with num_tokens rows along `dim`, or one for each of `tokens`, contiguous
+            A new one, the same on every rank.
+
+        Raises
+        ------
+        TypeError
+            For rows that are not on the CPU, and tokens that are no integers.
+        ValueError
+            For too few rows, a plan of another rank, and tokens that the batch has not, or given
+            twice.
+        RuntimeError
+            If another rank refuses its arguments, makes another call, has another plan, other
+            tokens or rows, or does not answer.
+        """
+        terms: dict[str, int] = {}
+        plan_terms = getattr(plan, "terms", NO_TERMS)
+        with self._exchange.agreement("gather", plan_terms, terms) as parts:
+            check_rank("gather", self._exchange, plan)
+            x = x_local.movedim(dim, 0)
+            places, counts = plan.gathered_rows, list(plan.rows_per_rank)
+            if tokens is None:
+                parts.append(local_rows("gather", plan, "x_local", x))
+            else:
+                chosen = _checked_tokens(tokens, plan.num_tokens)
+                terms["options"] = digest(chosen)
+                places, counts = _places_of(plan, chosen)
+                rank = plan.cp_rank
+                parts.append(rows_of("gather", counts[rank], rank, "x_local", x))
+        with self._exchange.without_return():
+            (rows,) = self._exchange.all_rows("gather", counts, parts)
+        ordered = rows.index_select(0, places)
+        return ordered.view(len(places), *x.shape[1:]).movedim(0, dim).contiguous()
+
+    @contextmanager
+    def agreement(self) -> Iterator[dict[str, Hashable]]:
+        """Compare what all ranks must have alike before they go on, such as a model or prompts.
+
+        The ranks put values, numbers and texts, into the dictionary that ``with`` gives, by the
+        same names; their digests are compared at its end. All ranks make the call. A rank that
+        raises an error within is named to the others.
+
+        Raises
+        ------
+        RuntimeError
+            If values or names differ, which names the ranks that do; if another rank has raised an
+            error within, makes another call or does not answer. The group stays usable but for the
+            last.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> from cpattn.distributed import ContextParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> cp = ContextParallel(dist.group.WORLD, page_size=4)
+        >>> with cp.agreement() as values:
+        ...     values["prompts"] = ((1, 2), (3,))
+        >>> dist.destroy_process_group()
+        """
+        values: dict[str, Hashable] = {}
+        terms: dict[str, int] = {}
+        with self._exchange.agreement("agreement", NO_TERMS, terms):
+            yield values
+            terms["options"] = term(tuple(values))
+            digests = [term(value) for value in values.values()]
+        if digests:
+            told = self._exchange.told("agreement", digests)
+            refuse_difference("agreement", list(zip(*told, strict=True)), tuple(values))
+
+
+def _checked_tokens(tokens: Any, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    chosen = index_array("tokens", tokens, 1, "ContextParallel.gather").astype(np.int64)
+    if len(chosen) and not 0 <= chosen.min() <= chosen.max() < num_tokens:
+        raise ValueError(
+            f"ContextParallel.gather: tokens must be in [0, {num_tokens}), got {chosen.min()} to "
+            f"{chosen.max()}"
+        )
+    if len(np.unique(chosen)) < len(chosen):
+        raise ValueError("ContextParallel.gather: tokens must be given once each")
+    return chosen
+
+
+def _places_of(
+    plan: ContextParallelPlan, tokens: np.ndarray[Any, np.dtype[np.int64]]
+) -> tuple[torch.Tensor, list[int]]:
+    """Return where each token stands among the rows of all ranks, and how many of them each has."""
+    gathered = plan.gathered_rows.numpy()[tokens]
+    places = np.empty(len(tokens), np.int64)
+    places[np.argsort(gathered)] = np.arange(len(tokens))
+    owners = np.searchsorted(np.cumsum(plan.rows_per_rank), gathered, side="right")
+    return torch.from_numpy(places), np.bincount(owners, minlength=len(plan.rows_per_rank)).tolist()
