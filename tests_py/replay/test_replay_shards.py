@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
+from cpattn.context_parallel.placement_name import PlacementName
 from cpattn.distributed.transport.terms import TERMS
 from cpattn.distributed.transport.versions import own_values
 from cpattn.kv import PageInterleave, TokenInterleave
@@ -33,7 +34,6 @@ from cpattn_lab.replay.report.summary import (
     table_row,
     write_json,
 )
-from cpattn_lab.replay.shards import PlacementName
 from cpattn_lab.traffic.trace import generate_trace
 from support.command_line import QUICK
 from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA, make_report

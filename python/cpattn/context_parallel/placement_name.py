@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements of keys in the pools of ranks: the option `--placement`, and what follows from it."""
+"""Placements of keys in the pools of ranks, by their names, and the sizes that follow."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-from cpattn.context_parallel.exchanges import PLACEMENTS
-from cpattn.kv import PageInterleave, Placement, TokenInterleave
+from ..kv import PageInterleave, Placement, TokenInterleave
+from .exchanges import PLACEMENTS
 
 REPLICATED, BY_PAGES, BY_TOKENS = PLACEMENTS
 MAX_INTERLEAVE = 1 << 16
 
 
 class PlacementName(NamedTuple):
-    """Value of `--placement`."""
+    """Placement, and the run of tokens of one by tokens."""
 
     kind: str
     interleave: int = 1  # of token_interleave: consecutive tokens of a rank

@@ -50,12 +50,12 @@ class MeshShape(click.ParamType):  # type: ignore[type-arg]
 
 
 class PoolPlacement(click.ParamType):  # type: ignore[type-arg]
-    """Name of a placement of keys in the pools of ranks, see `cpattn_lab.replay.shards`."""
+    """Placement of keys in the pools of ranks, by its `PlacementName`."""
 
     name = "placement"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        from ..replay.shards import MAX_INTERLEAVE, PlacementName
+        from cpattn.context_parallel.placement_name import MAX_INTERLEAVE, PlacementName
 
         if PlacementName.parse(value) is None:
             rule = (

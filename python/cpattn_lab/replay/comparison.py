@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from cpattn.context_parallel.placement_name import REPLICATED
 from cpattn.scheduling.scheduler import Batch
 
 from .records import ReplayOptions, ReplayReport, ReplicatedRecord
-from .shards import REPLICATED
 
 
 class SampledRows:

@@ -8,13 +8,18 @@ from typing import Any
 
 from cpattn._limits import check_integer, check_number
 from cpattn.context_parallel.exchanges import ON_ALL_RANKS, PLACEMENTS
+from cpattn.context_parallel.placement_name import (
+    BY_PAGES,
+    BY_TOKENS,
+    REPLICATED,
+    PlacementName,
+)
 
 from ..processes.hosts import MAX_HOSTS
 from ..traffic.trace import TRACE_BLOCK_TOKENS
 from .dense.model import DenseConfig
 from .model import DecoderConfig
 from .phases import over_pools, pass_phases
-from .shards import BY_PAGES, BY_TOKENS, REPLICATED, PlacementName
 
 # By kind of model: the name of the baseline, and what it does.
 TORCH_BASELINE = {
