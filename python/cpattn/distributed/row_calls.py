@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of `ContextParallel` that exchange rows for an engine, and compare what it was given."""
+"""The calls of `ContextParallel` that exchange rows for an engine, and compare its arguments."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class PrefixCache:
     def acquire(self, hash_ids: Sequence[int | None], num_tokens: int) -> Lease | None:
         """Lease the pages of a prompt, shared as far as its leading blocks are cached.
 
-        An id of None is that of a block that nobody else finds, as of tokens that are not known yet.
+        A block whose id is None is found by nobody else, as of tokens that are not known yet.
         None if other leases hold too many pages: try again after a release. ValueError if the
         pool is too small even when empty, and unless there is an id for each block of the prompt.
         """

@@ -30,11 +30,26 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, **SLIDING, **EXPERTS),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES | LATENT),
 }
+#: Others that run over ranks, as they are of these sizes.
+MORE_CONFIGS = {
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **SLIDING, query_pre_attn_scalar=16),
+    "phi": lambda: transformers.PhiConfig(**SIZES),
+    "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES),
+    "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=2.0),
+    "glm4": lambda: transformers.Glm4Config(**SIZES),
+}
 
 
 def make_model(name: str) -> Any:
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    config = (CONFIGS | MORE_CONFIGS)[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter, value in model.named_parameters():
         if parameter.endswith("sinks"):
             torch.nn.init.normal_(value)

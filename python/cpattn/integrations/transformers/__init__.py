@@ -15,13 +15,21 @@ from torch.compiler import disable
 
 from ..._types import AnyTensor
 from .._torch_threads import use_torch_threads
+from .context_parallel import ContextParallelModel
 from .contiguous import contiguous_attention
 from .dsa import dsa_attention, use_indexer
 from .masks import check_model, visibility_mask
 from .mla import absorb_mla, keeps_latents, mla_attention
 from .paged import paged_attention_forward
 
-__all__ = ["absorb_mla", "attention", "register", "use_indexer", "use_paged"]
+__all__ = [
+    "ContextParallelModel",
+    "absorb_mla",
+    "attention",
+    "register",
+    "use_indexer",
+    "use_paged",
+]
 
 
 # Which keys a row sees of those that were chosen is known only when it runs.

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of an engine: a forward pass of the model, and what follows from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....distributed import ContextParallel, ContextParallelPlan
+from ....scheduling import Batch
+from .layers import Pass, running
+from .passes import OnEveryRank, OverShards, SharedOut
+from .pools import Pools
+from .sequences import Sequence
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits of a batch that this rank has: of the last tokens of some sequences."""
+
+    plan: ContextParallelPlan
+    tokens: Any  # int64: those of the batch that tell the next ones of their sequences
+    mine: list[int]  # which of them `rows` are of
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Forward passes of a model on this rank."""
+
+    model: Any
+    cp: ContextParallel
+    pools: Pools
+    shares_memory: bool
+
+    def logits(self, batch: Batch, sequences: SequenceOf[Sequence]) -> Logits:
+        """Run a batch, whose chunks are of `sequences`."""
+        known = [s.tokens[c.begin : c.end] for s, c in zip(sequences, batch.chunks, strict=True)]
+        ids, positions = torch.from_numpy(np.concatenate(known)), torch.from_numpy(batch.positions)
+        has_next = [chunk.has_next for chunk in batch.chunks]
+        tokens = np.cumsum(batch.extend_lens)[has_next] - 1
+        numbers = torch.full((batch.num_tokens,), -1)
+        numbers[tokens] = torch.arange(len(tokens))
+        plan = self.cp.plan(
+            batch.extend_lens,
+            batch.seq_lens,
+            block_tables=batch.block_tables,
+            out_cache_loc=batch.slots,
+        )
+        own = self.cp.shard(plan, numbers)
+        keep = torch.nonzero(own >= 0)[:, 0]
+        mine = own[keep]
+        attention: Pass
+        if self.shares_memory or any(c.begin < c.request.input_length for c in batch.chunks):
+            attention = SharedOut(self.cp, self.pools, plan, batch)
+            ids, positions = self.cp.shard(plan, ids), self.cp.shard(plan, positions)
+            if not len(ids):  # no layer is made for no rows; what it has of this one is not read
+                ids = positions = torch.zeros(1, dtype=torch.int64)
+        else:
+            keep = mine
+            if self.cp.placement is None:
+                attention = OnEveryRank(self.pools, batch)
+            else:
+                attention = OverShards(self.cp, self.pools, batch)
+        with running(self.model, attention):
+            out = self.model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False,
+                logits_to_keep=keep,
+            )  # fmt: skip
+        return Logits(plan, tokens, mine.tolist(), out.logits[0])
+
+    def all_rows(self, logits: Logits) -> Tensor:
+        """Exchange logits: a row for each of `Logits.tokens`."""
+        return self.cp.gather(logits.plan, logits.rows, tokens=logits.tokens)
+
+    def choices(
+        self, logits: Logits, sequences: SequenceOf[Sequence]
+    ) -> list[tuple[int, float, bool]]:
+        """Choose the next token of each sequence, on the rank that has its logits, for all ranks.
+
+        `sequences` are those that have one, in the order of `Logits.tokens`.
+        """
+        chosen = np.empty((len(logits.mine), 3))
+        for row, number in enumerate(logits.mine):
+            sequence = sequences[number]
+            assert sequence.chooser is not None
+            chosen[row] = sequence.chooser.choose(sequence.tokens, logits.rows[row])
+        told = self.cp.gather(logits.plan, torch.from_numpy(chosen), tokens=logits.tokens)
+        return [(int(token), logprob, bool(last)) for token, logprob, last in told.tolist()]

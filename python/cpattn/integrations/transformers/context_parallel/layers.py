@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention layers of a model, for as long as a pass over ranks runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ....attention import default_scale
+from ..contiguous import UNSUPPORTED, check_supported, float_sinks
+from ..mla import absorb, absorb_mla, keeps_latents, project
+
+NAME = "cpattn_over_ranks"
+ENGINE = "ContextParallelModel"
+
+
+class Pass(Protocol):
+    """Attention of one forward pass: writes new keys and values of a layer, then attends."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Results [rows, num_heads, v_head_dim] of q, k and v [rows, heads, dim]."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads and dimensions of a layer's rows in its pool; `v_head_dim` is 0 for latents."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+
+_RUNNING: ContextVar[Pass] = ContextVar(NAME)
+
+
+def attention_over_ranks(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend for a layer to the keys of all ranks; see `contiguous_attention` for the arguments."""
+    if (running := _RUNNING.get(None)) is None:
+        raise ValueError(f"{NAME}: this attention is for the passes of {ENGINE} alone")
+    check_supported(
+        query, key, value, dropout=dropout, options=options, unsupported=(*UNSUPPORTED, "indices")
+    )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None or not causal:
+        raise ValueError(f"{ENGINE}: attention must be causal, without a mask of the layer's own")
+    scale = default_scale(NAME, query.shape[-1]) if scaling is None else scaling
+    given: dict[str, Any] = {
+        "scale": scale,
+        "window": sliding_window - 1 if sliding_window else None,
+        "softcap": float(softcap or 0.0),
+        "sinks": float_sinks(s_aux),
+    }
+    latents = keeps_latents(module)
+    if latents:  # key and value are a latent and its rotary part
+        query, key = absorb(module, query), torch.cat([key, value], -1)
+        given["v_head_dim"] = module.kv_lora_rank
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = running.attend(module.layer_idx, q, k, None if latents else v, given)[None]
+    return (project(module, out) if latents else out), None
+
+
+@contextmanager
+def running(model: nn.Module, a_pass: Pass) -> Iterator[None]:
+    """Let the attention layers of a model call a pass, and none of them make a mask."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
+    configs = {id(module.config): module.config for module in modules}.values()
+    before = [config._attn_implementation for config in configs]
+    token = _RUNNING.set(a_pass)
+    try:
+        for config in configs:
+            config._attn_implementation = NAME
+        with torch.inference_mode():
+            yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+        _RUNNING.reset(token)
+
+
+class _Probe:
+    """Pass that takes down what layers ask for."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        if layer in self.shapes:
+            raise ValueError(f"layer {layer} attends twice")
+        self.shapes[layer] = LayerShape(
+            k.shape[1], k.shape[2], 0 if v is None else v.shape[2], k.dtype
+        )
+        self.windows[layer] = options["window"]
+        return q.new_zeros(*q.shape[:2], options["v_head_dim"] if v is None else v.shape[2])
+
+
+def layer_shapes(model: Any) -> dict[int, LayerShape]:
+    """Run one token through a model; the rows that each of its layers keeps.
+
+    ValueError, by the name of the model, for what cannot run over ranks.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention_over_ranks)
+    if reason := _refusal(model):
+        raise _refused(model, reason)
+    if any(hasattr(type(module), "expand_kv") for module in model.modules()):
+        absorb_mla(model, NAME)
+    probe, text = _Probe(), model.config.get_text_config()
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    try:
+        with running(model, probe):
+            model(input_ids=one, position_ids=one, use_cache=False, logits_to_keep=1)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _refused(model, str(error)) from error
+    kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
+    if sorted(probe.shapes) != list(range(text.num_hidden_layers)):
+        raise _refused(
+            model,
+            f"{len(probe.shapes)} of its {text.num_hidden_layers} layers call attention functions",
+        )
+    for layer, kind in enumerate(kinds):
+        if kind == "sliding_attention" and probe.windows[layer] is None:
+            raise _refused(model, f"layer {layer} does not say how long its window is")
+    return probe.shapes
+
+
+def _refused(model: Any, reason: str) -> ValueError:
+    return ValueError(
+        f"{ENGINE}: the model must be a causal one of text whose layers all attend through "
+        f"transformers' attention functions, got {type(model).__name__}: {reason}"
+    )
+
+
+def _refusal(model: Any) -> str:
+    """Return why a model is refused before it is run, or ""."""
+    from torch.distributed.tensor import DTensor
+
+    config, text = model.config, model.config.get_text_config()
+    if config.is_encoder_decoder:
+        return "it is an encoder with a decoder"
+    if media := [name for name in config.sub_configs if name not in ("text_config",)]:
+        return f"it takes more than text ({', '.join(media)})"
+    if model.training:
+        return "it is in training mode, call model.eval()"
+    if getattr(model, "_tp_size", None) or any(isinstance(p, DTensor) for p in model.parameters()):
+        return "its weights are tensor-parallel, and must be whole on each rank"
+    if away := {p.device.type for p in model.parameters()} - {"cpu"}:
+        return f"its weights must be on the CPU, and are on {', '.join(sorted(away))}"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"it has layers of {', '.join(others)}"
+    if getattr(text, "attention_chunk_size", None):
+        return "it attends within chunks"
+    if lengths := _rope_types(getattr(text, "rope_parameters", None)) & {"dynamic", "longrope"}:
+        return f"its rope ({', '.join(lengths)}) depends on the longest sequence of a batch"
+    return ""
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Return the types of rope in a config, whose layers may have different ones."""
+    if not isinstance(parameters, dict):
+        return set()
+    found = {parameters["rope_type"]} if "rope_type" in parameters else set()
+    return found.union(*(_rope_types(value) for value in parameters.values()))

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: requests of a model, whose tokens ranks compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...._arguments import at_least
+from ....context_parallel.placement_name import BY_PAGES, REPLICATED, PlacementName
+from ....distributed import ContextParallel
+from ....scheduling import PrefixCache, Scheduler, hash_blocks
+from ..._torch_threads import use_torch_threads
+from .batches import Batches
+from .identity import config_text, digest_of_weights
+from .layers import ENGINE, layer_shapes
+from .pools import make_pools
+from .requests import Requests
+from .sequences import (
+    Chooser,
+    Prefilled,
+    Sequence,
+    checked_config,
+    checked_prompts,
+    new_tokens,
+)
+
+SHARED = "shared"
+
+
+class ContextParallelModel(Requests):
+    """A causal language model of transformers whose prompts ranks compute together.
+
+    Every rank has the whole model, and embeds, projects and runs the MLP of its own tokens only;
+    keys and values go to KV pools, and attention runs over ranks. All ranks make the object and its
+    calls, with the same arguments, and get the same results. A prompt whose beginning is in the
+    pools, from this call or an earlier one, is computed from there on.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On the CPU and in `eval` mode, the same on every rank. Its layers attend through
+        transformers' attention functions: they are not changed.
+    group : torch.distributed.ProcessGroup or DeviceMesh, optional
+        Default: the default group. Its timeout bounds every wait for another rank.
+    page_size : int
+        Tokens of a page of the pools, and of what prompts share.
+    num_pages : int
+        Pages of the pools, of all ranks together where these share them.
+    placement : str
+        "replicated": every rank has all keys. "shared": as well, in one pool for all ranks of a
+        host. "page_interleave": a rank has every cp_size-th page; "token_interleave", or
+        "token_interleave:16" for runs of 16: every cp_size-th token, or run.
+    exchange : str
+        How queries and keys of pools with shares meet, as of `ContextParallel`.
+    strategy : str
+        Which tokens of a batch each rank has, as of `ContextParallel`.
+    token_budget, max_sequences : int
+        Tokens that are computed in one batch, and requests that are under way, at most: longer
+        prompts are computed in chunks.
+
+    Attributes
+    ----------
+    model, placement : as given
+    cp : cpattn.distributed.ContextParallel
+    cache : cpattn.scheduling.PrefixCache
+        Owners of the pages.
+    hit_tokens : int
+        Tokens of all prompts so far that were in the pools.
+
+    Raises
+    ------
+    TypeError
+        For sizes that are no integers.
+    ValueError
+        For a model that cannot run so, such as encoder-decoders, layers with a state, images, and
+        tensor-parallel weights, and unknown names; what `ContextParallel` refuses.
+    RuntimeError
+        If ranks have different models, releases or arguments, which names them, or one does not
+        answer.
+
+    Examples
+    --------
+    >>> model = AutoModelForCausalLM.from_pretrained(folder)  # doctest: +SKIP
+    >>> engine = ContextParallelModel(model)  # doctest: +SKIP
+    >>> engine.generate([[1, 15043], [1, 306, 763]], max_new_tokens=32)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        group: Any = None,
+        *,
+        page_size: int = 16,
+        num_pages: int = 4096,
+        placement: str = REPLICATED,
+        exchange: str = "auto",
+        strategy: str = "zigzag",
+        token_budget: int = 2048,
+        max_sequences: int = 64,
+    ) -> None:
+        named = PlacementName.parse(REPLICATED if placement == SHARED else placement)
+        if named is None:
+            raise ValueError(
+                f"{ENGINE}: placement must be replicated, shared, page_interleave, "
+                f"token_interleave or token_interleave:I, got {placement!r:.40}"
+            )
+        at_least(1, num_pages, ENGINE, "num_pages")
+        group = dist.group.WORLD if group is None else group
+        size = group.size()
+        self.model, self.placement = model, placement
+        self.cp = cp = ContextParallel(
+            group,
+            strategy=strategy,
+            page_size=page_size,
+            placement=named.over(size, page_size),
+            exchange=exchange,
+        )
+        with cp.agreement() as values:
+            options = page_size, num_pages, placement, exchange, token_budget, max_sequences
+            values[f"arguments of {ENGINE}"] = options
+            values["release of transformers"] = version("transformers")
+            values["config of the model"] = config_text(model)
+            values["weights"] = digest_of_weights(model)
+            shapes = layer_shapes(model)
+            shared_by_pages = size if named.kind == BY_PAGES else 1
+            pages = named.whole_pages(num_pages, size)
+            self.cache = PrefixCache(
+                pages, page_size=page_size, block_tokens=page_size, shard_size=shared_by_pages
+            )
+            self._scheduler = Scheduler(
+                self.cache,
+                token_budget=token_budget,
+                max_sequences=max_sequences,
+                function=ENGINE,
+            )
+        use_torch_threads()
+        self._pools = make_pools(
+            cp, shapes, named.rank_pages(pages, size, page_size), shared=placement == SHARED
+        )
+        self._batches = Batches(model, cp, self._pools, placement == SHARED)
+        self._sequences: dict[int, Sequence] = {}
+        self._num_requests = 0
+        self.hit_tokens = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"{ENGINE}({type(self.model).__name__}, rank {self.cp.cp_rank} of {self.cp.cp_size}, "
+            f"{self.placement}, {self.cache.num_pages} pages of {self.cp.page_size} tokens, "
+            f"{self._pools.nbytes / 2**30:.3g} GiB here)"
+        )
+
+    def generate(
+        self,
+        prompts: SequenceOf[Any],
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        logits_processor: SequenceOf[Any] = (),
+        stopping_criteria: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        seed: int = 0,
+        return_logprobs: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Generate tokens behind prompts; all together, each as if it were alone.
+
+        Parameters
+        ----------
+        prompts : list of lists of int
+            Token ids; of any lengths.
+        generation_config : GenerationConfig, optional
+            As of ``model.generate``, greedy or sampling, with logits processors, stop tokens and
+            strings; default: that of the model.
+        streamer : optional
+            Its ``put`` gets the prompt, then each token as it comes, and ``end`` is called behind
+            the last, as by ``model.generate``; for one prompt. Ranks may have different ones, or
+            none.
+        logits_processor, stopping_criteria : sequences, tokenizer : optional
+            As of ``model.generate``; called with one sequence at a time, on one of the ranks.
+        seed : int
+            Tokens are drawn by it: those of a prompt depend on it, on the prompt and on its place
+            among `prompts` alone.
+        return_logprobs : bool
+            Whether to return the logarithms of the tokens' probabilities, too.
+        **options
+            Options of `GenerationConfig`, such as ``max_new_tokens`` and ``do_sample``.
+
+        Returns
+        -------
+        tokens : list of lists of int
+            The new ones of each prompt, a stop token included; the same on every rank.
+        logprobs : list of lists of float; only with ``return_logprobs``
+            By the logits of the model, before they were processed.
+
+        Raises
+        ------
+        TypeError
+            For options that `GenerationConfig` does not know.
+        ValueError
+            For prompts that are no lists of tokens of the model, or do not fit into the pools, and
+            ways of generating that need more than one sequence, such as beams.
+        RuntimeError
+            If ranks are given other arguments, or one does not answer.
+
+        Examples
+        --------
+        >>> engine.generate([[1, 2, 3]], max_new_tokens=4)  # doctest: +SKIP
+        [[11, 7, 7, 2]]
+        """
+        with self.cp.agreement() as values:
+            found = checked_prompts("generate", prompts, self._vocab_size)
+            if streamer is not None and len(found) != 1:
+                raise ValueError(
+                    f"{ENGINE}.generate: a streamer needs one prompt, got {len(found)}"
+                )
+            self._refuse_others("generate")
+            config = checked_config(self.model, "generate", generation_config, options)
+            values["prompts"] = tuple(hash_blocks(prompt, len(prompt)) for prompt in found)
+            values["generation_config"] = config.to_json_string(), seed
+            self.model._prepare_special_tokens(config, batch_size=1, device="cpu")
+            extras = logits_processor, stopping_criteria, tokenizer
+            sequences = [
+                self._sequence("generate", prompt, config, f"{seed} {i}", *extras)
+                for i, prompt in enumerate(found)
+            ]
+        numbers = {self._add(sequence): i for i, sequence in enumerate(sequences)}
+        logprobs: list[list[float]] = [[] for _ in sequences]
+        if streamer is not None:
+            streamer.put(torch.from_numpy(found[0])[None])
+        try:
+            while any(number in self._sequences for number in numbers):
+                for new in self.step():
+                    if new.request in numbers:
+                        logprobs[numbers[new.request]].append(new.logprob)
+                        if streamer is not None:
+                            streamer.put(torch.tensor([new.token]))
+        finally:
+            self.free(numbers)
+        if streamer is not None:
+            streamer.end()
+        tokens = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
+        return (tokens, logprobs) if return_logprobs else tokens
+
+    def submit(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        *,
+        logits_processor: SequenceOf[Any] = (),
+        stopping_criteria: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> int:
+        """Let a request wait for its turn, for ``step`` to generate its tokens. Local.
+
+        Parameters
+        ----------
+        prompt : list of int
+        generation_config, logits_processor, stopping_criteria, tokenizer, seed, **options
+            As of ``generate``; all ranks submit the same requests in the same order.
+
+        Returns
+        -------
+        int
+            The number of the request, for ``free``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As of ``generate``.
+        """
+        (found,) = checked_prompts("submit", [prompt], self._vocab_size)
+        config = checked_config(self.model, "submit", generation_config, options)
+        self.model._prepare_special_tokens(config, batch_size=1, device="cpu")
+        extras = logits_processor, stopping_criteria, tokenizer
+        return self._add(self._sequence("submit", found, config, f"{seed} 0", *extras))
+
+    def prefill(self, prompts: SequenceOf[Any], *, max_new_tokens: int = 0) -> Prefilled:
+        """Compute prompts, of which the caller chooses what follows.
+
+        Parameters
+        ----------
+        prompts : list of lists of int
+        max_new_tokens : int
+            Tokens that ``decode`` may add to each.
+
+        Returns
+        -------
+        Prefilled
+            Numbers of the requests, and the logits behind their last tokens: the same on every
+            rank. Requests hold their pages until ``free``.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            As of ``generate``, and if requests of ``submit`` are under way.
+        """
+        with self.cp.agreement() as values:
+            found = checked_prompts("prefill", prompts, self._vocab_size)
+            values["prompts"] = tuple(hash_blocks(prompt, len(prompt)) for prompt in found)
+            values["max_new_tokens"] = at_least(
+                0, max_new_tokens, f"{ENGINE}.prefill", "max_new_tokens"
+            )
+            self._refuse_others("prefill")
+            held = self.cache.num_pages - self.cache.num_free_pages - self.cache.num_idle_pages
+            self._check_pages("prefill", *(len(p) + max_new_tokens for p in found), held=held)
+            if len(found) + len(self._sequences) > self._scheduler.max_sequences:
+                raise ValueError(
+                    f"{ENGINE}.prefill: {len(found)} prompts besides {len(self._sequences)} "
+                    f"requests are more than max_sequences, {self._scheduler.max_sequences}"
+                )
+        requests = [self._add(Sequence(prompt, max_new_tokens, None)) for prompt in found]
+        logits: dict[int, Tensor] = {}
+        try:
+            while len(logits) < len(requests):
+                batch = self._scheduler.next_batch()
+                assert batch is not None, "pages were checked"
+                logits |= self._compute(batch)[1]
+        except BaseException:
+            self.free(requests)
+            raise
+        return Prefilled(requests, torch.stack([logits[number] for number in requests]))
+
+    def decode(self, tokens: Mapping[int, int]) -> Tensor:
+        """Compute one more token of requests of ``prefill``.
+
+        Parameters
+        ----------
+        tokens : dict of int
+            The token that follows, of each request.
+
+        Returns
+        -------
+        float tensor [len(tokens), vocab_size]
+            The logits behind these, in their order, the same on every rank.
+
+        Raises
+        ------
+        ValueError
+            For a number that is no request of ``prefill``, a token that the model has not, and
+            more than `max_new_tokens` of ``prefill``.
+        RuntimeError
+            As of ``step``.
+        """
+        self._refuse_others("decode")
+        for number, token in tokens.items():
+            sequence = self._sequences.get(number)
+            if sequence is None or sequence.chooser or sequence.is_full:
+                raise ValueError(
+                    f"{ENGINE}.decode: requests must be of prefill, with room for another of its "
+                    f"max_new_tokens, got {number}"
+                )
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"{ENGINE}.decode: tokens must be in [0, {self._vocab_size}), got {token}"
+                )
+        for number, token in tokens.items():
+            self._sequences[number].append(token)
+        batch = self._scheduler.next_batch(tokens)
+        logits = self._compute(batch)[1] if batch else {}
+        return torch.stack([logits[number] for number in tokens])
+
+    def _sequence(self, call: str, prompt: Any, config: Any, seed: str, *extras: Any) -> Sequence:
+        """Return a sequence that chooses its tokens, of a prompt that fits."""
+        number = new_tokens(config, prompt)
+        if number < 1:
+            raise ValueError(
+                f"{ENGINE}.{call}: max_new_tokens must be positive, got {number} behind a prompt "
+                f"of {len(prompt)}"
+            )
+        self._check_pages(call, len(prompt) + number - 1)
+        return Sequence(prompt, number, Chooser(self.model, config, prompt, number, seed, *extras))

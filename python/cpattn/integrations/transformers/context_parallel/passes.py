@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of passes: over the tokens of each rank, or over those of a decode step on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....attention import paged_attention
+from ....distributed import ContextParallel, ContextParallelPlan
+from ....scheduling import Batch
+from .pools import Pools
+
+
+class SharedOut:
+    """Pass in which each rank has its own tokens, of prompts or behind them."""
+
+    def __init__(
+        self, cp: ContextParallel, pools: Pools, plan: ContextParallelPlan, batch: Batch
+    ) -> None:
+        self._cp, self._pools, self._plan = cp, pools, plan
+        # What is cached of shares is sent before what is new is written, where one call does both.
+        self._writes_first = cp.placement is not None and _reads_what_it_writes(batch, cp.page_size)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Exchange what is new of a layer, and attend with this rank's rows."""
+        caches = self._pools.caches(layer)
+        if self._writes_first:
+            self._cp.write_kv(self._plan, k, v, *caches)
+        else:
+            options |= {"k_local": k, "v_local": v}
+        out: Tensor = self._cp.attend(self._plan, q, *caches, **options)
+        return out
+
+
+def _reads_what_it_writes(batch: Batch, page_size: int) -> bool:
+    """Whether a prompt begins behind tokens of another one that are new in the same batch."""
+    full_pages = np.array(batch.prefix_lens)[:, None] // page_size
+    cached = batch.block_tables[np.arange(batch.block_tables.shape[1]) < full_pages]
+    return bool(np.isin(cached, batch.slots[batch.slots >= 0] // page_size).any())
+
+
+class OnEveryRank:
+    """Decode step over pools that have all keys: each rank computes all of it, and sends nothing.
+
+    Weights are read once for the tokens of all sequences, however these would be shared out.
+    """
+
+    def __init__(self, pools: Pools, batch: Batch) -> None:
+        self._pools = pools
+        self._slots = torch.from_numpy(batch.slots)
+        self._lens: dict[str, Any] = {
+            "q_lens": batch.extend_lens,
+            "kv_lens": batch.seq_lens,
+            "block_tables": batch.block_tables,
+        }
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Write what is new of a layer, and attend."""
+        self._pools.write(layer, self._slots, k, v)
+        k_cache, v_cache = self._pools.caches(layer)
+        dim = options.pop("v_head_dim", None)
+        values = k_cache[..., :dim] if v_cache is None else v_cache
+        return paged_attention(q, k_cache, values, **self._lens, **options)
+
+
+class OverShards:
+    """Decode step over shares of the keys: every rank has all queries, and results are merged."""
+
+    def __init__(self, cp: ContextParallel, pools: Pools, batch: Batch) -> None:
+        self._cp, self._pools = cp, pools
+        self._plan = cp.plan_decode(batch.seq_lens, block_tables=batch.block_tables)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Write what this rank keeps of a layer, and attend to what all ranks have."""
+        caches = self._pools.caches(layer)
+        self._cp.write_kv(self._plan, k, v, *caches)
+        out: Tensor = self._cp.decode(self._plan, q, *caches, **options)
+        return out

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences of an engine, and how the next token of each is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from copy import copy
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .layers import ENGINE
+
+Tokens = NDArray[np.int64]
+
+#: Ways of generating that need more than the logits of one sequence, and the values that are none.
+_MORE = {
+    "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "penalty_alpha": 0,
+    "prompt_lookup_num_tokens": 0, "assistant_early_exit": 0, "dola_layers": 0, "max_time": 0,
+    "use_mtp": False, "constraints": 0, "force_words_ids": 0,
+}  # fmt: skip
+
+
+class NewToken(NamedTuple):
+    """Token that `ContextParallelModel.step` has added to a request.
+
+    Attributes
+    ----------
+    request : int
+        Number of the request.
+    token : int
+    logprob : float
+        Natural logarithm of its probability by the logits of the model, before they were processed.
+    finished : bool
+        Whether it is the last one; the request is gone then.
+
+    Examples
+    --------
+    >>> NewToken(request=0, token=11, logprob=-0.5, finished=False).token
+    11
+    """
+
+    request: int
+    token: int
+    logprob: float
+    finished: bool
+
+
+class Prefilled(NamedTuple):
+    """Requests whose prompts are in the pools, and the logits behind them.
+
+    Attributes
+    ----------
+    requests : list of int
+        Numbers for `ContextParallelModel.decode` and `ContextParallelModel.free`.
+    logits : float tensor [len(requests), vocab_size]
+
+    Examples
+    --------
+    >>> requests, logits = engine.prefill(prompts)  # doctest: +SKIP
+    """
+
+    requests: list[int]
+    logits: Tensor
+
+
+class Chooser:
+    """Choice of the next tokens of one sequence, as ``model.generate`` makes it of its logits.
+
+    A drawn token depends on the seed and its position alone, on no other sequence and no rank.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        prompt: Tokens,
+        max_new_tokens: int,
+        seed: str,
+        processors: SequenceOf[Any],
+        criteria: SequenceOf[Any],
+        tokenizer: Any,
+    ) -> None:
+        from transformers import LogitsProcessorList, StoppingCriteriaList
+
+        config = copy(config)
+        config.max_length = len(prompt) + max_new_tokens
+        self._sample, self._seed = bool(config.do_sample), seed
+        self._processors = model._get_logits_processor(
+            config,
+            input_ids_seq_length=len(prompt),
+            logits_processor=LogitsProcessorList(processors),
+            device="cpu",
+            model_kwargs={},
+        )
+        self._criteria = model._get_stopping_criteria(
+            config, StoppingCriteriaList(criteria), tokenizer
+        )
+
+    def choose(self, tokens: Tokens, logits: Tensor) -> tuple[int, float, bool]:
+        """Return the token behind `tokens`, its log-probability, and whether it is the last."""
+        ids = torch.from_numpy(tokens)[None]
+        logits = logits.float()
+        scores: Tensor = self._processors(ids, logits[None].clone())[0]
+        if self._sample:
+            key = blake2b(f"{self._seed} {len(tokens)}".encode(), digest_size=7).digest()
+            drawn = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+            token = int(torch.multinomial(scores.softmax(-1), 1, generator=drawn))
+        else:
+            token = int(scores.argmax())
+        logprob = float(logits[token] - logits.logsumexp(-1))
+        after = torch.cat([ids, torch.tensor([[token]])], 1)
+        return token, logprob, bool(self._criteria(after, scores[None]).all())
+
+
+class Sequence:
+    """Tokens of one request: a prompt, and at most so many behind it."""
+
+    def __init__(self, prompt: Tokens, max_new_tokens: int, chooser: Chooser | None) -> None:
+        self._tokens = np.empty(len(prompt) + max_new_tokens, np.int64)
+        self._tokens[: len(prompt)] = prompt
+        self.num_prompt_tokens = self.num_tokens = len(prompt)
+        self.max_new_tokens = max_new_tokens
+        self.num_computed = 0  # whose K/V are in the pools
+        self.chooser = chooser
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens that are known."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no other token may follow."""
+        return self.num_tokens == len(self._tokens)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its prompt is computed, and a token behind it known that is not."""
+        return self.num_prompt_tokens <= self.num_computed < self.num_tokens
+
+    def append(self, token: int) -> None:
+        """Add a token, for which there is room."""
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+
+
+def checked_prompts(call: str, prompts: Any, vocab_size: int) -> list[Tokens]:
+    """Prompts as arrays; TypeError or ValueError for what is none."""
+    found = []
+    for i, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"{ENGINE}.{call}: prompts[{i}] must be a list of at least one token, got "
+                f"{type(prompt).__name__} of shape {list(ids.shape)}, {ids.dtype}"
+            )
+        if not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise ValueError(
+                f"{ENGINE}.{call}: tokens of prompts[{i}] must be in [0, {vocab_size}), got "
+                f"{ids.min()} to {ids.max()}"
+            )
+        found.append(ids.astype(np.int64))
+    return found
+
+
+def checked_config(model: Any, call: str, given: Any, options: dict[str, Any]) -> Any:
+    """Return the `GenerationConfig` of a call, as ``model.generate`` makes it of its arguments."""
+    config, unknown = model._prepare_generation_config(given, **options)
+    for name in ("output_attentions", "output_hidden_states"):
+        unknown.pop(name, None)
+    if unknown:
+        raise TypeError(f"{ENGINE}.{call}: there is no argument {', '.join(sorted(unknown))}")
+    for name, none in _MORE.items():
+        value = getattr(config, name, None)
+        if value is not None and value != none and value:
+            raise ValueError(f"{ENGINE}.{call}: {name} is not supported, got {value!r:.40}")
+    return config
+
+
+def new_tokens(config: Any, prompt: Tokens) -> int:
+    """Tokens that may follow a prompt, by the lengths of a config."""
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens)
+    return int(config.max_length) - len(prompt)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of transformers over ranks: the tokens that one process generates."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch.distributed as dist  # noqa: E402
+
+from cpattn.integrations.transformers.context_parallel.layers import layer_shapes  # noqa: E402
+from support.distributed.distributed_worker import run_world  # noqa: E402
+from support.time_limits import BUSY  # noqa: E402
+from support.tolerances import assert_logits_close  # noqa: E402
+from support.transformers import over_ranks as worker  # noqa: E402
+from support.transformers.over_ranks import NEW_TOKENS, PAGES, PROMPTS, alone  # noqa: E402
+from support.transformers.tiny_transformers import (  # noqa: E402
+    CONFIGS,
+    MORE_CONFIGS,
+    SIZES,
+    make_model,
+)
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+WORLD = {"preload": worker.__name__}
+EVERY_PLACEMENT = (
+    "replicated",
+    "shared",
+    "page_interleave",
+    "token_interleave",
+    "token_interleave:3",
+)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    model = make_model("llama")
+    return [alone(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_world(2, tmp_path_factory.mktemp("world"), worker.run_core, **WORLD)
+
+
+def test_tokens_are_those_of_one_process(answers, expected):
+    model = make_model("llama")
+    longer = alone(model, PROMPTS[0] + expected[0])
+    penalised = {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2}
+    for found in answers:
+        assert found["tokens"] == found["again"] == expected
+        assert found["longer"] == [longer]
+        assert found["after"] == expected[:1]
+        assert found["penalised"] == [alone(model, p, **penalised) for p in PROMPTS[:2]]
+        end = expected[1].index(expected[1][3]) + 1
+        assert found["stopped"][1] == expected[1][:end]
+        assert [len(x) for x in found["logprobs"]] == [NEW_TOKENS] * len(PROMPTS)
+    assert answers[0]["streamed"] == [PROMPTS[0] + expected[0], *([t] for t in longer), []]
+    assert answers[1]["streamed"] is None
+
+
+def test_prefixes_are_skipped(answers):
+    """Prompts share two pages, and the one that comes twice has two more."""
+    in_one_call = 3 * 16 + 32
+    full_pages = sum((len(prompt) - 1) // 8 * 8 for prompt in PROMPTS)
+    for found in answers:
+        assert found["hits"] == (in_one_call, full_pages)
+        assert (
+            found["hits of what was generated"] == 32
+        )  # of 25 tokens and 12, of which 11 are kept
+
+
+def test_drawn_tokens_are_the_same_on_every_rank(answers):
+    first, second = (found["drawn"] for found in answers)
+    assert first == second
+    assert first[0] == first[1] != first[2]
+    assert first[0][1] != first[0][6]  # of one prompt at two places
+
+
+def test_logits_are_those_of_the_model(answers, expected):
+    with torch.inference_mode():
+        model = make_model("llama")
+        for found in answers:
+            for i, prompt in enumerate(PROMPTS[:3]):
+                whole = torch.tensor([prompt + expected[i][:3]])
+                logits = model(whole).logits[0, len(prompt) - 1 :].numpy()
+                for ours, theirs in zip(found["logits"], logits, strict=True):
+                    assert_logits_close(ours[i], theirs)
+            assert "room for another of its max_new_tokens" in found["full"]
+
+
+def test_requests_come_and_go(answers, expected):
+    for found in answers:
+        assert found["mixed"]["kept"] == [expected[0], *expected[2:4]]
+        assert found["mixed"]["left"] == []
+        computed, whole = found["mixed"]["progress"]
+        assert 0 < computed < whole == 60
+        assert found["free"] == PAGES
+
+
+def test_what_cannot_be_is_told_to_all_ranks(answers):
+    differs = "of rank 1 differs from rank 0"
+    for rank, found in enumerate(answers):
+        errors = found["errors"]
+        assert f"prompts {differs}" in errors["prompts"]
+        assert "809" not in errors["long"]
+        assert "need 101 pages of 8, and of 96 are 96 there: 5 pages are missing" in errors["long"]
+        assert "give ContextParallelModel num_pages=101" in errors["long"]
+        assert "num_beams is not supported, got 2" in errors["beams"]
+        assert "tokens of prompts[0] must be in [0, 64), got 64 to 64" in errors["vocabulary"]
+        assert "prompts[0] must be a list of at least one token" in errors["empty"]
+        assert "4 pages are missing" in errors["prefill"]
+        assert f"weights {differs}" in errors["weights"], rank
+        assert f"config of the model {differs}" in errors["config"]
+        assert f"arguments of ContextParallelModel {differs}" in errors["arguments"]
+
+
+ROPE = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+REFUSED = {
+    "encoder": (lambda: transformers.T5Config(vocab_size=64, d_model=16), "with a decoder"),
+    "state": (lambda: transformers.MambaConfig(vocab_size=64, hidden_size=16), "MambaForCausalLM"),
+    "own attention": (lambda: transformers.BloomConfig(vocab_size=64), "BloomForCausalLM"),
+    "rope of the longest": (lambda: transformers.LlamaConfig(**SIZES, **ROPE), "rope (dynamic)"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_cannot_run_so_is_refused_by_name(what):
+    config, reason = REFUSED[what]
+    causal, with_encoder = transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM
+    model = (with_encoder if what == "encoder" else causal).from_config(config()).eval()
+    with pytest.raises(ValueError, match="ContextParallelModel: the model must be") as error:
+        layer_shapes(model)
+    assert reason in str(error.value)
+
+
+def test_training_and_shared_out_weights_are_refused():
+    model = make_model("llama")
+    model.train()
+    with pytest.raises(ValueError, match=r"call model.eval\(\)"):
+        layer_shapes(model)
+    model.eval()._tp_size = 2
+    with pytest.raises(ValueError, match="weights are tensor-parallel"):
+        layer_shapes(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CONFIGS, *MORE_CONFIGS])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_model_and_placement(tmp_path, name, size):
+    model = make_model(name)
+    tokens = [alone(model, prompt) for prompt in PROMPTS]
+    placements = EVERY_PLACEMENT[: 1 if size == 1 else None]
+    for found in run_world(size, tmp_path, worker.run_model, name, placements, **WORLD):
+        assert found == [tokens, tokens, tokens[:2]] * 2 * len(placements)
+
+
+@pytest.mark.slow
+def test_every_exchange_and_strategy(tmp_path, expected):
+    exchanges = ("gather", "pass_q", "ring", "all_to_all")
+    strategies = ("zigzag", "interleave", "contiguous")
+    arguments = worker.run_exchanges, exchanges, strategies
+    for found in run_world(4, tmp_path, *arguments, **WORLD):
+        assert found == [expected] * 12
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_named(tmp_path):
+    answers = run_world(3, tmp_path, worker.run_loss, 1, group_timeout=30, **WORLD)
+    for message, seconds in (answers[0], answers[2]):
+        assert "rank 1 of 3 did not answer" in message
+        assert seconds < 30 + BUSY
+    assert not dist.is_initialized()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of ranks that have a small model together, and what one process generates of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from cpattn.integrations.transformers import ContextParallelModel
+from support.distributed.distributed_worker import error_of
+from support.transformers.tiny_transformers import generate, make_model, make_tokens
+
+NEW_TOKENS = 12
+PAGE, PAGES = 8, 96
+PREFIX = make_tokens(20, seed=1).tolist()  # two pages and a half
+PROMPTS = [
+    *(PREFIX + make_tokens(n, seed=n).tolist() for n in (5, 13, 1, 30)),
+    *(make_tokens(n, seed=n).tolist() for n in (2, 1)),
+]
+PROMPTS.append(PROMPTS[1])
+GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+DRAWN = {"max_new_tokens": 6, "do_sample": True, "temperature": 3.0, "top_k": 20}
+PENALISED = {**GREEDY, "repetition_penalty": 1.8, "no_repeat_ngram_size": 2}
+
+
+def engine_of(model: Any, **options: Any) -> ContextParallelModel:
+    return ContextParallelModel(model, **{"page_size": PAGE, "num_pages": PAGES} | options)
+
+
+def alone(model: Any, prompt: Sequence[int], **options: Any) -> list[int]:
+    """The tokens that eager generates in this process."""
+    given = {"new_tokens": NEW_TOKENS} | options
+    result = generate(model, "eager", torch.tensor([prompt]), **given)
+    return result.sequences[0, len(prompt) :].tolist()
+
+
+class Streamer:
+    """Streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.got.append([])
+
+
+def run_core(rank: int) -> dict[str, Any]:
+    """The calls of a server and of a user, over two ranks."""
+    model, found = make_model("llama"), {}
+    engine = engine_of(model, token_budget=24)
+    found["tokens"], found["logprobs"] = engine.generate(PROMPTS, **GREEDY, return_logprobs=True)
+    hits = engine.hit_tokens
+    found["again"] = engine.generate(PROMPTS, **GREEDY)
+    found["hits"] = hits, engine.hit_tokens - hits
+    streamer = Streamer() if rank == 0 else None
+    longer = PROMPTS[0] + found["tokens"][0]
+    hits = engine.hit_tokens
+    found["longer"] = engine.generate([longer], **GREEDY, streamer=streamer)
+    found["hits of what was generated"] = engine.hit_tokens - hits
+    found["streamed"] = streamer and streamer.got
+    found["drawn"] = [engine.generate(PROMPTS, seed=seed, **DRAWN) for seed in (3, 3, 4)]
+    found["penalised"] = engine.generate(PROMPTS[:2], **PENALISED)
+    stop = GenerationConfig(**GREEDY, eos_token_id=found["tokens"][1][3])
+    found["stopped"] = engine.generate(PROMPTS[:2], stop)
+    requests, logits = engine.prefill(PROMPTS[:3], max_new_tokens=3)
+    found["logits"] = [logits.numpy()]
+    for _ in range(3):
+        chosen = logits.argmax(-1).tolist()
+        logits = engine.decode(dict(zip(requests, chosen, strict=True)))
+        found["logits"].append(logits.numpy())
+    found["full"] = error_of(lambda: engine.decode({requests[0]: 1}))[0]
+    engine.free(requests)
+    found["mixed"] = mixed(engine)
+    found["free"] = engine.cache.num_free_pages + engine.cache.num_idle_pages
+    found["errors"] = {
+        "prompts": error_of(lambda: engine.generate([[1, 2 + rank]], **GREEDY))[0],
+        "long": error_of(lambda: engine.generate([[1] * 800], max_new_tokens=9))[0],
+        "beams": error_of(lambda: engine.generate([[1]], num_beams=2))[0],
+        "vocabulary": error_of(lambda: engine.generate([[64]]))[0],
+        "empty": error_of(lambda: engine.generate([[]]))[0],
+        "prefill": error_of(lambda: engine.prefill([[1] * 400, [2] * 400]))[0],
+    }
+    other = make_model("llama")
+    if rank:
+        with torch.no_grad():
+            other.model.norm.weight[0] += 1
+    found["errors"]["weights"] = error_of(lambda: engine_of(other))[0]
+    found["errors"]["config"] = error_of(
+        lambda: engine_of(make_model("qwen3" if rank else "llama"))
+    )[0]
+    found["errors"]["arguments"] = error_of(lambda: engine_of(model, num_pages=64 + rank))[0]
+    found["after"] = engine.generate(PROMPTS[:1], **GREEDY)
+    return found
+
+
+def mixed(engine: ContextParallelModel) -> dict[str, Any]:
+    """Requests that come while others run, and one whose client leaves."""
+    tokens: dict[int, list[int]] = {}
+
+    def step() -> bool:
+        """Whether there were tokens."""
+        found = engine.step()
+        for new in found:
+            tokens.setdefault(new.request, []).append(new.token)
+        return bool(found)
+
+    first = engine.submit(PROMPTS[0], **GREEDY)
+    while len(tokens.get(first, ())) < 3:
+        step()
+    left = engine.submit(make_tokens(60, seed=9).tolist(), **GREEDY)
+    later = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[2:4]]
+    step()
+    progress = engine.progress()[left]
+    engine.free([left])  # in the middle of its prompt
+    while step():
+        pass
+    kept = [tokens[number] for number in (first, *later)]
+    return {"kept": kept, "left": tokens.get(left, []), "progress": progress}
+
+
+def run_model(rank: int, name: str, placements: Sequence[str]) -> list[Any]:
+    """Tokens of a model for each placement: in one batch, from the pools, and in chunks."""
+    model, found = make_model(name), []
+    for placement in placements:
+        for options in ({}, {"token_budget": 24}):
+            engine = engine_of(model, placement=placement, **options)
+            found += [engine.generate(PROMPTS, **GREEDY) for _ in range(2)]
+            found.append([engine.generate([prompt], **GREEDY)[0] for prompt in PROMPTS[:2]])
+    return found
+
+
+def run_exchanges(rank: int, exchanges: Sequence[str], strategies: Sequence[str]) -> list[Any]:
+    """Tokens over pages of all ranks, for each exchange and strategy."""
+    model, found = make_model("llama"), []
+    for exchange, strategy in product(exchanges, strategies):
+        options = {"placement": "page_interleave", "exchange": exchange, "strategy": strategy}
+        found.append(engine_of(model, **options).generate(PROMPTS, **GREEDY))
+    return found
+
+
+def run_loss(rank: int, lost: int) -> tuple[str, float]:
+    """A rank dies between two calls."""
+    engine = engine_of(make_model("llama"))
+    engine.generate(PROMPTS[:1], **GREEDY)
+    if rank == lost:
+        os._exit(1)
+    return error_of(lambda: engine.generate(PROMPTS[1:2], **GREEDY))
