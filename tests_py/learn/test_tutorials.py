@@ -72,6 +72,7 @@ NEEDS = {
     "prove_your_own": ("torch", "click", "hypothesis", "jsonschema"),
     "check_your_own": (),
     "context_parallel": ("torch",),
+    "model_over_ranks": ("torch", "transformers"),
     "profiling": ("torch",),  # which comes with what draws
     "move_kv": (),
 }
