@@ -27,6 +27,11 @@ def dsa_metadata(state: State) -> _core.DsaMetadata:
     return _core.restore_dsa_metadata(state)
 
 
+def pcp_layout(state: State) -> _core.PCPLayout:
+    """The layout of a state; ValueError for a state that none has."""
+    return _core.restore_pcp_layout(state)
+
+
 def shard_gather_plan(state: State) -> _core.ShardGatherPlan:
     """The plan of a state; ValueError for a state that no plan has."""
     return _core.restore_shard_gather_plan(state)
@@ -39,4 +44,5 @@ def _pickle_by_state(value_type: Any, restore: Callable[[State], Any]) -> None:
 _pickle_by_state(_core.AttentionPlan, attention_plan)
 _pickle_by_state(_core.ContextParallelMetadata, context_parallel_metadata)
 _pickle_by_state(_core.DsaMetadata, dsa_metadata)
+_pickle_by_state(_core.PCPLayout, pcp_layout)
 _pickle_by_state(_core.ShardGatherPlan, shard_gather_plan)

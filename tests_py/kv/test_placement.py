@@ -57,6 +57,8 @@ def test_lengths_of_ranks():
     placement, lens = by_tokens(2, 4), [0, 3, 6, 13]
     assert placement.local_lens(lens, 0).tolist() == [0, 3, 4, 8]
     assert placement.local_lens(lens, 1).tolist() == [0, 0, 2, 5]
+    table = np.array(lens, np.int32).reshape(2, 2).T
+    assert placement.local_lens(table, 1).tolist() == [[0, 2], [0, 5]]
 
 
 @pytest.mark.parametrize("make", MAKERS)

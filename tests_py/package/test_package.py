@@ -323,7 +323,7 @@ def test_what_functions_return_is_where_they_are():
         *PUBLIC_MODULES, cpattn.context_parallel, cost_model, cpattn.scheduling, traffic,
     )  # fmt: skip
     for module in (*modules, *((cpattn.distributed,) if importlib.util.find_spec("torch") else ())):
-        package = importlib.import_module(module.__name__.removesuffix(".sglang_0_5_23"))
+        package = importlib.import_module(re.sub(r"\.(sglang|vllm)(_\d+)+$", "", module.__name__))
         for name in module.__all__:
             function = getattr(module, name)
             if not inspect.isfunction(function):

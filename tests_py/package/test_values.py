@@ -12,6 +12,7 @@ import pytest
 
 import cpattn
 from cpattn import ForwardMode, _core
+from cpattn.context_parallel.vllm_0_32 import PCPLayout, build_pcp_layout
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -51,6 +52,10 @@ def shard_gather(prefix_lens: Any, seq_lens: Any) -> cpattn.kv.ShardGatherPlan:
     )  # fmt: skip
 
 
+def pcp_layout(**options: Any) -> PCPLayout:
+    return build_pcp_layout([7, 1, 0, 30, 2], [9, 50, 6, 0, 3], pcp_size=3, **options)
+
+
 VALUES = {
     "plan": attention_plan(),
     "windowed plan": attention_plan(window=5, num_threads=3, batch_invariant=True),
@@ -72,6 +77,9 @@ VALUES = {
     "least and most": dsa_metadata(
         [0, 1], [0, 4], ForwardMode.EXTEND, topk=1, page_size=2**31 - 1
     ),
+    "pcp": pcp_layout(),
+    "pcp and dcp": pcp_layout(dcp_size=2, is_prefill=[True, False, True, True, False]),
+    "padded pcp": pcp_layout(shard_decode=False, padded_num_tokens=40),
     "gather": shard_gather([32, 16], [40, 63]),
     "nothing to gather": shard_gather([0, 0], [40, 0]),
     "decode": dsa_metadata(None, [10, 4], ForwardMode.DECODE, req_to_token=SLOTS),
@@ -123,6 +131,7 @@ def test_values_serve_as_keys():
 
 
 RESTORE = {
+    PCPLayout: _core.restore_pcp_layout,
     cpattn.kv.ShardGatherPlan: _core.restore_shard_gather_plan,
     cpattn.AttentionPlan: _core.restore_attention_plan,
     cpattn.ContextParallelMetadata: _core.restore_context_parallel_metadata,

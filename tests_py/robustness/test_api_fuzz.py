@@ -34,11 +34,12 @@ CALLS = 20_000
 
 # Public names that are no calls of their own, and why.
 VALUES = {  # made by functions alone
-    "AttentionPlan", "ContextParallelMetadata", "DsaMetadata", "Registration", "ShardGatherPlan",
+    "AttentionPlan", "ContextParallelMetadata", "DsaMetadata", "PCPLayout", "Registration",
+    "ShardGatherPlan",
 }  # fmt: skip
 RECORDS = {  # hold what they are given, and check nothing
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
-    "KVSendIndices", "PullTargets",
+    "KVSendIndices", "PullTargets", "RankSegments",
     "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "KVRegistration", "KVTransferRequest",
     "LayerCaches", "Profile", "ScopeTime", "ShardedPlan", "Thread", "Topology", "TransferError",
     "TransferStatus",

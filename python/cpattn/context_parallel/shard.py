@@ -34,19 +34,10 @@ def shard(
     tensor, per_rank_actual_token[cp_rank] rows along `dim`
         ``x[local_q_indices]``; rows of physical padding are zeros.
     """
-    tensor = tensor_of(x, "shard", "x")
-    dim = _checked_dim("shard", tensor, dim)
-    truncate = _core.flag(truncate, "shard", "truncate")
-    rows, wanted = tensor.shape[dim], self.total_seq_lens
-    if rows != wanted and not (truncate and rows > wanted):
-        rule = "at least " if truncate else ""
-        raise ValueError(
-            f"shard: x must have {rule}total_seq_lens = {wanted} rows along dim {dim}, got {rows}"
-        )
-    local = _take(tensor, self.local_q_indices, dim)
-    padding = self.per_rank_actual_token[self.cp_rank] - local.shape[dim]
-    sharded: TensorT = _append_zeros(local, padding, dim) if padding else local
-    return sharded
+    indices = self.local_q_indices
+    padding = self.per_rank_actual_token[self.cp_rank] - len(indices)
+    size = ("total_seq_lens", self.total_seq_lens)
+    return rows_of("shard", x, dim, indices, padding, size, truncate=truncate)
 
 
 def unshard(self: ContextParallelMetadata, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
@@ -64,40 +55,82 @@ def unshard(self: ContextParallelMetadata, parts: Sequence[TensorT], dim: int = 
     -------
     tensor, total_seq_lens rows along `dim`
     """
-    tensors = _checked_parts(parts, self.cp_size)
+    counts, indices = self._logical_rows(), self._gathered_row_indices()
+    return tokens_of("unshard", parts, dim, counts, indices, ("cp_size", self.cp_size))
+
+
+def rows_of(
+    function: str,
+    x: TensorT,
+    dim: int,
+    indices: np.ndarray[Any, Any],
+    padding: int,
+    size: tuple[str, int],
+    *,
+    truncate: bool = False,
+) -> TensorT:
+    """Take these rows of `x`, and zeros behind them; `size` says how many `x` has."""
+    tensor = tensor_of(x, function, "x")
+    dim = _checked_dim(function, tensor, dim)
+    truncate = _core.flag(truncate, function, "truncate")
+    name, wanted = size
+    rows = tensor.shape[dim]
+    if rows != wanted and not (truncate and rows > wanted):
+        rule = "at least " if truncate else ""
+        raise ValueError(
+            f"{function}: x must have {rule}{name} = {wanted} rows along dim {dim}, got {rows}"
+        )
+    local = _take(tensor, indices, dim)
+    taken: TensorT = _append_zeros(local, padding, dim) if padding else local
+    return taken
+
+
+def tokens_of(
+    function: str,
+    parts: Sequence[TensorT],
+    dim: int,
+    counts: Sequence[int],
+    indices: np.ndarray[Any, Any],
+    size: tuple[str, int],
+) -> TensorT:
+    """Take rows of the first `counts` rows of each part; `size` says how many parts there are."""
+    tensors = _checked_parts(function, parts, size)
     first = tensors[0]
-    dim = _checked_dim("unshard", first, dim)
-    logical = []
-    for rank, (part, wanted) in enumerate(zip(tensors, self._logical_rows(), strict=True)):
+    dim = _checked_dim(function, first, dim)
+    counted = []
+    for rank, (part, wanted) in enumerate(zip(tensors, counts, strict=True)):
         if part.ndim != first.ndim or part.shape[dim] < wanted:
             raise ValueError(
-                f"unshard: parts: the part of rank {rank} must have {first.ndim} dimensions and "
+                f"{function}: parts: the part of rank {rank} must have {first.ndim} dimensions and "
                 f"at least {wanted} rows along dim {dim}, got shape {tuple(part.shape)}"
             )
         if _rest(part, dim) != _rest(first, dim):
             raise ValueError(
-                f"unshard: parts must have one shape but for dim {dim}, got {tuple(part.shape)} "
+                f"{function}: parts must have one shape but for dim {dim}, got {tuple(part.shape)} "
                 f"of rank {rank} beside {tuple(first.shape)} of rank 0"
             )
-        logical.append(part[(slice(None),) * dim + (slice(wanted),)])
+        counted.append(part[(slice(None),) * dim + (slice(wanted),)])
     with _core.TraceSpan(_core.TraceScope.gather):
-        whole: TensorT = _take(_concatenate(logical, dim), self._gathered_row_indices(), dim)
+        whole: TensorT = _take(_concatenate(counted, dim), indices, dim)
     return whole
 
 
-def _checked_parts(parts: Sequence[AnyTensor], cp_size: int) -> list[AnyTensor]:
+def _checked_parts(
+    function: str, parts: Sequence[AnyTensor], size: tuple[str, int]
+) -> list[AnyTensor]:
+    name, wanted = size
     try:
         count = len(parts)  # before all of a large tensor becomes a list
-        given = list(parts) if count == cp_size else []
+        given = list(parts) if count == wanted else []
     except Exception as error:  # NotImplementedError of memoryviews of records, say
         raise TypeError(
-            f"unshard: parts must be a sequence of tensors, got {type(parts).__name__}"
+            f"{function}: parts must be a sequence of tensors, got {type(parts).__name__}"
         ) from error
-    if len(given) != cp_size:
-        raise ValueError(f"unshard: parts must hold cp_size = {cp_size} tensors, got {count}")
-    tensors = [tensor_of(part, "unshard", "parts") for part in given]
+    if len(given) != wanted:
+        raise ValueError(f"{function}: parts must hold {name} = {wanted} tensors, got {count}")
+    tensors = [tensor_of(part, function, "parts") for part in given]
     if len({torch_of(tensor) is None for tensor in tensors}) > 1:
-        raise TypeError("unshard: parts must be all tensors of torch or none, got both")
+        raise TypeError(f"{function}: parts must be all tensors of torch or none, got both")
     return tensors
 
 

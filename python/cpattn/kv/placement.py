@@ -151,11 +151,16 @@ class TokenInterleave:
 
     Examples
     --------
+    >>> import numpy as np
     >>> placement = TokenInterleave(shard_size=2, interleave=1)
     >>> placement.owner_of([0, 1, 2, 3]), placement.local_index([0, 1, 2, 3])
     (array([0, 1, 0, 1]), array([0, 0, 1, 1]))
     >>> placement.local_lens([5, 2], rank=0), placement.local_lens([5, 2], rank=1)
     (array([3, 1]), array([2, 1]))
+    >>> positions = np.array([[4, 5, 6], [0, 1, 2]])  # three new tokens of two sequences
+    >>> placement.local_lens(positions + 1, rank=0)
+    array([[3, 3, 4],
+           [1, 1, 2]])
     """
 
     shard_size: int
@@ -196,9 +201,17 @@ class TokenInterleave:
         return self._interleave.global_indices(rank, local, function, "local")
 
     def local_lens(self, seq_lens: Indices, rank: int) -> Ints:
-        """Return how many tokens a rank keeps of sequences of these lengths."""
+        """Return how many tokens a rank keeps of sequences of these lengths.
+
+        Of positions + 1 they are the keys that the rank shows tokens at these positions under a
+        causal mask. `seq_lens` may be a tensor of two dimensions, whose shape they have then.
+        """
         function = "TokenInterleave.local_lens"
-        return self._interleave.local_lens(seq_lens, rank, function, "seq_lens")
+        if getattr(seq_lens, "ndim", 1) != 2:
+            return self._interleave.local_lens(seq_lens, rank, function, "seq_lens")
+        table: Any = seq_lens
+        lens = self._interleave.local_lens(table.reshape(-1), rank, function, "seq_lens")
+        return lens.reshape(table.shape)
 
 
 def _check(placement: PageInterleave | TokenInterleave, run_len: str) -> None:

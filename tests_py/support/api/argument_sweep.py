@@ -11,6 +11,7 @@ import numpy as np
 
 import cpattn
 from cpattn import ForwardMode, TopkTransformMethod, npu, reference, sparse
+from cpattn.context_parallel import vllm_0_32
 from cpattn.sparse import sglang_0_5_23
 from support.api.argument_kinds import METADATA, Arguments, Call, f32, given, i32, of_kind
 
@@ -56,6 +57,10 @@ CP_BATCH = CP_LENS | given(
     seq_lens=[7, 4], cp_size=2, strategy="zigzag", num_tokens=8, kv_len_convention="baked",
     compat=False,
 )  # fmt: skip
+PCP_BATCH = given(
+    prefix_lens=[3, 0], pcp_size=2, is_prefill=[True, False], shard_decode=True, dcp_size=1
+)
+LAYOUT = vllm_0_32.build_pcp_layout([4, 4], [3, 0], pcp_size=2)
 CP_LAYER = (
     given(q=f32(4, 32), k_cache=f32(4, 8, 1, 16), metadata=METADATA, block_tables=[[1], [2]])
     | given(page_size=8, num_heads=2, num_kv_heads=1, scale=0.25, softcap=2.0, sinks=f32(2))
@@ -186,6 +191,10 @@ CALLS = [
     call(
         sparse.can_dsa_prefill_cp_interleave, CP_LENS, given(cp_size=2, strategy="interleave"), MODE
     ),
+    call(vllm_0_32.pcp_segments, CP_LENS, PCP_BATCH),
+    call(vllm_0_32.build_pcp_layout, CP_LENS, PCP_BATCH, given(padded_num_tokens=9)),
+    call(LAYOUT.shard, of_kind("any", x=np.ones((8, 2))), given(pcp_rank=1, dim=0)),
+    call(LAYOUT.unshard, of_kind("value", parts=[f32(4, 2), f32(4, 2)]), given(dim=0)),
     call(METADATA.shard, of_kind("any", x=np.ones((8, 2))), given(dim=0, truncate=False)),
     call(METADATA.unshard, of_kind("value", parts=[f32(4, 2), f32(4, 2)]), given(dim=0)),
     call(

