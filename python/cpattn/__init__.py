@@ -5,10 +5,10 @@
     out = cpattn.paged_attention(q, k_cache, v_cache, q_lens=[64], kv_lens=[64], ...)
 
 What nearly everybody needs is here; the rest is in sub-packages, which come when they are asked
-for: ``sparse`` (DSA), ``npu`` (operators of Ascend), ``kv`` (pools), ``transfer`` (plans of KV
-transfer), ``scheduling`` (prefix cache and batches), ``profiling``, ``captures`` (records of a
-running engine), ``distributed`` (torch), ``integrations`` (engines and libraries) and
-``torch_guard``. Imports NumPy only. Tools have packages of their own: ``cpattn_proof`` judges the
+for: ``context_parallel`` (rules of engines), ``sparse`` (DSA), ``npu`` (operators of Ascend),
+``kv`` (pools), ``transfer`` (plans of KV transfer), ``scheduling`` (prefix cache and batches),
+``profiling``, ``captures`` (records of a running engine), ``distributed`` (torch), ``integrations``
+(engines and libraries) and ``torch_guard``. Imports NumPy only. Tools have packages of their own: ``cpattn_proof`` judges the
 code of others, ``cpattn_lab`` predicts and replays.
 """
 
@@ -36,6 +36,7 @@ from .sparse import TopkTransformMethod, get_topk_transform_method
 
 if TYPE_CHECKING:
     from . import captures as captures
+    from . import context_parallel as context_parallel
     from . import distributed as distributed
     from . import integrations as integrations
     from . import kv as kv
@@ -74,6 +75,7 @@ __all__ = [
 
 _SUB_PACKAGES = (
     "captures",
+    "context_parallel",
     "distributed",
     "integrations",
     "kv",

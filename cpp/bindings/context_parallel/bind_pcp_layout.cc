@@ -156,30 +156,44 @@ void register_pcp_layout(py::module_& module) {
     const auto get = [value = field.member](const Layout& layout) { return layout.*value; };
     type.def_property_readonly(field.name, get, field.doc);
   }
-  type.def_property_readonly("shard_decode", [](const Layout& layout) {
-    return layout.shard_decode;
-  });
-  type.def_property_readonly("per_rank_num_tokens", &row_counts);
-  type.def_property_readonly("replicated", [](const Layout& layout) {
-    return flag_array(layout.replicated);
-  });
+  type.def_property_readonly(
+      "shard_decode", [](const Layout& layout) { return layout.shard_decode; },
+      "Whether each decode has one rank."
+  );
+  type.def_property_readonly(
+      "per_rank_num_tokens", &row_counts, "Rows of each rank that are tokens: list of int."
+  );
+  type.def_property_readonly(
+      "replicated", [](const Layout& layout) { return flag_array(layout.replicated); },
+      "Whether all ranks have all new tokens of each request: bool array [bs]."
+  );
   type.def("_segments", &segments);
-  type.def_property_readonly("seq_lens", [](const Layout& layout) {
-    py::list lens;
-    for (const py::handle column : by_rank(layout, layout.seq_lens)) {
-      lens.append(column.cast<py::tuple>()[0]);
-    }
-    return lens;
-  });
-  type.def_property_readonly("hidden_restore_idx", [](const Layout& layout) {
-    return int_array(hidden_restore_idx(layout));
-  });
-  type.def_property_readonly("padded_gather_idx", [](const Layout& layout) {
-    return int_array(padded_gather_idx(layout));
-  });
-  type.def_property_readonly("gathered_kv_write_mask", [](const Layout& layout) {
-    return flag_array(gathered_kv_write_mask(layout));
-  });
+  type.def_property_readonly(
+      "seq_lens",
+      [](const Layout& layout) {
+        py::list lens;
+        for (const py::handle column : by_rank(layout, layout.seq_lens)) {
+          lens.append(column.cast<py::tuple>()[0]);
+        }
+        return lens;
+      },
+      "Keys that the last token of each segment sees, of each rank: list of int64 arrays."
+  );
+  type.def_property_readonly(
+      "hidden_restore_idx",
+      [](const Layout& layout) { return int_array(hidden_restore_idx(layout)); },
+      "Padded row of each token of the batch: int64 array, computed on each access."
+  );
+  type.def_property_readonly(
+      "padded_gather_idx",
+      [](const Layout& layout) { return int_array(padded_gather_idx(layout)); },
+      "Token of each padded row, 0 for padding: int64 array, computed on each access."
+  );
+  type.def_property_readonly(
+      "gathered_kv_write_mask",
+      [](const Layout& layout) { return flag_array(gathered_kv_write_mask(layout)); },
+      "Whether keys and values of each padded row are written: bool array, computed on each access."
+  );
   type.def("__repr__", &pcp_repr);
   type.def(py::self == py::self);
   type.def("__hash__", &pcp_hash);

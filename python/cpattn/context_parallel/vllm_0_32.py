@@ -11,19 +11,20 @@ there. Decodes are whole, on one rank in turn or on all of them; on each rank th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import _core
 from .._core import PCPLayout as PCPLayout
 from .._types import Flags, Indices, TensorT
 from .shard import rows_of, tokens_of
 
-__all__ = ["PCPLayout", "RankSegments", "build_pcp_layout", "pcp_segments"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+    Ints = NDArray[np.int64]
+
+__all__ = ["PCPLayout", "RankSegments", "build_pcp_layout", "pcp_segments"]
 
 
 class RankSegments(NamedTuple):

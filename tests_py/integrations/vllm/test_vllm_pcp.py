@@ -107,16 +107,15 @@ def check_layout(batch, shard_decode):
 
 def check_proof(batch, manager, segments, prefix):
     """Prove what vLLM planned, and refute it where one segment sees a key too few."""
-    _, _, extend, _ = batch
-    gather = manager._padded_gather_idx
+    extend = batch[2]
+    if not sum(extend):
+        return
     slots = manager._convert_to_gathered_slot_mappings(torch.arange(sum(extend))[None] + 7)[0]
     given = {
         "hidden_restore_idx": manager._hidden_restore_idx.numpy(),
-        "padded_gather_idx": gather.numpy(),
+        "padded_gather_idx": manager._padded_gather_idx.numpy(),
         "gathered_slots": slots.numpy(),
     }
-    if not sum(extend):
-        return
     report = lint(from_segments(segments, extend, prefix, **given))
     assert report.findings == ()
     assert set(report.checked) >= {"OWN", "COV", "LEN"}

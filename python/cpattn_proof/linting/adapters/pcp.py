@@ -77,12 +77,12 @@ def from_segments(
     if replicated is None:
         whole = [np.bincount(c[0], c[2] - c[1], len(extend)) == extend for c in ranks]
         replicated = np.logical_and.reduce(whole).tolist()
-    requests = requests_of(extend, prefix)
-    for request, everywhere in zip(requests, replicated, strict=True):
-        request["queries"] = "all" if everywhere else "split"
     document: dict[str, Any] = {
         "schema": SCHEMA,
-        "requests": requests,
+        "requests": [
+            {**request, "queries": "all" if everywhere else "split"}
+            for request, everywhere in zip(requests_of(extend, prefix), replicated, strict=True)
+        ],
         "ranks": [
             _rank(columns, extend, prefix, None if seq_lens is None else ints(seq_lens[rank]))
             for rank, columns in enumerate(ranks)
