@@ -8,8 +8,8 @@ What nearly everybody needs is here; the rest is in sub-packages, which come whe
 for: ``context_parallel`` (rules of engines), ``sparse`` (DSA), ``npu`` (operators of Ascend),
 ``kv`` (pools), ``transfer`` (plans of KV transfer), ``scheduling`` (prefix cache and batches),
 ``profiling``, ``captures`` (records of a running engine), ``distributed`` (torch), ``integrations``
-(engines and libraries) and ``torch_guard``. Imports NumPy only. Tools have packages of their own: ``cpattn_proof`` judges the
-code of others, ``cpattn_lab`` predicts and replays.
+(engines and libraries) and ``torch_guard``. Imports NumPy only. Tools have packages of their own:
+``cpattn_proof`` judges the code of others, ``cpattn_lab`` predicts and replays.
 """
 
 from importlib import import_module

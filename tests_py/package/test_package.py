@@ -271,8 +271,8 @@ def test_documents_install_cpattn_from_its_folder():
 
 
 SUB_PACKAGES = {
-    "captures", "distributed", "integrations", "kv", "npu", "profiling", "scheduling", "sparse",
-    "torch_guard", "transfer",
+    "captures", "context_parallel", "distributed", "integrations", "kv", "npu", "profiling",
+    "scheduling", "sparse", "torch_guard", "transfer",
 }  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def test_sub_packages_come_when_they_are_asked_for():
     pytest.importorskip("torch")
     code = f"""
 import sys, cpattn
-early = {{"profiling", "sparse"}}  # whose names are in `cpattn`, too
+early = {{"context_parallel", "profiling", "sparse"}}  # whose names are in `cpattn`, too
 loaded = {{name.removeprefix("cpattn.") for name in sys.modules}}
 assert loaded & {SUB_PACKAGES} == early, loaded
 for name in {SUB_PACKAGES}:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from .._arguments import at_least
+from .._containers import torch_of
 from .._types import Indices
 
 __all__ = ["PageInterleave", "Placement", "TokenInterleave"]
@@ -204,12 +205,14 @@ class TokenInterleave:
         """Return how many tokens a rank keeps of sequences of these lengths.
 
         Of positions + 1 they are the keys that the rank shows tokens at these positions under a
-        causal mask. `seq_lens` may be a tensor of two dimensions, whose shape they have then.
+        causal mask. `seq_lens` may be an array of NumPy or torch of two dimensions, whose shape
+        they have then.
         """
         function = "TokenInterleave.local_lens"
-        if getattr(seq_lens, "ndim", 1) != 2:
-            return self._interleave.local_lens(seq_lens, rank, function, "seq_lens")
+        is_array = isinstance(seq_lens, np.ndarray) or torch_of(seq_lens) is not None
         table: Any = seq_lens
+        if not is_array or table.ndim != 2:
+            return self._interleave.local_lens(seq_lens, rank, function, "seq_lens")
         lens = self._interleave.local_lens(table.reshape(-1), rank, function, "seq_lens")
         return lens.reshape(table.shape)
 

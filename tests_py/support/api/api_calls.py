@@ -65,7 +65,7 @@ LAYOUTS = {"prefixes": ("KVLayout: ",)}
 ROWS = given(layer_id=1, loc=[1, 6])
 LAYER = given(layer_id=1)
 K_V = {"names": ("k ", "v ")}
-SLOTS = of_kind("ints", slots=[8, 12, -1])
+SLOTS, LENS = of_kind("ints", slots=[8, 12, -1]), of_kind("lens", seq_lens=[9, 0])
 POSITIONS = given(positions=[8, 12, -1])
 MOVED = of_kind("list", caches=[f32(8, 1, 2)])
 SLICE = of_kind("value", index_slice=slice(2, 5))
@@ -349,7 +349,7 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     "TokenInterleave.local_index": method(tokens, "local_index", POSITIONS),
     "TokenInterleave.filter_local": method(tokens, "filter_local", POSITIONS, given(rank=1)),
     "TokenInterleave.global_index": method(tokens, "global_index", given(rank=1, local=[4, 5, -1])),
-    "TokenInterleave.local_lens": method(tokens, "local_lens", given(seq_lens=[9, 0], rank=1)),
+    "TokenInterleave.local_lens": method(tokens, "local_lens", LENS, given(rank=1)),
     "StripedAllocator": of(
         kv.StripedAllocator, given(size=16, page_size=4, shard_size=2, need_sort=False)
     ),

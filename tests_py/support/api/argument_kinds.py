@@ -78,6 +78,10 @@ WRONG: dict[str, list[Any]] = {
     "list": [*NOTHING, *ARRAYS[1:2], 5, np.int64(5), True, memoryview(b"12")],
     "bag": [*NOTHING, 5, "x"],
 }
+# Lengths, of one sequence after the other or of a table.
+WRONG["lens"] = [
+    bad for bad in WRONG["ints"] if not (isinstance(bad, np.ndarray) and bad.ndim == 2)
+]
 
 
 # What is read a number at a time, in any layout or any dtype too.
