@@ -11,8 +11,7 @@ import torch
 
 import cpattn
 from cpattn import reference
-from support.attention_cases import split_keys
-from support.cases import DTYPES, Case, assert_attention, make_inputs, strided_copy
+from support.cases import DTYPES, strided_copy
 from support.tolerances import assert_close
 
 INF = math.inf
@@ -69,41 +68,6 @@ def test_large_differences_do_not_overflow():
     before = [part.clone() for part in parts]
     result = cpattn.merge_state(*parts)
     assert all(map(torch.equal, result, before))
-
-
-@pytest.mark.parametrize("world", [8, 64])
-@pytest.mark.parametrize("order", ["forward", "backward", "tree"])
-def test_errors_do_not_grow_with_the_number_of_parts(order, world):
-    """Parts of many ranks in float32 give unsplit attention, merged in any order."""
-    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(16 * world,)))
-    parts = list(split_keys(inputs, range(world + 1)))
-    if order == "backward":
-        parts.reverse()
-    while len(parts) > 1:
-        if order == "tree":
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            parts = [cpattn.merge_state(*a, *b) for a, b in pairs]
-        else:
-            parts = [cpattn.merge_state(*parts[0], *parts[1]), *parts[2:]]
-    assert_attention(*parts[0], inputs | {"causal": False})
-
-
-def test_a_sink_is_merged_once():
-    """Shards leave sinks out; the last step scales by exp(lse) / (exp(lse) + exp(sink))."""
-    sinks = torch.tensor([0.5, -1.0, 3.0, -INF])
-    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(64,)))
-    (out, lse), second = split_keys(inputs, [0, 1, 4])
-    cpattn.merge_state(out, lse, *second)
-    out *= torch.sigmoid(lse - sinks)[..., None]
-    assert_attention(out, lse, inputs | {"causal": False, "sinks": sinks})
-
-
-def test_narrow_parts_round_at_every_merge_but_not_more():
-    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(128,), dtype="bfloat16"))
-    parts = list(split_keys(inputs, range(9)))
-    for part in parts[1:]:
-        cpattn.merge_state(*parts[0], *part)
-    assert_attention(*parts[0], inputs | {"causal": False}, "8 parts merged")
 
 
 @pytest.mark.parametrize(

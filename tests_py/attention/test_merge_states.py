@@ -143,14 +143,6 @@ def test_a_sink_takes_its_weight_once_and_none_of_the_lse():
     assert_attention(*result, inputs | {"causal": False, "sinks": sinks})
 
 
-def test_rows_without_keys_are_zeros():
-    outs, lses = make_parts(3, empty=1.0)
-    for count in (1, 3):
-        out, lse = cpattn.merge_states(outs[:count], lses[:count], sinks=torch.zeros(3))
-        assert torch.all(out == 0)
-        assert torch.all(lse == -INF)
-
-
 def test_numpy_parts_give_numpy():
     outs = [np.full((1, 2, 16), x, ml_dtypes.bfloat16) for x in (1, 2, 6)]
     out, lse = cpattn.merge_states(outs, [np.zeros((1, 2), np.float32)] * 3)
