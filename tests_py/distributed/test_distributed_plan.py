@@ -117,11 +117,6 @@ def test_unwritten_slots_keep_what_they_hold(cp):
         assert pool.isfinite().all((1, 2)).sum() == 8
 
 
-def test_cached_pages_may_be_shared(cp):
-    plan = cp.plan([1, 1], [5, 5], block_tables=[[0, 1], [0, 2]])
-    assert plan.slots.tolist() == [4, 8]
-
-
 def test_out_receives_the_result(cp):
     plan = cp.plan(*LENS, block_tables=TABLES)
     k_cache, v_cache = torch.randn(2, 40, 1, 16)

@@ -127,25 +127,6 @@ def test_keys_of_a_rank_are_counted_and_found_in_its_pages(batch):
                 assert ids[i // pages.page_size] * pages.page_size + i % pages.page_size == row
 
 
-@given(batches(), st.lists(st.integers(0, 2), min_size=5, max_size=5))
-def test_keys_of_a_group_of_ranks_are_theirs_in_the_order_of_positions(batch, group_of):
-    placement, page, tables, lens, rows = batch
-    shares = key_shares(placement, tables, lens, page)
-    shares.counts(0)  # of ranks, and remembered as such
-    groups = shares.of_groups(np.array(group_of))
-    for group in range(3):
-        ranks = [rank for rank in range(placement.shard_size) if group_of[rank] == group]
-        held = [keys_by_hand(batch, rank) for rank in ranks]
-        expected = [sorted(p for keys in held for p, _ in keys[s]) for s in range(len(lens))]
-        keys = groups.local_keys(group)
-        assert [keys.position[keys.request == s].tolist() for s in range(len(lens))] == expected
-        assert groups.counts(group).tolist() == [len(positions) for positions in expected]
-        below = groups.count_below(group, rows.request, rows.position)
-        for s, p, count in zip(rows.request, rows.position, below, strict=True):
-            assert count == sum(position < p for position in expected[s])
-    assert shares.counts(0).tolist() == [len(keys) for keys in keys_by_hand(batch, 0)]
-
-
 @given(
     batches(),
     st.booleans(),
@@ -263,31 +244,6 @@ def visible_rows(call):
             yield int(call.rows[begin + j]), set(slots[visible[j]].tolist())
         begin += n
     assert begin == len(call.rows)
-
-
-def calls_of_64_tokens(placement, page, rank):
-    shares = key_shares(
-        placement, np.arange(64 // page, dtype=np.int32)[None], np.array([64]), page
-    )
-    rows = Rows(np.zeros(64, np.int64), np.arange(64))
-    pages = shares.local_pages(rank)
-    return list(sequence_calls(shares, rank, pages, rows, Visibility(True, None, None)))
-
-
-def test_tokens_that_are_dealt_out_make_few_sequences():
-    """Each rank's tokens are one sequence, where runs of equal rows would be many."""
-    for rank in range(4):
-        (call,) = calls_of_64_tokens(PLACEMENTS["tokens"](4, 4), 4, rank)
-        assert call.causal
-        assert len(call.q_lens) == 4
-
-
-def test_rows_of_other_ranks_pages_go_together():
-    own, others = calls_of_64_tokens(PLACEMENTS["pages"](4, 8), 8, 1)
-    assert own.causal
-    assert own.q_lens.tolist() == [16]  # tokens 8 to 15 and 40 to 47
-    assert not others.causal
-    assert others.q_lens.tolist() == [24, 16]
 
 
 @given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 12))
