@@ -242,14 +242,6 @@ def test_a_folder_and_its_files_are_small():
     assert {folder: lines for folder, lines in found.items() if lines} == {}
 
 
-def test_what_is_too_large_is_found(tmp_path):
-    (tmp_path / "test_long.py").write_text("\n" * 401)
-    assert complaints(tmp_path) == ["test_long.py: 401 lines"]
-    for number in range(20):
-        (tmp_path / f"test_{number}.py").touch()
-    assert complaints(tmp_path) == ["21 files", "test_long.py: 401 lines"]
-
-
 def test_tests_are_in_folders_and_import_no_other_test():
     assert {path.name for path in TESTS.glob("*.py")} == {"conftest.py"}
     importing = [
