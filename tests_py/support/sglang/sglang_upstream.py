@@ -41,12 +41,6 @@ MODULES = srt_modules(
     "pages=mem_cache.common pools=mem_cache.memory_pool",
     "npu_pools=hardware_backend.npu.memory_pool_npu",
 )
-# Of the releases that stripe pools over ranks, 0.5.23 being the first.
-STRIPING = srt_modules(
-    "allocator_base=mem_cache.allocator.base paged_allocator=mem_cache.allocator.paged",
-    "striped_allocator=mem_cache.allocator.page_interleave",
-    "striped_pools=mem_cache.page_interleave_pool striping=mem_cache.page_interleave",
-)
 
 
 def _find_files() -> Path | zipfile.Path | None:
@@ -58,8 +52,7 @@ def _find_files() -> Path | zipfile.Path | None:
 
 
 def load() -> SimpleNamespace | None:
-    """The modules under the keys of `MODULES`, and of `STRIPING` where the release has them; None
-    where sglang is not to be found."""
+    """The modules under the keys of `MODULES`; None where sglang is not to be found."""
     root = _find_files()
     if root is None:
         return None
@@ -84,13 +77,10 @@ def _version(root: Path | zipfile.Path) -> str:
 
 @functools.cache
 def _load(root: Path | zipfile.Path) -> SimpleNamespace:
-    names = dict(MODULES)
-    if root.joinpath(STRIPING["striping"].replace(".", "/") + ".py").exists():
-        names |= STRIPING
-    sys.meta_path.insert(0, PackageFinder("sglang", root, names.values()))
+    sys.meta_path.insert(0, PackageFinder("sglang", root, MODULES.values()))
     with stand_ins_for_what_lacks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        modules = {key: importlib.import_module(name) for key, name in names.items()}
+        modules = {key: importlib.import_module(name) for key, name in MODULES.items()}
     upstream = SimpleNamespace(**modules)
     _supply_what_they_call(upstream)
     return upstream
@@ -102,8 +92,6 @@ def _supply_what_they_call(upstream: SimpleNamespace) -> None:
         pp_group=SimpleNamespace(is_last_rank=False), attn_dcp_size=1, attn_dcp_rank=0
     )
     upstream.ascend.get_parallel = upstream.npu_pools.get_parallel = lambda: upstream.parallel
-    if hasattr(upstream, "striped_pools"):
-        upstream.striped_pools.ceil_div = lambda a, b: -(-a // b)
     upstream.pools.maybe_init_custom_mem_pool = lambda device: (False, None, None)
     upstream.npu_pools.get_bool_env_var = lambda name, default="false": (
         os.environ.get(name, default).lower() in ("true", "1")
