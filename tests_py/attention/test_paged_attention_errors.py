@@ -174,6 +174,9 @@ def test_outputs_that_overlap_inputs_are_refused(output, name):
         cpattn.paged_attention(**inputs, **{output: result}, return_lse=True)
 
 
+SHARED = torch.zeros(641)  # of an output and an LSE, which have elements in common
+
+
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
@@ -182,11 +185,16 @@ def test_outputs_that_overlap_inputs_are_refused(output, name):
         ({"lse": torch.zeros(5, 4).double()}, "lse must be float32, got float64"),
         ({"lse": torch.zeros(4, 5)}, r"lse must have shape \[5, 4\], got \[4, 5\]"),
         ({"out": torch.zeros(1, 4, 32).expand(5, 4, 32)}, "out must not be a broadcast view"),
+        (
+            {"out": SHARED[:640].view(5, 4, 32), "lse": SHARED[-20:].view(5, 4)},
+            "lse must not overlap out",
+        ),
     ],
 )
 def test_outputs_of_the_wrong_kind_are_refused(outputs, message):
     with pytest.raises(ValueError, match=message):
         cpattn.paged_attention(**plain_inputs(), **outputs, return_lse=True)
+    assert not SHARED.any()
 
 
 @pytest.mark.parametrize(

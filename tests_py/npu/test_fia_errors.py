@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch import zeros
@@ -12,11 +10,6 @@ from torch import zeros
 from cpattn.npu import npu_fused_infer_attention_score as fia
 from support.npu.fia_cases import TEMPLATE, FiaBatch
 
-UNSUPPORTED = [
-    *("pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2"),
-    *("quant_offset2", "query_padding_size", "kv_padding_size", "key_shared_prefix"),
-    *("value_shared_prefix", "actual_shared_prefix_len", "key_rope_antiquant_scale"),
-]
 ROWS = {"layout": "BSND", "blocks": None}
 BLOCKS = {"layout": "BSND", "blocks": "H"}
 PACKED = {"layout": "TND", "blocks": None}
@@ -111,14 +104,6 @@ def test_value_errors(form, change, message):
     with pytest.raises(ValueError, match=message) as error:
         fia(**arguments | change)
     assert str(error.value).startswith("npu_fused_infer_attention_score: ")
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_arguments_are_refused(name):
-    flat = zeros(1, 3, 32)
-    with pytest.raises(ValueError, match=f"{name} is not supported"):
-        fia(flat, flat, flat, **{name: torch.ones(1)})
-    fia(flat, flat, flat, **{name: inspect.signature(fia).parameters[name].default})
 
 
 def test_heads_that_do_not_divide_flat_rows():

@@ -68,20 +68,6 @@ def test_a_cache_may_not_contradict_the_sizes(shape, fits):
         attend(cache.view(shape))
 
 
-@pytest.mark.parametrize(
-    "change", [{"page_size": 8}, {"page_size": 32}, {"num_kv_heads": 1}, {"num_heads": 4}]
-)
-def test_sizes_may_not_contradict_the_cache(change):
-    cache = torch.ones(64, 16, 2, 64)
-    metadata = cpattn.build_cp_metadata([20], cp_rank=0, cp_size=2)
-    sizes = {"page_size": 16, "num_heads": 8, "num_kv_heads": 2, **change}
-    with pytest.raises(ValueError, match="do_cp_attn_fia: k_cache must"):
-        cpattn.do_cp_attn_fia(
-            torch.ones(10, 8 * 64), cache, cache, metadata, block_tables=[[3, 5, 6]], scale=0.1,
-            **sizes,
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize("layout", ["BSND", "BSH", "BNSD", "TND"])
 @pytest.mark.parametrize("name", ["value", "key_rope"])
 def test_fia_tensors_without_tokens_are_not_those_of_one(layout, name):
@@ -113,10 +99,3 @@ def test_ranks_whose_sum_overflows():
         cpattn.sparse.split_qk_norm(
             torch.ones(1, 3), torch.ones(1), torch.ones(1), HUGE, 1, 1, q_eps=1e-6, kv_eps=1e-6
         )
-
-
-def test_a_norm_without_rotated_part():
-    parts = cpattn.sparse.split_qk_norm(
-        torch.ones(2, 48), torch.ones(32), torch.ones(16), 32, 16, 0, q_eps=1e-6, kv_eps=1e-6
-    )
-    assert [tuple(part.shape) for part in parts] == [(2, 32), (2, 1, 16), (2, 1, 0), (2, 1, 16)]
