@@ -28,8 +28,9 @@ from support.distributed.planning import key_shares
 from support.distributed.sharded_worker import PLACEMENTS, equal, shard_of
 from support.distributed.sparse_worker import SparseRun
 from support.pairwise import pairwise
-from support.sparse.indexer_batch import ROW_FORMS, top_of
+from support.sparse.indexer_batch import ROW_FORMS
 from support.sparse.sparse_mla_cases import errors_of
+from support.sparse.topk_cases import expected_topk
 from support.tolerances import Expected, assert_attended
 
 EXCHANGES = ("pass_q", "gather")
@@ -224,7 +225,7 @@ def test_the_union_of_what_ranks_select_is_the_selection_of_one_pool(batch, topk
     positions = best_positions(torch.cat(found, dim=1), topk)
     for row, (s, n) in enumerate(zip(request, visible, strict=True)):
         slots = tables[s, np.arange(n) // page] * page + np.arange(n) % page
-        np.testing.assert_array_equal(positions[row], top_of(scores[slots], topk))
+        np.testing.assert_array_equal(positions[row], *expected_topk([scores[slots]], [n], topk))
 
 
 @given(batches(), st.integers(1, 12))

@@ -23,6 +23,7 @@ from cpattn_lab.replay.phases import PhaseClock  # noqa: E402
 from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_in_one_process import InOneProcess  # noqa: E402
 from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL_DSA  # noqa: E402
+from support.sparse.topk_cases import expected_topk  # noqa: E402
 from support.tolerances import assert_close, to_float64  # noqa: E402
 
 PER_QUERY = ("q", "index_q", "index_weights")
@@ -123,11 +124,7 @@ def best_keys(inputs: SparseInputs, topk: int) -> Any:
     """int32 [tokens, topk], ascending, -1 in the tail."""
     products = torch.einsum("thd,jd->thj", inputs.index_q.double(), inputs.index_k.double())
     scores = torch.einsum("th,thj->tj", inputs.index_weights.double(), products.relu())
-    chosen = np.full((len(scores), topk), -1, np.int32)
-    for i, row in enumerate(scores.numpy()):
-        keys = np.sort(np.argsort(-row[: i + 1], kind="stable")[:topk])
-        chosen[i, : len(keys)] = keys
-    return chosen
+    return expected_topk(scores, range(1, len(scores) + 1), topk, sorted=False)
 
 
 def test_the_torch_baseline_is_the_same_attention():

@@ -10,7 +10,8 @@ import torch
 
 from support.cases import Named, expected_attention
 from support.npu import fia_cases
-from support.sparse.indexer_batch import integers, scores_of, top_of
+from support.sparse.indexer_batch import integers, scores_of
+from support.sparse.topk_cases import expected_topk
 from support.tolerances import allowed_lse_error, assert_attended, assert_within
 
 FORMS = [("BSND", "BSND"), ("TND", "TND"), ("BSND", "PA_BSND"), ("TND", "PA_BSND")]
@@ -60,7 +61,7 @@ class Operator:
             for i in range(len(q)):
                 end = len(k) if mode == 0 else max(len(k) - len(q) + i + 1, 0)
                 scores = scores_of(q[i], weights[i], k[:end, 0])
-                top = top_of(scores, TOPK)
+                (top,) = expected_topk([scores], [len(scores)], TOPK)
                 tops[-1][i, 0] = top
                 values[-1][i, 0, top >= 0] = scores[top[top >= 0]]
         indices = self.lay_out([top.astype(np.float32) for top in tops], self.layout_query)

@@ -13,19 +13,11 @@ import torch
 
 import cpattn
 from support.cases import Case, shuffled_tables
+from support.sparse.topk_cases import expected_topk
 
 KEY_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
 ROW_FORMS = ("[pages, page, D]", "[pages, page, 1, D]", "[slots, 1, D]")
 PACKED_FORMS = ("[pages, bytes]", "[pages, page, D + 4]", "[pages, page, 1, D + 4]")
-
-
-def top_of(scores, topk):
-    """Indices of the `topk` largest, ties to the smaller; all, ascending, if there are no more."""
-    scores = np.where(np.isnan(scores), -np.inf, scores)
-    order = np.argsort(-scores, kind="stable") if len(scores) > topk else np.arange(len(scores))
-    out = np.full(topk, -1, np.int32)
-    out[: min(topk, len(scores))] = order[:topk]
-    return out
 
 
 def scores_of(q, weights, keys):
@@ -100,7 +92,8 @@ class IndexerBatch:
             for position in range(prefix, prefix + extend):
                 seen = slice(position + 1)
                 scores = scores_of(self.q[row], self.weights[row], keys[seen]) * scales[seen]
-                tops[row], row = top_of(scores, self.topk), row + 1
+                (tops[row],) = expected_topk([scores], [len(scores)], self.topk)
+                row += 1
         return tops
 
     def shard(self, metadata, pad_rows=0):

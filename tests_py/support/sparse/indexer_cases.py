@@ -10,6 +10,7 @@ import torch
 
 from cpattn import reference
 from support.cases import strided
+from support.sparse.topk_cases import expected_topk
 from support.tolerances import assert_close, indexer_units, to_float64
 
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
@@ -69,13 +70,6 @@ def assert_logits(logits: Any, inputs: dict[str, Any], expected: Any = None) -> 
 
 
 def best_keys(logits: Any, inputs: dict[str, Any], topk: int, in_order: bool) -> np.ndarray:
-    """The contract of indexer_topk, by a stable sort of all scores."""
-    expected = np.full((len(logits), topk), -1, np.int32)
-    for row, (begin, end) in enumerate(zip(inputs["ks"], inputs["ke"], strict=True)):
-        scores = np.asarray(logits[row][begin : max(begin, end)])
-        scores = np.where(np.isnan(scores), -np.inf, scores)
-        best = np.argsort(-scores, kind="stable")[:topk]
-        if len(scores) <= topk or not in_order:
-            best = np.sort(best)
-        expected[row, : len(best)] = best
-    return expected
+    """The contract of indexer_topk."""
+    lengths = np.subtract(inputs["ke"], inputs["ks"])
+    return expected_topk(logits, lengths, topk, inputs["ks"], sorted=in_order)
