@@ -3,13 +3,24 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.cases import DTYPES, assert_attention, dense, numbers, packed, random_bias
+from support.cases import (
+    DTYPES,
+    assert_attention,
+    dense,
+    expected_attention,
+    numbers,
+    packed,
+    random_bias,
+)
 from support.cp_batches import STRATEGIES, Batch
 from support.examples import examples
 
@@ -55,36 +66,41 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_number_of_ranks_gives_the_bits_of_one_process(name, strategy):
+def test_every_number_of_ranks_gives_the_bits_of_one_process(name):
     dtype = DTYPES[list(OPTIONS).index(name) % 3]
-    for cp_size in CP_SIZES:
-        batch = Batch(
-            EXTENDS, PREFIXES, cp_size, strategy, dtype=dtype, head_dim=32, options=OPTIONS[name]
-        )
-        whole = batch.whole()
-        if cp_size == 1:
-            assert_attention(*whole, batch.inputs)
-        assert all(map(torch.equal, batch.all_ranks(pad_rows=cp_size % 3), whole)), cp_size
+    sizes = {"dtype": dtype, "head_dim": 32, "options": OPTIONS[name]}
+    alone = Batch(EXTENDS, PREFIXES, 1, "zigzag", **sizes)
+    whole = alone.whole()
+    assert_attention(*whole, alone.inputs)
+    for cp_size, strategy in itertools.product(CP_SIZES, STRATEGIES):
+        batch = Batch(EXTENDS, PREFIXES, cp_size, strategy, **sizes)
+        same = map(torch.equal, batch.all_ranks(pad_rows=cp_size % 3), whole)
+        assert all(same), (cp_size, strategy)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_instruction_set(isa, strategy):
-    """Windows and masks hide some of several blocks of keys."""
-    extends, prefixes = (150, 40), (1500, 2100)
-    masks = random_masks(5, 0.3, list(zip(extends, prefixes, strict=True)))
+@functools.cache
+def long_batches(name):
+    """A batch by each strategy and its result; windows and masks hide some of several blocks."""
+    lens = (150, 40), (1500, 2100)
+    masks = random_masks(5, 0.3, list(zip(*lens, strict=True)))
     masks[1][:, 300:1500] = False
-    for options in (
-        {"window": 700, "sinks": SINKS, "softcap": 3.0},
-        {"custom_mask": dense(masks), "causal": False},
-    ):
-        batch = Batch(
-            extends, prefixes, 3, strategy, dtype="bfloat16", head_dim=32, options=options
-        )
-        whole = batch.whole()
-        assert_attention(*whole, batch.inputs)
-        assert all(map(torch.equal, batch.all_ranks(), whole))
+    options = {
+        "window": {"window": 700, "sinks": SINKS, "softcap": 3.0},
+        "mask": {"custom_mask": dense(masks), "causal": False},
+    }[name]
+    sizes = {"dtype": "bfloat16", "head_dim": 32, "options": options}
+    batches = [Batch(*lens, 3, strategy, **sizes) for strategy in STRATEGIES]
+    return batches, expected_attention(batches[0].inputs)
+
+
+@pytest.mark.parametrize("name", ["window", "mask"])
+def test_every_instruction_set(isa, name):
+    batches, expected = long_batches(name)
+    whole = batches[0].whole()
+    assert_attention(*whole, batches[0].inputs, expected=expected)
+    for batch, strategy in zip(batches, STRATEGIES, strict=True):
+        assert all(map(torch.equal, batch.all_ranks(), whole)), strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

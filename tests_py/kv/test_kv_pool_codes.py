@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -148,21 +150,28 @@ def test_codes_are_copied_with_their_scales(dtype, scale_dtype):
         assert torch.equal(a.flatten(), b.flatten())
 
 
+@functools.cache
+def large_rows(dtype):
+    """Rows, their scales and codes, once for all instruction sets."""
+    rows = torch.randn(4096, 8, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    rows[7, 3, 0], rows[9, 2] = torch.nan, 0
+    scale = scales_of(rows, dtype, "bfloat16")
+    return rows, scale, scaled_codes_of(rows, scale, dtype)
+
+
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "int8"])
 def test_large_writes(isa, dtype):
     """Writes that go past the caches are right."""
-    tokens, heads, width = 4096, 8, 256
-    rows = torch.randn(tokens, heads, width, generator=torch.Generator().manual_seed(4)).bfloat16()
-    rows[7, 3, 0], rows[9, 2] = torch.nan, 0
+    rows, scale, codes = large_rows(dtype)
+    tokens, heads, width = rows.shape
     slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(5)) + 128
     pool = cpattn.kv.MHATokenToKVPool(
         size=tokens, page_size=128, num_layers=1, num_kv_heads=heads, head_dim=width, dtype=dtype,
         scale_dtype="bfloat16",
     )  # fmt: skip
     pool.set_kv_buffer(0, slots, rows, rows)
-    scale = scales_of(rows, dtype, "bfloat16")
     got = pool.get_value_buffer(0).view(torch.uint8).reshape(-1, heads, width)
-    assert torch.equal(got[slots], scaled_codes_of(rows, scale, dtype))
+    assert torch.equal(got[slots], codes)
     kept = pool.get_value_scale_buffer(0).reshape(-1, heads)
     assert same(kept[slots], scale)
     assert not got[:128].any()
