@@ -7,9 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from audit import machine, steps
+from audit import steps
 from support.places import ROOT
 
 TESTS = "import time\n\ndef test_{0}():\n    time.sleep({1})\n"
@@ -57,34 +55,8 @@ def test_a_run_tells_seconds_of_folders_parts_and_long_files(inner_runs):
     assert not times.exists()
 
 
-def test_steps_are_held_against_what_is_stored(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "class_of_machine", lambda: "A 1.2, 4 CPUs")
-    assert steps.read(tmp_path) is None
-    (tmp_path / "steps-warm.tsv").write_text("100\tSet-up\n160\tlint\n165\tUnit tests\n")
-    taken = steps.read(tmp_path, end=400)
-    assert taken == steps.Steps("A 1.2, 4 CPUs, warm", {"Set-up": 60, "lint": 5, "Unit tests": 235})
-    assert taken.lines({"Set-up": 45, "lint": 2, "Unit tests": 200}) == [
-        "step        seconds  stored",
-        "Set-up           60      45  1.3 x what is stored",
-        "lint              5       2",
-        "Unit tests      235     200",
-        "all             300     247",
-    ]
-    assert taken.lines({})[1] == "Set-up           60       -"
-
-
 def test_stored_steps_are_those_of_the_script(tmp_path):
     script = (ROOT / ".ci" / "run").read_text()
     for key, seconds in steps.skips.tomllib.loads(steps.LIST.read_text()).items():
         assert key.endswith((" CPUs, cold", " CPUs, warm"))
         assert [name for name in seconds if f'step "{name}"' not in script] == []
-
-
-@pytest.mark.parametrize(
-    "text", ["model name\t: X\ncpu family\t: 6\nmodel\t\t: 143\n", "BogoMIPS : 2\n"]
-)
-def test_machines_of_a_class(monkeypatch, text):
-    monkeypatch.setattr(Path, "read_text", lambda _: text)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)))
-    name = "X 6.143" if "model" in text else machine.platform.machine()
-    assert machine.class_of_machine() == f"{name}, 128 CPUs"
