@@ -78,9 +78,9 @@ COMBINATIONS = pairwise(range(len(CASES)), CODES_IN_DTYPES, SCALES)
 
 
 @functools.cache
-def given_and_expected(index, code, dtype, kind):
+def given_and_expected(index, code, dtype, kind, token_dtype=torch.float32):
     """Make each once for all instruction sets."""
-    given, meant = coded(make_inputs(CASES[index].with_(dtype=dtype)), code, kind)
+    given, meant = coded(make_inputs(CASES[index].with_(dtype=dtype)), code, kind, token_dtype)
     return given, meant, expected_attention(meant)
 
 
@@ -97,9 +97,9 @@ def test_against_the_oracle(isa, index):
 @pytest.mark.parametrize("token_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("code", CODES)
 def test_scales_of_tokens_in_16_bits(isa, code, token_dtype):
-    for case in (CASES[0], CASES[6]):
-        given, meant = coded(make_inputs(case), code, "tokens", token_dtype)
-        assert_attention(*run(given), meant, rounds_values=True)
+    for index in (0, 6):
+        given, meant, expected = given_and_expected(index, code, "float32", "tokens", token_dtype)
+        assert_attention(*run(given), meant, expected=expected, rounds_values=True)
 
 
 @pytest.mark.parametrize("code", CODES)
