@@ -182,15 +182,9 @@ def test_lengths_that_change_their_list_are_refused(cp):
 BITS, BYTES = np.ones(72, bool), np.ones(10, np.uint8)
 VALUES = [
     ({"block_tables": TABLES[:, :2]}, r"\[2, >= 3\], got shape \[2, 2\]"),
-    ({"block_tables": TABLES[:1]}, r"\[2, >= 3\], got shape \[1, 3\]"),
     ({"block_tables": TABLES[0]}, "block_tables must have 2 dimensions"),
-    ({"block_tables": TABLES - 3}, r"got block_tables\[1, 0\] = -1"),
-    ({"block_tables": TABLES + 2**31}, r"got block_tables\[0, 0\] = 2147483653"),
     ({"block_tables": [[5, 3, 9], [2, 9, 0]]}, "got row 36 for tokens 3 and 8"),
     ({"out_cache_loc": [0] * 9}, "out_cache_loc must have 10 entries"),
-    ({"out_cache_loc": [-1, -2] + [-1] * 8}, r"out_cache_loc\[1\].*-1 or 14.*-2"),
-    ({"out_cache_loc": [-1, 13] + [-1] * 8}, r"out_cache_loc\[1\].*-1 or 14.*13"),
-    ({"out_cache_loc": [-1] * 10 + [-2], "num_tokens": 11}, r"\[10\] must be -1 or >= 0, got -2"),
     ({"num_tokens": 9}, "num_tokens"),
     ({"seq_lens": [3, 6]}, "seq_lens"),
     ({"custom_mask": BITS, "packed_custom_mask": BYTES}, "either custom_mask or packed_custom_mas"),

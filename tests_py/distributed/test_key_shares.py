@@ -106,27 +106,6 @@ def keys_by_hand(batch, rank):
     return keys
 
 
-@given(batches())
-def test_keys_of_a_rank_are_counted_and_found_in_its_pages(batch):
-    placement, page, tables, lens, rows = batch
-    shares = key_shares(placement, tables, lens, page)
-    for rank in range(placement.shard_size):
-        expected = keys_by_hand(batch, rank)
-        local, pages = shares.local_keys(rank), shares.local_pages(rank)
-        flat = [(s, *key) for s, keys in enumerate(expected) for key in keys]
-        assert list(zip(*(x.tolist() for x in local), strict=True)) == flat
-        assert shares.counts(rank).tolist() == [len(keys) for keys in expected]
-        below = shares.count_below(rank, rows.request, rows.position)
-        for s, p, count in zip(rows.request, rows.position, below, strict=True):
-            assert count == sum(key < p for key, _ in expected[s])
-        assert page % pages.page_size == 0
-        for s, keys in enumerate(expected):
-            ids = pages.ids[pages.indptr[s] : pages.indptr[s + 1]]
-            assert len(ids) == -(-len(keys) // pages.page_size)
-            for i, (_, row) in enumerate(keys):
-                assert ids[i // pages.page_size] * pages.page_size + i % pages.page_size == row
-
-
 @given(
     batches(),
     st.booleans(),
