@@ -21,11 +21,9 @@ INT32_MAX = 2**31 - 1
         ({"extend_lens": []}, "extend_lens must hold at least one sequence, got none"),
         ({"extend_lens": None}, "extend_lens must be given unless compat is true"),
         ({"extend_lens": None, "compat": True}, "one of extend_lens, ... num_tokens must be given"),
-        ({"seq_lens": [9, 3]}, "seq_lens must be >= extend_lens, got 3 below 4 at index 1"),
         ({"seq_lens": [3, INT32_MAX + 1]}, "prefix + extend ... int32, got 2147483648 at index 1"),
         ({"extend_lens": [INT32_MAX, 1]}, "prefix + extend ... int32, got 2147483648 at index 1"),
         ({"extend_lens": [1], "seq_lens": [INT32_MAX], "num_tokens": 2}, "num_tokens, ... got 2"),
-        ({"num_tokens": 6}, "num_tokens must be >= the sum of extend_lens, 7, got 6"),
         ({"num_tokens": 2**31}, "num_tokens, and the last sequence padded to it, must fit"),
         ({"cp_size": 0}, "cp_size must be in [1, 32768], got 0"),
         ({"cp_size": 32769}, "cp_size must be in [1, 32768], got 32769"),
@@ -41,13 +39,6 @@ def test_value_errors(arguments, message):
         build_cp_metadata(**arguments, cp_rank=0)
     with pytest.raises(ValueError, match=f"build_cp_metadata_all_ranks: {message}"):
         build_cp_metadata_all_ranks(**arguments)
-
-
-@pytest.mark.parametrize("cp_rank", [-1, 2])
-def test_rank_outside_the_group(cp_rank):
-    message = rf"build_cp_metadata: cp_rank must be in \[0, 2\), got {cp_rank}"
-    with pytest.raises(ValueError, match=message):
-        build_cp_metadata([5], cp_rank=cp_rank, cp_size=2)
 
 
 def test_index_arrays_have_one_dimension():

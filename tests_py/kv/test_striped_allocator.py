@@ -79,17 +79,7 @@ def extend(prefix_lens: Any, seq_lens: Any, bases: Any) -> Any:
         raise
 
 
-def free(slots: list[int]) -> None:
-    allocator = new()
-    allocator.alloc_cyclic(0, 3)  # pages 2 and 3
-    try:
-        allocator.free(slots)
-    finally:
-        assert allocator.class_free_page_counts() == [3, 3]
-
-
 EXTEND = "StripedAllocator.alloc_extend: "
-FREE = "StripedAllocator.free: slots must be "
 REFUSALS = [
     (lambda: new(-1), "StripedAllocator: size must be >= 0, got -1"),
     (lambda: new(2**62 - 3), f"StripedAllocator: size must be at most {2**62 - 4} for slots that"),
@@ -110,8 +100,6 @@ REFUSALS = [
      EXTEND + f"rotation_bases must fit into int64, got {2**64} at index 1"),
     (lambda: new().alloc_cyclic(0, 0),
      "StripedAllocator.alloc_cyclic: num_slots must be in [1, 2147483647], got 0"),
-    (lambda: free([4, 3]), FREE + "in [4, 20), behind the reserved pages, got 3 at ind"),
-    (lambda: free([4, 6, 9]), FREE + "of allocated pages, got 9 at index 2, whose page 4 is free"),
 ]  # fmt: skip
 
 
