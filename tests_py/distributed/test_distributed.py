@@ -24,17 +24,10 @@ def test_one_token_leaves_other_ranks_without_rows(tmp_path, size):
     assert sorted(rows) == [0] * (size - 1) + [1]
 
 
-def test_a_lost_rank_is_named_and_one_that_ends_well_is_not_missed(tmp_path):
+def test_a_rank_that_ends_well_is_not_missed(tmp_path):
     """Its process has ended, but all has come that the others wait for."""
-    folders = [tmp_path / "ends well", tmp_path / "is lost"]
-    for folder in folders:
-        folder.mkdir()
-    said = run_world(4, folders[0], sharded_faults.run_early_end)
+    said = run_world(4, tmp_path, sharded_faults.run_early_end)
     assert said == [None, *["no error"] * 3]
-    *others, _ = run_world(3, folders[1], sharded_faults.run_loss, "gather", group_timeout=4)
-    for message in others:
-        assert message.startswith("RuntimeError: ContextParallel.attend: ")
-        assert "rank 2 of 3 did not answer" in message
 
 
 def test_interrupt_ends_a_wait(tmp_path):

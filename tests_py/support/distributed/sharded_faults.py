@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a group that are lost, leave or are interrupted, and what the others are told."""
+"""Ranks of a group that end early or are interrupted, and what the others are told."""
 
 from __future__ import annotations
 
@@ -42,14 +42,6 @@ def run_interrupt(rank: int) -> float:
     return seconds_to_interrupt(lambda: cp.gather(plan, torch.zeros(4, 1)))
 
 
-def run_loss(rank: int, exchange: str) -> str:
-    """Return what the others are told if the last rank leaves after all have agreed."""
-    cp, plan, (q, *_), shards = traffic_rank(rank, SMALL, exchange)
-    if rank == dist.get_world_size() - 1:
-        cp._exchange.post = leave_after_agreement(cp._exchange.post)
-    return error_of(lambda: cp.attend(plan, q, *shards))[0]
-
-
 def run_early_end(rank: int) -> str:
     """Return what ranks are told of rank 0, which ends while rank 3 still waits for rank 2's keys.
 
@@ -68,14 +60,3 @@ def run_early_end(rank: int) -> str:
     if rank == 0 and message == "no error":
         os._exit(0)
     return message
-
-
-def leave_after_agreement(post: Callable[..., Any]) -> Callable[..., Any]:
-    """Sends what ranks agree on, and ends the process at the first rows."""
-
-    def send(call: str, *arguments: Any) -> Any:
-        if "agreement" not in call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return post(call, *arguments)
-
-    return send
