@@ -321,8 +321,6 @@ BOTH = dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int()
     [
         ({"k_cache": torch.zeros(8)}, r"k_cache must be \[num_pages, page_size, kv_heads, dim\], "),
         ({"q": torch.zeros(2, 64)}, r"q must be \[batch, tokens, heads, dim\], got shape"),
-        ({"rotary_cos": torch.ones(8, 16)}, "rotary_cos is not supported"),
-        ({"cache_leftpad": torch.zeros(2)}, "cache_leftpad is not supported"),
         ({"k": torch.zeros(2, 1, KV_HEADS, DIM)}, "k and v must be given together"),
         ({"cache_seqlens": torch.tensor([1, 2, 3])}, "must be 2 numbers"),
         ({"k": torch.zeros(2, 1, 1, DIM), "v": torch.zeros(2, 1, 1, DIM)}, "k must have shape"),

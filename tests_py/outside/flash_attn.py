@@ -24,6 +24,7 @@ from outside import archive, pytest_cases, suite
 from outside.suite import Case, InexpressibleError
 
 TESTS, PADDING = "tests/test_flash_attn.py", "flash_attn/bert_padding.py"
+ROTARY = "flash_attn/layers/rotary.py"
 SAMPLED = True
 #: Those that compare results; others are about gradients alone.
 NAMES = (
@@ -34,14 +35,16 @@ LONGEST = 217
 
 
 def cases(every: bool = False) -> Iterator[Case]:
-    texts = archive.read(suite.read_expected()["flash_attn"], TESTS, PADDING)
+    texts = archive.read(suite.read_expected()["flash_attn"], TESTS, PADDING, ROTARY)
     padding = pytest_cases.load(PADDING, texts[PADDING])
+    pytest_cases.stand_in({"flash_attn.ops.triton.rotary": {"apply_rotary": None}})
+    turn = pytest_cases.load(ROTARY, texts[ROTARY]).apply_rotary_emb_torch
     pytest_cases.stand_in(
         {
             "flash_attn": functions(),
             "flash_attn.bert_padding": vars(padding),
             "flash_attn.flash_attn_interface": {"_get_block_size_n": None},  # for dropout
-            "flash_attn.layers.rotary": {"apply_rotary_emb": rotary},
+            "flash_attn.layers.rotary": {"apply_rotary_emb": partial(rotary, turn)},
         }
     )
     text = texts[TESTS].replace('"cuda"', '"cpu"')
@@ -87,8 +90,18 @@ def zeros(_: torch.Tensor, inputs: Any, *others: Any) -> tuple[torch.Tensor, ...
     return tuple(map(torch.zeros_like, inputs))
 
 
-def rotary(*_: Any, **__: Any) -> None:
-    raise InexpressibleError("rotary_cos")
+def rotary(
+    turn: Callable[..., Any],
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    seqlen_offsets: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Turn tokens as the kernel of flash-attention does, which rounds its result alone."""
+    positions = seqlen_offsets[:, None] + torch.arange(x.shape[1])
+    angles = (table[positions].float() for table in (cos, sin))
+    return turn(x.float(), *angles, interleaved).to(x.dtype)
 
 
 def refusing(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -33,7 +33,7 @@ class RaggedPages:
 
     def __init__(self, starts: Lengths, kv_lens: Lengths, num_rows: int) -> None:
         used = starts[kv_lens > 0]
-        self.page_size = int(num_rows - used[-1]) if len(used) else 1
+        self.page_size = int(num_rows - used.max()) if len(used) else 1
         self.num_pages = max(num_rows - self.page_size + 1, 0)
         most = -(-int(kv_lens.max(initial=0)) // self.page_size)
         self.block_tables = starts[:, None] + self.page_size * np.arange(most)

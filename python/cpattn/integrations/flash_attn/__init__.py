@@ -4,8 +4,8 @@
 Arguments, their order, masks aligned to the bottom right corner, and the layouts of the log-sum-exp
 are those of the package: natural logarithm, float32, [heads, tokens] for ragged batches and
 [batch, heads, tokens] for the others, and +inf for a row that sees no key, whose output is zero.
-Keys and values are never copied. There is no backward pass, dropout or rotary embedding: what
-is not supported is refused with a ValueError that names it.
+Keys and values are never copied. There is no backward pass or dropout: what is not supported is
+refused with a ValueError that names it.
 
 `install` puts these functions where ``import flash_attn`` finds them.
 """

@@ -17,16 +17,13 @@ WindowSize = tuple[int, int]
 
 
 def check_supported(
-    function: str, q: AnyTensor, *others: AnyTensor, dropout_p: float = 0.0, **unsupported: Any
+    function: str, q: AnyTensor, *others: AnyTensor | None, dropout_p: float = 0.0
 ) -> None:
     torch = torch_of(q)
     if torch is None:
         raise TypeError(f"{function}: q must be a torch tensor, got {type(q).__name__}")
     if dropout_p != 0:
         raise ValueError(f"{function}: dropout_p must be 0, there is no dropout, got {dropout_p}")
-    for name, value in unsupported.items():
-        if value is not None:
-            raise ValueError(f"{function}: {name} is not supported, it must be None")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others) if x is not None):
         raise ValueError(
             f"{function}: inputs must not require gradients, there is no backward pass; call it "
@@ -43,7 +40,7 @@ def check_axes(function: str, axes: str, **tensors: Any) -> None:
             raise ValueError(f"{function}: {name} must be [{layout}], got shape {shape}")
 
 
-def _window_of(function: str, window_size: Any) -> tuple[int, int]:
+def window_of(function: str, window_size: Any) -> tuple[int, int]:
     """The keys before and after a token's own, of a pair of ints or of a tensor of two."""
     sides = items(window_size, function, "window_size")
     if len(sides) != 2:
@@ -52,6 +49,27 @@ def _window_of(function: str, window_size: Any) -> tuple[int, int]:
         )
     left, right = (integer(side, function, "window_size") for side in sides)
     return left, right
+
+
+def left_padding(
+    function: str, name: str, leftpad: Any, lengths: Lengths, block_table: Any
+) -> Lengths:
+    """Return the tokens before the first key of each sequence, of `lengths` tokens with them."""
+    if leftpad is None:
+        return np.zeros_like(lengths)
+    if block_table is not None:
+        raise ValueError(f"{function}: {name} must not be given with block_table")
+    padding = np.asarray(leftpad)
+    if (
+        padding.dtype.kind not in "iu"
+        or padding.shape != lengths.shape
+        or np.any((padding < 0) | (padding > lengths))
+    ):
+        raise ValueError(
+            f"{function}: {name} must be {len(lengths)} integers from 0 to the lengths {lengths}, "
+            f"got {padding}"
+        )
+    return padding.astype(np.int64)
 
 
 def rows_contiguous(x: AnyTensor) -> AnyTensor:
@@ -118,7 +136,7 @@ def attend(
                 alibi_slopes=own[2],
             )  # fmt: skip
         return out, lse
-    left, right = _window_of(function, window_size)
+    left, right = window_of(function, window_size)
     out = paged_attention(
         q,
         k_pages,

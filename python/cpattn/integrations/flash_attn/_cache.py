@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from ..._types import AnyTensor
+from .._ragged import RaggedPages
 from .._visibility import Lengths
-from ._attend import WindowSize, attend_batch, check_axes, check_supported
+from ._attend import WindowSize, attend_batch, check_axes, check_supported, left_padding, window_of
+from ._rotary import Rotary
 
 
-def _append(
+def _places(
     k_cache: AnyTensor, v_cache: AnyTensor, k: AnyTensor, v: AnyTensor, table: Any, lengths: Lengths
-) -> None:
-    """Write new tokens behind those in the pages."""
+) -> tuple[AnyTensor, AnyTensor]:
+    """Return pages and slots of new tokens behind those in the pages, which have room for them."""
     import torch
 
     name = "flash_attn_with_kvcache"
@@ -44,10 +46,49 @@ def _append(
             f"{name}: pages of new tokens must be in [0, {len(k_cache)}), got "
             f"{pages.min()} to {pages.max()}"
         )
-    at = torch.from_numpy(pages), torch.from_numpy(position % page_size)
-    if k_cache.element_size() == 1:  # torch does not index float8
-        k_cache, v_cache, k, v = (x.view(torch.uint8) for x in (k_cache, v_cache, k, v))
-    k_cache[at], v_cache[at] = k, v
+    return torch.from_numpy(pages), torch.from_numpy(position % page_size)
+
+
+def _write(cache: AnyTensor, at: tuple[AnyTensor, AnyTensor], new: AnyTensor) -> None:
+    if cache.element_size() == 1:  # torch does not index float8
+        import torch
+
+        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+    cache[at] = new
+
+
+def _tokens_apart(cache: AnyTensor) -> int:
+    """Return how many tokens a row of a cache is behind the last; 0 if these are not whole."""
+    if len(cache) == 1:
+        return max(1, cache.shape[1])
+    row, token = cache.stride()[:2]
+    return row // token if token > 0 and row % token == 0 else 0
+
+
+def _padded(
+    k_cache: AnyTensor, v_cache: AnyTensor, rows: Lengths, leftpad: Lengths, kv_lens: Lengths
+) -> tuple[AnyTensor, AnyTensor, Lengths]:
+    """Return pages of keys and values that start behind the padding, and their table."""
+    name, (num_rows, capacity) = "flash_attn_with_kvcache", k_cache.shape[:2]
+    apart = _tokens_apart(k_cache)
+    if v_cache.shape[:2] != k_cache.shape[:2] or _tokens_apart(v_cache) != apart or apart == 0:
+        raise ValueError(
+            f"{name}: with cache_leftpad k_cache and v_cache must have as many rows, each as many "
+            f"whole tokens behind the last, got shapes {list(k_cache.shape)} and "
+            f"{list(v_cache.shape)} with strides {k_cache.stride()} and {v_cache.stride()}"
+        )
+    if np.any((rows < 0) | (rows >= num_rows) | (leftpad + kv_lens > capacity)):
+        raise ValueError(
+            f"{name}: cache_batch_idx must be in [0, {num_rows}) and cache_seqlens at most "
+            f"{capacity}, got {rows} and {leftpad + kv_lens}"
+        )
+    num_tokens = (num_rows - 1) * apart + capacity
+    pages = RaggedPages(rows * apart + leftpad, kv_lens, num_tokens)
+    k_pages, v_pages = (
+        pages.of(x.as_strided((num_tokens, *x.shape[2:]), x.stride()[1:]))
+        for x in (k_cache, v_cache)
+    )
+    return k_pages, v_pages, pages.block_tables
 
 
 def flash_attn_with_kvcache(
@@ -87,10 +128,15 @@ def flash_attn_with_kvcache(
         Tokens in the cache without the new ones; default: all that it has room for.
     cache_batch_idx : int tensor, shape [batch], optional
         The row of the cache that each sequence has; not together with ``block_table``.
-    rotary_cos, rotary_sin, cache_leftpad
-        Must be None.
-    rotary_interleaved
-        Has no meaning without ``rotary_cos`` and ``rotary_sin``.
+    cache_leftpad : int tensor, shape [batch], optional
+        The first token of each row of the cache that is a key; not together with ``block_table``.
+    rotary_cos, rotary_sin : tensors of floats, shape [num_positions, rotary_dim / 2], optional
+        Turn the first rotary_dim elements of the new keys, at positions cache_seqlens,
+        cache_seqlens + 1 and so on, and of the queries, at the same positions if ``causal`` or a
+        window is asked for, else all at cache_seqlens. Padding counts as tokens do. The new keys
+        are written as they are turned.
+    rotary_interleaved : bool
+        Whether elements 2 i and 2 i + 1 are turned together, or i and i + rotary_dim / 2.
     block_table : int tensor, shape [batch, pages], optional
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`.
@@ -109,7 +155,8 @@ def flash_attn_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        As `flash_attn_func`, for new tokens without `cache_seqlens`, and lengths beyond the cache.
+        As `flash_attn_func`, for new tokens without `cache_seqlens`, lengths beyond the cache or
+        the padding, and positions without angles.
 
     Examples
     --------
@@ -120,10 +167,7 @@ def flash_attn_with_kvcache(
     torch.Size([2, 1, 4, 16])
     """
     name = "flash_attn_with_kvcache"
-    check_supported(
-        name, q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_leftpad=cache_leftpad,
-    )  # fmt: skip
+    check_supported(name, q, k_cache, v_cache, k, v, alibi_slopes)
     check_axes(name, "batch tokens heads dim", q=q)
     check_axes(name, "num_pages page_size kv_heads dim", k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
@@ -144,13 +188,31 @@ def flash_attn_with_kvcache(
             f"{lengths} and {len(table)} rows"
         )
     lengths = np.broadcast_to(lengths, (batch,))
+    leftpad = left_padding(name, "cache_leftpad", cache_leftpad, lengths, block_table)
+    left, right = window_of(name, window_size)
+    kv_lens = lengths
     if k is not None:
         check_axes(name, "batch new_tokens kv_heads dim", k=k, v=v)
-        _append(k_cache, v_cache, k, v, table, lengths)
-        lengths = lengths + k.shape[1]
+        at = _places(k_cache, v_cache, k, v, table, lengths)
+        kv_lens = lengths + k.shape[1]
+    if rotary_cos is not None or rotary_sin is not None:
+        if k is None or k_cache.element_size() == 1:
+            raise ValueError(f"{name}: rotary_cos must be given with k and a cache of numbers")
+        rotary = Rotary(name, rotary_cos, rotary_sin, rotary_interleaved, q.shape[3])
+        at_one_position = not causal and left < 0 and right < 0
+        rotary.check(lengths, max(k.shape[1], 1 if at_one_position else q.shape[1]))
+        q = rotary.turned(q, lengths, at_one_position=at_one_position)
+        k = rotary.turned(k, lengths)
+    k_pages, v_pages = k_cache, v_cache
+    if cache_leftpad is not None:
+        kv_lens = kv_lens - leftpad
+        k_pages, v_pages, table = _padded(k_cache, v_cache, rows, leftpad, kv_lens)
+    if k is not None:
+        _write(k_cache, at, k)
+        _write(v_cache, at, v)
     out, lse = attend_batch(
-        name, q, k_cache, v_cache, lengths, table,
-        softmax_scale, causal, window_size, softcap, num_splits == 1,
+        name, q, k_pages, v_pages, kv_lens, table,
+        softmax_scale, causal, (left, right), softcap, num_splits == 1,
         k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

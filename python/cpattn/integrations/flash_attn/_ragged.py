@@ -10,7 +10,14 @@ import numpy as np
 from ..._types import AnyTensor
 from .._ragged import RaggedPages
 from .._visibility import Lengths
-from ._attend import WindowSize, attend, check_axes, check_supported, rows_contiguous
+from ._attend import (
+    WindowSize,
+    attend,
+    check_axes,
+    check_supported,
+    left_padding,
+    rows_contiguous,
+)
 
 
 def _ends(function: str, name: str, cu_seqlens: AnyTensor, num_rows: int | None) -> Lengths:
@@ -34,6 +41,7 @@ def _varlen_forward(
     cu_seqlens_k: AnyTensor,
     block_table: AnyTensor | None,
     seqused_k: AnyTensor | None,
+    leftpad_k: AnyTensor | None,
     *options: Any,
     **of_heads: Any,
 ) -> tuple[AnyTensor, AnyTensor]:
@@ -56,10 +64,12 @@ def _varlen_forward(
                 f"{function}: seqused_k must be at most the lengths {kv_lens}, got {used}"
             )
         kv_lens = used
+    leftpad = left_padding(function, "leftpad_k", leftpad_k, kv_lens, block_table)
+    kv_lens = kv_lens - leftpad
     table: Any = block_table
     k, v = rows_contiguous(k), rows_contiguous(v)
     if table is None:
-        pages = RaggedPages(ends_k[:-1], kv_lens, len(k))
+        pages = RaggedPages(ends_k[:-1] + leftpad, kv_lens, len(k))
         k, v, table = pages.of(k), pages.of(v), pages.block_tables
     q = rows_contiguous(q)
     return attend(function, q, k, v, np.diff(ends_q), kv_lens, table, *options, **of_heads)
@@ -126,7 +136,7 @@ def flash_attn_varlen_func(
     name = "flash_attn_varlen_func"
     check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p)
     out, lse = _varlen_forward(
-        name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, None,
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, None, None,
         softmax_scale, causal, window_size, softcap,
         k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
     )  # fmt: skip
@@ -156,12 +166,13 @@ def _flash_attn_varlen_forward(
 ) -> tuple[AnyTensor, AnyTensor, AnyTensor, None]:
     """`flash_attn_varlen_func` as libraries call it; see `_flash_attn_forward`.
 
-    ``seqused_k`` [batch]: how many of its keys each sequence has. ``zero_tensors`` has no meaning.
+    ``seqused_k`` [batch]: how many of its keys each sequence has, with ``leftpad_k`` [batch] before
+    the first of them that are none. ``zero_tensors`` has no meaning.
     """
     name = "_flash_attn_varlen_forward"
-    check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p, leftpad_k=leftpad_k)
+    check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p)
     out, lse = _varlen_forward(
-        name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k,
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, leftpad_k,
         softmax_scale, causal, (window_size_left, window_size_right), softcap,
         alibi_slopes=alibi_slopes,
     )  # fmt: skip
