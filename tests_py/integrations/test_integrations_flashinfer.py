@@ -16,9 +16,10 @@ from cpattn.integrations.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
 )
+from cpattn.integrations.flashinfer._alibi import slopes_of
 from support.cases import DTYPES, Case, assert_attention, make_inputs
 from support.integrations import documented_masks
-from support.tolerances import assert_close, to_float64
+from support.tolerances import assert_close, assert_similar, to_float64
 
 LN2 = math.log(2)
 CASE = Case(q_lens=(5, 0, 3, 9), kv_lens=(37, 4, 16, 2), page_size=8)
@@ -146,10 +147,52 @@ def test_decode_of_codes():
         assert_attention(out, lse * LN2, inputs | meant)
 
 
+def test_slopes_of_alibi_by_hand():
+    halves = [2.0**-n for n in range(1, 9)]
+    assert slopes_of(8).tolist() == halves
+    between = torch.tensor([0.5, 1.5, 2.5, 3.5])  # of a head that is no power of two
+    assert_similar(slopes_of(12), torch.cat([torch.tensor(halves), 2**-between]))
+    assert slopes_of(1).tolist() == [2.0**-8]
+
+
+@pytest.mark.parametrize("sees", ["causal", "all", "mask", "window"])
+@pytest.mark.parametrize("num_heads", [4, 6])
+def test_alibi(num_heads, sees):
+    case = CASE.with_(num_heads=num_heads, num_kv_heads=2, options={"causal": sees == "causal"})
+    inputs = make_inputs(case)
+    mask = np.random.default_rng(0).random(np.dot(case.q_lens, case.kv_lens)) < 0.5
+    given = {"custom_mask": torch.tensor(mask)} if sees == "mask" else {}
+    left = 4 if sees == "window" else -1
+    wrapper, cache = plan_prefill(
+        case, inputs, causal=sees == "causal", window_left=left, pos_encoding_mode="ALIBI", **given
+    )
+    out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
+    expected = documented(case, inputs, sees == "causal", left, mask if given else True)
+    # Its kernels: logits * sm_scale + slope * (kv_idx - qo_idx), the latter of the new tokens.
+    expected["bias"] = [
+        slopes_of(num_heads)[:, None, None] * (torch.arange(kv) - torch.arange(q)[:, None])
+        for q, kv in zip(case.q_lens, case.kv_lens, strict=True)
+    ]
+    assert_attention(out, lse * LN2, expected)
+
+
+def test_alibi_of_decoding():
+    case = Case((1,) * 4, (37, 0, 8, 1), page_size=8, num_heads=6, num_kv_heads=3)
+    inputs = make_inputs(case)
+    wrapper = plan_decode(case, inputs, pos_encoding_mode="ALIBI")
+    out, lse = wrapper.run(inputs["q"], (inputs["k_cache"], inputs["v_cache"]), return_lse=True)
+    biases = [slopes_of(6)[:, None, None] * torch.arange(kv) for kv in case.kv_lens]
+    assert_attention(out, lse * LN2, {**documented(case, inputs, True), "bias": biases})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode is not supported, got 'ALIBI'"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode is not supported, got 'ROPE_L"),
+        (
+            {"pos_encoding_mode": "ALIBI", "logits_soft_cap": 5.0},
+            "logits_soft_cap must be 0 with ALIBI, got 5.0",
+        ),
         ({"packed_custom_mask": torch.zeros(1)}, "packed_custom_mask must be uint8"),
         (
             {"packed_custom_mask": torch.zeros(1).byte(), "window_left": 3},

@@ -113,7 +113,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             these dtypes must be of it.
         fixed_split_size, disable_split_kv
             Either makes a row's result bitwise independent of the batch.
-        pos_encoding_mode, prefix_len_ptr and the rest of multi-item scoring
+        pos_encoding_mode : {"NONE", "ALIBI"}
+            ALIBI adds slope * (j - i) to the score of new token i and key j, by FlashInfer's slopes
+            of so many heads; without ``logits_soft_cap``.
+        prefix_len_ptr and the rest of multi-item scoring
             Must be left at their defaults.
 
         Notes
@@ -124,7 +127,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         function = f"{self._name}.plan"
         refuse(
             function,
-            pos_encoding_mode=pos_encoding_mode if pos_encoding_mode != "NONE" else None,
             prefix_len_ptr=prefix_len_ptr is not None,
             token_pos_in_items_ptr=token_pos_in_items_ptr is not None,
             token_pos_in_items_len=token_pos_in_items_len,
@@ -152,7 +154,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             window_left=window_left, logits_soft_cap=logits_soft_cap, o_data_type=o_data_type,
             kv_data_type=kv_data_type,
             num_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_qk,
-            v_head_dim=head_dim_vo,
+            v_head_dim=head_dim_vo, pos_encoding_mode=pos_encoding_mode,
+            sees_ahead=has_mask or not causal,
             batch_invariant=disable_split_kv or fixed_split_size is not None, **visible,
         )  # fmt: skip
 
@@ -228,9 +231,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         What the arguments mean is said in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         function = f"{self._name}.plan"
-        refuse(
-            function, pos_encoding_mode=pos_encoding_mode if pos_encoding_mode != "NONE" else None
-        )
         kv_lens, table = page_tables(function, indptr, indices, last_page_len, page_size, seq_lens)
         q_lens = np.ones_like(kv_lens)
         self._make_plan(
@@ -238,6 +238,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             window_left=window_left, logits_soft_cap=logits_soft_cap, o_data_type=o_data_type,
             kv_data_type=data_type if kv_data_type is None else kv_data_type,
             num_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            pos_encoding_mode=pos_encoding_mode, sees_ahead=False,
             batch_invariant=disable_split_kv or fixed_split_size is not None,
             **visibility(window_left, 0),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from ... import attention
 from ..._containers import empty, need_scales
 from ..._types import AnyTensor
 from .._visibility import Lengths
+from ._alibi import alibi
 from ._merge import LOG2E
 
 
@@ -98,8 +99,17 @@ class PagedWrapper:
         logits_soft_cap: float | None,
         o_data_type: Any,
         kv_data_type: Any,
+        pos_encoding_mode: str,
+        sees_ahead: bool,
         **options: Any,
     ) -> None:
+        function, has_alibi = f"{self._name}.plan", pos_encoding_mode == "ALIBI"
+        if not has_alibi and pos_encoding_mode != "NONE":
+            refuse(function, pos_encoding_mode=pos_encoding_mode)
+        if has_alibi and logits_soft_cap:
+            raise ValueError(
+                f"{function}: logits_soft_cap must be 0 with ALIBI, got {logits_soft_cap}"
+            )
         self._plan = attention.plan_attention(
             q_lens=q_lens,
             kv_lens=kv_lens,
@@ -109,12 +119,18 @@ class PagedWrapper:
             **options,
         )
         if sm_scale is None:
-            sm_scale = attention.default_scale(f"{self._name}.plan", self._plan.head_dim)
+            sm_scale = attention.default_scale(function, self._plan.head_dim)
         self._sm_scale = sm_scale
         self._window_left = window_left
         self._softcap = logits_soft_cap or 0.0
         self._out_dtype = o_data_type
         self._kv_dtype = _code_name(kv_data_type)
+        self._biases: dict[str, Any] = {}
+        self._missing_lse: AnyTensor | None = None
+        if has_alibi:
+            self._biases, self._missing_lse = alibi(
+                self._plan.num_heads, q_lens, kv_lens, sees_ahead=sees_ahead
+            )
 
     def run(
         self,
@@ -185,10 +201,12 @@ class PagedWrapper:
         result: AnyTensor = attention.run_attention(
             self._plan, q, k_cache, v_cache, kv_layout=self._kv_layout, k_scale=k_scale,
             v_scale=v_scale, kv_dtype=self._kv_dtype, scale=scale, softcap=self._softcap,
-            sinks=sinks, out=out, lse=lse,
+            sinks=sinks, out=out, lse=lse, **self._biases,
         )  # fmt: skip
         if lse is not None:
             lse.mul_(LOG2E)
+            if self._missing_lse is not None:
+                lse.add_(self._missing_lse)
         return (result, lse) if return_lse else result
 
     run_return_lse = partialmethod(run, return_lse=True)
