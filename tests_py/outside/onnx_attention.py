@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node tests of the operator `Attention` of ONNX: inputs, and outputs of its reference.
-
-The cases are made in memory when their module is imported. Those named `_expanded` have the inputs
-and outputs of others, with a graph of simpler operators in place of the node. Results are compared
-by the function of ONNX's own runner, with the tolerances of each case.
+"""The node tests of the operator `Attention` of ONNX.
 
 ONNX adds its mask after softcap, as cpattn adds a bias. Its rows stand behind the past keys, or at
 the end of `nonpad_kv_seqlen`, or at key 0. New keys are written into the cache by `write_pages`.
@@ -13,14 +9,14 @@ Scores and weights are in float32, whatever `softmax_precision` asks for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cpattn.kv import write_pages
+from outside import onnx_nodes
 from outside.dense import attend
-from outside.suite import Case, InexpressibleError
+from outside.suite import Case
 
 Array = Any
 #: Attributes of the node that `compute` reads, or need not.
@@ -31,34 +27,7 @@ ATTRIBUTES = {
 
 
 def cases() -> Iterator[Case]:
-    from onnx.backend.test.case.node import _NodeTestCases, attention  # noqa: F401
-
-    for case in _NodeTestCases:
-        if case.model.graph.node[0].op_type == "Attention":
-            yield Case(case.name, partial(check, case))
-
-
-def check(case: Any) -> str | None:
-    from onnx.backend.test.runner import Runner
-    from onnx.helper import get_attribute_value
-
-    (node,) = case.model.graph.node
-    ((inputs, outputs),) = case.data_sets
-    attributes = {a.name: get_attribute_value(a) for a in node.attribute}
-    if unknown := sorted(set(attributes) - ATTRIBUTES):
-        raise InexpressibleError(f"attributes {', '.join(unknown)}")
-    # Optional inputs and outputs that are not there have an empty name, and no array.
-    results = compute(attributes, dict(zip(filter(None, node.input), inputs, strict=True)))
-    expected = dict(zip(filter(None, node.output), outputs, strict=True))
-    compared = [name for name in expected if name in results]
-    Runner.assert_similar_outputs(
-        [expected[name] for name in compared],
-        [results[name] for name in compared],
-        rtol=case.rtol,
-        atol=case.atol,
-    )
-    left_out = sorted(set(expected) - set(compared))
-    return ", ".join(left_out) or None
+    yield from onnx_nodes.cases("attention", "Attention", ATTRIBUTES, compute)
 
 
 def compute(attributes: Mapping[str, Any], inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node tests of the operator `FlexAttention` of ONNX, whose scores a graph of the node changes.
+
+A graph that adds numbers to scores, or -inf, is a bias: what ONNX's evaluator makes of zeros; other
+scores must come out with the same numbers added. That of a softcap is told by its operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from outside import onnx_nodes
+from outside.dense import attend
+from outside.suite import Case, InexpressibleError
+
+Array = Any
+ATTRIBUTES = {"scale", "score_mod", "softmax_precision"}
+
+
+def cases() -> Iterator[Case]:
+    yield from onnx_nodes.cases("flexattention", "FlexAttention", ATTRIBUTES, compute)
+
+
+def compute(attributes: Mapping[str, Any], inputs: Mapping[str, Array]) -> dict[str, Array]:
+    q, k, v = inputs["Q"], inputs["K"], inputs["V"]
+    if q.dtype == np.float64:
+        raise InexpressibleError("float64")
+    options: dict[str, Any] = {"scale": attributes.get("scale")}
+    if "score_mod" in attributes:
+        options |= changed(attributes["score_mod"], (*q.shape[:3], k.shape[2]))
+    return {"Y": attend(q, k, v, first=[0] * len(q), **options)}
+
+
+def changed(graph: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what a graph does to scores of a shape, as options of `paged_attention`."""
+    from onnx import numpy_helper
+    from onnx.reference import ReferenceEvaluator
+
+    if [node.op_type for node in graph.node] == ["Div", "Tanh", "Mul"]:
+        (cap,) = {float(numpy_helper.to_array(x)) for x in graph.initializer}
+        return {"softcap": cap}
+    (name,) = [x.name for x in graph.input]
+    evaluator = ReferenceEvaluator(graph, opsets={"": 22})
+    scores = np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
+    added, of_scores = (evaluator.run(None, {name: x})[0] for x in (0 * scores, scores))
+    if not np.allclose(of_scores, scores + added):
+        raise InexpressibleError("score_mod")
+    return {"mask": added}

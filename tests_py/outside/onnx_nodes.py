@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Node tests of ONNX: inputs, and outputs of its reference, made when their modules are imported.
+
+Those named `_expanded` have the inputs and outputs of others, with a graph of simpler operators in
+place of the node. Results are compared by the function of ONNX's own runner, with the tolerances of
+each case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from outside.suite import Case, InexpressibleError
+
+Array = Any
+#: From attributes and inputs of a node to its outputs, by the names that ONNX gives them.
+Compute = Callable[[Mapping[str, Any], Mapping[str, Array]], dict[str, Array]]
+
+
+def cases(module: str, operator: str, attributes: set[str], compute: Compute) -> Iterator[Case]:
+    """Yield the cases of an operator, with the attributes that `compute` reads, or need not."""
+    import_module(f"onnx.backend.test.case.node.{module}")
+    from onnx.backend.test.case.node import _NodeTestCases
+
+    for case in _NodeTestCases:
+        if case.model.graph.node[0].op_type == operator:
+            yield Case(case.name, partial(check, case, attributes, compute))
+
+
+def check(case: Any, known: set[str], compute: Compute) -> str | None:
+    from onnx.backend.test.runner import Runner
+    from onnx.helper import get_attribute_value
+
+    (node,) = case.model.graph.node
+    ((inputs, outputs),) = case.data_sets
+    attributes = {a.name: get_attribute_value(a) for a in node.attribute}
+    if unknown := sorted(set(attributes) - known):
+        raise InexpressibleError(f"attributes {', '.join(unknown)}")
+    # Optional inputs and outputs that are not there have an empty name, and no array.
+    results = compute(attributes, dict(zip(filter(None, node.input), inputs, strict=True)))
+    expected = dict(zip(filter(None, node.output), outputs, strict=True))
+    compared = [name for name in expected if name in results]
+    Runner.assert_similar_outputs(
+        [expected[name] for name in compared],
+        [results[name] for name in compared],
+        rtol=case.rtol,
+        atol=case.atol,
+    )
+    left_out = sorted(set(expected) - set(compared))
+    return ", ".join(left_out) or None
