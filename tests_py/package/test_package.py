@@ -175,12 +175,19 @@ def test_the_model_of_the_readme(tmp_path):
     )
     load = transformers.AutoModelForCausalLM
     names = {"AutoModelForCausalLM": load, "folder": tmp_path}
-    (block,) = blocks_of("README.md", "py")
+    block, over_ranks = blocks_of("README.md", "py")
     exec(block, names)
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         expected = load.from_pretrained(tmp_path, attn_implementation="eager")(tokens).logits
         assert_logits_close(names["model"](tokens).logits, expected)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        exec(over_ranks, names | {"prompts": [[1, 2, 3], [4]], "model": names["model"].eval()})
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_blocks_with_names_of_the_reader_are_run_here():

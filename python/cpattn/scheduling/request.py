@@ -48,13 +48,17 @@ def checked_requests(function: str, requests: Any) -> tuple[Request, ...]:
 
 
 def hash_blocks(token_ids: Any, block_tokens: int) -> tuple[int, ...]:
-    """Return a hash of each block of a prompt, 128 bits of its tokens; the last may be partial.
+    """Hash the tokens of each block of a prompt, into 128 bits; the last may be partial.
 
     Parameters
     ----------
     token_ids : ints [num_tokens]
     block_tokens : int
         Tokens of a block, as the `PrefixCache` has it.
+
+    Returns
+    -------
+    tuple of int
 
     Raises
     ------
