@@ -118,6 +118,21 @@ class Attention {
     return out;
   }
 
+  /// Says of tokens and keys where they stand, which is where they lie; of the last sequence first.
+  void place() {
+    int64_t end = std::accumulate(case_.kv_lens.begin(), case_.kv_lens.end(), int64_t{0});
+    key_positions_.resize(end);
+    for (std::size_t i = 0; i < case_.q_lens.size(); ++i) {
+      first_key_.push_back(end -= case_.kv_lens[i]);
+      const auto keys = key_positions_.begin() + end;
+      std::iota(keys, keys + case_.kv_lens[i], 0);
+      for (int64_t token = 0; token < case_.q_lens[i]; ++token) {
+        const int64_t position = case_.kv_lens[i] - case_.q_lens[i] + token;
+        token_positions_.push_back(static_cast<int32_t>(position));
+      }
+    }
+  }
+
   /// Overwrites K and V of a sequence from a position on.
   void poison_from(int64_t sequence, int64_t position, float value) {
     for (int64_t t = position; t < case_.kv_lens[sequence]; ++t) {
@@ -138,11 +153,17 @@ class Attention {
     if (!case_.biased) return {};
     const auto batch = static_cast<int64_t>(case_.q_lens.size());
     const int64_t heads = case_.shape.num_heads;
-    return {
+    ScoreBias found{
         .numbers = {view(numbers_, DType::float32, {batch, heads, most_queries_, most_keys_})},
         .alibi_slopes = view(slopes_, DType::float32, {heads}),
         .relative = view(table_, DType::float32, {heads, kTableColumns}),
     };
+    if (first_key_.empty()) return found;
+    found.token_positions = view(token_positions_, DType::int32, {rows_});
+    found.key_positions =
+        view(key_positions_, DType::int32, {static_cast<int64_t>(key_positions_.size())});
+    found.first_key = first_key_;
+    return found;
   }
 
   double scale() const { return 1 / std::sqrt(static_cast<double>(case_.shape.head_dim)); }
@@ -210,6 +231,8 @@ class Attention {
   static constexpr int64_t kTableColumns = 41;
   int64_t most_queries_ = 0, most_keys_ = 0;
   std::vector<float> numbers_, slopes_, table_;
+  std::vector<int32_t> token_positions_, key_positions_;
+  std::vector<int64_t> first_key_;
 };
 
 class PagedAttention : public testing::EveryIsa {
@@ -331,6 +354,19 @@ TEST_P(PagedAttention, BitsDoNotDependOnChunking) {
     for (int64_t chunk : {1, 7, 64, 299}) {
       EXPECT_EQ(attention.run(chunked_lse, 2, chunk), whole) << chunk;
       EXPECT_EQ(chunked_lse, lse) << chunk;
+    }
+  }
+}
+
+TEST_P(PagedAttention, PositionsOfNeighboursChangeNoBit) {
+  for (const bool causal : {true, false}) {
+    for (const std::vector<int64_t>& q_lens : {std::vector<int64_t>{300, 40}, {1, 3}}) {
+      Attention attention({{4, 2, 64, 64}, 16, q_lens, {700, 40}, causal, {}, 0, true});
+      std::vector<float> lse, placed_lse;
+      const auto out = attention.run(lse, 2, 64);
+      attention.place();
+      EXPECT_EQ(attention.run(placed_lse, 2, 64), out);
+      EXPECT_EQ(placed_lse, lse);
     }
   }
 }

@@ -119,6 +119,8 @@ void expect_blocks_of(const RowVisibility& visibility) {
     const int64_t first =
         std::find(local.row.begin(), local.row.end(), first_row) - local.row.begin();
     EXPECT_EQ(first % 1024, 0);
+    EXPECT_EQ(call.first_key[i], first);
+    EXPECT_EQ(call.requests[i], 0);
     for (int64_t j = 0; j < call.q_lens[i]; ++j, ++row) {
       const int64_t at = positions[call.rows[row]];
       for (int64_t k = 0; k < keys; ++k) {

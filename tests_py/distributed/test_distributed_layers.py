@@ -35,8 +35,7 @@ def test_biases_over_whole_pools_are_those_without_a_group(world):
     cp = ContextParallel(world, page_size=worker.PAGE)
     plan = cp.plan(worker.EXTENDS, worker.LENGTHS, block_tables=worker.TABLES)
     q, (k, v, _) = worker.LAYERS["plain"].q, worker.LAYERS["plain"].caches
-    table = worker.tensors(5, (worker.HEADS, 33))[0]
-    options = {"alibi_slopes": table[:, 0].abs(), "relative_bias": table}
+    options = dict(worker.LAYERS["relative bias"].attend)
     options["bias"] = worker.tensors(6, (1, 1, max(worker.EXTENDS), max(worker.LENGTHS)))[0]
     rows = torch.from_numpy(plan.metadata.local_q_indices.astype(np.int64))
     found = cp.attend(plan, q[rows], k, v, **options)

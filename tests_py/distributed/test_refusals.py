@@ -85,7 +85,10 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("attend", {"q_rope": z(10, 4, 16), "k_rope": z(32, 2, 16)}, ROWS),
     ("attend", {"window": -1}, "paged_attention: window"),
     ("attend", {"sinks": z(3)}, "paged_attention: sinks"),
-    ("attend", {"alibi_slopes": z(4)}, "alibi_slopes needs pools that are whole on each rank"),
+    ("attend", {"bias": z(1, 1, 1, 1)}, "bias needs pools that are whole on each rank"),
+    ("attend", {"alibi_slopes": z(3)}, "paged_attention: alibi_slopes"),
+    ("attend", {"alibi_slopes": z(9, 4)}, "alibi_slopes must have a row for each of"),
+    ("attend", {"relative_bias": z(4, 2)}, "paged_attention: relative_bias must be"),
     ("attend", {"q_local": z(10, 4, 32).bfloat16()}, "paged_attention: k_cache must be bfloat16"),
     *(
         ("attend", CODES | SCALES | {"cp": {"exchange": x}}, "need the exchange pass_q, got")

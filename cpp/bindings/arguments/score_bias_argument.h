@@ -10,7 +10,8 @@
 namespace cpattn::bindings {
 
 /// The bias of a call, kept alive: None, or a tuple of `bias`, which may be one tensor or a list of
-/// one for each sequence, `alibi_slopes` and `relative_bias`.
+/// one for each sequence, `alibi_slopes` and `relative_bias`; positions may follow: of tokens, of
+/// keys, and where those of each sequence begin among the latter.
 class ScoreBiasArgument {
  public:
   ScoreBiasArgument(const Arguments& read, pybind11::handle score_bias) {
@@ -29,6 +30,10 @@ class ScoreBiasArgument {
     }
     value.alibi_slopes = keep(parts[1], "alibi_slopes");
     value.relative = keep(parts[2], "relative_bias");
+    if (parts.size() == 3) return;
+    value.token_positions = keep(parts[3], "token_positions");
+    value.key_positions = keep(parts[4], "key_positions");
+    value.first_key = read.ints(parts[5], "first_key");
   }
 
   ScoreBias value;

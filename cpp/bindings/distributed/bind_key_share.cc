@@ -192,7 +192,8 @@ py::list calls(
         py::make_tuple(
             own_array(std::move(call.rows)), own_array(std::move(call.q_lens)),
             own_array(std::move(call.kv_indptr)), own_array(std::move(call.kv_indices)),
-            own_array(std::move(call.last_page_len)), pages.page_size, call.causal, bits
+            own_array(std::move(call.last_page_len)), own_array(std::move(call.requests)),
+            own_array(std::move(call.first_key)), pages.page_size, call.causal, bits
         )
     );
   }

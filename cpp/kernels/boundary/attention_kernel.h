@@ -45,6 +45,10 @@ struct TileBias {
   /// [-max_distance, max_distance].
   const float* by_distance = nullptr;
   int64_t max_distance = 0, by_distance_head_stride = 0;
+  /// Null, or positions between which both of these count, of token t and of key j, where keys that
+  /// follow each other are no neighbours.
+  const int32_t* token_positions = nullptr;
+  const int32_t* key_positions = nullptr;
 };
 
 /// Dimensions of heads as they stand in memory.

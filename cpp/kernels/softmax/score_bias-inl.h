@@ -46,6 +46,31 @@ inline float number_at(const TileBias& bias, int64_t head, int64_t distance) {
   return bias.by_distance[head * bias.by_distance_head_stride + inside];
 }
 
+/// The positions from a token on to a key; below 0 for keys before it.
+inline int64_t distance_to(const AttentionTile& tile, int64_t token, int64_t key) {
+  const TileBias& bias = tile.bias;
+  if (bias.key_positions != nullptr) {
+    return int64_t{bias.key_positions[key]} - bias.token_positions[token];
+  }
+  return key - position_of(tile.seen, token);
+}
+
+/// Adds what slopes and tables have for keys [key, key + n) that are no neighbours.
+inline void add_by_positions(
+    const TileBias& bias, int64_t token, int64_t head, int64_t key, int n, float* sums
+) {
+  const int32_t position = bias.token_positions[token];
+  const int32_t* keys = bias.key_positions + key;
+  if (bias.slopes != nullptr) {
+    const float slope = bias.slopes[head];
+    for (int j = 0; j < n; ++j) {
+      sums[j] -= slope * __builtin_fabsf(static_cast<float>(keys[j] - position));
+    }
+  }
+  if (bias.by_distance == nullptr) return;
+  for (int j = 0; j < n; ++j) sums[j] += number_at(bias, head, int64_t{keys[j]} - position);
+}
+
 /// Adds the biases of a row for keys [key, key + n) to sums; behind these kLanes floats are
 /// writable. The row's window shows the keys.
 inline void add_biases(
@@ -53,7 +78,8 @@ inline void add_biases(
 ) {
   const TileBias& bias = tile.bias;
   if (bias.numbers != nullptr) add_numbers(bias, token, head, key, n, sums);
-  const int64_t distance = key - position_of(tile.seen, token);
+  if (bias.key_positions != nullptr) return add_by_positions(bias, token, head, key, n, sums);
+  const int64_t distance = distance_to(tile, token, key);
   if (bias.slopes != nullptr) {
     const float slope = bias.slopes[head];
     const auto first = static_cast<float>(distance);
@@ -142,7 +168,7 @@ inline void finish_scores(
     if (number[0] == hidden) return false;
   }
   if (bias.by_distance == nullptr) return true;
-  return number_at(bias, head, key - position_of(tile.seen, token)) != hidden;
+  return number_at(bias, head, distance_to(tile, token, key)) != hidden;
 }
 
 }  // namespace

@@ -44,6 +44,8 @@ class CallBuilder {
     call_.kv_indices.insert(call_.kv_indices.end(), ids + begin, ids + end);
     call_.kv_indptr.push_back(static_cast<int64_t>(call_.kv_indices.size()));
     call_.last_page_len.push_back((last - 1) % size + 1);
+    call_.requests.push_back(request);
+    call_.first_key.push_back(first);
   }
 
   /// Adds the call, unless it has no sequence.

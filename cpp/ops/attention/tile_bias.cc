@@ -109,6 +109,29 @@ void check_slopes(
   }
 }
 
+/// Checks that rows and keys of a batch have positions.
+void check_positions(const char* function, const ScoreBias& bias, const AttentionBatch& batch) {
+  const auto check_list = [&](const char* name, const TensorView& positions) {
+    check_dtype(function, name, positions.dtype, DType::int32);
+    check_rows(function, name, positions, {positions.shape[0]});
+  };
+  check_list("token_positions", *bias.token_positions);
+  check_list("key_positions", *bias.key_positions);
+  for (const AttentionSegment& segment : batch.segments) {
+    if (segment.q_len == 0) continue;
+    check(
+        segment.q_begin + segment.q_len <= bias.token_positions->shape[0], function,
+        ": token_positions must have one for each row of q, got ", bias.token_positions->shape[0]
+    );
+    check(
+        segment.table_row < std::ssize(bias.first_key) && bias.first_key[segment.table_row] >= 0 &&
+            bias.first_key[segment.table_row] + segment.kv_len <= bias.key_positions->shape[0],
+        function, ": key_positions must have those of sequence ", segment.table_row, ", got ",
+        bias.key_positions->shape[0]
+    );
+  }
+}
+
 /// The stride of an axis; 0 for one of length 1.
 int64_t broadcast_stride(const TensorView& tensor, int axis) {
   return tensor.shape[axis] == 1 ? 0 : tensor.strides[axis];
@@ -153,6 +176,7 @@ void check_bias(const char* function, const ScoreBias& bias, const AttentionBatc
     lens.kv_len = std::max(lens.kv_len, segment.kv_len);
   }
   check_bias(function, bias, batch.shape.num_heads, read);
+  if (bias.key_positions) check_positions(function, bias, batch);
 }
 
 kernels::TileBias tile_bias(
@@ -183,6 +207,10 @@ kernels::TileBias tile_bias(
     tile.max_distance = table.shape[1] / 2;
     tile.by_distance_head_stride = table.strides[0];
     tile.by_distance = table.as<float>() + item.first_head * table.strides[0] + tile.max_distance;
+  }
+  if (bias.key_positions) {
+    tile.token_positions = bias.token_positions->as<int32_t>() + segment.q_begin + item.first_token;
+    tile.key_positions = bias.key_positions->as<int32_t>() + bias.first_key[segment.table_row];
   }
   return tile;
 }

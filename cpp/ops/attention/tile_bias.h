@@ -28,6 +28,8 @@ void for_tensors(const ScoreBias& bias, Function function) {
   for (const TensorView& tensor : bias.numbers) function("bias", tensor);
   if (bias.alibi_slopes) function("alibi_slopes", *bias.alibi_slopes);
   if (bias.relative) function("relative_bias", *bias.relative);
+  if (bias.token_positions) function("token_positions", *bias.token_positions);
+  if (bias.key_positions) function("key_positions", *bias.key_positions);
 }
 
 /// The bias of an item, as kernels take it.

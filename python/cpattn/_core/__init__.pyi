@@ -716,7 +716,7 @@ def paged_attention(
     causal: _Flags,
     window: _Window,
     softcap: float,
-    score_bias: tuple[_ScoreBias, _Tensor | None, _Tensor | None] | None,
+    score_bias: tuple[Any, ...] | None,
     sinks: _Tensor | None,
     custom_mask: _Tensor | None,
     packed_custom_mask: _Tensor | None,

@@ -88,8 +88,8 @@ class RankAttention(HostCalls):
         softcap : float
             0 for none, else from 1e-37 to 1e37.
         bias, alibi_slopes, relative_bias : optional
-            Added to scores, as in `cpattn.do_cp_attn_fia`; for pools that are whole on each rank,
-            without `k_local`.
+            Added to scores, as in `cpattn.do_cp_attn_fia`; `bias` for pools that are whole on each
+            rank, without `k_local`.
         sinks : tensor [num_heads], float32, optional
             One logit per head that takes weight but has no value: once, whatever the ranks.
         q_rope, k_rope : tensors [>= num_local_rows, num_heads, rope_dim], as `k_cache`, optional
@@ -131,19 +131,17 @@ class RankAttention(HostCalls):
             or does not answer.
         """
         options = AttentionOptions(
-            scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype
-        )
+            scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype,
+            alibi_slopes=alibi_slopes, relative_bias=relative_bias,
+        )  # fmt: skip
         if prefetched is not None and not isinstance(plan, ShardedPlan):
             raise ValueError("ContextParallel.attend: prefetched needs a plan of sharded pools")
-        biases: dict[str, Any] = {"bias": bias, "alibi_slopes": alibi_slopes}
-        biases["relative_bias"] = relative_bias
         if isinstance(plan, ShardedPlan) or k_local is not None or v_local is not None:
-            for name, given in biases.items():
-                if given is not None:
-                    raise ValueError(
-                        f"ContextParallel.attend: {name} needs pools that are whole on each rank, "
-                        "and new keys written by write_kv"
-                    )
+            if bias is not None:
+                raise ValueError(
+                    "ContextParallel.attend: bias needs pools that are whole on each rank, and new "
+                    "keys written by write_kv"
+                )
             arguments = LayerArguments(
                 q_local, k_cache, v_cache, k_local, v_local, q_rope, k_rope, v_head_dim, out,
                 return_lse,
@@ -174,7 +172,9 @@ class RankAttention(HostCalls):
             causal=causal,
             window=window,
             softcap=softcap,
-            **biases,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            relative_bias=relative_bias,
             sinks=sinks,
             packed_custom_mask=plan.packed_custom_mask,
             q_rope=None if q_rope is None else flat_rows(q_rope),

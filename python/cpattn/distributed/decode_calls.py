@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,6 +101,8 @@ class DecodeCalls:
         causal: bool = True,
         window: Window = None,
         softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        relative_bias: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
@@ -129,8 +132,8 @@ class DecodeCalls:
         k_shard, v_shard : tensors of the dtype of q, or of codes of 8 bits
             This rank's pools, as for ``write_kv``, which comes first. Without `v_shard` (None) the
             first `v_head_dim` elements of the keys are the values.
-        scale, causal, window, softcap, sinks, q_rope, k_rope
-            As of ``attend``.
+        scale, causal, window, softcap, alibi_slopes, relative_bias, sinks, q_rope, k_rope
+            As of ``attend``; biases are those of all heads.
         v_head_dim, k_scale, v_scale, kv_dtype
             As of ``attend``.
         batch_invariant : bool
@@ -173,8 +176,9 @@ class DecodeCalls:
             self._check_decode_plan("decode", plan)
             return_lse = flag(return_lse, "ContextParallel.decode", "return_lse")
             options = AttentionOptions(
-                scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype, batch_invariant
-            )
+                scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype, batch_invariant,
+                alibi_slopes, relative_bias,
+            )  # fmt: skip
             queries, q_ropes = q, q_rope
             if num_heads is not None:
                 queries = self._all_heads("q", q, num_heads)
@@ -182,7 +186,15 @@ class DecodeCalls:
                     q_ropes = self._all_heads("q_rope", q_rope, num_heads)
                     _check_rows("decode", "q_rope", q_rope, plan)
             inputs = checked_inputs(
-                "decode", options, queries, k_shard, v_shard, v_head_dim, q_ropes, k_rope
+                "decode",
+                len(plan.batch.shares.kv_lens),
+                options,
+                queries,
+                k_shard,
+                v_shard,
+                v_head_dim,
+                q_ropes,
+                k_rope,
             )
             _check_rows("decode", "q", q, plan)
             plan.batch.check_pool("decode", self.cp_rank, inputs.num_slots)
@@ -198,7 +210,10 @@ class DecodeCalls:
             calls = plan.batch.calls(
                 self.cp_rank, slice(0, len(q)), causal=causal, window=inputs.options.window
             )
-            state = attend_part(calls, queries, inputs.k, inputs.v, inputs.options, inputs.k_rope)
+            positions = partial(plan.batch.positions, self.cp_rank, slice(0, len(q)))
+            state = attend_part(
+                calls, queries, inputs.k, inputs.v, inputs.options, positions, inputs.k_rope
+            )
             result = merge_states(self._exchange, state, inputs.options.sinks, name, out_heads)
         return result if return_lse else result[0]
 

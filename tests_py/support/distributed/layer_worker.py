@@ -97,12 +97,19 @@ def _layers() -> dict[str, Layer]:
     q, k, v = tensors(1, (TOKENS, HEADS, DIM), *[(SLOTS, KV_HEADS, DIM)] * 2)
     plain = Layer(q, (k, v, None))
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    table, slopes = tensors(5, (HEADS, 33), (len(EXTENDS), HEADS))
+    table[:, 0] = -torch.inf  # which hides what is far behind
     padded = {"custom_mask": torch.from_numpy(dense(random_masks())), "num_tokens": 50}
     found = {
         "plain": plain,
         "window and sinks": replace(plain, attend={"window": 6, "sinks": sinks}),
         "window on both sides": replace(plain, attend={"window": (6, 3), "causal": False}),
         "windows by turns": replace(plain, attend={"window": 5}, windows=(5, None, 0)),
+        "alibi": replace(plain, attend={"alibi_slopes": slopes[0].abs(), "softcap": 2.0}),
+        "alibi of requests, window": replace(
+            plain, attend={"alibi_slopes": slopes, "window": (20, 9), "causal": False}
+        ),
+        "relative bias": replace(plain, attend={"relative_bias": table, "alibi_slopes": -slopes}),
         "softcap": replace(plain, attend={"softcap": 2.0}),
         "not causal": replace(plain, attend={"causal": False}),
         "mask": replace(plain, plan={"custom_mask": dense(random_masks())}),

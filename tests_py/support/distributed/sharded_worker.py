@@ -134,8 +134,11 @@ class Step:
     options: tuple[tuple[str, Any], ...] = ()
 
     def attend_options(self) -> dict[str, Any]:
-        sinks = torch.linspace(-1, 2, self.num_heads)
-        return {name: sinks if name == "sinks" else value for name, value in self.options}
+        of_heads = {
+            "sinks": torch.linspace(-1, 2, self.num_heads),
+            "alibi_slopes": torch.linspace(0.1, 1, self.num_heads),
+        }
+        return {name: of_heads.get(name, value) for name, value in self.options}
 
     def inputs(self) -> dict[str, Any]:
         """Make the inputs of `paged_attention` over pools that hold everything."""

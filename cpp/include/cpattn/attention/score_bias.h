@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -23,6 +24,10 @@ struct ScoreBias {
   /// float32 [num_heads, 2 * m + 1]: number m + j - p, j - p being clamped to [-m, m], as the
   /// buckets of T5 are after their lookup.
   std::optional<TensorView> relative;
+  /// Positions p and j of the last two, where keys of a sequence are no neighbours: int32, of each
+  /// row of q, and of the keys, those of sequence i from first_key[i] on.
+  std::optional<TensorView> token_positions, key_positions;
+  std::vector<int64_t> first_key;
 };
 
 }  // namespace cpattn

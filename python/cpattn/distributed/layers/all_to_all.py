@@ -25,7 +25,7 @@ from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from ..transport.waiting import Posted
 from .key_scratch import key_scratch
-from .partials import ShardInputs, head_scale
+from .partials import ShardInputs
 from .rounds import head_rounds, side_by_side
 from .rows import NewRows
 from .sharded_write import Heads, OwnerRoutes, Routed
@@ -165,16 +165,13 @@ def _attend_tokens(
     return_lse: bool,
 ) -> list[torch.Tensor]:
     """Attend with this rank's heads of all tokens, in their order; the LSE is [.., heads, 1]."""
-    options = inputs.options
+    options = inputs.options.of_heads(mine.kv, mine.q)
     values = inputs.values_of(taken)
     if not mine.num_heads:
         empty = [q.new_empty(len(q), 0, values.shape[2])]
         return [*empty, torch.empty(len(q), 0, 1)] if return_lse else empty
     request = plan.batch.rows.request
     q_lens = np.bincount(request, minlength=len(plan.block_tables))
-    scalars = options.scalars()
-    for name in ("k_scale", "v_scale"):
-        scalars[name] = head_scale(scalars[name], mine.kv)
     result: Any = paged_attention(
         q,
         taken[0],
@@ -185,10 +182,12 @@ def _attend_tokens(
         page_size=plan.page_size,
         causal=options.causal,
         window=options.window,
-        sinks=None if options.sinks is None else options.sinks[mine.q].contiguous(),
+        alibi_slopes=options.alibi_slopes,
+        relative_bias=options.relative_bias,
+        sinks=options.sinks,
         packed_custom_mask=plan.packed_custom_mask,
         return_lse=return_lse,
-        **scalars,
+        **options.scalars(),
     )
     return [result[0], result[1][..., None]] if return_lse else [result]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...context_parallel.attention import do_cp_attn_fia
 from ..plans.plan import ContextParallelPlan
-from .partials import ShardInputs, head_scale
+from .partials import ShardInputs
 from .rows import flat_rows
 
 
@@ -39,8 +39,8 @@ class HeadOutputs:
         `caches` are keys [num_slots, len(heads), dim], and values unless these are a part of keys.
         """
         plan, inputs = self._plan, self._inputs
-        options = inputs.options
         q_heads = inputs.q_heads(heads)
+        options = inputs.options.of_heads(heads, q_heads)
         result = do_cp_attn_fia(
             _columns(self._q, q_heads),
             caches[0],
@@ -54,11 +54,13 @@ class HeadOutputs:
             causal=options.causal,
             window=options.window,
             softcap=options.softcap,
-            sinks=None if options.sinks is None else options.sinks[q_heads].contiguous(),
+            alibi_slopes=options.alibi_slopes,
+            relative_bias=options.relative_bias,
+            sinks=options.sinks,
             packed_custom_mask=plan.packed_custom_mask,
             v_head_dim=inputs.v.shape[-1] if inputs.shares_values else None,
-            k_scale=head_scale(options.k_scale, heads),
-            v_scale=head_scale(options.v_scale, heads),
+            k_scale=options.k_scale,
+            v_scale=options.v_scale,
             kv_dtype=options.kv_dtype,
             out=_columns(self._out, q_heads),
             return_lse=self._lse is not None,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..._types import Window
 from ...attention import default_scale
 from ...merge import merge_states
 from ..plans.heads import LayerSizes
-from ..plans.sequence_calls import SequenceCall
+from ..plans.sequence_calls import Positions, SequenceCall
 from ..transport.terms import digest, term
 from .shard_keys import ShardKeys, slots_of
 
@@ -37,6 +37,8 @@ class AttentionOptions:
     v_scale: Any = None
     kv_dtype: str | None = None
     batch_invariant: bool = True
+    alibi_slopes: torch.Tensor | None = None
+    relative_bias: torch.Tensor | None = None
 
     @property
     def left(self) -> int | None:
@@ -48,11 +50,31 @@ class AttentionOptions:
         """Whether codes have a scale for each token, beside the pool that has them."""
         return any(getattr(scale, "ndim", 0) == 2 for scale in (self.k_scale, self.v_scale))
 
-    def of_heads(self, heads: slice) -> AttentionOptions:
-        """Return the options with the scales of some KV heads."""
+    def of_heads(self, heads: slice, q_heads: slice) -> AttentionOptions:
+        """Return the options with what some KV heads have, and the query heads that read them."""
+        slopes, table, sinks = self.alibi_slopes, self.relative_bias, self.sinks
         return replace(
-            self, k_scale=head_scale(self.k_scale, heads), v_scale=head_scale(self.v_scale, heads)
+            self,
+            k_scale=head_scale(self.k_scale, heads),
+            v_scale=head_scale(self.v_scale, heads),
+            sinks=None if sinks is None else sinks[q_heads].contiguous(),
+            alibi_slopes=None if slopes is None else slopes[..., q_heads],
+            relative_bias=None if table is None else table[q_heads],
         )
+
+    def biases(
+        self, call: SequenceCall, made_positions: Callable[[], Positions]
+    ) -> tuple[Any, ...] | None:
+        """Return what a call over the keys of one rank adds to scores."""
+        slopes, table = self.alibi_slopes, self.relative_bias
+        if slopes is None and table is None:
+            return None
+        positions = made_positions()
+        if slopes is not None and slopes.ndim == 2:
+            slopes = slopes[torch.from_numpy(call.requests)]
+        tokens = positions.tokens[call.rows.numpy()]
+        first_key = positions.begins[call.requests] + call.first_key
+        return None, slopes, table, tokens, positions.keys, first_key
 
     def scalars(self) -> dict[str, Any]:
         """Return the options of `paged_attention` that do not concern which keys are seen."""
@@ -112,8 +134,12 @@ class ShardInputs(ShardKeys):
         o = self.options
         shapes = [(x.dtype, *x.shape[1:]) for x in (self.q, self.k, self.v)]
         values = (o.scale, o.causal, o.window, o.softcap, o.kv_dtype, shapes, self.kv_dims)
-        sinks = b"" if o.sinks is None else np.ascontiguousarray(o.sinks.numpy())
-        return digest(repr(values).encode(), sinks)
+        of_heads = [
+            np.empty(0, np.float32) if x is None else np.ascontiguousarray(x.numpy())
+            for x in (o.sinks, o.alibi_slopes, o.relative_bias)
+        ]
+        shapes_of_heads = [x.shape for x in of_heads]
+        return digest(repr((values, shapes_of_heads)).encode(), *of_heads)
 
 
 def _numbers(scale: Any) -> tuple[float, ...] | None:
@@ -135,6 +161,7 @@ def head_scale(scale: Any, heads: slice) -> Any:
 
 def checked_inputs(
     call: str,
+    num_requests: int,
     options: AttentionOptions,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -175,15 +202,31 @@ def checked_inputs(
         k_scale=_slot_scale(options.k_scale),
         v_scale=_slot_scale(options.v_scale),
     )
+    slopes, rows = options.alibi_slopes, 1
+    if slopes is not None and getattr(slopes, "ndim", 0) == 2:
+        rows = len(slopes)
+        if rows != num_requests:
+            raise ValueError(
+                f"ContextParallel.{call}: alibi_slopes must have a row for each of {num_requests} "
+                f"requests, got {rows}"
+            )
+    zeros = np.zeros(rows, np.int64)
     nothing = SequenceCall(
-        rows=torch.empty(0, dtype=torch.int64), q_lens=np.zeros(1, np.int64),
-        kv_indptr=np.zeros(2, np.int64), kv_indices=np.zeros(0, np.int64),
-        last_page_len=np.zeros(1, np.int64), page_size=1, causal=options.causal,
+        rows=torch.empty(0, dtype=torch.int64), q_lens=zeros,
+        kv_indptr=np.zeros(rows + 1, np.int64), kv_indices=zeros[:0], last_page_len=zeros,
+        requests=zeros, first_key=zeros, page_size=1, causal=options.causal,
     )  # fmt: skip
-    paged_rows(nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks)
-    sinks = None if options.sinks is None else torch.as_tensor(options.sinks)
+    paged_rows(
+        nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks,
+        biases=(None, slopes, options.relative_bias),
+    )  # fmt: skip
+    tensors = {
+        name: torch.as_tensor(x)
+        for name in ("sinks", "alibi_slopes", "relative_bias")
+        if (x := getattr(options, name)) is not None
+    }
     sides = key_window(options.window, options.causal, f"ContextParallel.{call}", "window")
-    options = replace(options, sinks=sinks, window=sides)
+    options = replace(options, window=sides, **tensors)
     return ShardInputs(k, v, rope, v_cache is None, q, options)
 
 
@@ -212,6 +255,7 @@ def attend_part(
     k: torch.Tensor,
     v: torch.Tensor,
     options: AttentionOptions,
+    positions: Callable[[], Positions],
     k_rope: torch.Tensor | None = None,
     state: State | None = None,
 ) -> State:
@@ -224,7 +268,10 @@ def attend_part(
         whole = len(k) // call.page_size * call.page_size
         rope = None if k_rope is None else k_rope[:whole]
         rows = q.index_select(0, call.rows)
-        part, part_lse = paged_rows(call, rows, k[:whole], v[:whole], rope, options.of_slots(whole))
+        part, part_lse = paged_rows(
+            call, rows, k[:whole], v[:whole], rope, options.of_slots(whole),
+            biases=options.biases(call, positions),
+        )  # fmt: skip
         out.index_copy_(0, call.rows, part)
         lse.index_copy_(0, call.rows, part_lse)
     return out, lse
@@ -240,6 +287,7 @@ def paged_rows(
     *,
     window: Window = None,
     sinks: torch.Tensor | None = None,
+    biases: tuple[Any, ...] | None = None,
 ) -> State:
     """`paged_attention` of the rows of one call, with keys in one pool or in two."""
     split = q.shape[-1] - (0 if k_rope is None else k_rope.shape[-1])
@@ -249,7 +297,7 @@ def paged_rows(
     _core.paged_attention(
         q[..., :split], k, v, call.q_lens, None, None, None, call.kv_indptr, call.kv_indices,
         call.last_page_len, call.page_size, "NHD", o.k_scale, o.v_scale, o.kv_dtype, scale,
-        call.causal, window, o.softcap, None, sinks, None, call.packed_custom_mask, False,
+        call.causal, window, o.softcap, biases, sinks, None, call.packed_custom_mask, False,
         o.batch_invariant, None, out, lse, None if k_rope is None else q[..., split:], k_rope,
     )  # fmt: skip
     return out, lse

@@ -12,6 +12,8 @@ whatever the context.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..plans.sharded_plan import ShardedPlan
@@ -128,6 +130,8 @@ class _PassQ:
         )
         rope = None if inputs.k_rope is None else inputs.k_rope[:, heads]
         out, lse = attend_part(
-            calls, queries, inputs.k[:, heads], inputs.v[:, heads], options.of_heads(heads), rope
-        )
+            calls, queries, inputs.k[:, heads], inputs.v[:, heads],
+            options.of_heads(heads, inputs.q_heads(heads)),
+            partial(self._plan.batch.positions, self._exchange.rank, rows), rope,
+        )  # fmt: skip
         return [out.flatten(1), lse]

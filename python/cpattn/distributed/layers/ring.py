@@ -14,6 +14,7 @@ keys and values; of a rank a partial result of its own rows for each share.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 
 from ... import _core
 from ..plans.key_shares import Array, KeyShares
-from ..plans.sequence_calls import SequenceCall, Visibility, sequence_calls
+from ..plans.sequence_calls import Positions, SequenceCall, Visibility, sequence_calls
 from ..plans.sharded_plan import ShardedPlan
 from ..plans.tokens import Rows
 from ..transport.exchange import RowExchange
@@ -131,12 +132,18 @@ class Ring:
         out, lse = self._parts[share]
         attend_part(
             self._calls(share), inputs.q[:, q_heads], taken[0], inputs.values_of(taken),
-            inputs.options.of_heads(heads), state=(out[:, q_heads], lse[:, q_heads]),
+            inputs.options.of_heads(heads, q_heads), partial(self._positions, share),
+            state=(out[:, q_heads], lse[:, q_heads]),
         )  # fmt: skip
 
     def rows(self) -> slice | Array:
         """Select the queries of the inputs among all queries."""
         return self.plan.local_rows
+
+    def _positions(self, share: int) -> Positions:
+        """Return the positions of the queries, and of the keys of a share."""
+        tokens = self.plan.batch.rows.position[self.rows()].astype(np.int32)
+        return Positions(tokens, *self.shares.positions(share))
 
     def _calls(self, share: int) -> list[SequenceCall]:
         """Return the calls by which queries see the keys of a share, made once for all layers."""

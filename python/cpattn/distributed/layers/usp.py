@@ -74,9 +74,7 @@ class _RowRing(Ring):
             k=inputs.k[:, kv],
             v=inputs.v[:, kv],
             k_rope=None if rope is None else rope[:, kv],
-            options=replace(
-                options.of_heads(kv), sinks=None if options.sinks is None else options.sinks[mine.q]
-            ),
+            options=options.of_heads(kv, mine.q),
         )
         super().__init__(exchange, plan, own, tuple(row_of))
         self.groups = self.size

@@ -41,6 +41,7 @@ class KeyShares:
         self.share = cache(self._share)
         self.local_keys = cache(self._local_keys)
         self.local_pages = cache(self._local_pages)
+        self.positions = cache(self._positions)
 
     def of_groups(self, group_of: Array) -> KeyShares:
         """Return the shares of groups of ranks, of which `group_of` has one for each rank."""
@@ -66,6 +67,11 @@ class KeyShares:
 
     def _local_keys(self, rank: int) -> LocalKeys:
         return LocalKeys(*self.share(rank).local_keys())
+
+    def _positions(self, rank: int) -> tuple[NDArray[np.int32], Array]:
+        """Positions of the keys of a rank, and where those of each request begin."""
+        counts = self.counts(rank)
+        return self.local_keys(rank).position.astype(np.int32), np.cumsum(counts) - counts
 
     def _local_pages(self, rank: int) -> _core.LocalPages:
         """Pages as large as the runs of keys allow, or several of these where they lie in a row."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -40,6 +40,14 @@ class Visibility:
     mask: RowMask | None
 
 
+class Positions(NamedTuple):
+    """Positions between which biases count distances."""
+
+    tokens: NDArray[np.int32]  # of the queries
+    keys: NDArray[np.int32]  # of a rank, request after request
+    begins: Array  # of each request among the latter
+
+
 @dataclass(frozen=True)
 class SequenceCall:
     """One call of `paged_attention`."""
@@ -49,6 +57,8 @@ class SequenceCall:
     kv_indptr: Array
     kv_indices: Array
     last_page_len: Array
+    requests: Array  # of each sequence
+    first_key: Array  # among those that the rank has of its request
     page_size: int
     causal: bool
     packed_custom_mask: NDArray[np.uint8] | None = None

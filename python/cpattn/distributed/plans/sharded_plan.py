@@ -18,7 +18,7 @@ from .masks import packed_mask
 from .mesh import Mesh
 from .placed import has_telling_name, located
 from .plan import ContextParallelPlan
-from .sequence_calls import RowMask, SequenceCall, Sides, Visibility, sequence_calls
+from .sequence_calls import Positions, RowMask, SequenceCall, Sides, Visibility, sequence_calls
 from .tokens import NewTokens, Rows, index_array
 
 
@@ -97,6 +97,11 @@ class ShardedBatch:
             self.memo[key] = sequence_calls(self.shares, rank, where, chosen, visibility)
         calls: list[SequenceCall] = self.memo[key]
         return calls
+
+    def positions(self, rank: int, rows: slice) -> Positions:
+        """Return the positions of some rows, and of the keys of a rank."""
+        tokens = self.tokens.rows_in(rows).position.astype(np.int32)
+        return Positions(tokens, *self.shares.positions(rank))
 
 
 @dataclass(frozen=True)
