@@ -151,7 +151,8 @@ def test_what_is_no_pool_or_no_entry():
         with pytest.raises(TypeError, match=r"^KVLayout: entries must be KVEntry\(layer_id, "):
             KVLayout([entry], 8)
     with pytest.raises(
-        TypeError, match=r"page_stride=None, kv_layout='NHD'\), got \(0, 'k', 1, .*, \.\.\.\)$"
+        TypeError,
+        match=r"page_stride=None, kv_layout='NHD', layout_tag=''\), got \(0, 'k', 1, .*, \.\.\.\)$",
     ) as error:
         KVLayout([(0, "k", 1, 2, 3, 4, 5, 6) * 200], 4)
     assert len(str(error.value)) < 300

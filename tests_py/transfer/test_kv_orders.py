@@ -98,7 +98,7 @@ def test_layouts_travel_with_stride_and_order():
     fields = layout.to_dict()
     fields["entries"] = [entry[:8] for entry in fields["entries"]]  # of a peer that has neither
     fields["entries"][0][4] = fields["entries"][1][4] = 128
-    assert KVLayout.from_dict(fields).entries[0][8:] == (None, "NHD")
+    assert KVLayout.from_dict(fields).entries[0][8:] == (None, "NHD", "")
     for change in ({"page_stride": 512}, {"kv_layout": "NHD"}):
         entries = [entry._replace(**change) for entry in layout.entries]
         assert KVLayout([entries[0]], PAGE, total_kv_heads=HEADS) != KVLayout(
@@ -120,7 +120,7 @@ def test_from_tensor_takes_the_order_of_the_memory():
     assert (dense.item_len, dense.page_stride, dense.nbytes) == (128, None, 256)
     latents = torch.zeros(PAGES, PAGE, DIM, dtype=torch.uint8)
     assert KVEntry.from_tensor(0, "k", latents)[3:] == (
-        latents.data_ptr(), 160, 32, True, "uint8", None, "NHD",
+        latents.data_ptr(), 160, 32, True, "uint8", None, "NHD", "",
     )  # fmt: skip
     scales = torch.zeros(PAGES, HEADS, PAGE)
     for shown, order in ((scales, "HND"), (scales.swapaxes(1, 2), "NHD")):
@@ -238,9 +238,47 @@ def test_a_pool_may_say_stride_and_order():
             return [4096, 1 << 20], [640, 4 * 256 + 128], [128, 128]
 
     entries = KVLayout.from_pool(Pool()).entries
-    assert [entry[8:] for entry in entries] == [(None, "HND"), (256, "HND")]
-    for name, value in (("page_strides", [256]), ("kv_layout", 1)):
+    assert [entry[8:] for entry in entries] == [(None, "HND", ""), (256, "HND", "")]
+    for name, value in (("page_strides", [256]), ("kv_layout", 1), ("layout_tags", ["tiles"])):
         pool = Pool()
         setattr(pool, name, value)
         with pytest.raises(TypeError, match=rf"^KVLayout.from_pool: {name} of a pool must be a"):
             KVLayout.from_pool(pool)
+
+
+def test_a_tag_says_that_pages_are_in_an_order_of_their_own():
+    cache = np.zeros((PAGES, PAGE, HEADS, DIM), np.uint8)
+    tiles = KVEntry.from_tensor(0, "k", cache, layout_tag="amx-16x2")
+    assert (tiles.token_rows, tiles.layout_tag) == (False, "amx-16x2")
+    layout = KVLayout([tiles], page_size=PAGE, total_kv_heads=HEADS)
+    assert KVLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+    assert len(plan_kv_transfer(layout, layout, [1, 3], [2, 0])) == 2
+    pages = tiles._replace(layout_tag="")
+    other = KVLayout([pages], page_size=PAGE, total_kv_heads=HEADS)
+    said = (
+        r"^plan_kv_transfer: k of layer 0 must have one layout_tag on both sides, got "
+        r'"amx-16x2" at the source and "" at the destination$'
+    )
+    with pytest.raises(ValueError, match=said):
+        plan_kv_transfer(layout, other, [1], [2])
+    with pytest.raises(
+        ValueError, match=r"layout_tag of k of layer 0 must be .* without token_rows"
+    ):
+        KVLayout([tiles._replace(token_rows=True)], page_size=PAGE)
+    with pytest.raises(
+        ValueError, match="layout_tag of k of layer 0 must be at most 40 characters"
+    ):
+        KVLayout([tiles._replace(layout_tag="t" * 41)], page_size=PAGE)
+
+
+def test_a_pool_may_name_the_order_of_a_kind():
+    class Pool:
+        kinds, start_layer, num_layers, num_kv_heads, page_size = ("k", "v"), 0, 1, HEADS, PAGE
+        kv_layout, layout_tags = "HND", {"v": "tiles"}
+
+        def get_contiguous_buf_infos(self):
+            return [4096, 1 << 20], [640, 640], [128, 128]
+
+    keys, values = KVLayout.from_pool(Pool()).entries
+    assert (keys.token_rows, keys.kv_layout, keys.layout_tag) == (True, "HND", "")
+    assert (values.token_rows, values.kv_layout, values.layout_tag) == (False, "NHD", "tiles")

@@ -50,6 +50,7 @@ KVEntry entry_of(const Arguments& read, const py::tuple& fields) {
       .dtype = read.text(fields[7], "dtype"),
       .page_stride = stride_of(fields[8]),
       .kv_layout = read.axis_order(fields[9], "kv_layout"),
+      .layout_tag = read.text(fields[10], "layout_tag"),
   };
 }
 
@@ -57,7 +58,7 @@ py::tuple tuple_of(const KVEntry& entry) {
   return py::make_tuple(
       entry.layer_id, kv_kind_name(entry.kind), entry.is_draft, entry.addr, entry.num_bytes,
       entry.item_len, entry.token_rows, entry.dtype, entry.page_stride,
-      entry.kv_layout == KVAxisOrder::nhd ? "NHD" : "HND"
+      entry.kv_layout == KVAxisOrder::nhd ? "NHD" : "HND", entry.layout_tag
   );
 }
 

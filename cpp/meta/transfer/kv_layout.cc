@@ -98,6 +98,12 @@ void check_entry(const KVEntry& entry, const KVPlacement& placement) {
       kMaxName, " characters, got ", entry.dtype.size()
   );
   check(
+      entry.layout_tag.size() <= kMaxName && (entry.layout_tag.empty() || !entry.token_rows),
+      kFunction, ": layout_tag of ", entry, " must be at most ", kMaxName,
+      " characters, and without token_rows, got ", entry.layout_tag.size(), " and ",
+      entry.token_rows ? "token_rows" : "none"
+  );
+  check(
       entry.num_bytes == 0 || entry.addr <= UINT64_MAX - (entry.num_bytes - 1), kFunction,
       ": addr + nbytes of ", entry, " must not pass 2^64, got ", entry.addr, " + ", entry.num_bytes
   );

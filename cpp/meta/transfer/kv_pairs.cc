@@ -17,14 +17,20 @@ struct Side {
   const KVLayout& layout;
 };
 
-/// Checks that buffers of one layer and kind hold the same kind of numbers on both sides.
-void check_dtypes(const KVLayout& src, const KVLayout& dst) {
+/// Checks that buffers of one layer and kind hold the same kind of numbers, in an order of the same
+/// name, on both sides.
+void check_bytes(const KVLayout& src, const KVLayout& dst) {
   for (const KVEntry& from : src.entries()) {
     const KVEntry* to = dst.find(from);
     check(
         to == nullptr || from.dtype.empty() || to->dtype.empty() || from.dtype == to->dtype,
         kFunction, ": ", from, " must have one dtype on both sides, got ", from.dtype,
         " at the source and ", to == nullptr ? "" : to->dtype, " at the destination"
+    );
+    check(
+        to == nullptr || from.layout_tag == to->layout_tag, kFunction, ": ", from,
+        " must have one layout_tag on both sides, got \"", from.layout_tag,
+        "\" at the source and \"", to == nullptr ? "" : to->layout_tag, "\" at the destination"
     );
   }
 }
@@ -119,7 +125,7 @@ void check_apart(const KVLayout& dst) {
 
 std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst) {
   const bool with_draft = src.has_draft() && dst.has_draft();
-  check_dtypes(src, dst);
+  check_bytes(src, dst);
   check_counterparts({"source", src}, {"destination", dst}, with_draft);
   check_counterparts({"destination", dst}, {"source", src}, with_draft);
   check_apart(dst);

@@ -49,6 +49,9 @@ class KVEntry(NamedTuple):
         The order of a page: ``[page_size, num_kv_heads, head_dim]``, or with heads first
         ``[num_kv_heads, page_size, head_dim]``, as of `cpattn.paged_attention`. HND needs
         `KVLayout.total_kv_heads`.
+    layout_tag : str
+        A name for the order of bytes where pages are no rows of tokens, such as the tiles that a
+        kernel wants; "" for all others. Plans refuse sides whose names differ.
 
     Examples
     --------
@@ -69,6 +72,7 @@ class KVEntry(NamedTuple):
     dtype: str = ""
     page_stride: int | None = None
     kv_layout: str = "NHD"
+    layout_tag: str = ""
 
     @classmethod
     def from_tensor(
@@ -79,6 +83,7 @@ class KVEntry(NamedTuple):
         *,
         kv_layout: str = "NHD",
         is_draft: bool = False,
+        layout_tag: str = "",
     ) -> KVEntry:
         """Describe the pages of a tensor, which may be a view with others between its pages.
 
@@ -87,8 +92,8 @@ class KVEntry(NamedTuple):
 
         Parameters
         ----------
-        layer_id, kind, is_draft
-            As of `KVEntry`.
+        layer_id, kind, is_draft, layout_tag
+            As of `KVEntry`. With a `layout_tag` pages are no rows of tokens, whatever the shape.
         tensor : tensor of torch or NumPy, shape [num_pages, ...]
             With ``[page_size, num_kv_heads, head_dim]``, without the heads for latents, or
             without the dimension for scales; with heads first for ``kv_layout="HND"``. A page
@@ -132,6 +137,7 @@ class KVEntry(NamedTuple):
         return cls(
             integer(layer_id, function, "layer_id"), kind, flag(is_draft, function, "is_draft"),
             memory.addr, (num_pages - 1) * stride + item_len if num_pages else 0, item_len,
+            token_rows=not layout_tag, layout_tag=layout_tag,
             dtype=memory.dtype, page_stride=stride if num_pages > 1 and stride > item_len else None,
             kv_layout=memory.order(kv_layout, has_heads, function),
         )  # fmt: skip

@@ -105,9 +105,9 @@ class KVLayout(_core.KVLayout):
             Or anything with their ``kinds``, ``start_layer``, ``num_layers``, ``num_kv_heads``,
             ``page_size`` and ``get_contiguous_buf_infos()``. Optional are ``dtypes``, a dict of
             the dtype of each kind, ``whole_page_kinds``, a list of kinds without rows of tokens,
-            ``page_strides``, a dict of `KVEntry.page_stride` by kind, ``kv_layout`` as of
-            `KVEntry`, and ``kv_lora_rank``: an int says that the pool is of latents, with one
-            KV head.
+            ``page_strides`` and ``layout_tags``, dicts of `KVEntry.page_stride` and
+            `KVEntry.layout_tag` by kind, ``kv_layout`` as of `KVEntry`, and
+            ``kv_lora_rank``: an int says that the pool is of latents, with one KV head.
         tp_rank, tp_size, total_kv_heads
             As of `KVLayout`; heads are those of the pool by default, which is not enough for
             MHA with ``tp_size > 1``.

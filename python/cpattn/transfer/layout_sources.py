@@ -27,7 +27,8 @@ def fields_of(entry: Any) -> tuple[Any, ...]:
     except Exception as error:
         raise TypeError(
             f"KVLayout: entries must be KVEntry(layer_id, kind, is_draft, addr, nbytes, item_len, "
-            f"token_rows=True, dtype='', page_stride=None, kv_layout='NHD'), got {_shown(entry)}"
+            f"token_rows=True, dtype='', page_stride=None, kv_layout='NHD', layout_tag=''), "
+            f"got {_shown(entry)}"
         ) from error
 
 
@@ -58,10 +59,12 @@ def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
     whole_pages = _optional(pool, "whole_page_kinds", (), list | tuple, "a list of kinds")
     strides = _optional(pool, "page_strides", {}, Mapping, "a dict of the stride of each kind")
     order = _optional(pool, "kv_layout", "NHD", str, "a str")
+    tags = _optional(pool, "layout_tags", {}, Mapping, "a dict of the layout_tag of each kind")
     entries = []
     for kind in pool.kinds:
-        rows = kind not in whole_pages
-        rest = rows, dtypes.get(kind, ""), strides.get(kind), order if rows else "NHD"
+        tag = tags.get(kind, "")
+        rows = kind not in whole_pages and not tag
+        rest = rows, dtypes.get(kind, ""), strides.get(kind), order if rows else "NHD", tag
         for layer in range(first, first + pool.num_layers):
             addr, nbytes, item_len = next(infos)
             entries.append(KVEntry(layer, kind, is_draft, addr, nbytes, item_len, *rest))

@@ -36,6 +36,9 @@ struct KVEntry {
   // Bytes from page to page; none: item_len. What lies between pages may be those of other entries.
   std::optional<uint64_t> page_stride;
   KVAxisOrder kv_layout = KVAxisOrder::nhd;
+  // Name of the order of bytes in pages that are no rows, such as the tiles of a kernel; empty for
+  // any other. Both sides of a pair must say the same.
+  std::string layout_tag;
 
   /// Layers that use the top-k of an earlier one need no index keys. For a pair of which either
   /// side is left out nothing moves.
@@ -78,8 +81,8 @@ class KVLayout {
   /// Throws std::invalid_argument for ranks and sizes that contradict each other, two entries of
   /// the same layer, kind and draft flag, entries outside `layers`, entries whose bytes are no
   /// whole number of pages or wrap past 2^64, entries that are left out, but for index keys and
-  /// states without bytes, and entries of order HND whose pages are no rows of a known number of
-  /// heads.
+  /// states without bytes, entries of order HND whose pages are no rows of a known number of
+  /// heads, and rows of tokens with a layout_tag.
   KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement);
 
   std::span<const KVEntry> entries() const { return entries_; }
