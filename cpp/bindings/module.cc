@@ -50,6 +50,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_striped_allocator(m);
   bindings::register_runtime(m);
   bindings::register_kv_pages(m);
+  bindings::register_kv_digest(m);
   bindings::register_kv_shards(m);
   bindings::register_send_kvcache(m);
   bindings::register_topk(m);

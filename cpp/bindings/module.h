@@ -31,6 +31,7 @@ void register_shard_gather(pybind11::module_& module);
 void register_striped_allocator(pybind11::module_& module);
 void register_kv_transfer(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
+void register_kv_digest(pybind11::module_& module);
 void register_kv_pages(pybind11::module_& module);
 void register_kv_shards(pybind11::module_& module);
 void register_send_kvcache(pybind11::module_& module);

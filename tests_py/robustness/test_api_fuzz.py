@@ -42,7 +42,7 @@ RECORDS = {  # hold what they are given, and check nothing
     "KVSendIndices", "PullTargets", "RankSegments",
     "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "KVRegistration", "KVTransferRequest",
     "LayerCaches", "Profile", "ScopeTime", "ShardedPlan", "Thread", "Topology", "TransferError",
-    "TransferStatus",
+    "TransferStatus", "KVDigest", "KVHandshakeError", "KVMismatch",
 }  # fmt: skip
 ENUMS = {"ForwardMode", "TopkTransformMethod", "TraceScope"}
 PROTOCOLS = {"Placement", "TransferEngine"}

@@ -87,6 +87,12 @@ void copy(const BlockLists& self, py::handle num_threads) {
   copy_blocks(self.src_addrs, self.dst_addrs, self.lengths, threads);
 }
 
+std::vector<int64_t> differing(const BlockLists& self, py::handle num_threads) {
+  const int threads = Arguments("LocalEngine.differing").threads(num_threads);
+  const Computation computation;
+  return differing_blocks(self.src_addrs, self.dst_addrs, self.lengths, threads);
+}
+
 }  // namespace
 
 void register_copy_blocks(py::module_& module) {
@@ -101,6 +107,7 @@ void register_copy_blocks(py::module_& module) {
       .def(py::init(&make_blocks), "function"_a, "src_addrs"_a, "dst_addrs"_a, "lengths"_a)
       .def("lie_in", &lie_in, "sources"_a, "targets"_a)
       .def("copy", &copy, "num_threads"_a)
+      .def("differing", &differing, "num_threads"_a)
       .def(
           "lists",
           [](const BlockLists& self) {

@@ -129,9 +129,10 @@ KVTransferRange range_of(const Arguments& read, const py::dict& arguments) {
 
 /// A plan that keeps its source, which may keep a pool: engines read there unasked. (Not by
 /// py::keep_alive, which looks at a result even where the call was refused.)
-py::object with_source(TransferPlan plan, py::handle src) {
+py::object with_layouts(TransferPlan plan, py::handle src, py::handle dst) {
   py::object made = py::cast(std::move(plan));
   py::detail::keep_alive_impl(made, src);
+  made.attr("layouts") = py::make_tuple(src, dst);
   return made;
 }
 
@@ -153,7 +154,7 @@ py::object plan_transfer(
     const GilRelease nogil;
     plan = plan_kv_transfer(source, target, from, to, tokens);
   }
-  return with_source(std::move(plan), src);
+  return with_layouts(std::move(plan), src, dst);
 }
 
 /// Layouts with the list of pages that each has.
@@ -208,7 +209,8 @@ py::list plan_links(
   }
   py::list out;
   for (KVLink& link : links) {
-    const py::object plan = with_source(std::move(link.plan), sources[link.source]);
+    const py::object plan =
+        with_layouts(std::move(link.plan), sources[link.source], destinations[link.destination]);
     out.append(py::make_tuple(link.source, link.destination, plan));
   }
   return out;

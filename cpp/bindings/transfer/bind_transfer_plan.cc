@@ -122,7 +122,8 @@ std::string repr(const TransferPlan& plan) {
 void register_transfer_plan(py::module_& module) {
   py::class_<TransferPlan> type(
       module, "TransferPlan",
-      "Blocks to copy from one memory to another: a value of three equally long arrays."
+      "Blocks to copy from one memory to another: a value of three equally long arrays.",
+      py::dynamic_attr()  // for the layouts it was made of
   );
   type.def(
       py::init(&make_plan), py::arg("src_addrs"), py::arg("dst_addrs"), py::arg("lengths"),

@@ -5,14 +5,15 @@
 #include <array>
 #include <bit>
 #include <cstddef>
+#include <numeric>
 #include <utility>
 
 #include "cpattn/base/check.h"
+#include "cpattn/transfer/held_tokens.h"
 
 namespace cpattn {
 namespace {
 
-constexpr char kFunction[] = "plan_kv_transfer";
 using Runs = std::vector<TransferRun>;
 
 /// A side during the walk over tokens.
@@ -66,7 +67,7 @@ class Cursor {
 
   void refuse(int64_t index) const {
     check(
-        false, kFunction, ": ", list_.side, " pages must be in [0, ",
+        false, list_.function, ": ", list_.side, " pages must be in [0, ",
         is_striped_ ? concat(list_.shard_size, " * ") : "", num_pages_, ") for ", *list_.smallest,
         ", got ", list_.pages[index], " at index ", index
     );
@@ -88,7 +89,7 @@ void coalesce(Runs& runs, const KVPageList& dst) {
   int64_t end = 0;
   for (const TransferRun& run : runs) {
     check(
-        run.dst >= end, kFunction, ": destination pages must be distinct, got page ",
+        run.dst >= end, dst.function, ": ", dst.side, " pages must be distinct, got page ",
         run.dst / dst.page_size, " for two parts of the sequence"
     );
     end = run.dst + run.count;
@@ -149,8 +150,8 @@ void check_holds(const KVPageList& list, IndexRange tokens) {
   check(
       list.start <= tokens.begin && tokens.begin <= tokens.end &&
           list.rows(tokens).end <= list.num_rows(),
-      kFunction, ": ", list.side, " pages must hold tokens ", tokens, ", got ", list.pages.size(),
-      " of ", list.page_size, " from ", list.start, " on"
+      list.function, ": ", list.side, " pages must hold tokens ", tokens, ", got ",
+      list.pages.size(), " of ", list.page_size, " from ", list.start, " on"
   );
 }
 
@@ -163,7 +164,7 @@ std::vector<IndexRange> tokens_of_shard(const KVPageList& list, IndexRange token
     const int64_t next = std::min(tokens.end, list.start + (index + 1) * list.page_size);
     const int64_t page = list.pages[index];
     check(
-        page >= 0, kFunction, ": ", list.side, " pages must be >= 0, got ", page, " at index ",
+        page >= 0, list.function, ": ", list.side, " pages must be >= 0, got ", page, " at index ",
         index
     );
     if (page % list.shard_size == list.shard_rank) {
@@ -189,7 +190,7 @@ void check_pages_distinct(const KVPageList& dst, IndexRange tokens) {
     if (found != written.end() && *found == *page) twice = found;
   }
   check(
-      twice == written.end(), kFunction, ": destination pages must be distinct, got page ",
+      twice == written.end(), dst.function, ": ", dst.side, " pages must be distinct, got page ",
       twice == written.end() ? 0 : *twice, " for two parts of the sequence"
   );
 }
@@ -205,8 +206,9 @@ std::vector<TransferRun> token_runs(
   int64_t num_steps = 0;
   for (int64_t token = tokens.begin; token < tokens.end; ++num_steps) {
     check(
-        num_steps < kMaxSteps, kFunction, ": pages and dcp_interleave must cut a sequence into at ",
-        "most ", kMaxSteps, " pieces, got more of tokens ", tokens
+        num_steps < kMaxSteps, dst.function,
+        ": pages and dcp_interleave must cut a sequence into at ", "most ", kMaxSteps,
+        " pieces, got more of tokens ", tokens
     );
     if (!all_go) {
       const Cursor* without = !to.holds(token) ? &to : !from.holds(token) ? &from : nullptr;
@@ -222,6 +224,121 @@ std::vector<TransferRun> token_runs(
   sort_by_destination(runs);
   coalesce(runs, dst);
   return runs;
+}
+
+namespace {
+
+constexpr int64_t kMaxTokens = int64_t{1} << 48;  // sums and products of few stay in int64
+
+KVPageList list_of(const char* function, const KVLayout& layout, const KVTokenRange& range) {
+  const KVPlacement& placement = layout.placement();
+  KVPageList list = {
+      .function = function,
+      .side = "given",
+      .pages = range.pages,
+      .page_size = placement.page_size,
+      .start = range.start,
+      .dcp_rank = placement.dcp_rank,
+      .dcp_size = placement.dcp_size,
+      .dcp_interleave = placement.dcp_interleave,
+      .shard_rank = placement.shard_rank,
+      .shard_size = placement.shard_size,
+  };
+  for (const KVEntry& entry : layout.entries()) {
+    if (entry.is_elided()) continue;
+    const bool smaller = !list.smallest || entry.num_pages() < list.smallest->num_pages();
+    if (smaller) list.smallest = &entry;
+  }
+  return list;
+}
+
+/// Runs of the tokens that a side holds, whose sources are their positions.
+std::vector<TransferRun> runs_of(const KVPageList& list, IndexRange tokens) {
+  constexpr int64_t kOnePage[] = {0};
+  const KVEntry one_page = {.num_bytes = 1, .item_len = 1};
+  const KVPageList sequence = {
+      .pages = kOnePage, .page_size = kMaxTokens + 1, .smallest = &one_page
+  };
+  return token_runs(sequence, list, tokens);
+}
+
+/// The tokens that a peer holds, whatever pages it has for them.
+std::vector<IndexRange> tokens_of_peer(
+    const char* function, const KVLayout& peer, IndexRange tokens
+) {
+  const KVPlacement& placement = peer.placement();
+  check(
+      placement.shard_size == 1, function, ": peer must have all pages of its tokens, got ",
+      "shard_size ", placement.shard_size
+  );
+  if (placement.dcp_size == 1) return {tokens};
+  KVPageList list = list_of(function, peer, {});
+  const int64_t num_pages = list.owned_below(tokens.end) / list.page_size + 1;
+  std::vector<int64_t> pages(num_pages);
+  std::iota(pages.begin(), pages.end(), 0);
+  const KVEntry all_pages = {.num_bytes = static_cast<uint64_t>(num_pages), .item_len = 1};
+  list.pages = pages;
+  list.smallest = &all_pages;
+  std::vector<IndexRange> ranges;
+  for (const TransferRun& run : runs_of(list, tokens)) {
+    ranges.push_back({run.src, run.src + run.count});
+  }
+  return ranges;
+}
+
+}  // namespace
+
+IndexRange tokens_of(const char* function, const KVLayout& layout, const KVTokenRange& range) {
+  const CheckFor require(function);
+  const KVPageList list = list_of(function, layout, range);
+  const auto check_count = [&](const char* name, int64_t value) {
+    require(value >= 0 && value <= kMaxTokens, name, " must be in [0, 2^48], got ", value);
+  };
+  check_count("start", range.start);
+  check_count("first_token", range.first_token.value_or(0));
+  check_count("num_tokens", range.num_tokens.value_or(0));
+  require(
+      std::ssize(range.pages) <= kMaxTokens / list.page_size,
+      "pages must hold at most 2^48 tokens, got ", range.pages.size(), " of ", list.page_size
+  );
+  const int64_t cycle = list.dcp_size == 1 ? 1 : list.dcp_size * list.dcp_interleave;
+  require(
+      range.start % cycle == 0 && list.owned_below(range.start) % list.page_size == 0,
+      "start must be the first token of a page of ", list.page_size,
+      list.dcp_size > 1 ? " on every DCP rank" : "", ", got ", range.start
+  );
+  require(
+      range.num_tokens || list.dcp_size == 1, "num_tokens must be given with dcp_size ",
+      list.dcp_size
+  );
+  const int64_t first = range.first_token.value_or(range.start);
+  const int64_t end = range.num_tokens ? first + *range.num_tokens : range.start + list.num_rows();
+  check_holds(list, {first, end});
+  return {first, end};
+}
+
+std::vector<HeldTokens> held_tokens(
+    const char* function, const KVLayout& layout, const KVTokenRange& range, const KVLayout* peer
+) {
+  const IndexRange tokens = tokens_of(function, layout, range);
+  const KVPageList list = list_of(function, layout, range);
+  if (!list.smallest) return {};
+  std::vector<HeldTokens> held;
+  const auto wanted = peer ? tokens_of_peer(function, *peer, tokens) : std::vector{tokens};
+  for (const TransferRun& run : runs_of(list, tokens)) {
+    const IndexRange own = {run.src, run.src + run.count};
+    // The first range that ends behind the begin of the run: they ascend, and are apart.
+    auto range_of = std::upper_bound(
+        wanted.begin(), wanted.end(), own.begin,
+        [](int64_t token, IndexRange other) { return token < other.end; }
+    );
+    for (; range_of != wanted.end() && range_of->begin < own.end; ++range_of) {
+      const IndexRange both = intersect(own, *range_of);
+      if (both.size() == 0) continue;
+      held.push_back({both.begin, run.dst + both.begin - run.src, both.size()});
+    }
+  }
+  return held;
 }
 
 }  // namespace cpattn

@@ -23,7 +23,8 @@ bool sort_by_destination(std::vector<TransferRun>& runs);
 /// Pages in which one side keeps the tokens of a sequence. All counts may also be in pages instead
 /// of tokens, with a page_size of 1 then.
 struct KVPageList {
-  const char* side = "";  // for messages
+  const char* function = "plan_kv_transfer";  // for messages, as is the side
+  const char* side = "";
   std::span<const int64_t> pages;
   int64_t page_size = 1;
   int64_t start = 0;                  // the token of row 0 of the first page

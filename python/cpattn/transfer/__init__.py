@@ -8,12 +8,16 @@
 ``layout`` (with ``entry``, ``layout_sources``) says which layer, kind and tokens a buffer holds;
 ``planner`` makes plans of two layouts, ``plan`` is one, ``execute`` runs it. ``engine`` says what
 moves bytes, ``local`` is one within a process; ``registration`` and ``regions`` are for memory
-that engines may touch. ``wire`` has the messages between servers. ``sglang_0_5_23`` alone has the
-functions of that release under its names. Imports the core, and no engine (`cpattn.integrations`).
+that engines may touch. ``wire`` has the messages between servers,
+``handshake`` one that names where they differ; ``digests`` tell whether both sides hold the same.
+``sglang_0_5_23`` alone has the functions of that release under its names. Imports the core, and no
+engine (`cpattn.integrations`).
 """
 
 from . import sglang_0_5_23 as sglang_0_5_23
+from .digests import KVDigest, KVMismatch, digest
 from .engine import TransferEngine, TransferError, TransferStatus
+from .handshake import KVHandshake, KVHandshakeError
 from .layout import KVEntry, KVLayout
 from .local import LocalEngine
 from .plan import TransferPlan
@@ -23,10 +27,14 @@ from .registration import Registration, register
 from .wire import KVRegistration, KVTransferRequest, pack_int_lists, unpack_int_lists
 
 __all__ = [
+    "KVDigest",
     "KVEntry",
+    "KVHandshake",
+    "KVHandshakeError",
     "KVLayout",
     "KVLink",
     "KVLinks",
+    "KVMismatch",
     "KVRegistration",
     "KVTransferRequest",
     "LocalEngine",
@@ -35,6 +43,7 @@ __all__ = [
     "TransferError",
     "TransferPlan",
     "TransferStatus",
+    "digest",
     "pack_int_lists",
     "plan_kv_links",
     "plan_kv_transfer",

@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .._arguments import at_least, flag, part, real
 from .._core import TransferPlan
+from .digests import KVMismatch
 from .engine import TransferEngine, TransferError, TransferStatus, checked_code
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from .layout import KVLayout
+
 _FUNCTION = "TransferPlan.execute"
 # A batch ends here, too, so that progress, timeout and a retry never wait for many gigabytes.
 _MAX_BATCH_BYTES = 256 << 20
+_MAX_NAMED = 64  # blocks that differ and are looked up for the message
 
 
 def execute(
@@ -32,6 +36,7 @@ def execute(
     retries: int = 0,
     progress: Callable[[int, int], object] | None = None,
     check: bool = True,
+    verify: bool = False,
 ) -> TransferStatus:
     """Write the blocks of a plan into the memory of a peer, batch by batch and in order.
 
@@ -62,6 +67,10 @@ def execute(
     check : bool, optional
         False to have the code of a failed batch returned instead of raised, for engines that look
         at codes themselves.
+    verify : bool, optional
+        Compare every byte with its source in the end, which takes an engine with ``differing``, as
+        `LocalEngine` has. Over a network both sides compare digests, see `cpattn.transfer.digest`.
+        Both memories must rest until this has returned.
 
     Returns
     -------
@@ -72,6 +81,9 @@ def execute(
     ------
     TransferError
         The engine answered with a code other than 0.
+    KVMismatch
+        `verify` found other bytes. It names the buffers and pages of plans of `plan_kv_transfer`
+        and `plan_kv_links`, and blocks and addresses of other plans.
     TimeoutError
         Batches remained after `timeout`. It has a ``transfer_status``, too.
     """
@@ -81,6 +93,9 @@ def execute(
     max_blocks = at_least(1, max_blocks, _FUNCTION, "max_blocks")
     retries = at_least(0, retries, _FUNCTION, "retries")
     check = flag(check, _FUNCTION, "check")
+    differing = None
+    if flag(verify, _FUNCTION, "verify"):
+        differing = part(engine, "differing", _FUNCTION, "engine, for verify,")
     deadline = math.inf if timeout is None else time.monotonic() + _seconds(timeout)
     if progress is not None and not callable(progress):
         raise TypeError(f"{_FUNCTION}: progress must be callable, got {type(progress).__name__}")
@@ -125,6 +140,10 @@ def execute(
         raise
     if code and check:
         raise TransferError(_failure(session, status(code)), status(code))
+    if differing is not None and not code:
+        blocks = differing(session, self.src_addrs, self.dst_addrs, self.lengths)
+        if blocks:
+            raise _mismatch(self, blocks)
     return status(code)
 
 
@@ -161,3 +180,32 @@ def _annotate(error: BaseException, status: TransferStatus, batches_done: int) -
             f"after {batches_done} of {status.num_batches} batches, {status.blocks_done} blocks "
             f"and {status.bytes_done} bytes"
         )
+
+
+def _mismatch(plan: TransferPlan, blocks: Sequence[int]) -> KVMismatch:
+    """Name what the blocks that differ are of, as far as the plan knows."""
+    found: dict[str, None] = {}  # an ordered set
+    for block in blocks[:_MAX_NAMED]:
+        src, dst = int(plan.src_addrs[block]), int(plan.dst_addrs[block])
+        what = f"block {block}, {plan.lengths[block]} bytes from {src:#x} to {dst:#x}"
+        if layouts := getattr(plan, "layouts", None):
+            source, target = layouts
+            buffer, page = _place(source, src)
+            what = f"{buffer}, page {page} here and {_place(target, dst)[1]} there"
+        found[what] = None
+    names = tuple(found)
+    rest = "; and more" * (len(names) > 4 or len(blocks) > _MAX_NAMED)
+    return KVMismatch(
+        f"{_FUNCTION}: {len(blocks)} of {len(plan)} blocks have other bytes than their sources: "
+        f"{'; '.join(names[:4])}{rest}",
+        names,
+    )
+
+
+def _place(layout: KVLayout, addr: int) -> tuple[str, int]:
+    """Name of the buffer that has an address, and the page."""
+    for entry in layout.entries:
+        page, byte = divmod(addr - entry.addr, entry.page_stride or entry.item_len or 1)
+        if 0 <= addr - entry.addr < entry.nbytes and byte < entry.item_len:
+            return f"{entry.kind} of {'draft ' * entry.is_draft}layer {entry.layer_id}", page
+    raise AssertionError(f"a plan of these layouts has address {addr}")

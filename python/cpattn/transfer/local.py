@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from .. import _core
@@ -109,28 +110,56 @@ class LocalEngine:
         inside one range that is registered here and at the peer, respectively. A destination must
         overlap no source and no other destination.
         """
+        with self._blocks("LocalEngine.write", session, src_addrs, dst_addrs, lengths) as blocks:
+            if blocks is None:
+                return _OUTSIDE
+            blocks.copy(self._num_threads)
+        return 0
+
+    def differing(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> list[int]:
+        """Return the numbers of the blocks whose bytes are not those of their sources.
+
+        ValueError where `write` returns -1.
+        """
+        name = "LocalEngine.differing"
+        with self._blocks(name, session, src_addrs, dst_addrs, lengths) as blocks:
+            if blocks is None:
+                raise ValueError(
+                    f"{name}: blocks must lie in memory registered here and at session "
+                    f"{session!r:.100}"
+                )
+            return blocks.differing(self._num_threads)
+
+    @contextmanager
+    def _blocks(
+        self, name: str, session: str, *lists: Sequence[int]
+    ) -> Iterator[_core.Blocks | None]:
+        """The blocks of a call, whose memory stays within; None if not all of it is registered."""
         if not isinstance(session, str):
-            raise TypeError(
-                f"LocalEngine.write: session must be a str, got {type(session).__name__}"
-            )
-        blocks = _core.Blocks("LocalEngine.write", src_addrs, dst_addrs, lengths)
+            raise TypeError(f"{name}: session must be a str, got {type(session).__name__}")
+        blocks = _core.Blocks(name, *lists)
         write = peer = None
         try:
             with _changed:
                 own, peer = self._open(), _engines.get(session)
-                if peer is None or not blocks.lie_in(own._memory, peer._memory):
-                    return _OUTSIDE
-                write = _Write(own._owners, peer._owners)
-                own._writes.add(write)
-                peer._writes.add(write)
-            blocks.copy(self._num_threads)
+                inside = peer is not None and blocks.lie_in(own._memory, peer._memory)
+                if inside and peer is not None:
+                    write = _Write(own._owners, peer._owners)
+                    own._writes.add(write)
+                    peer._writes.add(write)
+            yield blocks if inside else None
         finally:  # also of a Ctrl-C at any line above: `close` would wait for the write for ever
             if write is not None and peer is not None:
                 with _changed:
                     self._writes.discard(write)
                     peer._writes.discard(write)
                     _changed.notify_all()
-        return 0
 
     def close(self) -> None:
         """Wait for writes in flight, then release all memory and leave the peers."""

@@ -79,15 +79,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # Not a subclass, as `KVLayout` is: the core makes plans, and would have to know it. Type checkers
 # are told of one, so that they know the methods.
 if TYPE_CHECKING:
+    from .layout import KVLayout
+
     _execute, _summary = execute, summary
 
     class TransferPlan(_core.TransferPlan):
         execute = _execute
         summary = _summary
+        layouts: tuple[KVLayout, KVLayout] | None
 
 else:
     TransferPlan = _core.TransferPlan
     TransferPlan.execute, TransferPlan.summary = execute, summary
+    TransferPlan.layouts = None  # of a class that keeps those of plans of a planner
     TransferPlan.__module__ = "cpattn.transfer"
 
 TransferPlan.__doc__ = """Blocks to copy from one memory to another.
@@ -111,6 +115,8 @@ total_bytes : int
     The sum of ``lengths``.
 parts : list of (str, int, int)
     The argument.
+layouts : pair of KVLayout, or None
+    Source and destination, where a planner was given them; pickles forget them.
 
 Raises
 ------

@@ -294,10 +294,7 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
         mha_pool, "get_kv_buffer", LAYER, prefixes=("get_value_buffer: ",)
     ),
     "LocalEngine": of(transfer.LocalEngine, given(num_threads=1, max_blocks=16)),
-    "LocalEngine.register": transfer_calls.engine_register,
-    "LocalEngine.unregister": transfer_calls.engine_unregister,
-    "LocalEngine.write": transfer_calls.engine_write,
-    "register": transfer_calls.register,
+    **transfer_calls.CALLS,
     "Registration.close": transfer_calls.closed_registration,
     "fill_kv_args": lambda: Call(
         sglang_0_5_23.fill_kv_args,

@@ -112,6 +112,18 @@ MLA_POOL = partial(
 )  # fmt: skip
 
 
+def digested(n: int) -> Call:
+    """Digest one cache of n megabytes."""
+    cache = np.zeros((16 * n, 16, 16, 128), np.float16)
+    entry = transfer.KVEntry.from_tensor(0, "k", cache)
+    side = transfer.KVLayout([entry], page_size=16, total_kv_heads=16)
+
+    def call() -> None:
+        assert transfer.digest(side, np.arange(len(cache)), num_threads=1).num_tokens
+
+    return call
+
+
 def write_blocks(n: int) -> Call:
     """Write one megabyte n times, a kilobyte at a time: memory is no part of it."""
     engine = transfer.LocalEngine(num_threads=1)
@@ -298,6 +310,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "page_table_to_topk": lambda n: partial(
         sparse.sglang_0_5_23.page_table_to_topk, rows(n), [2048] * (16 * n), 2048
     ),
+    "digest": digested,
     "plan_attention": many_plans,
     "plan_kv_transfer": lambda n: partial(
         transfer.plan_kv_transfer, *layouts(), pages(n), pages(n)

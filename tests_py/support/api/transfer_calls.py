@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,16 +110,28 @@ def engine_unregister() -> Call:
     return Call(sender.unregister, of_kind("addresses", addrs=[src.ctypes.data]), close=close)
 
 
+def engine_differing() -> Call:
+    call = engine_write()
+    return replace(call, function=call.function.__self__.differing)
+
+
 def execute() -> Call:
     sender, receiver, src, dst, close = engines()
     plan = transfer.TransferPlan([src.ctypes.data], [dst.ctypes.data], [64])
     arguments = (
-        given(engine=sender, session=receiver.session_id, max_blocks=1, timeout=10.0, check=True)
+        given(
+            engine=sender,
+            session=receiver.session_id,
+            max_blocks=1,
+            timeout=10.0,
+            check=True,
+            verify=True,
+        )
         | of_kind("times", retries=0)
         | of_kind("any", progress=None)
     )
     errors = (transfer.TransferError, TimeoutError)
-    prefixes = ("LocalEngine.write: ",)
+    prefixes = ("LocalEngine.write: ", "LocalEngine.differing: ")
     return Call(plan.execute, arguments, close=close, errors=errors, prefixes=prefixes)
 
 
@@ -248,3 +262,60 @@ def profiled() -> Call:
         cpattn.sparse.hadamard_transform(f32(2, 16))
     scope = of_kind("value", scope=cpattn.profiling.TraceScope.call)
     return Call(profile.select, scope | given(thread=0))
+
+
+def digested() -> Call:
+    cache = np.zeros((8, 4, 2, 8), np.float16)
+    side = transfer.KVLayout([transfer.KVEntry.from_tensor(0, "k", cache)], 4, total_kv_heads=2)
+    arguments = (
+        of_kind("value", layout=side)
+        | of_kind("?value", peer=side)
+        | given(pages=[1, 0], start=0, first_token=0, num_tokens=4, block_tokens=4, num_threads=1)
+    )
+    return Call(
+        transfer.digest, arguments, close=lambda: cache.fill(0), prefixes=("KVLayout.from_pool: ",),
+        names=("buffers", "addrs", "item_len", "pool"),
+    )  # fmt: skip
+
+
+def compared(name: str) -> Call:
+    call = digested()
+    mine = call.function(**call.values())
+    errors = (transfer.KVMismatch,)
+    return Call(
+        getattr(mine, name), of_kind("value", sent=mine), close=call.close, errors=errors,
+        prefixes=("KVDigest.differences: ",),
+    )  # fmt: skip
+
+
+def handshake() -> transfer.KVHandshake:
+    return transfer.KVHandshake(layout(), {"model": "m"})
+
+
+CALLS = {
+    "LocalEngine.register": engine_register,
+    "LocalEngine.unregister": engine_unregister,
+    "LocalEngine.write": engine_write,
+    "LocalEngine.differing": engine_differing,
+    "register": register,
+    "digest": digested,
+    "KVDigest.check": partial(compared, "check"),
+    "KVDigest.differences": partial(compared, "differences"),
+    "KVDigest.from_dict": lambda: Call(
+        transfer.KVDigest.from_dict,
+        of_kind("value", fields=compared("check").values()["sent"].to_dict()),
+    ),
+    "KVHandshake": lambda: Call(
+        transfer.KVHandshake,
+        of_kind("value", layout=layout()) | of_kind("any", facts={"model": "m"}),
+    ),
+    "KVHandshake.check": method(
+        handshake, "check", of_kind("value", peer=handshake()),
+        prefixes=("KVHandshake.differences: ",),
+    ),
+    "KVHandshake.differences": method(handshake, "differences", of_kind("value", peer=handshake())),
+    "KVHandshake.from_dict": of(
+        transfer.KVHandshake.from_dict, of_kind("value", fields=handshake().to_dict()),
+        prefixes=("KVLayout: ", "KVHandshake: ", "KVLayout.from_dict: "),
+    ),
+}  # fmt: skip

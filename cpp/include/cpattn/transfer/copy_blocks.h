@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 namespace cpattn {
 
@@ -13,6 +14,15 @@ namespace cpattn {
 /// std::invalid_argument, before anything is copied, for lists of unequal length and lengths that
 /// do not add up to less than 2^63.
 void copy_blocks(
+    std::span<const uint64_t> src_addrs,
+    std::span<const uint64_t> dst_addrs,
+    std::span<const uint64_t> lengths,
+    int num_threads = 0
+);
+
+/// Returns the blocks, ascending, of which some byte differs at the two addresses; nothing is
+/// written. Otherwise as copy_blocks().
+std::vector<int64_t> differing_blocks(
     std::span<const uint64_t> src_addrs,
     std::span<const uint64_t> dst_addrs,
     std::span<const uint64_t> lengths,
