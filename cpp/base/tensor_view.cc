@@ -60,6 +60,23 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
+void check_rank(const ArgumentName& name, int64_t rank) {
+  check(
+      rank <= TensorView::kMaxRank, name, " has ", rank, " dimensions, at most ",
+      TensorView::kMaxRank, " are supported"
+  );
+}
+
+void check_result(const ArgumentName& name, const TensorView& result) {
+  check(result.writable, name, " must be writable");
+  for (int axis = 0; axis < result.rank; ++axis) {
+    check(
+        result.shape[axis] <= 1 || result.strides[axis] > 0 || result.num_elements() == 0, name,
+        " must not be a broadcast view (stride 0 in dimension ", axis, ")"
+    );
+  }
+}
+
 void check_tensor(const char* function, const char* name, const TensorView& tensor, int rank) {
   check(
       tensor.rank == rank, function, ": ", name, " must have ", rank, " dimensions, got shape ",

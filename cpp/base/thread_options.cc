@@ -70,8 +70,13 @@ int exchange_thread_default(int num_threads) {
   return std::exchange(thread_default, num_threads);
 }
 
+int check_num_threads(const char* function, int num_threads) {
+  check(num_threads >= 1, function, ": num_threads must be >= 1, got ", num_threads);
+  return num_threads;
+}
+
 void set_num_threads(int num_threads) {
-  check(num_threads >= 1, "set_num_threads: num_threads must be >= 1, got ", num_threads);
+  check_num_threads("set_num_threads", num_threads);
   configured_num_threads().store(num_threads, std::memory_order_relaxed);
 }
 

@@ -59,10 +59,7 @@ def need_scales(
         or (torch is not None and cache.dtype is torch.int8)
         or (torch is None and _core.dtype_of(cache, function, "k_cache") == "int8")
     ):
-        raise ValueError(
-            f"{function}: {missing[0]} must be given for a cache of int8, whose codes are integers "
-            "up to 127, got None"
-        )
+        _core.refuse_missing_scale(function, missing[0])
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, overload
 
 from . import _core
-from ._containers import empty, need_scales
+from ._containers import empty
 from ._core import AttentionPlan
 from ._types import Flags, IndexTable, Indices, KVScale, ScoreBias, Tensor, TensorT, Window
 from .profiling.calls import announced
@@ -15,12 +14,7 @@ from .profiling.calls import announced
 
 def default_scale(function: str, head_dim: int) -> float:
     """1/sqrt(head_dim), refused where it would be wrong: absorbed MLA scales by another width."""
-    if head_dim > 256:
-        raise ValueError(
-            f"{function}: scale must be given for head_dim > 256, got head_dim {head_dim} "
-            "(absorbed MLA scales by the unabsorbed width)"
-        )
-    return 1.0 / math.sqrt(max(head_dim, 1))  # the core refuses those below
+    return _core.default_scale(function, head_dim)
 
 
 def _outputs(
@@ -253,11 +247,8 @@ def paged_attention(
     ((3, 2, 16), 1.0)
     """
     function = "paged_attention"
-    rows, num_heads, head_dim = _core.shape_of(q, function, "q", 3)
+    rows, num_heads, _ = _core.shape_of(q, function, "q", 3)
     v_head_dim = (0, *_core.shape_of(v_cache, function, "v_cache"))[-1]
-    need_scales(function, k_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale)
-    if scale is None:
-        scale = default_scale(function, head_dim)
     out, lse = _outputs(function, q, rows, num_heads, v_head_dim, out, lse, return_lse)
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, first_positions, block_tables, kv_indptr, kv_indices,
@@ -450,9 +441,6 @@ def run_attention(
     if not isinstance(plan, AttentionPlan):
         raise TypeError(f"{function}: plan must be an AttentionPlan, got {type(plan).__name__}")
     rows, num_heads, _ = _core.shape_of(q, function, "q", 3)
-    need_scales(function, k_cache, kv_dtype, k_scale=k_scale, v_scale=v_scale)
-    if scale is None:
-        scale = default_scale(function, plan.head_dim)
     out, lse = _outputs(function, q, rows, num_heads, plan.v_head_dim, out, lse, return_lse)
     _core.run_attention(
         plan, q, k_cache, v_cache, kv_layout, k_scale, v_scale, kv_dtype, scale, softcap,

@@ -1,16 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/arguments/argument_error.h"
 
-#include <ostream>
-
 namespace py = pybind11;
 
 namespace cpattn::bindings {
-
-std::ostream& operator<<(std::ostream& out, const ArgumentName& name) {
-  if (name.function != nullptr) out << name.function << ": ";
-  return out << name.argument;
-}
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 

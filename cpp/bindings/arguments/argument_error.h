@@ -3,25 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
-#include <iosfwd>
 #include <string>
 
+#include "cpattn/base/argument_name.h"
 #include "cpattn/base/check.h"
 
 namespace cpattn::bindings {
-
-/// The beginning of a message about an argument, "paged_attention: q". It costs nothing until it
-/// is printed.
-struct ArgumentName {
-  ArgumentName(const char* of_function, const char* of_argument)
-      : function(of_function), argument(of_argument) {}
-  /// A name that reads "function: argument" already.
-  ArgumentName(const char* both) : argument(both) {}  // NOLINT: implicit by design
-
-  const char* function = nullptr;
-  const char* argument;
-};
-std::ostream& operator<<(std::ostream& out, const ArgumentName& name);
 
 /// The name of an object's type, as messages have it.
 std::string type_name(pybind11::handle object);

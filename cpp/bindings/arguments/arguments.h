@@ -20,6 +20,7 @@
 #include "cpattn/base/check.h"
 #include "cpattn/base/key_window.h"
 #include "cpattn/base/kv_axis_order.h"
+#include "cpattn/base/parallel.h"
 
 namespace cpattn::bindings {
 
@@ -99,21 +100,14 @@ class Arguments {
   std::string text(pybind11::handle object, const char* argument) const {
     return text_value(object, name(argument));
   }
-  KVAxisOrder axis_order(pybind11::handle object, const char* argument) const {
-    const std::string order = text(object, argument);
-    check(
-        order == "NHD" || order == "HND", name(argument), " must be 'NHD' or 'HND', got '", order,
-        "'"
-    );
-    return order == "NHD" ? KVAxisOrder::nhd : KVAxisOrder::hnd;
+  KVAxisOrder kv_layout(pybind11::handle object) const {
+    return parse_kv_layout(function_, text(object, "kv_layout"));
   }
 
   /// num_threads: as the core wants it, 0 for None.
   int threads(pybind11::handle object) const {
     if (object.is_none()) return 0;
-    const int num_threads = integer<int32_t>(object, "num_threads");
-    check(num_threads >= 1, name("num_threads"), " must be >= 1, got ", num_threads);
-    return num_threads;
+    return check_num_threads(function_, integer<int32_t>(object, "num_threads"));
   }
 
   /// The value of a bound class.

@@ -7,6 +7,7 @@
 
 #include "bindings/arguments/scalar_argument.h"
 #include "cpattn/base/check.h"
+#include "cpattn/base/index_view.h"
 
 namespace py = pybind11;
 
@@ -55,32 +56,12 @@ TensorArgument index_tensor(py::handle object, const ArgumentName& name, int ran
   return tensor;
 }
 
-IndexTable view_table(const TensorView& tensor) {
-  return {
-      .data = tensor.data,
-      .is_int64 = tensor.dtype == DType::int64,
-      .rows = tensor.shape[0],
-      .columns = tensor.shape[1],
-      .row_stride = tensor.strides[0],
-      .column_stride = tensor.strides[1]
-  };
-}
-
 }  // namespace
 
 std::vector<int64_t> index_list(py::handle object, const ArgumentName& name) {
+  if (!is_sequence(object)) return index_values(*index_tensor(object, name, 1));
   std::vector<int64_t> values;
-  if (is_sequence(object)) {
-    append_sequence(object, name, values);
-    return values;
-  }
-  const TensorArgument tensor = index_tensor(object, name, 1);
-  values.resize(tensor->shape[0]);
-  const int64_t stride = tensor->strides[0];
-  for (int64_t i = 0; i < tensor->shape[0]; ++i) {
-    values[i] = tensor->dtype == DType::int64 ? tensor->as<int64_t>()[i * stride]
-                                              : tensor->as<int32_t>()[i * stride];
-  }
+  append_sequence(object, name, values);
   return values;
 }
 
@@ -118,7 +99,7 @@ int64_t index_count(py::handle object, const ArgumentName& name) {
 IndexTableArgument::IndexTableArgument(py::handle object, const ArgumentName& name) {
   if (!is_sequence(object)) {
     tensor_.emplace(index_tensor(object, name, 2));
-    table_ = view_table(**tensor_);
+    table_ = index_table(**tensor_);
     return;
   }
   std::vector<std::vector<int64_t>> rows;

@@ -18,46 +18,6 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-std::optional<DType> dtype_from_dlpack(uint8_t code, uint8_t bits) {
-  switch (code) {
-    case dlpack::kFloat:
-      if (bits == 16) return DType::float16;
-      if (bits == 32) return DType::float32;
-      if (bits == 64) return DType::float64;
-      break;
-    case dlpack::kBfloat:
-      if (bits == 16) return DType::bfloat16;
-      break;
-    case dlpack::kInt:
-      if (bits == 8) return DType::int8;
-      if (bits == 32) return DType::int32;
-      if (bits == 64) return DType::int64;
-      break;
-    case dlpack::kUInt:
-      if (bits == 8) return DType::uint8;
-      break;
-    case dlpack::kBool:
-      if (bits == 8) return DType::bool8;
-      break;
-    case dlpack::kFloat8E4M3FN:
-      if (bits == 8) return DType::float8_e4m3fn;
-      break;
-    case dlpack::kFloat8E5M2:
-      if (bits == 8) return DType::float8_e5m2;
-      break;
-  }
-  return std::nullopt;
-}
-
-/// The name of a dtype that is not taken.
-std::string dlpack_dtype_name(const dlpack::Tensor& tensor) {
-  const char* kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex"};
-  const std::string kind = tensor.code < std::size(kinds)
-                               ? std::string(kinds[tensor.code])
-                               : concat("DLPack code ", int{tensor.code}, ", bits ");
-  return concat(kind, int{tensor.bits}, tensor.lanes == 1 ? "" : concat(" x ", tensor.lanes));
-}
-
 std::optional<DType> dtype_from_name(const std::string& name) {
   for (int i = 0; i <= static_cast<int>(kLastDType); ++i) {
     if (name == dtype_name(static_cast<DType>(i))) return static_cast<DType>(i);
@@ -113,42 +73,12 @@ void check_torch_state(py::handle object, const ArgumentName& name) {
   }
 }
 
-void check_rank(const ArgumentName& name, int64_t rank) {
-  check(
-      rank <= TensorView::kMaxRank, name, " has ", rank, " dimensions, at most ",
-      TensorView::kMaxRank, " are supported"
-  );
-}
-
-/// Whether a description of memory from outside has extents and stays within the address space.
-bool is_plausible(const dlpack::Tensor& tensor, int64_t element_bytes) {
-  if (tensor.ndim < 0 || (tensor.ndim > 0 && tensor.shape == nullptr)) return false;
-  int64_t span = 1;
-  int64_t elements = 1;
-  for (int axis = 0; axis < tensor.ndim; ++axis) {
-    const int64_t extent = tensor.shape[axis];
-    if (extent < 0 || __builtin_mul_overflow(elements, extent, &elements)) return false;
-    int64_t reach = 0;
-    if (tensor.strides == nullptr || extent <= 1) continue;
-    if (__builtin_mul_overflow(extent - 1, tensor.strides[axis], &reach)) return false;
-    if (__builtin_add_overflow(span, reach, &span)) return false;
-  }
-  if (tensor.strides == nullptr) span = elements;
-  int64_t bytes = 0;
-  return !__builtin_mul_overflow(span, element_bytes, &bytes) &&
-         tensor.byte_offset <= static_cast<uint64_t>(INT64_MAX - bytes);
-}
-
 }  // namespace
 
 struct TensorArgument::Source {
   py::handle object;
   const ArgumentName& name;
   const char* dtypes;
-
-  [[noreturn]] void refuse_description() const {
-    refuse_type(name, " must be a tensor, got an invalid DLPack description of one");
-  }
 };
 
 TensorArgument::TensorArgument(py::handle object, const ArgumentName& name, const char* dtypes) {
@@ -165,40 +95,21 @@ TensorArgument::TensorArgument(TensorArgument&& other) noexcept
     : view_(other.view_), owner_(std::exchange(other.owner_, nullptr)) {}
 
 void TensorArgument::from_dlpack(const Source& source, const dlpack::Tensor& tensor) {
-  const ArgumentName& name = source.name;
-  if (tensor.device_type != dlpack::kDeviceCpu) {
-    refuse_device(source.object, name, tensor.device_type);
+  switch (read_dlpack(source.name, tensor, view_)) {
+    case DlpackFault::none:
+      return;
+    case DlpackFault::device:
+      refuse_device(source.object, source.name, tensor.device_type);
+    case DlpackFault::dtype:
+      refuse_dtype(source.object, source.name, dlpack_dtype_name(tensor), source.dtypes);
+    case DlpackFault::description:
+      refuse_type(source.name, " must be a tensor, got an invalid DLPack description of one");
+    case DlpackFault::storage:
+      refuse_type(
+          source.name, " has no storage, it is a ", type_name(source.object),
+          " that only stands for a tensor"
+      );
   }
-  const auto dtype = dtype_from_dlpack(tensor.code, tensor.bits);
-  if (!dtype || tensor.lanes != 1) {
-    refuse_dtype(source.object, name, dlpack_dtype_name(tensor), source.dtypes);
-  }
-  check_rank(name, tensor.ndim);
-  const int64_t bytes = element_size(*dtype);
-  if (!is_plausible(tensor, bytes)) source.refuse_description();
-  view_.dtype = *dtype;
-  view_.rank = tensor.ndim;
-  view_.writable = true;
-  int64_t contiguous = 1;
-  for (int axis = tensor.ndim - 1; axis >= 0; --axis) {
-    view_.shape[axis] = tensor.shape[axis];
-    view_.strides[axis] = tensor.strides != nullptr ? tensor.strides[axis] : contiguous;
-    contiguous *= tensor.shape[axis];
-    check(
-        view_.strides[axis] >= 0, name, " has a negative stride (", view_.strides[axis],
-        " elements in dimension ", axis, "), which is not taken; pass a contiguous copy"
-    );
-  }
-  if (tensor.data == nullptr && contiguous != 0) {
-    refuse_type(
-        name, " has no storage, it is a ", type_name(source.object),
-        " that only stands for a tensor"
-    );
-  }
-  // Not by pointer arithmetic: the data of an empty tensor may be null.
-  const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
-  view_.data = reinterpret_cast<void*>(address);
-  check(contiguous == 0 || address % bytes == 0, name, " is not aligned to its element size");
 }
 
 bool TensorArgument::try_exchange_api(const Source& source) {
@@ -298,13 +209,7 @@ void TensorArgument::from_capsule(const Source& source) {
 
 TensorArgument output_argument(py::handle object, const ArgumentName& name) {
   TensorArgument argument(object, name);
-  check(argument->writable, name, " must be writable");
-  for (int axis = 0; axis < argument->rank; ++axis) {
-    check(
-        argument->shape[axis] <= 1 || argument->strides[axis] > 0 || argument->num_elements() == 0,
-        name, " must not be a broadcast view (stride 0 in dimension ", axis, ")"
-    );
-  }
+  check_result(name, *argument);
   return argument;
 }
 

@@ -4,7 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/arguments/argument_error.h"
-#include "bindings/arguments/dlpack_abi.h"
+#include "cpattn/base/dlpack.h"
 #include "cpattn/base/tensor_view.h"
 
 namespace cpattn::bindings {

@@ -3,27 +3,12 @@
 
 #include <pybind11/numpy.h>
 
-#include <utility>
+#include "cpattn/base/dlpack.h"
 
 namespace py = pybind11;
 
 namespace cpattn::bindings {
 namespace {
-
-constexpr std::pair<int32_t, const char*> kDevices[] = {
-    {2, "CUDA"},
-    {3, "CUDA host memory"},
-    {4, "OpenCL"},
-    {7, "Vulkan"},
-    {8, "Metal"},
-    {10, "ROCm"},
-    {11, "ROCm host memory"},
-    {13, "CUDA managed memory"},
-    {14, "oneAPI"},
-    {15, "WebGPU"},
-    {16, "Hexagon"},
-    {17, "MAIA"},
-};
 
 /// An attribute as text, or nothing: an object that is refused may do anything when it is asked.
 std::string text_of(py::handle object, const char* attribute) {
@@ -68,10 +53,7 @@ void refuse_other_types(py::handle object, const ArgumentName& name) {
 
 void refuse_device(py::handle object, const ArgumentName& name, int32_t device_type) {
   std::string device = text_of(object, "device");  // with its number, in torch: cuda:0
-  for (const auto& [number, known] : kDevices) {
-    if (number == device_type && device.empty()) device = known;
-  }
-  if (device.empty()) device = concat("DLPack device type ", device_type);
+  if (device.empty()) device = dlpack_device_name(device_type);
   refuse_type(name, " must be on the CPU, got one on ", device, "; pass ", name.argument, ".cpu()");
 }
 

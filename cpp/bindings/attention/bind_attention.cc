@@ -4,15 +4,15 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/arguments/arguments.h"
 #include "bindings/arguments/kv_format.h"
 #include "bindings/arguments/score_bias_argument.h"
 #include "bindings/module.h"
+#include "cpattn/attention/attention_call.h"
 #include "cpattn/attention/merge_state.h"
-#include "cpattn/attention/paged_attention.h"
-#include "cpattn/attention/sequence_batch.h"
 #include "cpattn/base/check.h"
 
 namespace py = pybind11;
@@ -20,25 +20,6 @@ using namespace py::literals;
 
 namespace cpattn::bindings {
 namespace {
-
-std::optional<CsrPages> read_csr(
-    const Arguments& read,
-    py::handle kv_lens,
-    py::handle kv_indptr,
-    py::handle kv_indices,
-    py::handle last_page_len
-) {
-  if (kv_indptr.is_none() && kv_indices.is_none() && last_page_len.is_none()) return std::nullopt;
-  check(
-      !kv_indptr.is_none() && !kv_indices.is_none() && !last_page_len.is_none(), read.function(),
-      ": kv_indptr, kv_indices and last_page_len must be given together"
-  );
-  check(kv_lens.is_none(), read.function(), ": kv_lens must not be given beside last_page_len");
-  return CsrPages{
-      read.ints(kv_indptr, "kv_indptr"), read.ints(kv_indices, "kv_indices"),
-      read.ints(last_page_len, "last_page_len")
-  };
-}
 
 /// The arguments that describe a batch, kept alive while they are planned.
 class SequenceBatchArguments {
@@ -84,81 +65,61 @@ class SequenceBatchArguments {
   std::optional<TensorArgument> custom_mask_, packed_custom_mask_;
 };
 
-/// The arguments that say how a cache is stored.
-struct KVFormatArguments {
-  py::handle k_scale, v_scale, kv_dtype;
-};
-
-/// The tensors of a layer, kept alive while it runs.
-class LayerArguments {
+/// The arguments of a layer, kept alive while it runs.
+class LayerCallArguments {
  public:
-  LayerArguments(
+  LayerCallArguments(
       const Arguments& read,
       py::handle q,
       py::handle k_cache,
       py::handle v_cache,
-      std::optional<int64_t> page_size,
       py::handle kv_layout,
-      const KVFormatArguments& format,
+      py::handle k_scale,
+      py::handle v_scale,
+      py::handle kv_dtype,
       py::handle scale,
       py::handle softcap,
       py::handle score_bias,
       py::handle sinks,
       py::handle out,
-      py::handle lse,
-      py::handle q_rope,
-      py::handle k_rope
+      py::handle lse
   )
       : q_(read.tensor(q, "q")),
         k_(read.tensor(k_cache, "k_cache")),
         v_(read.tensor(v_cache, "v_cache")),
         out_(read.output(out, "out")),
+        k_scale_(read, k_scale, "k_scale"),
+        v_scale_(read, v_scale, "v_scale"),
         bias_(read, score_bias),
         sinks_(read.optional_tensor(sinks, "sinks")),
-        lse_(read.optional_output(lse, "lse")),
-        q_rope_(read.optional_tensor(q_rope, "q_rope")),
-        k_rope_(read.optional_tensor(k_rope, "k_rope")) {
-    check(
-        q_rope_.has_value() == k_rope_.has_value(), read.function(),
-        ": q_rope and k_rope must be given together"
-    );
-    const KVAxisOrder layout = read.axis_order(kv_layout, "kv_layout");
-    arguments.function = read.function();
-    arguments.scale = read.real(scale, "scale");
-    arguments.softcap = read.real(softcap, "softcap");
-    arguments.q = *q_;
-    const std::optional<DType> dtype = parse_kv_dtype(read, format.kv_dtype);
-    const auto paged = [&](const char* name, const TensorView& cache) {
-      return paged_cache(
-          read.function(), name, as_codes(read, name, cache, dtype), layout, page_size
-      );
+        lse_(read.optional_output(lse, "lse")) {
+    call = {
+        .q = *q_,
+        .k_cache = *k_,
+        .v_cache = *v_,
+        .kv_layout = read.kv_layout(kv_layout),
+        .k_scale = k_scale_.value,
+        .v_scale = v_scale_.value,
+        .softcap = read.real(softcap, "softcap"),
+        .bias = bias_.value,
+        .sinks = view_of(sinks_),
+        .out = *out_,
+        .lse = view_of(lse_),
     };
-    arguments.k = paged("k_cache", *k_);
-    arguments.v = paged("v_cache", *v_);
-    const PagedCache& k = arguments.k;
-    const PagedCache& v = arguments.v;
-    k_scale_.emplace(read, format.k_scale, "k_scale", layout, k.page_size, k.num_kv_heads);
-    v_scale_.emplace(read, format.v_scale, "v_scale", layout, v.page_size, v.num_kv_heads);
-    arguments.k_scale = k_scale_->value;
-    arguments.v_scale = v_scale_->value;
-    if (k_rope_) {
-      check_tensor(read.function(), "q_rope", **q_rope_, 3);
-      arguments.q_rope = view_of(q_rope_);
-      arguments.k_rope = paged("k_rope", **k_rope_);
-    }
-    arguments.bias = bias_.value;
-    arguments.sinks = view_of(sinks_);
-    arguments.out = *out_;
-    arguments.lse = view_of(lse_);
+    if (!kv_dtype.is_none()) call.kv_dtype = kv_dtype_ = read.text(kv_dtype, "kv_dtype");
+    if (!scale.is_none()) call.scale = read.real(scale, "scale");
   }
+  LayerCallArguments(const LayerCallArguments&) = delete;
+  LayerCallArguments& operator=(const LayerCallArguments&) = delete;
 
-  AttentionArguments arguments;
+  LayerCall call;
 
  private:
   TensorArgument q_, k_, v_, out_;
+  ScaleArgument k_scale_, v_scale_;
   ScoreBiasArgument bias_;
-  std::optional<TensorArgument> sinks_, lse_, q_rope_, k_rope_;
-  std::optional<ScaleArgument> k_scale_, v_scale_;
+  std::optional<TensorArgument> sinks_, lse_;
+  std::string kv_dtype_;
 };
 
 AttentionPlan plan(
@@ -216,12 +177,12 @@ void run(
 ) {
   const Arguments read("run_attention");
   const auto& division = read.value<AttentionPlan>(plan, "plan");
-  const LayerArguments layer(
-      read, q, k_cache, v_cache, division.batch.page_size, kv_layout, {k_scale, v_scale, kv_dtype},
-      scale, softcap, score_bias, sinks, out, lse, py::none(), py::none()
+  const LayerCallArguments layer(
+      read, q, k_cache, v_cache, kv_layout, k_scale, v_scale, kv_dtype, scale, softcap, score_bias,
+      sinks, out, lse
   );
   const Computation computation;
-  run_attention(division, layer.arguments);
+  run_attention(read.function(), division, layer.call);
 }
 
 void plan_and_run(
@@ -257,26 +218,29 @@ void plan_and_run(
     py::handle k_rope
 ) {
   const Arguments read("paged_attention");
-  const LayerArguments layer(
-      read, q, k_cache, v_cache, read.optional_integer(page_size, "page_size"), kv_layout,
-      {k_scale, v_scale, kv_dtype}, scale, softcap, score_bias, sinks, out, lse, q_rope, k_rope
+  LayerCallArguments layer(
+      read, q, k_cache, v_cache, kv_layout, k_scale, v_scale, kv_dtype, scale, softcap, score_bias,
+      sinks, out, lse
   );
+  const auto rope_queries = read.optional_tensor(q_rope, "q_rope");
+  const auto rope_keys = read.optional_tensor(k_rope, "k_rope");
+  layer.call.q_rope = view_of(rope_queries);
+  layer.call.k_rope = view_of(rope_keys);
+  layer.call.page_size = read.optional_integer(page_size, "page_size");
   SequenceBatchArguments given(
       read, q_lens, kv_lens, first_positions, block_tables, causal, window, custom_mask,
       packed_custom_mask, allow_short_kv, batch_invariant
   );
-  given.batch.csr = read_csr(read, kv_lens, kv_indptr, kv_indices, last_page_len);
-  const AttentionArguments& arguments = layer.arguments;
-  given.batch.shape = attention_shape(arguments);
-  given.batch.page_size = arguments.k.page_size;
-  given.batch.num_pages = std::min(arguments.k.num_pages, arguments.v.num_pages);
-  if (arguments.k_rope) {
-    given.batch.num_pages = std::min(given.batch.num_pages, arguments.k_rope->num_pages);
-  }
-  given.batch.num_rows = arguments.q.shape[0];
+  given.batch.csr = csr_pages(
+      read.function(), !kv_lens.is_none(), read.optional_ints(kv_indptr, "kv_indptr"),
+      read.optional_ints(kv_indices, "kv_indices"),
+      read.optional_ints(last_page_len, "last_page_len")
+  );
   const int threads = read.threads(num_threads);
   const Computation computation;
-  run_attention(plan_sequences(read.function(), given.batch, threads), arguments);
+  paged_attention(
+      read.function(), std::move(given.batch), layer_arguments(read.function(), layer.call), threads
+  );
 }
 
 void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b) {
@@ -313,6 +277,20 @@ void merge_parts(
 }  // namespace
 
 void register_attention(py::module_& module) {
+  module.def(
+      "default_scale",
+      [](const std::string& function, int64_t head_dim) {
+        return default_scale(function.c_str(), head_dim);
+      },
+      "function"_a, "head_dim"_a
+  );
+  module.def(
+      "refuse_missing_scale",
+      [](const std::string& function, const std::string& name) {
+        refuse_missing_scale(function.c_str(), name.c_str());
+      },
+      "function"_a, "name"_a
+  );
   module.def(
       "plan_attention", &plan, "q_lens"_a, "kv_lens"_a, "first_positions"_a, "block_tables"_a,
       "page_size"_a, "num_pages"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a,

@@ -8,7 +8,7 @@
 #include "bindings/bound_class.h"
 #include "bindings/module.h"
 #include "cpattn/base/check.h"
-#include "cpattn/context_parallel/context_parallel.h"
+#include "cpattn/context_parallel/metadata_fields.h"
 
 namespace py = pybind11;
 
@@ -17,87 +17,21 @@ namespace {
 
 using Metadata = ContextParallelMetadata;
 
-struct ArrayField {
-  const char* name;
-  Metadata::Ints Metadata::* values;
-};
-
-struct LayoutField {
-  const char* name;
-  std::vector<int32_t> (*compute)(const Metadata&);
-};
-
-struct IntField {
-  const char* name;
-  int32_t Metadata::* value;
-};
-
-constexpr ArrayField kLists[] = {
-    {"prefix_lens", &Metadata::prefix_lens},
-    {"per_rank_actual_token", &Metadata::per_rank_actual_token},
-    {"per_rank_logical_token", &Metadata::per_rank_logical_token},
-    {"max_rank_len", &Metadata::max_rank_len},
-    {"zigzag_index", &Metadata::zigzag_index},
-    {"kv_len_prev_list", &Metadata::kv_len_prev},
-    {"kv_len_next_list", &Metadata::kv_len_next},
-    {"actual_seq_q_prev_list", &Metadata::actual_seq_q_prev},
-    {"actual_seq_q_next_list", &Metadata::actual_seq_q_next},
-};
-
-constexpr LayoutField kLayouts[] = {
-    {"split_list", &split_list},
-    {"cp_reverse_index", &cp_reverse_index},
-    {"reverse_split_len", &reverse_split_len},
-};
-
-constexpr ArrayField kTensors[] = {
-    {"kv_len_prev_tensor", &Metadata::kv_len_prev},
-    {"kv_len_next_tensor", &Metadata::kv_len_next},
-    {"kv_len_combined_tensor", &Metadata::kv_len_combined},
-    {"actual_seq_q_prev_tensor", &Metadata::actual_seq_q_prev},
-    {"actual_seq_q_next_tensor", &Metadata::actual_seq_q_next},
-    {"actual_seq_q_combined_tensor", &Metadata::actual_seq_q_combined},
-    {"cu_seqlens_q_prev_tensor", &Metadata::cu_seqlens_q_prev},
-    {"cu_seqlens_q_next_tensor", &Metadata::cu_seqlens_q_next},
-    {"cu_seqlens_q_combined_tensor", &Metadata::cu_seqlens_q_combined},
-    {"cu_seqlens_kv_prev_tensor", &Metadata::cu_seqlens_kv_prev},
-    {"cu_seqlens_kv_next_tensor", &Metadata::cu_seqlens_kv_next},
-    {"cu_seqlens_kv_combined_tensor", &Metadata::cu_seqlens_kv_combined},
-};
-
-constexpr IntField kInts[] = {
-    {"cp_rank", &Metadata::cp_rank},
-    {"cp_size", &Metadata::cp_size},
-    {"bs", &Metadata::bs},
-    {"total_seq_lens", &Metadata::total_seq_lens},
-    {"total_q_prev_tokens", &Metadata::total_q_prev_tokens},
-    {"total_q_next_tokens", &Metadata::total_q_next_tokens},
-    {"max_seqlen_q_prev", &Metadata::max_seqlen_q_prev},
-    {"max_seqlen_q_next", &Metadata::max_seqlen_q_next},
-};
-
 /// Returns None for the combined maximum where there are no combined fields.
 py::object max_seqlen_q_combined(const Metadata& metadata) {
   if (metadata.kv_len_combined.data() == nullptr) return py::none();
   return py::int_(metadata.max_seqlen_q_combined);
 }
 
-py::object as_list(const Metadata& metadata, const ArrayField& field) {
+py::object as_list(const Metadata& metadata, const CpArrayField& field) {
   const Metadata::Ints values = metadata.*field.values;
   if (values.data() == nullptr) return py::none();
   return int_list(values);
 }
 
-py::object as_list(const Metadata& metadata, const LayoutField& field) {
+py::object as_list(const Metadata& metadata, const CpComputedField& field) {
   if (metadata.strategy == CpStrategy::interleave) return py::none();
   return int_list(field.compute(metadata));
-}
-
-/// The contiguous strategy has empty "next" lists, but a [0] as every "next" tensor.
-Metadata::Ints tensor_values(const Metadata& metadata, const ArrayField& field) {
-  const Metadata::Ints values = metadata.*field.values;
-  const bool none_but_present = values.empty() && values.data() != nullptr;
-  return none_but_present ? metadata.cu_seqlens_q_next : values;
 }
 
 /// Descriptors of the interpreter's own kind: cheaper to read than a pybind11
@@ -125,7 +59,7 @@ PyObject* get_list(PyObject* self, void* field) noexcept {
 
 PyObject* get_tensor(PyObject* self, void* field) noexcept {
   return guarded(self, [self, field](const Metadata& metadata) -> py::object {
-    const auto values = tensor_values(metadata, *static_cast<const ArrayField*>(field));
+    const auto values = cp_tensor_values(metadata, *static_cast<const CpArrayField*>(field));
     if (values.data() == nullptr) return py::none();
     return int_view(values, self);
   });
@@ -133,7 +67,7 @@ PyObject* get_tensor(PyObject* self, void* field) noexcept {
 
 PyObject* get_int(PyObject* self, void* field) noexcept {
   return guarded(self, [field](const Metadata& metadata) -> py::object {
-    return py::int_(metadata.*static_cast<const IntField*>(field)->value);
+    return py::int_(metadata.*static_cast<const CpIntField*>(field)->value);
   });
 }
 
@@ -154,12 +88,12 @@ py::dict to_dict(const Metadata& metadata) {
   py::dict out;
   out["strategy"] = std::string(cp_strategy_name(metadata.strategy));
   out["kv_len_convention"] = std::string(kv_len_convention_name(metadata.kv_len_convention));
-  for (const IntField& field : kInts) out[field.name] = metadata.*field.value;
+  for (const CpIntField& field : kCpInts) out[field.name] = metadata.*field.value;
   out["max_seqlen_q_combined"] = max_seqlen_q_combined(metadata);
-  for (const ArrayField& field : kLists) out[field.name] = as_list(metadata, field);
-  for (const LayoutField& field : kLayouts) out[field.name] = as_list(metadata, field);
-  for (const ArrayField& field : kTensors) {
-    const Metadata::Ints values = tensor_values(metadata, field);
+  for (const CpArrayField& field : kCpLists) out[field.name] = as_list(metadata, field);
+  for (const CpComputedField& field : kCpLayouts) out[field.name] = as_list(metadata, field);
+  for (const CpArrayField& field : kCpTensors) {
+    const Metadata::Ints values = cp_tensor_values(metadata, field);
     out[field.name] = values.data() == nullptr ? py::object(py::none()) : int_list(values);
   }
   return out;
@@ -234,8 +168,8 @@ py::tuple shard_per_request(const Metadata& metadata) {
 py::tuple packed_tensors(const Metadata& metadata, std::size_t alignment) {
   check(alignment >= 1, "_packed_tensors: alignment must be >= 1, got ", alignment);
   std::vector<int32_t> packed, sizes;
-  packed.reserve(16 * metadata.bs + std::size(kTensors) * alignment);
-  for (const ArrayField& field : kTensors) {
+  packed.reserve(16 * metadata.bs + std::size(kCpTensors) * alignment);
+  for (const CpArrayField& field : kCpTensors) {
     const Metadata::Ints values = metadata.*field.values;
     check(
         values.data() != nullptr, "build_cp_metadata: ", field.name,
@@ -252,12 +186,12 @@ py::tuple packed_tensors(const Metadata& metadata, std::size_t alignment) {
 }
 
 void add_fields(py::class_<Metadata>& type) {
-  add_getters<get_int>(type, kInts, "int");
+  add_getters<get_int>(type, kCpInts, "int");
   constexpr auto kListDoc = "list of int, or None where the strategy has no such field";
-  add_getters<get_list<ArrayField>>(type, kLists, kListDoc);
-  add_getters<get_list<LayoutField>>(type, kLayouts, kListDoc);
+  add_getters<get_list<CpArrayField>>(type, kCpLists, kListDoc);
+  add_getters<get_list<CpComputedField>>(type, kCpLayouts, kListDoc);
   add_getters<get_tensor>(
-      type, kTensors, "read-only int32 array, or None where the strategy has no such field"
+      type, kCpTensors, "read-only int32 array, or None where the strategy has no such field"
   );
   type.def_property_readonly(
       "max_seqlen_q_combined", &max_seqlen_q_combined,

@@ -54,29 +54,30 @@ void run(
   const int64_t page_tokens = read.integer(page_size, "page_size");
   const int64_t kv_heads = read.integer(num_kv_heads, "num_kv_heads");
   check_page_size(read.function(), page_tokens);
-  const std::optional<DType> codes = parse_kv_dtype(read, kv_dtype);
+  const std::optional<DType> codes = kv_dtype_value(read, kv_dtype);
   check(
       values.has_value() || v_scale.is_none(), read.function(),
       ": v_scale must not be given without v_cache: values have the scale of keys"
   );
-  constexpr KVAxisOrder kSlotsFirst = KVAxisOrder::nhd;
-  const ScaleArgument key_scale(read, k_scale, "k_scale", kSlotsFirst, page_tokens, kv_heads);
-  const ScaleArgument value_scale(read, v_scale, "v_scale", kSlotsFirst, page_tokens, kv_heads);
+  const ScaleArgument key_scale(read, k_scale, "k_scale"), value_scale(read, v_scale, "v_scale");
+  const auto scale_of = [&](const char* name, const ScaleArgument& given) {
+    return kv_scale(read.function(), name, given.value, KVAxisOrder::nhd, page_tokens, kv_heads);
+  };
   const auto cache = [&](const std::optional<TensorArgument>& given, const char* name) {
-    return given ? std::optional(as_codes(read, name, **given, codes)) : std::nullopt;
+    return given ? std::optional(as_codes(read.function(), name, **given, codes)) : std::nullopt;
   };
   const bool is_causal = read.flag(causal, "causal");
   const TensorArgument output = read.output(out, "out");
   const auto lse_output = read.optional_output(lse, "lse");
   const CpAttentionArguments arguments{
       .q = *queries,
-      .k_cache = as_codes(read, "k_cache", *keys, codes),
+      .k_cache = as_codes(read.function(), "k_cache", *keys, codes),
       .v_cache = cache(values, "v_cache"),
       .v_head_dim = read.optional_integer(v_head_dim, "v_head_dim"),
       .q_rope = view_of(rope_queries),
       .k_rope = cache(rope_keys, "k_rope"),
-      .k_scale = key_scale.value,
-      .v_scale = value_scale.value,
+      .k_scale = scale_of("k_scale", key_scale),
+      .v_scale = scale_of("v_scale", value_scale),
       .block_tables = *tables,
       .page_size = page_tokens,
       .num_heads = read.integer(num_heads, "num_heads"),

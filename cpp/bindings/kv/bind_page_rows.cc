@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <utility>
 #include <vector>
 
 #include "bindings/arguments/arguments.h"
@@ -12,19 +11,6 @@ using namespace py::literals;
 
 namespace cpattn::bindings {
 namespace {
-
-/// Pages as [num_pages, num_heads, page_size, dim]; slots without pages are pages of one token.
-TensorView heads_first(TensorView pages, KVAxisOrder order) {
-  if (pages.rank == 3) {
-    pages.shape = {pages.shape[0], pages.shape[1], 1, pages.shape[2]};
-    pages.strides = {pages.strides[0], pages.strides[1], pages.strides[1], pages.strides[2]};
-    pages.rank = 4;
-  } else if (pages.rank == 4 && order == KVAxisOrder::nhd) {
-    std::swap(pages.shape[1], pages.shape[2]);
-    std::swap(pages.strides[1], pages.strides[2]);
-  }
-  return pages;
-}
 
 void run_write_pages(
     py::handle slots,
@@ -41,7 +27,7 @@ void run_write_pages(
   const TensorArgument k_view = read.tensor(k, "k"), v_view = read.tensor(v, "v");
   const TensorArgument k_out = read.output(k_pages, "k_pages");
   const TensorArgument v_out = read.output(v_pages, "v_pages");
-  const KVAxisOrder order = read.axis_order(kv_layout, "kv_layout");
+  const KVAxisOrder order = read.kv_layout(kv_layout);
   const PageRows parts[] = {
       {.name = "k",
        .rows = *k_view,
@@ -72,7 +58,7 @@ void run_move_rows(
   const Arguments read("move_rows");
   const auto from = read.ints(sources, "sources"), to = read.ints(targets, "targets");
   const TensorListArgument given(read, caches, "caches", /*are_written=*/true);
-  const KVAxisOrder order = read.axis_order(kv_layout, "kv_layout");
+  const KVAxisOrder order = read.kv_layout(kv_layout);
   std::vector<TensorView> pages;
   for (const TensorView& cache : given.views()) pages.push_back(heads_first(cache, order));
   const Computation computation;

@@ -52,7 +52,7 @@ TensorView read_cache(
     const char* name,
     const std::optional<DType>& kv_dtype
 ) {
-  const TensorView view = as_codes(read, name, *cache, kv_dtype);
+  const TensorView view = as_codes(read.function(), name, *cache, kv_dtype);
   if (!is_code(view.dtype)) check_float(read, name, view.dtype);
   return view;
 }
@@ -103,7 +103,7 @@ void paged_attention(
   const TensorArgument q_view = floats(read, q, "q");
   const TensorArgument k_argument = read.tensor(k_cache, "k_cache");
   const TensorArgument v_argument = read.tensor(v_cache, "v_cache");
-  const std::optional<DType> dtype = parse_kv_dtype(read, kv_dtype);
+  const std::optional<DType> dtype = kv_dtype_value(read, kv_dtype);
   const FloatScaleArgument k_factor(read, k_scale, "k_scale");
   const FloatScaleArgument v_factor(read, v_scale, "v_scale");
   const ScoreBiasArgument added(read, score_bias);

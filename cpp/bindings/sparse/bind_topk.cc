@@ -115,16 +115,6 @@ void ragged(
   fast_topk_transform_ragged_fused(call.arguments, list, call.out());
 }
 
-std::optional<TopkTransformMethod> parse_method(const Arguments& read, py::handle method) {
-  const auto value = read.optional_integer(method, "method");
-  check(
-      !value || *value == 1 || *value == 2, read.name("method"),
-      " must be TopkTransformMethod.PAGED, RAGGED or None, got ", value.value_or(0)
-  );
-  if (!value) return std::nullopt;
-  return static_cast<TopkTransformMethod>(*value);
-}
-
 void transform(
     py::handle logits,
     py::handle topk,
@@ -140,7 +130,8 @@ void transform(
     py::handle out
 ) {
   const Arguments read("topk_transform");
-  const auto kind = parse_method(read, method);
+  const auto kind =
+      parse_topk_transform_method(read.function(), read.optional_integer(method, "method"));
   const TopkCall call(read, logits, lengths, topk, row_starts, sorted, out, "logits");
   const OptionalInts offsets = read.optional_ints(topk_indices_offset, "topk_indices_offset");
   const OptionalInts indptr = read.optional_ints(cu_seqlens_q, "cu_seqlens_q");

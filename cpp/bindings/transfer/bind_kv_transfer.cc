@@ -49,7 +49,7 @@ KVEntry entry_of(const Arguments& read, const py::tuple& fields) {
       .token_rows = read.flag(fields[6], "token_rows"),
       .dtype = read.text(fields[7], "dtype"),
       .page_stride = stride_of(fields[8]),
-      .kv_layout = read.axis_order(fields[9], "kv_layout"),
+      .kv_layout = read.kv_layout(fields[9]),
       .layout_tag = read.text(fields[10], "layout_tag"),
   };
 }

@@ -42,6 +42,17 @@ Concatenates find_prefill_impl(std::string_view name, const char* function) {
 
 }  // namespace
 
+std::optional<TopkTransformMethod> parse_topk_transform_method(
+    const char* function, std::optional<int64_t> method
+) {
+  check(
+      !method || *method == 1 || *method == 2, function,
+      ": method must be TopkTransformMethod.PAGED, RAGGED or None, got ", method.value_or(0)
+  );
+  if (!method) return std::nullopt;
+  return static_cast<TopkTransformMethod>(*method);
+}
+
 TopkTransformMethod get_topk_transform_method(
     std::optional<ForwardMode> mode,
     bool fp8_kv_cache,

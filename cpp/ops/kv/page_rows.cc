@@ -5,6 +5,7 @@
 #include <cassert>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpattn/base/check.h"
@@ -65,6 +66,18 @@ class PageWriter {
 };
 
 }  // namespace
+
+TensorView heads_first(TensorView pages, KVAxisOrder order) {
+  if (pages.rank == 3) {
+    pages.shape = {pages.shape[0], pages.shape[1], 1, pages.shape[2]};
+    pages.strides = {pages.strides[0], pages.strides[1], pages.strides[1], pages.strides[2]};
+    pages.rank = 4;
+  } else if (pages.rank == 4 && order == KVAxisOrder::nhd) {
+    std::swap(pages.shape[1], pages.shape[2]);
+    std::swap(pages.strides[1], pages.strides[2]);
+  }
+  return pages;
+}
 
 void write_page_rows(
     const char* function, std::span<int64_t> slots, std::span<const PageRows> parts

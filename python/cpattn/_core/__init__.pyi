@@ -2,7 +2,7 @@
 import enum
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, SupportsFloat, final, overload, type_check_only
+from typing import Any, ClassVar, NoReturn, SupportsFloat, final, overload, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
@@ -681,6 +681,8 @@ def plan_attention(
     batch_invariant: bool,
     num_threads: int | None,
 ) -> AttentionPlan: ...
+def default_scale(function: str, head_dim: int) -> float: ...
+def refuse_missing_scale(function: str, name: str) -> NoReturn: ...
 def run_attention(
     plan: AttentionPlan,
     q: _Tensor,
@@ -690,7 +692,7 @@ def run_attention(
     k_scale: SupportsFloat | _Tensor | None,
     v_scale: SupportsFloat | _Tensor | None,
     kv_dtype: str | None,
-    scale: float,
+    scale: float | None,
     softcap: float,
     score_bias: tuple[_ScoreBias, _Tensor | None, _Tensor | None] | None,
     sinks: _Tensor | None,
@@ -713,7 +715,7 @@ def paged_attention(
     k_scale: SupportsFloat | _Tensor | None,
     v_scale: SupportsFloat | _Tensor | None,
     kv_dtype: str | None,
-    scale: float,
+    scale: float | None,
     causal: _Flags,
     window: _Window,
     softcap: float,

@@ -20,6 +20,10 @@ int default_num_threads();
 /// Throws std::invalid_argument for a number below 1.
 void set_num_threads(int num_threads);
 
+/// Returns num_threads, as a call names it. Throws std::invalid_argument, which names `function`,
+/// below 1.
+int check_num_threads(const char* function, int num_threads);
+
 /// Sets the default of calls of this thread, 0 for that of the process, and
 /// returns what it was. Throws std::invalid_argument below 0.
 int exchange_thread_default(int num_threads);

@@ -7,6 +7,7 @@
 #include <span>
 #include <utility>
 
+#include "cpattn/base/argument_name.h"
 #include "cpattn/base/dtype.h"
 
 namespace cpattn {
@@ -53,6 +54,13 @@ std::ostream& operator<<(std::ostream& out, ShapeOf shape);
 /// Whether the bytes spanned by `a` and `b` intersect. Conservative: strided
 /// views that interleave without sharing an element count as overlapping.
 bool may_overlap(const TensorView& a, const TensorView& b);
+
+/// Throws std::invalid_argument, which begins with `name`, for more than kMaxRank dimensions.
+void check_rank(const ArgumentName& name, int64_t rank);
+
+/// Throws std::invalid_argument, which begins with `name`, unless a result can be written: it must
+/// be writable and must not broadcast, with a stride of zero over more than one element.
+void check_result(const ArgumentName& name, const TensorView& result);
 
 /// Throws std::invalid_argument, which names `function` and `name`, unless an argument of a public
 /// function has this rank and a contiguous last dimension.

@@ -4,9 +4,14 @@
 #include <cstdint>
 #include <span>
 
+#include "cpattn/base/kv_axis_order.h"
 #include "cpattn/base/tensor_view.h"
 
 namespace cpattn {
+
+/// Pages of four dimensions as [num_pages, num_heads, page_size, dim]; of three, slots without
+/// pages, they become pages of one token.
+TensorView heads_first(TensorView pages, KVAxisOrder order);
 
 /// Rows of one kind on their way into pages that somebody else keeps. The last dimension of both
 /// is contiguous, other strides are free.

@@ -13,6 +13,12 @@ namespace cpattn {
 /// the concatenated keys and values of a batch (ragged).
 enum class TopkTransformMethod : uint8_t { paged = 1, ragged };
 
+/// The method of a number, if one is given. Throws std::invalid_argument, which names `function`,
+/// for another than 1 and 2.
+std::optional<TopkTransformMethod> parse_topk_transform_method(
+    const char* function, std::optional<int64_t> method
+);
+
 /// Returns ragged only for a batch of mode extend and an implementation of sparse prefill attention
 /// that reads concatenated keys and values: flashmla_sparse and triton_sparse_mla from an
 /// FP8 cache, flashmla_sparse_q8 from any. Throws std::invalid_argument, naming `function`, for an

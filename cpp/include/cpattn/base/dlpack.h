@@ -2,6 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+
+#include "cpattn/base/argument_name.h"
+#include "cpattn/base/tensor_view.h"
 
 // Mirror of the DLPack C ABI (dmlc/dlpack, version 1.x), as far as CPU tensors
 // need it, and of the exchange table that torch >= 2.10 publishes on its tensor
@@ -51,3 +55,26 @@ struct ExchangeApi {
 };
 
 }  // namespace cpattn::dlpack
+
+namespace cpattn {
+
+/// The fault of a description of a tensor that comes from outside.
+enum class DlpackFault : uint8_t {
+  none,
+  device,       // it is not on the CPU
+  dtype,        // no DType, or several lanes
+  description,  // it has no extents, or leaves the address space
+  storage       // it has elements, but no memory
+};
+
+/// Makes `view`, which may be written to, of a description. Throws std::invalid_argument, which
+/// begins with `name`, for more than 6 dimensions, negative strides and elements that are not
+/// aligned; the other faults are returned, as callers have words of their own for them.
+DlpackFault read_dlpack(const ArgumentName& name, const dlpack::Tensor& tensor, TensorView& view);
+
+/// The name of a dtype, such as "float64" or "complex64", also of one that is not taken.
+std::string dlpack_dtype_name(const dlpack::Tensor& tensor);
+/// The name of a kind of devices, such as "CUDA".
+std::string dlpack_device_name(int32_t device_type);
+
+}  // namespace cpattn
