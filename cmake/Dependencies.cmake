@@ -21,10 +21,18 @@ if(CPATTN_PYTHON)
   endif()
 endif()
 
+# The oracle, which Python's face and the tests have, needs Eigen; libcpattn alone needs nothing.
+set(CPATTN_REFERENCE OFF)
+if(CPATTN_PYTHON OR CPATTN_TESTS)
+  set(CPATTN_REFERENCE ON)
+endif()
+
 # Eigen 3.4, headers only: CMAKE_PREFIX_PATH, Eigen3_ROOT or the system first,
 # then the PyPI package cmeel-eigen in the interpreter's site-packages.
-find_package(Eigen3 3.4 CONFIG QUIET)
-if(NOT TARGET Eigen3::Eigen)
+if(CPATTN_REFERENCE)
+  find_package(Eigen3 3.4 CONFIG QUIET)
+endif()
+if(CPATTN_REFERENCE AND NOT TARGET Eigen3::Eigen)
   find_package(Python 3.10 COMPONENTS Interpreter QUIET)
   if(Python_Interpreter_FOUND)
     execute_process(
@@ -37,7 +45,7 @@ if(NOT TARGET Eigen3::Eigen)
     endif()
   endif()
 endif()
-if(NOT TARGET Eigen3::Eigen)
+if(CPATTN_REFERENCE AND NOT TARGET Eigen3::Eigen)
   message(FATAL_ERROR
     "Eigen 3.4 not found. Any one of these provides it:\n"
     "  apt install libeigen3-dev\n"
