@@ -168,6 +168,9 @@ void register_pcp_layout(py::module_& module) {
       "Whether all ranks have all new tokens of each request: bool array [bs]."
   );
   type.def("_segments", &segments);
+  type.def("_local_q_indices", [](const Layout& layout, int64_t rank) {
+    return int_array(local_q_indices(layout, rank));
+  });
   type.def_property_readonly(
       "seq_lens",
       [](const Layout& layout) {

@@ -88,23 +88,16 @@ class SegmentWriter {
   int64_t row_ = 0;
 };
 
-/// Calls visit(segment, row) for each segment of all ranks with its first padded row.
+/// Calls visit(segment, row) for each segment whose keys and values are written, replicated ones
+/// once, with its first padded row.
 template <class Visit>
-void for_each_segment(const PcpLayout& layout, Visit visit) {
+void for_each_written(const PcpLayout& layout, Visit visit) {
   for (int64_t rank = 0; rank < layout.pcp_size; ++rank) {
-    const int64_t end = layout.segment_indptr[rank + 1];
-    for (int64_t i = layout.segment_indptr[rank]; i < end; ++i) {
+    for (int64_t i = layout.segment_indptr[rank]; i < layout.segment_indptr[rank + 1]; ++i) {
+      if (rank > 0 && layout.replicated[layout.request[i]] != 0) continue;
       visit(i, rank * layout.padded_num_tokens + layout.rank_start[i]);
     }
   }
-}
-
-/// Likewise, but only segments whose keys and values are written: replicated ones once.
-template <class Visit>
-void for_each_written(const PcpLayout& layout, Visit visit) {
-  for_each_segment(layout, [&](int64_t i, int64_t row) {
-    if (i < layout.segment_indptr[1] || layout.replicated[layout.request[i]] == 0) visit(i, row);
-  });
 }
 
 }  // namespace
@@ -164,6 +157,15 @@ PcpLayout build_pcp_layout(const PcpBatch& batch, const char* function) {
   return layout;
 }
 
+std::vector<int64_t> local_q_indices(const PcpLayout& layout, int64_t rank) {
+  std::vector<int64_t> tokens(layout.num_rows(rank));
+  for (int64_t i = layout.segment_indptr[rank]; i < layout.segment_indptr[rank + 1]; ++i) {
+    const auto begin = tokens.begin() + layout.rank_start[i];
+    std::iota(begin, tokens.begin() + layout.rank_stop[i], layout.batch_start[i]);
+  }
+  return tokens;
+}
+
 std::vector<int64_t> hidden_restore_idx(const PcpLayout& layout) {
   std::vector<int64_t> rows(layout.num_tokens);
   for_each_written(layout, [&](int64_t i, int64_t row) {
@@ -174,10 +176,10 @@ std::vector<int64_t> hidden_restore_idx(const PcpLayout& layout) {
 
 std::vector<int64_t> padded_gather_idx(const PcpLayout& layout) {
   std::vector<int64_t> tokens(layout.pcp_size * layout.padded_num_tokens);
-  for_each_segment(layout, [&](int64_t i, int64_t row) {
-    const int64_t count = layout.rank_stop[i] - layout.rank_start[i];
-    std::iota(tokens.data() + row, tokens.data() + row + count, layout.batch_start[i]);
-  });
+  for (int64_t rank = 0; rank < layout.pcp_size; ++rank) {
+    const std::vector<int64_t> own = local_q_indices(layout, rank);
+    std::ranges::copy(own, tokens.begin() + rank * layout.padded_num_tokens);
+  }
   return tokens;
 }
 

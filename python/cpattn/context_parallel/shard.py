@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from .._core import ContextParallelMetadata
 from .._types import AnyTensor, TensorT
 
 __all__ = ["shard", "unshard"]
+
+# Rows to take, which are as many as the tokens: not made before the tensor is known to be.
+_Rows: TypeAlias = Callable[[], np.ndarray[Any, Any]]
 
 
 def shard(
@@ -34,10 +37,9 @@ def shard(
     tensor, per_rank_actual_token[cp_rank] rows along `dim`
         ``x[local_q_indices]``; rows of physical padding are zeros.
     """
-    indices = self.local_q_indices
-    padding = self.per_rank_actual_token[self.cp_rank] - len(indices)
+    padding = self.per_rank_actual_token[self.cp_rank] - self._logical_rows()[self.cp_rank]
     size = ("total_seq_lens", self.total_seq_lens)
-    return rows_of("shard", x, dim, indices, padding, size, truncate=truncate)
+    return rows_of("shard", x, dim, lambda: self.local_q_indices, padding, size, truncate=truncate)
 
 
 def unshard(self: ContextParallelMetadata, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
@@ -55,15 +57,15 @@ def unshard(self: ContextParallelMetadata, parts: Sequence[TensorT], dim: int = 
     -------
     tensor, total_seq_lens rows along `dim`
     """
-    counts, indices = self._logical_rows(), self._gathered_row_indices()
-    return tokens_of("unshard", parts, dim, counts, indices, ("cp_size", self.cp_size))
+    counts, size = self._logical_rows(), ("cp_size", self.cp_size)
+    return tokens_of("unshard", parts, dim, counts, self._gathered_row_indices, size)
 
 
 def rows_of(
     function: str,
     x: TensorT,
     dim: int,
-    indices: np.ndarray[Any, Any],
+    indices: _Rows,
     padding: int,
     size: tuple[str, int],
     *,
@@ -80,7 +82,7 @@ def rows_of(
         raise ValueError(
             f"{function}: x must have {rule}{name} = {wanted} rows along dim {dim}, got {rows}"
         )
-    local = _take(tensor, indices, dim)
+    local = _take(tensor, indices(), dim)
     taken: TensorT = _append_zeros(local, padding, dim) if padding else local
     return taken
 
@@ -90,7 +92,7 @@ def tokens_of(
     parts: Sequence[TensorT],
     dim: int,
     counts: Sequence[int],
-    indices: np.ndarray[Any, Any],
+    indices: _Rows,
     size: tuple[str, int],
 ) -> TensorT:
     """Take rows of the first `counts` rows of each part; `size` says how many parts there are."""
@@ -111,7 +113,7 @@ def tokens_of(
             )
         counted.append(part[(slice(None),) * dim + (slice(wanted),)])
     with _core.TraceSpan(_core.TraceScope.gather):
-        whole: TensorT = _take(_concatenate(counted, dim), indices, dim)
+        whole: TensorT = _take(_concatenate(counted, dim), indices(), dim)
     return whole
 
 

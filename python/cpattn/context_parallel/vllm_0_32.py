@@ -183,9 +183,9 @@ def shard(self: PCPLayout, x: TensorT, pcp_rank: int, dim: int = 0) -> TensorT:
     rank = _core.integer(pcp_rank, "shard", "pcp_rank")
     if not 0 <= rank < self.pcp_size:
         raise ValueError(f"shard: pcp_rank must be in [0, {self.pcp_size}), got {rank}")
-    rows, padded = self.per_rank_num_tokens[rank], self.padded_num_tokens
-    indices = self.padded_gather_idx[rank * padded : rank * padded + rows]
-    return rows_of("shard", x, dim, indices, padded - rows, ("num_tokens", self.num_tokens))
+    padding = self.padded_num_tokens - self.per_rank_num_tokens[rank]
+    size = ("num_tokens", self.num_tokens)
+    return rows_of("shard", x, dim, lambda: self._local_q_indices(rank), padding, size)
 
 
 def unshard(self: PCPLayout, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
@@ -204,7 +204,7 @@ def unshard(self: PCPLayout, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
         Of a request that all ranks have, the rows of rank 0.
     """
     counts, size = [self.padded_num_tokens] * self.pcp_size, ("pcp_size", self.pcp_size)
-    return tokens_of("unshard", parts, dim, counts, self.hidden_restore_idx, size)
+    return tokens_of("unshard", parts, dim, counts, lambda: self.hidden_restore_idx, size)
 
 
 # Not a subclass: the core makes these values, and would have to know it.

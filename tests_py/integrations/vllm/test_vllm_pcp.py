@@ -199,8 +199,7 @@ def test_local_lengths_of_several_new_tokens(interleave):
         assert np.array_equal(rows[-1], theirs.numpy())
         local.append(rows[-1][:, -1])
     options = {"block_size": 16, "interleave": interleave, "query_lens": [steps] * 3}
-    flat = [lens.reshape(-1) for lens in rows]
-    assert lint(from_local_lens(seq_lens, local, row_lens=flat, **options)).proved
-    causal = [(lens[:, None] + np.arange(1 - steps, 1)).reshape(-1) for lens in local]
+    assert lint(from_local_lens(seq_lens, local, row_lens=rows, **options)).proved
+    causal = [lens[:, None] + np.arange(1 - steps, 1) for lens in local]
     report = lint(from_local_lens(seq_lens, local, row_lens=np.maximum(causal, 0), **options))
     assert report.findings[0].invariant == "COV"  # the mask of a sequence is none of a share

@@ -59,6 +59,9 @@ struct PcpLayout {
 /// PcpBatch, and a padded_num_tokens below the rows of a rank.
 PcpLayout build_pcp_layout(const PcpBatch& batch, const char* function);
 
+/// The token of each row of a rank in [0, pcp_size), without padding.
+std::vector<int64_t> local_q_indices(const PcpLayout& layout, int64_t rank);
+
 // The next three functions compute on each call. They are about the padded rows of all ranks, one
 // rank after the other: [pcp_size padded_num_tokens].
 /// The row of each token of the batch [num_tokens]; of a replicated one that of rank 0.

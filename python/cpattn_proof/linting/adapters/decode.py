@@ -38,9 +38,10 @@ def from_local_lens(
     query_lens : ints [bs], optional
         New tokens of each sequence; default 1. Attention is checked where each has one, or with
         `row_lens`.
-    row_lens : sequence of ints [sum of query_lens], optional
+    row_lens : sequence of ints [sum of query_lens] or [bs, steps], optional
         How many of its keys each rank shows each new token, sequence after sequence, as masks of
-        several new tokens have it; default: the local lengths, where each sequence has one.
+        several new tokens have it; default: the local lengths, where each sequence has one. What
+        they have to be is ``TokenInterleave.local_lens`` of `cpattn.kv` of positions + 1.
     num_blocks : int, optional
         Of a rank's cache; without it, bounds of blocks are not checked.
 
