@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....distributed import ContextParallel, ContextParallelPlan
 from ....scheduling import Batch
-from .layers import Pass, running
+from .layers import Pass, RunningModel
 from .passes import OnEveryRank, OverShards, SharedOut
 from .pools import Pools
 from .sequences import Sequence
@@ -33,7 +33,7 @@ class Logits:
 class Batches:
     """Forward passes of a model on this rank."""
 
-    model: Any
+    model: RunningModel
     cp: ContextParallel
     pools: Pools
     shares_memory: bool
@@ -67,12 +67,8 @@ class Batches:
                 attention = OnEveryRank(self.pools, batch)
             else:
                 attention = OverShards(self.cp, self.pools, batch)
-        with running(self.model, attention):
-            out = self.model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False,
-                logits_to_keep=keep,
-            )  # fmt: skip
-        return Logits(plan, tokens, mine.tolist(), out.logits[0])
+        rows = self.model.logits(attention, ids, positions, keep)
+        return Logits(plan, tokens, mine.tolist(), rows)
 
     def all_rows(self, logits: Logits) -> Tensor:
         """Exchange logits: a row for each of `Logits.tokens`."""

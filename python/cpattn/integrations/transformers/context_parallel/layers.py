@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....attention import default_scale
 from ..contiguous import UNSUPPORTED, check_supported, float_sinks
@@ -82,22 +81,36 @@ def attention_over_ranks(
     return (project(module, out) if latents else out), None
 
 
-@contextmanager
-def running(model: nn.Module, a_pass: Pass) -> Iterator[None]:
-    """Let the attention layers of a model call a pass, and none of them make a mask."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
-    configs = {id(module.config): module.config for module in modules}.values()
-    before = [config._attn_implementation for config in configs]
-    token = _RUNNING.set(a_pass)
-    try:
-        for config in configs:
-            config._attn_implementation = NAME
-        with torch.inference_mode():
-            yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
-        _RUNNING.reset(token)
+class RunningModel:
+    """A model as it is during passes: its layers call one, and none of them makes a mask."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        modules: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
+        self._configs = list({id(module.config): module.config for module in modules}.values())
+        self._has_latents = any(hasattr(type(module), "expand_kv") for module in modules)
+
+    def logits(self, a_pass: Pass, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        """Run tokens, int64 [rows], at their positions; logits of the rows `keep`."""
+        before = [config._attn_implementation for config in self._configs]
+        token = _RUNNING.set(a_pass)
+        try:
+            for config in self._configs:
+                config._attn_implementation = NAME
+            with (
+                torch.inference_mode(),
+                absorb_mla(self.model, NAME) if self._has_latents else nullcontext(),
+            ):
+                out = self.model(
+                    input_ids=ids[None], position_ids=positions[None], use_cache=False,
+                    logits_to_keep=keep,
+                )  # fmt: skip
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation = name
+            _RUNNING.reset(token)
+        logits: Tensor = out.logits[0]
+        return logits
 
 
 class _Probe:
@@ -129,13 +142,10 @@ def layer_shapes(model: Any) -> dict[int, LayerShape]:
     AttentionInterface.register(NAME, attention_over_ranks)
     if reason := _refusal(model):
         raise _refused(model, reason)
-    if any(hasattr(type(module), "expand_kv") for module in model.modules()):
-        absorb_mla(model, NAME)
     probe, text = _Probe(), model.config.get_text_config()
-    one = torch.zeros(1, 1, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int64)
     try:
-        with running(model, probe):
-            model(input_ids=one, position_ids=one, use_cache=False, logits_to_keep=1)
+        RunningModel(model).logits(probe, one, one, one)
     except (KeyError, TypeError, ValueError) as error:
         raise _refused(model, str(error)) from error
     kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers

@@ -19,7 +19,7 @@ from ....scheduling import PrefixCache, Scheduler, hash_blocks
 from ..._torch_threads import use_torch_threads
 from .batches import Batches
 from .identity import config_text, digest_of_weights
-from .layers import ENGINE, layer_shapes
+from .layers import ENGINE, RunningModel, layer_shapes
 from .pools import make_pools
 from .requests import Requests
 from .sequences import (
@@ -144,7 +144,7 @@ class ContextParallelModel(Requests):
         self._pools = make_pools(
             cp, shapes, named.rank_pages(pages, size, page_size), shared=placement == SHARED
         )
-        self._batches = Batches(model, cp, self._pools, placement == SHARED)
+        self._batches = Batches(RunningModel(model), cp, self._pools, placement == SHARED)
         self._sequences: dict[int, Sequence] = {}
         self._num_requests = 0
         self.hit_tokens = 0

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of examples/, over two ranks: ten clients at once, of whom one goes away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("starlette", reason="starlette is not installed")
+
+from support.children import path_with  # noqa: E402
+from support.places import ROOT  # noqa: E402
+from support.time_limits import PATIENCE  # noqa: E402
+from support.transformers.tiny_transformers import generate, make_model, make_tokens  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+PROMPTS = [make_tokens(n, seed=n).tolist() for n in (5, 60, 1, 30, 200, 17, 9, 44, 80, 3)]
+GREEDY = {"max_tokens": 10, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model with a tokenizer of a word for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama").save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    """Returns the port of a server, its process and its log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("log") / "log"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples" / "serve_over_ranks.py"), str(folder), "--port", str(port)]
+    command += ["--dtype", "float32", "--num-pages", "256", "--token-budget", "64"]
+    environment = os.environ | {"PYTHONPATH": path_with(), "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"OMP_NUM_THREADS": "1", "CPATTN_NUM_THREADS": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, *command], env=environment, stderr=output)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            assert process.poll() is None, log.read_text()
+            try:
+                if ask(port, None)[0] == 200:
+                    break
+            except OSError:
+                time.sleep(0.2)
+        yield port, process, log
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+@contextmanager
+def answer_of(port, body):
+    """Gives the answer to a question, as it comes."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
+        if body is None:
+            connection.request("GET", "/v1/models")
+        else:
+            connection.request("POST", "/v1/completions", json.dumps(body))
+        with connection.getresponse() as answer:
+            yield answer
+
+
+def ask(port, body):
+    """Return the status and the answer."""
+    with answer_of(port, body) as answer:
+        return answer.status, json.loads(answer.read())
+
+
+def ask_text(port, prompt):
+    return ask(port, {"prompt": prompt, **GREEDY})[1]["choices"][0]["text"]
+
+
+def stream(port, prompt):
+    """Return the text of a completion that comes in events."""
+    with answer_of(port, {"prompt": prompt, "stream": True, **GREEDY}) as answer:
+        events = [line[6:] for line in answer.read().decode().splitlines() if line]
+    assert events.pop() == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 9 + ["length"]
+    return "".join(choice["text"] for choice in choices)
+
+
+def text_of(prompt):
+    result = generate(make_model("llama"), "eager", torch.tensor([prompt]), 10)
+    return " ".join(f"w{token}" for token in result.sequences[0, len(prompt) :].tolist())
+
+
+def test_ten_clients_at_once_of_whom_one_goes_away(server):
+    port, _, log = server
+    with ThreadPoolExecutor(10) as pool:
+        answers = [pool.submit(stream, port, prompt) for prompt in PROMPTS[:5]]
+        answers += [pool.submit(ask_text, port, prompt) for prompt in PROMPTS[5:9]]
+        with answer_of(port, {"prompt": PROMPTS[9], "max_tokens": 3000, "stream": True}) as leaving:
+            leaving.read(100)
+        for prompt, answer in zip(PROMPTS, answers, strict=False):
+            assert answer.result() == text_of(prompt)
+    deadline = time.monotonic() + PATIENCE
+    while "ends before its last token" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "of 200 tokens of its prompt" in log.read_text()
+    status, answer = ask(port, {"prompt": "w5 w6 w7", **GREEDY})
+    assert status == 200
+    assert answer["choices"][0]["text"] == text_of([5, 6, 7])
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"max_tokens": 10**5}, "pages are missing"),
+        ({"prompt": [64]}, "must be in [0, 64)"),
+        ({"n": 2}, "not supported here: n"),
+        ({"prompt": [[1], [2]]}, "must be a list of at least one token"),
+    ],
+)
+def test_wrong_requests_are_refused(server, change, reason):
+    status, answer = ask(server[0], {"prompt": [1], **GREEDY} | change)
+    assert status == 400
+    assert reason in answer["error"]["message"]
+
+
+def test_it_stops_when_it_is_told_to(server):
+    port, process, log = server
+    process.send_signal(signal.SIGINT)
+    process.wait(PATIENCE)
+    with pytest.raises(OSError):  # noqa: PT011
+        ask(port, None)
+    assert "did not answer" not in log.read_text()
