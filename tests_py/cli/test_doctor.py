@@ -349,6 +349,7 @@ def test_extras(packages):
         "outside",
         "coverage",
         "wheels",
+        "serve",
     }
     for extra, (distributions, _) in environment._EXTRAS.items():
         assert all(name in " ".join(extras[extra]) for name in distributions), extra

@@ -64,7 +64,7 @@ def test_tokens_are_those_of_one_process(answers, expected):
 def test_prefixes_are_skipped(answers):
     """Prompts share two pages, and the one that comes twice has two more."""
     in_one_call = 3 * 16 + 32
-    full_pages = sum((len(prompt) - 1) // 8 * 8 for prompt in PROMPTS)
+    full_pages = sum(min(len(prompt) // 8 * 8, len(prompt) - 1) for prompt in PROMPTS)
     for found in answers:
         assert found["hits"] == (in_one_call, full_pages)
         assert (
@@ -118,9 +118,15 @@ def test_what_cannot_be_is_told_to_all_ranks(answers):
 
 
 ROPE = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 1, "image_size": 28, "patch_size": 14}
+IMAGES = {"text_config": SIZES, "vision_config": VISION}
 REFUSED = {
     "encoder": (lambda: transformers.T5Config(vocab_size=64, d_model=16), "with a decoder"),
     "state": (lambda: transformers.MambaConfig(vocab_size=64, hidden_size=16), "MambaForCausalLM"),
+    "state in some layers": (lambda: transformers.Qwen3NextConfig(**SIZES, **HYBRID), "linear_att"),
+    "images": (lambda: transformers.Gemma3Config(**IMAGES), "than text (vision_config)"),
     "own attention": (lambda: transformers.BloomConfig(vocab_size=64), "BloomForCausalLM"),
     "rope of the longest": (lambda: transformers.LlamaConfig(**SIZES, **ROPE), "rope (dynamic)"),
 }

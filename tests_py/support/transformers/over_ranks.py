@@ -19,7 +19,7 @@ NEW_TOKENS = 12
 PAGE, PAGES = 8, 96
 PREFIX = make_tokens(20, seed=1).tolist()  # two pages and a half
 PROMPTS = [
-    *(PREFIX + make_tokens(n, seed=n).tolist() for n in (5, 13, 1, 30)),
+    *(PREFIX + make_tokens(n, seed=n).tolist() for n in (4, 13, 1, 30)),  # three whole pages first
     *(make_tokens(n, seed=n).tolist() for n in (2, 1)),
 ]
 PROMPTS.append(PROMPTS[1])
