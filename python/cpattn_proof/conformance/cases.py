@@ -65,8 +65,12 @@ class Features:
         Sequences with cached tokens; with more queries than keys; rows that see no key.
     groups : bool
         Query heads that share KV heads.
-    window, window_without_causal, softcap, sinks, v_head_dim, lse, pad_rows, append : bool
+    window, window_without_causal, window_right : bool
+        Windows before a query's own key; without a causal mask, too, and with a right side then.
+    alibi, softcap, sinks, v_head_dim, lse, pad_rows, append : bool
         Whether there are such arguments or results; `Case` says what they are.
+    alibi_lse : bool
+        Whether the log-sum-exp is looked at with `alibi`, too.
     far : bool
         Whether caches may be so large that page ids exceed 16 bits, and offsets 31 bits.
     poison : bool
@@ -86,6 +90,9 @@ class Features:
     groups: bool = True
     window: bool = False
     window_without_causal: bool = False
+    window_right: bool = False
+    alibi: bool = False
+    alibi_lse: bool = True
     softcap: bool = False
     sinks: bool = False
     v_head_dim: bool = False
@@ -106,8 +113,10 @@ class Case(Told):
         New tokens of each sequence, and all of it.
     layout : {"paged", "ragged", "padded"}
         Where keys lie: in pages, sequence after sequence, or in a batch of the longest length.
-    window, softcap
-        None and 0 for none.
+    window, window_right, softcap
+        Keys before and after a query's own that it sees, None and 0 for none.
+    alibi : bool
+        Whether slopes times distances are taken off scores, after softcap.
     values : {"normal", "one_hot", "even"}
         Random numbers; values that have a single 1, under queries that look for one key; or values
         between 1 and 2 of which all keys have about the same weight.
@@ -133,6 +142,8 @@ class Case(Told):
     page_size: int = 4
     causal: bool = True
     window: int | None = None
+    window_right: int | None = None  # 0 where it is causal
+    alibi: bool = False
     softcap: float = 0.0
     sinks: bool = False
     scale: float = 0.25
@@ -163,7 +174,7 @@ class Batch:
         Slots of the tokens of each sequence, and of what follows them in its memory.
     block_tables : [batch, pages]
         Under "paged"; of what is beyond a sequence's pages, one that is nobody's.
-    sinks : [num_heads] or None
+    sinks, slopes : [num_heads] or None
     """
 
     case: Case
@@ -173,6 +184,7 @@ class Batch:
     slots: tuple[Array, ...]
     block_tables: Array
     sinks: Array | None
+    slopes: Array | None
 
     @cached_property
     def q_starts(self) -> Array:
@@ -212,8 +224,9 @@ def make_batch(case: Case) -> Batch:
         k[~read] = v[~read] = np.nan
         q[sum(case.q_lens) :] = np.nan
     sinks = rounded(1 + rng.standard_normal(case.num_heads), "float32") if case.sinks else None
+    slopes = rounded(0.1 + rng.random(case.num_heads), "float32") if case.alibi else None
     q, k, v = (rounded(x, case.dtype) for x in (q, k, v))
-    return Batch(case, q, k, v, slots, table, sinks)
+    return Batch(case, q, k, v, slots, table, sinks, slopes)
 
 
 def _place(case: Case, rng: np.random.Generator) -> tuple[Array, tuple[Array, ...], int]:
@@ -250,7 +263,8 @@ def _look_for_one(
         within = np.arange(len(own))
         v[own, :, within % case.v_head_dim] = 1
         for i in range(q_len):
-            last = kv_len - q_len + i if case.causal else kv_len - 1
+            right = 0 if case.causal else case.window_right
+            last = kv_len - 1 if right is None else min(kv_len - q_len + i + right, kv_len - 1)
             if last >= 0:
                 first = 0 if case.window is None else max(0, last - case.window)
                 target = own[rng.integers(first, last + 1)]

@@ -80,13 +80,13 @@ _MASKS = (
         "window-off-by-one", "COV",
         "has windows that are one key too long or too short",
         "Find out whether the window counts the query's own key; flash-attn's does not.",
-        _each(window_shift=(1, -1)),
+        (*_each(window_shift=(1, -1)), *_each(window_right_shift=(1, -1))),
     ),
     Fault(
         "window-ignored", "COV",
-        "has no windows",
+        "has no windows, or none behind a query",
         "Pass the window on, or refuse it.",
-        _each(window=(False,)),
+        (*_each(window=(False,)), *_each(window_right=(False,))),
     ),
     Fault(
         "window-whole-blocks", "COV",
@@ -142,6 +142,24 @@ _LOG_SUMS = (
 )  # fmt: skip
 
 _SCORES = (
+    Fault(
+        "alibi-ignored", "COV",
+        "does not add the biases of ALiBi",
+        "Pass slopes on, or refuse them.",
+        _each(alibi=("none",)),
+    ),
+    Fault(
+        "alibi-before-scale", "COV",
+        "adds the biases of ALiBi to products that are not scaled yet",
+        "Add them after the scale: slopes are of scores.",
+        _each(alibi=("before scale",)),
+    ),
+    Fault(
+        "alibi-top-left", "COV",
+        "counts distances of ALiBi as if query i stood at key i",
+        "Query i stands at key i + kv_len - q_len.",
+        _each(alibi=("top left",)),
+    ),
     Fault(
         "sink-ignored", "LSE",
         "leaves sinks out",

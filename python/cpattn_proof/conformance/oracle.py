@@ -45,13 +45,18 @@ def _sequence(batch: Batch, sequence: int, switches: Switches) -> Attended:
     products = _matmul(q, k.transpose(1, 2, 0))
     sees: Array = visible(len(q), reading, case, switches)
     with np.errstate(invalid="ignore", over="ignore"):
-        scores = _capped(products, case, switches)
+        biases = _alibi(len(q), reading, batch, switches)
+        if switches.alibi == "before scale":
+            scores = _capped(products + biases, case, switches)
+        else:
+            scores = _capped(products, case, switches) + biases
         keys = _parts(reading, case, switches)
         parts = [_part(scores, products, sees & part, v, batch, switches) for part in keys]
         padded = case.layout == "padded" and max(case.kv_lens) > 1  # so that no half is without
         filled = [bool(part.any()) or padded for part in keys]
         out, lse, magnitude = _merged(parts, switches, filled)
         score_size = np.linalg.norm(q, axis=-1) * case.scale * _longest(k)
+        score_size = score_size + np.where(sees[:, None], -biases, 0).max(axis=-1, initial=0)
     if switches.zero_times_nan:
         hidden = np.isnan(v).sum(axis=0) > 0
         out = np.where(hidden[None], np.nan, out)
@@ -85,7 +90,18 @@ def visible(num_rows: int, reading: Reading, case: Case, switches: Switches) -> 
         first = position - case.window + switches.window_shift
         block = case.page_size if switches.window_block == "page" else switches.window_block
         sees = sees & (key >= (first // int(block) * int(block) if block else first))
+    if case.window_right is not None and switches.window and switches.window_right:
+        sees = sees & (key <= position + case.window_right - switches.window_right_shift)
     return sees
+
+
+def _alibi(num_rows: int, reading: Reading, batch: Batch, switches: Switches) -> Array:
+    """Return what is added to scores, [rows, heads, keys]."""
+    if batch.slopes is None or switches.alibi == "none":
+        return np.zeros((num_rows, 1, len(reading.positions)))
+    first = 0 if switches.alibi == "top left" else reading.end_of_queries - reading.q_len
+    position = first + np.arange(num_rows)[:, None, None]
+    return -batch.slopes[:, None].astype(np.float64) * np.abs(reading.positions - position)
 
 
 def _kv_heads(num_heads: int, num_kv_heads: int, switches: Switches) -> Array:

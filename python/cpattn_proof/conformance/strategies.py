@@ -52,6 +52,16 @@ def edge_cases(features: Features) -> Iterator[Case]:
             features.window and features.window_without_causal and not_causal, batch,
             {"window": 3, "causal": False},
         ),
+        (
+            features.window and features.window_right and not_causal, batch,
+            {"window": 3, "window_right": 2, "causal": False},
+        ),
+        (
+            features.window and features.window_right and not_causal, batch,
+            {"window_right": 1, "causal": False},
+        ),
+        (features.alibi, batch, {"alibi": True}),
+        (features.alibi and not_causal, batch, {"alibi": True, "causal": False}),
         (features.softcap, batch, {"softcap": 1.0, "scale": 0.5}),
         (features.sinks, batch, {"sinks": True}),
         (features.sinks, plain, {"sinks": True}),
@@ -135,15 +145,22 @@ def cases(draw: st.DrawFn, features: Features, like: Case | None = None) -> Case
     dim = draw(st.sampled_from(features.head_dims))
     windowed = features.window and (causal or features.window_without_causal)
     windows = st.one_of(st.none(), st.sampled_from((0, 1, 3, 16, 64))) if windowed else st.none()
+    right, alibi = None, features.alibi and draw(st.booleans())
+    if features.window and features.window_right and not causal:
+        right = draw(st.sampled_from((None, 0, 1, 16)))
+        windows = (
+            st.one_of(st.none(), st.sampled_from((0, 3, 64))) if right is not None else windows
+        )
     append = features.append and all(q <= kv for q, kv in zip(q_lens, kv_lens, strict=True))
     softcap = draw(st.sampled_from((0.0, *_CAPS))) if features.softcap else 0.0
-    one_hot = softcap == 0 and draw(st.sampled_from((False, False, False, True)))
+    one_hot = softcap == 0 and not alibi and draw(st.sampled_from((False, False, False, True)))
     dim = 64 if one_hot else dim
     return Case(
         q_lens, kv_lens, heads, kv_heads, dim,
         draw(st.sampled_from(features.head_dims)) if features.v_head_dim else dim,
         draw(st.sampled_from(features.dtypes)), layout,
-        draw(st.sampled_from(features.kv_layouts)), page_size, causal, draw(windows), softcap,
+        draw(st.sampled_from(features.kv_layouts)), page_size, causal, draw(windows), right,
+        alibi, softcap,
         features.sinks and draw(st.booleans()),
         dim**-0.5 * draw(st.sampled_from((1.0, 0.5, 2.0))),
         "one_hot" if one_hot else "normal",

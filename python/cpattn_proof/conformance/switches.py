@@ -23,10 +23,14 @@ class Switches:
         Rows of queries that are attended at a time. Each chunk has a causal mask of its own, which
         begins at the first key or behind the prefix, or ends at the last key of all; or a chunk
         sees its own keys alone.
-    mask_shift, window_shift : int
-        Keys that are seen past a query's own; keys of the window that are not.
+    mask_shift, window_shift, window_right_shift : int
+        Keys that are seen past a query's own; keys at both ends of the window that are not.
+    window, window_right : bool
+        Whether there are windows, and right sides of them.
     window_block : {"", "page"} or a number
         Windows begin with the block of so many keys that their first key is in.
+    alibi : {"right", "none", "before scale", "top left"}
+        "before scale": added to products; "top left": query i stands at key i.
     scale : {"given", "none", "twice", "root"}
         "root": 1 / sqrt(head_dim), whatever is given.
     softcap : {"after scale", "before scale", "none"}
@@ -84,7 +88,10 @@ class Switches:
     mask_shift: int = 0
     window: bool = True
     window_shift: int = 0
+    window_right: bool = True
+    window_right_shift: int = 0
     window_block: str = ""
+    alibi: str = "right"
     scale: str = "given"
     softcap: str = "after scale"
     sinks: str = "once"
@@ -131,7 +138,7 @@ def _always(case: Case) -> bool:
 
 
 def _is_masked(case: Case) -> bool:
-    return case.causal or case.window is not None
+    return case.causal or _has_window(case)
 
 
 def _is_paged(case: Case) -> bool:
@@ -139,7 +146,11 @@ def _is_paged(case: Case) -> bool:
 
 
 def _has_window(case: Case) -> bool:
-    return case.window is not None
+    return case.window is not None or case.window_right is not None
+
+
+def _has_right_side(case: Case) -> bool:
+    return case.window_right is not None
 
 
 def _has_sinks(case: Case) -> bool:
@@ -152,6 +163,8 @@ _NEEDS: dict[str, Callable[[Case], bool]] = {
     **dict.fromkeys(("window", "window_shift", "window_block"), _has_window),
     **dict.fromkeys(("table", "page_size", "page_stride", "layout"), _is_paged),
     **dict.fromkeys(("sinks", "sink_count", "split"), _has_sinks),
+    **dict.fromkeys(("window_right", "window_right_shift"), _has_right_side),
+    "alibi": lambda case: case.alibi,
     "softcap": lambda case: case.softcap != 0,
     "heads": lambda case: 1 < case.num_kv_heads < case.num_heads,
     "values": lambda case: case.head_dim != case.v_head_dim,

@@ -24,7 +24,7 @@ class Tensors:
     case : Case
     q : tensor [rows, num_heads, head_dim]
     q_lens, kv_lens : list of int
-    sinks : float32 tensor [num_heads] or None
+    sinks, slopes : float32 tensor [num_heads] or None
     """
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
@@ -33,8 +33,10 @@ class Tensors:
         self._given: list[tuple[Any, Any, Any]] = []  # a tensor, a copy, and what it may become
         self.q = self.tensor(self._batch.q)
         self.q_lens, self.kv_lens = list(case.q_lens), list(case.kv_lens)
-        sinks = self._batch.sinks
-        self.sinks = None if sinks is None else self.tensor(sinks, "float32")
+        self.sinks, self.slopes = (
+            None if x is None else self.tensor(x, "float32")
+            for x in (self._batch.sinks, self._batch.slopes)
+        )
 
     def tensor(self, x: Array, dtype: str = "") -> Any:
         """An array on the device, in the dtype of the case or another."""
@@ -147,6 +149,8 @@ class Tensors:
                 own = own & (key <= position)
             if case.window is not None:
                 own = own & (key >= position - case.window)
+            if case.window_right is not None:
+                own = own & (key <= position + case.window_right)
             sees[s] = own
         return self.tensor(sees, "bool")
 

@@ -106,7 +106,7 @@ def test_two_faults_have_two_names_and_cases_of_their_own(second):
     found = {finding.kind: finding.details for finding in report.findings}
     assert set(found) == {"window-ignored", second}, report.text()
     assert found["window-ignored"]["case"]["window"] is not None
-    assert found["window-ignored"]["cases"] == 3
+    assert found["window-ignored"]["cases"] == 5
     if second != "lse-base-2":
         assert found[second]["cases"] == 1
         assert found[second]["case"]["far"] == 31 * (second == "overflow-32-bit")

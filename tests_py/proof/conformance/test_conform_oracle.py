@@ -27,8 +27,9 @@ def by_reference(case):
     k, v = (x.reshape(-1, case.page_size, *x.shape[1:]) for x in (batch.k, batch.v))
     return reference.paged_attention(
         batch.q, k, v, q_lens=list(case.q_lens), kv_lens=list(case.kv_lens),
-        block_tables=batch.block_tables, scale=case.scale, causal=case.causal, window=case.window,
-        softcap=case.softcap, sinks=batch.sinks, allow_short_kv=True,
+        block_tables=batch.block_tables, scale=case.scale, causal=case.causal,
+        window=(case.window, case.window_right), softcap=case.softcap, alibi_slopes=batch.slopes,
+        sinks=batch.sinks, allow_short_kv=True,
     )  # fmt: skip
 
 
@@ -81,11 +82,14 @@ def assert_can_be_said(case, features):
     assert case.layout in features.layouts
     assert case.dtype in features.dtypes
     assert case.causal in features.causal
-    for name in ("softcap", "sinks", "poison", "pad_rows", "append", "far"):
+    for name in ("alibi", "softcap", "sinks", "poison", "pad_rows", "append", "far"):
         assert getattr(features, name) or not getattr(case, name), name
     assert features.groups or case.num_heads == case.num_kv_heads
     assert features.window or case.window is None
-    assert case.window is None or case.causal or features.window_without_causal
+    assert features.window_right or case.window_right is None
+    assert case.window_right is None or (features.window and not case.causal)
+    right = case.causal or case.window_right is not None
+    assert case.window is None or right or features.window_without_causal
     assert features.v_head_dim or case.v_head_dim == case.head_dim
     assert not features.same_q_lens or len(set(case.q_lens)) == 1
     short = any(q > kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True))

@@ -2,23 +2,28 @@
 """flash-attn: `flash_attn_varlen_func` and `flash_attn_with_kvcache`.
 
 Arguments that are at their defaults are left out. The log-sum-exp of a row without keys may be
-either infinity, as releases differ.
+either infinity, as releases differ. With ALiBi it is not looked at: where a causal mask is the only
+one, kernels of flash-attn count distances from the first key, which outputs do not show.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..cases import Case, Features
+from ..cases import Features
 from ..forms import returned
 from ..tensors import Tensors
 from .signature import Answer, Signature
 
 
-def _options(case: Case) -> dict[str, Any]:
+def _options(tensors: Tensors) -> dict[str, Any]:
+    case = tensors.case
     options: dict[str, Any] = {"softmax_scale": case.scale, "causal": case.causal}
-    if case.window is not None:
-        options["window_size"] = (case.window, 0 if case.causal else -1)
+    sides = case.window, 0 if case.causal else case.window_right
+    if case.window is not None or case.window_right is not None:
+        options["window_size"] = tuple(-1 if side is None else side for side in sides)
+    if tensors.slopes is not None:
+        options["alibi_slopes"] = tensors.slopes
     if case.softcap:
         options["softcap"] = case.softcap
     return options
@@ -33,7 +38,7 @@ def _natural(lse: Any) -> Any:
 
 def _call_varlen(fn: Any, tensors: Tensors) -> Answer:
     case = tensors.case
-    options = _options(case)
+    options = _options(tensors)
     if case.layout == "paged":
         k, v = tensors.caches()
         options["block_table"] = tensors.block_tables
@@ -51,7 +56,7 @@ def _call_kvcache(fn: Any, tensors: Tensors) -> Answer:
     case = tensors.case
     batch, q_len = len(case.q_lens), case.q_lens[0]
     k, v = tensors.caches(without_new=case.append)
-    options = _options(case)
+    options = _options(tensors)
     lengths = list(case.kv_lens)
     if case.append:
         options["k"], options["v"] = (x.unflatten(0, (batch, q_len)) for x in tensors.new())
@@ -73,6 +78,9 @@ VARLEN = Signature(
         short_kv=True,
         window=True,
         window_without_causal=True,
+        window_right=True,
+        alibi=True,
+        alibi_lse=False,
         softcap=True,
         lse=True,
         pad_rows=True,
@@ -88,6 +96,9 @@ KVCACHE = Signature(
         short_kv=True,
         window=True,
         window_without_causal=True,
+        window_right=True,
+        alibi=True,
+        alibi_lse=False,
         softcap=True,
         lse=True,
         append=True,

@@ -14,11 +14,13 @@ from .signature import Answer, Signature
 def _call(fn: Any, tensors: Tensors) -> Answer:
     case = tensors.case
     k, v = tensors.caches()
+    window = case.window if case.window_right is None else (case.window, case.window_right)
     options: dict[str, Any] = {
         name: value
         for name, value, usual in (
             ("kv_layout", case.kv_layout, "NHD"),
-            ("window", case.window, None),
+            ("window", window, None),
+            ("alibi_slopes", tensors.slopes, None),
             ("softcap", case.softcap, 0.0),
             ("sinks", tensors.sinks, None),
             ("allow_short_kv", _is_short(case.q_lens, case.kv_lens), False),
@@ -43,6 +45,8 @@ SIGNATURE = Signature(
         kv_layouts=("NHD", "HND"),
         short_kv=True,
         window=True,
+        window_right=True,
+        alibi=True,
         softcap=True,
         sinks=True,
         v_head_dim=True,

@@ -35,17 +35,25 @@ def attend_where(sees, q, k, v, *, q_lens, kv_lens, **options):
     )
 
 
+def sides(window):
+    """Return the keys before and after a query's own that it sees; None for all."""
+    return window if isinstance(window, tuple) else (window, None)
+
+
 def usual_mask(causal, window, *, top_left=False, shift=0, chunk=None, block=1):
     """Return a mask; keys up to `shift` behind a query's own are seen, from its row if `top_left`.
 
     Rows of a `chunk` begin behind the prefix again; windows begin with a `block` of keys.
     """
 
+    left, right = sides(window)
+
     def sees(i, j, q_len, kv_len):
         row = i if chunk is None else i % chunk
         position = row if top_left and causal else row + kv_len - q_len
-        first = 0 if window is None else (position - window) // block * block
-        return (not causal or j <= position + shift) and j >= first
+        first = 0 if left is None else (position - left) // block * block
+        before = right is None or j <= position + right
+        return (not causal or j <= position + shift) and before and j >= first
 
     return sees
 
@@ -73,7 +81,7 @@ def tokens_of(memory, pages, kv_len, kv_layout="NHD"):
 
 def plain_weights(
     s, q, k, v, *, kv_lens, block_tables, scale, causal, kv_layout="NHD", window=None, softcap=0.0,
-    sinks=None, **_,
+    alibi_slopes=None, sinks=None, **_,
 ):  # fmt: skip
     """The weights of a sequence's keys in float32, [rows, heads, keys], and its values by head."""
     kv_len, group = kv_lens[s], q.shape[1] // k.shape[2 if kv_layout == "NHD" else 1]
@@ -84,9 +92,14 @@ def plain_weights(
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.as_tensor(np.arange(len(q)) + kv_len - len(q))[:, None]
     key = torch.arange(kv_len)[None]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None] * (key - position).abs()[:, None]
     hidden = (key > position) & causal
-    if window is not None:
-        hidden |= key < position - window
+    left, right = sides(window)
+    if left is not None:
+        hidden |= key < position - left
+    if right is not None:
+        hidden |= key > position + right
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.expand(len(q), -1)[..., None]], -1)
@@ -232,7 +245,19 @@ def _other_arguments(fault, q, k, v, *, q_lens, kv_lens, block_tables, scale, **
         case "softcap-ignored":
             changes = {"softcap": 0.0}
         case "window-off-by-one" if options.get("window") is not None:
-            changes = {"window": options["window"] + 1}
+            left, right = sides(options["window"])
+            longer = None if left is None else left + 1
+            changes = {"window": longer if right is None else (longer, right)}
+        case "alibi-ignored":
+            changes = {"alibi_slopes": None}
+        case "alibi-before-scale" | "alibi-top-left" if "alibi_slopes" in options:
+            slopes = options["alibi_slopes"]
+            changes = {"alibi_slopes": slopes * scale}
+            if fault == "alibi-top-left":
+                pairs = zip(q_lens, kv_lens, strict=True)
+                far = [(torch.arange(kv) - torch.arange(q)[:, None]).abs() for q, kv in pairs]
+                biases = [-slopes[:, None, None] * distance for distance in far]
+                changes = {"alibi_slopes": None, "bias": biases}
         case "softcap-before-scale":
             changes = {"softcap": options.get("softcap", 0.0) * scale}
         case "scale-ignored" | "scale-twice":
