@@ -75,8 +75,8 @@ def plans_of(size, placement, strategy="zigzag"):
 )
 def test_plans_over_shared_pools(placement, size, strategy):
     plans = plans_of(size, placement, strategy)
-    for window in (None, 3):
-        report = lint(from_sharded_plans(plans, NUM_PAGES, window=window))
+    for window, causal in ((None, True), (3, True), ((3, 2), False), ((None, 1), False)):
+        report = lint(from_sharded_plans(plans, NUM_PAGES, window=window, causal=causal))
         assert report.findings == ()
         assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
 

@@ -81,7 +81,11 @@ def from_striped_writes(
 
 
 def from_sharded_plans(
-    plans: Sequence[Any], num_pages: int | None = None, *, window: int | None = None
+    plans: Sequence[Any],
+    num_pages: int | None = None,
+    *,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
 ) -> dict[str, Any]:
     """Make a document of the plans of all ranks of a `ContextParallel` with a placement.
 
@@ -92,14 +96,16 @@ def from_sharded_plans(
         order, without masks.
     num_pages : int, optional
         Logical pages of all pools together; without it, their bounds are not checked.
-    window : int, optional
-        Keys before its own that a query may see; attention is called with it, causal.
+    causal : bool
+        Whether attention is called with a causal mask.
+    window : int or pair, optional
+        Keys before its own that a query may see, or before and after; None for all.
 
     Returns
     -------
     dict
         A document of the schema `SCHEMA`: rows, slots, and the pages of the pools of all ranks that
-        attention reads for each row, under a causal mask.
+        attention reads for each row.
 
     Raises
     ------
@@ -141,8 +147,10 @@ def from_sharded_plans(
         document = from_metadata(metadata, extend.tolist(), prefix.tolist())
     tables = _tables(whole.shares)
     document["cache"] = _cache(tables, plans[0].page_size, num_pages)
-    if window is not None:
-        document["attention"] = {"window": window}
+    left, right = window if isinstance(window, tuple) else (window, None)
+    sides = None if left is None and right is None else (left, right)
+    rule = {"causal": causal, "window": left, "window_right": None if causal else right}
+    document["attention"] = {name: value for name, value in rule.items() if value is not None}
     batch = tokens_of(np.arange(int(extend.sum())), extend, prefix)
     slots = _Slots(tables, lengths, plans[0].page_size)
     owners = range(plans[0].placement.shard_size)
@@ -151,12 +159,11 @@ def from_sharded_plans(
         tokens = np.flatnonzero(local[: len(batch[0])] >= 0)
         part["writes"] = _writes(rank, tokens, local[tokens], batch, plan.placement)
         mine = slice(0, plan.num_tokens) if decode else plan.local_rows
-        sides = None if window is None else (window, None)
         sources = [rank] if decode else owners
         calls = [
             (source, call)
             for source in sources
-            for call in plan.batch.calls(source, mine, causal=True, window=sides)
+            for call in plan.batch.calls(source, mine, causal=causal, window=sides)
         ]
         part["segments"] = _segments(calls, whole.rows.request[mine], slots, plan.placement)
     return document
