@@ -220,7 +220,7 @@ def checked_inputs(
         nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks,
         biases=(None, slopes, options.relative_bias),
     )  # fmt: skip
-    tensors = {
+    tensors: dict[str, Any] = {
         name: torch.as_tensor(x)
         for name in ("sinks", "alibi_slopes", "relative_bias")
         if (x := getattr(options, name)) is not None
