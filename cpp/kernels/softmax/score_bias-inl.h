@@ -46,7 +46,7 @@ inline float number_at(const TileBias& bias, int64_t head, int64_t distance) {
   return bias.by_distance[head * bias.by_distance_head_stride + inside];
 }
 
-/// The positions from a token on to a key; below 0 for keys before it.
+/// Positions from a token to a key; below 0 for one before it.
 inline int64_t distance_to(const AttentionTile& tile, int64_t token, int64_t key) {
   const TileBias& bias = tile.bias;
   if (bias.key_positions != nullptr) {

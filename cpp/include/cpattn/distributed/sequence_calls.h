@@ -38,7 +38,7 @@ struct SequenceCall {
   std::vector<int64_t> rows;  // which of the queries, sequence after sequence
   std::vector<int64_t> q_lens, kv_indptr, kv_indices, last_page_len;
   std::vector<int64_t> requests, first_key;  // of each sequence; the first key among its request's
-  bool causal = false;  // the last row of a sequence sees all its keys
+  bool causal = false;                       // the last row of a sequence sees all its keys
   std::optional<std::vector<uint8_t>>
       mask;  // flags of rows and keys; a sequence begins with a byte
 };
