@@ -27,10 +27,9 @@ def _places(
             raise ValueError(
                 f"{name}: {argument} must have shape {expected}, got {list(new.shape)}"
             )
-        if cache.element_size() == 1 and new.dtype != cache.dtype:
+        if new.dtype != cache.dtype:
             raise ValueError(
-                f"{name}: {argument} must be codes like those of the cache, {cache.dtype}, "
-                f"got {new.dtype}"
+                f"{name}: {argument} must be {cache.dtype} as the cache is, got {new.dtype}"
             )
     page_size = k_cache.shape[1]
     position = lengths[:, None] + np.arange(k.shape[1])
@@ -207,12 +206,13 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         kv_lens = kv_lens - leftpad
         k_pages, v_pages, table = _padded(k_cache, v_cache, rows, leftpad, kv_lens)
+    keys = (k_pages, v_pages, kv_lens, table)
+    options = (softmax_scale, causal, (left, right), softcap, num_splits == 1)
+    of_heads = {"k_descale": k_descale, "v_descale": v_descale, "alibi_slopes": alibi_slopes}
     if k is not None:
+        # What cannot be computed is refused by attention of no query, before anything is written.
+        attend_batch(name, q[:, :0], *keys, *options, **of_heads)
         _write(k_cache, at, k)
         _write(v_cache, at, v)
-    out, lse = attend_batch(
-        name, q, k_pages, v_pages, kv_lens, table,
-        softmax_scale, causal, (left, right), softcap, num_splits == 1,
-        k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+    out, lse = attend_batch(name, q, *keys, *options, **of_heads)
     return (out, lse) if return_softmax_lse else out
