@@ -78,38 +78,42 @@ CANNOT_OPEN = "rank {} cannot open the memory of another rank: Permission denied
 HOSTS = "ranks are on 2 hosts, those of each share memory"
 
 
-@pytest.mark.parametrize(
-    ("layout", "apart", "transport", "reason"),
-    [
-        (((0, 1, 2),), "nobody", "shm", "all ranks share the memory of one host"),
-        (((0, 1, 2),), "asked", "tcp", "transport='tcp' was given"),
-        (((0, 1, 2),), "namespace", "tcp", "rank 2 is in another PID namespace than rank 0"),
-        (((0, 1, 2),), "files", "tcp", CANNOT_OPEN.format(2)),
-        (((0, 1, 2),), "blind", "tcp", "rank 2 does not see what the others write"),
-        (((0, 1), (2,)), "nobody", "shm+tcp", HOSTS),
-        (TWO, "nobody", "shm+tcp", HOSTS),
-        (TWO, "files", "tcp", CANNOT_OPEN.format(3)),
-        (((0,), (1,)), "nobody", "tcp", "ranks are on 2 hosts"),
-    ],
-)
-def test_topology_says_what_was_chosen_and_why(tmp_path, layout, apart, transport, reason):
-    size = size_of(layout)
-    for rank, answer in enumerate(run_world(size, tmp_path, worker.run_topology, layout, apart)):
-        topology, members = answer["topology"], members_of(layout, rank)
-        assert (topology.transport, topology.reason) == (transport, reason)
-        assert topology.ranks_of_host == layout
-        assert len(topology.hosts) == len(layout)
-        assert repr(topology).startswith(f"Topology({transport}, because {reason}; ")
-        shared = transport != "tcp"
-        # Each sees what the first of its own host wrote there, and nothing of another.
-        assert answer["seen"] == [1.0 + (members[0] if shared else rank)]
-        of = f"rank {', '.join(map(str, members))}"
-        assert answer["memory"] == (f"SharedMemory(rank {rank} of {of})" if shared else "None")
-        cannot = (
-            f"RuntimeError: ContextParallel: ranks cannot share memory (transport='shm'): {reason}"
-        )
-        possible = transport == "shm" or apart == "asked"
-        assert answer["insisting"] == ("no error" if possible else cannot)
+TOPOLOGIES = [
+    (((0, 1, 2),), "nobody", "shm", "all ranks share the memory of one host"),
+    (((0, 1, 2),), "asked", "tcp", "transport='tcp' was given"),
+    (((0, 1, 2),), "namespace", "tcp", "rank 2 is in another PID namespace than rank 0"),
+    (((0, 1, 2),), "files", "tcp", CANNOT_OPEN.format(2)),
+    (((0, 1, 2),), "blind", "tcp", "rank 2 does not see what the others write"),
+    (((0, 1), (2,)), "nobody", "shm+tcp", HOSTS),
+    (TWO, "nobody", "shm+tcp", HOSTS),
+    (TWO, "files", "tcp", CANNOT_OPEN.format(3)),
+    (((0,), (1,)), "nobody", "tcp", "ranks are on 2 hosts"),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_topology_says_what_was_chosen_and_why(tmp_path, size):
+    cases = [case for case in TOPOLOGIES if size_of(case[0]) == size]
+    tried = [case[:2] for case in cases]
+    for rank, answers in enumerate(run_world(size, tmp_path, worker.run_topologies, tried)):
+        for case, answer in zip(cases, answers, strict=True):
+            assert_topology(answer, rank, *case)
+
+
+def assert_topology(answer, rank, layout, apart, transport, reason):
+    topology, members = answer["topology"], members_of(layout, rank)
+    assert (topology.transport, topology.reason) == (transport, reason)
+    assert topology.ranks_of_host == layout
+    assert len(topology.hosts) == len(layout)
+    assert repr(topology).startswith(f"Topology({transport}, because {reason}; ")
+    shared = transport != "tcp"
+    # Each sees what the first of its own host wrote there, and nothing of another.
+    assert answer["seen"] == [1.0 + (members[0] if shared else rank)]
+    of = f"rank {', '.join(map(str, members))}"
+    assert answer["memory"] == (f"SharedMemory(rank {rank} of {of})" if shared else "None")
+    cannot = f"RuntimeError: ContextParallel: ranks cannot share memory (transport='shm'): {reason}"
+    possible = transport == "shm" or apart == "asked"
+    assert answer["insisting"] == ("no error" if possible else cannot)
 
 
 @pytest.mark.parametrize("layout", [((0, 1, 2),), CROSSED])

@@ -118,8 +118,13 @@ def run_bytes(rank: int, layout: Layout, lengths: tuple[int, int]) -> dict:
     }
 
 
-def run_topology(rank: int, layout: Layout, apart: str) -> dict[str, Any]:
+def run_topologies(rank: int, cases: list[tuple[Layout, str]]) -> list[dict[str, Any]]:
+    return [_run_topology(rank, *case) for case in cases]
+
+
+def _run_topology(rank: int, layout: Layout, apart: str) -> dict[str, Any]:
     """Return what ranks find if the last claims another host, and whose writes they see."""
+    group = dist.new_group()  # which has not found out yet
     real = _core.HostBarrier.meet
     refused = PermissionError(13, "Permission denied")
     patches = {
@@ -133,13 +138,11 @@ def run_topology(rank: int, layout: Layout, apart: str) -> dict[str, Any]:
     last = rank == dist.get_world_size() - 1
     transport = "tcp" if apart == "asked" else "auto"
     with on_hosts(layout, rank), patches.get(apart, usual)() if last else usual():
-        cp = ContextParallel(dist.group.WORLD, page_size=4, transport=transport)
+        cp = ContextParallel(group, page_size=4, transport=transport)
         topology, memory = cp.topology(), cp.shared_memory()
         insisting = "no error"
         if apart != "asked":
-            insisting = error_of(
-                lambda: ContextParallel(dist.group.WORLD, page_size=4, transport="shm")
-            )[0]
+            insisting = error_of(lambda: ContextParallel(group, page_size=4, transport="shm"))[0]
     pool = MHATokenToKVPool(
         size=4, page_size=4, num_layers=1, num_kv_heads=1, head_dim=8, memory=memory
     )
