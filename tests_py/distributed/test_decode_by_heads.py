@@ -30,17 +30,21 @@ STEPS = [
     Step("tree of drafts", (29, 40), (7, 5), masked=True, num_heads=7, num_kv_heads=7),
 ]
 RUNS = pairwise(STEPS, [*PLACEMENTS])
+TRAFFIC = Step("traffic", (90, 40), (3, 5), num_heads=12)
 
 
 @pytest.fixture(
     scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format
 )
-def ways(request, tmp_path_factory):
-    return run_world(request.param, tmp_path_factory.mktemp("ways"), worker.run_ways, RUNS)
+def answers(request, tmp_path_factory):
+    """Results by every way, and what travels, of each rank."""
+    path = tmp_path_factory.mktemp("world")
+    return [*zip(*run_world(request.param, path, worker.run_all, RUNS, TRAFFIC), strict=True)]
 
 
 @pytest.mark.parametrize(("step", "placement"), RUNS, ids=lambda x: getattr(x, "name", x))
-def test_every_way_has_the_same_bits(ways, step, placement):
+def test_every_way_has_the_same_bits(answers, step, placement):
+    ways, _ = answers
     reference = ways[0][step, placement]["gather", "all", "all"]
     if sum(step.q_lens):
         inputs = step.inputs()
@@ -55,10 +59,9 @@ def test_every_way_has_the_same_bits(ways, step, placement):
                 assert torch.equal(ours, whole[:, heads]), (exchange, out_heads, queries)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_travels_is_what_the_choice_goes_by(tmp_path, size):
-    step = Step("traffic", (90, 40), (3, 5), num_heads=12)
-    received = run_world(size, tmp_path, worker.run_received, step)
+def test_what_travels_is_what_the_choice_goes_by(answers):
+    _, received = answers
+    size = len(received)
     for way, (_, chosen, rounds, auto) in received[0].items():
         assert max(answer[way][0] for answer in received) == chosen
         assert rounds == (2 if way == ("all_to_all", "all") else 1)

@@ -13,6 +13,10 @@ QUERIES = ("all", "own")
 WAYS = [("auto", "all", "all"), *itertools.product(STATE_EXCHANGES, OUT_HEADS, QUERIES)]
 
 
+def run_all(rank: int, runs: list[tuple[Step, str]], traffic: Step) -> tuple[dict, dict]:
+    return run_ways(rank, runs), run_received(rank, traffic)
+
+
 def run_ways(rank: int, runs: list[tuple[Step, str]]) -> dict[tuple[Step, str], dict]:
     """out and lse of steps over placements, by every way; and the heads of this rank."""
     results = {}
