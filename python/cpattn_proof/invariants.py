@@ -14,7 +14,7 @@ class Invariant:
     Attributes
     ----------
     id : str
-        Two to five capital letters.
+        Two to six capital letters.
     rule : str
         What holds, as a sentence.
     matters : str
@@ -75,6 +75,12 @@ _ALL = (
         "Each layer, kind, head and page is sent once, to its own place, within registered memory.",
         "The receiver decodes from rows of other layers or heads, or its memory is overwritten.",
         "Compare the item lengths and the pairing of entries on the two sides.",
+    ),
+    Invariant(
+        "LAYOUT",
+        "Who writes a cache and who reads it agree on the order of its bytes, dtype and scales.",
+        "Heads, tokens or tiles are taken for each other: noise, or one token for ever.",
+        "Give each order a name, and refuse a buffer whose name is another one.",
     ),
     Invariant(
         "TOPK",

@@ -216,6 +216,7 @@ AttentionTrial.kind = ATTENTION = Kind(
         "PAD": "no case has padding",
         "SEQ": "an operator issues no collectives",
         "XFER": "an operator sends nothing",
+        "LAYOUT": "the tool writes the caches, as the signature says",
         "TOPK": "an operator that selects keys has a signature of its own",
         "BAL": "time is not measured",
         "RES": "an operator asserts nothing",

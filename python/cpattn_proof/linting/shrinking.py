@@ -29,6 +29,7 @@ _OF_RANKS = {
     "LSE": ("shard",),
     "SEQ": ("collectives",),
     "XFER": (),
+    "LAYOUT": (),
     "TOPK": ("selections", "shard"),
     "ADDR": ("writes", "buffers", "products"),
     "PAD": ("rows", "segments", "writes", "shard"),
@@ -39,6 +40,7 @@ _OF_DOCUMENTS = {
     "LSE": ("merges",),
     "SEQ": ("groups",),
     "XFER": ("memories", "transfers"),
+    "LAYOUT": ("layouts", "memories", "transfers"),
     "TOPK": ("topk",),
     "BAL": ("balance",),
 }

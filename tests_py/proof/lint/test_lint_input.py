@@ -42,6 +42,9 @@ def whole_document():
     document["topk"] = {"k": 1, "scores": [{"request": 0, "position": 0, "scores": [1.0]}]}
     document["merges"] = [{"base": "e", "parts": [{"rank": 0, "base": "e", "sinks": False}]}]
     entry = {"layer": 0, "kind": "k", "addr": 4096, "nbytes": 4096, "item_len": 512}
+    entry["dtype"] = "float16"
+    side = {"axes": [{"axis": "token", "size": 4}, {"axis": "dim", "size": 8}]}
+    document["layouts"] = [{"buffer": "k", "writer": side, "reader": deepcopy(side)}]
     memory = {"page_size": 4, "entries": [entry], "registered": [[4096, 4096]]}
     document["memories"] = {"prefill": memory, "decode": deepcopy(memory)}
     pages = {"src_pages": [1, 2], "dst_pages": [3, 0]}
@@ -96,7 +99,7 @@ def test_every_part_may_be_left_out(part):
 def test_the_whole_document_is_right():
     report = lint(whole_document() | {"balance": {"bound": 2}})
     assert report.text().startswith("plan: proved")
-    assert len(report.checked) == 10
+    assert len(report.checked) == 11
     assert set(report.not_checked) == {"OWN", "LSE", "SEQ"}
 
 

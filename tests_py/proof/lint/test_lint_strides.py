@@ -180,7 +180,8 @@ def test_adapters_pass_stride_and_order():
     side = KVLayout(entries, 4, total_kv_heads=HEADS)
     blocks = [[entry.addr] for entry in entries]
     of_layout = from_transfer(side, side, [*blocks, [128]], [0], [0])["memories"]["source"]
-    assert [entry | {"draft": False} for entry in memory["entries"]] == of_layout["entries"]
+    more = {"draft": False, "dtype": "uint8"}
+    assert [entry | more for entry in memory["entries"]] == of_layout["entries"]
 
     class Pool:
         start_layer, page_size, num_kv_heads, kv_layout = 3, 4, HEADS, "HND"

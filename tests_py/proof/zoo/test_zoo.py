@@ -91,7 +91,9 @@ def test_pages_name_all_of_them():
 def test_they_are_many_and_of_many_kinds():
     of_plans = [entry for entry in all_entries() if entry.tool == "lint"]
     assert len(of_plans) >= 30
-    assert {"OWN", "COV", "LEN", "SEQ", "XFER", "TOPK", "ADDR"} <= {e.invariant for e in of_plans}
+    assert {"OWN", "COV", "LEN", "SEQ", "XFER", "LAYOUT", "TOPK", "ADDR"} <= {
+        e.invariant for e in of_plans
+    }
     of_programs = {entry.bug for entry in all_entries() if entry.tool == "simulate"}
     assert {bug.partition("/")[2] for bug in of_programs} == {
         "vllm-ascend#12036",

@@ -229,5 +229,7 @@ def _memory(side: Any) -> dict[str, Any]:
             "layer": entry.layer_id, "kind": entry.kind, "draft": bool(entry.is_draft),
             "addr": int(entry.addr), "nbytes": int(entry.nbytes), "item_len": int(entry.item_len),
         }  # fmt: skip
-        entries.append(part | _pages(entry.page_stride, order, heads if total > 1 else None))
+        part |= _pages(entry.page_stride, order, heads if total > 1 else None)
+        tags = {"dtype": entry.dtype, "layout_tag": entry.layout_tag}
+        entries.append(part | {name: tag for name, tag in tags.items() if tag})
     return {"page_size": side.page_size, "entries": entries}

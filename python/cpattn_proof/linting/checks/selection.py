@@ -121,7 +121,8 @@ def best(plan: Plan) -> list[Finding]:
             continue
         worst, missed = chosen[np.argmin(scores[chosen])], rest[np.argmax(scores[rest])]
         if scores[missed] > scores[worst]:
-            wrong = int((scores[rest] > scores[worst]).sum())
+            least = np.sort(scores)[-len(chosen)]  # of as many that are selected rightly
+            wrong = int((scores[chosen] < least).sum())
             return finding(
                 "topk-score", f"query {position} of request {request} selects key {worst}, whose "
                 f"score is {scores[worst]:g}, not key {missed} with {scores[missed]:g}; so "
