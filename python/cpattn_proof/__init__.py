@@ -6,6 +6,7 @@
 ``requirements`` `require`: invariants that a tool has to decide
 ``linting``      `lint`: refutes or proves what all ranks planned, from integers alone
 ``simulation``   `simulate`: all ranks of a program in one process; needs torch
+``results``      `expect`: results of all ranks, held against float64
 ``conformance``  `conform`: an operator, tried on many batches; ``pytest``: as a test
 ``captures``     files of `cpattn.captures`, read again: batches, and plans remade for other ranks
 ``zoo``          bugs of engines and libraries, rebuilt small, that the tools refute
@@ -27,6 +28,7 @@ from .requirements import require
 if TYPE_CHECKING:
     from .conformance.runner import conform as conform
     from .linting.linter import lint as lint
+    from .results.expect import expect as expect
     from .simulation.recorded import simulate_capture as simulate_capture
     from .simulation.simulate import simulate as simulate
     from .simulation.simulate import simulate_script as simulate_script
@@ -39,6 +41,7 @@ __all__ = [
     "NotUsable",
     "Report",
     "conform",
+    "expect",
     "lint",
     "read_captures",
     "require",
@@ -50,6 +53,7 @@ __all__ = [
 #: Tools, each with the module that has it.
 _TOOLS = {
     "conform": ".conformance.runner",
+    "expect": ".results.expect",
     "lint": ".linting.linter",
     "simulate": ".simulation",
     "simulate_capture": ".simulation",

@@ -9,7 +9,8 @@ handful of them.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,13 +30,22 @@ class Attended(NamedTuple):
     num_keys: Array  # that a row sees, [rows, 1]
 
 
-def attend(batch: Batch, switches: Switches = RIGHT) -> Attended:
-    """Attention over a batch."""
-    sequences = [_sequence(batch, s, switches) for s in range(len(batch.case.q_lens))]
+#: Keys of each part whose results are merged, each [keys] or [rows, keys].
+Parts: TypeAlias = Sequence[Array]
+
+
+def attend(
+    batch: Batch, switches: Switches = RIGHT, parts: Sequence[Parts] | None = None
+) -> Attended:
+    """Attention over a batch; `parts` of each sequence take the place of those of `switches`."""
+    sequences = [
+        _sequence(batch, s, switches, None if parts is None else parts[s])
+        for s in range(len(batch.case.q_lens))
+    ]
     return Attended(*(np.concatenate(x) for x in zip(*sequences, strict=True)))
 
 
-def _sequence(batch: Batch, sequence: int, switches: Switches) -> Attended:
+def _sequence(batch: Batch, sequence: int, switches: Switches, given: Parts | None) -> Attended:
     case, reading = batch.case, reading_of(batch, sequence, switches)
     rows = slice(batch.q_starts[sequence], batch.q_starts[sequence + 1])
     q = batch.q[rows].astype(np.float64)
@@ -50,7 +60,7 @@ def _sequence(batch: Batch, sequence: int, switches: Switches) -> Attended:
             scores = _capped(products + biases, case, switches)
         else:
             scores = _capped(products, case, switches) + biases
-        keys = _parts(reading, case, switches)
+        keys = _parts(reading, case, switches) if given is None else given
         parts = [_part(scores, products, sees & part, v, batch, switches) for part in keys]
         padded = case.layout == "padded" and max(case.kv_lens) > 1  # so that no half is without
         filled = [bool(part.any()) or padded for part in keys]

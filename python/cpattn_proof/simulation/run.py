@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ..findings import Finding
+from ..results.expect import Collector
 from . import comparison, in_flight
 from .calls import Call, site_of_caller
 from .fabric import Fabric, Refuted
@@ -53,6 +54,7 @@ class Run:
         self.findings: list[Finding] = []
         self._stores: dict[object, SimulatedStore] = {}
         self.num_calls = 0
+        self.expected = Collector(lambda: self.rank, size)
         self.text_of_failure = ""  # what the error of `failure` says
         self._scheduler = Scheduler(seed, self._on_stuck)
         self._watches = [in_flight.Watch() for _ in range(size)]

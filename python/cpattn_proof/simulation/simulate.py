@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ..findings import Finding, NotUsable, Report
 from ..requirements import require
+from ..results.expect import collecting
 from . import assertions, comparison
 from .calls import PACKAGE, is_program
 from .link import Link
@@ -32,7 +33,9 @@ from .run import Run
 from .timeline import counts_of, write_page, write_trace
 
 SEEDS = (0, 1, 2)
-_RESULTS = "compared between orders, and by what the program asserts"
+_RESULTS = (
+    "no rank calls cpattn_proof.expect; compared between orders, and by what the program asserts"
+)
 # What of torch and Python is exchanged for a while is there once in a process.
 _ALONE = threading.Lock()
 # Packages that no process can import twice.
@@ -295,13 +298,16 @@ def judge(program: Program, options: Options) -> Report:
 def _judge_alone(program: Program, options: Options) -> Report:
     begin = time.perf_counter()
     findings: list[Finding] = []
-    not_checked = {"RES": _RESULTS}
+    not_checked: dict[str, str] = {}
     traces: dict[int, comparison.Trace] = {}
     first: Run | None = None
     cuda = CudaAsCpu(options.cuda_as_cpu)
     for seed in options.seeds:
         run, traces[seed] = _run_once(program, options, seed, cuda, quiet=first is not None)
-        first = first or run
+        if first is None:
+            first = run
+            if not run.findings:
+                run.findings += run.expected.findings()
         findings += [_with_seed(one, seed, options) for one in run.findings]
         if findings:
             break
@@ -317,12 +323,12 @@ def _judge_alone(program: Program, options: Options) -> Report:
                 findings.append(comparison.finding_of(found[1], seeds, options.ranks))
             break
     assert first is not None
+    if not (first.expected.is_used or any(finding.invariant == "RES" for finding in findings)):
+        not_checked = {"results": _RESULTS, **not_checked}
     if cuda.is_used:
         not_checked["CUDA"] = "its calls ran on the CPU; --no-cuda-as-cpu has them refused"
     if options.trace is not None:
         write_trace(first.link, options.trace)
-    if any(finding.invariant == "RES" for finding in findings):
-        del not_checked["RES"]
     report = Report(
         "simulate",
         f"{program.name} on {options.ranks} ranks",
@@ -340,11 +346,13 @@ def _judge_alone(program: Program, options: Options) -> Report:
 
 
 def _checked(run: Run) -> tuple[str, ...]:
-    """Return the invariants that were decided: OWN if calls cut rows for the ranks."""
+    """Return the invariants that were decided: OWN if calls cut rows for the ranks, and those
+    of results that ranks hand over."""
     ids = {"SEQ", *(finding.invariant for finding in run.findings)}
+    ids.update(run.expected.decided)
     if any(call.kind in CUTS_ROWS for calls in run.fabric.history for call in calls):
         ids.add("OWN")
-    return tuple(id for id in ("SEQ", "OWN", "RES") if id in ids)
+    return tuple(id for id in ("SEQ", "OWN", "COV", "LSE", "RES") if id in ids)
 
 
 def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
@@ -388,6 +396,7 @@ def _run(
     results: list[Any] = [None] * options.ranks
     before = Randomness()
     with (
+        collecting(run.expected),
         installed(run, cuda.changes(run)),
         set_aside(options.own_modules),
         program.output.of(run, quiet=quiet),

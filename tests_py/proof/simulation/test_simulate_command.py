@@ -56,7 +56,7 @@ def test_what_holds_is_said_to(tmp_path, children):
     assert "[rank 0] here --layers 2\n" in run.stdout
     assert run.stdout.count("here") == 2  # although it runs in three orders
     assert "script.py on 2 ranks: proved: SEQ (" in run.stdout
-    assert "\n  not checked: RES (compared between orders, and by what the " in run.stdout
+    assert "\n  not checked: results (no rank calls cpattn_proof.expect; " in run.stdout
     assert "barrier                        1 calls" in run.stdout
 
 
