@@ -222,7 +222,7 @@ lint: .venv/.lint build  ## formatting, lint, types
 
 tidy: .venv/.lint build  ## clang-tidy
 	@echo clang-tidy ...
-	@run-clang-tidy.py -p build/release -quiet -hide-progress '^$(CURDIR)/(build/release/)?(cpp|tests_cpp)/'
+	@run-clang-tidy.py -p build/release -quiet -hide-progress '^$(CURDIR)/(build/release/)?(cpp|tests_cpp)/.*\.c(c|xx)$$'
 
 format: .venv/.lint  ## fixes what it can
 	ruff check --fix .

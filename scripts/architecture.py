@@ -40,7 +40,8 @@ KEEPERS = {
 #: x, y, width, height of a floor.
 PLACES = {
     "python/cpattn": (10, 10, 680, 62),
-    "bindings": (10, 104, 680, 82),
+    "bindings": (10, 104, 470, 82),
+    "c": (510, 104, 180, 82),
     "ops": (70, 222, 350, 100),
     "meta": (452, 222, 238, 134),
     "kernels": (70, 358, 350, 100),
@@ -49,9 +50,12 @@ PLACES = {
 }
 #: How an arrow from one floor to another runs.
 ROUTES: Mapping[tuple[str, str], tuple[tuple[float, float], ...]] = {
-    ("python/cpattn", "bindings"): ((350, 72), (350, 104)),
+    ("python/cpattn", "bindings"): ((245, 72), (245, 104)),
     ("bindings", "ops"): ((245, 186), (245, 222)),
-    ("bindings", "meta"): ((570, 186), (570, 222)),
+    ("bindings", "meta"): ((466, 186), (466, 222)),
+    ("c", "meta"): ((657, 186), (657, 222)),
+    ("c", "ops"): ((530, 186), (530, 204), (400, 204), (400, 222)),
+    ("c", "base"): ((690, 145), (697, 145), (697, 525), (690, 525)),
     ("bindings", "reference"): ((436, 186), (436, 417), (452, 417)),
     ("bindings", "base"): ((24, 186), (24, 494)),
     ("ops", "kernels"): ((245, 322), (245, 358)),

@@ -27,6 +27,7 @@ _LAB = "python/distributions/cpattn-lab/pyproject.toml"
 #: All places that have the version, beside pyproject.toml.
 PLACES = (
     (r"^project\(cpattn VERSION (\S+)", "CMakeLists.txt"),
+    (r'^#define CPATTN_VERSION "(.+)"', "cpp/c/include/cpattn.h"),
     (r'^version = "(.+)"', "python/distributions/cpattn-proof/pyproject.toml"),
     (r'^version = "(.+)"', _LAB),
     (r'"cpattn\[torch\]==([^"]+)"', _LAB),

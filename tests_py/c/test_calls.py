@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls through C give the bits that Python's give, and are refused in the same words."""
+
+from __future__ import annotations
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cpattn
+from support.c.library import CallFailed, Given, call, load
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "q_lens": [3, 1, 0],
+    "kv_lens": [20, 33, 7],
+    "block_tables": [[4, 0, 9], [1, 5, 3], [2, 7, 7]],
+}
+CSR = {
+    "q_lens": [3, 1, 0], "kv_indptr": [0, 2, 5, 6], "kv_indices": [4, 0, 1, 5, 3, 2],
+    "last_page_len": [4, 1, 7],
+}  # fmt: skip
+MASK = RNG.random(3 * 20 + 33) < 0.7
+
+
+def numbers(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape, np.float32).astype(dtype)
+
+
+def tensors(dtype=np.float32):
+    return {
+        "q": numbers(4, 4, 32, dtype=dtype),
+        "k_cache": numbers(10, 16, 2, 32, dtype=dtype),
+        "v_cache": numbers(10, 16, 2, 32, dtype=dtype),
+    }
+
+
+def codes(dtype, **options):
+    caches = {name: numbers(10, 16, 2, 32, dtype=dtype) for name in ("k_cache", "v_cache")}
+    return {**tensors(), **caches, **options}
+
+
+def as_bytes(name):
+    caches = {x: numbers(10, 16, 2, 32, dtype=name).view(np.uint8) for x in ("k_cache", "v_cache")}
+    return {**tensors(), **caches, "kv_dtype": name}
+
+
+def heads_first():
+    inputs = tensors()
+    caches = {x: np.ascontiguousarray(inputs[x].swapaxes(1, 2)) for x in ("k_cache", "v_cache")}
+    return {**inputs, **caches, "kv_layout": "HND"}
+
+
+def slots():
+    inputs = tensors()
+    return {**inputs, **{x: inputs[x].reshape(160, 2, 32) for x in ("k_cache", "v_cache")}}
+
+
+CASES = {
+    "plain": {},
+    "bfloat16": tensors(ml_dtypes.bfloat16),
+    "float16": tensors(np.float16),
+    "first_positions": {"first_positions": [0, 40, 3]},
+    "slots": {**slots(), "page_size": 16},
+    "heads first": heads_first(),
+    "float8": codes(ml_dtypes.float8_e4m3fn),
+    "int8, scales": codes(np.int8, k_scale=0.25, v_scale=numbers(2) ** 2 + 1),
+    "scales of tokens": codes(
+        ml_dtypes.float8_e5m2, k_scale=numbers(10, 16, 2), v_scale=numbers(10, 16, 2)
+    ),
+    "bytes": as_bytes("float8_e4m3fn"),
+    "scale": {"scale": 0.3},
+    "not causal": {"causal": False},
+    "causal of each": {"causal": [True, False, True]},
+    "window": {"window": (5, None)},
+    "window of two sides": {"window": (4, 2), "causal": False},
+    "softcap": {"softcap": 3.0},
+    "bias": {"bias": numbers(3, 4, 3, 33)},
+    "bias of each": {"bias": [numbers(4, 3, 20), numbers(1, 1, 33), numbers(4, 0, 7)]},
+    "alibi_slopes": {"alibi_slopes": numbers(4)},
+    "relative_bias": {"relative_bias": numbers(4, 9)},
+    "sinks": {"sinks": numbers(4)},
+    "custom_mask": {"custom_mask": MASK, "causal": False},
+    "packed_custom_mask": {
+        "packed_custom_mask": np.concatenate(
+            [np.packbits(x, bitorder="little") for x in (MASK[:60], MASK[60:])]
+        ),
+    },
+    "allow_short_kv": {"kv_lens": [2, 33, 7], "allow_short_kv": True},
+    "batch_invariant": {"batch_invariant": True},
+    "num_threads": {"num_threads": 1},
+}  # fmt: skip
+OF_BATCH = {
+    "q_lens", "kv_lens", "first_positions", "block_tables", "kv_indptr", "kv_indices",
+    "last_page_len", "page_size", "causal", "window", "custom_mask", "packed_custom_mask",
+    "allow_short_kv", "batch_invariant", "num_threads",
+}  # fmt: skip
+
+
+def in_c(given, options):
+    """Options of a layer and of a batch as C has them."""
+    batch = {name: value for name, value in options.items() if name in OF_BATCH}
+    layer = {name: value for name, value in options.items() if name not in OF_BATCH}
+    if "window" in batch:
+        left, right = batch.pop("window")
+        batch |= {"window_left": -1 if left is None else left}
+        batch |= {"window_right": -1 if right is None else right}
+    if isinstance(batch.get("causal"), list):
+        batch["causal_of_each"] = np.array(batch.pop("causal"))
+    if isinstance(layer.get("bias"), list):
+        bias = layer.pop("bias")
+        layer |= {"bias_of_each": given.tensors(bias), "num_bias_of_each": len(bias)}
+    return given.options("batch", **batch), given.options("layer", **layer)
+
+
+def attend(options):
+    given = Given()
+    q, v_cache = options["q"], options["v_cache"]
+    out = np.full((*q.shape[:2], v_cache.shape[-1]), 7, q.dtype)
+    lse = np.full(q.shape[:2], 7, np.float32)
+    try:
+        call("paged_attention", *in_c(given, {**options, "out": out, "lse": lse}))
+    except CallFailed:
+        assert (out == 7).all()
+        assert (lse == 7).all()
+        raise
+    return out, lse
+
+
+def assert_same_bits(a, b):
+    assert a.dtype == b.dtype
+    assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("pages", [BATCH, CSR], ids=["tables", "csr"])
+def test_paged_attention(name, pages):
+    if pages is CSR and "kv_lens" in CASES[name]:
+        pages = {**CSR, "kv_indptr": [0, 1, 4, 5], "kv_indices": [4, 1, 5, 3, 2]}
+        pages |= {"last_page_len": [2, 1, 7]}
+        options = {**tensors(), **pages, "allow_short_kv": True}
+    else:
+        options = {**tensors(), **pages, **CASES[name]}
+    out, lse = cpattn.paged_attention(**options, return_lse=True)
+    for here, there in zip(attend(options), (out, lse), strict=True):
+        assert_same_bits(here, there)
+
+
+def test_a_plan_is_run_on_layers():
+    shape = {"num_pages": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    python = cpattn.plan_attention(**BATCH, **shape, page_size=16)
+    given, plan = Given(), ctypes.c_void_p()
+    call(
+        "plan_attention", given.options("batch", **BATCH, page_size=16),
+        given.options("attention_shape", **shape), ctypes.byref(plan),
+    )  # fmt: skip
+    for inputs in (tensors(), tensors(np.float16), codes(np.int8, k_scale=0.5, v_scale=2.0)):
+        out = np.empty_like(inputs["q"])
+        call("run_attention", plan, given.options("layer", **inputs, out=out))
+        assert_same_bits(out, cpattn.run_attention(python, **inputs))
+    with pytest.raises(CallFailed) as here:
+        call(
+            "run_attention",
+            plan,
+            given.options("layer", **{**inputs, "q": inputs["q"][:3]}, out=out),
+        )
+    with pytest.raises(ValueError, match="run_attention: q must") as there:
+        cpattn.run_attention(python, **{**inputs, "q": inputs["q"][:3]}, out=out)
+    assert str(here.value.args[0]) == str(there.value)
+    load().cpattn_plan_destroy(plan)
+
+
+def test_queries_and_keys_in_two_parts():
+    inputs, rope = tensors(), 8
+    whole = cpattn.paged_attention(**inputs, **BATCH, scale=0.2)
+    q, k = inputs["q"], inputs["k_cache"]
+    parts = {"q": q[..., :-rope], "q_rope": q[..., -rope:]}
+    parts |= {"k_cache": k[..., :-rope], "k_rope": k[..., -rope:], "v_cache": inputs["v_cache"]}
+    np.testing.assert_array_equal(attend({**parts, **BATCH, "scale": 0.2})[0], whole)
+    del parts["q_rope"]
+    with pytest.raises(CallFailed, match="q_rope and k_rope must be given together"):
+        attend({**parts, **BATCH})
+
+
+WIDE = {
+    "q": numbers(4, 4, 264),
+    "k_cache": numbers(10, 16, 2, 264),
+    "v_cache": numbers(10, 16, 2, 264),
+}
+REFUSED = {
+    "rows": {"q": numbers(5, 4, 32)},
+    "heads": {"q": numbers(4, 3, 32)},
+    "scale": WIDE,
+    "cache": {"k_cache": numbers(10, 16, 2, 32, dtype=np.float16)},
+    "no scale of int8": codes(np.int8),
+    "no scale of int8 values": codes(np.int8, k_scale=1.0),
+    "no kv_dtype": codes(np.uint8),
+    "kv_dtype": {**codes(np.uint8), "kv_dtype": "float8"},
+    "kv_dtype of numbers": {"kv_dtype": "int8", "k_scale": 1.0, "v_scale": 1.0},
+    "kv_layout": {"kv_layout": "HDN"},
+    "page": {"block_tables": [[4, 10, 9], [1, 5, 3], [2, 7, 7]]},
+    "narrow table": {"block_tables": [[4], [1], [2]]},
+    "short kv": {"kv_lens": [2, 33, 7]},
+    "kv_lens beside csr": CSR,
+    "parts of csr": {"kv_indptr": [0, 2, 5, 6]},
+    "page_size": {"page_size": 8},
+    "no page_size": slots(),
+    "softcap": {"softcap": -1.0},
+    "num_threads": {"num_threads": 0},
+    "bias": {"bias": numbers(3, 4, 2, 33)},
+    "sinks": {"sinks": numbers(3)},
+    "mask": {"custom_mask": MASK[1:]},
+    "causal of each": {"causal": [True]},
+    "floats as lengths": {"q_lens": np.array([3.0, 1, 0])},
+    "two axes": {"q_lens": np.array([[3, 1, 0]])},
+    "uint16": {"q": np.zeros((4, 4, 32), np.uint16)},
+    "negative stride": {"relative_bias": numbers(4, 9)[::-1]},
+    "broadcast": {"v_cache": np.broadcast_to(numbers(10, 16, 2, 1), (10, 16, 2, 32))},
+}
+#: What a caller of Python can do about it is not a caller's of C.
+OTHER_ADVICE = {"uint16": "; if these are", "negative stride": " ("}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_have_the_words_of_python(name):
+    options = {**tensors(), **BATCH, **REFUSED[name]}
+    with pytest.raises((ValueError, TypeError)) as there:
+        cpattn.paged_attention(**options)
+    with pytest.raises(CallFailed) as here:
+        attend(options)
+    message, status = here.value.args
+    assert status == 1
+    cut = OTHER_ADVICE.get(name, "\n")
+    assert message.partition(cut)[0] == str(there.value).partition(cut)[0]
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
+def test_context_parallel_metadata(strategy):
+    options = {"cp_size": 4, "cp_rank": 2, "strategy": strategy}
+    lens = {"extend_lens": [30, 17, 9], "seq_lens": [35, 17, 10]}
+    metadata = cpattn.build_cp_metadata(**lens, **options)
+    given, handle = Given(), ctypes.c_void_p()
+    call("build_cp_metadata", given.options("cp_batch", **lens, **options), ctypes.byref(handle))
+    values, size = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_int64()
+    fields = {**metadata.to_dict(), "local_q_indices": metadata.local_q_indices}
+    for name in fields.keys() - {"strategy", "kv_len_convention"}:
+        expected = fields[name]
+        if isinstance(expected, int) or name == "max_seqlen_q_combined":
+            call("cp_metadata_int", handle, name.encode(), ctypes.byref(size))
+            assert size.value == (-1 if expected is None else expected), name
+            continue
+        call("cp_metadata_array", handle, name.encode(), ctypes.byref(values), ctypes.byref(size))
+        assert bool(values) == (expected is not None), name
+        assert values[: size.value] == list(() if expected is None else expected), name
+    load().cpattn_cp_metadata_destroy(handle)
+
+
+def test_topk_transform():
+    logits, out = numbers(3, 50), np.empty((3, 8), np.int32)
+    options = {
+        "logits": logits, "topk": 8, "lengths": [50, 20, 3], "row_starts": [0, 5, 2],
+        "page_table": RNG.integers(0, 90, (2, 60)), "cu_seqlens_q": [0, 1, 3],
+        "batch_idx_list": [1, 0], "method": cpattn.TopkTransformMethod.PAGED, "page_size": 2,
+        "sorted": False,
+    }  # fmt: skip
+    expected = cpattn.sparse.topk_transform(**options)
+    call("topk_transform", Given().options("topk_options", **options, out=out))
+    np.testing.assert_array_equal(out, expected)
+    with pytest.raises(ValueError, match="topk_transform: method must be") as there:
+        cpattn.sparse.topk_transform(**{**options, "method": 3})
+    with pytest.raises(CallFailed) as here:
+        call("topk_transform", Given().options("topk_options", **{**options, "method": 3}, out=out))
+    assert here.value.args[0] == str(there.value)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_writes_into_pages(kv_layout):
+    rows = {"k": numbers(5, 2, 32), "v": numbers(5, 2, 32)}
+    shape = (10, 16, 2, 32) if kv_layout == "NHD" else (10, 2, 16, 32)
+    options = {"slots": [3, -1, 70, 3, 159], "kv_layout": kv_layout, "k_scale": 0.5}
+    pages = [np.zeros(shape, ml_dtypes.float8_e4m3fn) for _ in range(4)]
+    cpattn.kv.write_pages(**rows, **options, k_pages=pages[0], v_pages=pages[1])
+    call(
+        "write_pages",
+        Given().options("page_writes", **rows, **options, k_pages=pages[2], v_pages=pages[3]),
+    )
+    assert_same_bits(pages[0], pages[2])
+    assert_same_bits(pages[1], pages[3])

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of docs/how_to/from_c.md against libcpattn, as its build and as it is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from audit import machine
+from support.c import library as c_library
+from support.pages import blocks_in
+from support.places import ROOT
+
+BLOCKS = blocks_in(ROOT / "docs" / "how_to" / "from_c.md")
+FILES = {block.title: block.text for block in BLOCKS if "." in block.title}
+C99 = ["cc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic"]
+AGAINST_BUILD = [f"-I{c_library.HEADER.parent}"]
+
+
+def printed_by(language: str) -> str:
+    """The output that the page shows after the last program in that language."""
+    last = max(i for i, block in enumerate(BLOCKS) if block.language == language)
+    return next(block.text for block in BLOCKS[last:] if block.is_output)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the files of the page."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder, children):
+    """Run a command in that folder; what it prints, if all is well."""
+
+    def run(*command, **environment):
+        done = children.run(command, cwd=folder, env={**os.environ, **environment})
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def library():
+    """The folder of the library, with its path for the loader; no sanitizer is in it."""
+    folder = c_library.build_folder()
+    if machine.sanitizer():
+        pytest.skip("programs without sanitizers cannot load a library with one")
+    return folder
+
+
+def flags_of(library) -> list[str]:
+    return [f"-L{library}", "-lcpattn", f"-Wl,-rpath,{library}"]
+
+
+def test_in_c(run, library):
+    run(*C99, *AGAINST_BUILD, "attention.c", "-o", "attention", *flags_of(library))
+    assert run("./attention") == printed_by("c")
+
+
+def test_in_c_with_the_static_library(run, library):
+    """No more is needed than the page says, and C++'s library is not in the way of another."""
+    static = [library / "libcpattn.a", "-lstdc++", "-lm", "-lpthread"]
+    run(*C99, *AGAINST_BUILD, "attention.c", "-o", "attention", *static)
+    assert run("./attention") == printed_by("c")
+
+
+def test_in_cpp(run, library, folder):
+    (folder / "main.cc").write_text(
+        '#include "plan.h"\n#include <cstdio>\n'
+        "int main() {\n"
+        "  cpattn_batch batch;\n  cpattn_attention_shape shape;\n"
+        "  cpattn_batch_init(&batch, sizeof batch);\n"
+        "  cpattn_attention_shape_init(&shape, sizeof shape);\n"
+        "  try { make_plan(batch, shape); }\n"
+        "  catch (const std::exception& error) { std::puts(error.what()); }\n"
+        "}\n"
+    )
+    run("c++", "-std=c++11", "-Wall", "-Wextra", "-Werror", "-pedantic", *AGAINST_BUILD, "main.cc",
+        "-o", "main", *flags_of(library))  # fmt: skip
+    assert run("./main") == "plan_attention: q_lens must be a tensor, got NULL\n"
+
+
+def test_in_rust(run, library):
+    if shutil.which("rustc") is None:
+        pytest.skip("no rustc here")
+    run("rustc", "-O", "-D", "warnings", "attention.rs", "-L", library,
+        "-C", f"link-arg=-Wl,-rpath,{library}")  # fmt: skip
+    assert run("./attention") == printed_by("rust")
+
+
+def test_in_go(run, library, folder):
+    if shutil.which("go") is None:
+        pytest.skip("no go here")
+    (folder / "cpattn.pc").write_text(
+        f"Name: cpattn\nDescription: x\nVersion: 0\nCflags: {AGAINST_BUILD[0]}\n"
+        f"Libs: {' '.join(flags_of(library))}\n"
+    )
+    environment = {"PKG_CONFIG_PATH": str(folder), "CGO_LDFLAGS_ALLOW": ".*", "GO111MODULE": "off"}
+    assert run("go", "run", "attention.go", **environment) == printed_by("go")
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """An installation of this build, at another place than it was configured for."""
+    build = c_library.build_folder().parents[1]
+    prefix = tmp_path_factory.mktemp("prefix")
+    subprocess.run(
+        ["cmake", "--install", build, "--prefix", prefix], check=True, capture_output=True
+    )
+    return prefix
+
+
+def test_find_package(run, library, prefix):
+    run("cmake", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_C_FLAGS=-Werror")
+    run("cmake", "--build", "build")
+    assert run("build/attention") == printed_by("c")
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["shared", "static"])
+def test_pkg_config(run, library, prefix, static):
+    if shutil.which("pkg-config") is None:
+        pytest.skip("no pkg-config here")
+    folder = next(prefix.glob("lib*/**/cpattn.pc")).parent
+    found = run("pkg-config", "--cflags", "--libs", *(["--static"] if static else []), "cpattn",
+                PKG_CONFIG_PATH=str(folder))  # fmt: skip
+    libs = folder.parent
+    flags = found.split()
+    if static:
+        flags[flags.index("-lcpattn")] = "-l:libcpattn.a"
+    run(*C99, "attention.c", "-o", "attention", *flags)
+    assert run("./attention", LD_LIBRARY_PATH="" if static else str(libs)) == printed_by("c")
+
+
+@pytest.mark.slow
+def test_it_is_built_without_python(children, tmp_path):
+    """CMake finds no interpreter, nor Eigen, which comes with Python."""
+    options = ["-DCPATTN_PYTHON=OFF", "-DCPATTN_TESTS=OFF", "-DCPATTN_AMX_TWIN=OFF"]
+    hidden = [
+        f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("Python", "Eigen3", "pybind11")
+    ]
+    for command in (
+        ["cmake", "-S", ROOT, "-B", tmp_path, *options, *hidden, "-DCPATTN_ISAS=best"],
+        ["cmake", "--build", tmp_path, "-j", "2"],
+    ):
+        done = children.run(command, timeout=1500)
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr}"
+    assert (tmp_path / "cpp" / "c" / "libcpattn.so").exists()
