@@ -34,7 +34,7 @@ fi
 # The headers that the release build has found, which are of no version of Python.
 eigen=$(sed -n 's/^Eigen3_DIR:[A-Z]*=//p' build/release/CMakeCache.txt)
 cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCPATTN_WERROR=ON \
-  -DCPATTN_TESTS=OFF -DCPATTN_BINDINGS_OPTIONS=-O0 \
+  -DCPATTN_TESTS=OFF -DCPATTN_C_LIBRARY=OFF -DCPATTN_BINDINGS_OPTIONS=-O0 \
   -DPython_EXECUTABLE="$PWD/$folder/venv/bin/python" \
   -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DEigen3_DIR="$eigen" >/dev/null
 cmake --build "$folder"

@@ -13,6 +13,7 @@ from audit import machine
 from support.c import library as c_library
 from support.pages import blocks_in
 from support.places import ROOT
+from support.time_limits import PATIENCE
 
 BLOCKS = blocks_in(ROOT / "docs" / "how_to" / "from_c.md")
 FILES = {block.title: block.text for block in BLOCKS if "." in block.title}
@@ -139,9 +140,15 @@ def test_pkg_config(run, library, prefix, static):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(20 * PATIENCE)
 def test_it_is_built_without_python(children, tmp_path):
     """CMake finds no interpreter, nor Eigen, which comes with Python."""
-    options = ["-DCPATTN_PYTHON=OFF", "-DCPATTN_TESTS=OFF", "-DCPATTN_AMX_TWIN=OFF"]
+    options = [
+        "-DCPATTN_PYTHON=OFF",
+        "-DCPATTN_TESTS=OFF",
+        "-DCPATTN_AMX_TWIN=OFF",
+        "-DCPATTN_WERROR=ON",
+    ]
     hidden = [
         f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("Python", "Eigen3", "pybind11")
     ]
@@ -149,6 +156,6 @@ def test_it_is_built_without_python(children, tmp_path):
         ["cmake", "-S", ROOT, "-B", tmp_path, *options, *hidden, "-DCPATTN_ISAS=best"],
         ["cmake", "--build", tmp_path, "-j", "2"],
     ):
-        done = children.run(command, timeout=1500)
+        done = children.run(command, timeout=10 * PATIENCE)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr}"
     assert (tmp_path / "cpp" / "c" / "libcpattn.so").exists()
