@@ -157,10 +157,10 @@ def test_training_and_shared_out_weights_are_refused():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_model_and_placement(tmp_path, name, size):
     model = make_model(name)
-    tokens = [alone(model, prompt) for prompt in PROMPTS]
+    tokens = [alone(model, prompt)[: NEW_TOKENS // 2] for prompt in PROMPTS]
     placements = EVERY_PLACEMENT[: 1 if size == 1 else None]
     for found in run_world(size, tmp_path, worker.run_model, name, placements, **WORLD):
-        assert found == [tokens, tokens, tokens[:2]] * 2 * len(placements)
+        assert found == [tokens, tokens, tokens, tokens[:2]] * len(placements)
 
 
 @pytest.mark.slow
