@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import torch.distributed as dist  # noqa: E402
 
+from cpattn.integrations.transformers import ContextParallelModel  # noqa: E402
 from cpattn.integrations.transformers.context_parallel.layers import layer_shapes  # noqa: E402
 from support.distributed.distributed_worker import run_world  # noqa: E402
 from support.time_limits import BUSY  # noqa: E402
@@ -140,6 +141,13 @@ def test_a_model_that_cannot_run_so_is_refused_by_name(what):
     with pytest.raises(ValueError, match="ContextParallelModel: the model must be") as error:
         layer_shapes(model)
     assert reason in str(error.value)
+
+
+def test_groups_and_placements_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="group must be given, or init_process_group"):
+        ContextParallelModel(make_model("llama"))
+    with pytest.raises(ValueError, match="placement must be replicated, shared, page_inter"):
+        ContextParallelModel(make_model("llama"), placement="everywhere")
 
 
 def test_training_and_shared_out_weights_are_refused():

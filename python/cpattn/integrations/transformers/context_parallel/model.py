@@ -113,6 +113,8 @@ class ContextParallelModel(Requests):
             )
         at_least(1, num_pages, ENGINE, "num_pages")
         group = dist.group.WORLD if group is None else group
+        if group is None:
+            raise ValueError(f"{ENGINE}: group must be given, or init_process_group called before")
         size = group.size()
         self.model, self.placement = model, placement
         self.cp = cp = ContextParallel(
@@ -127,8 +129,8 @@ class ContextParallelModel(Requests):
             values[f"arguments of {ENGINE}"] = options
             values["release of transformers"] = version("transformers")
             values["config of the model"] = config_text(model)
-            values["weights"] = digest_of_weights(model)
             shapes = layer_shapes(model)
+            values["weights"] = digest_of_weights(model)
             shared_by_pages = size if named.kind == BY_PAGES else 1
             pages = named.whole_pages(num_pages, size)
             self.cache = PrefixCache(
