@@ -78,7 +78,7 @@ void check_whole_pages(
   }
 }
 
-/// How positions are divided into blocks of sums.
+/// The blocks into which positions are divided, a sum for each.
 struct Blocks {
   int64_t tokens;
   int64_t first;

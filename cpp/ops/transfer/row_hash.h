@@ -15,7 +15,7 @@ inline constexpr uint64_t kHashWords[] = {
     0x452821e638d01377, 0xbe5466cf34e90c6c, 0xc0ac29b7c97c50dd, 0x3f84d5b5b5470917,
 };
 
-/// Both halves of the product, one over the other.
+/// Returns the halves of the product, one over the other.
 inline uint64_t fold(uint64_t a, uint64_t b) {
   __extension__ using Wide = unsigned __int128;
   const Wide product = static_cast<Wide>(a) * b;

@@ -40,7 +40,7 @@ class _Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pages:
-    """Where one side keeps the tokens, for messages."""
+    """The pages in which one side keeps the tokens, for messages."""
 
     layout: KVLayout
     pages: list[int]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two servers tell each other before they transfer, and in which field they differ."""
+"""Handshakes of two servers before they transfer, and the fields in which they differ."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class KVHandshakeError(ValueError):
 
 @dataclass(frozen=True)
 class KVHandshake:
-    """What a server says of itself, before plans are made: its buffers, and facts of its engine.
+    """Message of a server about itself, before plans are made: buffers, and facts of its engine.
 
     Sides may have other pages, page sizes, strides, orders of heads and tokens, ranks and stages:
     plans see to these. Of layers that both answer for, kinds, dtypes and bytes of a token and head

@@ -63,7 +63,7 @@ class _Judged(NamedTuple):
         name = "the output" if channel == "out" else "the log-sum-exp"
         return [
             Finding(
-                fault.invariant,
+                "LSE" if channel == "lse" else fault.invariant,
                 f"the program {fault.means}{f' ({detail})' if detail else ''}: {name} {said} "
                 f"({len(wrong)} of {int(rows.has.sum())} rows)",
                 where=f"{rows.site}: position {position} of sequence {sequence}",

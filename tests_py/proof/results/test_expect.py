@@ -76,7 +76,7 @@ def pass_on(tensors):
 
 
 def ring(bug="", **options):
-    """What a rank runs; returns the report of `expect` where there is one."""
+    """Run a rank; the report of `expect` where there is one."""
     q, k, v = prompt()
     at = zigzag(dist.get_rank(), dist.get_world_size(), bug)
     q, k, v = q[at], k[at], v[at]

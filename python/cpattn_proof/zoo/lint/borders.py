@@ -35,7 +35,7 @@ def _overlap_lost(mended: bool) -> Document:
 
 
 def _candidates_shared_out(mended: bool) -> Document:
-    """Of k keys each of P ranks kept k / P of its own: those of one rank may be all of the best."""
+    """Each of P ranks kept k / P of k keys: those of one rank may be all of the best."""
     keys, ranks, k = 16, 2, 4
     scores = [key if key % ranks == 0 else -key for key in range(keys)]  # the best are of rank 0
     parts = []
@@ -57,14 +57,9 @@ def _across_two_chunks(mended: bool) -> Document:
     """A rank has the first and the last chunk of new tokens behind each other. A block of keys that
     begins in the middle went over the border, in one piece."""
     chunk, token, block = 8, 64, 8
-    source = {
-        "page_size": chunk,
-        "entries": [
-            {"layer": 0, "kind": "k", "addr": 0, "nbytes": 4 * chunk * token,
-             "item_len": chunk * token}
-        ],
-    }  # fmt: skip
-    target = {"page_size": chunk, "entries": [source["entries"][0] | {"addr": 1 << 16}]}
+    buffer = {"layer": 0, "kind": "k", "nbytes": 4 * chunk * token, "item_len": chunk * token}
+    source = {"page_size": chunk, "entries": [buffer | {"addr": 0}]}
+    target = {"page_size": chunk, "entries": [buffer | {"addr": 1 << 16}]}
     begin, rest = 4, 4  # tokens of the first chunk before the block, and in it
     blocks = [(begin * token, (1 << 16) + begin * token, block * token)]
     if mended:
