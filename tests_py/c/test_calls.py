@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -234,6 +236,20 @@ def test_refusals_have_the_words_of_python(name):
     assert status == 1
     cut = OTHER_ADVICE.get(name, "\n")
     assert message.partition(cut)[0] == str(there.value).partition(cut)[0]
+
+
+def test_each_thread_has_its_own_message():
+    all_have_failed = threading.Barrier(4)
+
+    def message(number: int) -> str:
+        status = load().cpattn_set_num_threads(-number)
+        all_have_failed.wait()
+        return f"{status} {load().cpattn_last_error().decode()}"
+
+    with ThreadPoolExecutor(4) as pool:
+        messages = list(pool.map(message, range(4)))
+    rule = "1 set_num_threads: num_threads must be >= 1, got"
+    assert messages == [f"{rule} {-number}" for number in range(4)]
 
 
 @pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
