@@ -216,7 +216,7 @@ def _laid_out(records: Sequence[Record], queries: _Table, keys: _Table, shared: 
         sinks=first.sinks is not None, **first.options,
     )  # fmt: skip
     table = np.zeros((len(sequences), 0), np.int32)
-    batch = Batch(case, spread("q"), k, v, tuple(slots), table, first.sinks)
+    batch = Batch(case, spread("q"), k, v, tuple(slots), table, first.sinks, None)
     lse = None if first.lse is None else spread("lse").astype(np.float64)
     out = spread("out").astype(np.float64)
     return Rows(batch, out, lse, has, rank, row, place, key_rank, first.site)

@@ -208,7 +208,9 @@ def flash_attn_with_kvcache(
         k_pages, v_pages, table = _padded(k_cache, v_cache, rows, leftpad, kv_lens)
     keys = (k_pages, v_pages, kv_lens, table)
     options = (softmax_scale, causal, (left, right), softcap, num_splits == 1)
-    of_heads = {"k_descale": k_descale, "v_descale": v_descale, "alibi_slopes": alibi_slopes}
+    of_heads: dict[str, Any] = {
+        "k_descale": k_descale, "v_descale": v_descale, "alibi_slopes": alibi_slopes
+    }  # fmt: skip
     if k is not None:
         # What cannot be computed is refused by attention of no query, before anything is written.
         attend_batch(name, q[:, :0], *keys, *options, **of_heads)
