@@ -65,7 +65,9 @@ class RankAttention(HostCalls):
         have the bits of both calls with the same exchange, but sooner: rows of some KV heads are on
         their way while others are attended to, and what "gather" brings to a rank of sharded pools
         is what that rank keeps of it, too. All ranks make this call then, and for a `ShardedPlan`
-        in any case, with the same options; else it is local.
+        in any case, with the same options; else it is local. Where one request of the batch has
+        new tokens of another one as its prefix, call ``write_kv`` instead: cached keys of sharded
+        pools are on their way before new ones are written.
 
         Parameters
         ----------
