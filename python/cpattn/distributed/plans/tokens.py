@@ -101,5 +101,6 @@ def index_array(name: str, values: Any, ndim: int, call: str) -> NDArray[Any]:
         raise ValueError(
             f"{call}: {name} must have {ndim} dimensions, got shape {list(array.shape)}"
         )
-    is_read = array.dtype in (np.int32, np.int64) and all(step >= 0 for step in array.strides)
+    forward = all(step >= 0 for step in array.strides)
+    is_read = array.dtype in (np.int32, np.int64) and array.flags.aligned and forward
     return array if is_read else array.astype(np.int64)

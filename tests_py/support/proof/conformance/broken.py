@@ -50,7 +50,7 @@ def usual_mask(causal, window, *, top_left=False, shift=0, chunk=None, block=1):
 
     def sees(i, j, q_len, kv_len):
         row = i if chunk is None else i % chunk
-        position = row if top_left and causal else row + kv_len - q_len
+        position = row if top_left else row + kv_len - q_len
         first = 0 if left is None else (position - left) // block * block
         before = right is None or j <= position + right
         return (not causal or j <= position + shift) and before and j >= first
@@ -313,7 +313,8 @@ def _other_results(fault, q, k, v, out, lse, **options):
         case "lse-base-2":
             lse = lse / LN2
         case "lse-unscaled":
-            lse = attention(q, k, v, **options | {"scale": 1.0, "softcap": 0.0})[1]
+            plain = {"scale": 1.0, "softcap": 0.0, "alibi_slopes": None}
+            lse = attention(q, k, v, **options | plain)[1]
         case "lse-with-sink" if "sinks" in options:
             lse = torch.logaddexp(lse, options["sinks"])
         case "lse-finite-on-empty":
