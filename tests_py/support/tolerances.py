@@ -22,7 +22,7 @@ SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "b
 
 # A ratio of exact integers, divided in two orders: two roundings each.
 RATIO = 4 * EPS["float64"]
-# Of a float64 that is stored with twelve digits, and computed again elsewhere.
+# Bounds a float64 that is stored with twelve digits, and computed again elsewhere.
 STORED_DIGITS = 1e-11
 
 # Sequences of rows that are counted by a formula, of which the first and the last are cut: those of

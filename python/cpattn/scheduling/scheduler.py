@@ -258,9 +258,10 @@ class Scheduler:
     def end(self, index: int, *, written: int | None = None, hash_ids: Sequence[int] = ()) -> None:
         """Give back what a request has, or take it from those that wait; `PrefixCache.release`."""
         chunk = self._begun.pop(index, None)
-        if chunk is not None:
+        if chunk is None:
+            self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != index)
+        else:
             self.cache.release(chunk.lease, written=written, hash_ids=hash_ids)
-        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != index)
 
     def next_batch(self, ready: Iterable[int] = ()) -> Batch | None:
         """Form the next batch; None if there is nothing that can be computed.

@@ -128,7 +128,7 @@ def test_logprobs_in_bfloat16(results):
     error = np.abs(found - expected)
     logit_spacing = 2.0**-5  # of bfloat16 from 4 to 8, where logits of the prompts' tokens are
     assert error.mean() < logit_spacing
-    # Where vLLM has no instructions for bfloat16, it rounds elsewhere: 6.4 on a Xeon with AVX-512.
+    # vLLM without instructions for bfloat16 rounds elsewhere: 6.4 on a Xeon with AVX-512.
     assert error.max() < 8 * logit_spacing
 
 

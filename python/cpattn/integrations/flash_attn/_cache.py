@@ -212,7 +212,7 @@ def flash_attn_with_kvcache(
         "k_descale": k_descale, "v_descale": v_descale, "alibi_slopes": alibi_slopes
     }  # fmt: skip
     if k is not None:
-        # What cannot be computed is refused by attention of no query, before anything is written.
+        # Attention of no query refuses all that cannot be computed, before anything is written.
         attend_batch(name, q[:, :0], *keys, *options, **of_heads)
         _write(k_cache, at, k)
         _write(v_cache, at, v)

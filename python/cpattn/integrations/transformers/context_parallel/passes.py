@@ -22,7 +22,7 @@ class SharedOut:
         self, cp: ContextParallel, pools: Pools, plan: ContextParallelPlan, batch: Batch
     ) -> None:
         self._cp, self._pools, self._plan = cp, pools, plan
-        # What is cached of shares is sent before what is new is written, where one call does both.
+        # One call for both sends cached keys of shares before it writes new ones.
         self._writes_first = cp.placement is not None and _reads_what_it_writes(batch, cp.page_size)
 
     def attend(
