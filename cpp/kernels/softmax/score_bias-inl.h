@@ -78,7 +78,10 @@ inline void add_biases(
 ) {
   const TileBias& bias = tile.bias;
   if (bias.numbers != nullptr) add_numbers(bias, token, head, key, n, sums);
-  if (bias.key_positions != nullptr) return add_by_positions(bias, token, head, key, n, sums);
+  if (bias.key_positions != nullptr) {
+    add_by_positions(bias, token, head, key, n, sums);
+    return;
+  }
   const int64_t distance = distance_to(tile, token, key);
   if (bias.slopes != nullptr) {
     const float slope = bias.slopes[head];
