@@ -41,7 +41,7 @@ py::list run_digest(
 ) {
   const Arguments read("digest");
   const auto& layout = read.value<KVLayout>(layout_argument, "layout");
-  const KVLayout* peer = read.optional_value<KVLayout>(peer_argument, "peer");
+  const auto* peer = read.optional_value<KVLayout>(peer_argument, "peer");
   const std::vector<int64_t> page_list = read.ints(pages, "pages");
   const KVTokenRange range = {
       .pages = page_list,
