@@ -96,6 +96,18 @@ TEST(BatchPages, TokensMayShareAPageButNoSlot) {
   EXPECT_EQ(refuse({2, 2}, {2, 4}, {2, 2}), "no error");  // slots 8 and 9, then 10 and 11
 }
 
+TEST(BatchPages, CachedTokensOfOneRequestMayBeNewOnesOfAnother) {
+  const auto caches = [](const Ints& table, const Ints& lens, const Ints& q_lens) {
+    return caches_new_tokens(read(table, 2, lens), {.q_lens = q_lens});
+  };
+  EXPECT_FALSE(caches(kTables, kLens, kNew));                // 5 is cached up to the first new one
+  EXPECT_TRUE(caches({5, 3, 9, 3, 7, 0}, kLens, {4, 2}));    // 3 has cached and new tokens
+  EXPECT_FALSE(caches({5, 3, 9, 3, 7, 0}, {9, 1}, {4, 0}));  // of 3 the cached one alone
+  EXPECT_TRUE(caches({5, 3, 9, 3, 7, 0}, {9, 2}, {4, 0}));
+  EXPECT_TRUE(caches({9, 3, 0, 5, 3, 9}, {6, 9}, {2, 4}));  // the request before, too
+  EXPECT_FALSE(caches({5, 3, 9, 5, 7, 0}, kLens, {4, 2}));  // both have 5 as cached
+}
+
 TEST(BatchPages, GivenSlotsAreThoseOfThePagesOrNone) {
   const BatchPages pages = read(kTables, 2, kLens);
   const NewTokens tokens{.q_lens = kNew, .padding = 1};

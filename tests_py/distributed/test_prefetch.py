@@ -122,6 +122,13 @@ def test_what_an_attend_refuses(world):
         cp.attend(plan, torch.zeros(5, 2, 16), *codes, prefetched=prefixes, **scales)
 
 
+def test_keys_are_not_sent_before_they_are_written(world):
+    cp = one_rank()
+    plan = cp.plan([4, 1], [4, 5], block_tables=[[1, -1], [1, 0]])
+    with pytest.raises(ValueError, match="plan must have no new token that another request has"):
+        cp.prefetch(plan, [pools()])
+
+
 def test_layers_may_differ_in_shape(world):
     cp = one_rank()
     plan = plan_of(cp)

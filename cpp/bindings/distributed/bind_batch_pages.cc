@@ -91,6 +91,10 @@ int64_t checked_slots(
   return std::bit_cast<int64_t>(check_slots(function.c_str(), self, *tokens, values));
 }
 
+bool caches_new(const BatchPages& self, py::handle q_lens) {
+  return caches_new_tokens(self, *TokensArgument(self, q_lens, py::int_(0)));
+}
+
 py::array view(const py::object& self, const std::vector<int64_t>& values) {
   return int_view(std::span<const int64_t>(values), self);
 }
@@ -120,6 +124,7 @@ void register_batch_pages(py::module_& module) {
       .def("slots", &slots)
       .def("rows", &rows)
       .def("checked_slots", &checked_slots)
+      .def("caches_new_tokens", &caches_new)
       .def("digest", [](const BatchPages& self) {
         return std::bit_cast<int64_t>(digest_of(self.ids));
       });

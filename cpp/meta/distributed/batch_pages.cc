@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "cpattn/base/check.h"
 
@@ -47,27 +48,51 @@ void refuse_equal_slots(const char* function, std::span<const int64_t> slots) {
   );
 }
 
-/// A set of pages, by open addressing.
-class PageSet {
+/// Pages with new tokens, by open addressing, and the first of these tokens in each.
+class NewPages {
  public:
-  explicit PageSet(std::size_t most) : slots_(std::bit_ceil(2 * most + 2), -1) {}
+  explicit NewPages(std::size_t most) : places_(std::bit_ceil(2 * most + 2)) {}
 
   /// False for a page that was added before.
-  bool add(int64_t page) {
-    constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;
-    const std::size_t mask = slots_.size() - 1;
-    std::size_t place = (static_cast<uint64_t>(page) * kOdd >> 32) & mask;
-    while (slots_[place] >= 0) {
-      if (slots_[place] == page) return false;
-      place = (place + 1) & mask;
-    }
-    slots_[place] = static_cast<int32_t>(page);
-    return true;
+  bool add(int64_t page, int64_t token) {
+    Place& place = places_[place_of(page)];
+    const bool is_added = place.page < 0;
+    place.page = static_cast<int32_t>(page);
+    place.first = std::min(place.first, token);
+    return is_added;
   }
+  /// The first new token of a page, counted from its begin; INT64_MAX for none.
+  int64_t first(int64_t page) const { return places_[place_of(page)].first; }
 
  private:
-  std::vector<int32_t> slots_;
+  struct Place {
+    int32_t page = -1;
+    int64_t first = INT64_MAX;
+  };
+
+  /// The place of a page, or the free one that it would take.
+  std::size_t place_of(int64_t page) const {
+    constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;
+    const std::size_t mask = places_.size() - 1;
+    std::size_t at = (static_cast<uint64_t>(page) * kOdd >> 32) & mask;
+    while (places_[at].page >= 0 && places_[at].page != page) at = (at + 1) & mask;
+    return at;
+  }
+
+  std::vector<Place> places_;
 };
+
+/// The pages with new tokens, and whether one of them has tokens of several requests.
+std::pair<NewPages, bool> new_pages(const BatchPages& pages, const NewTokens& tokens) {
+  std::size_t num_pages = 0;
+  for_each_new_page(pages, tokens, [&](int64_t, int64_t, int64_t) { ++num_pages; });
+  NewPages written(num_pages);
+  bool is_shared = false;
+  for_each_new_page(pages, tokens, [&](int64_t, int64_t slot, int64_t) {
+    is_shared |= !written.add(slot / pages.page_size, slot % pages.page_size);
+  });
+  return {std::move(written), is_shared};
+}
 
 /// Copies the first pages of a row, and returns all their bits: negative and large ones have high
 /// ones.
@@ -203,16 +228,21 @@ TokenRows token_rows(
 }
 
 void refuse_shared_slots(const char* function, const BatchPages& pages, const NewTokens& tokens) {
-  std::size_t num_pages = 0;
-  for_each_new_page(pages, tokens, [&](int64_t, int64_t, int64_t) { ++num_pages; });
-  PageSet seen(num_pages);
-  bool shared = false;
-  for_each_new_page(pages, tokens, [&](int64_t, int64_t slot, int64_t) {
-    shared = !seen.add(slot / pages.page_size) || shared;
-  });
-  if (!shared) return;
+  if (!new_pages(pages, tokens).second) return;
   const std::vector<int64_t> slots = new_slots(pages, tokens);
   refuse_equal_slots(function, std::span(slots).first(slots.size() - tokens.padding));
+}
+
+bool caches_new_tokens(const BatchPages& pages, const NewTokens& tokens) {
+  const NewPages written = new_pages(pages, tokens).first;
+  for (int64_t i = 0; i < pages.bs(); ++i) {
+    const int64_t num_cached = pages.kv_lens[i] - tokens.q_lens[i];
+    for (int64_t begin = 0; begin < num_cached; begin += pages.page_size) {
+      const int64_t page = pages.slot(i, begin) / pages.page_size;
+      if (written.first(page) < std::min(pages.page_size, num_cached - begin)) return true;
+    }
+  }
+  return false;
 }
 
 uint64_t check_slots(

@@ -66,8 +66,7 @@ class RankAttention(HostCalls):
         their way while others are attended to, and what "gather" brings to a rank of sharded pools
         is what that rank keeps of it, too. All ranks make this call then, and for a `ShardedPlan`
         in any case, with the same options; else it is local. Where one request of the batch has
-        new tokens of another one as its prefix, call ``write_kv`` instead: cached keys of sharded
-        pools are on their way before new ones are written.
+        new tokens of another one as its prefix, sharded pools are written before keys travel.
 
         Parameters
         ----------

@@ -32,6 +32,8 @@ TABLES = np.array(
     [[9, 4, 1, 7, 2, -1, -1, -1], [0, *[-1] * 7], [3, 5, 6, 8, 10, 11, 12, 13], [14, 15, *[-1] * 6]]
 )
 SIZES = {"q_lens": EXTENDS, "kv_lens": LENGTHS, "block_tables": TABLES, "page_size": PAGE}
+CHAINED = TABLES.copy()  # one request begins with a page that another one of the batch fills
+CHAINED[2, 0] = TABLES[0, 3]
 TOKENS, SLOTS, HEADS, KV_HEADS, DIM = sum(EXTENDS), 16 * PAGE, 4, 2, 32
 LATENT, ROPE, VALUE = 48, 16, 32
 # The pool row of each new token.
@@ -65,6 +67,7 @@ class Layer:
     plan: dict[str, Any] = field(default_factory=dict)
     q_rope: torch.Tensor | None = None
     windows: tuple[int | None, ...] = ()  # of the layers of a model, where they differ
+    tables: np.ndarray = field(default_factory=lambda: TABLES)
 
     def of_model(self, number: int) -> Layer:
         """A layer whose caches are others, row for row."""
@@ -81,7 +84,8 @@ class Layer:
         options = {name: value for name, value in self.attend.items() if name != "v_head_dim"}
         if any("mask" in name for name in self.plan):
             options["custom_mask"] = dense(random_masks())
-        return {"q": q, "k_cache": k, "v_cache": v, **SIZES, **options}
+        sizes = SIZES | {"block_tables": self.tables}
+        return {"q": q, "k_cache": k, "v_cache": v, **sizes, **options}
 
 
 def decoded(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -102,6 +106,7 @@ def _layers() -> dict[str, Layer]:
     padded = {"custom_mask": torch.from_numpy(dense(random_masks())), "num_tokens": 50}
     found = {
         "plain": plain,
+        "new tokens as a prefix": replace(plain, tables=CHAINED),
         "window and sinks": replace(plain, attend={"window": 6, "sinks": sinks}),
         "window on both sides": replace(plain, attend={"window": (6, 3), "causal": False}),
         "windows by turns": replace(plain, attend={"window": 5}, windows=(5, None, 0)),
@@ -184,7 +189,9 @@ class Rank:
             options["exchange"] = run.exchange
         self.layer = LAYERS[run.name]
         self.cp = ContextParallel(group or dist.group.WORLD, **options)
-        self.plan = self.cp.plan(EXTENDS, LENGTHS, block_tables=TABLES, **self.layer.plan)
+        self.plan = self.cp.plan(
+            EXTENDS, LENGTHS, block_tables=self.layer.tables, **self.layer.plan
+        )
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         padding = self.plan.num_tokens - len(x)
@@ -254,7 +261,7 @@ def run_layer(run: LayerRun, group: Any = None, *, ahead: bool = True) -> dict[s
     results = rank.attend(rank.layer)
     with mock.patch.multiple(rounds, **ROUNDS):
         ways = {"one call": equal(results, rank.attend(rank.layer, writes=True))}
-    if ahead and run.exchange == "gather":
+    if ahead and run.exchange == "gather" and rank.layer.tables is not CHAINED:
         layers = [rank.layer.of_model(number) for number in range(NUM_LAYERS)]
         expected = [x for layer in layers for x in rank.attend(layer)]
         for writes, how in ((True, ROUNDS), (False, {"_MOST_ROUNDS": 8})):

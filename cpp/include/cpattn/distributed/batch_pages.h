@@ -66,6 +66,9 @@ TokenRows token_rows(
 /// Throws std::invalid_argument, in the name of `function`, where two new tokens have one slot.
 void refuse_shared_slots(const char* function, const BatchPages& pages, const NewTokens& tokens);
 
+/// Whether a request's cached tokens, those before its new ones, have slots of new tokens.
+bool caches_new_tokens(const BatchPages& pages, const NewTokens& tokens);
+
 /// Checks slots that a caller gives new tokens: -1, or the token's own, or of padding anything >=
 /// 0; no two alike but of padding. Returns a digest of those that differ from new_slots, 0 for
 /// none.

@@ -198,6 +198,11 @@ def _check_plan(plan: Any) -> None:
         raise ValueError(
             f"{_CALL}: plan must be of the exchange {_EXCHANGE} or auto, got {plan.exchange}"
         )
+    if plan.tokens.are_cached_by_others:
+        raise ValueError(
+            f"{_CALL}: plan must have no new token that another request has as a cached one, "
+            "because it is sent before it is written"
+        )
 
 
 def _checked(plan: ShardedPlan, number: int, layer: Any) -> _Layer:

@@ -66,7 +66,8 @@ def attend_shards(
             more["return_lse"] = arguments.return_lse
         if name == "gather":
             more["prefetched"] = prefetched
-        if chosen.writes:
+        # Who writes as it attends sends cached keys first.
+        if chosen.writes and not plan.tokens.are_cached_by_others:
             more["new"] = new
         elif new is not None:
             send_to_owners("attend", exchange, plan, new)

@@ -63,6 +63,11 @@ class NewTokens:
         of_tokens = None if self.metadata is None else self.metadata._gathered_row_indices()
         return Rows(*self.pages.rows(self.q_lens, self.padding, of_tokens))
 
+    @cached_property
+    def are_cached_by_others(self) -> bool:
+        """Whether a request has new tokens of another one among its cached ones."""
+        return self.pages.caches_new_tokens(self.q_lens)
+
     def rows_in(self, part: slice) -> Rows:
         """Requests and positions of some rows; those of this rank are told without all others."""
         plan = self.metadata

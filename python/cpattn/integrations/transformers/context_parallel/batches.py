@@ -57,7 +57,7 @@ class Batches:
         mine = own[keep]
         attention: Pass
         if self.shares_memory or any(c.begin < c.request.input_length for c in batch.chunks):
-            attention = SharedOut(self.cp, self.pools, plan, batch)
+            attention = SharedOut(self.cp, self.pools, plan)
             ids, positions = self.cp.shard(plan, ids), self.cp.shard(plan, positions)
             if not len(ids):  # no layer is made for no rows; what it has of this one is not read
                 ids = positions = torch.zeros(1, dtype=torch.int64)

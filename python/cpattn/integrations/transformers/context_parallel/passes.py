@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,31 +17,16 @@ from .pools import Pools
 class SharedOut:
     """Pass in which each rank has its own tokens, of prompts or behind them."""
 
-    def __init__(
-        self, cp: ContextParallel, pools: Pools, plan: ContextParallelPlan, batch: Batch
-    ) -> None:
+    def __init__(self, cp: ContextParallel, pools: Pools, plan: ContextParallelPlan) -> None:
         self._cp, self._pools, self._plan = cp, pools, plan
-        # One call for both sends cached keys of shares before it writes new ones.
-        self._writes_first = cp.placement is not None and _reads_what_it_writes(batch, cp.page_size)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         """Exchange what is new of a layer, and attend with this rank's rows."""
         caches = self._pools.caches(layer)
-        if self._writes_first:
-            self._cp.write_kv(self._plan, k, v, *caches)
-        else:
-            options |= {"k_local": k, "v_local": v}
-        out: Tensor = self._cp.attend(self._plan, q, *caches, **options)
+        out: Tensor = self._cp.attend(self._plan, q, *caches, k_local=k, v_local=v, **options)
         return out
-
-
-def _reads_what_it_writes(batch: Batch, page_size: int) -> bool:
-    """Whether a prompt begins behind tokens of another one that are new in the same batch."""
-    full_pages = np.array(batch.prefix_lens)[:, None] // page_size
-    cached = batch.block_tables[np.arange(batch.block_tables.shape[1]) < full_pages]
-    return bool(np.isin(cached, batch.slots[batch.slots >= 0] // page_size).any())
 
 
 class OnEveryRank:
