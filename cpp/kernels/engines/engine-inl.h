@@ -37,6 +37,10 @@
 //       Packs the values rows[begin .. end) as panel rows begin, begin + 1, ...: their `dim`
 //       numbers become the columns. Otherwise as pack_keys(). Lists in not_finite the keys that
 //       hold an infinity or NaN, and returns how many these are, at most kKeyGranule.
+//   multiply<kRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc)
+//       Only where a product is of several rows and columns, so that the three functions above
+//       can not say it: the product of `multiply` in gemm-inl.h. A product of theirs then has as
+//       many operations as one whose lanes are columns; packed loops alone take such an engine.
 //   probability(p)          the number that an operand is, as float32
 //
 // Beside the struct stands store_probabilities(p, a, b), which stores the 2 * kLanes numbers of
@@ -61,6 +65,12 @@ concept ProductEngine = requires {
   requires Engine::kDepthStep >= 1 && 16 % Engine::kDepthStep == 0;
   static_cast<typename Engine::Pack (*)(const typename Engine::Operand*)>(&Engine::load_columns);
   static_cast<typename Engine::Pack (*)(const typename Engine::Operand*)>(&Engine::splat_row);
+};
+
+/// An engine that has the product of several rows and a panel itself.
+template <class Engine>
+concept HasTileProduct = requires(typename Engine::Operand* p, float* c, int64_t stride, int n) {
+  Engine::template multiply<1, 1, false>(p, stride, p, n, c, stride);
 };
 
 /// An engine for the two products of attention, with queries, keys and values of type T.

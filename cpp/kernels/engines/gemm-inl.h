@@ -142,6 +142,7 @@ struct Bfloat16Pairs {
 
 /// c (+)= a * panel for kRows rows and kVectors vectors of columns.
 template <class Engine, int kRows, int kVectors, bool kAccumulate>
+  requires(!HasTileProduct<Engine>)
 void multiply(
     const typename Engine::Operand* a,
     int64_t lda,
@@ -175,6 +176,18 @@ void multiply(
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
   }
+}
+
+template <HasTileProduct Engine, int kRows, int kVectors, bool kAccumulate>
+void multiply(
+    const typename Engine::Operand* a,
+    int64_t lda,
+    const typename Engine::Operand* panel,
+    int depth,
+    float* c,
+    int64_t ldc
+) {
+  Engine::template multiply<kRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
 }
 
 /// `rounds` of the engine's product on as many accumulators as its micro-kernel

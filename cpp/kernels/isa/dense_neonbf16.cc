@@ -8,6 +8,6 @@
 namespace cpattn::kernels {
 
 extern constinit const KernelTable table_neonbf16 =
-    kernel_table("neonbf16", vector_kernel<Bfloat16, Bfloat16Engine, 4, Float32Engine>());
+    kernel_table("neonbf16", vector_kernel<Bfloat16, Bfloat16PairEngine, 4, Float32Engine>());
 
 }  // namespace cpattn::kernels

@@ -29,13 +29,22 @@ inline uint8x8_t load_bytes(const void* p) {
   __builtin_memcpy(&bytes, p, sizeof bytes);
   return vcreate_u8(bytes);
 }
+/// Codes as float16, whose exponent is too small by 8. Bit 14 repeats the sign and is cleared;
+/// adding 0x80 sets it again for NaN alone, which makes a NaN of float16.
+inline float16x8_t halves_of_e4m3(uint8x8_t codes) {
+  const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(codes));
+  const uint16x8_t half =
+      vbicq_u16(vshlq_n_u16(vreinterpretq_u16_s16(wide), 7), vdupq_n_u16(0x4000));
+  const uint16x8_t nan = vandq_u16(vaddq_u16(half, vdupq_n_u16(0x80)), vdupq_n_u16(0x4000));
+  return vreinterpretq_f16_u16(vorrq_u16(half, nan));
+}
 inline Vector load(const Float8* p) {
-  const int16x4_t wide = vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_bytes(p))));
-  // The code is read as float16, whose exponent is then too small by 8. Bit 14 repeats the sign
-  // and is cleared; adding 0x80 sets it again for NaN alone, which makes a NaN of float16.
-  const uint16x4_t half = vbic_u16(vshl_n_u16(vreinterpret_u16_s16(wide), 7), vdup_n_u16(0x4000));
-  const uint16x4_t nan = vand_u16(vadd_u16(half, vdup_n_u16(0x80)), vdup_n_u16(0x4000));
-  return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(half, nan))), 256.0F);
+  return vmulq_n_f32(vcvt_f32_f16(vget_low_f16(halves_of_e4m3(load_bytes(p)))), 256.0F);
+}
+inline void load_two(const Float8* p, Vector& first, Vector& second) {
+  const float16x8_t halves = halves_of_e4m3(vld1_u8(reinterpret_cast<const uint8_t*>(p)));
+  first = vmulq_n_f32(vcvt_f32_f16(vget_low_f16(halves)), 256.0F);
+  second = vmulq_n_f32(vcvt_high_f32_f16(halves), 256.0F);
 }
 inline Vector load(const Float8E5M2* p) {
   const uint8x8_t halves = vzip1_u8(vdup_n_u8(0), load_bytes(p));  // of which codes are the upper
