@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [("llama", call) for call in CALLS] + [(name, "padded") for name in CONFIGS][1:],
-)
+@pytest.mark.parametrize(("name", "call"), [*zip(CONFIGS, cycle(CALLS), strict=False)])
 def test_one_graph_with_the_bits_of_the_model(name: str, call: str) -> None:
     model, graphs = model_of(name), []
 

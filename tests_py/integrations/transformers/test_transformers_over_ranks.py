@@ -160,13 +160,24 @@ def test_training_and_shared_out_weights_are_refused():
         layer_shapes(model)
 
 
+# Models with an attention of their own meet each placement, and each of both two sizes; others one.
+WORLDS = [("llama", 1, EVERY_PLACEMENT[:1])]
+WORLDS += [
+    (name, size, EVERY_PLACEMENT[(size + number) % 2 :: 2])
+    for number, name in enumerate(CONFIGS)
+    for size in (2, 3)
+]
+WORLDS += [
+    (name, 2 + number % 2, (placement,))
+    for number, (name, placement) in enumerate(zip(MORE_CONFIGS, 2 * EVERY_PLACEMENT, strict=False))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CONFIGS, *MORE_CONFIGS])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_model_and_placement(tmp_path, name, size):
+@pytest.mark.parametrize(("name", "size", "placements"), WORLDS)
+def test_every_model_and_placement(tmp_path, name, size, placements):
     model = make_model(name)
     tokens = [alone(model, prompt)[: NEW_TOKENS // 2] for prompt in PROMPTS]
-    placements = EVERY_PLACEMENT[: 1 if size == 1 else None]
     for found in run_world(size, tmp_path, worker.run_model, name, placements, **WORLD):
         assert found == [tokens, tokens, tokens, tokens[:2]] * len(placements)
 
