@@ -21,9 +21,13 @@ from support.children import path_with
 from support.places import ROOT, TESTS
 
 EXPECTED = suite.read_expected()
+#: Suites of kernels take seconds, those of a specification none.
+BY_TIME = [
+    pytest.param(name, marks=() if "onnx" in name else pytest.mark.slow) for name in EXPECTED
+]
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", BY_TIME)
 def test_as_many_cases_pass_as_are_expected(children, name):
     for absent in suite.missing(EXPECTED[name]):
         pytest.skip(absent)
