@@ -30,7 +30,7 @@ from support.places import TESTS
 from support.public_names import PUBLIC, PUBLIC_MODULES
 from support.time_limits import PATIENCE
 
-CALLS = 20_000
+CALLS = 10_000
 
 # Public names that are no calls of their own, and why.
 VALUES = {  # made by functions alone
