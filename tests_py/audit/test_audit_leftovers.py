@@ -96,33 +96,25 @@ def has_ended(seconds):
 
 
 @WORKERS
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (IN_A_TEST, r"the test has left processes:"),
-        (IN_A_FIXTURE, r"ERROR at teardown of what the run left behind"),
-        (ORPHAN, r"ERROR at teardown of what the run left behind"),
-    ],
-    ids=["test", "fixture", "orphan"],
-)
-def test_a_process_that_is_left_is_ended_and_an_error(inner_runs, workers, text, message, seconds):
-    inner_runs.write(sleeping=SLEEP.format(seconds), test_x=text)
-    done = inner_runs.run(*workers)
-    assert done.returncode == 1, done.stdout
-    assert message in done.stdout
-    assert f"(sleep {seconds}), started by test_x.py::test_a" in done.stdout
-    assert ", 1 error" in done.stdout.splitlines()[-1]
-    assert has_ended(seconds)
-
-
-@WORKERS
-def test_shared_memory_that_is_left_is_an_error(inner_runs, workers):
+def test_what_is_left_is_ended_and_an_error(inner_runs, workers, seconds):
     name = f"cpattn-test-{uuid.uuid4().hex}"
-    inner_runs.write(test_x=SHARED_MEMORY.format(name))
+    inner_runs.write(sleeping=SLEEP.format(seconds), test_memory=SHARED_MEMORY.format(name))
+    leaving = {
+        "test_in_a_test": IN_A_TEST,
+        "test_in_a_fixture": IN_A_FIXTURE,
+        "test_orphan": ORPHAN,
+    }
+    inner_runs.write(**leaving)
     try:
         done = inner_runs.run(*workers)
         assert done.returncode == 1, done.stdout
+        assert "the test has left processes:" in done.stdout
+        assert "ERROR at teardown of what the run left behind" in done.stdout
+        for module in leaving:
+            assert f"(sleep {seconds}), started by {module}.py::test_a" in done.stdout
         assert f"shared memory /dev/shm/{name}" in done.stdout
+        assert ", 2 errors" in done.stdout.splitlines()[-1]
+        assert has_ended(seconds)
     finally:
         (leftovers.SHARED_MEMORY / name).unlink()
 

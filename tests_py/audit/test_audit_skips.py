@@ -40,23 +40,20 @@ ENTRY = '[[skip]]\ntests = "{}"\nreason = "{}"\nneeds = ["{}"]\nwhy = ""\n'
 ALLOWED = ENTRY.format("test_x.py", "^no engine$", ABSENT) + ENTRY.format(
     "test_x.py::test_in_*", "file", ABSENT
 )
-WORKERS = pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
 
 
-@WORKERS
-def test_what_the_list_allows_is_skipped(inner_runs, workers):
+def test_what_the_list_allows_is_skipped(inner_runs):
     inner_runs.write(test_x=TESTS, test_module=MODULE)
     inner_runs.allow(ALLOWED + ENTRY.format("*", "no nonsense", "package: nonsense_engine"))
-    done = inner_runs.run("--strict-skips", *workers)
+    done = inner_runs.run("--strict-skips")
     assert done.returncode == 0, done.stdout
     assert "4 skipped, 0 of them without leave of allowed_skips.toml" in done.stdout
     assert "1 passed, 4 skipped, 1 xfailed" in done.stdout.splitlines()[-1]
 
 
-@WORKERS
-def test_other_skips_fail(inner_runs, workers):
+def test_other_skips_fail(inner_runs):
     inner_runs.write(test_x=TESTS, test_module=MODULE)
-    done = inner_runs.run("--strict-skips", *workers)
+    done = inner_runs.run("--strict-skips", "-n2")
     assert done.returncode == 1, done.stdout
     for reason in ("no engine", "no file", "no nonsense"):
         assert f"skipped: {reason}" in done.stdout

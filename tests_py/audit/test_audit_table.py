@@ -68,13 +68,11 @@ no fork]]></skipped>
 """
 PART = '[[part]]\nkind = "{}"\nname = "{}"\nneeds = ["{}"]\n'
 ABSENT, PRESENT = "variable: CPATTN_NONSENSE", "package: pytest"
-WORKERS = pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
 
 
-@WORKERS
-def test_passed_tests_are_counted_by_what_they_ran_with(inner_runs, workers):
+def test_passed_tests_are_counted_by_what_they_ran_with(inner_runs):
     inner_runs.write(test_x=TESTS)
-    inner_runs.run("--records=ran", *workers)
+    inner_runs.run("--records=ran", "-n2")
     found = {(r.kind, r.name, r.version): r.passed for r in records.read(inner_runs.folder / "ran")}
     version = platform.python_version()
     assert found == {
