@@ -241,7 +241,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("given", WRONG)
+# The first of each rule; all of them open the page anew.
+QUICK = ("extend=3.5", "extend=33554432, 1", "prefix=8", "ranks=0", "strategy=spiral")
+
+
+@pytest.mark.parametrize(
+    "given", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in WRONG]
+)
 def test_bad_input_names_the_field_and_the_rule(page, given):
     field, _, text = given.partition("=")
     show(page, "#" + urlencode({"extend": "24,10", "prefix": "8,0", field: text}))
@@ -276,7 +282,7 @@ def show_all(page, address):
         page.get_by_text("Blocks of each rank").click()
 
 
-@pytest.mark.parametrize("state", [*STATES, "largest"])
+@pytest.mark.parametrize("state", [*STATES, pytest.param("largest", marks=pytest.mark.slow)])
 def test_nothing_is_wider_than_400_pixels(page, state):
     page.set_viewport_size({"width": 400, "height": 800})
     show_all(page, STATES.get(state, LARGEST))
@@ -285,19 +291,21 @@ def test_nothing_is_wider_than_400_pixels(page, state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", STATES)
-def test_nothing_is_wrong_for_axe(page, state):
+@pytest.mark.parametrize(
+    ("state", "scheme"), [*zip(STATES, ("light", "dark", "dark", "light"), strict=True)]
+)
+def test_nothing_is_wrong_for_axe(page, state, scheme):
     pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
     from axe_playwright_python.sync_playwright import Axe
 
     page.set_viewport_size({"width": 1280, "height": 720})
-    for scheme, colour in {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}.items():
-        page.emulate_media(color_scheme=scheme)
-        show_all(page, STATES[state])
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == colour
-        results = Axe().run(page, options={"preload": False})  # a file cannot fetch another
-        assert results.violations_count == 0, results.generate_report()
-        assert len(results.response["passes"]) > 15
+    page.emulate_media(color_scheme=scheme)
+    show_all(page, STATES[state])
+    colour = {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == colour
+    results = Axe().run(page, options={"preload": False})  # a file cannot fetch another
+    assert results.violations_count == 0, results.generate_report()
+    assert len(results.response["passes"]) > 15
 
 
 def test_the_page_of_the_site_has_what_the_page_alone_has():

@@ -98,8 +98,15 @@ def browser():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), [(TELEPHONE, "light"), (DESK, "dark")])
-@pytest.mark.parametrize("make", [None, make_report, make_sparse_report])
+@pytest.mark.parametrize(
+    ("make", "width", "scheme"),
+    [
+        (None, TELEPHONE, "light"),
+        (None, DESK, "dark"),
+        (make_report, DESK, "light"),
+        (make_sparse_report, TELEPHONE, "dark"),
+    ],
+)
 def test_everybody_can_read_it(make, width, scheme, browser, tmp_path):
     path = tmp_path / "report.html"
     if make is None:
