@@ -19,11 +19,11 @@ from support.distributed.fault_rounds import EXCHANGES, FAULTS, TRANSPORTS, Roun
 from support.distributed.fault_worlds import Answer, Outcome
 from support.time_limits import BUSY
 
-ROUNDS = 45
+ROUNDS = 33
 
 
 @pytest.mark.slow
-def test_every_fault_by_every_transport():
+def test_every_fault_by_two_transports():
     """`python -m support.distributed.random_faults --in-turns --only N` runs one round again."""
     seed = os.environ.get("CPATTN_FAULT_SEED", "0")
     result = subprocess.run(
@@ -88,5 +88,5 @@ def test_rounds_come_again_from_their_seeds():
     assert str(ROUND).startswith("seed 1: rows x ")
     turns = [in_turns(number) for number in range(ROUNDS)]
     assert {one.exchange for one in turns if "kill" in one.fault} == set(EXCHANGES)
-    assert len({(one.fault, one.transport) for one in turns}) >= 3 * len(FAULTS) - 3
+    assert len({(one.fault, one.transport) for one in turns}) >= 2 * len(FAULTS)
     assert {one.transport for one in turns} == set(TRANSPORTS)

@@ -149,13 +149,17 @@ KILLS = {
 }
 
 
+_TURNS = [(turn, name) for turn in range(3) for name in (FAULTS if turn < 2 else KILLS)]
+
+
 def in_turns(number: int) -> Round:
-    """Rounds of which 45 bring each fault by each transport, and a death to each exchange."""
-    turn, fault = divmod(number, len(FAULTS))
-    name, transport = list(FAULTS)[fault], TRANSPORTS[turn % len(TRANSPORTS)]
+    """Rounds of which 33 bring each fault by two transports, and a death to each exchange."""
+    turn, name = _TURNS[number % len(_TURNS)]
+    fault = list(FAULTS).index(name)
+    transport = TRANSPORTS[(turn + fault) % len(TRANSPORTS)]
     exchange = EXCHANGES[(fault + 3 * turn) % len(EXCHANGES)]
     if name in KILLS:
-        exchange = KILLS[name][turn % len(TRANSPORTS)]
+        exchange = KILLS[name][turn]
     if transport == "tcp" and "shared" in (exchange, draw(number, name).exchange):
         transport = "shm"
     return replace(draw(number, name, exchange, transport), event=number % 4)

@@ -122,7 +122,7 @@ def main() -> int:
     add("--rounds", type=int, help="how many (default: until --seconds are over)")
     add("--seconds", type=float, default=3600, help="for how long at most (default: %(default)s)")
     add("--seed", type=int, default=int(time.time()), help="of the first round (default: the time)")
-    add("--in-turns", action="store_true", help="all faults, by all transports, in 45 rounds")
+    add("--in-turns", action="store_true", help="all faults, by two transports, in 33 rounds")
     add("--only", type=int, help="the round with this seed alone, and all that its ranks say")
     add("--fault", choices=FAULTS, help="this one in all rounds")
     add("--exchange", choices=EXCHANGES, help="this one in all rounds")
