@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -11,7 +12,7 @@ import cpattn
 from cpattn.distributed.transport.terms import TERMS
 from cpattn.distributed.transport.versions import own_values
 from support.distributed import sharded_worker as worker
-from support.distributed.answers import assert_prefill
+from support.distributed.answers import assert_prefill, by_size
 from support.distributed.distributed_worker import run_world
 from support.distributed.layer_worker import STRATEGIES
 from support.distributed.prefill_batches import BATCHES, LONG, Case
@@ -24,21 +25,31 @@ CHOSEN = [
         BATCHES, STRATEGIES, [*PLACEMENTS], EXCHANGES
     )
 ]
-RINGS = [run for run in CHOSEN if run.exchange == "ring"]
-RUNS = [*dict.fromkeys(CHOSEN + [replace(run, exchange="pass_q") for run in RINGS])]
 
 
-@pytest.fixture(
-    scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format
-)
-def prefills(request, tmp_path_factory):
-    return run_world(request.param, tmp_path_factory.mktemp("world"), worker.run_prefills, RUNS)
+def with_pass_q(chosen):
+    """Runs, and each ring again by the exchange that has its bits."""
+    rings = [replace(run, exchange="pass_q") for run in chosen if run.exchange == "ring"]
+    return [*dict.fromkeys(chosen + rings)]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_prefill_is_that_of_the_oracle(prefills, run):
+RUNS_OF = {2: with_pass_q(CHOSEN[::2]), 3: with_pass_q(CHOSEN)}
+
+
+@pytest.fixture(scope="module")
+def prefills_of(tmp_path_factory):
+    return cache(
+        lambda size: run_world(
+            size, tmp_path_factory.mktemp("world"), worker.run_prefills, RUNS_OF[size]
+        )
+    )
+
+
+@pytest.mark.parametrize(("size", "run"), by_size(RUNS_OF))
+def test_prefill_is_that_of_the_oracle(prefills_of, size, run):
+    """Whether queries or keys travel, partial results are merged in the order of the shares."""
+    prefills, case = prefills_of(size), run.case
     assert_prefill(prefills, run)
-    case, size = run.case, len(prefills)
     plans = cpattn.build_cp_metadata_all_ranks(
         list(case.extend_lens), case.seq_lens, cp_size=size, strategy=case.strategy,
         num_tokens=case.num_tokens,
@@ -48,17 +59,12 @@ def test_prefill_is_that_of_the_oracle(prefills, run):
         if case.pad_to_physical:
             physical = plans[rank].pad_to_physical().per_rank_actual_token[rank]
             assert answer[run]["num_rows"] == physical
+        if run.exchange == "ring":
+            other = answer[replace(run, exchange="pass_q")]
+            assert equal(answer[run]["sharded"], other["sharded"])
     counts = prefills[0][run]["kv_counts"]
     assert sum(counts) == sum(case.seq_lens)
     assert case.name != LONG.name or min(counts) > 0
-
-
-@pytest.mark.parametrize("run", RINGS, ids=str)
-def test_bits_do_not_depend_on_whether_queries_or_keys_travel(prefills, run):
-    """Partial results are merged in the order of the shares, whoever computes them."""
-    for answer in prefills:
-        other = answer[replace(run, exchange="pass_q")]
-        assert equal(answer[run]["sharded"], other["sharded"])
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from cpattn.distributed.sparse.selection import (
     rows_of_rank,
 )
 from support.distributed import sparse_worker as worker
+from support.distributed.answers import by_size
 from support.distributed.distributed_worker import run_world
 from support.distributed.planning import key_shares
 from support.distributed.sharded_worker import PLACEMENTS, equal, shard_of
@@ -158,17 +159,21 @@ STEPS = [
 ]
 
 
-@pytest.fixture(
-    scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format
-)
-def steps(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("steps")
-    return run_world(request.param, path, worker.run_sparse_steps, STEPS)
+STEPS_OF = {2: STEPS[::2], 3: STEPS}
 
 
-@pytest.mark.parametrize("step", STEPS, ids=str)
-def test_decode_selects_the_global_topk_and_has_the_same_bits_on_every_rank(steps, step):
-    assert_right(steps, step)
+@pytest.fixture(scope="module")
+def steps_of(tmp_path_factory):
+    return cache(
+        lambda size: run_world(
+            size, tmp_path_factory.mktemp("steps"), worker.run_sparse_steps, STEPS_OF[size]
+        )
+    )
+
+
+@pytest.mark.parametrize(("size", "step"), by_size(STEPS_OF))
+def test_decode_selects_the_global_topk_and_has_the_same_bits_on_every_rank(steps_of, size, step):
+    assert_right(steps_of(size), step)
 
 
 DIM = 16

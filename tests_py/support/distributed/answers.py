@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 import cpattn
@@ -55,3 +57,12 @@ def assert_layer(
         assert_attention(*results, inputs, op="ring of ranks", expected=expected)
         assert not exact or equal(results, alone)
         assert [way for way, same in told["ways"].items() if not same] == []
+
+
+def by_size(runs: Mapping[int, Sequence[Any]]) -> list[Any]:
+    """Parameters (size, run) of worlds; those of more than two ranks are slow."""
+    return [
+        pytest.param(size, run, marks=pytest.mark.slow if size > 2 else (), id=f"{run}, {size}")
+        for size, of_size in runs.items()
+        for run in of_size
+    ]
