@@ -218,7 +218,7 @@ def starts_a_process():
     process.join()
 
 
-@pytest.mark.parametrize("act", [os.fork, starts_a_process])
+@pytest.mark.parametrize("act", [os.fork, pytest.param(starts_a_process, marks=pytest.mark.slow)])
 def test_an_operator_may_start_processes(act):
     """A copy of it that returns answers nothing."""
     report = tried(act)
@@ -236,7 +236,7 @@ def leaves_a_copy():
 @pytest.mark.parametrize(
     ("act", "cause"),
     [
-        (leaves_a_copy, "with exit code 3"),
+        pytest.param(leaves_a_copy, "with exit code 3", marks=pytest.mark.slow),
         (lambda: os.kill(os.getpid(), UNNAMED_SIGNAL), "by signal 35"),
     ],
 )

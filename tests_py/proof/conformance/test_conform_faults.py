@@ -200,26 +200,30 @@ def ranks_of_which_one_is_silent(indices, *, dcp_rank, **options):
 in_16_bits = returning(lambda out, lse: (out, lse.to(out.dtype)))
 
 
+FORMS = [
+    (without_mask(lambda out, lse: out), "cpattn", "out and lse must be returned, got Tensor"),
+    (without_mask(lambda out, lse: (out, None)), "cpattn", "lse must .*, got NoneType"),
+    (in_16_bits, "cpattn", "lse must be float32, got b?float16"),
+    (
+        without_mask(lambda out, lse: (out.to("meta"), lse)),
+        "cpattn",
+        "out must be on cpu as the queries are, got one on",
+    ),
+    (lse_of_varlen_is_none, "flash_attn_varlen", "lse must have shape .*, got"),
+    (RunsWithoutLse, "flashinfer", "out and lse must be returned, got Tensor"),
+    (numpy_of_groups, "sdpa", "out must be a torch.Tensor, got ndarray"),
+    (one_sequence_of_many, "sdpa", "out must be of 2 sequences with"),
+    (flat_where_there_are_groups, "transformers", "out and weights must be returned"),
+    (a_row_too_many, "topk", "indices must be integers of shape .*, got int32 of"),
+    (ranks_of_floats, "dcp_local_indices", "of shape .*, got float64 of"),
+    (ranks_of_which_one_is_silent, "dcp_local_indices", "got NoneType"),
+]
+FIRST = {form[1]: form for form in reversed(FORMS)}.values()
+
+
 @pytest.mark.parametrize(
     ("operator", "signature", "message"),
-    [
-        (without_mask(lambda out, lse: out), "cpattn", "out and lse must be returned, got Tensor"),
-        (without_mask(lambda out, lse: (out, None)), "cpattn", "lse must .*, got NoneType"),
-        (in_16_bits, "cpattn", "lse must be float32, got b?float16"),
-        (
-            without_mask(lambda out, lse: (out.to("meta"), lse)),
-            "cpattn",
-            "out must be on cpu as the queries are, got one on",
-        ),
-        (lse_of_varlen_is_none, "flash_attn_varlen", "lse must have shape .*, got"),
-        (RunsWithoutLse, "flashinfer", "out and lse must be returned, got Tensor"),
-        (numpy_of_groups, "sdpa", "out must be a torch.Tensor, got ndarray"),
-        (one_sequence_of_many, "sdpa", "out must be of 2 sequences with"),
-        (flat_where_there_are_groups, "transformers", "out and weights must be returned"),
-        (a_row_too_many, "topk", "indices must be integers of shape .*, got int32 of"),
-        (ranks_of_floats, "dcp_local_indices", "of shape .*, got float64 of"),
-        (ranks_of_which_one_is_silent, "dcp_local_indices", "got NoneType"),
-    ],
+    [pytest.param(*form, marks=() if form in FIRST else pytest.mark.slow) for form in FORMS],
 )
 def test_a_wrong_form_is_named(operator, signature, message):
     report = report_of(operator, signature)

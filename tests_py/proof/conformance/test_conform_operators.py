@@ -24,7 +24,18 @@ def tried(operator, **options):
     return conform(operator.path, **given, time_limit=PATIENCE, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in ATTENTION if name != "transformers eager"])
+# One of each signature where time is short.
+QUICK = {operator.signature: name for name, operator in reversed(ATTENTION.items())}.values()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in ATTENTION
+        if name != "transformers eager"
+    ],
+)
 def test_what_is_right_raises_no_finding(name):
     report = tried(ATTENTION[name], examples=10)
     assert report.proved, report.text()
