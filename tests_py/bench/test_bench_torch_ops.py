@@ -18,12 +18,6 @@ NPU_JOBS = list(npu.jobs())
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
-def test_forms_agree(job):
-    times = functions.measure(job, rounds=1)
-    assert times.keys() == {"core", "function", "operator", "inference"}
-
-
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_a_wrong_result_is_found(job):
     def wrong(*tensors):
         result = job.function(*tensors)
@@ -40,12 +34,6 @@ def test_samples_take_turns():
     forms = {name: lambda name=name: order.append(name) for name in "ab"}
     calls.in_turns(forms, rounds=2)
     assert order == 2 * (calls.CALLS * ["a"] + calls.CALLS * ["b"])
-
-
-@pytest.mark.parametrize("job", NPU_JOBS[:-1], ids=lambda job: job[0])
-def test_operators_of_torch_npu_give_what_functions_give(job):
-    _, function, operator = job
-    assert len(npu.measure(function, operator, rounds=1)) == 3
 
 
 def test_a_wrong_result_of_torch_npu_is_found():
@@ -75,16 +63,3 @@ def test_the_pause_before_a_call_is_not_counted(monkeypatch):
     clock = iter([0.0, 0.05, 0.2, 5.0, 7.0])
     monkeypatch.setattr(worker.time, "perf_counter", lambda: next(clock))
     assert worker.taken(lambda: None, pause=0.1) == 2
-
-
-def test_every_measurement_answers(two_threads):
-    (call, *_) = CALLS
-    timed = {"median", "ninetieth"}
-    assert two_threads.after_pauses(call, 0.0, 5).keys() == timed
-    assert two_threads.calls_for(0.01, call, 1e-5).keys() == timed
-    assert two_threads.products(0.01)["rate"] > 0
-    assert {k: v.keys() for k, v in two_threads.in_turn(call, 5).items()} == {
-        "call": timed,
-        "product": timed,
-        "both": timed,
-    }
