@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -60,21 +59,6 @@ def test_custom_masks_across_parts(isa):
     mask[2400:3600] = False  # a row that sees nothing
     inputs["custom_mask"] = mask
     assert_attention(*run(inputs), inputs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_invariant_rows_are_those_of_a_prefill(isa, dtype):
-    """Decode behind 1200 keys, chunks of 16 and the prompt at once give the same bits."""
-    case = Case(q_lens=(400,), kv_lens=(1200,), num_heads=4, num_kv_heads=2, dtype=dtype)
-    inputs = make_inputs(case) | {"batch_invariant": True}
-    out, lse = run(inputs)
-    for q_len, kv_len in itertools.product((1, 16, 399), (1200, 1000, 900)):
-        end = 400 - (1200 - kv_len)
-        begin = max(0, end - q_len)
-        part = inputs | {
-            "q": inputs["q"][begin:end], "q_lens": [end - begin], "kv_lens": [kv_len],
-        }  # fmt: skip
-        assert all(map(torch.equal, run(part), (out[begin:end], lse[begin:end])))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
