@@ -185,6 +185,7 @@ def without(package: str, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+@pytest.mark.slow
 def test_a_missing_engine_is_one_line(command_line, tmp_path):
     result = command_line.run(*QUICK, "--disaggregate", env=without("mooncake", tmp_path))
     assert result.returncode == 1

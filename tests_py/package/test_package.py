@@ -141,7 +141,10 @@ OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
 @pytest.mark.parametrize(
     "name",
     [
-        str(path.relative_to(ROOT))
+        pytest.param(
+            str(path.relative_to(ROOT)),
+            marks=pytest.mark.slow if "transformers" in path.stem else (),  # takes long to import
+        )
         for path in DOCUMENTS
         if path.stem not in OF_ENGINES and "```python\n" in path.read_text()
     ],
