@@ -16,6 +16,13 @@ from support.distributed.distributed_worker import run_world  # noqa: E402
 from support.time_limits import BUSY  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
 from support.transformers import over_ranks as worker  # noqa: E402
+from support.transformers.faults_over_ranks import (  # noqa: E402
+    DEATH,
+    LOSSES,
+    OWN,
+    TIMEOUT,
+    run_faults,
+)
 from support.transformers.over_ranks import NEW_TOKENS, PAGES, PROMPTS, alone  # noqa: E402
 from support.transformers.tiny_transformers import (  # noqa: E402
     CONFIGS,
@@ -209,10 +216,58 @@ def test_every_exchange_and_strategy(four, expected):
         assert found == [expected] * len(EXCHANGES) * len(STRATEGIES)
 
 
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """Return the errors of all ranks where rank 1 has faults."""
+    path, cases = tmp_path_factory.mktemp("faults"), (*LOSSES, *OWN)
+    return run_world(3, path, run_faults, cases, preload=run_faults.__module__)
+
+
+def assert_all_dropped(told):
+    """Requests and cached pages are gone, of which another rank might have others."""
+    assert (told.requests, told.cached_pages) == (0, 0)
+
+
+def assert_named(told):
+    assert "rank 1 of 3 did not answer" in told.error
+    assert told.seconds < TIMEOUT + 1 + BUSY
+    assert_all_dropped(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LOSSES, ids="-".join)
+def test_a_rank_that_stops_or_is_late_is_named(faults, case):
+    first, culprit, third = (found[case] for found in faults)
+    assert_named(first)
+    assert_named(third)
+    assert "has left" in culprit.error
+    assert_all_dropped(culprit)
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named(tmp_path):
-    answers = run_world(3, tmp_path, worker.run_loss, 1, group_timeout=30, **WORLD)
-    for message, seconds in (answers[0], answers[2]):
-        assert "rank 1 of 3 did not answer" in message
-        assert seconds < 30 + BUSY
+    first, culprit, third = run_world(
+        3, tmp_path, run_faults, [DEATH], preload=run_faults.__module__
+    )
+    assert culprit is None
+    assert_named(first[DEATH])
+    assert_named(third[DEATH])
     assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OWN, ids="-".join)
+def test_an_error_of_one_rank_is_told_at_once_and_all_go_on(faults, expected, case):
+    told = [found[case] for found in faults]
+    own = [one.error == "MemoryError: no room for this token" for one in told]
+    assert sum(own) == 1
+    rank = own.index(True)
+    for one, is_own in zip(told, own, strict=True):
+        if case[0] == "streamer":  # of which the others need not know
+            assert is_own or one.error == "no error"
+        else:
+            named = f"rank {rank} refused its arguments; nothing was sent: MemoryError"
+            assert is_own or named in one.error
+            assert_all_dropped(one)
+        assert one.seconds < TIMEOUT
+        assert one.again == expected

@@ -128,6 +128,6 @@ def error_of(attempt) -> tuple[str, float]:
     start = time.monotonic()
     try:
         attempt()
-    except (RuntimeError, ValueError) as error:
+    except (MemoryError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "no error", 0.0

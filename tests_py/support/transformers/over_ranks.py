@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -151,12 +150,3 @@ def run_four(
         options = {"placement": "page_interleave", "exchange": exchange, "strategy": strategy}
         found.append(engine_of(model, **options).generate(PROMPTS, **GREEDY))
     return models, found
-
-
-def run_loss(rank: int, lost: int) -> tuple[str, float]:
-    """A rank dies between two calls."""
-    engine = engine_of(make_model("llama"))
-    engine.generate(PROMPTS[:1], **GREEDY)
-    if rank == lost:
-        os._exit(1)
-    return error_of(lambda: engine.generate(PROMPTS[1:2], **GREEDY))

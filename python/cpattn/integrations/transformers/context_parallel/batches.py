@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +15,8 @@ from torch import Tensor
 
 from ....distributed import ContextParallel, ContextParallelPlan
 from ....scheduling import Batch
-from .layers import Pass, RunningModel
-from .passes import OnEveryRank, OverShards, SharedOut
+from .layers import RunningModel
+from .passes import OnEveryRank, OverRanks, OverShards, SharedOut
 from .pools import Pools
 from .sequences import Sequence
 
@@ -55,7 +57,7 @@ class Batches:
         own = self.cp.shard(plan, numbers)
         keep = torch.nonzero(own >= 0)[:, 0]
         mine = own[keep]
-        attention: Pass
+        attention: OverRanks | OnEveryRank
         if self.shares_memory or any(c.begin < c.request.input_length for c in batch.chunks):
             attention = SharedOut(self.cp, self.pools, plan)
             ids, positions = self.cp.shard(plan, ids), self.cp.shard(plan, positions)
@@ -67,7 +69,8 @@ class Batches:
                 attention = OnEveryRank(self.pools, batch)
             else:
                 attention = OverShards(self.cp, self.pools, batch)
-        rows = self.model.logits(attention, ids, positions, keep)
+        with self._telling(attention):
+            rows = self.model.logits(attention, ids, positions, keep)
         return Logits(plan, tokens, mine.tolist(), rows)
 
     def all_rows(self, logits: Logits) -> Tensor:
@@ -82,9 +85,21 @@ class Batches:
         `sequences` are those that have one, in the order of `Logits.tokens`.
         """
         chosen = np.empty((len(logits.mine), 3))
-        for row, number in enumerate(logits.mine):
-            sequence = sequences[number]
-            assert sequence.chooser is not None
-            chosen[row] = sequence.chooser.choose(sequence.tokens, logits.rows[row])
+        with self._telling():
+            for row, number in enumerate(logits.mine):
+                sequence = sequences[number]
+                assert sequence.chooser is not None
+                chosen[row] = sequence.chooser.choose(sequence.tokens, logits.rows[row])
         told = self.cp.gather(logits.plan, torch.from_numpy(chosen), tokens=logits.tokens)
         return [(int(token), logprob, bool(last)) for token, logprob, last in told.tolist()]
+
+    @contextmanager
+    def _telling(self, attention: OverRanks | OnEveryRank | None = None) -> Iterator[None]:
+        """Run steps of this rank alone: of its errors the others hear, which would wait for it."""
+        try:
+            yield
+        except Exception as error:
+            if attention is None or not attention.all_know:
+                with suppress(Exception), self.cp.agreement():
+                    raise error
+            raise

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...._arguments import at_least
 from ....context_parallel.placement_name import BY_PAGES, REPLICATED, PlacementName
 from ....distributed import ContextParallel
-from ....scheduling import PrefixCache, Scheduler, hash_blocks
+from ....scheduling import hash_blocks
 from ..._torch_threads import use_torch_threads
 from .batches import Batches
 from .identity import config_text, digest_of_weights
@@ -26,6 +26,7 @@ from .sequences import (
     Chooser,
     Prefilled,
     Sequence,
+    Stream,
     checked_config,
     checked_prompts,
     new_tokens,
@@ -131,23 +132,20 @@ class ContextParallelModel(Requests):
             values["config of the model"] = config_text(model)
             shapes = layer_shapes(model)
             values["weights"] = digest_of_weights(model)
-            shared_by_pages = size if named.kind == BY_PAGES else 1
             pages = named.whole_pages(num_pages, size)
-            self.cache = PrefixCache(
-                pages, page_size=page_size, block_tokens=page_size, shard_size=shared_by_pages
-            )
-            self._scheduler = Scheduler(
-                self.cache,
-                token_budget=token_budget,
-                max_sequences=max_sequences,
-                function=ENGINE,
-            )
+            self._cache_options = {
+                "num_pages": pages,
+                "page_size": page_size,
+                "block_tokens": page_size,
+                "shard_size": size if named.kind == BY_PAGES else 1,
+            }
+            self._scheduler_options = {"token_budget": token_budget, "max_sequences": max_sequences}
+            self._begin()
         use_torch_threads()
         self._pools = make_pools(
             cp, shapes, named.rank_pages(pages, size, page_size), shared=placement == SHARED
         )
         self._batches = Batches(RunningModel(model), cp, self._pools, placement == SHARED)
-        self._sequences: dict[int, Sequence] = {}
         self._num_requests = 0
         self.hit_tokens = 0
 
@@ -183,7 +181,7 @@ class ContextParallelModel(Requests):
         streamer : optional
             Its ``put`` gets the prompt, then each token as it comes, and ``end`` is called behind
             the last, as by ``model.generate``; for one prompt. Ranks may have different ones, or
-            none.
+            none; an error of one is raised when all tokens are there.
         logits_processor, stopping_criteria : sequences, tokenizer : optional
             As of ``model.generate``; called with one sequence at a time, on one of the ranks.
         seed : int
@@ -209,7 +207,9 @@ class ContextParallelModel(Requests):
             For prompts that are no lists of tokens of the model, or do not fit into the pools, and
             ways of generating that need more than one sequence, such as beams.
         RuntimeError
-            If ranks are given other arguments, or one does not answer.
+            If ranks are given other arguments, or one does not answer, or fails in the model or in
+            a processor, which names it; all requests and what was cached are gone then, and
+            the engine is of use but for a rank that did not answer.
 
         Examples
         --------
@@ -234,19 +234,18 @@ class ContextParallelModel(Requests):
             ]
         numbers = {self._add(sequence): i for i, sequence in enumerate(sequences)}
         logprobs: list[list[float]] = [[] for _ in sequences]
-        if streamer is not None:
-            streamer.put(torch.from_numpy(found[0])[None])
+        stream = Stream(streamer)
+        for prompt in found:
+            stream.put(torch.from_numpy(prompt)[None])
         try:
             while any(number in self._sequences for number in numbers):
                 for new in self.step():
                     if new.request in numbers:
                         logprobs[numbers[new.request]].append(new.logprob)
-                        if streamer is not None:
-                            streamer.put(torch.tensor([new.token]))
+                        stream.put(torch.tensor([new.token]))
         finally:
             self.free(numbers)
-        if streamer is not None:
-            streamer.end()
+        stream.end()
         tokens = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
         return (tokens, logprobs) if return_logprobs else tokens
 

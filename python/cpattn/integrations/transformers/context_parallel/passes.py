@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,13 +15,34 @@ from ....scheduling import Batch
 from .pools import Pools
 
 
-class SharedOut:
+class OverRanks(ABC):
+    """Pass whose layers exchange rows: of an error in one, all ranks know."""
+
+    all_know = False
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Attend for a layer, as it is told; `Pass`."""
+        try:
+            return self._attend(layer, q, k, v, options)
+        except BaseException:
+            self.all_know = True
+            raise
+
+    @abstractmethod
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor: ...
+
+
+class SharedOut(OverRanks):
     """Pass in which each rank has its own tokens, of prompts or behind them."""
 
     def __init__(self, cp: ContextParallel, pools: Pools, plan: ContextParallelPlan) -> None:
         self._cp, self._pools, self._plan = cp, pools, plan
 
-    def attend(
+    def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         """Exchange what is new of a layer, and attend with this rank's rows."""
@@ -34,6 +56,8 @@ class OnEveryRank:
 
     Weights are read once for the tokens of all sequences, however these would be shared out.
     """
+
+    all_know = False
 
     def __init__(self, pools: Pools, batch: Batch) -> None:
         self._pools = pools
@@ -55,14 +79,14 @@ class OnEveryRank:
         return paged_attention(q, k_cache, values, **self._lens, **options)
 
 
-class OverShards:
+class OverShards(OverRanks):
     """Decode step over shares of the keys: every rank has all queries, and results are merged."""
 
     def __init__(self, cp: ContextParallel, pools: Pools, batch: Batch) -> None:
         self._cp, self._pools = cp, pools
         self._plan = cp.plan_decode(batch.seq_lens, block_tables=batch.block_tables)
 
-    def attend(
+    def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         """Write what this rank keeps of a layer, and attend to what all ranks have."""

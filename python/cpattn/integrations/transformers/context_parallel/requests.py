@@ -22,6 +22,8 @@ class Requests:
     cp: ContextParallel
     cache: PrefixCache
     hit_tokens: int
+    _cache_options: dict[str, int]
+    _scheduler_options: dict[str, int]
     _scheduler: Scheduler
     _batches: Batches
     _sequences: dict[int, Sequence]
@@ -72,6 +74,12 @@ class Requests:
                 hash_ids = hash_blocks(sequence.tokens[: written // size * size], size)
                 self._scheduler.end(number, written=written, hash_ids=hash_ids)
 
+    def _begin(self) -> None:
+        """Have no requests, and nothing in the pools."""
+        self.cache = PrefixCache(**self._cache_options)
+        self._scheduler = Scheduler(self.cache, **self._scheduler_options, function=ENGINE)
+        self._sequences = {}
+
     @property
     def _vocab_size(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
@@ -121,7 +129,7 @@ class Requests:
                 return [], dict(zip(ended, self._batches.all_rows(logits), strict=True))
             choices = self._batches.choices(logits, chosen)
         except BaseException:
-            self.free(numbers)  # what the pass has written is not known
+            self._begin()  # others may have been told in the next pass: all begin alike
             raise
         new = []
         for number, sequence, (token, logprob, last) in zip(ended, chosen, choices, strict=True):

@@ -149,6 +149,29 @@ class Sequence:
         self.num_tokens += 1
 
 
+class Stream:
+    """Streamer of a call, or None; other ranks have to go on, so an error of it is raised last."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._error: Exception | None = None
+
+    def put(self, tokens: Tensor) -> None:
+        """Hand on tokens."""
+        if self._streamer is not None and self._error is None:
+            try:
+                self._streamer.put(tokens)
+            except Exception as error:
+                self._error = error
+
+    def end(self) -> None:
+        """Say that there are no more; the first error of the streamer."""
+        if self._error is not None:
+            raise self._error
+        if self._streamer is not None:
+            self._streamer.end()
+
+
 def checked_prompts(call: str, prompts: Any, vocab_size: int) -> list[Tokens]:
     """Prompts as arrays; TypeError or ValueError for what is none."""
     found = []

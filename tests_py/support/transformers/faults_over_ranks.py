@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model over ranks of which one dies, stops, is late or fails in the middle of a pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from cpattn.integrations.transformers import ContextParallelModel
+from support.distributed.distributed_worker import error_of
+from support.transformers.over_ranks import GREEDY, PROMPTS, engine_of
+from support.transformers.tiny_transformers import make_model
+
+Case = tuple[str, str]
+TIMEOUT = 5.0  # seconds of a group
+CULPRIT = 1
+#: Faults and placements: of a rank that is lost, with its group; and of one that raises an error.
+LOSSES = (("late", "replicated"), ("stop", "page_interleave"))
+OWN = (
+    ("model", "replicated"), ("model", "page_interleave"), ("processor", "shared"),
+    ("streamer", "shared"),
+)  # fmt: skip
+DEATH = ("die", "page_interleave")
+
+
+class Told(NamedTuple):
+    """Error of a rank, after how many seconds, and what its engine has then."""
+
+    error: str
+    seconds: float
+    requests: int
+    cached_pages: int
+    again: list[list[int]] | None  # tokens of the next call, where there may be one
+
+
+def late() -> None:
+    """Come when nobody waits any more."""
+    time.sleep(TIMEOUT + 3)
+
+
+def stop() -> None:
+    """Be stopped, until nobody waits any more."""
+    pid = os.getpid()
+    with subprocess.Popen(["sh", "-c", f"sleep {TIMEOUT + 3}; kill -CONT {pid}"]):
+        os.kill(pid, signal.SIGSTOP)
+
+
+def fail(*arguments: Any) -> Any:
+    """Raise an error of this rank alone."""
+    raise MemoryError("no room for this token")
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "late": late, "stop": stop, "model": fail, "die": lambda: os._exit(1),
+}  # fmt: skip
+
+
+class Failing:
+    """Streamer that cannot be written to."""
+
+    put = end = fail
+
+
+def generate(engine: ContextParallelModel, fault: str, is_culprit: bool) -> list[list[int]]:
+    """Generate tokens behind several prompts, in chunks; the fault is in the third MLP."""
+    if fault == "processor":  # called on the rank that has the last token of the prompt
+        return engine.generate(PROMPTS[:1], **GREEDY, logits_processor=[fail])
+    if fault == "streamer":
+        return engine.generate(PROMPTS[:1], **GREEDY, streamer=Failing() if is_culprit else None)
+    calls = iter(range(1 << 30))
+
+    def hook(*arguments: Any) -> None:
+        if is_culprit and next(calls) == 2:
+            FAULTS[fault]()
+
+    hooks = [layer.mlp.register_forward_pre_hook(hook) for layer in engine.model.model.layers]
+    try:
+        return engine.generate(PROMPTS[:4], **GREEDY)
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def run_faults(rank: int, cases: Sequence[Case]) -> dict[Case, Told]:
+    """Faults, each in a group of its own."""
+    model, found = make_model("llama"), {}
+    for case in cases:
+        fault, placement = case
+        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+        engine = engine_of(model, group=group, placement=placement, token_budget=24)
+        engine.generate(PROMPTS[4:], **GREEDY)  # which stay in the pools
+        error, seconds = error_of(lambda: generate(engine, fault, rank == CULPRIT))  # noqa: B023
+        again, kept = None, engine.cache.num_idle_pages
+        if case in OWN:
+            again = engine.generate(PROMPTS, **GREEDY)
+        found[case] = Told(error, seconds, len(engine.progress()), kept, again)
+    return found
