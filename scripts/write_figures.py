@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 import engine_tables  # noqa: E402 (not on the path before)
 import exchange_tables  # noqa: E402
 import figure_tables  # noqa: E402
+import model_tables  # noqa: E402
 from case_tables import (  # noqa: E402
     DOUBTFUL,
     Figure,
@@ -163,6 +164,12 @@ def exchanges() -> Iterator[str]:
         yield from exchange_tables.exchanges(rows)
 
 
+def models() -> Iterator[str]:
+    rows = read("models")
+    yield f"Measured on: {machine(rows[0])}"
+    yield from model_tables.models(rows)
+
+
 def engine(name: str, own: str) -> Iterator[str]:
     """A serving engine with its own attention and with cpattn's."""
     rows = read(name)
@@ -233,6 +240,7 @@ WRITERS |= {
         ("extends", extends),
         ("kv_dtypes", kv_dtypes),
         ("exchanges", exchanges),
+        ("models", models),
         ("sglang_engine", partial(engine, "sglang_engine", "torch_native")),
         ("vllm", partial(engine, "vllm", "vLLM's own")),
     )

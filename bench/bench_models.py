@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model over two ranks of one machine, by the engine, against one process on both cores.
+
+    python bench/bench_models.py [--quick] [--only TEXT] [--long]
+    python bench/bench_models.py --trace FILE [--requests 40] [--scale-lengths 8]
+
+Six layers of Qwen3-0.6B's width, random weights in bfloat16. One process with two threads has
+transformers' sdpa, or cpattn's attention; the engine has one rank with two threads, or two ranks
+with one. Answers are compared before anything is timed; then all take turns. Beside each time of
+the engine is what the cost model predicts, with what is not attention measured. sdpa is left out of
+the longest prompt, which takes it minutes, but for --long. With --trace its first requests also go
+through `submit` and `step`. Needs transformers; five minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from rich.table import Table
+
+from bench.harness import command, program
+from bench.harness.figures import Row, duration
+from bench.harness.report import console
+from cpattn import torch_guard
+
+PAGE_SIZE = 16
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = command.parser(__doc__, quick="a small model and short prompts, results not kept")
+    parser.add_argument("--only", default="", help="cases with this text, not kept")
+    parser.add_argument("--budget", type=float, default=10, help="seconds of samples of a peer")
+    parser.add_argument("--long", action="store_true", help="sdpa has the longest prompt, too")
+    command.add_trace(parser)
+    parser.add_argument("--requests", type=int, default=40, help="of the trace")
+    parser.add_argument("--scale-lengths", type=int, default=8, help="divisor of its lengths")
+    parser.add_argument("--seed", type=int, default=0, help="of its tokens")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if find_spec("transformers") is None:
+        print("bench_models.py: skipped, transformers is not installed")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        return program.measure("models", arguments, (), rows_of(arguments, Path(folder)))
+
+
+def rows_of(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
+    from bench.models import peers, steps, trace
+    from bench.models.forecast import Forecasts, layer_of
+    from bench.serving import load, model
+
+    quick = arguments.quick
+    sizes = peers.QUICK if quick else peers.Sizes()
+    work = load.from_arguments(arguments, model.VOCABULARY) if arguments.trace else None
+    tokens = max(sizes.max_tokens, 2 * work.max_tokens if work else 0)
+    model.write_qwen3(folder, quick=quick, max_tokens=tokens)
+    chosen = [case for case in steps.cases(sizes) if arguments.only in case.name]
+    others, engines = peers.alone(folder), peers.engines(folder, tokens // PAGE_SIZE)
+    try:
+        if chosen:
+            forecasts = Forecasts.measured(layer_of(quick=quick))
+        for case in chosen:
+            of = steps.of_case([*others, *engines], case, long=arguments.long)
+            budget = 0.01 if quick else arguments.budget
+            rows = steps.measure(of, case, budget, forecasts.of(of, case))
+            print_forecasts(case.name, rows)
+            yield rows
+        for peer in others:
+            peer.stop()
+        if work and arguments.only in "trace":
+            yield trace.serve(engines, work, folder, arguments)
+    finally:
+        for peer in (*others, *engines):
+            peer.stop()
+
+
+def print_forecasts(name: str, rows: list[Row]) -> None:
+    table = Table(title=name, title_justify="left")
+    for column in ("", "time", "predicted", "off by", "efficiency", "memory of each rank"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in rows:
+        if "predicted" not in row or "median" not in row:
+            continue
+        table.add_row(
+            row["implementation"],
+            duration(row["median"]),
+            duration(row["predicted"]),
+            f"{row['predicted'] / row['median'] - 1:+.0%}",
+            f"{row['efficiency']:.0%}" if "efficiency" in row else "",
+            ", ".join(f"{kept / 2**20:.0f} MiB" for kept in row["kept_bytes"]),
+        )
+    console().print(table)
+
+
+if __name__ == "__main__":
+    if message := torch_guard.prepare():
+        print(message)
+    raise SystemExit(main())

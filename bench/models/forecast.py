@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cost model predicts of a whole pass of an engine.
+
+It knows attention, the exchange and the store of keys. The rest of a layer is measured in the same
+processes, in passes whose attention does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.harness.contender import Failed
+from bench.models.peers import CORES, ENGINES, Peer
+from bench.models.steps import Case
+from bench.serving.model import QUICK, QWEN3
+from cpattn_lab.cost_model import AttentionLayer, Rates, predict, predict_decode
+from cpattn_lab.cost_model.calibration import attention_rates, calibrate
+
+TOKEN_BUDGET = 2048  # of a batch, the default of the engine
+
+
+def layer_of(*, quick: bool) -> AttentionLayer:
+    sizes = QUICK if quick else QWEN3
+    return AttentionLayer(
+        num_heads=16, num_kv_heads=8, head_dim=sizes["head_dim"],
+        num_layers=sizes["num_hidden_layers"], page_size=16,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Forecasts:
+    """Rates of a rank, alone with both threads and one of two, and the layers they are of."""
+
+    layer: AttentionLayer
+    rates: dict[int, Rates]  # by the number of ranks
+
+    @classmethod
+    def measured(cls, layer: AttentionLayer) -> Forecasts:
+        """Measure attention with both cores at work, and the exchange between two processes."""
+        alone = calibrate(layer, threads=CORES)
+        both: dict[str, Any] = attention_rates(layer, CORES)
+        one = replace(alone, threads=1, **both | {"gflops": both["gflops"] / CORES})
+        return cls(layer, {1: alone, CORES: one})
+
+    def of(self, peers: Sequence[Peer], case: Case) -> dict[str, float]:
+        """Predicted seconds of what is timed, of each engine."""
+        found = {}
+        for peer in peers:
+            if peer.name in ENGINES:
+                size, placement = ENGINES[peer.name]
+                with suppress(Failed):  # whose row says it
+                    rest = sum(
+                        peer.ask("rest", rows=rows)["seconds"] * number
+                        for rows, number in passes(case, size)
+                    )
+                    found[peer.name] = rest + self.attention(case, size, placement)
+        return found
+
+    def attention(self, case: Case, size: int, placement: str) -> float:
+        """Seconds of attention in all layers, with exchange and store."""
+        rates = self.rates[size]
+        if case.steps:
+            lengths = [case.cached + case.steps // 2] * case.batch
+            step = predict_decode(
+                lengths, self.layer, rates, cp_size=size, exchange="auto", out_heads="all"
+            )
+            if placement == "replicated":  # each rank has all of it
+                return step.single_rank_seconds * self.layer.num_layers
+            return step.model_seconds
+        batches = [([new], [behind + new]) for behind, new in chunks(case)]
+        forecast = predict(
+            batches, self.layer, rates, cp_size=size, placement=placement, overlap="full",
+            exchange="gather" if placement == "replicated" else "auto",
+        )  # fmt: skip
+        return forecast.model_seconds
+
+
+def chunks(case: Case) -> list[tuple[int, int]]:
+    """Tokens before each batch of a prompt, and in it."""
+    begins = range(0, case.new, TOKEN_BUDGET)
+    return [(case.cached + begin, min(TOKEN_BUDGET, case.new - begin)) for begin in begins]
+
+
+def passes(case: Case, size: int) -> list[tuple[int, int]]:
+    """Rows of a rank in each kind of pass, and how many there are of it."""
+    if case.steps:  # every rank has all rows
+        return [(case.batch, 1)]
+    lengths = [-(-new // size) for _, new in chunks(case)]
+    return [(rows, lengths.count(rows)) for rows in sorted(set(lengths))]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers that share two cores: a process with two threads, or two ranks with one each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness.contender import Contender
+
+SDPA = "sdpa"
+CORES = 2
+ALONE = {"cpattn": "cpattn", SDPA: "sdpa"}
+#: Ranks of an engine, and where they keep keys.
+ENGINES = {
+    "cpattn engine, 1 rank": (1, "replicated"),
+    "cpattn engine, 2 ranks": (2, "replicated"),
+    "cpattn engine, 2 ranks with shares": (2, "page_interleave"),
+}
+
+
+class Peer(Contender):
+    """Peer in processes of its own, the first of which is asked."""
+
+    answer_seconds = 1200.0
+
+    def __init__(self, name: str, threads: int, **options: Any) -> None:
+        given = json.dumps({"threads": threads} | options)
+        variables = {"CPATTN_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "bench.models.process", given]
+        super().__init__(name, command, threads, variables)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths that are tried, and what the model is made with."""
+
+    long: int = 32768
+    short: int = 8192
+    new: int = 2048
+    requests: int = 4
+    steps: int = 32
+    quick: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that pools hold: the longest prompt, and cached ones beside it."""
+        return self.long + self.short + 64 * 16
+
+
+QUICK = Sizes(long=320, short=160, new=48, requests=2, steps=3, quick=True)
+
+
+def alone(folder: Path, names: Sequence[str] = (*ALONE,)) -> list[Peer]:
+    return [
+        Peer(name, CORES, kind="alone", folder=str(folder), attention=ALONE[name]) for name in names
+    ]
+
+
+def engines(folder: Path, num_pages: int) -> list[Peer]:
+    return [
+        Peer(
+            name, CORES // size, kind="engine", folder=str(folder), size=size,
+            placement=placement, num_pages=num_pages,
+        )
+        for name, (size, placement) in ENGINES.items()
+    ]  # fmt: skip

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A peer: transformers in this process, or an engine whose other ranks it starts.
+
+    python -m bench.models.process '{"kind": "engine", "folder": ..., "size": 2, ...}' [rank store]
+
+Rank 0 is asked over its pipes, and has the others do the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import cpattn
+from bench.harness import worker
+from bench.harness.figures import Row
+from bench.serving.load import Load
+from bench.serving.model import VOCABULARY
+from cpattn.integrations import transformers as integration
+from cpattn.integrations.transformers import ContextParallelModel
+
+TOP = 8  # log probabilities that are compared
+PREFIX = 1_000_000  # seed of tokens that are cached
+
+
+def tokens_of(length: int, seed: int) -> list[int]:
+    """Random tokens, of which no others share the beginning."""
+    return random.Random(f"{length} {seed}").choices(range(1, VOCABULARY), k=length)
+
+
+def answers_of(logits: torch.Tensor) -> list[Row]:
+    """Tokens that follow, and the log probabilities of the best, as `compare_tokens` takes them."""
+    best = logits.float().log_softmax(-1).topk(TOP)
+    return [
+        {"tokens": [tokens[0]], "best": [dict(zip(tokens, logprobs, strict=True))]}
+        for tokens, logprobs in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+class Alone:
+    """A model of transformers with one of its attention functions."""
+
+    version = transformers.__version__
+
+    def __init__(self, folder: str, attention: str) -> None:
+        integration.register()
+        self._model = load(folder)
+        self._model.set_attn_implementation(attention)
+        self._staged: dict[tuple[int, int], Any] = {}
+
+    def prefill(self, new: int, cached: int, seed: int) -> Row:
+        """Seconds of one prompt behind cached tokens."""
+        cache = self._behind(1, cached)
+        ids = torch.tensor([tokens_of(new, seed)])
+        seconds, logits = timed(lambda: self._run(ids, cache))
+        kept = sum(2 * layer.keys.nbytes for layer in cache.layers)
+        cache.crop(-new)
+        return {"seconds": seconds, "answers": answers_of(logits), "kept": [kept]}
+
+    def decode(self, batch: int, cached: int, steps: int, seed: int) -> Row:
+        """Mean seconds of a step of so many sequences."""
+        cache = self._behind(batch, cached)
+        ids = torch.tensor([tokens_of(batch, seed + step) for step in range(steps)])
+
+        def run() -> torch.Tensor:
+            for step in ids:
+                logits = self._run(step[:, None], cache)
+            return logits
+
+        seconds, logits = timed(run)
+        cache.crop(-steps)
+        return {"seconds": seconds / steps, "answers": answers_of(logits), "kept": []}
+
+    def _behind(self, batch: int, cached: int) -> Any:
+        """Return the cache of so many tokens of each sequence, computed once."""
+        if not cached:
+            return transformers.DynamicCache(config=self._model.config)
+        if (batch, cached) not in self._staged:
+            cache = transformers.DynamicCache(config=self._model.config)
+            self._run(torch.tensor([tokens_of(cached, PREFIX + i) for i in range(batch)]), cache)
+            self._staged = {(batch, cached): cache}
+        return self._staged[batch, cached]
+
+    def _run(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(ids, past_key_values=cache, logits_to_keep=1).logits
+        return logits[:, 0]
+
+
+class Engine:
+    """A rank of an engine; all ranks make the same calls."""
+
+    version = transformers.__version__
+
+    def __init__(self, folder: str, num_pages: int, placement: str) -> None:
+        self._model = load(folder)
+        self._before = worker.resident_bytes()
+        self._engine = ContextParallelModel(self._model, num_pages=num_pages, placement=placement)
+
+    def prefill(self, new: int, cached: int, seed: int) -> Row:
+        """Seconds of one prompt behind cached tokens, and what each rank has grown by."""
+        prefix = tokens_of(cached, PREFIX)
+        if cached:
+            self._engine.free(self._engine.prefill([prefix]).requests)
+        hits = self._engine.hit_tokens
+        prompt = [prefix + tokens_of(new, seed)]
+        seconds, (requests, logits) = timed(lambda: self._engine.prefill(prompt))
+        assert self._engine.hit_tokens - hits == cached
+        self._engine.free(requests)
+        kept = of_all_ranks(worker.resident_bytes() - self._before)
+        return {"seconds": seconds, "answers": answers_of(logits), "kept": kept}
+
+    def decode(self, batch: int, cached: int, steps: int, seed: int) -> Row:
+        """Mean seconds of a step of so many requests."""
+        prompts = [tokens_of(cached, PREFIX + i) for i in range(batch)]
+        requests, _ = self._engine.prefill(prompts, max_new_tokens=steps)
+        ids = [tokens_of(batch, seed + step) for step in range(steps)]
+
+        def run() -> torch.Tensor:
+            for step in ids:
+                logits = self._engine.decode(dict(zip(requests, step, strict=True)))
+            return logits
+
+        seconds, logits = timed(run)
+        self._engine.free(requests)
+        return {"seconds": seconds / steps, "answers": answers_of(logits), "kept": []}
+
+    def rest(self, rows: int) -> Row:
+        """Seconds of a pass over so many rows without attention, on the slowest rank."""
+        from cpattn.integrations.transformers.context_parallel.layers import RunningModel
+
+        ids = torch.tensor(tokens_of(rows, 0))
+        model, last = RunningModel(self._model), torch.tensor([rows - 1])
+        taken = []
+        for _ in range(4):  # the first one sets torch up
+            dist.barrier()
+            seconds, _ = timed(lambda: model.logits(_Zeros(), ids, torch.arange(rows), last))
+            taken.append(seconds)
+        return {"seconds": max(of_all_ranks(median(taken[1:])))}
+
+    def serve(self, load: str) -> Row:
+        """Send all requests at once; when the first token of each came, and all tokens."""
+        work = Load.read(load)
+        self._engine.generate([tokens_of(64, PREFIX)], max_new_tokens=4, do_sample=False)
+        hits, first = self._engine.hit_tokens, dict[int, float]()
+        dist.barrier()
+        begin = time.perf_counter()
+        tokens: dict[int, list[int]] = {
+            self._engine.submit(prompt, max_new_tokens=length, do_sample=False): []
+            for prompt, length in zip(work.prompts, work.output_lengths, strict=True)
+        }
+        while self._engine.progress():
+            for new in self._engine.step():
+                first.setdefault(new.request, time.perf_counter() - begin)
+                tokens[new.request].append(new.token)
+        wall = time.perf_counter() - begin
+        assert [len(of) for of in tokens.values()] == work.output_lengths
+        return {
+            "wall": wall,
+            "first": [first[number] for number in tokens],
+            "tokens": [*tokens.values()],
+            "hit_tokens": self._engine.hit_tokens - hits,
+        }
+
+
+class _Zeros:
+    """Attention that takes no time."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, options: Any
+    ) -> torch.Tensor:
+        return torch.zeros_like(q)
+
+
+class Leader:
+    """Rank 0: what it is asked to do the others do, too."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.version = engine, engine.version
+
+    def __getattr__(self, do: str) -> Callable[..., Row]:
+        def all_ranks(**arguments: Any) -> Row:
+            dist.broadcast_object_list([do, arguments])
+            answer: Row = getattr(self._engine, do)(**arguments)
+            return answer
+
+        return all_ranks
+
+
+def follow(engine: Engine) -> None:
+    """Do what rank 0 is asked, until it ends."""
+    while True:
+        asked: list[Any] = [None, None]
+        dist.broadcast_object_list(asked)
+        with suppress(Exception):  # rank 0 says it
+            getattr(engine, asked[0])(**asked[1])
+
+
+def load(folder: str) -> Any:
+    model = transformers.AutoModelForCausalLM
+    return model.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = run()
+    return time.perf_counter() - begin, result
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def main(options: Row, number: str = "0", store: str = "") -> None:
+    rank = int(number)
+    worker.end_with_parent()
+    answer = worker.answers_only()
+    cpattn.set_num_threads(options["threads"])
+    torch.set_num_threads(options["threads"])
+    if options["kind"] == "alone":
+        worker.serve(Alone(options["folder"], options["attention"]), answer)
+        return
+    size = options["size"]
+    if size > 1:
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as folder:
+        store = store or f"file://{folder}/store"
+        for other in range(1, size if rank == 0 else 1):
+            start([json.dumps(options), str(other), store])
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+        engine = Engine(options["folder"], options["num_pages"], options["placement"])
+        if rank:
+            follow(engine)
+        worker.serve(Leader(engine), answer)
+
+
+def start(arguments: Sequence[str]) -> None:
+    """Start another rank, which ends with this one."""
+    command = [sys.executable, "-m", "bench.models.process", *arguments]
+    subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), *sys.argv[2:])

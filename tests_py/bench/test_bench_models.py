@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of bench_models.py that a wrong benchmark would come from, and the table of its page."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import model_tables
+
+from bench.harness.contender import Failed
+from bench.models import trace
+from bench.models.forecast import Forecasts, chunks, layer_of, passes
+from bench.models.peers import ALONE, ENGINES, Sizes
+from bench.models.process import tokens_of
+from bench.models.steps import Case, cases, measure, of_case
+from bench.serving.load import Load
+from bench.serving.turns import NEAR_TIE
+from cpattn_lab.cost_model import Rates
+from support.command_line import invoke
+from support.places import ROOT
+
+PROMPT = Case(5000, cached=64)
+ONE, TWO, SHARES = ENGINES
+
+
+class Answering:
+    """A peer that says so many seconds, and one token."""
+
+    def __init__(self, name, seconds, logprob=-0.5):
+        self.name, self.seconds, self.logprob, self.asked = name, seconds, logprob, []
+
+    def ask(self, do, **arguments):
+        self.asked.append((do, arguments))
+        if do == "rest":
+            return {"seconds": 0.25}
+        best = {"7": self.logprob, "9": -3.0}
+        answers = [{"tokens": [7], "best": [best]}]
+        return {"seconds": self.seconds, "answers": answers, "kept": [2**20]}
+
+
+@pytest.fixture(autouse=True)
+def no_peak(monkeypatch):
+    monkeypatch.setattr("bench.models.steps._core.measure_peak", lambda dtype, threads: 1e12)
+
+
+def test_all_peers_have_the_prompts_of_a_round_and_each_round_others():
+    peers = [Answering(name, 1.0) for name in ("cpattn", TWO)]
+    measure(peers, PROMPT, budget=2.0, forecasts={})
+    assert peers[0].asked == peers[1].asked
+    seeds = [arguments["seed"] for _, arguments in peers[0].asked]
+    assert len(set(seeds)) == len(seeds) == 3  # the checked one, and until the budget is spent
+    assert tokens_of(8, 0) != tokens_of(9, 0)[:8] != tokens_of(9, 1)[:8]
+
+
+def test_rows_have_predictions_and_what_two_ranks_take_of_the_time_of_one():
+    peers = [Answering(ONE, 3.0), Answering(TWO, 4.0), Answering("cpattn", 1.0)]
+    rows = {row["implementation"]: row for row in measure(peers, PROMPT, 0.1, {TWO: 5.0})}
+    assert [*rows] == ["cpattn", TWO, ONE]
+    assert (rows[TWO]["efficiency"], rows[TWO]["predicted"]) == (0.75, 5.0)
+    assert not {"efficiency", "predicted"} & {*rows[ONE], *rows["cpattn"]}
+    assert rows[ONE]["ns_per_item"] == 1e9 * 3.0 / 5000
+    assert model_tables.cells(rows[TWO])[-2:] == ["5 s (+25%)", "75%"]
+
+
+def test_another_answer_is_not_timed():
+    peers = [Answering("cpattn", 1.0), Answering(TWO, 1.0, -0.5 - 2 * NEAR_TIE)]
+    wrong, right = sorted(measure(peers, PROMPT, 0.1, {}), key=lambda row: "median" in row)
+    assert (wrong["implementation"], wrong["status"]) == (TWO, "wrong")
+    assert right["implementation"] == "cpattn"
+    assert len(peers[1].asked) == 1
+
+
+def test_sdpa_has_the_longest_prompt_only_where_it_is_asked_for():
+    peers = [Answering(name, 1.0) for name in ALONE]
+    longest, *others = cases(Sizes())
+    assert [peer.name for peer in of_case(peers, longest, long=False)] == ["cpattn"]
+    assert of_case(peers, longest, long=True) == of_case(peers, others[0], long=False) == peers
+
+
+def test_a_prompt_is_predicted_batch_by_batch():
+    assert chunks(PROMPT) == [(64, 2048), (2112, 2048), (4160, 904)]
+    assert passes(PROMPT, 2) == [(452, 1), (1024, 2)]
+    assert passes(Case(batch=4, cached=9, steps=8), 2) == [(4, 1)]
+    rates = Rates(gflops=100.0)
+    forecasts = Forecasts(layer_of(quick=True), {1: rates, 2: rates})
+    found = forecasts.of([Answering(ONE, 0.0), Answering(TWO, 0.0), Answering("sdpa", 0.0)], PROMPT)
+    assert [*found] == [ONE, TWO]
+    alone, shared_out = (forecasts.attention(PROMPT, size, "replicated") for size in (1, 2))
+    assert found == {ONE: 0.75 + alone, TWO: 0.75 + shared_out}
+    assert alone / 2 < shared_out < alone
+
+
+def test_answers_of_a_trace_are_compared_with_those_of_the_first_engine(tmp_path):
+    work = Load([[1, 2, 3, 4], [5]], [2, 1], [0.0, 0.0], 3.0)
+
+    class Serving(Answering):
+        def ask(self, do, *, load):
+            assert Load.read(load) == work
+            second = [8] if self.name == TWO else [7]
+            tokens = [[7, 8], [7] if self.logprob else second]
+            return {"wall": 2.0, "first": [1.0, 2.0], "tokens": tokens, "hit_tokens": 1}
+
+    about = argparse.Namespace(scale_lengths=8, trace="a/trace.jsonl")
+    two, one = trace.serve([Serving(ONE, 0), Serving(TWO, 0)], work, tmp_path, about)
+    assert (one["implementation"], two["same_answers"], two["hit_share"]) == (ONE, 2, 0.2)
+    assert (two["prompt_tokens_per_second"], two["output_tokens_per_second"]) == (2.5, 1.5)
+    with pytest.raises(Failed, match="50% of the first tokens are others"):
+        trace.serve([Serving(ONE, 0, 0), Serving(TWO, 0, 0)], work, tmp_path, about)
+
+
+def test_tables_have_all_cases_with_one_process_first():
+    rows = measure([Answering("cpattn", 1.0), Answering(TWO, 4.0)], PROMPT, 0.1, {TWO: 5.0})
+    served = trace.row_of(
+        TWO,
+        Load([[1, 2]], [3], [0.0], 3.0),
+        {"wall": 2.0, "first": [1.0, 1.5], "hit_tokens": 1},
+        (0.5, 0.0),
+        argparse.Namespace(scale_lengths=8, trace="a/trace.jsonl"),
+    )
+    text = "\n".join(model_tables.models([*rows, served])).replace("\N{NO-BREAK SPACE}", " ")
+    assert "### Prompt of 5000 behind 64" in text
+    assert text.index("| cpattn | 1 s") < text.index(f"| {TWO} | 4 s")
+    assert f"| {TWO} | 1 MiB |" in text
+    assert f"| {TWO} | 1 | 1.5 | 1.25 s | 1.45 s | 50% | 1 of 1 |" in text
+
+
+@pytest.mark.parametrize("title", ["Prefill", "Decode"])
+def test_what_the_page_predicts_is_what_its_command_says(title):
+    """The cells of a table, but for the first of each line, are in one line of the output."""
+    page = (ROOT / "docs/figures/models.md").read_text(encoding="utf-8")
+    command, rest = re.search(rf'```sh title="{title}"\n(.*?)```(.*)', page, re.DOTALL).groups()
+    table = re.search(r"^\| [^|]+\|.*?\n\n", rest, re.DOTALL | re.MULTILINE)[0]
+    lines = [re.split(r"\s*\|\s*", line.strip("| ")) for line in table.splitlines()[2:] if line]
+    program, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert program == "cpattn"
+    printed = [re.split(r"\s{2,}", line.strip()) for line in invoke(*arguments).output.splitlines()]
+    rows = {cells[0]: cells for cells in printed}
+    assert [cells[0] for cells in lines] == ["4", "8", "16"]
+    for cells in lines:
+        assert {*cells} <= {*rows[cells[0]]}
