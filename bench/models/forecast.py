@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.harness.contender import Failed
@@ -36,6 +36,7 @@ class Forecasts:
 
     layer: AttentionLayer
     rates: dict[int, Rates]  # by the number of ranks
+    rests: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, layer: AttentionLayer) -> Forecasts:
@@ -53,11 +54,16 @@ class Forecasts:
                 size, placement = ENGINES[peer.name]
                 with suppress(Failed):  # whose row says it
                     rest = sum(
-                        peer.ask("rest", rows=rows)["seconds"] * number
-                        for rows, number in passes(case, size)
+                        self._rest(peer, rows) * number for rows, number in passes(case, size)
                     )
                     found[peer.name] = rest + self.attention(case, size, placement)
         return found
+
+    def _rest(self, peer: Peer, rows: int) -> float:
+        """Seconds of a pass without attention; measured once."""
+        if (peer.name, rows) not in self.rests:
+            self.rests[peer.name, rows] = peer.ask("rest", rows=rows)["seconds"]
+        return self.rests[peer.name, rows]
 
     def attention(self, case: Case, size: int, placement: str) -> float:
         """Seconds of attention in all layers, with exchange and store."""

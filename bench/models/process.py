@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -245,7 +246,9 @@ def main(options: Row, number: str = "0", store: str = "") -> None:
         store = store or f"file://{folder}/store"
         for other in range(1, size if rank == 0 else 1):
             start([json.dumps(options), str(other), store])
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(hours=12)
+        )  # others wait while all other peers have their turns
         engine = Engine(options["folder"], options["num_pages"], options["placement"])
         if rank:
             follow(engine)
