@@ -163,10 +163,10 @@ class Completions:
         temperature = float(body.get("temperature", 1.0))
         options: dict[str, Any] = {"max_new_tokens": int(body.get("max_tokens", 16))}
         options["seed"] = int(body.get("seed", random.getrandbits(31)))
-        options["do_sample"] = temperature > 0
-        if temperature > 0:
-            top_p = float(body.get("top_p", 1.0))
-            options |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
+        options["do_sample"] = temperature > 1e-4  # by less logits overflow
+        if options["do_sample"]:
+            options |= {"temperature": temperature, "top_k": 0}
+            options["top_p"] = float(body.get("top_p", 1.0))
         return ids, options
 
     async def _pieces(

@@ -91,8 +91,8 @@ def ask(port, body):
         return answer.status, json.loads(answer.read())
 
 
-def ask_text(port, prompt):
-    return ask(port, {"prompt": prompt, **GREEDY})[1]["choices"][0]["text"]
+def ask_text(port, prompt, **options):
+    return ask(port, {"prompt": prompt, **GREEDY, **options})[1]["choices"][0]["text"]
 
 
 def stream(port, prompt):
@@ -127,6 +127,7 @@ def test_ten_clients_at_once_of_whom_one_goes_away(server):
     status, answer = ask(port, {"prompt": "w5 w6 w7", **GREEDY})
     assert status == 200
     assert answer["choices"][0]["text"] == text_of([5, 6, 7])
+    assert ask_text(port, "w5 w6 w7", temperature=1e-40) == text_of([5, 6, 7])
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
 
 
