@@ -13,6 +13,9 @@ namespace py = pybind11;
 // The module does not declare py::mod_gil_not_used(): an interpreter built without the GIL turns it
 // on when it imports the module, unless PYTHON_GIL=0 forbids it. The static maps and lists of the
 // bindings rely on that.
+//
+// A process may hold two copies of the module, one of them in a folder for the library `kernels`:
+// all classes are py::module_local(), as pybind11 refuses a second global one of the same C++ type.
 PYBIND11_MODULE(_core, m) {
   namespace bindings = cpattn::bindings;
   const py::module_ sys = py::module_::import("sys");
@@ -20,7 +23,7 @@ PYBIND11_MODULE(_core, m) {
     throw py::import_error("cpattn needs the GIL, which PYTHON_GIL=0 or -X gil=0 keeps off");
   }
   m.doc() = "Compiled core of cpattn. Private: import cpattn.";
-  py::register_exception_translator([](std::exception_ptr error) {
+  py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const cpattn::Interrupted&) {

@@ -122,7 +122,8 @@ auto view_of_values(Member member) {
 }  // namespace
 
 void register_attention_plan(py::module_& module) {
-  py::class_<Plan> type(module, "AttentionPlan", R"(Work division of one attention batch.
+  py::class_<Plan> type(
+      module, "AttentionPlan", py::module_local(), R"(Work division of one attention batch.
 
 Made once by plan_attention and reusable for every layer. A value: it can be compared, hashed,
 pickled and printed, and its arrays are read-only NumPy views.
@@ -134,7 +135,8 @@ Examples
 ...     q_lens=[3, 1], kv_lens=[10, 4], block_tables=[[2, 0], [1, -1]], page_size=8,
 ...     num_pages=4, num_heads=2, num_kv_heads=1, head_dim=16)
 >>> plan.num_rows, plan.page_ids.tolist(), plan.items.shape[1]
-(4, [2, 0, 1], 7))");
+(4, [2, 0, 1], 7))"
+  );
   type.def(py::self == py::self);
   type.def("__hash__", &hash_of);
   type.def("__repr__", &repr);

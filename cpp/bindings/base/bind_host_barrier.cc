@@ -53,7 +53,7 @@ py::tuple loss(const HostBarrier& self) {
 }  // namespace
 
 void register_host_barrier(py::module_& module) {
-  py::class_<HostBarrier>(module, "HostBarrier")
+  py::class_<HostBarrier>(module, "HostBarrier", py::module_local())
       .def(
           py::init([](int rank, const std::vector<int>& fds, const std::vector<int>& pids,
                       const std::vector<int>& names, int group_size) {

@@ -258,7 +258,7 @@ void add_rows(py::class_<Metadata>& type) {
 
 void register_context_parallel_metadata(py::module_& module) {
   py::class_<Metadata> type(
-      module, "ContextParallelMetadata",
+      module, "ContextParallelMetadata", py::module_local(),
       R"(One rank's share of a batch under context parallelism.
 
 Made by build_cp_metadata. A value: it can be compared, hashed, pickled and printed, and its arrays

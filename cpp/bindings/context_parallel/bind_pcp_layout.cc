@@ -151,7 +151,7 @@ Layout build_layout(
 
 // The GIL stays held: a layout takes microseconds.
 void register_pcp_layout(py::module_& module) {
-  py::class_<Layout> type(module, "PCPLayout");
+  py::class_<Layout> type(module, "PCPLayout", py::module_local());
   for (const auto& field : kPcpSizes) {
     const auto get = [value = field.member](const Layout& layout) { return layout.*value; };
     type.def_property_readonly(field.name, get, field.doc);

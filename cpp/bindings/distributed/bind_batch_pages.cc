@@ -103,7 +103,7 @@ py::array view(const py::object& self, const std::vector<int64_t>& values) {
 
 // The GIL stays held: these take microseconds.
 void register_batch_pages(py::module_& module) {
-  py::class_<BatchPages, std::shared_ptr<BatchPages>>(module, "BatchPages")
+  py::class_<BatchPages, std::shared_ptr<BatchPages>>(module, "BatchPages", py::module_local())
       .def(py::init(&make_pages))
       .def_readonly("page_size", &BatchPages::page_size)
       .def_property_readonly(

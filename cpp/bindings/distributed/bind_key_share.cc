@@ -204,12 +204,12 @@ py::list calls(
 
 // The GIL stays held: these take microseconds.
 void register_key_share(py::module_& module) {
-  py::class_<BatchKeys, std::shared_ptr<BatchKeys>>(module, "BatchKeys")
+  py::class_<BatchKeys, std::shared_ptr<BatchKeys>>(module, "BatchKeys", py::module_local())
       .def(py::init(&interleaved_keys))
       .def(py::init(&placed_keys))
       .def_property_readonly("num_ranks", &BatchKeys::num_ranks)
       .def_property_readonly("run_len", &BatchKeys::run_len);
-  py::class_<LocalPages>(module, "LocalPages")
+  py::class_<LocalPages>(module, "LocalPages", py::module_local())
       .def(py::init(&make_local_pages))
       .def_readonly("page_size", &LocalPages::page_size)
       .def_property_readonly(
@@ -221,7 +221,7 @@ void register_key_share(py::module_& module) {
       .def_property_readonly("ids", [](const py::object& self) {
         return int_view(std::span<const int64_t>(self.cast<const LocalPages&>().ids), self);
       });
-  py::class_<KeyShare>(module, "KeyShare")
+  py::class_<KeyShare>(module, "KeyShare", py::module_local())
       .def(py::init(&make_share))
       .def("count_below", &count_below)
       .def("counts", &counts)

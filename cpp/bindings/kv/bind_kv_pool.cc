@@ -161,7 +161,7 @@ void set_index_k_buffer(int64_t layer, py::handle loc, const KVBuffer& buffer, p
 }  // namespace
 
 void register_kv_pool(py::module_& module) {
-  py::class_<KVBuffer>(module, "KVBuffer")
+  py::class_<KVBuffer>(module, "KVBuffer", py::module_local())
       .def(
           py::init(&make_buffer), "function"_a, "num_layers"_a, "num_slots"_a, "row_elements"_a,
           "dtype"_a, "memory"_a = std::shared_ptr<PoolMemory>()

@@ -101,7 +101,7 @@ py::array lens(
 
 // The GIL stays held: these take microseconds.
 void register_placement(py::module_& module) {
-  py::class_<Interleave>(module, "Interleave")
+  py::class_<Interleave>(module, "Interleave", py::module_local())
       .def(py::init(&make_interleave))
       .def_readonly("shard_size", &Interleave::shard_size)
       .def_readonly("run_len", &Interleave::run_len)

@@ -162,7 +162,7 @@ Plan restore(const py::tuple& fields) {
 // The GIL stays held: a plan takes microseconds.
 void register_shard_gather(py::module_& module) {
   py::class_<Plan> type(
-      module, "ShardGatherPlan",
+      module, "ShardGatherPlan", py::module_local(),
       "Where the keys and values of a batch stand in the scratch of a layer; made by "
       "plan_shard_gather. A value: it can be compared, hashed, pickled and printed."
   );

@@ -133,7 +133,7 @@ py::tuple split_pages(const Interleave& pages, py::handle slots, py::handle end)
 void register_striped_allocator(py::module_& module) {
   module.def("plan_striped_draw", &plan_draw);
   module.def("split_striped_pages", &split_pages);
-  py::class_<StripedAllocator>(module, "StripedAllocator")
+  py::class_<StripedAllocator>(module, "StripedAllocator", py::module_local())
       .def(py::init(&make_allocator))
       .def("alloc_extend", &alloc_extend)
       .def("alloc_cyclic", &alloc_cyclic)

@@ -139,7 +139,7 @@ class Fia {
 }  // namespace
 
 void register_fia(py::module_& module) {
-  py::class_<Fia> type(module, "Fia");
+  py::class_<Fia> type(module, "Fia", py::module_local());
   type.def(
       py::init<
           const py::object&, const py::object&, const py::object&, const py::object&,

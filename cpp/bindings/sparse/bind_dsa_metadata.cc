@@ -204,7 +204,8 @@ Metadata build(
 
 void register_dsa_metadata(py::module_& module) {
   py::class_<Metadata> type(
-      module, "DsaMetadata", "The integers of a sparse-attention batch; made by build_dsa_metadata."
+      module, "DsaMetadata", py::module_local(),
+      "The integers of a sparse-attention batch; made by build_dsa_metadata."
   );
   for (const IntField& field : kInts) type.def_readonly(field.name, field.member, field.doc);
   for (const ArrayField& field : kArrays) {

@@ -96,13 +96,14 @@ std::vector<int64_t> differing(const BlockLists& self, py::handle num_threads) {
 }  // namespace
 
 void register_copy_blocks(py::module_& module) {
-  py::class_<MemoryRanges>(module, "MemoryRanges")
+  py::class_<MemoryRanges>(module, "MemoryRanges", py::module_local())
       .def(py::init<>())
       .def("add", &add, "addrs"_a, "sizes"_a)
       .def("remove", &remove, "addrs"_a)
       .def("contain", &contain, "addrs"_a, "lengths"_a);
   py::class_<BlockLists>(
-      module, "Blocks", "The lists of a write, read once: who changes them later changes nothing."
+      module, "Blocks", py::module_local(),
+      "The lists of a write, read once: who changes them later changes nothing."
   )
       .def(py::init(&make_blocks), "function"_a, "src_addrs"_a, "dst_addrs"_a, "lengths"_a)
       .def("lie_in", &lie_in, "sources"_a, "targets"_a)
@@ -117,7 +118,8 @@ void register_copy_blocks(py::module_& module) {
       .def("source_owners", &source_owners)
       .def_property_readonly("num_bytes", &num_bytes);
   const py::class_<PoolMemory, std::shared_ptr<PoolMemory>> memory(
-      module, "PoolMemory", "Memory of a pool, which lives as long as somebody has this."
+      module, "PoolMemory", py::module_local(),
+      "Memory of a pool, which lives as long as somebody has this."
   );
   module.def(
       "ranges_to_register", &ranges_to_register, "function"_a, "addrs"_a, "sizes"_a,

@@ -219,7 +219,7 @@ py::list plan_links(
 }  // namespace
 
 void register_kv_transfer(py::module_& module) {
-  py::class_<KVLayout> type(module, "KVLayout");
+  py::class_<KVLayout> type(module, "KVLayout", py::module_local());
   type.def(py::init(&make_layout));
   type.def_property_readonly("_entries", [](const KVLayout& layout) {
     py::list out;

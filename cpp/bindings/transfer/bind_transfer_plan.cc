@@ -121,7 +121,7 @@ std::string repr(const TransferPlan& plan) {
 
 void register_transfer_plan(py::module_& module) {
   py::class_<TransferPlan> type(
-      module, "TransferPlan",
+      module, "TransferPlan", py::module_local(),
       "Blocks to copy from one memory to another: a value of three equally long arrays.",
       py::dynamic_attr()  // for the layouts it was made of
   );
