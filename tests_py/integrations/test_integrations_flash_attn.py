@@ -78,12 +78,13 @@ def test_equal_lengths(lens, window_size, causal):
     q = normal(2, q_len, HEADS, DIM)
     k, v = normal(2, kv_len, KV_HEADS, DIM), normal(2, kv_len, KV_HEADS, DIM)
     options = {"causal": causal, "window_size": torch.tensor(window_size)}  # as its own tests do
-    out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    sinks, asked = normal(HEADS), {**options, "return_attn_probs": True}
+    out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, s_aux=sinks, **asked)
     assert out.shape == q.shape
     assert lse.shape == (2, HEADS, q_len)
     assert probabilities.numel() == 0
     rows = (x.flatten(0, 1) for x in (q, k, v))
-    inputs = oracle_inputs(*rows, [q_len] * 2, [kv_len] * 2, **options)
+    inputs = oracle_inputs(*rows, [q_len] * 2, [kv_len] * 2, sinks=sinks, **options)
     assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 
@@ -118,8 +119,9 @@ def test_ragged(lens, window_size, causal, dtype):
     q = strided_copy(normal(sum(q_lens), HEADS, DIM, dtype=dtype))
     k, v = (strided_copy(normal(sum(kv_lens), KV_HEADS, DIM, dtype=dtype)) for _ in "kv")
     options = {"causal": causal, "window_size": window_size, "softcap": 3.0}
-    out, lse = run_varlen(q, k, v, q_lens, kv_lens, softmax_scale=0.5, **options)
-    assert lse.shape == (HEADS, sum(q_lens))
+    sinks = normal(HEADS, dtype=dtype)
+    out, lse = run_varlen(q, k, v, q_lens, kv_lens, softmax_scale=0.5, s_aux=sinks, **options)
+    options["sinks"] = sinks.float()
     assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, scale=0.5, **options))
 
 
@@ -200,13 +202,13 @@ def test_block_table():
     out, lse = run_varlen(q, k_pages, v_pages, q_lens, kv_lens, causal=True, block_table=table)
     assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, causal=True))
 
-    q = normal(3, 2, HEADS, DIM)
+    q, sinks = normal(3, 2, HEADS, DIM), normal(HEADS)
     options = {"cache_seqlens": torch.tensor(kv_lens), "block_table": table, "causal": True}
-    inputs = oracle_inputs(q.flatten(0, 1), k, v, (2, 2, 2), kv_lens, causal=True)
-    for num_splits in (0, 1):
-        out, lse = flash_attn.flash_attn_with_kvcache(
-            q, k_pages, v_pages, num_splits=num_splits, return_softmax_lse=True, **options
-        )
+    inputs = oracle_inputs(q.flatten(0, 1), k, v, (2, 2, 2), kv_lens, causal=True, sinks=sinks)
+    options |= {"s_aux": sinks, "return_softmax_lse": True}
+    for splits in (0, 1):
+        caches = (q, k_pages, v_pages)
+        out, lse = flash_attn.flash_attn_with_kvcache(*caches, num_splits=splits, **options)
         assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 

@@ -113,6 +113,7 @@ def attend(
     k_descale: AnyTensor | None = None,
     v_descale: AnyTensor | None = None,
     alibi_slopes: AnyTensor | None = None,
+    s_aux: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
     """Attention over pages: out [tokens, heads, dim] and LSE [heads, tokens]."""
     need_scales(function, k_pages, k_descale=k_descale, v_descale=v_descale)
@@ -133,7 +134,7 @@ def attend(
             out[rows], lse[:, rows] = attend(
                 function, q[rows], k_pages, v_pages, q_lens[s : s + 1], kv_lens[s : s + 1],
                 block_table[s : s + 1], *options, k_descale=own[0], v_descale=own[1],
-                alibi_slopes=own[2],
+                alibi_slopes=own[2], s_aux=s_aux,
             )  # fmt: skip
         return out, lse
     left, right = window_of(function, window_size)
@@ -149,6 +150,7 @@ def attend(
         scale=default_scale(function, q.shape[2]) if softmax_scale is None else softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=None if s_aux is None else s_aux.float(),
         batch_invariant=batch_invariant,
         lse=lse.T,
         **visibility(left, 0 if causal else right),

@@ -48,6 +48,7 @@ def flash_attn_func(
     *,
     k_descale: AnyTensor | float | None = None,
     v_descale: AnyTensor | float | None = None,
+    s_aux: AnyTensor | None = None,
 ) -> Any:
     """Attention of sequences of equal lengths.
 
@@ -74,6 +75,9 @@ def flash_attn_func(
     k_descale, v_descale : float or tensor, optional
         Factors of keys and values, as a rule because they are codes (float8_e4m3fn, float8_e5m2,
         int8): [batch, kv_heads], which flash-attn 3 calls so, [kv_heads] or one number.
+    s_aux : tensor of floats, shape [heads], optional
+        Logits of attention sinks, as flash-attn 3 for vLLM calls them: each adds exp(s_aux) to the
+        denominators of its head. The LSE is without them.
 
     Returns
     -------
@@ -96,7 +100,7 @@ def flash_attn_func(
     check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p)
     out, lse = _forward(
         name, q, k, v, softmax_scale, causal, window_size, softcap,
-        k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
+        k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes, s_aux=s_aux,
     )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 

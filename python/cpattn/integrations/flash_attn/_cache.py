@@ -113,6 +113,7 @@ def flash_attn_with_kvcache(
     *,
     k_descale: AnyTensor | float | None = None,
     v_descale: AnyTensor | float | None = None,
+    s_aux: AnyTensor | None = None,
 ) -> Any:
     """Attention over a cache, after appending new keys and values to it in place.
 
@@ -143,8 +144,8 @@ def flash_attn_with_kvcache(
         Whether to return the LSE, too.
     num_splits : int
         1 keeps the keys of a row together, bitwise the same in any batch; else as is fastest.
-    k_descale, v_descale : float or tensor, optional
-        Scales as in `flash_attn_func`.
+    k_descale, v_descale, s_aux
+        As in `flash_attn_func`.
 
     Returns
     -------
@@ -209,7 +210,8 @@ def flash_attn_with_kvcache(
     keys = (k_pages, v_pages, kv_lens, table)
     options = (softmax_scale, causal, (left, right), softcap, num_splits == 1)
     of_heads: dict[str, Any] = {
-        "k_descale": k_descale, "v_descale": v_descale, "alibi_slopes": alibi_slopes
+        "k_descale": k_descale, "v_descale": v_descale, "alibi_slopes": alibi_slopes,
+        "s_aux": s_aux,
     }  # fmt: skip
     if k is not None:
         # Attention of no query refuses all that cannot be computed, before anything is written.

@@ -95,6 +95,7 @@ def flash_attn_varlen_func(
     *,
     k_descale: AnyTensor | float | None = None,
     v_descale: AnyTensor | float | None = None,
+    s_aux: AnyTensor | None = None,
 ) -> Any:
     """Attention of ragged sequences.
 
@@ -111,7 +112,7 @@ def flash_attn_varlen_func(
     block_table : int tensor, shape [batch, pages], optional
     softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
         As in `flash_attn_func`.
-    k_descale, v_descale
+    k_descale, v_descale, s_aux
         As in `flash_attn_func`.
     dropout_p, deterministic
         As in `flash_attn_func`, which takes their defaults alone.
@@ -138,7 +139,7 @@ def flash_attn_varlen_func(
     out, lse = _varlen_forward(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, None, None,
         softmax_scale, causal, window_size, softcap,
-        k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes,
+        k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes, s_aux=s_aux,
     )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
