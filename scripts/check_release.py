@@ -33,6 +33,7 @@ PLACES = (
     (r'"cpattn\[torch\]==([^"]+)"', _LAB),
     (r'"cpattn-proof==([^"]+)"', _LAB),
     (r'^VERSION = "(.+)"', "python/cpattn_terminal/distributions.py"),
+    (r"^version: (.+)", "CITATION.cff"),
 )
 
 
