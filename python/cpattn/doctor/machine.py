@@ -12,7 +12,9 @@ from pathlib import Path
 
 from .. import _core, torch_guard
 from .._machine import cpu_name
+from . import topology
 from .finding import Finding
+from .topology import count, size
 
 _SECTION = "machine"
 _SMALL_SHARED = 1 << 30  # containers have 64 MiB of /dev/shm unless asked for more
@@ -26,7 +28,7 @@ def findings(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) ->
     if _core.amx_usable():
         yield _amx()
     yield from _threads(root, environ)
-    yield _numa(root)
+    yield from topology.findings(root, os.sched_getaffinity(0))
     yield _huge_pages(root)
     yield _shared_memory(root)
 
@@ -60,7 +62,7 @@ def _amx() -> Finding:
 def _threads(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     chosen = environ.get("CPATTN_NUM_THREADS")
     usable = sorted(os.sched_getaffinity(0))
-    cpus = _count(len(usable), "CPU")
+    cpus = count(len(usable), "CPU")
     try:
         threads = _core.default_num_threads()
     except ValueError as error:
@@ -87,8 +89,7 @@ def _threads(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             _SECTION,
             "CPU quota",
-            f"time of {quota:g} CPUs"
-            + f" for {_count(threads, 'thread')}, which will wait" * fewer,
+            f"time of {quota:g} CPUs" + f" for {count(threads, 'thread')}, which will wait" * fewer,
             "warning" if fewer else "ok",
             f"export CPATTN_NUM_THREADS={max(int(quota), 1)}" * fewer,
         )
@@ -109,17 +110,6 @@ def cgroup_cpus(root: Path) -> float | None:
     return None
 
 
-def _numa(root: Path) -> Finding:
-    folder = root / "sys/devices/system/node"
-    nodes = [p for p in folder.glob("node[0-9]*") if p.is_dir()]
-    text = _count(len(nodes), "node") if nodes else "the system does not say"
-    if len(nodes) < 2:
-        return Finding(_SECTION, "NUMA", text)
-    text += ": a call whose threads are on several reads memory of the others"
-    hint = "a process for each node: numactl --cpunodebind=N --membind=N ..."
-    return Finding(_SECTION, "NUMA", text, "note", hint)
-
-
 def _huge_pages(root: Path) -> Finding:
     """KV pools ask for them; where the system has none, small pages do."""
     text = ""
@@ -138,20 +128,12 @@ def _shared_memory(root: Path) -> Finding:
         answer = os.statvfs(root / "dev/shm")
     except OSError as error:
         return Finding(_SECTION, "/dev/shm", error.strerror or str(error), "warning")
-    size, free = (n * answer.f_frsize for n in (answer.f_blocks, answer.f_bavail))
-    text = f"{_size(size)}, {_size(free)} free"
+    whole, free = (n * answer.f_frsize for n in (answer.f_blocks, answer.f_bavail))
+    text = f"{size(whole)}, {size(free)} free"
     if free >= _SMALL_SHARED:
         return Finding(_SECTION, "/dev/shm", text)
     hint = "docker run --shm-size=2g ..., if engines in this container share tensors"
     return Finding(_SECTION, "/dev/shm", f"only {text}", "warning", hint)
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 1 << 30 else f"{number / 2**20:.0f} MiB"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _runs(cpus: list[int]) -> str:
