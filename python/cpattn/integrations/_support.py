@@ -165,6 +165,15 @@ ENGINES = (
         otherwise="not looked at; it wraps the modules of a model, not its attention functions",
     ),
     Support(
+        name="kernels",
+        distributions=("kernels",),
+        tried=("0.17.2",),
+        tests=("tests_py/integrations/kernels",),
+        otherwise="older ones refuse the folder; with transformers 5.22.2, as 5.23 takes none that "
+        "PyPI has",
+        lowest="0.17.2",
+    ),
+    Support(
         name="Mooncake",
         distributions=("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
         tried=("0.3.13.post1",),
