@@ -3,10 +3,6 @@
 
 RUNS is a JSON file with a list of {"engine": arguments of Engine, "rounds": lists of prompts,
 "sampling"}; prompts of a round are asked for together, rounds one after the other.
-
-With ``--without-streams`` as a third argument there is no current stream of CUDA and no error about
-it, which is what stops prefill in context parallel on a CPU in sglang 0.5.23: it passes the stream
-on to who does not use it.
 """
 
 from __future__ import annotations
@@ -21,10 +17,6 @@ from cpattn.integrations.sglang import cpu_engine
 from support.sglang.sglang_models import leave_nothing
 
 cpu_engine.install()  # the processes that sglang starts do this, too
-if "--without-streams" in sys.argv:
-    import torch
-
-    torch.cuda.current_stream = lambda *_: print("a stream is asked for", flush=True)
 
 
 def generate(run: dict[str, Any]) -> dict[str, Any]:

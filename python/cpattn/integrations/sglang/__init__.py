@@ -16,6 +16,7 @@ By hand, before the engine starts, without the entry point:
 ``planners``  the top-k choice and the planners of KV transfer
 ``shards``    the plans of pools whose pages are striped over ranks
 ``attention`` the attention backend
+``cp_cpu``    the stream that prefill in context parallel asks CUDA for, on a CPU
 ``cpu_engine``  stand-ins for what sglang imports on a CPU and PyPI has not for one
 ``plugin``    what is hooked where, and the switch
 """

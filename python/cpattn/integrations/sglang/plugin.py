@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...captures.recorder import capture_by_environment
 from .._support import find
-from . import metadata, planners, shards
+from . import cp_cpu, metadata, planners, shards
 
 SGLANG = "0.5.23"  # the release whose results are matched
 DEFAULT_PARTS = ("metadata", "topk", "kv", "shards", "attention")
@@ -117,6 +117,13 @@ _HOOKS = (
         planners.strict_mla_kv_ptrs,
         calls_original=True,
     ),
+    _Hook(
+        "cp_cpu",
+        "model_executor.runner.eager_runner",
+        "EagerRunner._execute_extend_cp",
+        cp_cpu.execute_extend_cp,
+        calls_original=True,
+    ),
 )
 PARTS = (*dict.fromkeys(hook.part for hook in _HOOKS), "attention")
 
@@ -132,11 +139,12 @@ def install(*parts: str) -> None:
     Parameters
     ----------
     *parts : str
-        Some of ``"metadata"``, ``"topk"``, ``"kv"``, ``"shards"``, ``"attention"`` and
-        ``"strict_kv"``. If none are given, those that the environment variable CPATTN_SGLANG_PARTS
-        lists, separated by commas; else all but ``"strict_kv"``. With CPATTN_PLUGINS=0 in the
-        environment nothing happens. ``"attention"`` makes the name cpattn one of those that
-        ``--attention-backend`` takes; who does not say it keeps sglang's own.
+        Some of ``"metadata"``, ``"topk"``, ``"kv"``, ``"shards"``, ``"attention"``,
+        ``"strict_kv"`` and ``"cp_cpu"``. If none are given, those that the environment variable
+        CPATTN_SGLANG_PARTS lists, separated by commas; else all but the last two. With
+        CPATTN_PLUGINS=0 in the environment nothing happens. ``"attention"`` makes the name cpattn
+        one of those that ``--attention-backend`` takes; who does not say it keeps sglang's own.
+        ``"cp_cpu"`` has ``--enable-prefill-cp`` run on a CPU.
 
     Raises
     ------

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill in context parallel on a CPU: the stream that sglang's runner asks CUDA for.
+
+`EagerRunner._execute_extend_cp` of sglang 0.5.23 asks for the current stream of CUDA on any device,
+which is an AssertionError of a torch without CUDA, and hands it to strategies that do not use it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+
+def execute_extend_cp(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run sglang's function; on a CPU the current stream is that of the CPU until it returns."""
+    import torch
+
+    if str(runner.model_runner.device) != "cpu":
+        return original(runner, *args, **kwargs)
+    _tell()
+    asked = torch.cuda.current_stream
+    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
+    try:
+        return original(runner, *args, **kwargs)
+    finally:
+        torch.cuda.current_stream = asked
+
+
+@cache
+def _tell() -> None:
+    """Say once in each process that prompts are split there."""
+    _logger.info("cpattn has sglang prefill in context parallel on this CPU (part cp_cpu)")
