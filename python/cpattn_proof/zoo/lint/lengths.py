@@ -99,6 +99,18 @@ def _unaligned_chunks(mended: bool) -> Document:
     return document(requests=requests, ranks=[{"key_lens": [n]} for n in lens], cache=cache)
 
 
+def _whole_warm_up(mended: bool) -> Document:
+    """Metadata of a warm-up counts the decodes of the batch; a rank has those that are its turn."""
+    lens, ranks = [17, 9, 33, 5, 12, 21], 2
+    parts = []
+    for rank in range(ranks):
+        own = range(rank, len(lens), ranks)
+        planned = own if mended else range(len(lens))
+        calls = columns(_SEGMENTS, [(i, row, 1, lens[i]) for row, i in enumerate(planned)])
+        parts.append({"rows": rows([(i, lens[i] - 1, 1) for i in own]), "segments": calls})
+    return document(requests=decode_requests(lens), ranks=parts)
+
+
 ENTRIES = [
     entry(
         "vllm-project/vllm#48003", "LEN",
@@ -121,5 +133,10 @@ ENTRIES = [
         "vllm-project/vllm-ascend#5767", "LEN",
         "Chunks of context were aligned to a block, not to a block of every rank.",
         _unaligned_chunks, "pull",
+    ),
+    entry(
+        "vllm-project/vllm#49810", "LEN",
+        "A warm-up was not shared out: its metadata counted the decode rows of all ranks.",
+        _whole_warm_up,
     ),
 ]  # fmt: skip
