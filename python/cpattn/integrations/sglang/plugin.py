@@ -203,6 +203,11 @@ def uninstall() -> None:
     _name_backend(False)
 
 
+def is_on(part: str) -> bool:
+    """Tell whether a part of the plug-in is on in this process."""
+    return part in _active
+
+
 def _parts_of_environment() -> tuple[str, ...]:
     listed = os.environ.get("CPATTN_SGLANG_PARTS", ",".join(DEFAULT_PARTS))
     return tuple(part.strip() for part in listed.split(",") if part.strip())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tutorial about two ranks of sglang, done as its readers do it, and the part that it needs."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang", reason="sglang is not installed")
+
+import torch
+
+from cpattn.integrations.sglang import cp_cpu
+from support.children import path_with
+from support.entry_points import write_distribution
+from support.pages import blocks_in, run_page
+from support.places import ROOT
+from support.sglang.sglang_models import ENVIRONMENT
+
+START = 400.0  # seconds, of an engine of two ranks on a busy machine
+pytestmark = pytest.mark.engine("sglang")
+PAGE = ROOT / "docs" / "tutorials" / "sglang_over_ranks.md"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * START)
+def test_the_commands_of_the_tutorial(tmp_path, children):
+    (tmp_path / "site").mkdir()
+    write_distribution(tmp_path / "site")
+    environment = {**ENVIRONMENT, "PYTHONPATH": path_with(tmp_path / "site")}  # as installed
+    run_page(PAGE, tmp_path, children, environment, timeout=START)
+
+
+def test_it_is_installed_as_the_page_about_sglang_says():
+    (setup,) = [block.text for block in blocks_in(PAGE) if block.title == "Set up"]
+    page = (ROOT / "docs" / "how_to" / "sglang.md").read_text()
+    wanted = [line for line in setup.splitlines() if re.match(r"pip|  ", line)]
+    assert len(wanted) == 7
+    assert all(line in page for line in wanted)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_stream_is_that_of_the_cpu_on_a_cpu_alone(device):
+    """And only until sglang's function ends, as it may by an error."""
+
+    def original(runner, batch):
+        asked.append(torch.cuda.current_stream)
+        raise ValueError(batch)
+
+    asked, before = [], torch.cuda.current_stream
+    runner = SimpleNamespace(model_runner=SimpleNamespace(device=device))
+    with pytest.raises(ValueError, match="a batch"):
+        cp_cpu.execute_extend_cp(original, runner, "a batch")
+    assert asked == [torch.cpu.current_stream if device == "cpu" else before]
+    assert torch.cuda.current_stream is before
