@@ -7,7 +7,8 @@ of which each (block, head) holds block_size rows of keys and then as many of va
 dtype or as codes of FP8 with a scale of the layer. vLLM's own kernels keep keys in another order
 inside a block. So whether a layer is computed here is decided
 once, when it is built; layers that are not covered are left, writes and reads, to the backend that
-these classes derive from. Layers of encoders have no cache: they read the keys of the batch.
+these classes derive from. Layers of encoders have no cache: they read the keys of the batch. With
+decode context parallelism a rank reads its share of the cache, and the new keys from the batch.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
+from ...kv import TokenInterleave
+from ...merge import merge_states
 from .._ragged import RaggedPages
 from .._torch_threads import follow_torch_threads
 from .._visibility import visibility
 from .cache import CODES, PagedCache
+from .dcp import gather_heads, swap_parts
 
 logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
 
@@ -55,11 +59,25 @@ class CpattnBackend(CPUAttentionBackend):
 class CpattnMetadata(CPUAttentionMetadata):
     """A batch, and its plans: one for all layers of equal heads and windows."""
 
-    plans: dict[tuple[int, int, bool], AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, str], AttentionPlan] = field(default_factory=dict)
+    interleave: int = 1  # tokens in a row that a rank keeps
 
     def plan(self, impl: CpattnImpl, k_cache: torch.Tensor) -> AttentionPlan:
         """Return the plan of layers that read pages [blocks, num_kv_heads, block_size, dim]."""
-        return self._plan(impl, self.block_table, k_cache.shape[0], k_cache.shape[2])
+        return self._plan(impl, "cache", self.block_table, k_cache.shape[0], k_cache.shape[2])
+
+    def share_plan(self, impl: CpattnImpl, k_cache: torch.Tensor) -> AttentionPlan:
+        """Return the plan of all ranks' heads over this rank's share of what was cached before."""
+        return self._plan(impl, "share", self.block_table, k_cache.shape[0], k_cache.shape[2])
+
+    @cached_property
+    def has_cached(self) -> bool:
+        """Whether any sequence has cached tokens: the same on each rank, as exchanges need it."""
+        return bool(self._cached_lens.any())
+
+    @cached_property
+    def _cached_lens(self) -> Any:
+        return self.seq_lens.numpy() - np.diff(self.query_start_loc.numpy())
 
     @cached_property
     def ragged(self) -> RaggedPages:
@@ -67,28 +85,34 @@ class CpattnMetadata(CPUAttentionMetadata):
         ends = self.query_start_loc.numpy().astype(np.int64)
         return RaggedPages(ends[:-1], np.diff(ends), int(ends[-1]))
 
-    def encoder_plan(self, impl: CpattnImpl) -> AttentionPlan:
+    def batch_plan(self, impl: CpattnImpl) -> AttentionPlan:
         """Return the plan of layers that read the keys of the batch."""
         pages = self.ragged
-        return self._plan(impl, pages.block_tables, pages.num_pages, pages.page_size)
+        return self._plan(impl, "batch", pages.block_tables, pages.num_pages, pages.page_size)
 
     def _plan(
-        self, impl: CpattnImpl, block_tables: Any, num_pages: int, page_size: int
+        self, impl: CpattnImpl, keys: str, block_tables: Any, num_pages: int, page_size: int
     ) -> AttentionPlan:
-        key = impl.num_heads, impl.sliding_window, impl.is_encoder
+        key = impl.num_heads, impl.sliding_window, keys
         if key not in self.plans:
             q_lens = np.diff(self.query_start_loc.numpy())
-            kv_lens = q_lens if impl.is_encoder else self.seq_lens.numpy()
+            num_heads, options = impl.num_heads, self._visibility(impl.sliding_window)
+            if keys == "share":  # of which a new token sees each key
+                ranks = TokenInterleave(shard_size=impl.dcp_world_size, interleave=self.interleave)
+                kv_lens = ranks.local_lens(self._cached_lens, impl.dcp_rank)
+                num_heads, options = num_heads * impl.dcp_world_size, {"causal": False}
+            else:
+                kv_lens = q_lens if keys == "batch" else self.seq_lens.numpy()
             self.plans[key] = plan_attention(
                 q_lens=q_lens,
                 kv_lens=kv_lens,
                 block_tables=block_tables,
                 page_size=page_size,
                 num_pages=num_pages,
-                num_heads=impl.num_heads,
+                num_heads=num_heads,
                 num_kv_heads=impl.num_kv_heads,
                 head_dim=impl.head_size,
-                **self._visibility(impl.sliding_window),
+                **options,
             )
         return self.plans[key]
 
@@ -125,6 +149,7 @@ class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self.has_stock_layers = any(layer.impl.is_stock for layer in layers.values())
+        self.interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
         follow_torch_threads()
 
     def build(
@@ -148,6 +173,7 @@ class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
             scheduler_metadata=None,
             causal=batch.causal is True and not self.is_cross_attention,
             dynamic_causal=dynamic_causal,
+            interleave=self.interleave,
         )
 
 
@@ -164,13 +190,32 @@ def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
     return None
 
 
+def _not_shared(impl: CpattnImpl) -> str | None:
+    """Return why ranks cannot share the cache of a layer, if they cannot."""
+    if impl.sliding_window > 0:
+        return "a sliding window"
+    if impl.alibi_slopes is not None:
+        return "ALiBi"
+    if impl.sinks is not None:
+        return "sinks"
+    return "a cache of FP8" if impl.kv_cache_dtype in CODES else _not_covered(impl)
+
+
 class CpattnImpl(CPUAttentionBackendImpl):
     """The attention of one layer."""
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_encoder = self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         reason = _not_covered(self)
+        self.is_shared = self.dcp_world_size > 1 and not self.is_encoder
+        if self.is_shared and (unshared := _not_shared(self)):
+            raise NotImplementedError(
+                f"cpattn: --decode-context-parallel-size of layers with {unshared}"
+            )
         self._code = CODES.get(self.kv_cache_dtype)
         self.is_stock = reason is not None
         self._cache: PagedCache | None = None
@@ -212,16 +257,16 @@ class CpattnImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        if self.is_encoder:
-            plan, pages = attn_metadata.encoder_plan(self), attn_metadata.ragged
+        options: dict[str, Any] = {}
+        if self.is_encoder or self.is_shared:
+            plan, pages = attn_metadata.batch_plan(self), attn_metadata.ragged
             keys, values = (pages.of(x[: plan.num_rows]) for x in (key, value))
-            options: dict[str, Any] = {}
         else:
             cache = self._cache_of(kv_cache)
             plan, keys, values = attn_metadata.plan(self, cache.k), cache.k, cache.v
             options = {"kv_layout": "HND", **self._scales(layer)}
         rows = plan.num_rows  # the tensors may be padded
-        run_attention(
+        result = run_attention(
             plan,
             query[:rows],
             keys,
@@ -232,8 +277,34 @@ class CpattnImpl(CPUAttentionBackendImpl):
             **attn_metadata.biases(self),
             sinks=None if self.sinks is None else self.sinks.float(),
             out=output[:rows],
+            return_lse=self.is_shared,
         )
+        if isinstance(result, tuple) and attn_metadata.has_cached:
+            self._merge_shares(query[:rows], kv_cache, attn_metadata, *result)
         return output
+
+    def _merge_shares(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CpattnMetadata,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Merge what the ranks' shares of the cache give into what new tokens gave, in place."""
+        cache = self._cache_of(kv_cache)
+        share, share_lse = run_attention(
+            attn_metadata.share_plan(self, cache.k),
+            gather_heads(query),
+            cache.k,
+            cache.v,
+            kv_layout="HND",
+            scale=self.scale,
+            softcap=self.logits_soft_cap,
+            return_lse=True,
+        )
+        outs, lses = swap_parts(share), swap_parts(share_lse)
+        merge_states([out, *outs], [lse, *lses], out=out, lse=lse)
 
     def _scales(self, layer: Any) -> dict[str, Any]:
         """Return the scales of codes; a checkpoint may have some that do not concern the cache."""

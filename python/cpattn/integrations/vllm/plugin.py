@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook of vLLM: puts the backends of this package behind the names of vLLM's own."""
+"""The hook of vLLM: puts the backends of this package behind the names of vLLM's own.
+
+For decode context parallelism it also gives vLLM on a CPU the slots of new tokens, which vLLM's own
+function there has for one rank alone; the worker takes it after the plug-ins have been loaded.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,12 @@ def register() -> None:
         )
         return
     capture_by_environment()
+    from vllm.utils import cpu_triton_utils  # type: ignore[import-not-found]
     from vllm.v1.attention.backends import registry  # type: ignore[import-not-found]
+
+    from .slots import compute_slot_mapping
+
+    cpu_triton_utils._compute_slot_mapping_kernel_impl = compute_slot_mapping
 
     for name, backend in BACKENDS.items():
         registry.register_backend(registry.AttentionBackendEnum[name], backend)
