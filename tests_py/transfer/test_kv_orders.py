@@ -250,6 +250,7 @@ def test_a_tag_says_that_pages_are_in_an_order_of_their_own():
     cache = np.zeros((PAGES, PAGE, HEADS, DIM), np.uint8)
     tiles = KVEntry.from_tensor(0, "k", cache, layout_tag="amx-16x2")
     assert (tiles.token_rows, tiles.layout_tag) == (False, "amx-16x2")
+    assert tiles == KVEntry.from_tensor(0, "k", cache, kv_layout="HND", layout_tag="amx-16x2")
     layout = KVLayout([tiles], page_size=PAGE, total_kv_heads=HEADS)
     assert KVLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
     assert len(plan_kv_transfer(layout, layout, [1, 3], [2, 0])) == 2

@@ -134,12 +134,13 @@ class KVEntry(NamedTuple):
                 f"{function}: pages of tensor must have bytes and lie apart, got {memory}"
             )
         has_heads = len(memory.shape) == 4 or kind in ("k_scale", "v_scale")
+        order = memory.order(kv_layout, has_heads, function)
         return cls(
             integer(layer_id, function, "layer_id"), kind, flag(is_draft, function, "is_draft"),
             memory.addr, (num_pages - 1) * stride + item_len if num_pages else 0, item_len,
             token_rows=not layout_tag, layout_tag=layout_tag,
             dtype=memory.dtype, page_stride=stride if num_pages > 1 and stride > item_len else None,
-            kv_layout=memory.order(kv_layout, has_heads, function),
+            kv_layout="NHD" if layout_tag else order,
         )  # fmt: skip
 
 

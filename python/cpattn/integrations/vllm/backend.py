@@ -28,12 +28,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
+    _get_attn_isa,
 )
 
 from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
 from ...kv import TokenInterleave
 from ...merge import merge_states
+from ...transfer import KVEntry
 from .._ragged import RaggedPages
 from .._torch_threads import follow_torch_threads
 from .._visibility import visibility
@@ -305,6 +307,20 @@ class CpattnImpl(CPUAttentionBackendImpl):
         )
         outs, lses = swap_parts(share), swap_parts(share_lse)
         merge_states([out, *outs], [lse, *lses], out=out, lse=lse)
+
+    def kv_entry(self, layer_id: int, kv_cache: torch.Tensor) -> KVEntry:
+        """Describe the blocks of this layer's cache to a peer that keys and values are sent to.
+
+        A block has the keys and values of each head in turn, so that it is one buffer, sent whole.
+        Its `layout_tag` says whether they are rows, or what vLLM's own kernels make of them.
+        """
+        _, _, block_size, width = kv_cache.shape
+        order = "rows"
+        if self.is_stock:
+            dtype = get_current_vllm_config().model_config.dtype
+            order = _get_attn_isa(dtype, block_size, width // 2, self.kv_cache_dtype)
+        blocks = kv_cache.view(self._code or kv_cache.dtype)
+        return KVEntry.from_tensor(layer_id, "k", blocks, layout_tag=f"vllm cpu {order}")
 
     def _scales(self, layer: Any) -> dict[str, Any]:
         """Return the scales of codes; a checkpoint may have some that do not concern the cache."""
