@@ -43,7 +43,7 @@ def test_it_is_installed_as_the_page_about_sglang_says():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_stream_is_that_of_the_cpu_on_a_cpu_alone(device):
-    """And only until sglang's function ends, as it may by an error."""
+    """Its function is back when sglang's ends, as it may by an error."""
 
     def original(runner, batch):
         asked.append(torch.cuda.current_stream)

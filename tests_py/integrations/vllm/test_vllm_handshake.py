@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer says of its cache to a server that its blocks are sent to, before any is sent."""
+"""A layer describes its cache to a server that its blocks are sent to, before any is sent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_blocks_are_sent_whole_between_layers_of_one_order():
 
 
 def test_an_order_that_vllms_own_kernels_make_is_found_by_name(config):
-    """As where a server whose vLLM transfers the cache itself meets one whose layers are ours."""
+    """The vLLM of one server transfers the cache itself, the other one's layers are ours."""
     caches = [vllm_layers.make_cache() for _ in range(2)]
     ours = vllm_layers.make_layer()
     config.kv_transfer_config = object()

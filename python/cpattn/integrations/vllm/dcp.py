@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="import-not-found, allow-subclassing-any"
+# mypy: disable-error-code="import-not-found"
 """Decode context parallelism (DCP) of vLLM on a CPU: ranks share the cached keys of each sequence.
 
 A rank keeps the cached tokens that are its turn, and has the new tokens of a step whole. It attends
