@@ -129,6 +129,20 @@ def _transfer(call: Call) -> Fields:
     return {"src_addrs": plan.src_addrs, "dst_addrs": plan.dst_addrs, "lengths": plan.lengths}
 
 
+def _pcp_layout(call: Call) -> Fields:
+    manager, *lens = call.args
+    given = dict(zip(("num_scheduled_tokens", "num_computed_tokens"), lens, strict=False))
+    given |= call.kwargs
+    segments, _ = call.result
+    return {
+        "cp_rank": manager.pcp_rank,
+        "cp_size": manager.pcp_world_size,
+        "extend_lens": _ints(given["num_scheduled_tokens"]),
+        "prefix_lens": _ints(given["num_computed_tokens"]),
+        "rank_segments": segments,
+    }
+
+
 def _links(call: Call) -> Fields:
     return {
         "links": [
@@ -159,6 +173,8 @@ TOLD: Mapping[str, Callable[[Call], Fields]] = {
         _rank_call,
     ),
     "RowExchange.post": _post,
+    # Of vLLM's GPU worker, whose objects they are; its plug-in has them announced.
+    "PCPManager._build_batch_layout": _pcp_layout,
     "plan_kv_transfer": _transfer,
     "plan_kv_links": _links,
 }
@@ -177,6 +193,17 @@ def written(fields: Fields) -> Fields:
         }
         if len(plans) == 1:
             fields["local_q_indices"] = np.asarray(first.local_q_indices, np.int64)
+    if (ranks := fields.pop("rank_segments", None)) is not None:
+        rows = [
+            (
+                rank, one.global_batch_req_idx,
+                one.global_batch_slice.start, one.global_batch_slice.stop,
+                one.rank_local_batch_slice.start, one.rank_local_batch_slice.stop,
+            )
+            for rank, segments in enumerate(ranks)
+            for one in segments
+        ]  # fmt: skip
+        fields["segments"] = np.array(rows, np.int64).reshape(-1, 6)
     if isinstance(plan := fields.get("plan"), _core.AttentionPlan):
         del fields["plan"]
         fields |= {

@@ -169,6 +169,13 @@ CALLS: Mapping[str, Mapping[str, Rule]] = {
         "local_q_indices": _array(1),
     },
     "ContextParallel.plan_decode": {"cp_rank": _RANK, "cp_size": _RANKS, "kv_lens": _LENS},
+    "PCPManager._build_batch_layout": {
+        "cp_rank": _RANK,
+        "cp_size": _RANKS,
+        "extend_lens": _NEW_LENS,
+        "prefix_lens": _LENS,
+        "segments": _array(2, 0),
+    },
     "RowExchange.post": {
         "cp_rank": _RANK,
         "exchange": _TEXT,

@@ -9,6 +9,7 @@ does, where they cut off else; "left" has cpattn leave such layers to vLLM.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from cpattn.integrations.vllm import cache
+from support.sglang.sglang_models import leave_nothing
 
 
 def rounded_update(layer_impl: Any, layer: Any, key: Any, value: Any, *rest: Any) -> None:
@@ -54,6 +56,7 @@ def generate(run: dict[str, Any]) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": prompt} for prompt in run["prompts"]]
     results = llm.generate(prompts, sampling, use_tqdm=False)
     results += llm.generate(prompts[::-1], sampling, use_tqdm=False)
+    leave_nothing(os.getpid())  # ranks share memory, and are killed
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if hasattr(layer, "impl")]  # not those of experts
     scored = [(x.prompt_logprobs, x.prompt_token_ids) for x in results if x.prompt_logprobs]

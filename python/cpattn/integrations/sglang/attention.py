@@ -28,7 +28,6 @@ from ... import _core
 from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
 from .._torch_threads import follow_torch_threads
-from .plugin import is_on
 
 _SERVED = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -236,11 +235,6 @@ def _check_context_parallel(parallel: Any, runner: Any) -> None:
         _refuse(f"--cp-strategy {parallel.cp_strategy}, only zigzag")
     if type(runner.token_to_kv_pool) is MLATokenToKVPool:
         _refuse("context parallelism (--attn-cp-size) of MLA")
-    if not is_on("cp_cpu"):
-        _logger.warning(
-            "sglang asks CUDA for a stream when it splits a prompt: CPATTN_SGLANG_PARTS must list "
-            "cp_cpu, and metadata,attention, for --enable-prefill-cp on a CPU"
-        )
 
 
 def _check_pool(pool: Any, dtype: torch.dtype) -> None:

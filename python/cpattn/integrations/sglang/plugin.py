@@ -203,11 +203,6 @@ def uninstall() -> None:
     _name_backend(False)
 
 
-def is_on(part: str) -> bool:
-    """Tell whether a part of the plug-in is on in this process."""
-    return part in _active
-
-
 def _parts_of_environment() -> tuple[str, ...]:
     listed = os.environ.get("CPATTN_SGLANG_PARTS", ",".join(DEFAULT_PARTS))
     return tuple(part.strip() for part in listed.split(",") if part.strip())
@@ -247,7 +242,13 @@ def _name_backend(known: bool) -> None:
 def _make_backend(runner: Any) -> Any:
     from .attention import CpattnAttnBackend
 
-    return CpattnAttnBackend(runner)
+    backend = CpattnAttnBackend(runner)
+    if runner.server_args.enable_prefill_cp and "cp_cpu" not in _active:
+        _logger.warning(
+            "sglang asks CUDA for a stream when it splits a prompt: CPATTN_SGLANG_PARTS must list "
+            "cp_cpu, and metadata,attention, for --enable-prefill-cp on a CPU"
+        )
+    return backend
 
 
 def _is_there(hook: _Hook) -> bool:

@@ -11,6 +11,7 @@ import logging
 import os
 
 from ...captures.recorder import capture_by_environment
+from ...profiling.calls import announced
 from .._support import find, first_installed
 
 BACKENDS = {
@@ -47,6 +48,8 @@ def register() -> None:
         )
         return
     capture_by_environment()
+    if os.environ.get("CPATTN_CAPTURE"):
+        announce_layouts()
     from vllm.utils import cpu_triton_utils  # type: ignore[import-not-found]
     from vllm.v1.attention.backends import registry  # type: ignore[import-not-found]
 
@@ -56,3 +59,13 @@ def register() -> None:
 
     for name, backend in BACKENDS.items():
         registry.register_backend(registry.AttentionBackendEnum[name], backend)
+
+
+def announce_layouts() -> None:
+    """Have captures hear how the GPU worker of vLLM shares out batches over ranks of PCP."""
+    from vllm.v1.worker.gpu.pcp_manager import PCPManager  # type: ignore[import-not-found]
+
+    function = PCPManager._build_batch_layout
+    if not hasattr(function, "__wrapped__"):
+        announce = announced("PCPManager._build_batch_layout")
+        PCPManager._build_batch_layout = announce(function)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded runs: a document for each batch that all ranks planned, with what they sent."""
+"""Recorded runs: a document for each batch that all ranks planned, with what they sent.
+
+Of vLLM's GPU worker these are the segments of prefill context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,19 @@ from ...captures import Capture, RecordedCall
 from ...findings import NotUsable
 from ..document import SCHEMA
 from ..intervals import Ints, ints
+from .pcp import from_segments
 from .runs import requests_of, row_runs, tokens_of, write_runs
 
 _BATCH, _POST = "ContextParallel.plan", "RowExchange.post"
+_LAYOUT = "PCPManager._build_batch_layout"
 
 
 def from_capture(capture: Capture) -> list[dict[str, Any]]:
     """Make a document of each batch in the captures of all ranks of a `ContextParallel`.
+
+    Where there is none, but ranks of vLLM's ``PCPManager`` laid batches out, of each of these, with
+    the segments of a rank from its own record. Ranks of tensor parallelism, which have the same
+    rank of context parallelism, give documents of their own.
 
     Parameters
     ----------
@@ -35,8 +44,10 @@ def from_capture(capture: Capture) -> list[dict[str, Any]]:
     ------
     NotUsable
         If no batch was planned by `ContextParallel.plan`, a rank is missing, or the ranks planned
-        unequal numbers of batches.
+        unequal numbers of batches, or laid out batches of other lengths.
     """
+    if not capture.of(_BATCH) and (layouts := capture.of(_LAYOUT)):
+        return _laid_out(layouts)
     steps = [list(_steps(capture, rank)) for rank in capture.ranks]
     counts = [len(of_rank) for of_rank in steps]
     if not any(counts):
@@ -47,6 +58,46 @@ def from_capture(capture: Capture) -> list[dict[str, Any]]:
     if size != len(steps):
         raise NotUsable(f"from_capture: capture must be of {size} ranks, got {len(steps)}")
     return [_document(number, of_ranks) for number, of_ranks in enumerate(zip(*steps, strict=True))]
+
+
+def _laid_out(layouts: list[RecordedCall]) -> list[dict[str, Any]]:
+    """Documents of what vLLM's ranks laid out, for each set of ranks of context parallelism."""
+    processes: dict[int, list[RecordedCall]] = {}
+    for call in layouts:
+        processes.setdefault(call.rank, []).append(call)
+    size = layouts[0].fields["cp_size"]
+    of_ranks: list[list[list[RecordedCall]]] = [[] for _ in range(size)]
+    for calls in processes.values():
+        if {call.fields["cp_size"] for call in calls} != {size}:
+            raise NotUsable(f"from_capture: all ranks must have cp_size {size}")
+        of_ranks[min(calls[0].fields["cp_rank"], size - 1)].append(calls)
+    if len(set(map(len, of_ranks))) > 1:
+        counts = list(map(len, of_ranks))
+        raise NotUsable(f"from_capture: capture must have as many of each rank, got {counts}")
+    documents = []
+    for ranks in zip(*of_ranks, strict=True):
+        batches = list(map(len, ranks))
+        if len(set(batches)) > 1:
+            raise NotUsable(f"from_capture: ranks must have laid out as many, got {batches}")
+        documents += [_layout(calls) for calls in zip(*ranks, strict=True)]
+    for number, document in enumerate(documents):
+        document["name"] = f"batch {number}"
+    return documents
+
+
+def _layout(calls: tuple[RecordedCall, ...]) -> dict[str, Any]:
+    extend, prefix = (ints(calls[0].fields[name]) for name in ("extend_lens", "prefix_lens"))
+    segments = []
+    for rank, call in enumerate(calls):
+        where = f"from_capture: {call.file}, line {call.line}"
+        lens = call.fields["extend_lens"], call.fields["prefix_lens"]
+        if not all(map(np.array_equal, lens, (extend, prefix))) or len(extend) != len(prefix):
+            raise NotUsable(f"{where}: lengths must be those of rank 0 in this batch")
+        columns = call.fields["segments"].T
+        if len(columns) != 6 or (columns.size and columns[1].max() >= len(extend)):
+            raise NotUsable(f"{where}: segments must have 6 columns, of {len(extend)} requests")
+        segments.append(columns[1:, columns[0] == rank])
+    return from_segments(segments, extend, prefix)
 
 
 def _steps(capture: Capture, rank: int) -> Iterator[tuple[RecordedCall, list[RecordedCall]]]:
