@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="sglang is not installed")
 
+import psutil
 import torch
 
 from cpattn.integrations.sglang import cp_cpu
@@ -17,7 +18,7 @@ from support.children import path_with
 from support.entry_points import write_distribution
 from support.pages import blocks_in, run_page
 from support.places import ROOT
-from support.sglang.sglang_models import ENVIRONMENT
+from support.sglang.sglang_models import ENVIRONMENT, mapped_by, shared_memory, unlink
 
 START = 400.0  # seconds, of an engine of two ranks on a busy machine
 pytestmark = pytest.mark.engine("sglang")
@@ -27,17 +28,20 @@ PAGE = ROOT / "docs" / "tutorials" / "sglang_over_ranks.md"
 @pytest.mark.slow
 @pytest.mark.timeout(3 * START)
 def test_the_commands_of_the_tutorial(tmp_path, children):
+    before = shared_memory()
     (tmp_path / "site").mkdir()
     write_distribution(tmp_path / "site")
     environment = {**ENVIRONMENT, "PYTHONPATH": path_with(tmp_path / "site")}  # as installed
     run_page(PAGE, tmp_path, children, environment, timeout=START)
+    in_use = mapped_by(psutil.process_iter())
+    unlink(shared_memory() - before - in_use)  # sglang kills who would do it
 
 
 def test_it_is_installed_as_the_page_about_sglang_says():
     (setup,) = [block.text for block in blocks_in(PAGE) if block.title == "Set up"]
     page = (ROOT / "docs" / "how_to" / "sglang.md").read_text()
     wanted = [line for line in setup.splitlines() if re.match(r"pip|  ", line)]
-    assert len(wanted) == 7
+    assert len(wanted) == 8
     assert all(line in page for line in wanted)
 
 

@@ -42,7 +42,7 @@ def announced(monkeypatch):
 
 
 def record(folder, monkeypatch, process, rank, batches=BATCHES):
-    """What one process of a worker lays out, with the number that its launcher gives it."""
+    """Lay batches out as one process of a worker, with the number that its launcher gives it."""
     monkeypatch.setenv("RANK", str(process))
     manager = pcp_manager.PCPManager(SIZE, rank, torch.device("cpu"), True)
     with capture(folder / f"{process}.cpcap") as path:

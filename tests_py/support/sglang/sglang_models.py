@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -47,12 +49,27 @@ def leave_nothing(pid: int) -> None:
     """Remove the shared memory that a process of sglang and those below it have mapped: at its end
     it kills the process of Python's that would do it, like all others."""
     process = psutil.Process(pid)
+    unlink(mapped_by([process, *process.children(recursive=True)]))
+
+
+def mapped_by(processes: Iterable[psutil.Process]) -> set[int]:
+    """The inodes of shared memory that processes have mapped; one that has ended has none."""
     mapped = set()
-    for each in (process, *process.children(recursive=True)):
-        for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines():
-            _, _, _, _, inode, *name = line.split()
-            if name and name[0].startswith("/dev/shm/"):  # of semaphores a name of before theirs
-                mapped.add(int(inode))
+    for each in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines():
+                _, _, _, _, inode, *name = line.split()
+                if name and name[0].startswith("/dev/shm/"):  # of semaphores a name of before
+                    mapped.add(int(inode))
+    return mapped
+
+
+def shared_memory() -> set[int]:
+    """The inodes of all that is there."""
+    return {path.stat().st_ino for path in Path("/dev/shm").iterdir()}
+
+
+def unlink(inodes: set[int]) -> None:
     for path in Path("/dev/shm").iterdir():
-        if path.stat().st_ino in mapped:
+        if path.stat().st_ino in inodes:
             path.unlink()

@@ -68,9 +68,15 @@ def _laid_out(layouts: list[RecordedCall]) -> list[dict[str, Any]]:
     size = layouts[0].fields["cp_size"]
     of_ranks: list[list[list[RecordedCall]]] = [[] for _ in range(size)]
     for calls in processes.values():
-        if {call.fields["cp_size"] for call in calls} != {size}:
-            raise NotUsable(f"from_capture: all ranks must have cp_size {size}")
-        of_ranks[min(calls[0].fields["cp_rank"], size - 1)].append(calls)
+        cp_rank = calls[0].fields["cp_rank"]
+        for call in calls:
+            found = call.fields["cp_rank"], call.fields["cp_size"]
+            if found != (cp_rank, size) or cp_rank >= size:
+                raise NotUsable(
+                    f"from_capture: {call.file}, line {call.line}: must be of one rank of {size}, "
+                    f"got rank {found[0]} of {found[1]}"
+                )
+        of_ranks[cp_rank].append(calls)
     if len(set(map(len, of_ranks))) > 1:
         counts = list(map(len, of_ranks))
         raise NotUsable(f"from_capture: capture must have as many of each rank, got {counts}")
