@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("sglang", reason="sglang is not installed")
 import psutil
 import torch
 
-from cpattn.integrations.sglang import cp_cpu
+from cpattn.integrations.sglang import cp_cpu, plugin
 from support.children import path_with
 from support.entry_points import write_distribution
 from support.pages import blocks_in, run_page
@@ -59,3 +60,15 @@ def test_the_stream_is_that_of_the_cpu_on_a_cpu_alone(device):
         cp_cpu.execute_extend_cp(original, runner, "a batch")
     assert asked == [torch.cpu.current_stream if device == "cpu" else before]
     assert torch.cuda.current_stream is before
+
+
+@pytest.mark.parametrize("parts", [set(), {"cp_cpu"}])
+def test_a_server_that_would_stop_says_so_when_it_starts(parts, monkeypatch, caplog):
+    attention = SimpleNamespace(CpattnAttnBackend=lambda runner: "a backend")
+    monkeypatch.setitem(sys.modules, "cpattn.integrations.sglang.attention", attention)
+    monkeypatch.setattr(plugin, "_active", parts)
+    runner = SimpleNamespace(server_args=SimpleNamespace(enable_prefill_cp=True))
+    assert plugin._make_backend(runner) == "a backend"
+    said = [record.message for record in caplog.records]
+    assert len(said) == (not parts)
+    assert all("CPATTN_SGLANG_PARTS must list cp_cpu" in message for message in said)

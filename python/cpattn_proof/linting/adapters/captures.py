@@ -103,7 +103,7 @@ def _layout(calls: tuple[RecordedCall, ...]) -> dict[str, Any]:
         if len(columns) != 6 or (columns.size and columns[1].max() >= len(extend)):
             raise NotUsable(f"{where}: segments must have 6 columns, of {len(extend)} requests")
         segments.append(columns[1:, columns[0] == rank])
-    return from_segments(segments, extend, prefix)
+    return from_segments(segments, extend.tolist(), prefix.tolist())
 
 
 def _steps(capture: Capture, rank: int) -> Iterator[tuple[RecordedCall, list[RecordedCall]]]:
