@@ -108,7 +108,7 @@ LayerCall layer_call(const Call& call, const cpattn_layer& given) {
       ),
       .of_each_sequence = given.bias_of_each != nullptr,
       .alibi_slopes = call.optional_tensor(given.alibi_slopes, "alibi_slopes"),
-      .relative = call.optional_tensor(given.relative_bias, "relative_bias"),
+      .relative_bias = call.optional_tensor(given.relative_bias, "relative_bias"),
   };
   if (given.bias != nullptr) {
     check(

@@ -67,8 +67,8 @@ TEST(ChooseLoop, TilesReadNoPaddedRowsAndAddNoBiases) {
   std::vector<AttentionTile> tiles = {padded};
   for (const TileBias& bias : {
            TileBias{.numbers = &number},
-           TileBias{.slopes = &number},
-           TileBias{.by_distance = &number},
+           TileBias{.alibi_slopes = &number},
+           TileBias{.relative_bias = &number},
        }) {
     tiles.push_back(tile_of(4, true));
     tiles.back().bias = bias;

@@ -111,7 +111,7 @@ class Attention {
          .softcap = case_.softcap,
          .bias = biases.numbers,
          .alibi_slopes = biases.alibi_slopes,
-         .relative_bias = biases.relative},
+         .relative_bias = biases.relative_bias},
         view(out, DType::float64, {rows_, s.num_heads, s.v_head_dim}),
         view(lse, DType::float64, {rows_, s.num_heads})
     );
@@ -122,15 +122,20 @@ class Attention {
   void place() {
     int64_t end = std::accumulate(case_.kv_lens.begin(), case_.kv_lens.end(), int64_t{0});
     key_positions_.resize(end);
+    BiasPositions& found = positions_.emplace();
     for (std::size_t i = 0; i < case_.q_lens.size(); ++i) {
-      first_key_.push_back(end -= case_.kv_lens[i]);
+      found.first_key.push_back(end -= case_.kv_lens[i]);
+      found.sequences.push_back(static_cast<int64_t>(i));
+      const int64_t first = found.first_positions.emplace_back(case_.kv_lens[i] - case_.q_lens[i]);
       const auto keys = key_positions_.begin() + end;
       std::iota(keys, keys + case_.kv_lens[i], 0);
       for (int64_t token = 0; token < case_.q_lens[i]; ++token) {
-        const int64_t position = case_.kv_lens[i] - case_.q_lens[i] + token;
-        token_positions_.push_back(static_cast<int32_t>(position));
+        token_positions_.push_back(static_cast<int32_t>(first + token));
       }
     }
+    found.tokens = view(token_positions_, DType::int32, {rows_});
+    const auto num_keys = static_cast<int64_t>(key_positions_.size());
+    found.keys = view(key_positions_, DType::int32, {num_keys});
   }
 
   /// Overwrites K and V of a sequence from a position on.
@@ -153,17 +158,12 @@ class Attention {
     if (!case_.biased) return {};
     const auto batch = static_cast<int64_t>(case_.q_lens.size());
     const int64_t heads = case_.shape.num_heads;
-    ScoreBias found{
+    return {
         .numbers = {view(numbers_, DType::float32, {batch, heads, most_queries_, most_keys_})},
         .alibi_slopes = view(slopes_, DType::float32, {heads}),
-        .relative = view(table_, DType::float32, {heads, kTableColumns}),
+        .relative_bias = view(table_, DType::float32, {heads, kTableColumns}),
+        .positions = positions_,
     };
-    if (first_key_.empty()) return found;
-    found.token_positions = view(token_positions_, DType::int32, {rows_});
-    found.key_positions =
-        view(key_positions_, DType::int32, {static_cast<int64_t>(key_positions_.size())});
-    found.first_key = first_key_;
-    return found;
   }
 
   double scale() const { return 1 / std::sqrt(static_cast<double>(case_.shape.head_dim)); }
@@ -232,7 +232,7 @@ class Attention {
   int64_t most_queries_ = 0, most_keys_ = 0;
   std::vector<float> numbers_, slopes_, table_;
   std::vector<int32_t> token_positions_, key_positions_;
-  std::vector<int64_t> first_key_;
+  std::optional<BiasPositions> positions_;
 };
 
 class PagedAttention : public testing::EveryIsa {

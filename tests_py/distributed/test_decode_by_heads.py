@@ -27,6 +27,7 @@ STEPS = [
     Step("window, sinks", (90, 40), (2, 3), options=(("window", 11), ("sinks", True))),
     Step("sinks and softcap", (9, 40), (1, 2), options=(("sinks", True), ("softcap", 2.0))),
     Step("ALiBi", (90, 40), (2, 3), options=(("alibi_slopes", True), ("window", 30))),
+    Step("bias", (90, 40), (2, 3), options=(("bias", True), ("softcap", 2.0))),
     Step("tree of drafts", (29, 40), (7, 5), masked=True, num_heads=7, num_kv_heads=7),
 ]
 RUNS = pairwise(STEPS, [*PLACEMENTS])

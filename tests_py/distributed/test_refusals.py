@@ -85,9 +85,11 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("attend", {"q_rope": z(10, 4, 16), "k_rope": z(32, 2, 16)}, ROWS),
     ("attend", {"window": -1}, "paged_attention: window"),
     ("attend", {"sinks": z(3)}, "paged_attention: sinks"),
-    ("attend", {"bias": z(1, 1, 1, 1)}, "bias needs pools that are whole on each rank"),
+    ("attend", {"bias": z(2, 1, 6, 8)}, r"bias must have at least 9 \(keys\) or 1 in dim"),
+    ("attend", {"bias": [z(1, 4, 9)]}, "bias must be a tensor or a list of 2 tensors, one for"),
+    ("decode", {"bias": z(2, 3, 1, 9)}, r"bias must have 4 \(num_heads\) or 1 in dimension 1"),
     ("attend", {"alibi_slopes": z(3)}, "paged_attention: alibi_slopes"),
-    ("attend", {"alibi_slopes": z(9, 4)}, "alibi_slopes must have a row for each of"),
+    ("attend", {"alibi_slopes": z(9, 4)}, r"alibi_slopes must have shape \[2, 4\], got"),
     ("attend", {"relative_bias": z(4, 2)}, "paged_attention: relative_bias must be"),
     ("attend", {"q_local": z(10, 4, 32).bfloat16()}, "paged_attention: k_cache must be bfloat16"),
     *(

@@ -10,8 +10,8 @@
 namespace cpattn::bindings {
 
 /// The bias of a call, kept alive: None, or a tuple of `bias`, which may be one tensor or a list of
-/// one for each sequence, `alibi_slopes` and `relative_bias`; positions may follow: of tokens, of
-/// keys, and where those of each sequence begin among the latter.
+/// one for each sequence, `alibi_slopes` and `relative_bias`; a tuple of `BiasPositions` may
+/// follow.
 class ScoreBiasArgument {
  public:
   ScoreBiasArgument(const Arguments& read, pybind11::handle score_bias) {
@@ -29,11 +29,16 @@ class ScoreBiasArgument {
       value.numbers = {*numbers};
     }
     value.alibi_slopes = keep(parts[1], "alibi_slopes");
-    value.relative = keep(parts[2], "relative_bias");
+    value.relative_bias = keep(parts[2], "relative_bias");
     if (parts.size() == 3) return;
-    value.token_positions = keep(parts[3], "token_positions");
-    value.key_positions = keep(parts[4], "key_positions");
-    value.first_key = read.ints(parts[5], "first_key");
+    const auto placed = pybind11::reinterpret_borrow<pybind11::tuple>(parts[3]);
+    value.positions = {
+        .tokens = *keep(placed[0], "token_positions"),
+        .keys = *keep(placed[1], "key_positions"),
+        .first_key = read.ints(placed[2], "first_key"),
+        .sequences = read.ints(placed[3], "sequences"),
+        .first_positions = read.ints(placed[4], "first_positions"),
+    };
   }
 
   ScoreBias value;

@@ -122,6 +122,18 @@ class LayerCallArguments {
   std::string kv_dtype_;
 };
 
+void check_bias_of_lens(
+    py::handle score_bias, py::handle num_heads, py::handle q_lens, py::handle kv_lens
+) {
+  const Arguments read("paged_attention");
+  const ScoreBiasArgument bias(read, score_bias);
+  const std::vector<int64_t> queries = read.ints(q_lens, "q_lens");
+  const std::vector<int64_t> keys = read.ints(kv_lens, "kv_lens");
+  std::vector<SequenceLens> lens;
+  for (std::size_t i = 0; i < queries.size(); ++i) lens.push_back({queries[i], keys.at(i)});
+  check_bias(read.function(), bias.value, read.integer(num_heads, "num_heads"), lens);
+}
+
 AttentionPlan plan(
     py::handle q_lens,
     py::handle kv_lens,
@@ -290,6 +302,9 @@ void register_attention(py::module_& module) {
         refuse_missing_scale(function.c_str(), name.c_str());
       },
       "function"_a, "name"_a
+  );
+  module.def(
+      "check_bias", &check_bias_of_lens, "score_bias"_a, "num_heads"_a, "q_lens"_a, "kv_lens"_a
   );
   module.def(
       "plan_attention", &plan, "q_lens"_a, "kv_lens"_a, "first_positions"_a, "block_tables"_a,

@@ -42,7 +42,7 @@ std::optional<TensorArgument> optional_floats(
 void check_floats(const Arguments& read, const ScoreBias& bias) {
   for (const TensorView& numbers : bias.numbers) check_float(read, "bias", numbers.dtype);
   if (bias.alibi_slopes) check_float(read, "alibi_slopes", bias.alibi_slopes->dtype);
-  if (bias.relative) check_float(read, "relative_bias", bias.relative->dtype);
+  if (bias.relative_bias) check_float(read, "relative_bias", bias.relative_bias->dtype);
 }
 
 /// A cache of numbers that the oracle reads as float64, or of codes that it decodes.
@@ -135,7 +135,7 @@ void paged_attention(
       .bias = added.value.numbers,
       .bias_of_each = added.value.of_each_sequence,
       .alibi_slopes = added.value.alibi_slopes,
-      .relative_bias = added.value.relative,
+      .relative_bias = added.value.relative_bias,
       .sinks = view_of(sinks_view),
   };
   const Computation computation;

@@ -40,15 +40,16 @@ struct TileBias {
   ElementType type = kFloat32;
   int64_t token_stride = 0, head_stride = 0, key_stride = 0;
   /// Null, or a slope for each head: -slope * |j - p|.
-  const float* slopes = nullptr;
+  const float* alibi_slopes = nullptr;
   /// Null, or for each head the number of distance 0 in a table, by j - p clamped to
   /// [-max_distance, max_distance].
-  const float* by_distance = nullptr;
-  int64_t max_distance = 0, by_distance_head_stride = 0;
-  /// Null, or positions between which both of these count, of token t and of key j, where keys that
-  /// follow each other are no neighbours.
+  const float* relative_bias = nullptr;
+  int64_t max_distance = 0, relative_bias_head_stride = 0;
+  /// Null, or positions of token t and of key j, ascending, where keys that follow each other are
+  /// no neighbours. All biases go by them; the first row of numbers is of `first_position`.
   const int32_t* token_positions = nullptr;
   const int32_t* key_positions = nullptr;
+  int64_t first_position = 0;
 };
 
 /// Dimensions of heads as they stand in memory.

@@ -46,12 +46,12 @@ inline float v_factor_of_head(const AttentionTile& tile, int64_t head) {
 
 inline bool has_bias(const AttentionTile& tile) {
   const TileBias& bias = tile.bias;
-  return bias.numbers != nullptr || bias.slopes != nullptr || bias.by_distance != nullptr;
+  return bias.numbers != nullptr || bias.alibi_slopes != nullptr || bias.relative_bias != nullptr;
 }
 
 /// Whether a bias may be -inf, and hide a key.
 inline bool bias_may_hide(const AttentionTile& tile) {
-  return tile.bias.numbers != nullptr || tile.bias.by_distance != nullptr;
+  return tile.bias.numbers != nullptr || tile.bias.relative_bias != nullptr;
 }
 
 /// The factor by which softmax multiplies scores.

@@ -24,10 +24,10 @@ void add_numbers(const T* numbers, int64_t stride, int n, float* sums) {
 }
 
 inline void add_numbers(
-    const TileBias& bias, int64_t token, int64_t head, int64_t key, int n, float* sums
+    const TileBias& bias, int64_t row, int64_t head, int64_t column, int n, float* sums
 ) {
   const int64_t offset =
-      token * bias.token_stride + head * bias.head_stride + key * bias.key_stride;
+      row * bias.token_stride + head * bias.head_stride + column * bias.key_stride;
   const auto add_of = [&]<class T>(const T* numbers) {
     add_numbers(numbers + offset, bias.key_stride, n, sums);
   };
@@ -40,35 +40,46 @@ inline void add_numbers(
   }
 }
 
-/// The number of a table at a distance from a token to a key.
-inline float number_at(const TileBias& bias, int64_t head, int64_t distance) {
-  const int64_t inside = larger(-bias.max_distance, smaller(bias.max_distance, distance));
-  return bias.by_distance[head * bias.by_distance_head_stride + inside];
+/// How many of n keys from `key` on follow each other in their sequence; n is at least 1.
+inline int count_neighbours(const TileBias& bias, int64_t key, int n) {
+  if (bias.key_positions == nullptr) return n;
+  const int32_t* positions = bias.key_positions + key;
+  if (positions[n - 1] - positions[0] == n - 1) return n;  // they ascend
+  int count = 1;
+  while (positions[count] - positions[0] == count) ++count;
+  return count;
 }
 
-/// Positions from a token to a key; below 0 for one before it.
-inline int64_t distance_to(const AttentionTile& tile, int64_t token, int64_t key) {
-  const TileBias& bias = tile.bias;
-  if (bias.key_positions != nullptr) {
-    return int64_t{bias.key_positions[key]} - bias.token_positions[token];
-  }
-  return key - position_of(tile.seen, token);
-}
-
-/// Adds what slopes and tables have for keys [key, key + n) that are no neighbours.
-inline void add_by_positions(
-    const TileBias& bias, int64_t token, int64_t head, int64_t key, int n, float* sums
+/// Adds the biases of a row for keys [key, key + n), which follow each other, to sums; behind these
+/// kLanes floats are writable.
+inline void add_biases_of_neighbours(
+    const AttentionTile& tile, int64_t token, int64_t head, int64_t key, int n, float* sums
 ) {
-  const int32_t position = bias.token_positions[token];
-  const int32_t* keys = bias.key_positions + key;
-  if (bias.slopes != nullptr) {
-    const float slope = bias.slopes[head];
+  const TileBias& bias = tile.bias;
+  int64_t row = token, column = key, position = position_of(tile.seen, token);
+  if (bias.key_positions != nullptr) {
+    position = bias.token_positions[token];
+    row = position - bias.first_position;
+    column = bias.key_positions[key];
+  }
+  if (bias.numbers != nullptr) add_numbers(bias, row, head, column, n, sums);
+  const int64_t distance = column - position;
+  if (bias.alibi_slopes != nullptr) {
+    const float slope = bias.alibi_slopes[head];
+    const auto first = static_cast<float>(distance);
     for (int j = 0; j < n; ++j) {
-      sums[j] -= slope * __builtin_fabsf(static_cast<float>(keys[j] - position));
+      sums[j] -= slope * __builtin_fabsf(first + static_cast<float>(j));
     }
   }
-  if (bias.by_distance == nullptr) return;
-  for (int j = 0; j < n; ++j) sums[j] += number_at(bias, head, int64_t{keys[j]} - position);
+  if (bias.relative_bias == nullptr) return;
+  // Distances below the least one of the table, those that it has, and those above.
+  const int64_t most = bias.max_distance;
+  const auto begin = static_cast<int>(larger(0, smaller(n, -most - distance)));
+  const auto end = static_cast<int>(larger(begin, smaller(n, most + 1 - distance)));
+  const float* numbers = bias.relative_bias + head * bias.relative_bias_head_stride;
+  for (int j = 0; j < begin; ++j) sums[j] += numbers[-most];
+  add_numbers(numbers + distance + begin, 1, end - begin, sums + begin);
+  for (int j = end; j < n; ++j) sums[j] += numbers[most];
 }
 
 /// Adds the biases of a row for keys [key, key + n) to sums; behind these kLanes floats are
@@ -76,29 +87,11 @@ inline void add_by_positions(
 inline void add_biases(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t key, int n, float* sums
 ) {
-  const TileBias& bias = tile.bias;
-  if (bias.numbers != nullptr) add_numbers(bias, token, head, key, n, sums);
-  if (bias.key_positions != nullptr) {
-    add_by_positions(bias, token, head, key, n, sums);
-    return;
+  for (int begin = 0; begin < n;) {
+    const int count = count_neighbours(tile.bias, key + begin, n - begin);
+    add_biases_of_neighbours(tile, token, head, key + begin, count, sums + begin);
+    begin += count;
   }
-  const int64_t distance = distance_to(tile, token, key);
-  if (bias.slopes != nullptr) {
-    const float slope = bias.slopes[head];
-    const auto first = static_cast<float>(distance);
-    for (int j = 0; j < n; ++j) {
-      sums[j] -= slope * __builtin_fabsf(first + static_cast<float>(j));
-    }
-  }
-  if (bias.by_distance == nullptr) return;
-  // Distances below the least one of the table, those that it has, and those above.
-  const int64_t most = bias.max_distance;
-  const auto begin = static_cast<int>(larger(0, smaller(n, -most - distance)));
-  const auto end = static_cast<int>(larger(begin, smaller(n, most + 1 - distance)));
-  const float* numbers = bias.by_distance + head * bias.by_distance_head_stride;
-  for (int j = 0; j < begin; ++j) sums[j] += numbers[-most];
-  add_numbers(numbers + distance + begin, 1, end - begin, sums + begin);
-  for (int j = end; j < n; ++j) sums[j] += numbers[most];
 }
 
 /// Makes scores of keys first + begin to first + end, multiples of kKeyGranule, scale * score +
@@ -163,15 +156,10 @@ inline void finish_scores(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t key
 ) {
   if (!sees(tile.seen, token, key)) return false;
-  const TileBias& bias = tile.bias;
-  const float hidden = -__builtin_inff();
-  if (bias.numbers != nullptr) {
-    float number[kLanes] = {};
-    add_numbers(bias, token, head, key, 1, number);
-    if (number[0] == hidden) return false;
-  }
-  if (bias.by_distance == nullptr) return true;
-  return number_at(bias, head, distance_to(tile, token, key)) != hidden;
+  if (!bias_may_hide(tile)) return true;
+  float bias[1 + kLanes] = {};
+  add_biases(tile, token, head, key, 1, bias);
+  return !(bias[0] < -__FLT_MAX__);
 }
 
 }  // namespace

@@ -9,12 +9,6 @@
 
 namespace cpattn {
 
-/// The new tokens of a sequence, and its keys: they stand at the last of these.
-struct SequenceLens {
-  int64_t q_len = 0;
-  int64_t kv_len = 0;
-};
-
 /// Sets left, right and mask of a batch whose segments are there. A segment has tokens of
 /// sequences[segment.table_row]; their positions say which rows of its mask they have. Throws
 /// std::invalid_argument, naming `function`, for options that exclude each other, and a mask of

@@ -109,27 +109,45 @@ void check_slopes(
   }
 }
 
-/// Checks that rows and keys of a batch have positions.
-void check_positions(const char* function, const ScoreBias& bias, const AttentionBatch& batch) {
-  const auto check_list = [&](const char* name, const TensorView& positions) {
-    check_dtype(function, name, positions.dtype, DType::int32);
-    check_rows(function, name, positions, {positions.shape[0]});
-  };
-  check_list("token_positions", *bias.token_positions);
-  check_list("key_positions", *bias.key_positions);
-  for (const AttentionSegment& segment : batch.segments) {
-    if (segment.q_len == 0) continue;
-    check(
-        segment.q_begin + segment.q_len <= bias.token_positions->shape[0], function,
-        ": token_positions must have one for each row of q, got ", bias.token_positions->shape[0]
-    );
-    check(
-        segment.table_row < std::ssize(bias.first_key) && bias.first_key[segment.table_row] >= 0 &&
-            bias.first_key[segment.table_row] + segment.kv_len <= bias.key_positions->shape[0],
-        function, ": key_positions must have those of sequence ", segment.table_row, ", got ",
-        bias.key_positions->shape[0]
-    );
+/// What a batch reads of its sequences, after checking that its rows and keys have positions.
+std::vector<SequenceLens> placed_lens(
+    const char* function, const BiasPositions& positions, const AttentionBatch& batch
+) {
+  for (const auto& [name, tensor] :
+       {std::pair{"token_positions", &positions.tokens}, {"key_positions", &positions.keys}}) {
+    check_dtype(function, name, tensor->dtype, DType::int32);
+    check_rows(function, name, *tensor, {tensor->shape[0]});
   }
+  const int64_t num_parts = std::ssize(batch.pages.indptr) - 1;
+  check(
+      std::ssize(positions.first_key) == num_parts && std::ssize(positions.sequences) == num_parts,
+      function, ": first_key and sequences must have ", num_parts, " entries, got ",
+      positions.first_key.size(), " and ", positions.sequences.size()
+  );
+  std::vector<SequenceLens> lens(positions.first_positions.size());
+  for (const AttentionSegment& segment : batch.segments) {
+    if (segment.q_len == 0 || segment.kv_len == 0) continue;
+    const int64_t first_key = positions.first_key[segment.table_row];
+    const int64_t sequence = positions.sequences[segment.table_row];
+    check(
+        segment.q_begin + segment.q_len <= positions.tokens.shape[0] && first_key >= 0 &&
+            first_key + segment.kv_len <= positions.keys.shape[0] && sequence >= 0 &&
+            sequence < std::ssize(lens),
+        function, ": positions must be those of all rows and keys, got ", positions.tokens.shape[0],
+        " and ", positions.keys.shape[0], " in ", lens.size(), " sequences"
+    );
+    const int32_t* tokens = positions.tokens.as<int32_t>() + segment.q_begin;
+    const auto [least, most] = std::minmax_element(tokens, tokens + segment.q_len);
+    const int64_t first_position = positions.first_positions[sequence];
+    check(
+        *least >= first_position, function, ": token_positions must be from ", first_position,
+        " on in sequence ", sequence, ", got ", *least
+    );
+    const int64_t last_key = positions.keys.as<int32_t>()[first_key + segment.kv_len - 1];
+    lens[sequence].q_len = std::max(lens[sequence].q_len, *most - first_position + 1);
+    lens[sequence].kv_len = std::max(lens[sequence].kv_len, last_key + 1);
+  }
+  return lens;
 }
 
 /// The stride of an axis; 0 for one of length 1.
@@ -153,8 +171,8 @@ void check_bias(
   if (bias.alibi_slopes) {
     check_slopes(function, *bias.alibi_slopes, num_heads, std::ssize(sequences));
   }
-  if (!bias.relative) return;
-  const TensorView& table = *bias.relative;
+  if (!bias.relative_bias) return;
+  const TensorView& table = *bias.relative_bias;
   check_dtype(function, "relative_bias", table.dtype, DType::float32);
   check_tensor(function, "relative_bias", table, 2);
   check(
@@ -164,7 +182,12 @@ void check_bias(
 }
 
 void check_bias(const char* function, const ScoreBias& bias, const AttentionBatch& batch) {
-  if (bias.numbers.empty() && !bias.of_each_sequence && !bias.alibi_slopes && !bias.relative) {
+  if (bias.numbers.empty() && !bias.of_each_sequence && !bias.alibi_slopes && !bias.relative_bias) {
+    return;
+  }
+  if (bias.positions) {
+    const int64_t num_heads = batch.shape.num_heads;
+    check_bias(function, bias, num_heads, placed_lens(function, *bias.positions, batch));
     return;
   }
   std::vector<SequenceLens> read(batch.pages.indptr.size() - 1);
@@ -176,7 +199,6 @@ void check_bias(const char* function, const ScoreBias& bias, const AttentionBatc
     lens.kv_len = std::max(lens.kv_len, segment.kv_len);
   }
   check_bias(function, bias, batch.shape.num_heads, read);
-  if (bias.key_positions) check_positions(function, bias, batch);
 }
 
 kernels::TileBias tile_bias(
@@ -184,33 +206,40 @@ kernels::TileBias tile_bias(
 ) {
   kernels::TileBias tile;
   const AttentionSegment& segment = batch.segments[item.segment];
+  int64_t sequence = segment.table_row;
+  int64_t first_token = segment.first_token + item.first_token * segment.position_step;
+  int64_t token_step = segment.position_step;
+  if (bias.positions) {
+    const BiasPositions& positions = *bias.positions;
+    tile.token_positions = positions.tokens.as<int32_t>() + segment.q_begin + item.first_token;
+    tile.key_positions = positions.keys.as<int32_t>() + positions.first_key[sequence];
+    sequence = positions.sequences[sequence];
+    tile.first_position = positions.first_positions[sequence];
+    first_token = 0;
+    token_step = 1;
+  }
   if (!bias.numbers.empty()) {
-    const TensorView& tensor = bias.numbers[bias.of_each_sequence ? segment.table_row : 0];
+    const TensorView& tensor = bias.numbers[bias.of_each_sequence ? sequence : 0];
     const int heads = tensor.rank - 3;
     tile.type = element_type("", "", tensor.dtype);
     tile.head_stride = broadcast_stride(tensor, heads);
     const int64_t token_stride = broadcast_stride(tensor, heads + 1);
-    tile.token_stride = token_stride * segment.position_step;
+    tile.token_stride = token_stride * token_step;
     tile.key_stride = broadcast_stride(tensor, heads + 2);
-    int64_t offset = item.first_head * tile.head_stride + segment.first_token * token_stride +
-                     item.first_token * tile.token_stride;
-    if (heads > 0) offset += segment.table_row * broadcast_stride(tensor, 0);
+    int64_t offset = item.first_head * tile.head_stride + first_token * token_stride;
+    if (heads > 0) offset += sequence * broadcast_stride(tensor, 0);
     tile.numbers = static_cast<const char*>(tensor.data) + offset * element_size(tensor.dtype);
   }
   if (bias.alibi_slopes) {
     const TensorView& slopes = *bias.alibi_slopes;
-    const int64_t of_sequence = slopes.rank == 2 ? segment.table_row * slopes.strides[0] : 0;
-    tile.slopes = slopes.as<float>() + of_sequence + item.first_head;
+    const int64_t of_sequence = slopes.rank == 2 ? sequence * slopes.strides[0] : 0;
+    tile.alibi_slopes = slopes.as<float>() + of_sequence + item.first_head;
   }
-  if (bias.relative) {
-    const TensorView& table = *bias.relative;
+  if (bias.relative_bias) {
+    const TensorView& table = *bias.relative_bias;
     tile.max_distance = table.shape[1] / 2;
-    tile.by_distance_head_stride = table.strides[0];
-    tile.by_distance = table.as<float>() + item.first_head * table.strides[0] + tile.max_distance;
-  }
-  if (bias.key_positions) {
-    tile.token_positions = bias.token_positions->as<int32_t>() + segment.q_begin + item.first_token;
-    tile.key_positions = bias.key_positions->as<int32_t>() + bias.first_key[segment.table_row];
+    tile.relative_bias_head_stride = table.strides[0];
+    tile.relative_bias = table.as<float>() + item.first_head * table.strides[0] + tile.max_distance;
   }
   return tile;
 }

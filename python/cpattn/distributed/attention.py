@@ -89,8 +89,11 @@ class RankAttention(HostCalls):
         softcap : float
             0 for none, else from 1e-37 to 1e37.
         bias, alibi_slopes, relative_bias : optional
-            Added to scores, as in `cpattn.do_cp_attn_fia`; `bias` for pools that are whole on each
-            rank, without `k_local`.
+            Added to scores, as in `cpattn.do_cp_attn_fia`. Every rank is given the same: `bias` is
+            of the whole sequences, a row for each new token, padding tokens included, and a column
+            for each key. It is read in place and never sent. Over whole pools and by "gather" and
+            "ring" a rank reads the rows of its own tokens alone, so others may hold anything. Ranks
+            compare shapes and dtypes of `bias`, not its numbers.
         sinks : tensor [num_heads], float32, optional
             One logit per head that takes weight but has no value: once, whatever the ranks.
         q_rope, k_rope : tensors [>= num_local_rows, num_heads, rope_dim], as `k_cache`, optional
@@ -133,16 +136,11 @@ class RankAttention(HostCalls):
         """
         options = AttentionOptions(
             scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype,
-            alibi_slopes=alibi_slopes, relative_bias=relative_bias,
+            bias=bias, alibi_slopes=alibi_slopes, relative_bias=relative_bias,
         )  # fmt: skip
         if prefetched is not None and not isinstance(plan, ShardedPlan):
             raise ValueError("ContextParallel.attend: prefetched needs a plan of sharded pools")
         if isinstance(plan, ShardedPlan) or k_local is not None or v_local is not None:
-            if bias is not None:
-                raise ValueError(
-                    "ContextParallel.attend: bias needs pools that are whole on each rank, and new "
-                    "keys written by write_kv"
-                )
             arguments = LayerArguments(
                 q_local, k_cache, v_cache, k_local, v_local, q_rope, k_rope, v_head_dim, out,
                 return_lse,

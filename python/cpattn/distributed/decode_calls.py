@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._arguments import at_least, flag
-from .._types import Window
+from .._types import ScoreBias, Window
 from ..kv import Placement
 from ..profiling.calls import announced
 from .layers.choice import choose_state_exchange
@@ -101,6 +101,7 @@ class DecodeCalls:
         causal: bool = True,
         window: Window = None,
         softcap: float = 0.0,
+        bias: ScoreBias = None,
         alibi_slopes: torch.Tensor | None = None,
         relative_bias: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -132,8 +133,8 @@ class DecodeCalls:
         k_shard, v_shard : tensors of the dtype of q, or of codes of 8 bits
             This rank's pools, as for ``write_kv``, which comes first. Without `v_shard` (None) the
             first `v_head_dim` elements of the keys are the values.
-        scale, causal, window, softcap, alibi_slopes, relative_bias, sinks, q_rope, k_rope
-            As of ``attend``; biases are those of all heads.
+        scale, causal, window, softcap, bias, alibi_slopes, relative_bias, sinks, q_rope, k_rope
+            As of ``attend``; biases are those of all heads and queries.
         v_head_dim, k_scale, v_scale, kv_dtype
             As of ``attend``.
         batch_invariant : bool
@@ -177,7 +178,7 @@ class DecodeCalls:
             return_lse = flag(return_lse, "ContextParallel.decode", "return_lse")
             options = AttentionOptions(
                 scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype, batch_invariant,
-                alibi_slopes, relative_bias,
+                bias, alibi_slopes, relative_bias,
             )  # fmt: skip
             queries, q_ropes = q, q_rope
             if num_heads is not None:
@@ -187,7 +188,7 @@ class DecodeCalls:
                     _check_rows("decode", "q_rope", q_rope, plan)
             inputs = checked_inputs(
                 "decode",
-                len(plan.batch.shares.kv_lens),
+                plan.batch.tokens,
                 options,
                 queries,
                 k_shard,

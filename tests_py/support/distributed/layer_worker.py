@@ -103,6 +103,14 @@ def _layers() -> dict[str, Layer]:
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
     table, slopes = tensors(5, (HEADS, 33), (len(EXTENDS), HEADS))
     table[:, 0] = -torch.inf  # which hides what is far behind
+    (numbers,) = tensors(6, (len(EXTENDS), HEADS, max(EXTENDS), max(LENGTHS)))
+    numbers[..., ::5] = -torch.inf
+    numbers[0, :, 3:6, PAGE:] = -torch.inf  # all keys but those of one page
+    numbers[2, :, 5:7] = -torch.inf  # all keys
+    of_each = [
+        x[:1, :new, :length].to(torch.bfloat16)
+        for x, new, length in zip(numbers, EXTENDS, LENGTHS, strict=True)
+    ]
     padded = {"custom_mask": torch.from_numpy(dense(random_masks())), "num_tokens": 50}
     found = {
         "plain": plain,
@@ -115,6 +123,13 @@ def _layers() -> dict[str, Layer]:
             plain, attend={"alibi_slopes": slopes, "window": (20, 9), "causal": False}
         ),
         "relative bias": replace(plain, attend={"relative_bias": table, "alibi_slopes": -slopes}),
+        "bias, sinks, padding": replace(
+            plain, attend={"bias": numbers, "sinks": sinks}, plan={"num_tokens": 50}
+        ),
+        "bias of each, alibi, window": replace(
+            plain,
+            attend={"bias": of_each, "alibi_slopes": slopes, "window": (20, 9), "causal": False},
+        ),
         "softcap": replace(plain, attend={"softcap": 2.0}),
         "not causal": replace(plain, attend={"causal": False}),
         "mask": replace(plain, plan={"custom_mask": dense(random_masks())}),
@@ -188,6 +203,7 @@ class Rank:
             options["placement"] = PLACEMENTS[run.placement](dist.get_world_size(), PAGE)
             options["exchange"] = run.exchange
         self.layer = LAYERS[run.name]
+        self.reads_own = run.placement is None or run.exchange in ("gather", "ring")
         self.cp = ContextParallel(group or dist.group.WORLD, **options)
         self.plan = self.cp.plan(
             EXTENDS, LENGTHS, block_tables=self.layer.tables, **self.layer.plan
@@ -212,6 +228,16 @@ class Rank:
                 pool[NEW_SLOTS] = unread(pool)
         return [None if pool is None else self.held(pool) for pool in pools]
 
+    def own_numbers(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return a bias with the rows of this rank's tokens alone."""
+        metadata = self.plan.metadata
+        requests = torch.tensor(metadata.query_request_indices, dtype=torch.int64)
+        ends = torch.tensor(metadata.query_cache_lengths, dtype=torch.int64)
+        rows = ends - 1 - torch.tensor(PREFIXES)[requests]
+        own = torch.full_like(bias, torch.nan)
+        own[requests, :, rows] = bias[requests, :, rows]
+        return own
+
     def attend(
         self, layer: Layer, *, writes: bool = False, pools: Any = None, prefetched: Any = None
     ) -> list[torch.Tensor]:
@@ -222,6 +248,8 @@ class Rank:
         for name in ("k_scale", "v_scale"):
             if name in options and options[name].ndim > 1:
                 options[name] = self.held(options[name])
+        if isinstance(options.get("bias"), torch.Tensor) and self.reads_own:
+            options["bias"] = self.own_numbers(options["bias"])
         if pools[2] is not None:
             self.cp.write_kv(self.plan, new[2], None, pools[2], None)
             options |= {"q_rope": self.rows(layer.q_rope), "k_rope": pools[2]}

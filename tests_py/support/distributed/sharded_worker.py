@@ -137,8 +137,17 @@ class Step:
         of_heads = {
             "sinks": torch.linspace(-1, 2, self.num_heads),
             "alibi_slopes": torch.linspace(0.1, 1, self.num_heads),
+            "bias": self.bias(),
         }
         return {name: of_heads.get(name, value) for name, value in self.options}
+
+    def bias(self) -> torch.Tensor:
+        """Make numbers, of which the last query of a request has one for its first page alone."""
+        shape = len(self.q_lens), self.num_heads, max(self.q_lens), max(self.kv_lens)
+        numbers = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+        for of_request, n in zip(numbers, self.q_lens, strict=True):
+            of_request[:, max(n - 1, 0) : n, self.page_size :] = -torch.inf
+        return numbers
 
     def inputs(self) -> dict[str, Any]:
         """Make the inputs of `paged_attention` over pools that hold everything."""

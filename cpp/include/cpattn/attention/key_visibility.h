@@ -10,6 +10,12 @@
 
 namespace cpattn {
 
+/// The new tokens of a sequence, and its keys: they stand at the last of these.
+struct SequenceLens {
+  int64_t q_len = 0;
+  int64_t kv_len = 0;
+};
+
 /// Conditions of what a token at position p of its sequence sees: each key j that meets them all.
 ///
 /// A mask has a row for each new token of a sequence, with a value for each of its keys, cached

@@ -3,11 +3,22 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
+#include "cpattn/attention/key_visibility.h"
 #include "cpattn/base/tensor_view.h"
 
 namespace cpattn {
+
+/// Where tokens and keys of a batch stand, of which a row of the page table has a part of the keys
+/// of its sequence, which are no neighbours.
+struct BiasPositions {
+  TensorView tokens, keys;               // int32: of each row of q; of keys, ascending in each part
+  std::vector<int64_t> first_key;        // of each part among the keys
+  std::vector<int64_t> sequences;        // of which each part is
+  std::vector<int64_t> first_positions;  // of each sequence: that of its first new token
+};
 
 /// Describes what is added to the score of a key j for a token at position p of its sequence, after
 /// scale and softcap: the sum of what is given. A key for which it is -inf is not seen. Sums of
@@ -23,11 +34,18 @@ struct ScoreBias {
   std::optional<TensorView> alibi_slopes;
   /// float32 [num_heads, 2 * m + 1]: number m + j - p, j - p being clamped to [-m, m], as the
   /// buckets of T5 are after their lookup.
-  std::optional<TensorView> relative;
-  /// Positions p and j of the last two, where keys of a sequence are no neighbours: int32, of each
-  /// row of q, and of the keys, those of sequence i from first_key[i] on.
-  std::optional<TensorView> token_positions, key_positions;
-  std::vector<int64_t> first_key;
+  std::optional<TensorView> relative_bias;
+  /// Where a batch has parts of sequences; the tensors above are of whole ones.
+  std::optional<BiasPositions> positions;
 };
+
+/// Checks the shapes and dtypes of a bias of sequences, and that slopes are finite. Throws
+/// std::invalid_argument, which names `function` and the argument.
+void check_bias(
+    const char* function,
+    const ScoreBias& bias,
+    int64_t num_heads,
+    std::span<const SequenceLens> sequences
+);
 
 }  // namespace cpattn

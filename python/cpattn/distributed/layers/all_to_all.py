@@ -182,6 +182,7 @@ def _attend_tokens(
         page_size=plan.page_size,
         causal=options.causal,
         window=options.window,
+        bias=options.bias,
         alibi_slopes=options.alibi_slopes,
         relative_bias=options.relative_bias,
         sinks=options.sinks,

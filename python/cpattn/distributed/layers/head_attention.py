@@ -54,6 +54,7 @@ class HeadOutputs:
             causal=options.causal,
             window=options.window,
             softcap=options.softcap,
+            bias=options.bias,
             alibi_slopes=options.alibi_slopes,
             relative_bias=options.relative_bias,
             sinks=options.sinks,

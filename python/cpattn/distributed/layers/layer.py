@@ -104,7 +104,7 @@ def checked_layer(
     own = slice(0, plan.num_local_rows)
     caches = arguments.k_cache, arguments.v_cache
     inputs = checked_inputs(
-        "attend", len(plan.block_tables), options, q[own], *caches, arguments.v_head_dim,
+        "attend", plan.tokens, options, q[own], *caches, arguments.v_head_dim,
         None if q_rope is None else q_rope[own], arguments.k_rope,
     )  # fmt: skip
     _check_pool(plan, inputs)

@@ -13,11 +13,12 @@ import torch
 from ... import _core
 from ..._arguments import key_window
 from ..._containers import need_scales
-from ..._types import Window
+from ..._types import ScoreBias, Window
 from ...attention import default_scale
 from ...merge import merge_states
 from ..plans.heads import LayerSizes
 from ..plans.sequence_calls import Positions, SequenceCall
+from ..plans.tokens import NewTokens
 from ..transport.terms import digest, term
 from .shard_keys import ShardKeys, slots_of
 
@@ -37,6 +38,7 @@ class AttentionOptions:
     v_scale: Any = None
     kv_dtype: str | None = None
     batch_invariant: bool = True
+    bias: ScoreBias = None
     alibi_slopes: torch.Tensor | None = None
     relative_bias: torch.Tensor | None = None
 
@@ -58,6 +60,7 @@ class AttentionOptions:
             k_scale=head_scale(self.k_scale, heads),
             v_scale=head_scale(self.v_scale, heads),
             sinks=None if sinks is None else sinks[q_heads].contiguous(),
+            bias=_bias_of_heads(self.bias, q_heads),
             alibi_slopes=None if slopes is None else slopes[..., q_heads],
             relative_bias=None if table is None else table[q_heads],
         )
@@ -66,15 +69,13 @@ class AttentionOptions:
         self, call: SequenceCall, made_positions: Callable[[], Positions]
     ) -> tuple[Any, ...] | None:
         """Return what a call over the keys of one rank adds to scores."""
-        slopes, table = self.alibi_slopes, self.relative_bias
-        if slopes is None and table is None:
+        given = self.bias, self.alibi_slopes, self.relative_bias
+        if all(x is None for x in given):
             return None
         positions = made_positions()
-        if slopes is not None and slopes.ndim == 2:
-            slopes = slopes[torch.from_numpy(call.requests)]
         tokens = positions.tokens[call.rows.numpy()]
         first_key = positions.begins[call.requests] + call.first_key
-        return None, slopes, table, tokens, positions.keys, first_key
+        return *given, (tokens, positions.keys, first_key, call.requests, positions.first)
 
     def scalars(self) -> dict[str, Any]:
         """Return the options of `paged_attention` that do not concern which keys are seen."""
@@ -139,13 +140,25 @@ class ShardInputs(ShardKeys):
             for x in (o.sinks, o.alibi_slopes, o.relative_bias)
         ]
         shapes_of_heads = [x.shape for x in of_heads]
-        return digest(repr((values, shapes_of_heads)).encode(), *of_heads)
+        bias = [(x.dtype, x.shape) for x in _tensors_of(o.bias)]
+        return digest(repr((values, shapes_of_heads, bias)).encode(), *of_heads)
 
 
 def _numbers(scale: Any) -> tuple[float, ...] | None:
     if scale is None:
         return None
     return tuple(torch.as_tensor(scale, dtype=torch.float32).flatten().tolist())
+
+
+def _tensors_of(bias: Any) -> Sequence[Any]:
+    """Return the tensors of a bias: of each sequence, or one of all."""
+    return bias if isinstance(bias, list | tuple) else [] if bias is None else [bias]
+
+
+def _bias_of_heads(bias: Any, heads: slice) -> Any:
+    """Return the numbers of some query heads; those of all heads count for each."""
+    parts = [x if x.shape[-3] == 1 else x[..., heads, :, :] for x in _tensors_of(bias)]
+    return parts if isinstance(bias, list | tuple) else parts[0] if parts else None
 
 
 def head_scale(scale: Any, heads: slice) -> Any:
@@ -161,7 +174,7 @@ def head_scale(scale: Any, heads: slice) -> Any:
 
 def checked_inputs(
     call: str,
-    num_requests: int,
+    tokens: NewTokens,
     options: AttentionOptions,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -202,24 +215,15 @@ def checked_inputs(
         k_scale=_slot_scale(options.k_scale),
         v_scale=_slot_scale(options.v_scale),
     )
-    slopes, rows = options.alibi_slopes, 1
-    if slopes is not None and getattr(slopes, "ndim", 0) == 2:
-        rows = len(slopes)
-        if rows != num_requests:
-            raise ValueError(
-                f"ContextParallel.{call}: alibi_slopes must have a row for each of {num_requests} "
-                f"requests, got {rows}"
-            )
-    zeros = np.zeros(rows, np.int64)
+    biases = options.bias, options.alibi_slopes, options.relative_bias
+    _core.check_bias(biases, q.shape[1], *tokens.padded_lens)
+    zeros = np.zeros(1, np.int64)
     nothing = SequenceCall(
         rows=torch.empty(0, dtype=torch.int64), q_lens=zeros,
-        kv_indptr=np.zeros(rows + 1, np.int64), kv_indices=zeros[:0], last_page_len=zeros,
+        kv_indptr=np.zeros(2, np.int64), kv_indices=zeros[:0], last_page_len=zeros,
         requests=zeros, first_key=zeros, page_size=1, causal=options.causal,
     )  # fmt: skip
-    paged_rows(
-        nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks,
-        biases=(None, slopes, options.relative_bias),
-    )  # fmt: skip
+    paged_rows(nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks)
     tensors: dict[str, Any] = {
         name: torch.as_tensor(x)
         for name in ("sinks", "alibi_slopes", "relative_bias")

@@ -142,8 +142,9 @@ class Ring:
 
     def _positions(self, share: int) -> Positions:
         """Return the positions of the queries, and of the keys of a share."""
-        tokens = self.plan.batch.rows.position[self.rows()].astype(np.int32)
-        return Positions(tokens, *self.shares.positions(share))
+        batch = self.plan.batch
+        tokens = batch.rows.position[self.rows()].astype(np.int32)
+        return Positions(tokens, *self.shares.positions(share), batch.tokens.first_positions)
 
     def _calls(self, share: int) -> list[SequenceCall]:
         """Return the calls by which queries see the keys of a share, made once for all layers."""

@@ -41,11 +41,12 @@ class Visibility:
 
 
 class Positions(NamedTuple):
-    """Positions between which biases count distances."""
+    """Positions by which biases are found."""
 
     tokens: NDArray[np.int32]  # of the queries
     keys: NDArray[np.int32]  # of a rank, request after request
     begins: Array  # of each request among the latter
+    first: Array  # of each request: that of its first new token, whose numbers come first
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,9 @@ class ShardedBatch:
 
     def first_seen(self, window: int | None) -> Array:
         """Return the first key of each request that a query sees; its length without queries."""
-        tokens, kv_lens = self.tokens, self.shares.kv_lens
-        first = kv_lens - tokens.q_lens  # the position of the first query
+        first = self.tokens.first_positions
         seen = np.zeros_like(first) if window is None else np.maximum(first - window, 0)
-        queries = tokens.q_lens.copy()
-        queries[-1:] += tokens.padding
-        return np.where(queries > 0, seen, kv_lens)
+        return np.where(self.tokens.padded_lens[0] > 0, seen, self.shares.kv_lens)
 
     def slots_of(self, rank: int) -> Array:
         """The row of a rank's pool for each new token, -1 for those of other ranks."""
@@ -101,7 +98,7 @@ class ShardedBatch:
     def positions(self, rank: int, rows: slice) -> Positions:
         """Return the positions of some rows, and of the keys of a rank."""
         tokens = self.tokens.rows_in(rows).position.astype(np.int32)
-        return Positions(tokens, *self.shares.positions(rank))
+        return Positions(tokens, *self.shares.positions(rank), self.tokens.first_positions)
 
 
 @dataclass(frozen=True)
@@ -299,12 +296,9 @@ def make_decode_plan(
 def _batch(tokens: NewTokens, mask: NDArray[np.uint8] | None, placement: Placement) -> ShardedBatch:
     row_mask = None
     if mask is not None:
-        q_lens = tokens.q_lens.copy()  # with padding tokens, which have bits, too
-        q_lens[-1] += tokens.padding
-        first_positions = tokens.pages.kv_lens - tokens.q_lens
-        row_bits = first_positions + q_lens
+        q_lens, row_bits = tokens.padded_lens  # of padding tokens, too
         sizes = -(-q_lens * row_bits // 8)
-        row_mask = RowMask(mask, np.cumsum(sizes) - sizes, row_bits, first_positions)
+        row_mask = RowMask(mask, np.cumsum(sizes) - sizes, row_bits, tokens.first_positions)
     return ShardedBatch(KeyShares(placement, tokens.pages), placement, tokens, row_mask)
 
 

@@ -51,6 +51,18 @@ class NewTokens:
         return self.given_slots
 
     @cached_property
+    def first_positions(self) -> Array:
+        """The position of the first new token of each request."""
+        return self.pages.kv_lens - self.q_lens
+
+    @cached_property
+    def padded_lens(self) -> tuple[Array, Array]:
+        """New tokens and keys of each request, padding counted as tokens of the last one."""
+        q_lens = self.q_lens.copy()
+        q_lens[-1:] += self.padding
+        return q_lens, self.first_positions + q_lens
+
+    @cached_property
     def gathered_rows(self) -> torch.Tensor:
         """The row of each token."""
         if self.metadata is None:
