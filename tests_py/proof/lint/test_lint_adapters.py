@@ -79,6 +79,11 @@ def test_plans_of_a_group_with_tables_and_slots():
         report = lint(from_plans([first, second], num_pages=3, window=window))
         assert report.findings == ()
         assert set(report.checked) >= DECIDED
+    both = {"causal": False, "window": (1, 1)}
+    assert kinds(from_plans([first, second], num_pages=3, **both)) == set()
+    masked = replace(first, packed_custom_mask=np.zeros(3, np.uint8))
+    with pytest.raises(NotUsable, match="plans must have no masks"):
+        from_plans([masked, second])
     slots = np.array([10, *second.slots[1:]])
     second = replace(second, tokens=replace(second.tokens, given_slots=slots))
     assert kinds(from_plans([first, second], num_pages=3)) == {"own-slot"}

@@ -14,7 +14,7 @@ pytest.importorskip("jsonschema")
 
 from cpattn_proof import lint
 from cpattn_proof.linting.adapters.decode import from_local_lens
-from support.proof.plans import document_of, kinds
+from support.proof.plans import batches, document_of, kinds
 
 NAMES = ("request", "row", "rows", "first", "keys", "step", "window", "window_right", "from")
 
@@ -131,6 +131,31 @@ def test_what_calls_show_is_what_queries_may_see(document, data):
     calls[name][call] = max(calls[name][call] + data.draw(st.sampled_from([-1, 1, 4])), least)
     assert ("COV" in {found.invariant for found in lint(document, shrink=False).findings}) == (
         not is_covered(document)
+    )
+
+
+SIDES = st.none() | st.integers(0, 8)
+
+
+@given(batches(most_tokens=12), st.booleans(), st.tuples(SIDES, SIDES), st.data())
+def test_metadata_is_judged_by_the_window_that_attention_is_called_with(
+    batch, causal, window, data
+):
+    """A window may have two sides; a damaged call has the verdict of counting pairs."""
+    document = document_of(*batch, causal=causal, window=window)
+    assert is_covered({"attention": {}} | document)
+    report = lint(document, shrink=False)
+    assert report.findings == ()
+    assert "COV" in report.checked
+    ranks = [rank["segments"] for rank in document["ranks"] if rank["segments"]["row"]]
+    if not ranks:
+        return
+    calls = data.draw(st.sampled_from(ranks))
+    call = data.draw(st.integers(0, len(calls["row"]) - 1))
+    name = data.draw(st.sampled_from([n for n in ("keys", "window") if n in calls]))
+    calls[name][call] = max(calls[name][call] + data.draw(st.sampled_from([-1, 1, 4])), 0)
+    assert ("COV" in {found.invariant for found in lint(document, shrink=False).findings}) == (
+        not is_covered({"attention": {}} | document)
     )
 
 

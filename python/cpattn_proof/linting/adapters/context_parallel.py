@@ -15,6 +15,7 @@ from ...findings import NotUsable
 from ..document import SCHEMA
 from ..intervals import Ints, ints, offsets
 from .runs import requests_of, row_runs, tokens_of, write_runs
+from .windows import Window, pass_window
 
 
 def from_metadata(
@@ -22,7 +23,8 @@ def from_metadata(
     extend_lens: Sequence[int],
     prefix_lens: Sequence[int] | None = None,
     *,
-    window: int | None = None,
+    causal: bool = True,
+    window: Window = None,
 ) -> dict[str, Any]:
     """Make a document of the metadata of all ranks, in their order.
 
@@ -32,9 +34,12 @@ def from_metadata(
         `ContextParallelMetadata`, or sglang's objects of the same fields.
     extend_lens, prefix_lens : ints [bs]
         New and cached tokens of each sequence; without the latter none are cached.
-    window : int, optional
-        Keys before its own that a query may see, which is also what attention is called with.
-        Where calls pass another window, or none, write it into ``segments`` of the document.
+    causal : bool
+        Whether attention is called with a causal mask; without it a query may see its sequence.
+    window : int or pair, optional
+        Keys before its own that a query may see, or before and behind, which is also what attention
+        is called with: of `do_cp_attn_fia`, whose rows stand where the metadata has them. Where
+        calls pass another window, or none, write it into ``segments`` of the document.
 
     Returns
     -------
@@ -67,28 +72,28 @@ def from_metadata(
     }
     if (restore := _restored(metadata[0], len(metadata))) is not None:
         document["restore"] = restore
-    if window is not None:
-        document["attention"] = {"window": window}
-        for part in document["ranks"]:
-            if "segments" in part:
-                part["segments"]["window"] = [window] * len(part["segments"]["keys"])
+    pass_window(document, window, causal=causal)
     return document
 
 
 def from_plans(
-    plans: Sequence[Any], num_pages: int | None = None, *, window: int | None = None
+    plans: Sequence[Any],
+    num_pages: int | None = None,
+    *,
+    causal: bool = True,
+    window: Window = None,
 ) -> dict[str, Any]:
     """Make a document of the plans of `ContextParallel.plan` of all ranks, with tables and slots.
 
     Parameters
     ----------
     plans : sequence of ContextParallelPlan
-        One of each rank, in their order.
+        One of each rank, in their order, without masks.
     num_pages : int, optional
         Of the pool; without it, bounds of pages are not checked.
-    window : int, optional
-        As `from_metadata`: what `ContextParallel.attend` is called with. Pages wholly before it
-        need not exist.
+    causal, window
+        As `from_metadata`: what `ContextParallel.attend` is called with. Pages wholly before the
+        window need not exist.
 
     Returns
     -------
@@ -98,13 +103,17 @@ def from_plans(
     Raises
     ------
     NotUsable
-        As `from_metadata`.
+        As `from_metadata`, and if plans have masks.
     """
+    if plans[0].packed_custom_mask is not None:
+        raise NotUsable("from_plans: plans must have no masks")
     prefix = ints(plans[0].metadata.prefix_lens)
     owners = [ints(plan.metadata.query_request_indices) for plan in plans]
     extend = ints(np.bincount(np.concatenate(owners), minlength=len(prefix)))
     metadata = [plan.metadata for plan in plans]
-    document = from_metadata(metadata, extend.tolist(), prefix.tolist(), window=window)
+    document = from_metadata(
+        metadata, extend.tolist(), prefix.tolist(), causal=causal, window=window
+    )
     document["cache"] = {
         "page_size": plans[0].page_size,
         "tables": np.asarray(plans[0].block_tables).tolist(),

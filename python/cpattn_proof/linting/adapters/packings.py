@@ -12,6 +12,7 @@ from ...findings import NotUsable
 from ..document import SCHEMA
 from ..intervals import Ints, ints, offsets
 from .runs import requests_of, row_runs, tokens_of
+from .windows import pass_window
 
 
 def from_llama3(
@@ -72,11 +73,8 @@ def from_llama3(
         })  # fmt: skip
         begin += int(q[-1])
     document = {"schema": SCHEMA, "requests": requests_of(extend, prefix), "ranks": parts}
-    if window is None:
-        return document
-    for part in parts:
-        part["segments"]["window"] = [window] * len(part["segments"]["keys"])
-    return document | {"attention": {"window": window}}
+    pass_window(document, window, causal=True)
+    return document
 
 
 def from_zigzag_ring(

@@ -12,6 +12,7 @@ from ...findings import NotUsable
 from ..document import SCHEMA
 from ..intervals import Ints, ints, offsets
 from .runs import requests_of, tokens_of, write_runs
+from .windows import pass_window
 
 
 def from_segments(
@@ -99,10 +100,7 @@ def from_segments(
         owner, position = tokens_of(padded_gather_idx, extend, prefix)
         for part in document["ranks"]:
             part["writes"] = write_runs(owner, position, gathered_slots)
-    if window is not None:
-        document["attention"] = {"window": window}
-        for part in document["ranks"]:
-            part["segments"]["window"] = [window] * len(part["segments"]["keys"])
+    pass_window(document, window, causal=True)
     return document
 
 

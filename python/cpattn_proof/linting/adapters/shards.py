@@ -19,6 +19,7 @@ from ..intervals import Ints, ints, offsets
 from .context_parallel import from_metadata
 from .runs import requests_of, row_runs, tokens_of, write_runs
 from .selections import from_topk
+from .windows import Window, attention_rule
 
 MOST_PAIRS = 4_000_000  # of a query and a key that a document is made of
 _Calls = Sequence[tuple[int, Any]]
@@ -85,7 +86,7 @@ def from_sharded_plans(
     num_pages: int | None = None,
     *,
     causal: bool = True,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: Window = None,
 ) -> dict[str, Any]:
     """Make a document of the plans of all ranks of a `ContextParallel` with a placement.
 
@@ -149,8 +150,7 @@ def from_sharded_plans(
     document["cache"] = _cache(tables, plans[0].page_size, num_pages)
     left, right = window if isinstance(window, tuple) else (window, None)
     sides = None if left is None and right is None else (left, right)
-    rule = {"causal": causal, "window": left, "window_right": None if causal else right}
-    document["attention"] = {name: value for name, value in rule.items() if value is not None}
+    document["attention"] = attention_rule(window, causal=causal)
     batch = tokens_of(np.arange(int(extend.sum())), extend, prefix)
     slots = _Slots(tables, lengths, plans[0].page_size)
     owners = range(plans[0].placement.shard_size)
