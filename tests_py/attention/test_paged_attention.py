@@ -104,6 +104,22 @@ def test_what_a_row_does_not_see_never_matters(isa, dtype, value):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_that_a_bias_hides_change_no_bit(isa, dtype):
+    """A row has the bits that it has where a row nearby sees them."""
+    inputs = make_inputs(DEFAULT.with_(q_lens=(48,), kv_lens=(1100,), dtype=dtype))
+    bias = np.full((1, 1, 48, 1100), -np.inf, np.float32)
+    bias[..., 560:590] = 0
+    inputs |= {"causal": False, "bias": bias}
+    alone = run(inputs)
+    assert_attention(*alone, inputs)
+    near = bias.copy()
+    near[:, :, ::6] = 0
+    others = np.arange(48) % 6 > 0
+    for x, same in zip(run(inputs | {"bias": near}), alone, strict=True):
+        assert torch.equal(x[others], same[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_large_logits_do_not_overflow(isa, dtype):
     case = DEFAULT.with_(q_lens=(8,), kv_lens=(70,), dtype=dtype, options={"scale": 1.0})
     inputs = make_inputs(case)

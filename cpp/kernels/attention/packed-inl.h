@@ -187,7 +187,9 @@ class PackedLoop {
     int begin = static_cast<int>(larger(0, seen_first.begin - first)) / kKeyGranule * kKeyGranule;
     int end = round_up(static_cast<int>(smaller(n, seen_last.end - first)), kKeyGranule);
     drop_hidden(tile_.seen, first_token, end_token, first, begin, end);
-    if (begin >= end) return;
+    if (begin >= end || (bias_may_hide(tile_) && hidden_by_biases(row, count, first, begin, end))) {
+      return;
+    }
 
     const int64_t flops_per_dim = int64_t{2} * count * (end - begin);
     mark(tile_.hooks, kMarkQk, flops_per_dim * qk_dim_);
@@ -227,6 +229,17 @@ class PackedLoop {
         add_special_value(row, count, first, key, block_.special_value(i), output);
       }
     }
+  }
+
+  /// Whether biases hide the keys of a chunk from rows [row, row + count) of the head: of others
+  /// this is known from the first keys of the first row.
+  bool hidden_by_biases(int row, int count, int64_t first, int begin, int end) const {
+    for (int i = row; i < row + count; ++i) {
+      if (!biases_hide(tile_, i / tile_.group, head_of(i), first, begin, end)) {
+        return false;
+      }
+    }
+    return true;
   }
 
   /// O += P V for a key that was packed as zeros, in the rows that see it.

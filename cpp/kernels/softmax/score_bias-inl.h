@@ -94,6 +94,34 @@ inline void add_biases(
   }
 }
 
+/// Sets the biases of a row for kKeyGranule keys from `key` on, behind which kLanes floats are
+/// writable. Returns which of them the row's window shows; those of the others are 0.
+inline KeyRange set_biases(
+    const AttentionTile& tile, int64_t token, int64_t head, int64_t key, float* biases
+) {
+  const KeyRange seen = visible_keys(tile.seen, token);
+  const int64_t from = larger(0, smaller(kKeyGranule, seen.begin - key));
+  const int64_t to = larger(from, smaller(kKeyGranule, seen.end - key));
+  __builtin_memset(biases, 0, sizeof(float) * (kKeyGranule + kLanes));
+  add_biases(tile, token, head, key + from, static_cast<int>(to - from), biases + from);
+  return {from, to};
+}
+
+/// Whether biases hide keys first + begin to first + end, multiples of kKeyGranule, from a row, as
+/// far as its window shows them.
+[[gnu::noinline]] inline bool biases_hide(
+    const AttentionTile& tile, int64_t token, int64_t head, int64_t first, int begin, int end
+) {
+  float biases[kKeyGranule + kLanes];
+  for (; begin < end; begin += kKeyGranule) {
+    const KeyRange shown = set_biases(tile, token, head, first + begin, biases);
+    for (int64_t j = shown.begin; j < shown.end; ++j) {
+      if (!(biases[j] < -__FLT_MAX__)) return false;
+    }
+  }
+  return true;
+}
+
 /// Makes scores of keys first + begin to first + end, multiples of kKeyGranule, scale * score +
 /// bias; -inf, whatever the score is, where the bias is. What the row's window hides becomes
 /// anything.
@@ -111,13 +139,9 @@ inline void add_biases(
   const Vector hidden = splat(-__builtin_inff());
   const Vector least = splat(-__FLT_MAX__);
   const Vector lowest = splat(-1e38F);
-  const KeyRange seen = visible_keys(tile.seen, token);
+  float biases[kKeyGranule + kLanes];
   for (; begin < end; begin += kKeyGranule) {
-    float biases[kKeyGranule + kLanes] = {};
-    const int64_t key = first + begin;
-    const int from = static_cast<int>(larger(0, smaller(kKeyGranule, seen.begin - key)));
-    const int to = static_cast<int>(larger(from, smaller(kKeyGranule, seen.end - key)));
-    add_biases(tile, token, head, key + from, to - from, biases + from);
+    set_biases(tile, token, head, first + begin, biases);
     for (int j = 0; j < kKeyGranule; j += kLanes) {
       const Vector bias = load(biases + j);
       // A score of finite numbers has a finite product with log2(e), however low they are.
