@@ -62,6 +62,9 @@ def test_packed_keys_are_those_of_the_plans(strategy, cp_size):
         AttentionLayer(window=0),
         AttentionLayer(window=100),
         AttentionLayer(num_heads=64, window=2000),
+        AttentionLayer(window=(100, 40)),
+        AttentionLayer(window=(None, 700)),
+        AttentionLayer(window=(None, None)),
     ],
 )
 @pytest.mark.parametrize("cp_size", [1, 3])
@@ -71,9 +74,13 @@ def test_items_are_those_of_attention_plans(batch, cp_size, layer):
     sizes = {name: getattr(layer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
     for rank, cp in enumerate(plans_of(batch, "zigzag", cp_size)):
         q_lens = cp.actual_seq_q_prev_list + cp.actual_seq_q_next_list
-        kv_lens = cp.kv_len_prev_list + cp.kv_len_next_list
+        own = kv_lens = cp.kv_len_prev_list + cp.kv_len_next_list
+        if layer.keys_behind:
+            kv_lens = 2 * batch[1]
         tables = np.zeros((len(q_lens), max(kv_lens)), np.int32)
         lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables}
+        lens["first_positions"] = np.subtract(own, q_lens)
+        lens["causal"] = not layer.keys_behind
         options = {"page_size": 1, "num_pages": 1, "window": layer.window, "batch_invariant": True}
         plan = cpattn.plan_attention(**lens, **sizes, **options)
         pairs = work.pairs[rank] * layer.num_heads
@@ -178,13 +185,16 @@ def rates(**changes):
         (lambda: AttentionLayer(head_dim=577), "head_dim must be at most 576, got 577"),
         (lambda: AttentionLayer(v_head_dim=592), "v_head_dim must be at most 576, got 592"),
         (lambda: AttentionLayer(head_dim=0), "head_dim must be >= 1, got 0"),
-        (lambda: AttentionLayer(window=-1), "window must be >= 0, got -1"),
+        (
+            lambda: AttentionLayer(window=-1),
+            "window must be >= 0 \\(0: a token sees itself\\), got -1",
+        ),
         (lambda: AttentionLayer(dtype="int8"), "one of float32, float16, bfloat16, got 'int8'"),
         (
             lambda: AttentionLayer(head_dim=64, v_head_dim=128, latent=True),
             "v_head_dim must be at most head_dim = 64 in a layer of latents, got 128",
         ),
-        (lambda: AttentionLayer(window=1.0), "window must be an integer, got 1.0"),
+        (lambda: AttentionLayer(window=1.0), "window must be an integer, got float"),
         (lambda: AttentionLayer(latent=1), "latent must be a bool, got int"),
         (lambda: AttentionLayer(num_heads=8.0), "num_heads must be an integer, got 8.0"),
         (lambda: AttentionLayer(head_dim=None), "head_dim must be an integer, got None"),

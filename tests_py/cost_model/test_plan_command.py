@@ -81,6 +81,11 @@ def test_windows_and_latents_are_of_the_layer(tmp_path):
         assert sum(record["sent_bytes"]) == 1000 * 1152
     output = plan("--cp-size=2", *sizes, *RATES).output
     assert "32 layers, window 100, latents" in " ".join(output.split())
+    sizes = ("--tokens=1000", "--window=100,all")
+    told = report(tmp_path / "plan.json", "--cp-size=2", *sizes, *RATES)
+    for record in told["predictions"]:
+        assert sum(record["pairs"]) == 1000 * 1000 - 899 * 900 // 2
+    assert "32 layers, window 100 and all" in " ".join(plan(*sizes, *RATES).output.split())
 
 
 def test_a_trace_is_batches_behind_its_cache(tmp_path):

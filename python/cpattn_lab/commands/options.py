@@ -33,6 +33,26 @@ class CpSizes(click.ParamType):  # type: ignore[type-arg]
         return sizes
 
 
+class KeyWindow(click.ParamType):  # type: ignore[type-arg]
+    """Keys before a token's own, or on both sides of it."""
+
+    name = "N | LEFT,RIGHT"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        texts = value.split(",")
+        sides = [None if text == "all" else parsed(int, text) for text in texts]
+        known = [
+            text == "all" or (side is not None and side >= 0)
+            for text, side in zip(texts, sides, strict=True)
+        ]
+        if len(sides) > 2 or not all(known):
+            rule = "must be keys before a token's own, or before and behind, as 128,64 or all,0"
+            self.fail(f"{rule}, got {shown(value)}", param, ctx)
+        return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+
+
 class MeshShape(click.ParamType):  # type: ignore[type-arg]
     """Ranks in two dimensions: rows on a ring, and ranks of a row."""
 

@@ -31,7 +31,7 @@ from .declarations import (
     option,
     write_file,
 )
-from .options import CpSizes, MeshShape
+from .options import CpSizes, KeyWindow, MeshShape
 
 _PLACEMENT = click.Choice(tuple(PLACEMENTS))
 _PLANNED_EXCHANGE = click.Choice((*EXCHANGES, "auto"))
@@ -96,7 +96,11 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @option("--dtype", "bfloat16", "Of queries, keys and values.", click.Choice(DTYPES[1:]))
 @option("--layers num_layers", 32, "Layers of the model.", MODEL_SIZE)
 @option("--page-size", 128, "Tokens in a page.", SIZE)
-@click.option("--window", type=Integer(0), help="Keys before its own that a token sees.")
+@click.option(
+    "--window",
+    type=KeyWindow(),
+    help="Keys before its own that a token sees, or before and behind, also all.",
+)
 @click.option("--latent", is_flag=True, help="Values are the start of keys, as in absorbed MLA.")
 @click.option("--calibrate", is_flag=True, help="Measure the rates here, in a few seconds.")
 @_of_rank(

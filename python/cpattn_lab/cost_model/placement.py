@@ -102,19 +102,20 @@ def first_seen(extends: Ints, seq_lens: Ints, most_keys: int) -> Ints:
 def pairs_by_owner(extends: Ints, seq_lens: Ints, layer: AttentionLayer, laid: Stripes) -> Ints:
     """[cp_size, bs]: pairs of any new token and a key that it sees and the rank keeps.
 
-    Key k is seen by the new tokens from ``max(k, prefix)`` up to, not including,
+    Key k is seen by the new tokens from ``max(k - keys_behind, prefix)`` up to, not including,
     ``min(k + most_keys, seq_len)``.
     """
     prefix, most = seq_lens - extends, layer.most_keys
     begin = first_seen(extends, seq_lens, most)
     capped = np.clip(seq_lens - most, begin, seq_lens)  # from here on the sequence ends first
-    middle = np.maximum(prefix, begin)
+    middle = np.clip(prefix + layer.keys_behind, begin, seq_lens)
     count_begin, count_end = laid.count_below(begin), laid.count_below(seq_lens)
     count_capped, sum_begin = laid.count_below(capped), laid.sum_below(begin)
     last = laid.sum_below(capped) - sum_begin + most * (count_capped - count_begin)
     last = last + seq_lens * (count_end - count_capped)
     first = prefix * (laid.count_below(middle) - count_begin)
     first = first + laid.sum_below(seq_lens) - laid.sum_below(middle)
+    first = first - layer.keys_behind * (count_end - laid.count_below(middle))
     return np.asarray(last - first)
 
 

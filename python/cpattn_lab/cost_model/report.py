@@ -208,7 +208,9 @@ def _plain(value: Any) -> Any:
 
 
 def _kind(layer: AttentionLayer) -> str:
-    window = "" if layer.window is None else f", window {layer.window:,}"
+    sides = layer.window if isinstance(layer.window, tuple) else (layer.window,)
+    shown = " and ".join("all" if side is None else f"{side:,}" for side in sides)
+    window = "" if layer.window is None else f", window {shown}"
     return f"{window}{', latents' if layer.latent else ''}"
 
 

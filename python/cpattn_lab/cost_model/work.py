@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpattn import _core
-from cpattn._arguments import flag
+from cpattn._arguments import flag, key_window
 from cpattn._limits import check_integer, check_kind, check_seq_lens
 from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
@@ -48,8 +48,9 @@ class AttentionLayer:
         At least 1.
     page_size : int
         Tokens of a page, at least 1.
-    window : int, optional
-        Keys before a token's own that it sees, under a causal mask; all by default.
+    window : int or (int or None, int or None), optional
+        Keys before a token's own that it sees, under a causal mask; or keys before and behind it
+        without one, None for all of a side. Default: all before it.
     latent : bool
         Whether values are the first `v_head_dim` elements of the keys, as in absorbed MLA: they
         are neither sent nor stored besides.
@@ -76,7 +77,7 @@ class AttentionLayer:
     dtype: str = "bfloat16"
     num_layers: int = 32
     page_size: int = 128
-    window: int | None = None
+    window: int | tuple[int | None, int | None] | None = None
     latent: bool = False
 
     def __post_init__(self) -> None:
@@ -98,8 +99,7 @@ class AttentionLayer:
             raise ValueError(
                 f"AttentionLayer: dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}"
             )
-        if self.window is not None:
-            check_integer("AttentionLayer", "window", self.window, low=0)
+        key_window(self.window, not isinstance(self.window, tuple), "AttentionLayer", "window")
         flag(self.latent, "AttentionLayer", "latent")
         if self.latent and (self.v_head_dim or self.head_dim) > self.head_dim:
             raise ValueError(
@@ -125,8 +125,15 @@ class AttentionLayer:
 
     @property
     def most_keys(self) -> int:
-        """The keys that a token sees at most."""
-        return UNBOUNDED if self.window is None else min(self.window, UNBOUNDED - 1) + 1
+        """The keys up to its own that a token sees at most."""
+        left = self.window[0] if isinstance(self.window, tuple) else self.window
+        return UNBOUNDED if left is None else min(left, UNBOUNDED - 1) + 1
+
+    @property
+    def keys_behind(self) -> int:
+        """The keys behind its own that a token sees at most: none under a causal mask."""
+        right = self.window[1] if isinstance(self.window, tuple) else 0
+        return UNBOUNDED if right is None else min(right, UNBOUNDED)
 
     def pool_bytes(self, seq_lens: Ints) -> int:
         """Count the bytes of the pages that sequences take up, in all layers.
@@ -190,7 +197,7 @@ class RankWork:
         Pairs in one query head; every head has as many.
     packed_keys : array [cp_size], float64
         Keys that items pack before they multiply, summed over the items of one KV head. Up to one
-        token per item, for where it is cut. Keys before the window of all its tokens are left out.
+        token per item, for where it is cut. Keys outside the window of all its tokens are left out.
     longest_item : array [cp_size], float64
         The most expensive item, as (row, key) pairs with packing at 12 rows for a key. A row is a
         token in one query head.
@@ -287,8 +294,9 @@ def work_of_plans(
     cp_size = len(plans)
     rows, first, step = _segments(plans)
     tokens = rows.sum(1)
-    pairs = _sum_up_to(layer.most_keys, first, step, rows)
-    packed, longest = _items(rows, first, step, tokens, layer, shares)
+    last = _last_keys(plans, rows, layer)
+    pairs = _pairs(layer, last, first, step, rows)
+    packed, longest = _items(rows, first, step, last, layer, shares)
     return RankWork(
         tokens=tokens,
         pairs=pairs.sum(1),
@@ -323,7 +331,27 @@ def _segments(plans: Sequence[ContextParallelMetadata]) -> tuple[Ints, Ints, int
     return rows, np.where(rows > 0, ends - rows + 1, 0), 1
 
 
-def _sum_up_to(limit: int, first: Numbers, step: int, rows: Numbers) -> Numbers:
+def _last_keys(
+    plans: Sequence[ContextParallelMetadata], rows: Ints, layer: AttentionLayer
+) -> Numbers:
+    """Where the keys end that rows of each segment see: with the sequence, if they see behind."""
+    if not layer.keys_behind:
+        return UNBOUNDED  # a row's own key is there
+    prefixes = np.asarray(plans[0].prefix_lens, np.int64)
+    of_halves = rows.reshape(len(plans), -1, len(prefixes))
+    return np.tile(prefixes + of_halves.sum((0, 1)), of_halves.shape[1])
+
+
+def _pairs(
+    layer: AttentionLayer, last: Numbers, first: Numbers, step: int, rows: Numbers
+) -> Numbers:
+    """Keys of rows, summed: those up to the last that each sees, without those before its first."""
+    hidden = _sum_up_to(UNBOUNDED, first, step, rows)
+    hidden = hidden - _sum_up_to(layer.most_keys, first, step, rows)
+    return _sum_up_to(last, first + layer.keys_behind, step, rows) - hidden
+
+
+def _sum_up_to(limit: Numbers, first: Numbers, step: Numbers, rows: Numbers) -> Numbers:
     """Sum of ``min(first + i * step, limit)`` over the rows i."""
     below = np.clip((limit - first) // step + 1, 0, rows)
     return below * first + step * (below * (below - 1) // 2) + (rows - below) * limit
@@ -341,12 +369,14 @@ def _items(
     rows: Ints,
     first: Ints,
     step: int,
-    tokens: Ints,
+    last: Numbers,
     layer: AttentionLayer,
     shares: Shares | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the packed keys of each rank, and its most expensive item."""
-    share = np.clip(tokens * layer.num_heads // _BALANCED_ITEMS, _MIN_ITEM_ROWS, _MAX_ITEM_ROWS)
+    share = np.clip(
+        rows.sum(1) * layer.num_heads // _BALANCED_ITEMS, _MIN_ITEM_ROWS, _MAX_ITEM_ROWS
+    )
     max_rows = np.minimum(share, _ITEM_BYTES // (4 * layer.dims)) // _ROW_GRANULE * _ROW_GRANULE
     group = layer.num_heads // layer.num_kv_heads
     heads = np.minimum(group, max_rows)
@@ -357,12 +387,16 @@ def _items(
     if shares is not None:
         pieces = np.maximum(pieces, shares.pieces(rows, step, item_tokens))
     size = rows / pieces
-    packed = pieces * (first - step) + step * rows * (pieces + 1) / 2
+    apart = np.maximum(step * size, 1e-9)  # from one piece to the next
+    packed = _sum_up_to(last, first - step + apart + layer.keys_behind, apart, pieces)
     packed = packed - _hidden_before(layer.most_keys, first, step * size, pieces)
-    seen_last = first + step * (rows - 1)
-    first_of_last = seen_last - step * (size - 1)
-    pairs = _sum_up_to(layer.most_keys, first_of_last, step, size)
-    packed_last = seen_last - np.maximum(first_of_last - layer.most_keys, 0)
-    items = pairs * heads[:, None] + PACKING_ROWS * packed_last
+    # The last piece sees most, or one before it, whose window does not end with the sequence.
+    first_of_last = first + step * (rows - size)
+    items: Numbers = 0
+    for before in (first_of_last, np.maximum(first_of_last - layer.keys_behind, first)):
+        pairs = _pairs(layer, last, before, step, size)
+        packed_keys = np.minimum(before + step * (size - 1) + layer.keys_behind, last)
+        packed_keys = packed_keys - np.maximum(before - layer.most_keys, 0)
+        items = np.maximum(items, pairs * heads[:, None] + PACKING_ROWS * packed_keys)
     splits = -(-group // heads)  # of the heads of one KV head: each packs for itself
     return np.where(rows > 0, packed, 0).sum(1) * splits, np.where(rows > 0, items, 0).max(1)

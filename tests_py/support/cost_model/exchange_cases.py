@@ -90,9 +90,11 @@ class Case:
 
     def visible(self, token):
         """Positions that a token sees."""
-        _, position = token
-        window = self.layer.window
-        return range(0 if window is None else max(position - window, 0), position + 1)
+        sequence, position = token
+        window, length = self.layer.window, self.seq_lens[sequence]
+        left, right = window if isinstance(window, tuple) else (window, 0)
+        end = length if right is None else min(position + 1 + right, length)
+        return range(0 if left is None else max(position - left, 0), end)
 
     def host(self, rank):
         return rank // self.ranks_per_host
@@ -231,6 +233,7 @@ COUNTED = {
     "all_to_all": count_all_to_all,
 }
 
+_SIDES = st.none() | st.integers(0, 12)
 layers = st.builds(
     lambda kv_heads, group, dims, **others: AttentionLayer(
         num_heads=kv_heads * group,
@@ -246,7 +249,7 @@ layers = st.builds(
     latent=st.booleans(),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     page_size=st.integers(1, 5),
-    window=st.none() | st.integers(0, 12),
+    window=st.one_of(_SIDES, st.tuples(_SIDES, _SIDES)),
 )
 
 
