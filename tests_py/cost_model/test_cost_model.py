@@ -194,6 +194,7 @@ def rates(**changes):
             lambda: AttentionLayer(head_dim=64, v_head_dim=128, latent=True),
             "v_head_dim must be at most head_dim = 64 in a layer of latents, got 128",
         ),
+        (lambda: AttentionLayer(bias="int8"), "bias must be alibi or one of float32, float16, bf"),
         (lambda: AttentionLayer(window=1.0), "window must be an integer, got float"),
         (lambda: AttentionLayer(latent=1), "latent must be a bool, got int"),
         (lambda: AttentionLayer(num_heads=8.0), "num_heads must be an integer, got 8.0"),

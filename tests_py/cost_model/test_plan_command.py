@@ -81,11 +81,19 @@ def test_windows_and_latents_are_of_the_layer(tmp_path):
         assert sum(record["sent_bytes"]) == 1000 * 1152
     output = plan("--cp-size=2", *sizes, *RATES).output
     assert "32 layers, window 100, latents" in " ".join(output.split())
-    sizes = ("--tokens=1000", "--window=100,all")
-    told = report(tmp_path / "plan.json", "--cp-size=2", *sizes, *RATES)
+
+
+def test_windows_of_two_sides_and_biases_are_of_the_layer(tmp_path):
+    sizes = ("--cp-size=1,2", "--tokens=1000", "--window=100,all", "--bias=bfloat16")
+    told = report(tmp_path / "plan.json", *sizes, *RATES)
+    pairs = 1000 * 1000 - 899 * 900 // 2
     for record in told["predictions"]:
-        assert sum(record["pairs"]) == 1000 * 1000 - 899 * 900 // 2
-    assert "32 layers, window 100 and all" in " ".join(plan(*sizes, *RATES).output.split())
+        assert sum(record["pairs"]) == pairs
+        assert sum(record["bias_bytes"]) == pairs * 32 * 2
+    output = " ".join(plan(*sizes, *RATES).output.split())
+    assert "32 layers, window 100 and all, bias bfloat16" in output
+    assert f"Bias: {pairs * 64 / (1 << 20):.3g} MiB, " in output
+    assert "--window': must be keys before a token's own" in plan("--window=9,x").output
 
 
 def test_a_trace_is_batches_behind_its_cache(tmp_path):

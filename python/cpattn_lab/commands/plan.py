@@ -102,6 +102,11 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
     help="Keys before its own that a token sees, or before and behind, also all.",
 )
 @click.option("--latent", is_flag=True, help="Values are the start of keys, as in absorbed MLA.")
+@click.option(
+    "--bias",
+    type=click.Choice(("alibi", *DTYPES[1:])),
+    help="What is added to scores: distances, or numbers for each head. --calibrate has its time.",
+)
 @click.option("--calibrate", is_flag=True, help="Measure the rates here, in a few seconds.")
 @_of_rank(
     "--threads --threads-per-rank", "32; measured: all CPUs", "Threads of a rank.", MODEL_SIZE

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,8 @@ def calibrate(
     progress : callable
         Told what is measured next.
     """
-    layer = replace(layer, window=None, latent=False)  # rates are those of any keys
+    # Rates are those of any keys, with what is added to their scores.
+    layer = replace(layer, window=None, latent=False)
     threads = _core.default_num_threads() if threads is None else threads
     check_integer("calibrate", "threads", threads)
     attention = attention_rates(layer, threads, progress)
@@ -175,6 +176,12 @@ def _sample(
     shape = (sum(pages), layer.page_size, layer.num_kv_heads)
     k, v = (torch.randn(*shape, dim, dtype=dtype) for dim in (layer.head_dim, v_dim))
     q = torch.randn(sum(extends), layer.num_heads, layer.head_dim, dtype=dtype)
+    biases: dict[str, Any] = {}
+    if layer.bias == "alibi":
+        biases["alibi_slopes"] = torch.full((layer.num_heads,), 0.01)
+    elif layer.bias is not None:
+        numbers = torch.zeros(1, 1, max(extends), max(lens), dtype=getattr(torch, layer.bias))
+        biases["bias"] = numbers.expand(-1, layer.num_heads, -1, -1)
     times = []
     for _ in range(5):  # with the plan, as every layer of an engine would make it
         begin = time.perf_counter()
@@ -191,7 +198,7 @@ def _sample(
             batch_invariant=True,
             num_threads=threads,
         )
-        run_attention(plan, q, k, v, scale=0.1, return_lse=lse)
+        run_attention(plan, q, k, v, scale=0.1, return_lse=lse, **biases)
         times.append(time.perf_counter() - begin)
     work = rank_work(extends, lens, cp_size=1, strategy="contiguous", layer=layer)
     flops = 2 * layer.dims

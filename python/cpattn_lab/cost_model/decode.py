@@ -51,6 +51,8 @@ class DecodePrediction:
         Seconds of each rank; partial results are merged in the exchange.
     sent_bytes, received_bytes : arrays [cp_size], int64
         States of attention between hosts.
+    bias_bytes : array [cp_size], int64
+        Bytes of numbers added to scores that each rank reads.
     imbalance : float
         Keys of the most loaded rank over the mean.
     store_seconds : float
@@ -82,6 +84,7 @@ class DecodePrediction:
     exchange_seconds: Seconds
     sent_bytes: Ints
     received_bytes: Ints
+    bias_bytes: Ints
     imbalance: float
     store_seconds: float
     single_rank_seconds: float
@@ -249,6 +252,7 @@ def predict_decode(
         exchange_seconds=seconds,
         sent_bytes=sent,
         received_bytes=received,
+        bias_bytes=keys * layer.num_heads * layer.bias_bytes,
         imbalance=float(keys.max() / keys.mean()),
         store_seconds=slower * int(owned.sum(1).max()) * row_seconds,
         single_rank_seconds=slower_alone

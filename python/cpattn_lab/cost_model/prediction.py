@@ -51,6 +51,9 @@ class Prediction:
         says.
     sent_bytes, received_bytes : arrays [cp_size], int64
         Bytes of each rank, without the digests that ranks compare before.
+    bias_bytes : array [cp_size], int64
+        Bytes of numbers added to scores that each rank reads, in its heads. Times have them where
+        rates were measured with them, as `calibrate` does.
     imbalance : float
         Pairs of the most loaded rank of each batch over the mean of the ranks.
     store_seconds : float
@@ -99,6 +102,7 @@ class Prediction:
     gather_seconds: Seconds
     sent_bytes: NDArray[np.int64]
     received_bytes: NDArray[np.int64]
+    bias_bytes: NDArray[np.int64]
     imbalance: float
     store_seconds: float
     slowest_attention_seconds: float
@@ -244,7 +248,7 @@ def predict(
     names = possible_exchanges(placement, mesh) if exchange == "auto" else (exchange,)
     chosen: list[str] = []
     slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
-    totals = {name: _Total() for name in dict.fromkeys((*names, exchange))}
+    totals = {name: _Total(layer) for name in dict.fromkeys((*names, exchange))}
     alone = 0.0
     for i, batch in enumerate(batches):
         if len(lens := items(batch, "predict", f"batches[{i}]")) != 2:
@@ -312,7 +316,8 @@ def _overlap_name(overlap: bool | str) -> str:
 class _Total:
     """The work and seconds of batches, added up; of memory the most."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: AttentionLayer) -> None:
+        self._layer = layer
         self.sums: dict[str, Any] = {}
         self._most: dict[str, int] = {"pool_bytes": 0, "scratch_bytes": 0}
 
@@ -327,6 +332,7 @@ class _Total:
             "gather_seconds": seconds.exchange,
             "sent_bytes": work.sent_bytes,
             "received_bytes": work.received_bytes,
+            "bias_bytes": work.pairs * work.heads * self._layer.bias_bytes,
             "store_seconds": seconds.store,
             "slowest_attention_seconds": float(seconds.attention.max()),
             "slowest_gather_seconds": float(seconds.exchange.max()),

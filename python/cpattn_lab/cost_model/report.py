@@ -138,6 +138,9 @@ def print_plan(
     assumed = [name for name, source in sources.items() if source == "assumed"]
     if text := assumptions.describe(first.layer.dtype, assumed):
         console.print(text, highlight=False)
+    if first.layer.bias_bytes:
+        read = ", ".join(_bytes(int(p.bias_bytes.max())) for p in predictions)
+        console.print(f"Bias: {read} read by a rank in a layer, at most", highlight=False)
     if "pool/rank" not in columns:
         size = _bytes(first.pool_bytes)
         console.print(f"KV pool: {size} on every rank, for the largest batch", highlight=False)
@@ -211,7 +214,8 @@ def _kind(layer: AttentionLayer) -> str:
     sides = layer.window if isinstance(layer.window, tuple) else (layer.window,)
     shown = " and ".join("all" if side is None else f"{side:,}" for side in sides)
     window = "" if layer.window is None else f", window {shown}"
-    return f"{window}{', latents' if layer.latent else ''}"
+    bias = "" if layer.bias is None else f", bias {layer.bias}"
+    return f"{window}{', latents' if layer.latent else ''}{bias}"
 
 
 def _time(seconds: float) -> str:

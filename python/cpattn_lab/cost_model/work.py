@@ -54,6 +54,8 @@ class AttentionLayer:
     latent : bool
         Whether values are the first `v_head_dim` elements of the keys, as in absorbed MLA: they
         are neither sent nor stored besides.
+    bias : {"alibi", "float32", "float16", "bfloat16"}, optional
+        What is added to scores: distances, or numbers of this dtype for each query head.
 
     Raises
     ------
@@ -79,6 +81,7 @@ class AttentionLayer:
     page_size: int = 128
     window: int | tuple[int | None, int | None] | None = None
     latent: bool = False
+    bias: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "num_heads", "num_layers", "page_size"):
@@ -98,6 +101,11 @@ class AttentionLayer:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(
                 f"AttentionLayer: dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}"
+            )
+        if self.bias not in (None, "alibi", *ITEM_BYTES):
+            raise ValueError(
+                f"AttentionLayer: bias must be alibi or one of {', '.join(ITEM_BYTES)}, got "
+                f"{self.bias!r}"
             )
         key_window(self.window, not isinstance(self.window, tuple), "AttentionLayer", "window")
         flag(self.latent, "AttentionLayer", "latent")
@@ -122,6 +130,11 @@ class AttentionLayer:
         """Bytes of the keys and values of one token in one layer."""
         elements = self.head_dim if self.latent else self.dims
         return self.num_kv_heads * elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes that a query head reads of a bias for a key."""
+        return ITEM_BYTES.get(self.bias or "", 0)
 
     @property
     def most_keys(self) -> int:
