@@ -192,6 +192,7 @@ def attend(
             for x, scale in zip((step.k, step.v), code_scales, strict=True)
         )
     asked = {"softcap": options.get("logit_cap", 0.0), "window": options.get("sliding_window_size")}
+    asked["causal"] = options.get("attn_type") != AttentionType.ENCODER_ONLY
     return out.unflatten(1, (HEADS, head_dim)), step.oracle_inputs(sinks=sinks, **asked)
 
 
@@ -271,6 +272,7 @@ def refusals() -> list[tuple[str, str]]:
     encoder, dp = (
         SimpleNamespace(**{name: True}) for name in ("is_encoder_decoder", "enable_dp_attention")
     )
+    encoder_only = {"attn_type": AttentionType.ENCODER_ONLY}
     other_layout = {"kv_cache_layout": "hnd"}
     messages = [
         (refused(set_(device="cuda")), "device cuda"),
@@ -280,7 +282,8 @@ def refusals() -> list[tuple[str, str]]:
         (refused(set_(dtype=torch.float64)), "models in torch.float64"),
         (refused(set_(dtype=torch.bfloat16)), "in torch.float32 of a model in torch.bfloat16"),
         (refused(lambda x: vars(x.token_to_kv_pool).update(other_layout)), "another layout"),
-        (refused(is_cross_attention=True), "other than of decoders"),
+        (refused(is_cross_attention=True), "other than within a sequence"),
+        (refused(sliding_window_size=WINDOW, **encoder_only), "windows of encoders"),
         (refused(attn_type=AttentionType.DECODER_BIDIRECTIONAL), "DECODER_BIDIRECTIONAL"),
         (refused(attributes={"xai_temperature_len": 8}), "Grok"),
         (refused(logit_cap=5.0, logit_capping_method="sigmoid"), "softcap sigmoid"),
@@ -313,6 +316,7 @@ def layers() -> dict[str, Any]:
         "heads of 24 numbers": attend(head_dim=24),
         "heads of 24 numbers, decode": attend(DECODES, dtype=torch.bfloat16, head_dim=24),
         "window": attend(**window),
+        "encoder": attend(attn_type=AttentionType.ENCODER_ONLY),
         "softcap": attend(logit_cap=2.0),
         "sinks": attend(sinks=sinks),
         "a pool for windows": attend(windows=True, layer_id=SWA, **window),

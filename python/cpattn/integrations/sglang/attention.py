@@ -45,6 +45,7 @@ class _Kind(NamedTuple):
     v_head_dim: int
     window: int | None
     in_window_pool: bool
+    causal: bool
 
 
 def _refuse(what: str) -> NoReturn:
@@ -55,7 +56,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class CpattnAttnBackend(TorchNativeAttnBackend):
-    """Attention of decoder layers; writing the KV cache is sglang's.
+    """Attention of layers of decoders and encoders; writing the KV cache is sglang's.
 
     Parameters
     ----------
@@ -161,6 +162,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             v_head_dim=layer.v_head_dim,
             window=window if window >= 0 else None,
             in_window_pool=self._in_window_pool(layer.layer_id),
+            causal=layer.attn_type != AttentionType.ENCODER_ONLY,
         )
         if kind not in self._plans:
             self._plans[kind] = self._make_plan(kind, layer, forward_batch)
@@ -197,6 +199,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             num_kv_heads=kind.num_kv_heads,
             head_dim=kind.head_dim,
             v_head_dim=kind.v_head_dim,
+            causal=kind.causal,
             window=kind.window,
         )
 
@@ -256,8 +259,13 @@ def _check_call(layer: Any, forward_batch: Any, others: dict[str, Any]) -> None:
     """Refuse calls that are not covered, by what only a layer or a batch shows."""
     if forward_batch.forward_mode not in _SERVED:
         _refuse(f"batches of the mode {forward_batch.forward_mode.name}")
-    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-        _refuse(f"attention of the type {layer.attn_type} other than of decoders")
+    if layer.is_cross_attention or layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL:
+        _refuse(f"attention of the type {layer.attn_type} other than within a sequence")
+    if layer.attn_type == AttentionType.ENCODER_ONLY:
+        if layer.sliding_window_size >= 0:  # the backends of sglang take it for different things
+            _refuse("windows of encoders")
+        if forward_batch.attn_cp_metadata is not None:
+            _refuse("context parallelism (--attn-cp-size) of encoders")
     if layer.pos_encoding_mode != "NONE" or layer.xai_temperature_len > 0:
         _refuse("positions inside attention, as of Grok")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
