@@ -21,6 +21,7 @@ LAYERS = [
     *("float16", "bfloat16", "heads of 24 numbers", "heads of 24 numbers, decode", "window"),
     *("softcap", "sinks", "a pool for windows", "a pool for windows, pages of 1"),
     *("the other layers beside it", "encoder", "latents", "latents, decode"),
+    *("chunks", "chunks, pages of 1", "a layer without chunks"),
     *("float8_e4m3fn", "float8_e5m2"),
 ]
 
@@ -44,7 +45,7 @@ def test_a_batch_of_all_kinds(found, case):
 
 
 def test_what_cannot_be_served_is_refused_by_name(found):
-    assert len(found["refused"]) == 19
+    assert len(found["refused"]) == 21
     for message, words in found["refused"]:
         assert message.startswith("--attention-backend cpattn does not serve "), words
         assert words in message

@@ -151,6 +151,14 @@ class Step:
             where = KVWriteLoc(slots[rows], swa[rows])
         pool.set_kv_buffer(layer, where, self.k[rows].clone(), self.v[rows].clone(), **scales)
 
+    def same_chunk(self, size: int) -> torch.Tensor:
+        """Return a mask that shows keys of the chunk that a token is in."""
+        masks = []
+        for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
+            tokens, keys = torch.arange(kv_len - q_len, kv_len), torch.arange(kv_len)
+            masks.append(tokens[:, None] // size == keys // size)
+        return torch.cat([mask.flatten() for mask in masks])
+
     def oracle_inputs(self, **options: Any) -> dict[str, Any]:
         starts = np.cumsum([0, *self.kv_lens])[:-1]
         tables = starts[:, None] + np.arange(max(self.kv_lens))
@@ -169,12 +177,14 @@ def attend(
     layer_id: int = FULL,
     head_dim: int = DIM,
     sinks: torch.Tensor | None = None,
+    chunk_size: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The answer of one layer, and what the oracle is to be asked."""
     step = Step(lens, page_size, dtype, windows, head_dim)
     pool = make_pool(page_size, code or dtype, windows, head_dim=head_dim)
     runner, layer = make_runner(pool, dtype), make_layer(layer_id, head_dim, **options)
+    runner.attention_chunk_size = chunk_size
     if windows:
         pool.register_mapping(step.mapping())
     scales = {}
@@ -192,6 +202,8 @@ def attend(
             for x, scale in zip((step.k, step.v), code_scales, strict=True)
         )
     asked = {"softcap": options.get("logit_cap", 0.0), "window": options.get("sliding_window_size")}
+    if chunk_size is not None and options.get("use_irope"):
+        asked["custom_mask"] = step.same_chunk(chunk_size)
     asked["causal"] = options.get("attn_type") != AttentionType.ENCODER_ONLY
     return out.unflatten(1, (HEADS, head_dim)), step.oracle_inputs(sinks=sinks, **asked)
 
@@ -252,13 +264,14 @@ def refusals() -> list[tuple[str, str]]:
         change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND, **layer: Any
     ) -> str:
         keys, attributes = layer.pop("keys", None), layer.pop("attributes", {})
+        split = layer.pop("split", None)
         runner = make_runner(make_pool(16, torch.float32, windows=False), torch.float32)
         if change:
             change(runner)
         try:
             step = Step(EXTENDS, 16, torch.float32, windows=False)
             backend, batch = step.begin(runner, decodes=False)
-            batch.forward_mode = mode
+            batch.forward_mode, batch.attn_cp_metadata = mode, split
             asked = make_layer(**layer)
             vars(asked).update(attributes)
             backend.forward_extend(step.q, keys, keys, asked, batch, **(call or {}))
@@ -276,7 +289,10 @@ def refusals() -> list[tuple[str, str]]:
     other_layout = {"kv_cache_layout": "hnd"}
     messages = [
         (refused(set_(device="cuda")), "device cuda"),
-        (refused(set_(attention_chunk_size=64)), "Llama 4"),
+        (
+            refused(set_(attention_chunk_size=60)),
+            "chunks of 60 tokens, as of Llama 4, in pages of 16",
+        ),
         (refused(set_(model_config=encoder)), "cross attention"),
         (refused(set_(server_args=dp)), "--enable-dp-attention"),
         (refused(set_(dtype=torch.float64)), "models in torch.float64"),
@@ -284,6 +300,10 @@ def refusals() -> list[tuple[str, str]]:
         (refused(lambda x: vars(x.token_to_kv_pool).update(other_layout)), "another layout"),
         (refused(is_cross_attention=True), "other than within a sequence"),
         (refused(sliding_window_size=WINDOW, **encoder_only), "windows of encoders"),
+        (
+            refused(split=object(), **encoder_only),
+            "context parallelism (--attn-cp-size) of encoders",
+        ),
         (refused(attn_type=AttentionType.DECODER_BIDIRECTIONAL), "DECODER_BIDIRECTIONAL"),
         (refused(attributes={"xai_temperature_len": 8}), "Grok"),
         (refused(logit_cap=5.0, logit_capping_method="sigmoid"), "softcap sigmoid"),
@@ -301,6 +321,8 @@ def refusals() -> list[tuple[str, str]]:
     ):
         with published(**configuration):
             messages.append((refused(), words))
+    with published(**{**interleave, "cp_strategy": "zigzag"}):
+        messages.append((refused(set_(attention_chunk_size=64)), "of attention in chunks"))
     return messages
 
 
@@ -317,6 +339,9 @@ def layers() -> dict[str, Any]:
         "heads of 24 numbers, decode": attend(DECODES, dtype=torch.bfloat16, head_dim=24),
         "window": attend(**window),
         "encoder": attend(attn_type=AttentionType.ENCODER_ONLY),
+        "chunks": attend(chunk_size=32, use_irope=True),
+        "chunks, pages of 1": attend(DECODES, 1, chunk_size=33, use_irope=True),
+        "a layer without chunks": attend(chunk_size=32),
         "softcap": attend(logit_cap=2.0),
         "sinks": attend(sinks=sinks),
         "a pool for windows": attend(windows=True, layer_id=SWA, **window),

@@ -46,6 +46,7 @@ class _Kind(NamedTuple):
     window: int | None
     in_window_pool: bool
     causal: bool
+    in_chunks: bool
 
 
 def _refuse(what: str) -> NoReturn:
@@ -72,6 +73,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self._page_size: int = runner.page_size
+        self._chunk_size: int | None = runner.attention_chunk_size
         self._plans: dict[_Kind, AttentionPlan] = {}
         _check_runner(runner)
         if type(self.token_to_kv_pool) is MLATokenToKVPool:
@@ -163,6 +165,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             window=window if window >= 0 else None,
             in_window_pool=self._in_window_pool(layer.layer_id),
             causal=layer.attn_type != AttentionType.ENCODER_ONLY,
+            in_chunks=self._chunk_size is not None and layer.use_irope,
         )
         if kind not in self._plans:
             self._plans[kind] = self._make_plan(kind, layer, forward_batch)
@@ -188,11 +191,17 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             q_lens = split.actual_seq_q_combined_tensor
             kv_lens = split.kv_len_combined_tensor
             slots = slots.repeat(2, 1)
+        tables = slots // self._page_size
+        if kind.in_chunks:
+            assert self._chunk_size is not None
+            q_lens, kv_lens, tables = _in_chunks(
+                q_lens, kv_lens, tables, self._chunk_size, self._page_size
+            )
         num_slots = len(self.token_to_kv_pool.get_key_buffer(layer.layer_id))
         return plan_attention(
             q_lens=q_lens,
             kv_lens=kv_lens,
-            block_tables=slots // self._page_size,
+            block_tables=tables,
             page_size=self._page_size,
             num_pages=num_slots // self._page_size,
             num_heads=kind.num_heads,
@@ -202,6 +211,24 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             causal=kind.causal,
             window=kind.window,
         )
+
+
+def _in_chunks(
+    q_lens: torch.Tensor, kv_lens: torch.Tensor, tables: torch.Tensor, size: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lengths and pages of sequences that are the chunks of `size` tokens with new ones in them.
+
+    A token sees those of its chunk up to itself, as in Llama 4.
+    """
+    first = kv_lens - q_lens
+    counts = (kv_lens - 1) // size - first // size + 1
+    sequence = torch.repeat_interleave(counts)
+    number = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
+    begin = (first[sequence] // size + number) * size
+    end = torch.minimum(begin + size, kv_lens[sequence])
+    columns = begin[:, None] // page_size + torch.arange(size // page_size)
+    pages = tables[sequence[:, None], columns.clamp(max=tables.shape[1] - 1)]
+    return end - torch.maximum(begin, first[sequence]), end - begin, pages
 
 
 def _check_runner(runner: Any) -> None:
@@ -219,8 +246,11 @@ def _check_runner(runner: Any) -> None:
         _refuse("context parallelism of decoding (--dcp-size)")
     if runner.server_args.enable_dp_attention:
         _refuse("--enable-dp-attention")
-    if runner.attention_chunk_size is not None:
-        _refuse("attention in chunks, as of Llama 4")
+    chunk_size = runner.attention_chunk_size
+    if chunk_size is not None and chunk_size % runner.page_size:
+        _refuse(f"chunks of {chunk_size} tokens, as of Llama 4, in pages of {runner.page_size}")
+    if chunk_size is not None and parallel.attn_cp_size > 1:
+        _refuse("context parallelism (--attn-cp-size) of attention in chunks")
     if config.is_encoder_decoder:
         _refuse("cross attention to an encoder")
     if runner.dtype not in _FLOATS:
