@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from cpattn.scheduling.prefix_cache import PrefixCache
 from cpattn.scheduling.scheduler import prefill_batches
 from cpattn_lab.cost_model.calibration import calibrate
-from cpattn_lab.cost_model.work import AttentionLayer
+from cpattn_lab.cost_model.layer import AttentionLayer
 from cpattn_lab.replay.dense.check import Checker
 from cpattn_lab.replay.dense.model import DenseConfig
 from cpattn_lab.replay.dsa.model import DsaConfig

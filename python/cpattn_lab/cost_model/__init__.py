@@ -26,9 +26,10 @@ Modules before the calibration need NumPy only.
 from .decode import DecodePrediction, predict_decode
 from .exchange import exchange_work
 from .exchanged import ExchangeWork
+from .layer import AttentionLayer
 from .prediction import Prediction, predict
 from .rates import Rates
-from .work import AttentionLayer, RankWork, rank_work
+from .work import RankWork, rank_work
 
 __all__ = [
     "AttentionLayer",

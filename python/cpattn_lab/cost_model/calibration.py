@@ -15,8 +15,9 @@ from cpattn import _core
 from cpattn._limits import check_integer
 
 from ..processes.workers import Role, Workers
+from .layer import AttentionLayer
 from .rates import Rates
-from .work import AttentionLayer, rank_work
+from .work import rank_work
 
 _LONGEST_CALL = 0.1  # seconds, about
 _NUM_SHAPES, _NUM_LONG = 8, 2  # batches that are timed on one thread, and on many

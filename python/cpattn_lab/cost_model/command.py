@@ -20,9 +20,9 @@ from ..traffic.trace import TRACE_BLOCK_TOKENS, read_trace
 from . import assumptions
 from .calibration import calibrate, num_steps
 from .decode import DecodePrediction, predict_decode
+from .layer import AttentionLayer
 from .prediction import Batch, Prediction, predict
 from .rates import Rates
-from .work import AttentionLayer
 
 _MAX_THREADS = 256  # that are measured, or as many as there are CPUs if that is more
 _TOKENS, _REQUESTS = 32768, 64

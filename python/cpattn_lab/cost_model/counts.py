@@ -12,8 +12,9 @@ from cpattn._limits import check_integer, check_kind
 from cpattn.context_parallel.exchanges import EXCHANGES, ON_ALL_RANKS, PLACEMENTS
 from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
+from .layer import ITEM_BYTES, AttentionLayer, Ints
 from .placement import Shards, pairs_by_owner, shards, stripes
-from .work import ITEM_BYTES, AttentionLayer, Ints, RankWork, Shares, checked_batch, work_of_plans
+from .work import RankWork, Shares, checked_batch, work_of_plans
 
 Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which share out the heads
 

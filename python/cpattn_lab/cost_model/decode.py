@@ -19,10 +19,11 @@ from cpattn.context_parallel.exchanges import (
 )
 
 from .counts import check_placing
+from .layer import ITEM_BYTES, AttentionLayer, Ints
 from .placement import pages_per_rank, pairs_by_owner, stripes
 from .rates import Rates, Seconds, attention_seconds, merge_seconds
 from .timing import crowding
-from .work import ITEM_BYTES, PACKING_ROWS, AttentionLayer, Ints
+from .work import PACKING_ROWS
 
 _EXCHANGES = ("all_to_all", "gather")
 

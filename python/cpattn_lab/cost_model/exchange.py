@@ -22,9 +22,9 @@ from cpattn.context_parallel.exchanges import (
 
 from .counts import BatchCounts, Mesh, check_mesh, check_placing
 from .exchanged import ExchangeWork, bytes_of, exchanged
+from .layer import ITEM_BYTES, AttentionLayer, Ints
 from .placement import shards, stripes
 from .usp import by_mesh
-from .work import ITEM_BYTES, AttentionLayer, Ints
 
 
 def exchange_work(

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from cpattn.context_parallel.exchanges import Layer
 
 from .counts import BatchCounts, Mesh
+from .layer import ITEM_BYTES, AttentionLayer, Ints
 from .placement import pages_per_rank
-from .work import ITEM_BYTES, AttentionLayer, Ints
 
 
 @dataclass(frozen=True)

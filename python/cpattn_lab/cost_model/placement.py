@@ -17,7 +17,7 @@ import numpy as np
 
 from cpattn.context_parallel.metadata import ContextParallelMetadata
 
-from .work import AttentionLayer, Ints
+from .layer import AttentionLayer, Ints
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from cpattn.context_parallel.exchanges import EXCHANGES
 from .counts import BatchCounts, Mesh, check_mesh, check_placing, possible_exchanges
 from .exchange import exchange_taken, work_of
 from .exchanged import ExchangeWork
+from .layer import AttentionLayer
 from .rates import Rates, Seconds
 from .timing import LayerSeconds, crowding, layer_seconds
-from .work import AttentionLayer
 
 Batch = tuple[Any, Any]  # extend_lens and seq_lens, int [bs]
 OVERLAPS = ("none", "full", "ahead")

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from cpattn._limits import check_integer, check_number
 
-from .work import PACKING_ROWS, AttentionLayer, Numbers, RankWork
+from .layer import AttentionLayer
+from .work import PACKING_ROWS, Numbers, RankWork
 
 Seconds = NDArray[np.float64]
 

@@ -16,9 +16,9 @@ from cpattn_terminal.tables import Row, print_table
 from ..rate_options import as_options
 from . import assumptions
 from .decode import DecodePrediction
+from .layer import AttentionLayer
 from .prediction import Prediction
 from .rates import Rates
-from .work import AttentionLayer
 
 #: Of every table of a prefill: the name of a column, and its cell.
 _COLUMNS: dict[str, Callable[[Prediction], str]] = {

@@ -40,8 +40,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .exchanged import ExchangeWork
+from .layer import AttentionLayer
 from .rates import Rates, Seconds, attention_seconds, merge_seconds
-from .work import AttentionLayer
 
 
 class LayerSeconds(NamedTuple):

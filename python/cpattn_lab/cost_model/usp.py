@@ -12,7 +12,8 @@ from cpattn.context_parallel.exchanges import LSE_BYTES, by_heads, by_rows, shar
 
 from .counts import BatchCounts, Mesh
 from .exchanged import ExchangeWork, bytes_of, exchanged
-from .work import Ints, Shares, work_of_plans
+from .layer import Ints
+from .work import Shares, work_of_plans
 
 
 def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
