@@ -31,6 +31,11 @@ void close_class(py::handle type) {
         name_of(type) + " cannot be pickled or copied: it belongs to this process"
     );
   }
+  // By these other extensions would take its objects, and this one those of another copy of itself,
+  // whose classes may have other members.
+  for (const char* way : {PYBIND11_MODULE_LOCAL_ID, "_pybind11_conduit_v1_"}) {
+    py::delattr(type, way);
+  }
   auto* raw_type = reinterpret_cast<PyTypeObject*>(type.ptr());
   // pybind11 calls it where a function is given an object without a value.
   py::detail::get_type_info(raw_type)->operator_new = [](std::size_t) -> void* {

@@ -11,6 +11,7 @@ import sys
 import zipfile
 
 import build_hub_kernel
+import numpy as np
 import pytest
 import torch
 from module_imports import names_in
@@ -137,12 +138,16 @@ def test_classes_of_both_copies(kernel):
     """Each extension has its own; both work in one process."""
     own = sys.modules[f"{kernel.__name__}.{build_hub_kernel.PACKAGE}"]
     batch = {"q_lens": [2], "kv_lens": [2], "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+    batch |= {"page_size": 2, "num_pages": 1, "block_tables": [[0]]}
     for package in (own, cpattn):
         with package.profile() as recorded:
-            plan = package.plan_attention(**batch, page_size=2, num_pages=1, block_tables=[[0]])
+            plan = package.plan_attention(**batch)
         assert type(plan) is package.AttentionPlan
         assert recorded.events.dtype.names[:3] == ("begin", "end", "flops")
-    assert own.AttentionPlan is not cpattn.AttentionPlan
+    q, cache = np.zeros((2, 2, 16), np.float32), np.zeros((1, 2, 2, 16), np.float32)
+    assert own.run_attention(own.plan_attention(**batch), q, cache, cache).shape == q.shape
+    with pytest.raises(TypeError, match="plan must be an AttentionPlan"):
+        own.run_attention(cpattn.plan_attention(**batch), q, cache, cache)
 
 
 def test_it_runs_where_cpattn_cannot_be_imported(variant):
