@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -40,9 +41,6 @@ EVERY_PLACEMENT = (
     "token_interleave",
     "token_interleave:3",
 )
-FOUR = ("qwen3", "deepseek_v3")  # with windows, and latents
-EXCHANGES = ("gather", "pass_q", "ring", "all_to_all")
-STRATEGIES = ("zigzag", "interleave", "contiguous")
 
 
 @pytest.fixture(scope="module")
@@ -181,39 +179,25 @@ WORLDS += [
     (name, 2 + number % 2, (placement,))
     for number, (name, placement) in enumerate(zip(MORE_CONFIGS, 2 * EVERY_PLACEMENT, strict=False))
 ]
-
-
-def assert_tokens_of(name, found, placements):
-    """`found` is of `run_model`."""
-    model = make_model(name)
-    tokens = [alone(model, prompt)[: NEW_TOKENS // 2] for prompt in PROMPTS]
-    assert found == [tokens, tokens, tokens, tokens[:2]] * len(placements)
+WORLDS += [(name, 4, EVERY_PLACEMENT) for name in ("qwen3", "deepseek_v3")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "placements"), WORLDS)
 def test_every_model_and_placement(tmp_path, name, size, placements):
+    model = make_model(name)
+    tokens = [alone(model, prompt)[: NEW_TOKENS // 2] for prompt in PROMPTS]
     for found in run_world(size, tmp_path, worker.run_model, name, placements, **WORLD):
-        assert_tokens_of(name, found, placements)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    arguments = worker.run_four, FOUR, EVERY_PLACEMENT, EXCHANGES, STRATEGIES
-    return run_world(4, tmp_path_factory.mktemp("four"), *arguments, **WORLD)
+        assert found == [tokens, tokens, tokens, tokens[:2]] * len(placements)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks_with_every_placement(four, name):
-    for models, _ in four:
-        assert_tokens_of(name, models[name], EVERY_PLACEMENT)
-
-
-@pytest.mark.slow
-def test_every_exchange_and_strategy(four, expected):
-    for _, found in four:
-        assert found == [expected] * len(EXCHANGES) * len(STRATEGIES)
+def test_every_exchange_and_strategy(tmp_path, expected):
+    exchanges = ("gather", "pass_q", "ring", "all_to_all")
+    strategies = ("zigzag", "interleave", "contiguous")
+    arguments = worker.run_exchanges, exchanges, strategies
+    for found in run_world(4, tmp_path, *arguments, **WORLD):
+        assert found == [expected] * 12
 
 
 @pytest.fixture(scope="module")

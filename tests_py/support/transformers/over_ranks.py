@@ -137,16 +137,10 @@ def run_model(rank: int, name: str, placements: Sequence[str]) -> list[Any]:
     return found
 
 
-def run_four(
-    rank: int, names: Sequence[str], placements: Sequence[str], *ways: Sequence[str]
-) -> tuple[dict[str, list[Any]], list[Any]]:
-    """Tokens of models for each placement, and over pages of all ranks for each way to exchange.
-
-    `ways` are exchanges and strategies.
-    """
-    models = {name: run_model(rank, name, placements) for name in names}
+def run_exchanges(rank: int, exchanges: Sequence[str], strategies: Sequence[str]) -> list[Any]:
+    """Tokens over pages of all ranks, for each exchange and strategy."""
     model, found = make_model("llama"), []
-    for exchange, strategy in product(*ways):
+    for exchange, strategy in product(exchanges, strategies):
         options = {"placement": "page_interleave", "exchange": exchange, "strategy": strategy}
         found.append(engine_of(model, **options).generate(PROMPTS, **GREEDY))
-    return models, found
+    return found
