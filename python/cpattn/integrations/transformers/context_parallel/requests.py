@@ -42,7 +42,7 @@ class Requests:
         ValueError
             If prompts wait for pages that requests of ``prefill`` hold.
         RuntimeError
-            If a rank does not answer, or has other requests.
+            As of ``generate``, and if ranks have different requests.
         """
         ready = [n for n, sequence in self._sequences.items() if sequence.is_ready]
         batch = self._scheduler.next_batch(n for n in ready if self._sequences[n].chooser)
