@@ -9,7 +9,7 @@ transformers' sdpa, or cpattn's attention; the engine has one rank with two thre
 with one. Answers are compared before anything is timed; then all take turns. Beside each time of
 the engine is what the cost model predicts, with what is not attention measured. sdpa is left out of
 the longest prompt, which takes it minutes, but for --long. With --trace its first requests also go
-through `submit` and `step`. Needs transformers; five minutes on two idle cores.
+through `submit` and `step`. Needs transformers; about six minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAGE_SIZE = 16
 def parse_arguments() -> argparse.Namespace:
     parser = command.parser(__doc__, quick="a small model and short prompts, results not kept")
     parser.add_argument("--only", default="", help="cases with this text, not kept")
-    parser.add_argument("--budget", type=float, default=10, help="seconds of samples of a peer")
+    parser.add_argument("--budget", type=float, default=6, help="seconds of samples of a peer")
     parser.add_argument("--long", action="store_true", help="sdpa has the longest prompt, too")
     command.add_trace(parser)
     parser.add_argument("--requests", type=int, default=40, help="of the trace")

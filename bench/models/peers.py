@@ -43,7 +43,7 @@ class Sizes:
     short: int = 8192
     new: int = 2048
     requests: int = 4
-    steps: int = 32
+    steps: int = 16
     quick: bool = False
 
     @property
