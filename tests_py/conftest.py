@@ -23,7 +23,8 @@ with contextlib.suppress(ImportError):  # not in every environment of an engine
     from hypothesis import HealthCheck, settings
 
     # No example fails for the time it takes: a busy machine and a sanitizer take any.
-    settings.register_profile("cpattn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    unhurried = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("cpattn", max_examples=50, **unhurried)
     settings.register_profile("quick", settings.get_profile("cpattn"), max_examples=10)
     settings.register_profile("thorough", settings.get_profile("cpattn"), max_examples=1000)
     settings.load_profile("cpattn")

@@ -7,5 +7,5 @@ from hypothesis import settings
 
 
 def examples(number: int) -> int:
-    """Scale `number`, for the usual 100 of Hypothesis: to a tenth in the profile "quick"."""
+    """Scale `number`, for the usual 100 of Hypothesis: to a half, or a tenth in profile "quick"."""
     return max(1, number * settings().max_examples // 100)
