@@ -40,7 +40,7 @@ inline void add_numbers(
   }
 }
 
-/// How many of n keys from `key` on follow each other in their sequence; n is at least 1.
+/// Counts how many of n keys, from `key` on, follow each other in their sequence; n is at least 1.
 inline int count_neighbours(const TileBias& bias, int64_t key, int n) {
   if (bias.key_positions == nullptr) return n;
   const int32_t* positions = bias.key_positions + key;

@@ -109,7 +109,7 @@ void check_slopes(
   }
 }
 
-/// What a batch reads of its sequences, after checking that its rows and keys have positions.
+/// Lengths that a batch reads of its sequences, after checking that rows and keys have positions.
 std::vector<SequenceLens> placed_lens(
     const char* function, const BiasPositions& positions, const AttentionBatch& batch
 ) {

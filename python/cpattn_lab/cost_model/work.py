@@ -207,7 +207,7 @@ def _segments(plans: Sequence[ContextParallelMetadata]) -> tuple[Ints, Ints, int
 def _last_keys(
     plans: Sequence[ContextParallelMetadata], rows: Ints, layer: AttentionLayer
 ) -> Numbers:
-    """Where the keys end that rows of each segment see: with the sequence, if they see behind."""
+    """The end of the keys that rows of each segment see: of the sequence, if they see behind."""
     if not layer.keys_behind:
         return UNBOUNDED  # a row's own key is there
     prefixes = np.asarray(plans[0].prefix_lens, np.int64)

@@ -11,8 +11,8 @@
 
 namespace cpattn {
 
-/// Where tokens and keys of a batch stand, of which a row of the page table has a part of the keys
-/// of its sequence, which are no neighbours.
+/// Positions of the tokens and keys of a batch in which a row of the page table has a part of the
+/// keys of a sequence, which are no neighbours.
 struct BiasPositions {
   TensorView tokens, keys;               // int32: of each row of q; of keys, ascending in each part
   std::vector<int64_t> first_key;        // of each part among the keys
@@ -35,7 +35,7 @@ struct ScoreBias {
   /// float32 [num_heads, 2 * m + 1]: number m + j - p, j - p being clamped to [-m, m], as the
   /// buckets of T5 are after their lookup.
   std::optional<TensorView> relative_bias;
-  /// Where a batch has parts of sequences; the tensors above are of whole ones.
+  /// Positions, if a batch has parts of sequences; the tensors above are of whole ones.
   std::optional<BiasPositions> positions;
 };
 
