@@ -129,8 +129,8 @@ void check_bias_of_lens(
   const ScoreBiasArgument bias(read, score_bias);
   const std::vector<int64_t> queries = read.ints(q_lens, "q_lens");
   const std::vector<int64_t> keys = read.ints(kv_lens, "kv_lens");
-  std::vector<SequenceLens> lens;
-  for (std::size_t i = 0; i < queries.size(); ++i) lens.push_back({queries[i], keys.at(i)});
+  std::vector<SequenceLens> lens(queries.size());
+  for (std::size_t i = 0; i < lens.size(); ++i) lens[i] = {queries[i], keys.at(i)};
   check_bias(read.function(), bias.value, read.integer(num_heads, "num_heads"), lens);
 }
 
