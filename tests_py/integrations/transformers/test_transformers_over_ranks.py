@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 torch = pytest.importorskip("torch")
