@@ -152,6 +152,20 @@ std::optional<std::vector<int64_t>> Call::optional_ints(
   return ints(given, argument);
 }
 
+std::optional<std::vector<double>> Call::optional_reals(
+    const cpattn_tensor* given, const char* argument
+) const {
+  if (given == nullptr) return std::nullopt;
+  const ArgumentName name(function_, argument);
+  const TensorView view = read_tensor(given, name, "float64");
+  check(view.dtype == DType::float64, name, " must be float64, got ", view.dtype);
+  check(
+      view.rank == 1 && view.is_contiguous(), name,
+      " must be contiguous and have 1 dimension, got shape ", ShapeOf{view}
+  );
+  return std::vector<double>(view.as<double>(), view.as<double>() + view.num_elements());
+}
+
 IndexTable Call::table(const cpattn_tensor* given, const char* argument) const {
   return index_table(read_indices(given, {function_, argument}, 2));
 }

@@ -64,6 +64,11 @@ class Call {
   /// Bools, each as 0 or 1.
   std::vector<uint8_t> flags(const cpattn_tensor* given, const char* argument) const;
 
+  /// Numbers in float64.
+  std::optional<std::vector<double>> optional_reals(
+      const cpattn_tensor* given, const char* argument
+  ) const;
+
   bool flag(int64_t given, const char* argument) const;
   std::string_view text(const char* given, const char* argument) const;
   /// A number that may be CPATTN_NONE.

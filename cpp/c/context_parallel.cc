@@ -29,6 +29,7 @@ struct Defaults<cpattn_cp_batch> {
         .strategy = "zigzag",
         .num_tokens = CPATTN_NONE,
         .kv_len_convention = "baked",
+        .page_size = CPATTN_NONE,
     };
   }
 };
@@ -113,6 +114,7 @@ cpattn_status cpattn_build_cp_metadata(
     call.object(metadata, "metadata");
     const auto extend_lens = call.optional_ints(given.extend_lens, "extend_lens");
     const auto seq_lens = call.optional_ints(given.seq_lens, "seq_lens");
+    const auto weights = call.optional_reals(given.weights, "weights");
     cpattn::CpBatch read{
         .num_tokens = Call::optional_int(given.num_tokens),
         .cp_size = given.cp_size,
@@ -121,10 +123,12 @@ cpattn_status cpattn_build_cp_metadata(
         .kv_len_convention = cpattn::parse_kv_len_convention(
             call.text(given.kv_len_convention, "kv_len_convention"), call.function()
         ),
+        .page_size = Call::optional_int(given.page_size),
         .compat = call.flag(given.compat, "compat"),
     };
     if (extend_lens) read.extend_lens = *extend_lens;
     if (seq_lens) read.seq_lens = *seq_lens;
+    if (weights) read.weights = *weights;
     *metadata = cpattn::c::new_metadata(cpattn::build_cp_metadata(read, given.cp_rank));
   });
 }

@@ -50,6 +50,9 @@ KVScale: TypeAlias = SupportsFloat | Tensor | None
 # The same of two dimensions, such as a block table.
 IndexTable: TypeAlias = Sequence[Sequence[SupportsIndex]] | Tensor
 
+# Floats: a list or tuple of them, or a float32 or float64 tensor of one dimension.
+Reals: TypeAlias = Sequence[SupportsFloat] | Tensor
+
 # One bool, or one for each sequence.
 Flags: TypeAlias = bool | Sequence[bool] | Tensor
 

@@ -252,9 +252,14 @@ def test_each_thread_has_its_own_message():
     assert messages == [f"{rule} {-number}" for number in range(4)]
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
-def test_context_parallel_metadata(strategy):
-    options = {"cp_size": 4, "cp_rank": 2, "strategy": strategy}
+@pytest.mark.parametrize(
+    "split",
+    [{"strategy": "zigzag"}, {"strategy": "interleave"}, {"strategy": "contiguous"},
+     {"strategy": "zigzag", "weights": np.array([1, 2.5, 1, 0.5]), "page_size": 4}],
+    ids=str,
+)  # fmt: skip
+def test_context_parallel_metadata(split):
+    options = {"cp_size": 4, "cp_rank": 2, **split}
     lens = {"extend_lens": [30, 17, 9], "seq_lens": [35, 17, 10]}
     metadata = cpattn.build_cp_metadata(**lens, **options)
     given, handle = Given(), ctypes.c_void_p()

@@ -29,7 +29,10 @@ def answers(tmp_path_factory):
     [
         *((name, ": lengths") for name in ("extend_lens", "prefix", "num_tokens")),
         *((name, f": {name}") for name in ("block_tables", "slots", "mask")),
-        *((name, ": strategy and page_size") for name in ("strategy", "page_size")),
+        *(
+            (name, ": strategy and page_size")
+            for name in ("strategy", "page_size", "weights", "whole_pages")
+        ),
         *((name, ": rows") for name in ("dtype", "width")),
         ("call", ": call"),
         ("history", ": sequence"),

@@ -68,6 +68,9 @@ VALUES = {
     "padded zigzag": cp(1, "zigzag").pad_to_physical(),
     "interleave": cp(2, "interleave"),
     "contiguous": cp(2, "contiguous", kv_len_convention="bare"),
+    "weights": cp(1, "contiguous", weights=[1, 2.5, 1]),
+    "weights and pages": cp(1, "zigzag", weights=[1, 2, 1], page_size=4),
+    "pages": cp(1, "zigzag", page_size=4),
     "more tokens": cp(1, "zigzag", num_tokens=60),
     "ragged": dsa_metadata(
         [3, 2], [10, 4], ForwardMode.EXTEND, req_to_token=SLOTS, page_size=2, num_rows=9

@@ -94,6 +94,12 @@ class Arguments {
   double real(pybind11::handle object, const char* argument) const {
     return real_value(object, name(argument));
   }
+  std::optional<std::vector<double>> optional_reals(
+      pybind11::handle object, const char* argument
+  ) const {
+    if (object.is_none()) return std::nullopt;
+    return real_list(object, name(argument));
+  }
   bool flag(pybind11::handle object, const char* argument) const {
     return flag_value(object, name(argument));
   }

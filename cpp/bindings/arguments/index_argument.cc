@@ -84,6 +84,25 @@ std::vector<uint8_t> flag_list(py::handle object, const ArgumentName& name) {
   return {tensor->as<uint8_t>(), tensor->as<uint8_t>() + tensor->num_elements()};
 }
 
+std::vector<double> real_list(py::handle object, const ArgumentName& name) {
+  std::vector<double> values;
+  if (is_sequence(object)) {
+    for (const py::handle item : kept_items(object)) values.push_back(real_value(item, name));
+    return values;
+  }
+  const TensorArgument tensor(object, name, "float32 or float64");
+  const bool narrow = tensor->dtype == DType::float32;
+  if (!narrow && tensor->dtype != DType::float64) {
+    refuse_type(name, " must be float32 or float64, got ", tensor->dtype);
+  }
+  check(
+      tensor->rank == 1 && tensor->is_contiguous(), name,
+      " must be contiguous and have 1 dimension, got shape ", ShapeOf{*tensor}
+  );
+  if (narrow) return {tensor->as<float>(), tensor->as<float>() + tensor->num_elements()};
+  return {tensor->as<double>(), tensor->as<double>() + tensor->num_elements()};
+}
+
 std::optional<std::vector<int64_t>> optional_index_list(
     py::handle object, const ArgumentName& name
 ) {

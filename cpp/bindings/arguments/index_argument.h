@@ -28,6 +28,10 @@ int64_t index_count(pybind11::handle object, const ArgumentName& name);
 /// a list of itself. Anything else is TypeError.
 std::vector<uint8_t> flag_list(pybind11::handle object, const ArgumentName& name);
 
+/// A list or tuple of floats, or a one-dimensional tensor of float32 or float64. Anything else is
+/// TypeError.
+std::vector<double> real_list(pybind11::handle object, const ArgumentName& name);
+
 /// A two-dimensional index array, or a list of lists. Rows of a list may differ
 /// in length; the missing tail reads as -1. Valid while both it and the object live.
 class IndexTableArgument {

@@ -26,7 +26,9 @@ class BatchArgument {
       py::handle strategy,
       py::handle num_tokens,
       py::handle kv_len_convention,
-      py::handle compat
+      py::handle compat,
+      py::handle weights,
+      py::handle page_size
   ) {
     if (!extend_lens.is_none()) {
       batch_.extend_lens = extend_lens_ = read.ints(extend_lens, "extend_lens");
@@ -38,6 +40,8 @@ class BatchArgument {
     batch_.kv_len_convention =
         parse_kv_len_convention(read.text(kv_len_convention, "kv_len_convention"), read.function());
     batch_.compat = read.flag(compat, "compat");
+    if (!weights.is_none()) batch_.weights = *(weights_ = read.optional_reals(weights, "weights"));
+    batch_.page_size = read.optional_integer(page_size, "page_size");
   }
   const CpBatch& operator*() const { return batch_; }
 
@@ -47,6 +51,7 @@ class BatchArgument {
 
  private:
   std::vector<int64_t> extend_lens_, seq_lens_;
+  std::optional<std::vector<double>> weights_;
   CpBatch batch_;
 };
 
@@ -70,11 +75,14 @@ Metadata build(
     py::handle strategy,
     py::handle num_tokens,
     py::handle kv_len_convention,
-    py::handle compat
+    py::handle compat,
+    py::handle weights,
+    py::handle page_size
 ) {
   const Arguments read("build_cp_metadata");
   const BatchArgument batch(
-      read, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
+      read, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat,
+      weights, page_size
   );
   const int64_t rank = read.integer(cp_rank, "cp_rank");
   const ReleaseForMany nogil(*batch);
@@ -88,11 +96,14 @@ py::list build_all_ranks(
     py::handle strategy,
     py::handle num_tokens,
     py::handle kv_len_convention,
-    py::handle compat
+    py::handle compat,
+    py::handle weights,
+    py::handle page_size
 ) {
   const Arguments read("build_cp_metadata_all_ranks");
   const BatchArgument batch(
-      read, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
+      read, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat,
+      weights, page_size
   );
   std::vector<Metadata> built;
   {

@@ -34,6 +34,16 @@ py::object as_list(const Metadata& metadata, const CpComputedField& field) {
   return int_list(field.compute(metadata));
 }
 
+py::object weights_of(const Metadata& metadata) {
+  if (metadata.weights == nullptr || metadata.weights->weights.empty()) return py::none();
+  return py::cast(metadata.weights->weights);
+}
+
+py::object page_size_of(const Metadata& metadata) {
+  if (metadata.weights == nullptr || metadata.weights->page_size == 0) return py::none();
+  return py::int_(metadata.weights->page_size);
+}
+
 /// Descriptors of the interpreter's own kind: cheaper to read than a pybind11
 /// property, and engines read two dozen of them per forward pass.
 template <class Read>
@@ -124,23 +134,27 @@ py::tuple python_state(const Metadata& metadata) {
   return py::make_tuple(
       int_list(metadata.extend_lens), py::cast(seq_lens), metadata.cp_rank, metadata.cp_size,
       std::string(cp_strategy_name(metadata.strategy)),
-      std::string(kv_len_convention_name(metadata.kv_len_convention)), metadata.is_physical
+      std::string(kv_len_convention_name(metadata.kv_len_convention)), metadata.is_physical,
+      weights_of(metadata), page_size_of(metadata)
   );
 }
-constexpr std::size_t kStateFields = 7;
+constexpr std::size_t kStateFields = 9;
 
 Metadata restore(const py::tuple& fields) {
   constexpr Arguments read("ContextParallelMetadata");
   const std::vector<int64_t> extend_lens = read.ints(fields[0], "extend_lens");
   const std::vector<int64_t> seq_lens = read.ints(fields[1], "seq_lens");
-  const CpBatch batch = {
+  const auto weights = read.optional_reals(fields[7], "weights");
+  CpBatch batch = {
       .extend_lens = extend_lens,
       .seq_lens = seq_lens,
       .cp_size = read.integer(fields[3], "cp_size"),
       .strategy = parse_cp_strategy(read.text(fields[4], "strategy"), read.function()),
       .kv_len_convention =
           parse_kv_len_convention(read.text(fields[5], "kv_len_convention"), read.function()),
+      .page_size = read.optional_integer(fields[8], "page_size"),
   };
+  if (weights) batch.weights = *weights;
   const bool is_physical = read.flag(fields[6], "is_physical");
   const Metadata metadata = build_cp_metadata(batch, read.integer(fields[2], "cp_rank"));
   return is_physical ? pad_to_physical(metadata) : metadata;
@@ -211,6 +225,25 @@ void add_fields(py::class_<Metadata>& type) {
   );
 }
 
+void add_weights(py::class_<Metadata>& type) {
+  type.def_property_readonly(
+      "weights", &weights_of, "Shares of the ranks as given: list of float, or None."
+  );
+  type.def_property_readonly(
+      "page_size", &page_size_of, "Positions on whose multiples blocks begin: int, or None."
+  );
+  type.def_property_readonly(
+      "per_rank_pairs", [](const Metadata& metadata) { return py::cast(per_rank_pairs(metadata)); },
+      "Pairs of a new token and a key that it sees, of a causal mask, of each rank: list of int, "
+      "computed on each access."
+  );
+  type.def_property_readonly(
+      "imbalance", &imbalance,
+      "The largest share of a rank in all pairs over its share in the weights: float, 1 for a "
+      "perfect balance and for a batch without new tokens."
+  );
+}
+
 /// Adds the properties that are computed on each access: arrays and lists over rows and sequences.
 void add_rows(py::class_<Metadata>& type) {
   type.def_property_readonly(
@@ -275,6 +308,7 @@ Examples
 ([5], [3, 3, 2, 2], [0, 3]))"
   );
   add_fields(type);
+  add_weights(type);
   add_rows(type);
   type.def("to_dict", &to_dict, "Every field by name, as plain int, str, list of int or None.");
   type.def("__repr__", &repr);

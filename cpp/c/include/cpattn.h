@@ -243,6 +243,8 @@ typedef struct cpattn_cp_batch {
   int64_t num_tokens;            /* with padding; NONE: the sum of extend_lens */
   const char* kv_len_convention; /* "baked" or "bare" */
   int64_t compat;                /* 0 */
+  const cpattn_tensor* weights;  /* float64 [cp_size]: speed of the ranks; NULL: all equal */
+  int64_t page_size;             /* positions on whose multiples blocks begin; NONE: any */
 } cpattn_cp_batch;
 
 CPATTN_API cpattn_status cpattn_cp_batch_init(cpattn_cp_batch* batch, size_t struct_size);

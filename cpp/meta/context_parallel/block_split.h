@@ -11,41 +11,6 @@
 
 namespace cpattn {
 
-// The splits below cut a sequence of base * num_blocks + rest tokens into blocks. Every rank
-// owns `halves` of them; `before` counts the tokens in front of a block.
-
-struct ZigzagSplit {
-  static constexpr int32_t halves = 2;
-  int32_t num_blocks;
-
-  int32_t before(int32_t base, int32_t rest, int32_t block) const {
-    return base * block + std::min(block, rest);
-  }
-  int32_t size(int32_t base, int32_t rest, int32_t block) const {
-    return base + (block < rest ? 1 : 0);
-  }
-};
-
-struct EvenSplit {
-  static constexpr int32_t halves = 1;
-  int32_t num_blocks;
-
-  int32_t before(int32_t base, int32_t rest, int32_t block) const {
-    return base * block + rest * block / num_blocks;
-  }
-  int32_t size(int32_t base, int32_t rest, int32_t block) const {
-    return before(base, rest, block + 1) - before(base, rest, block);
-  }
-};
-
-/// Calls visit(split) with the split of a strategy other than interleave.
-template <class Visit>
-auto with_split(CpStrategy strategy, int32_t cp_size, Visit visit) {
-  assert(strategy != CpStrategy::interleave);
-  if (strategy == CpStrategy::zigzag) return visit(ZigzagSplit{2 * cp_size});
-  return visit(EvenSplit{cp_size});
-}
-
 /// base and rest of every sequence, for loops that run along the sequences.
 struct DividedLens {
   std::vector<int32_t> base, rest;
@@ -58,6 +23,59 @@ struct DividedLens {
     }
   }
 };
+
+// The splits below cut every sequence into blocks, of which each rank owns `halves`; `before`
+// counts the tokens of sequence s in front of a block.
+
+struct ZigzagSplit {
+  static constexpr int32_t halves = 2;
+  int32_t num_blocks;
+  DividedLens lens;
+
+  int32_t before(int32_t s, int32_t block) const {
+    return lens.base[s] * block + std::min(block, lens.rest[s]);
+  }
+  int32_t size(int32_t s, int32_t block) const {
+    return lens.base[s] + (block < lens.rest[s] ? 1 : 0);
+  }
+};
+
+struct EvenSplit {
+  static constexpr int32_t halves = 1;
+  int32_t num_blocks;
+  DividedLens lens;
+
+  int32_t before(int32_t s, int32_t block) const {
+    return lens.base[s] * block + lens.rest[s] * block / num_blocks;
+  }
+  int32_t size(int32_t s, int32_t block) const { return before(s, block + 1) - before(s, block); }
+};
+
+/// Where weighted_cuts.h cuts.
+struct CutSplit {
+  int32_t halves;
+  int32_t num_blocks;
+  std::span<const int32_t> cuts;
+
+  int32_t before(int32_t s, int32_t block) const {
+    return cuts[s * (int64_t{num_blocks} + 1) + block];
+  }
+  int32_t size(int32_t s, int32_t block) const { return before(s, block + 1) - before(s, block); }
+};
+
+/// Calls visit(split) with the split of metadata with another strategy than interleave.
+template <class Visit>
+auto with_split(const ContextParallelMetadata& metadata, Visit visit) {
+  assert(metadata.strategy != CpStrategy::interleave);
+  const bool zigzag = metadata.strategy == CpStrategy::zigzag;
+  const int32_t num_blocks = (zigzag ? 2 : 1) * metadata.cp_size;
+  if (metadata.cuts.data() != nullptr) {
+    return visit(CutSplit{zigzag ? 2 : 1, num_blocks, metadata.cuts});
+  }
+  const DividedLens lens(metadata.extend_lens, num_blocks);
+  if (zigzag) return visit(ZigzagSplit{num_blocks, lens});
+  return visit(EvenSplit{num_blocks, lens});
+}
 
 /// The block of a rank's first or second half.
 template <class Split>

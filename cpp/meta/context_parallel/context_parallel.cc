@@ -6,6 +6,7 @@
 
 #include "cpattn/base/check.h"
 #include "meta/context_parallel/block_split.h"
+#include "meta/context_parallel/weighted_cuts.h"
 
 namespace cpattn {
 namespace {
@@ -52,11 +53,9 @@ class Builder {
   void fill_lens(MutableInts extend, MutableInts prefix);
   void fill_interleaved_rows(MutableInts rows) const;
   template <class Split>
-  void fill_rows(const Split& split, const DividedLens& lens, MutableInts rows) const;
+  void fill_rows(const Split& split, MutableInts rows) const;
   template <class Split>
-  ContextParallelMetadata rank_share(
-      const Split& split, const DividedLens& lens, Arena& arena, int32_t rank
-  ) const;
+  ContextParallelMetadata rank_share(const Split& split, Arena& arena, int32_t rank) const;
 
   const char* function_;
   const CpBatch& batch_;
@@ -91,6 +90,7 @@ Builder::Builder(const char* function, const CpBatch& batch) : function_(functio
       ": the number of blocks, 2 * cp_size * len(extend_lens), must fit into int32, got ",
       size * 2 * batch.cp_size
   );
+  common_.weights = checked_weights(function, batch);
   common_.strategy = batch.strategy;
   common_.kv_len_convention = batch.kv_len_convention;
   common_.bs = static_cast<int32_t>(size);
@@ -152,13 +152,13 @@ void Builder::fill_interleaved_rows(MutableInts rows) const {
 }
 
 template <class Split>
-void Builder::fill_rows(const Split& split, const DividedLens& lens, MutableInts rows) const {
+void Builder::fill_rows(const Split& split, MutableInts rows) const {
   for (int32_t rank = 0; rank < common_.cp_size; ++rank) {
     int32_t sum = 0;
     for (int32_t half = 0; half < split.halves; ++half) {
       const int32_t block = block_of(split, rank, half);
       for (int32_t s = 0; s < common_.bs; ++s) {
-        sum += split.size(lens.base[s], lens.rest[s], block);
+        sum += split.size(s, block);
       }
     }
     rows[rank] = sum;
@@ -166,9 +166,7 @@ void Builder::fill_rows(const Split& split, const DividedLens& lens, MutableInts
 }
 
 template <class Split>
-ContextParallelMetadata Builder::rank_share(
-    const Split& split, const DividedLens& lens, Arena& arena, int32_t rank
-) const {
+ContextParallelMetadata Builder::rank_share(const Split& split, Arena& arena, int32_t rank) const {
   ContextParallelMetadata share = common_;
   share.cp_rank = rank;
   const int32_t bs = common_.bs;
@@ -181,9 +179,8 @@ ContextParallelMetadata Builder::rank_share(
     const int32_t block = block_of(split, rank, half);
     for (int32_t s = 0, i = half * bs; s < bs; ++s, ++i) {
       blocks[i] = s * split.num_blocks + block;
-      q_lens[i] = split.size(lens.base[s], lens.rest[s], block);
-      kv_lens[i] = split.before(lens.base[s], lens.rest[s], block + 1) +
-                   (baked ? common_.prefix_lens[s] : 0);
+      q_lens[i] = split.size(s, block);
+      kv_lens[i] = split.before(s, block + 1) + (baked ? common_.prefix_lens[s] : 0);
     }
   }
   const MutableInts cu_q = arena.take(num_lens + 1);
@@ -220,7 +217,8 @@ std::vector<ContextParallelMetadata> Builder::build(int32_t first_rank, int32_t 
   const int64_t common_size = 2 * int64_t{bs} + 3 * int64_t{cp_size};
   const int64_t rank_size =
       halves_ == 0 ? 0 : 3 * num_lens + 2 * (num_lens + 1) + 2 * (num_lens - bs + 1);
-  Arena arena(common_size + num_ranks * rank_size);
+  const int64_t num_cuts = common_.weights == nullptr ? 0 : bs * (int64_t{halves_} * cp_size + 1);
+  Arena arena(common_size + num_cuts + num_ranks * rank_size);
 
   common_.storage = arena.storage();
   const MutableInts extend = arena.take(bs);
@@ -234,6 +232,11 @@ std::vector<ContextParallelMetadata> Builder::build(int32_t first_rank, int32_t 
   common_.per_rank_actual_token = rows;
   common_.max_rank_len = longest;
   common_.physical_rows = physical;
+  if (common_.weights != nullptr) {
+    const MutableInts cuts = arena.take(num_cuts);
+    fill_weighted_cuts(function_, common_, cuts);
+    common_.cuts = cuts;
+  }
 
   std::vector<ContextParallelMetadata> shares;
   shares.reserve(num_ranks);
@@ -242,11 +245,10 @@ std::vector<ContextParallelMetadata> Builder::build(int32_t first_rank, int32_t 
     shares.assign(num_ranks, common_);
     for (int32_t i = 0; i < num_ranks; ++i) shares[i].cp_rank = first_rank + i;
   } else {
-    with_split(batch_.strategy, cp_size, [&](const auto& split) {
-      const DividedLens lens(extend, split.num_blocks);
-      fill_rows(split, lens, rows);
+    with_split(common_, [&](const auto& split) {
+      fill_rows(split, rows);
       for (int32_t i = 0; i < num_ranks; ++i) {
-        shares.push_back(rank_share(split, lens, arena, first_rank + i));
+        shares.push_back(rank_share(split, arena, first_rank + i));
       }
     });
   }
@@ -291,8 +293,12 @@ ContextParallelMetadata pad_to_physical(const ContextParallelMetadata& metadata)
 
 bool ContextParallelMetadata::operator==(const ContextParallelMetadata& other) const {
   // Everything else follows from these.
-  return strategy == other.strategy && kv_len_convention == other.kv_len_convention &&
-         is_physical == other.is_physical && cp_rank == other.cp_rank && cp_size == other.cp_size &&
+  const bool same_weights = weights == nullptr || other.weights == nullptr
+                                ? weights == other.weights
+                                : *weights == *other.weights;
+  return same_weights && strategy == other.strategy &&
+         kv_len_convention == other.kv_len_convention && is_physical == other.is_physical &&
+         cp_rank == other.cp_rank && cp_size == other.cp_size &&
          std::ranges::equal(extend_lens, other.extend_lens) &&
          std::ranges::equal(prefix_lens, other.prefix_lens);
 }

@@ -17,7 +17,7 @@ std::vector<int32_t> over_blocks(
       metadata.strategy != CpStrategy::interleave, function,
       ": strategy must be 'zigzag' or 'contiguous', got 'interleave'"
   );
-  return with_split(metadata.strategy, metadata.cp_size, [&](const auto& split) {
+  return with_split(metadata, [&](const auto& split) {
     std::vector<int32_t> blocks(int64_t{metadata.bs} * split.num_blocks);
     fill(split, blocks.data());
     return blocks;
@@ -30,22 +30,17 @@ std::vector<int32_t> split_list(const ContextParallelMetadata& metadata) {
   return over_blocks(metadata, "split_list", [&](const auto& split, int32_t* out) {
     const int32_t n = split.num_blocks;
     for (int32_t s = 0; s < metadata.bs; ++s, out += n) {
-      const int32_t base = metadata.extend_lens[s] / n;
-      const int32_t rest = metadata.extend_lens[s] % n;
-      for (int32_t i = 0; i < n; ++i) out[i] = split.size(base, rest, i);
+      for (int32_t i = 0; i < n; ++i) out[i] = split.size(s, i);
     }
   });
 }
 
 std::vector<int32_t> reverse_split_len(const ContextParallelMetadata& metadata) {
   return over_blocks(metadata, "reverse_split_len", [&](const auto& split, int32_t* out) {
-    const DividedLens lens(metadata.extend_lens, split.num_blocks);
     for (int32_t rank = 0; rank < metadata.cp_size; ++rank) {
       for (int32_t half = 0; half < split.halves; ++half, out += metadata.bs) {
         const int32_t block = block_of(split, rank, half);
-        for (int32_t s = 0; s < metadata.bs; ++s) {
-          out[s] = split.size(lens.base[s], lens.rest[s], block);
-        }
+        for (int32_t s = 0; s < metadata.bs; ++s) out[s] = split.size(s, block);
       }
     }
   });

@@ -11,6 +11,7 @@ from typing_extensions import Self
 from .._types import Flags as _Flags
 from .._types import IndexTable as _Table
 from .._types import Indices as _OneDimension
+from .._types import Reals as _Reals
 from .._types import ScoreBias as _ScoreBias
 from .._types import Tensor as _Tensor
 from .._types import TensorT as _TensorT
@@ -392,6 +393,14 @@ class ContextParallelMetadata(_Value):
     @property
     def kv_len_convention(self) -> str: ...
     @property
+    def weights(self) -> list[float] | None: ...
+    @property
+    def page_size(self) -> int | None: ...
+    @property
+    def per_rank_pairs(self) -> list[int]: ...
+    @property
+    def imbalance(self) -> float: ...
+    @property
     def cp_rank(self) -> int: ...
     @property
     def cp_size(self) -> int: ...
@@ -536,6 +545,8 @@ def build_cp_metadata(
     num_tokens: int | None,
     kv_len_convention: str,
     compat: bool,
+    weights: _Reals | None,
+    page_size: int | None,
     /,
 ) -> ContextParallelMetadata: ...
 def build_cp_metadata_all_ranks(
@@ -546,6 +557,8 @@ def build_cp_metadata_all_ranks(
     num_tokens: int | None,
     kv_len_convention: str,
     compat: bool,
+    weights: _Reals | None,
+    page_size: int | None,
     /,
 ) -> list[ContextParallelMetadata]: ...
 def can_apply_cp(

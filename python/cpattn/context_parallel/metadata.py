@@ -23,13 +23,18 @@ zigzag      1       P + 2 L, so a rank has at most 1 + 4 W / L of the mean; 0 if
 interleave  1       P + L, and over a whole batch the tokens still differ by at most 1
 contiguous  1       P + L + (W - 1) ceil(L / W)**2, twice the mean on the last rank if L >> P, W
 ==========  ======  =======================================================================
+
+With `weights`, ranks have pairs in proportion to their weights. ``contiguous`` gives them
+consecutive tokens, fewer to later ranks; ``zigzag`` also gives them tokens in that proportion.
+With `page_size`, blocks begin at pages. What a cut misses for want of a page that begins where it
+should be, those of the next sequences make up for; ``imbalance`` of the metadata says what is left.
 """
 
 from __future__ import annotations
 
 from .. import _core
 from .._core import ContextParallelMetadata as ContextParallelMetadata
-from .._types import Indices
+from .._types import Indices, Reals
 from ..profiling.calls import announced
 from .shard import shard, unshard
 
@@ -47,6 +52,8 @@ def build_cp_metadata(
     num_tokens: int | None = None,
     kv_len_convention: str = "baked",
     compat: bool = False,
+    weights: Reals | None = None,
+    page_size: int | None = None,
 ) -> ContextParallelMetadata:
     """Plan one rank's share of a batch.
 
@@ -70,6 +77,13 @@ def build_cp_metadata(
         Accept what engines accept: `seq_lens` of another length mean no prefix, a
         sequence with ``seq_lens < extend_lens`` has none, and ``extend_lens=None`` stands
         for `seq_lens`, or else for ``[num_tokens]``.
+    weights : floats [cp_size], optional
+        Speed of each rank, finite and above 0, in any unit: a rank with twice the weight of
+        another has twice as many pairs of queries and keys. Every machine cuts alike. Not for
+        ``"interleave"``. With `page_size` alone all weights are equal.
+    page_size : int, optional
+        Where tokens are cut, a page of so many positions begins, cached ones counted. There must
+        be at least cp_size pages with new tokens. Not for ``"interleave"``.
 
     Returns
     -------
@@ -93,9 +107,25 @@ def build_cp_metadata(
     ([3, 4], [11, 8])
     >>> plan.shard(np.arange(24))
     array([ 3,  4,  5, 14, 15, 16, 17,  6,  7, 18, 19, 20])
+
+    A machine that is three times as fast as the other, and pages of 16 tokens:
+
+    >>> options = {"strategy": "contiguous", "weights": [3, 1], "page_size": 16}
+    >>> plan = build_cp_metadata([1000], cp_rank=0, cp_size=2, **options)
+    >>> plan.split_list, plan.per_rank_pairs, round(plan.imbalance, 3)
+    ([864, 136], [373680, 126820], 1.014)
     """
     return _core.build_cp_metadata(
-        extend_lens, seq_lens, cp_rank, cp_size, strategy, num_tokens, kv_len_convention, compat
+        extend_lens,
+        seq_lens,
+        cp_rank,
+        cp_size,
+        strategy,
+        num_tokens,
+        kv_len_convention,
+        compat,
+        weights,
+        page_size,
     )
 
 
@@ -109,6 +139,8 @@ def build_cp_metadata_all_ranks(
     num_tokens: int | None = None,
     kv_len_convention: str = "baked",
     compat: bool = False,
+    weights: Reals | None = None,
+    page_size: int | None = None,
 ) -> list[ContextParallelMetadata]:
     """Plan every rank's share, as `build_cp_metadata` would for each.
 
@@ -117,7 +149,8 @@ def build_cp_metadata_all_ranks(
 
     Parameters
     ----------
-    extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
+    extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat, weights, \
+page_size
         As of `build_cp_metadata`.
 
     Returns
@@ -137,7 +170,15 @@ def build_cp_metadata_all_ranks(
     [12, 12]
     """
     return _core.build_cp_metadata_all_ranks(
-        extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
+        extend_lens,
+        seq_lens,
+        cp_size,
+        strategy,
+        num_tokens,
+        kv_len_convention,
+        compat,
+        weights,
+        page_size,
     )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._arguments import at_least, flag
+from .._types import Reals
 from ..context_parallel.metadata import build_cp_metadata
 from ..kv import Placement
 from ..profiling.calls import announced
@@ -45,6 +46,10 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
         Which tokens each rank has, as in `build_cp_metadata`; `plan` refuses unknown ones.
     page_size : int
         Token slots per page of the KV pools, at least 1.
+    weights : floats [cp_size], optional
+        Speed of each rank, as in `build_cp_metadata`; the same on every rank.
+    whole_pages : bool
+        Whether tokens are cut where pages begin, as in `build_cp_metadata` with this `page_size`.
     placement : optional
         Which rank holds which slot, such as `cpattn.kv.PageInterleave`, where each rank's pools
         have a share of the keys alone. Block tables and slots are logical ones then, ``write_kv``
@@ -63,7 +68,7 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
 
     Attributes
     ----------
-    strategy, page_size, placement, exchange, max_scratch_bytes, transport
+    strategy, page_size, weights, whole_pages, placement, exchange, max_scratch_bytes, transport
         As given.
     group : torch.distributed.ProcessGroup
         As given, or that of all ranks of the mesh.
@@ -134,6 +139,8 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
         *,
         strategy: str = "zigzag",
         page_size: int,
+        weights: Reals | None = None,
+        whole_pages: bool = False,
         placement: Placement | None = None,
         exchange: str = "auto",
         max_scratch_bytes: int = 256 << 20,
@@ -149,6 +156,8 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
         self.group = group
         self.strategy = strategy
         self.page_size = page_size
+        self.weights = weights
+        self.whole_pages = flag(whole_pages, "ContextParallel", "whole_pages")
         self.transport = transport
         self._exchange = RowExchange(group, through_memory=transport != "tcp")
         self._connection: Connection | None = None
@@ -225,7 +234,7 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
             For lengths, tables, slots or a number that are no integers, a mask that is no tensor,
             and a flag that is no bool.
         ValueError
-            For an unknown strategy, lengths that do not match, negative page ids, tables that are
+            For an unknown strategy, weights that are not finite and above 0, lengths that do not match, negative page ids, tables that are
             too narrow, tokens that share a slot, slots other than those of the tables, and a mask
             of another dtype or size.
         """
@@ -238,6 +247,8 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
             cp_size=self.cp_size,
             strategy=self.strategy,
             num_tokens=num_tokens,
+            weights=self.weights,
+            page_size=self.page_size if self.whole_pages else None,
         )
         plan = make_plan(
             metadata,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema")
 
-from cpattn_proof import lint
+from cpattn_proof import NotUsable, lint
 from cpattn_proof.linting import linter, shrinking
 from cpattn_proof.linting.shrinking import cut, without
 from support.proof.plans import batches, document_of, kinds, with_cache
@@ -122,6 +122,18 @@ def test_the_balance_is_that_of_pairs():
     assert found.invariant == "BAL"
     assert found.ranks == (7,)
     assert found.details["pairs"] == sum(range(225, 257))
+
+
+def test_the_balance_may_go_by_weights():
+    document = document_of([256], [0], 4, "contiguous")
+    fair = [float(sum(range(64 * rank + 1, 64 * rank + 65))) for rank in range(4)]
+    assert kinds(document | {"balance": {"bound": 1.01, "weights": fair}}) == set()
+    (found,) = lint(document | {"balance": {"bound": 1.01, "weights": [1, 2, 3, 3]}}).findings
+    assert found.ranks == (3,)
+    assert "times its share; the bound is 1.01" in found.what
+    for weights in ([1, 2, 3], [1, 2, 3, 0]):
+        with pytest.raises(NotUsable, match=r"balance.weights: must be above 0, one for each of 4"):
+            lint(document | {"balance": {"bound": 1.01, "weights": weights}})
 
 
 def test_a_finding_says_where_and_draws_it():

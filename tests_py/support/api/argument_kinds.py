@@ -64,6 +64,10 @@ WRONG: dict[str, list[Any]] = {
         *[np.array([1, 2], ">i4"), np.array([1, 2])[::-1], np.ma.array([1, 2])],
         *META,
     ],
+    "floats": [
+        *[*NOTHING, ARRAYS[1], "12", 1, 1.5, True, ["1", 2.0], [None, 1.0], [[1.0], [2.0]]],
+        *[[True, 2.0], [10**400, 1.0], np.ones((1, 2)), np.ones(2, np.int64), *META],
+    ],
     "table": [
         *[*NOTHING, *ARRAYS, "12", 1, 1.5, True, [1, 2], [[1.5]], [[True]], [["1"]], [[None]]],
         *[[[2**70]], [1, [2]], np.ones(3, np.int64), np.ones((1, 1, 1), np.int64)],

@@ -55,8 +55,8 @@ PLAN_SIZES = given(
 CP_LENS = of_kind("ints", extend_lens=[4, 4])
 CP_BATCH = CP_LENS | given(
     seq_lens=[7, 4], cp_size=2, strategy="zigzag", num_tokens=8, kv_len_convention="baked",
-    compat=False,
-)  # fmt: skip
+    compat=False, page_size=2,
+) | of_kind("?floats", weights=[1.0, 2])  # fmt: skip
 PCP_BATCH = given(
     prefix_lens=[3, 0], pcp_size=2, is_prefill=[True, False], shard_decode=True, dcp_size=1
 )

@@ -203,7 +203,7 @@ KINDS: dict[str, Callable[[Draw, Any], Any]] = {
     # Of what is done so often: all that are taken are small.
     "times": lambda draw, good: draw.choice([-1, 0, 1, 2, -(2**63), None, "1", 1.5, True]),
     "int": number, "float": real, "flag": flag, "text": text, "ints": numbers, "list": numbers,
-    "lens": numbers,
+    "lens": numbers, "floats": lambda draw, good: items(draw, listed(draw, good), real),
     "addresses": numbers, "table": table, "tensor": array, "output": array, "buffer": array,
     "any tensor": array, "frame": frame, "bag": bag, "value": nested,
     "frames": lambda draw, good: items(draw, good, lambda draw, item: frame(draw, good[0])),

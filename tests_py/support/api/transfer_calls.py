@@ -229,7 +229,8 @@ def without_group(**attributes: Any) -> Any:
 
 
 def planned() -> Call:
-    cp = without_group(cp_rank=0, cp_size=2, strategy="zigzag", page_size=4)
+    split = {"strategy": "zigzag", "weights": None, "whole_pages": False}
+    cp = without_group(cp_rank=0, cp_size=2, page_size=4, **split)
     arguments = given(
         extend_lens=[4, 4], seq_lens=[7, 4], block_tables=[[1, 2], [3, -1]],
         out_cache_loc=[7, 8, 9, 10, 12, 13, 14, 15], num_tokens=8, pad_to_physical=False,

@@ -78,6 +78,8 @@ def run_replicated(rank: int) -> tuple[Told, bool]:
         "mask": lambda: with_plan(custom_mask=torch.ones(5 * 9 + 13 * 13, dtype=torch.bool)),
         "strategy": lambda: with_cp(strategy="contiguous"),
         "page_size": lambda: with_cp(page_size=8),
+        "weights": lambda: with_cp(weights=[1, *[2] * (dist.get_world_size() - 1)]),
+        "whole_pages": lambda: with_cp(whole_pages=True),
         "dtype": lambda: with_rows(torch.zeros(18, 4, dtype=torch.float64)),
         "width": lambda: with_rows(torch.zeros(18, 7)),
         "call": with_call,

@@ -19,7 +19,7 @@ def first_of(size: int, page_size: int = 16, **attributes: Any) -> ContextParall
     cp.cp_rank, cp.cp_size, cp.page_size = 0, size, page_size
     usual = {
         "strategy": "zigzag", "exchange": "auto", "max_scratch_bytes": 1 << 30, "mesh": None,
-        "placement": PLACEMENTS["pages"](size, page_size),
+        "placement": PLACEMENTS["pages"](size, page_size), "weights": None, "whole_pages": False,
     }  # fmt: skip
     for name, value in (usual | attributes).items():
         setattr(cp, name, value)

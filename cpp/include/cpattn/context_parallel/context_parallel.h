@@ -20,6 +20,9 @@ namespace cpattn {
 ///   interleave  token t of the flattened batch belongs to rank t mod W
 ///   contiguous  rank r owns tokens [L r / W, L (r + 1) / W) of every sequence of
 ///               length L; all geometry is in the "prev" fields
+///
+/// With weights or a page_size, contiguous cuts so that ranks have work in proportion to their
+/// weights, and zigzag so that they have tokens and work so; see CpBatch.
 enum class CpStrategy : uint8_t { zigzag, interleave, contiguous };
 
 /// The name of the enumerator, such as "zigzag".
@@ -52,10 +55,25 @@ struct CpBatch {
   int64_t cp_size = 1;                // 1 .. kMaxCpSize
   CpStrategy strategy = CpStrategy::zigzag;
   KvLenConvention kv_len_convention = KvLenConvention::baked;
+  /// Shares of the ranks, finite and > 0, in any unit; default: all equal. The work of a token is
+  /// the keys that it sees, of a causal mask. What a cut misses for want of a finer one, cuts of
+  /// the next sequences make up for.
+  std::optional<std::span<const double>> weights;  // [cp_size]
+  /// Blocks begin where pages of so many positions do, cached ones counted, or with the new tokens.
+  /// There are at least cp_size pages with new tokens. Neither of the two is for interleave.
+  std::optional<int64_t> page_size;  // 1 .. 2^31 - 1
   /// Takes batches as serving engines do: seq_lens of another length mean no prefix,
   /// seq_lens below extend_lens a prefix of 0, and missing extend_lens the
   /// seq_lens, or else one sequence of num_tokens. Without compat each of these is an error.
   bool compat = false;
+};
+
+/// What cuts in proportion to weights were made of.
+struct CpWeights {
+  std::vector<double> weights;  // [cp_size]; none: all equal
+  int32_t page_size = 0;        // 0: none given
+
+  bool operator==(const CpWeights&) const = default;
 };
 
 /// One rank's share of a batch. A value: never changed once built, equal to
@@ -102,6 +120,9 @@ struct ContextParallelMetadata {
   Ints actual_seq_q_prev, actual_seq_q_next, actual_seq_q_combined;
   Ints cu_seqlens_q_prev, cu_seqlens_q_next, cu_seqlens_q_combined;
   Ints cu_seqlens_kv_prev, cu_seqlens_kv_next, cu_seqlens_kv_combined;
+
+  std::shared_ptr<const CpWeights> weights;  // null without weights and page_size
+  Ints cuts;  // [bs, S + 1] new tokens in front of each block, and all; null without the above
 
   std::shared_ptr<const int32_t[]> storage;  // what the spans point into
   Ints physical_rows;                        // per_rank_actual_token of pad_to_physical
@@ -151,6 +172,12 @@ std::vector<int32_t> query_cache_lengths(const ContextParallelMetadata& metadata
 std::vector<int32_t> gathered_row_indices(const ContextParallelMetadata& metadata);
 /// The number of local rows of each sequence [bs], zeros included. For interleave only.
 std::vector<int32_t> rows_per_request(const ContextParallelMetadata& metadata);
+
+/// The pairs of a new token and a key that it sees, of a causal mask, of each rank [cp_size].
+std::vector<int64_t> per_rank_pairs(const ContextParallelMetadata& metadata);
+/// The largest share of a rank in all pairs over its share in the sum of weights, equal ones if
+/// none were given: 1 is perfect, and so is a batch without new tokens.
+double imbalance(const ContextParallelMetadata& metadata);
 
 /// Whether a batch may run context-parallel: cp_size > 1, a mode whose tokens
 /// may be split (no mode at all will do, but not for interleave), and enough tokens.

@@ -168,6 +168,7 @@ def make_plan(
     mask = packed_mask(custom_mask, packed_custom_mask, extends, prefixes + extends, padding)
     if mask is not None:
         mask.flags.writeable = False
+    split = (metadata.strategy, metadata.weights, metadata.page_size)
     return ContextParallelPlan(
         metadata=metadata.pad_to_physical() if pad_to_physical else metadata,
         page_size=page_size,
@@ -176,7 +177,7 @@ def make_plan(
         rows_per_rank=tuple(metadata.per_rank_actual_token),
         terms=(
             digest(prefixes, extends, np.int64(padding)),
-            digest(f"{metadata.strategy} {page_size} {metadata.cp_size}".encode()),
+            digest(f"{split} {page_size} {metadata.cp_size}".encode()),
             pages.digest(),
             slots_term,
             digest() if mask is None else digest(mask),

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits in proportion to weights of ranks, cut where pages begin."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn import build_cp_metadata_all_ranks
+from cpattn_proof import lint
+from cpattn_proof.linting.adapters.context_parallel import from_metadata
+from support.examples import examples
+
+STRATEGIES = ("zigzag", "contiguous")
+EXTENDS, PREFIXES = [700, 3, 0, 256], [130, 0, 9, 64]
+
+
+def lens(extends, prefixes):
+    return extends, [new + old for new, old in zip(extends, prefixes, strict=True)]
+
+
+def pairs_of(plan):
+    return int(plan.query_cache_lengths.sum(dtype=np.int64))
+
+
+batches = st.lists(st.tuples(st.integers(0, 600), st.integers(0, 900)), min_size=1, max_size=7)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    batches,
+    st.lists(st.floats(0.05, 20), min_size=1, max_size=9),
+    st.sampled_from(STRATEGIES),
+    st.data(),
+)
+def test_any_split(batch, weights, strategy, data):
+    extends, prefixes = map(list, zip(*batch, strict=True))
+    pages = [-(-(p + n) // 16) - p // 16 for n, p in batch if n]
+    page_size = data.draw(st.sampled_from([None, 1, 16] if sum(pages) >= len(weights) else [None]))
+    if page_size == 1 and sum(extends) < len(weights):
+        page_size = None
+    plans = build_cp_metadata_all_ranks(
+        *lens(extends, prefixes), cp_size=len(weights), strategy=strategy, weights=weights,
+        page_size=page_size,
+    )  # fmt: skip
+    tokens = np.arange(sum(extends))
+    parts = [plan.shard(tokens) for plan in plans]
+    assert np.array_equal(np.sort(np.concatenate(parts)), tokens)
+    assert np.array_equal(plans[0].unshard(parts), tokens)
+    begins, owner = np.cumsum([0, *extends]), np.zeros(len(tokens), int)
+    for plan, part in zip(plans, parts, strict=True):
+        owner[part] = plan.cp_rank
+        request = np.searchsorted(begins, part, side="right") - 1
+        position = part - begins[request] + np.array(prefixes, int)[request]
+        assert np.array_equal(plan.query_request_indices, request)
+        assert np.array_equal(plan.query_cache_lengths, position + 1)
+    for begin, new, old in zip(begins[:-1], extends, prefixes, strict=True):
+        cuts = np.flatnonzero(np.diff(owner[begin : begin + new])) + 1 + old
+        assert (cuts % (page_size or 1) == 0).all()
+    pairs, shares = np.array([pairs_of(plan) for plan in plans]), np.array(weights) / sum(weights)
+    assert plans[0].per_rank_pairs == pairs.tolist()
+    unit = (page_size or 1) * max(n + p for n, p in batch)
+    assert (abs(pairs - pairs.sum() * shares) <= 2 * unit + 1).all()
+    worst = (pairs / pairs.sum() / shares).max() if pairs.sum() else 1
+    assert plans[0].imbalance == pytest.approx(worst)
+
+
+def test_zigzag_divides_tokens_as_pairs():
+    plans = build_cp_metadata_all_ranks([40_000], cp_size=3, weights=[4, 1, 3])
+    assert plans[0].per_rank_actual_token == [20_000, 5_000, 15_000]
+    assert plans[0].imbalance < 1.0001
+
+
+def test_errors_of_pages_even_out_over_a_batch():
+    """Of a single sequence of 16 pages, 16 ranks must have one each; of 64, shares are even."""
+    one, many = (
+        build_cp_metadata_all_ranks(
+            [4096] * bs, cp_size=16, strategy="contiguous", page_size=256
+        )[0].imbalance
+        for bs in (1, 64)
+    )  # fmt: skip
+    assert one > 1.9
+    assert many < 1.03
+
+
+def test_pages_alone_give_all_ranks_equal_weights():
+    options = {"cp_size": 4, "page_size": 32}
+    alone, equal = (
+        build_cp_metadata_all_ranks(*lens(EXTENDS, PREFIXES), **options, **weights)
+        for weights in ({}, {"weights": [2.0] * 4})
+    )
+    assert [plan.split_list for plan in alone] == [plan.split_list for plan in equal]
+    assert alone[0].weights is None
+    assert (equal[0].weights, equal[0].page_size) == ([2.0] * 4, 32)
+    assert alone != equal
+
+
+@pytest.mark.parametrize(
+    ("weights", "tokens"),
+    [([1e-300, 5e-324], 65536), ([1e308, 1e308], 32768), (np.float32([3, 1]), 49152)],
+)
+def test_only_proportions_of_weights_count(weights, tokens):
+    (plan, _) = build_cp_metadata_all_ranks([65536], cp_size=2, weights=weights)
+    assert plan.per_rank_actual_token == [tokens, 65536 - tokens]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_have_the_bits_of_a_single_rank(strategy):
+    random = np.random.default_rng(3)
+    extends, seq_lens = lens(EXTENDS, PREFIXES)
+    heads, dim, page_size = 2, 16, 16
+    tables = np.arange(4 * 52).reshape(4, 52)
+    q = random.standard_normal((sum(extends), heads * dim), np.float32)
+    cache = random.standard_normal((4 * 52 * page_size, heads, dim), np.float32)
+
+    def attend(plan):
+        rows, options = plan.shard(q), {"num_heads": heads, "num_kv_heads": heads, "scale": 0.25}
+        tables_of = {"block_tables": tables, "page_size": page_size}
+        return cpattn.do_cp_attn_fia(rows, cache, cache, plan, **tables_of, **options)
+
+    split = {"strategy": strategy, "weights": [5, 1, 2], "page_size": page_size}
+    plans = build_cp_metadata_all_ranks(extends, seq_lens, cp_size=3, **split)
+    (whole,) = build_cp_metadata_all_ranks(extends, seq_lens, cp_size=1)
+    assert np.array_equal(
+        plans[0].unshard([attend(p) for p in plans]), whole.unshard([attend(whole)])
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_linter_proves_them_and_finds_another_rule(strategy):
+    split = {"strategy": strategy, "weights": [1, 2, 1.5, 0.5], "page_size": 32}
+    plans = build_cp_metadata_all_ranks(*lens(EXTENDS, PREFIXES), cp_size=4, **split)
+    assert lint(from_metadata(plans, EXTENDS, PREFIXES)).proved
+    plain = build_cp_metadata_all_ranks(*lens(EXTENDS, PREFIXES), cp_size=4, strategy=strategy)
+    (first, *_) = lint(from_metadata([*plans[:3], plain[3]], EXTENDS, PREFIXES)).findings
+    assert first.invariant == "OWN"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weights": [1, 0]}, "weights must be finite and > 0, got 0 at index 1"),
+        ({"weights": [-1.5, 1]}, "weights must be finite and > 0, got -1.5 at index 0"),
+        ({"weights": [1, float("nan")]}, "weights must be finite and > 0, got nan at index 1"),
+        ({"weights": [1, float("inf")]}, "weights must be finite and > 0, got inf at index 1"),
+        ({"weights": [1, 2, 3]}, "weights must have cp_size = 2 values, got 3"),
+        ({"page_size": 0}, "page_size must be >= 1 and fit into int32, got 0"),
+        ({"page_size": 2**31}, "page_size must be >= 1 and fit into int32, got 2147483648"),
+        (
+            {"page_size": 4},
+            "page_size must leave at least cp_size = 2 pages with new tokens, got 1 of 4",
+        ),
+        (
+            {"weights": [1, 1], "strategy": "interleave"},
+            "weights must be None unless strategy is 'zigzag' or 'contiguous', got 'interleave'",
+        ),
+        (
+            {"page_size": 4, "strategy": "interleave"},
+            "page_size must be None unless strategy is 'zigzag' or 'contiguous', got 'interleave'",
+        ),
+    ],
+)
+def test_value_errors(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(f"build_cp_metadata_all_ranks: {message}")):
+        build_cp_metadata_all_ranks([3], [4], cp_size=2, **arguments)
+    with pytest.raises(ValueError, match=re.escape(f"build_cp_metadata: {message}")):
+        cpattn.build_cp_metadata([3], [4], cp_rank=0, cp_size=2, **arguments)
+
+
+@pytest.mark.parametrize("weights", [3, "12", ["1", 2], [True, 2], np.array([1, 2]), [[1, 2]]])
+def test_weights_are_floats(weights):
+    with pytest.raises(TypeError, match="build_cp_metadata_all_ranks: weights must be"):
+        build_cp_metadata_all_ranks([30], cp_size=2, weights=weights)
