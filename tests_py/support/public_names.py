@@ -9,6 +9,7 @@ import cpattn
 
 PUBLIC_MODULES = (
     cpattn,
+    cpattn.context_parallel.halo,
     cpattn.context_parallel.vllm_0_32,
     cpattn.sparse,
     cpattn.sparse.sglang_0_5_23,

@@ -515,6 +515,26 @@ class PCPLayout(_Value):
     def _local_q_indices(self, rank: int) -> _Ints: ...
     def _segments(self) -> list[tuple[_Ints, _Ints, _Ints, _Ints, _Ints]]: ...
 
+def plan_halo(
+    metadata: ContextParallelMetadata, window: int, ratio: int, /
+) -> tuple[
+    list[int],
+    list[int],
+    _Ints,
+    _Ints,
+    _Ints,
+    _Ints,
+    _Ints,
+    _Ints,
+    _Ints,
+    _Ints,
+    _Ints,
+    _Ints,
+    _Ints,
+]: ...
+def plan_relayout(
+    source: ContextParallelMetadata, target: ContextParallelMetadata, /
+) -> tuple[list[int], list[int], _Ints, _Ints]: ...
 def restore_pcp_layout(state: tuple[Any, ...], /) -> PCPLayout: ...
 def pcp_segments(
     extend_lens: _Indices,

@@ -6,10 +6,12 @@
 
 ``metadata`` has the strategies, and is where to start; ``gates`` says whether to split a batch at
 all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``attention`` computes them;
-``exchanges`` counts what ranks would receive; ``vllm_0_32`` alone has the rule and the names of
+``exchanges`` counts what ranks would receive; ``halo`` plans rows that a layer needs of other
+ranks, or in another layout; ``vllm_0_32`` alone has the rule and the names of
 that release. Imports NumPy and the core. Several processes: `cpattn.distributed`.
 """
 
+from . import halo as halo
 from . import vllm_0_32 as vllm_0_32
 from .attention import attend_rank, do_cp_attn_fia
 from .forward_mode import ForwardMode

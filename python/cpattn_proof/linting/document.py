@@ -172,7 +172,7 @@ def _shown(value: Any) -> str:
 
 
 #: Parts made of columns, in a rank and in the document.
-_OF_RANKS = ("rows", "positions", "segments", "writes", "selections")
+_OF_RANKS = ("rows", "positions", "segments", "writes", "selections", "units")
 
 
 def _check_columns(document: Mapping[str, Any], name: str) -> None:

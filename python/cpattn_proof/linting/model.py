@@ -245,7 +245,7 @@ class Plan:
                 self._below(f"requests[{number}].shares.request", earlier, number)
         parts = [("restore", self.document.get("restore", {}))]
         for number, rank in enumerate(self.ranks):
-            for part in ("rows", "segments", "writes", "selections"):
+            for part in ("rows", "segments", "writes", "selections", "units"):
                 parts.append((f"ranks[{number}].{part}", rank.get(part, {})))
             self._below(f"ranks[{number}].shard", rank.get("shard", 0), self.shards)
             for index, call in enumerate(rank.get("collectives", ())):

@@ -23,8 +23,8 @@ MOST_WORK = 2**25  # tokens and other parts of all documents that are tried toge
 
 #: Parts that each invariant is decided by; others are left out first.
 _OF_RANKS = {
-    "OWN": ("rows", "positions", "segments", "writes", "heads", "tables", "shard"),
-    "COV": ("rows", "segments", "shard"),
+    "OWN": ("rows", "positions", "segments", "writes", "heads", "tables", "shard", "units"),
+    "COV": ("rows", "segments", "shard", "units"),
     "LEN": ("rows", "segments", "shard", "key_lens", "tables"),
     "LSE": ("shard",),
     "SEQ": ("collectives",),
@@ -36,7 +36,8 @@ _OF_RANKS = {
     "BAL": ("rows", "segments", "shard"),
 }
 _OF_DOCUMENTS = {
-    "OWN": ("restore", "heads"),
+    "OWN": ("restore", "heads", "units"),
+    "COV": ("units",),
     "LSE": ("merges",),
     "SEQ": ("groups",),
     "XFER": ("memories", "transfers"),
@@ -45,7 +46,7 @@ _OF_DOCUMENTS = {
     "BAL": ("balance",),
 }
 _ALWAYS = ("schema", "name", "requests", "queries", "attention", "cache", "ranks")
-_COLUMNS = ("rows", "segments", "writes", "selections")
+_COLUMNS = ("rows", "segments", "writes", "selections", "units")
 
 
 def shrunk(
@@ -273,7 +274,7 @@ def cut(document: Document, request: int, extend: int) -> Document | None:
 
     Rows and calls can be cut; tables stay as they are, longer than need be.
     """
-    parts = {"positions", "key_lens", "selections", "writes"}
+    parts = {"positions", "key_lens", "selections", "units", "writes"}
     whole = document["requests"][request]
     if whole.get("pad") or any(parts & set(rank) for rank in document.get("ranks", ())):
         return None

@@ -11,7 +11,7 @@ import numpy as np
 
 import cpattn
 from cpattn import ForwardMode, TopkTransformMethod, npu, reference, sparse
-from cpattn.context_parallel import vllm_0_32
+from cpattn.context_parallel import halo, vllm_0_32
 from cpattn.sparse import sglang_0_5_23
 from support.api.argument_kinds import METADATA, Arguments, Call, f32, given, i32, of_kind
 
@@ -191,6 +191,8 @@ CALLS = [
     call(
         sparse.can_dsa_prefill_cp_interleave, CP_LENS, given(cp_size=2, strategy="interleave"), MODE
     ),
+    call(halo.plan_halo, of_kind("value", metadata=METADATA), given(window=8, ratio=4)),
+    call(halo.plan_relayout, of_kind("value", source=METADATA, target=METADATA)),
     call(vllm_0_32.pcp_segments, CP_LENS, PCP_BATCH),
     call(vllm_0_32.build_pcp_layout, CP_LENS, PCP_BATCH, given(padded_num_tokens=9)),
     call(LAYOUT.shard, of_kind("any", x=np.ones((8, 2))), given(pcp_rank=1, dim=0)),

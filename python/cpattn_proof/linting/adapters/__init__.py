@@ -7,6 +7,7 @@
 ``selections``        keys that sparse attention selects, over all ranks
 ``decode``            lengths and local block tables of decode context parallelism, as vLLM has them
 ``pcp``               segments of prefill context parallelism, as vLLM has them
+``units``             units made of several rows, as compressors and convolutions compute them
 ``packings``          packed sequences (cu_seqlens) of ring-flash-attn and Megatron
 ``transfers``         buffers and descriptors of both sides of a KV transfer
 ``captures``          recorded runs of all ranks: batches, and what was sent

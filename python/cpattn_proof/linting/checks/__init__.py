@@ -15,6 +15,7 @@ from . import (
     selection,
     slots,
     transfers,
+    units,
 )
 from .check import Check
 
@@ -23,6 +24,7 @@ MODULES = (
     heads,
     slots,
     coverage,
+    units,
     lengths,
     merging,
     collectives,

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpattn/context_parallel/context_parallel.h"
+
+namespace cpattn {
+
+/// The rows of all ranks in segments: `count` rows of a request, `step` positions apart, cached
+/// tokens counted. Segments stand in the order of the rows, one rank after the other; those of rank
+/// r are [segment_indptr[r], segment_indptr[r + 1]).
+struct RankRows {
+  using Ints = std::vector<int64_t>;
+
+  Ints prefix_lens;                    // [bs]
+  Ints segment_indptr;                 // [cp_size + 1]
+  Ints rank, request, position, step;  // of each segment
+  Ints row, count;                     // its first row on its rank, and its rows
+
+  int64_t cp_size() const { return static_cast<int64_t>(segment_indptr.size()) - 1; }
+  int64_t num_segments() const { return segment_indptr.back(); }
+  int64_t num_rows(int64_t of_rank) const;
+  /// The segments of each request, in the order of their positions.
+  std::vector<Ints> by_request() const;
+};
+
+/// The logical rows of all ranks. No segment is empty.
+RankRows rank_rows(const ContextParallelMetadata& metadata);
+
+}  // namespace cpattn

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/context_parallel/halo.h"
+
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+
+#include "cpattn/base/check.h"
+
+namespace cpattn {
+namespace {
+
+using HaloInts = HaloPlan::Ints;
+
+/// Consecutive rows that a segment needs, on the rank that has them.
+struct HaloPiece {
+  int64_t owner, request, begin, end;  // positions
+  int64_t row;                         // of `begin` on the owner
+
+  auto key() const { return std::tie(owner, request, begin); }
+};
+
+void add_range(HaloInts& out, int64_t first, int64_t count) {
+  out.resize(out.size() + count);
+  std::iota(out.end() - count, out.end(), first);
+}
+
+class HaloPlanner {
+ public:
+  HaloPlanner(const RankRows& rows, int64_t window, int64_t ratio)
+      : rows_(rows), window_(window), ratio_(ratio), before_(rows.num_segments(), -1) {
+    for (const HaloInts& segments : rows.by_request()) {
+      for (std::size_t i = 1; i < segments.size(); ++i) before_[segments[i]] = segments[i - 1];
+    }
+  }
+
+  HaloPlan plan(int64_t rank) const;
+
+ private:
+  int64_t end_of(int64_t i) const { return rows_.position[i] + rows_.count[i]; }
+  /// The end of the first unit whose last row is in a segment or behind it.
+  int64_t first_unit_end(int64_t i) const { return (rows_.position[i] / ratio_ + 1) * ratio_; }
+  /// The first position that a segment needs.
+  int64_t halo_begin(int64_t i) const {
+    const int64_t unit_end = first_unit_end(i);
+    if (unit_end > end_of(i)) return rows_.position[i];
+    return std::max(unit_end - window_, int64_t{0});
+  }
+  template <class Visit>
+  void for_each_piece(int64_t segment, Visit visit) const;
+  std::vector<HaloPiece> received(int64_t rank) const;
+  void add_units(int64_t segment, HaloPlan& plan) const;
+
+  const RankRows& rows_;
+  int64_t window_, ratio_;
+  HaloInts before_;  // the segment in front of each in its request, -1 for none
+};
+
+/// Calls visit(piece) for the new rows that a segment needs, the last ones first.
+template <class Visit>
+void HaloPlanner::for_each_piece(int64_t segment, Visit visit) const {
+  const int64_t request = rows_.request[segment];
+  const int64_t low = std::max(halo_begin(segment), rows_.prefix_lens[request]);
+  for (int64_t i = before_[segment]; i >= 0 && end_of(i) > low; i = before_[i]) {
+    const int64_t begin = std::max(rows_.position[i], low);
+    visit(
+        HaloPiece{
+            .owner = rows_.rank[i],
+            .request = request,
+            .begin = begin,
+            .end = end_of(i),
+            .row = rows_.row[i] + begin - rows_.position[i],
+        }
+    );
+  }
+}
+
+/// What a rank receives, in the order in which it does, each row once.
+std::vector<HaloPiece> HaloPlanner::received(int64_t rank) const {
+  std::vector<HaloPiece> pieces;
+  for (int64_t i = rows_.segment_indptr[rank]; i < rows_.segment_indptr[rank + 1]; ++i) {
+    for_each_piece(i, [&](const HaloPiece& piece) {
+      if (piece.owner != rank) pieces.push_back(piece);
+    });
+  }
+  std::ranges::sort(pieces, {}, &HaloPiece::key);
+  std::size_t kept = 0;
+  for (std::size_t i = 1; i < pieces.size(); ++i) {
+    HaloPiece& last = pieces[kept];
+    const HaloPiece& next = pieces[i];
+    const bool overlaps =
+        next.owner == last.owner && next.request == last.request && next.begin < last.end;
+    if (overlaps) {
+      last.end = std::max(last.end, next.end);
+    } else {
+      pieces[++kept] = next;
+    }
+  }
+  if (!pieces.empty()) pieces.resize(kept + 1);
+  return pieces;
+}
+
+/// Adds the units whose last row is in a segment, whose rows are the last extended ones.
+void HaloPlanner::add_units(int64_t segment, HaloPlan& plan) const {
+  const int64_t first = plan.extended_indptr.end()[-2];
+  const int64_t begin = halo_begin(segment);
+  for (int64_t end = first_unit_end(segment); end <= end_of(segment); end += ratio_) {
+    const int64_t from = std::max(end - window_, int64_t{0});
+    plan.unit_request.push_back(rows_.request[segment]);
+    plan.unit_ids.push_back(end / ratio_ - 1);
+    plan.unit_starts.push_back(first + from - begin);
+    plan.unit_lens.push_back(end - from);
+  }
+}
+
+HaloPlan HaloPlanner::plan(int64_t rank) const {
+  const int64_t size = rows_.cp_size();
+  HaloPlan plan{
+      .send_counts = HaloInts(size), .recv_counts = HaloInts(size), .extended_indptr = HaloInts(1)
+  };
+  for (int64_t other = 0; other < size; ++other) {
+    if (other == rank) continue;
+    for (const HaloPiece& piece : received(other)) {
+      if (piece.owner != rank) continue;
+      add_range(plan.send_indices, piece.row, piece.end - piece.begin);
+      plan.send_counts[other] += piece.end - piece.begin;
+    }
+  }
+  const std::vector<HaloPiece> arriving = received(rank);
+  HaloInts first_rows;  // of each piece, among own and received rows
+  int64_t row = rows_.num_rows(rank);
+  for (const HaloPiece& piece : arriving) {
+    first_rows.push_back(row);
+    plan.recv_counts[piece.owner] += piece.end - piece.begin;
+    row += piece.end - piece.begin;
+  }
+  std::vector<HaloPiece> pieces;
+  for (int64_t i = rows_.segment_indptr[rank]; i < rows_.segment_indptr[rank + 1]; ++i) {
+    const int64_t request = rows_.request[i], begin = halo_begin(i);
+    const int64_t cached_end = std::min(rows_.prefix_lens[request], rows_.position[i]);
+    if (const int64_t cached = cached_end - begin; cached > 0) {
+      add_range(plan.extended_indices, row, cached);
+      add_range(plan.cached_position, begin, cached);
+      plan.cached_request.insert(plan.cached_request.end(), cached, request);
+      row += cached;
+    }
+    pieces.clear();
+    for_each_piece(i, [&](const HaloPiece& piece) { pieces.push_back(piece); });
+    for (auto piece = pieces.rbegin(); piece != pieces.rend(); ++piece) {
+      int64_t first = piece->row;
+      if (piece->owner != rank) {  // the last run that begins no later has it
+        const auto run = std::ranges::upper_bound(arriving, piece->key(), {}, &HaloPiece::key) - 1;
+        first = first_rows[run - arriving.begin()] + piece->begin - run->begin;
+      }
+      add_range(plan.extended_indices, first, piece->end - piece->begin);
+    }
+    add_range(plan.extended_indices, rows_.row[i], rows_.count[i]);
+    plan.segment_request.push_back(request);
+    plan.halo_lens.push_back(rows_.position[i] - begin);
+    plan.extended_indptr.push_back(static_cast<int64_t>(plan.extended_indices.size()));
+    add_units(i, plan);
+  }
+  return plan;
+}
+
+}  // namespace
+
+HaloPlan plan_halo(
+    const RankRows& rows, int64_t rank, int64_t window, int64_t ratio, const char* function
+) {
+  check(
+      ratio >= 1 && ratio <= INT32_MAX, function, ": ratio must be >= 1 and fit into int32, got ",
+      ratio
+  );
+  check(
+      window >= ratio && window <= INT32_MAX, function, ": window must be >= ratio = ", ratio,
+      " and fit into int32, got ", window
+  );
+  return HaloPlanner(rows, window, ratio).plan(rank);
+}
+
+}  // namespace cpattn

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <tuple>
+
+#include "cpattn/context_parallel/halo.h"
+
+namespace cpattn {
+namespace {
+
+/// Tokens of a segment that a segment of another layout has, too.
+struct CommonRows {
+  int64_t other_rank;
+  int64_t row, row_step;              // in the layout of the first
+  int64_t other_row, other_row_step;  // in that of the second
+  int64_t count;
+};
+
+/// What segment i of one layout and j of another have in common. Where both have steps, these are
+/// equal.
+CommonRows common_rows(const RankRows& a, int64_t i, const RankRows& b, int64_t j) {
+  const int64_t step = std::max(a.step[i], b.step[j]);
+  const int64_t low = std::max(a.position[i], b.position[j]);
+  const int64_t high = std::min(
+      a.position[i] + (a.count[i] - 1) * a.step[i], b.position[j] + (b.count[j] - 1) * b.step[j]
+  );
+  // The first position that both have is that of the segment with the step.
+  const int64_t phase = a.step[i] >= b.step[j] ? a.position[i] : b.position[j];
+  const int64_t first = phase + (low - phase + step - 1) / step * step;
+  const bool meet =
+      (first - a.position[i]) % a.step[i] == 0 && (first - b.position[j]) % b.step[j] == 0;
+  return {
+      .other_rank = b.rank[j],
+      .row = a.row[i] + (first - a.position[i]) / a.step[i],
+      .row_step = step / a.step[i],
+      .other_row = b.row[j] + (first - b.position[j]) / b.step[j],
+      .other_row_step = step / b.step[j],
+      .count = meet && first <= high ? (high - first) / step + 1 : 0,
+  };
+}
+
+/// The rows of a rank that each rank of another layout has, by these ranks.
+std::vector<CommonRows> common_of_rank(const RankRows& rows, int64_t rank, const RankRows& other) {
+  const std::vector<RankRows::Ints> segments = other.by_request();
+  std::vector<CommonRows> common;
+  for (int64_t i = rows.segment_indptr[rank]; i < rows.segment_indptr[rank + 1]; ++i) {
+    for (const int64_t j : segments[rows.request[i]]) {
+      const CommonRows both = common_rows(rows, i, other, j);
+      if (both.count > 0) common.push_back(both);
+    }
+  }
+  return common;
+}
+
+}  // namespace
+
+RelayoutPlan plan_relayout(const RankRows& source, const RankRows& target, int64_t rank) {
+  RelayoutPlan plan{
+      .send_counts = RelayoutPlan::Ints(source.cp_size()),
+      .recv_counts = RelayoutPlan::Ints(source.cp_size()),
+  };
+  // Both sides order the rows from one rank to another by their rows in the target.
+  std::vector<CommonRows> sent = common_of_rank(source, rank, target);
+  std::ranges::sort(sent, {}, [](const CommonRows& rows) {
+    return std::tuple(rows.other_rank, rows.other_row);
+  });
+  for (const CommonRows& rows : sent) {
+    plan.send_counts[rows.other_rank] += rows.count;
+    for (int64_t i = 0; i < rows.count; ++i) {
+      plan.send_indices.push_back(rows.row + i * rows.row_step);
+    }
+  }
+  std::vector<CommonRows> received = common_of_rank(target, rank, source);
+  std::ranges::sort(received, {}, [](const CommonRows& rows) {
+    return std::tuple(rows.other_rank, rows.row);
+  });
+  for (const CommonRows& rows : received) {
+    plan.recv_counts[rows.other_rank] += rows.count;
+    for (int64_t i = 0; i < rows.count; ++i) {
+      plan.recv_indices.push_back(rows.row + i * rows.row_step);
+    }
+  }
+  return plan;
+}
+
+}  // namespace cpattn

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units made of several rows, as compressors and convolutions over ranks compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..intervals import Ints, each, ints, offsets
+from .context_parallel import from_metadata
+from .runs import tokens_of
+
+
+def from_halos(
+    metadata: Sequence[Any],
+    halos: Sequence[Any],
+    extend_lens: Sequence[int],
+    prefix_lens: Sequence[int] | None = None,
+    *,
+    window: int,
+    ratio: int = 1,
+) -> dict[str, Any]:
+    """Make a document of the halo plans of all ranks, in their order.
+
+    Rows travel as the plans say: the tokens that a rank sends arrive at the other one, and each
+    unit is said to be made of the tokens that lie where the rank looks for its rows.
+
+    Parameters
+    ----------
+    metadata : sequence of objects
+        As of `context_parallel.from_metadata`, with ``local_q_indices``.
+    halos : sequence of objects
+        `cpattn.context_parallel.halo.HaloPlan` of each rank, or objects of the same fields.
+    extend_lens, prefix_lens : ints [bs]
+        New and cached tokens of each request; without the latter none are cached.
+    window, ratio : int
+        Rows that a unit is made of, and from one unit to the next.
+
+    Returns
+    -------
+    dict
+        A document of the schema `SCHEMA`.
+
+    Raises
+    ------
+    NotUsable
+        As `context_parallel.from_metadata`.
+
+    Examples
+    --------
+    >>> import cpattn
+    >>> from cpattn.context_parallel.halo import plan_halo
+    >>> from cpattn_proof import lint
+    >>> plans = cpattn.build_cp_metadata_all_ranks([30], [35], cp_size=2)
+    >>> halos = [plan_halo(plan, window=8, ratio=4) for plan in plans]
+    >>> lint(from_halos(plans, halos, [30], [5], window=8, ratio=4)).proved
+    True
+    """
+    document = from_metadata(metadata, extend_lens, prefix_lens)
+    extend = ints([request["extend"] for request in document["requests"]])
+    prefix = ints([request["prefix"] for request in document["requests"]])
+    own = [ints(one.local_q_indices) for one in metadata]
+    sent = [
+        np.split(tokens[ints(halo.send_indices)], offsets(ints(halo.send_counts))[1:-1])
+        for tokens, halo in zip(own, halos, strict=True)
+    ]
+    for rank, halo in enumerate(halos):
+        arrived = np.concatenate([own[rank], *(parts[rank] for parts in sent)])
+        request, position = tokens_of(arrived, extend, prefix)
+        request = np.concatenate([request, ints(halo.cached_request)])
+        position = np.concatenate([position, ints(halo.cached_position)])
+        at = ints(halo.extended_indices)
+        document["ranks"][rank]["units"] = _unit_runs(halo, request[at], position[at])
+    document["units"] = {"ratio": ratio, "window": window}
+    return document
+
+
+def _unit_runs(halo: Any, request: Ints, position: Ints) -> dict[str, list[int]]:
+    """Runs of the tokens that each unit is made of, given those of the extended rows."""
+    starts, lens = ints(halo.unit_starts), ints(halo.unit_lens)
+    follows = np.zeros(len(position) + 1, bool)
+    follows[1:-1] = (np.diff(position) == 1) & (np.diff(request) == 0)
+    breaks = np.flatnonzero(~follows)
+    first = np.searchsorted(breaks, starts, side="right")
+    inner = np.searchsorted(breaks, starts + lens, side="left") - first  # within the unit
+    unit, into = each(inner + 1)
+    inside = np.append(breaks, len(position))
+    begin = np.where(into == 0, starts[unit], inside[first[unit] + into - 1])
+    end = np.where(into == inner[unit], (starts + lens)[unit], inside[first[unit] + into])
+    return {
+        "request": ints(halo.unit_request)[unit].tolist(),
+        "unit": ints(halo.unit_ids)[unit].tolist(),
+        "position": position[begin].tolist(),
+        "count": (end - begin).tolist(),
+        "source": request[begin].tolist(),
+    }

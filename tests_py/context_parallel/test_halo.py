@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Halos and changes of the layout, run over simulated ranks against one process."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn.context_parallel.halo import plan_halo, plan_relayout
+from support.examples import examples
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+BATCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), min_size=1, max_size=5)
+
+
+def metadata_of(batch, **options):
+    extends, prefixes = zip(*batch, strict=True)
+    seq_lens = [new + old for new, old in batch]
+    return extends, prefixes, cpattn.build_cp_metadata_all_ranks(extends, seq_lens, **options)
+
+
+def exchanged(plans, rows):
+    """What each rank receives, in the order of ranks, as all_to_all_single gives it."""
+    parts = [
+        np.split(own[plan.send_indices], np.cumsum(plan.send_counts)[:-1])
+        for plan, own in zip(plans, rows, strict=True)
+    ]
+    for to, plan in enumerate(plans):
+        assert [len(part[to]) for part in parts] == plan.recv_counts
+    return [np.concatenate([part[to] for part in parts]) for to in range(len(plans))]
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(BATCHES, st.integers(1, 7), st.integers(1, 9), st.integers(0, 30), st.data())
+def test_every_unit_is_computed_once_of_all_its_rows(batch, cp_size, ratio, more, data):
+    options = data.draw(
+        st.sampled_from(
+            [{"strategy": "zigzag"}, {"strategy": "contiguous"}, {"weights": range(1, cp_size + 1)},
+             {"strategy": "contiguous", "weights": range(cp_size, 0, -1)}]
+        )
+    )  # fmt: skip
+    if "weights" in options:
+        options = options | {"weights": list(map(float, options["weights"]))}
+    window = ratio + more
+    extends, prefixes, metadata = metadata_of(batch, cp_size=cp_size, **options)
+    # A row is (request, position).
+    rows = np.array(
+        [(r, prefixes[r] + i) for r in range(len(batch)) for i in range(extends[r])], int
+    ).reshape(-1, 2)
+    own = [plan.shard(rows) for plan in metadata]
+    plans = [plan_halo(one, window=window, ratio=ratio) for one in metadata]
+    computed = []
+    for rank, (plan, received) in enumerate(zip(plans, exchanged(plans, own), strict=True)):
+        assert plan.send_counts[rank] == plan.recv_counts[rank] == 0
+        assert len(np.unique(received, axis=0)) == len(received)
+        cached = np.stack([plan.cached_request, plan.cached_position], axis=1)
+        assert all(position < prefixes[request] for request, position in cached)
+        extended = np.concatenate([own[rank], received, cached])[plan.extended_indices]
+        begins, ends = plan.extended_indptr[:-1], plan.extended_indptr[1:]
+        kept = [extended[b + h : e] for b, h, e in zip(begins, plan.halo_lens, ends, strict=True)]
+        assert np.array_equal(np.concatenate([*kept, rows[:0]]), own[rank])
+        for request, begin, end in zip(plan.segment_request, begins, ends, strict=True):
+            assert (extended[begin:end, 0] == request).all()
+            assert (np.diff(extended[begin:end, 1]) == 1).all()
+        for request, unit, start, count in zip(
+            plan.unit_request, plan.unit_ids, plan.unit_starts, plan.unit_lens, strict=True
+        ):
+            end = (unit + 1) * ratio
+            made_of = [(request, p) for p in range(max(end - window, 0), end)]
+            assert extended[start : start + count].tolist() == [list(map(int, r)) for r in made_of]
+            computed.append((int(request), int(unit)))
+    assert sorted(computed) == [
+        (r, u) for r, (new, old) in enumerate(batch) for u in range(old // ratio, (new + old) // ratio)
+    ]  # fmt: skip
+
+
+def test_no_row_is_sent_that_no_unit_needs():
+    """Of ratio 128, each rank needs what is before its first unit's end, and nothing behind."""
+    (*_, metadata) = metadata_of([(1000, 0)], cp_size=4, strategy="contiguous")
+    plans = [plan_halo(one, window=128, ratio=128) for one in metadata]
+    assert [sum(plan.recv_counts) for plan in plans] == [0, 250 - 128, 500 - 384, 750 - 640]
+    assert [plan.unit_ids.tolist() for plan in plans] == [[0], [1, 2], [3, 4], [5, 6]]
+
+
+def test_a_wide_halo_comes_from_several_ranks():
+    (*_, metadata) = metadata_of([(16, 0)], cp_size=4, strategy="contiguous")
+    assert plan_halo(metadata[3], window=11).recv_counts == [2, 4, 4, 0]
+
+
+def test_a_convolution_over_ranks_is_that_of_one_process():
+    random = np.random.default_rng(0)
+    batch, kernel = [(37, 0), (5, 12), (64, 2)], random.standard_normal(4)
+    extends, prefixes, metadata = metadata_of(batch, cp_size=3)
+    cache = [random.standard_normal(prefix) for prefix in prefixes]
+    new = [random.standard_normal(extend) for extend in extends]
+    whole = [
+        np.convolve(np.concatenate([old, x]), kernel)[len(old) : len(old) + len(x)]
+        for old, x in zip(cache, new, strict=True)
+    ]
+    rows = [one.shard(np.concatenate(new)) for one in metadata]
+    plans = [plan_halo(one, window=4) for one in metadata]
+    outs = []
+    for plan, own, received in zip(plans, rows, exchanged(plans, rows), strict=True):
+        at = zip(plan.cached_request, plan.cached_position, strict=True)
+        x = np.concatenate([own, received, [cache[r][p] for r, p in at]])[plan.extended_indices]
+        parts = np.split(x, plan.extended_indptr[1:-1])
+        outs.append(
+            np.concatenate(
+                [np.convolve(part, kernel)[halo : len(part)]
+                 for part, halo in zip(parts, plan.halo_lens, strict=True)]
+            )
+        )  # fmt: skip
+    np.testing.assert_array_almost_equal_nulp(metadata[0].unshard(outs), np.concatenate(whole), 64)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(BATCHES, st.integers(1, 7), st.sampled_from(STRATEGIES), st.sampled_from(STRATEGIES))
+def test_any_change_of_the_layout(batch, cp_size, before, after):
+    _, _, source = metadata_of(batch, cp_size=cp_size, strategy=before)
+    extends, _, target = metadata_of(batch, cp_size=cp_size, strategy=after)
+    tokens = np.arange(sum(extends))
+    plans = [plan_relayout(*pair) for pair in zip(source, target, strict=True)]
+    received = exchanged(plans, [one.shard(tokens) for one in source])
+    for plan, rows, one in zip(plans, received, target, strict=True):
+        changed = np.full(len(rows), -1)
+        changed[plan.recv_indices] = rows
+        assert np.array_equal(changed, one.shard(tokens))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be >= ratio = 1 and fit into int32, got 0"),
+        ({"window": 3, "ratio": 4}, "window must be >= ratio = 4 and fit into int32, got 3"),
+        ({"window": 2**31}, "window must be >= ratio = 1 and fit into int32, got 2147483648"),
+        ({"window": 4, "ratio": 0}, "ratio must be >= 1 and fit into int32, got 0"),
+    ],
+)
+def test_errors_of_halos(options, message):
+    metadata = cpattn.build_cp_metadata([8], cp_rank=0, cp_size=2)
+    with pytest.raises(ValueError, match=re.escape(f"plan_halo: {message}")):
+        plan_halo(metadata, **options)
+
+
+def test_interleaved_rows_have_no_halo():
+    metadata = cpattn.build_cp_metadata([8], cp_rank=0, cp_size=2, strategy="interleave")
+    message = "plan_halo: metadata must have strategy 'zigzag' or 'contiguous', got 'interleave'"
+    with pytest.raises(ValueError, match=message):
+        plan_halo(metadata, window=2)
+
+
+def test_layouts_of_a_change_are_of_one_batch_and_rank():
+    source = cpattn.build_cp_metadata([8], cp_rank=0, cp_size=2)
+    other = cpattn.build_cp_metadata([8], cp_rank=1, cp_size=2)
+    message = "plan_relayout: target must be of rank 0 of 2, as source, got 1 of 2"
+    with pytest.raises(ValueError, match=message):
+        plan_relayout(source, other)
+    message = "plan_relayout: target must have the lengths of source, got others"
+    with pytest.raises(ValueError, match=message):
+        plan_relayout(source, cpattn.build_cp_metadata([9], cp_rank=0, cp_size=2))
+    for function in (lambda: plan_halo(3, window=2), lambda: plan_relayout(source, None)):
+        with pytest.raises(TypeError, match="must be of type ContextParallelMetadata, got"):
+            function()
