@@ -25,7 +25,7 @@ def metadata_of(batch, **options):
 
 
 def exchanged(plans, rows):
-    """What each rank receives, in the order of ranks, as all_to_all_single gives it."""
+    """Return what each rank receives, in the order of ranks, as all_to_all_single gives it."""
     parts = [
         np.split(own[plan.send_indices], np.cumsum(plan.send_counts)[:-1])
         for plan, own in zip(plans, rows, strict=True)
@@ -75,12 +75,14 @@ def test_every_unit_is_computed_once_of_all_its_rows(batch, cp_size, ratio, more
             assert extended[start : start + count].tolist() == [list(map(int, r)) for r in made_of]
             computed.append((int(request), int(unit)))
     assert sorted(computed) == [
-        (r, u) for r, (new, old) in enumerate(batch) for u in range(old // ratio, (new + old) // ratio)
-    ]  # fmt: skip
+        (r, unit)
+        for r, (new, old) in enumerate(batch)
+        for unit in range(old // ratio, (new + old) // ratio)
+    ]
 
 
 def test_no_row_is_sent_that_no_unit_needs():
-    """Of ratio 128, each rank needs what is before its first unit's end, and nothing behind."""
+    """Ranks need what is before the end of their first unit of 128 rows, and nothing behind."""
     (*_, metadata) = metadata_of([(1000, 0)], cp_size=4, strategy="contiguous")
     plans = [plan_halo(one, window=128, ratio=128) for one in metadata]
     assert [sum(plan.recv_counts) for plan in plans] == [0, 250 - 128, 500 - 384, 750 - 640]

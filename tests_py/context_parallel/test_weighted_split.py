@@ -77,7 +77,7 @@ def test_zigzag_divides_tokens_as_pairs():
 
 
 def test_errors_of_pages_even_out_over_a_batch():
-    """Of a single sequence of 16 pages, 16 ranks must have one each; of 64, shares are even."""
+    """A sequence of 16 pages leaves 16 ranks one each; 64 of them can be shared out evenly."""
     one, many = (
         build_cp_metadata_all_ranks(
             [4096] * bs, cp_size=16, strategy="contiguous", page_size=256

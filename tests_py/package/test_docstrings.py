@@ -19,7 +19,8 @@ import cpattn
 ROOMS = [
     *(f"cpattn{room}" for room in (
         "", ".captures", ".context_parallel.halo", ".context_parallel.vllm_0_32", ".kv", ".npu",
-        ".profiling", ".reference", ".scheduling", ".sparse", ".sparse.sglang_0_5_23", ".transfer", ".transfer.sglang_0_5_23",
+        ".profiling", ".reference", ".scheduling", ".sparse", ".sparse.sglang_0_5_23", ".transfer",
+        ".transfer.sglang_0_5_23",
     )),
     "cpattn_lab.cost_model", "cpattn_lab.traffic", "cpattn_proof",
 ]  # fmt: skip

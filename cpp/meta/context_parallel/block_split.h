@@ -51,7 +51,7 @@ struct EvenSplit {
   int32_t size(int32_t s, int32_t block) const { return before(s, block + 1) - before(s, block); }
 };
 
-/// Where weighted_cuts.h cuts.
+/// Cuts at given tokens, as weighted_cuts.h makes them.
 struct CutSplit {
   int32_t halves;
   int32_t num_blocks;

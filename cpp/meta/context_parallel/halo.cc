@@ -75,7 +75,7 @@ void HaloPlanner::for_each_piece(int64_t segment, Visit visit) const {
   }
 }
 
-/// What a rank receives, in the order in which it does, each row once.
+/// The rows that a rank receives, in the order in which it does, each once.
 std::vector<HaloPiece> HaloPlanner::received(int64_t rank) const {
   std::vector<HaloPiece> pieces;
   for (int64_t i = rows_.segment_indptr[rank]; i < rows_.segment_indptr[rank + 1]; ++i) {

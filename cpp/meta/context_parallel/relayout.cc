@@ -15,8 +15,8 @@ struct CommonRows {
   int64_t count;
 };
 
-/// What segment i of one layout and j of another have in common. Where both have steps, these are
-/// equal.
+/// The tokens that segment i of one layout and j of another both have. Where both have steps, these
+/// are equal.
 CommonRows common_rows(const RankRows& a, int64_t i, const RankRows& b, int64_t j) {
   const int64_t step = std::max(a.step[i], b.step[j]);
   const int64_t low = std::max(a.position[i], b.position[j]);

@@ -21,7 +21,7 @@ int64_t part_of(int64_t value, int64_t share) {
   return high * share + ((low * share) >> kShareBits);
 }
 
-/// What the ranks of all blocks up to each have together, in parts of 2^30: [num_blocks + 1]. Sums
+/// The shares of the ranks of all blocks before each, in parts of 2^30: [num_blocks + 1]. Sums
 /// and one division, which every machine rounds alike.
 std::vector<int64_t> share_sums(const ContextParallelMetadata& metadata, int32_t num_blocks) {
   const std::vector<double>& weights = metadata.weights->weights;
@@ -49,7 +49,7 @@ class PagedTokens {
     return len_ == 0 ? 0 : (skipped_ + len_ + page_size_ - 1) / page_size_;
   }
   int64_t pairs_before(int64_t tokens) const { return pairs_of_first(prefix_, tokens); }
-  /// The same of a share of all tokens in parts of 2^30, a part of a token at its end.
+  /// The pairs of a share of all tokens in parts of 2^30, which may end with a part of a token.
   int64_t pairs_before_share(int64_t share) const {
     const int64_t tokens = (len_ * share) >> kShareBits;
     const int64_t part = (len_ * share) & ((int64_t{1} << kShareBits) - 1);

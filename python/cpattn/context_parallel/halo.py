@@ -12,11 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import _core
-from .metadata import ContextParallelMetadata
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from .metadata import ContextParallelMetadata
 
     Ints = NDArray[np.int64]
 
@@ -24,7 +25,7 @@ __all__ = ["HaloPlan", "RelayoutPlan", "plan_halo", "plan_relayout"]
 
 
 class HaloPlan(NamedTuple):
-    """What one rank sends, receives and computes where units are made of several rows.
+    """One rank's part in an exchange by which units are made of several rows.
 
     Rows are numbered through all that a rank has then: its own, then those that it received, of
     rank 0 first, then those that it reads from a cache. "Extended" rows are those before a segment,
@@ -125,7 +126,7 @@ def plan_halo(metadata: ContextParallelMetadata, *, window: int, ratio: int = 1)
 
 
 class RelayoutPlan(NamedTuple):
-    """What one rank sends and receives where rows go from one layout to another.
+    """One rank's part in an exchange by which rows go from one layout to another.
 
     Attributes
     ----------

@@ -234,9 +234,10 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
             For lengths, tables, slots or a number that are no integers, a mask that is no tensor,
             and a flag that is no bool.
         ValueError
-            For an unknown strategy, weights that are not finite and above 0, lengths that do not match, negative page ids, tables that are
-            too narrow, tokens that share a slot, slots other than those of the tables, and a mask
-            of another dtype or size.
+            For an unknown strategy, weights that are not finite and above 0, fewer pages with new
+            tokens than ranks under `whole_pages`, lengths that do not match, negative page ids,
+            tables that are too narrow, tokens that share a slot, slots other than those of the
+            tables, and a mask of another dtype or size.
         """
         if isinstance(extend_lens, list):
             extend_lens = tuple(extend_lens)  # it is read twice, and its elements may change it
