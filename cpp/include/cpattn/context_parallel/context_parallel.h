@@ -68,7 +68,7 @@ struct CpBatch {
   bool compat = false;
 };
 
-/// What cuts in proportion to weights were made of.
+/// The arguments that cuts in proportion to weights are made of.
 struct CpWeights {
   std::vector<double> weights;  // [cp_size]; none: all equal
   int32_t page_size = 0;        // 0: none given

@@ -8,7 +8,7 @@
 
 namespace cpattn {
 
-/// What one rank sends, receives and computes where a unit is made of several rows. Unit u of a
+/// One rank's part in an exchange by which units are made of several rows. Unit u of a
 /// request is made of the rows (u + 1) * ratio - window .. (u + 1) * ratio - 1, without those
 /// before the request; a convolution has ratio 1. The rank that has the last row of a unit computes
 /// it.
@@ -39,8 +39,8 @@ HaloPlan plan_halo(
     const RankRows& rows, int64_t rank, int64_t window, int64_t ratio, const char* function
 );
 
-/// What one rank sends and receives where all rows go from one layout to another, rows that stay on
-/// the rank among them.
+/// One rank's part in an exchange by which all rows go from one layout to another, rows that stay
+/// on the rank among them.
 struct RelayoutPlan {
   using Ints = std::vector<int64_t>;
 
