@@ -39,7 +39,7 @@ VALUES = {  # made by functions alone
 }  # fmt: skip
 RECORDS = {  # hold what they are given, and check nothing
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
-    "KVSendIndices", "PullTargets", "RankSegments",
+    "HaloPlan", "KVSendIndices", "PullTargets", "RankSegments", "RelayoutPlan",
     "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "KVRegistration", "KVTransferRequest",
     "LayerCaches", "Profile", "ScopeTime", "ShardedPlan", "Thread", "Topology", "TransferError",
     "TransferStatus", "KVDigest", "KVHandshakeError", "KVMismatch",
