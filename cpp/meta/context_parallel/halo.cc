@@ -48,7 +48,8 @@ class HaloPlanner {
   }
   template <class Visit>
   void for_each_piece(int64_t segment, Visit visit) const;
-  std::vector<HaloPiece> received(int64_t rank) const;
+  template <class Wanted>
+  std::vector<HaloPiece> received(int64_t rank, Wanted is_wanted) const;
   void add_units(int64_t segment, HaloPlan& plan) const;
 
   const RankRows& rows_;
@@ -75,12 +76,14 @@ void HaloPlanner::for_each_piece(int64_t segment, Visit visit) const {
   }
 }
 
-/// The rows that a rank receives, in the order in which it does, each once.
-std::vector<HaloPiece> HaloPlanner::received(int64_t rank) const {
+/// The rows that a rank receives of owners for which is_wanted(owner), in the order in which it
+/// does, each once.
+template <class Wanted>
+std::vector<HaloPiece> HaloPlanner::received(int64_t rank, Wanted is_wanted) const {
   std::vector<HaloPiece> pieces;
   for (int64_t i = rows_.segment_indptr[rank]; i < rows_.segment_indptr[rank + 1]; ++i) {
     for_each_piece(i, [&](const HaloPiece& piece) {
-      if (piece.owner != rank) pieces.push_back(piece);
+      if (is_wanted(piece.owner)) pieces.push_back(piece);
     });
   }
   std::ranges::sort(pieces, {}, &HaloPiece::key);
@@ -120,13 +123,13 @@ HaloPlan HaloPlanner::plan(int64_t rank) const {
   };
   for (int64_t other = 0; other < size; ++other) {
     if (other == rank) continue;
-    for (const HaloPiece& piece : received(other)) {
-      if (piece.owner != rank) continue;
+    for (const HaloPiece& piece :
+         received(other, [rank](int64_t owner) { return owner == rank; })) {
       add_range(plan.send_indices, piece.row, piece.end - piece.begin);
       plan.send_counts[other] += piece.end - piece.begin;
     }
   }
-  const std::vector<HaloPiece> arriving = received(rank);
+  const auto arriving = received(rank, [rank](int64_t owner) { return owner != rank; });
   HaloInts first_rows;  // of each piece, among own and received rows
   int64_t row = rows_.num_rows(rank);
   for (const HaloPiece& piece : arriving) {
