@@ -30,7 +30,18 @@ CALLS = [{"kind": "all_to_all", "sends": [4, 4, 4], "receives": [4, 4, 4]}, {"ki
 def whole_document():
     """A plan with every part that a rank can have."""
     document = with_cache(document_of(*BATCH))
+    document["units"] = {"ratio": 4, "window": 4}
+    units = [
+        (number, unit)
+        for number, request in enumerate(document["requests"])
+        for unit in range(request["prefix"] // 4, (request["prefix"] + request["extend"]) // 4)
+    ]
     for number, rank in enumerate(document["ranks"]):
+        mine = units if number == 0 else []
+        rank["units"] = {
+            "request": [request for request, _ in mine], "unit": [unit for _, unit in mine],
+            "position": [4 * unit for _, unit in mine], "count": [4] * len(mine),
+        }  # fmt: skip
         rank["collectives"] = deepcopy(CALLS)
         rank["key_lens"] = [13, 16]
         rank["buffers"] = [{"name": "slots", "size": 4, "used": 4}]
