@@ -4,12 +4,14 @@
     python bench/bench_models.py [--quick] [--only TEXT] [--long]
     python bench/bench_models.py --trace FILE [--requests 40] [--scale-lengths 8]
 
-Six layers of Qwen3-0.6B's width, random weights in bfloat16. One process with two threads has
-transformers' sdpa, or cpattn's attention; the engine has one rank with two threads, or two ranks
-with one. Answers are compared before anything is timed; then all take turns. Beside each time of
-the engine is what the cost model predicts, with what is not attention measured. sdpa is left out of
-the longest prompt, which takes it minutes, but for --long. With --trace its first requests also go
-through `submit` and `step`. Needs transformers; about six minutes on two idle cores.
+Six layers of Qwen3-0.6B's width, random weights in bfloat16, or float32 where that is faster. One
+process with two threads has transformers' sdpa, or cpattn's attention; the engine has one rank with
+two threads, or two ranks with one. Answers are compared before anything is timed; then all take
+turns. Beside each time of the engine is what the cost model predicts, with what is not attention
+measured. sdpa is left out of the longest prompt, which takes it minutes, but for --long. With
+--trace its first requests also go through `submit` and `step`. Needs transformers; about six
+minutes on two idle cores with instructions for bfloat16. Without, a quarter of an hour, or six
+minutes with --longest 16384.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases with this text, not kept")
     parser.add_argument("--budget", type=float, default=6, help="seconds of samples of a peer")
     parser.add_argument("--long", action="store_true", help="sdpa has the longest prompt, too")
+    parser.add_argument("--longest", type=int, default=32768, help="tokens of the longest prompt")
     command.add_trace(parser)
     parser.add_argument("--requests", type=int, default=40, help="of the trace")
     parser.add_argument("--scale-lengths", type=int, default=8, help="divisor of its lengths")
@@ -61,19 +64,21 @@ def rows_of(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
     from bench.serving import load, model
 
     quick = arguments.quick
-    sizes = peers.QUICK if quick else peers.Sizes()
+    sizes = peers.QUICK if quick else peers.Sizes(long=arguments.longest)
     work = load.from_arguments(arguments, model.VOCABULARY) if arguments.trace else None
     tokens = max(sizes.max_tokens, 2 * work.max_tokens if work else 0)
+    dtype = peers.fastest_dtype()
     model.write_qwen3(folder, quick=quick, max_tokens=tokens)
     chosen = [case for case in steps.cases(sizes) if arguments.only in case.name]
-    others, engines = peers.alone(folder), peers.engines(folder, tokens // PAGE_SIZE)
+    others = peers.alone(folder, dtype)
+    engines = peers.engines(folder, dtype, tokens // PAGE_SIZE)
     try:
         if chosen:
-            forecasts = Forecasts.measured(layer_of(quick=quick))
+            forecasts = Forecasts.measured(layer_of(dtype, quick=quick))
         for case in chosen:
             of = steps.of_case([*others, *engines], case, long=arguments.long)
             budget = 0.01 if quick else arguments.budget
-            rows = steps.measure(of, case, budget, forecasts.of(of, case))
+            rows = steps.measure(of, case, budget, forecasts.of(of, case), dtype)
             print_forecasts(case.name, rows)
             yield rows
         for peer in others:

@@ -18,6 +18,7 @@ def of_part(rows: list[Row], part: str) -> list[Row]:
 def models(rows: list[Row]) -> Iterator[str]:
     steps, served = of_part(rows, "steps"), of_part(rows, "trace")
     cases = [[*group][::-1] for _, group in groupby(steps, key=lambda row: row["case"])]
+    yield f"Weights, keys and values are {steps[0]['dtype']}."
     yield "## Prompts and decode steps"
     for of in cases:
         yield f"### {of[0]['case']['workload'][0].upper()}{of[0]['case']['workload'][1:]}"

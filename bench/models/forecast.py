@@ -22,11 +22,11 @@ from cpattn_lab.cost_model.calibration import attention_rates, calibrate
 TOKEN_BUDGET = 2048  # of a batch, the default of the engine
 
 
-def layer_of(*, quick: bool) -> AttentionLayer:
+def layer_of(dtype: str, *, quick: bool) -> AttentionLayer:
     sizes = QUICK if quick else QWEN3
     return AttentionLayer(
         num_heads=16, num_kv_heads=8, head_dim=sizes["head_dim"],
-        num_layers=sizes["num_hidden_layers"], page_size=16,
+        num_layers=sizes["num_hidden_layers"], page_size=16, dtype=dtype,
     )  # fmt: skip
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.harness.contender import Contender
+from cpattn import _core
 
 SDPA = "sdpa"
 CORES = 2
@@ -55,16 +55,22 @@ class Sizes:
 QUICK = Sizes(long=320, short=160, new=48, requests=2, steps=3, quick=True)
 
 
-def alone(folder: Path, names: Sequence[str] = (*ALONE,)) -> list[Peer]:
+def fastest_dtype() -> str:
+    """Return bfloat16, or float32 where the processor multiplies that faster."""
+    return max(("bfloat16", "float32"), key=lambda dtype: _core.measure_peak(dtype, 1))
+
+
+def alone(folder: Path, dtype: str) -> list[Peer]:
     return [
-        Peer(name, CORES, kind="alone", folder=str(folder), attention=ALONE[name]) for name in names
+        Peer(name, CORES, kind="alone", folder=str(folder), dtype=dtype, attention=attention)
+        for name, attention in ALONE.items()
     ]
 
 
-def engines(folder: Path, num_pages: int) -> list[Peer]:
+def engines(folder: Path, dtype: str, num_pages: int) -> list[Peer]:
     return [
         Peer(
-            name, CORES // size, kind="engine", folder=str(folder), size=size,
+            name, CORES // size, kind="engine", folder=str(folder), dtype=dtype, size=size,
             placement=placement, num_pages=num_pages,
         )
         for name, (size, placement) in ENGINES.items()

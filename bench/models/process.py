@@ -57,9 +57,9 @@ class Alone:
 
     version = transformers.__version__
 
-    def __init__(self, folder: str, attention: str) -> None:
+    def __init__(self, folder: str, dtype: str, attention: str) -> None:
         integration.register()
-        self._model = load(folder)
+        self._model = load(folder, dtype)
         self._model.set_attn_implementation(attention)
         self._staged: dict[tuple[int, int], Any] = {}
 
@@ -107,8 +107,8 @@ class Engine:
 
     version = transformers.__version__
 
-    def __init__(self, folder: str, num_pages: int, placement: str) -> None:
-        self._model = load(folder)
+    def __init__(self, folder: str, dtype: str, num_pages: int, placement: str) -> None:
+        self._model = load(folder, dtype)
         self._before = worker.resident_bytes()
         self._engine = ContextParallelModel(self._model, num_pages=num_pages, placement=placement)
 
@@ -211,9 +211,9 @@ def follow(engine: Engine) -> None:
             getattr(engine, asked[0])(**asked[1])
 
 
-def load(folder: str) -> Any:
+def load(folder: str, dtype: str) -> Any:
     model = transformers.AutoModelForCausalLM
-    return model.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    return model.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -235,7 +235,7 @@ def main(options: Row, number: str = "0", store: str = "") -> None:
     cpattn.set_num_threads(options["threads"])
     torch.set_num_threads(options["threads"])
     if options["kind"] == "alone":
-        worker.serve(Alone(options["folder"], options["attention"]), answer)
+        worker.serve(Alone(*(options[name] for name in ("folder", "dtype", "attention"))), answer)
         return
     size = options["size"]
     if size > 1:
@@ -249,7 +249,8 @@ def main(options: Row, number: str = "0", store: str = "") -> None:
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(hours=12)
         )  # others wait while all other peers have their turns
-        engine = Engine(options["folder"], options["num_pages"], options["placement"])
+        given = (options[name] for name in ("folder", "dtype", "num_pages", "placement"))
+        engine = Engine(*given)
         if rank:
             follow(engine)
         worker.serve(Leader(engine), answer)

@@ -78,7 +78,11 @@ class Turns:
 
 
 def measure(
-    peers: Sequence[Peer], case: Case, budget: float, forecasts: Mapping[str, float]
+    peers: Sequence[Peer],
+    case: Case,
+    budget: float,
+    forecasts: Mapping[str, float],
+    dtype: str = "float32",
 ) -> list[Row]:
     """The rows of a case, those of engines on two ranks first."""
     lanes: list[Lane] = []
@@ -99,8 +103,12 @@ def measure(
         first = {"stage": 0.0, "run": answer["seconds"], "compiled": False}
         kept[peer.name] = answer["kept"]
         lanes.append(Lane(turns, first, error, budget))
-    common: Row = {"part": "steps", "case": {"workload": case.name, "threads": CORES}}
-    peaks = sample(lanes, partial(_core.measure_peak, "bfloat16", CORES)) if lanes else []
+    common: Row = {
+        "part": "steps",
+        "case": {"workload": case.name, "threads": CORES},
+        "dtype": dtype,
+    }
+    peaks = sample(lanes, partial(_core.measure_peak, dtype, CORES)) if lanes else []
     rows = [common | measured(lane, peaks, None) for lane in lanes]
     for row in rows:
         if "median" not in row:

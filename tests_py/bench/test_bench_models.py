@@ -90,7 +90,7 @@ def test_a_prompt_is_predicted_batch_by_batch():
     assert passes(PROMPT, 2) == [(452, 1), (1024, 2)]
     assert passes(Case(batch=4, cached=9, steps=8), 2) == [(4, 1)]
     rates = Rates(gflops=100.0)
-    forecasts = Forecasts(layer_of(quick=True), {1: rates, 2: rates})
+    forecasts = Forecasts(layer_of("float32", quick=True), {1: rates, 2: rates})
     found = forecasts.of([Answering(ONE, 0.0), Answering(TWO, 0.0), Answering("sdpa", 0.0)], PROMPT)
     assert [*found] == [ONE, TWO]
     alone, shared_out = (forecasts.attention(PROMPT, size, "replicated") for size in (1, 2))
