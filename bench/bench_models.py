@@ -9,9 +9,8 @@ process with two threads has transformers' sdpa, or cpattn's attention; the engi
 two threads, or two ranks with one. Answers are compared before anything is timed; then all take
 turns. Beside each time of the engine is what the cost model predicts, with what is not attention
 measured. sdpa is left out of the longest prompt, which takes it minutes, but for --long. With
---trace its first requests also go through `submit` and `step`. Needs transformers; about six
-minutes on two idle cores with instructions for bfloat16. Without, a quarter of an hour, or six
-minutes with --longest 16384.
+--trace its first requests also go through `submit` and `step`. Needs transformers; some minutes on
+two idle cores with instructions for bfloat16, several times as many without: --longest shortens it.
 """
 
 from __future__ import annotations
