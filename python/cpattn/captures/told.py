@@ -189,6 +189,8 @@ def written(fields: Fields) -> Fields:
             "cp_rank": first.cp_rank if len(plans) == 1 else None,
             "cp_size": first.cp_size,
             "strategy": first.strategy,
+            "weights": first.weights,
+            "cut_pages": first.page_size,
             "digests": [metadata_digest(plan) for plan in plans],
         }
         if len(plans) == 1:

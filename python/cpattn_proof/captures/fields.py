@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -102,6 +103,10 @@ def _is_time(value: Any) -> bool:
     return is_number and -_MOST_SECONDS <= value <= _MOST_SECONDS
 
 
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < math.inf
+
+
 _BOOL = Rule("true or false", lambda value: isinstance(value, bool))
 _TEXT = Rule("a printable string", lambda value: isinstance(value, str) and value.isprintable())
 _LENS = _array(1, 0, longest=_MOST_SEQUENCES)
@@ -127,6 +132,12 @@ RECORD = {
     "at": Rule("a number of seconds", _is_time),
     "seconds": Rule("a number of seconds from 0", lambda value: _is_time(value) and value >= 0),
 }
+#: What cuts a batch for ranks, besides their number.
+_SPLIT = {
+    "strategy": _TEXT,
+    "weights": _or_none(_list_of(Rule("a number above 0", _is_weight))),
+    "cut_pages": _or_none(_SIZE),
+}
 _METADATA = {
     "extend_lens": _or_none(_NEW_LENS),
     "seq_lens": _or_none(_LENS),
@@ -135,7 +146,7 @@ _METADATA = {
     "compat": _BOOL,
     "cp_rank": _or_none(_RANK),
     "cp_size": _RANKS,
-    "strategy": _TEXT,
+    **_SPLIT,
     "digests": _list_of(_TEXT),
 }
 #: By the name of a call, whatever reads it; what nothing reads is not checked.
@@ -165,7 +176,7 @@ CALLS: Mapping[str, Mapping[str, Rule]] = {
         "rows_per_rank": _list_of(_COUNT),
         "cp_rank": _RANK,
         "cp_size": _RANKS,
-        "strategy": _TEXT,
+        **_SPLIT,
         "local_q_indices": _array(1),
     },
     "ContextParallel.plan_decode": {"cp_rank": _RANK, "cp_size": _RANKS, "kv_lens": _LENS},

@@ -149,8 +149,8 @@ def _attention_again(fields: Any) -> tuple[float, list[str]]:
 def _metadata_again(fields: Any) -> tuple[float, list[str]]:
     given = {
         name: fields[name]
-        for name in ("cp_size", "strategy", "num_tokens", "kv_len_convention", "compat")
-    }
+        for name in ("cp_size", "strategy", "weights", "num_tokens", "kv_len_convention", "compat")
+    } | {"page_size": fields["cut_pages"]}
     lens = fields["extend_lens"], fields["seq_lens"]
     if fields["cp_rank"] is None:
         seconds, plans = _timed(build_cp_metadata_all_ranks, *lens, **given)

@@ -79,6 +79,11 @@ def _remade(batch: Batch, size: int, strategy: str) -> Iterator[list[Step]]:
             f"simulate_capture: keys are kept by {fields['placement']} ({first.site}): what ranks "
             "send then cannot be planned again; cpattn plan --placement predicts it"
         )
+    if fields["weights"] is not None or fields["cut_pages"] is not None:
+        raise NotUsable(
+            f"simulate_capture: {first.site}: weights or whole pages cut the batch, which is not "
+            "planned again for other ranks; as recorded, it can be simulated"
+        )
     recorded = _metadata(fields, len(batch), fields["strategy"])
     rows = [len(plan.local_q_indices) for plan in recorded]
     if rows != list(fields["rows_per_rank"]):

@@ -162,7 +162,7 @@ def made_up(size=2, tokens=64, width=1_000_000, **other):
         plan = {
             "extend_lens": lens, "seq_lens": lens, "page_size": 4, "strategy": "zigzag",
             "cp_size": size, "cp_rank": rank, "placement": None, "block_tables": lens,
-            "slots": lens, "rows_per_rank": rows, **other,
+            "slots": lens, "rows_per_rank": rows, "weights": None, "cut_pages": None, **other,
         }  # fmt: skip
         sends = dict.fromkeys(others, rows[rank] * width)
         receives = {peer: rows[int(peer)] * width for peer in others}
@@ -226,6 +226,7 @@ ONE_RANK_TWICE = changed(made_up(), lambda call: call.rank == 1, cp_rank=0)
         (Capture(({"rank": 0},), ()), None, "no rank planned or sent anything"),
         (decoded(), 2, r"plan_decode .* cannot be planned again"),
         (made_up(placement="pages"), 4, "keys are kept by pages .* plan --placement"),
+        (made_up(weights=[1.0, 3.0]), 4, "weights or whole pages cut the batch"),
         (made_up(rows_per_rank=[40, 40]), 4, r"\[40, 40\] are not those of its lengths"),
         (made_up(1), 4, "one rank sends nothing"),
         (UNEQUAL, 4, "what is sent is not a rank's own rows to all others"),
