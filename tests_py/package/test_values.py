@@ -202,7 +202,7 @@ def test_objects_that_were_never_constructed_have_no_uses(made):
         tried += 1
         with pytest.raises(TypeError):
             use(empty, name)
-    assert tried
+    assert tried or made is _core.PoolMemory  # a buffer, and nothing else
     with pytest.raises(TypeError):
         cpattn.run_attention(empty, np.ones((3, 2, 16), np.float32), None, None, scale=1.0)
 

@@ -20,9 +20,10 @@ def registered(monkeypatch):
     """List what the plug-in registers, with a package of vLLM that has nothing else."""
     calls: list[tuple[str, str]] = []
     parts = MODULE.split(".")
-    for end in range(1, len(parts) + 1):
-        name = ".".join(parts[:end])
+    names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    for name in (*names, "vllm.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.utils"].cpu_triton_utils = ModuleType("cpu_triton_utils")
     registry = sys.modules[MODULE]
     registry.AttentionBackendEnum = {name: name for name in ("CPU_ATTN", "CPU_MLA")}
     registry.register_backend = lambda *arguments: calls.append(arguments)

@@ -111,8 +111,7 @@ def test_attention_is_recorded_by_plan_and_never_by_element(path):
 
 def test_plans_are_made_again_and_compared(path):
     with capture(path):
-        for size in (1, 2, 5):
-            cuts = {} if size == 5 else {"weights": [1.5, 4][:size], "page_size": 8}
+        for size, cuts in ((1, {}), (2, {"weights": [1.5, 4], "page_size": 8}), (5, {})):
             cpattn.build_cp_metadata_all_ranks([40, 7], [50, 7], cp_size=size, **cuts)
             plan([40, 7], [50, 7], cp_rank=size - 1, cp_size=size)
         cpattn.plan_attention(**BATCH, **HEADS, window=4, batch_invariant=True)
