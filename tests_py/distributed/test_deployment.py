@@ -155,7 +155,7 @@ def test_what_a_check_says(children: Children) -> None:
     run = children.run([sys.executable, "-c", CHECKS], env=ENVIRONMENT)
     alone, as_json, with_nan, with_more, rest = re.split(r"code \d\n", run.stdout)
     assert re.findall(r"code (\d)", run.stdout) == ["1", "0", "1", "1"], run.stderr
-    assert (alone, rest, run.returncode) == ("", "", 1)
+    assert (alone, rest, run.returncode) == ("", "", 1), run.stderr
     without, *_, full = run.stderr.splitlines()
     assert without.startswith("cpattn_lab.check: this process: ")
     assert without.endswith("; start it with torchrun")
