@@ -187,7 +187,7 @@ def test_switching_at_run_time(sglang, switch):
 
 
 def test_an_unknown_part_is_refused(switch, monkeypatch):
-    parts = "metadata", "topk", "kv", "shards", "strict_kv", "attention"
+    parts = "metadata", "topk", "kv", "shards", "strict_kv", "cp_cpu", "attention"
     message = re.escape(f"parts (CPATTN_SGLANG_PARTS) must be among {parts}, got 'speed'")
     with pytest.raises(ValueError, match=message):
         plugin.install("speed")
