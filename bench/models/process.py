@@ -238,14 +238,14 @@ def main(options: Row, number: str = "0", store: str = "") -> None:
         worker.serve(Alone(*(options[name] for name in ("folder", "dtype", "attention"))), answer)
         return
     size = options["size"]
-    if size > 1:
-        cpus = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
         store = store or f"file://{folder}/store"
         for other in range(1, size if rank == 0 else 1):
             start([json.dumps(options), str(other), store])
+        if size > 1:  # behind the start of the others, which would inherit it
+            cpus = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(hours=12)
         )  # others wait while all other peers have their turns
