@@ -24,7 +24,7 @@ PRODUCTS = ("fmla", "bfdot", "bfmmla")
 _ITERATIONS = 200
 _LOOPS = "cpp/CMakeFiles/cpattn_isa_{0}.dir/kernels/isa/{1}_{0}.cc.o"
 
-# What a loop is for, its instruction set and file, its function, and what one round of it does.
+# Each loop: its purpose, instruction set, file and function, and the work of one round.
 LOOPS = [
     ("prefill, float32", "neon", "dense", "rows<Float32Engine, 4", "6 × 16, 1 deep"),
     ("prefill, bfloat16", "neonbf16", "dense", "rows<Bfloat16PairEngine, 4", "6 × 16, 4 deep"),

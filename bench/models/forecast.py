@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cost model predicts of a whole pass of an engine.
+"""Predictions of the cost model for a whole pass of an engine.
 
 It knows attention, the exchange and the store of keys. The rest of a layer is measured in the same
 processes, in passes whose attention does nothing.

@@ -58,7 +58,7 @@ RelayoutPlan plan_relayout(const RankRows& source, const RankRows& target, int64
       .send_counts = RelayoutPlan::Ints(source.cp_size()),
       .recv_counts = RelayoutPlan::Ints(source.cp_size()),
   };
-  // Both sides order the rows from one rank to another by their rows in the target.
+  // Sender and receiver order the rows between them by their places in the target.
   std::vector<CommonRows> sent = common_of_rank(source, rank, target);
   std::ranges::sort(sent, {}, [](const CommonRows& rows) {
     return std::tuple(rows.other_rank, rows.other_row);

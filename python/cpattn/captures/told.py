@@ -173,7 +173,7 @@ TOLD: Mapping[str, Callable[[Call], Fields]] = {
         _rank_call,
     ),
     "RowExchange.post": _post,
-    # Of vLLM's GPU worker, whose objects they are; its plug-in has them announced.
+    # vLLM's GPU worker makes this call; our plug-in for vLLM has it announced.
     "PCPManager._build_batch_layout": _pcp_layout,
     "plan_kv_transfer": _transfer,
     "plan_kv_links": _links,

@@ -66,7 +66,7 @@ def attend_shards(
             more["return_lse"] = arguments.return_lse
         if name == "gather":
             more["prefetched"] = prefetched
-        # Who writes as it attends sends cached keys first.
+        # An exchange that writes while it attends sends cached keys first.
         if chosen.writes and not plan.tokens.are_cached_by_others:
             more["new"] = new
         elif new is not None:
