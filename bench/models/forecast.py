@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.harness.contender import Failed
-from bench.models.peers import CORES, ENGINES, Peer
+from bench.models.peers import CORES, ENGINES, Peer, Ranks
 from bench.models.steps import Case
 from bench.serving.model import QUICK, QWEN3
 from cpattn_lab.cost_model import AttentionLayer, Rates, predict, predict_decode
@@ -51,12 +51,12 @@ class Forecasts:
         found = {}
         for peer in peers:
             if peer.name in ENGINES:
-                size, placement = ENGINES[peer.name]
+                ranks = ENGINES[peer.name]
                 with suppress(Failed):  # whose row says it
                     rest = sum(
-                        self._rest(peer, rows) * number for rows, number in passes(case, size)
+                        self._rest(peer, rows) * number for rows, number in passes(case, ranks.size)
                     )
-                    found[peer.name] = rest + self.attention(case, size, placement)
+                    found[peer.name] = rest + self.attention(case, ranks)
         return found
 
     def _rest(self, peer: Peer, rows: int) -> float:
@@ -65,9 +65,11 @@ class Forecasts:
             self.rests[peer.name, rows] = peer.ask("rest", rows=rows)["seconds"]
         return self.rests[peer.name, rows]
 
-    def attention(self, case: Case, size: int, placement: str) -> float:
+    def attention(self, case: Case, ranks: Ranks) -> float:
         """Seconds of attention in all layers, with exchange and store."""
-        rates = self.rates[size]
+        size, placement, rates = ranks.size, ranks.placement, self.rates[ranks.size]
+        if ranks.link_gbps:
+            rates = replace(rates, gather_gb_per_s=ranks.link_gbps / 8)
         if case.steps:
             lengths = [case.cached + case.steps // 2] * case.batch
             step = predict_decode(

@@ -6,22 +6,34 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.harness.contender import Contender
+from cpattn_lab.processes.hosts import Hosts, HostsError
 
 SDPA = "sdpa"
 CORES = 2
 ALONE = {"cpattn": "cpattn", SDPA: "sdpa"}
-#: Ranks of an engine, and where they keep keys.
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks of an engine, where they keep keys, and the link between them if each has a host."""
+
+    size: int
+    placement: str = "replicated"
+    link_gbps: float | None = None
+
+
 ENGINES = {
-    "cpattn engine, 1 rank": (1, "replicated"),
-    "cpattn engine, 2 ranks": (2, "replicated"),
-    "cpattn engine, 2 ranks with shares": (2, "page_interleave"),
+    "cpattn engine, 1 rank": Ranks(1),
+    "cpattn engine, 2 ranks": Ranks(2),
+    "cpattn engine, 2 ranks with shares": Ranks(2, "page_interleave"),
+    "cpattn engine, 2 hosts": Ranks(2, link_gbps=1.0),
 }
 
 
@@ -82,8 +94,18 @@ def alone(folder: Path, dtype: str) -> list[Peer]:
 def engines(folder: Path, dtype: str, num_pages: int) -> list[Peer]:
     return [
         Peer(
-            name, CORES // size, kind="engine", folder=str(folder), dtype=dtype, size=size,
-            placement=placement, num_pages=num_pages,
+            name, CORES // ranks.size, kind="engine", folder=str(folder), dtype=dtype,
+            num_pages=num_pages, **asdict(ranks),
         )
-        for name, (size, placement) in ENGINES.items()
+        for name, ranks in ENGINES.items()
+        if ranks.link_gbps is None or hosts_can_be_made(name, ranks.link_gbps)
     ]  # fmt: skip
+
+
+def hosts_can_be_made(name: str, link_gbps: float) -> bool:
+    try:
+        with Hosts(2, link_gbps=link_gbps):
+            return True
+    except HostsError as error:
+        print(f"{name}: left out, {error}")
+        return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer: transformers in this process, or an engine whose other ranks it starts.
 
-    python -m bench.models.process '{"kind": "engine", "folder": ..., "size": 2, ...}' [rank store]
+    python -m bench.models.process '{"kind": "engine", "size": 2, ...}' [rank store host]
 
 Rank 0 is asked over its pipes, and has the others do the same.
 """
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -33,6 +33,7 @@ from bench.serving.load import Load
 from bench.serving.model import VOCABULARY
 from cpattn.integrations import transformers as integration
 from cpattn.integrations.transformers import ContextParallelModel
+from cpattn_lab.processes.hosts import INTERFACE, Hosts, enter
 
 TOP = 8  # log probabilities that are compared
 PREFIX = 1_000_000  # seed of tokens that are cached
@@ -228,7 +229,7 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def main(options: Row, number: str = "0", store: str = "") -> None:
+def main(options: Row, number: str = "0", store: str = "", host: str = "") -> None:
     rank = int(number)
     worker.end_with_parent()
     answer = worker.answers_only()
@@ -237,12 +238,16 @@ def main(options: Row, number: str = "0", store: str = "") -> None:
     if options["kind"] == "alone":
         worker.serve(Alone(*(options[name] for name in ("folder", "dtype", "attention"))), answer)
         return
-    size = options["size"]
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with tempfile.TemporaryDirectory() as folder:
-        store = store or f"file://{folder}/store"
+    size, gbps = options["size"], options["link_gbps"]
+    with ExitStack() as stack:
+        store = store or f"file://{stack.enter_context(tempfile.TemporaryDirectory())}/store"
+        hosts = stack.enter_context(Hosts(size, link_gbps=gbps)) if gbps and rank == 0 else None
         for other in range(1, size if rank == 0 else 1):
-            start([json.dumps(options), str(other), store])
+            path = [hosts.path(other)] if hosts else []
+            start([json.dumps(options), str(other), store, *path])
+        if gbps:  # threads that are started from now on are on the host, too
+            enter(hosts.path(0) if hosts else host)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if gbps else "lo"
         if size > 1:  # behind the start of the others, which would inherit it
             cpus = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cpus[rank % len(cpus)]})

@@ -18,7 +18,7 @@ import model_tables
 from bench.harness.contender import Failed
 from bench.models import trace
 from bench.models.forecast import Forecasts, chunks, layer_of, passes
-from bench.models.peers import ALONE, ENGINES, Sizes
+from bench.models.peers import ALONE, ENGINES, Ranks, Sizes
 from bench.models.process import tokens_of
 from bench.models.steps import Case, cases, measure, of_case
 from bench.serving.load import Load
@@ -28,7 +28,7 @@ from support.command_line import invoke
 from support.places import ROOT
 
 PROMPT = Case(5000, cached=64)
-ONE, TWO, SHARES = ENGINES
+ONE, TWO, _, HOSTS = ENGINES
 
 
 class Answering:
@@ -91,11 +91,12 @@ def test_a_prompt_is_predicted_batch_by_batch():
     assert passes(Case(batch=4, cached=9, steps=8), 2) == [(4, 1)]
     rates = Rates(gflops=100.0)
     forecasts = Forecasts(layer_of("float32", quick=True), {1: rates, 2: rates})
-    found = forecasts.of([Answering(ONE, 0.0), Answering(TWO, 0.0), Answering("sdpa", 0.0)], PROMPT)
-    assert [*found] == [ONE, TWO]
-    alone, shared_out = (forecasts.attention(PROMPT, size, "replicated") for size in (1, 2))
-    assert found == {ONE: 0.75 + alone, TWO: 0.75 + shared_out}
+    found = forecasts.of([Answering(name, 0.0) for name in (ONE, TWO, HOSTS, "sdpa")], PROMPT)
+    assert [*found] == [ONE, TWO, HOSTS]
+    alone, shared_out = (forecasts.attention(PROMPT, Ranks(size)) for size in (1, 2))
+    assert (found[ONE], found[TWO]) == (0.75 + alone, 0.75 + shared_out)
     assert alone / 2 < shared_out < alone
+    assert found[HOSTS] > found[TWO]  # for the link
 
 
 def test_answers_of_a_trace_are_compared_with_those_of_the_first_engine(tmp_path):
