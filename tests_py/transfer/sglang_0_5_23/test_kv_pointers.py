@@ -78,48 +78,6 @@ def test_mha_refuses(src, dst, first, total, message):
 
 NSA, MLA = "KVI", "KV"
 DRAFTED = names(MLA, range(4), 1)
-# groups, total, first, source, destination, what compat answers (None: the right buffers)
-MLA_TABLE = {
-    "A": (3, 4, 2, names(NSA, [2, 3]), names(NSA, range(4)), None),
-    "B first": (2, 4, 0, names(MLA, [0, 1]), DRAFTED, None),
-    "B second": (2, 4, 2, names(MLA, [2, 3]), DRAFTED, None),
-    "C": (2, 0, 2, names(MLA, [2, 3]), DRAFTED, ["K2", "K3", "V3", "dK0"]),
-    "D": (3, 4, 3, names(NSA, [3]), names(NSA, range(4)), None),
-    "E": (2, 4, 2, names(MLA, [2, 3], 1), DRAFTED, ["K2", "K3", "V0", "V2", "V3", "dK0"]),
-    "F": (2, 4, 0, names(MLA, range(4)), DRAFTED, DRAFTED),
-    "G": (1, 0, 2, names(MLA, [2, 3]), names(MLA, range(4)), ["K2", "K3", "V0", "V1"]),
-    "H": (2, 3, 2, names(MLA, [2, 3]), names(MLA, range(3)), ["K2", "V0", "V2"]),
-    "I": (2, 4, 2, names(MLA, [2, 3]), names(MLA, [2, 3], 1), ["V2", "V3", "dV0"]),
-}
-
-
-@pytest.mark.parametrize("case", MLA_TABLE)
-def test_mla_table(case):
-    groups, total, first, src, dst, compat_dst = MLA_TABLE[case]
-    stage = {"prefill_start_layer": first, "kv_buf_groups": groups, "total_kv_layers": total}
-    found = get_mla_kv_ptrs_with_pp(src, dst, **stage, compat=True)
-    assert found == (src, compat_dst or src, len(src))
-    if compat_dst in (None, DRAFTED):  # case F: engines count on callers to ignore the drafts
-        assert get_mla_kv_ptrs_with_pp(src, dst, **stage) == (src, src, len(src))
-        return
-    message = rf"source layers \[{first}, .* {len(src)} entries"
-    with pytest.raises(ValueError, match=message) as error:
-        get_mla_kv_ptrs_with_pp(src, dst, **stage)
-    assert f"destination {len(dst)} entries, each of {groups} group(s)" in str(error.value)
-
-
-def test_drafts_on_the_last_stage():
-    """Case E holds under the rule of 0.5.20 and later."""
-    src = names(MLA, [2, 3], 1)
-    stage = {"prefill_start_layer": 2, "kv_buf_groups": 2, "hidden_kv_layers": 4}
-    stage["draft_kv_layers"] = 1
-    for compat in (False, True):
-        found = get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage, is_last_rank=True, compat=compat)
-        assert found == (src, src, 6)
-    with pytest.raises(ValueError, match="source must end within the 4 target layers"):
-        get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage)
-    compat_dst = ["K2", "K3", "V0", "V2", "V3", "dK0"]
-    assert get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage, compat=True)[1] == compat_dst
 
 
 @pytest.mark.parametrize(
@@ -265,15 +223,6 @@ def test_strict_is_right_or_refuses():
 
 # Lists with one entry for each layer, and drafts at their end.
 FLAT = {"prefill_start_layer": 2, "num_draft_entries": 1}
-
-
-def test_drafts_at_the_end_of_flat_lists():
-    decode = ["K0", "K1", "K2", "K3", "dK"]
-    for compat in (False, True):
-        found = get_mla_kv_ptrs_with_pp(["K2", "K3", "dK"], decode, **FLAT, compat=compat)
-        assert found == (["K2", "K3", "dK"], ["K2", "K3", "dK"], 3)
-        middle = {"prefill_start_layer": 1, "total_kv_layers": 4, "compat": compat}
-        assert get_mla_kv_ptrs_with_pp(["K1", "K2"], decode, **middle)[1] == ["K1", "K2"]
 
 
 def test_drafts_that_decode_has_not_or_has_more_of():

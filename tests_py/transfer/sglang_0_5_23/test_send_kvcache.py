@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache
 from support.transfer.plan_blocks import blocks
 
-INT32_MAX = 2**31 - 1
 BASE = 1 << 48
 
 
@@ -29,54 +28,6 @@ def server(groups, first, end, drafts, *, base, **fields):
         kv_buf_groups=len(groups), **fields,
     )  # fmt: skip
     return args, names
-
-
-def pairs_of(plan, src, src_names, dst, dst_names):
-    """(source name, destination name) of every block of a plan of one page."""
-    src_name = dict(zip(src.kv_data_ptrs, src_names, strict=True))
-    dst_name = dict(zip(dst.kv_data_ptrs, dst_names, strict=True))
-    return [(src_name[s], dst_name[d]) for s, d, _ in blocks(plan)]
-
-
-def test_stages_of_fifteen_layers():
-    """7 + 8 layers into one decode server: engines write V of the first into the wrong buffers."""
-    decode, decode_names = server("KV", 0, 15, 0, base=2 * BASE)
-    for (first, end), wrong in {(0, 7): "K14", (7, 15): "V0"}.items():
-        args, names = server("KV", first, end, 0, base=BASE)
-        args.total_kv_layers = 15
-        send = (args, decode.kv_data_ptrs, [0], [0])
-        plan = plan_send_kvcache(*send, pp_size=2, is_mla=False)
-        pairs = pairs_of(plan, args, names, decode, decode_names)
-        assert pairs == [(name, name) for name in names]
-        plan = plan_send_kvcache(*send, pp_size=2, is_mla=False, compat=True)
-        pairs = pairs_of(plan, args, names, decode, decode_names)
-        assert dict(pairs)[f"V{first}"] == wrong
-        del args.total_kv_layers
-        with pytest.raises(ValueError, match=rf"source layers \[{first}, {end}\)"):
-            plan_send_kvcache(*send, pp_size=2, is_mla=False)
-
-
-@pytest.mark.parametrize("is_mla", [False, True])
-def test_one_stage_leaves_the_draft_tail_alone(is_mla):
-    args, names = server("KV", 0, 3, 0, base=BASE)
-    decode, decode_names = server("KV", 0, 3, 1, base=2 * BASE)
-    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [1], [1], pp_size=1, is_mla=is_mla)
-    assert len(plan) == 6
-    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=is_mla)
-    assert pairs_of(plan, args, names, decode, decode_names) == [(name, name) for name in names]
-
-
-def test_groups_left_at_one():
-    """K and V of two layers look like K of four; the end of the stage says that they are not."""
-    args, _ = server("KV", 0, 2, 0, base=BASE)
-    del args.kv_buf_groups
-    args.total_kv_layers, args.prefill_end_layer = 4, 2
-    decode, _ = server("KV", 0, 4, 0, base=2 * BASE)
-    with pytest.raises(ValueError, match=r"at most layers \[0, 2\) in each of 1 group.* got 4 en"):
-        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True)
-    args.kv_buf_groups = 2
-    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True)
-    assert [decode.kv_data_ptrs.index(addr) for addr in plan.dst_addrs] == [0, 1, 4, 5]
 
 
 def test_none_is_absent():
@@ -124,25 +75,6 @@ def test_one_stage_with_other_drafts(known, is_mla):
         ):
             plan_send_kvcache(*send, pp_size=1, is_mla=is_mla)
         assert len(plan_send_kvcache(*send, pp_size=1, is_mla=is_mla, compat=True)) == 8
-
-
-def test_products_have_64_bits():
-    item = 1 << 21
-    args = KVArgs(kv_data_ptrs=[BASE], kv_item_lens=[item], kv_data_lens=[item << 31])
-    pages = np.array([INT32_MAX - 1, INT32_MAX], np.int32)
-    plan = plan_send_kvcache(args, [2 * BASE], pages, pages[::-1] - 7, pp_size=1, is_mla=True)
-    assert blocks(plan) == [
-        (BASE + (INT32_MAX - 1) * item, 2 * BASE + (INT32_MAX - 7) * item, item),
-        (BASE + INT32_MAX * item, 2 * BASE + (INT32_MAX - 8) * item, item),
-    ]
-    top = 2**64 - item
-    args = KVArgs(kv_data_ptrs=[top], kv_item_lens=[item])
-    assert blocks(plan_send_kvcache(args, [top], [0], [0], pp_size=1, is_mla=True)) == [
-        (top, top, item)
-    ]
-    with pytest.raises(ValueError, match="destination item 1 of entry 0 lies beyond the address"):
-        plan_send_kvcache(args, [top], [0], [1], pp_size=1, is_mla=True)
-    assert len(plan_send_kvcache(args, [top], [0], [1], pp_size=1, is_mla=True, compat=True)) == 1
 
 
 @given(

@@ -5,18 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache_slice, slice_heads
+from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache_slice
 from support.transfer.plan_blocks import blocks
 
 BASE = 1 << 48
-
-
-def test_heads_that_two_ranks_share():
-    given = {"prefill_tp_size": 8, "prefill_rank": 3, "decode_tp_size": 2, "decode_rank": 0}
-    part = slice_heads(4, **given)
-    assert (part.num_heads, part.src_start, part.dst_start) == (1, 0, 1)
-    with pytest.raises(ValueError, match="has nothing for"):
-        slice_heads(4, **given | {"decode_rank": 1})
 
 
 def per_token(args, dst_ptrs, src, dst, *, p, q, t, dst_item):
@@ -114,26 +106,6 @@ def test_slices_refuse(item_lens, attributes, arguments, message):
     args.kv_item_lens = item_lens
     with pytest.raises(ValueError, match=message):
         slice_plan(args, 2, **{"dst_kv_item_len": 256} | arguments)
-
-
-@pytest.mark.parametrize(
-    ("total", "prefill", "decode", "message"),
-    [
-        (8, (4, 0), (6, 0), "one of the sizes must divide the other, got 4"),
-        (6, (4, 0), (2, 0), "source ranks must have equal shares of 6 heads, got 4 ranks"),
-        (6, (2, 0), (4, 0), "destination ranks must have equal shares of 6 heads"),
-        (8, (2, 2), (4, 0), "source rank must be within its 2 ranks, got 2"),
-        (8, (2, 0), (4, -1), "destination rank must be within its 4 ranks, got -1"),
-        (0, (2, 0), (4, 0), "heads and ranks must be >= 1, got 0, 2 and 4"),
-    ],
-)
-def test_head_slices_refuse(total, prefill, decode, message):
-    sides = zip(("prefill", "decode"), (prefill, decode), strict=True)
-    ranks = {
-        f"{x}_{name}": n for x, y in sides for name, n in zip(("tp_size", "rank"), y, strict=True)
-    }
-    with pytest.raises(ValueError, match=message):
-        slice_heads(total, **ranks)
 
 
 @pytest.mark.parametrize(("pp_size", "compat"), [(1, True), (2, True), (3, True), (2, False)])
