@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpattn.transfer.sglang_0_5_23 import (
     KVSender,
@@ -36,25 +34,6 @@ def test_pages_of_a_rank_that_stripes_them():
         local, positions = shard(given_pages, given_chunk)
         assert (local.dtype, positions.dtype) == (np.int32, np.int64)
         assert (local.tolist(), positions.tolist()) == ([1, 2, 4], [8, 9, 10])
-
-
-def share_of(total, rank, size):
-    """The definition: pages are dealt out in order, one more to each of the first ranks."""
-    sizes = [len(range(r, total, size)) for r in range(size)]
-    return range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-
-
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 60), st.integers(2, 6))
-def test_ranks_divide_the_pages_of_a_transfer(start, num_pages, total, size):
-    pages = [1000 + i for i in range(num_pages)]
-    for rank in range(size):
-        found, where = filter_kv_indices_for_cp_rank(
-            KVSender(rank, size), pages, slice(start, start + num_pages), total
-        )
-        wanted = [i for i in range(start, start + num_pages) if i in share_of(total, rank, size)]
-        assert found == [pages[i - start] for i in wanted]
-        expected = slice(wanted[0], wanted[-1] + 1) if wanted else slice(start, start)
-        assert where == expected
 
 
 def test_open_slices_go_to_the_ends_of_the_transfer():
@@ -108,18 +87,10 @@ def share_of_group(rank, size):
 
 BOUNDS = "0 <= start <= stop, got "
 REFUSALS = [
-    (shard, ([1, 2], slice(0, 3)), r"kv_indices must be the 3 pages .*\[0, 3\), got 2"),
     (shard, ([1], slice(0, 1, 2)), "index_slice must have no step, got 2"),
-    (shard, ([1], slice(0, 1), 2), r"shard_rank must be in \[0, 2\) of shard_size, got 2"),
-    (share, ([1], slice(0, None), 9), r"must be the 9 pages .*\[0, 9\), got 1"),
-    (share, ([], slice(-3, None), 9), BOUNDS + r"\[-3, 9\)"),
     (share, ([1], slice(0, 1, 3), 9), "index_slice must have no step, got 3"),
-    (share_of_group, (2, 2), r"attn_cp_rank must be in \[0, 2\) of attn_cp_size, got 2"),
     (share_of_group, (0, 0), "attn_cp_size must be >= 1, got 0"),
-    (get_layer_owner, (2**40, 3, 7), r"local_layer_idx .*\[0, 7\) .* got 1099511627776"),
     (get_layer_shard_range, (3, 3, 7), r"rank must be in \[0, 3\)"),
-    (get_layer_shard_range, (0, 0, 7), "shard_size must be >= 1, got 0"),
-    (get_layer_shard_range, (0, 1, -7), "total_layers must be >= 0, got -7"),
     (is_elided_entry, (-1, [], 0), "src_len must be >= 0, got -1"),
     (is_elided_entry, (1, [0], -1), "dst_index must be >= 0, got -1"),
     (is_elided_entry, (1, [0, -2], 0), "dst_lens must be >= 0, got -2 at index 1"),
