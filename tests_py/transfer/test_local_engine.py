@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from cpattn import _core
 from cpattn.kv import MHATokenToKVPool
 from cpattn.transfer import LocalEngine
-from support.interrupts import assert_interruptible
 
 
 @pytest.fixture
@@ -185,17 +184,3 @@ def test_more_bytes_than_a_copy_counts():
         lists = [column * 2 for column in blocks]
         with pytest.raises(ValueError, match=r"LocalEngine.write: lengths must add up to"):
             engine.write(engine.session_id, *lists)
-
-
-@pytest.mark.slow
-def test_local_copy_is_interruptible():
-    assert_interruptible("""
-import numpy as np, cpattn
-src, dst = np.zeros(1 << 30, np.uint8), np.zeros(1 << 20, np.uint8)
-addr, size = dst.ctypes.data, dst.nbytes
-with cpattn.transfer.LocalEngine() as engine:
-    engine.register([addr, src.ctypes.data], [size, src.nbytes])
-    plan = [src.ctypes.data] * 60_000, [addr] * 60_000, [size] * 60_000
-    print("ready", flush=True)
-    engine.write(engine.session_id, *plan)
-""")

@@ -174,28 +174,6 @@ def test_parts_of_packed_pages_are_refused(changes, entry, arguments):
         plan_kv_transfer(packed(SRC), to, [0], list(range(64 // to.page_size)), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("order", "num_runs"),
-    [("contiguous", 1), ("reversed", 1), ("alternating", 7_500), ("random", 15_000)],
-)
-def test_scenario_62_descriptor_counts(order, num_runs):
-    """Random pages, of 15,000, have a few neighbours by chance."""
-    pages, rng = np.arange(15_000), np.random.default_rng(0)
-    src, dst = {
-        "contiguous": (pages, pages),
-        "reversed": (pages[::-1].copy(), pages[::-1].copy()),
-        "alternating": (pages, pages % 2 + 4 * (pages // 2)),
-        "random": (rng.permutation(pages), rng.permutation(pages)),
-    }[order]
-    entry = KVEntry(0, "k", False, SRC, 30_000 * 64, 64)
-    sides = (KVLayout([entry._replace(addr=addr)], 1) for addr in (SRC, DST))
-    plan = plan_kv_transfer(*sides, src, dst)
-    assert plan.total_bytes == 64 * 15_000
-    by_dst = np.argsort(dst)
-    assert len(plan) == 1 + ((np.diff(src[by_dst]) != 1) | (np.diff(dst[by_dst]) != 1)).sum()
-    assert num_runs - 10 <= len(plan) <= num_runs
-
-
 def test_offsets_beyond_32_bits():
     """Rows of tokens and heads lie in buffers of 2^44 bytes behind 2^48."""
     entry = KVEntry(0, "k", False, SRC, 1 << 44, 1 << 20)

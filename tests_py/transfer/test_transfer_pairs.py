@@ -10,14 +10,6 @@ from hypothesis import strategies as st
 from cpattn.transfer.sglang_0_5_23 import build_transfer_entry_pairs, decode_targets, kv_start_layer
 
 
-def test_pairs_by_layer_id():
-    pairs = build_transfer_entry_pairs([3, 7, 3, 7], [3, 7, 11, 3, 7, 11], 4, 6)
-    assert pairs == [(0, 0), (1, 1), (2, 3), (3, 4)]
-    drafts = [1_000_000, 1_000_001]
-    pairs = build_transfer_entry_pairs([5, *drafts], [*drafts, 4, 5], 3, 4)
-    assert pairs == [(0, 3), (1, 0), (2, 1)]
-
-
 @given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 5), max_size=12))
 def test_pairs_take_the_next_unused_occurrence(src, dst):
     expected, used = [], set()
@@ -62,19 +54,6 @@ def test_start_layers_of_hybrid_models():
         kv_start_layer(1, [3, 5, 5])
     with pytest.raises(ValueError, match="start_layer must be >= 0, got -1"):
         kv_start_layer(-1, [3])
-
-
-@pytest.mark.parametrize(
-    ("rank", "prefill", "decode", "is_mla", "expected"),
-    [
-        (4, 2, 8, True, (range(1, 2), range(2, 2), 4)),
-        (1, 8, 2, False, (range(4, 8), range(8, 8), 1)),
-        (1, 8, 2, True, (range(4, 5), range(5, 8), 1)),
-    ],
-)
-def test_decode_targets(rank, prefill, decode, is_mla, expected):
-    found = decode_targets(rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=is_mla)
-    assert found == expected
 
 
 @pytest.mark.parametrize(
