@@ -191,25 +191,6 @@ def test_views_outlive_their_pool(use_fia):
     assert view.eq(3).all()
 
 
-def test_a_pool_beyond_four_gib_takes_what_is_written():
-    pool = cpattn.kv.MHATokenToKVPool(
-        size=(1 << 20) - 128, page_size=128, num_layers=3, num_kv_heads=8, head_dim=128
-    )  # 2 GiB a layer
-    assert pool.nbytes == 6 * 2**31
-    addrs, sizes, _ = pool.get_contiguous_buf_infos()
-    assert addrs[2] - addrs[0] == 2**32
-    assert sizes == [2**31] * 6
-    rows = torch.arange(2 * 1024).reshape(2, 8, 128).bfloat16()
-    ends = [0, (1 << 20) - 1]
-    for layer in range(3):
-        pool.set_kv_buffer(layer, ends, rows + layer, -rows)
-    for layer in range(3):
-        flat = pool.get_key_buffer(layer).view(-1, 8, 128)
-        assert torch.equal(flat[ends], rows + layer)
-        assert not flat[1].any()
-        assert torch.equal(pool.get_value_buffer(layer).view(-1, 8, 128)[ends], -rows)
-
-
 def test_repr_says_what_is_in_it():
     assert repr(golden()) == (
         "MHATokenToKVPool(k, v of layers [0, 2), 9 pages of 8 tokens, float32, 1.72e-05 GiB)"

@@ -127,22 +127,3 @@ def test_calls(call, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call()
     assert not any(x.any() for x in (POOL.k_buffer, POOL.v_buffer, LATENT.k_buffer))
-
-
-SCALE = "must be a number or a tensor, got"
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (write([1, 2], K, V, "x"), f"set_kv_buffer: k_scale {SCALE} str"),
-        (write([1, 2], K, V, None, [1.0]), f"set_kv_buffer: v_scale {SCALE} list"),
-        (lambda: MLA(64, 8, 2, 8, 4, use_fia=1), "MLATokenToKVPool: use_fia must be a bool or No"),
-        (lambda: MHA(8, 8, 2, 2, 8, container=1), f"MHATokenToKVPool: container {NAMES} int$"),
-        (lambda: cpattn.kv.MHATokenToKVPool(64, 8, 2, 2, 8), ".* takes 1 positional argument but"),
-        (lambda: cpattn.kv.MLATokenToKVPool(64, 8, 2, 2, 8), ".* takes 1 positional argument but"),
-    ],
-)
-def test_types(call, message):
-    with pytest.raises(TypeError, match=f"^{message}"):
-        call()

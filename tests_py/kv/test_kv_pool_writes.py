@@ -14,7 +14,6 @@ import cpattn
 from cpattn import _core
 from support.cases import DTYPES, strided_copy
 from support.examples import examples
-from support.interrupts import assert_interruptible
 from support.pairwise import pairwise
 
 FP8 = "float8_e4m3fn"
@@ -204,16 +203,3 @@ def test_keys_of_the_indexer(dtype):
     assert torch.equal(bits(got[[63, 4, 5]]), bits(stored(rows[[0, 1, 3]], dtype, None)))
     assert not pool.k_buffer.view(torch.uint8).any()
     assert not pool.get_index_k_buffer(2).view(torch.uint8).any()
-
-
-def test_ctrl_c_ends_a_write():
-    assert_interruptible("""
-import numpy as np, cpattn
-pool = cpattn.kv.MHATokenToKVPool(
-    size=1 << 15, page_size=128, num_layers=1, num_kv_heads=8192, head_dim=1, dtype="float16",
-    container="numpy")
-rows = np.broadcast_to(np.ones(1, np.float32), (1 << 15, 8192, 1))  # one number at a time
-slots = np.arange(1 << 15)
-print("ready", flush=True)
-pool.set_kv_buffer(0, slots, rows, rows)
-""")

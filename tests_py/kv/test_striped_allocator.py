@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cpattn.kv import StripedAllocator
 
@@ -33,18 +32,6 @@ def test_pages_of_the_ranks_in_turn():
     assert bases == [0], "written although the pages are too few"
     allocator.free(slots)
     assert allocator.class_free_page_counts() == [4, 3, 3]
-
-
-def test_lengths_in_every_container():
-    expected = StripedAllocator(8, page_size=2, shard_size=2).alloc_extend([0, 4], [3, 5], [0, 0])
-    for lens in (np.array, torch.tensor, tuple):
-        allocator = StripedAllocator(8, page_size=2, shard_size=2)
-        got = allocator.alloc_extend(lens([0, 4]), lens([3, 5]), [0, np.int32(0)])
-        assert isinstance(got, np.ndarray)
-        np.testing.assert_array_equal(got, expected)
-        got[:] = 0  # is the caller's
-        allocator.free(torch.from_numpy(expected))
-        assert allocator.class_free_page_counts() == [4, 4]
 
 
 def test_an_allocator_says_what_it_is():
