@@ -25,16 +25,6 @@ def inputs_of(case=CASE):
     return inputs | {name: inputs[name].nan_to_num() for name in ("k_cache", "v_cache")}
 
 
-@pytest.mark.parametrize("batch_invariant", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_bits_are_the_mask_that_bools_are(causal, batch_invariant):
-    masks = random_masks(0)
-    options = inputs_of() | {"causal": causal, "batch_invariant": batch_invariant}
-    bools = cpattn.paged_attention(**options, custom_mask=dense(masks), return_lse=True)
-    bits = cpattn.paged_attention(**options, packed_custom_mask=packed(masks), return_lse=True)
-    assert all(map(torch.equal, bools, bits))
-
-
 def test_bits_behind_the_last_one_of_a_sequence_do_not_matter():
     masks = random_masks(1)
     bits = packed(masks)

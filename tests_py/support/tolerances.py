@@ -41,10 +41,6 @@ TOLERANCES = {
     ("attention", "float16"): ROUNDED_ONCE,
     # For the largest scores, of 576 dimensions scaled by 1 / sqrt(192).
     ("attention", "float32"): 40,
-    # Logits of 1e4: half an ulp of a score is 2^-11 there, which is this many units of the weight.
-    ("large logits", "float32"): 4 * 2.0**12,
-    ("large logits", "float16"): 4,
-    ("large logits", "bfloat16"): 1.5,
     # Two weights with an exp and a division each, one sum, one rounding. In the narrow dtypes
     # the final rounding is all there is.
     ("merge_state", "bfloat16"): ROUNDED_ONCE,
