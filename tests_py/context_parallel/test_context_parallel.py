@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.context_parallel import sglang_metadata
-from cpattn import build_cp_metadata, build_cp_metadata_all_ranks
+from cpattn import build_cp_metadata
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 LAYOUT_LISTS = ("split_list", "zigzag_index", "cp_reverse_index", "reverse_split_len")
@@ -83,17 +83,6 @@ def test_golden_upstream_values():
     plan = build_cp_metadata([1010], cp_rank=0, cp_size=4)
     assert plan.split_list == [127, 127, *[126] * 6]
     assert plan.per_rank_actual_token[0] == 253
-
-
-def test_golden_interleave_shards_per_request():
-    plans = build_cp_metadata_all_ranks([5, 5], cp_size=4, strategy="interleave")
-    assert [plan.rows_per_request() for plan in plans] == [[2, 1], [1, 2], [1, 1], [1, 1]]
-    plan = build_cp_metadata([1, 5], cp_rank=2, cp_size=4, strategy="interleave")
-    q_list, q_lens, bs_list, bs_idx = plan.shard_per_request()
-    assert (q_list, bs_list) == ([1], [1])
-    assert (q_lens.tolist(), bs_idx.tolist()) == ([1], [1])
-    assert q_lens.dtype == bs_idx.dtype == np.int32
-    assert plan.rows_per_request() == [0, 1]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])

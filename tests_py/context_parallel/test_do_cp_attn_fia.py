@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cpattn
-from support.cases import DTYPES, assert_attention
+from support.cases import DTYPES
 from support.cp_batches import BATCHES, STRATEGIES, Batch
 from support.npu.fia_cases import TEMPLATE
 from support.pairwise import pairwise
@@ -74,21 +74,6 @@ def test_it_is_upstream_s_two_operator_calls(cp_size):
             ]
         ]
         assert torch.equal(batch.run(metadata, q.flatten(1)), torch.cat(halves).flatten(1))
-
-
-def test_upstream_s_unit_test():
-    """4 physical rows, 2 prev and 1 next, 16 heads on 8, dimension 128, pages of 128."""
-    batch = Batch(
-        (3,), (0,), 1, "zigzag", num_heads=16, num_kv_heads=8, head_dim=128, page_size=128
-    )
-    metadata = batch.metadata[0]
-    assert (metadata.total_q_prev_tokens, metadata.total_q_next_tokens) == (2, 1)
-    assert (metadata.kv_len_prev_list, metadata.kv_len_next_list) == ([2], [3])
-    q = torch.full((4, 2048), torch.nan)
-    q[:3] = batch.inputs["q"].flatten(1)
-    out, lse = batch.run(metadata, q, return_lse=True)
-    assert out.shape == (4, 2048)
-    assert_attention(out[:3].unflatten(1, (16, 128)), lse[:3], batch.inputs)
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
