@@ -9,11 +9,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import random
 import re
 import subprocess
 import sys
-import time
 from types import ModuleType
 from typing import Any
 
@@ -22,13 +20,11 @@ import pytest
 
 import cpattn
 from cpattn import distributed, reference
-from fuzz.reader import Reader
 from support.api import api_fuzz
 from support.api.argument_kinds import Call, Target
 from support.children import path_with
 from support.places import TESTS
 from support.public_names import PUBLIC, PUBLIC_MODULES
-from support.time_limits import PATIENCE
 
 CALLS = 10_000
 
@@ -155,23 +151,6 @@ def test_the_fuzzer_sees_what_is_wrong(monkeypatch, function, fault):
         assert any(text.startswith(fault) for text in found)
 
 
-@pytest.mark.slow
-def test_the_fuzzer_sees_a_call_that_hangs(monkeypatch):
-    begin = time.monotonic()
-    assert findings(monkeypatch, lambda x=None, **_: time.sleep(PATIENCE), calls=2) == {
-        "hangs for 1 s"
-    }
-    assert time.monotonic() - begin < PATIENCE
-
-
-def test_a_call_is_made_from_its_number_alone():
-    numbers = random.Random(0).sample(range(10**6), 50)
-    first = [api_fuzz.describe(3, number) for number in numbers]
-    address = re.compile("0x[0-9a-f]+|local:[0-9]+|[0-9]{9,}")
-    again = [api_fuzz.describe(3, number) for number in numbers]
-    assert [address.sub("", text) for text in first] == [address.sub("", text) for text in again]
-
-
 REGRESSIONS = {
     # What `api_fuzz` has found: a call, and what it says now.
     "codes that cannot hold -1": (
@@ -219,11 +198,3 @@ def test_corpus(name: str) -> None:
     assert inputs
     for path in inputs:
         target.run(path.read_bytes())
-
-
-def test_reader_ends_in_zeros() -> None:
-    reader = Reader(b"\x05\x01")
-    assert reader.between(0, 9) == 5
-    assert reader.flag()
-    assert (reader.any(), reader.rarely(), reader.between(3, 2**40)) == (-2, False, 3)
-    assert reader.mostly("value") == "value"

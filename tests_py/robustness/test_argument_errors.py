@@ -169,21 +169,6 @@ def attention(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "message"),
-    [
-        ("scale", "0.5", "a float, got str"),
-        ("window", (3, 0.5), "an integer, got float"),
-        ("kv_layout", None, "a str, got NoneType"),
-        ("causal", 1, "a bool, got int"),
-        ("return_lse", np.ones(3), "a bool, got numpy.ndarray"),
-    ],
-)
-def test_scalars_of_the_wrong_type(argument, value, message):
-    with pytest.raises(TypeError, match=f"^paged_attention: {argument} must be {message}$"):
-        attention(**{argument: value})
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"scale": np.float32(0.25)}, {"scale": np.float64(0.25)}, {"scale": np.array(0.25)},

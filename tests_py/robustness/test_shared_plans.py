@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One plan, one metadata: in eight threads at once, in a forked child, and in a spawned one."""
+"""One plan, one metadata, in a forked child and in a spawned one: shared_plans_test.cc has threads."""
 
 from __future__ import annotations
 
 import multiprocessing
-import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -16,7 +12,6 @@ import pytest
 import cpattn
 from support.time_limits import PATIENCE
 
-THREADS, REPEATS = 8, 10
 RNG = np.random.default_rng(2)
 Q, CACHE = (RNG.standard_normal(s, np.float32) for s in ((60, 4, 32), (12, 16, 2, 32)))
 WEIGHTS = RNG.standard_normal((60, 4), np.float32)
@@ -87,52 +82,16 @@ def use_dsa_metadata(metadata: cpattn.sparse.DsaMetadata) -> Any:
     ]
 
 
-def sparse_arguments() -> Any:
-    return {"q": Q[:20], "kv": CACHE.reshape(-1, 1, 32), "indices": RNG.integers(-1, 384, (20, 50))}
-
-
-def use_sparse_arguments(arguments: Any) -> Any:
-    """Functions that have no plan."""
-    x, ones = Q.reshape(-1, 640), np.ones(16, np.float32)
-    rows = cpattn.sparse.quantize_kv_rows(x[:, :512], x[:, -64:])
-    return [
-        *cpattn.sparse.flash_mla_sparse_fwd(**arguments, sm_scale=0.2, d_v=16),
-        cpattn.sparse.dequantize_kv_rows(rows).view(np.int16),
-        *cpattn.sparse.fused_split_qk_norm(Q.reshape(-1, 32), ones, ones[:8], 16, 8, 8),
-    ]
-
-
 PLANS = [
     (plan, run_plan),
     (zigzag, use_metadata),
     (interleave, use_metadata),
     (dsa_metadata, use_dsa_metadata),
 ]
-CASES = [*PLANS, (sparse_arguments, use_sparse_arguments)]
 
 
 def are_equal(result: list[Any], expected: list[Any]) -> bool:
     return all(np.array_equal(*pair) for pair in zip(result, expected, strict=True))
-
-
-@pytest.mark.parametrize(("make", "use"), CASES, ids=lambda function: function.__name__)
-def test_eight_threads_share_it(make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
-    shared = make()
-    expected = use(shared)
-    barrier = Barrier(THREADS)
-    interval = sys.getswitchinterval()
-
-    def work(_: int) -> bool:
-        barrier.wait(PATIENCE)
-        return all(are_equal(use(shared), expected) for _ in range(REPEATS))
-
-    try:
-        sys.setswitchinterval(1e-6)
-        with ThreadPoolExecutor(THREADS) as threads:
-            assert all(threads.map(work, range(THREADS)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert are_equal(use(shared), expected)
 
 
 def answer(connection: Any, uses: list[Any], plans: list[Any]) -> None:
