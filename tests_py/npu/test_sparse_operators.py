@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -16,7 +15,7 @@ from cpattn.npu import npu_lightning_indexer
 from cpattn.npu import npu_sparse_flash_attention as sparse_attention
 from support.cases import strided_copy
 from support.npu.sparse_cases import DIM, FORMS, HEADS, Batch, Case, Operator, assert_query
-from support.sparse.indexer_batch import IndexerBatch, integers
+from support.sparse.indexer_batch import integers
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -61,17 +60,6 @@ def test_strided_tensors(form):
     operator.check(npu_lightning_indexer(**arguments | {"query": wide.copy_(query), "key": key}))
 
 
-def test_values_in_numpy_are_of_the_dtype_of_the_query():
-    operator = Operator(("TND", "PA_BSND"))
-    arguments = operator.arguments(return_value=True)
-    for name in ("query", "key"):
-        arguments[name] = arguments[name].numpy().astype(ml_dtypes.bfloat16)
-    _, values = npu_lightning_indexer(**arguments)
-    expected = operator.expected(3)[1].numpy().astype(ml_dtypes.bfloat16)
-    assert values.dtype == expected.dtype
-    np.testing.assert_array_equal(values, expected)
-
-
 def test_sequences_that_share_blocks():
     """Sequences have a cached prefix or whole tables in common, and lengths shrink."""
     rng = np.random.default_rng(0)
@@ -94,30 +82,6 @@ def test_sequences_that_share_blocks():
     ]
     for result, parts in zip(together, zip(*alone, strict=True), strict=True):
         assert torch.equal(result, torch.cat(parts))
-
-
-@pytest.mark.parametrize(
-    ("cp_size", "strategy"), [(1, "zigzag"), (2, "zigzag"), (3, "interleave"), (2, "contiguous")]
-)
-def test_one_row_per_token_is_cp_indexer_topk(cp_size, strategy):
-    """Each local token is a sequence of one query, as in calls of sglang 0.5.23, and pad rows have
-    one key."""
-    batch = IndexerBatch((10, 4, 0, 17), (5, 0, 9, 30), cp_size, strategy)
-    for metadata in batch.metadata:
-        rows, pad_rows = len(metadata.local_q_indices), 2
-        q, weights = batch.shard(metadata, pad_rows)
-        requests = np.append(metadata.query_request_indices, [0] * pad_rows)
-        q[rows:], weights[rows:] = 0, 0
-        lengths = {
-            "actual_seq_lengths_query": np.arange(1, rows + pad_rows + 1, dtype=np.int32),
-            "actual_seq_lengths_key": np.append(metadata.query_cache_lengths, [1] * pad_rows),
-        }
-        paged = {"block_table": batch.block_tables[requests], "layout_key": "PA_BSND"}
-        options = {"layout_query": "TND", "sparse_count": batch.topk}
-        keys = batch.cache[:, :, None]
-        indices, _ = npu_lightning_indexer(q, keys, weights, **lengths, **paged, **options)
-        assert torch.equal(indices[:rows, 0], batch.run(metadata))
-        assert indices[rows:, 0].tolist() == [[0] + [-1] * (batch.topk - 1)] * pad_rows
 
 
 ROWS, PACKED, BLOCKS, PACKED_BLOCKS = FORMS

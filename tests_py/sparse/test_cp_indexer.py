@@ -10,17 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpattn
-from support.cp_batches import BATCHES, STRATEGIES
+from support.cp_batches import STRATEGIES
 from support.examples import examples
 from support.pairwise import pairwise
 from support.sparse.indexer_batch import KEY_DTYPES, PACKED_FORMS, ROW_FORMS, IndexerBatch
-
-
-@pytest.mark.parametrize(
-    ("batch", "cp_size", "strategy"), pairwise(BATCHES, (1, 2, 3, 4, 8), STRATEGIES)
-)
-def test_ranks_together_are_the_whole(batch, cp_size, strategy):
-    IndexerBatch(*batch, cp_size, strategy).check(pad_rows=cp_size % 3)
 
 
 @pytest.mark.parametrize(
@@ -182,21 +175,6 @@ def test_queries_that_do_not_fit():
         batch.run(metadata, q, weights[:, :2])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_ranges_of_concatenated_keys(cp_size, strategy):
-    """CUDA engines have keys of the whole batch in a row, and a range for each token."""
-    batch = IndexerBatch((3, 2, 20), (7, 2, 30), cp_size, strategy)
-    first_keys = np.cumsum([0, *batch.kv_lens])
-    k = torch.from_numpy(np.concatenate(batch.keys)).to(torch.bfloat16)
-    for metadata in batch.metadata:
-        q, weights = batch.shard(metadata)
-        ks = first_keys[metadata.query_request_indices]
-        ke = ks + metadata.query_cache_lengths
-        flat = cpattn.sparse.indexer_topk(q, k, weights, ks, ke, topk=batch.topk)
-        assert torch.equal(flat, batch.run(metadata))
-
-
 @pytest.mark.parametrize("dcp_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("interleave_size", [1, 4, 16])
 def test_owners_of_global_indices(dcp_size, interleave_size):
@@ -221,14 +199,6 @@ def test_owners_of_global_indices(dcp_size, interleave_size):
             found[row] += back
     for row, values in enumerate(found):
         assert sorted(values) == sorted(i for i in indices[row].tolist() if i >= 0)
-
-
-def test_owned_indices_of_strided_numpy():
-    indices = np.full((2, 9), 3, np.int32)[:, 1:6]
-    indices[0] = [-1, 8, 3, 5, 4]
-    out = cpattn.sparse.dcp_local_indices(indices, dcp_rank=0, dcp_size=2, interleave_size=2)
-    assert isinstance(out, np.ndarray)
-    np.testing.assert_array_equal(out, [[4, 3, 2, -1, -1], [-1] * 5])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import cpattn
 from support.cases import strided_copy
 from support.examples import examples
-from support.sparse import sparse_mla_cases
 from support.sparse.indexer_cases import DTYPES, assert_logits, best_keys, make_inputs
 
 SHAPES = [  # heads, dim
@@ -173,37 +172,6 @@ def test_recall_of_int8(structured):
     found = cpattn.sparse.indexer_topk(q8, k8, weights * q_scale[..., 0], **ranges, k_scale=k_scale)
     pairs = zip(exact.numpy(), found.numpy(), strict=True)
     assert np.mean([np.isin(*pair).mean() for pair in pairs]) >= 0.985
-
-
-@pytest.mark.parametrize("topk", [4, 8])
-def test_drafts_choose_among_the_keys_before_them(isa, topk):
-    """Four drafts of sequences of two and nine tokens have right lengths, keys and attention."""
-    lens, sees = (2, 9), [0, 0, 1, 2, 6, 7, 8, 9]
-    metadata = cpattn.sparse.build_dsa_metadata(
-        None, lens, forward_mode=cpattn.ForwardMode.TARGET_VERIFY, topk=topk,
-        num_draft_tokens=4, fp8_kv_cache=True, prefill_impl="flashmla_sparse",
-    )  # fmt: skip
-    assert np.maximum(metadata.seqlens_expanded, 0).tolist() == sees
-    starts = np.repeat([0, lens[0]], 4)
-    index = make_inputs(len(sees), sum(lens)) | {"ks": starts, "ke": starts + sees}
-    chosen = np.asarray(cpattn.sparse.indexer_topk(**index, topk=topk))
-    np.testing.assert_array_equal(
-        chosen, best_keys(cpattn.sparse.indexer_logits(**index), index, topk, True)
-    )
-    assert (chosen >= 0).sum(1).tolist() == np.minimum(sees, topk).tolist()
-
-    generator = torch.Generator().manual_seed(0)
-    inputs = {
-        "q": torch.randn(len(sees), 2, 64, generator=generator),
-        "kv": torch.randn(sum(lens), 1, 64, generator=generator),
-        "indices": torch.from_numpy(np.where(chosen >= 0, chosen + starts[:, None], -1))[:, None],
-        "sm_scale": 0.125,
-        "d_v": 32,
-    }
-    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
-    sparse_mla_cases.assert_result(result, inputs)
-    assert not result[0][:2].any()
-    assert torch.isneginf(result[2][:2]).all()
 
 
 # Bytes that the process grew by at most, in a call on so many keys.
