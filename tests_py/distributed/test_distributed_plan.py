@@ -35,14 +35,6 @@ def test_slots_are_where_the_block_tables_have_the_tokens(cp):
         plan.block_tables[0, 0] = 1
 
 
-@pytest.mark.parametrize("as_index", [list, tuple, torch.tensor, np.int32, np.int64])
-def test_index_arguments_may_be_any_container_of_integers(cp, as_index):
-    slots = cp.plan(*LENS, block_tables=TABLES).slots.tolist()
-    more = {"block_tables": TABLES.tolist(), "out_cache_loc": slots}
-    indices = {name: as_index(x) for name, x in more.items()}
-    assert cp.plan(*map(as_index, LENS), **indices) == cp.plan(*LENS, block_tables=TABLES)
-
-
 def test_plans_are_equal_if_their_tokens_pages_and_slots_are(cp):
     plan = cp.plan(*LENS, block_tables=TABLES)
     unused = TABLES.copy()

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 from support.children import path_with
 from support.distributed import random_faults
-from support.distributed.fault_rounds import EXCHANGES, FAULTS, TRANSPORTS, Round, draw, in_turns
+from support.distributed.fault_rounds import FAULTS, Round, draw
 from support.distributed.fault_worlds import Answer, Outcome
 from support.time_limits import BUSY
 
@@ -69,24 +69,3 @@ def test_what_is_wrong_with_a_survivor_is_found(answer, complaint):
     else:
         assert len(found) == 1
         assert complaint in found[0]
-
-
-def test_a_rank_is_not_late_where_nobody_was_let_run():
-    late = Answer(error=TOLD, told=11 + BUSY + 0.1)
-    outcome = Outcome([late, late, Answer(died=True)], 10.0, stalled=0.04)
-    assert random_faults.complaints(ROUND, outcome) == []
-    assert len(random_faults.complaints(ROUND, outcome._replace(stalled=0.03))) == 2
-    outcome = outcome._replace(stalled=1.0, left_behind=("process 7",))
-    assert random_faults.complaints(ROUND, outcome) == ["left behind: process 7"]
-    (found,) = complaints_of(replace(ROUND, fault="none"), Answer(), Answer(error=TOLD))
-    assert found.startswith("rank 1 failed without a fault")
-
-
-def test_rounds_come_again_from_their_seeds():
-    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
-    assert {draw(seed).fault for seed in range(300)} == set(FAULTS)
-    assert str(ROUND).startswith("seed 1: rows x ")
-    turns = [in_turns(number) for number in range(ROUNDS)]
-    assert {one.exchange for one in turns if "kill" in one.fault} == set(EXCHANGES)
-    assert len({(one.fault, one.transport) for one in turns}) >= 2 * len(FAULTS)
-    assert {one.transport for one in turns} == set(TRANSPORTS)
