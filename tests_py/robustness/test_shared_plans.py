@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One plan, one metadata, in a forked child and in a spawned one: shared_plans_test.cc has threads."""
+"""One plan, one metadata, in a forked child and in a spawned one.
+
+Threads that share them are in `tests_cpp/attention/shared_plans_test.cc`.
+"""
 
 from __future__ import annotations
 
