@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,43 +91,6 @@ def test_scenario_02_03_13_21_small_batches(cp_size, strategy):
         check_plan([length], [5], cp_size, strategy, convention="bare")
         check_plan([length, 0, 3], [4, 2, 0], cp_size, strategy)
         check_plan([1, length], [0, 9], cp_size, strategy, padding=cp_size + 1)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("extend", "cached", "cp_size"),
-    [
-        pytest.param([17] * 256, [0] * 256, 8, id="scenario_04_token_skew"),
-        pytest.param([32768, 8], [0, 0], 8, id="scenario_05_long_and_short"),
-        pytest.param([100, 7], [3, 0], 3, id="scenario_06_odd_cp_size_3"),
-        pytest.param([100, 7], [3, 0], 6, id="scenario_06_cp_size_6"),
-        pytest.param([100, 7], [3, 0], 7, id="scenario_06_odd_cp_size_7"),
-        pytest.param([3, 1], [0, 4], 64, id="scenario_07_more_ranks_than_tokens"),
-        pytest.param([9], [0], 8, id="scenario_08_uneven_remainder"),
-        pytest.param([3670], [1], 4, id="scenario_11_prefix_1_extend_3670"),
-        pytest.param([5], [131072], 4, id="scenario_12_prefix_far_longer"),
-        pytest.param([64, 64, 64], [0, 100, 7], 2, id="scenario_13_prefix_per_sequence"),
-        pytest.param([200], [64 * 3 + 17], 4, id="scenario_14_prefix_ends_mid_page"),
-        pytest.param([1], [99], 2, id="scenario_15_looks_like_decode"),
-        pytest.param([1, 1, 1, 50, 60, 2], [9, 8, 7, 0, 64, 0], 2, id="scenario_18_decode_first"),
-        pytest.param([50, 60, 2, 1, 1, 1], [0, 64, 0, 9, 8, 7], 2, id="scenario_18_prefill_first"),
-        pytest.param([40, 0, 33], [0, 512, 0], 4, id="scenario_20_idle_row_pinned"),
-    ],
-)
-def test_scenarios(extend, cached, cp_size, strategy):
-    for convention in ("baked", "bare"):
-        check_plan(extend, cached, cp_size, strategy, convention=convention)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("chunks", [[8192] * 4, [5000, 20001, 7767]], ids=str)
-def test_scenario_16_17_chunks_see_what_one_step_sees(chunks, strategy):
-    """Each token of a prompt sees itself and all before it, however it is cut into steps."""
-    seen = []
-    for chunk, done in zip(chunks, accumulate([0, *chunks[:-1]]), strict=True):
-        plans = check_plan([chunk], [done], 4, strategy)
-        seen += [plan.query_cache_lengths for plan in plans]
-    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(1, 32769))
 
 
 lengths = st.lists(

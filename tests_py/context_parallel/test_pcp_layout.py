@@ -146,9 +146,6 @@ def test_ranks_attend_as_one_does(options):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"extend_lens": [-1, 1]}, "extend_lens must be >= 0 and fit into int32, got -1 at index"),
-        ({"prefix_lens": [0]}, "prefix_lens must have 2 values, as extend_lens, got 1"),
-        ({"is_prefill": True}, "is_prefill must have 2 values, as extend_lens, got 1"),
         ({"pcp_size": 0}, r"pcp_size must be in \[1, 32768\], got 0"),
     ],
 )

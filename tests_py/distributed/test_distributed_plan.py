@@ -55,26 +55,6 @@ def test_padding_tokens_are_not_written_and_see_pages_of_their_request(cp):
         assert again.slots.tolist() == chosen
 
 
-def test_the_first_pool_row_that_tokens_share_is_named(cp):
-    for page in (2, 0):
-        rule = rf"got row {4 * page} for tokens 0 and 2$"
-        with pytest.raises(ValueError, match=rule):
-            cp.plan([2, 2, 2], [2, 2, 2], block_tables=[[page]] * 3)
-
-
-def test_the_last_token_of_a_pool_row_writes_it(cp):
-    slots = cp.plan(*LENS, block_tables=TABLES).slots.tolist()
-    plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=12, out_cache_loc=[*slots, 14, 14])
-    written = np.array([13, -1, *slots[2:], -1, 14])
-    assert plan.own_slots.tolist() == written[plan.metadata.local_q_indices].tolist()
-
-
-def test_pages_in_order_are_those_of_a_pool_of_these_alone(cp):
-    pages, tables = cp.plan([4, 6], [6, 9], block_tables=TABLES).pages_in_order
-    assert pages.tolist() == [0, 2, 3, 5, 7]
-    assert tables.tolist() == [[3, 2, -1], [1, 4, 0]]
-
-
 def test_pairs_are_counted_up_to_each_tokens_own_key(cp):
     for padding in (0, 3):
         plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=10 + padding)

@@ -15,7 +15,7 @@ from cpattn.context_parallel import exchanges
 from cpattn.distributed import DecodePlan, ShardedPlan
 from cpattn.distributed.layers import sharded_attend
 from cpattn.distributed.layers.choice import choose_state_exchange
-from cpattn.distributed.layers.rounds import head_rounds, side_by_side
+from cpattn.distributed.layers.rounds import head_rounds
 from cpattn.distributed.plans.heads import LayerSizes
 from cpattn.distributed.sparse.choice import SparseSizes, choose_sparse
 from cpattn.distributed.sparse.inputs import SparseInputs
@@ -258,22 +258,3 @@ def test_heads_go_in_rounds(num_kv_heads, received, largest, expected):
 def test_what_computes_far_longer_than_it_receives_goes_at_once():
     assert head_rounds(8, 32 * MIB, 60_000 * 32 * MIB) == [slice(0, 8)]
     assert head_rounds(8, 32 * MIB, 60_000 * 32 * MIB, 4) == [slice(0, 4), slice(4, 8)]
-
-
-def test_two_rounds_are_under_way_at_most():
-    events = []
-    heads = [slice(i, i + 1) for i in range(4)]
-
-    def begin(which, buffer):
-        events.append(f"begin {which.start} in {buffer}")
-        return which
-
-    def compute(which, arriving):
-        assert arriving is which
-        events.append(f"compute {which.start}")
-
-    side_by_side(heads, begin, compute)
-    assert events == [
-        "begin 0 in 0", "begin 1 in 1", "compute 0", "begin 2 in 0", "compute 1", "begin 3 in 1",
-        "compute 2", "compute 3",
-    ]  # fmt: skip

@@ -17,10 +17,8 @@ from cpattn import reference
 from cpattn.distributed.sparse.inputs import SparseInputs
 from cpattn.distributed.sparse.selection import (
     LocalIndex,
-    all_positions,
     best_positions,
     candidate_width,
-    rows_of_rank,
 )
 from support.distributed import sparse_worker as worker
 from support.distributed.answers import by_size
@@ -231,20 +229,3 @@ def test_the_union_of_what_ranks_select_is_the_selection_of_one_pool(batch, topk
     for row, (s, n) in enumerate(zip(request, visible, strict=True)):
         slots = tables[s, np.arange(n) // page] * page + np.arange(n) % page
         np.testing.assert_array_equal(positions[row], *expected_topk([scores[slots]], [n], topk))
-
-
-@given(batches(), st.integers(1, 12))
-def test_every_selected_key_is_on_one_rank(batch, topk):
-    placement, page, tables, lens, _, request, visible = batch
-    shares = key_shares(placement, tables, lens, page)
-    positions = all_positions(visible, topk)
-    expected = np.where(np.arange(topk) < visible[:, None], np.arange(topk), -1)
-    np.testing.assert_array_equal(positions, expected)
-    slots = tables[request[:, None], np.maximum(expected, 0) // page] * page + expected % page
-    owner, local = placement.owner_of(slots.ravel()), placement.local_index(slots.ravel())
-    for rank in range(placement.shard_size):
-        mine = (owner.reshape(slots.shape) == rank) & (expected >= 0)
-        np.testing.assert_array_equal(
-            rows_of_rank(shares, rank, request, positions),
-            np.where(mine, local.reshape(slots.shape), -1),
-        )
