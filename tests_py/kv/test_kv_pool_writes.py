@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpattn
-from cpattn import _core
 from support.cases import DTYPES, strided_copy
 from support.examples import examples
 from support.pairwise import pairwise
 
 FP8 = "float8_e4m3fn"
 POOL_DTYPES = (*DTYPES, FP8)
-THREADS = _core.default_num_threads()
 LAYERS, HEADS, DIM, V_DIM, PAGE = 3, 2, 24, 40, 4
 SCALED = {"dtype": "int8", "scale_dtype": "float16"}
 
@@ -110,29 +108,6 @@ def test_the_last_row_of_a_slot_counts(data):
     pool.set_kv_buffer(5, loc, k, v)
     assert torch.equal(pool.get_key_buffer(5).reshape(expected[0].shape), expected[0])
     assert torch.equal(pool.get_value_buffer(5).reshape(expected[1].shape), expected[1])
-
-
-@pytest.mark.parametrize("pattern", ["ascending", "shuffled", "repeated", "padded"])
-@pytest.mark.parametrize("options", [{}, SCALED], ids=["bfloat16", "codes"])
-def test_threads_change_nothing(isa, options, pattern):
-    generator = torch.Generator().manual_seed(2)
-    tokens = 3000
-    slots = {
-        "ascending": torch.arange(tokens) + 5,
-        "shuffled": torch.randperm(4000, generator=generator)[:tokens],
-        "repeated": torch.randint(-1, 50, (tokens,), generator=generator),
-        "padded": torch.cat([torch.arange(tokens // 2) + 4, torch.zeros(tokens // 2).long()]),
-    }[pattern]
-    k, v = make_rows(tokens, DIM), make_rows(tokens, V_DIM, seed=1)
-    pools = []
-    try:
-        for num_threads in (1, 2, 5):
-            cpattn.set_num_threads(num_threads)
-            pools.append(make_pool(size=4000, **options))
-            pools[-1].set_kv_buffer(5, slots, k, v)
-    finally:
-        cpattn.set_num_threads(THREADS)
-    assert_same_bytes(*pools)
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": FP8}, SCALED], ids=["bfloat16", FP8, "scaled"])

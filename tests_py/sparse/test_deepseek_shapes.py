@@ -16,54 +16,16 @@ import torch
 import cpattn
 from support import probes
 from support.cases import DTYPES
-from support.sparse import indexer_cases, sparse_mla_cases
-from support.sparse.sparse_mla_cases import expanded, fp8_rows
+from support.sparse import indexer_cases
 from support.tolerances import EPS, assert_attended, indexer_units
 
 pytestmark = pytest.mark.slow
 
 
 HEADS, HEAD_DIM, V_HEAD_DIM, TOPK = 128, 576, 512, 2048
-SCALE = 192**-0.5  # of the heads before absorption
 INDEX_HEADS, INDEX_DIM = 64, 128
 #: Key dtypes of the indexer, and whether they come with a scale for each key.
 INDEX_DTYPES = {"bfloat16": False, "float8_e4m3fn": True, "int8": True}
-
-
-@functools.cache
-def sparse_inputs(dtype):
-    """Three tokens with all keys, some holes, few keys; what they should give."""
-    case = sparse_mla_cases.Case(
-        counts=(TOPK, 1999, 5), topk=TOPK, num_rows=20000, num_heads=HEADS, head_dim=HEAD_DIM,
-        v_head_dim=V_HEAD_DIM, dtype=dtype, options={"sm_scale": SCALE},
-    )  # fmt: skip
-    inputs = sparse_mla_cases.make_inputs(case)
-    return inputs, sparse_mla_cases.expected_result(inputs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sparse_attention(isa, dtype):
-    inputs, expected = sparse_inputs(dtype)
-    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
-    sparse_mla_cases.assert_result(result, inputs, expected)
-
-
-@functools.cache
-def fp8_inputs():
-    rows, generator = fp8_rows(20000), torch.Generator().manual_seed(1)
-    inputs = {
-        "q": torch.randn(3, HEADS, HEAD_DIM, generator=generator).bfloat16(),
-        "indices": torch.randint(-500, 20000, (3, TOPK), generator=generator),
-        "sm_scale": SCALE,
-        "d_v": V_HEAD_DIM,
-    }
-    return rows, inputs, sparse_mla_cases.expected_result(inputs | {"kv": expanded(rows)})
-
-
-def test_sparse_attention_to_fp8_rows(isa):
-    rows, inputs, expected = fp8_inputs()
-    result = cpattn.sparse.flash_mla_sparse_fwd(kv=rows, **inputs)
-    sparse_mla_cases.assert_result(result, inputs | {"kv": expanded(rows)}, expected)
 
 
 @functools.cache

@@ -46,7 +46,6 @@ CP = build_cp_metadata([3, 2], [10, 4], cp_rank=0, cp_size=2)
         ({"forward_mode": 10}, "forward_mode must be a ForwardMode, got 10"),
         ({"forward_mode": None}, "forward_mode must be given"),
         ({"topk": 0}, "topk must be in [1, 2147483647], got 0"),
-        ({"page_size": 0}, "page_size must be in [1, 2147483647], got 0"),
         ({"num_rows": 4}, "num_rows must be at least the rows of q, 5, and fit into int32, got 4"),
         ({"req_to_token": np.zeros((1, 10), int)}, "req_to_token must have ... 2 sequences, got 1"),
         (

@@ -170,24 +170,6 @@ def addresses(pool):
     return pool.get_contiguous_buf_infos()[:2]
 
 
-def test_a_registered_pool_outlives_its_last_name(engine):
-    pool = make_pool()
-    pool.k_buffer[...] = 7
-    addrs, sizes = addresses(pool)
-    assert engine.register(addrs, sizes) == 0
-    gone = weakref.ref(pool)
-    del pool
-    gc.collect()
-    assert gone() is None
-    assert is_mapped(addrs[0])
-    target = np.zeros(sizes[0], np.uint8)
-    with register(engine, target):
-        assert engine.write(engine.session_id, addrs[:1], [target.ctypes.data], sizes[:1]) == 0
-        assert (target.view(np.float32) == 7).all()
-        assert engine.unregister(addrs) == 0
-    assert not is_mapped(addrs[0])
-
-
 def test_a_range_within_a_pool_holds_it_and_each_range_its_own(engine):
     pools = [make_pool() for _ in range(4)]
     addrs = [addresses(pool)[0][1] + 12 for pool in pools]

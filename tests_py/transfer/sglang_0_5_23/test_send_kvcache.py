@@ -124,10 +124,8 @@ OTHER = {"dst_item_lens": [100, 50]}
         ({"kv_data_lens": [900, 1799]}, [8], [0], {}, "within the 8 items of entry 1, got 8"),
         ({}, [0, -1], [0, 1], {}, "source indices must be >= 0, got -1 at index 1"),
         ({}, [0, 1], [-5, 1], {}, "destination indices must be >= 0, got -5 at index 0"),
-        ({"kv_item_lens": [100, 0]}, [0], [0], {}, "source item lengths must be > 0, got 0 of ent"),
         ({"kv_data_ptrs": [-1, 0]}, [0], [0], {}, r"source addresses must be in \[0, 2\^64\), got"),
         ({}, [0], [0], OTHER, "got 200 of source entry 1 and 50 of destination entry 1"),
-        ({}, [0], [0], {"dst_item_lens": [100]}, "an item length for each of 2 entries, got 1"),
         ({}, [0], [0], {"pp_size": 0}, "pp_size must be >= 1, got 0"),
         ({"kv_buf_groups": 0}, [0], [0], {}, "kv_buf_groups must be >= 1, got 0"),
         (
