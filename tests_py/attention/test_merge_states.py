@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -148,18 +147,6 @@ def test_bits_are_those_of_pairs_in_any_order(
     assert results[2][1] is lses[0]
     for result in results:
         assert all(map(torch.equal, result, wanted))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parts_of_split_keys_are_unsplit_attention(dtype):
-    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(128,), dtype=dtype))
-    for splits in ([0, 8], [0, 1, 8], [0, 2, 3, 5, 6, 8], range(9)):
-        outs, lses = zip(*split_keys(inputs, splits), strict=True)
-        assert len(outs) == len(list(pairwise(splits)))
-        result = cpattn.merge_states(outs, lses)
-        # of bfloat16, parts are rounded before the merge as well
-        op = "attention" if dtype == "float32" else "8 parts merged"
-        assert_attention(*result, inputs | {"causal": False}, op)
 
 
 def test_a_sink_takes_its_weight_once_and_none_of_the_lse():

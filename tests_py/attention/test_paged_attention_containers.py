@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import cpattn
-from support.attention_cases import DEFAULT, plan_of, run
+from support.attention_cases import DEFAULT, run
 from support.cases import assert_attention, make_inputs
 
 
@@ -55,19 +55,6 @@ def test_given_outputs_are_filled_and_returned():
     assert torch.equal(out, expected_out)
     assert torch.equal(lse, expected_lse)
     assert torch.equal(cpattn.paged_attention(**inputs), expected_out)
-
-
-def test_a_plan_serves_many_layers(isa):
-    case = DEFAULT.with_(q_lens=(5, 0, 40), kv_lens=(37, 9, 100), dtype="bfloat16")
-    inputs = make_inputs(case)
-    plan = plan_of(inputs)
-    for seed in (0, 1):
-        layer = make_inputs(case, seed) | {"block_tables": inputs["block_tables"]}
-        layer["k_cache"], layer["v_cache"] = inputs["k_cache"], inputs["v_cache"]
-        out, lse = cpattn.run_attention(
-            plan, *(layer[name] for name in ("q", "k_cache", "v_cache")), return_lse=True
-        )
-        assert_attention(out, lse, layer)
 
 
 def test_query_rows_far_apart(tmp_path):

@@ -94,32 +94,6 @@ def test_a_wide_halo_comes_from_several_ranks():
     assert plan_halo(metadata[3], window=11).recv_counts == [2, 4, 4, 0]
 
 
-def test_a_convolution_over_ranks_is_that_of_one_process():
-    random = np.random.default_rng(0)
-    batch, kernel = [(37, 0), (5, 12), (64, 2)], random.standard_normal(4)
-    extends, prefixes, metadata = metadata_of(batch, cp_size=3)
-    cache = [random.standard_normal(prefix) for prefix in prefixes]
-    new = [random.standard_normal(extend) for extend in extends]
-    whole = [
-        np.convolve(np.concatenate([old, x]), kernel)[len(old) : len(old) + len(x)]
-        for old, x in zip(cache, new, strict=True)
-    ]
-    rows = [one.shard(np.concatenate(new)) for one in metadata]
-    plans = [plan_halo(one, window=4) for one in metadata]
-    outs = []
-    for plan, own, received in zip(plans, rows, exchanged(plans, rows), strict=True):
-        at = zip(plan.cached_request, plan.cached_position, strict=True)
-        x = np.concatenate([own, received, [cache[r][p] for r, p in at]])[plan.extended_indices]
-        parts = np.split(x, plan.extended_indptr[1:-1])
-        outs.append(
-            np.concatenate(
-                [np.convolve(part, kernel)[halo : len(part)]
-                 for part, halo in zip(parts, plan.halo_lens, strict=True)]
-            )
-        )  # fmt: skip
-    np.testing.assert_array_almost_equal_nulp(metadata[0].unshard(outs), np.concatenate(whole), 64)
-
-
 @settings(max_examples=examples(150), deadline=None)
 @given(BATCHES, st.integers(1, 7), st.sampled_from(STRATEGIES), st.sampled_from(STRATEGIES))
 def test_any_change_of_the_layout(batch, cp_size, before, after):

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import pickle
-from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cpattn
 from cpattn.context_parallel.vllm_0_32 import RankSegments, build_pcp_layout, pcp_segments
 from support.examples import examples
 
@@ -116,31 +114,6 @@ def test_rows_of_two_dimensions_in_either_container():
     parts = [layout.shard(hidden, rank, dim=1) for rank in range(2)]
     assert torch.equal(layout.unshard(parts, dim=-1), hidden)
     assert parts[0].shape == (3, 3)
-
-
-@pytest.mark.parametrize("options", [{}, {"shard_decode": False}, {"dcp_size": 2}])
-def test_ranks_attend_as_one_does(options):
-    """Segments are causal sequences with the keys of `seq_lens`; rows have the same bits."""
-    extend, prefix = np.array([30, 1, 3, 9]), np.array([0, 20, 4, 33])
-    rng = np.random.default_rng(3)
-    q, cache = rng.random((43, 4, 32), np.float32), rng.random((12, 16, 2, 32), np.float32)
-    tables = np.array([[0, 5, -1], [2, 9, -1], [7, -1, -1], [1, 11, 4]])
-    attend = partial(cpattn.paged_attention, batch_invariant=True)
-    lens = {"q_lens": extend, "kv_lens": prefix + extend, "block_tables": tables}
-    whole = attend(q, cache, cache, **lens)
-    layout = build_pcp_layout(extend, prefix, pcp_size=3, **options)
-    parts = []
-    for rank, segments in enumerate(layout.segments):
-        rows, count = layout.shard(q, rank), layout.per_rank_num_tokens[rank]
-        lens = {
-            "q_lens": segments.rank_stop - segments.rank_start,
-            "kv_lens": layout.seq_lens[rank],
-        }
-        rows[:count] = attend(
-            rows[:count], cache, cache, block_tables=tables[segments.request], **lens
-        )
-        parts.append(rows)
-    assert np.array_equal(layout.unshard(parts), whole)
 
 
 @pytest.mark.parametrize(
