@@ -8,7 +8,6 @@ library again.
 from __future__ import annotations
 
 import signal
-import sys
 import time
 
 import numpy as np
@@ -124,55 +123,6 @@ def test_calls_from_a_signal_handler_disturb_nothing(isa, timer, make, threads, 
     assert torch.equal(torch.as_tensor(result), torch.as_tensor(outer.expected))
     for nested_result in results:
         assert all(map(torch.equal, nested_result, expected))
-
-
-def test_an_error_in_a_signal_handler_ends_the_call(timer):
-    outer = attention(torch.float32, 2)
-
-    def fail():
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the next one could be anywhere
-        cpattn.paged_attention(**make_inputs(Case()) | {"q_lens": [3]})
-
-    def call_until_it_fails():
-        for _ in range(100):
-            outer.function()
-
-    timer(fail)
-    with pytest.raises(ValueError, match="q_lens and kv_lens must have the same length"):
-        call_until_it_fails()
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    assert torch.equal(outer.function(), outer.expected)
-
-
-NESTED = """
-import signal
-import numpy as np, cpattn
-
-cache, q = np.zeros((64, 64, 2, 64), np.float32), np.zeros((1 << 13, 8, 64), np.float32)
-
-def attend(*_):
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
-        cpattn.paged_attention(q, cache, cache, q_lens=[len(q)], kv_lens=[4096],
-                               block_tables=[list(range(64))], causal=False, num_threads=1)
-    except RuntimeError:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # at once: it may take longer to leave all calls
-        raise
-
-signal.signal(signal.SIGALRM, attend)
-try:
-    attend()
-except RuntimeError as error:
-    print(error, flush=True)
-"""
-
-
-def test_calls_nested_too_deep_are_refused(children):
-    """A thread with a small stack is tried in parallel_test.cc."""
-    limited = ["sh", "-c", 'ulimit -s 1024; exec "$@"', "sh", sys.executable, "-c", NESTED]
-    out, err = children.start(limited).communicate(timeout=200)
-    rule = "paged_attention: needs 112 KiB of stack, and this thread has "
-    assert out.startswith(rule), out + err
 
 
 def test_an_error_of_a_handler_is_not_taken_for_a_lack_of_memory():

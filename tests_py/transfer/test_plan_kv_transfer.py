@@ -172,17 +172,3 @@ def test_parts_of_packed_pages_are_refused(changes, entry, arguments):
     to = KVLayout(entries, **({"page_size": 64} | changes))
     with pytest.raises(ValueError, match=r"index_k of layer 0 .*(whole pages|not rows of tokens)"):
         plan_kv_transfer(packed(SRC), to, [0], list(range(64 // to.page_size)), **arguments)
-
-
-def test_offsets_beyond_32_bits():
-    """Rows of tokens and heads lie in buffers of 2^44 bytes behind 2^48."""
-    entry = KVEntry(0, "k", False, SRC, 1 << 44, 1 << 20)
-    src = KVLayout([entry], 16, total_kv_heads=2)
-    dst = KVLayout(
-        [entry._replace(addr=DST, item_len=1 << 19)], 16, tp_rank=1, tp_size=2, total_kv_heads=2
-    )
-    page, to = (1 << 24) - 1, (1 << 25) - 1
-    plan = plan_kv_transfer(src, dst, [page], [to], first_token=15, num_tokens=1)
-    row = 1 << 15
-    expected = (SRC + (page * 16 + 15) * 2 * row + row, DST + (to * 16 + 15) * row, row)
-    assert blocks(plan) == [expected]

@@ -35,14 +35,6 @@ def request(**changes):
     return KVTransferRequest(**PEER | fields | {"aux_index": 7, "required_count": 2} | changes)
 
 
-def test_bytes_of_packed_lists():
-    packed = pack_int_lists([[1, 2], [], [3]], "I")
-    assert packed == struct.pack("<7I", 3, 8, 0, 4, 1, 2, 3)
-    assert pack_int_lists([], "Q") == b""
-    assert pack_int_lists([[]], "Q") == struct.pack("<2I", 1, 0)
-    assert pack_int_lists([np.array([-1], np.int64)], "i") == b"\1\0\0\0\4\0\0\0\xff\xff\xff\xff"
-
-
 @given(st.data(), st.sampled_from(sorted(LIMITS)))
 def test_lists_survive_the_way(data, fmt):
     lists = data.draw(st.lists(st.lists(st.integers(*LIMITS[fmt]))))
@@ -168,9 +160,3 @@ def test_frames_that_are_refused(message, i, frame, error):
 def test_messages_that_cannot_be_sent(message, error):
     with pytest.raises(ValueError, match=error):
         message.to_frames()
-
-
-def test_the_repr_is_short():
-    text = repr(registration(kv_data_ptrs=list(range(200))))
-    assert text.startswith("KVRegistration(host='10.0.0.1', port=4000, ")
-    assert "kv_data_ptrs=[0, 1, 2, 3, ... 200 in all]" in text

@@ -63,20 +63,6 @@ def test_a_short_destination(pp_size, is_mla):
             plan_send_kvcache(args, short, [0], [0], pp_size=pp_size, is_mla=is_mla, compat=compat)
 
 
-@pytest.mark.parametrize("is_mla", [False, True])
-@pytest.mark.parametrize("known", [{"draft_kv_layers": 1}, {"total_kv_layers": 3}])
-def test_one_stage_with_other_drafts(known, is_mla):
-    """The second draft's K would go by position where V of the first is."""
-    if is_mla or "total_kv_layers" in known:
-        args, _ = server("KV", 0, 3, 1, base=BASE, **known)
-        send = args, server("KV", 0, 3, 2, base=2 * BASE)[0].kv_data_ptrs, [0], [0]
-        with pytest.raises(
-            ValueError, match="must have the 1 drafts of the source, got 10 entries"
-        ):
-            plan_send_kvcache(*send, pp_size=1, is_mla=is_mla)
-        assert len(plan_send_kvcache(*send, pp_size=1, is_mla=is_mla, compat=True)) == 8
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12),
     st.lists(st.integers(1, 300), min_size=4, max_size=4),
