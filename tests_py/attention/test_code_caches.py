@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import cpattn
-from cpattn.integrations import flash_attn, flashinfer
 from support.attention_cases import plan_of, run
 from support.cases import DTYPES, Case, assert_attention, expected_attention, make_inputs
 from support.pairwise import pairwise
@@ -200,6 +199,8 @@ def test_a_plan_runs_on_codes():
 
 
 REFUSED = [
+    ({"k_scale": None}, ValueError, "paged_attention: k_scale must be given for a cache of int8"),
+    ({"v_scale": None}, ValueError, "paged_attention: v_scale must be given for a cache of int8"),
     ({"k_scale": -1.0}, ValueError, "paged_attention: k_scale must be a positive number, got -1"),
     ({"v_scale": math.nan}, ValueError, "v_scale must be a positive number, got nan"),
     ({"k_scale": torch.zeros(1)}, ValueError, "k_scale must be a positive number, got 0"),
@@ -222,53 +223,6 @@ def test_refusals(options, error, message):
     given, _ = coded(make_inputs(DECODE), "int8", "one")
     with pytest.raises(error, match=message):
         cpattn.paged_attention(**given | options)
-
-
-BATCH = {"q_lens": [2], "kv_lens": [2], "block_tables": [[0]]}
-
-
-def of_flashinfer(q, k, v, **scales):
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper()
-    wrapper.plan([0, 2], [0, 1], [0], [2], 2, 1, 16, 2)
-    return wrapper.run(q, (k, v), **scales)
-
-
-def of_flash_attn(q, k, v, k_scale=None, v_scale=None):
-    return flash_attn.flash_attn_func(q[None], k, v, k_descale=k_scale, v_descale=v_scale)
-
-
-def of_plan(q, k, v, **scales):
-    sizes = {"page_size": 2, "num_pages": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
-    return cpattn.run_attention(cpattn.plan_attention(**BATCH, **sizes), q, k, v, **scales)
-
-
-def of_rank(q, k, v, **scales):
-    plan = cpattn.build_cp_metadata([2], [2], cp_rank=0, cp_size=1)
-    sizes = {"block_tables": [[0]], "page_size": 2, "num_heads": 2, "num_kv_heads": 1}
-    return cpattn.do_cp_attn_fia(q.flatten(1), k, v, plan, **sizes, **scales)
-
-
-FACES = {
-    "paged_attention": lambda *a, **o: cpattn.paged_attention(*a, **BATCH, **o),
-    "run_attention": of_plan,
-    "do_cp_attn_fia": of_rank,
-    "flash_attn_func": of_flash_attn,
-    "BatchPrefillWithPagedKVCacheWrapper.run": of_flashinfer,
-}
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_int8_needs_both_scales_in_every_face(face):
-    """Codes up to 127 for numbers of size 1: without scales softmax is of one key, silently."""
-    q, k, v = torch.ones(2, 2, 16), *torch.ones(2, 1, 2, 1, 16, dtype=torch.int8)
-    scales = {"k_scale": 0.1, "v_scale": 0.1}
-    assert FACES[face](q, k, v, **scales)[0] is not None
-    for missing in (["k_scale"], ["v_scale"], ["k_scale", "v_scale"]):
-        given = {name: scale for name, scale in scales.items() if name not in missing}
-        name = missing[0].replace("scale", "descale") if "flash_attn" in face else missing[0]
-        with pytest.raises(ValueError, match=f"^{face}: {name} must be given for a cache of int8"):
-            FACES[face](q, k, v, **given)
-    FACES[face](q, *(x.to(torch.float8_e5m2) for x in (k, v)), k_scale=0.1)
 
 
 def test_caches_that_do_not_fit():

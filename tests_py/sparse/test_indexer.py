@@ -152,25 +152,6 @@ def test_nothing_to_do():
         assert np.all(np.asarray(cpattn.sparse.indexer_topk(**inputs, topk=4)) == -1)
 
 
-@pytest.mark.parametrize("structured", [False, True])
-def test_recall_of_int8(structured):
-    """The codes find 99.0 % of the 512 best of 8192 keys in bfloat16, either way."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(n, 128, generator=generator) for n in (8 * 64, 8192))
-    if structured:  # a few strong dimensions, and keys that move slowly
-        strength = torch.logspace(1, -1, 128)
-        k = torch.cumsum(k, 0) / torch.arange(1, 8193).sqrt()[:, None] * strength
-        q *= strength
-    q = q.reshape(8, 64, 128)
-    weights = torch.randn(8, 64, generator=generator).abs()
-    ranges = {"ks": [0] * 8, "ke": [8192] * 8, "topk": 512}
-    exact = cpattn.sparse.indexer_topk(q.bfloat16(), k.bfloat16(), weights, **ranges)
-    (q8, q_scale), (k8, k_scale) = (cpattn.sparse.quantize_index(x, dtype="int8") for x in (q, k))
-    found = cpattn.sparse.indexer_topk(q8, k8, weights * q_scale[..., 0], **ranges, k_scale=k_scale)
-    pairs = zip(exact.numpy(), found.numpy(), strict=True)
-    assert np.mean([np.isin(*pair).mean() for pair in pairs]) >= 0.985
-
-
 @pytest.mark.parametrize("num_queries", [1, 20, 100])
 def test_the_result_does_not_depend_on_the_number_of_threads(isa, num_queries):
     """Several threads take a part of the keys each where queries are few."""
