@@ -41,12 +41,11 @@ cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCPATTN_WERROR=ON \
 cmake --build "$folder"
 
 files=
-names="audit_machine context_parallel index_tensors kv_layout shared_plans transfer_plan"
+names="audit_machine context_parallel index_tensors kv_layout shared_plans transfer_copies"
 case $version in 3.10 | 3.13)
-  names="$names context_parallel_errors context_parallel_gates context_parallel_properties
-    dsa_metadata dsa_metadata_errors huge_caches kv_args kv_pages kv_wire placement plan_kv_links
-    plan_kv_transfer registration_regions send_items send_kvcache_slice transfer_copies
-    transfer_errors transfer_pairs transfer_types" ;;
+  names="$names context_parallel_gates context_parallel_properties dsa_metadata huge_caches
+    kv_pages kv_wire plan_kv_links plan_kv_transfer registration_regions send_kvcache_slice
+    send_state_entries shard_pools transfer_engine transfer_pairs transfer_types" ;;
 esac
 for name in $names; do
   found=$(find tests_py -name "test_$name.py")

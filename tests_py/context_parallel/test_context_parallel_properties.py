@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees of every plan: for small batches and scenarios, and by Hypothesis for others."""
+"""Guarantees of every plan: for small batches, and by Hypothesis for others."""
 
 from __future__ import annotations
 

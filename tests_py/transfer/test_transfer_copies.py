@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies and pickles, which are whole, or say that they cannot be made."""
+"""Plans and other values of transfers: what they say, and copies, which are whole or refused."""
 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from cpattn.transfer import (
@@ -18,6 +21,7 @@ from cpattn.transfer import (
     plan_kv_links,
     plan_kv_transfer,
 )
+from cpattn.transfer.plan import human_bytes, rows_of
 from cpattn.transfer.sglang_0_5_23 import KVArgs, KVChunk, KVSendCursor
 from cpattn.transfer.wire import KVTransferRequest
 
@@ -117,3 +121,91 @@ def test_an_engine_stays_in_its_process():
 def test_parts_that_do_not_fit(parts, error, message):
     with pytest.raises(error, match=f"^TransferPlan: {re.escape(message)}"):
         TransferPlan([1, 2], [3, 4], [5, 6], parts)
+
+
+def example() -> TransferPlan:
+    def layout(base: int) -> KVLayout:
+        entries = [
+            KVEntry(layer, kind, draft, base + (1 << 20) * (8 * draft + 4 * (kind == "v") + layer),
+                    64 * 4096, 4096 if kind == "k" else 512)
+            for draft in (False, True)
+            for kind in ("k", "v")
+            for layer in range(1 if draft else 3)
+        ]  # fmt: skip
+        return KVLayout(entries, 16)
+
+    return plan_kv_transfer(layout(1 << 48), layout(1 << 49), [1, 2, 9], [5, 6, 3])
+
+
+def test_a_value_of_three_read_only_arrays():
+    plan = TransferPlan([1, 2**64 - 1], (3, 4), np.array([5, 6], np.uint64))
+    assert len(plan) == 2
+    assert plan.total_bytes == 11
+    assert plan == TransferPlan([1, 2**64 - 1], [3, 4], [5, 6])
+    assert TransferPlan(**json.loads(json.dumps(plan.to_dict()))) == plan
+    for dtype in (np.int32, np.int64, np.uint32):
+        small = TransferPlan(*np.array([[1, 2], [3, 4], [5, 6]], dtype))
+        assert small == TransferPlan([1, 2], [3, 4], [5, 6])
+    assert plan != TransferPlan([1, 2**64 - 1], [3, 4], [5, 7])
+    assert plan != TransferPlan([1], [3], [5])
+    assert repr(plan) == "TransferPlan(2 blocks, 11 bytes)"
+    arrays = plan.src_addrs, plan.dst_addrs, plan.lengths
+    del plan
+    for array, values in zip(arrays, ([1, 2**64 - 1], [3, 4], [5, 6]), strict=True):
+        assert array.tolist() == values
+        assert array.dtype == np.uint64
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_an_empty_plan():
+    plan = TransferPlan([], [], [])
+    assert len(plan) == plan.total_bytes == 0
+    assert plan.src_addrs.shape == (0,)
+    assert plan.to_dict() == {"src_addrs": [], "dst_addrs": [], "lengths": []}
+    assert plan.summary().splitlines()[1].split() == ["total", "0", "0", "B", "0", "B"]
+
+
+def test_summary_tells_kinds_and_drafts_apart():
+    plan = example()
+    assert plan.parts == [("k", 3, 6), ("v", 3, 6), ("draft k", 1, 2), ("draft v", 1, 2)]
+    assert plan.summary() == (
+        "part     layers  blocks     bytes  mean block\n"
+        "k             3       6  36.0 KiB     6.0 KiB\n"
+        "v             3       6   4.5 KiB       768 B\n"
+        "draft k       1       2  12.0 KiB     6.0 KiB\n"
+        "draft v       1       2   1.5 KiB       768 B\n"
+        "total                16  54.0 KiB     3.4 KiB"
+    )
+    assert repr(plan) == (
+        "TransferPlan(16 blocks, 55296 bytes, 3 × k, 3 × v, 1 × draft k, 1 × draft v)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1], [2], []), "must be equally long, got 1, 1 and 0"),
+        (([-1], [2], [3]), "src_addrs must be in [0, 2^64), got -1 at index 0"),
+        (([1], [2**64], [3]), f"dst_addrs must be in [0, 2^64), got {2**64} at index"),
+        (([1], [2], [10**5000]), "must be in [0, 2^64), got a number of 16610 bits"),
+        (([1], [2], np.array([-3])), "lengths must be in [0, 2^64), got -3 at index 0"),
+        (([1, 1], [2, 2], [2**63, 2**63]), "lengths must add up to less than 2^64, got 92233720"),
+        (([1], [2], np.zeros((1, 1), np.uint64)), "must have 1 dimension, got 2"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(ValueError, match=f"^TransferPlan: .*{re.escape(message)}"):
+        TransferPlan(*arguments)
+
+
+def test_bytes_are_told_in_the_unit_that_leaves_less_than_1024():
+    numbers = [0, 1023, 1024, 1536, 2**20, 2**30, 2**40 - 2**30, 2**40, 5 * 2**50]
+    told = "0 B, 1023 B, 1.0 KiB, 1.5 KiB, 1.0 MiB, 1.0 GiB, 1023.0 GiB, 1.0 TiB, 5,120.0 TiB"
+    assert ", ".join(map(human_bytes, numbers)) == told
+
+
+def test_lines_of_parts_add_up_what_has_one_name():
+    parts = [("k", 2, 3), ("", 1, 1), ("v", 1, 1), ("k", 4, 2)]
+    plan = SimpleNamespace(parts=parts, lengths=np.array([1, 2, 4, 8, 16, 32, 64]))
+    assert rows_of(plan) == [("k", "6", "5", "103 B", "21 B"), ("v", "1", "1", "16 B", "16 B")]

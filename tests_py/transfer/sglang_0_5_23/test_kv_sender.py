@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters that apply to a rank, and where its pages go."""
+"""Filters that apply to a rank, where its pages go, and from whom a decode rank pulls."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from types import SimpleNamespace
 
@@ -11,7 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer.sglang_0_5_23 import KVSender, KVSendIndices, plan_send_indices
+from cpattn.transfer.sglang_0_5_23 import (
+    KVSender,
+    KVSendIndices,
+    decode_targets,
+    filter_kv_indices_for_cp_rank,
+    filter_kv_indices_for_shard_rank,
+    get_layer_owner,
+    get_layer_shard_range,
+    is_elided_entry,
+    plan_send_indices,
+    pull_targets,
+)
 
 FLAGS = (
     "enable_dsa_cache_layer_split",
@@ -143,3 +155,182 @@ def test_a_manager_of_an_engine_will_do():
     del manager.enable_dsa_cache_layer_split
     with pytest.raises(TypeError, match=r"sender must have enable_all_cp_ranks_for_transfer, enab"):
         plan_send_indices(manager, **one_page)
+
+
+def shard(pages, chunk, rank=1, size=2):
+    return filter_kv_indices_for_shard_rank(
+        kv_indices=pages, index_slice=chunk, shard_rank=rank, shard_size=size
+    )
+
+
+def test_pages_of_a_rank_that_stripes_them():
+    pages, chunk = [6, 3, 5, 9], slice(7, 11)
+    strided = np.repeat(np.array(pages, np.int32), 2)[::2]
+    for given_pages, given_chunk in (
+        (pages, chunk),
+        (strided, slice(np.int64(7), np.int64(11), 1)),
+    ):
+        local, positions = shard(given_pages, given_chunk)
+        assert (local.dtype, positions.dtype) == (np.int32, np.int64)
+        assert (local.tolist(), positions.tolist()) == ([1, 2, 4], [8, 9, 10])
+
+
+def test_open_slices_go_to_the_ends_of_the_transfer():
+    pages = np.arange(10, 20)
+    second = SimpleNamespace(attn_cp_rank=1, attn_cp_size=2)
+    found, where = filter_kv_indices_for_cp_rank(second, pages, slice(None))
+    assert (found.tolist(), where) == ([15, 16, 17, 18, 19], slice(5, 10))
+    found, where = filter_kv_indices_for_cp_rank(second, pages, slice(None), 8)
+    assert (found.tolist(), where) == ([14, 15, 16, 17], slice(4, 8))
+    found, where = filter_kv_indices_for_cp_rank(second, pages, slice(9, None), 8)
+    assert (found.tolist(), where) == ([], slice(9, 9))
+
+
+def test_a_group_of_one_sends_everything_as_it_is():
+    alone = SimpleNamespace(attn_cp_rank=0, attn_cp_size=1)
+    pages, chunk = [1, 2, 3], slice(4, None)
+    found, where = filter_kv_indices_for_cp_rank(alone, pages, chunk, 2)
+    assert found is pages
+    assert where is chunk
+
+
+def test_layers_of_a_split():
+    assert [get_layer_shard_range(rank, 3, 8) for rank in range(3)] == [(0, 3), (3, 6), (6, 8)]
+    assert [get_layer_owner(layer, 3, 8) for layer in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("may_elide", [False, True])
+def test_elided_entries(may_elide):
+    def elided(src_len, dst_lens, dst_index):
+        return is_elided_entry(src_len, dst_lens, dst_index, allow_dst_elision=may_elide)
+
+    assert elided(0, None, 0)
+    assert elided(0, [8], 0)
+    assert not elided(8, None, 0)
+    assert not elided(8, [8, 0], 0)
+    assert elided(8, [8, 0], 1) is may_elide
+    assert not elided(8, [8, 0], 2)
+    assert elided(8, np.array([8, 0]), 1) is may_elide
+
+
+SECOND = KVSender(1, 2)
+
+
+def share(*arguments, kv_mgr=SECOND):
+    return filter_kv_indices_for_cp_rank(kv_mgr, *arguments)
+
+
+def share_of_group(rank, size):
+    return share([1], slice(0, 1), kv_mgr=SimpleNamespace(attn_cp_rank=rank, attn_cp_size=size))
+
+
+BOUNDS = "0 <= start <= stop, got "
+REFUSALS = [
+    (shard, ([1], slice(0, 1, 2)), "index_slice must have no step, got 2"),
+    (share, ([1], slice(0, 1, 3), 9), "index_slice must have no step, got 3"),
+    (share_of_group, (0, 0), "attn_cp_size must be >= 1, got 0"),
+    (get_layer_shard_range, (3, 3, 7), r"rank must be in \[0, 3\)"),
+    (is_elided_entry, (-1, [], 0), "src_len must be >= 0, got -1"),
+    (is_elided_entry, (1, [0], -1), "dst_index must be >= 0, got -1"),
+    (is_elided_entry, (1, [0, -2], 0), "dst_lens must be >= 0, got -2 at index 1"),
+]
+TYPES = [
+    (shard, ([1], slice(None, 1)), "index_slice.start must be an integer, got NoneType"),
+    (shard, ([1], slice(0, None)), "index_slice.stop must be an integer, got NoneType"),
+    (shard, ([1], slice(0, 1, "1")), "index_slice.step must be an integer, got str"),
+    (share_of_group, ("0", 2), "attn_cp_rank must be an integer, got str"),
+    (share_of_group, (0, None), "attn_cp_size must be an integer, got NoneType"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "rule", "error"),
+    [(*row, error) for rows, error in ((REFUSALS, ValueError), (TYPES, TypeError)) for row in rows],
+)
+def test_refused(call, arguments, rule, error):
+    with pytest.raises(error, match=rf"^(filter_kv_indices_for|get_layer|is_elided)_\w+: .*{rule}"):
+        call(*arguments)
+
+
+POWERS = (1, 2, 4, 8)
+
+
+def test_latents_striped_over_tensor_parallel_ranks():
+    sizes = {"prefill_tp_size": 4, "decode_tp_size": 4, "enable_kv_cache_sharding": True}
+    for rank in range(8):
+        found = pull_targets(rank, **sizes, is_mla=True)
+        assert found == (None, [0, 1, 2, 3], [0], [0], 4, 4)
+    heads = pull_targets(6, **sizes, is_mla=False)
+    assert heads == (2, [2], [0], [0], 1, 1), "heads are no latent"
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_tensor_parallel_ranks_are_those_of_decode_targets(is_mla):
+    for prefill, decode in product(POWERS, repeat=2):
+        for rank in range(2 * decode):
+            sizes = {"prefill_tp_size": prefill, "decode_tp_size": decode, "is_mla": is_mla}
+            found, of = pull_targets(rank, **sizes), decode_targets(rank, **sizes)
+            tp_ranks = [*of.ranks, *of.dummy_ranks]
+            waits = max(1, decode // prefill), len(of.ranks)
+            assert found == (tp_ranks[0], tp_ranks, [0], [0], *waits)
+
+
+def senders(found, is_mla):
+    """The ranks with data for this decode rank."""
+    tp_ranks = found.target_tp_ranks
+    if is_mla and found.target_tp_rank is not None:
+        tp_ranks = [found.target_tp_rank]
+    return list(product(tp_ranks, found.target_cp_ranks, found.target_pp_ranks))
+
+
+def test_every_sender_answers_once_and_waits_for_all():
+    for prefill_tp, decode_tp, cp, pp, is_mla, sharded, split, all_ranks in product(
+        (1, 2, 4), (1, 2, 4), (1, 3), (1, 2), *([(False, True)] * 4)
+    ):
+        if is_mla and sharded and cp == 1 and prefill_tp != decode_tp:
+            continue
+        registered = Counter()
+        for rank in range(decode_tp):
+            found = pull_targets(
+                rank, prefill_tp_size=prefill_tp, decode_tp_size=decode_tp, is_mla=is_mla,
+                prefill_cp_size=cp, prefill_pp_size=pp, enable_kv_cache_sharding=sharded,
+                enable_dsa_cache_layer_split=split, enable_all_cp_ranks_for_transfer=all_ranks,
+            )  # fmt: skip
+            pulls = cp > 1 and (sharded or split or all_ranks)
+            assert found.target_cp_ranks == list(range(cp if pulls else 1))
+            assert found.target_pp_ranks == list(range(pp))
+            assert found.required_prefill_response_num == len(senders(found, is_mla))
+            registered.update(
+                product(found.target_tp_ranks, found.target_cp_ranks, found.target_pp_ranks)
+            )
+            waiting = found.required_dst_info_num
+        assert set(registered.values()) == {waiting}
+        assert {tp for tp, _, _ in registered} == set(range(prefill_tp))
+
+
+def test_stages():
+    sizes = {"prefill_tp_size": 1, "decode_tp_size": 1, "is_mla": True, "prefill_pp_size": 3}
+    assert pull_targets(0, **sizes)[3:] == ([0, 1, 2], 1, 3)
+    assert pull_targets(0, **sizes, decode_pp_size=3, pp_rank=2)[3:] == ([2], 1, 1)
+
+
+BY_PAGES, DCP = {"enable_kv_cache_sharding": True}, {"decode_dcp_size": 2}
+NO_TARGETS = [
+    ({"engine_rank": -1}, "engine_rank must be >= 0, got -1"),
+    ({"prefill_tp_size": 3}, "one of .* must divide the other, got 3 and 2"),
+    ({"decode_tp_size": 0}, "decode_tp_size must be >= 1, got 0"),
+    (BY_PAGES | {"prefill_tp_size": 4}, "decode_tp_size must be prefill_tp_size 4 where .*, got 2"),
+    ({"decode_cp_size": 2}, "decode_cp_size must be 1, got 2"),
+    ({"prefill_cp_size": 0}, "prefill_cp_size must be >= 1, got 0"),
+    ({"prefill_pp_size": 3, "decode_pp_size": 2}, "decode_pp_size must be 1 or .* 3, got 2"),
+    ({"pp_rank": 1}, r"pp_rank must be in \[0, 1\), got 1"),
+    (DCP | {"prefill_cp_size": 2}, "prefill_cp_size must be 1 with decode_dcp_size 2, got 2"),
+    (DCP | BY_PAGES, "enable_kv_cache_sharding must be False with decode_dcp_size 2, got True"),
+]
+
+
+@pytest.mark.parametrize(("changes", "rule"), NO_TARGETS)
+def test_pull_targets_refuse(changes, rule):
+    arguments = {"engine_rank": 0, "prefill_tp_size": 2, "decode_tp_size": 2, "is_mla": True}
+    with pytest.raises(ValueError, match=f"^pull_targets: .*{rule}"):
+        pull_targets(**arguments | changes)
