@@ -146,61 +146,6 @@ def test_calls_show_each_row_what_it_sees_and_nothing_else(batch, causal, window
         assert times.max(initial=0) <= 1
 
 
-def sequences_by_hand(keys_of_rows):
-    """The sequences of rows, given as (request, keys that it sees, position, row) each.
-
-    A set of (whether the last row alone sees all keys, rows, keys) as tuples.
-    """
-    order, groups = sorted(row for row in keys_of_rows if row[1]), {}
-    for s, keys, _, row in order:
-        groups.setdefault((s, keys), []).append(row)
-
-    def chains(level, least):
-        """The level-th rows of groups that have one, by requests, each seeing a key more."""
-        found = []
-        for s, keys in (group for group, rows in groups.items() if len(rows) > level):
-            row = groups[s, keys][level]
-            if found and found[-1][0] == s and found[-1][1] == keys - 1:
-                found[-1][1:] = keys, [*found[-1][2], row]
-            else:
-                found.append([s, keys, [row]])
-        return [(True, tuple(rows), keys) for _, keys, rows in found if len(rows) >= least]
-
-    causal = chains(0, 2)
-    taken = {row for _, rows, _ in causal for row in rows}
-    rest = {group: tuple(r for r in rows if r not in taken) for group, rows in groups.items()}
-    equal = [(False, rows, keys) for (_, keys), rows in rest.items() if rows]
-    most = max(map(len, groups.values()), default=0)
-    rising = [chain for level in range(1, most) for chain in chains(level, 1)]
-    if len(rising) < len(equal):
-        return set(chains(0, 1) + rising)
-    return set(causal + equal)
-
-
-@given(batches())
-def test_rows_are_cut_into_as_few_sequences_as_can_be(batch):
-    placement, page, tables, lens, rows = batch
-    shares = key_shares(placement, tables, lens, page)
-    for rank in range(placement.shard_size):
-        end = shares.count_below(rank, rows.request, rows.position + 1)
-        keys_of_rows = [
-            (int(s), int(keys), int(p), i)
-            for i, (s, p, keys) in enumerate(zip(rows.request, rows.position, end, strict=True))
-        ]
-        found, num_sequences = set(), 0
-        visibility = Visibility(True, None, None)
-        for call in sequence_calls(shares, rank, shares.local_pages(rank), rows, visibility):
-            ends = np.cumsum(call.q_lens)
-            num_pages = np.diff(call.kv_indptr)
-            keys = (num_pages - 1) * call.page_size + call.last_page_len
-            of_sequences = np.split(call.rows.numpy(), ends[:-1])
-            num_sequences += len(of_sequences)
-            for chosen, count in zip(of_sequences, keys.tolist(), strict=True):
-                found.add((call.causal, tuple(chosen.tolist()), count))
-        assert found == sequences_by_hand(keys_of_rows)
-        assert num_sequences == len(found)
-
-
 def visible_rows(call):
     """Yield what `paged_attention` shows each row of a call: (row, rows of the pool)."""
     begin, byte = 0, 0
