@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""shard and unshard: NumPy and torch, every dimension, physical padding, wrong shapes."""
+"""shard and unshard: NumPy and torch, every dimension, padding, wrong shapes; torch's own split."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from cpattn import build_cp_metadata, build_cp_metadata_all_ranks
 from support.pairwise import pairwise
 
 torch = pytest.importorskip("torch")
+balancer = pytest.importorskip(
+    "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+)
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 EXTEND, SEQ, TOTAL = [10, 0, 14, 3], [15, 4, 14, 3], 27
@@ -87,6 +90,17 @@ def test_shard_keeps_the_gradient():
     owned = np.zeros(TOTAL)
     owned[plan.local_q_indices] = 1
     assert x.grad[:, 0].tolist() == owned.tolist()
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64])
+def test_the_head_tail_balancer_of_torch_is_zigzag(size, chunk):
+    """All blocks are equal, because it takes multiples of twice the ranks alone."""
+    length = 2 * size * chunk
+    theirs = balancer._HeadTailLoadBalancer(length, size, "cpu")._generate_indices()
+    plans = build_cp_metadata_all_ranks([length], cp_size=size, strategy="head_tail")
+    ours = np.concatenate([plan.local_q_indices for plan in plans])
+    assert np.array_equal(ours, np.asarray(theirs).reshape(-1))
 
 
 def test_shard_refuses_other_shapes():
