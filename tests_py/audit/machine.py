@@ -114,29 +114,6 @@ def _has_network_namespaces() -> bool:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def own_mounts() -> list[str] | None:
-    """A command prefix with which a process may mount what others do not see."""
-    for prefix in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
-        probe = f"{' '.join(prefix)} mount -t tmpfs none /dev/shm"
-        if subprocess.run(probe, shell=True, capture_output=True, check=False).returncode == 0:
-            return prefix
-    return None
-
-
-def another_user() -> list[str] | None:
-    """A command prefix with which root runs a process as nobody, who reads what root can.
-
-    The interpreter, its packages and the sources may lie in a folder that root alone may enter.
-    """
-    privilege = "+dac_read_search"
-    prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    prefix += [f"--inh-caps={privilege}", f"--ambient-caps={privilege}", "--"]
-    if os.geteuid() != 0 or shutil.which("setpriv") is None:
-        return None
-    probe = subprocess.run([*prefix, "true"], capture_output=True, check=False)
-    return prefix if probe.returncode == 0 else None
-
-
 # The mmap module has no name for it before Python 3.13.
 MAP_NORESERVE = 0x4000
 
@@ -179,14 +156,12 @@ _KINDS: dict[str, Callable[[str], bool]] = {
     "interpreter": lambda version: interpreter(version) is not None,
     "library": has_library,
     "machine": lambda name: platform.machine() == name,
-    "mounts": lambda _: own_mounts() is not None,
     "never": lambda _: False,  # what the run itself lacks, on every machine
     "network": lambda _: _has_network_namespaces(),
     "package": lambda name: importlib.util.find_spec(name) is not None,
     "python below": lambda version: sys.version_info < tuple(map(int, version.split("."))),
     "release": has_release,
     "trace": lambda _: trace.find() is not None,
-    "user": lambda _: another_user() is not None,
     "variable": lambda name: bool(os.environ.get(name)),
     "wheel of sglang": lambda version: _wheel_of_sglang(version) is not None,
 }
