@@ -221,6 +221,8 @@ def test_sparse_mla_refuses_lengths_beyond_its_indices():
             reference.flash_mla_sparse_fwd(
                 q, kv, np.zeros((2, 5), np.int64), 1.0, d_v=4, topk_length=[5, length]
             )
+    with pytest.raises(ValueError, match=r"indices must be \[s_q, 1, topk\]"):
+        reference.flash_mla_sparse_fwd(q, kv, np.ones((2, 0, 1), np.int32), 1.0, d_v=4)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +231,7 @@ def test_sparse_mla_refuses_lengths_beyond_its_indices():
         ((np.ones(8), np.ones(8), 0.1), r"x must be two-dimensional .* got shape \[8\]"),
         ((np.ones((2, 8)), np.ones(4), 0.1), r"weight must be contiguous \[8\], got shape \[4\]"),
         ((np.ones((2, 8)), np.ones(16)[::2], 0.1), "weight must be contiguous"),
+        ((np.ones((2, 8)), np.ones(8), -1.0), "eps must be >= 0, got -1"),
         ((np.ones((2, 8)), np.ones(8), 0.1, np.ones((8, 8))), r"bias must be contiguous \[8\]"),
     ],
 )

@@ -183,6 +183,7 @@ def test_per_request_rows_are_for_interleave_only():
     [
         ({"extend_lens": [2**31]}, "fit into int32, got 2147483648 at index 0"),
         ({"strategy": "ring"}, "strategy must be 'zigzag'"),
+        ({"strategy": "x" * 10_000}, "strategy must be a name, got a str of 10000 bytes"),
         ({"strategy": "dual_chunk_swap"}, "strategy must be .* got 'dual_chunk_swap'"),
         ({"forward_mode": 10}, "forward_mode must be a ForwardMode, got 10"),
     ],

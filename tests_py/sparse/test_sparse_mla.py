@@ -118,23 +118,6 @@ def test_bits_do_not_depend_on_threads_or_other_tokens(isa, num_heads):
         assert bits(result) == bits([x[token : token + 1].contiguous() for x in expected])
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_slots_of_a_pool_and_rows_of_a_buffer_agree(isa, page_size):
-    """PAGED indices go into shuffled pages, and RAGGED ones into the sequence itself."""
-    rng = np.random.default_rng(1)
-    flat = torch.randn(128, 1, 64).to(torch.bfloat16)
-    pages = rng.permutation(256 // page_size)[: 128 // page_size]
-    pool = torch.full((256 // page_size, page_size, 1, 64), torch.nan, dtype=torch.bfloat16)
-    pool[pages] = flat.unflatten(0, (-1, page_size))
-    indices = rng.integers(-1, 128, (5, 40))
-    slots = pages[indices // page_size] * page_size + indices % page_size
-    slots = np.where(indices < 0, -1, slots)
-    arguments = {"q": torch.randn(5, 8, 64).to(torch.bfloat16), "sm_scale": 0.2, "d_v": 48}
-    ragged = cpattn.sparse.flash_mla_sparse_fwd(kv=flat, indices=indices, **arguments)
-    paged = cpattn.sparse.flash_mla_sparse_fwd(kv=pool, indices=slots, **arguments)
-    assert bits(paged) == bits(ragged)
-
-
 @pytest.mark.parametrize("num_heads", [1, 20, 128])
 def test_fp8_rows_give_the_bits_of_expanded_ones(isa, num_heads):
     rows = fp8_rows(90)

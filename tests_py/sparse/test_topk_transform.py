@@ -185,6 +185,8 @@ def test_padding_rows():
         pad_topk_indices(indices, 1)
     with pytest.raises(ValueError, match=r"^pad_topk_indices: .* 2 dimensions, got shape \[2\]"):
         pad_topk_indices(indices[0], 2)
+    with pytest.raises(TypeError, match="topk_indices must be int32 or int64, got uint8"):
+        pad_topk_indices(np.ones((1, 2), np.uint8), 2)
 
 
 ONE_ROW = np.zeros((1, 4), np.int32)
