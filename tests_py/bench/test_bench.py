@@ -7,7 +7,6 @@ import ast
 import sys
 from dataclasses import replace
 
-import case_tables
 import pytest
 import torch
 import write_figures
@@ -134,10 +133,3 @@ def test_a_page_has_its_figures_in_narrow_tables(path):
 def test_pages_by_hand_are_narrow_too():
     rows = [row for path in write_figures.PAGES.glob("*.md") for row in rows_of(path.read_text())]
     assert [row for row in rows if len(row) > WIDEST] == []
-
-
-def test_a_bar_missed_without_a_reason_stops(monkeypatch):
-    row = {"bench": "attention", "isa": "neon", "num_threads": 2}
-    figure = case_tables.Figure({"workload": "causal"}, "", row, None)
-    with pytest.raises(SystemExit, match="no reason for attention, neon: causal"):
-        case_tables.reason(figure)

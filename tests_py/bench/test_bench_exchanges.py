@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.bench_scaling import Error, crowded, verdict
-from bench.context_parallel.exchanges import AHEAD, WAYS, Settings, Shape, predicted, rates_of
+from bench.bench_scaling import crowded
+from bench.context_parallel.exchanges import WAYS, Settings, Shape, predicted, rates_of
 from cpattn_lab.cost_model import AttentionLayer, Rates, predict
 
 SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
@@ -27,15 +27,6 @@ RECEIVED = {
 def test_the_link_is_busy_for_the_bytes_that_cross_it(name):
     _, busy = predicted(SETTINGS.shapes[0], BY_NAME[name], 2, SETTINGS, RATES)
     assert busy == pytest.approx(RECEIVED[name] / 1e9)
-
-
-def test_cached_keys_hide_behind_the_layer_before():
-    """They are predicted apart from the gather of a layer alone, and the same bytes travel."""
-    shape = Shape(1024, 32768)
-    alone, busy = predicted(shape, BY_NAME["gather"], 2, SETTINGS, RATES)
-    ahead, busy_ahead = predicted(shape, AHEAD, 2, SETTINGS, RATES)
-    assert busy_ahead == busy
-    assert ahead < alone
 
 
 @pytest.mark.parametrize(
@@ -65,10 +56,3 @@ def test_ranks_of_one_cpu_wait_for_each_other():
     assert waiting.store_seconds == pytest.approx(4 * free.store_seconds)
     messages = 2 * (100e-6 + 7 * 10e-6)
     assert waiting.gather_seconds == pytest.approx(free.gather_seconds + 3 * messages)
-
-
-def test_what_is_missed_is_named():
-    kinds = ("short", "CPU", 0.019, -0.5), ("near", "CPU", 0.03, -0.09), ("far", "wall", 0.03, 0.2)
-    told = verdict([Error(*kind) for kind in kinds])
-    assert told[0].startswith("1 of 2 times of attention above 20 ms are within 10%")
-    assert told[1:] == ["  far, wall: +20%"]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 
@@ -15,13 +14,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import model_tables
 
-from bench.harness.contender import Failed
-from bench.models import trace
 from bench.models.forecast import Forecasts, chunks, layer_of, passes
-from bench.models.peers import ALONE, ENGINES, Ranks, Sizes
+from bench.models.peers import ENGINES, Ranks
 from bench.models.process import tokens_of
-from bench.models.steps import Case, cases, measure, of_case
-from bench.serving.load import Load
+from bench.models.steps import Case, measure
 from bench.serving.turns import NEAR_TIE
 from cpattn_lab.cost_model import Rates
 from support.command_line import invoke
@@ -78,13 +74,6 @@ def test_another_answer_is_not_timed():
     assert len(peers[1].asked) == 1
 
 
-def test_sdpa_has_the_longest_prompt_only_where_it_is_asked_for():
-    peers = [Answering(name, 1.0) for name in ALONE]
-    longest, *others = cases(Sizes())
-    assert [peer.name for peer in of_case(peers, longest, long=False)] == ["cpattn"]
-    assert of_case(peers, longest, long=True) == of_case(peers, others[0], long=False) == peers
-
-
 def test_a_prompt_is_predicted_batch_by_batch():
     assert chunks(PROMPT) == [(64, 2048), (2112, 2048), (4160, 904)]
     assert passes(PROMPT, 2) == [(452, 1), (1024, 2)]
@@ -97,40 +86,6 @@ def test_a_prompt_is_predicted_batch_by_batch():
     assert (found[ONE], found[TWO]) == (0.75 + alone, 0.75 + shared_out)
     assert alone / 2 < shared_out < alone
     assert found[HOSTS] > found[TWO]  # for the link
-
-
-def test_answers_of_a_trace_are_compared_with_those_of_the_first_engine(tmp_path):
-    work = Load([[1, 2, 3, 4], [5]], [2, 1], [0.0, 0.0], 3.0)
-
-    class Serving(Answering):
-        def ask(self, do, *, load):
-            assert Load.read(load) == work
-            second = [8] if self.name == TWO else [7]
-            tokens = [[7, 8], [7] if self.logprob else second]
-            return {"wall": 2.0, "first": [1.0, 2.0], "tokens": tokens, "hit_tokens": 1}
-
-    about = argparse.Namespace(scale_lengths=8, trace="a/trace.jsonl")
-    two, one = trace.serve([Serving(ONE, 0), Serving(TWO, 0)], work, tmp_path, about)
-    assert (one["implementation"], two["same_answers"], two["hit_share"]) == (ONE, 2, 0.2)
-    assert (two["prompt_tokens_per_second"], two["output_tokens_per_second"]) == (2.5, 1.5)
-    with pytest.raises(Failed, match="50% of the first tokens are others"):
-        trace.serve([Serving(ONE, 0, 0), Serving(TWO, 0, 0)], work, tmp_path, about)
-
-
-def test_tables_have_all_cases_with_one_process_first():
-    rows = measure([Answering("cpattn", 1.0), Answering(TWO, 4.0)], PROMPT, 0.1, {TWO: 5.0})
-    served = trace.row_of(
-        TWO,
-        Load([[1, 2]], [3], [0.0], 3.0),
-        {"wall": 2.0, "first": [1.0, 1.5], "hit_tokens": 1},
-        (0.5, 0.0),
-        argparse.Namespace(scale_lengths=8, trace="a/trace.jsonl"),
-    )
-    text = "\n".join(model_tables.models([*rows, served])).replace("\N{NO-BREAK SPACE}", " ")
-    assert "### Prompt of 5000 behind 64" in text
-    assert text.index("| cpattn | 1 s") < text.index(f"| {TWO} | 4 s")
-    assert f"| {TWO} | 1 MiB |" in text
-    assert f"| {TWO} | 1 | 1.5 | 1.25 s | 1.45 s | 50% | 1 of 1 |" in text
 
 
 @pytest.mark.parametrize("title", ["Prefill", "Decode"])

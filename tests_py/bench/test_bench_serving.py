@@ -6,18 +6,13 @@ Neither engine is needed.
 
 from __future__ import annotations
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
-
 import pytest
 
 from bench.harness.contender import Failed
-from bench.serving import served, sglang_trace, steps, vllm_steps
-from bench.serving.load import Load, from_trace, spread
+from bench.serving import steps
+from bench.serving.load import Load, from_trace
 from bench.serving.steps import Case, largest_difference
-from bench.serving.turns import NEAR_TIE, Engine, compare_tokens, decode_in_turns
+from bench.serving.turns import NEAR_TIE, compare_tokens
 from cpattn.scheduling.request import Request
 
 
@@ -68,68 +63,6 @@ def test_equal_tokens_of_other_probabilities_are_found(off):
         largest_difference([answer(1, -0.5)], [answer(1, -0.5 - off)])
 
 
-@pytest.fixture
-def streaming():
-    """A client of a server that streams as many tokens as `answered` says more than asked for."""
-
-    class Handler(BaseHTTPRequestHandler):
-        answered = 0
-        asked: ClassVar[list[dict]] = []
-
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(200)
-            self.end_headers()
-            if self.path != "/v1/completions":
-                return
-            asked = json.loads(body)
-            self.asked.append(asked)
-            usage = {"completion_tokens": asked["max_tokens"] + self.answered}
-            chunks = [{"choices": [{"text": text}]} for text in ("", "w1")]
-            for chunk in (*chunks, {"choices": [], "usage": usage}):
-                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    client = object.__new__(sglang_trace.Server)
-    client.name, client._port = "cpattn", server.server_address[1]
-    try:
-        yield client, Handler
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-WORK = Load([[1, 2], [3]], [5, 6], [0.0, 0.125], 1.0)
-
-
-def test_a_load_is_sent_as_it_is_and_first_tokens_count_from_when_they_were_due(streaming):
-    client, handler = streaming
-    turn = client.serve(WORK, pace=1.0)
-    assert sorted(asked["prompt"] for asked in handler.asked) == WORK.prompts
-    assert all(asked["stream"] and asked["ignore_eos"] for asked in handler.asked)
-    assert turn.wall >= 0.125
-    assert all(0 < first <= turn.wall for first in turn.first)
-    assert turn.first[1] <= turn.wall - 0.125
-    turns = {"torch_native": [turn], "cpattn": [turn]}
-    ours, _ = served.rows_of("trace", WORK, turns, 2, {"trace": "made"})
-    assert ours["output_tokens_per_second"] == pytest.approx(11 / turn.wall)
-    assert ours["trace"] == "made"
-
-
-def test_answers_of_another_length_are_an_error(streaming):
-    client, handler = streaming
-    handler.answered = -1
-    with pytest.raises(Failed, match="cpattn answered 4 tokens of 5"):
-        client.serve(Load([[1]], [5], [0.0], 1.0), pace=0.0)
-
-
 def answer_ahead(*tokens, gap):
     """Each token is ahead of 9 by `gap`, and of nobody else."""
     best = [{str(token): -1.0, "9": -1.0 - gap} for token in tokens]
@@ -152,33 +85,6 @@ def test_another_token_is_found(gap, token):
         )
 
 
-def test_short_steps_take_turns_and_medians_are_of_the_rounds():
-    asked = []
-
-    class OfLayers:
-        def __init__(self, name, *layers):
-            self.name, self.layers = name, iter(layers)
-
-        def ask(self, do, **sizes):
-            asked.append((self.name, do, sizes))
-            return {"attention": next(self.layers), "seconds": 1.0}
-
-    engines = [OfLayers("a", 3.0, 1.0, 2.0), OfLayers("b", 9.0, 4.0, 4.0)]
-    assert decode_in_turns(engines, 3, batch=8) == [(2.0, 1.0), (4.0, 1.0)]
-    assert asked == 3 * [("a", "decode", {"batch": 8}), ("b", "decode", {"batch": 8})]
-
-
-def test_an_engine_has_its_settings_in_its_name():
-    assert Engine("cpattn", 2).name == "cpattn"
-    assert Engine("cpattn", 2, spin=0).name == "cpattn, spinning for 0 µs"
-    engine = Engine("cpattn", 2, kv_cache_dtype="fp8", spin=0)
-    assert engine.name == "cpattn, fp8, spinning for 0 µs"
-
-
-def test_arrivals_of_a_time_stamp_are_spread_to_the_next():
-    assert spread([3.0, 3.0, 6.0]) == ([0.0, 1.5, 3.0], 6.0)
-
-
 def test_prompts_share_what_the_trace_shares(tmp_path):
     requests = [Request(0, 1000, 8, (1, 2)), Request(0, 600, 0, (1, 3))]
     work = from_trace(requests, 8, vocab_size=8192, seed=1)
@@ -190,9 +96,3 @@ def test_prompts_share_what_the_trace_shares(tmp_path):
     assert first[64:75] != second[64:75]
     work.write(tmp_path / "load")
     assert Load.read(tmp_path / "load") == work
-
-
-def test_a_busy_neighbour_is_there_as_long_as_it_is_asked_for():
-    with vllm_steps.busy_neighbour() as process:
-        assert process.poll() is None
-    assert process.poll() is not None

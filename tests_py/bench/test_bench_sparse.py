@@ -8,7 +8,7 @@ import torch
 
 from bench.harness import runner
 from bench.harness.comparison import Bar, Comparison, Wrong, percent_longer, times_as_fast
-from bench.sparse import indexer, mla, topk
+from bench.sparse import indexer, topk
 
 SMALL = indexer.Inputs(num_tokens=32, kv_len=100, num_heads=4)
 TOPK = 16
@@ -67,17 +67,6 @@ def test_a_wrong_choice_is_found():
     found_wrong(comparison.check, topk.SORTED, right.sort()[0])
     right[3, 2] = right[3, 1]
     found_wrong(comparison.check, topk.TORCH, right)
-
-
-def test_pool_holds_the_same_rows_twice():
-    rows, kv = mla.pool(300)
-    assert torch.equal(mla.expand(rows), kv[:, 0])
-    again = mla.expand(mla.compress(kv[..., :512], kv[..., 512:])[:, 0])
-    assert (again - kv[:, 0]).abs().max() <= 0.04 * kv.abs().max()  # half a step of e4m3: 1/32
-    nope = torch.zeros(1, 512)  # a group of zeros stays zero
-    nope[0, 128:] = 1
-    row = mla.expand(mla.compress(nope, torch.ones(1, 64)))
-    assert torch.equal(row[0, :512].float(), nope[0])
 
 
 def compared(**functions):

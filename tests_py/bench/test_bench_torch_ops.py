@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 import cpattn
-from bench.threads import worker
 from bench.threads.worker import CALLS, Worker
-from bench.torch_ops import calls, functions, npu
+from bench.torch_ops import functions, npu
 from cpattn.profiling import TraceScope
 
 JOBS = list(functions.jobs())
@@ -27,13 +26,6 @@ def test_a_wrong_result_is_found(job):
 
     with pytest.raises(AssertionError):
         replace(job, core=wrong).check()
-
-
-def test_samples_take_turns():
-    order = []
-    forms = {name: lambda name=name: order.append(name) for name in "ab"}
-    calls.in_turns(forms, rounds=2)
-    assert order == 2 * (calls.CALLS * ["a"] + calls.CALLS * ["b"])
 
 
 def test_a_wrong_result_of_torch_npu_is_found():
@@ -57,9 +49,3 @@ def test_a_call_has_work_for_two_threads(two_threads, call):
     with cpattn.profile() as profile:
         asked()
     assert len(profile.select(TraceScope.item)) >= 2
-
-
-def test_the_pause_before_a_call_is_not_counted(monkeypatch):
-    clock = iter([0.0, 0.05, 0.2, 5.0, 7.0])
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(clock))
-    assert worker.taken(lambda: None, pause=0.1) == 2

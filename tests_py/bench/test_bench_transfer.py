@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 import cpattn
-from bench import bench_transfer
 from bench.context_parallel import metadata, plans
 from bench.harness import runner
 from bench.harness.comparison import Wrong
-from bench.harness.contender import Failed
-from bench.transfer import engine, planning, receiver, scatter
+from bench.transfer import engine, planning, scatter
 from bench.transfer.receiver import Receiver
 
 
@@ -23,16 +18,6 @@ from bench.transfer.receiver import Receiver
 def peak(monkeypatch):
     """Set the peak, which is not to be measured."""
     monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
-
-
-@pytest.mark.parametrize(
-    ("order", "runs"), [("shuffled", None), ("half contiguous", 51), ("contiguous", 1)]
-)
-def test_orders_of_pages_have_the_runs_they_say(order, runs):
-    pages = planning.ORDERS[order](100, 7)
-    assert len(np.unique(pages)) == len(pages) == 100
-    found = 1 + np.count_nonzero(np.diff(pages) != 1)
-    assert found == runs if runs else found > 90
 
 
 @pytest.mark.parametrize("order", planning.ORDERS)
@@ -86,26 +71,6 @@ def test_a_stray_byte_is_found(name, loopback):
         comparison.check(name, -1)
 
 
-def test_runs_have_holes_between_them():
-    assert engine.in_runs(8, 4).tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert engine.in_runs(4, 1).tolist() == [0, 2, 4, 6]
-
-
-def test_a_missing_engine_is_no_failure(monkeypatch):
-    def missing(size):
-        raise Failed(bench_transfer.ABSENT, "No module named 'mooncake'")
-
-    monkeypatch.setattr(engine, "receiver", missing)
-    monkeypatch.setattr("sys.argv", ["bench_transfer.py", "--quick", "--only", "send half"])
-    assert bench_transfer.main() == 0
-
-
-@pytest.mark.parametrize("free", [0, 1 << 40])
-def test_the_file_lies_in_memory_if_there_is_room(free, monkeypatch):
-    monkeypatch.setattr(receiver.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    assert (receiver._folder(1 << 20) is not None) == (free > 0)
-
-
 METADATA = next(metadata.comparisons(quick=True))
 
 
@@ -130,16 +95,3 @@ def test_wrong_metadata_is_found():
     result[3][0] += 1
     with pytest.raises(Wrong, match="not equal"):
         comparison.check(metadata.OURS, result)
-
-
-def test_what_stops_in_a_sample_is_a_row():
-    calls = []
-
-    def stopping():
-        calls.append(1)
-        if len(calls) > 1:
-            raise MemoryError("why")
-
-    stops = replace(METADATA, implementations={"peer": stopping}, check=lambda *_: 0.0)
-    (row,) = runner.run(stops, budget=1.0)
-    assert (row["status"], row["reason"]) == ("error", "MemoryError: why")
