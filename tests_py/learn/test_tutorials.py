@@ -17,19 +17,6 @@ FOLDER = ROOT / "docs" / "tutorials"
 TUTORIALS = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 
 
-def test_a_page_is_run_from_top_to_bottom(tmp_path, children):
-    page = tmp_path / "page.md"
-    page.write_text(
-        '```sh title="Set up"\nfalse\n```\n'
-        '```python title="a.py"\nimport os\nprint(os.environ["NAME"], "took 12 s")\nexit(3)\n```\n'
-        "```sh\nexport NAME='a b'\n```\n"
-        "```sh\npython a.py\n```\n"
-        '```text title="Output, exit code 3, your figures will differ"\na b took 1.5 s\n```\n'
-        '```diff title="a.py"\n-exit(3)\n+exit(0)\n```\n'
-        '```sh\npython a.py\necho more\n```\n```text title="Output"\na b took 12 s\n...\n```\n'
-    )
-    (tmp_path / "folder").mkdir()
-    run_page(page, tmp_path / "folder", children)
 
 
 def test_what_a_page_says_otherwise_is_noticed(tmp_path, children):
@@ -131,10 +118,3 @@ def test_environment_variables_are_read():
             assert f'"{name}"' in sources, (page, name)
 
 
-def test_a_name_that_is_not_there_is_found():
-    assert names_in("`cpattn.nonsense()`, cpattn.kv.MHATokenToKVPool.") == {
-        "cpattn.nonsense",
-        "cpattn.kv.MHATokenToKVPool",
-    }
-    assert not resolves("cpattn.nonsense")
-    assert resolves("cpattn.kv.MHATokenToKVPool")

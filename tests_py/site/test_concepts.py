@@ -68,14 +68,6 @@ def test_every_page_is_listed_and_every_picture_shown():
     assert shown == {path.stem for path in IMAGES}
 
 
-def test_the_glossary_is_in_order_and_explains_what_newcomers_asked_for():
-    words = re.findall(r"^\| \*\*(.+?)\*\* \|", text_of("glossary"), re.M)
-    assert words == sorted(words, key=str.casefold)
-    asked = {"context parallelism", "prefix", "extend", "block table", "zigzag", "prev", "FIA"}
-    asked |= {"DSA", "baked", "bare", "DCP", "LSE"}
-    assert not [word for word in asked if word not in " ".join(words)]
-
-
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
 def test_pictures_are_well_formed_and_described(path):
     root = ElementTree.fromstring(path.read_text())

@@ -207,47 +207,18 @@ def test_it_works_by_keyboard_alone(page):
     assert page.input_value("[name=extend]") == "16,6"
 
 
-def test_examples_and_the_address_fill_the_fields(page):
-    show(page)
-    page.get_by_role("button", name="Too short to split").press("Enter")
-    assert "no: zigzag takes at least two ranks" in page.inner_text(".cpx-facts")
-    assert "extend=7,5&prefix=100,0" in page.url
-    page.evaluate("location.hash = '#extend=9&ranks=3&strategy=interleave'")
-    page.wait_for_function("document.querySelector('[name=extend]').value === '9'")
-    assert status(page).startswith("interleave over 3 ranks: 1 sequence, 9 new tokens.")
-    page.evaluate("location.hash = '#a-heading'")
-    assert page.input_value("[name=extend]") == "9"
-
-
 LENGTH = "each must be a whole number from 0 to 33,554,432"
-NUMBER = "must be a whole number from"
 WRONG = {
     "extend=3.5": f"New tokens: {LENGTH}, got “3.5”.",
-    "extend=": f"New tokens: {LENGTH}, got “”.",
-    "extend=5,,5": f"New tokens: {LENGTH}, got “”.",
-    "extend=1e3": f"New tokens: {LENGTH}, got “1e3”.",
-    "extend=-1": f"New tokens: {LENGTH}, got “-1”.",
     f"extend={','.join('1' * 65)}": "New tokens: at most 64 numbers, got 65.",
     "extend=33554432, 1": "New tokens: with the cached ones at most 33,554,432, got 33,554,441.",
     "prefix=8": "Cached tokens: as many numbers as New tokens has (2), or none, got 1.",
-    "prefix=<b>": f"Cached tokens: {LENGTH}, got “<b>”.",
-    "ranks=0": f"Ranks: {NUMBER} 1 to 256, got “0”.",
-    "ranks=257": f"Ranks: {NUMBER} 1 to 256, got “257”.",
+    "ranks=257": "Ranks: must be a whole number from 1 to 256, got “257”.",
     "strategy=spiral": "Strategy: must be one of zigzag, interleave, contiguous, got “spiral”.",
-    "pageSize=0": f"Page size: {NUMBER} 1 to 65,536, got “0”.",
-    "heads=many": f"KV heads: {NUMBER} 1 to 128, got “many”.",
-    "headDim=592": f"head_dim: {NUMBER} 1 to 576, got “592”.",
-    "dtype=int8": "dtype: must be one of bfloat16, float16, float32, got “int8”.",
 }
 
 
-# The first of each rule; all of them open the page anew.
-QUICK = ("extend=3.5", "extend=33554432, 1", "prefix=8", "ranks=0", "strategy=spiral")
-
-
-@pytest.mark.parametrize(
-    "given", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in WRONG]
-)
+@pytest.mark.parametrize("given", WRONG)
 def test_bad_input_names_the_field_and_the_rule(page, given):
     field, _, text = given.partition("=")
     show(page, "#" + urlencode({"extend": "24,10", "prefix": "8,0", field: text}))
@@ -257,7 +228,7 @@ def test_bad_input_names_the_field_and_the_rule(page, given):
     assert page.get_attribute(f"[name={field}]", "aria-invalid") == "true"
     assert page.get_attribute(f"[name={field}]", "aria-describedby").endswith(f"{field}-error")
     assert status(page) == "No plan: 1 field to correct."
-    if field in ("strategy", "dtype"):
+    if field == "strategy":
         page.select_option(f"[name={field}]", index=1)
     else:
         page.fill("[name=prefix]", "")
