@@ -17,8 +17,6 @@ FOLDER = ROOT / "docs" / "tutorials"
 TUTORIALS = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 
 
-
-
 def test_what_a_page_says_otherwise_is_noticed(tmp_path, children):
     block = Block("text", "Output", "a 1\n...\nc 3\n")
     assert_printed(block, "a 1\nb\nc 3\n")
@@ -116,5 +114,3 @@ def test_environment_variables_are_read():
     for page in PAGES:
         for name in set(re.findall(r"\bCPATTN_[A-Z_]+", page.read_text())):
             assert f'"{name}"' in sources, (page, name)
-
-
