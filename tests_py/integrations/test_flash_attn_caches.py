@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from cpattn.integrations import flash_attn
-from support.cases import assert_attention
-from support.integrations import documented_masks
+from support.integrations.documented_masks import assert_flash_attn, in_flash_attn
 from support.pairwise import pairwise
 from support.tolerances import assert_similar
 
@@ -97,20 +95,9 @@ def test_a_step(layout, padded, rotary_dim, interleaved, causal, window_size, ne
         assert torch.equal(k_cache[row, untouched], before[0][row, untouched])
         assert torch.equal(v_cache[row, untouched], before[1][row, untouched])
     kv_lens = [len(x) for x in keys]
-    starts = np.cumsum([0, *kv_lens])[:-1]
-    mask = documented_masks.mask_of(
-        documented_masks.flash_attn, [tokens] * 3, kv_lens, causal, window_size
-    )
-    inputs = {
-        "q": torch.cat(queries), "k_cache": torch.cat(keys), "v_cache": torch.cat(values),
-        "q_lens": [tokens] * 3, "kv_lens": kv_lens, "page_size": 1, "causal": False,
-        "block_tables": starts[:, None] + np.arange(max(kv_lens)), "custom_mask": mask,
-    }  # fmt: skip
-    assert_attention(
-        out.flatten(0, 1),
-        torch.where(torch.isposinf(lse), -torch.inf, lse).transpose(1, 2).flatten(0, 1),
-        inputs,
-    )
+    rows = map(torch.cat, (queries, keys, values))
+    inputs = in_flash_attn(*rows, [tokens] * 3, kv_lens, **options)
+    assert_flash_attn(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 
 def test_padding_of_a_cache_that_nothing_is_written_into():

@@ -6,13 +6,13 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from cpattn.integrations import flash_attn
-from support.cases import DTYPES, assert_attention, strided_copy
+from support.cases import DTYPES, strided_copy
 from support.integrations import documented_masks
+from support.integrations.documented_masks import assert_flash_attn, in_flash_attn
 from support.pairwise import pairwise
 from support.tolerances import assert_similar
 
@@ -27,25 +27,6 @@ def fixed_inputs():
 
 def normal(*shape, dtype="float32"):
     return torch.randn(shape).to(getattr(torch, dtype))
-
-
-def oracle_inputs(q, k, v, q_lens, kv_lens, causal=False, window_size=(-1, -1), **options):
-    """Arguments of the oracle for rows q and keys k of sequences one after the other."""
-    starts = np.cumsum([0, *kv_lens])[:-1]
-    mask = documented_masks.mask_of(
-        documented_masks.flash_attn, q_lens, kv_lens, causal, window_size
-    )
-    tables = starts[:, None] + np.arange(max(kv_lens))
-    lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables, "page_size": 1}
-    tensors = {"q": q, "k_cache": k, "v_cache": v, "custom_mask": mask, "causal": False}
-    return {**tensors, **lens, **options}
-
-
-def assert_result(out, lse, inputs):
-    """LSE [heads, tokens] with the sign of flash-attn for rows without keys."""
-    assert lse.dtype == torch.float32
-    assert not torch.isneginf(lse).any()
-    assert_attention(out, torch.where(torch.isposinf(lse), -torch.inf, lse).T, inputs)
 
 
 def documented_biases(alibi_slopes, q_lens, kv_lens):
@@ -78,14 +59,16 @@ def test_equal_lengths(lens, window_size, causal):
     q = normal(2, q_len, HEADS, DIM)
     k, v = normal(2, kv_len, KV_HEADS, DIM), normal(2, kv_len, KV_HEADS, DIM)
     options = {"causal": causal, "window_size": torch.tensor(window_size)}  # as its own tests do
-    sinks, asked = normal(HEADS), {**options, "return_attn_probs": True}
-    out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, s_aux=sinks, **asked)
+    sinks, slopes = normal(HEADS), normal(2, HEADS)
+    asked = {**options, "s_aux": sinks, "alibi_slopes": slopes, "return_attn_probs": True}
+    out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, **asked)
     assert out.shape == q.shape
     assert lse.shape == (2, HEADS, q_len)
     assert probabilities.numel() == 0
     rows = (x.flatten(0, 1) for x in (q, k, v))
-    inputs = oracle_inputs(*rows, [q_len] * 2, [kv_len] * 2, sinks=sinks, **options)
-    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
+    inputs = in_flash_attn(*rows, [q_len] * 2, [kv_len] * 2, sinks=sinks, **options)
+    inputs["bias"] = documented_biases(slopes, [q_len] * 2, [kv_len] * 2)
+    assert_flash_attn(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 
 # Query i of 3 stands at key i + 2 of 5.
@@ -122,7 +105,7 @@ def test_ragged(lens, window_size, causal, dtype):
     sinks = normal(HEADS, dtype=dtype)
     out, lse = run_varlen(q, k, v, q_lens, kv_lens, softmax_scale=0.5, s_aux=sinks, **options)
     options["sinks"] = sinks.float()
-    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, scale=0.5, **options))
+    assert_flash_attn(out, lse, in_flash_attn(q, k, v, q_lens, kv_lens, scale=0.5, **options))
 
 
 @pytest.mark.parametrize(
@@ -136,36 +119,14 @@ def test_alibi(lens, window_size, causal, batch):
     options = {"causal": causal, "window_size": window_size, "softcap": 3.0}
     out, lse = run_varlen(q, k, v, q_lens, kv_lens, alibi_slopes=slopes, **options)
     biases = documented_biases(slopes, q_lens, kv_lens)
-    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, bias=biases, **options))
-
-
-def test_alibi_of_equal_lengths_and_of_caches():
-    q, k, v = normal(2, 3, HEADS, DIM), *normal(2, 2, 8, KV_HEADS, DIM)
-    slopes = normal(2, HEADS)
-    alibi = {"alibi_slopes": slopes}
-    rows, ends = [x.flatten(0, 1) for x in (q, k, v)], (cumulative([3, 3]), cumulative([8, 8]))
-    inputs = oracle_inputs(*rows, [3, 3], [8, 8], True)
-    inputs["bias"] = documented_biases(slopes, [3, 3], [8, 8])
-    out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **alibi)
-    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
-    mine = flash_attn._flash_attn_forward(q, k, v, 0.0, None, True, -1, -1, 0.0, slopes, False)
-    assert torch.equal(mine[0], out)
-    mine = flash_attn._flash_attn_varlen_forward(*rows, *ends, 3, 8, 0.0, None, True, **alibi)
-    assert_result(*mine[:2], inputs)
-    caches = [x.clone() for x in (k, v)]
-    new = [x[:, 5:].clone() for x in caches]
-    for cache in caches:
-        cache[:, 5:] = torch.nan
-    options = {"cache_seqlens": 5, "causal": True, "return_softmax_lse": True, **alibi}
-    out, lse = flash_attn.flash_attn_with_kvcache(q, *caches, *new, **options)
-    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
+    assert_flash_attn(out, lse, in_flash_attn(q, k, v, q_lens, kv_lens, bias=biases, **options))
 
 
 def test_keys_of_no_sequence_are_not_read():
     q, k, v = normal(4, HEADS, DIM), normal(15, KV_HEADS, DIM), normal(15, KV_HEADS, DIM)
     k[11:], v[11:] = torch.nan, torch.nan
     out, lse = run_varlen(q, k, v, (1, 3), (4, 7), causal=True)
-    assert_result(out, lse, oracle_inputs(q, k, v, (1, 3), (4, 7), causal=True))
+    assert_flash_attn(out, lse, in_flash_attn(q, k, v, (1, 3), (4, 7), causal=True))
     q, k = normal(3, HEADS, DIM), normal(0, KV_HEADS, DIM)  # nothing at all
     for out, lse in (
         run_varlen(q, k, k, (1, 2), (0, 0), causal=True),
@@ -200,64 +161,24 @@ def test_block_table():
     torch.manual_seed(1)
     v_pages, _ = in_shuffled_pages(v, kv_lens, 4)
     out, lse = run_varlen(q, k_pages, v_pages, q_lens, kv_lens, causal=True, block_table=table)
-    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, causal=True))
+    assert_flash_attn(out, lse, in_flash_attn(q, k, v, q_lens, kv_lens, causal=True))
 
     q, sinks = normal(3, 2, HEADS, DIM), normal(HEADS)
     options = {"cache_seqlens": torch.tensor(kv_lens), "block_table": table, "causal": True}
-    inputs = oracle_inputs(q.flatten(0, 1), k, v, (2, 2, 2), kv_lens, causal=True, sinks=sinks)
+    inputs = in_flash_attn(q.flatten(0, 1), k, v, (2, 2, 2), kv_lens, causal=True, sinks=sinks)
     options |= {"s_aux": sinks, "return_softmax_lse": True}
     for splits in (0, 1):
         caches = (q, k_pages, v_pages)
         out, lse = flash_attn.flash_attn_with_kvcache(*caches, num_splits=splits, **options)
-        assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_cache_is_appended_to_in_place(paged):
-    lengths, new, capacity = (3, 0, 6), 2, 8
-    rows = torch.tensor([2, 0, 3], dtype=torch.int32)  # of a cache with a row more
-    k_cache, v_cache = (torch.full((4, capacity, KV_HEADS, DIM), torch.nan) for _ in "kv")
-    keys, values = ([normal(n + new, KV_HEADS, DIM) for n in lengths] for _ in "kv")
-    for cache, parts in ((k_cache, keys), (v_cache, values)):
-        for row, n, part in zip(rows, lengths, parts, strict=True):
-            cache[row, :n] = part[:n]
-    k, v = (torch.stack([x[-new:] for x in parts]) for parts in (keys, values))
-    if paged:  # the rows of the cache in pages of 4
-        where = {"block_table": torch.stack([2 * rows, 2 * rows + 1], 1)}
-        caches = [cache.view(8, 4, KV_HEADS, DIM) for cache in (k_cache, v_cache)]
-    else:
-        where = {"cache_batch_idx": rows}
-        caches = [k_cache, v_cache]
-    q = normal(3, new, HEADS, DIM)
-    options = {"causal": True, "window_size": torch.tensor((4, 0))}
-    where |= {"cache_seqlens": torch.tensor(lengths), "return_softmax_lse": True}
-    out, lse = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, **where, **options)
-    assert out.shape == q.shape
-    assert lse.shape == (3, HEADS, new)
-    for row, n, part in zip(rows, lengths, keys, strict=True):
-        assert torch.equal(k_cache[row, : n + new], part)
-        assert k_cache[row, n + new :].isnan().all()
-    assert k_cache[1].isnan().all()
-    kv_lens = [n + new for n in lengths]
-    rows = q.flatten(0, 1), torch.cat(keys), torch.cat(values)
-    inputs = oracle_inputs(*rows, [new] * 3, kv_lens, **options)
-    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
-
-
-def test_whole_cache_and_one_length_for_all():
-    q, k, v = (normal(2, n, KV_HEADS, DIM) for n in (1, 6, 6))
-    whole = flash_attn.flash_attn_with_kvcache(q, k, v)
-    assert_similar(whole, flash_attn.flash_attn_func(q, k, v))
-    part = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=4)
-    assert_similar(part, flash_attn.flash_attn_func(q, k[:, :4], v[:, :4]))
+        assert_flash_attn(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 
 def test_private_forms_agree_with_the_public_ones():
     q, k, v = (normal(2, 6, KV_HEADS, DIM) for _ in "qkv")
-    out, lse, _ = flash_attn.flash_attn_func(
-        q, k, v, causal=True, window_size=(2, -1), return_attn_probs=True
-    )
-    mine = flash_attn._flash_attn_forward(q, k, v, 0.0, None, True, 2, -1, 0.0, None, False)
+    slopes, options = normal(2, KV_HEADS), {"causal": True, "window_size": (2, -1)}
+    options |= {"alibi_slopes": slopes, "return_attn_probs": True}
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, **options)
+    mine = flash_attn._flash_attn_forward(q, k, v, 0.0, None, True, 2, -1, 0.0, slopes, False)
     assert len(mine) == 4
     assert torch.equal(mine[0], out)
     assert torch.equal(mine[1], lse)
@@ -372,7 +293,7 @@ def test_ragged_codes(dtype, kinds):
     factors = (by_sequence(descale, kv_lens) for descale in descales)
     k, v = (x.double() * factor for x, factor in zip((k, v), factors, strict=True))
     biases = documented_biases(slopes, q_lens, kv_lens)
-    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, True, bias=biases))
+    assert_flash_attn(out, lse, in_flash_attn(q, k, v, q_lens, kv_lens, True, bias=biases))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

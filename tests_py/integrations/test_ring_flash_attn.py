@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.cases import expected_attention
+from support.cases import expected_attention, in_rows
 from support.distributed import ring_worker
 from support.distributed.distributed_worker import run_world
 from support.distributed.ring_worker import Case, make_batch, rows_of
@@ -43,11 +43,8 @@ def answers(request, tmp_path_factory):
 @cache
 def expected_of(case: Case) -> Expected:
     """Attention in float64, and what errors are measured in."""
-    q, k, v = make_batch(case)
-    ends = np.cumsum([0, *case.lens])
-    tables = ends[:-1, None] + np.arange(max(case.lens))
-    lens = {"q_lens": case.lens, "kv_lens": case.lens, "block_tables": tables, "page_size": 1}
-    return expected_attention({"q": q, "k_cache": k, "v_cache": v, "causal": case.causal, **lens})
+    inputs = in_rows(*make_batch(case), case.lens, case.lens, causal=case.causal)
+    return expected_attention(inputs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -204,6 +204,13 @@ def dense(masks: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([mask.ravel() for mask in masks])
 
 
+def in_rows(q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, **options: Any) -> dict[str, Any]:
+    """Arguments of the oracle for sequences whose keys lie one after the other."""
+    tables = np.cumsum([0, *kv_lens])[:-1, None] + np.arange(max(kv_lens))
+    lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables, "page_size": 1}
+    return {"q": q, "k_cache": k, "v_cache": v, **lens, **options}
+
+
 def packed(masks: Sequence[np.ndarray]) -> np.ndarray:
     """`packed_custom_mask`: bits, every sequence from a byte of its own."""
     return np.concatenate([np.packbits(mask, bitorder="little") for mask in masks])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.cases import DTYPES, assert_attention
+from support.cases import DTYPES, assert_attention, in_rows
 
 with warnings.catch_warnings():  # of what vLLM imports
     warnings.simplefilter("ignore")
@@ -114,10 +114,7 @@ def test_prompts_read_their_own_keys(dtype, prompts):
     assert layer.forward_mha(q, latents, k_pe, None, metadata, None, out) is None
     heads = (latents @ weight).view(rows, HEADS, NOPE + V_DIM)
     keys = torch.cat([heads[..., :NOPE], k_pe.expand(-1, HEADS, -1)], dim=-1)
-    starts = np.cumsum([0, *prompts])[:-1]
-    inputs = {"q": q, "k_cache": keys, "v_cache": heads[..., NOPE:], "scale": SCALE}
-    inputs |= {"q_lens": prompts, "kv_lens": prompts, "page_size": 1}
-    inputs["block_tables"] = starts[:, None] + np.arange(max(prompts))
+    inputs = in_rows(q, keys, heads[..., NOPE:], prompts, prompts, scale=SCALE)
     assert_attention(out.view(rows, HEADS, V_DIM), None, inputs)
 
 

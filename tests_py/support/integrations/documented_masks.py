@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks, pair by pair, in the words of the libraries that are stood in for.
+"""Masks, pair by pair, in the words of the libraries that are stood in for, and the oracle with them.
 
 Nothing here is shared with the package, whose masks these are to judge.
 """
@@ -7,8 +7,12 @@ Nothing here is shared with the package, whose masks these are to judge.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
+
+from support.cases import assert_attention, in_rows
 
 
 def flash_attn(
@@ -59,3 +63,25 @@ def mask_of(
         ],
         bool,
     )
+
+
+def in_flash_attn(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_lens: Any,
+    kv_lens: Any,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments of the oracle for rows q and keys k of sequences one after the other."""
+    mask = mask_of(flash_attn, q_lens, kv_lens, causal, window_size)
+    return in_rows(q, k, v, q_lens, kv_lens, custom_mask=mask, causal=False, **options)
+
+
+def assert_flash_attn(out: torch.Tensor, lse: torch.Tensor, inputs: dict[str, Any]) -> None:
+    """LSE [heads, tokens] with the sign of flash-attn for rows without keys."""
+    assert lse.dtype == torch.float32
+    assert not torch.isneginf(lse).any()
+    assert_attention(out, torch.where(torch.isposinf(lse), -torch.inf, lse).T, inputs)

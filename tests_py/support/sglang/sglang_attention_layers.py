@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from cpattn.integrations.sglang.attention import CpattnAttnBackend
+from support.cases import in_rows
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 20
 # A chunk behind a cached prefix, a whole prompt, three tokens being decoded; and all decoded.
@@ -160,11 +161,9 @@ class Step:
         return torch.cat([mask.flatten() for mask in masks])
 
     def oracle_inputs(self, **options: Any) -> dict[str, Any]:
-        starts = np.cumsum([0, *self.kv_lens])[:-1]
-        tables = starts[:, None] + np.arange(max(self.kv_lens))
-        lens = {"q_lens": self.q_lens, "kv_lens": self.kv_lens, "block_tables": tables}
-        tensors = {"q": self.q.unflatten(1, (HEADS, -1)), "k_cache": self.k, "v_cache": self.v}
-        return {**tensors, **lens, "page_size": 1, **options}
+        q = self.q.unflatten(1, (HEADS, -1))
+        inputs = in_rows(q, self.k, self.v, self.q_lens, self.kv_lens)
+        return inputs | options
 
 
 def attend(

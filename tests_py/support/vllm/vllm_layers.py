@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
 from cpattn.integrations.vllm import backend
+from support.cases import in_rows
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 32
 # A chunk of a prompt behind a cached prefix, a whole prompt, three tokens being decoded.
@@ -106,11 +107,8 @@ class Batch:
         for i, (prefix_k, prefix_v) in enumerate(self.prefixes):
             keys += [prefix_k, self.key[ends[i] : ends[i + 1]]]
             values += [prefix_v, self.value[ends[i] : ends[i + 1]]]
-        starts = np.cumsum([0, *KV_LENS])[:-1]
-        tables = starts[:, None] + np.arange(max(KV_LENS))
-        lens = {"q_lens": Q_LENS, "kv_lens": KV_LENS, "block_tables": tables, "page_size": 1}
-        caches = {"k_cache": torch.cat(keys), "v_cache": torch.cat(values)}
-        return {"q": self.query[: ends[-1]], **caches, **lens, **options}
+        caches = torch.cat(keys), torch.cat(values)
+        return in_rows(self.query[: ends[-1]], *caches, Q_LENS, KV_LENS, **options)
 
 
 def run(layer, batch, metadata, cache, attributes=LAYER):
