@@ -176,15 +176,6 @@ def test_alibi(num_heads, sees):
     assert_attention(out, lse * LN2, expected)
 
 
-def test_alibi_of_decoding():
-    case = Case((1,) * 4, (37, 0, 8, 1), page_size=8, num_heads=6, num_kv_heads=3)
-    inputs = make_inputs(case)
-    wrapper = plan_decode(case, inputs, pos_encoding_mode="ALIBI")
-    out, lse = wrapper.run(inputs["q"], (inputs["k_cache"], inputs["v_cache"]), return_lse=True)
-    biases = [slopes_of(6)[:, None, None] * torch.arange(kv) for kv in case.kv_lens]
-    assert_attention(out, lse * LN2, {**documented(case, inputs, True), "bias": biases})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

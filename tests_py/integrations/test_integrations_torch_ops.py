@@ -36,7 +36,6 @@ NPU_CALLS = npu_calls()
 ALL_CALLS = [*CALLS, *NPU_CALLS]
 ALL_OPERATORS = list({call.name: call for call in reversed(ALL_CALLS)}.values())
 every_call = pytest.mark.parametrize("call", ALL_CALLS, ids=str)
-every_operator = pytest.mark.parametrize("call", ALL_OPERATORS, ids=str)
 every_out = pytest.mark.parametrize("call", FIRST_OF_EACH, ids=str)
 
 
@@ -91,23 +90,6 @@ def test_opcheck_of_out(call):
 @pytest.mark.slow
 def test_opcheck_of_merging():
     torch.library.opcheck(OPERATORS.merge_state.default, states())
-
-
-@pytest.mark.slow
-@every_operator
-def test_compiles_to_one_graph(call):
-    def run(*args, **kwargs):
-        outputs = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-        if outputs:
-            call.packet(*args, **kwargs, **outputs)
-        return as_tuple(call.packet(*args, **kwargs)), tuple(outputs.values())
-
-    expected = call.outputs() if call.library == "cpattn" else {}
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    returned, written = compiled(*call.args, **call.kwargs)
-    assert_same(returned, call.function())
-    if expected:
-        assert_same(written, call.function())
 
 
 def test_merging_and_in_one_graph():

@@ -51,10 +51,6 @@ def normal(*shape):
     return torch.randn(shape)
 
 
-def coded(*shape):
-    return torch.randint(-90, 90, shape).to(torch.int8)
-
-
 OPTIONS = {
     "causal": {"causal": True, "softmax_scale": 0.3},
     "window": {"window_size": (3, 2), "softcap": 5.0},
@@ -87,18 +83,6 @@ def test_its_functions_are_those_of_the_package(kernel, options):
         kernel.flash_attn_with_kvcache(q, *pages, **asked),
         flash_attn.flash_attn_with_kvcache(q, *pages, **asked),
     )
-
-
-def test_codes_numbers_and_new_keys(kernel):
-    torch.manual_seed(0)
-    q, caches, new = normal(2, 1, 4, 32), coded(2, 2, 8, 2, 32), coded(2, 2, 1, 2, 32)
-    options = {"k_descale": 0.02, "v_descale": torch.tensor([0.01, 0.03]), "causal": True}
-    mine, theirs = caches.clone(), caches.clone()
-    out = kernel.flash_attn_with_kvcache(q, *mine, *new, cache_seqlens=3, **options)
-    expected = flash_attn.flash_attn_with_kvcache(q, *theirs, *new, cache_seqlens=3, **options)
-    assert torch.equal(out, expected)
-    assert torch.equal(mine, theirs)
-    assert not torch.equal(mine, caches)
 
 
 def test_positional_arguments_and_sdpa(kernel):

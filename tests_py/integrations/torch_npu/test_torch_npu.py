@@ -82,14 +82,6 @@ def test_scatter(torch_npu, index_dtype, dtype):
     assert torch.equal(pool, expected)
 
 
-def test_scatter_of_numbers_and_of_nothing(torch_npu):
-    """Slots are mapped to slots, or none are."""
-    mapping = torch.zeros(6, dtype=torch.int64)
-    torch_npu.npu_scatter_nd_update_(mapping, torch.tensor([[4], [1]]), torch.tensor([7, 8]))
-    torch_npu.npu_scatter_nd_update_(mapping, torch.zeros(0, 1).long(), torch.zeros(0).long())
-    assert mapping.tolist() == [0, 8, 0, 0, 7, 0]
-
-
 def test_the_last_row_of_a_slot_stays(torch_npu):
     torch.manual_seed(0)
     slots, rows = torch.randint(0, 50, (4000, 1)), torch.arange(4000.0)[:, None].repeat(1, 64)
@@ -193,16 +185,6 @@ NAMES = {
     *("npu_fused_infer_attention_score", "npu_lightning_indexer", "npu_rotary_mul"),
     *("npu_scatter_nd_update_", "npu_sparse_flash_attention"),
 }
-
-
-def test_operators_stay_when_it_is_installed_again():
-    with integration.install():
-        first = importlib.import_module("torch_npu")
-    assert torch.ops.npu.npu_lightning_indexer is first.npu_lightning_indexer
-    with integration.install():
-        second = importlib.import_module("torch_npu")
-        assert second is not first
-        assert second.npu_lightning_indexer is first.npu_lightning_indexer
 
 
 def test_names(torch_npu):
