@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench_exchanges.py and bench_scaling.py that a wrong benchmark would come from."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.bench_scaling import crowded

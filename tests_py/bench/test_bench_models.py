@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of bench_models.py that a wrong benchmark would come from, and the table of its page."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -4,8 +4,6 @@
 Neither engine is needed.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from bench.harness.contender import Failed

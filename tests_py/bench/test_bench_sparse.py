@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench/sparse that a wrong benchmark would come from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench_torch_ops.py, bench_torch_npu.py and bench_threads.py that may be wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

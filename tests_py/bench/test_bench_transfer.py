@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench/transfer and bench_metadata.py that a wrong benchmark would come from."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

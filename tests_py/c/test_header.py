@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header of C has what Python has, with the same defaults, and the library nothing else."""
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import re

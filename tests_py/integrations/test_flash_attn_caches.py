@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash_attn_with_kvcache: rotary tables and padding on the left, against the oracle."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of flash-attn, on numbers and on codes of 8 bits, against the oracle."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

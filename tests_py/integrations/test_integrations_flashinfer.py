@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's names: plans, caches in one or two tensors, base-2 LSE, against the oracle."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

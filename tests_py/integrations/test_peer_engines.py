@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of Mooncake and NIXL: what both do, over stand-ins for their packages."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-ins for flash-attn, FlashInfer and torch_npu: put in place, taken away, hiding nothing."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import subprocess

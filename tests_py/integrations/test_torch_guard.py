@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch guard: which machines need it, and what it does to the environment."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of examples/, over two ranks: ten clients at once, of whom one goes away."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

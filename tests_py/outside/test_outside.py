@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suites of other projects come out as `expected.toml` says, and so does their page."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@
 The page about caches of 8 bits is written in the same way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

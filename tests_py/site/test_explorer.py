@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/explorer in a real browser: its numbers are the library's, and anyone can use it."""
 
-from __future__ import annotations
-
 import json
 import random
 import shlex

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of proofs and of `cpattn replay`: what is on them, and how a browser shows them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The site, built from docs once and shown by a browser."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder for the library `kernels`, loaded as that does it, beside the package."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

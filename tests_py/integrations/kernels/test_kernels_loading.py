@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library `kernels` and transformers load the folder, offline and without the package."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake's engine as it is found, started and closed, with a stand-in for its package."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL's agent as it is found, started and closed, with a stand-in for its package."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention backend on sglang's own KV pools, without an engine, against the oracle."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

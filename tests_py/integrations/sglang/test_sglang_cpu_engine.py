@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stand-ins for what sglang imports on a CPU: nothing of them computes anything."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

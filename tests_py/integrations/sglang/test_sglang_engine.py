@@ -2,8 +2,6 @@
 """sglang's whole engine on a CPU with the attention backend cpattn, found as an installed plug-in
 is: the tokens of eager attention, alone, batched and from the radix cache."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

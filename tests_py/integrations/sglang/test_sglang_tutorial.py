@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tutorial about two ranks of sglang, done as its readers do it, and the part that it needs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of transformers over ranks: the tokens that one process generates."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

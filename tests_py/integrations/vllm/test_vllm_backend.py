@@ -6,8 +6,6 @@ same rows are mostly other codes. Rows of numbers that are codes already, times 
 the same codes in both.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

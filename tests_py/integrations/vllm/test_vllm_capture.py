@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches that vLLM's GPU worker shares out over ranks of PCP, recorded, and linted elsewhere."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

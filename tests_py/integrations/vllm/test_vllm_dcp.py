@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode context parallelism of vLLM on a CPU: ranks share the cache, and answers stay the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM with the plug-in, found as an installed one is, against vLLM without: the same answers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer describes its cache to a server that its blocks are sent to, before any is sent."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of vLLM's MLA on a cache of latents of theirs, without an engine, against the oracle."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 

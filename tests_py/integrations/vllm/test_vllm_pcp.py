@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill context parallelism of vLLM: its layouts are cpattn's, and the linter proves them."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
