@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench/ that a wrong benchmark would come from, and the tables of its results."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from dataclasses import replace

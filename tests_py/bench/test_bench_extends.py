@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of bench_extends.py and bench_kv_dtypes.py that a wrong benchmark would come from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls through C give the bits that Python's give, and are refused in the same words."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor

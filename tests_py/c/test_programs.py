@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of docs/how_to/from_c.md against libcpattn, as its build and as it is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

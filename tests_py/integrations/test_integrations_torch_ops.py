@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of torch: what torch asks of operators, and equality with the functions."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from typing import Any

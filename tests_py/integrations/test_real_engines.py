@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines, each between real processes: what works, and every way to fail."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ring-flash-attn, unmodified, on our kernels: ranks of gloo against one process in float64."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

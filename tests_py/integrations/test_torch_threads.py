@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls on the threads of torch's OpenMP: as many, where those are, with the same bits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of examples/, run as their docstrings say."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

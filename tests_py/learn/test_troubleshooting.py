@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message that docs/troubleshooting.md quotes is printed by what it is about."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

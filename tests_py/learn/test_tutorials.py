@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tutorials, done as their readers do them; those in engines are in integrations."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs suites of other projects on cpattn and prints what came out beside what was expected."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

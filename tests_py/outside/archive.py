@@ -7,8 +7,6 @@ machines. `expected.toml` has the address of an archive and its hash.
     python -m outside.archive    # fetches those that are not there, and fails if one cannot be had
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import tarfile

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of dense batches, as frameworks describe it, in one call of `paged_attention`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

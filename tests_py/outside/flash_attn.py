@@ -9,8 +9,6 @@ integration refuses by the name of an argument is not expressible.
 Lengths above 217 are left out: references in 16 bits are slow on CPUs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

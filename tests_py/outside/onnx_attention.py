@@ -6,8 +6,6 @@ the end of `nonpad_kv_seqlen`, or at key 0. New keys are written into the cache 
 Scores and weights are in float32, whatever `softmax_precision` asks for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ A graph that adds numbers to scores, or -inf, is a bias: what ONNX's evaluator m
 scores must come out with the same numbers added. That of a softcap is told by its operators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

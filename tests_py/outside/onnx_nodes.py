@@ -6,8 +6,6 @@ place of the node. Results are compared by the function of ONNX's own runner, wi
 each case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of suites, in a terminal and on docs/proof/outside.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests for pytest of other projects, called without pytest: a module's text, and its cases."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys

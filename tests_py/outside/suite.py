@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A suite of another project: what it needs, its cases, what came out, and what was expected."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

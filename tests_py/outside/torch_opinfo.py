@@ -12,8 +12,6 @@ only by `python -m outside`, in a process of its own. torch counts positions fro
 under `is_causal` row i sees keys 0 to i.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

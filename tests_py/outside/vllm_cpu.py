@@ -10,8 +10,6 @@ Lengths and windows are a 32nd of the suite's, in 24 pages instead of 1,024: its
 take hours on two cores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any

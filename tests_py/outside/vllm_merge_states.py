@@ -7,8 +7,6 @@ those that have a prefix it is the suffix's here, as in vLLM's kernels. The devi
 nothing is timed. More tokens and heads have the same cases, and are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import ModuleType, SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles: what is recorded, how it is summed up, and the files made of it."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Behaviour of the real NIXL by itself, as the docstring of its module tells it."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

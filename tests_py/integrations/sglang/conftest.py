@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed sglang for tests that call it in their own process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

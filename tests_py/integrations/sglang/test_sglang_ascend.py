@@ -5,8 +5,6 @@ sglang's own code builds the metadata, shards, gathers K and V, writes its pools
 operator twice and gathers the result. Of this library there is the operator.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

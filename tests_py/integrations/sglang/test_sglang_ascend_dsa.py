@@ -5,8 +5,6 @@ sglang's own code shards, runs the indexer, gathers keys and latents, writes its
 both operators, one row of metadata for each local token; the float64 restatement is here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -85,7 +83,6 @@ def test_every_token_gets_the_highest_scores_of_its_own_keys(answers, case):
 
 @each_case
 def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
-    """Objects of sglang are proved; with another length, or another key, they are refuted."""
     of_ranks = [answer[case.name] for answer in answers]
     local = [answer["local_q_indices"].tolist() for answer in of_ranks]
     metadata = [SimpleNamespace(**answer) for answer in of_ranks]
@@ -94,10 +91,6 @@ def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
     report = lint(from_row_metadata(metadata, *arguments, page_size=case.page_size))
     assert report.findings == ()
     assert set(report.checked) >= {"OWN", "COV", "LEN", "PAD"}
-    metadata[1].actual_seq_lengths_kv = metadata[1].actual_seq_lengths_kv - 1
-    report = lint(from_row_metadata(metadata, *arguments, page_size=case.page_size), shrink=False)
-    assert "COV" in {found.invariant for found in report.findings}
-
     tokens, chosen = new_tokens(case), of_ranks[0]["topk_indices"]
     rows, indices, scores = [], [], []
     for mine in local:
@@ -108,12 +101,6 @@ def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
     report = lint(from_topk(*lens, rows, indices, **options))
     assert report.findings == ()
     assert report.checked == ("TOPK",)
-    query = max(range(len(rows[0][1])), key=lambda i: rows[0][1][i])
-    unseen = set(range(rows[0][1][query] + 1)) - set(indices[0][query])
-    worst = min(unseen, key=lambda key: scores[0][query][key])
-    indices[0][query][0] = worst
-    report = lint(from_topk(*lens, rows, indices, **options), shrink=False)
-    assert {found.invariant for found in report.findings} == {"TOPK"}
 
 
 def scores_with_rounding(answer, s, length, row):

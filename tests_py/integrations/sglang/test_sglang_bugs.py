@@ -4,8 +4,6 @@
 Each test runs the files of the release as they were published (see `sglang_releases`).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

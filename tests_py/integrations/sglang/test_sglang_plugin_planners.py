@@ -4,8 +4,6 @@
 What it takes from `cpattn.transfer` as it is has its tests in tests_py/transfer/sglang_0_5_23.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import re

@@ -2,8 +2,6 @@
 """The merge of prefix chunks in sglang 0.5.23 as it is published: refuted by the conformance
 runner, and proved once mended. `sglang_chunked_prefix` says what of it is sglang's own."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

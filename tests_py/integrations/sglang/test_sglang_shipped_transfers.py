@@ -4,8 +4,6 @@
 Its own configurator makes the pools, and its own manager the descriptors.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from functools import partial

@@ -4,8 +4,6 @@
 What torch asks of every operator of attention is in test_integrations_torch_ops.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import subprocess

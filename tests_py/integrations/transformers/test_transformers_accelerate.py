@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """accelerate's device maps with our attention: modules with hooks, weights that lie on disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers on our attention, with every kind of mask and cache, against eager."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

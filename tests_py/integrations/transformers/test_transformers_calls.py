@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single calls of the attention function for transformers: refusals, layouts, forms of masks."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole models of transformers compiled and exported, with our attention in their graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path

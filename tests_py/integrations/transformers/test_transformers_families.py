@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sweep over all types of text models of transformers, and its page."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

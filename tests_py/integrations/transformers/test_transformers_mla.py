@@ -4,8 +4,6 @@
 Among them are DeepSeek-V3.2 and GLM-MoE-DSA, on our indexer and sparse attention.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching of transformers on the pages of its cache, against one prompt at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

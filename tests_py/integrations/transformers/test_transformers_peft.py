@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of PEFT around models with our attention, against eager."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

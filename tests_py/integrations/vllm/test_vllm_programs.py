@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own kernels tried by `conform`, the benchmark beside its all-gather, and the tutorial."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

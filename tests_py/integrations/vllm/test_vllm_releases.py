@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Releases of vLLM that the plug-in takes over, with a stand-in for vLLM."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from importlib import metadata

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks, pair by pair, in the words of the libraries stood in for, and the oracle on them.
+"""Masks, pair by pair, in the words of the libraries that are stood in for.
 
 Nothing here is shared with the package, whose masks these are to judge.
 """
