@@ -24,7 +24,6 @@ def stored_as(dtype: str, scale: str) -> Workload:
 
 
 def attention(tensors: inputs.Inputs) -> torch.Tensor:
-    """Compute attention of all queries, in float64."""
     work, rows = tensors.work, []
     for i, (new, prefix) in enumerate(zip(work.new, work.prefix, strict=True)):
         k, v = (

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench_sglang_engine.py and bench_vllm.py that a wrong benchmark would come from.
-
-Neither engine is needed.
-"""
+"""Parts of bench_sglang_engine.py and bench_vllm.py that a wrong benchmark would come from."""
 
 import pytest
 

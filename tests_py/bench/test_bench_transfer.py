@@ -14,7 +14,6 @@ from bench.transfer.receiver import Receiver
 
 @pytest.fixture(autouse=True)
 def peak(monkeypatch):
-    """Set the peak, which is not to be measured."""
     monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
 
 

@@ -100,7 +100,6 @@ OF_BATCH = {
 
 
 def in_c(given, options):
-    """Options of a layer and of a batch as C has them."""
     batch = {name: value for name, value in options.items() if name in OF_BATCH}
     layer = {name: value for name, value in options.items() if name not in OF_BATCH}
     if "window" in batch:

@@ -43,7 +43,6 @@ FACES = [
 
 
 def value_in_c(value):
-    """A default of Python in C: text is in bytes."""
     return value.encode() if isinstance(value, str) else value
 
 

@@ -27,7 +27,6 @@ def printed_by(language: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the files of the page."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -35,8 +34,6 @@ def folder(tmp_path):
 
 @pytest.fixture
 def run(folder, children):
-    """Run a command in that folder; what it prints, if all is well."""
-
     def run(*command, **environment):
         done = children.run(command, cwd=folder, env={**os.environ, **environment})
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -107,7 +104,6 @@ def test_in_go(run, library, folder):
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    """An installation of this build, at another place than it was configured for."""
     build = c_library.build_folder().parents[1]
     prefix = tmp_path_factory.mktemp("prefix")
     subprocess.run(

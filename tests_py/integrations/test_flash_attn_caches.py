@@ -99,7 +99,6 @@ def test_a_step(layout, padded, rotary_dim, interleaved, causal, window_size, ne
 
 
 def test_padding_of_a_cache_that_nothing_is_written_into():
-    """The whole cache behind its padding, and no key at all."""
     q, (k, v) = torch.randn(3, 2, HEADS, DIM), caches("apart")
     leftpad = [5, CAPACITY, 0]
     options = {"cache_leftpad": torch.tensor(leftpad), "causal": True, "return_softmax_lse": True}

@@ -138,7 +138,6 @@ def test_keys_of_no_sequence_are_not_read():
 
 
 def in_shuffled_pages(x, kv_lens, page_size):
-    """The rows of sequences in pages that are not in order, and the table."""
     counts = [-(-n // page_size) for n in kv_lens]
     order = torch.randperm(sum(counts) + 1)
     pages = torch.full((len(order), page_size, *x.shape[1:]), torch.nan, dtype=x.dtype)
@@ -281,7 +280,6 @@ def by_sequence(descale, lengths):
 @pytest.mark.parametrize("kinds", list(itertools.pairwise([*DESCALES, "number"])))
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_ragged_codes(dtype, kinds):
-    """Keys and values have factors of different kinds."""
     q_lens, kv_lens, descales = [5, 2, 3], [9, 12, 3], [DESCALES[kind] for kind in kinds]
     q = normal(10, HEADS, DIM)
     k, v = coded(24, KV_HEADS, DIM, dtype=dtype), coded(24, KV_HEADS, DIM, dtype=dtype)

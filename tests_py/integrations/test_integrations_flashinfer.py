@@ -24,7 +24,6 @@ CASE = Case(q_lens=(5, 0, 3, 9), kv_lens=(37, 4, 16, 2), page_size=8)
 
 
 def csr(case, tables):
-    """paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len of block tables."""
     kv_lens = torch.tensor(case.kv_lens)
     counts = -(-kv_lens // case.page_size)
     indices = torch.cat([torch.tensor(row[:n]) for row, n in zip(tables, counts, strict=True)])
@@ -33,7 +32,6 @@ def csr(case, tables):
 
 
 def plan_prefill(case, inputs, **options):
-    """A planned wrapper, and the cache as a pair."""
     wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), inputs["kv_layout"])
     heads = case.num_heads, case.num_kv_heads, case.head_dim, case.page_size
     ends = torch.tensor([0, *case.q_lens]).cumsum(0).int()

@@ -24,7 +24,6 @@ def kind(request):
 
 @pytest.fixture
 def fake(kind, monkeypatch):
-    """The foreign engines that were made."""
     return kind.put(monkeypatch)
 
 
@@ -121,7 +120,6 @@ def test_close_waits_for_writes_of_other_threads(kind, fake, monkeypatch):
 
 
 def is_held(addr):
-    """Return whether memory of a pool is still there."""
     return bool(_core.ranges_to_register("test", [addr], [1], False)[2][0])
 
 

@@ -49,7 +49,6 @@ def sender(engine, receiver) -> Iterator[Peer]:
 
 @pytest.fixture
 def start(engine, receiver) -> Iterator[Callable[[], Peer]]:
-    """Start one more process with an engine."""
     with ExitStack() as peers:
         settings = {"network_of": receiver, "make_engine": engine.make, "timeout": 5}
         yield lambda: peers.enter_context(Peer(**settings))
@@ -57,7 +56,6 @@ def start(engine, receiver) -> Iterator[Callable[[], Peer]]:
 
 @pytest.fixture
 def another(start) -> Peer:
-    """One more process with an engine, for a test to end."""
     return start()
 
 
@@ -177,7 +175,6 @@ def allocate_sparse(state, name, nbytes, register):
 
 
 def has_begun(state, name):
-    """Wait for the first byte of a write."""
     buffer = getattr(state, name)
     deadline = time.monotonic() + LIMIT
     while not buffer[0]:

@@ -40,7 +40,6 @@ def answers(request, tmp_path_factory):
 
 @cache
 def expected_of(case: Case) -> Expected:
-    """Attention in float64, and what errors are measured in."""
     inputs = in_rows(*make_batch(case), case.lens, case.lens, causal=case.causal)
     return expected_attention(inputs)
 

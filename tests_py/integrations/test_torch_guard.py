@@ -15,7 +15,6 @@ from cpattn import _core, torch_guard
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretends to be a machine; returns a setter for what its processor says."""
     clean = {name: value for name, value in os.environ.items() if name != torch_guard.VARIABLE}
     monkeypatch.setattr(os, "environ", clean)
     monkeypatch.delitem(sys.modules, "torch", raising=False)

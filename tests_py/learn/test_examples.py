@@ -51,7 +51,6 @@ def test_an_example_for_gpus_passes_or_says_that_there_is_none(name, tmp_path, c
 
 
 def example(name, tmp_path, children):
-    """Run the first command of an example."""
     if name in {"sparse_attention", *NEEDS_CUDA}:
         pytest.importorskip("torch")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -31,7 +31,6 @@ GREEDY = {"max_tokens": 10, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small model with a tokenizer of a word for each token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("model")
@@ -44,7 +43,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
-    """Returns the port of a server, its process and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -73,7 +71,6 @@ def server(folder, tmp_path_factory):
 
 @contextmanager
 def answer_of(port, body):
-    """Gives the answer to a question, as it comes."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
         if body is None:
             connection.request("GET", "/v1/models")
@@ -84,7 +81,6 @@ def answer_of(port, body):
 
 
 def ask(port, body):
-    """Return the status and the answer."""
     with answer_of(port, body) as answer:
         return answer.status, json.loads(answer.read())
 
@@ -94,7 +90,6 @@ def ask_text(port, prompt, **options):
 
 
 def stream(port, prompt):
-    """Return the text of a completion that comes in events."""
     with answer_of(port, {"prompt": prompt, "stream": True, **GREEDY}) as answer:
         events = [line[6:] for line in answer.read().decode().splitlines() if line]
     assert events.pop() == "[DONE]"

@@ -29,7 +29,6 @@ CACHE = np.zeros((8, 16, 2, 64), np.float32)
 
 
 def message_of(call: Callable[[], object]) -> str:
-    """Return the end of a traceback."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
         call()
     return f"{caught.type.__name__}: {caught.value}"
@@ -78,7 +77,6 @@ def guarded() -> str:
 
 
 def child(code: str, **environment: str) -> str:
-    """All that a new interpreter prints."""
     environment = {**os.environ, "PYTHONPATH": path_with(), **environment}
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
@@ -133,7 +131,6 @@ for length in (20 + rank, 20)[: 2 - rank]:  # rank 1 is gone at the second
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, module_children):
-    """Ranks with plans that differ, then one whose peer has ended."""
     pytest.importorskip("torch")
     store = tmp_path_factory.mktemp("ranks") / "store"
     environment = {**os.environ, "PYTHONPATH": path_with(), "GLOO_SOCKET_IFNAME": "lo"}
@@ -148,7 +145,6 @@ def without(module: str, code: str) -> str:
 
 
 def with_old_compiler() -> str:
-    """One that compiles nothing, as far as the script can see."""
     command = ["sh", "scripts/system_packages.sh", "test", sys.executable]
     environment = {**os.environ, "CXX": "false"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stderr
@@ -242,7 +238,6 @@ OF_RANKS = {"A rank did not answer", "Ranks differ"}
 
 
 def quoted() -> list[tuple[str, str]]:
-    """Heading and text of each message of the page."""
     sections = re.split(r"^### (.+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
     return [
         (heading, message)

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Archives of sources from PyPI whose tests are suites: fetched into build/outside, and read there.
-
-Tests are not in the wheels of a project, and its sources need not be installed, nor can be on most
-machines. `expected.toml` has the address of an archive and its hash.
-
-    python -m outside.archive    # fetches those that are not there, and fails if one cannot be had
-"""
+"""Archives of sources from PyPI whose tests are suites, and not in wheels: fetched into build/outside
+by `python -m outside.archive`, and read there."""
 
 import hashlib
 import sys
@@ -27,7 +22,6 @@ FOLDER = Path("build/outside")
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Return the suites of `expected.toml` by the names of their adapters."""
     return tomllib.loads(EXPECTED.read_text())
 
 
@@ -36,7 +30,6 @@ def is_archive(entry: Mapping[str, Any]) -> bool:
 
 
 def name(entry: Mapping[str, Any]) -> str:
-    """Return the place of an archive in the source tree."""
     return str(FOLDER / entry["source"].rpartition("/")[2])
 
 
@@ -48,7 +41,6 @@ def release(entry: Mapping[str, Any]) -> str:
 
 
 def read(entry: Mapping[str, Any], *members: str) -> dict[str, str]:
-    """Return texts of an archive by their paths below its folder."""
     path = ROOT / name(entry)
     wanted = {f"{path.name.removesuffix('.tar.gz')}/{member}": member for member in members}
     found = {}

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash-attention's tests of its own functions, on those of `cpattn.integrations.flash_attn`.
 
-The tests make inputs and references: attention in float32, and the same in the dtype of the inputs,
-whose error times a factor is the tolerance. The device that they name is the CPU here. Gradients
-are all zeros, of results and references alike, so that what the tests say of them holds. What the
-integration refuses by the name of an argument is not expressible.
-
+The device that they name is the CPU here. Gradients are all zeros, of results and references alike.
 Lengths above 217 are left out: references in 16 bits are slow on CPUs.
 """
 

@@ -2,8 +2,7 @@
 """The node tests of the operator `Attention` of ONNX.
 
 ONNX adds its mask after softcap, as cpattn adds a bias. Its rows stand behind the past keys, or at
-the end of `nonpad_kv_seqlen`, or at key 0. New keys are written into the cache by `write_pages`.
-Scores and weights are in float32, whatever `softmax_precision` asks for.
+the end of `nonpad_kv_seqlen`, or at key 0.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node tests of ONNX: inputs, and outputs of its reference, made when their modules are imported.
-
-Those named `_expanded` have the inputs and outputs of others, with a graph of simpler operators in
-place of the node. Results are compared by the function of ONNX's own runner, with the tolerances of
-each case.
-"""
+"""Node tests of ONNX: inputs, and outputs of its reference, compared by its own runner with the
+tolerances of each case."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

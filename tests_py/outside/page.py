@@ -13,7 +13,6 @@ HEAD = ("Suite", "Release", "Cases", "Run", "Passed", "Failed", "Not expressible
 
 
 def rows(suites: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the cells of a row for each suite, from its origin and its counts."""
     made = []
     for entry in suites.values():
         ran = entry["passed"] + entry["failed"]

@@ -48,7 +48,6 @@ class Result:
 
 
 def read_expected() -> dict[str, dict[str, Any]]:
-    """Return the suites by the names of their adapters."""
     empty: dict[str, Any] = {"not_expressible": {}, "not_compared": {}}
     return {name: empty | found for name, found in archive.entries().items()}
 
@@ -115,7 +114,6 @@ def run_suite(name: str, entry: dict[str, Any], every: bool = False) -> Result:
 
 
 def complaints(name: str, result: Result, entry: dict[str, Any]) -> list[str]:
-    """Return a line for each count that is not the expected one."""
     found = result.counts()
     return [
         f"{name}: {key} is {found[key]}, and {EXPECTED.name} expects {entry[key]}"

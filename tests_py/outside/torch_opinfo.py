@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of `scaled_dot_product_attention` with which torch tests its own operators.
 
-Results are judged as torch judges its references in Python: they are close to the operator's by the
-tolerance that its entry has for the dtype, or else that of `torch.testing`; or they are nearer to
-the operator's result in float64, summed over all elements, than the operator itself is. In 16 bits
-its own results differ by more than these tolerances between its kernels. Kernels of cpattn that
-round weights to bfloat16 may miss both, and are held to the bounds of its own tests then.
-
-The module is private and imports `expecttest`; it changes flags of torch, so that it is imported
-only by `python -m outside`, in a process of its own. torch counts positions from the first key:
-under `is_causal` row i sees keys 0 to i.
+As torch judges references, results are close to the operator's by the tolerance of its entry, or
+nearer to the operator in float64 than it is itself; kernels that round weights to bfloat16 may miss
+both, and are held to the bounds of cpattn's own tests then. torch counts positions from key 0.
 """
 
 from collections.abc import Iterator

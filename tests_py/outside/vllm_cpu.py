@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's tests of its kernels for CPUs: attention over its paged cache, and decoding of MLA.
 
-The tests make inputs, references and tolerances; the operators that they call are those below. A
-cache of vLLM has heads before tokens, and the format of its kernels inside, which no test looks
-into. Tests of its kernels for other processors have the same cases, and are left out. Those for
-AMX are called everywhere: what vLLM has on a machine must not change the number of cases.
-
-Lengths and windows are a 32nd of the suite's, in 24 pages instead of 1,024: its references would
-take hours on two cores.
+Tests of its kernels for other processors have the same cases; those for AMX are called everywhere.
+Lengths and windows are a 32nd of the suite's, in 24 pages: its references would take hours.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's tests of `merge_attn_states`, which merges attention to a prefix and to a suffix.
 
-They compare two kernels for GPUs. `cpattn.merge_states` stands for the one that is tested, and the
-test's own reference in torch for the other. That one merges the log-sum-exp of all tokens; behind
-those that have a prefix it is the suffix's here, as in vLLM's kernels. The device is the CPU, and
-nothing is timed. More tokens and heads have the same cases, and are left out.
+`cpattn.merge_states` stands for the kernel that is tested, the test's own reference in torch for
+the other, with the log-sum-exp of the suffix behind tokens that have a prefix, as in vLLM's.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -37,7 +37,6 @@ def profiled(case: Case = CASE, calls: int = 1, **options) -> cpattn.Profile:
 
 
 def made_up(events: list[tuple[int, int, TraceScope]], threads: int = 1) -> cpattn.Profile:
-    """A profile of events (begin, end, scope) that take turns on the threads."""
     with cpattn.profile() as trace:
         pass
     rows = np.zeros(len(events), trace.events.dtype)
@@ -95,7 +94,6 @@ def test_plans_merges_and_gathers_are_recorded():
 
 
 def deep(calls: int) -> int:
-    """Overwrites the stack that calls before it have left."""
     return len(np.sort(np.arange(50.0)[::-1])) if calls == 0 else deep(calls - 1)
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/concepts: code prints what the pages show, pictures are what the library says.
-
-The page about caches of 8 bits is written in the same way.
-"""
+"""docs/concepts and pages like them: code prints what they show, pictures are what the library says."""
 
 import contextlib
 import io

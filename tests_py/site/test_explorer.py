@@ -24,7 +24,6 @@ START = "zigzag over 4 ranks: 2 sequences, 34 new tokens."
 
 @pytest.fixture(scope="module")
 def page():
-    """One for all tests, each of which says what is shown."""
     with chromium.started() as browser, chromium.page_of(browser, PAGE) as page:
         yield page
 
@@ -55,7 +54,6 @@ def random_batch(rng):
 
 
 def expected_plan(batch):
-    """Return the library's plan, in the words of the page."""
     extend, strategy, heads = batch["extend"], batch["strategy"], batch["heads"]
     sizes = {"extend_lens": extend, "cp_size": batch["ranks"], "strategy": strategy}
     lengths = [a + b for a, b in zip(extend, batch["prefix"], strict=True)]
@@ -122,7 +120,6 @@ def test_counts_are_exact_up_to_the_largest_batch_that_it_takes(page):
 
 
 def cells_of(page, name):
-    """The words in the body of a table."""
     rows = "[...t.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.textContent))"
     return page.get_by_role("table", name=name).evaluate(f"t => {rows}")
 

@@ -95,8 +95,6 @@ def pages_of(site):
 
 
 class Links(HTMLParser):
-    """Links of a page, what it loads, and the places in it that can be led to."""
-
     def __init__(self, path):
         super().__init__()
         self.links = []
@@ -159,7 +157,6 @@ def test_the_reference_has_every_public_name(room, site):
 
 @pytest.fixture
 def screen(request, browser):
-    """A window, of the width and scheme that a test names."""
     screen = Screen(browser, *getattr(request, "param", (DESK, "light")))
     yield screen
     screen.close()

@@ -117,7 +117,6 @@ def test_graphs_hold_its_operators(kernel):
 
 
 def test_classes_of_both_copies(kernel):
-    """Each extension has its own; both work in one process."""
     own = sys.modules[f"{kernel.__name__}.{build_hub_kernel.PACKAGE}"]
     batch = {"q_lens": [2], "kv_lens": [2], "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
     batch |= {"page_size": 2, "num_pages": 1, "block_tables": [[0]]}

@@ -17,7 +17,6 @@ from support.time_limits import PATIENCE
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The engine's package, replaced, of a release that may be changed."""
     return put_mooncake(monkeypatch)
 
 
@@ -80,8 +79,6 @@ def test_packages_that_know_devices_judge_addresses_themselves(fake, monkeypatch
 
 
 class Hanging(FakeMooncake):
-    """Does not return from a call of one of its methods until it is let go."""
-
     def __init__(self, method):
         super().__init__()
         self.method = method

@@ -36,7 +36,6 @@ def receiver() -> Iterator[Peer]:
 
 @pytest.fixture(scope="module")
 def sender(receiver) -> Iterator[Peer]:
-    """Start a peer that asks before each write."""
     with Peer(network_of=receiver, **settings()) as peer:
         peer.call(allocate, "source", SIZE, 1)
         yield peer
@@ -44,7 +43,6 @@ def sender(receiver) -> Iterator[Peer]:
 
 @pytest.fixture(scope="module")
 def trusting(receiver) -> Iterator[Peer]:
-    """Start a peer that does not ask before each write."""
     with Peer(network_of=receiver, **settings(recheck=False)) as peer:
         peer.call(allocate, "source", SIZE, 1)
         yield peer
@@ -104,7 +102,6 @@ def test_a_session_is_of_one_process(receiver, sender):
 
 
 def test_many_blocks_of_a_write(receiver, sender):
-    """Some blocks are empty: NIXL would refuse those."""
     size = 20_000 * 16
     address = receiver.call(allocate, "target", size, CANARY)
     sender.call(allocate, "many", size, 1)
@@ -124,7 +121,6 @@ def allocate_zeros(state, name, nbytes):
 
 
 def wait_for(state, name, position, seconds):
-    """Return whether a byte is there within so long."""
     deadline = time.monotonic() + seconds
     while not (there := getattr(state, name)[position]) and time.monotonic() < deadline:
         pass
@@ -132,7 +128,6 @@ def wait_for(state, name, position, seconds):
 
 
 def last(state, name, value=None):
-    """The last byte of a buffer, which may be set."""
     if value is not None:
         getattr(state, name)[-1] = value
     return int(getattr(state, name)[-1])

@@ -20,7 +20,6 @@ STARTS = "^NixlEngine: the agent on 127.0.0.1 does not start: "
 
 @pytest.fixture
 def fake(monkeypatch):
-    """NIXL's package, replaced, of a release that may be changed; the agents that were made."""
     return put_nixl(monkeypatch)
 
 

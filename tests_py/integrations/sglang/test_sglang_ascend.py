@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's `AscendAttnBackend`, unmodified, over gloo ranks: the whole of a prefill in float64.
-
-sglang's own code builds the metadata, shards, gathers K and V, writes its pools, calls the
-operator twice and gathers the result. Of this library there is the operator.
-"""
+"""sglang's `AscendAttnBackend`, unmodified, over gloo ranks, in float64: of this library there is the
+operator alone."""
 
 from dataclasses import replace
 
@@ -47,7 +44,6 @@ def run_sglang(rank: int, *arguments) -> dict[str, dict]:
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def answers(request, tmp_path_factory):
-    """The answers of all ranks to all cases."""
     path, size = tmp_path_factory.mktemp("world"), request.param
     return run_world(size, path, run_sglang, size, CASES, UNSPLIT, preload="sglang_runtime")
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's DSA path on Ascend, unmodified, over gloo ranks: indexer and sparse attention.
-
-sglang's own code shards, runs the indexer, gathers keys and latents, writes its pools and calls
-both operators, one row of metadata for each local token; the float64 restatement is here.
-"""
+"""sglang's DSA path on Ascend, unmodified, over gloo ranks, in float64: of this library there are the
+operators of the indexer and of sparse attention."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -51,7 +48,6 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def new_tokens(case: Case):
-    """Request, number of visible keys and row of every new token."""
     ends = enumerate(zip(case.prefixes, case.seq_lens, strict=True))
     visible = [(s, n + 1) for s, (prefix, end) in ends for n in range(prefix, end)]
     return [(s, length, row) for row, (s, length) in enumerate(visible)]

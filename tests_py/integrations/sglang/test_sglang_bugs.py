@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs of attention, pools and transfer in sglang, in the releases that had them; ours is right.
-
-Each test runs the files of the release as they were published (see `sglang_releases`).
-"""
+"""Bugs of attention, pools and transfer in sglang, in files of the releases that had them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +28,6 @@ ONE = Case("one request", (29,), (11,), page_size=16)
 
 
 def attention_by_release(version: str, case: Case, pad_rows: int = 0) -> torch.Tensor:
-    """The `do_cp_attn_fia` of a release on each rank's rows, put together."""
     batch = make_batch(case)
     k_cache, v_cache = full_caches(case)
     options = {"qk_head_dim": case.head_dim, "scaling": case.head_dim**-0.5}
@@ -61,7 +57,6 @@ def attention_by_release(version: str, case: Case, pad_rows: int = 0) -> torch.T
 
 
 def full_caches(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return caches with prefixes and new tokens, as after the all-gather."""
     batch = make_batch(case)
     tables, size = batch.block_tables, case.page_size
     slots = torch.cat([slots_of(tables, s, n, size) for s, n in enumerate(case.seq_lens)])
@@ -115,7 +110,6 @@ def test_26705_attention_knew_one_request_and_no_pad_rows(version, case, pad_row
 
 
 def memory_of(names: list[str], layers: dict[str, tuple[int, str]]) -> dict[str, Any]:
-    """Buffers of a page of a byte, at their numbers."""
     ones, labels = [1] * len(names), [layers[name] for name in names]
     memory = memory_of_lists(range(len(names)), ones, ones, labels, page_size=1)
     for name, buffer in zip(names, memory["entries"], strict=True):
@@ -124,7 +118,6 @@ def memory_of(names: list[str], layers: dict[str, tuple[int, str]]) -> dict[str,
 
 
 def linted(src: list[str], dst: list[str], targets: list[int]) -> Report:
-    """Lint buffers of a stage that go to these of another server."""
     kinds = {"K": "k", "V": "v", "I": "index_k"}
     layers = {name: (int(name[-1]), kinds[name[-2]]) for name in [*src, *dst]}
     blocks = list(range(len(targets))), targets, [1] * len(targets)

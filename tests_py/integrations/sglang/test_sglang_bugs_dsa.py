@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs of sparse attention in sglang, in the releases that had them; ours is right.
-
-Each test runs the files of the release as they were published (see `sglang_releases`).
-"""
+"""Bugs of sparse attention in sglang, in files of the releases that had them."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -35,7 +32,6 @@ def index_vectors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def all_scores() -> torch.Tensor:
-    """Return the score of each new token and every key, in float64."""
     q, weights, k = (x.double() for x in index_vectors())
     heads = torch.relu(q.view(len(q), INDEX_HEADS, -1) @ k.T)
     return (weights[:, None] @ heads).squeeze(1)
@@ -70,7 +66,6 @@ class IndexKPool:
 
 
 def positions_by_release(sglang: SimpleNamespace, build_metadata) -> torch.Tensor:
-    """Return the choice of a release's `Indexer.forward_npu` for each new token."""
     q, weights, k = index_vectors()
     (new,), (prefix,), (total,) = PREFIXED.extend_lens, PREFIXED.prefixes, PREFIXED.seq_lens
     parts = []
@@ -152,7 +147,6 @@ def test_23268_queries_saw_the_start_of_the_prefix_and_no_more(monkeypatch):
 
 
 def linted(positions: torch.Tensor) -> Report:
-    """Lint what each new token selects, with the scores of all keys."""
     (new,), (prefix,) = PREFIXED.extend_lens, PREFIXED.prefixes
     rows = [([0] * new, range(prefix, prefix + new))]
     return lint(from_topk([new], [prefix], rows, [positions], topk=TOPK, scores=[all_scores()]))

@@ -152,7 +152,6 @@ def test_one_line_of_the_log_says_that_it_is_on(answers):
 
 
 def ask(port, path, body=None):
-    """Return the answer, or None where nobody listens, or not yet."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
     if body is not None:
         request.data = json.dumps(body).encode()

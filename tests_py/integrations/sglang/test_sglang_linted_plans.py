@@ -22,7 +22,6 @@ pytestmark = MARKS
 def metadata_of(
     sglang: SimpleNamespace, name: str, size: int, extend: list[int], prefix: list[int], pad: int
 ) -> list[Any]:
-    """Return each rank's `build_metadata`, its rows padded as a forward pass does."""
     total = [e + p for e, p in zip(extend, prefix, strict=True)]
     strategies = [sglang_planning.make_strategy(sglang, name, rank, size) for rank in range(size)]
     return [strategy.build_metadata(sum(extend) + pad, total, extend) for strategy in strategies]
@@ -48,7 +47,6 @@ def test_metadata_of_all_ranks(sglang, name):
 
 
 def sglang_padded(sglang: SimpleNamespace, made: list[Any], size: int) -> list[Any]:
-    """Pad plans by `pad_logical_token_to_physical`."""
     with sglang.runtime.get_context().override_server_args(
         tp_size=size, attn_cp_size=size, enable_prefill_cp=True, cp_strategy="zigzag"
     ):

@@ -20,7 +20,6 @@ STRATEGIES = ("zigzag", "interleave")
 
 
 def random_batch(rng: np.random.Generator) -> tuple[int, int, tuple[Any, Any, Any]]:
-    """A rank, a number of ranks, and arguments of build_metadata."""
     size = int(rng.integers(1, 17))
     bs = int(rng.choice([1, 2, 3, int(rng.integers(4, 300))], p=[0.3, 0.3, 0.3, 0.1]))
     extend = rng.integers(0, rng.choice([4, 100, 9000]), bs)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV transfers of sglang 0.5.23 as it is published: refuted by the linter, and proved once mended.
-
-Its own configurator makes the pools, and its own manager the descriptors.
-"""
+"""KV transfers of sglang 0.5.23 as it is published, pools and descriptors of its own: refuted by the
+linter, and proved once mended."""
 
 import importlib
 from collections.abc import Iterator
@@ -36,7 +34,6 @@ NARROW = {"head_dim": 192, "v_head_dim": 128}
 
 @pytest.fixture(scope="module")
 def sglang() -> SimpleNamespace:
-    """The modules of `sglang_planning`, and those that make pools."""
     planning = sglang_planning.load()
     with stand_ins_for_what_lacks():
         modules = {key: importlib.import_module(name) for key, name in MODULES.items()}
@@ -45,7 +42,6 @@ def sglang() -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def configured(sglang, monkeypatch) -> Iterator[None]:
-    """A published configuration, of which pools read the size of a page."""
     for variable in ("CPATTN_PLUGINS", "CPATTN_SGLANG_PARTS", "ASCEND_USE_FIA"):
         monkeypatch.delenv(variable, raising=False)
     with sglang.runtime.get_context().override_server_args(page_size=PAGE_SIZE):
@@ -56,8 +52,6 @@ def configured(sglang, monkeypatch) -> Iterator[None]:
 def configurator_of(
     sglang: SimpleNamespace, layers: range, *, head_dim: int, v_head_dim: int, num_kv_heads: int = 2
 ) -> Any:
-    """A `KVCacheConfigurator` for some layers of a model, with no more than its builders of plain
-    pools read."""
     made = object.__new__(sglang.configurator.KVCacheConfigurator)
     counts = {"start_layer": layers.start, "end_layer": layers.stop}
     dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
@@ -71,13 +65,11 @@ def configurator_of(
 
 
 def ascend_pool(sglang: SimpleNamespace, layers: range, **sizes: int) -> Any:
-    """The pool that a server on Ascend makes of these layers."""
     made = configurator_of(sglang, layers, **sizes)
     return made._build_ascend_mha_kv_pool(max_total_num_tokens=NUM_TOKENS)
 
 
 def plain_pool(sglang: SimpleNamespace, layers: range, **sizes: int) -> Any:
-    """The pool that a server on other devices makes of them."""
     made = configurator_of(sglang, layers, **sizes)
     return made._build_mha_kv_pool(
         max_total_num_tokens=NUM_TOKENS, mha_pool_class=sglang.pools.MHATokenToKVPool
@@ -116,7 +108,6 @@ def document_of(
 
 
 def two_stages(sglang: SimpleNamespace) -> dict[str, Any]:
-    """A prefill of 7 and 8 layers, to a decode that has all of them."""
     decode = ascend_pool(sglang, range(15), **EVEN)
     pools = [ascend_pool(sglang, layers, **EVEN) for layers in STAGES]
     stages = (document_of(sglang, x, decode, f"stage {i}", pp_size=2) for i, x in enumerate(pools))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-in for torch_npu: put in place and taken away, and its operators beside attention.
-
-What torch asks of every operator of attention is in test_integrations_torch_ops.py.
-"""
+"""The stand-in for torch_npu, and its operators beside attention; what torch asks of every operator
+of attention is in test_integrations_torch_ops.py."""
 
 import importlib
 import inspect
@@ -145,7 +143,6 @@ def test_scatter_in_a_graph(torch_npu):
 
 
 def test_keys_and_values_in_one_call(torch_npu):
-    """A pool without the FIA layout makes this call."""
     torch.manual_seed(0)
     caches = torch.zeros(3, PAGE, KV_HEADS, DIM), torch.zeros(3, PAGE, KV_HEADS, 48)
     key, value = torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, 48)

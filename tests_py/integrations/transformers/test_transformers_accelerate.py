@@ -27,7 +27,6 @@ integration.register()
 
 @pytest.fixture(scope="module")
 def expected() -> Any:
-    """The tokens and logits of the model as it is."""
     return generate(make_model("qwen3"), "cpattn", TOKENS, 6, attention_mask=PADDED)
 
 
@@ -44,7 +43,6 @@ def test_on_one_device_with_hooks(expected: Any) -> None:
 
 
 def test_loaded_onto_cpu_and_disk(expected: Any, tmp_path: Path) -> None:
-    """A device map makes transformers call `dispatch_model`."""
     make_model("qwen3").save_pretrained(tmp_path / "model")
     placed = {"device_map": SPLIT, "offload_folder": tmp_path / "weights"}
     model = AutoModelForCausalLM.from_pretrained(

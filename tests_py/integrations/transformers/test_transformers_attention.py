@@ -81,7 +81,6 @@ def run(
 
 
 def both(model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """The logits of a run with our attention, and with eager."""
     return tuple(run(model, name, *arguments)[0] for name in ("cpattn", "eager"))
 
 
@@ -259,7 +258,6 @@ def test_position_biases_of_decoders(name: str, cache: str | None) -> None:
 
 
 def mask_of(band: masks.Band, queries: int, keys: int) -> np.ndarray:
-    """The mask that a band stands for, [batch, queries, keys]."""
     position = np.arange(keys) - band.starts[:, None, None]
     length = band.kv_lens[:, None, None]
     visible = (position >= 0) & (position < length)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers with latent caches, on expanded keys and on the latents themselves.
-
-Among them are DeepSeek-V3.2 and GLM-MoE-DSA, on our indexer and sparse attention.
-"""
+"""Models of transformers with latent caches, on expanded keys and on the latents themselves, and
+DeepSeek-V3.2 and GLM-MoE-DSA on our indexer and sparse attention."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -64,7 +62,6 @@ def test_logits_are_those_of_eager(name: str, run: str, form: str) -> None:
 
 @pytest.fixture
 def expanding(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """List how many keys were expanded in each call that did so."""
     calls = []
     layer = type(deepseek.model.layers[0].self_attn)
     expand_kv = layer.expand_kv

@@ -199,7 +199,6 @@ def test_every_exchange_and_strategy(tmp_path, expected):
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
-    """Return the errors of all ranks where rank 1 has faults."""
     path, cases = tmp_path_factory.mktemp("faults"), (*LOSSES, *OWN)
     return run_world(3, path, run_faults, cases, preload=run_faults.__module__)
 

@@ -40,7 +40,6 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    """The tokens that eager generates from each prompt alone."""
     return [one_by_one(model, prompt) for prompt in PROMPTS]
 
 
@@ -62,8 +61,6 @@ def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 class Calls:
-    """Plans that are run, the memory they are run on, and copies that the cache is asked for."""
-
     def __init__(self) -> None:
         self.plans: list[Any] = []
         self.memory: set[int] = set()

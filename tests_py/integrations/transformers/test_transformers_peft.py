@@ -39,7 +39,6 @@ integration.register()
 
 
 def adapted(kind: str, name: str = "llama") -> tuple[Any, Any]:
-    """A model with an adapter of random weights, and the model in it."""
     model = make_model(name)
     torch.manual_seed(3)
     adapter = peft.get_peft_model(model, KINDS[kind]).eval()

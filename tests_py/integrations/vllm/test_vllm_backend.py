@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of the vLLM backend on a cache of theirs, without an engine, against the oracle.
-
-Of caches of FP8: vLLM's own kernels cut numbers off to codes, where cpattn rounds them, so that the
-same rows are mostly other codes. Rows of numbers that are codes already, times a power of two, are
-the same codes in both.
-"""
+"""The layers of the vLLM backend on a cache of theirs, without an engine, against the oracle; vLLM's
+kernels cut numbers off to codes of FP8, and cpattn rounds them."""
 
 import math
 import os
@@ -119,13 +115,11 @@ def test_encoders_read_the_keys_of_the_batch(attn_type, dtype, window, alibi_slo
 
 
 def make_bytes():
-    """A cache of codes as vLLM has it, all of it NaN."""
     shape = (NUM_BLOCKS, 2, KV_HEADS, BLOCK, 2 * DIM)
     return torch.full(shape, NAN, dtype=torch.uint8)[:, 1]
 
 
 def planes(cache, dtype):
-    """Return the keys and values of a cache."""
     return cache.reshape(NUM_BLOCKS, KV_HEADS, 2, BLOCK, DIM).view(dtype).unbind(2)
 
 
@@ -191,7 +185,6 @@ def test_without_metadata_nothing_is_computed():
 
 
 def quantized(x, scale, code):
-    """The codes nearest to x / scale."""
     most = torch.finfo(code).max
     x = x.float() / scale
     codes = x.clamp(-most, most).to(code)
@@ -269,7 +262,6 @@ def test_on_the_same_codes_vllm_gives_the_same(name, scales):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_alibi_is_that_of_vllm(causal):
-    """Answers of both agree with the oracle, in float32."""
     options = {"sinks": torch.randn(HEADS), "logits_soft_cap": 2.0, "alibi_slopes": SLOPES}
     batch, sides = Batch("float32"), (backend.CpattnImpl, cpu_attn.CPUAttentionBackendImpl)
     stock = vllm_layers.make_stock_metadata(causal=causal)

@@ -40,7 +40,6 @@ def announced(monkeypatch):
 
 
 def record(folder, monkeypatch, process, rank, batches=BATCHES):
-    """Lay batches out as one process of a worker, with the number that its launcher gives it."""
     monkeypatch.setenv("RANK", str(process))
     manager = pcp_manager.PCPManager(SIZE, rank, torch.device("cpu"), True)
     with capture(folder / f"{process}.cpcap") as path:

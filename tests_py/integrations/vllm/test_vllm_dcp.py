@@ -72,8 +72,6 @@ def test_slots_of_new_tokens(interleave):
 
 
 class Ranks:
-    """Ranks in threads, which swap tensors."""
-
     def __init__(self, monkeypatch):
         self.here = local()
         self._given = [None] * RANKS

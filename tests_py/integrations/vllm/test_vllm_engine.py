@@ -60,7 +60,6 @@ def start(folder, name, **environment):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return results of all runs without and with the plug-in, and the log of the latter."""
     folder = tmp_path_factory.mktemp("vllm")
     runs = []
     for kind, engine, sampling, codes in RUNS.values():

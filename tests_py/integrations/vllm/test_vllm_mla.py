@@ -75,7 +75,6 @@ def slots(sequence, count):
 
 
 def written(layer, dtype):
-    """A cache with the tokens of all sequences that are decoded."""
     cache = make_cache(dtype)
     for sequence, count in enumerate(KV_LENS):
         fused = torch.randn(count + 2, RANK + ROPE).to(cache.dtype)  # two rows are padding

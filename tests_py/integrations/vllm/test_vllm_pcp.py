@@ -47,7 +47,6 @@ def on_cpu(monkeypatch):
 
 
 def arrays_of(batch, shard_decode, padding=None):
-    """Lay a batch out by vLLM; cached tokens are drawn."""
     size, dcp, extend, prefill = batch
     prefill = np.array(prefill, bool)
     prefix = np.random.default_rng(size).integers(1, 40, len(extend)).astype(np.int32)
@@ -83,7 +82,6 @@ def check_layout(batch, shard_decode):
 
 
 def check_proof(batch, manager, segments, prefix):
-    """Prove what vLLM planned, and refute it where one segment sees a key too few."""
     extend = batch[2]
     if not sum(extend):
         return

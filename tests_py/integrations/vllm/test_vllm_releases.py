@@ -15,7 +15,6 @@ MODULE = "vllm.v1.attention.backends.registry"
 
 @pytest.fixture
 def registered(monkeypatch):
-    """List what the plug-in registers, with a package of vLLM that has nothing else."""
     calls: list[tuple[str, str]] = []
     parts = MODULE.split(".")
     names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
