@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Archives of sources from PyPI whose tests are suites, and not in wheels: fetched into build/outside
-by `python -m outside.archive`, and read there."""
+"""Archives of sources from PyPI whose tests are suites, and not in wheels: fetched into
+build/outside by `python -m outside.archive`, and read there."""
 
 import hashlib
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/concepts and pages like them: code prints what they show, pictures are what the library says."""
+"""docs/concepts and the like: code prints what pages show, pictures are what the library says."""
 
 import contextlib
 import io

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's DSA path on Ascend, unmodified, over gloo ranks, in float64: of this library there are the
-operators of the indexer and of sparse attention."""
+"""sglang's DSA path on Ascend, unmodified, over gloo ranks, in float64: of this library
+there are the operators of the indexer and of sparse attention."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-in's smaller parts against sglang's own functions, and its switch; what it takes as it is
-from `cpattn.transfer` has tests in tests_py/transfer/sglang_0_5_23."""
+"""The plug-in's smaller parts against sglang's own functions, and its switch; what it takes as it
+is from `cpattn.transfer` has tests in tests_py/transfer/sglang_0_5_23."""
 
 import importlib
 import itertools

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV transfers of sglang 0.5.23 as it is published, pools and descriptors of its own: refuted by the
-linter, and proved once mended."""
+"""KV transfers of sglang 0.5.23 as it is published, pools and descriptors of its own: refuted by
+the linter, and proved once mended."""
 
 import importlib
 from collections.abc import Iterator

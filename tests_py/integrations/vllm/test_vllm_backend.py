@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of the vLLM backend on a cache of theirs, without an engine, against the oracle; vLLM's
-kernels cut numbers off to codes of FP8, and cpattn rounds them."""
+"""The layers of the vLLM backend on a cache of theirs, without an engine, against the oracle;
+vLLM's kernels cut numbers off to codes of FP8, and cpattn rounds them."""
 
 import math
 import os
