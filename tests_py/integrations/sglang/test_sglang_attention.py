@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention backend on sglang's own KV pools, without an engine, against the oracle."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from support.cases import assert_attention
-from support.children import path_with
+from support.engine_runs import run_module
 from support.sglang.installed import MARKS
 from support.time_limits import PATIENCE
 
@@ -28,11 +24,7 @@ LAYERS = [
 def found(tmp_path_factory):
     """Return answers of a process with stand-ins of cpu_engine, which must not be seen here."""
     path = tmp_path_factory.mktemp("layers") / "found.pt"
-    environment = os.environ | {"PYTHONPATH": path_with()}
-    command = [sys.executable, "-m", "support.sglang.sglang_attention_layers", path]
-    options = {"capture_output": True, "text": True, "timeout": 3 * PATIENCE}
-    done = subprocess.run(command, env=environment, **options)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_module("support.sglang.sglang_attention_layers", path, timeout=3 * PATIENCE)
     return torch.load(path, weights_only=False)
 
 

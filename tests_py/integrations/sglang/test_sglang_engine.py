@@ -15,6 +15,7 @@ import urllib.request
 import pytest
 
 from support.children import path_with
+from support.engine_runs import run_engines
 from support.entry_points import write_distribution
 
 if importlib.util.find_spec("sglang") is None:
@@ -69,22 +70,10 @@ def answers_of(runs, folder, **environment):
         {"engine": {"model_path": str(folder / name), **common, **options}, **asked}
         for name, options in runs.items()
     ]
-    (folder / "runs.json").write_text(json.dumps(described))
-    (folder / "site").mkdir()
-    write_distribution(folder / "site")
-    files = folder / "runs.json", folder / "results.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "support.sglang.sglang_generate", *files],
-        env={**os.environ, **ENVIRONMENT, **environment, "PYTHONPATH": path_with(folder / "site")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    results = json.loads((folder / "results.json").read_text())
+    options = {"timeout": TIMEOUT, **ENVIRONMENT, **environment}
+    results, log = run_engines("support.sglang.sglang_generate", described, folder, **options)
     eager = [eager_answers(folder / name, PROMPTS, NUM_TOKENS) for name in runs]
-    return dict(zip(runs, zip(results, eager, strict=True), strict=True)), done.stdout
+    return dict(zip(runs, zip(results, eager, strict=True), strict=True)), log
 
 
 @pytest.fixture(scope="module")

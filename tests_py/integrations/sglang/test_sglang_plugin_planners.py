@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-in's smaller parts against sglang's own functions, and its switch; what it takes as it
-is from `cpattn.transfer` has tests in tests_py/transfer/sglang_0_5_23."""
+"""The plug-in's smaller parts against sglang's own functions, its switch and how it is loaded; what
+it takes as it is from `cpattn.transfer` has tests in tests_py/transfer/sglang_0_5_23."""
 
 import importlib
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,8 +15,11 @@ import pytest
 
 from cpattn.integrations import sglang as plugin
 from cpattn.integrations.sglang import planners
+from support.engine_runs import run_module
+from support.entry_points import write_distribution
 from support.sglang.installed import MARKS
 from support.sglang.sglang_planning import kv_list
+from support.time_limits import PATIENCE
 
 pytestmark = MARKS
 
@@ -223,3 +227,31 @@ def test_hooks_of_others_come_after(sglang, switch, monkeypatch):
         plugin.install("kv", "metadata")
     assert not switch._hooked
     assert not switch._active
+
+
+ALL = ["zigzag", "interleave", "topk", "kv", "shards", "attention"]
+
+
+def test_loading(tmp_path):
+    write_distribution(tmp_path)
+    worker = "support.sglang.sglang_plugin_worker"
+    printed = run_module(worker, folders=(tmp_path,), timeout=PATIENCE).splitlines()
+    answers = json.loads(next(line for line in printed if line.startswith("{")))
+    found = {"filtered by SGLANG_PLUGINS": [], "CPATTN_PLUGINS=0": [], "loaded": ALL}
+    found |= {"loaded again": ALL, "hooks per target": [1], "uninstalled": []}
+    found |= {"CPATTN_SGLANG_PARTS": ["zigzag", "interleave", "strict_kv"]}
+    assert answers == found
+    log = [line for line in printed if line.startswith("cpattn.")]
+    assert log == [
+        "cpattn.integrations.sglang.plugin: cpattn plans for sglang: "
+        "ZigzagCPStrategy.build_metadata, InterleaveCPStrategy.build_metadata, "
+        "DeepseekSparseAttnBackend.get_topk_transform_method, group_concurrent_contiguous, "
+        "filter_kv_indices_for_shard_rank, PageInterleavePoolAllocator.alloc_extend, "
+        "PageInterleavePoolAllocator.free, PageInterleaveKVPoolMixin.begin_shard_extend "
+        "(off: CPATTN_PLUGINS=0)",
+        "cpattn.integrations.sglang.plugin: cpattn plans for sglang: "
+        "ZigzagCPStrategy.build_metadata, InterleaveCPStrategy.build_metadata, "
+        "setup_state_kv_args, CommonKVManager.get_mha_kv_ptrs_with_pp, "
+        "CommonKVManager.get_mla_kv_ptrs_with_pp, AscendKVManager.get_mla_kv_ptrs_with_pp "
+        "(off: CPATTN_PLUGINS=0)",
+    ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from audit import machine
+from cpattn.transfer import KVHandshake, KVLayout, plan_kv_transfer
 from support.cases import DTYPES, assert_attention, in_rows
 from support.integrations import documented_masks
 
@@ -321,3 +322,43 @@ def test_register_is_idempotent_and_can_be_switched_off(environment):
         plugin.register()
         assert AttentionBackendEnum.CPU_ATTN.get_class() is backend.CpattnBackend
     assert dict(environment) == before  # how threads of OpenMP wait is not the plug-in's to say
+
+
+def layout_of(layers, caches):
+    entries = [
+        layer.kv_entry(number, cache)
+        for number, (layer, cache) in enumerate(zip(layers, caches, strict=True))
+    ]
+    return KVLayout(entries, BLOCK, total_kv_heads=KV_HEADS)
+
+
+def test_blocks_are_sent_whole_between_layers_of_one_order():
+    caches = [make_cache() for _ in range(2)]
+    layout = layout_of([make_layer()] * 2, caches)
+    assert KVHandshake(layout).differences(KVHandshake(layout)) == ()
+    plan = plan_kv_transfer(layout, layout, [1, 9], [2, 7])
+    block = caches[0][0].nbytes
+    assert set(plan.lengths.tolist()) == {block}
+    starts = {cache[page].data_ptr() for cache in caches for page in (1, 9)}
+    assert set(plan.src_addrs.tolist()) == starts
+
+
+def test_an_order_that_vllms_own_kernels_make_is_found_by_name(config):
+    """The vLLM of one server transfers the cache itself, the other one's layers are ours."""
+    caches = [make_cache() for _ in range(2)]
+    ours = make_layer()
+    config.kv_transfer_config = object()
+    stock = make_layer()
+    assert (ours.is_stock, stock.is_stock) == (False, True)
+    one = KVHandshake(layout_of([ours, ours], caches))
+    other = KVHandshake(layout_of([ours, stock], caches))
+    packed = cpu_attn._get_attn_isa(torch.float32, BLOCK, DIM)
+    assert one.differences(other) == (
+        ("layout_tag of k, layer 1", "vllm cpu rows", f"vllm cpu {packed}"),
+    )
+
+
+def test_codes_are_told_from_numbers():
+    cache = make_cache().to(torch.float8_e4m3fn).view(torch.uint8)
+    entry = make_layer(kv_cache_dtype="fp8").kv_entry(0, cache)
+    assert (entry.dtype, entry.layout_tag) == ("float8_e4m3fn", "vllm cpu rows")

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode context parallelism of vLLM on a CPU: ranks share the cache, and answers stay the same."""
 
-import json
-import os
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, local
@@ -26,8 +22,7 @@ with warnings.catch_warnings():  # of what vLLM imports
     from support.vllm.vllm_layers import BLOCK, DIM, HEADS, KV_LENS, LAYER, NUM_BLOCKS, Q_LENS
 
 from support.cases import assert_attention
-from support.children import path_with
-from support.entry_points import write_distribution
+from support.engine_runs import run_engines
 from support.sglang.sglang_models import eager_answers
 from support.time_limits import PATIENCE
 from support.tolerances import assert_close
@@ -180,7 +175,7 @@ NUM_TOKENS = 12
 @pytest.mark.timeout(TIMEOUT + 60)
 def test_tokens_of_two_ranks_are_those_of_eager_attention(tmp_path):
     """Chunks of prompts, decoded tokens beside them, and prefixes from the shared cache."""
-    model, site = write_model(tmp_path / "llama", num_key_value_heads=1), tmp_path / "site"
+    model = write_model(tmp_path / "llama", num_key_value_heads=1)
     shared = {"tensor_parallel_size": RANKS, "decode_context_parallel_size": RANKS}
     engines = [shared, {**shared, "cp_kv_cache_interleave_size": 16}]
     common = {"prompts": PROMPTS, "sampling": {"max_tokens": NUM_TOKENS}}
@@ -188,22 +183,12 @@ def test_tokens_of_two_ranks_are_those_of_eager_attention(tmp_path):
         {"engine": {"model": str(model), "dtype": "float32", **engine}, **common}
         for engine in engines
     ]
-    files = tmp_path / "runs.json", tmp_path / "results.json"
-    files[0].write_text(json.dumps(runs))
-    site.mkdir()
-    write_distribution(site)
-    environment = {**ENVIRONMENT, "PYTHONPATH": path_with(site), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-m", "support.vllm.vllm_generate", *files],
-        env=os.environ | environment | {"VLLM_HOST_IP": "127.0.0.1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT,
+    options = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    results, _ = run_engines(
+        "support.vllm.vllm_generate", runs, tmp_path, timeout=TIMEOUT, **options
     )
-    assert done.returncode == 0, done.stdout[-4000:]
     eager = eager_answers(model, PROMPTS, NUM_TOKENS)
     assert len({token for tokens in eager for token in tokens}) > 20  # and are hard to guess
-    for result in json.loads(files[1].read_text()):
+    for result in results:
         assert result["tokens"] == eager + eager[::-1]
         assert max(result["num_cached"]) >= 256  # prefixes were found in the cache
