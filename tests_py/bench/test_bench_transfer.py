@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench/transfer and bench_metadata.py that a wrong benchmark would come from."""
+"""The parts of bench/transfer and bench/context_parallel that a wrong benchmark would come from."""
 
 import numpy as np
 import pytest
 
 import cpattn
 from bench.context_parallel import metadata, plans
-from bench.harness import runner
+from bench.context_parallel.exchanges import WAYS, Settings, Shape, predicted, rates_of
 from bench.harness.comparison import Wrong
 from bench.transfer import engine, planning, scatter
 from bench.transfer.receiver import Receiver
-
-
-@pytest.fixture(autouse=True)
-def peak(monkeypatch):
-    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
+from cpattn_lab.cost_model import Rates
 
 
 @pytest.mark.parametrize("order", planning.ORDERS)
@@ -92,3 +88,40 @@ def test_wrong_metadata_is_found():
     result[3][0] += 1
     with pytest.raises(Wrong, match="not equal"):
         comparison.check(metadata.OURS, result)
+
+
+SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
+BY_NAME = {way.name: way for way in WAYS}
+RATES = Rates(gflops=100, gather_gb_per_s=1, store_gb_per_s=4)
+ROW = 2 * 8 * 128 * 2  # bytes of keys and values of a token
+#: Bytes that each of two ranks receives of 1,024 new tokens behind 3,072, in pages of 128.
+RECEIVED = {
+    "replicated": 512 * ROW,
+    "gather": (1536 + 512) * ROW,
+    "ring": (256 + 2048) * ROW,  # new rows go to their owners first
+    "pass_q": 256 * ROW + 512 * 32 * (128 * 2 + 128 * 2 + 4),
+}
+
+
+@pytest.mark.parametrize("name", RECEIVED)
+def test_the_link_is_busy_for_the_bytes_that_cross_it(name):
+    _, busy = predicted(SETTINGS.shapes[0], BY_NAME[name], 2, SETTINGS, RATES)
+    assert busy == pytest.approx(RECEIVED[name] / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("size", "cpus", "exchange", "slower", "share"),
+    [
+        (2, 2, "gather", 1, 1),
+        (4, 2, "gather", 2, 0.75),
+        (4, 4, "pass_q", 1, 0.75),
+        (4, 2, "ring", 2, 1),
+    ],
+)
+def test_ranks_of_a_host_share_cpus_and_the_link(size, cpus, exchange, slower, share):
+    """Each of 2 ranks sends 2 of its 3 messages over the link: as 3 would at 3/4 of the rate."""
+    rates = rates_of(RATES, BY_NAME[exchange], size, cpus, 2e9)
+    assert rates.gflops == RATES.gflops / slower
+    assert rates.store_gb_per_s == RATES.store_gb_per_s / slower
+    assert rates.merge_ns == RATES.merge_ns * slower
+    assert rates.gather_gb_per_s == 2 * share

@@ -60,13 +60,6 @@ def test_in_c(run, library):
     assert run("./attention") == printed_by("c")
 
 
-def test_in_c_with_the_static_library(run, library):
-    """No more is needed than the page says, and C++'s library is not in the way of another."""
-    static = [library / "libcpattn.a", "-lstdc++", "-lm", "-lpthread"]
-    run(*C99, *AGAINST_BUILD, "attention.c", "-o", "attention", *static)
-    assert run("./attention") == printed_by("c")
-
-
 def test_in_cpp(run, library, folder):
     (folder / "main.cc").write_text(
         '#include "plan.h"\n#include <cstdio>\n'

@@ -258,16 +258,6 @@ def close(state, session):
         state.engine.write("127.0.0.1:1", [], [], [])
 
 
-def test_write_to_a_closed_engine(engine, sender, receiver, another):
-    address = another.call(allocate, "target", SIZE, CANARY)
-    assert sender.call(write, another.session_id, "source", [(0, address, 64)])[0] == 0
-    another.call(close, engine.session)
-    code, seconds = sender.call(write, another.session_id, "source", [(0, address, SIZE)])
-    assert code == -1
-    assert seconds < LIMIT
-    assert another.call(contents, "target", 64) == bytes([CANARY]) * (SIZE - 64)
-
-
 def test_threads_write_side_by_side(sender, receiver, target):
     codes = sender.call(write_on_threads, receiver.session_id, "source", target)
     assert codes == [0] * NUM_THREADS

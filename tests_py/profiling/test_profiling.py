@@ -130,26 +130,14 @@ def test_one_profile_at_a_time():
     assert (trace.calls, trace.dropped) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("max_events", "message"),
-    [
-        (0, "max_events must be >= 1, got 0"),
-        (2**40, "max_events must be <= 67108864, got 1099511627776"),
-        (2**63, "max_events must be <= 67108864"),
-        *((x, f"max_events must be an integer, got {x}") for x in (1e6, True, None)),
-    ],
-)
-def test_what_no_thread_can_record_is_refused(max_events, message):
-    with pytest.raises(TypeError if "integer" in message else ValueError, match=message):
-        cpattn.profile(max_events=max_events)
-
-
 def test_no_memory_for_events_is_an_error(monkeypatch):
     monkeypatch.setattr(cpattn.profiling.recording, "_RECORD", np.dtype((np.void, 2**30)))
     with pytest.raises(MemoryError, match="profile: no memory for max_events = 1048576"):
         cpattn.profile().__enter__()
     monkeypatch.undo()
     assert profiled().calls == 1  # none is running
+    with pytest.raises(ValueError, match="max_events must be <= 67108864, got 1099511627776"):
+        cpattn.profile(max_events=2**40)
 
 
 def test_a_selection_that_would_be_empty_by_mistake_is_refused():

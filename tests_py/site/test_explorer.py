@@ -256,24 +256,6 @@ def test_nothing_is_wider_than_400_pixels(page, state):
     assert page.locator("[aria-invalid]").count() == (3 if state == "errors" else 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("state", "scheme"), [*zip(STATES, ("light", "dark", "dark", "light"), strict=True)]
-)
-def test_nothing_is_wrong_for_axe(page, state, scheme):
-    pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
-    from axe_playwright_python.sync_playwright import Axe
-
-    page.set_viewport_size({"width": 1280, "height": 720})
-    page.emulate_media(color_scheme=scheme)
-    show_all(page, STATES[state])
-    colour = {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == colour
-    results = Axe().run(page, options={"preload": False})  # a file cannot fetch another
-    assert results.violations_count == 0, results.generate_report()
-    assert len(results.response["passes"]) > 15
-
-
 def test_the_page_of_the_site_has_what_the_page_alone_has():
     alone, site = (PAGE.with_name(name).read_text() for name in ("explorer.html", "index.md"))
     for part in ("explorer.css", "plan.js", "fields.js", "explorer.js", 'id="cpattn-explorer"'):

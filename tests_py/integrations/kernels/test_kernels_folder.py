@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder for the library `kernels`, loaded as that does it, beside the package."""
 
-import ast
 import importlib.util
 import json
 import subprocess
@@ -12,11 +11,9 @@ import build_hub_kernel
 import numpy as np
 import pytest
 import torch
-from module_imports import names_in
 
 import cpattn
 from cpattn.integrations import flash_attn
-from support.places import ROOT
 from support.tolerances import assert_similar
 
 
@@ -155,14 +152,6 @@ def test_the_same_sources_make_the_same_bytes(files, variant, tmp_path):
     changed = build_hub_kernel.write({**files, "merge.py": b""}, tmp_path)
     assert changed == again
     assert (again / "metadata.json").read_text() != (variant / "metadata.json").read_text()
-
-
-def test_modules_of_the_package_name_each_other_relatively():
-    for path in (ROOT / "python" / "cpattn").rglob("*.py"):
-        package = path.relative_to(ROOT / "python").parent.parts
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not getattr(node, "level", 0):
-                assert all(name[0] != "cpattn" for name in names_in(node, package)), path
 
 
 def test_wheels_of_one_release_and_processor(files, tmp_path):

@@ -3,7 +3,6 @@
 
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,18 +100,6 @@ def test_a_session_is_of_one_process(receiver, sender):
     assert receiver.call(unregister, "target") == 0
 
 
-def test_many_blocks_of_a_write(receiver, sender):
-    size = 20_000 * 16
-    address = receiver.call(allocate, "target", size, CANARY)
-    sender.call(allocate, "many", size, 1)
-    blocks = [(16 * i, address + 16 * i, i % 16) for i in range(20_000)]
-    assert sender.call(write, receiver.session_id, "many", blocks)[0] == 0
-    rows = np.frombuffer(receiver.call(contents, "target"), np.uint8).reshape(-1, 16)
-    assert (rows == np.where(np.arange(16) < np.arange(20_000)[:, None] % 16, 1, CANARY)).all()
-    assert receiver.call(unregister, "target") == 0
-    assert sender.call(unregister, "many") == 0
-
-
 def allocate_zeros(state, name, nbytes):
     buffer = np.zeros(nbytes, np.uint8)
     setattr(state, name, buffer)
@@ -171,18 +158,6 @@ def test_listeners(receiver):
     assert f"00000000:{port:04X}" in addresses
     assert sum(address.startswith("00000000:") for address in addresses) == 1
     assert len(addresses) > 1  # UCX, on each device
-
-
-def registers_anything(state):
-    """Call NIXL where `register` has a code other than 0; return what it imports."""
-    engine, base = state.engine, allocate(state, "memory", SIZE, 0)
-    for addr, size in ((base, SIZE), (base + 8, 8), (base + 2 * SIZE, 0), (8, 8)):
-        engine._agent.registerMem(engine._regions([addr], [size]), [])
-    return sorted({name.partition(".")[0] for name in sys.modules} & {"nixl", "torch"})
-
-
-def test_nixl_registers_anything_and_brings_no_torch(another):
-    assert another.call(registers_anything) == []
 
 
 def test_shared_memory_needs_no_doing_of_the_peer(receiver):

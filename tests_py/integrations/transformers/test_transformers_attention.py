@@ -42,18 +42,6 @@ def left_padded() -> Tensor:
     return (torch.arange(LENGTH) >= PADDING[:, None]).long()
 
 
-@pytest.mark.parametrize(("padded", "cache"), [(False, None), (True, "static")])
-def test_the_tokens_of_eager(model: Any, padded: bool, cache: str | None) -> None:
-    mask = left_padded() if padded else torch.ones(1, LENGTH).long()
-    options = {"attention_mask": mask, "cache_implementation": cache}
-    tokens = make_tokens(*mask.shape)
-    expected = generate(model, "eager", tokens, 20, **options)
-    actual = generate(model, "cpattn", tokens, 20, **options)
-    assert torch.equal(actual.sequences, expected.sequences)
-    assert_logits_close(torch.stack(actual.logits), torch.stack(expected.logits))
-    assert len(actual.sequences[:, LENGTH:].unique()) > 5
-
-
 CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 20),

@@ -8,12 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
 
 from cpattn.integrations import transformers as integration  # noqa: E402
 from support.transformers import family_table as families  # noqa: E402
 from support.transformers.family_table import BATCHES, PAGE, PARTS, Calls, Outcome, try_model  # noqa: E402
-from support.transformers.tiny_transformers import make_tokens  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 
@@ -46,28 +44,6 @@ def test_outcomes_of_single_models(calls):
     assert "s_aux is not supported" in outcome.reason
 
 
-#: Models that compute attention themselves, and what loading them with the name ends in.
-OWN = "big_bird bloom codegen gpt_neox_japanese megatron-bert mpt mvp rembert roformer xglm"
-LOADED = dict.fromkeys(OWN.split(), ValueError) | dict.fromkeys(
-    ("falcon", "gptj", "gpt_neo"), KeyError
-)
-
-
-@pytest.mark.parametrize("model_type", LOADED)
-def test_a_model_of_its_own_attention_that_is_loaded_with_the_name(model_type):
-    """The error is that of the page; its cells are of models that are told the name afterwards."""
-    integration.register()
-    assert f"\n| {model_type} | own |" in PAGE.read_text()
-
-    @torch.inference_mode()
-    def load_and_run():
-        config = families.tiny_config(model_type)
-        AutoModelForCausalLM.from_config(config, attn_implementation="cpattn")(make_tokens(2, 5))
-
-    with pytest.raises(LOADED[model_type], match="cpattn"):
-        load_and_run()
-
-
 def test_wrong_attention_differs(calls, monkeypatch):
     family, right = families.Family("llama"), integration.attention
 
@@ -88,11 +64,3 @@ def test_the_page_has_every_type():
     assert sorted([*rows, *(others[1].split(", ") if others else [])]) == families.text_models()
     assert "| differs |" not in found
     assert "| fails |" not in found
-
-
-def test_a_row_says_each_reason_once():
-    refused = Outcome("refused", "ValueError: a | b")
-    row = dict.fromkeys(PARTS, refused) | {BATCHES: Outcome("-", "eager: differs")}
-    assert families.table({"x": row, "y": "TypeError"}).splitlines()[2:] == [
-        "| x | refused | refused | refused | refused | - | ValueError: a \\| b |"
-    ]

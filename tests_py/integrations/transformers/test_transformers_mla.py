@@ -110,13 +110,6 @@ def test_other_implementations_and_removal_see_the_models_own_method(deepseek: A
         assert all("expand_kv" in vars(layer) for layer in layers)
 
 
-def test_another_name_of_the_registration(deepseek: Any, expanding: list[int]) -> None:
-    integration.register("somebody")
-    with absorb_mla(deepseek, "somebody"):
-        logits(deepseek, "left padded chunks", "somebody")
-    assert expanding == [48] * 3
-
-
 def test_models_that_are_refused(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with absorb_mla(deepseek), pytest.raises(ValueError, match="expand_kv of DeepseekV3Attention"):
         absorb_mla(deepseek)
@@ -250,16 +243,6 @@ def test_only_chosen_visible_keys_are_read(model: Any, latents: bool) -> None:
     )
     # Of the largest one: what latents are expanded to has sums in another order.
     assert_close(out, expected, magnitude.max(), "attention", "float32")
-
-
-def test_removal_of_an_indexer(model: Any) -> None:
-    expected = logits(model, "chunks", "sdpa")
-    indexers = [m for m in model.modules() if type(m).__name__.endswith("Indexer")]
-    replaced = use_indexer(model)
-    assert torch.equal(logits(model, "chunks", "sdpa"), expected)
-    assert all("forward" in vars(indexer) for indexer in indexers)
-    replaced.remove()
-    assert not any("forward" in vars(indexer) for indexer in indexers)
 
 
 def test_a_compiled_layer() -> None:
