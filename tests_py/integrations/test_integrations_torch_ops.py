@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cpattn
 import cpattn.integrations.torch_ops
@@ -70,13 +69,17 @@ def test_equals_the_function(call, mode):
     assert_same(tuple(outputs.values()), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS + ALL_OPERATORS[len(FIRST_OF_EACH) :], ids=str)
+@every_call
 def test_opcheck(call):
-    """Tracing, which takes long, is tried with the first call of each operator."""
-    is_first = any(call is first for first in ALL_OPERATORS)
-    options = {} if is_first else {"test_utils": ("test_schema", "test_faketensor")}
-    torch.library.opcheck(call.operator, call.args, call.kwargs, **options)
+    """Fake results have the shapes, dtypes and strides of real ones, without numbers."""
+    utilities = ("test_schema", "test_faketensor")
+    torch.library.opcheck(call.operator, call.args, call.kwargs, test_utils=utilities)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ALL_OPERATORS, ids=str)
+def test_opcheck_of_traces(call):
+    torch.library.opcheck(call.operator, call.args, call.kwargs)
 
 
 @pytest.mark.slow
@@ -131,27 +134,6 @@ def test_one_graph_serves_all_lengths():
         expected = cpattn.paged_attention(q, k_cache, v_cache, **options, return_lse=True)
         assert_same(compiled(q, *args), expected)
     assert len(graphs) == 1
-
-
-@pytest.mark.parametrize("call", [x for x in ALL_CALLS if x.label != " of latents"], ids=str)
-def test_fake_results(call):
-    """Meta and fake tensors have shapes, dtypes and strides without numbers.
-
-    Lengths in a tensor in place of a list are numbers that have to be known.
-    """
-
-    def like(convert: Any, value: Any) -> Any:
-        return convert(value) if isinstance(value, torch.Tensor) else value
-
-    fake, expected = FakeTensorMode(), call.function()
-    for mode, convert in ((fake, fake.from_tensor), (nullcontext(), lambda x: x.to("meta"))):
-        args = [like(convert, value) for value in call.args]
-        kwargs = {key: like(convert, value) for key, value in call.kwargs.items()}
-        with mode:
-            results = as_tuple(call.operator(*args, **kwargs))
-        for result, real in zip(results, expected, strict=True):
-            assert (result.shape, result.dtype) == (real.shape, real.dtype)
-            assert result.stride() == real.stride()
 
 
 @pytest.mark.parametrize("call", [call for call in ALL_OPERATORS if call.floats], ids=str)
