@@ -14,7 +14,6 @@ import model_tables
 
 from bench.models.forecast import Forecasts, chunks, layer_of, passes
 from bench.models.peers import ENGINES, Ranks
-from bench.models.process import tokens_of
 from bench.models.steps import Case, measure
 from bench.serving.turns import NEAR_TIE
 from cpattn_lab.cost_model import Rates
@@ -43,15 +42,6 @@ class Answering:
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch):
     monkeypatch.setattr("bench.models.steps._core.measure_peak", lambda dtype, threads: 1e12)
-
-
-def test_all_peers_have_the_prompts_of_a_round_and_each_round_others():
-    peers = [Answering(name, 1.0) for name in ("cpattn", TWO)]
-    measure(peers, PROMPT, budget=2.0, forecasts={})
-    assert peers[0].asked == peers[1].asked
-    seeds = [arguments["seed"] for _, arguments in peers[0].asked]
-    assert len(set(seeds)) == len(seeds) == 3  # the checked one, and until the budget is spent
-    assert tokens_of(8, 0) != tokens_of(9, 0)[:8] != tokens_of(9, 1)[:8]
 
 
 def test_rows_have_predictions_and_what_two_ranks_take_of_the_time_of_one():

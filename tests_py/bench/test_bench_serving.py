@@ -5,10 +5,8 @@ import pytest
 
 from bench.harness.contender import Failed
 from bench.serving import steps
-from bench.serving.load import Load, from_trace
 from bench.serving.steps import Case, largest_difference
 from bench.serving.turns import NEAR_TIE, compare_tokens
-from cpattn.scheduling.request import Request
 
 
 def answer(token, logprob):
@@ -78,16 +76,3 @@ def test_another_token_is_found(gap, token):
             [answer_ahead(1, gap=1.0), answer_ahead(1, 2, gap=gap)],
             [answer_ahead(1, gap=1.0), answer_ahead(1, token, gap=1.0)],
         )
-
-
-def test_prompts_share_what_the_trace_shares(tmp_path):
-    requests = [Request(0, 1000, 8, (1, 2)), Request(0, 600, 0, (1, 3))]
-    work = from_trace(requests, 8, vocab_size=8192, seed=1)
-    assert [len(prompt) for prompt in work.prompts] == [125, 75]
-    assert work.output_lengths == [1, 1]
-    assert (work.prompt_tokens, work.max_tokens) == (200, 126)
-    first, second = work.prompts
-    assert first[:64] == second[:64]
-    assert first[64:75] != second[64:75]
-    work.write(tmp_path / "load")
-    assert Load.read(tmp_path / "load") == work

@@ -19,7 +19,15 @@ import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import contiguous, masks  # noqa: E402
 from support.cases import DTYPES, assert_attention  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
-from support.transformers.tiny_transformers import CONFIGS, SIZES, generate, make_model, make_tokens  # noqa: E402
+from support.transformers.tiny_transformers import (  # noqa: E402
+    CONFIGS,
+    ENCODERS,
+    SIZES,
+    generate,
+    make_encoder,
+    make_model,
+    make_tokens,
+)
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 LENGTH = 30
@@ -150,32 +158,28 @@ def test_each_call_is_as_the_oracle(model: Any, dtype: str, watched: list[int]) 
     assert watched == [0, 1] * 9
 
 
+@torch.inference_mode()
+def logits_of(model: Any, implementation: str, batch: int, **given: Any) -> Tensor:
+    model.set_attn_implementation(implementation)
+    return model(make_tokens(batch, LENGTH), **given).logits
+
+
 @pytest.mark.parametrize("as_float", [False, True])
 def test_masks_of_the_caller(llama: Any, as_float: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     mask = torch.rand(2, 1, LENGTH, LENGTH, generator=generator) < 0.5
     mask |= torch.eye(LENGTH).bool()
     additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-
-    def logits(implementation: str) -> Tensor:
-        llama.set_attn_implementation(implementation)
-        given = additive if as_float or implementation == "eager" else mask
-        with torch.inference_mode():
-            return llama(make_tokens(2, LENGTH), attention_mask=given).logits
-
-    assert_logits_close(logits("cpattn"), logits("eager"))
+    actual = logits_of(llama, "cpattn", 2, attention_mask=additive if as_float else mask)
+    assert_logits_close(actual, logits_of(llama, "eager", 2, attention_mask=additive))
 
 
 def test_packed_sequences(llama: Any) -> None:
     """Three sequences in one row are told by their positions: neither sees another."""
     positions = torch.cat([torch.arange(n) for n in (5, 14, 11)])[None]
-
-    def logits(implementation: str) -> Tensor:
-        llama.set_attn_implementation(implementation)
-        with torch.inference_mode():
-            return llama(make_tokens(1, LENGTH), position_ids=positions, use_cache=False).logits
-
-    assert_logits_close(logits("cpattn"), logits("eager"))
+    given = {"position_ids": positions, "use_cache": False}
+    expected = logits_of(llama, "eager", 1, **given)
+    assert_logits_close(logits_of(llama, "cpattn", 1, **given), expected)
 
 
 def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,33 +187,6 @@ def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) ->
     config = transformers.GemmaConfig(**SIZES, use_bidirectional_attention=True)
     monkeypatch.setitem(CONFIGS, "gemma", lambda: config)
     assert_logits_close(*both(make_model("gemma"), torch.ones(2, LENGTH).long(), CHUNKS))
-
-
-HIDDEN = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-COUNTS = ("encoder_layers", "decoder_layers"), ("encoder_ffn_dim", "decoder_ffn_dim")
-HEADS = ("encoder_attention_heads", "decoder_attention_heads")
-BART = dict.fromkeys(COUNTS[0], 2) | dict.fromkeys(COUNTS[1], 96) | dict.fromkeys(HEADS, 4)
-BART |= {"d_model": 64, "vocab_size": 64, "max_position_embeddings": LENGTH, "init_std": 0.15}
-T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
-T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": None}
-ENCODERS = {
-    "bert": lambda: transformers.BertConfig(
-        **HIDDEN, num_attention_heads=4, initializer_range=0.15
-    ),
-    "bart": lambda: transformers.BartConfig(**BART),
-    "t5": lambda: transformers.T5Config(**T5),
-    "mt5": lambda: transformers.MT5Config(**T5),
-    "umt5": lambda: transformers.UMT5Config(**T5),
-}
-
-
-def make_encoder(name: str, kind: Any = transformers.AutoModel) -> Any:
-    torch.manual_seed(3)
-    model = kind.from_config(ENCODERS[name]()).eval()
-    for parameter, value in model.named_parameters():
-        if "relative_attention_bias" in parameter:  # by default it hardly matters
-            torch.nn.init.normal_(value)
-    return model
 
 
 @pytest.mark.parametrize("name", ENCODERS)

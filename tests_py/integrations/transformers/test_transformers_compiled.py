@@ -14,12 +14,18 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.export import Dim  # noqa: E402
-from transformers import AutoModel, BertConfig, BertModel, BloomConfig, T5Config, T5EncoderModel  # noqa: E402
+from transformers import AutoModel, AutoModelForTextEncoding, BloomConfig  # noqa: E402
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import masks  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
-from support.transformers.tiny_transformers import CONFIGS, generate, make_model, make_tokens  # noqa: E402
+from support.transformers.tiny_transformers import (  # noqa: E402
+    CONFIGS,
+    generate,
+    make_encoder,
+    make_model,
+    make_tokens,
+)
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 LENGTH = 30
@@ -98,17 +104,6 @@ def test_a_mask_with_gaps_is_used_as_it_is() -> None:
     assert not torch.equal(compiled(TOKENS, attention_mask=PADDED).logits, expected)
 
 
-def test_position_biases_in_a_graph() -> None:
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
-    torch.manual_seed(1)
-    model = T5EncoderModel(T5Config(**sizes, vocab_size=64)).eval()
-    torch.nn.init.normal_(
-        model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
-    )
-    model.set_attn_implementation("cpattn")
-    assert_compiled_alike(model, attention_mask=PADDED)
-
-
 def test_one_graph_for_all_lengths() -> None:
     model, backend = model_of("qwen3"), CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
@@ -135,11 +130,10 @@ def test_latents_in_one_graph() -> None:
         assert_compiled_alike(model, attention_mask=PADDED)
 
 
-def test_an_encoder_in_one_graph() -> None:
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96}
-    config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
-    model = BertModel(config).eval()
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_an_encoder_in_one_graph(name: str) -> None:
+    """T5 has position biases."""
+    model = make_encoder(name, AutoModelForTextEncoding)
     model.set_attn_implementation("cpattn")
     assert_compiled_alike(model, attention_mask=PADDED)
 

@@ -89,21 +89,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.mark.slow
-def test_the_tokens_of_one_prompt_at_a_time(model: Any, expected: Any) -> None:
-    assert batched(model, PROMPTS) == expected
-    assert len({token for tokens in expected for token in tokens}) > 5
-
-
-@pytest.mark.slow
-def test_padding_of_the_batch(model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_tokens_of_one_prompt_at_a_time(
+    model: Any, expected: Any, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = model_runner.ModelRunner.__init__
 
-    def pad(self: Any, *arguments: Any, **options: Any) -> None:
+    def start(self: Any, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)
-        self.pad_inputs = True
+        self.pad_inputs = padded
 
-    monkeypatch.setattr(model_runner.ModelRunner, "__init__", pad)
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", start)
     assert batched(model, PROMPTS) == expected
+    assert len({token for tokens in expected for token in tokens}) > 5
 
 
 def test_full_attention_copies_nothing_and_shares_the_pages_of_a_prefix(calls: Calls) -> None:

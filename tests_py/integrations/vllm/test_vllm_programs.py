@@ -3,20 +3,17 @@
 
 import os
 import re
-import sys
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from audit import machine
 from cpattn_proof import conform
-from support.children import Children, path_with
+from support.children import path_with
 from support.entry_points import write_distribution
 from support.pages import blocks_in, run_page
 from support.places import ROOT
 from support.proof.conformance.right_operators import VLLM
-from support.time_limits import PATIENCE
 
 pytestmark = pytest.mark.engine("vllm-cpu")
 
@@ -39,20 +36,6 @@ def test_values_behind_the_last_key_are_multiplied_by_weights_of_zero():
     report = conform(KERNELS.path, signature=KERNELS.signature, **options)
     assert [finding.kind for finding in report.findings] == ["reads-beyond-length"], report.text()
     assert report.findings[0].details["only_when"]["poison"] is True
-
-
-@pytest.mark.skipif(
-    not machine.has_instruction_set("avx512"), reason="vLLM's ranks share memory by AVX-512 alone"
-)
-def test_the_same_rows_go_to_all_ranks_by_both(children: Children) -> None:
-    """Rows that each brings are compared with what was sent before anything is timed."""
-    command = [sys.executable, ROOT / "bench" / "bench_shared_pool.py", "--quick"]
-    environment = os.environ | {"COLUMNS": "120"}
-    result = children.run(
-        command, env=environment, timeout=3 * PATIENCE
-    )  # ranks import all of vLLM
-    assert result.returncode == 0, result.stderr
-    assert "vLLM's all-gather" in result.stdout
 
 
 @pytest.mark.slow

@@ -56,6 +56,33 @@ def make_model(name: str) -> Any:
     return model
 
 
+HIDDEN = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+COUNTS = ("encoder_layers", "decoder_layers"), ("encoder_ffn_dim", "decoder_ffn_dim")
+HEADS = ("encoder_attention_heads", "decoder_attention_heads")
+BART = dict.fromkeys(COUNTS[0], 2) | dict.fromkeys(COUNTS[1], 96) | dict.fromkeys(HEADS, 4)
+BART |= {"d_model": 64, "vocab_size": 64, "max_position_embeddings": 30, "init_std": 0.15}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": None}
+ENCODERS = {
+    "bert": lambda: transformers.BertConfig(
+        **HIDDEN, num_attention_heads=4, initializer_range=0.15
+    ),
+    "bart": lambda: transformers.BartConfig(**BART),
+    "t5": lambda: transformers.T5Config(**T5),
+    "mt5": lambda: transformers.MT5Config(**T5),
+    "umt5": lambda: transformers.UMT5Config(**T5),
+}
+
+
+def make_encoder(name: str, kind: Any = transformers.AutoModel) -> Any:
+    torch.manual_seed(3)
+    model = kind.from_config(ENCODERS[name]()).eval()
+    for parameter, value in model.named_parameters():
+        if "relative_attention_bias" in parameter:  # by default it hardly matters
+            torch.nn.init.normal_(value)
+    return model
+
+
 def make_tokens(*shape: int, seed: int = 5) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCABULARY, shape, generator=generator)
