@@ -147,30 +147,6 @@ def test_paged_attention(name, pages):
         assert_same_bits(here, there)
 
 
-def test_a_plan_is_run_on_layers():
-    shape = {"num_pages": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    python = cpattn.plan_attention(**BATCH, **shape, page_size=16)
-    given, plan = Given(), ctypes.c_void_p()
-    call(
-        "plan_attention", given.options("batch", **BATCH, page_size=16),
-        given.options("attention_shape", **shape), ctypes.byref(plan),
-    )  # fmt: skip
-    for inputs in (tensors(), tensors(np.float16), codes(np.int8, k_scale=0.5, v_scale=2.0)):
-        out = np.empty_like(inputs["q"])
-        call("run_attention", plan, given.options("layer", **inputs, out=out))
-        assert_same_bits(out, cpattn.run_attention(python, **inputs))
-    with pytest.raises(CallFailed) as here:
-        call(
-            "run_attention",
-            plan,
-            given.options("layer", **{**inputs, "q": inputs["q"][:3]}, out=out),
-        )
-    with pytest.raises(ValueError, match="run_attention: q must") as there:
-        cpattn.run_attention(python, **{**inputs, "q": inputs["q"][:3]}, out=out)
-    assert str(here.value.args[0]) == str(there.value)
-    load().cpattn_plan_destroy(plan)
-
-
 def test_queries_and_keys_in_two_parts():
     inputs, rope = tensors(), 8
     whole = cpattn.paged_attention(**inputs, **BATCH, scale=0.2)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site, built from docs once and shown by a browser."""
+"""The site, shown by a browser; `mkdocs build --strict` refuses broken links and anchors."""
 
 import fcntl
 import importlib
 import os
+import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -80,56 +79,10 @@ def pages_of(site):
     return sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
 
 
-class Links(HTMLParser):
-    def __init__(self, path):
-        super().__init__()
-        self.links = []
-        self.loaded = []
-        self.places = {"", "top"}
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attrs):
-        of = {name: value or "" for name, value in attrs}
-        self.places |= {of[name] for name in ("id", "name") if name in of}
-        if tag == "a" and "href" in of:
-            self.links.append(of["href"])
-        if "src" in of or (tag == "link" and of.get("rel") != "canonical"):
-            self.loaded.append(of.get("src", of.get("href", "")))
-        self.loaded += [part.split()[0] for part in of.get("srcset", "").split(",") if part]
-
-
-def target_of(site, page, path):
-    """The file that a link of a page leads to. The page for what is not found has absolute ones."""
-    if not path:
-        return (site / page).resolve()
-    base = site if path.startswith("/") else (site / page).parent
-    target = (base / unquote(path).lstrip("/")).resolve()
-    return target / "index.html" if target.is_dir() else target
-
-
-def test_no_link_and_no_anchor_is_broken(site):
-    pages = {name: Links(site / name) for name in pages_of(site)}
-    assert len(pages) > 35
-    broken = []
-    for name, page in pages.items():
-        broken += [(name, link, "elsewhere") for link in page.loaded if "//" in link]
-        for link in [*page.links, *page.loaded]:
-            parts = urlsplit(link)
-            if parts.scheme in ("https", "http", "mailto", "data"):
-                continue
-            target = target_of(site, name, parts.path)
-            if not target.is_file():
-                broken.append((name, link, "no such file"))
-            elif parts.fragment and target.suffix == ".html":
-                places = pages[str(target.relative_to(site.resolve()))].places
-                if unquote(parts.fragment) not in places:
-                    broken.append((name, link, "no such place"))
-    assert broken == []
-
-
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_reference_has_every_public_name(room, site):
-    places = Links(site / "reference" / f"{ROOMS[room]}.html").places
+    page = site / "reference" / f"{ROOMS[room]}.html"
+    places = set(re.findall(r'\bid="([^"]+)"', page.read_text(encoding="utf-8")))
     try:
         names = getattr(importlib.import_module(room), "__all__", [])
     except ModuleNotFoundError:  # of an engine that is not here; the reference reads its source

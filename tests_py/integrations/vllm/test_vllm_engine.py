@@ -48,18 +48,17 @@ if CODES_NEED_AVX512.args[0]:  # and vLLM alone refuses these
 CHANGES = {"deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
 
 
-def start(folder, name, **environment):
+def start(children, folder, name, **environment):
     files = folder / "runs.json", folder / f"{name}.json"
     command = [sys.executable, "-m", "support.vllm.vllm_generate", *files]
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
     with (folder / f"{name}.log").open("w") as log:
-        return subprocess.Popen(
-            command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        streams = {"stdout": log, "stderr": subprocess.STDOUT}
+        return children.start(command, env=os.environ | environment, **streams)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, module_children):
     folder = tmp_path_factory.mktemp("vllm")
     runs = []
     for kind, engine, sampling, codes in RUNS.values():
@@ -72,18 +71,11 @@ def results(tmp_path_factory):
     write_distribution(folder / "site")
     path = path_with(folder / "site")
     children = {
-        "stock": start(folder, "stock", PYTHONPATH=path, CPATTN_PLUGINS="0"),
-        "cpattn": start(folder, "cpattn", PYTHONPATH=path),
+        "stock": start(module_children, folder, "stock", PYTHONPATH=path, CPATTN_PLUGINS="0"),
+        "cpattn": start(module_children, folder, "cpattn", PYTHONPATH=path),
     }
-    try:
-        for child in children.values():
-            child.wait(timeout=TIMEOUT)
-    finally:
-        for child in children.values():
-            child.kill()
-            child.wait()
     for name, child in children.items():
-        assert child.returncode == 0, (folder / f"{name}.log").read_text()[-4000:]
+        assert child.wait(timeout=TIMEOUT) == 0, (folder / f"{name}.log").read_text()[-4000:]
     found = (json.loads((folder / f"{name}.json").read_text()) for name in children)
     stock, mine = (dict(zip(RUNS, results, strict=True)) for results in found)
     return stock, mine, (folder / "cpattn.log").read_text()
