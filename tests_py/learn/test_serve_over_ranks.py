@@ -122,21 +122,9 @@ def test_ten_clients_at_once_of_whom_one_goes_away(server):
     assert answer["choices"][0]["text"] == text_of([5, 6, 7])
     assert ask_text(port, "w5 w6 w7", temperature=1e-40) == text_of([5, 6, 7])
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"max_tokens": 10**5}, "pages are missing"),
-        ({"prompt": [64]}, "must be in [0, 64)"),
-        ({"n": 2}, "not supported here: n"),
-        ({"prompt": [[1], [2]]}, "must be a list of at least one token"),
-    ],
-)
-def test_wrong_requests_are_refused(server, change, reason):
-    status, answer = ask(server[0], {"prompt": [1], **GREEDY} | change)
+    status, answer = ask(port, {"prompt": [64], **GREEDY})
     assert status == 400
-    assert reason in answer["error"]["message"]
+    assert "must be in [0, 64)" in answer["error"]["message"]
 
 
 def test_it_stops_when_it_is_told_to(server):

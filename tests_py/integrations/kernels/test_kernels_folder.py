@@ -14,7 +14,6 @@ import torch
 
 import cpattn
 from cpattn.integrations import flash_attn
-from support.tolerances import assert_similar
 
 
 def import_kernel(variant):
@@ -78,18 +77,6 @@ def test_its_functions_are_those_of_the_package(kernel, options):
         kernel.flash_attn_with_kvcache(q, *pages, **asked),
         flash_attn.flash_attn_with_kvcache(q, *pages, **asked),
     )
-
-
-def test_positional_arguments_and_sdpa(kernel):
-    torch.manual_seed(0)
-    q = normal(1, 6, 4, 32)
-    alone = kernel.flash_attn_func(q, q, q, 0.0, None, True, (-1, -1), 0.0, None, False, False)
-    assert torch.equal(alone, kernel.flash_attn_func(q, q, q, causal=True))
-    by_heads = q.transpose(1, 2)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    assert_similar(alone, sdpa(by_heads, by_heads, by_heads, is_causal=True).transpose(1, 2))
-    with pytest.raises(ValueError, match="flash_attn_func: dropout_p must be 0"):
-        kernel.flash_attn_func(q, q, q, 0.5)
 
 
 def test_graphs_hold_its_operators(kernel):
