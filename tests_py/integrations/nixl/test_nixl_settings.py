@@ -25,8 +25,8 @@ def fake(monkeypatch):
 
 def test_settings_hold_while_the_agent_starts(fake, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "rc")
-    for settings in ({}, {"transports": "tcp,sm"}, {"transports": ""}):
-        nixl.NixlEngine("10.0.0.1", **settings)
+    settings = {}, {"transports": "tcp,sm"}, {"transports": ""}
+    engine, *_ = (nixl.NixlEngine("10.0.0.1", **each) for each in settings)
     assert [agent.transports for agent in fake] == ["tcp", "tcp,sm", "rc"]
     assert os.environ["UCX_TLS"] == "rc"
     config = fake[0].config
@@ -35,13 +35,8 @@ def test_settings_hold_while_the_agent_starts(fake, monkeypatch):
     assert config["useListenThread"]
     assert config["syncMode"] == "strict"
     assert config["pthrDelay"] > 0
-
-
-def test_the_session_says_where_the_listener_is(fake):
-    engine = nixl.NixlEngine("10.0.0.1")
-    (agent,) = fake
-    assert engine.session_id == agent.name
-    assert re.fullmatch(rf"10.0.0.1:{agent.config['listenPort']}/[0-9a-f]{{16}}", agent.name)
+    assert engine.session_id == fake[0].name
+    assert re.fullmatch(rf"10.0.0.1:{config['listenPort']}/[0-9a-f]{{16}}", fake[0].name)
 
 
 def test_a_port_that_was_taken_meanwhile(fake, monkeypatch):

@@ -153,7 +153,7 @@ def ask(port, path, body=None):
 
 
 @pytest.mark.slow
-def test_the_server_of_the_documents(tmp_path):
+def test_the_server_of_the_documents(tmp_path, children):
     write_tokenizer(write_model(tmp_path / "llama"))
     write_distribution(tmp_path)
     with socket.socket() as free:
@@ -167,19 +167,18 @@ def test_the_server_of_the_documents(tmp_path):
     ]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path_with(tmp_path)}
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        end = time.monotonic() + TIMEOUT / 2
-        while server.poll() is None and time.monotonic() < end and ask(port, "/health") is None:
-            time.sleep(0.5)
-        text = " ".join(f"w{token}" for token in PROMPTS[1])
-        asked = {"model": "default", "prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0}
-        answer = ask(port, "/v1/completions", asked)
-        if server.poll() is None:
-            leave_nothing(server.pid)
-    finally:
-        server.terminate()  # and it ends those that it started
-        server.wait(timeout=TIMEOUT / 4)
+        streams = {"stdout": log, "stderr": subprocess.STDOUT}
+        server = children.start(command, env=environment, **streams)
+    end = time.monotonic() + TIMEOUT / 2
+    while server.poll() is None and time.monotonic() < end and ask(port, "/health") is None:
+        time.sleep(0.5)
+    text = " ".join(f"w{token}" for token in PROMPTS[1])
+    asked = {"model": "default", "prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0}
+    answer = ask(port, "/v1/completions", asked)
+    if server.poll() is None:
+        leave_nothing(server.pid)
+    server.terminate()  # and it ends those that it started
+    server.wait(timeout=TIMEOUT / 4)
     log = (tmp_path / "log").read_text()
     assert answer is not None, log[-4000:]
     [eager] = eager_answers(tmp_path / "llama", PROMPTS[1:2], NUM_TOKENS)
