@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.cases import expected_attention, in_rows
+from support.cases import expected_attention, one_after_another
 from support.distributed import ring_worker
 from support.distributed.distributed_worker import run_world
 from support.distributed.ring_worker import Case, make_batch, rows_of
@@ -40,7 +40,7 @@ def answers(request, tmp_path_factory):
 
 @cache
 def expected_of(case: Case) -> Expected:
-    inputs = in_rows(*make_batch(case), case.lens, case.lens, causal=case.causal)
+    inputs = one_after_another(*make_batch(case), case.lens, case.lens, causal=case.causal)
     return expected_attention(inputs)
 
 

@@ -131,6 +131,16 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def one_after_another(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lens: Any, kv_lens: Any, **options: Any
+) -> dict[str, Any]:
+    """Arguments of the oracle for keys and values [sum(kv_lens), heads, dim] without pages."""
+    starts = np.cumsum([0, *kv_lens], dtype=np.int64)[:-1, None]
+    tables = starts + np.arange(max(kv_lens, default=0))
+    lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables, "page_size": 1}
+    return {"q": q, "k_cache": k, "v_cache": v, **lens, **options}
+
+
 def expected_attention(inputs: dict[str, Any]) -> Expected:
     """The oracle's out and lse, and what their errors are measured in."""
     v = inputs["v_cache"]
@@ -202,13 +212,6 @@ def random_bias(
 def dense(masks: Sequence[np.ndarray]) -> np.ndarray:
     """`custom_mask`: the rows of all sequences."""
     return np.concatenate([mask.ravel() for mask in masks])
-
-
-def in_rows(q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, **options: Any) -> dict[str, Any]:
-    """Arguments of the oracle for sequences whose keys lie one after the other."""
-    tables = np.cumsum([0, *kv_lens])[:-1, None] + np.arange(max(kv_lens))
-    lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables, "page_size": 1}
-    return {"q": q, "k_cache": k, "v_cache": v, **lens, **options}
 
 
 def packed(masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 
 from audit import machine
 from cpattn.transfer import KVHandshake, KVLayout, plan_kv_transfer
-from support.cases import DTYPES, assert_attention, in_rows
+from support.cases import DTYPES, assert_attention, one_after_another
 from support.integrations import documented_masks
 
 with warnings.catch_warnings():  # of what vLLM imports
@@ -108,7 +108,7 @@ def test_encoders_read_the_keys_of_the_batch(attn_type, dtype, window, alibi_slo
     layer.forward(LAYER, *rows, nothing, metadata, out)
     sides = None if window is None else (window - 1, window - 1)
     lens = [vllm_layers.Q_LENS] * 2
-    expected = in_rows(*(x[:-5] for x in rows), *lens, causal=False, window=sides)
+    expected = one_after_another(*(x[:-5] for x in rows), *lens, causal=False, window=sides)
     if alibi_slopes is not None:
         expected["bias"] = documented_biases(vllm_layers.Q_LENS)
     assert_as_oracle(out[:-5], expected)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.cases import DTYPES, assert_attention, in_rows
+from support.cases import DTYPES, assert_attention, one_after_another
 
 with warnings.catch_warnings():  # of what vLLM imports
     warnings.simplefilter("ignore")
@@ -111,7 +111,7 @@ def test_prompts_read_their_own_keys(dtype, prompts):
     assert layer.forward_mha(q, latents, k_pe, None, metadata, None, out) is None
     heads = (latents @ weight).view(rows, HEADS, NOPE + V_DIM)
     keys = torch.cat([heads[..., :NOPE], k_pe.expand(-1, HEADS, -1)], dim=-1)
-    inputs = in_rows(q, keys, heads[..., NOPE:], prompts, prompts, scale=SCALE)
+    inputs = one_after_another(q, keys, heads[..., NOPE:], prompts, prompts, scale=SCALE)
     assert_attention(out.view(rows, HEADS, V_DIM), None, inputs)
 
 

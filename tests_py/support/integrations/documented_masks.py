@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.cases import assert_attention, in_rows
+from support.cases import assert_attention, one_after_another
 
 
 def flash_attn(
@@ -77,7 +77,7 @@ def in_flash_attn(
 ) -> dict[str, Any]:
     """Arguments of the oracle for rows q and keys k of sequences one after the other."""
     mask = mask_of(flash_attn, q_lens, kv_lens, causal, window_size)
-    return in_rows(q, k, v, q_lens, kv_lens, custom_mask=mask, causal=False, **options)
+    return one_after_another(q, k, v, q_lens, kv_lens, custom_mask=mask, causal=False, **options)
 
 
 def assert_flash_attn(out: torch.Tensor, lse: torch.Tensor, inputs: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from cpattn.integrations.sglang.attention import CpattnAttnBackend
-from support.cases import in_rows
+from support.cases import one_after_another
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 20
 # A chunk behind a cached prefix, a whole prompt, three tokens being decoded; and all decoded.
@@ -161,9 +161,8 @@ class Step:
         return torch.cat([mask.flatten() for mask in masks])
 
     def oracle_inputs(self, **options: Any) -> dict[str, Any]:
-        q = self.q.unflatten(1, (HEADS, -1))
-        inputs = in_rows(q, self.k, self.v, self.q_lens, self.kv_lens)
-        return inputs | options
+        q, v = self.q.unflatten(1, (HEADS, -1)), options.pop("v_cache", self.v)
+        return one_after_another(q, self.k, v, self.q_lens, self.kv_lens, **options)
 
 
 def attend(

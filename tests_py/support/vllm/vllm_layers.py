@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
 from cpattn.integrations.vllm import backend
-from support.cases import in_rows
+from support.cases import one_after_another
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 32
 # A chunk of a prompt behind a cached prefix, a whole prompt, three tokens being decoded.
@@ -107,8 +107,8 @@ class Batch:
         for i, (prefix_k, prefix_v) in enumerate(self.prefixes):
             keys += [prefix_k, self.key[ends[i] : ends[i + 1]]]
             values += [prefix_v, self.value[ends[i] : ends[i + 1]]]
-        caches = torch.cat(keys), torch.cat(values)
-        return in_rows(self.query[: ends[-1]], *caches, Q_LENS, KV_LENS, **options)
+        q, k, v = self.query[: ends[-1]], torch.cat(keys), torch.cat(values)
+        return one_after_another(q, k, v, Q_LENS, KV_LENS, **options)
 
 
 def run(layer, batch, metadata, cache, attributes=LAYER):
