@@ -14,6 +14,7 @@ from cpattn.context_parallel.vllm_0_32 import pcp_segments
 from cpattn.profiling.calls import announced
 from cpattn_proof import NotUsable, lint, read_captures
 from cpattn_proof.linting.adapters.captures import from_capture
+from support.proof.plans import segments_of_vllm
 
 LENS = [[40, 1, 5], [16, 24, 0]]
 
@@ -22,18 +23,7 @@ LENS = [[40, 1, 5], [16, 24, 0]]
 def lay_out(manager, num_scheduled_tokens, num_computed_tokens):
     """Return segments of all ranks, as objects like vLLM's, and the tokens of each rank."""
     ranks = pcp_segments(num_scheduled_tokens, num_computed_tokens, pcp_size=manager.pcp_world_size)
-    segments = [
-        [
-            SimpleNamespace(
-                global_batch_req_idx=request,
-                global_batch_slice=slice(begin, end),
-                rank_local_batch_slice=slice(row, stop),
-            )
-            for request, begin, end, row, stop in zip(*rank, strict=True)
-        ]
-        for rank in ranks
-    ]
-    return segments, [int(rank.rank_stop[-1]) for rank in ranks]
+    return segments_of_vllm(ranks), [int(rank.rank_stop[-1]) for rank in ranks]
 
 
 def record(folder, monkeypatch, rank):

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +13,7 @@ pytest.importorskip("jsonschema")
 from cpattn.context_parallel.vllm_0_32 import build_pcp_layout
 from cpattn_proof import NotUsable, lint
 from cpattn_proof.linting.adapters.pcp import from_segments
-from support.proof.plans import kinds
+from support.proof.plans import kinds, segments_of_vllm
 
 EXTEND, PREFIX = [9, 1, 3], [0, 5, 2]  # a prefill, a decode, a short prefill
 
@@ -55,17 +53,7 @@ def test_layouts_are_proved(requests, pcp_size, dcp_size, shard_decode, window):
 
 def test_objects_of_an_engine_are_the_same_document():
     layout = build_pcp_layout(EXTEND, PREFIX, pcp_size=2)
-    objects = [
-        [
-            SimpleNamespace(
-                global_batch_req_idx=request,
-                global_batch_slice=slice(begin, end),
-                rank_local_batch_slice=slice(row, stop),
-            )
-            for request, begin, end, row, stop in zip(*rank, strict=True)
-        ]
-        for rank in layout.segments
-    ]
+    objects = segments_of_vllm(layout.segments)
     expected = from_segments(layout.segments, EXTEND, PREFIX)
     assert from_segments(objects, EXTEND, PREFIX) == expected
     assert [request["queries"] for request in expected["requests"]] == ["split"] * 3

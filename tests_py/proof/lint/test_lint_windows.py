@@ -111,8 +111,7 @@ def row_by_row(document, rows, held):
     return {name: [call[i] for call in calls] for i, name in enumerate(NAMES)}
 
 
-@given(windowed(), st.data())
-def test_what_calls_show_is_what_queries_may_see(document, data):
+def assert_judged_as_counted(document, data, names):
     """Right plans are proved; with one number changed they have the verdict of counting pairs."""
     assert is_covered(document)
     report = lint(document, shrink=False)
@@ -123,15 +122,19 @@ def test_what_calls_show_is_what_queries_may_see(document, data):
         return
     calls = data.draw(st.sampled_from(ranks))
     count = len(calls["row"])
-    calls.setdefault("window", [-1] * count)
-    calls.setdefault("window_right", [-1] * count)
-    name = data.draw(st.sampled_from([n for n in calls if n in NAMES[3:8]]))
+    for name in {"window", "window_right"}.intersection(names):
+        calls.setdefault(name, [-1] * count)
+    name = data.draw(st.sampled_from([n for n in calls if n in names]))
     call = data.draw(st.integers(0, count - 1))
     least = {"first": 0, "step": 0, "keys": 0}.get(name, -1)
     calls[name][call] = max(calls[name][call] + data.draw(st.sampled_from([-1, 1, 4])), least)
-    assert ("COV" in {found.invariant for found in lint(document, shrink=False).findings}) == (
-        not is_covered(document)
-    )
+    invariants = {found.invariant for found in lint(document, shrink=False).findings}
+    assert ("COV" in invariants) == (not is_covered(document))
+
+
+@given(windowed(), st.data())
+def test_what_calls_show_is_what_queries_may_see(document, data):
+    assert_judged_as_counted(document, data, NAMES[3:8])
 
 
 SIDES = st.none() | st.integers(0, 8)
@@ -141,22 +144,8 @@ SIDES = st.none() | st.integers(0, 8)
 def test_metadata_is_judged_by_the_window_that_attention_is_called_with(
     batch, causal, window, data
 ):
-    """A window may have two sides; a damaged call has the verdict of counting pairs."""
-    document = document_of(*batch, causal=causal, window=window)
-    assert is_covered({"attention": {}} | document)
-    report = lint(document, shrink=False)
-    assert report.findings == ()
-    assert "COV" in report.checked
-    ranks = [rank["segments"] for rank in document["ranks"] if rank["segments"]["row"]]
-    if not ranks:
-        return
-    calls = data.draw(st.sampled_from(ranks))
-    call = data.draw(st.integers(0, len(calls["row"]) - 1))
-    name = data.draw(st.sampled_from([n for n in ("keys", "window") if n in calls]))
-    calls[name][call] = max(calls[name][call] + data.draw(st.sampled_from([-1, 1, 4])), 0)
-    assert ("COV" in {found.invariant for found in lint(document, shrink=False).findings}) == (
-        not is_covered({"attention": {}} | document)
-    )
+    document = {"attention": {}} | document_of(*batch, causal=causal, window=window)
+    assert_judged_as_counted(document, data, ("keys", "window"))
 
 
 def plan_of(*ranks, window=1, **parts):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -52,3 +53,18 @@ def batches(draw, most_tokens: int = 40) -> tuple[list[int], list[int], int, str
 
 def kinds(document: dict[str, Any]) -> set[str]:
     return {found.kind for found in lint(document, shrink=False).findings}
+
+
+def segments_of_vllm(ranks: Any) -> list[list[SimpleNamespace]]:
+    """Segments of ranks as objects with the fields of vLLM's."""
+    return [
+        [
+            SimpleNamespace(
+                global_batch_req_idx=request,
+                global_batch_slice=slice(begin, end),
+                rank_local_batch_slice=slice(row, stop),
+            )
+            for request, begin, end, row, stop in zip(*rank, strict=True)
+        ]
+        for rank in ranks
+    ]
