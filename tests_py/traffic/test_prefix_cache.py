@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cpattn.scheduling.prefix_cache import Lease, PrefixCache
 from cpattn.scheduling.request import Request
-from cpattn.scheduling.scheduler import Batch, prefill_batches
+from cpattn.scheduling.scheduler import prefill_batches
 from cpattn_lab.traffic.trace import generate_trace, scale_lengths, unbounded_hits
 from support.examples import examples
 
@@ -154,66 +154,6 @@ def test_a_full_pool_waits_and_a_small_one_refuses():
 
 def request(ids: list[int], num_tokens: int) -> Request:
     return Request(0, num_tokens, 1, tuple(ids))
-
-
-requests_of = st.lists(
-    st.lists(st.integers(0, 2), min_size=1, max_size=5).flatmap(
-        lambda ids: st.builds(
-            request, st.just(ids), st.integers((len(ids) - 1) * BLOCK + 1, len(ids) * BLOCK)
-        )
-    ),
-    min_size=1,
-    max_size=25,
-)
-
-
-def text(r: Request, position: int) -> tuple[object, ...]:
-    """All that K/V at a position depend on: the tokens up to it."""
-    return (r.hash_ids[: position // BLOCK + 1], position)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(
-    requests=requests_of,
-    token_budget=st.integers(1, 30),
-    page_size=st.sampled_from([1, 2, 4]),
-    spare=st.integers(0, 30),
-    max_sequences=st.integers(1, 6),
-)
-def test_every_query_finds_its_own_prefix(requests, token_budget, page_size, spare, max_sequences):
-    cache = PrefixCache(20 // page_size + spare, page_size=page_size, block_tokens=BLOCK)
-    pool: dict[int, object] = {}  # slot -> what was written there
-    computed = [0] * len(requests)
-    for batch in prefill_batches(
-        requests, cache, token_budget=token_budget, max_sequences=max_sequences
-    ):
-        assert 0 < batch.num_tokens <= token_budget
-        assert 0 < len(batch.chunks) <= max_sequences
-        run(batch, pool, page_size)
-        for chunk in batch.chunks:
-            r, before = chunk.request, computed[chunk.request_index]
-            assert chunk.begin == (before or min(chunk.lease.cached_tokens, r.input_length - 1))
-            computed[chunk.request_index] = chunk.end
-    assert computed == [r.input_length for r in requests]
-    assert cache.num_free_pages + cache.num_idle_pages == cache.num_pages
-
-
-def run(batch: Batch, pool: dict[int, object], page_size: int) -> None:
-    """Write, then read, as one layer does."""
-    slots = iter(batch.slots.tolist())
-    written = []
-    for chunk in batch.chunks:
-        for position in range(chunk.begin, chunk.end):
-            slot = next(slots)
-            if slot >= 0:
-                pool[slot] = text(chunk.request, position)
-                written.append(slot)
-    assert len(set(written)) == len(written)
-    assert next(slots, None) is None
-    for chunk, pages in zip(batch.chunks, batch.block_tables, strict=True):
-        for position in range(chunk.end):
-            slot = int(pages[position // page_size]) * page_size + position % page_size
-            assert pool[slot] == text(chunk.request, position)
 
 
 def test_hits_do_not_depend_on_the_batches():

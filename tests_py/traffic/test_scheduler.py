@@ -71,40 +71,50 @@ def test_places_and_pages_are_kept_for_those_that_have_begun():
     assert scheduler.next_batch() is None
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(200))
 @given(
-    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=6),
-    more=st.integers(0, 6),
-    budget=st.integers(1, 9),
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=25),
+    more=st.sampled_from([0, 0, 1, 6]),
+    budget=st.integers(1, 30),
+    max_sequences=st.integers(1, 6),
+    page_size=st.sampled_from([1, 2, 4]),
+    spare=st.integers(0, 30),
     ranks=st.sampled_from([1, 2]),
 )
-def test_every_token_is_computed_once_behind_all_before_it(prompts, more, budget, ranks):
-    cache = PrefixCache(16, page_size=SIZE, block_tokens=SIZE, shard_size=ranks)
-    scheduler = Scheduler(cache, token_budget=budget, max_sequences=3)
+def test_every_token_is_computed_once_behind_all_before_it(
+    prompts, more, budget, max_sequences, page_size, spare, ranks
+):
+    num_pages = 32 // page_size + ranks * spare
+    cache = PrefixCache(num_pages, page_size=page_size, block_tokens=SIZE, shard_size=ranks)
+    scheduler = Scheduler(cache, token_budget=budget, max_sequences=max_sequences)
     for i, prompt in enumerate(prompts):
         scheduler.add(i, request_of(prompt), reserve=more)
-    written: dict[int, tuple[int, int]] = {}  # of each slot the token and its position
+    pool: dict[int, list[int]] = {}  # of each slot the tokens up to it
     computed = dict.fromkeys(range(len(prompts)), 0)
     tokens = [[*prompt, *[2 + i] * more] for i, prompt in enumerate(prompts)]
     left = set(computed)
     while left:
         ready = [i for i in left if len(prompts[i]) <= computed[i] < len(prompts[i]) + more]
         batch = scheduler.next_batch(ready)
-        assert batch.num_tokens <= budget
-        slots = iter(batch.slots.tolist())
+        assert 0 < batch.num_tokens <= budget
+        assert 0 < len(batch.chunks) <= max_sequences
+        slots, written = iter(batch.slots.tolist()), []
         for chunk in batch.chunks:
-            i = chunk.request_index
-            assert chunk.is_first or chunk.begin == computed[i]
+            i, request = chunk.request_index, chunk.request
+            cached = min(chunk.lease.cached_tokens, request.input_length - 1)
+            assert chunk.begin == (computed[i] or cached)
             for position in range(chunk.begin, chunk.end):
                 slot = next(slots)
                 if slot >= 0:
-                    written[slot] = tokens[i][position], position
+                    pool[slot] = tokens[i][: position + 1]
+                    written.append(slot)
             computed[i] = chunk.end
+        assert len(set(written)) == len(written)
+        assert next(slots, None) is None
         for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
-            i = chunk.request_index
             for position in range(chunk.end):
-                slot = int(table[position // SIZE]) * SIZE + position % SIZE
-                assert written[slot] == (tokens[i][position], position)
+                slot = int(table[position // page_size]) * page_size + position % page_size
+                assert pool[slot] == tokens[chunk.request_index][: position + 1]
         for i in [i for i in left if computed[i] == len(tokens[i])]:
             full = hash_blocks(tokens[i][: len(tokens[i]) // SIZE * SIZE], SIZE)
             scheduler.end(i, written=computed[i], hash_ids=full)
