@@ -102,7 +102,10 @@ def looked_for() -> list[tuple[str, str]]:
 
 def main() -> None:
     print("# Written by scripts/torch_releases.py from the released wheels.")
-    print("looked_for = [\n" + "".join(f'    "{m}.{name}",\n' for m, name in looked_for()) + "]")
+    print("[looked_for]")
+    for module in NEEDED | OPTIONAL:
+        names = [*NEEDED.get(module, ()), *OPTIONAL.get(module, ())]
+        print(f"{module!r} = {names}".replace("'", '"'))
     for place in sys.argv[1:]:
         is_remote = place.startswith(("http:", "https:"))
         file: Any = io.BufferedReader(Remote(place), 1 << 18) if is_remote else place
