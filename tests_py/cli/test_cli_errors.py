@@ -148,6 +148,32 @@ replya => No such command 'replya'.*replay
 doctor --jsn => --json
 explain --strategy zigzac => 'zigzac' is not one of .*zigzag
 plan --heads 3 => --heads must be a multiple of --kv-heads = 8, got 3
+plan --cp-size 5000 => must be a number of ranks from 1 to 4096, a list like 8,16,48 or a
+plan --tokens 4 --extend-lens 3 => a batch comes from one of --tokens and --prefix, --ext
+plan --prefix 0 --extend-lens 3 => a batch comes from one of --tokens and --prefix, --ext
+plan --extend-lens 3,4 --prefix-lens 1 => must have as many elements as --extend-lens, 2, got 1
+plan --requests 9 => --requests and --token-budget are of a --trace, but there is none
+plan --prefix-lens 3 => --prefix-lens needs --extend-lens
+plan --extend-lens 0,0 => --extend-lens must have a sequence with new tokens, got none
+plan --tokens 16777217 => '--tokens': must be an integer from 1 to 16777216, got
+plan --gflops -1 => '--gflops': must be a number from 0.001 to 1e\+09, got '-1'
+plan --hosts 2 --cp-size 4 => ranks are --cp-size, or --hosts times --ranks-per-host, not
+plan --exchange usp => --mesh must be given where exchange is usp
+plan --mesh 4x2 => mesh must be of shared out pools and one rank for each host
+plan --mesh 4x => '--mesh': must be two numbers whose product is 1 to 4096 ranks, as 4x2
+plan --mesh 4x2 --cp-size 8 => ranks are those of --mesh, without --cp-size and --hosts
+plan --mesh 4x2 --decode 4 --prefix 9 => --mesh is of new tokens of a prefill
+plan --ranks-per-host 2 => --ranks-per-host needs --hosts, their number
+plan --hosts 4096 --ranks-per-host 2 => must be at most 4096 ranks, got 8192
+plan --exchange pass_q => --exchange must be gather, ring, all_to_all where placement is
+plan --decode 4 => --decode needs one of --prefix, of all sequences, and --prefix-lens
+plan --decode 4 --prefix 9 --tokens 3 => it takes --prefix or --prefix-lens alone
+plan --decode 4 --prefix-lens 9 => --prefix-lens must have as many elements as --decode, 4
+plan --decode 4 --prefix 9 --exchange ring => --exchange must be one of all_to_all, gather
+plan --tokens 9 --out-heads all => --out-heads is of a step of --decode
+plan --decode 4 --prefix 9 --strategy zigzag => --strategy cuts new tokens of a prefill;
+plan --decode 4 --prefix 9 --overlap full => --overlap is of new tokens of a prefill
+plan --decode 4 --prefix 9 --placement replicated => --placement must be page_interleave or
 plan --calibrate --threads 10000 => --threads must be at most .* measured .* got 10000
 """
 

@@ -174,46 +174,6 @@ def test_numbers_of_ranks():
         assert f"like 8..1024, got {text!r}\n" in plan(f"--cp-size={text}").stderr
 
 
-#: Arguments, and what the line on stderr says.
-WRONG = """
---cp-size 5000 => must be a number of ranks from 1 to 4096, a list like 8,16,48 or a
---tokens 4 --extend-lens 3 => a batch comes from one of --tokens and --prefix, --ext
---prefix 0 --extend-lens 3 => a batch comes from one of --tokens and --prefix, --ext
---extend-lens 3,4 --prefix-lens 1 => must have as many elements as --extend-lens, 2, got 1
---requests 9 => --requests and --token-budget are of a --trace, but there is none
---prefix-lens 3 => --prefix-lens needs --extend-lens
---extend-lens 0,0 => --extend-lens must have a sequence with new tokens, got none
---tokens 16777217 => '--tokens': must be an integer from 1 to 16777216, got
---gflops -1 => '--gflops': must be a number from 0.001 to 1e+09, got '-1'
---hosts 2 --cp-size 4 => ranks are --cp-size, or --hosts times --ranks-per-host, not
---exchange usp => --mesh must be given where exchange is usp
---mesh 4x2 => mesh must be of shared out pools and one rank for each host
---mesh 4x => '--mesh': must be two numbers whose product is 1 to 4096 ranks, as 4x2
---mesh 4x2 --cp-size 8 => ranks are those of --mesh, without --cp-size and --hosts
---mesh 4x2 --decode 4 --prefix 9 => --mesh is of new tokens of a prefill
---ranks-per-host 2 => --ranks-per-host needs --hosts, their number
---hosts 4096 --ranks-per-host 2 => must be at most 4096 ranks, got 8192
---exchange pass_q => --exchange must be gather, ring, all_to_all where placement is
---decode 4 => --decode needs one of --prefix, of all sequences, and --prefix-lens
---decode 4 --prefix 9 --tokens 3 => it takes --prefix or --prefix-lens alone
---decode 4 --prefix-lens 9 => --prefix-lens must have as many elements as --decode, 4
---decode 4 --prefix 9 --exchange ring => --exchange must be one of all_to_all, gather
---tokens 9 --out-heads all => --out-heads is of a step of --decode
---decode 4 --prefix 9 --strategy zigzag => --strategy cuts new tokens of a prefill;
---decode 4 --prefix 9 --overlap full => --overlap is of new tokens of a prefill
---decode 4 --prefix 9 --placement replicated => --placement must be page_interleave or
-"""
-
-
-@pytest.mark.parametrize("wrong", WRONG.strip().splitlines())
-def test_a_wrong_argument_is_named(wrong):
-    arguments, message = wrong.split(" => ")
-    result = plan(*arguments.split())
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert isinstance(result.exception, SystemExit)
-    assert message in result.stderr
-
-
 def test_the_same_question_has_the_same_answer(tmp_path, monkeypatch):
     """Whatever the machine does, and whichever it is: nothing is measured."""
     first = report(tmp_path / "a.json", "--cp-size=8..32")

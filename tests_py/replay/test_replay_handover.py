@@ -107,20 +107,6 @@ def test_every_prompt_is_there_when_its_decoding_begins(seed, budget, decode, sp
     )
 
 
-def test_a_partial_page_waits_for_the_next_chunk():
-    pools = Pools([Request(0, 11, 5, (1, 2))], num_pages=4, budget=6, decode=5)
-    sent = [delivery.src_pages.tolist() for _, delivery in pools.steps()]
-    assert sent == [[1], [2, 3]]
-
-
-def test_what_the_decode_pool_has_is_not_sent_again():
-    first, longer = Request(0, 16, 2, (1, 2)), Request(0, 21, 2, (1, 2, 3))
-    pools = Pools([first, longer, first], num_pages=12, budget=21, decode=2)
-    sent = [len(delivery.src_pages) for _, delivery in pools.steps()]
-    assert sum(sent) == 4 + 2
-    assert pools.handover.cached_tokens == 16 + 16
-
-
 @pytest.mark.parametrize("output_length", [0, 1])
 def test_prefill_gives_a_token_in_any_case(output_length):
     pools = Pools([Request(0, 8, output_length, (1,))], num_pages=2, budget=8, decode=3)
