@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/first_words.py finds docstrings and C++ comments that begin without a subject."""
+"""What scripts find: text that begins without a subject, and loops in machine code of Arm."""
 
 from __future__ import annotations
 
+import arm_model
 import first_words
 
 RULES = 'words = ["Of", "The same", "This"]\n[allowed]\n"This rank" = "a name"\n'
@@ -43,3 +44,28 @@ def test_each_place_is_found(tmp_path, monkeypatch, capsys):
     assert said.count("begins with") == 3
     (tmp_path / "rules.toml").write_text('words = ["Behind"]\n[allowed]\n')
     assert first_words.main() == 0
+
+
+DISASSEMBLY = """
+0000000000000000 <void cpattn::kernels::(anonymous namespace)::multiply<4>(float*)>:
+   0:	ldr	q0, [x0]
+   4:	cbz	x1, 28 <void multiply<4>(float*)+0x28>
+   8:	ldr	s1, [x2]
+   c:	fmla	v2.4s, v0.4s, v1.s[0]  // by element
+  10:	cmp	x0, x1
+  14:	b.ne	8 <void multiply<4>(float*)+0x8>
+  18:	b	0 <void multiply<4>(float*)>
+  1c:	ldr	q3, [x3]
+  20:	add	x3, x3, #0x10
+  24:	b.ne	1c <void multiply<4>(float*)+0x1c>
+  28:	ret
+"""
+
+
+def test_loops_without_branches_that_multiply_are_found():
+    (loop,) = arm_model.loops_of(DISASSEMBLY)
+    assert loop.function == "void multiply<4>(float*)"
+    assert loop.lines == (
+        "ldr\ts1, [x2]", "fmla\tv2.4s, v0.4s, v1.s[0]", "cmp\tx0, x1"
+    )  # fmt: skip
+    assert loop.num_products == 1
