@@ -60,22 +60,6 @@ def test_the_map_fits_and_its_numbers_stand_apart(strategy, width):
         assert word in legend
 
 
-def test_runs_of_ranks_are_theirs():
-    text = block_map([7, 3], cp_size=3, strategy="zigzag")
-    plans = build_cp_metadata_all_ranks([7, 3], [7, 3], cp_size=3, strategy="zigzag")
-    begins = {"sequence 0": 0, "sequence 1": 7}
-    for name, begin in begins.items():
-        part = text.split(name)[1].split("sequence")[0].split("\n\n")[0]
-        for rank, runs in re.findall(r"rank (\d): (.*)", part):
-            tokens = []
-            for run in runs.split():
-                first, _, last = run.partition("-")
-                tokens += range(int(first), int(last or first) + 1)
-            own = plans[int(rank)].local_q_indices - begin
-            length = 7 if begin == 0 else 3
-            assert tokens == [t for t in sorted(own.tolist()) if 0 <= t < length]
-
-
 @pytest.mark.parametrize(
     ("width", "error", "message"),
     [
@@ -92,9 +76,5 @@ def test_a_width_that_cannot_be_is_refused(width, error, message):
 def test_bad_lengths_are_refused():
     with pytest.raises(ValueError, match=r"seq_lens must have as many .* got 1 and 2"):
         block_map([3, 4], [4], cp_size=2)
-    with pytest.raises(ValueError, match="seq_lens must be >= extend_lens, got 3 for 4 at index 1"):
-        block_map([3, 4], [4, 3], cp_size=2)
-    with pytest.raises(ValueError, match="extend_lens must be >= 0 and fit into int32, got -4"):
-        block_map([3, -4], cp_size=2)
     with pytest.raises(ValueError, match="at least one sequence"):
         block_map([], cp_size=2)

@@ -118,20 +118,6 @@ def test_stripes_are_counted_and_summed(lengths, ends, cp_size, page_size, place
     )
 
 
-def test_kv_heads_fewer_than_ranks_are_replicated():
-    """Two KV heads over four ranks: each goes to two; queries and outputs go once."""
-    layer = AttentionLayer(num_heads=8, num_kv_heads=2, head_dim=16, dtype="float32", page_size=4)
-    work = exchange_work([16], [16], cp_size=4, layer=layer, exchange="all_to_all")
-    assert work.heads.tolist() == [2] * 4
-    assert work.kv_heads.tolist() == [1] * 4
-    # 4 tokens, to each of three ranks two queries and one key and value; outputs of 12 tokens.
-    assert work.sent_bytes.tolist() == [4 * 3 * (2 * 64 + 128) + 12 * 2 * 64] * 4
-    assert work.pool_bytes == layer.pool_bytes(np.array([16])) // 2
-    alone = exchange_work([16], [16], cp_size=16, layer=layer, exchange="all_to_all")
-    assert sorted(alone.heads.tolist()) == [0] * 8 + [1] * 8  # without a head, a rank is idle
-    assert alone.rows.tolist() == [16 * n for n in alone.heads]
-
-
 @pytest.mark.parametrize("exchange", ["gather", "pass_q"])
 def test_long_prefixes_over_a_thousand_ranks_are_counted(exchange):
     options = {"cp_size": 1024, "placement": "page_interleave", "exchange": exchange}

@@ -129,17 +129,6 @@ def test_a_mesh_swaps_heads_in_its_rows_and_passes_keys_round():
     assert hidden.layer_seconds == pytest.approx(whole)
 
 
-def test_meshes_of_one_dimension_are_the_other_exchanges():
-    ring, column = placed("ring"), placed("usp", mesh=(4, 1))
-    assert column.sent_bytes.tolist() == ring.sent_bytes.tolist()
-    assert column.attention_seconds == pytest.approx(ring.attention_seconds)
-    heads, row = placed("all_to_all"), placed("usp", mesh=(1, 4))
-    lse = 4 * 12 * 4  # of its heads, for 12 tokens of others
-    assert row.sent_bytes.tolist() == [n + lse for n in heads.sent_bytes]
-    assert row.pairs.tolist() == heads.pairs.tolist()
-    assert placed("usp", "full", mesh=(1, 4)).layer_seconds <= row.layer_seconds
-
-
 def test_a_gather_hides_behind_other_kv_heads():
     sums = placed("gather", placement="replicated")
     hidden = placed("gather", "full", placement="replicated")

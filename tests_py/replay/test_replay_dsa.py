@@ -26,7 +26,6 @@ from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL_DSA
 from support.sparse.topk_cases import expected_topk  # noqa: E402
 from support.tolerances import assert_close, to_float64  # noqa: E402
 
-PER_QUERY = ("q", "index_q", "index_weights")
 PAGE_SIZE, NUM_PAGES = 4, 251
 
 
@@ -168,18 +167,3 @@ def test_keys_are_checked(kind):
     out = operators.attend(0, inputs)
     assert out.shape == (60, SMALL_DSA.num_heads, SMALL_DSA.kv_lora_rank)
     assert np.flatnonzero(operators.wrong_rows).tolist() == ([] if kind == "right" else [row])
-
-
-def test_a_key_of_nearly_the_same_score_is_no_error():
-    inputs = inputs_of(SMALL_DSA, 60)
-    inputs.index_weights.abs_()
-    last = inputs._replace(**{name: getattr(inputs, name)[-1:] for name in PER_QUERY})
-    chosen = best_keys(inputs, SMALL_DSA.topk)[-1:]
-    (worst,) = np.setdiff1d(chosen, best_keys(inputs, SMALL_DSA.topk - 1)[-1])
-    other = np.setdiff1d(np.arange(60), chosen)[0]
-    inputs.index_k[other] = inputs.index_k[worst] * (1 - 2**-22)
-    chosen[chosen == worst] = other
-    operators = RestrictedAttention(SMALL_DSA, np.array([59]), chosen)
-    operators.attend(0, last)
-    assert not operators.wrong_rows.any()
-    assert (operators.num_keys, operators.num_swapped) == (SMALL_DSA.topk, 1)

@@ -201,12 +201,3 @@ def test_equal_blocks_are_equal_tokens():
     assert (tokens_a[8:16] != tokens_b[8:16]).any()
     np.testing.assert_array_equal(block_tokens_of(a, 5, 18, **kinds), tokens_a[5:18])
     assert (block_tokens_of(a, 0, 20, **{**kinds, "seed": 4}) != tokens_a).any()
-
-
-def test_tokens_cover_the_vocabulary_evenly():
-    request = Request(0, 512 * 64, 1, tuple(range(64)))
-    tokens = block_tokens_of(request, 0, 512 * 64, block_tokens=512, vocab_size=16, seed=0)
-    counts = np.bincount(tokens, minlength=16)
-    assert len(counts) == 16
-    # Binomial: 2048 expected in each, standard deviation 44.
-    assert abs(counts - 2048).max() < 6 * 44

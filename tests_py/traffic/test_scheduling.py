@@ -171,29 +171,6 @@ def test_hits_do_not_depend_on_the_batches():
         assert cache.evictions == 0
 
 
-def test_a_long_prompt_is_computed_in_chunks():
-    cache = PrefixCache(10, page_size=4, block_tokens=BLOCK)
-    batches = list(
-        prefill_batches([request([1, 2, 3, 4], 14), request([5], 3)], cache, token_budget=6)
-    )
-    assert [batch.extend_lens for batch in batches] == [[6], [6], [2, 3]]
-    assert [batch.prefix_lens for batch in batches] == [[0], [6], [12, 0]]
-    assert [batch.seq_lens for batch in batches] == [[6], [12], [14, 3]]
-    first = batches[2].chunks[0]
-    assert (first.is_first, first.is_last) == (False, True)
-    np.testing.assert_array_equal(batches[2].block_tables[1, 1:], -1)
-
-
-def test_a_fully_cached_prompt_computes_its_last_token_and_writes_nothing():
-    cache = PrefixCache(10, page_size=2, block_tokens=BLOCK)
-    prompt = request([1, 2], 7)
-    (batch,) = prefill_batches([prompt, prompt], cache, token_budget=100)
-    assert batch.extend_lens == [7, 1]
-    assert batch.prefix_lens == [0, 6]
-    assert batch.slots[-1] == -1
-    assert (batch.slots[:-1] >= 0).all()
-
-
 def test_a_batch_ends_where_the_pool_does():
     cache = PrefixCache(4, page_size=4, block_tokens=BLOCK)
     requests = [request([i, i + 10], 8) for i in range(5)]
