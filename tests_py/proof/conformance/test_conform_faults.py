@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cpattn.integrations.flash_attn import flash_attn_varlen_func
-from cpattn.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from cpattn.sparse import dcp_local_indices
 from cpattn.sparse.sglang_0_5_23 import fast_topk
 from cpattn_proof import conform
@@ -155,16 +154,6 @@ def lse_of_varlen_is_none(*arguments, **options):
     return (out, *rest) if options["causal"] else (out, None, None)
 
 
-class RunsWithoutLse(BatchPrefillWithPagedKVCacheWrapper):
-    def plan(self, *arguments, **options):
-        self.causal = options["causal"]
-        super().plan(*arguments, **options)
-
-    def run(self, *arguments, **options):
-        out, lse = super().run(*arguments, **options)
-        return (out, lse) if self.causal else out
-
-
 def numpy_of_groups(q, k, v, *, enable_gqa=False, **options):
     out = scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
     return out.numpy() if enable_gqa else out
@@ -193,10 +182,6 @@ def ranks_of_floats(indices, *, dcp_size, **options):
     return local.double() if dcp_size > 2 else local
 
 
-def ranks_of_which_one_is_silent(indices, *, dcp_rank, **options):
-    return None if dcp_rank == 2 else dcp_local_indices(indices, dcp_rank=dcp_rank, **options)
-
-
 in_16_bits = returning(lambda out, lse: (out, lse.to(out.dtype)))
 
 
@@ -210,13 +195,11 @@ FORMS = [
         "out must be on cpu as the queries are, got one on",
     ),
     (lse_of_varlen_is_none, "flash_attn_varlen", "lse must have shape .*, got"),
-    (RunsWithoutLse, "flashinfer", "out and lse must be returned, got Tensor"),
     (numpy_of_groups, "sdpa", "out must be a torch.Tensor, got ndarray"),
     (one_sequence_of_many, "sdpa", "out must be of 2 sequences with"),
     (flat_where_there_are_groups, "transformers", "out and weights must be returned"),
     (a_row_too_many, "topk", "indices must be integers of shape .*, got int32 of"),
     (ranks_of_floats, "dcp_local_indices", "of shape .*, got float64 of"),
-    (ranks_of_which_one_is_silent, "dcp_local_indices", "got NoneType"),
 ]
 FIRST = {form[1]: form for form in reversed(FORMS)}.values()
 

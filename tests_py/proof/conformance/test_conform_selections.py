@@ -109,18 +109,6 @@ def test_a_name_that_right_results_contradict_is_told_and_not_given(name):
     assert finding.details["case"]["starts"]
 
 
-def test_two_faults_have_two_names():
-    def operator(scores, lengths, topk, row_starts=None):
-        chosen = broken.topk_padding(scores, lengths, topk, row_starts)  # of numbers above 0
-        crowded = int(lengths.max()) > broken.BUCKET_SLOTS
-        overflows = broken.operator_of("topk-bucket-overflow")
-        return overflows(scores, lengths, topk) if crowded else chosen
-
-    report = report_of(operator, without=["low", "nan"])
-    kinds = {finding.kind for finding in report.findings}
-    assert kinds == {"topk-padding", "topk-bucket-overflow"}
-
-
 def test_what_is_not_claimed_is_not_tried():
     assert report_of(broken.operator_of("topk-local-ids"), without=["starts"]).proved
     with pytest.raises(ValueError, match="must be of starts, empty, high, low, nan, got 'ranks'"):

@@ -25,7 +25,6 @@ from cpattn_proof.linting.adapters.packings import from_llama3, from_zigzag_ring
 from cpattn_proof.linting.adapters.transfers import (
     from_transfer,
     joined,
-    memory_of_lists,
     memory_of_pool,
 )
 from cpattn_proof.linting.intervals import shard_length
@@ -222,19 +221,6 @@ def test_descriptors_of_nothing_may_be_anywhere():
     report = lint(document)
     assert report.findings == ()
     assert "XFER" not in report.not_checked
-
-
-def test_buffers_have_as_many_pages_as_is_said():
-    memory = memory_of_lists([0, 512], [512, 512], [64, 64], [(0, "k"), (0, "v")], page_size=4)
-    document = from_transfer(memory | {"num_pages": 8}, memory, [[64], [128], [64]], [1], [2])
-    document["transfers"][0]["partial"] = True
-    assert kinds(document) == set()
-    document["memories"]["source"]["entries"][1]["item_len"] = 16  # of a token, not of a page
-    assert "xfer-item" in kinds(document)
-    (found, *_) = lint(document).findings
-    assert found.what == "v of layer 0 of source has 32 pages of 16 bytes, not 8"
-    document["memories"]["source"]["registered"].pop(0)
-    assert "xfer-bounds" in kinds(document)
 
 
 def pool_of(layers):

@@ -29,16 +29,6 @@ def call(kind, size=8, **options):
 GATHER, REDUCE = call("all_gather", dtype="float32"), call("all_reduce", op="sum")
 
 
-def test_ranks_that_make_the_same_calls_go_on():
-    assert of_calls([GATHER, REDUCE], [GATHER, REDUCE]) == ()
-    pairs = [call("all_reduce", group=[0, 1]), call("all_reduce", group=[2, 3])]
-    both = [call("barrier"), call("all_gather", group=[0, 2]), call("all_gather", group=[1, 3])]
-    ranks = [
-        [both[0], pairs[rank // 2], both[1 + rank % 2], both[0]] for rank in range(4)
-    ]  # in groups of pairs, then of others
-    assert of_calls(*ranks) == ()
-
-
 @pytest.mark.parametrize(
     ("other", "kind"),
     [

@@ -41,21 +41,6 @@ def test_any_lost_or_doubled_row_is_found(batch, data):
     assert report.exit_code == 1
 
 
-@given(batches(), st.integers(-3, 3).filter(bool), st.data())
-def test_any_wrong_length_is_found(batch, change, data):
-    """One call sees keys too many or too few: some query does, or the cache has not so many."""
-    document = document_of(*batch)
-    calls = [r["segments"] for r in document["ranks"] if r["segments"]["rows"]]
-    if not calls:
-        return
-    segments = data.draw(st.sampled_from(calls))
-    call = data.draw(st.integers(0, len(segments["keys"]) - 1))
-    segments["keys"][call] += change
-    found = {one.invariant for one in lint(document, shrink=False).findings}
-    assert "COV" in found
-    assert found <= {"COV", "LEN"}
-
-
 BATCH = ([13, 40], [0, 64], 4)
 
 
@@ -112,16 +97,6 @@ def test_damage_is_refuted_by_its_invariant(statement):
     assert kind in kinds(smaller)
     sizes = [sum(len(str(part)) for part in one.values()) for one in (smaller, document)]
     assert sizes[0] < sizes[1]
-
-
-def test_the_balance_is_that_of_pairs():
-    zigzag, contiguous = (document_of([256], [0], 8, cut) for cut in ("zigzag", "contiguous"))
-    bound = {"balance": {"bound": 1.2}}
-    assert kinds(zigzag | bound) == set()
-    (found,) = lint(contiguous | bound, shrink=False).findings
-    assert found.invariant == "BAL"
-    assert found.ranks == (7,)
-    assert found.details["pairs"] == sum(range(225, 257))
 
 
 def test_the_balance_may_go_by_weights():

@@ -45,10 +45,6 @@ def test_halos_are_proved(requests, cp_size, ratio, more, strategy):
     assert report.findings == ()
 
 
-def test_what_is_checked():
-    assert set(lint(document_of(*planned())).checked) >= {"OWN", "COV"}
-
-
 def test_a_rank_that_sends_other_rows_is_found():
     """Units are refuted where their rows are received, by what lies there."""
     plans, halos = planned(strategy="contiguous")
@@ -67,24 +63,19 @@ def test_an_overlap_that_is_lost_is_found():
     assert kinds(document_of(plans, short)) == {"cov-unit"}
 
 
-@pytest.mark.parametrize(("kept", "what"), [(slice(1, None), "no rank"), (slice(0), "no rank")])
-def test_a_unit_that_nobody_computes_is_found(kept, what):
-    plans, halos = planned()
-    names = ("unit_request", "unit_ids", "unit_starts", "unit_lens")
-    halos[1] = halos[1]._replace(**{name: getattr(halos[1], name)[kept] for name in names})
-    (found,) = lint(document_of(plans, halos)).findings
-    assert found.kind == "own-unit"
-    assert f"is computed by {what}, not 1" in found.what
-
-
-def test_a_unit_that_two_ranks_compute_is_found():
-    plans, halos = planned()
-    document = document_of(plans, halos)
-    mine = document["ranks"][0]["units"]
-    for name, column in document["ranks"][2]["units"].items():
-        column.append(mine[name][0])
+def test_a_unit_that_nobody_or_two_ranks_compute_is_found():
+    document = document_of(*planned())
+    first, last = (document["ranks"][rank]["units"] for rank in (0, 2))
+    for name, column in last.items():
+        column.append(first[name][0])
     (found,) = lint(document).findings
     assert (found.kind, found.ranks) == ("own-unit", (0, 2))
+    for name, column in last.items():
+        column.pop()
+        first[name].pop(0)
+    (found,) = lint(document).findings
+    assert found.kind == "own-unit"
+    assert "is computed by no rank, not 1" in found.what
 
 
 def test_a_unit_that_is_not_complete_is_found():

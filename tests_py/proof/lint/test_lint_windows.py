@@ -176,20 +176,6 @@ def test_rings_with_windows_need_the_keys_of_the_rank_before():
     assert found.what == "position 2 of request 0 sees key 0, it may see 1 to 2"
 
 
-def test_a_window_that_calls_do_not_pass_is_refuted():
-    """The call itself has to hide keys, and both sides of a window count."""
-    document = document_of([4], [0], 1, "contiguous") | {"attention": {"window": 0}}
-    (found,) = lint(document, shrink=False).findings
-    assert found.what == "position 1 of request 0 sees key 0, it may see 1 to 1"
-    rank = document["ranks"][0]
-    rank["segments"]["window"] = [0] * len(rank["segments"]["row"])
-    assert kinds(document) == set()
-    both = {"causal": False, "window": 2, "window_right": 1}
-    document = plan_of([(0, 4, 0, 5, -1)], [(0, 3, 0, 8, -1), (3, 1, 5, 3, -1)], window=3)
-    assert kinds(document | {"attention": both}) == set()  # the last row has no key behind it
-    assert kinds(document | {"attention": both | {"window_right": 2}}) == {"cov-pair"}
-
-
 def test_the_balance_is_of_pairs_within_the_window():
     whole = document_of([256], [7], 8, "contiguous")
     for window, least in ((4, 5), (200, None)):

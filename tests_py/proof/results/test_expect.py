@@ -132,12 +132,6 @@ def test_a_wrong_ring_is_refuted_by_name(bug, invariant, kind, ranks):
         assert f"rank {ranks[-1]}  row " in found.picture
 
 
-def test_nobody_who_asks_is_told_that_results_were_not_checked():
-    report = simulate(lambda: dist.barrier(), ranks=2, seeds=[0])
-    assert report.not_checked["results"].startswith("no rank calls cpattn_proof.expect")
-    assert "\n  not checked: results (no rank calls" in report.text()
-
-
 def test_what_is_wrong_with_the_calls_comes_first():
     def program():
         ring("base")
