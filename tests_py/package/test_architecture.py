@@ -15,7 +15,6 @@ from xml.etree import ElementTree
 
 import architecture
 import concept_pictures
-import kv_8bit_errors
 import pytest
 
 from support.places import ROOT
@@ -75,20 +74,6 @@ def test_a_stale_picture_is_found_and_a_missing_one_written(script, capsys, monk
     monkeypatch.setattr(sys, "argv", ["the script"])
     assert script.main() == 0
     assert (stale.read_text(), missing.read_text()) == ("<svg>1</svg>", "")
-
-
-def test_a_page_about_8_bits_with_other_errors_is_told(tmp_path, monkeypatch, capsys):
-    """`make lint` compares it with the errors of now."""
-    page = tmp_path / "kv_8bit.md"
-    page.write_text(kv_8bit_errors.PAGE.read_text())
-    errors = dict.fromkeys(kv_8bit_errors.formats(), 2 * (kv_8bit_errors.Error(0.01, 0.25),))
-    monkeypatch.setattr(kv_8bit_errors, "errors", lambda: errors)
-    monkeypatch.setattr(kv_8bit_errors, "PAGE", page)
-    assert kv_8bit_errors.main(["--check"]) == 1
-    assert "out of date" in capsys.readouterr().out
-    assert kv_8bit_errors.main([]) == 0
-    assert "| int8 | head | 128 | 1.00 % | 25.0 % | 1.00 % | 25.0 % |" in page.read_text()
-    assert kv_8bit_errors.main(["--check"]) == 0
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
