@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("click")
-
 from cpattn_lab.explain import block_map
 from cpattn_terminal.commands import commands
 from support.command_line import QUICK, CommandLine, Running, invoke, left_of_session, workers_of

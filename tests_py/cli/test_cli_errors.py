@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("click")
 pytest.importorskip("torch")
 
 from cpattn.scheduling.request import Request

@@ -17,7 +17,6 @@ import pytest
 
 import cpattn
 
-pytest.importorskip("click")
 pytest.importorskip("torch")
 
 from cpattn.captures import capture

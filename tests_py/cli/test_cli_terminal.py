@@ -11,13 +11,12 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("click")
 pytest.importorskip("torch")
-Console = pytest.importorskip("rich.console").Console
+from rich.console import Console
 
-from cpattn_terminal import progress as _progress  # noqa: E402
-from cpattn_terminal import tables as _tables  # noqa: E402
-from support.command_line import QUICK, invoke, run_on_terminal  # noqa: E402
+from cpattn_terminal import progress as _progress
+from cpattn_terminal import tables as _tables
+from support.command_line import QUICK, invoke, run_on_terminal
 
 EXPLAIN = ("explain", "--lens", "12500000,13", "--prefix", "0,900", "--cp-size", "4")
 PLAN = ("plan", "--cp-size", "8,16")

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("click")
-
 from audit.machine import INSTRUCTION_SETS
 from cpattn import _core, _machine, supported_isas, torch_guard
 from cpattn.doctor import engines, environment, machine, report, self_test

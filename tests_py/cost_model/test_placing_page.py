@@ -10,9 +10,6 @@ import shlex
 
 import pytest
 
-pytest.importorskip("click")
-pytest.importorskip("rich")
-
 from cpattn_lab.cost_model import exchange_work
 from support.command_line import invoke
 from support.places import ROOT

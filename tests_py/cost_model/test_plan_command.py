@@ -12,9 +12,6 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("click")
-pytest.importorskip("rich")
-
 import cpattn
 from cpattn_lab.cost_model import AttentionLayer, Rates, assumptions, predict, predict_decode
 from cpattn_lab.cost_model.command import parse_cp_sizes

@@ -15,9 +15,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("click")
-pytest.importorskip("jinja2")
-pytest.importorskip("jsonschema")
 
 from click.testing import CliRunner
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("click")
 
 from cpattn_lab.processes import hosts as _hosts
 from cpattn_lab.processes.hosts import Hosts, HostsError, enter

@@ -11,15 +11,14 @@ from dataclasses import replace
 
 import pytest
 
-for name in ("torch", "jinja2", "matplotlib"):
-    pytest.importorskip(name)
-Console = pytest.importorskip("rich.console").Console
+pytest.importorskip("torch")
+from rich.console import Console
 
-from cpattn_lab.replay.records import ReplayReport  # noqa: E402
-from cpattn_lab.replay.report.guide import guide_lines  # noqa: E402
-from cpattn_lab.replay.report.html import write_html  # noqa: E402
-from cpattn_lab.replay.report.summary import imbalance, print_report, summarize, write_json  # noqa: E402
-from support.replay.replay_models import make_report, make_sparse_report  # noqa: E402
+from cpattn_lab.replay.records import ReplayReport
+from cpattn_lab.replay.report.guide import guide_lines
+from cpattn_lab.replay.report.html import write_html
+from cpattn_lab.replay.report.summary import imbalance, print_report, summarize, write_json
+from support.replay.replay_models import make_report, make_sparse_report
 
 
 def printed(report: ReplayReport, width: int | None = None) -> str:

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("click")
-pytest.importorskip("rich")
 
 from cpattn.context_parallel.placement_name import PlacementName
 from cpattn.distributed.transport.terms import TERMS

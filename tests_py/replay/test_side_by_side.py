@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("jinja2")
 
 from cpattn import _core  # noqa: E402
 from cpattn.scheduling.prefix_cache import PrefixCache  # noqa: E402

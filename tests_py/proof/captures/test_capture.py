@@ -13,9 +13,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
-pytest.importorskip("click")
-
 from click.testing import CliRunner
 
 import cpattn

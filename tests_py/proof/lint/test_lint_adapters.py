@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("jsonschema")
-
 import cpattn
 from cpattn.kv import MHATokenToKVPool
 from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer

@@ -9,13 +9,9 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("click")
-pytest.importorskip("jsonschema")
-
-from click.testing import CliRunner
 
 from cpattn_proof import NotUsable, lint
 from cpattn_proof.linting import SCHEMA, schema

@@ -7,8 +7,6 @@ from copy import deepcopy
 
 import pytest
 
-pytest.importorskip("jsonschema")
-
 from cpattn_proof import lint
 from cpattn_proof.linting.pictures import WIDTH, Bars
 from support.proof.plans import document_of, kinds, with_cache

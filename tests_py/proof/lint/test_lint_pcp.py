@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("jsonschema")
-
 from cpattn.context_parallel.vllm_0_32 import build_pcp_layout
 from cpattn_proof import NotUsable, lint
 from cpattn_proof.linting.adapters.pcp import from_segments

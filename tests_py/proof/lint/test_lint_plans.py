@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("jsonschema")
-
 from cpattn_proof import NotUsable, lint
 from cpattn_proof.linting import linter, shrinking
 from cpattn_proof.linting.shrinking import cut, without

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("jsonschema")
 
 import torch.distributed as dist
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("jsonschema")
 
 import cpattn
 from cpattn.context_parallel.halo import plan_halo

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("jsonschema")
-
 from cpattn_proof import lint
 from cpattn_proof.linting.adapters.decode import from_local_lens
 from support.proof.plans import batches, document_of, kinds

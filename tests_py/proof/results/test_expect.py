@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("hypothesis")
 
 import torch.distributed as dist  # noqa: E402
 

@@ -7,9 +7,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("click")
-
 from click.testing import CliRunner
 
 from cpattn_proof import simulate

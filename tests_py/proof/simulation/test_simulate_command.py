@@ -11,9 +11,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("click")
-
 from click.testing import CliRunner
 
 import cpattn_proof

@@ -90,7 +90,8 @@ def test_a_later_release_may_gather_into_one_tensor_and_add_options():
 
 def test_a_release_that_lacks_a_name_is_refused_in_a_line(monkeypatch, tmp_path):
     """The line says nothing of the program, which has no part in it."""
-    CliRunner = pytest.importorskip("click.testing").CliRunner
+    from click.testing import CliRunner
+
     from cpattn_terminal.commands import commands
 
     for name in [name for name in sys.modules if name.startswith("cpattn_proof.simulation")]:

@@ -11,17 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
-for name in ("torch", "hypothesis", "jsonschema"):
-    pytest.importorskip(name)
+pytest.importorskip("torch")
 
-import zoo_table  # noqa: E402
+import zoo_table
 
-from cpattn_proof import Finding, Report, lint  # noqa: E402
-from cpattn_proof.commands import zoo as command  # noqa: E402
-from cpattn_proof.zoo import ZooEntry, all_entries, registry, visit  # noqa: E402
-from cpattn_proof.zoo.lint import beginnings  # noqa: E402
-from support.command_line import invoke  # noqa: E402
-from support.places import ROOT  # noqa: E402
+from cpattn_proof import Finding, Report, lint
+from cpattn_proof.commands import zoo as command
+from cpattn_proof.zoo import ZooEntry, all_entries, registry, visit
+from cpattn_proof.zoo.lint import beginnings
+from support.command_line import invoke
+from support.places import ROOT
 
 ENTRIES = [
     pytest.param(entry, id=f"{entry.tool}-{entry.bug}", marks=marks)
