@@ -129,16 +129,3 @@ def test_programs_that_do_without_a_device_run_as_they_are():
     assert report.proved
     assert "CUDA" not in report.not_checked
     assert set(seen) == {("cpu", True)}
-
-
-def test_copies_between_host_and_device_share_no_memory():
-    def program():
-        host = torch.ones(2)
-        device = host.to("cuda")
-        again, back = device.cuda(), (device * 1).to("cpu")
-        torch.distributed.all_reduce(device)
-        assert again is device
-        assert host.tolist() == back.tolist() == [1, 1]
-        assert device.tolist() == [2, 2]
-
-    assert simulate(program, ranks=2, cuda_as_cpu=True).proved

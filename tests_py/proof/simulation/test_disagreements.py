@@ -167,19 +167,6 @@ def test_a_program_is_refuted_by_its_kind_and_at_its_lines(kind, program, says):
         assert finding.ranks == (0,)
 
 
-def test_groups_that_some_ranks_have_not_made_are_waited_for():
-    def program():
-        group = dist.new_group([0, 1])
-        if is_first():
-            group = dist.new_group([0, 1])
-        if dist.get_rank() < 2:
-            dist.barrier(group)
-
-    (finding,) = simulate(program, ranks=3, seeds=(0,)).findings
-    assert finding.kind in ("deadlock", "rank-returned")
-    assert "new_group on group 2" in finding.picture
-
-
 def test_sends_may_pass_as_small_ones_do_over_gloo():
     assert "--buffered-sends" in simulate(send_to_each_other, ranks=3).findings[0].advice
     assert simulate(send_to_each_other, ranks=3, buffered_sends=True).proved
