@@ -35,7 +35,6 @@ def shared_memory() -> set[str]:
 
 
 def reported(line: CommandLine, folder: Path, *options: str) -> tuple[str, dict[str, Any], str]:
-    """Runs a replay once; returns its output, its JSON and its page."""
     paths = folder / "r.json", folder / "r.html"
     result = line.run(*QUICK, *options, "--json", str(paths[0]), "--html", str(paths[1]))
     assert result.returncode == 0, result.stderr
@@ -177,7 +176,6 @@ def test_explain_prints_the_block_map(monkeypatch):
 
 
 def without(package: str, tmp_path: Path) -> dict[str, str]:
-    """The environment of a process that cannot import `package`."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -66,7 +66,6 @@ def run(*arguments: str) -> Any:
 
 
 def refusal(*arguments: str) -> str:
-    """The line that a command ends with before it has done anything."""
     result = run(*arguments)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 2

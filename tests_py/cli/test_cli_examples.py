@@ -57,7 +57,6 @@ EXAMPLES = sorted({example for examples in HELP.values() for example in examples
 
 
 def typed(example: str) -> Any:
-    """An example in its quick form: what takes long ends where it begins, rates are given."""
     words = shlex.split(example)
     variables = dict(w.split("=", 1) for w in words[: words.index("cpattn")])
     with (
@@ -75,7 +74,6 @@ def typed(example: str) -> Any:
 
 @pytest.fixture
 def traces(tmp_path, monkeypatch):
-    """A folder with the files that examples name."""
     monkeypatch.chdir(tmp_path)
     record = {"timestamp": 0, "input_length": 700, "output_length": 9, "hash_ids": [0, 1]}
     for name in ("trace.jsonl", "conversation_trace.jsonl"):

@@ -171,7 +171,6 @@ def test_pace_and_time_left():
 
 
 def bar_at(width: int, unit: str, done: int, total: int | None) -> str:
-    """Draw a bar that has run for two seconds."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True)
     with mock.patch.object(_progress.time, "monotonic", return_value=100.0) as clock:
         progress = _progress.ProgressBar(console, unit)

@@ -46,7 +46,6 @@ def fake(folder: Path, name: str, version: str, points: str = "") -> None:
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """A folder whose distributions are all that is installed."""
     folder = tmp_path / "packages"
     folder.mkdir()
     monkeypatch.setattr(sys, "path", [str(folder)])

@@ -12,7 +12,6 @@ SECOND = {4, 5, 6, 7, 12, 13, 14, 15}
 
 @pytest.fixture
 def two_sockets(tmp_path):
-    """Two sockets of four cores of two CPUs, as Linux numbers them, and a node for each."""
     files = {
         "sys/devices/system/node/node0/cpulist": "0-3,8-11\n",
         "sys/devices/system/node/node1/cpulist": "4-7,12-15\n",

@@ -28,7 +28,6 @@ def test_commands_print_what_the_page_shows(command, shown):
 
 @pytest.fixture(scope="module")
 def example():
-    """Runs the example of the page; returns its output and its names."""
     ((code, shown),) = EXAMPLE.findall(PAGE)
     names = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:

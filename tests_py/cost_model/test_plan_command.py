@@ -26,7 +26,6 @@ plan = partial(invoke, "plan")
 
 
 def report(path: Path, *arguments: str) -> dict[str, Any]:
-    """Returns what the command writes to a JSON file."""
     result = plan(*arguments, "--json", str(path))
     assert result.exit_code == 0, result.output
     return json.loads(path.read_text())

@@ -56,7 +56,6 @@ def test_paths_of_the_page_exist():
 
 @pytest.fixture(params=[architecture, concept_pictures], ids=lambda script: script.__name__)
 def script(request, monkeypatch):
-    """Set arguments by which a script checks its pictures."""
     monkeypatch.setattr(sys, "argv", ["the script", "--check"])
     return request.param
 

@@ -35,13 +35,11 @@ class Layers:
     table: dict[str, Any]
 
     def layer_of(self, header: str) -> str:
-        """Return the layer of a public header, such as "base/check.h"."""
         found = [name for name, paths in self.table["headers"].items() if header in paths]
         assert len(found) == 1, f"{header} is in {found} of layers.toml"
         return found[0]
 
     def headers_for(self, path: str) -> set[str]:
-        """The layers whose headers a file may include."""
         if path.startswith("include/"):
             own = self.layer_of(path.removeprefix("include/cpattn/"))
             return {own, *self.table["header_layers"][own]}

@@ -130,7 +130,6 @@ def test_rooms_of_ranks_stand_on_each_other(graph):
 
 
 def upward_imports(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """Return imports of a package by what is in it."""
     return {
         (module, other)
         for module, others in graph.items()

@@ -77,7 +77,6 @@ def test_lint_needs_neither_the_library_nor_linux():
 
 
 def source_of(name: str) -> str:
-    """Read a module, which is not imported for it."""
     return Path(importlib.util.find_spec(name).origin).read_text()
 
 

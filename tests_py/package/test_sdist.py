@@ -77,7 +77,6 @@ WRAPPER = ROOT / "cmake" / "zig" / "c++"
 
 
 def translate(tmp_path, *options: str) -> list[str]:
-    """Return what zig gets, one argument a line."""
     zig = tmp_path / "zig"
     zig.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     zig.chmod(0o755)

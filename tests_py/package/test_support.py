@@ -28,7 +28,6 @@ def requirement(name: str, *extras: str) -> str:
 
 
 def pinned(name: str) -> set[str]:
-    """Releases that the files which make environments name."""
     files = ["Makefile", "pyproject.toml", *map(str, ROOT.glob("scripts/*.sh")), ".ci/run"]
     pattern = rf"(?<![\w-]){name}==([\w.]+)"
     return {version for file in files for version in re.findall(pattern, (ROOT / file).read_text())}
@@ -115,7 +114,6 @@ def test_no_function_of_another_sglang_is_replaced(release, monkeypatch, caplog)
 
 
 def row(entry: _support.Support) -> str:
-    """Format a row of the page's tables."""
     bounds = [f"from {entry.lowest}"] * bool(entry.lowest)
     bounds += [f"before {entry.below}"] * bool(entry.below)
     tests = ", ".join(f"`{path}`" for path in entry.tests)

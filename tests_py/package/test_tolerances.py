@@ -21,7 +21,6 @@ SMALL = 0.02  # of the numbers that others are compared with, these are toleranc
 
 
 def literal_tolerances(source: str) -> list[int]:
-    """The lines on which a number says how far two others may be apart."""
     return sorted({node.lineno for node in ast.walk(ast.parse(source)) if is_tolerance(node)})
 
 

@@ -30,8 +30,6 @@ PLAN = {"schema": "cpattn-plan/1", "requests": [{"extend": 3}], "ranks": [{"rows
 
 @pytest.fixture
 def lint(tmp_path):
-    """Return a function that makes the page of a plan."""
-
     def call(document, status=1, options=(), name="plan.json"):
         plan, path = tmp_path / name, tmp_path / "report.html"
         plan.write_text(json.dumps(document))

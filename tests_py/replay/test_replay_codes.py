@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def bytes_of(config: DenseConfig) -> int:
-    """Return the bytes of a token in one layer: keys, values and their scales."""
     return 2 * config.num_kv_heads * (config.head_dim + 2 * (config.kv_dtype == "int8"))
 
 

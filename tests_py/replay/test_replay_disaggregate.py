@@ -169,7 +169,6 @@ def test_wrong_tokens_fail_the_report():
 
 
 def page_bytes(model: Any) -> int:
-    """Return the bytes of a page: keys, values and scales of all layers."""
     element = 1 if model.has_codes else model.torch_dtype.itemsize
     head = model.head_dim * element + 2 * (model.kv_dtype == "int8")
     return 4 * model.num_layers * 2 * model.num_kv_heads * head
@@ -214,8 +213,6 @@ def test_tokens_of_shards_are_those_of_one_process(
 
 
 class Recorder:
-    """An engine that only notes what it is to write."""
-
     def __init__(self) -> None:
         self.written: dict[str, list[tuple[int, int, int]]] = {}
 

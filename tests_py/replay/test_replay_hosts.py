@@ -37,7 +37,6 @@ def forked_workers() -> None:
 
 @pytest.fixture
 def two_hosts():
-    """Set up two hosts with cables of 100 Mbit/s."""
     hosts = Hosts(2, link_gbps=0.1)
     try:
         hosts.__enter__()
@@ -48,8 +47,6 @@ def two_hosts():
 
 
 def on_host(path: str, function: Callable[[], Any]) -> threading.Thread:
-    """A thread that runs a function there."""
-
     def run() -> None:
         enter(path)
         function()
@@ -115,7 +112,6 @@ def test_a_replay_over_two_hosts(two_hosts, placement):
 
 
 def namespaces() -> set[str]:
-    """Network namespaces of all processes."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/ns/net"):
         try:

@@ -44,7 +44,6 @@ def common(config: DecoderConfig) -> dict[str, Any]:
 
 
 def shared_weights(ours: Decoder) -> dict[str, Tensor]:
-    """Return the weights of everything but attention, by the names of transformers."""
     weights = {"embed_tokens.weight": ours.embedding.weight, "norm.weight": ours.norm.weight}
     for index, layer in ours.layers.items():
         gate, up = layer.gate_up_proj.weight.chunk(2)

@@ -30,7 +30,6 @@ BATCH = {"q_lens": [3, 2], "kv_lens": [10, 2], "block_tables": [[2, 0], [1, -1]]
 
 
 def plan(*lens, cp_rank=0, cp_size=2):
-    """Make a plan, which is recorded."""
     return cpattn.build_cp_metadata(*lens, cp_rank=cp_rank, cp_size=cp_size)
 
 
@@ -41,7 +40,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def recorded(path):
-    """A capture of one plan."""
     with capture(path):
         plan([10], [12])
     return path
@@ -322,7 +320,6 @@ def test_arrays_come_back_with_dtype_and_shape():
 
 
 def run(*arguments, status=0):
-    """Return what a command prints."""
     result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
     assert result.exit_code == status, result.output
     return result.output

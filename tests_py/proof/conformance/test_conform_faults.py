@@ -27,7 +27,6 @@ def report_of(operator, signature="cpattn", **options):
 
 
 def the_finding(report, kind):
-    """Return the only finding of a report."""
     assert [finding.kind for finding in report.findings] == [kind], report.text()
     return report.findings[0]
 

@@ -51,7 +51,6 @@ def workflow():
 
 
 def commands():
-    """Return the commands of its steps by name, but for installations."""
     steps = workflow()["jobs"]["conform"]["steps"]
     return {step["name"]: step["run"] for step in steps if "run" in step}
 

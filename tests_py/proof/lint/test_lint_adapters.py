@@ -158,8 +158,6 @@ def test_consecutive_rows_over_gathered_keys():
 
 
 def transferred(**options):
-    """The document of a transfer of three pages, of keys and of narrower values."""
-
     def layout(begin):
         entries = []
         for layer in range(3):

@@ -24,7 +24,6 @@ CALLS = [{"kind": "all_to_all", "sends": [4, 4, 4], "receives": [4, 4, 4]}, {"ki
 
 
 def whole_document():
-    """A plan with every part that a rank can have."""
     document = with_cache(document_of(*BATCH))
     document["units"] = {"ratio": 4, "window": 4}
     units = [

@@ -52,7 +52,6 @@ def later(rows):
 
 
 def damage(document, statement):
-    """Run a statement about the tables of ranks, by rank, and the other parts of a document."""
     ranks = document["ranks"]
     names = ("rows", "segments", "writes")
     tables = {name: [SimpleNamespace(**rank[name]) for rank in ranks] for name in names}

@@ -39,7 +39,6 @@ PLACEMENTS = {
 
 
 def on_all_ranks(size, what):
-    """Return what each rank of a simulated group gets."""
     got = {}
 
     def program():

@@ -18,7 +18,6 @@ NAMES = ("request", "row", "rows", "first", "keys", "step", "window", "window_ri
 
 
 def rows_of(rank):
-    """Request and position of each row of a rank."""
     runs = rank["rows"]
     steps = runs.get("step", [1] * len(runs["count"]))
     columns = zip(runs["request"], runs["position"], runs["count"], steps, strict=True)
@@ -26,7 +25,6 @@ def rows_of(rank):
 
 
 def allowed(document, request, position):
-    """The keys that a query may see."""
     rule, length = document["attention"], sum(document["requests"][request].values())
     left, right = rule.get("window"), rule.get("window_right")
     right = 0 if rule.get("causal", True) else right
@@ -35,7 +33,6 @@ def allowed(document, request, position):
 
 
 def calls_of(rank):
-    """Each call of a rank, by the names of its columns."""
     segments, default = rank["segments"], dict.fromkeys(NAMES, -1) | {"first": 0, "step": 1}
     for number in range(len(segments["row"])):
         yield {n: segments[n][number] if n in segments else default[n] for n in NAMES}

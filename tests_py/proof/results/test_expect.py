@@ -75,7 +75,6 @@ def pass_on(tensors):
 
 
 def ring(bug="", **options):
-    """Run a rank; the report of `expect` where there is one."""
     q, k, v = prompt()
     at = zigzag(dist.get_rank(), dist.get_world_size(), bug)
     q, k, v = q[at], k[at], v[at]

@@ -181,7 +181,6 @@ def test_gradients_come_through_functional_collectives():
 
 @pytest.mark.parametrize("number", range(6))
 def test_right_programs_are_proved(number, one_torch_thread):
-    """`make false-alarms-programs` tries many."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says it of names that it has newer ones for
         assert alarm_of(3, number) is None

@@ -42,7 +42,6 @@ _FOLDERS = {
 
 
 def is_there(package: str) -> bool:
-    """Return whether a package can be imported, from the folder of its variable first."""
     if folder := _FOLDERS[package]:
         wheels = sorted(map(str, Path(folder).glob(f"{package}-*.whl")))
         sys.path.insert(0, (wheels or [folder])[0])
@@ -70,7 +69,6 @@ Answers = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def make_batch(kv_heads: int) -> list[torch.Tensor]:
-    """q, k and v [1, tokens, heads, dim]; the same on all ranks."""
     random = torch.Generator().manual_seed(kv_heads)
     return [
         torch.randn(1, TOKENS, heads, DIM, generator=random)
@@ -80,7 +78,6 @@ def make_batch(kv_heads: int) -> list[torch.Tensor]:
 
 @cache
 def expected_of(kv_heads: int, causal: bool = True) -> Expected:
-    """The oracle's answer for all tokens."""
     q, k, v = (x[0] for x in make_batch(kv_heads))
     lens = {"q_lens": [TOKENS], "kv_lens": [TOKENS], "page_size": 1, "causal": causal}
     tables = {"block_tables": torch.arange(TOKENS)[None].numpy()}

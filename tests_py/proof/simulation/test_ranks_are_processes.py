@@ -20,7 +20,6 @@ from cpattn_proof import simulate, simulate_script
 
 
 def meet():
-    """Have all other ranks run."""
     dist.barrier()
 
 

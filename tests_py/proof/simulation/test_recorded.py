@@ -22,7 +22,6 @@ from support.proof import gloo_worker
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Return what two ranks sent, their files, and the capture in them."""
     folder = tmp_path_factory.mktemp("world")
     sent = run_world(2, folder, gloo_worker.record_layer, folder)
     files = sorted(folder.glob("*.cpcap"))
@@ -64,7 +63,6 @@ def plans_on_rank_1(call):
 
 
 def changed(capture, chosen, **fields):
-    """The capture with other fields in some calls."""
     calls = tuple(
         replace(call, fields={**call.fields, **fields}) if chosen(call) else call
         for call in capture.calls

@@ -29,7 +29,6 @@ CATCHES = f"""{START}while True:
 
 
 def in_a_process(children, folder, script, *options, arguments=()):
-    """Run the command on a script, in a process of its own."""
     (folder / "script.py").write_text(script)
     words = [sys.executable, "-m", "cpattn", "simulate", "--ranks", "2", *options]
     return children.run([*words, "script.py", *arguments], cwd=folder, timeout=PATIENCE)
@@ -37,7 +36,6 @@ def in_a_process(children, folder, script, *options, arguments=()):
 
 @pytest.fixture
 def simulate(tmp_path, monkeypatch):
-    """Runs it in this process."""
     monkeypatch.chdir(tmp_path)
 
     def run(script, *options):

@@ -96,8 +96,6 @@ def entry(bug="foo/bar#1", invariant="OWN", broken=REFUTED, mended=PROVED, tool=
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Runs the command on some entries: exit code and output."""
-
     def show(*arguments, entries):
         monkeypatch.setattr(command, "all_entries", lambda tools: entries)
         monkeypatch.setenv("COLUMNS", "160")
