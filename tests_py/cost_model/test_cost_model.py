@@ -178,7 +178,6 @@ def test_fit_finds_the_rates_behind_timings():
     [
         (lambda: AttentionLayer(num_heads=3), "must be a multiple of num_kv_heads = 8, got 3"),
         (lambda: AttentionLayer(head_dim=577), "head_dim must be at most 576, got 577"),
-        (lambda: AttentionLayer(v_head_dim=592), "v_head_dim must be at most 576, got 592"),
         (
             lambda: AttentionLayer(window=-1),
             "window must be >= 0 \\(0: a token sees itself\\), got -1",
@@ -189,9 +188,7 @@ def test_fit_finds_the_rates_behind_timings():
             "v_head_dim must be at most head_dim = 64 in a layer of latents, got 128",
         ),
         (lambda: AttentionLayer(bias="int8"), "bias must be alibi or one of float32, float16, bf"),
-        (lambda: AttentionLayer(window=1.0), "window must be an integer, got float"),
         (lambda: AttentionLayer(latent=1), "latent must be a bool, got int"),
-        (lambda: AttentionLayer(v_head_dim=64.0), "v_head_dim must be an integer, got 64.0"),
         (lambda: rank_work([3], [4, 5], cp_size=2), "as many elements as extend_lens, got 2 and 1"),
         (lambda: rank_work([3], [2], cp_size=2), "seq_lens must be >= extend_lens, got 2"),
         (lambda: predict([], LAYER, Rates(gflops=1), cp_size=2), "at least one batch"),

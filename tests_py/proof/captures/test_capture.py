@@ -244,7 +244,6 @@ def test_damaged_files_are_refused_by_line(recorded):
     [
         ("extend_lens", None, None),
         ("extend_lens", 7, "extend_lens must be an array of 1 dimensions"),
-        ("extend_lens", np.array([[1]]), "extend_lens must be an array of 1 dimensions"),
         ("extend_lens", np.array([-1]), "extend_lens must be .* ints from 0"),
         ("extend_lens", np.array([1 << 30]), "extend_lens must be .* together at most"),
         ("extend_lens", np.zeros(1 << 21, int), "extend_lens must be .* 1048576 of them at most"),
@@ -252,7 +251,6 @@ def test_damaged_files_are_refused_by_line(recorded):
         ("strategy", "two\nlines", "strategy must be a printable string, got 'two"),
         ("cp_size", True, "cp_size must be an int from 1 to 32768, got True"),
         ("digests", [1], "digests must be a list, each a printable string"),
-        ("strategy", "x" * 1000, None),
     ],
 )
 def test_fields_are_checked_by_line(recorded, field, value, rule):

@@ -147,34 +147,23 @@ HUGE = int("1" + "0" * 400)  # beyond float64
 BAD = {
     "schema must be 'cpattn-plan/1', got 'cpattn-plan/2'": {"schema": "cpattn-plan/2"},
     "requests[0].extend: must be at least 0, got -1": {"requests": [{"extend": -1}]},
-    "requests[0].extend: must be at least 0, got -1000": {"requests": [{"extend": -HUGE}]},
-    "requests[0].prefix: must be at most": {"requests": [{"extend": 1, "prefix": HUGE}]},
     "ranks[0].heads.q[0]: must be at most": {"ranks": [{"heads": {"q": [HUGE], "kv": [0]}}]},
-    "requests[0].extend: must be of type integer, got 1.5": {"requests": [{"extend": 1.5}]},
     "requests[0].extend: must be of type integer, got True": {"requests": [{"extend": True}]},
     "Additional properties are not allowed ('request' was": {"request": []},
     "'extend' is a required property; unknown: 'extends'": {"requests": [{"extends": 3}]},
     r"ranks[0].buffers[0].name: must be printable, got '\x1b]0;a'": {
         "ranks": [{"buffers": [{"name": "\x1b]0;a", "size": 1, "used": 1}]}]
     },
-    r"memories: must be printable, got '\x1b['": {
-        "memories": {"\x1b[": {"page_size": 1, "entries": []}}
-    },
     "memories.a.registered: must end below 18446744073709551616, got 18446744073709551616": {
         "memories": {"a": {"page_size": 1, "entries": [], "registered": [[2**64 - 2, 2]]}}
     },
     "ranks: must have at least 1 entries, got 0": {"ranks": []},
-    "ranks: must have at most 32768 entries, got 32769": {"ranks": [{}] * 32769},
     "ranks[0].rows.count[1]: must be at least 0, got -3": rows([0, 0], [0, 1], [1, -3]),
     "balance.bound: must be of type number, got nan": {"balance": {"bound": float("nan")}},
-    "balance.bound: must be of type number, got 1000": {"balance": {"bound": HUGE}},
     "topk.scores[0].scores[1]: must be of type number, got -1000": {
         "topk": {"k": 1, "scores": [{"request": 0, "position": 1, "scores": [0, -HUGE]}]}
     },
     "must be of schema 'cpattn-plan/1', got something too large": {"balance": 10**5000},
-    "attention.window: must be at most 4611686018427387904, got 9223372036854775808": {
-        "attention": {"window": 2**63}
-    },
     "ranks[0].rows.count[0]: must be at most 67108864, got 67108865": rows([-1], [0], [2**26 + 1]),
     "ranks[0].rows.count: must be at most 16777216 together, got 134217728": rows(
         [-1] * 2, [0] * 2, [2**26] * 2
@@ -182,7 +171,6 @@ BAD = {
     "columns must have equal lengths, got request 1, position 2, count 1": ONE
     | rows([0], [0, 1], [1]),
     "ranks[0].rows.request: must be below 1, got 1": ONE | rows([1], [0], [1]),
-    "ranks[0].rows.request: must be below 0, got 0": rows([0], [0], [1]),
     "tables and key_lens must have one entry for each of 0 requests, got 1": {
         "ranks": [{"key_lens": [4]}]
     },
