@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,25 +220,31 @@ def test_the_output_says_of_what_rates_are():
     assert "assumed" not in text.lower()
 
 
-def test_the_table_fits_its_columns(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    in_a_file = plan("--cp-size=8").output
-    assert "no room" not in in_a_file
-    assert "efficiency" in in_a_file
-    for columns in (60, 80, 120):
-        env = {"COLUMNS": str(columns)}
-        lines = plan("--cp-size=8,1024", "--tokens=16000000", env=env).stdout.splitlines()
-        assert not any("…" in line for line in lines)
-        others = [line for line in lines if not line.startswith("assumed: ")]  # to be copied whole
-        assert max(map(len, others)) <= columns
-        header = set(next(line for line in lines if "ranks" in line).split())
-        assert {"ranks", "strategy", "attention", "model", "speed-up"} <= header
-        missing = {"imbalance", "efficiency", "sent/rank", "store"} - header
-        text = " ".join(lines)
-        assert bool(missing) == (columns < 120)
-        for name in missing:
-            assert name in text.split("columns have no room for ")[1].split("]")[0]
-            assert f"{name}: " not in text
+PLACED = "--hosts=8,256 --ranks-per-host=4 --placement=token_interleave"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ("--cp-size=8,1024 --tokens=16000000", "strategy attention model speed-up"),
+        (f"{PLACED} --exchange=auto --overlap=full", "attention model"),
+        (f"{PLACED} --decode=9 --prefix=999", "attention model tokens/s"),
+    ],
+)
+def test_tables_fit_their_columns(columns, arguments, kept):
+    lines = plan(*arguments.split(), env={"COLUMNS": str(columns)}).stdout.splitlines()
+    assert not any("…" in line for line in lines)
+    others = [line for line in lines if not line.startswith("assumed: ")]  # to be copied whole
+    assert max(map(len, others)) <= columns
+    header = set(next(line for line in lines if line.lstrip().startswith("ranks ")).split())
+    assert {"ranks", *kept.split()} <= header
+    text = " ".join(" ".join(lines).split())
+    left_out = re.findall(r"columns have no room for (.*?)]", text)
+    assert left_out or columns == 120
+    for name in left_out[0].split(", ") if left_out else ():
+        assert name not in header
+        assert f"; {name}: " not in text
 
 
 SHARDED = ("--placement=page_interleave", "--page-size=16", *RATES)
@@ -271,18 +278,6 @@ def test_hosts_times_ranks_are_the_ranks(tmp_path, monkeypatch):
     assert alone == report(tmp_path / "b.json", "--cp-size=2,4", *RATES)["predictions"]
 
 
-def test_auto_says_why(tmp_path):
-    arguments = ("--cp-size=8", "--tokens=64", "--prefix=131072", "--exchange=auto", *SHARDED)
-    output = plan(*arguments).output
-    assert "auto, 8 ranks, zigzag: pass_q takes " in output
-    records = report(tmp_path / "a.json", *arguments)["predictions"]
-    for record in records:
-        assert record["exchange"] == "pass_q"
-        assert record["alternatives"]["pass_q"] == record["layer_seconds"]
-        assert record["reason"] in " ".join(output.split())
-        assert set(record["alternatives"]) == {"gather", "ring", "pass_q", "all_to_all"}
-
-
 def test_ranks_of_a_mesh(tmp_path):
     arguments = ("--mesh=4x2", "--tokens=4096", "--prefix=4096", "--strategy=zigzag", *SHARDED)
     (record,) = report(tmp_path / "m.json", *arguments, "--exchange=usp")["predictions"]
@@ -300,11 +295,6 @@ def test_without_placing_the_table_is_the_one_of_gathers(monkeypatch):
     assert plan("--hosts=8", *same, *RATES).output == plain
     threads = ("--threads-per-rank=4", "--gflops=900")
     assert plan("--cp-size=8", *threads).output == plain
-    columns = (
-        "ranks strategy imbalance attention sent/rank gather store layer model speed-up efficiency"
-    )
-    assert columns in " ".join(plain.split())
-    assert "KV pool: 4 GiB on every rank, for the largest batch" in plain
 
 
 def test_a_step_of_decoding(tmp_path, monkeypatch):
@@ -330,13 +320,3 @@ def test_a_step_of_decoding(tmp_path, monkeypatch):
     same = report(tmp_path / "s.json", "--cp-size=4", "--decode=2", "--prefix=99")
     lengths = report(tmp_path / "l.json", "--cp-size=4", "--decode=2", "--prefix-lens=99,99")
     assert same == lengths
-
-
-@pytest.mark.parametrize("columns", ["60", "80", "120"])
-@pytest.mark.parametrize("arguments", ["--exchange=auto --overlap=full", "--decode=9 --prefix=999"])
-def test_tables_of_placed_keys_fit_their_columns(columns, arguments):
-    placed = ("--hosts=8,256", "--ranks-per-host=4", "--placement=token_interleave")
-    lines = plan(*placed, *arguments.split(), env={"COLUMNS": columns}).stdout.splitlines()
-    others = [line for line in lines if not line.startswith("assumed: ")]
-    assert not any("…" in line for line in lines)
-    assert max(map(len, others)) <= int(columns)
