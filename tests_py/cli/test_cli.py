@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from cpattn_lab.explain import block_map
 from cpattn_terminal.commands import commands
-from support.command_line import QUICK, CommandLine, Running, invoke, left_of_session, workers_of
+from support.command_line import QUICK, CommandLine, Running, left_of_session, workers_of
 from support.transfer.transfer_processes import requires_mooncake
 
 KILLED = rb"Error: rank [01] \(process \d+\) was killed by SIGKILL; all processes ended"
@@ -143,14 +142,6 @@ def test_a_killed_worker_ends_all_with_one_line(command_line):
     assert len(workers) == 2
 
 
-def test_help_teaches():
-    text = invoke("replay", "--help").output
-    for word in ("--trace", "--cp-size", "--html", "[default: zigzag]", "cpattn replay --trace"):
-        assert word in text
-    assert "cpattn replay --model dsa" in text
-    assert "..." not in invoke("--help").output.split("Commands:")[1]
-
-
 @pytest.mark.parametrize("module", ["dense.model.DenseConfig", "dsa.model.DsaConfig"])
 def test_help_tells_the_defaults_of_models_and_settings(module):
     pytest.importorskip("torch")
@@ -166,13 +157,6 @@ def test_help_tells_the_defaults_of_models_and_settings(module):
     for size, default in sizes.items():
         assert re.search(rf"\b{default}\b", told[size]), size
     assert (told["check_rows"], told["decode_tokens"]) == (str(CHECK_ROWS), str(DECODE_TOKENS))
-
-
-def test_explain_prints_the_block_map(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    result = invoke("explain", "--lens", "13,40", "--prefix", "0,64", "--cp-size", "4")
-    assert result.output.rstrip() == block_map([13, 40], [13, 104], cp_size=4, strategy="zigzag")
-    assert invoke("explain", "--lens", "8").output.rstrip() == block_map([8], [8], cp_size=2)
 
 
 def without(package: str, tmp_path: Path) -> dict[str, str]:

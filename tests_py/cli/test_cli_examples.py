@@ -107,6 +107,7 @@ def test_the_command_alone_teaches():
     alone = invoke()
     assert alone.exit_code == 0
     assert alone.output == help_of()
+    assert "..." not in alone.output.split("Commands:")[1]
     for word in ("$ cpattn explain --lens", "docs/tutorials", "docs/command_line.md", "torchrun"):
         assert word in alone.output
     assert list(commands.commands) == re.findall(r"^  ([a-z]+)  ", alone.output, re.M)

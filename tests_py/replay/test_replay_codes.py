@@ -13,15 +13,12 @@ torch = pytest.importorskip("torch")
 
 from cpattn.distributed import ContextParallel  # noqa: E402
 from cpattn_lab.replay.dense.attention import DenseAttention, make_pool  # noqa: E402
-from cpattn_lab.replay.dense.check import Checker  # noqa: E402
 from cpattn_lab.replay.dense.codes import error_over_codes, numbers_of  # noqa: E402
 from cpattn_lab.replay.dense.model import DenseConfig  # noqa: E402
-from cpattn_lab.replay.driver import replay  # noqa: E402
 from cpattn_lab.replay.footprint import token_bytes  # noqa: E402
-from cpattn_lab.replay.report.summary import check_line, summarize  # noqa: E402
 from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_in_one_process import DECODE, InOneProcess, one_rank  # noqa: E402
-from support.replay.replay_models import OPTIONS, SMALL  # noqa: E402
+from support.replay.replay_models import SMALL  # noqa: E402
 
 CODES = ("fp8", "fp8_e5m2", "int8")
 WIDE = replace(SMALL, head_dim=32, vocab_size=256)
@@ -31,25 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 def bytes_of(config: DenseConfig) -> int:
     return 2 * config.num_kv_heads * (config.head_dim + 2 * (config.kv_dtype == "int8"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kv_dtype", "dtype"), [("fp8", "float32"), ("fp8_e5m2", "bfloat16"), ("int8", "float32")]
-)
-def test_a_replay_over_codes(kv_dtype, dtype):
-    model = replace(WIDE, kv_dtype=kv_dtype, dtype=dtype)
-    report = replay(generate_trace(8, seed=2), replace(OPTIONS, model=model, torch_baseline=True))
-    summary = summarize(report)
-    assert report.passed
-    assert 0 < summary["error_over_codes"] <= 1
-    plain = Checker.tolerance_of(replace(model, kv_dtype="bf16"))
-    assert summary["max_error"] <= report.tolerance
-    assert report.tolerance > plain
-    if dtype == "float32":  # whose roundings are nothing beside those of the codes
-        assert summary["max_error"] > plain
-    assert "% of what roundings allow against the oracle on the same codes" in check_line(report)
-    assert all(batch.torch_difference is not None for batch in report.batches)
 
 
 @pytest.mark.parametrize("kv_dtype", CODES)

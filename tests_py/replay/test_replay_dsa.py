@@ -15,14 +15,13 @@ torch = pytest.importorskip("torch")
 
 from cpattn.scheduling.scheduler import Batch  # noqa: E402
 from cpattn_lab.replay.dense.baseline import make_segments  # noqa: E402
-from cpattn_lab.replay.driver import replay  # noqa: E402
 from cpattn_lab.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
 from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
 from cpattn_lab.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
 from cpattn_lab.replay.phases import PhaseClock  # noqa: E402
 from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from support.replay.replay_in_one_process import InOneProcess  # noqa: E402
-from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL_DSA  # noqa: E402
+from support.replay.replay_models import FP8_DSA, RAGGED_DSA, SMALL_DSA  # noqa: E402
 from support.sparse.topk_cases import expected_topk  # noqa: E402
 from support.tolerances import assert_close, to_float64  # noqa: E402
 
@@ -30,31 +29,6 @@ PAGE_SIZE, NUM_PAGES = 4, 251
 
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "cp_size", "model"),
-    [("zigzag", 2, FP8_DSA), ("interleave", 3, SMALL_DSA), ("contiguous", 2, RAGGED_DSA)],
-    ids=["fp8", "float32", "ragged"],
-)
-def test_every_batch_is_right(strategy, cp_size, model):
-    options = replace(OPTIONS, model=model, strategy=strategy, cp_size=cp_size, torch_baseline=True)
-    report = replay(generate_trace(10, seed=1), options)
-    assert report.passed
-    assert len(report.batches) > 2
-    assert report.evictions > 0
-    assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
-    assert 0 < report.checked_keys <= report.checked_rows * model.topk
-    assert report.swapped_keys < report.checked_keys / 10
-    assert report.hit_tokens > 0
-    for batch in report.batches:
-        assert tuple(batch.phases) == model.phases
-        assert all(seconds > 0 for seconds in batch.phases.values())
-        per_pair = 2 * model.index_heads * model.index_head_dim
-        assert batch.flops["indexer"] == sum(batch.rank_pairs) * per_pair
-        assert tuple(batch.torch_seconds) == model.attention_phases
-        assert batch.torch_difference < 0.1
 
 
 def checked(

@@ -85,30 +85,6 @@ def test_the_union_of_ranks_must_be_the_top_k():
     assert {finding.invariant for finding in report.findings} == {"TOPK"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "topk-padding", "topk-k-ignored", "topk-smallest", "topk-per-part", "topk-row-order",
-        "topk-beyond-length",
-    ],
-)  # fmt: skip
-def test_a_name_that_right_results_contradict_is_told_and_not_given(name):
-    """One path of these operators has a fault: that of rows that begin elsewhere."""
-    wrong = broken.operator_of(name)
-
-    def operator(scores, lengths, topk, row_starts=None):
-        path = fast_topk if row_starts is None else wrong
-        return path(scores, lengths, topk, row_starts)
-
-    report = report_of(operator)
-    assert [finding.kind for finding in report.findings] == ["topk-unknown"], report.text()
-    (finding,) = report.findings
-    ((told, count),) = finding.details["contradicted"].items()
-    assert (told, count > 2) == (name, True)
-    assert f"{name} explains it, but not why {count} cases came out right" in finding.what
-    assert finding.details["case"]["starts"]
-
-
 def test_what_is_not_claimed_is_not_tried():
     assert report_of(broken.operator_of("topk-local-ids"), without=["starts"]).proved
     with pytest.raises(ValueError, match="must be of starts, empty, high, low, nan, got 'ranks'"):

@@ -129,16 +129,6 @@ def test_names_of_orders_are_compared_where_bytes_are_sent():
     assert found.kind == "layout-dtype"
 
 
-def test_a_layout_of_cpattn_brings_its_names():
-    cpattn = pytest.importorskip("cpattn")
-    from cpattn_proof.linting.adapters.transfers import from_transfer
-
-    entry = cpattn.transfer.KVEntry(0, "k", False, 4096, 64, 16, token_rows=False, layout_tag="t")
-    layout = cpattn.transfer.KVLayout([entry], page_size=4)
-    plan = cpattn.transfer.plan_kv_transfer(layout, layout, [1], [2])
-    assert "LAYOUT" in lint(from_transfer(layout, layout, plan, [1], [2])).checked
-
-
 def test_axes_have_a_size():
     with pytest.raises(NotUsable, match=r"layouts\[0\].writer.axes\[0\].size: must be at least 1"):
         lint_of(side(("token", 0)), side(("token", 1)))
