@@ -1,22 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image, the conda recipe, the citation and the forms, read as the tools that take them would.
+"""The sdist has what builds it and nothing else, and the compiler of wheels knows its options.
 
-No daemon builds the image here, and no conda the recipe.
+make asks for nobody's root: what the system lacks is one line, and `make system` runs it. Image,
+conda recipe, citation and forms are read as the tools that take them would.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tarfile
 
+import build_sdist
 import jinja2
 import pytest
 import yaml
 from requirements import tomllib
 
+import cpattn
 from support.command_line import invoke
 from support.places import ROOT
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    pytest.importorskip("scikit_build_core")
+    return build_sdist.build(tmp_path_factory.mktemp("sdist"))
+
+
+def test_its_files(sdist):
+    with tarfile.open(sdist) as archive:
+        names = [member.name for member in archive.getmembers() if member.isfile()]
+    assert build_sdist.wrong_names(names) == []
+    there = {name.partition("/")[2] for name in names}
+    listed = subprocess.run(
+        ["git", "ls-files", "cpp", "python", "cmake"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout.splitlines()  # fmt: skip
+    assert set(listed) <= there
+    assert {"cpp/CMakeLists.txt", "python/cpattn/py.typed", "cmake/zig/c++"} <= there
+
+
+def test_names_that_do_not_belong_there_or_are_missing():
+    top = [f"cpattn-1.0/{entry}" for entry in build_sdist.TOP]
+    wrong = [
+        "build/release/build.ninja", "docs/support.md", "python/cpattn/_core.cpython-311.so",
+        "python/cpattn/__pycache__/cli.cpython-311.pyc", "cpp/base/cpu.cc.o", "mkdocs.yml",
+    ]  # fmt: skip
+    wrong = [f"cpattn-1.0/{name}" for name in wrong]
+    assert build_sdist.wrong_names([*top, *wrong]) == wrong
+    assert build_sdist.wrong_names([x for x in top if "LICENSE" not in x]) == ["LICENSE"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isas", ["all", "here", "best"])
+def test_cmake_finds_all_sources_in_it(sdist, tmp_path, isas):
+    """No checkout surrounds it. CMake refuses a list with a file that is not there, and asks the
+    machine for its sets where `make test` (here) and `make demo` (best) want these alone."""
+    source = build_sdist.unpack(sdist, tmp_path)
+    done = subprocess.run(
+        [
+            "cmake", "-S", source, "-B", tmp_path / "build", "-G", "Ninja",
+            "-DCPATTN_TESTS=OFF", f"-DCPATTN_ISAS={isas}", f"-DPython_EXECUTABLE={sys.executable}",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Build files have been written" in done.stdout
+    if isas != "all":
+        names = re.search(r"cpattn: kernels for (.*) alone", done.stdout)
+        assert names
+        supported = [isa.replace("-", "") for isa in cpattn.supported_isas()]
+        assert names[1].split(", ") == (
+            supported if isas == "here" else supported[:1] + supported[-1:]
+        )
+
+
+WRAPPER = ROOT / "cmake" / "zig" / "c++"
+
+
+def translate(tmp_path, *options: str) -> list[str]:
+    zig = tmp_path / "zig"
+    zig.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    zig.chmod(0o755)
+    done = subprocess.run(
+        [WRAPPER, *options], env={"ZIG": str(zig)}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("option", "translated"),
+    [
+        ("-march=x86-64-v2", "-march=x86_64_v2"),
+        ("-march=armv8-a", "-mcpu=generic"),
+        ("-march=armv8.2-a+bf16", "-mcpu=generic+v8_2a+bf16"),
+    ],
+)
+def test_names_of_processors(tmp_path, option, translated):
+    others = ["-O3", "-mavx512bf16", '-DTEXT="a b"', "a file.cc", ""]
+    assert translate(tmp_path, *others, option, "-c") == ["c++", *others, translated, "-c"]
+    assert translate(tmp_path) == ["c++"]
+
+
+def test_every_processor_of_the_build_is_translated(tmp_path):
+    """CMake would leave out the kernels, or end, for a name that zig refuses."""
+    text = (ROOT / "cpp" / "CMakeLists.txt").read_text(encoding="utf-8")
+    names = set(re.findall(r"-march=[\w.+-]+", text))
+    assert len(names) >= 5
+    for name in names:
+        (_, translated) = translate(tmp_path, name)
+        assert "-" not in translated.partition("=")[2]
+
+
+INSTALL = "apt-get install -y --no-install-recommends"
+
+
+@pytest.fixture
+def system_packages(tmp_path):
+    """Runs the script for a user, where apt-get and sudo only note that they were called."""
+    log = tmp_path / "calls"
+
+    def run(*arguments, user):
+        tools = {
+            "id": f"echo {user}",
+            "dpkg": '[ "$2" = there ]',
+            "apt-get": f'echo apt-get "$@" >>{log}',
+            "sudo": f'echo sudo >>{log}; exec "$@"',
+        }
+        for name, script in tools.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        log.write_text("")
+        done = subprocess.run(
+            ["scripts/system_packages.sh", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+        )
+        return done, log.read_text().splitlines()
+
+    return run
+
+
+def test_a_user_is_told_and_nothing_is_installed(system_packages):
+    done, calls = system_packages("demo", sys.executable, "there", "missing", user=1000)
+    assert done.returncode == 1
+    assert "`make system` installs them" in done.stderr
+    assert f"  sudo {INSTALL} missing\n" in done.stderr
+    assert not calls
+    done, calls = system_packages("demo", sys.executable, "there", user=1000)
+    assert (done.returncode, done.stdout, done.stderr, calls) == (0, "", "", [])
+
+
+@pytest.mark.parametrize(("option", "user"), [(["--install"], 1000), ([], 0)])
+def test_sudo_or_root_installs_and_says_so(system_packages, option, user):
+    done, calls = system_packages(*option, "demo", sys.executable, "missing", user=user)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"Installing as root: {INSTALL} missing\n"
+    if user:
+        update, install = "apt-get update -qq", f"{INSTALL} -qq missing"
+        assert calls == ["sudo", update, "sudo", install]
+    else:
+        assert calls == ["apt-get update -qq", f"{INSTALL} -qq missing"]
+
 
 PACKAGING = ROOT / "scripts" / "packaging"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
