@@ -144,7 +144,6 @@ def test_a_killed_worker_ends_all_with_one_line(command_line):
 
 @pytest.mark.parametrize("module", ["dense.model.DenseConfig", "dsa.model.DsaConfig"])
 def test_help_tells_the_defaults_of_models_and_settings(module):
-    pytest.importorskip("torch")
     from cpattn_lab.replay.command import CHECK_ROWS, DECODE_TOKENS
 
     name, _, config = module.rpartition(".")

@@ -10,8 +10,6 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("torch")
-
 from cpattn.scheduling.request import Request
 from cpattn_lab.replay import command
 from cpattn_lab.replay.command import check_room

@@ -16,9 +16,6 @@ from unittest import mock
 import pytest
 
 import cpattn
-
-pytest.importorskip("torch")
-
 from cpattn.captures import capture
 from cpattn.doctor.finding import Finding
 from cpattn_lab.cost_model import Rates

@@ -10,8 +10,6 @@ import sys
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("torch")
 from rich.console import Console
 
 from cpattn_terminal import progress as _progress

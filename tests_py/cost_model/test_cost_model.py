@@ -152,7 +152,6 @@ def test_threads_without_an_item_are_idle():
 
 
 def test_fit_finds_the_rates_behind_timings():
-    pytest.importorskip("torch")
     from cpattn_lab.cost_model.calibration import Sample, _gflops, fit, lse_share
 
     flops, pack_rows, row_keys, call = 4e11, 20.0, 60.0, 5e-6

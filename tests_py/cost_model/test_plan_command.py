@@ -131,7 +131,6 @@ def test_calibrated_rates_come_with_their_source():
 
 @pytest.mark.slow
 def test_rates_are_measured(monkeypatch):
-    pytest.importorskip("torch")
     from cpattn_lab.cost_model import calibration
 
     monkeypatch.setattr(calibration, "_LONGEST_CALL", 0.002)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import doctest
 import enum
 import functools
-import importlib.util
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -22,16 +22,12 @@ ROOMS = [
         ".profiling", ".reference", ".scheduling", ".sparse", ".sparse.sglang_0_5_23", ".transfer",
         ".transfer.sglang_0_5_23",
     )),
-    "cpattn_lab.cost_model", "cpattn_lab.traffic", "cpattn_proof",
+    *(f"cpattn.integrations.{name}" for name in (
+        "flash_attn", "flashinfer", "mooncake", "nixl", "sglang", "torch_npu", "torch_threads",
+        "transformers", "vllm",
+    )),
+    "cpattn.distributed", "cpattn_lab.cost_model", "cpattn_lab.traffic", "cpattn_proof",
 ]  # fmt: skip
-if importlib.util.find_spec("torch"):
-    ROOMS.append("cpattn.distributed")
-    ROOMS += [
-        f"cpattn.integrations.{name}" for name in (
-            "flash_attn", "flashinfer", "mooncake", "nixl", "sglang", "torch_npu", "torch_threads",
-            "transformers", "vllm",
-        )
-    ]  # fmt: skip
 # First words of summaries that are no verb.
 NO_VERBS = {
     "A", "An", "As", "How", "One", "The", "What", "When", "Where", "Whether", "Which", "Who"
@@ -132,8 +128,7 @@ def test_a_class_is_described(name):
 
 def test_all_rooms_are_looked_at():
     assert len(PUBLIC) > 80
-    if "cpattn.distributed" in ROOMS:
-        assert "cpattn.distributed.context_parallel.ContextParallel" in CLASSES
+    assert "cpattn.distributed.context_parallel.ContextParallel" in CLASSES
     rooms = {room.split(".")[1] for room in ROOMS[1:] if room.startswith("cpattn.")}
     assert rooms <= set(dir(cpattn))
 

@@ -13,9 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 from click.testing import CliRunner
 
 import cpattn

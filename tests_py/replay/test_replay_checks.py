@@ -10,34 +10,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from cpattn.distributed import ContextParallel  # noqa: E402
-from cpattn.scheduling.scheduler import Batch  # noqa: E402
-from cpattn_lab.replay.dense.attention import DenseAttention, make_pool  # noqa: E402
-from cpattn_lab.replay.dense.baseline import make_segments  # noqa: E402
-from cpattn_lab.replay.dense.codes import error_over_codes, numbers_of  # noqa: E402
-from cpattn_lab.replay.dense.model import DenseConfig  # noqa: E402
-from cpattn_lab.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
-from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
-from cpattn_lab.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
-from cpattn_lab.replay.footprint import token_bytes  # noqa: E402
-from cpattn_lab.replay.phases import PhaseClock  # noqa: E402
-from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
-from support.replay.replay_in_one_process import (  # noqa: E402
+from cpattn.distributed import ContextParallel
+from cpattn.scheduling.scheduler import Batch
+from cpattn_lab.replay.dense.attention import DenseAttention, make_pool
+from cpattn_lab.replay.dense.baseline import make_segments
+from cpattn_lab.replay.dense.codes import error_over_codes, numbers_of
+from cpattn_lab.replay.dense.model import DenseConfig
+from cpattn_lab.replay.dsa.baseline import attend_chosen, choose_keys
+from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker
+from cpattn_lab.replay.dsa.model import DsaConfig, SparseInputs
+from cpattn_lab.replay.footprint import token_bytes
+from cpattn_lab.replay.phases import PhaseClock
+from cpattn_lab.traffic.trace import generate_trace, scale_lengths
+from support.replay.replay_in_one_process import (
     DECODE,
     InOneProcess,
     one_rank,
 )
-from support.replay.replay_models import (  # noqa: E402
+from support.replay.replay_models import (
     FP8_DSA,
     RAGGED_DSA,
     SMALL,
     SMALL_DSA,
 )
-from support.sparse.topk_cases import expected_topk  # noqa: E402
-from support.tolerances import assert_close, to_float64  # noqa: E402
+from support.sparse.topk_cases import expected_topk
+from support.tolerances import assert_close, to_float64
 
 PAGE_SIZE, NUM_PAGES = 4, 251
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from cpattn_lab.processes import hosts as _hosts
 from cpattn_lab.processes.hosts import Hosts, HostsError, enter
 from cpattn_lab.replay.driver import replay

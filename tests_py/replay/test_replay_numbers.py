@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from cpattn.scheduling.prefix_cache import PrefixCache
 from cpattn.scheduling.scheduler import prefill_batches
 from cpattn_lab.cost_model.calibration import calibrate

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from cpattn.scheduling.prefix_cache import Lease
 from cpattn.scheduling.request import Request
 from cpattn.scheduling.scheduler import Batch, Chunk

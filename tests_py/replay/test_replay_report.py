@@ -10,8 +10,6 @@ import re
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("torch")
 from rich.console import Console
 
 from cpattn_lab.replay.records import ReplayReport

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from cpattn.context_parallel.placement_name import PlacementName
 from cpattn.distributed.transport.terms import TERMS
 from cpattn.distributed.transport.versions import own_values

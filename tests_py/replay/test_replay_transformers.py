@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
+from torch import Tensor
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-from torch import Tensor  # noqa: E402
-
-from cpattn_lab.replay.dense.check import Checker, dense_attention  # noqa: E402
-from cpattn_lab.replay.dense.model import DenseConfig  # noqa: E402
-from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
-from cpattn_lab.replay.dsa.model import EPS, DsaConfig  # noqa: E402
-from cpattn_lab.replay.model import Decoder, DecoderConfig  # noqa: E402
-from support.replay.replay_models import SMALL_DSA  # noqa: E402
+from cpattn_lab.replay.dense.check import Checker, dense_attention
+from cpattn_lab.replay.dense.model import DenseConfig
+from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker
+from cpattn_lab.replay.dsa.model import EPS, DsaConfig
+from cpattn_lab.replay.model import Decoder, DecoderConfig
+from support.replay.replay_models import SMALL_DSA
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

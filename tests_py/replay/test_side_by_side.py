@@ -13,19 +13,18 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from cpattn import _core  # noqa: E402
-from cpattn.scheduling.prefix_cache import PrefixCache  # noqa: E402
-from cpattn.scheduling.scheduler import prefill_batches  # noqa: E402
-from cpattn_lab.replay.dense import check  # noqa: E402
-from cpattn_lab.replay.dense.check import Checker  # noqa: E402
-from cpattn_lab.replay.model import stage_layers  # noqa: E402
-from cpattn_lab.replay.side_by_side import side_by_side  # noqa: E402
-from cpattn_lab.traffic.trace import generate_trace, scale_lengths  # noqa: E402
-from support.replay.replay_models import SMALL  # noqa: E402
-from support.tolerances import assert_logits_close  # noqa: E402
+from cpattn import _core
+from cpattn.scheduling.prefix_cache import PrefixCache
+from cpattn.scheduling.scheduler import prefill_batches
+from cpattn_lab.replay.dense import check
+from cpattn_lab.replay.dense.check import Checker
+from cpattn_lab.replay.model import stage_layers
+from cpattn_lab.replay.side_by_side import side_by_side
+from cpattn_lab.traffic.trace import generate_trace, scale_lengths
+from support.replay.replay_models import SMALL
+from support.tolerances import assert_logits_close
 
 TINY = replace(SMALL, hidden_size=32, num_heads=2, num_kv_heads=1)
 

@@ -58,7 +58,6 @@ def test_padding_tokens_are_tokens_of_the_last_sequence():
 
 def test_plans_of_a_group_with_tables_and_slots():
     """`ContextParallel.plan` makes such plans."""
-    pytest.importorskip("torch")
     import torch.distributed as dist
 
     from cpattn.distributed import ContextParallel

@@ -8,9 +8,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-
-from cpattn_proof import NotUsable, expect, simulate  # noqa: E402
+from cpattn_proof import NotUsable, expect, simulate
 
 LENGTH, HEADS, KV_HEADS, DIM = 32, 4, 2, 16
 

@@ -10,9 +10,6 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("torch")
-
 import zoo_table
 
 from cpattn_proof import Finding, Report, lint
