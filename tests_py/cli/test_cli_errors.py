@@ -161,6 +161,14 @@ plan --tokens 9 --out-heads all => --out-heads is of a step of --decode
 plan --decode 4 --prefix 9 --strategy zigzag => --strategy cuts new tokens of a prefill;
 plan --decode 4 --prefix 9 --overlap full => --overlap is of new tokens of a prefill
 plan --decode 4 --prefix 9 --placement replicated => --placement must be page_interleave or
+conform a:b --signature cpattn --require COW => must be of OWN, COV
+conform a:b => Missing option '--signature'
+simulate => a SCRIPT or --capture must be given
+simulate --capture run.cpcap --seed 1 => neither a SCRIPT nor --seed nor
+simulate --capture run.cpcap pyproject.toml => neither a SCRIPT nor --seed nor
+simulate --strategy zigzag pyproject.toml => --strategy is of the batches of --capture
+lint => a PLAN or --capture must be given
+zoo --only nonsense => no bug of the zoo is called 'nonsense'
 plan --calibrate --threads 10000 => --threads must be at most .* measured .* got 10000
 """
 

@@ -173,9 +173,6 @@ def test_what_cannot_be_judged_is_2_and_one_line(folder, operator, message):
         (("--signature", ":x"), "a signature of your own must be named MODULE:ADAPTER, got ':x'"),
         (("--signature", "sdqa"), "signature must be one of cpattn, sdpa"),
         (("--signature", "cpattn", "--without", "speed"), "--without must be of prefix, short_kv"),
-        (("--signature", "cpattn", "--examples", "-1"), "must be an integer from 0 to"),
-        (("--signature", "cpattn", "--require", "COW"), "must be of OWN, COV"),
-        ((), "Missing option '--signature'"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from cpattn.sparse.sglang_0_5_23 import fast_topk
 from cpattn_proof import NotUsable, conform
-from cpattn_proof.conformance import SELECTION_FAULTS, SELECTION_SIGNATURES, SelectionSignature
+from cpattn_proof.conformance import SELECTION_FAULTS, SELECTION_SIGNATURES
 from cpattn_proof.conformance.selection.cases import (
     candidates_of,
     cases,
@@ -89,13 +89,6 @@ def test_what_is_not_claimed_is_not_tried():
     assert report_of(broken.operator_of("topk-local-ids"), without=["starts"]).proved
     with pytest.raises(ValueError, match="must be of starts, empty, high, low, nan, got 'ranks'"):
         conform(fast_topk, signature="topk", without=["ranks"])
-
-
-def test_an_adapter_of_ones_own():
-    usual = SELECTION_SIGNATURES["topk"]
-    report = report_of(fast_topk, SelectionSignature("mine", usual.features, usual.call))
-    assert report.proved
-    assert report.facts["signature"] == "mine"
 
 
 @pytest.mark.parametrize("name", SELECTION_SIGNATURES)

@@ -259,18 +259,3 @@ def test_the_command_issues_captures(recorded, tmp_path):
     assert "2 recorded batches" in (tmp_path / "page.html").read_text()
     report = json.loads(run(*files, "--ranks", 16, "--json").output)
     assert len(report["facts"]["predicted_seconds_by_rank"]) == 16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "a SCRIPT or --capture must be given"),
-        (("--capture", "run.cpcap", "--seed", "1"), "neither a SCRIPT nor --seed nor"),
-        (("--capture", "run.cpcap", __file__), "neither a SCRIPT nor --seed nor"),
-        (("--strategy", "zigzag", __file__), "--strategy is of the batches of --capture"),
-    ],
-)
-def test_options_of_the_other_kind_are_refused(arguments, message):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert message in result.output
