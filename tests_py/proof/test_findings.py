@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import cpattn
 from cpattn.captures import recorder
 from cpattn_proof import INVARIANTS, Finding, Report, require
-from cpattn_terminal.commands import commands
+from support.command_line import invoke
 from support.places import ROOT
 
 ROWS = {"request": [0], "position": [0], "count": [2]}
@@ -30,7 +29,7 @@ def lint(tmp_path):
     def call(document, status=1, options=(), name="plan.json"):
         plan, path = tmp_path / name, tmp_path / "report.html"
         plan.write_text(json.dumps(document))
-        result = CliRunner().invoke(commands, ["lint", "--html", str(path), *options, str(plan)])
+        result = invoke("lint", "--html", str(path), *options, str(plan))
         assert result.exit_code == status, result.output
         return path.read_text(encoding="utf-8")
 
@@ -49,7 +48,7 @@ def test_a_plan_on_a_page(lint):
 def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     path = tmp_path / "none" / "r.html"
-    result = CliRunner().invoke(commands, ["lint", f"{tmp_path}/plan.json", "--html", str(path)])
+    result = invoke("lint", f"{tmp_path}/plan.json", "--html", str(path))
     assert result.exit_code in (1, 2)
     assert result.output.splitlines()[-1].startswith("Error: ")
 

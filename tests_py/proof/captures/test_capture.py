@@ -13,7 +13,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import cpattn
 from cpattn.captures import capture, recorder
@@ -23,7 +22,7 @@ from cpattn_proof import NotUsable, read_captures
 from cpattn_proof.captures import Capture, RecordedCall
 from cpattn_proof.captures.records import Room, from_line
 from cpattn_proof.captures.remade import remake
-from cpattn_terminal.commands import commands
+from support.command_line import invoke
 
 HEADS = {"page_size": 8, "num_pages": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 BATCH = {"q_lens": [3, 2], "kv_lens": [10, 2], "block_tables": [[2, 0], [1, -1]]}
@@ -318,7 +317,7 @@ def test_arrays_come_back_with_dtype_and_shape():
 
 
 def run(*arguments, status=0):
-    result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
+    result = invoke(*map(str, arguments))
     assert result.exit_code == status, result.output
     return result.output
 

@@ -14,18 +14,18 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import cpattn
 from cpattn_proof import NotUsable, conform
 from cpattn_proof.conformance import FAULTS
 from cpattn_proof.conformance.child import Child
 from cpattn_proof.pytest import conforms
-from cpattn_terminal.commands import commands
 from support.children import path_with
+from support.command_line import invoke
 from support.proof.conformance import AT_EDGES, broken
 from support.time_limits import PATIENCE
 
@@ -87,8 +87,7 @@ def is_running(process):
         return False
 
 
-def run(*arguments):
-    return CliRunner().invoke(commands, ["conform", *arguments])
+run = partial(invoke, "conform")
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 import re
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpattn_proof import NotUsable, lint
 from cpattn_proof.linting import SCHEMA, schema
-from cpattn_terminal.commands import commands
+from support.command_line import invoke
 from support.places import ROOT
 from support.proof.plans import document_of, with_cache
 
@@ -244,10 +244,7 @@ def run(tmp_path, monkeypatch):
     for name, document in {"right": right, "wrong": wrong, "none": {"schema": "x"}}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
 
-    def call(*arguments):
-        return CliRunner().invoke(commands, ["lint", *arguments], prog_name="cpattn")
-
-    return call
+    return partial(invoke, "lint")
 
 
 def test_several_plans_are_all_judged(run):

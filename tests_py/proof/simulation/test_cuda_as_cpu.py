@@ -7,10 +7,9 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from cpattn_proof import simulate
-from cpattn_terminal.commands import commands
+from support.command_line import invoke
 
 START = """import os
 import torch
@@ -80,7 +79,7 @@ def run(tmp_path, monkeypatch):
 
     def simulated(script, *options):
         (tmp_path / "script.py").write_text(script)
-        return CliRunner().invoke(commands, ["simulate", "--ranks", "2", *options, "script.py"])
+        return invoke("simulate", "--ranks", "2", *options, "script.py")
 
     return simulated
 

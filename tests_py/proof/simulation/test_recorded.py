@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from cpattn import build_cp_metadata_all_ranks
 from cpattn_proof import NotUsable, lint, read_captures, simulate_capture
 from cpattn_proof.captures import Capture
 from cpattn_proof.captures.reader import RecordedCall
 from cpattn_proof.linting.adapters.captures import from_capture
-from cpattn_terminal.commands import commands
+from support.command_line import invoke
 from support.distributed.distributed_worker import run_world
 from support.proof import gloo_worker
 
@@ -245,7 +244,7 @@ def test_options_are_checked():
 
 
 def run(*arguments):
-    return CliRunner().invoke(commands, ["simulate", *map(str, arguments)])
+    return invoke("simulate", *map(str, arguments))
 
 
 def test_the_command_issues_captures(recorded, tmp_path):

@@ -11,10 +11,9 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 
 import cpattn_proof
-from cpattn_terminal.commands import commands
+from support.command_line import invoke
 from support.pages import run_page
 from support.places import ROOT
 from support.time_limits import PATIENCE
@@ -40,7 +39,7 @@ def simulate(tmp_path, monkeypatch):
 
     def run(script, *options):
         (tmp_path / "script.py").write_text(script)
-        return CliRunner().invoke(commands, ["simulate", "--ranks", "2", *options, "script.py"])
+        return invoke("simulate", "--ranks", "2", *options, "script.py")
 
     return run
 
@@ -58,8 +57,8 @@ def test_what_holds_is_said_to(tmp_path, children):
 def test_options_behind_the_script_are_warned_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(BARRIER)
-    words = ["simulate", "--seed", "0", "script.py", "--ranks=4", "--ranks", "4", "--layers", "2"]
-    run = CliRunner().invoke(commands, words)
+    words = ["--seed", "0", "script.py", "--ranks=4", "--ranks", "4", "--layers", "2"]
+    run = invoke("simulate", *words)
     warning = "Warning: --ranks stands after script.py and is given to it; options of cpattn"
     assert run.stderr == f"{warning} simulate stand before the script\n"
     assert "[rank 7] here --ranks=4 --ranks 4 --layers 2\n" in run.stdout

@@ -15,6 +15,7 @@ from audit.skips import tomllib
 from cpattn_proof import NotUsable, simulate
 from cpattn_proof.simulation.process import torch_names
 from cpattn_proof.simulation.process_group import SimulatedGroup
+from support.command_line import invoke
 
 TABLE = tomllib.loads(Path(__file__).with_name("torch_releases.toml").read_text())
 LOOKED_FOR = TABLE.pop("looked_for")
@@ -90,16 +91,12 @@ def test_a_later_release_may_gather_into_one_tensor_and_add_options():
 
 def test_a_release_that_lacks_a_name_is_refused_in_a_line(monkeypatch, tmp_path):
     """The line says nothing of the program, which has no part in it."""
-    from click.testing import CliRunner
-
-    from cpattn_terminal.commands import commands
-
     for name in [name for name in sys.modules if name.startswith("cpattn_proof.simulation")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(c10d, "_find_pg_by_ranks_and_tag")
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(7)")
-    run = CliRunner().invoke(commands, ["simulate", str(script)])
+    run = invoke("simulate", str(script))
     assert run.exit_code == 2
     lacking = "torch.distributed.distributed_c10d._find_pg_by_ranks_and_tag"
     message = f"torch {torch.__version__} cannot be simulated: it has no {lacking}, which"
