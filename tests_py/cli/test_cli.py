@@ -96,15 +96,25 @@ def end_of(running: Running, code: int) -> bytes:
     return said
 
 
+LONG = ("replay", "--requests", "3000", "--no-check")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["start", "run"])
-def test_ctrl_c_ends_all_processes_with_one_line(command_line, moment):
+@pytest.mark.parametrize(
+    ("arguments", "wait"),
+    [
+        (LONG, wait_for_workers),
+        (LONG, wait_for_batch),
+        (("plan", "--calibrate", "--threads=1"), wait_for_workers),  # of the exchange, the last
+    ],
+)
+def test_ctrl_c_ends_all_processes_with_one_line(command_line, arguments, wait):
     before = shared_memory()
-    running = command_line.start("replay", "--requests", "3000", "--no-check", columns=100)
-    workers = {"start": wait_for_workers, "run": wait_for_batch}[moment](running)
+    running = command_line.start(*arguments, columns=100)
+    workers = wait(running)
     running.interrupt()
     said = end_of(running, 130)
-    assert said.count(b"cpattn replay: interrupted, all processes ended") == 1
+    assert said.count(f"cpattn {arguments[0]}: interrupted, all processes ended".encode()) == 1
     assert len(workers) == 2
     assert shared_memory() - before == set()
 
@@ -113,7 +123,7 @@ def test_ctrl_c_ends_all_processes_with_one_line(command_line, moment):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_leave_nothing_behind(command_line, tmp_path, number):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    running = command_line.start("replay", "--requests", "3000", "--no-check", env=env)
+    running = command_line.start(*LONG, env=env)
     wait_for_workers(running)
     assert list(tmp_path.glob("cpattn-replay-*"))
     running.process.send_signal(number)  # to the command alone, as `timeout` does
@@ -125,17 +135,8 @@ def test_other_signals_leave_nothing_behind(command_line, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_rates_are_measured(command_line):
-    running = command_line.start("plan", "--calibrate", "--threads=1", columns=100)
-    wait_for_workers(running)  # of the exchange, which comes last
-    running.interrupt()
-    said = end_of(running, 130)
-    assert said.count(b"cpattn plan: interrupted, all processes ended") == 1
-
-
-@pytest.mark.slow
 def test_a_killed_worker_ends_all_with_one_line(command_line):
-    running = command_line.start("replay", "--requests", "3000", "--no-check", columns=100)
+    running = command_line.start(*LONG, columns=100)
     workers = wait_for_batch(running)
     os.kill(max(workers), signal.SIGKILL)
     assert len(re.findall(KILLED, end_of(running, 1))) == 1

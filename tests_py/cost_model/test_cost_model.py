@@ -177,10 +177,7 @@ def test_fit_finds_the_rates_behind_timings():
     [
         (lambda: AttentionLayer(num_heads=3), "must be a multiple of num_kv_heads = 8, got 3"),
         (lambda: AttentionLayer(head_dim=577), "head_dim must be at most 576, got 577"),
-        (
-            lambda: AttentionLayer(window=-1),
-            "window must be >= 0 \\(0: a token sees itself\\), got -1",
-        ),
+        (lambda: AttentionLayer(window=-1), r"window must be >= 0 \(0: a token sees its.*, got -1"),
         (lambda: AttentionLayer(dtype="int8"), "one of float32, float16, bfloat16, got 'int8'"),
         (
             lambda: AttentionLayer(head_dim=64, v_head_dim=128, latent=True),
@@ -191,10 +188,7 @@ def test_fit_finds_the_rates_behind_timings():
         (lambda: rank_work([3], [4, 5], cp_size=2), "as many elements as extend_lens, got 2 and 1"),
         (lambda: rank_work([3], [2], cp_size=2), "seq_lens must be >= extend_lens, got 2"),
         (lambda: predict([], LAYER, Rates(gflops=1), cp_size=2), "at least one batch"),
-        (
-            lambda: predict([([0], [9])], LAYER, Rates(gflops=1), cp_size=2),
-            "predict: batches must have new tokens, got none",
-        ),
+        (lambda: predict([([0], [9])], LAYER, Rates(gflops=1), cp_size=2), "must have new tokens"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cpattn_proof import NotUsable, expect, simulate
+from support.distributed.distributed_worker import run_world
 
 LENGTH, HEADS, KV_HEADS, DIM = 32, 4, 2, 16
 
@@ -255,28 +252,13 @@ def test_a_token_on_no_rank_is_named():
     assert found.what == "keys of position 21 of sequence 0 are on no rank, up to position 21"
 
 
+def verdict_of(rank, bug):
+    return ring(bug).verdict
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", ["", "base"])
-def test_processes_gather_over_their_group(bug, tmp_path):
-    here = Path(__file__)
-    script = tmp_path / "program.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(here.parent)!r})\n"
-        "import torch.distributed as dist\n"
-        "import test_expect\n"
-        "dist.init_process_group('gloo')\n"
-        f"report = test_expect.ring({bug!r})\n"
-        "print('rank', dist.get_rank(), report.verdict)\n"
-        "dist.destroy_process_group()\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29731",
-         str(script)],
-        capture_output=True, text=True, env=os.environ, timeout=300,
-    )  # fmt: skip
-    if bug:
-        assert run.returncode
-        assert "AssertionError: LSE merge-wrong-base: the program merges" in run.stderr
-    else:
-        assert run.returncode == 0, run.stderr
-        assert sorted(run.stdout.splitlines()) == ["rank 0 proved", "rank 1 proved"]
+def test_processes_gather_over_their_group(tmp_path):
+    assert run_world(2, tmp_path, verdict_of, "") == ["proved", "proved"]
+    (tmp_path / "base").mkdir()
+    with pytest.raises(AssertionError, match="LSE merge-wrong-base: the program merges"):
+        run_world(2, tmp_path / "base", verdict_of, "base")
