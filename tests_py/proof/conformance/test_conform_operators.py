@@ -37,20 +37,13 @@ QUICK = {operator.signature: name for name, operator in reversed(ATTENTION.items
     ],
 )
 def test_what_is_right_raises_no_finding(name):
-    report = tried(ATTENTION[name], examples=10)
+    report = tried(ATTENTION[name], examples=10 if name in QUICK else 40)
     assert report.proved, report.text()
     assert {"OWN", "COV", "LEN"} <= set(report.checked)
     features = SIGNATURES[ATTENTION[name].signature].features
     assert ("LSE" in report.checked) == (features.lse or features.sinks)
     assert ("ADDR" in report.checked) == features.far
     assert report.facts["answered"] >= report.facts["cases"] / 2  # flash has no kernels for some
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*ATTENTION, *SELECTIONS])
-def test_nothing_is_found_with_other_cases(name):
-    report = tried((ATTENTION | SELECTIONS)[name], examples=40, seed=1)
-    assert not report.findings, report.text()  # flash refuses about half of them
 
 
 def test_false_alarms_are_told_and_counted(capsys, monkeypatch):
