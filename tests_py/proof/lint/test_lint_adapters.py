@@ -172,11 +172,9 @@ def transferred(**options):
 @pytest.mark.parametrize(
     ("name", "value", "kind"),
     [
-        ("length", lambda t: t["length"][0] - 8, "xfer-missing"),
         ("length", lambda t: t["length"][0] + 512, "xfer-page"),
         ("dst", lambda t: t["dst"][1], "xfer-overlap"),
         ("dst", lambda t: t["dst"][3], "xfer-pair"),
-        ("dst", lambda t: t["dst"][1], "xfer-row"),
         ("src", lambda t: t["src"][0] + 512, "xfer-page"),
         ("src", lambda t: 0, "xfer-bounds"),
         ("dst", lambda t: 1 << 40, "xfer-bounds"),
