@@ -11,6 +11,7 @@ import pytest
 import cpattn
 from cpattn_lab.cost_model import AttentionLayer, Rates, predict, rank_work
 from cpattn_lab.cost_model.work import PACKING_ROWS
+from support.pairwise import pairwise
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 BATCHES = [
@@ -54,21 +55,19 @@ def test_packed_keys_are_those_of_the_plans(strategy, cp_size):
         assert endless.pairs.tolist() == work.pairs.tolist()
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        AttentionLayer(),
-        AttentionLayer(num_heads=8, head_dim=576, dtype="float32"),
-        AttentionLayer(window=0),
-        AttentionLayer(window=100),
-        AttentionLayer(num_heads=64, window=2000),
-        AttentionLayer(window=(100, 40)),
-        AttentionLayer(window=(None, 700)),
-        AttentionLayer(window=(None, None)),
-    ],
-)
-@pytest.mark.parametrize("cp_size", [1, 3])
-@pytest.mark.parametrize("batch", [*BATCHES, LONG])
+LAYERS = [
+    AttentionLayer(),
+    AttentionLayer(num_heads=8, head_dim=576, dtype="float32"),
+    AttentionLayer(window=0),
+    AttentionLayer(window=100),
+    AttentionLayer(num_heads=64, window=2000),
+    AttentionLayer(window=(100, 40)),
+    AttentionLayer(window=(None, 700)),
+    AttentionLayer(window=(None, None)),
+]
+
+
+@pytest.mark.parametrize(("layer", "batch", "cp_size"), pairwise(LAYERS, [*BATCHES, LONG], (1, 3)))
 def test_items_are_those_of_attention_plans(batch, cp_size, layer):
     work = rank_work(*batch, cp_size=cp_size, strategy="zigzag", layer=layer)
     sizes = {name: getattr(layer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
