@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own tests of process groups pass on simulated ranks, but for those that say why not."""
+"""torch's own tests of process groups pass on simulated ranks, but for those that say why not.
+
+Names of torch that a simulation needs are in all released wheels, or stood in for.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,21 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from audit.skips import tomllib
+from cpattn_proof import NotUsable, simulate
+from cpattn_proof.simulation.process import torch_names
+from cpattn_proof.simulation.process_group import SimulatedGroup
+from support.command_line import invoke
 from support.places import ROOT
 from support.proof.torch_tests import LEFT_OUT, reason_of, rows_of
 from support.time_limits import PATIENCE
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +38,7 @@ def found(tmp_path_factory, module_children):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_all_pass_but_those_that_cannot_run(found):
     failed = {
         name: outcome
@@ -38,6 +49,7 @@ def test_all_pass_but_those_that_cannot_run(found):
     assert sum(outcome == "passed" for outcome in found.values()) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [names for names, _, _ in LEFT_OUT])
 def test_what_is_left_out_really_fails(found, names):
     assert any(
@@ -45,6 +57,95 @@ def test_what_is_left_out_really_fails(found, names):
     )
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table(found):
     page = (ROOT / "docs" / "proof" / "simulate.md").read_text(encoding="utf-8")
     assert "\n".join(rows_of(found)) in page
+
+
+TABLE = tomllib.loads(Path(__file__).with_name("torch_releases.toml").read_text())
+LOOKED_FOR = TABLE.pop("looked_for")
+# Methods of groups that backends in C++, or what nobody simulates, are asked for.
+NOT_SIMULATED = {
+    "_add_ephemeral_timeout", "_end_coalescing", "_register_backend", "_set_default_backend",
+    "_set_group_desc", "_set_group_name", "_start_coalescing", "_wait_for_pending_works",
+    "get_backend", "get_reconfigure_handle", "new_group", "new_window", "reconfigure",
+}  # fmt: skip
+
+
+def dotted(table):
+    return {f"{module}.{name}" for module, names in table.items() for name in names}
+
+
+@pytest.mark.parametrize("release", TABLE)
+def test_released_wheels_have_the_names_that_are_used(release):
+    absent = set(TABLE[release]["absent"])
+    assert dotted(torch_names.NEEDED) | dotted(torch_names.OPTIONAL) == dotted(LOOKED_FOR)
+    assert absent <= dotted(torch_names.OPTIONAL)
+    assert set(TABLE[release]["methods_of_groups"]) - NOT_SIMULATED <= set(vars(SimulatedGroup))
+
+
+def test_the_table_has_the_releases_that_are_said_to_work():
+    minors = [tuple(map(int, release.split(".")[:2])) for release in TABLE]
+    assert minors == [(2, minor) for minor in range(6, 16)]
+
+
+def uses_groups():
+    """A group with a tag, one without, and all destroyed and made again."""
+    size = dist.get_world_size()
+    for _ in range(2):
+        groups = [dist.new_group(), c10d._new_group_with_tag(list(range(size)), pg_tag="mine")]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+            assert c10d._resolve_process_group(group.group_name) is group
+        assert c10d._find_pg_by_ranks_and_tag("user:mine", list(range(size))) is groups[1]
+        tags = {tag: len(known) for tag, known in c10d._world.tags_to_pg.items()}
+        assert tags == {"": 2, "ptd:0": 1, "ptd:1": 1, "user:mine": 1}
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, torch.ones(1), 1 - dist.get_rank()),
+            dist.P2POp(dist.irecv, torch.ones(1), 1 - dist.get_rank()),
+        ])  # fmt: skip
+        for work in works:
+            work.wait()
+        dist.destroy_process_group(groups[0])
+        dist.destroy_process_group()
+        dist.init_process_group()
+
+
+@pytest.mark.parametrize("lacks", [(), ("_register_pg_in_world",)])
+def test_groups_are_known_to_torch_as_its_own_makers_have_it(lacks, monkeypatch):
+    for name in lacks:
+        monkeypatch.delattr(c10d, name)
+    report = simulate(uses_groups, ranks=2, seeds=(0,))
+    assert report.proved, report.text()
+
+
+def test_a_later_release_may_gather_into_one_tensor_and_add_options():
+    def program():
+        group, rank = dist.group.WORLD, dist.get_rank()
+        whole = torch.empty(4 if rank == 1 else 0)
+        options = dist.GatherOptions()
+        options.rootRank = 1
+        group.gather_single(whole, torch.full((2,), float(rank)), options).wait()
+        assert whole.tolist() == ([0, 0, 1, 1] if rank == 1 else [])
+        assert not getattr(group._get_backend(torch.device("cpu")), "supports_coalescing", False)
+        options = TABLE["2.15.0"]["options_of_groups"]
+        c10d._new_process_group_helper(2, rank, [0, 1], "gloo", None, "x", **dict.fromkeys(options))
+
+    assert simulate(program, ranks=2, seeds=(0,)).proved
+
+
+def test_a_release_that_lacks_a_name_is_refused_in_a_line(monkeypatch, tmp_path):
+    """The line says nothing of the program, which has no part in it."""
+    for name in [name for name in sys.modules if name.startswith("cpattn_proof.simulation")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(c10d, "_find_pg_by_ranks_and_tag")
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(7)")
+    run = invoke("simulate", str(script))
+    assert run.exit_code == 2
+    lacking = "torch.distributed.distributed_c10d._find_pg_by_ranks_and_tag"
+    message = f"torch {torch.__version__} cannot be simulated: it has no {lacking}, which"
+    assert run.output == f"Error: simulate: {message} releases 2.6 to 2.15 have\n"
+    with pytest.raises(NotUsable, match="cannot be simulated"):
+        torch_names._check()
