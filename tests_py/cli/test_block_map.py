@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block map shows what the plan says."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

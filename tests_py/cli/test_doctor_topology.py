@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sockets and nodes as `cpattn doctor` tells them, by trees of files as Linux has them."""
 
-from __future__ import annotations
-
 import pytest
 
 from cpattn.doctor import topology

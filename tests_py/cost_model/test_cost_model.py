@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost model: its work and bytes are exact, its seconds follow from them."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of decoding: keys of each rank and bytes one by one, seconds by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and where they are kept, and bytes of every exchange, against counting one by one."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

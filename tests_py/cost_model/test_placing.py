@@ -4,8 +4,6 @@
 Below them is docs/how_to/placing_keys.md: what it shows comes out, and what it says is so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interpreter ends while daemon threads are inside of calls; interpreters that are refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

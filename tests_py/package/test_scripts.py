@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scripts find: text that begins without a subject, and loops in machine code of Arm."""
 
-from __future__ import annotations
-
 import arm_model
 import first_words
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of what calls planned and exchanged, made meanwhile and read again; its commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

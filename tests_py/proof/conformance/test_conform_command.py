@@ -5,8 +5,6 @@ What operators do to their process is neither their fault where it is none, nor 
 about conformance do what they show; tables have every name, CI passes and fails.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators with one fault each are diagnosed by its name, and by no other; forms, too."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators that are right raise no finding: of this library, torch and transformers."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

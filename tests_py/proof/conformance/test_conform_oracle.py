@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle of the conformance runner is right where no switch is on, and wrong where one is."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import numpy as np

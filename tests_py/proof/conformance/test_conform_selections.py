@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators that select keys: right ones raise nothing, and each fault is named."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals in one line of what is no plan; no numbers make the linter fail; command and page."""
 
-from __future__ import annotations
-
 import json
 import re
 from copy import deepcopy

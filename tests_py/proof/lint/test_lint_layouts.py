@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LAYOUT: the orders of two sides, against where they put every element, and names of orders."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

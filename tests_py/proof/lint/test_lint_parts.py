@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small plans by hand, of every part: what fits is proved, what does not is named."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Right plans of cpattn are proved, also smaller ones; damage is refuted by its invariant."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

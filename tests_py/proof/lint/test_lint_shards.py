@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans over pools that ranks share, and what their queries select: proved, and refuted damaged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages between each other's and heads before tokens: plans proved, faults refuted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

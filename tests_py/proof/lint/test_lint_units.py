@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of halos and of prefill context parallelism: right ones are proved, damaged refuted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

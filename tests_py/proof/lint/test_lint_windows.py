@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows: what calls show is held literally against what queries may see."""
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import deepcopy
 

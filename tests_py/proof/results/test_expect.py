@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of rings, right and wrong in known ways, put together and held against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

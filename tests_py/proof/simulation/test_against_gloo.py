@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated programs have the results of processes of gloo, bit for bit, and no findings."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that cannot be judged: one clear message, and nothing left running."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import posix

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs whose ranks disagree, each refuted by its kind and at its lines."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that are used between a call and its wait, and results that depend on who comes first."""
 
-from __future__ import annotations
-
 import time
 import weakref
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks share one process, and each has to itself what a process has."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -4,8 +4,6 @@
 At the end are records of how an engine shared out batches over ranks: they come from anywhere.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -4,8 +4,6 @@
 Scripts for GPUs come last, on a machine that has none: the CPU does what they ask of CUDA.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

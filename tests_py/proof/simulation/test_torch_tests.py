@@ -4,8 +4,6 @@
 Names of torch that a simulation needs are in all released wheels, or stood in for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

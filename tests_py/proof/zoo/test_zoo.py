@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every bug of the zoo is refuted by its invariant, and proved once mended; people see that."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
