@@ -42,7 +42,7 @@ def test_padding_nothing_and_no_memory(tmp_path):
         assert told["padding"]  # may be written
         assert (told["rows"], told["written"]) == (0, False)
         assert re.fullmatch(
-            r"ContextParallel\.attend: the host of rank 2, 3 has no [\d.e-]+ GiB for scratch "
-            r"that 2 ranks share, 0 GiB are available",
+            r"MemoryError: ContextParallel\.attend: the host of rank 2, 3 has no [\d.e-]+ GiB for "
+            r"scratch that 2 ranks share, 0 GiB are available",
             told["told"],
         )

@@ -130,6 +130,6 @@ def error_of(attempt) -> tuple[str, float]:
     start = time.monotonic()
     try:
         attempt()
-    except (MemoryError, RuntimeError, ValueError) as error:
+    except (MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "no error", 0.0

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cpattn.distributed import ContextParallel, LayerCaches
 from cpattn.distributed.layers import gather_kv, rounds
 from support.distributed.disagreements import ODD_RANK
+from support.distributed.distributed_worker import error_of
 from support.distributed.layer_worker import NUM_LAYERS
 from support.distributed.prefill_batches import Case
 from support.distributed.sharded_worker import ROUNDS, noted_events, traffic_rank
@@ -80,10 +81,8 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
     new = {"k_local": k, "v_local": v}
 
     def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except (RuntimeError, TypeError, ValueError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
+        if (error := error_of(call)[0]) != "no error":
+            told[name] = error
 
     def prefetch(num_layers: int = NUM_LAYERS, **window: Any) -> Any:
         return cp.prefetch(plan, [LayerCaches(*shards, **window)] * num_layers)

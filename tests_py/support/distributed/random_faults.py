@@ -9,13 +9,15 @@ python -m support.distributed.random_faults --only 12345       # one round again
 from __future__ import annotations
 
 import argparse
-import collections
-import json
+import itertools
+import multiprocessing
 import os
 import re
-import select
 import sys
 import time
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from typing import Any
 
 os.environ.update(CPATTN_NUM_THREADS="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
@@ -140,55 +142,31 @@ def main() -> int:
 
 def _soak(options: argparse.Namespace) -> int:
     """Rounds in worlds beside each other, each with a process that looks after it."""
-    begin = shown = time.monotonic()
-    counts: collections.Counter[str] = collections.Counter()
-    failed = started = done = 0
-    running: dict[int, tuple[int, int]] = {}  # of a pipe, the process and the seed
+    begin, counts, failed = time.monotonic(), Counter(), 0
+    seeds = itertools.islice(itertools.count(options.seed), options.rounds)
+    running: set[Future[Any]] = set()
     print(f"Seed {options.seed}", flush=True)
-    while True:
-        now = time.monotonic()
-        over = now - begin > options.seconds or started == options.rounds or failed > 9
-        if over and not running:
-            break
-        if not over and len(running) < options.jobs:
-            pipe, pid = _referee(options.seed + started, options)
-            running[pipe] = pid, options.seed + started
-            started += 1
-            continue
-        for pipe in select.select(list(running), [], [], 1)[0]:  # a report is shorter than a pipe
-            pid, seed = running.pop(pipe)
-            with os.fdopen(pipe) as reader:
-                report = json.loads(reader.read() or "{}")
-            os.waitpid(pid, 0)
-            done += 1
-            counts[report.get("fault", "none")] += 1
-            found = report.get("found", ["the round ended without a word"])
-            failed += bool(found)
-            if found:
-                lines = [report.get("round", f"seed {seed}"), *found, f"again: --only {seed}"]
-                print(*lines, sep="\n  ", flush=True)
-        if now - shown > 30:
-            shown = now
-            print(f"{done} rounds in {now - begin:.0f} s, {failed} failed", flush=True)
-    came = ", ".join(f"{n} {name}" for name, n in counts.most_common())
-    print(f"{done} rounds in {time.monotonic() - begin:.0f} s, {failed} failed: {came}")
+
+    def summary() -> str:
+        return f"{counts.total()} rounds in {time.monotonic() - begin:.0f} s, {failed} failed"
+
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
+        while True:
+            if time.monotonic() - begin < options.seconds and failed < 10:
+                more = itertools.islice(seeds, options.jobs - len(running))
+                running |= {pool.submit(play, seed, options) for seed in more}
+            if not running:
+                break
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for one, found, came in (future.result() for future in done):
+                counts[one.fault if came else "none"] += 1
+                if found:
+                    failed += 1
+                    print(one, *found, f"again: --only {one.seed}", sep="\n  ", flush=True)
+                if counts.total() % 100 == 0:
+                    print(summary(), flush=True)
+    print(f"{summary()}: {', '.join(f'{n} {name}' for name, n in counts.most_common())}")
     return bool(failed)
-
-
-def _referee(seed: int, options: argparse.Namespace) -> tuple[int, int]:
-    """A process that plays a round, and the pipe by which it reports."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writer)
-        return reader, pid
-    try:
-        one, found, came = play(seed, options)
-        report = {"round": str(one), "found": found, "fault": one.fault if came else "none"}
-    except BaseException as error:
-        report = {"found": [f"{type(error).__name__}: {error}"]}
-    os.write(writer, json.dumps(report).encode())
-    os._exit(0)
 
 
 if __name__ == "__main__":

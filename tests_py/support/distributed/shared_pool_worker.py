@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -124,29 +123,9 @@ def run_hidden(rank: int) -> tuple[str, str]:
     """Hide from rank 1 what its system boots as; return what ranks are told, and the transport."""
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     hidden = Path("/nonexistent") if rank == 1 else host._BOOT_ID
-    told = "no error"
     with mock.patch.object(host, "_BOOT_ID", hidden):
-        try:
-            cp.topology()
-        except (OSError, RuntimeError) as error:
-            told = f"{type(error).__name__}: {error}"
+        told, _ = error_of(cp.topology)
     return told, cp.topology().transport
-
-
-class Killer:
-    """Slots that end this process when they are read, and write down when."""
-
-    def __init__(self, clock: Path) -> None:
-        self.clock = clock
-
-    def kill(self) -> None:
-        self.clock.write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def __len__(self):
-        self.kill()
-
-    __array__ = __dlpack__ = __iter__ = __getitem__ = __len__
 
 
 def answer_of_a_child(call: Callable[[], str]) -> str:
@@ -169,13 +148,8 @@ def answer_of_a_child(call: Callable[[], str]) -> str:
 
 def told_of_a_pool(memory: SharedMemory | None, size: int) -> str:
     """Return what a rank is told that makes a pool of so many slots."""
-    try:
-        MHATokenToKVPool(
-            size=size, page_size=4, num_layers=1, num_kv_heads=1, head_dim=64, memory=memory
-        )
-    except (MemoryError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    sizes = {"size": size, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 64}
+    return error_of(lambda: MHATokenToKVPool(**sizes, memory=memory))[0]
 
 
 @contextlib.contextmanager
@@ -187,18 +161,3 @@ def small_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def maps_of_pools() -> list[str]:
-    """The lines by which this process has mapped pools."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "memfd:cpattn pool" in line]
-
-
-def open_memory() -> list[str]:
-    """Names of files in memory that this process has open."""
-    names = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            names.append(os.readlink(entry))
-    return [name for name in names if "memfd" in name]

@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
+import subprocess
 import time
-import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from cpattn import _core
 from cpattn.distributed import ContextParallel
-from cpattn.distributed.transport import exchange, shared_memory
+from cpattn.distributed.transport import shared_memory
 from cpattn.kv import MHATokenToKVPool
 from support.distributed import shared_pool_worker as pools
 from support.distributed.distributed_worker import error_of
+from support.distributed.fault_worlds import resources
 from support.distributed.hosts.layouts import Layout, members_of, on_hosts
 from support.distributed.sharded_faults import seconds_to_interrupt
 
@@ -31,19 +32,14 @@ def group_of(layout: Layout, rank: int) -> pools.Group:
         return pools.Group()
 
 
-def run_loss(rank: int, layout: Layout, lost: int, when: str, clock: Path) -> tuple[str, float]:
+def run_loss(rank: int, layout: Layout, lost: int, clock: Path) -> tuple[str, float]:
     """Return what each rank is told, and when, of which one is killed."""
     group = group_of(layout, rank)
     group.write()
     if rank == lost:
         time.sleep(0.3)  # the others wait by now
-        killer = pools.Killer(clock)
-        if when == "before it":
-            killer.kill()
-        elif when == "as it writes":
-            group.plan.__dict__["own_slots"] = killer
-        elif when == "as rows of others arrive":  # with what it sends on its way
-            exchange.RowExchange.arrived = lambda *_: killer.kill()  # type: ignore[method-assign]
+        clock.write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
     message = group.told()
     if message == "no error" and rank not in members_of(layout, lost):
         message = group.told()  # its rows had come: the next call misses it
@@ -59,20 +55,10 @@ def run_stopped_behind_a_late_one(rank: int, layout: Layout) -> str:
     if rank == 2:
         time.sleep(1.0)
     if rank == 3:
-        threading.Thread(target=_go_on_later, args=(os.getpid(), 6.0)).start()
         time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        with subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
     return group.told()
-
-
-def _go_on_later(pid: int, seconds: float) -> None:
-    """Let a stopped process go on, by another one: its own threads do not run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # later interpreters warn of threads
-        if os.fork() == 0:
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
 
 
 def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
@@ -85,11 +71,12 @@ def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
     return error_of(group.write)
 
 
-def run_without_memory(rank: int, layout: Layout) -> dict[str, str]:
+def run_without_memory(rank: int, layout: Layout) -> dict[str, Any]:
     """Return what ranks are told of pools that some cannot have; the last host may lack memory."""
     with on_hosts(layout, rank):
         cp = ContextParallel(dist.group.WORLD, page_size=4)
         told = partial(pools.told_of_a_pool, cp.shared_memory())
+    before = resources()
     sealed = shared_memory.sealed_file
 
     def short(name: str, num_bytes: int) -> int:
@@ -113,7 +100,7 @@ def run_without_memory(rank: int, layout: Layout) -> dict[str, str]:
         "cannot map": with_patch(rank == 1, broken),
         "other sizes": told(64 if rank == 1 else 128),
         "at last": told(1 << 16),
-        "left behind": str(pools.maps_of_pools() + pools.open_memory()),
+        "left behind": [x for x, n in resources().items() if "memory" in x and n > before[x]],
     }
 
 

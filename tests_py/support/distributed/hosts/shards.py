@@ -17,6 +17,7 @@ from cpattn.distributed.transport import shared_memory
 from cpattn.distributed.transport.terms import TERMS
 from cpattn.kv import MHATokenToKVPool
 from cpattn_lab.cost_model import AttentionLayer, exchange_work
+from support.distributed.distributed_worker import error_of
 from support.distributed.hosts.layouts import Layout, members_of, on_hosts
 from support.distributed.layer_worker import LAYERS, LayerRun, Rank, run_layer
 from support.distributed.sharded_worker import PLACEMENTS, equal
@@ -163,9 +164,5 @@ def run_edges(rank: int, layout: Layout) -> dict[str, Any]:
     with mock.patch.object(
         shared_memory, "available_bytes", return_value=0 if nothing else 1 << 40
     ):
-        try:
-            one.attend(one.layer)
-            told = "no error"
-        except MemoryError as error:
-            told = str(error)
+        told, _ = error_of(lambda: one.attend(one.layer))
     return {"padding": padding, "rows": len(out), "written": written, "told": told}
