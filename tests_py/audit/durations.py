@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: prints how many seconds each folder of tests took, and which files took long.
-
-Seconds of tests are those of set-up, call and teardown, added up over all processes of the run.
-Under make the seconds of the parts before the tests follow, which scripts/timed.sh wrote down.
-"""
+"""Hooks of pytest: prints how many seconds each folder of tests took in all processes, which files
+took long, and the seconds of parts of make that scripts/timed.sh wrote down."""
 
 from __future__ import annotations
 

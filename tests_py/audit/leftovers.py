@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: no test, and no run, leaves a process or shared memory behind.
-
-What a test started while it ran must have ended with it. What fixtures of a module or a session
-started, and what lost its parent, must be gone when the run ends: it carries a mark of the run in
-its environment. Either is ended, and an error.
-"""
+"""Hooks of pytest: no test, and no run, leaves a process or shared memory behind. Processes carry
+a mark of their run in their environment, by which orphans are found at its end."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: writes down what ran, for the table that --closing-table prints.
-
-With --records=FOLDER a run appends JSON lines to a file there: how many tests passed on each
-instruction set, with each engine and so on. A test says so by `note`, or by the marker
-`engine("name of the distribution")`; what failed or was skipped is not counted.
-"""
+"""Hooks of pytest: with --records=FOLDER a run appends JSON lines to a file there, how many tests
+passed on what a test names by `note` or by the marker `engine("name of the distribution")`."""
 
 from __future__ import annotations
 

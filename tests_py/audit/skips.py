@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: a test may be skipped for what allowed_skips.toml says, and for nothing else.
-
-Every run says how many tests were skipped, and which of these skips are not allowed. With
---strict-skips those are failures.
-"""
+"""Hooks of pytest: a run tells which skips allowed_skips.toml does not allow; with --strict-skips
+those are failures."""
 
 from __future__ import annotations
 

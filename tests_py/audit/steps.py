@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seconds of each step of .ci/run, beside those that are stored for this class of machine.
-
-.ci/run appends a line to steps-cold.tsv or steps-warm.tsv in the folder of --records when a step
-begins: seconds since the epoch, a tab, the step. Cold is a run that finds no compiler cache.
-
-    python -m audit.steps FOLDER
-
-prints the steps of a run that has ended as an entry for step_seconds.toml.
-"""
+"""The seconds of each step of .ci/run, which writes when they began into the folder of --records,
+beside those stored for this class of machine; `python -m audit.steps FOLDER` prints an entry."""
 
 from __future__ import annotations
 

@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: --closing-table prints what several runs did, and misses what they did not.
-
-The seconds of the steps of .ci/run come last, where it wrote them down.
-
-It reads the folder of --records: the records of the Python tests, those of steps that leave none
-by themselves, and the JUnit files of ctest and GoogleTest. What
-allowed_skips.toml calls a part and nobody ran, and what C++ tests skipped without leave, are errors
-of the run that prints the table.
-"""
+"""Hooks of pytest: --closing-table prints what the runs in the folder of --records did, of JUnit
+files too, and the steps of .ci/run; parts that nobody ran and unallowed skips of C++ are errors."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from audit import machine, skips
+from audit import skips
 
 pytestmark = pytest.mark.slow
 
@@ -92,11 +92,3 @@ def test_every_entry_of_the_list_is_about_a_test_that_is_there():
             assert pattern == "*" or skips.fnmatch.filter(files, pattern), entry
         assert entry.why
         assert entry.needs
-
-
-def test_needs_of_the_list_can_be_looked_up():
-    in_braces = {"isa": "portable", "package": "pytest", "version": "0.5.9", "release": "pytest==8"}
-    in_braces |= {"archive": "build/outside/none.tar.gz", "command": "sh"}
-    for entry in skips.read():
-        for need in entry.needs:
-            assert machine.has(need.format(**in_braces)) in (True, False)

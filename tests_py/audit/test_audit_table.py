@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from audit import engines, machine, records, table
+from audit import engines, records
 
 pytestmark = pytest.mark.slow
 
@@ -149,16 +149,6 @@ def test_the_table_without_records_is_refused(inner_runs):
     done = inner_runs.run("--closing-table")
     assert done.returncode == 4
     assert "--closing-table needs --records" in done.stderr
-
-
-def test_needs_of_the_parts_can_be_looked_up():
-    found = table.parts()
-    assert {"instruction set", "engine", "interpreter", "trace", "C++ tests"} <= {
-        part.kind for part in found
-    }
-    for part in found:
-        for need in part.needs:
-            assert machine.has(need) in (True, False)
 
 
 def test_the_engines_are_a_table_of_their_own(tmp_path, capsys):

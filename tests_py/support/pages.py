@@ -3,12 +3,11 @@
 
 A fenced block is one of these, by its language and its title:
 
-    sh                       commands, run in one folder; what they export stays
-    sh      title="Set up"   commands that install things: not run, see `Block.is_setup`
+    sh                       commands in one folder, whose exports stay; "Set up" is not run
     python  title="x.py"     a file that the reader saves; in examples/, one that is there already
     diff    title="x.py"     a change of such a file
-    text    title="Output…"  what the commands before it print to stdout. After a comma there may be
-                             "exit code N", and "your figures will differ": numbers are not compared
+    text    title="Output…"  stdout of the commands before; after a comma there may be "exit code N"
+                             and "your figures will differ": numbers are not compared
 """
 
 from __future__ import annotations

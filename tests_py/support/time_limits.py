@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of how long a test waits, and what it allows beyond one that the library promises.
-
-Limits are measured by `time.monotonic`. A test that asserts one writes the promise and adds
-`BUSY`; one that waits for what should happen, without a promise about when, waits `PATIENCE`.
-"""
+"""Limits of waits, by `time.monotonic`: a test that asserts a promise of the library adds `BUSY`;
+one that waits for what should happen, without a promise about when, waits `PATIENCE`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds on how far results may be from the oracle: the only place with such numbers.
 
-An output element is allowed ``TOLERANCES[op, dtype]`` units. A unit is the spacing eps of the
-output dtype at 1, times the element's magnitude: the same attention over absolute values,
-sum_j w_j |v_j|, which is what rounding errors are proportional to (the element itself may be
-small by cancellation). The oracle is exact in comparison.
+An element of attention is allowed ``TOLERANCES[op, dtype]`` units: the spacing eps of the dtype at
+1, times sum_j w_j |v_j|, which rounding errors are proportional to. The oracle is exact beside it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A good call of every public callable, made anew each time, for `api_fuzz`.
-
-Functions that compute have theirs in `argument_sweep`; here are those of transfers, pools and
-plans, which have to be made anew because they hold addresses or change.
-"""
+"""A good call of every public callable that holds addresses or changes, made anew each time; calls
+of functions that compute are in `argument_sweep`."""
 
 from __future__ import annotations
 

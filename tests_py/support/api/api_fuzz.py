@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of every public callable, mostly valid ones with something hostile in them.
-
-A call returns, or it raises TypeError, ValueError, MemoryError or what its documentation has, with
-a message that begins with the function's name and names an argument, and with nothing written that
-the caller owns. What is returned for ordinary numbers is no NaN. Nothing crashes, nothing hangs.
-
-With tests_py on PYTHONPATH:
+"""Random calls of every public callable, mostly valid ones with something hostile in them:
 
     python -m support.api.api_fuzz --calls 1000000 --seed 7  # progress, findings at the end
     python -m support.api.api_fuzz --seed 7 --only 12345  # one call again, with its arguments
 
-Calls run in forked children, in batches; the number of a call decides all of it.
+They return, or raise what `api_fuzz_rules` allows, with nothing of the caller's written. Calls run
+in forked children, in batches; the number of a call decides all of it.
 """
 
 from __future__ import annotations

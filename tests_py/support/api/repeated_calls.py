@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes one small call so many times, and prints by how many bytes the process grew.
-
-python -m support.api.repeated_calls NAME CALLS: resident memory, then memory that Python knows of
-"""
+"""Makes a small call NAME CALLS times; prints how many bytes resident memory and Python's grew."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases whose results the test in C has stored: `python -m support.c.cases` prints its header.
-
-Inputs are made by a rule that C has, too; results are the oracle's, in float64.
-"""
+"""Prints the header with results that the test in C compares with: the oracle's, in float64, of
+inputs by a rule that C has, too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of random faults: what the ranks do, what goes wrong, and when it must be told.
-
-A round is drawn from its seed alone, so that it can be had again.
-"""
+"""Rounds of random faults, each drawn from its seed alone: what the ranks do, what goes wrong, and
+when it must be told."""
 
 from __future__ import annotations
 

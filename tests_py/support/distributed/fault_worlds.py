@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds of forked ranks in which something goes wrong, and what each rank says and leaves behind.
-
-All that is imported or computed before the fork costs nothing again: a world takes a tenth of a
-second. So the process that forks has no threads, and the attention in it takes one.
-"""
+"""Worlds of forked ranks in which something goes wrong, and what each says and leaves behind; the
+process that forks has imported and computed all that it can, and has no threads."""
 
 from __future__ import annotations
 

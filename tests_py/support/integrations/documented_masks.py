@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks, pair by pair, in the words of the libraries that are stood in for.
-
-Nothing here is shared with the package, whose masks these are to judge.
-"""
+"""Masks, pair by pair, in the words of the libraries that are stood in for; nothing is shared with
+the package, whose masks these are to judge."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of each operator of torch, and what the function of the same name gives.
-
-Operators of torch.ops.npu are called with tensors and lists, as torch_npu takes them.
-"""
+"""A call of each operator of torch, and what the function of the same name gives; operators of
+torch.ops.npu are called with tensors and lists, as torch_npu takes them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs of collectives and messages, the same for gloo and for the simulator.
-
-Sums are of integers, whose order is nobody's business; all else is moved or compared, bit for bit.
-"""
+"""Random programs of collectives and messages, the same for gloo and for the simulator: sums are of
+integers, whose order is nobody's business, all else is compared bit for bit."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 # ruff: noqa: E402  stand-ins come before what imports them
 """A process with the attention backend on pools of sglang's, without an engine.
 
-``python -m support.sglang.sglang_attention_layers RESULTS`` writes what `torch.save` makes of
-{"layers": results and arguments of the oracle, "refused": messages and words that they must have,
-"plans": how many, "zero scale": a message}.
+It saves {"layers": results and arguments of the oracle, "refused": messages and words that they
+must have, "plans": how many, "zero scale": a message} by `torch.save`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that runs sglang's own sparse attention of Ascend under context parallelism: the indexer,
-the caches and the attention of a DSA layer.
-
-The latents of a `Case` are its K, [n, 1, head_dim], and the keys' rotary part its V. Matrices and
-inputs of the indexer are small integers, so that products are exact however many rows they have.
-"""
+"""A rank that runs sglang's own indexer, caches and sparse attention of Ascend under context
+parallelism. The latents of a `Case` are its K, the keys' rotary part its V."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that runs sglang engines one after the other: ``sglang_generate.py RUNS RESULTS``.
-
-RUNS is a JSON file with a list of {"engine": arguments of Engine, "rounds": lists of prompts,
-"sampling"}; prompts of a round are asked for together, rounds one after the other.
-"""
+"""Runs sglang engines one after the other: RUNS is JSON, a list of {"engine": arguments of Engine,
+"rounds": lists of prompts that are asked for together, "sampling"}; RESULTS gets the answers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed sglang, unmodified, on a machine without an NPU: its Ascend attention on CPU.
-
-For processes of their own: what sglang imports and this machine lacks becomes a stand-in (see
-`stand_ins`), sglang's configuration is published, and its process groups are made.
-"""
+"""The installed sglang, unmodified, on a machine without an NPU: its Ascend attention on CPU, for
+processes of their own, with stand-ins for what this machine lacks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind of text model that transformers has, small and random, with cpattn against eager.
 
-It writes the table of docs/how_to/transformers_models.md:
-
-python -m support.transformers.family_table               # `make families`, some minutes
-python -m support.transformers.family_table llama bloom   # prints those alone
+It writes the table of docs/how_to/transformers_models.md (`make families`, some minutes), or prints
+the rows of the models that it is given.
 """
 
 from __future__ import annotations

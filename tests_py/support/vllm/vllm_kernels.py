@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention on CPU, its kernels themselves, as an operator that `conform` can try.
-
-The cache is one tensor of keys and values as the engine keeps it, written by its own operator, as
-the kernels choose in which order they have the keys of a page.
-"""
+"""vLLM's attention on CPU as an operator that `conform` can try, over a cache that its own operator
+writes: the kernels choose in which order they have the keys of a page."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators with the signature of `cpattn.paged_attention`, each wrong in one way.
-
-They are that operator, given other arguments or with its results changed, and so share no code with
-the wrong oracles that are to name them.
-"""
+"""Operators with the signature of `cpattn.paged_attention`, each wrong in one way: they are that
+operator with other arguments or results, and share no code with the oracles that name them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators that are right, on many more cases than tests have time for: none may raise a finding.
 
-With tests_py on PYTHONPATH:
-
-    python -m support.proof.conformance.false_alarms --cases 10000 --seed 7
-    python -m support.proof.conformance.false_alarms --only SDPA  # those whose name has this in it
-    python -m support.proof.conformance.false_alarms --only vLLM  # by .venv-vllm/bin/python
-    python -m support.proof.conformance.false_alarms --device cuda --jobs 12  # operators of GPUs
-
 Rounds of cases go to the operators in turn, each with the seed that the line says, by which
 ``cpattn conform`` makes them again. Edges come with each round and are counted once. An operator
 that cannot be imported, as that of a package that is not installed, is named and left out.

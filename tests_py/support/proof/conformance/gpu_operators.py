@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of CUDA devices, each with its signature: of torch, FlashInfer, sglang and vLLM.
-
-Nothing here needs cpattn's core, so that a machine with a GPU runs it from the sources as they are.
-"""
+"""Operators of CUDA devices with their signatures; without cpattn's core, so that a machine with a
+GPU runs them from the sources as they are."""
 
 from __future__ import annotations
 

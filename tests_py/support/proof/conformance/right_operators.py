@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that are right, each with its signature: of this library, torch, transformers, vLLM.
-
-The core of cpattn is imported by the operators that are its own.
-"""
+"""Operators that are right, each with its signature: of this library, torch, transformers, vLLM."""
 
 from __future__ import annotations
 
