@@ -13,7 +13,7 @@ import torch
 
 import cpattn
 from cpattn.sparse import sglang_0_5_23
-from support.api.hostile_objects import Index
+from support.api.hostile_values import Index
 
 PyCapsule_New = ctypes.pythonapi.PyCapsule_New
 PyCapsule_New.restype = ctypes.py_object

@@ -195,25 +195,7 @@ class Finding:
     fault: str
 
 
-class Pages:
-    """Memory in which children tell which call runs, and how often each target ran."""
-
-    def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, 8 * (1 + len(all_targets())))
-        self.cells = memoryview(self.memory).cast("q")
-
-    @property
-    def current(self) -> int:
-        return self.cells[0]
-
-    def counts(self) -> Counter[str]:
-        counts: Counter[str] = Counter()
-        for target, count in zip(all_targets(), self.cells[1:], strict=True):
-            counts[target.name] += count
-        return counts
-
-
-def run_batch(seed: int, numbers: range, pages: Pages, pipe: int) -> None:
+def run_batch(seed: int, numbers: range, cells: np.ndarray, pipe: int) -> None:
     """Run the calls in a child, and send each finding through a pipe."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.disable()  # the parent says which call it was
@@ -223,11 +205,11 @@ def run_batch(seed: int, numbers: range, pages: Pages, pipe: int) -> None:
     warnings.simplefilter("ignore")
     with open(pipe, "wb") as out, open(os.devnull, "w") as sys.stderr:
         for number in numbers:
-            pages.cells[0] = number
+            cells[0] = number
             try:
                 target, fault = run_case(seed, number)
                 name = target.name
-                pages.cells[1 + all_targets().index(target)] += 1
+                cells[1 + all_targets().index(target)] += 1
             except MemoryError:  # for the arguments themselves
                 continue
             except Exception:
@@ -240,17 +222,21 @@ def run_batch(seed: int, numbers: range, pages: Pages, pipe: int) -> None:
 def run(seed: int, calls: int, first: int = 0, progress: Any = None) -> Result:
     """All calls of a seed: what was found, and how often each function was called."""
     cpattn.set_num_threads(1)
-    pages = Pages()
+    # Children tell in these which call runs, and how often each target ran.
+    cells = np.frombuffer(mmap.mmap(-1, 8 * (1 + len(all_targets()))), np.int64)
     findings: list[Finding] = []
     number, end = first, first + calls
     with contextlib.suppress(KeyboardInterrupt):  # and say what was found until then
         while number < end:
             numbers = range(number, min(end, number + BATCH))
-            found, number = run_child(seed, numbers, pages)
+            found, number = run_child(seed, numbers, cells)
             findings += found
             if progress:
                 progress(number - first, findings)
-    return Result(findings, pages.counts())
+    counts: Counter[str] = Counter()
+    for target, count in zip(all_targets(), cells[1:].tolist(), strict=True):
+        counts[target.name] += count
+    return Result(findings, counts)
 
 
 @dataclass
@@ -259,16 +245,16 @@ class Result:
     counts: Counter[str]
 
 
-def run_child(seed: int, numbers: range, pages: Pages) -> tuple[list[Finding], int]:
+def run_child(seed: int, numbers: range, cells: np.ndarray) -> tuple[list[Finding], int]:
     """Findings of these calls, and the first call that is left: behind one that ended the child."""
-    pages.cells[0] = numbers.start
+    cells[0] = numbers.start
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.close(reader)
-            run_batch(seed, numbers, pages, writer)
+            run_batch(seed, numbers, cells, writer)
             code = 0
         finally:
             os._exit(code)
@@ -282,8 +268,8 @@ def run_child(seed: int, numbers: range, pages: Pages) -> tuple[list[Finding], i
                 if not part:
                     break
                 received += part
-            elif pages.current != last:
-                last, since = pages.current, time.monotonic()
+            elif cells[0] != last:
+                last, since = cells[0], time.monotonic()
             elif time.monotonic() - since > SECONDS:
                 hangs = True
                 os.kill(child, signal.SIGKILL)
@@ -295,8 +281,9 @@ def run_child(seed: int, numbers: range, pages: Pages) -> tuple[list[Finding], i
     if not hangs and status == 0:
         return findings, numbers.stop
     how = f"hangs for {SECONDS} s" if hangs else f"ends the process, wait status {status}"
-    findings.append(Finding(pages.current, make_case(seed, pages.current).target.name, how))
-    return findings, pages.current + 1
+    current = int(cells[0])
+    findings.append(Finding(current, make_case(seed, current).target.name, how))
+    return findings, current + 1
 
 
 def report(seed: int, findings: list[Finding], most: int = 3) -> str:
