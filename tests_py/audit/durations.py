@@ -2,8 +2,6 @@
 """Hooks of pytest: prints how many seconds each folder of tests took in all processes, which files
 took long, and the seconds of parts of make that scripts/timed.sh wrote down."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

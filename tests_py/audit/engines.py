@@ -6,8 +6,6 @@
 FOLDER is that of --records of some runs.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

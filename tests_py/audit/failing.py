@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of a run as a whole, which no test is to blame for."""
 
-from __future__ import annotations
-
 import pytest
 
 

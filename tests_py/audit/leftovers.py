@@ -2,8 +2,6 @@
 """Hooks of pytest: no test, and no run, leaves a process or shared memory behind. Processes carry
 a mark of their run in their environment, by which orphans are found at its end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of this machine, found without the library: its wrong answer must not excuse a skip."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

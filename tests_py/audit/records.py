@@ -2,8 +2,6 @@
 """Hooks of pytest: with --records=FOLDER a run appends JSON lines to a file there, how many tests
 passed on what a test names by `note` or by the marker `engine("name of the distribution")`."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -2,8 +2,6 @@
 """Hooks of pytest: a run tells which skips allowed_skips.toml does not allow; with --strict-skips
 those are failures."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections import Counter

@@ -2,8 +2,6 @@
 """The seconds of each step of .ci/run, which writes when they began into the folder of --records,
 beside those stored for this class of machine; `python -m audit.steps FOLDER` prints an entry."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 """Hooks of pytest: --closing-table prints what the runs in the folder of --records did, of JUnit
 files too, and the steps of .ci/run; parts that nobody ran and unallowed skips of C++ are errors."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass

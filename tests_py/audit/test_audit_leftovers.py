@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A test that leaves a process is an error, and so is a run that leaves one, or shared memory."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

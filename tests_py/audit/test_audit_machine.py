@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of this machine are found without the library, which must agree."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

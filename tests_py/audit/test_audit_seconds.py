@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of folders, of parts of make, and of steps of .ci/run beside what is stored."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Skips: allowed are those of the list, where what they lack is lacking; others fail."""
 
-from __future__ import annotations
-
 import pytest
 
 from audit import skips

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that ran are written down, printed in one table, and missed where they should have run."""
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

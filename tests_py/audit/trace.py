@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real request trace, which is not part of the sources: where it lies, and which one it is."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m fuzz TARGET [flags and folders of libFuzzer]: fuzzes a target of this folder."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`KVLayout.from_dict` of what a peer may send."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

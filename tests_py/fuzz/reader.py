@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values out of the bytes of a fuzzer, as tests_cpp/fuzz/reader.h has them in C++."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of requests: any bytes, and lines of JSON that are nearly right."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of peers: frames of any bytes, and frames that were nearly right."""
 
-from __future__ import annotations
-
 import struct
 
 from cpattn.transfer.wire import KVRegistration, KVTransferRequest, pack_int_lists, unpack_int_lists

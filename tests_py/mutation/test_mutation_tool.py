@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tool that changes sources and runs the tests, on sources whose mutants are known."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

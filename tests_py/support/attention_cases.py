@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of paged attention with the oracle's results, and attention over parts of the keys."""
 
-from __future__ import annotations
-
 import functools
 import math
 from itertools import pairwise

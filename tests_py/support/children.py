@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that a test starts, none of which outlives it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

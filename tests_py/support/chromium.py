@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real browser, driven by Playwright, for pages that people open."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A context-parallel batch with its cache, and what a rank has to compute of it."""
 
-from __future__ import annotations
-
 import torch
 
 import cpattn

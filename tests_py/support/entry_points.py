@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry points of the project without installing it, for processes that look for plug-ins."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

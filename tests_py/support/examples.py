@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number of examples that a property test tries, in proportion to Hypothesis' profile."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of pytest within a test: small files of tests under the hooks of `audit`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C during a call."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

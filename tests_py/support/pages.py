@@ -10,8 +10,6 @@ A fenced block is one of these, by its language and its title:
                              and "your figures will differ": numbers are not compared
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses few rows of a product of parameters, so that each pair of values still meets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any

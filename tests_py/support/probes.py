@@ -12,8 +12,6 @@ Scores are sums of multiples of 1/64 below 1024, exact in float32, and bring in 
 What should come out is computed here, in float64, from what was dealt.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from support.tolerances import Expected

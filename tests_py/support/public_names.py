@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names that users import: those of `cpattn` and of the sub-packages with operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cpattn

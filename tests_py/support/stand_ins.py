@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-ins for modules that a foreign system imports and this environment lacks."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import sys

@@ -5,8 +5,6 @@ An element of attention is allowed ``TOLERANCES[op, dtype]`` units: the spacing 
 1, times sum_j w_j |v_j|, which rounding errors are proportional to. The oracle is exact beside it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

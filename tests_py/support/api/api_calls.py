@@ -2,8 +2,6 @@
 """A good call of every public callable that holds addresses or changes, made anew each time; calls
 of functions that compute are in `argument_sweep`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -8,8 +8,6 @@ They return, or raise what `api_fuzz_rules` allows, with nothing of the caller's
 in forked children, in batches; the number of a call decides all of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler
@@ -195,6 +193,12 @@ class Finding:
     fault: str
 
 
+@dataclass
+class Result:
+    findings: list[Finding]
+    counts: Counter[str]
+
+
 def run_batch(seed: int, numbers: range, cells: np.ndarray, pipe: int) -> None:
     """Run the calls in a child, and send each finding through a pipe."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -237,12 +241,6 @@ def run(seed: int, calls: int, first: int = 0, progress: Any = None) -> Result:
     for target, count in zip(all_targets(), cells[1:].tolist(), strict=True):
         counts[target.name] += count
     return Result(findings, counts)
-
-
-@dataclass
-class Result:
-    findings: list[Finding]
-    counts: Counter[str]
 
 
 def run_child(seed: int, numbers: range, cells: np.ndarray) -> tuple[list[Finding], int]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers that a call may give: which errors, and which results."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls with good arguments, their kinds, and what may not stand for an argument of a kind."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

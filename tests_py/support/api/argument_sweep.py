@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A good call of every public function that computes, or plans what is computed, and of oracles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

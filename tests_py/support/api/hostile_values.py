@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that callers may pass by mistake or malice, drawn for a kind."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

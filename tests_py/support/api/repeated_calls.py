@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a small call NAME CALLS times; prints how many bytes resident memory and Python's grew."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Good calls of KV transfer, of pools and of planners, whose arguments are made anew each time."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -2,8 +2,6 @@
 """Prints the header with results that the test in C compares with: the oracle's, in float64, of
 inputs by a rule that C has, too."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

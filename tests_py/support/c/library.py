@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """libcpattn of this build as Python sees it: structs and functions as its header declares them."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches whose keys are kept and exchanged by hand: row by row, message by message."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field

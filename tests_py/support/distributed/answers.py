@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of all ranks: they must be the oracle's, and on every rank the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any

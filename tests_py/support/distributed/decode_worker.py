@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode steps by every way of exchanging partial results."""
 
-from __future__ import annotations
-
 import itertools
 
 from support.distributed.sharded_worker import Step, noted_events, received_bytes, written_step

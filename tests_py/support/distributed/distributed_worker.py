@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks, each in a process of its own, and how they are started."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -2,8 +2,6 @@
 """Rounds of random faults, each drawn from its seed alone: what the ranks do, what goes wrong, and
 when it must be told."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of a rank in a round, at one of its calls."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

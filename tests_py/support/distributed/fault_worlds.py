@@ -2,8 +2,6 @@
 """Worlds of forked ranks in which something goes wrong, and what each says and leaves behind; the
 process that forks has imported and computed all that it can, and has no threads."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """USP on the ranks of meshes of two dimensions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are alone: in a world of one, or of a group that is not there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

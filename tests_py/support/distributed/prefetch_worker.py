@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cached keys a layer ahead: what travels when, and what ranks are told that do not agree."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

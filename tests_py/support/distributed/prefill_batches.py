@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefills of requests with cached prefixes: their inputs, and their attention in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -6,8 +6,6 @@ python -m support.distributed.random_faults --seconds 3600     # `make soak`
 python -m support.distributed.random_faults --only 12345       # one round again
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import multiprocessing

@@ -9,8 +9,6 @@ The package is read from a wheel, which nothing has to unpack:
 The folder may also hold the package itself; without the variable an installed one is used.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import types

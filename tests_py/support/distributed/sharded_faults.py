@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of a group that end early or are interrupted, and what the others are told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefills and decode steps on the ranks of a group, whose pools hold everything or a share."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools that the ranks of a host share, and calls that write to them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -2,8 +2,6 @@
 """Masks, pair by pair, in the words of the libraries that are stood in for; nothing is shared with
 the package, whose masks these are to judge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of transfers over stand-ins for the packages of Mooncake and NIXL."""
 
-from __future__ import annotations
-
 import copy
 import os
 import sys

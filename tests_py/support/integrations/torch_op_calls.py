@@ -2,8 +2,6 @@
 """A call of each operator of torch, and what the function of the same name gives; operators of
 torch.ops.npu are called with tensors and lists, as torch_npu takes them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

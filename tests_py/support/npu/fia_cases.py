@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches for the fused inference attention operator, in any of its"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

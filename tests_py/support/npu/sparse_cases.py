@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of sparse flash attention, in all its fia_cases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

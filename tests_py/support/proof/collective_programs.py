@@ -2,8 +2,6 @@
 """Random programs of collectives and messages, the same for gloo and for the simulator: sums are of
 integers, whose order is nobody's business, all else is compared bit for bit."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of ranks of gloo: they are held against simulated ones, or record their own calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

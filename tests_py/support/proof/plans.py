@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of right plans, whole, for tests to damage."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ python -m support.proof.random_programs --programs 10000 --seed 7     # `make fa
 python -m support.proof.random_programs --only 12345 --seed 7         # one program again
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the tools say now of the code of releases what the zoo says of it."""
 
-from __future__ import annotations
-
 from cpattn_proof import Report
 from cpattn_proof.zoo import ZooEntry, all_entries
 

@@ -6,8 +6,6 @@
 They are those that its developers run over gloo and NCCL. The file gets what came of each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

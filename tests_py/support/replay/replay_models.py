@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and options of replays that are small enough for tests, and reports that nobody ran."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from cpattn_lab.replay.dense.model import DenseConfig

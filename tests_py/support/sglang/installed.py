@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers that tests of an installed sglang share."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -2,8 +2,6 @@
 """A rank that runs sglang's own context-parallel attention of Ascend: of this library there are
 the operators of the NPU, and in a second run the metadata of the plug-in."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -6,8 +6,6 @@ It saves {"layers": results and arguments of the oracle, "refused": messages and
 must have, "plans": how many, "zero scale": a message} by `torch.save`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace

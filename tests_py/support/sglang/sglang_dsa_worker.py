@@ -2,8 +2,6 @@
 """A rank that runs sglang's own indexer, caches and sparse attention of Ascend under context
 parallelism. The latents of a `Case` are its K, the keys' rotary part its V."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -2,8 +2,6 @@
 """Runs sglang engines one after the other: RUNS is JSON, a list of {"engine": arguments of Engine,
 "rounds": lists of prompts that are asked for together, "sampling"}; RESULTS gets the answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of transformers' eager attention, and the settings that sglang needs in a test."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the installed sglang that plan, imported where there is no accelerator."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

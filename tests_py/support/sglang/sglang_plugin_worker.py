@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of sglang that loads its plug-ins, several times over, and says who plans then."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -7,8 +7,6 @@ done
 CPATTN_SGLANG_WHEELS=DIR pytest tests_py/integrations/sglang/test_sglang_bugs.py
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -2,8 +2,6 @@
 """The installed sglang, unmodified, on a machine without an NPU: its Ascend attention on CPU, for
 processes of their own, with stand-ins for what this machine lacks."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sglang's Triton kernels of attention, for prefill and for decode, as `conform` calls them."""
 
-from __future__ import annotations
-
 import torch
 from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd

@@ -11,8 +11,6 @@ The folder may also hold the package itself; without `CPATTN_SGLANG` an installe
 environment lacks, becomes a stand-in whose attributes are all the empty class `Absent`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sglang's allocators and pools over ranks that stripe pages, made small and without a device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

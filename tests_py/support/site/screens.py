@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages as a browser shows them: what they complain of, how wide they are, who can read them."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ exact in every dtype and order: results are compared for equality, ties included
 integers give many. What must not be read is NaN.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

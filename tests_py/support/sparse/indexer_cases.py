@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the indexer, and what it must make of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

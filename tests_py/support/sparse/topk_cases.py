@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of scores, top-k by a sort that is obviously right, and the kinds of its transform."""
 
-from __future__ import annotations
-
 import numpy as np
 
 RAGGED = {"fp8_kv_cache": True, "prefill_impl": "flashmla_sparse"}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines between processes, and what tests have to know of how they differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode fleets with real bytes: every head of every token is known by its content."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the bindings of NIXL, which notes what is asked of it."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import ClassVar

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans as lists of blocks, for comparisons."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

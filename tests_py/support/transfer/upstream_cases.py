@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random cases for functions that have a twin in sglang, and when both refuse alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from types import SimpleNamespace

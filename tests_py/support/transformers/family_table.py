@@ -5,8 +5,6 @@ It writes the table of docs/how_to/transformers_models.md (`make families`, some
 the rows of the models that it is given.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

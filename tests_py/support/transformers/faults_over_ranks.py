@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model over ranks of which one dies, stops, is late or fails in the middle of a pass."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

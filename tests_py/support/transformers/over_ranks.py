@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of ranks that have a small model together, and what one process generates of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random models of transformers whose outputs vary, one for each kind of attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

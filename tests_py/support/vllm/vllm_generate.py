@@ -6,8 +6,6 @@ last is about caches of FP8: "rounded" has vLLM's own kernels round to the neare
 does, where they cut off else; "left" has cpattn leave such layers to vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

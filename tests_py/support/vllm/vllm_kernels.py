@@ -2,8 +2,6 @@
 """vLLM's attention on CPU as an operator that `conform` can try, over a cache that its own operator
 writes: the kernels choose in which order they have the keys of a page."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of the vLLM backend without an engine, and a batch of all kinds to give them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

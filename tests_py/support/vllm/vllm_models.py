@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders with small models of random weights that vLLM loads, and the settings it needs on CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's Triton kernel of attention, whole and split over the keys, as `conform` calls it."""
 
-from __future__ import annotations
-
 import torch
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 

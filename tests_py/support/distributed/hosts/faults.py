@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks on hosts of which one is lost, stopped or interrupted, or has no memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

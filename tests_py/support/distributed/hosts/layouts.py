@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts of a group whose ranks all run here, by what each rank takes for the boot of its host."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from unittest import mock
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools of hosts, each of which its ranks share."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

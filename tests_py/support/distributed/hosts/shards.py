@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose pools are shared out, on ranks of hosts that have scratch together."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

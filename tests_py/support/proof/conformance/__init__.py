@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators for the conformance runner, and how it tries them at the edges alone."""
 
-from __future__ import annotations
-
 # Every edge is tried all the same, no case is made smaller: findings do not depend on the clock.
 AT_EDGES = {"examples": 0, "seconds": 0.001}
 SECONDS_TO_SHRINK = 300.0  # never reached where the machine has time for the test

@@ -2,8 +2,6 @@
 """Operators with the signature of `cpattn.paged_attention`, each wrong in one way: they are that
 operator with other arguments or results, and share no code with the oracles that name them."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -4,8 +4,6 @@
 Those of scores have the signature of `cpattn.sparse.sglang_0_5_23.fast_topk`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import partial

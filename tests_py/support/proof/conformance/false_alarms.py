@@ -6,8 +6,6 @@ Rounds of cases go to the operators in turn, each with the seed that the line sa
 that cannot be imported, as that of a package that is not installed, is named and left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import sys

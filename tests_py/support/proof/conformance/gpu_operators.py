@@ -2,8 +2,6 @@
 """Operators of CUDA devices with their signatures; without cpattn's core, so that a machine with a
 GPU runs them from the sources as they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators that are right, each with its signature: of this library, torch, transformers, vLLM."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
