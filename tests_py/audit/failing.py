@@ -5,7 +5,6 @@ import pytest
 
 
 def fail_run(session: pytest.Session, what: str, text: str) -> None:
-    """Show and count an error in a `pytest_sessionfinish`, and exit with 1."""
     report = pytest.TestReport(
         nodeid=what,
         location=(what, None, what),

@@ -70,7 +70,6 @@ def end(pids: set[int]) -> None:
 
 
 def segments() -> set[Path]:
-    """Shared memory with a name, by whichever process."""
     return set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
 
 
@@ -94,15 +93,12 @@ def used_by_others(path: Path, mark: str) -> bool:
 
 
 class Leftovers:
-    """Leftovers of a run, seen by the process that starts the others."""
-
     def __init__(self) -> None:
         os.environ[_MARK] = uuid.uuid4().hex
         self._mark = f"{_MARK}={os.environ[_MARK]}"
         self._segments = segments()
 
     def processes(self) -> set[int]:
-        """Return the living processes of this run, but for those that end with us."""
         mine = children_of(os.getpid())
         servants = {pid for pid in mine if _is_servant(pid)}
         return {p for p in mine | marked(self._mark) if state_of(p) != "Z"} - servants

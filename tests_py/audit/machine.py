@@ -136,7 +136,6 @@ def has_release(requirement: str) -> bool:
 
 
 def has_file(name: str) -> bool:
-    """Return whether a file is there that is named by its place in the source tree."""
     return (ROOT / name).is_file()
 
 

@@ -23,8 +23,6 @@ _notes: list[tuple[str, str, str]] = []
 
 @dataclass(frozen=True)
 class Record:
-    """Count of a run's tests that passed with one thing of a kind."""
-
     kind: str
     name: str
     version: str
@@ -68,8 +66,6 @@ class Notes:
 
 
 class Recorder:
-    """Plug-in in the process that sees all reports."""
-
     def __init__(self, folder: Path, run: str) -> None:
         self._folder = folder
         self._run = run

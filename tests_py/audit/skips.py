@@ -25,8 +25,6 @@ _FOLDER = Path(__file__).parents[1].name + "/"
 
 @dataclass(frozen=True)
 class AllowedSkip:
-    """An entry of the list; see the comment at its top."""
-
     tests: str
     reason: str
     needs: tuple[str, ...]
@@ -50,7 +48,6 @@ def read(text: str | None = None) -> list[AllowedSkip]:
 
 
 def complaint_about(test: str, reason: str, entries: list[AllowedSkip]) -> str:
-    """Return why this skip is not allowed; nothing if it is."""
     about = [entry for entry in entries if entry.is_about(test, reason)]
     if not about:
         return f"{LIST.name} has no entry for it"

@@ -34,7 +34,6 @@ class Steps:
 
 
 def read(folder: Path, end: float | None = None) -> Steps | None:
-    """Returns the steps of the run with records in `folder`; the last one lasts until `end`."""
     for path in sorted(folder.glob("steps-*.tsv")):
         rows = [line.split("\t") for line in path.read_text().splitlines()]
         begins = [float(begin) for begin, _ in rows] + [time.time() if end is None else end]

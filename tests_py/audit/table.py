@@ -40,7 +40,6 @@ def parts(text: str | None = None) -> list[Part]:
 
 
 def from_junit(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
-    """Return what ran of the C++ tests in a file; and the skipped ones, with what was said."""
     passed: Counter[tuple[str, str]] = Counter()
     skipped = []
     for test in ElementTree.parse(path).iter("testcase"):
@@ -74,7 +73,6 @@ def lines(records: list[Record]) -> list[str]:
 
 
 def complaints(records: list[Record], skipped: list[tuple[str, str]]) -> list[str]:
-    """List what should have run and did not."""
     entries = skips.read()
     said = [(test, skips.complaint_about(test, reason, entries)) for test, reason in skipped]
     return [f"{test} was skipped: {complaint}" for test, complaint in said if complaint] + [

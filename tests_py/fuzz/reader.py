@@ -10,7 +10,6 @@ BORDERS = (0, 2**15, 2**20, 2**31 - 1, -(2**31), 2**32 - 1, 2**40, 2**63 - 1, -(
 
 
 def check_refusal(error: Exception, begin: str) -> None:
-    """Check that a message begins with the name of what refused."""
     if not str(error).startswith(begin):
         raise AssertionError(f"a message should begin with {begin!r}") from error
 

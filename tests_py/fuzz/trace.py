@@ -17,7 +17,6 @@ FIELDS = ("timestamp", "input_length", "output_length")
 
 
 def line_of(reader: Reader) -> bytes:
-    """A line that is nearly a request."""
     if reader.rarely(8):
         return reader.take(reader.between(0, 60))
     if reader.rarely():

@@ -11,7 +11,6 @@ FORMATS = {"I": 4, "i": 4, "Q": 8}
 
 
 def lists_of(reader: Reader, fmt: str) -> bytes:
-    """A frame of lists of integers, often right."""
     sizes = [FORMATS[fmt] * reader.between(0, 3) for _ in range(reader.between(0, 3))]
     count = len(sizes) + (reader.between(0, 2) - 1 if reader.rarely() else 0)
     head = struct.pack(f"<{len(sizes) + 1}I", max(count, 0), *sizes)
@@ -36,7 +35,6 @@ def frame_of(reader: Reader) -> bytes:
 
 
 def frames_of(reader: Reader, message: type) -> list[bytes]:
-    """Make the frames of a right message, and replace some of them."""
     if message is KVRegistration:
         frames = KVRegistration(
             host="a", port=1, session_id="a:1", kv_data_ptrs=[1, 2], aux_data_ptrs=[3],

@@ -73,8 +73,6 @@ int main() { std::printf("%d\\n", sum_below(9)); }
 
 
 class Project:
-    """One source, its test, and runs of the tool on them."""
-
     def __init__(self, root: Path) -> None:
         self.root, self.journal = root, root / "build" / "mutation" / "journal.jsonl"
         self.test = self.write("tests_py/test_clip.py", TEST)
@@ -132,8 +130,6 @@ def test_runs_on_a_project_whose_mutants_are_known(tmp_path: Path) -> None:
 
 
 class Sums:
-    """The mutants of SUMS that compile, in a program."""
-
     def __init__(self, root: Path) -> None:
         source = root / "meta" / "sums.cc"
         source.parent.mkdir()

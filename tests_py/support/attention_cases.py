@@ -82,7 +82,6 @@ def run(inputs, **options):
 
 
 def plan_of(inputs, **options):
-    """The plan of these arguments of paged_attention, in caches of four dimensions."""
     q, k_cache, v_cache = (inputs[name] for name in ("q", "k_cache", "v_cache"))
     return cpattn.plan_attention(
         **{name: inputs[name] for name in ("q_lens", "kv_lens", "block_tables", "page_size")},

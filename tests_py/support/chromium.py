@@ -15,7 +15,6 @@ from audit import records
 
 @contextlib.contextmanager
 def started() -> Iterator[Any]:
-    """A Chromium of this machine without a window, which ends with the block."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:

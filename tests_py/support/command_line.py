@@ -76,7 +76,6 @@ class Running:
         return seen
 
     def interrupt(self) -> None:
-        """Send Ctrl-C as a terminal does: to all processes of the session."""
         os.killpg(self.pid, signal.SIGINT)
 
     def close(self) -> None:
@@ -110,7 +109,6 @@ class CommandLine:
         return self._start([*COMMAND, *arguments], columns, **options)
 
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """A command that has ended."""
         return self._ended(self.start(*arguments, **options))
 
     def shell(
@@ -165,7 +163,6 @@ def _stats() -> Iterator[tuple[Path, list[str]]]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The processes that a command has spawned to work for it."""
     workers = []
     for folder, fields in _stats():
         with contextlib.suppress(OSError):

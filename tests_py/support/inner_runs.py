@@ -29,8 +29,6 @@ def pytest_configure(config):
 
 
 class InnerRuns:
-    """A folder with tests and a list of allowed skips, and runs of pytest in it."""
-
     def __init__(self, folder: Path, children: Children) -> None:
         self.folder = folder
         self._children = children

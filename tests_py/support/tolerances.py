@@ -147,13 +147,10 @@ def splits_operands(dtype):
 
 
 def to_float64(x):
-    """A torch or NumPy tensor of any dtype as a float64 array."""
     return np.asarray(x.double() if hasattr(x, "double") else x).astype(np.float64)
 
 
 class Expected(NamedTuple):
-    """Attention that should come out, and what its errors are measured in."""
-
     out: np.ndarray  # [tokens, heads, v_head_dim]
     lse: np.ndarray  # [tokens, heads]
     magnitude: np.ndarray  # sum_j w_j |v_j|, as out

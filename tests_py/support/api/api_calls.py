@@ -33,7 +33,6 @@ tokens = functools.partial(kv.TokenInterleave, shard_size=2, interleave=4)
 
 
 def allocator() -> kv.StripedAllocator:
-    """Return an allocator whose pages 2, 3 and 4 are in use."""
     made = kv.StripedAllocator(16, page_size=4, shard_size=2)
     made.alloc_cyclic(0, 12)
     return made

@@ -84,7 +84,6 @@ def make_case(seed: int, number: int) -> Case:
 
 
 def in_another_dtype(draw: Draw, values: dict[str, Any]) -> dict[str, Any]:
-    """All float32 tensors in one other dtype."""
     dtype = draw.choice([np.float16, ml_dtypes.bfloat16, np.float64])
     return {
         name: value.astype(dtype)
@@ -134,7 +133,6 @@ def contents(values: Any) -> list[bytes]:
 
 
 def run_case(seed: int, number: int) -> tuple[Target, str | None]:
-    """Return whose call it is, and what is wrong."""
     case = make_case(seed, number)
     values = case.arguments
     owned = [*case.owned, *values.values()]
@@ -177,7 +175,6 @@ def described(value: Any) -> str:
 
 
 def describe(seed: int, number: int) -> str:
-    """The call and its arguments, those marked that have been changed."""
     case = make_case(seed, number)
     lines = [f"{case.target.name}  (changed: {', '.join(case.changed) or 'nothing'})"]
     for name, value in case.arguments.items():
@@ -200,7 +197,6 @@ class Result:
 
 
 def run_batch(seed: int, numbers: range, cells: np.ndarray, pipe: int) -> None:
-    """Run the calls in a child, and send each finding through a pipe."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.disable()  # the parent says which call it was
     with open("/proc/self/statm") as statm:
@@ -285,7 +281,6 @@ def run_child(seed: int, numbers: range, cells: np.ndarray) -> tuple[list[Findin
 
 
 def report(seed: int, findings: list[Finding], most: int = 3) -> str:
-    """The findings, those of one kind together."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.name, finding.fault[:60]), []).append(finding)

@@ -16,8 +16,6 @@ ORDINARY = 1e30  # beyond this a result is not one of ordinary numbers
 
 @dataclass
 class Case:
-    """A call, made from its number."""
-
     target: Target
     good: Call
     arguments: dict[str, Any]
@@ -33,7 +31,6 @@ OF_CALLS = ("unexpected keyword", "multiple values", "required", "positional", "
 
 
 def check_error(case: Case, error: Exception) -> str | None:
-    """Return what is wrong with how a call was refused."""
     message = str(error)
     allowed = (*ALLOWED, *case.good.errors)
     if not isinstance(error, allowed) or isinstance(error, UnicodeError):

@@ -21,15 +21,11 @@ SHOWN = "shown by "  # before the kinds of `given`, until a call knows its funct
 
 
 class Opaque:
-    """Object that no function takes."""
-
     def __repr__(self) -> str:
         return "x" * 10_000  # which no message may contain
 
 
 class Nameless:
-    """Raises whatever it is asked."""
-
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("no attributes")
 
@@ -93,7 +89,6 @@ STRIDED = LSES | {"bias", "k_scale", "index_k_scale", "page_table", "topk_indice
 
 
 def wrong_tensors(good: np.ndarray[Any, Any]) -> Iterator[Any]:
-    """Yield what may not stand for a tensor that is good."""
     yield from [*NOTHING, "x", 1, 1.5, True, [1.0], [[1.0]], memoryview(b"1234")]
     yield from [np.ma.array(good), np.array(["a"]), np.array([None]), good.astype(np.complex64)]
     yield np.zeros(good.shape, np.uint16)
@@ -204,7 +199,6 @@ def f32(*shape: int) -> np.ndarray[Any, Any]:
 
 
 def fresh(value: Any) -> Any:
-    """A copy of what calls may change."""
     if isinstance(value, list):
         return [fresh(item) for item in value]
     return value.copy() if isinstance(value, np.ndarray) else value

@@ -41,8 +41,6 @@ DTYPES = [
 
 
 class Index:
-    """Stands for a number, and does something when it is asked."""
-
     def __init__(self, value: Any, then: Callable[[], object] = lambda: None) -> None:
         self.value, self.then = value, then
 
@@ -52,8 +50,6 @@ class Index:
 
 
 class Changing:
-    """Another number each time it is asked."""
-
     def __init__(self) -> None:
         self.value = 0
 
@@ -79,8 +75,6 @@ class Liar(list[Any]):
 
 
 class Arrayish:
-    """Something that NumPy would take for an array."""
-
     def __init__(self, array: Any) -> None:
         self.array, self.shape, self.dtype = array, (2**40,), np.dtype(np.float32)
 
@@ -104,7 +98,6 @@ class Exporter:
 
 
 def array(draw: Draw, good: Any) -> Any:
-    """A tensor that something is odd about, if not wrong."""
     good = np.asarray(good)
     forms = [
         lambda: converted(good, lambda x: x.astype(draw.choice(DTYPES))),
@@ -147,7 +140,6 @@ def converted(good: Any, form: Callable[[Any], Any]) -> Any:
 
 
 def with_one(draw: Draw, good: Any, values: list[Any]) -> Any:
-    """One of these numbers at one place."""
     copy = good.copy()
     copy.flat[draw.randrange(good.size)] = draw.choice(values)
     return copy
@@ -196,7 +188,6 @@ def torch_tensor(draw: Draw, good: Any) -> Any:
 
 
 def anything(draw: Draw) -> Any:
-    """Return something that hardly any argument takes."""
     kind = draw.choice([cpattn.transfer.TransferPlan, cpattn.transfer.KVLayout])
     odd = [None, (), bytearray(8), memoryview(bytes(8)), range(3), (x for x in [1]), slice(None)]
     odd += [Ellipsis, NotImplemented, True, np.False_, Changing(), Liar()]
@@ -226,7 +217,6 @@ def real(draw: Draw, good: Any = 1.0) -> Any:
 
 
 def items(draw: Draw, good: list[Any], item: Callable[[Draw, Any], Any]) -> list[Any]:
-    """Draw a list with something changed."""
     values = list(good)
     place = draw.randrange(len(values)) if values else 0
     changed = [item(draw, values[0]) if i == place else v for i, v in enumerate(values)]
@@ -247,7 +237,6 @@ def listed(draw: Draw, good: Any) -> list[Any]:
 
 
 def numbers(draw: Draw, good: Any) -> Any:
-    """A list of numbers, or what holds some."""
     values = items(draw, listed(draw, good), number)
     if draw.random() < 0.5:
         return values
@@ -317,7 +306,6 @@ def bag(draw: Draw, good: Any) -> Any:
 
 
 def nested(draw: Draw, good: Any) -> Any:
-    """Something else inside of a value, where it holds anything."""
     if isinstance(good, (list, tuple)) and good and draw.random() < 0.7:
         position = draw.randrange(len(good))
         inner = nested(draw, good[position])
@@ -349,7 +337,6 @@ KINDS: dict[str, Callable[[Draw, Any], Any]] = {
 
 
 def hostile(draw: Draw, kind: str, good: Any) -> Any:
-    """Something else for an argument."""
     kind = kind.removeprefix("?")
     if draw.random() < 0.15 or kind not in KINDS or good is None:
         return anything(draw)

@@ -24,8 +24,6 @@ FRAMES = KVTransferRequest(
 
 
 def good(name: str) -> Callable[[], object]:
-    """The good call of this function."""
-
     def call() -> Callable[[], object]:
         found = next(target for target in targets() if target.name == name).make()
         values = found.values()

@@ -52,7 +52,6 @@ def attention_plan(n: int, **changes: Any) -> cpattn.AttentionPlan:
 
 
 def many_plans(n: int) -> Call:
-    """Pages of many sequences."""
     lens = {"q_lens": [1] * n, "kv_lens": [1024] * n, "causal": True}
     return partial(attention_plan, 1, block_tables=np.zeros((n, 64), np.int32), **lens)
 
@@ -96,7 +95,6 @@ def norm(function: Any, n: int, **eps: float) -> Call:
 
 
 def set_rows(pool: Any, name: str, n: int, *widths: int) -> Call:
-    """Writes rows of these shapes into a pool of as many."""
     made = pool(size=256 * n, page_size=16, num_layers=1, container="numpy")
     row = normal(256 * n, *widths)
     both = (row, row) if pool is MHA_POOL else (row,)
@@ -111,7 +109,6 @@ MLA_POOL = partial(
 
 
 def digested(n: int) -> Call:
-    """Digest one cache of n megabytes."""
     cache = np.zeros((16 * n, 16, 16, 128), np.float16)
     entry = transfer.KVEntry.from_tensor(0, "k", cache)
     side = transfer.KVLayout([entry], page_size=16, total_kv_heads=16)
@@ -168,7 +165,6 @@ def transform(function: Any, n: int, **more: Any) -> Call:
 
 
 def layouts() -> list[transfer.KVLayout]:
-    """Return the layouts of a sender and of a receiver, with the keys of 61 layers."""
     made = []
     for base in (16 << 32, 17 << 32):
         addresses = [base + (layer << 26) for layer in range(61)]

@@ -20,8 +20,6 @@ ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass
 class Case:
-    """A batch over ranks, and every row of it by hand."""
-
     extends: list[int]
     prefixes: list[int]
     num_hosts: int
@@ -87,7 +85,6 @@ class Case:
         return owner
 
     def visible(self, token):
-        """Positions that a token sees."""
         sequence, position = token
         window, length = self.layer.window, self.seq_lens[sequence]
         left, right = window if isinstance(window, tuple) else (window, 0)

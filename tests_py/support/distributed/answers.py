@@ -19,7 +19,6 @@ EXACT = ("gather", "all_to_all")  # those whose bits are those of one pool that 
 
 
 def assert_prefill(answers: list[dict[Run, dict[str, Any]]], run: Run) -> None:
-    """Check the answers of `run_prefills`."""
     dtype = str(run.case.dtype).removeprefix("torch.")
     mine = answers[0][run]
     assert_attended(*mine["sharded"], expected_of(run.case), dtype, op="ring of ranks")
@@ -46,7 +45,6 @@ def expected_layer(name: str) -> tuple[Expected, tuple[torch.Tensor, torch.Tenso
 def assert_layer(
     answers: list[dict[LayerRun, dict[str, Any]]], run: LayerRun, *, exact: bool = False
 ) -> None:
-    """Check the answers of `run_layers`."""
     expected, alone = expected_layer(run.name)
     exact = exact or run.placement is None or run.exchange in EXACT
     for told in (answer[run] for answer in answers):

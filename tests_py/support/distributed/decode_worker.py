@@ -16,7 +16,6 @@ def run_all(rank: int, runs: list[tuple[Step, str]], traffic: Step) -> tuple[dic
 
 
 def run_ways(rank: int, runs: list[tuple[Step, str]]) -> dict[tuple[Step, str], dict]:
-    """out and lse of steps over placements, by every way; and the heads of this rank."""
     results = {}
     for step, placement in runs:
         cp, plan, every_head, shards = written_step(rank, step, placement)

@@ -24,12 +24,10 @@ Told = dict[str, tuple[str, float]]  # by what is different: the error, and afte
 
 
 def is_usable() -> bool:
-    """Return whether a batch works on this group."""
     return run_prefill(Run(SMALL, "pages", "pass_q"))["pools"]
 
 
 def run_replicated(rank: int) -> tuple[Told, bool]:
-    """Return errors over pools that hold everything, and whether the group stays usable."""
     case, batch = SMALL, make_batch(SMALL)
     is_odd = rank == ODD_RANK
     cps = [ContextParallel(dist.group.WORLD, page_size=case.page_size)]
@@ -91,7 +89,6 @@ def run_replicated(rank: int) -> tuple[Told, bool]:
 
 
 def run_sharded(rank: int) -> tuple[Told, bool]:
-    """Return errors over pools that are shared out, and whether the group stays usable."""
     size, is_odd = dist.get_world_size(), rank == ODD_RANK
     batch = make_batch(SMALL)
     codes = torch.ones(64, 2, 32, dtype=torch.int8)

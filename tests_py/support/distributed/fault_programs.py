@@ -42,7 +42,6 @@ class Program:
         }
 
     def run(self) -> None:
-        """All calls of the round, which raise what the library does."""
         world, exchange = dist.group.WORLD, self.round.exchange
         plain = ContextParallel(world, **self.options)
         if self.round.transport != "tcp":
@@ -68,7 +67,6 @@ class Program:
         self._called("gather", plain.gather, plan, torch.zeros(8, 4))
 
     def _called(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A call that others take part in."""
         self.call = name
         self.trigger.armed = self.is_culprit and not (self.trigger.fired or self.at_the_end)
         try:
@@ -84,7 +82,6 @@ class Program:
         return True
 
     def _agreed(self, attempt: Callable[[], Any]) -> None:
-        """A call that all ranks must refuse; the group stays usable."""
         try:
             attempt()
         except (RuntimeError, TypeError, ValueError) as error:
@@ -102,7 +99,6 @@ class Program:
         write(plan)
 
     def _batch(self, cp: ContextParallel) -> tuple[Batch, Any, Any, list[torch.Tensor]]:
-        """The batch, its plan and another one, and rows of q, k and v."""
         batch, case = make_batch(self.case), self.case
         plan = make_plan(cp, case, batch)
         slots = plan.slots.copy()
@@ -174,7 +170,6 @@ class Program:
     def _repeated(
         self, name: str, function: Callable[..., Any], plan: Any, other: Any, *arguments: Any
     ) -> Iterator[Any]:
-        """The results of a call."""
         for _ in range(self.round.repeats):
             results: list[Any] = []
 
@@ -210,5 +205,4 @@ class Program:
 
 @cache
 def expected_of_step() -> Expected:
-    """Attention of the decode step in float64."""
     return expected_attention(STEP.inputs())

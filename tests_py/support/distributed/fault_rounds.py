@@ -48,8 +48,6 @@ AGREED = ("plan", "arguments", "version", "truncate")  # nobody is lost
 
 @dataclass(frozen=True)
 class Round:
-    """One world, what it does, and its fault."""
-
     seed: int
     size: int
     transport: str  # "shm", "shm+tcp" or "tcp"
@@ -70,7 +68,6 @@ class Round:
 
     @property
     def batch(self) -> Case:
-        """Batch that is attended to, but for decode steps."""
         return AHEAD if self.exchange == "prefetch" else CASES[self.case]
 
     @property
@@ -90,7 +87,6 @@ class Round:
 
     @property
     def limit(self) -> float:
-        """Seconds until every survivor must have its error."""
         if self.fault in BY_TIMEOUT:
             return self.timeout + 1
         if self.fault not in DEATHS or self.transport == "shm":

@@ -33,7 +33,6 @@ class Board:
 
     @property
     def time(self) -> float:
-        """Time of the fault, 0.0 for not yet."""
         value: float = struct.unpack_from("d", self._memory)[0]
         return value
 
@@ -50,7 +49,6 @@ class Trigger:
         self._count = 0
 
     def install(self) -> None:
-        """Install the fault on the culprit, after the fork."""
         fault = self.round.fault
         if fault == "memory":
             for owner, name in ALLOCATORS:
@@ -135,7 +133,6 @@ def _raise_memory_error() -> None:
 
 
 def sockets() -> list[int]:
-    """Connections of this process, by TCP."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -150,7 +147,6 @@ def sockets() -> list[int]:
 
 
 def cut_cables(seed: int | None) -> None:
-    """End all connections of this process, or one of them."""
     connections = sockets()
     if seed is not None and connections:
         connections = [random.Random(seed).choice(connections)]

@@ -50,7 +50,6 @@ class Outcome(NamedTuple):
 
 
 def run_round(one: Round) -> Outcome:
-    """Fork the ranks of a round, and hear them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to this process
     board = Board()
     pids: list[int] = []
@@ -112,7 +111,6 @@ def _kill(pid: int) -> None:
 
 
 def _orphans() -> list[str]:
-    """Processes that ranks have left."""
     found = []
     while True:
         try:
@@ -127,7 +125,6 @@ def _orphans() -> list[str]:
 
 
 def _be_rank(one: Round, rank: int, store: Path, board: Board, writer: int) -> None:
-    """The life of a forked rank; never returns."""
     try:
         os.write(writer, pickle.dumps(_answer(one, rank, store, board)))
     finally:
@@ -180,7 +177,6 @@ def resources() -> dict[str, int]:
 
 
 def _left_behind(before: dict[str, int], patience: float) -> list[str]:
-    """List what is there now that was not before, when the group is gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
     deadline = time.monotonic() + patience

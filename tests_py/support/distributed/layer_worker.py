@@ -59,8 +59,6 @@ def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Queries and whole caches, and options of `attend` and of `plan`."""
-
     q: torch.Tensor
     caches: tuple[torch.Tensor | None, ...]  # keys, values, rotary dimensions of keys
     attend: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +74,6 @@ class Layer:
         return replace(self, caches=caches, attend=self.attend | window)
 
     def inputs(self) -> dict[str, Any]:
-        """The arguments of the oracle."""
         q, (k, v, ropes) = self.q, self.caches
         if self.q_rope is not None:
             q, k = torch.cat([q, self.q_rope], -1), torch.cat([k, ropes], -1)
@@ -89,7 +86,6 @@ class Layer:
 
 
 def decoded(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Replace codes by what they stand for."""
     inputs = dict(inputs)
     for cache, name in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
         if (scale := inputs.pop(name, None)) is not None:
@@ -188,7 +184,6 @@ class LayerRun:
 
 
 def layer_runs(exchanges: Iterable[str] = EXCHANGES) -> list[LayerRun]:
-    """Each layer with each of these exchanges, placements and strategies."""
     rows = pairwise(list(LAYERS), list(exchanges), list(PLACEMENTS), STRATEGIES)
     return [run for run in (LayerRun(*row) for row in rows) if run.is_possible]
 
@@ -215,13 +210,11 @@ class Rank:
         return self.cp.shard(self.plan, x)
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole cache."""
         if self.cp.placement is None:
             return x
         return shard_of(self.cp.placement, self.cp.cp_rank, x, PAGE)
 
     def pools(self, layer: Layer) -> list[torch.Tensor | None]:
-        """Return this rank's pools without the new tokens."""
         pools = [None if cache is None else cache.clone() for cache in layer.caches]
         for pool in pools:
             if pool is not None:
@@ -229,7 +222,6 @@ class Rank:
         return [None if pool is None else self.held(pool) for pool in pools]
 
     def own_numbers(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return a bias with the rows of this rank's tokens alone."""
         metadata = self.plan.metadata
         requests = torch.tensor(metadata.query_request_indices, dtype=torch.int64)
         ends = torch.tensor(metadata.query_cache_lengths, dtype=torch.int64)

@@ -11,8 +11,6 @@ from support.tolerances import Expected, score_size
 
 @dataclass(frozen=True)
 class Case:
-    """A batch and the shape of its attention."""
-
     name: str
     extend_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...] = ()
@@ -111,7 +109,6 @@ def make_batch(case: Case) -> Batch:
 
 
 def slots_of(block_tables: torch.Tensor, sequence: int, n: int, page_size: int) -> torch.Tensor:
-    """The pool rows of the first n tokens of a sequence."""
     pages = block_tables[sequence].repeat_interleave(page_size)[:n]
     return pages * page_size + torch.arange(n) % page_size
 

@@ -29,7 +29,6 @@ CUTS = ("cut a cable", "cut all cables")
 
 
 def complaints(one: Round, outcome: Outcome) -> list[str]:
-    """List what is wrong with the answers of a round's ranks."""
     found = [f"left behind: {what}" for what in outcome.left_behind]
     for rank, answer in enumerate(outcome.answers):
         found += [f"rank {rank} left behind: {what}" for what in answer.left_behind]
@@ -104,7 +103,6 @@ def _wrong_culprit(one: Round, answer: Answer) -> str | None:
 
 
 def play(seed: int, options: argparse.Namespace) -> tuple[Round, list[str], bool]:
-    """One round; whether its fault came."""
     if options.in_turns:
         one = fault_rounds.in_turns(seed)
     else:

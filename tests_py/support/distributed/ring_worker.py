@@ -45,7 +45,6 @@ class Case:
 
 
 def is_there() -> bool:
-    """Return whether the package can be imported, from the folder of the variable first."""
     if folder := os.environ.get("CPATTN_RING_FLASH_ATTN"):
         wheels = sorted(map(str, Path(folder).glob("ring_flash_attn-*.whl")))
         sys.path.insert(0, (wheels or [folder])[0])
@@ -53,7 +52,6 @@ def is_there() -> bool:
 
 
 def load() -> types.ModuleType:
-    """The package, on our kernels."""
     assert is_there()
     return import_on_kernels()
 
@@ -69,7 +67,6 @@ def make_batch(case: Case) -> list[torch.Tensor]:
 
 
 def rows_of(case: Case, rank: int, size: int) -> torch.Tensor:
-    """Return the tokens of a rank, in its order."""
     if case.method == "llama3_varlen":  # whatever the sequences are
         return torch.arange(sum(case.lens)).chunk(size)[rank]
     mine = []

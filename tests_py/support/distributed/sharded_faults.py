@@ -20,7 +20,6 @@ from support.distributed.sharded_worker import traffic_rank
 
 
 def seconds_to_interrupt(call: Callable[[], Any]) -> float:
-    """Return how long Ctrl-C takes to end a call."""
     delay = 0.2
     start = time.monotonic()
     threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()

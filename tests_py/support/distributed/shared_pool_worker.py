@@ -47,7 +47,6 @@ def make_pool(cp: ContextParallel, case: Case, batch: Batch) -> MHATokenToKVPool
 
 @contextlib.contextmanager
 def counting_sends() -> Iterator[list[tuple[int, int]]]:
-    """Record to whom this rank sends, and how many bytes."""
     sent: list[tuple[int, int]] = []
 
     def counting(block, rank, *arguments):
@@ -60,7 +59,6 @@ def counting_sends() -> Iterator[list[tuple[int, int]]]:
 
 
 def run_latents(rank: int) -> list[torch.Tensor]:
-    """Latents alone, in a pool of MLA."""
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     pool = MLATokenToKVPool(
         size=16, page_size=4, num_layers=2, kv_lora_rank=24, qk_rope_head_dim=8,
@@ -73,8 +71,6 @@ def run_latents(rank: int) -> list[torch.Tensor]:
 
 
 class Group:
-    """A small pool of all ranks, and a call that writes to it."""
-
     def __init__(self) -> None:
         self.case, self.batch = SMALL, make_batch(SMALL)
         self.cp = ContextParallel(dist.group.WORLD, page_size=self.case.page_size)
@@ -127,7 +123,6 @@ def run_hidden(rank: int) -> tuple[str, str]:
 
 
 def answer_of_a_child(call: Callable[[], str]) -> str:
-    """Return what a call says in a forked child of this process, which ends with it."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # later interpreters warn of threads
@@ -145,14 +140,12 @@ def answer_of_a_child(call: Callable[[], str]) -> str:
 
 
 def told_of_a_pool(memory: SharedMemory | None, size: int) -> str:
-    """Return what a rank is told that makes a pool of so many slots."""
     sizes = {"size": size, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 64}
     return error_of(lambda: MHATokenToKVPool(**sizes, memory=memory))[0]
 
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Files of this process are of a megabyte at most."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:

@@ -34,8 +34,6 @@ SCALE = 0.2
 
 @dataclass(frozen=True)
 class SparseRun:
-    """A batch, what its pools hold, and where."""
-
     name: str
     extend_lens: tuple[int, ...] = (13, 1, 40, 0, 5)
     prefix_lens: tuple[int, ...] = (20, 3, 33, 9, 0)
@@ -85,7 +83,6 @@ class SparseRun:
         return {"topk": self.topk, "sm_scale": SCALE, "d_v": self.v_head_dim, "attn_sink": sinks}
 
     def alone(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer by one process whose pools hold everything."""
         batch = self.batch()
         q, kv = self.attention(batch)
         index_q = torch.from_numpy(batch.q).to(batch.q_dtype)
@@ -109,7 +106,6 @@ def run_sparse_layers(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[
 
 
 def _new_slots(batch: IndexerBatch) -> torch.Tensor:
-    """The pool row of each new token."""
     lens, page = zip(batch.extend_lens, batch.prefix_lens, strict=True), batch.page_size
     position = [np.arange(cached, cached + new) for new, cached in lens]
     rows = [
@@ -197,7 +193,6 @@ def _index_cache(
 
 
 def _run(run: SparseRun) -> dict[str, Any]:
-    """Return results of a prefill, which positions were selected, and what travelled."""
     cp, batch = make_cp(run), run.batch()
     plan = cp.plan(
         batch.extend_lens, batch.kv_lens, block_tables=batch.block_tables,
@@ -233,7 +228,6 @@ def run_sparse_steps(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[s
 
 
 def _step(run: SparseRun) -> dict[str, torch.Tensor]:
-    """Return results of a decode step, whose queries every rank has, and what was selected."""
     cp, batch = make_cp(run), run.batch()
     plan = cp.plan_decode(batch.kv_lens, q_lens=batch.extend_lens, block_tables=batch.block_tables)
     arguments, options = layer_arguments(run, cp, plan, lambda x: x)

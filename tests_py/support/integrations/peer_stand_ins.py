@@ -46,7 +46,6 @@ class FakeMooncake:
 
 
 def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces Mooncake's package; returns the engines that will have been made."""
     made: list[Any] = []
     for name in [name for name in os.environ if name.startswith("MC_")]:
         patch.delenv(name)
@@ -58,7 +57,6 @@ def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def put_nixl(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces NIXL's package; returns the agents that will have been made."""
     made: list[Any] = []
     module = bindings(lambda *settings: made.append(FakeAgent(*settings)) or made[-1])
     patch.setitem(sys.modules, "nixl_cu12", SimpleNamespace())
@@ -71,8 +69,6 @@ def put_nixl(patch: pytest.MonkeyPatch) -> list[Any]:
 
 @dataclass(frozen=True)
 class StandIn:
-    """An engine, and how tests replace what it calls."""
-
     make: Callable[..., Any]
     module: Any
     peer: str

@@ -18,8 +18,6 @@ BLOCK_SIZE, HEADS, DIM, TOPK = 16, 3, 32, 6
 
 
 class Operator:
-    """A batch in the layouts of a call, NaN wherever it must not read."""
-
     def __init__(self, form, q_lens=Q_LENS, k_lens=K_LENS, dtype=torch.float32, seed=0):
         rng = np.random.default_rng(seed)
         self.q_lens, self.k_lens, self.dtype = q_lens, k_lens, dtype
@@ -51,7 +49,6 @@ class Operator:
         return arguments | changes
 
     def expected(self, mode):
-        """Indices and values, laid out; nothing but -1 and -inf in spare rows."""
         tops, values = [], []
         for q, weights, k in zip(self.q, self.weights, self.k, strict=True):
             tops.append(np.full((len(q), 1, TOPK), -1, np.int32))
@@ -99,8 +96,6 @@ def join(sequences, layout):
 
 
 class Batch:
-    """Sequences, the arguments that present them, and what is to come out."""
-
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case = case
         self.rng = np.random.default_rng(0)
@@ -173,7 +168,6 @@ class Batch:
         return [position for position in seen if position < min(end, kv_len)]
 
     def expected(self):
-        """Yield the place of each query, what attention gives, and the largest logit."""
         row = 0
         for b, queries in enumerate(self.queries):
             for i in range(len(queries)):

@@ -28,7 +28,6 @@ class Step:
         self.dtype = chance.choice(_DTYPES)
 
     def data(self, n: int, salt: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Numbers of this rank."""
         made = torch.Generator().manual_seed(self.seed + 1000 * salt + self.rank)
         return torch.randint(0, 100, (n,), generator=made).to(dtype or self.dtype)
 
@@ -45,7 +44,6 @@ class Step:
 
 
 def _take(kind: str, step: Step) -> list[torch.Tensor]:
-    """One step of a kind; what the rank has after it."""
     x, group, n = step.data(step.n), step.group, step.n
     is_root = dist.get_rank() == step.root
     blocks = [torch.empty_like(x) for _ in range(step.size)]
@@ -115,7 +113,6 @@ STEPS: tuple[Callable[[Step], list[torch.Tensor]], ...] = tuple(partial(_take, x
 
 
 def run_program(seed: int, num_steps: int) -> list[torch.Tensor]:
-    """Return what a rank has after all steps, which are drawn by the seed."""
     chance = random.Random(seed)
     size = dist.get_world_size()
     halves = [list(range(size // 2)), list(range(size // 2, size))]

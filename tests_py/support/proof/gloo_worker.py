@@ -37,13 +37,11 @@ def prefill(
 
 
 def prefills(rank: int, isa: str, strategies: Sequence[str]) -> list[torch.Tensor | None]:
-    """Outputs of a rank by each strategy, over the process group."""
     _core.set_isa(isa)  # bits are those of an instruction set
     return [prefill(strategy, "tcp")[0] for strategy in strategies]
 
 
 def run_ring(rank: int, isa: str, cases: list[Case]) -> dict[Case, tuple[torch.Tensor, ...]]:
-    """The cases of ring-flash-attn, on kernels of one instruction set."""
     _core.set_isa(isa)
     return run_cases(rank, cases)
 

@@ -6,7 +6,6 @@ from cpattn_proof.zoo import ZooEntry, all_entries
 
 
 def shipped_entry(bug: str, tool: str) -> ZooEntry:
-    """The entry of a bug that has code of a release."""
     (entry,) = [e for e in all_entries() if (e.bug, e.tool) == (bug, tool)]
     assert entry.shipped is not None
     return entry
@@ -21,6 +20,5 @@ def assert_refuted_as_written(report: Report, entry: ZooEntry) -> None:
 
 
 def assert_proved(report: Report, entry: ZooEntry) -> None:
-    """Check that nothing is found, and that the entry's invariant was decided."""
     assert report.proved, report.text()
     assert entry.invariant in report.checked

@@ -30,7 +30,6 @@ BLOCK, DECODE, MAX_SEQUENCES = 8, 5, 64
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[Any]:
-    """A group of gloo with this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD

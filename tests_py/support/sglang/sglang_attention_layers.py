@@ -88,8 +88,6 @@ def shuffled_slots(page_size: int, num_pages: int, lens: list[int], seed: int) -
 
 
 class Step:
-    """A forward pass: what was cached before, what is new, and where it all stands."""
-
     def __init__(
         self, lens: Any, page_size: int, dtype: torch.dtype, windows: bool, head_dim: int = DIM
     ) -> None:
@@ -106,14 +104,12 @@ class Step:
         self.new = torch.tensor([row for rows in new for row in rows])
 
     def first_kept(self, s: int) -> int:
-        """Return the first token kept: pages before the windows of new tokens were given back."""
         return max(0, self.kv_lens[s] - self.q_lens[s] - WINDOW) // self.page_size * self.page_size
 
     def kept_lens(self) -> list[int]:
         return [n - self.first_kept(s) for s, n in enumerate(self.kv_lens)]
 
     def mapping(self) -> torch.Tensor:
-        """Map slots to those of the pool for windows; 0 where there is none."""
         to_swa = torch.zeros(SIZE + self.page_size + 1, dtype=torch.int64)
         to_swa[-1] = -1
         for s, slots in enumerate(self.slots):
@@ -121,7 +117,6 @@ class Step:
         return to_swa
 
     def begin(self, runner: Any, decodes: bool) -> tuple[CpattnAttnBackend, ForwardBatch]:
-        """A backend of the runner at the start of this pass."""
         lens = torch.tensor(self.kv_lens)
         extend = torch.tensor(self.q_lens, dtype=torch.int32)
         kv_lens = {"seq_lens": lens, "seq_lens_cpu": lens, "seq_lens_sum": int(lens.sum())}
@@ -175,7 +170,6 @@ def attend(
     chunk_size: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The answer of one layer, and what the oracle is to be asked."""
     step = Step(lens, page_size, dtype, windows, head_dim)
     pool = make_pool(page_size, code or dtype, windows, head_dim=head_dim)
     runner, layer = make_runner(pool, dtype), make_layer(layer_id, head_dim, **options)
@@ -253,8 +247,6 @@ def published(**configuration: Any) -> Any:
 
 
 def refusals() -> list[tuple[str, str]]:
-    """Return each error of what cannot be served, with the words that it must contain."""
-
     def refused(
         change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND, **layer: Any
     ) -> str:

@@ -11,7 +11,6 @@ SPLITS = 8  # of the keys of a sequence, as the backend has them by default
 
 
 def _slots(tensors, lengths):
-    """Return where sequences begin among the slots, and the slots of their first tokens."""
     size, tables = tensors.case.page_size, tensors.block_tables.long()
     within = torch.arange(size, device=tables.device)
     slots = (tables[:, :, None] * size + within).flatten(1)
@@ -20,7 +19,6 @@ def _slots(tensors, lengths):
 
 
 def extend(q, k, v, caches, starts, prefix_starts, prefix_slots, *, longest, case, sinks):
-    """Attend to the cached prefix of each sequence, and to its new keys and values."""
     rows = len(k)
     out = q.new_full((rows, case.num_heads, case.v_head_dim), torch.nan)
     lse = q.new_full((rows, case.num_heads), torch.nan, dtype=torch.float32)

@@ -50,7 +50,6 @@ def _find_files() -> Path | zipfile.Path | None:
 
 
 def load() -> SimpleNamespace | None:
-    """The modules under the keys of `MODULES`; None where sglang is not to be found."""
     root = _find_files()
     if root is None:
         return None
@@ -59,7 +58,6 @@ def load() -> SimpleNamespace | None:
 
 
 def load_or_skip() -> SimpleNamespace:
-    """Load the modules; skip the test where sglang is not to be found."""
     modules = load()
     if modules is None:
         pytest.skip("sglang is not installed and CPATTN_SGLANG names no wheel of it")
@@ -111,8 +109,6 @@ def _reshape_and_cache(
 
 
 class RecordingEngine:
-    """Takes the place of the transfer engine: remembers the blocks of all calls."""
-
     def __init__(self) -> None:
         self.blocks: list[tuple[int, int, int]] = []
 

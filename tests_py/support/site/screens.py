@@ -21,7 +21,6 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of a folder, as any host of plain files would serve it."""
     handler = functools.partial(_Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -61,7 +60,6 @@ class Screen:
             self._wrong.append(f"asks another host: {request.url}")
 
     def show(self, url: str) -> list[str]:
-        """Load a page; return what went wrong."""
         self._wrong.clear()
         self.page.goto(url, wait_until="load")
         return [*self._wrong]

@@ -28,8 +28,6 @@ def integers(rng, shape, low=-2, high=2):
 
 
 class IndexerBatch:
-    """New tokens behind prefixes, a paged cache of their keys, and the ranks' shares."""
-
     def __init__(
         self, extend_lens, prefix_lens, cp_size=1, strategy="zigzag", convention="baked", *,
         dtype="bfloat16", form=ROW_FORMS[0], scaled=False, heads=3, dim=32, page_size=16, topk=8,
@@ -82,7 +80,6 @@ class IndexerBatch:
         return rows, scales[..., 0] if scaled else None
 
     def expected(self):
-        """[tokens, topk] in the order of the whole batch, without context parallelism."""
         tops, row = np.empty((len(self.q), self.topk), np.int32), 0
         for keys, scales, extend, prefix in zip(
             self.keys, self.scales, self.extend_lens, self.prefix_lens, strict=True

@@ -62,12 +62,10 @@ def expected_logits(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_logits(logits: Any, inputs: dict[str, Any], expected: Any = None) -> None:
-    """Compare logits with those of the oracle."""
     units = indexer_units(inputs["q"].shape[1])
     assert_close(logits, *(expected or expected_logits(inputs)), "indexer", "float32", units)
 
 
 def best_keys(logits: Any, inputs: dict[str, Any], topk: int, in_order: bool) -> np.ndarray:
-    """The contract of indexer_topk."""
     lengths = np.subtract(inputs["ke"], inputs["ks"])
     return expected_topk(logits, lengths, topk, inputs["ks"], sorted=in_order)

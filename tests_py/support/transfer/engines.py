@@ -14,8 +14,6 @@ from cpattn.integrations import mooncake, nixl
 
 @dataclass(frozen=True)
 class Engine:
-    """One of them; codes are the same, and written in the tests."""
-
     name: str
     distribution: str
     make: Callable[..., Any]
@@ -35,7 +33,6 @@ class Engine:
         return self.name
 
     def require(self) -> None:
-        """Skip the test, with the reason, where the engine cannot be imported."""
         try:
             self.import_package()
         except ImportError as error:

@@ -70,7 +70,6 @@ class Case:
     seed: int = 0
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The tokens of each chunk."""
         ends = [min(end, self.model.num_tokens) for end in self.chunks]
         ends = [end - end % self.src.page_size for end in ends] + [self.model.num_tokens]
         starts = list(accumulate([self.first, *ends[:-1]], max))
@@ -250,7 +249,6 @@ class Receiver:
 
 
 def register(engine: Any, fleet: Sequence[Server]) -> list[int]:
-    """Returns the addresses that `unregister` takes."""
     held = [server for server in fleet if server.memory.size]
     addrs = [server.base for server in held]
     assert engine.register(addrs, [server.memory.nbytes for server in held]) == 0
@@ -258,7 +256,6 @@ def register(engine: Any, fleet: Sequence[Server]) -> list[int]:
 
 
 def filled(case: Case) -> list[Server]:
-    """The fleet that sends, with all tokens."""
     sources = servers(case.model, case.src, case.seed)
     for source in sources:
         source.fill(source.memory, 0, case.model.num_tokens, keys=set(source.buffers()))
@@ -266,7 +263,6 @@ def filled(case: Case) -> list[Server]:
 
 
 def plan_case(case: Case, sources: Sequence[Server], peers: Any) -> list[Any]:
-    """The links of each chunk."""
     layouts = [source.layout for source in sources]
     pages = [source.pages for source in sources], [pages for _, pages in peers]
     return [

@@ -19,8 +19,6 @@ class OtherError(Exception):
 
 
 class Descriptions(list):
-    """Ranges of memory as tuples of integers."""
-
     def __init__(self, kind, ranges=()):
         super().__init__(tuple(x if isinstance(x, str) else int(x) for x in row) for row in ranges)
 

@@ -40,7 +40,6 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 
 def requires_mooncake() -> None:
-    """Skip the test, with the reason, where the engine cannot be imported."""
     MOONCAKE.require()
 
 
@@ -88,7 +87,6 @@ class Peer:
         return self.result(timeout)
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Begin a call whose `result` is asked for later."""
         self._connection.send((function, arguments))
 
     def result(self, timeout: float = TIMEOUT) -> Any:
@@ -114,7 +112,6 @@ class Peer:
         self.process.join()
 
     def close(self) -> None:
-        """End the process, politely at first."""
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self.process.join(5)

@@ -47,7 +47,6 @@ def kv_list(layers: range, groups: str, draft_layers: int = 0) -> list[str]:
 
 
 def random_stage(rng: np.random.Generator) -> tuple[int, range]:
-    """A model's number of layers, and those that one pipeline stage has."""
     num_layers = int(rng.integers(1, 24))
     start = int(rng.integers(0, num_layers))
     return num_layers, range(start, int(rng.integers(start, num_layers)) + 1)

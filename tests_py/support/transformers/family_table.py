@@ -87,8 +87,6 @@ class Outcome(NamedTuple):
 
 
 class Calls:
-    """Count of how often models asked for attention under the names of cpattn."""
-
     def __init__(self) -> None:
         self.count = 0
         for name in ("attention", "paged_attention_forward"):  # what register() finds by name
@@ -104,7 +102,6 @@ class Calls:
 
 
 def text_models() -> list[str]:
-    """The types of models that generate text, by name."""
     return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
 
 
@@ -144,8 +141,6 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 class Family:
-    """A tiny model, and what it computes with one implementation of attention or another."""
-
     def __init__(self, model_type: str) -> None:
         torch.manual_seed(1)
         self.model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval().float()
@@ -183,7 +178,6 @@ class Family:
         return self._generate(cache_implementation="static", disable_compile=True)
 
     def one_by_one(self) -> torch.Tensor:
-        """The tokens that eager attention generates from each prompt alone."""
         self.model.set_attn_implementation("eager")
         with torch.inference_mode():
             rows = [(torch.tensor([prompt]), len(prompt)) for prompt in self.prompts]
@@ -192,7 +186,6 @@ class Family:
         return torch.stack(made)
 
     def batched(self) -> torch.Tensor:
-        """Generate the tokens by continuous batching, with the model's implementation."""
         sizes = {"page_size": 8, "num_blocks": 64, "max_batch_tokens": 24}
         config = ContinuousBatchingConfig(auto_switch_to_flash=False, **sizes)
         options = {"generation_config": self.generation, "continuous_batching_config": config}
@@ -222,7 +215,6 @@ def compare(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Outc
 
 
 def try_part(family: Family, part: str, calls: Calls) -> Outcome:
-    """A part by cpattn, if eager attention can do it."""
     try:
         expected = quietly(lambda: family.compute(part, "eager"))
     except Exception as error:
@@ -291,7 +283,6 @@ def try_all(names: list[str]) -> dict[str, Mapping[str, Outcome] | str]:
 
 
 def reasons(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Return what stands in a row behind its words, each reason once."""
     said = [x.reason for x in outcomes.values() if x.word not in ("yes", "own", "-")]
     return [reason.replace("|", "\\|") for reason in dict.fromkeys(said) if reason]
 

@@ -29,8 +29,6 @@ DEATH = ("die", "page_interleave")
 
 
 class Told(NamedTuple):
-    """Error of a rank, after how many seconds, and what its engine has then."""
-
     error: str
     seconds: float
     requests: int
@@ -39,19 +37,16 @@ class Told(NamedTuple):
 
 
 def late() -> None:
-    """Come when nobody waits any more."""
     time.sleep(TIMEOUT + 3)
 
 
 def stop() -> None:
-    """Be stopped, until nobody waits any more."""
     pid = os.getpid()
     with subprocess.Popen(["sh", "-c", f"sleep {TIMEOUT + 3}; kill -CONT {pid}"]):
         os.kill(pid, signal.SIGSTOP)
 
 
 def fail(*arguments: Any) -> Any:
-    """Raise an error of this rank alone."""
     raise MemoryError("no room for this token")
 
 
@@ -61,8 +56,6 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 class Failing:
-    """Streamer that cannot be written to."""
-
     put = end = fail
 
 

@@ -30,15 +30,12 @@ def engine_of(model: Any, **options: Any) -> ContextParallelModel:
 
 
 def alone(model: Any, prompt: Sequence[int], **options: Any) -> list[int]:
-    """The tokens that eager generates in this process."""
     given = {"new_tokens": NEW_TOKENS} | options
     result = generate(model, "eager", torch.tensor([prompt]), **given)
     return result.sequences[0, len(prompt) :].tolist()
 
 
 class Streamer:
-    """Streamer that keeps what it gets."""
-
     def __init__(self) -> None:
         self.got: list[list[int]] = []
 
@@ -99,7 +96,6 @@ def run_core(rank: int) -> dict[str, Any]:
 
 
 def mixed(engine: ContextParallelModel) -> dict[str, Any]:
-    """Requests that come while others run, and one whose client leaves."""
     tokens: dict[int, list[int]] = {}
 
     def step() -> bool:

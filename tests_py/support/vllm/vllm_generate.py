@@ -36,7 +36,6 @@ update = CPUAttentionBackendImpl.do_kv_cache_update
 
 
 def changed(codes: str | None) -> Any:
-    """The context of a run with these "codes"."""
     if codes == "rounded":
         return mock.patch.object(CPUAttentionBackendImpl, "do_kv_cache_update", rounded_update)
     return mock.patch.dict(cache.CODES, clear=codes == "left")

@@ -31,7 +31,6 @@ def prepare(monkeypatch):
 
 
 def attributes(k_scale=1.0, v_scale=1.0):
-    """Return what vLLM's kernels read of the layer itself."""
     return SimpleNamespace(isa="vec", _k_scale_float=k_scale, _v_scale_float=v_scale)
 
 
@@ -75,7 +74,6 @@ def make_metadata(**options):
 
 
 def make_stock_metadata(dtype="float32", kv_cache_dtype="auto", causal=True):
-    """Make metadata for vLLM's own kernels."""
     metadata = make_metadata(causal=causal)
     metadata.scheduler_metadata = cpu_attn.ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(Q_LENS), num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM,
@@ -87,8 +85,6 @@ def make_stock_metadata(dtype="float32", kv_cache_dtype="auto", causal=True):
 
 
 class Batch:
-    """Queries, keys and values of a step and of the prefixes cached before it."""
-
     def __init__(self, dtype, pad=0):
         rows, width = sum(Q_LENS) + pad, (HEADS + 2 * KV_HEADS) * DIM
         fused = torch.randn(rows, width).to(getattr(torch, dtype))  # as models project them
@@ -110,7 +106,6 @@ class Batch:
 
 
 def run(layer, batch, metadata, cache, attributes=LAYER):
-    """Run a layer as vLLM does: earlier steps, then this one."""
     for i, (key, value) in enumerate(batch.prefixes):
         layer.do_kv_cache_update(attributes, key, value, cache, slots(i, 0, len(key)))
     layer.do_kv_cache_update(attributes, batch.key, batch.value, cache, metadata.slot_mapping)

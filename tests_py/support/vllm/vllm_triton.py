@@ -10,7 +10,6 @@ SEGMENTS = 16  # of the keys of a sequence, as the backend has them
 
 
 def attention(q, k_cache, v_cache, starts, kv_lens, block_table, *, longest, case, sinks):
-    """Attend; sequences of one new token each are split over their keys."""
     out = torch.full_like(q, torch.nan)
     shape = (len(q), case.num_heads, SEGMENTS)
     buffers = [

@@ -31,7 +31,6 @@ def group_of(layout: Layout, rank: int) -> pools.Group:
 
 
 def run_loss(rank: int, layout: Layout, lost: int, clock: Path) -> tuple[str, float]:
-    """Return what each rank is told, and when, of which one is killed."""
     group = group_of(layout, rank)
     group.write()
     if rank == lost:
@@ -103,7 +102,6 @@ def run_without_memory(rank: int, layout: Layout) -> dict[str, Any]:
 
 
 def run_fork(rank: int, layout: Layout) -> str:
-    """Return what a forked child of the last rank is told; the group goes on without it."""
     group = group_of(layout, rank)
 
     def told_and_gone() -> str:

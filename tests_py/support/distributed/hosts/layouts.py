@@ -14,7 +14,6 @@ def size_of(layout: Layout) -> int:
 
 
 def members_of(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The ranks of the host of this one."""
     (members,) = (ranks for ranks in layout if rank in ranks)
     return members
 

@@ -29,7 +29,6 @@ def run_cases(rank: int, layout: Layout, cases: list[Case]) -> list[dict]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as bytes, in which NaN are equal, too."""
     return x.contiguous().view(torch.uint8).flatten()
 
 
@@ -153,7 +152,6 @@ def _run_topology(rank: int, layout: Layout, apart: str) -> dict[str, Any]:
 
 
 def run_disagreements(rank: int, layout: Layout) -> tuple[dict, dict]:
-    """Return what ranks are told over gloo, and then over hosts."""
     over_gloo, usable = disagreements.run_replicated(rank)
     with on_hosts(layout, rank):
         assert ContextParallel(dist.group.WORLD, page_size=1).shared_memory() is not None

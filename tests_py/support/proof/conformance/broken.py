@@ -31,7 +31,6 @@ def attend_where(sees, q, k, v, *, q_lens, kv_lens, **options):
 
 
 def sides(window):
-    """Return the keys before and after a query's own that it sees; None for all."""
     return window if isinstance(window, tuple) else (window, None)
 
 
@@ -54,7 +53,6 @@ def usual_mask(causal, window, *, top_left=False, shift=0, chunk=None, block=1):
 
 
 def in_parts(q, k, v, *, causal, window=None, **options):
-    """Attend over the first half of each sequence's keys, and over the second."""
     usual = usual_mask(causal, window)
 
     def part(second):
@@ -102,12 +100,10 @@ def plain_weights(
 
 
 def returning(change):
-    """An operator that returns what `change` makes of the right output and log-sum-exp."""
     return lambda *tensors, **options: change(*attention(*tensors, **options))
 
 
 def operator_of(fault):
-    """The operator with a fault, by its name; rows of padding are of `flash_attn_varlen_func`."""
     others = {"pad-rows-read": pad_rows_read, "new-keys-unwritten": new_keys_unwritten}
     return others.get(fault, partial(_wrong, fault))
 
@@ -212,7 +208,6 @@ _MASKS = {
 
 
 def _of_parts(fault, q, k, v, **options):
-    """Attend by another mask, or merge two halves wrongly."""
     if fault in _MASKS or fault == "window-whole-blocks":
         page_size = k.shape[1 if options.get("kv_layout", "NHD") == "NHD" else 2]
         change = _MASKS.get(fault, {"block": page_size})
@@ -231,7 +226,6 @@ def _of_parts(fault, q, k, v, **options):
 
 
 def _other_arguments(fault, q, k, v, *, q_lens, kv_lens, block_tables, scale, **options):
-    """The tensors and options that the right operator gets."""
     nhd = options.get("kv_layout", "NHD") == "NHD"
     page_size, changes = k.shape[1 if nhd else 2], {}
     match fault:
@@ -303,7 +297,6 @@ def _head_order(q, k, nhd):
 
 
 def _other_results(fault, q, k, v, out, lse, **options):
-    """Return what stands for the right output and log-sum-exp."""
     match fault:
         case "lse-base-2":
             lse = lse / LN2

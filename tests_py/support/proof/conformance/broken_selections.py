@@ -17,7 +17,6 @@ BUCKET_SLOTS = 4096
 
 
 def operator_of(fault):
-    """The operator of scores with a fault, by its name."""
     return partial(_wrong, fault)
 
 
@@ -76,7 +75,6 @@ def _wrong(fault, scores, lengths, topk, row_starts=None):
 
 
 def _rows_of(scores, lengths, starts):
-    """The candidates of each row."""
     ends = (starts + lengths).tolist()
     return [row[s:end] for row, s, end in zip(scores, starts.tolist(), ends, strict=True)]
 

@@ -26,7 +26,6 @@ SECONDS_OF_A_CALL = 120.0  # of a busy machine
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 if nothing was found, 1 if something was."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000, help="of all operators together")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
@@ -93,7 +92,6 @@ def run(
 def attempted(
     operator: RightOperator, *, examples: int, seed: int, seconds: float, device: str
 ) -> Report | str:
-    """Return the report on an operator, or why there is none."""
     try:
         return conform(
             operator.path, signature=operator.signature, without=operator.without,

@@ -36,7 +36,6 @@ def _compiled_flex():
 
 
 def flex(q, k, v, *, scale, attn_mask=None, is_causal=False, enable_gqa=False):
-    """Call `flex_attention`, with masks as block masks."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(b, h, i, j):
