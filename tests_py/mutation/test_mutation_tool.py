@@ -153,26 +153,16 @@ class Sums:
         return int(subprocess.check_output(self._program, env=environment, text=True))
 
 
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory: pytest.TempPathFactory) -> Sums:
-    return Sums(tmp_path_factory.mktemp("sums"))
-
-
-def test_a_program_has_all_mutants_of_a_source(sums: Sums) -> None:
+def test_a_program_has_all_mutants_of_a_source_that_compile(tmp_path: Path) -> None:
+    sums = Sums(tmp_path)
     assert sums.result(0) == 29  # 0 + ... + 8, without 7
     assert sums.result(sums.number("i < n", "i <= n")) == 29 + 9
     assert sums.result(sums.number("i == 7", "i != 7")) == 7
     assert sums.result(sums.number("sum += i", "sum -= i")) == -29
     assert sums.result(sums.number("7", "7 + 1")) == 28
     assert sums.result(sums.number("continue;", "break;")) == 21
-
-
-def test_what_does_not_compile_is_left_out(sums: Sums) -> None:
     left_out = [sums.found[number] for number in sums.found.keys() - sums.kept.keys()]
     assert [mutant.mutated for mutant in left_out] == ['"the " - name']
-
-
-def test_mutants_that_a_program_reaches_are_known(sums: Sums) -> None:
     sums.result(0)
     functions = {sums.kept[number].function for number in sums.control.reached()}
     assert functions == {"sum_below"}

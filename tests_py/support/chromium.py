@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from audit import records
+from support.site.screens import DESK, Screen
 
 
 @contextlib.contextmanager
@@ -30,20 +31,7 @@ def started() -> Iterator[Any]:
 @contextlib.contextmanager
 def page_of(browser: Any, path: Path) -> Iterator[Any]:
     """A file in a page of its own; what it prints, throws or fetches elsewhere is an error."""
-    complaints: list[str] = []
-    with contextlib.closing(browser.new_context()) as context:
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.on("console", lambda said: complaints.append(f"{said.type}: {said.text}"))
-        page.on("pageerror", lambda error: complaints.append(f"{error}"))
-        page.on("request", lambda request: _check_local(request.url, complaints))
-        page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
-        page.goto(path.as_uri())
-        yield page
-        if complaints:
-            raise AssertionError(f"{path.name}: {complaints}")
-
-
-def _check_local(url: str, complaints: list[str]) -> None:
-    if not url.startswith(("file:", "data:")):
-        complaints.append(f"fetched: {url}")
+    with contextlib.closing(Screen(browser, DESK, "light")) as screen:
+        screen.show(path.as_uri())
+        yield screen.page
+        assert screen.wrong == [], path.name

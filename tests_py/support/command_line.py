@@ -32,17 +32,24 @@ QUICK = [
 
 
 class Running:
-    """A command in a session of its own, whose stderr may be a terminal."""
+    """A command in a session of its own, of whose streams some may be a terminal."""
 
     def __init__(
-        self, children: Children, arguments: list[str], columns: int | None, **options: Any
+        self,
+        children: Children,
+        arguments: list[str],
+        columns: int | None,
+        streams: tuple[str, ...] = ("stderr",),
+        term: str = "xterm",
+        **options: Any,
     ) -> None:
         self._master = None
         env = (options.pop("env", None) or os.environ) | {"OMP_NUM_THREADS": "1"}  # more would spin
         if columns:
-            self._master, slave = _terminal(columns)
-            options["stderr"] = slave
-            env = {**env, "TERM": "xterm"}
+            self._master, slave = pty.openpty()
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+            options |= dict.fromkeys(streams, slave)
+            env = {**env, "TERM": term}
             env.pop("COLUMNS", None)
         self.process = children.start(arguments, env=env, **options)
         self.pid = self.process.pid
@@ -135,24 +142,11 @@ def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:
 
 def run_on_terminal(line: CommandLine, columns: int, *arguments: str, **options: Any) -> list[str]:
     """The lines that a command writes to a terminal which has both its streams."""
-    master, slave = _terminal(columns)
     env = {**os.environ, "TERM": "xterm", **options.pop("env", {})}
-    env.pop("COLUMNS", None)
-    running = line.start(*arguments, stdout=slave, stderr=slave, stdin=slave, env=env, **options)
-    os.close(slave)
-    written = b""
-    with contextlib.suppress(OSError):  # the other side is closed
-        while True:
-            written += os.read(master, 65536)
-    os.close(master)
+    terminal = {"streams": ("stdin", "stdout", "stderr"), "term": env["TERM"]}
+    running = line.start(*arguments, columns=columns, env=env, **terminal, **options)
     running.process.wait(PATIENCE)
-    return written.decode().replace("\r\n", "\n").split("\n")
-
-
-def _terminal(columns: int) -> tuple[int, int]:
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    return master, slave
+    return running.read_until(b"\0").decode().replace("\r\n", "\n").split("\n")
 
 
 def _stats() -> Iterator[tuple[Path, list[str]]]:

@@ -66,6 +66,16 @@ SLICE = of_kind("value", index_slice=slice(2, 5))
 KV_INDICES = given(kv_indices=[8, 9, 11])
 TP = given(engine_rank=3, prefill_tp_size=8, decode_tp_size=4, is_mla=True)
 
+GETTERS = ("key", "value", "index_k", "key_scale", "value_scale")
+PLACEMENTS = {
+    f"{make.func.__name__}.{name}": method(make, name, *arguments)
+    for make, of_all in ((pages, SLOTS), (tokens, POSITIONS))
+    for name, arguments in {
+        "owner_of": (of_all,), "local_index": (of_all,), "filter_local": (of_all, given(rank=1)),
+        "global_index": (given(rank=1, local=[4, 5, -1]),),
+    }.items()
+}  # fmt: skip
+
 TRANSFERS: dict[str, Callable[[], Call]] = {
     "plan_kv_links": transfer_calls.links,
     "plan_kv_transfer": transfer_calls.transfer_plan,
@@ -279,11 +289,10 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     ),
     "set_index_k_buffer": method(mla_pool, "set_index_k_buffer", ROWS, given(index_k=f32(2, 1, 8))),
     "get_index_k_buffer#DSA": method(dsa_pool, "get_index_k_buffer", LAYER),
-    "get_key_scale_buffer": method(scaled_pool, "get_key_scale_buffer", LAYER),
-    "get_value_scale_buffer": method(scaled_pool, "get_value_scale_buffer", LAYER),
-    "get_key_buffer": method(mla_pool, "get_key_buffer", LAYER),
-    "get_value_buffer": method(mla_pool, "get_value_buffer", LAYER),
-    "get_index_k_buffer": method(mla_pool, "get_index_k_buffer", LAYER),
+    **{
+        name: method(mla_pool if "scale" not in name else scaled_pool, name, LAYER)
+        for name in (f"get_{of}_buffer" for of in GETTERS)
+    },
     "get_key_buffer#get_kv_buffer": method(
         mha_pool, "get_kv_buffer", LAYER, prefixes=("get_value_buffer: ",)
     ),
@@ -329,17 +338,10 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     "ContextParallel.plan_decode": transfer_calls.planned_decode,
     "shard#ContextParallel": transfer_calls.sharded,
     "select": transfer_calls.profiled,
+    **PLACEMENTS,
     "PageInterleave": of(kv.PageInterleave, given(shard_size=2, page_size=4)),
-    "PageInterleave.owner_of": method(pages, "owner_of", SLOTS),
-    "PageInterleave.local_index": method(pages, "local_index", SLOTS),
-    "PageInterleave.filter_local": method(pages, "filter_local", SLOTS, given(rank=1)),
-    "PageInterleave.global_index": method(pages, "global_index", given(rank=1, local=[4, 5, -1])),
     "PageInterleave.num_local_slots": method(pages, "num_local_slots", given(num_slots=9)),
     "TokenInterleave": of(kv.TokenInterleave, given(shard_size=2, interleave=4)),
-    "TokenInterleave.owner_of": method(tokens, "owner_of", POSITIONS),
-    "TokenInterleave.local_index": method(tokens, "local_index", POSITIONS),
-    "TokenInterleave.filter_local": method(tokens, "filter_local", POSITIONS, given(rank=1)),
-    "TokenInterleave.global_index": method(tokens, "global_index", given(rank=1, local=[4, 5, -1])),
     "TokenInterleave.local_lens": method(tokens, "local_lens", LENS, given(rank=1)),
     "StripedAllocator": of(
         kv.StripedAllocator, given(size=16, page_size=4, shard_size=2, need_sort=False)

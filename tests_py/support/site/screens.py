@@ -41,28 +41,28 @@ class Screen:
         )
         self.page = self._context.new_page()
         self.page.set_default_timeout(60_000)  # the machine may be busy
-        self._wrong: list[str] = []
+        self.wrong: list[str] = []
         self.page.on("console", self._said)
-        self.page.on("pageerror", lambda error: self._wrong.append(f"error: {error}"))
+        self.page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
         self.page.on("requestfailed", self._lost)
         self.page.on("request", self._asked)
 
     def _said(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            self._wrong.append(f"{message.type}: {message.text}")
+            self.wrong.append(f"{message.type}: {message.text}")
 
     def _lost(self, request: Any) -> None:
         if request.failure != "net::ERR_ABORTED":  # as the next page was asked for
-            self._wrong.append(f"lost: {request.url}")
+            self.wrong.append(f"lost: {request.url}")
 
     def _asked(self, request: Any) -> None:
         if not request.url.startswith(("http://127.0.0.1:", "file:", "data:", "blob:")):
-            self._wrong.append(f"asks another host: {request.url}")
+            self.wrong.append(f"asks another host: {request.url}")
 
     def show(self, url: str) -> list[str]:
-        self._wrong.clear()
+        self.wrong.clear()
         self.page.goto(url, wait_until="load")
-        return [*self._wrong]
+        return [*self.wrong]
 
     def sideways(self) -> list[str]:
         """Return what sticks out, if the page as a whole scrolls sideways."""

@@ -40,12 +40,6 @@ def knows_drafts(sglang: SimpleNamespace) -> bool:
     return "draft_kv_layers" in rule.__code__.co_consts
 
 
-def kv_list(layers: range, groups: str, draft_layers: int = 0) -> list[str]:
-    """List what the buffers of a pool hold, in the order of servers."""
-    target = [f"{group}{layer}" for group in groups for layer in layers]
-    return target + [f"draft {group}{layer}" for group in groups for layer in range(draft_layers)]
-
-
 def random_stage(rng: np.random.Generator) -> tuple[int, range]:
     num_layers = int(rng.integers(1, 24))
     start = int(rng.integers(0, num_layers))

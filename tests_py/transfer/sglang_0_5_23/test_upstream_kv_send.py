@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from cpattn.transfer import sglang_0_5_23
+from support.sglang.sglang_planning import kv_list
 from support.sglang.sglang_upstream import ImmediateExecutor, make_manager
 from support.transfer.plan_blocks import blocks
-from support.transfer.upstream_cases import knows_drafts, kv_list, outcome, random_stage
+from support.transfer.upstream_cases import knows_drafts, outcome, random_stage
 
 
 def unique_pages(rng: np.random.Generator, num_pages: int, total: int) -> np.ndarray:
@@ -35,7 +36,7 @@ def random_kv_args(
     draft = int(rng.integers(0, 3))
     held = kv_list(stage, groups, draft if with_draft else 0)
     addrs = 2**48 + 2**32 * (1 + rng.permutation(200).astype(np.int64))
-    item_lens = [page_bytes[name.removeprefix("draft ")[0]] for name in held]
+    item_lens = [page_bytes[name.removeprefix("d")[0]] for name in held]
     kv_args = SimpleNamespace(
         engine_rank=0, page_size=8, prefill_start_layer=stage.start, prefill_end_layer=stage.stop,
         kv_data_ptrs=addrs[: len(held)].tolist(), kv_item_lens=item_lens, kv_layer_ids=None,
