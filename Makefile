@@ -75,7 +75,7 @@ test-asan: build .venv/.ready  ## Python tests of the interface, on an extension
 test-engines: test-in-engines  ## tests with engines and libraries, and a table of what ran; four environments
 	@$(PYTEST) --records=build/engines $(ARGS) tests_py/integrations \
 	  --ignore=tests_py/integrations/sglang --ignore=tests_py/integrations/vllm
-	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m audit.engines build/engines
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m audit.table build/engines
 
 test-in-engines: build .venv/.ready .venv-sglang/.ready .venv-vllm/.ready .venv-kernels/.ready
 	@rm -rf build/engines

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from audit.failing import fail_run
+from audit import fail_run
 
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")

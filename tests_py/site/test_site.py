@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support import chromium
-from support.site.screens import DESK, TELEPHONE, Screen, served
+from support.chromium import DESK, TELEPHONE, Screen, served
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed")
 pytestmark = pytest.mark.slow

@@ -5,7 +5,9 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,55 @@ import torch.distributed as dist
 
 from cpattn import _core
 from cpattn.distributed import ContextParallel
+from cpattn.distributed.layers import ring
 from cpattn.distributed.transport import shared_memory
 from cpattn.kv import MHATokenToKVPool
 from support.distributed import shared_pool_worker as pools
+from support.distributed.disagreements import SMALL
 from support.distributed.distributed_worker import error_of
 from support.distributed.fault_worlds import resources
 from support.distributed.hosts.layouts import Layout, members_of, on_hosts
-from support.distributed.sharded_faults import seconds_to_interrupt
+from support.distributed.sharded_worker import traffic_rank
+
+
+def seconds_to_interrupt(call: Callable[[], Any]) -> float:
+    delay = 0.2
+    start = time.monotonic()
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        return time.monotonic() - start - delay
+    raise AssertionError("not interrupted")
+
+
+def run_interrupt_of_gather(rank: int) -> float:
+    """Return how long Ctrl-C takes to end a wait for rank 1, which does not come."""
+    if rank == 1:
+        return 0.0
+    cp = ContextParallel(dist.group.WORLD, page_size=4)
+    plan = cp.plan([8], block_tables=[[0, 1]])
+    return seconds_to_interrupt(lambda: cp.gather(plan, torch.zeros(4, 1)))
+
+
+def run_early_end(rank: int) -> str:
+    """Return what ranks are told of rank 0, which ends while rank 3 still waits for rank 2's keys.
+
+    They pass keys round, and rank 2 computes longer than anybody waits for one that has died.
+    """
+    cp, plan, (q, *_), shards = traffic_rank(rank, SMALL, "ring")
+    assert cp.topology().transport == "shm"
+    attend_part = ring.attend_part
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(1.0 if rank == 2 else 0)
+        return attend_part(*arguments, **options)
+
+    with mock.patch.object(ring, "attend_part", slowly):
+        message, _ = error_of(lambda: cp.attend(plan, q, *shards))
+    if rank == 0 and message == "no error":
+        os._exit(0)
+    return message
 
 
 def group_of(layout: Layout, rank: int) -> pools.Group:
