@@ -6,7 +6,8 @@ from functools import cache
 
 import torch
 
-from support.tolerances import Expected, score_size
+from support.cases import expected_attention, one_after_another
+from support.tolerances import Expected
 
 
 @dataclass(frozen=True)
@@ -116,20 +117,6 @@ def slots_of(block_tables: torch.Tensor, sequence: int, n: int, page_size: int) 
 @cache
 def expected_of(case: Case) -> Expected:
     """Attention of every new token in float64, and what errors are measured in."""
-    batch, scale = make_batch(case), case.head_dim**-0.5
-    group = case.num_heads // case.num_kv_heads
-    results, begin = [], 0
-    for k, v, n in zip(batch.k, batch.v, case.extend_lens, strict=True):
-        q = batch.q[begin : begin + n].double()
-        begin += n
-        size = torch.from_numpy(score_size(q, k, scale))
-        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
-        scores.masked_fill_(hidden, -torch.inf)
-        w = scores.softmax(-1)
-        out, magnitude = (torch.einsum("hqk,khd->qhd", w, x) for x in (v, v.abs()))
-        spread = torch.einsum("hqk,khd->qhd", w.square(), v.square()).sqrt()
-        num_keys = 1 / w.square().sum(-1).T
-        results.append((out, scores.logsumexp(-1).T, magnitude, spread, num_keys, size))
-    return Expected(*(torch.cat(x).numpy() for x in zip(*results, strict=True)), case.head_dim)
+    batch = make_batch(case)
+    q, k, v = batch.q[: sum(case.extend_lens)], torch.cat(batch.k), torch.cat(batch.v)
+    return expected_attention(one_after_another(q, k, v, case.extend_lens, case.seq_lens))

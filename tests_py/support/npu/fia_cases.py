@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.cases import assert_attention
+from support.cases import assert_attention, one_after_another
 
 LAYOUTS = (
     *("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD"),
@@ -177,10 +177,9 @@ class FiaBatch:
             visible = visible_keys(mode, len(q), len(k), before, after, mask)
             rows = (0, slice(row, row + len(q))) if self.packed else (b, slice(0, len(q)))
             row += len(q)
-            inputs = {"q": q, "k_cache": k, "v_cache": v, "q_lens": [len(q)], "kv_lens": [len(k)]}
-            inputs |= {"block_tables": [[0]], "page_size": max(len(k), 1)}  # the keys are one page
-            inputs |= {"scale": self.scale, "causal": False}
-            inputs["custom_mask"] = np.ascontiguousarray(visible).ravel()
+            options = {"custom_mask": np.ascontiguousarray(visible).ravel(), "causal": False}
+            options["scale"] = self.scale
+            inputs = one_after_another(q, k, v, [len(q)], [len(k)], **options)
             lse_of_rows = lse_out[rows][..., 0] if lse else None
             assert_attention(out[rows], lse_of_rows, inputs, rounds_values=rounds_values)
             if not self.packed:  # rows past the sequence

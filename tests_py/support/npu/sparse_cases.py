@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from support.cases import Named, expected_attention
+from support.cases import Named, expected_attention, one_after_another
 from support.npu import fia_cases
 from support.sparse.indexer_batch import integers, scores_of
 from support.sparse.topk_cases import expected_topk
@@ -175,18 +175,15 @@ class Batch:
                 row += 1
                 seen = self.seen_keys(b, i)
                 keys, values = self.keys[b][seen], self.values[b][seen]
-                attended = self.oracle(queries[i], keys, values)
+                options = {"scale": self.scale, "causal": False}
+                attended = expected_attention(
+                    one_after_another(queries[i, None], keys, values, [1], [len(keys)], **options)
+                )
                 largest = np.full(HEADS, -np.inf)
                 if seen:
                     scores = self.scale * queries[i].double() @ keys[:, 0].double().T
                     largest = scores.max(dim=1).values.numpy()
                 yield place, attended, largest
-
-    def oracle(self, q, keys, values):
-        inputs = {"q": q[None], "k_cache": keys, "v_cache": values, "q_lens": [1]}
-        inputs |= {"kv_lens": [len(keys)], "block_tables": [[0]], "page_size": max(len(keys), 1)}
-        inputs |= {"scale": self.scale, "causal": False}
-        return expected_attention(inputs)
 
 
 def assert_query(out, softmax_max, softmax_sum, attended, largest):
