@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators that are right, on many more cases than tests have time for: none may raise a finding.
 
-Rounds of cases go to the operators in turn, each with the seed that the line says, by which
-``cpattn conform`` makes them again. Edges come with each round and are counted once. An operator
-that cannot be imported, as that of a package that is not installed, is named and left out.
+Operators have as many cases each, in rounds with the seed that the line says, by which ``cpattn
+conform`` makes them again. Edges come with each round and are counted once. An operator that cannot
+be imported, as that of a package that is not installed, is named and left out.
 """
 
 import argparse
 import multiprocessing
 import sys
-import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from cpattn_proof import NotUsable, Report, conform
+from cpattn_proof import NotUsable, conform
 
 from .gpu_operators import GPU
 from .right_operators import ATTENTION, SELECTIONS, VLLM, RightOperator
@@ -42,64 +40,41 @@ def main(arguments: list[str] | None = None) -> int:
     }
     if not chosen:
         parser.error(f"--only must be in one of {', '.join(known)}, got {options.only!r}")
-    counts, alarms = run(chosen, options)
-    for name, count in counts.items():
-        print(f"{name}, {chosen[name].package} {release(chosen[name].package)}: {count:,} cases")
-    print(f"{sum(counts.values()):,} cases, {alarms} false alarms")
-    return 1 if alarms else 0
-
-
-def run(
-    operators: dict[str, RightOperator], options: argparse.Namespace
-) -> tuple[dict[str, int], int]:
-    """Cases that each operator answered, and how many rounds had a finding."""
-    counts: Counter[str] = Counter()
-    alarms, begin, seed, left = 0, time.monotonic(), options.seed, dict(operators)
+    options.cases = -(-options.cases // len(chosen))
     # The process that forks an operator's has not used the device, and has one thread.
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         each = map if options.jobs == 1 else pool.map
-        while left and sum(counts.values()) < options.cases:
-            examples = min(ROUND, options.cases - sum(counts.values()))
-            attempt = partial(
-                attempted, examples=examples, seed=seed, seconds=options.seconds,
-                device=options.device,
+        counts, alarms = zip(*each(partial(tried, options=options), chosen.items()), strict=True)
+    for (name, operator), count in zip(chosen.items(), counts, strict=True):
+        print(f"{name}, {operator.package} {release(operator.package)}: {count:,} cases")
+    print(f"{sum(counts):,} cases, {sum(alarms)} false alarms")
+    return 1 if any(alarms) else 0
+
+
+def tried(named: tuple[str, RightOperator], options: argparse.Namespace) -> tuple[int, int]:
+    """Cases that an operator answered, and how many rounds had a finding."""
+    (name, operator), count, alarms, seed = named, 0, 0, options.seed
+    while count < options.cases:
+        try:
+            report = conform(
+                operator.path, signature=operator.signature, without=operator.without,
+                examples=min(ROUND, options.cases - count), seed=seed, seconds=options.seconds,
+                device=options.device, time_limit=SECONDS_OF_A_CALL,
             )  # fmt: skip
-            for name, report in zip(list(left), each(attempt, list(left.values())), strict=False):
-                if isinstance(report, str):
-                    print(f"{name}: left out: {report}", flush=True)
-                    del left[name]
-                    continue
-                again = report.facts["edges"] if name in counts else 0
-                counts[name] += max(1, report.facts["answered"] - again)
-                kinds = {finding.kind for finding in report.findings}  # that it refuses is none
-                are_known = kinds <= {*operators[name].known}
-                alarms += not are_known
-                if kinds:
-                    what = "as known" if are_known else "a false alarm"
-                    print(f"{name}: {what}\n{report.text()}", flush=True)
-                print(
-                    f"{sum(counts.values()):,} of {options.cases:,} cases, "
-                    f"{time.monotonic() - begin:,.0f} s: {name}, seed {seed}, "
-                    f"{report.facts['answered']} answered, {len(report.findings)} findings",
-                    flush=True,
-                )
-                if sum(counts.values()) >= options.cases and options.jobs == 1:
-                    break
-            seed += 1
-    return dict(counts), alarms
-
-
-def attempted(
-    operator: RightOperator, *, examples: int, seed: int, seconds: float, device: str
-) -> Report | str:
-    try:
-        return conform(
-            operator.path, signature=operator.signature, without=operator.without,
-            examples=examples, seed=seed, seconds=seconds, device=device,
-            time_limit=SECONDS_OF_A_CALL,
-        )  # fmt: skip
-    except NotUsable as error:
-        return str(error)
+        except NotUsable as error:
+            print(f"{name}: left out: {error}", flush=True)
+            break
+        answered = report.facts["answered"]
+        count += max(1, answered - (report.facts["edges"] if count else 0))
+        kinds = {finding.kind for finding in report.findings}  # that it refuses is none
+        if kinds:
+            are_known = kinds <= {*operator.known}
+            alarms += not are_known
+            what = "as known" if are_known else "a false alarm"
+            print(f"{name}: {what}\n{report.text()}", flush=True)
+        print(f"{name}, seed {seed}: {answered} answered, {len(kinds)} findings", flush=True)
+        seed += 1
+    return count, alarms
 
 
 def release(package: str) -> str:
