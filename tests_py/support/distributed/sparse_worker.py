@@ -26,7 +26,7 @@ from support.distributed.sharded_worker import (
     shard_of,
     unread,
 )
-from support.sparse.indexer_batch import ROW_FORMS, IndexerBatch
+from support.sparse.indexer_batch import ROW_FORMS, IndexerBatch, in_form
 
 HEADS = 4
 SCALE = 0.2
@@ -172,24 +172,10 @@ def layer_arguments(
     cp.write_kv(plan, scale_rows, None, scale_shard, None)
     index_q, weights = torch.from_numpy(batch.q).to(batch.q_dtype), torch.from_numpy(batch.weights)
     rows = [local(q), local(_bytes(index_q)).view(index_q.dtype), local(weights)]
-    index_k, index_k_scale = _index_cache(run, index_shard, scale_shard)
-    options = run.attend_options() | {"index_k_scale": index_k_scale}
+    is_packed = run.index_dtype == "uint8"
+    index_k, scale = in_form(index_shard, scale_shard, run.form, run.page_size, is_packed)
+    options = run.attend_options() | {"index_k_scale": scale if run.scaled else None}
     return [rows[0], kv_shard, rows[1], index_k, rows[2]], options
-
-
-def _index_cache(
-    run: SparseRun, keys: torch.Tensor, scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows of keys [slots, 1, dim] and scales [slots, 1, 1] in the form of the run."""
-    if run.index_dtype == "uint8":
-        pages = [
-            x.view(torch.uint8).view(-1, run.page_size * x.shape[-1] * x.element_size())
-            for x in (keys, scales)
-        ]
-        return torch.cat(pages, 1), None
-    shape = {ROW_FORMS[0]: (-1, run.page_size), ROW_FORMS[1]: (-1, run.page_size, 1)}
-    axes = shape.get(run.form, (-1, 1))
-    return keys.view(*axes, keys.shape[-1]), scales.view(*axes) if run.scaled else None
 
 
 def _run(run: SparseRun) -> dict[str, Any]:

@@ -27,6 +27,20 @@ def integers(rng, shape, low=-2, high=2):
     return rng.integers(low, high + 1, shape).astype(np.float32)
 
 
+def in_form(rows, scales, form, page_size, is_packed):
+    """Rows [..., dim] and scales [..., 1] of all slots as a cache of this form, and its scales."""
+    shapes = ((-1, page_size), (-1, page_size, 1), (-1, 1))
+    if not is_packed:
+        shape = shapes[ROW_FORMS.index(form)]
+        return rows.view(*shape, rows.shape[-1]), scales.view(shape)
+    parts = [x.view(torch.uint8).reshape(-1, page_size, x.shape[-1] * x.element_size())
+             for x in (rows, scales)]  # fmt: skip
+    packed = torch.cat([part.flatten(1) for part in parts], 1)
+    if form in PACKED_FORMS[1:]:
+        packed = packed.unflatten(1, (*shapes[PACKED_FORMS.index(form) - 1][1:], -1))
+    return packed, None
+
+
 class IndexerBatch:
     def __init__(
         self, extend_lens, prefix_lens, cp_size=1, strategy="zigzag", convention="baked", *,
@@ -64,20 +78,10 @@ class IndexerBatch:
 
     def make_cache(self, form, scaled):
         rows = self.in_pages(self.keys, self.dim, -77.0 if self.dtype == "int8" else torch.nan)
-        rows = rows.to(self.q_dtype)
         scales = self.in_pages(self.scales, 1, torch.nan)
-        if self.dtype == "uint8":
-            parts = [rows.view(torch.uint8), scales.view(torch.uint8)]
-            packed = torch.cat([part.flatten(1) for part in parts], 1)
-            shapes = {
-                PACKED_FORMS[1]: (self.page_size, -1),
-                PACKED_FORMS[2]: (self.page_size, 1, -1),
-            }
-            return packed.unflatten(1, shapes[form]) if form in shapes else packed, None
-        shape = {ROW_FORMS[1]: (self.num_pages, self.page_size, 1), ROW_FORMS[2]: (-1, 1)}.get(form)
-        if shape is not None:
-            rows, scales = rows.view(*shape, self.dim), scales.view(*shape, 1)
-        return rows, scales[..., 0] if scaled else None
+        is_packed = self.dtype == "uint8"
+        cache, k_scale = in_form(rows.to(self.q_dtype), scales, form, self.page_size, is_packed)
+        return cache, k_scale if scaled else None
 
     def expected(self):
         tops, row = np.empty((len(self.q), self.topk), np.int32), 0
