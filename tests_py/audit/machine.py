@@ -127,7 +127,7 @@ def has_file(name: str) -> bool:
     return (ROOT / name).is_file()
 
 
-def _wheel_of_sglang(version: str) -> Path | None:
+def wheel_of_sglang(version: str) -> Path | None:
     folder = Path(os.environ.get("CPATTN_SGLANG_WHEELS") or "/nowhere")
     return next(folder.glob(f"sglang-{version}-*.whl"), None)
 
@@ -148,7 +148,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
     "release": has_release,
     "trace": lambda _: trace.find() is not None,
     "variable": lambda name: bool(os.environ.get(name)),
-    "wheel of sglang": lambda version: _wheel_of_sglang(version) is not None,
+    "wheel of sglang": lambda version: wheel_of_sglang(version) is not None,
 }
 
 

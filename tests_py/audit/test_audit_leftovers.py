@@ -54,24 +54,6 @@ def test_a():
     resource_tracker.unregister(segment._name, "shared_memory")
     segment.close()
 """
-TIDY = """
-import multiprocessing
-import subprocess
-import pytest
-
-@pytest.fixture(scope="module")
-def server():
-    process = subprocess.Popen(["sleep", "60"])
-    yield
-    process.kill()
-    process.wait()
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a(server, method):
-    process = multiprocessing.get_context(method).Process(target=print)
-    process.start()
-    process.join()
-"""
 WORKERS = pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
 
 
@@ -115,14 +97,6 @@ def test_what_is_left_is_ended_and_an_error(inner_runs, workers, seconds):
         assert has_ended(seconds)
     finally:
         (leftovers.SHARED_MEMORY / name).unlink()
-
-
-@WORKERS
-def test_what_a_run_cleans_up_is_none(inner_runs, workers):
-    inner_runs.write(test_x=TIDY)
-    done = inner_runs.run(*workers)
-    assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout.splitlines()[-1]
 
 
 def test_shared_memory_of_others_is_theirs(children):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from audit import machine, skips, table, trace
+from audit import machine, skips, table
 from cpattn import supported_isas
 
 THERE = (
@@ -42,13 +42,6 @@ def test_an_interpreter_is_one_that_extensions_can_be_built_for(tmp_path, monkey
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert machine.interpreter("3.98") is None
     assert machine.interpreter("3.99") is None
-
-
-def test_the_real_trace_lies_where_the_variable_says(tmp_path, monkeypatch):
-    monkeypatch.delenv("CPATTN_TRACE", raising=False)
-    assert trace.find() is None
-    monkeypatch.setenv("CPATTN_TRACE", str(tmp_path))
-    assert trace.find() == tmp_path
 
 
 @pytest.mark.slow

@@ -146,12 +146,6 @@ def test_a_part_that_did_not_run_fails(inner_runs):
     assert ", 1 error" in done.stdout.splitlines()[-1]
 
 
-def test_the_table_without_records_is_refused(inner_runs):
-    done = inner_runs.run("--closing-table")
-    assert done.returncode == 4
-    assert "--closing-table needs --records" in done.stderr
-
-
 def test_the_engines_are_a_table_of_their_own(tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"no test in .* ran in an engine"):
         sys.exit(table.main(str(tmp_path)))

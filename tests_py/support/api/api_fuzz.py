@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random calls of every public callable, mostly valid ones with something hostile in them:
 
-    python -m support.api.api_fuzz --calls 1000000 --seed 7  # progress, findings at the end
+    python -m support.api.api_fuzz --calls 1000000 --seed 7
     python -m support.api.api_fuzz --seed 7 --only 12345  # one call again, with its arguments
 
 They return, or raise what `api_fuzz_rules` allows, with nothing of the caller's written. Calls run
@@ -219,20 +219,18 @@ def run_batch(seed: int, numbers: range, cells: np.ndarray, pipe: int) -> None:
                 out.flush()
 
 
-def run(seed: int, calls: int, first: int = 0, progress: Any = None) -> Result:
+def run(seed: int, calls: int) -> Result:
     """All calls of a seed: what was found, and how often each function was called."""
     cpattn.set_num_threads(1)
     # Children tell in these which call runs, and how often each target ran.
     cells = np.frombuffer(mmap.mmap(-1, 8 * (1 + len(all_targets()))), np.int64)
     findings: list[Finding] = []
-    number, end = first, first + calls
+    number = 0
     with contextlib.suppress(KeyboardInterrupt):  # and say what was found until then
-        while number < end:
-            numbers = range(number, min(end, number + BATCH))
+        while number < calls:
+            numbers = range(number, min(calls, number + BATCH))
             found, number = run_child(seed, numbers, cells)
             findings += found
-            if progress:
-                progress(number - first, findings)
     counts: Counter[str] = Counter()
     for target, count in zip(all_targets(), cells[1:].tolist(), strict=True):
         counts[target.name] += count
@@ -296,7 +294,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--only", type=int, help="number of the only call, run in this process")
     options = parser.parse_args()
     if options.only is not None:
@@ -304,18 +301,7 @@ def main() -> int:
         print(describe(options.seed, options.only), flush=True)
         print(run_case(options.seed, options.only)[1] or "nothing wrong")
         return 0
-    begin = time.monotonic()
-
-    def progress(done: int, findings: list[Finding]) -> None:
-        rate = done / (time.monotonic() - begin)
-        print(
-            f"\r{done:,} of {options.calls:,} calls, {rate:,.0f} per second, "
-            f"{len(findings)} findings ",
-            end="", file=sys.stderr, flush=True,
-        )  # fmt: skip
-
-    result = run(options.seed, options.calls, options.first, progress)
-    print(file=sys.stderr)
+    result = run(options.seed, options.calls)
     print(report(options.seed, result.findings))
     print(f"{result.counts.total():,} calls of {len(result.counts)} functions")
     return 1 if result.findings else 0

@@ -9,18 +9,17 @@ CPATTN_SGLANG_WHEELS=DIR pytest tests_py/integrations/sglang/test_sglang_bugs.py
 
 import contextlib
 import importlib
-import os
 import sys
 import warnings
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from audit.machine import wheel_of_sglang
 from audit.records import note
 from cpattn.integrations import torch_npu
 from support.stand_ins import Absent, DevicesAreTheCpu, PackageFinder, stand_ins_for_what_lacks
@@ -59,8 +58,7 @@ def release(version: str, **names: str) -> Iterator[SimpleNamespace]:
 
 
 def _wheel(version: str) -> zipfile.Path:
-    folder = Path(os.environ.get("CPATTN_SGLANG_WHEELS", "/nowhere"))
-    wheel = next(folder.glob(f"sglang-{version}-*.whl"), None)
+    wheel = wheel_of_sglang(version)
     if wheel is None:
         pytest.skip(f"CPATTN_SGLANG_WHEELS names no folder with the wheel of sglang {version}")
     return zipfile.Path(wheel)
