@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cpattn.distributed import ContextParallel, LayerCaches
 from cpattn.distributed.layers import rounds
 from support.cases import dense, packed
+from support.distributed.prefill_batches import new_slots
 from support.distributed.sharded_worker import (
     EXCHANGES,
     PLACEMENTS,
@@ -36,14 +37,7 @@ CHAINED = TABLES.copy()  # one request begins with a page that another one of th
 CHAINED[2, 0] = TABLES[0, 3]
 TOKENS, SLOTS, HEADS, KV_HEADS, DIM = sum(EXTENDS), 16 * PAGE, 4, 2, 32
 LATENT, ROPE, VALUE = 48, 16, 32
-# The pool row of each new token.
-NEW_SLOTS = torch.tensor(
-    [
-        TABLES[s, position // PAGE] * PAGE + position % PAGE
-        for s, (new, cached) in enumerate(zip(EXTENDS, PREFIXES, strict=True))
-        for position in range(cached, cached + new)
-    ]
-)
+NEW_SLOTS = new_slots(TABLES, PREFIXES, LENGTHS, PAGE)
 NUM_LAYERS = 3  # of a model
 
 

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -112,6 +113,13 @@ def make_batch(case: Case) -> Batch:
 def slots_of(block_tables: torch.Tensor, sequence: int, n: int, page_size: int) -> torch.Tensor:
     pages = block_tables[sequence].repeat_interleave(page_size)[:n]
     return pages * page_size + torch.arange(n) % page_size
+
+
+def new_slots(tables: Any, prefixes: Any, lens: Any, page_size: int) -> torch.Tensor:
+    """The pool rows of the tokens behind each prefix."""
+    tables = torch.as_tensor(tables).long()
+    ends = enumerate(zip(prefixes, lens, strict=True))
+    return torch.cat([slots_of(tables, s, n, page_size)[cached:] for s, (cached, n) in ends])
 
 
 @cache

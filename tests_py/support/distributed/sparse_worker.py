@@ -19,6 +19,7 @@ from cpattn.distributed.sparse import gather as sparse_gather
 from cpattn.distributed.sparse import pass_q as sparse_pass_q
 from cpattn.distributed.sparse.choice import SparseSizes, choose_sparse
 from cpattn.distributed.sparse.inputs import checked_sparse_inputs
+from support.distributed.prefill_batches import new_slots
 from support.distributed.sharded_worker import (
     PLACEMENTS,
     noted_events,
@@ -105,16 +106,6 @@ def run_sparse_layers(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[
     return {run: _run(run) for run in runs}
 
 
-def _new_slots(batch: IndexerBatch) -> torch.Tensor:
-    lens, page = zip(batch.extend_lens, batch.prefix_lens, strict=True), batch.page_size
-    position = [np.arange(cached, cached + new) for new, cached in lens]
-    rows = [
-        table[x // page] * page + x % page
-        for table, x in zip(batch.block_tables, position, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(rows).astype(np.int64))
-
-
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
@@ -153,7 +144,7 @@ def layer_arguments(
     q, kv = run.attention(batch)
     codes = batch.in_pages(batch.keys, batch.dim, 0.0).to(batch.q_dtype).view(-1, 1, batch.dim)
     scales = batch.in_pages(batch.scales, 1, 0.0).view(-1, 1, 1)
-    new = _new_slots(batch)
+    new = new_slots(batch.block_tables, batch.prefix_lens, batch.kv_lens, batch.page_size)
     owned = placement.owner_of(new) == rank
     slots = np.where(owned, placement.local_index(new), -1)
     np.testing.assert_array_equal(plan.local_slots[: len(new)], slots)

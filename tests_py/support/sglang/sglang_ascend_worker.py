@@ -9,7 +9,7 @@ import torch
 
 import cpattn
 from cpattn.integrations import sglang as plug_in
-from support.distributed.prefill_batches import Batch, Case, make_batch, slots_of
+from support.distributed.prefill_batches import Batch, Case, make_batch
 from support.sglang import sglang_runtime
 from support.sglang.sglang_runtime import SGLANG
 
@@ -34,7 +34,7 @@ def begin(case: Case) -> tuple[Batch, Any, Any, Any]:
     )
     sizes = case.num_heads, case.head_dim, case.head_dim**-0.5, case.num_kv_heads
     layer = SGLANG.radix.RadixAttention(*sizes, LAYER_ID, v_head_dim=case.v_head_dim)
-    write_prefixes(backend, layer, case, batch)
+    sglang_runtime.write_prefixes(backend.token_to_kv_pool, layer, case, batch)
     return batch, backend, forward_batch, layer
 
 
@@ -101,13 +101,3 @@ def make_backend(case: Case, batch: Batch) -> Any:
         "hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
     }
     return sglang_runtime.make_ascend_backend(case, batch, pool, model)
-
-
-def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch) -> None:
-    """Write prefixes into pages that hold NaN where no token of a request is."""
-    pool = backend.token_to_kv_pool
-    pool.get_key_buffer(LAYER_ID).fill_(torch.nan)
-    pool.get_value_buffer(LAYER_ID).fill_(torch.nan)
-    for s, prefix in enumerate(case.prefixes):
-        slots = slots_of(batch.block_tables, s, prefix, case.page_size)
-        pool.set_kv_buffer(layer, slots, batch.k[s][:prefix], batch.v[s][:prefix])

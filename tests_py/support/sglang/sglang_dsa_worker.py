@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from support.distributed.prefill_batches import Batch, Case, make_batch, slots_of
+from support.distributed.prefill_batches import Batch, Case, make_batch
 from support.sglang import sglang_runtime
 from support.sglang.sglang_runtime import SGLANG
 
@@ -38,7 +38,11 @@ def run_case(case: Case, cp_size: int) -> dict:
     layer = SGLANG.radix.RadixAttention(case.num_heads, width, width**-0.5, **sizes)
     inputs = make_inputs(case)
     vectors = index_vectors(indexer, case, inputs)
-    write_prefixes(backend, layer, case, batch, vectors)
+    pool = backend.token_to_kv_pool
+    pool.get_index_k_buffer(LAYER_ID).fill_(torch.nan)
+    all_slots = sglang_runtime.write_prefixes(pool, layer, case, batch)
+    for slots, (_, index_k, _) in zip(all_slots, vectors, strict=True):
+        pool.set_index_k_buffer(LAYER_ID, slots, index_k[: len(slots)])
     model = SimpleNamespace(kv_lora_rank=case.head_dim)
     with (
         parallel.override(cp_strategy=case.strategy),
@@ -139,15 +143,3 @@ def make_backend(case: Case, batch: Batch) -> Any:
     model |= {"kv_lora_rank": case.head_dim, "qk_nope_head_dim": case.head_dim}
     model |= {"qk_rope_head_dim": case.v_head_dim, "num_attention_heads": case.num_heads}
     return sglang_runtime.make_ascend_backend(case, batch, pool, model)
-
-
-def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch, vectors: list) -> None:
-    """Write prefixes into pages that hold NaN where no token of a request is."""
-    pool = backend.token_to_kv_pool
-    for buffer in (*pool.get_kv_buffer(LAYER_ID), pool.get_index_k_buffer(LAYER_ID)):
-        buffer.fill_(torch.nan)
-    for s, prefix in enumerate(case.prefixes):
-        slots = slots_of(batch.block_tables, s, prefix, case.page_size)
-        pool.set_kv_buffer(layer, slots, batch.k[s][:prefix], batch.v[s][:prefix])
-        _, index_k, _ = vectors[s]
-        pool.set_index_k_buffer(LAYER_ID, slots, index_k[:prefix])

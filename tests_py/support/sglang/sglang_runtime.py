@@ -19,7 +19,7 @@ import torch
 from transformers import AutoProcessor  # noqa: F401  before there is a stand-in of triton
 
 from cpattn.integrations import torch_npu
-from support.distributed.prefill_batches import Batch, Case, slots_of
+from support.distributed.prefill_batches import Batch, Case, new_slots, slots_of
 from support.sglang.sglang_planning import srt_modules
 from support.stand_ins import DevicesAreTheCpu, LackingFinder
 
@@ -90,12 +90,21 @@ def make_ascend_backend(case: Case, batch: Batch, pool: Any, model: dict[str, An
         return SGLANG.attention.AscendAttnBackend(runner)
 
 
+def write_prefixes(pool: Any, layer: Any, case: Case, batch: Batch) -> list[torch.Tensor]:
+    """Write prefixes where NaN is else; return the slots of each request's prefix."""
+    for buffer in pool.get_kv_buffer(layer.layer_id):
+        buffer.fill_(torch.nan)
+    all_slots = []
+    for s, prefix in enumerate(case.prefixes):
+        all_slots.append(slots_of(batch.block_tables, s, prefix, case.page_size))
+        pool.set_kv_buffer(layer, all_slots[-1], batch.k[s][:prefix], batch.v[s][:prefix])
+    return all_slots
+
+
 def make_forward_batch(case: Case, batch: Batch) -> Any:
     new = [slice(p, n) for p, n in zip(case.prefixes, case.seq_lens, strict=True)]
     seq_lens, num_tokens = torch.tensor(case.seq_lens), len(batch.q)
-    tables = batch.block_tables
-    pages = enumerate(zip(case.seq_lens, new, strict=True))
-    slots = torch.cat([slots_of(tables, s, n, case.page_size)[rows] for s, (n, rows) in pages])
+    slots = new_slots(batch.block_tables, case.prefixes, case.seq_lens, case.page_size)
     lens = {"seq_lens": seq_lens, "seq_lens_cpu": seq_lens, "seq_lens_sum": int(seq_lens.sum())}
     for name, values in (("seq", case.extend_lens), ("prefix", case.prefixes)):
         lens[f"extend_{name}_lens"] = torch.tensor(values)
