@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import pty
@@ -15,10 +14,10 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from audit import leftovers
 from support.children import Children
 from support.time_limits import PATIENCE
 
@@ -149,31 +148,24 @@ def run_on_terminal(line: CommandLine, columns: int, *arguments: str, **options:
     return running.read_until(b"\0").decode().replace("\r\n", "\n").split("\n")
 
 
-def _stats() -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folder in /proc of each process, and what `stat` has there behind its name."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            yield stat.parent, stat.read_text().rpartition(")")[2].split()
-
-
 def workers_of(pid: int) -> list[int]:
-    workers = []
-    for folder, fields in _stats():
-        with contextlib.suppress(OSError):
-            if int(fields[1]) == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
-                workers.append(int(folder.name))
-    return workers
+    """The processes that a command has spawned to work for it."""
+    return [x for x in leftovers.children_of(pid) if "spawn_main" in leftovers.describe(x)]
 
 
-def left_of_session(pid: int, seconds: float = 10) -> list[str]:
-    """Processes of the session that `pid` began, if some are still there after so long."""
+def _is_of_session(pid: int, session: int) -> bool:
+    try:
+        return os.getsid(pid) == session and leftovers.state_of(pid) != "Z"
+    except ProcessLookupError:
+        return False
+
+
+def left_of_session(session: int, seconds: float = 10) -> list[str]:
+    """Processes of a session, if some are still there after so long."""
     deadline = time.monotonic() + seconds
     while True:
-        found = []
-        for folder, fields in _stats():
-            if int(fields[3]) == pid and fields[0] != "Z":
-                with contextlib.suppress(OSError):
-                    found.append((folder / "cmdline").read_text().replace("\0", " "))
+        pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        found = [leftovers.describe(pid) for pid in pids if _is_of_session(pid, session)]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)

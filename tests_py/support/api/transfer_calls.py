@@ -88,18 +88,10 @@ def engine_write() -> Call:
 
 
 def engine_register() -> Call:
-    engine, keep = (
-        transfer.LocalEngine(num_threads=1),
-        SimpleNamespace(block=np.zeros(128, np.uint8)),
-    )
-    address = keep.block.ctypes.data
-    blocks = of_kind("addresses", addrs=[address, address + 64], sizes=[64, 64])
-
-    def close() -> None:
-        engine.close()
-        del keep.block
-
-    return Call(engine.register, blocks, close=close)
+    engine, block = transfer.LocalEngine(num_threads=1), np.zeros(128, np.uint8)
+    addrs = [block.ctypes.data, block.ctypes.data + 64]
+    blocks = of_kind("addresses", addrs=addrs, sizes=[block.size // 2] * 2)
+    return Call(engine.register, blocks, close=lambda: (engine.close(), block.fill(0)))
 
 
 def engine_unregister() -> Call:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of a rank in a round, at one of its calls."""
 
-import mmap
 import os
 import random
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -23,27 +21,13 @@ ALLOCATORS = (
     (torch, "empty"), (torch, "zeros"), (torch, "cat"), (torch, "empty_like"),
     (torch.Tensor, "new_empty"), (torch.Tensor, "index_select"), (torch.Tensor, "new_zeros"),
 )  # fmt: skip
-
-
-class Board:
-    """Time of the fault, for all ranks to see, by the clock that all processes share."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
-
-    @property
-    def time(self) -> float:
-        value: float = struct.unpack_from("d", self._memory)[0]
-        return value
-
-    def write(self) -> None:
-        struct.pack_into("d", self._memory, 0, time.monotonic())
+STOPS = ("stop", "stop for a moment", "stop and kill")
 
 
 class Trigger:
     """Counts the calls of the culprit, while it is armed, and does the fault at one of them."""
 
-    def __init__(self, one: Round, board: Board) -> None:
+    def __init__(self, one: Round, board: Any) -> None:
         self.round, self.board = one, board
         self.armed = self.fired = False
         self._count = 0
@@ -68,14 +52,14 @@ class Trigger:
         if fault == "version":
             own_values = versions.own_values
             versions.own_values = lambda layout: own_values(layout + 1)  # type: ignore[assignment]
-            self.board.write()
+            self.board.value = time.monotonic()
             return
         sealed = shared_memory.sealed_file
 
         def truncated(name: str, num_bytes: int) -> int:
             if not self.armed:
                 return sealed(name, num_bytes)
-            self.board.write()
+            self.board.value = time.monotonic()
             self.fired = True
             fd = sealed(name, num_bytes // 4)
             try:
@@ -107,14 +91,12 @@ class Trigger:
         action: Callable[[], None] = {
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "kill in flight": self._kill_soon,
-            "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-            "stop for a moment": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-            "stop and kill": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            **dict.fromkeys(STOPS, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
             "memory": _raise_memory_error,
             "cut all cables": lambda: cut_cables(None),
             "cut a cable": lambda: cut_cables(self.round.seed),
         }[self.round.fault]
-        self.board.write()
+        self.board.value = time.monotonic()
         action()
 
     def _kill_soon(self) -> None:
@@ -122,7 +104,7 @@ class Trigger:
             end = time.monotonic() + self.round.delay
             while time.monotonic() < end:
                 pass
-            self.board.write()
+            self.board.value = time.monotonic()
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()

@@ -4,6 +4,7 @@ process that forks has imported and computed all that it can, and has no threads
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import pickle
 import selectors
@@ -14,14 +15,14 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from support.distributed.fault_programs import Program, expected_of_step
 from support.distributed.fault_rounds import AHEAD, CASES, PATIENCE, TIMEOUT, Round
-from support.distributed.fault_triggers import Board, Trigger
+from support.distributed.fault_triggers import Trigger
 from support.distributed.prefill_batches import expected_of
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,7 +52,7 @@ class Outcome(NamedTuple):
 
 def run_round(one: Round) -> Outcome:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to this process
-    board = Board()
+    board = multiprocessing.RawValue("d")  # time of the fault, by the clock that all share
     pids: list[int] = []
     pipes: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -70,11 +71,11 @@ def run_round(one: Round) -> Outcome:
                 _kill(pid)
     left_behind = tuple(_orphans())
     answers = [pickle.loads(text) if text else Answer(died=True) for text in texts]
-    return Outcome(answers, board.time, left_behind, stalled)
+    return Outcome(answers, board.value, left_behind, stalled)
 
 
 def _read_all(
-    one: Round, pipes: list[int], pids: list[int], board: Board
+    one: Round, pipes: list[int], pids: list[int], board: Any
 ) -> tuple[list[bytes], float]:
     """Read what ranks write until they end; meanwhile a stopped one goes on, or is killed."""
     texts = dict.fromkeys(pipes, b"")
@@ -95,7 +96,7 @@ def _read_all(
                 if not data:
                     selector.unregister(key.fd)
                     os.close(key.fd)
-            if one.fault.startswith("stop") and board.time and not stopped_at:
+            if one.fault.startswith("stop") and board.value and not stopped_at:
                 stopped_at = time.monotonic()
             lasts = {"stop": TIMEOUT + _LATE, "stop and kill": 0.1}.get(one.fault, one.delay)
             if stopped_at and time.monotonic() > stopped_at + lasts:
@@ -124,14 +125,14 @@ def _orphans() -> list[str]:
                 _kill(int(child))
 
 
-def _be_rank(one: Round, rank: int, store: Path, board: Board, writer: int) -> None:
+def _be_rank(one: Round, rank: int, store: Path, board: Any, writer: int) -> None:
     try:
         os.write(writer, pickle.dumps(_answer(one, rank, store, board)))
     finally:
         os._exit(0)
 
 
-def _answer(one: Round, rank: int, store: Path, board: Board) -> Answer:
+def _answer(one: Round, rank: int, store: Path, board: Any) -> Answer:
     warnings.simplefilter("error")
     before = resources()
     trigger = Trigger(one, board)
@@ -147,7 +148,7 @@ def _answer(one: Round, rank: int, store: Path, board: Board) -> Answer:
         if rank == one.culprit:
             trigger.install()
             if one.fault.startswith("late"):
-                board.write()
+                board.value = time.monotonic()
                 time.sleep(one.delay if one.fault == "late for a moment" else TIMEOUT + _LATE)
         program.run()
     except BaseException as raised:

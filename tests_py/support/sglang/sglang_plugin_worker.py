@@ -6,10 +6,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch._inductor.compile_fx  # noqa: F401  before there is a stand-in for triton
@@ -22,14 +21,6 @@ sys.meta_path.append(LackingFinder())
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sglang.srt import plugins
-
-
-@contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    os.environ.update(variables)
-    yield
-    for name in variables:
-        del os.environ[name]
 
 
 def load_plugins() -> None:
@@ -109,7 +100,7 @@ def main() -> None:
         ("CPATTN_PLUGINS=0", {"CPATTN_PLUGINS": "0"}),
         ("loaded", {"SGLANG_PLUGINS": "another, cpattn"}),
     ):
-        with environment(**variables):
+        with mock.patch.dict(os.environ, variables):
             load_plugins()
             answers[name] = who_plans()
     load_plugins()
@@ -118,7 +109,7 @@ def main() -> None:
     answers["hooks per target"] = sorted({len(of_target) for of_target in hooks})
     plugin.uninstall()
     answers["uninstalled"] = who_plans()
-    with environment(CPATTN_SGLANG_PARTS="strict_kv, metadata"):
+    with mock.patch.dict(os.environ, CPATTN_SGLANG_PARTS="strict_kv, metadata"):
         load_plugins()
         answers["CPATTN_SGLANG_PARTS"] = who_plans()
     print(json.dumps(answers))
