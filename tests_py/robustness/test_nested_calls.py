@@ -18,7 +18,7 @@ import cpattn
 from cpattn._containers import empty
 from cpattn.sparse import sglang_0_5_23
 from support.cases import Case, make_inputs
-from support.interrupts import assert_interruptible
+from support.children import assert_interruptible
 
 pytestmark = pytest.mark.slow
 

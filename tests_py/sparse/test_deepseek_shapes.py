@@ -16,7 +16,7 @@ import torch
 import cpattn
 from support import probes
 from support.cases import DTYPES
-from support.sparse import indexer_cases
+from support.sparse import indexer_batch
 from support.tolerances import EPS, assert_attended, indexer_units
 
 pytestmark = pytest.mark.slow
@@ -31,20 +31,20 @@ INDEX_DTYPES = {"bfloat16": False, "float8_e4m3fn": True, "int8": True}
 @functools.cache
 def index_inputs(dtype):
     """Make queries behind all keys, in the middle, and behind few; and their scores."""
-    inputs = indexer_cases.make_inputs(
+    inputs = indexer_batch.make_inputs(
         3, 20000, heads=INDEX_HEADS, dim=INDEX_DIM, dtype=dtype, scales=INDEX_DTYPES[dtype]
     )
     inputs |= {"ks": np.array([0, 100, 18500]), "ke": np.array([20000, 9101, 20000])}
-    return inputs, indexer_cases.expected_logits(inputs)
+    return inputs, indexer_batch.expected_logits(inputs)
 
 
 @pytest.mark.parametrize("dtype", INDEX_DTYPES)
 def test_indexer(isa, dtype):
     inputs, expected = index_inputs(dtype)
     logits = cpattn.sparse.indexer_logits(**inputs)
-    indexer_cases.assert_logits(logits, inputs, expected)
+    indexer_batch.assert_logits(logits, inputs, expected)
     chosen = np.asarray(cpattn.sparse.indexer_topk(**inputs, topk=TOPK))
-    np.testing.assert_array_equal(chosen, indexer_cases.best_keys(logits, inputs, TOPK, True))
+    np.testing.assert_array_equal(chosen, indexer_batch.best_keys(logits, inputs, TOPK, True))
     # In float64 none of those left out is better than one of those chosen by more than roundings.
     exact, magnitude = expected
     for row, begin, scores in zip(chosen, inputs["ks"], exact, strict=True):

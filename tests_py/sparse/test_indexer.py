@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cpattn
 from support.cases import strided_copy
 from support.examples import examples
-from support.sparse.indexer_cases import DTYPES, assert_logits, best_keys, make_inputs
+from support.sparse.indexer_batch import KEY_DTYPES, assert_logits, best_keys, make_inputs
 
 SHAPES = [  # heads, dim
     (1, 64),
@@ -32,7 +32,7 @@ def assert_topk(inputs, topk):
         np.testing.assert_array_equal(found, best_keys(logits, inputs, topk, in_order))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), SHAPES)
 def test_logits(isa, dtype, heads, dim):
     inputs = make_inputs(heads=heads, dim=dim, dtype=dtype)
@@ -54,7 +54,7 @@ def test_numbers_of_keys(isa, num_keys, num_queries):
     assert_topk(inputs, 20)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("topk", [1, 7, 128, 300])
 def test_topk(isa, dtype, topk):
     assert_topk(make_inputs(9, 1300, dtype=dtype), topk)
@@ -117,7 +117,7 @@ def test_keys_that_nobody_sees_are_not_part_of_a_score(isa):
     assert torch.equal(cpattn.sparse.indexer_logits(**inputs), seen)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KEY_DTYPES)
 def test_a_score_depends_on_its_query_and_key_alone(isa, dtype):
     """A pair scores the same alone, among other queries, and at another place among the keys."""
     inputs = make_inputs(50, 700, heads=6, dim=32, dtype=dtype) | {"ks": [0] * 50, "ke": [700] * 50}

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from cpattn.integrations import nixl
-from support.integrations.peer_stand_ins import put_nixl
+from support.integrations.peer_stand_ins import DONE, UNDER_WAY, FakeAgent, NotFoundError, put_nixl
 from support.time_limits import PATIENCE
-from support.transfer.nixl_stand_in import DONE, UNDER_WAY, FakeAgent, NotFoundError
 
 PEER = "10.0.0.2:7000/00"
 STARTS = "^NixlEngine: the agent on 127.0.0.1 does not start: "
