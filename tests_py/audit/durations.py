@@ -42,6 +42,7 @@ class Durations:
 
 
 def lines(seconds: Counter[str], tests: Counter[str]) -> list[str]:
+    """Returns a line for each folder, the longest first, of the seconds and tests of its files."""
     by_folder: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for path in seconds:
@@ -51,6 +52,7 @@ def lines(seconds: Counter[str], tests: Counter[str]) -> list[str]:
 
 
 def parts_of_make() -> list[tuple[str, int]]:
+    """Returns what scripts/timed.sh wrote down, and forgets it."""
     path = Path(os.environ.get("MAKE_TIMES") or os.devnull)
     if not path.is_file():
         return []

@@ -70,6 +70,7 @@ def end(pids: set[int]) -> None:
 
 
 def segments() -> set[Path]:
+    """Shared memory with a name, by whichever process."""
     return set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
 
 
@@ -99,6 +100,7 @@ class Leftovers:
         self._segments = segments()
 
     def processes(self) -> set[int]:
+        """Return the living processes of this run, but for those that end with us."""
         mine = children_of(os.getpid())
         servants = {pid for pid in mine if _is_servant(pid)}
         return {p for p in mine | marked(self._mark) if state_of(p) != "Z"} - servants

@@ -23,6 +23,8 @@ _notes: list[tuple[str, str, str]] = []
 
 @dataclass(frozen=True)
 class Record:
+    """Count of a run's tests that passed with one thing of a kind."""
+
     kind: str
     name: str
     version: str

@@ -48,6 +48,7 @@ def read(text: str | None = None) -> list[AllowedSkip]:
 
 
 def complaint_about(test: str, reason: str, entries: list[AllowedSkip]) -> str:
+    """Return why this skip is not allowed; nothing if it is."""
     about = [entry for entry in entries if entry.is_about(test, reason)]
     if not about:
         return f"{LIST.name} has no entry for it"

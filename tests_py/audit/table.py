@@ -42,6 +42,7 @@ def parts(text: str | None = None) -> list[Part]:
 
 
 def from_junit(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
+    """Return what ran of the C++ tests in a file; and the skipped ones, with what was said."""
     passed: Counter[tuple[str, str]] = Counter()
     skipped = []
     for test in ElementTree.parse(path).iter("testcase"):

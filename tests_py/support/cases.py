@@ -102,12 +102,14 @@ def make_cache(
 
 
 def in_layout(case: Case, cache: torch.Tensor) -> torch.Tensor:
+    """The pages of make_cache() as the functions take them; no copy."""
     if case.kv_layout == "3-D":
         return cache.flatten(0, 1)
     return cache.transpose(1, 2) if case.kv_layout == "HND" else cache
 
 
 def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
+    """Arguments of paged_attention, and of the oracle."""
     rng = np.random.default_rng(seed)
     tables, num_pages = shuffled_tables(case, rng)
     q = rng.standard_normal((sum(case.q_lens), case.num_heads, case.head_dim))

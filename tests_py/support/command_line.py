@@ -115,6 +115,7 @@ class CommandLine:
         return self._start([*COMMAND, *arguments], columns, **options)
 
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """A command that has ended."""
         return self._ended(self.start(*arguments, **options))
 
     def shell(

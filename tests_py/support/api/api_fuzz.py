@@ -84,6 +84,7 @@ def make_case(seed: int, number: int) -> Case:
 
 
 def in_another_dtype(draw: Draw, values: dict[str, Any]) -> dict[str, Any]:
+    """All float32 tensors in one other dtype."""
     dtype = draw.choice([np.float16, ml_dtypes.bfloat16, np.float64])
     return {
         name: value.astype(dtype)
@@ -133,6 +134,7 @@ def contents(values: Any) -> list[bytes]:
 
 
 def run_case(seed: int, number: int) -> tuple[Target, str | None]:
+    """Return whose call it is, and what is wrong."""
     case = make_case(seed, number)
     values = case.arguments
     owned = [*case.owned, *values.values()]
@@ -175,6 +177,7 @@ def described(value: Any) -> str:
 
 
 def describe(seed: int, number: int) -> str:
+    """The call and its arguments, those marked that have been changed."""
     case = make_case(seed, number)
     lines = [f"{case.target.name}  (changed: {', '.join(case.changed) or 'nothing'})"]
     for name, value in case.arguments.items():

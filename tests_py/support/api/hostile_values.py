@@ -41,6 +41,8 @@ DTYPES = [
 
 
 class Index:
+    """Stands for a number, and does something when it is asked."""
+
     def __init__(self, value: Any, then: Callable[[], object] = lambda: None) -> None:
         self.value, self.then = value, then
 
@@ -188,6 +190,7 @@ def torch_tensor(draw: Draw, good: Any) -> Any:
 
 
 def anything(draw: Draw) -> Any:
+    """Return something that hardly any argument takes."""
     kind = draw.choice([cpattn.transfer.TransferPlan, cpattn.transfer.KVLayout])
     odd = [None, (), bytearray(8), memoryview(bytes(8)), range(3), (x for x in [1]), slice(None)]
     odd += [Ellipsis, NotImplemented, True, np.False_, Changing(), Liar()]

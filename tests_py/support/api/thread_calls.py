@@ -95,6 +95,7 @@ def norm(function: Any, n: int, **eps: float) -> Call:
 
 
 def set_rows(pool: Any, name: str, n: int, *widths: int) -> Call:
+    """Writes rows of these shapes into a pool of as many."""
     made = pool(size=256 * n, page_size=16, num_layers=1, container="numpy")
     row = normal(256 * n, *widths)
     both = (row, row) if pool is MHA_POOL else (row,)
@@ -165,6 +166,7 @@ def transform(function: Any, n: int, **more: Any) -> Call:
 
 
 def layouts() -> list[transfer.KVLayout]:
+    """Return the layouts of a sender and of a receiver, with the keys of 61 layers."""
     made = []
     for base in (16 << 32, 17 << 32):
         addresses = [base + (layer << 26) for layer in range(61)]

@@ -64,6 +64,7 @@ def layout(base: int = 1 << 30, **more: Any) -> transfer.KVLayout:
 
 
 def engines() -> tuple[transfer.LocalEngine, transfer.LocalEngine, Any, Any, Callable[[], None]]:
+    """Two engines with memory of their own registered."""
     sender, receiver = transfer.LocalEngine(num_threads=1), transfer.LocalEngine(num_threads=1)
     src, dst = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
     sender.register([src.ctypes.data], [src.nbytes])

@@ -80,6 +80,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def defaults(struct: str) -> ctypes.Structure:
+    """A struct as its _init function fills it."""
     filled = STRUCTS[f"cpattn_{struct}"]()
     call(f"{struct}_init", ctypes.byref(filled), ctypes.c_size_t(ctypes.sizeof(filled)))
     return filled

@@ -43,6 +43,7 @@ class Program:
         }
 
     def run(self) -> None:
+        """All calls of the round, which raise what the library does."""
         world, exchange = dist.group.WORLD, self.round.exchange
         plain = ContextParallel(world, **self.options)
         if self.round.transport != "tcp":
@@ -68,6 +69,7 @@ class Program:
         self._called("gather", plain.gather, plan, torch.zeros(8, 4))
 
     def _called(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A call that others take part in."""
         self.call = name
         self.trigger.armed = self.is_culprit and not (self.trigger.fired or self.at_the_end)
         try:
@@ -83,6 +85,7 @@ class Program:
         return True
 
     def _agreed(self, attempt: Callable[[], Any]) -> None:
+        """A call that all ranks must refuse; the group stays usable."""
         try:
             attempt()
         except (RuntimeError, TypeError, ValueError) as error:

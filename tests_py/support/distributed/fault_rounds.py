@@ -68,6 +68,7 @@ class Round:
 
     @property
     def batch(self) -> Case:
+        """Batch that is attended to, but for decode steps."""
         return AHEAD if self.exchange == "prefetch" else CASES[self.case]
 
     @property
@@ -87,6 +88,7 @@ class Round:
 
     @property
     def limit(self) -> float:
+        """Seconds until every survivor must have its error."""
         if self.fault in BY_TIMEOUT:
             return self.timeout + 1
         if self.fault not in DEATHS or self.transport == "shm":

@@ -112,6 +112,7 @@ def _kill(pid: int) -> None:
 
 
 def _orphans() -> list[str]:
+    """Processes that ranks have left."""
     found = []
     while True:
         try:
@@ -126,6 +127,7 @@ def _orphans() -> list[str]:
 
 
 def _be_rank(one: Round, rank: int, store: Path, board: Any, writer: int) -> None:
+    """The life of a forked rank; never returns."""
     try:
         os.write(writer, pickle.dumps(_answer(one, rank, store, board)))
     finally:
@@ -178,6 +180,7 @@ def resources() -> dict[str, int]:
 
 
 def _left_behind(before: dict[str, int], patience: float) -> list[str]:
+    """List what is there now that was not before, when the group is gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
     deadline = time.monotonic() + patience

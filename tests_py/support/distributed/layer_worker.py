@@ -53,6 +53,8 @@ def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Layer:
+    """Queries and whole caches, and options of `attend` and of `plan`."""
+
     q: torch.Tensor
     caches: tuple[torch.Tensor | None, ...]  # keys, values, rotary dimensions of keys
     attend: dict[str, Any] = field(default_factory=dict)
@@ -204,11 +206,13 @@ class Rank:
         return self.cp.shard(self.plan, x)
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole cache."""
         if self.cp.placement is None:
             return x
         return shard_of(self.cp.placement, self.cp.cp_rank, x, PAGE)
 
     def pools(self, layer: Layer) -> list[torch.Tensor | None]:
+        """Return this rank's pools without the new tokens."""
         pools = [None if cache is None else cache.clone() for cache in layer.caches]
         for pool in pools:
             if pool is not None:
@@ -216,6 +220,7 @@ class Rank:
         return [None if pool is None else self.held(pool) for pool in pools]
 
     def own_numbers(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return a bias with the rows of this rank's tokens alone."""
         metadata = self.plan.metadata
         requests = torch.tensor(metadata.query_request_indices, dtype=torch.int64)
         ends = torch.tensor(metadata.query_cache_lengths, dtype=torch.int64)

@@ -29,10 +29,12 @@ def key_shares(placement: Any, tables: Any, lens: Any, page_size: int) -> KeySha
 
 
 def plan_of(cp: ContextParallel, extend: int, prefix: int) -> Any:
+    """The plan of a request whose pages are in their order."""
     pages = -(-(extend + prefix) // cp.page_size)
     return cp.plan([extend], [extend + prefix], block_tables=[range(pages)])
 
 
 def one_rank(**options: Any) -> ContextParallel:
+    """Make the only rank of a world, over pools that are shared out in pages of 4 tokens."""
     usual = {"page_size": 4, "placement": PLACEMENTS["pages"](1, 4)}
     return ContextParallel(dist.group.WORLD, **usual | options)

@@ -111,6 +111,7 @@ def make_batch(case: Case) -> Batch:
 
 
 def slots_of(block_tables: torch.Tensor, sequence: int, n: int, page_size: int) -> torch.Tensor:
+    """The pool rows of the first n tokens of a sequence."""
     pages = block_tables[sequence].repeat_interleave(page_size)[:n]
     return pages * page_size + torch.arange(n) % page_size
 

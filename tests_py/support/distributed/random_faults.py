@@ -103,6 +103,7 @@ def _wrong_culprit(one: Round, answer: Answer) -> str | None:
 
 
 def play(seed: int, options: argparse.Namespace) -> tuple[Round, list[str], bool]:
+    """One round; whether its fault came."""
     if options.in_turns:
         one = fault_rounds.in_turns(seed)
     else:

@@ -40,10 +40,12 @@ class Run:
 
 
 def unread(x: torch.Tensor) -> Any:
+    """Return what stands where nothing may be read."""
     return torch.nan if x.is_floating_point() else 77
 
 
 def shard_of(placement: Any, rank: int, pool: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the part that a rank holds of a pool that holds everything."""
     slots = np.arange(len(pool))
     mine = placement.owner_of(slots) == rank
     rows = placement.local_index(slots)
@@ -137,6 +139,7 @@ class Step:
         return {name: of_heads.get(name, value) for name, value in self.options}
 
     def bias(self) -> torch.Tensor:
+        """Make numbers, of which the last query of a request has one for its first page alone."""
         shape = len(self.q_lens), self.num_heads, max(self.q_lens), max(self.kv_lens)
         numbers = torch.randn(shape, generator=torch.Generator().manual_seed(3))
         for of_request, n in zip(numbers, self.q_lens, strict=True):
@@ -250,6 +253,7 @@ def received_bytes(events: list[Event], call: str) -> int:
 def traffic_rank(
     rank: int, case: Case, exchange: str, group: Any = None
 ) -> tuple[ContextParallel, Any, list[torch.Tensor], list[torch.Tensor]]:
+    """A rank that holds pages: its plan, its rows of q, k, v, and its shards without new keys."""
     batch, size = make_batch(case), dist.get_world_size()
     placement = PLACEMENTS["pages"](size, case.page_size)
     cp = ContextParallel(
@@ -267,6 +271,7 @@ def traffic_rank(
 def run_traffic(
     rank: int, case: Case, exchanges: tuple[str, ...], make_group: Callable[[], Any] = lambda: None
 ) -> dict[str, dict[str, Any]]:
+    """Return for each exchange what this rank received, and the order of events."""
     group = make_group()
     return {exchange: _traffic_of(rank, case, exchange, group) for exchange in exchanges}
 
@@ -316,6 +321,7 @@ def run_decode(rank: int, runs: list[tuple[Step, str]], traffic: Step) -> tuple[
 
 
 def run_ways(rank: int, runs: list[tuple[Step, str]]) -> dict[tuple[Step, str], dict]:
+    """out and lse of steps over placements, by every way; and the heads of this rank."""
     results = {}
     for step, placement in runs:
         cp, plan, every_head, shards = written_step(rank, step, placement)

@@ -47,6 +47,7 @@ def make_pool(cp: ContextParallel, case: Case, batch: Batch) -> MHATokenToKVPool
 
 @contextlib.contextmanager
 def counting_sends() -> Iterator[list[tuple[int, int]]]:
+    """Record to whom this rank sends, and how many bytes."""
     sent: list[tuple[int, int]] = []
 
     def counting(block, rank, *arguments):
@@ -123,6 +124,7 @@ def run_hidden(rank: int) -> tuple[str, str]:
 
 
 def answer_of_a_child(call: Callable[[], str]) -> str:
+    """Return what a call says in a forked child of this process, which ends with it."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # later interpreters warn of threads
@@ -140,12 +142,14 @@ def answer_of_a_child(call: Callable[[], str]) -> str:
 
 
 def told_of_a_pool(memory: SharedMemory | None, size: int) -> str:
+    """Return what a rank is told that makes a pool of so many slots."""
     sizes = {"size": size, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 64}
     return error_of(lambda: MHATokenToKVPool(**sizes, memory=memory))[0]
 
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
+    """Files of this process are of a megabyte at most."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:

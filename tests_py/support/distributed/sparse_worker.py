@@ -84,6 +84,7 @@ class SparseRun:
         return {"topk": self.topk, "sm_scale": SCALE, "d_v": self.v_head_dim, "attn_sink": sinks}
 
     def alone(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer by one process whose pools hold everything."""
         batch = self.batch()
         q, kv = self.attention(batch)
         index_q = torch.from_numpy(batch.q).to(batch.q_dtype)
@@ -170,6 +171,7 @@ def layer_arguments(
 
 
 def _run(run: SparseRun) -> dict[str, Any]:
+    """Return results of a prefill, which positions were selected, and what travelled."""
     cp, batch = make_cp(run), run.batch()
     plan = cp.plan(
         batch.extend_lens, batch.kv_lens, block_tables=batch.block_tables,
@@ -205,6 +207,7 @@ def run_sparse_steps(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[s
 
 
 def _step(run: SparseRun) -> dict[str, torch.Tensor]:
+    """Return results of a decode step, whose queries every rank has, and what was selected."""
     cp, batch = make_cp(run), run.batch()
     plan = cp.plan_decode(batch.kv_lens, q_lens=batch.extend_lens, block_tables=batch.block_tables)
     arguments, options = layer_arguments(run, cp, plan, lambda x: x)

@@ -129,6 +129,7 @@ class FakeMooncake:
 
 
 def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces Mooncake's package; returns the engines that will have been made."""
     made: list[Any] = []
     for name in [name for name in os.environ if name.startswith("MC_")]:
         patch.delenv(name)
@@ -140,6 +141,7 @@ def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def put_nixl(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces NIXL's package; returns the agents that will have been made."""
     made: list[Any] = []
     module = bindings(lambda *settings: made.append(FakeAgent(*settings)) or made[-1])
     patch.setitem(sys.modules, "nixl_cu12", SimpleNamespace())

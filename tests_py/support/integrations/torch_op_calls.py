@@ -48,6 +48,7 @@ class Call:
 
     @property
     def floats(self) -> list[int]:
+        """Positions of the tensors that could require a gradient."""
         tensors = [(i, x) for i, x in enumerate(self.args) if isinstance(x, torch.Tensor)]
         return [i for i, x in tensors if x.is_floating_point()]
 
@@ -71,6 +72,7 @@ class Call:
         return as_tuple(PUBLIC[self.name](*self.args, **kwargs))
 
     def outputs(self) -> dict[str, torch.Tensor]:
+        """Tensors to write into, whose contents are wrong."""
         results = zip(self.results, self.function(), strict=True)
         return {name: torch.full_like(result, 3) for name, result in results}
 

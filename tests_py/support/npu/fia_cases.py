@@ -62,6 +62,7 @@ def to_axes(bsnd: torch.Tensor, axes: str) -> torch.Tensor:
 
 
 def from_axes(x: torch.Tensor, axes: str, num_heads: int) -> torch.Tensor:
+    """The inverse: back to [B, S, N, D]."""
     if axes == "BSH":
         return x.unflatten(2, (num_heads, -1))
     if "T" in axes:
@@ -166,6 +167,7 @@ class FiaBatch:
     def check(
         self, result, mode=0, before=None, after=None, masks=None, lse=True, rounds_values=False
     ) -> None:
+        """Compare the operator's result with the oracle; `masks` has one for each sequence."""
         out, lse_out = result
         out_axes = self.layout.split("_")[-1]
         out = from_axes(out, out_axes, self.num_heads)

@@ -18,6 +18,8 @@ BLOCK_SIZE, HEADS, DIM, TOPK = 16, 3, 32, 6
 
 
 class Operator:
+    """A batch in the layouts of a call, NaN wherever it must not read."""
+
     def __init__(self, form, q_lens=Q_LENS, k_lens=K_LENS, dtype=torch.float32, seed=0):
         rng = np.random.default_rng(seed)
         self.q_lens, self.k_lens, self.dtype = q_lens, k_lens, dtype
@@ -49,6 +51,7 @@ class Operator:
         return arguments | changes
 
     def expected(self, mode):
+        """Indices and values, laid out; nothing but -1 and -inf in spare rows."""
         tops, values = [], []
         for q, weights, k in zip(self.q, self.weights, self.k, strict=True):
             tops.append(np.full((len(q), 1, TOPK), -1, np.int32))
@@ -168,6 +171,7 @@ class Batch:
         return [position for position in seen if position < min(end, kv_len)]
 
     def expected(self):
+        """Indices and values, laid out; nothing but -1 and -inf in spare rows."""
         row = 0
         for b, queries in enumerate(self.queries):
             for i in range(len(queries)):

@@ -44,6 +44,7 @@ class Step:
 
 
 def _take(kind: str, step: Step) -> list[torch.Tensor]:
+    """One step of a kind; what the rank has after it."""
     x, group, n = step.data(step.n), step.group, step.n
     is_root = dist.get_rank() == step.root
     blocks = [torch.empty_like(x) for _ in range(step.size)]
@@ -113,6 +114,7 @@ STEPS: tuple[Callable[[Step], list[torch.Tensor]], ...] = tuple(partial(_take, x
 
 
 def run_program(seed: int, num_steps: int) -> list[torch.Tensor]:
+    """Return what a rank has after all steps, which are drawn by the seed."""
     chance = random.Random(seed)
     size = dist.get_world_size()
     halves = [list(range(size // 2)), list(range(size // 2, size))]

@@ -16,6 +16,7 @@ PAGE_SIZE = 4
 
 
 def document_of(extend, prefix, cp_size, strategy="zigzag", **options: Any) -> dict[str, Any]:
+    """A plan of cpattn as a document; options are those of `from_metadata`."""
     seq_lens = [cached + new for cached, new in zip(prefix, extend, strict=True)]
     plans = cpattn.build_cp_metadata_all_ranks(extend, seq_lens, cp_size=cp_size, strategy=strategy)
     return from_metadata(plans, extend, prefix, **options)

@@ -45,6 +45,7 @@ def _works(step: Step) -> list[torch.Tensor]:
 
 
 def _begin(step: Step, salt: int) -> tuple[list[dist.Work], list[torch.Tensor]]:
+    """A call that goes on: its works, and what it fills."""
     x = step.data(step.n, salt, torch.int64)
     match step.chance.randrange(4):
         case 0:
@@ -157,6 +158,7 @@ def run(seed: int, number: int) -> list[torch.Tensor]:
 
 
 def alarm_of(seed: int, number: int) -> str | None:
+    """Return what is found in a program in two orders, if anything is."""
     chance = random.Random(f"{seed} {number}")
     size, seeds = chance.randint(2, _MOST_RANKS), (0, chance.randint(1, 1 << 20))
     options = {"seeds": seeds, "buffered_sends": chance.random() < 0.3, "time_limit": 600}

@@ -57,6 +57,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 
 
 def load() -> types.ModuleType:
+    """The tests, which read the environment when they are imported."""
     folder = tempfile.mkdtemp()
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(SMALL_SIZE), TEMP_DIR=folder)
     for name in ("barrier", "test_dir"):
@@ -73,6 +74,7 @@ def load() -> types.ModuleType:
 
 
 def case_of(tests: types.ModuleType) -> type[unittest.TestCase]:
+    """The tests as a class whose ranks are those of the simulation."""
     import torch.distributed as dist
     from torch.testing._internal.common_utils import TestCase
 

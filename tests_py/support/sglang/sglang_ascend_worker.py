@@ -27,6 +27,7 @@ def run_cases(rank: int, size: int, cases: list[Case], unsplit: dict[str, Case])
 
 
 def begin(case: Case) -> tuple[Batch, Any, Any, Any]:
+    """A batch, a backend whose pool has the cached prefixes, a forward pass and a layer."""
     batch = make_batch(case)
     backend, forward_batch = (
         make_backend(case, batch),
@@ -54,6 +55,7 @@ def run_unsplit(case: Case, mode: str) -> dict:
 
 @torch.inference_mode()
 def run_case(case: Case) -> dict:
+    """One layer of one prefill, as sglang's model runner runs it; what came out on this rank."""
     batch, backend, forward_batch, layer = begin(case)
     with SGLANG.context.forward_context(SGLANG.context.ForwardContext(backend)):
         SGLANG.cp.prepare_cp_forward(forward_batch)

@@ -104,12 +104,14 @@ class Step:
         self.new = torch.tensor([row for rows in new for row in rows])
 
     def first_kept(self, s: int) -> int:
+        """Return the first token kept: pages before the windows of new tokens were given back."""
         return max(0, self.kv_lens[s] - self.q_lens[s] - WINDOW) // self.page_size * self.page_size
 
     def kept_lens(self) -> list[int]:
         return [n - self.first_kept(s) for s, n in enumerate(self.kv_lens)]
 
     def mapping(self) -> torch.Tensor:
+        """Map slots to those of the pool for windows; 0 where there is none."""
         to_swa = torch.zeros(SIZE + self.page_size + 1, dtype=torch.int64)
         to_swa[-1] = -1
         for s, slots in enumerate(self.slots):
@@ -170,6 +172,7 @@ def attend(
     chunk_size: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The answer of one layer, and what the oracle is to be asked."""
     step = Step(lens, page_size, dtype, windows, head_dim)
     pool = make_pool(page_size, code or dtype, windows, head_dim=head_dim)
     runner, layer = make_runner(pool, dtype), make_layer(layer_id, head_dim, **options)
@@ -247,6 +250,8 @@ def published(**configuration: Any) -> Any:
 
 
 def refusals() -> list[tuple[str, str]]:
+    """Return each error of what cannot be served, with the words that it must contain."""
+
     def refused(
         change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND, **layer: Any
     ) -> str:

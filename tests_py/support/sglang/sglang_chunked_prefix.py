@@ -55,6 +55,8 @@ def load() -> SimpleNamespace:
 
 
 class RaggedWrapper:
+    """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper`, as sglang calls it."""
+
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         self._layout, self._planned = layout, {}
 
@@ -118,6 +120,7 @@ def attention(tensors: Any, *, mended: bool) -> Answer:
 
 
 def _token_slots(tensors: Any) -> torch.Tensor:
+    """``req_to_token``: the slot of each token of each request."""
     size, tables = tensors.case.page_size, tensors.block_tables.long()
     within = torch.arange(tables.shape[1] * size)
     return (tables[:, within // size] * size + within % size).int()
@@ -132,6 +135,7 @@ def _recording(function: Any, results: list[Any]) -> Any:
 
 
 def _runner_forward(sglang: SimpleNamespace, mended: bool) -> tuple[type, str, Any]:
+    """Return the arguments of `mock.patch.object`."""
     runner = sglang.backend.FlashInferMhaChunkKVRunner
     shipped = runner.forward
 

@@ -23,6 +23,7 @@ ENVIRONMENT = {
 
 
 def write_tokenizer(folder: Path) -> None:
+    """Words w0, w1, ... for the tokens of a model of `vllm_models`."""
     words = {f"w{token}": token for token in range(VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -62,6 +63,7 @@ def mapped_by(processes: Iterable[psutil.Process]) -> set[int]:
 
 
 def shared_memory() -> set[int]:
+    """The inodes of all that is there."""
     return {path.stat().st_ino for path in Path("/dev/shm").iterdir()}
 
 

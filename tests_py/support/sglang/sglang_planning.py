@@ -49,12 +49,14 @@ def load() -> SimpleNamespace:
 
 
 def make_strategy(sglang: SimpleNamespace, name: str, rank: int, size: int) -> Any:
+    """sglang's own, whose rank is not that of a process group."""
     zigzag, interleave = sglang.zigzag.ZigzagCPStrategy, sglang.interleave.InterleaveCPStrategy
     base = {"zigzag": zigzag, "interleave": interleave}[name]
     return type("Strategy", (base,), {"cp_rank": rank})(size)
 
 
 def kv_list(layers: range, groups: str, drafts: int = 0) -> list[str]:
+    """List what the buffers of a server hold, in its order."""
     target = [f"{group}{layer}" for group in groups for layer in layers]
     return target + [f"d{group}{layer}" for group in groups for layer in range(drafts)]
 

@@ -11,6 +11,7 @@ SPLITS = 8  # of the keys of a sequence, as the backend has them by default
 
 
 def _slots(tensors, lengths):
+    """Return where sequences begin among the slots, and the slots of their first tokens."""
     size, tables = tensors.case.page_size, tensors.block_tables.long()
     within = torch.arange(size, device=tables.device)
     slots = (tables[:, :, None] * size + within).flatten(1)

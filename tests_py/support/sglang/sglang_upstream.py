@@ -50,6 +50,7 @@ def _find_files() -> Path | zipfile.Path | None:
 
 
 def load() -> SimpleNamespace | None:
+    """The modules under the keys of `MODULES`; None where sglang is not to be found."""
     root = _find_files()
     if root is None:
         return None
@@ -109,6 +110,8 @@ def _reshape_and_cache(
 
 
 class RecordingEngine:
+    """Takes the place of the transfer engine: remembers the blocks of all calls."""
+
     def __init__(self) -> None:
         self.blocks: list[tuple[int, int, int]] = []
 

@@ -26,6 +26,7 @@ def make_allocator(sglang: SimpleNamespace, size: int, sizes: Any, need_sort: bo
 
 
 def extend_arguments(prefix_lens: list[int], seq_lens: list[int]) -> tuple[Any, ...]:
+    """Make the arguments of `alloc_extend`, without the bases."""
     prefixes, lens = torch.tensor(prefix_lens), torch.tensor(seq_lens)
     last_loc = torch.zeros_like(prefixes)  # read in its debug mode only
     return prefixes, prefixes, lens, lens, last_loc, sum(seq_lens) - sum(prefix_lens)
@@ -34,6 +35,7 @@ def extend_arguments(prefix_lens: list[int], seq_lens: list[int]) -> tuple[Any, 
 def random_extend(
     rng: np.random.Generator, page_size: int
 ) -> tuple[list[int], list[int], list[int | None]]:
+    """Prefixes, lengths and rotation bases of a batch."""
     bs = int(rng.integers(1, 4))
     prefixes = (rng.integers(0, 5, bs) * page_size).tolist()
     lens = [prefix + int(rng.integers(1, 4 * page_size + 1)) for prefix in prefixes]

@@ -88,6 +88,7 @@ class IndexerBatch:
         return cache, k_scale if scaled else None
 
     def expected(self):
+        """[tokens, topk] in the order of the whole batch, without context parallelism."""
         tops, row = np.empty((len(self.q), self.topk), np.int32), 0
         for keys, scales, extend, prefix in zip(
             self.keys, self.scales, self.extend_lens, self.prefix_lens, strict=True

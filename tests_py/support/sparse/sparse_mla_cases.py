@@ -79,6 +79,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def errors_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what errors are measured in: the last fields of Expected."""
     kv, scale, d_v = (
         to_float64(inputs["kv"]).reshape(-1, inputs["kv"].shape[-1]),
         inputs["sm_scale"],
@@ -102,6 +103,7 @@ def errors_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def expected_result(inputs: dict[str, Any]) -> tuple[Expected, np.ndarray]:
+    """The oracle's out and lse, and max_logits."""
     out, max_logits, lse = reference.flash_mla_sparse_fwd(**inputs)
     return Expected(out, lse, *errors_of(inputs)), max_logits
 

@@ -249,6 +249,7 @@ class Receiver:
 
 
 def register(engine: Any, fleet: Sequence[Server]) -> list[int]:
+    """Returns the addresses that `unregister` takes."""
     held = [server for server in fleet if server.memory.size]
     addrs = [server.base for server in held]
     assert engine.register(addrs, [server.memory.nbytes for server in held]) == 0

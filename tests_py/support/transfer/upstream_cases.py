@@ -41,6 +41,7 @@ def knows_drafts(sglang: SimpleNamespace) -> bool:
 
 
 def random_stage(rng: np.random.Generator) -> tuple[int, range]:
+    """A model's number of layers, and those that one pipeline stage has."""
     num_layers = int(rng.integers(1, 24))
     start = int(rng.integers(0, num_layers))
     return num_layers, range(start, int(rng.integers(start, num_layers)) + 1)

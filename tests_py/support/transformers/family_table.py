@@ -87,6 +87,8 @@ class Outcome(NamedTuple):
 
 
 class Calls:
+    """Count of how often models asked for attention under the names of cpattn."""
+
     def __init__(self) -> None:
         self.count = 0
         for name in ("attention", "paged_attention_forward"):  # what register() finds by name
@@ -178,6 +180,7 @@ class Family:
         return self._generate(cache_implementation="static", disable_compile=True)
 
     def one_by_one(self) -> torch.Tensor:
+        """The tokens that eager attention generates from each prompt alone."""
         self.model.set_attn_implementation("eager")
         with torch.inference_mode():
             rows = [(torch.tensor([prompt]), len(prompt)) for prompt in self.prompts]
@@ -186,6 +189,7 @@ class Family:
         return torch.stack(made)
 
     def batched(self) -> torch.Tensor:
+        """Generate the tokens by continuous batching, with the model's implementation."""
         sizes = {"page_size": 8, "num_blocks": 64, "max_batch_tokens": 24}
         config = ContinuousBatchingConfig(auto_switch_to_flash=False, **sizes)
         options = {"generation_config": self.generation, "continuous_batching_config": config}
@@ -283,6 +287,7 @@ def try_all(names: list[str]) -> dict[str, Mapping[str, Outcome] | str]:
 
 
 def reasons(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Return what stands in a row behind its words, each reason once."""
     said = [x.reason for x in outcomes.values() if x.word not in ("yes", "own", "-")]
     return [reason.replace("|", "\\|") for reason in dict.fromkeys(said) if reason]
 

@@ -31,6 +31,7 @@ def prepare(monkeypatch):
 
 
 def attributes(k_scale=1.0, v_scale=1.0):
+    """Return what vLLM's kernels read of the layer itself."""
     return SimpleNamespace(isa="vec", _k_scale_float=k_scale, _v_scale_float=v_scale)
 
 
@@ -106,6 +107,7 @@ class Batch:
 
 
 def run(layer, batch, metadata, cache, attributes=LAYER):
+    """Run a layer as vLLM does: earlier steps, then this one."""
     for i, (key, value) in enumerate(batch.prefixes):
         layer.do_kv_cache_update(attributes, key, value, cache, slots(i, 0, len(key)))
     layer.do_kv_cache_update(attributes, batch.key, batch.value, cache, metadata.slot_mapping)

@@ -45,6 +45,7 @@ def _single_heads(num_kv_heads: int, *_: int) -> list[slice]:
 
 
 def _different(some: dict[LayerRun, Any], others: dict[LayerRun, Any]) -> list[str]:
+    """Runs whose results differ, or which differ by other ways."""
     return [
         str(run)
         for run, told in some.items()
@@ -142,6 +143,7 @@ def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
 
 
 def run_edges(rank: int, layout: Layout) -> dict[str, Any]:
+    """Padding that is written, a batch without a token, and a host without memory for scratch."""
     padding = run_padding(rank, layout)
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     pool = MHATokenToKVPool(

@@ -31,6 +31,7 @@ def attend_where(sees, q, k, v, *, q_lens, kv_lens, **options):
 
 
 def sides(window):
+    """Return the keys before and after a query's own that it sees; None for all."""
     return window if isinstance(window, tuple) else (window, None)
 
 
@@ -100,10 +101,12 @@ def plain_weights(
 
 
 def returning(change):
+    """An operator that returns what `change` makes of the right output and log-sum-exp."""
     return lambda *tensors, **options: change(*attention(*tensors, **options))
 
 
 def operator_of(fault):
+    """The operator with a fault, by its name; rows of padding are of `flash_attn_varlen_func`."""
     others = {"pad-rows-read": pad_rows_read, "new-keys-unwritten": new_keys_unwritten}
     return others.get(fault, partial(_wrong, fault))
 

@@ -75,6 +75,7 @@ def _wrong(fault, scores, lengths, topk, row_starts=None):
 
 
 def _rows_of(scores, lengths, starts):
+    """The candidates of each row."""
     ends = (starts + lengths).tolist()
     return [row[s:end] for row, s, end in zip(scores, starts.tolist(), ends, strict=True)]
 

@@ -33,6 +33,7 @@ sdpa_math, sdpa_flash = _sdpa("MATH"), _sdpa("FLASH_ATTENTION")  # refuses what 
 
 
 def by_torch(scores, lengths, topk, row_starts=None):
+    """`torch.topk` under a mask."""
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     column = torch.arange(scores.shape[1])[None]
     inside = (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
@@ -43,6 +44,7 @@ def by_torch(scores, lengths, topk, row_starts=None):
 
 
 def by_topk_transform(scores, lengths, topk, row_starts=None):
+    """Select by `topk_transform`, in the order of indices."""
     from cpattn.sparse import topk_transform
 
     return topk_transform(
