@@ -123,7 +123,7 @@ build/outside/.fetched: .venv/.ready tests_py/outside/expected.toml
 	@scripts/engine_environment.sh $* .venv .venv-$*
 	@touch $@
 
-false-alarms-operators: build .venv/.ready  ## operators that are right, on 10,000 cases of `cpattn conform`; options in ARGS (--help tells them)
+false-alarms-operators: build .venv/.ready  ## operators that are right, on 600 cases of `cpattn conform` each; options in ARGS (--help tells them)
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m support.proof.conformance.false_alarms $(ARGS)
 
 # A process that is killed writes down nothing.
