@@ -45,6 +45,11 @@ def gather() -> kv.ShardGatherPlan:
     )  # fmt: skip
 
 
+def filled(function: Callable[..., None], pool: Callable[[], object]) -> Call:
+    kv_args, pools = sglang_0_5_23.KVArgs(), {"pool": pool(), "draft_pool": pool()}
+    return Call(function, given(kv_args=kv_args, total_kv_layers=2, **pools))
+
+
 GROUPED = ("source", "destination", "number of layers")
 POINTERS = of_kind("list", src_kv_ptrs=[10, 11, 12, 13], dst_kv_ptrs=[20, 21, 22, 23]) | given(
     prefill_start_layer=0, total_kv_layers=2, compat=False
@@ -299,24 +304,8 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
     "LocalEngine": of(transfer.LocalEngine, given(num_threads=1, max_blocks=16)),
     **transfer_calls.CALLS,
     "Registration.close": transfer_calls.closed_registration,
-    "fill_kv_args": lambda: Call(
-        sglang_0_5_23.fill_kv_args,
-        given(
-            kv_args=sglang_0_5_23.KVArgs(),
-            pool=mha_pool(),
-            draft_pool=mha_pool(),
-            total_kv_layers=2,
-        ),
-    ),
-    "setup_state_kv_args": lambda: Call(
-        sglang_0_5_23.setup_state_kv_args,
-        given(
-            kv_args=sglang_0_5_23.KVArgs(),
-            pool=mla_pool(),
-            draft_pool=mla_pool(),
-            total_kv_layers=2,
-        ),
-    ),
+    "fill_kv_args": lambda: filled(sglang_0_5_23.fill_kv_args, mha_pool),
+    "setup_state_kv_args": lambda: filled(sglang_0_5_23.setup_state_kv_args, mla_pool),
     "pack_int_lists": of(
         wire.pack_int_lists,
         of_kind("value", lists=[[7], [], [8, 9]]),

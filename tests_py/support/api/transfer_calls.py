@@ -108,18 +108,9 @@ def engine_differing() -> Call:
 def execute() -> Call:
     sender, receiver, src, dst, close = engines()
     plan = transfer.TransferPlan([src.ctypes.data], [dst.ctypes.data], [64])
-    arguments = (
-        given(
-            engine=sender,
-            session=receiver.session_id,
-            max_blocks=1,
-            timeout=10.0,
-            check=True,
-            verify=True,
-        )
-        | of_kind("times", retries=0)
-        | of_kind("any", progress=None)
-    )
+    arguments = given(engine=sender, session=receiver.session_id, max_blocks=1, timeout=10.0)
+    arguments |= given(check=True, verify=True) | of_kind("times", retries=0)
+    arguments |= of_kind("any", progress=None)
     errors = (transfer.TransferError, TimeoutError)
     prefixes = ("LocalEngine.write: ", "LocalEngine.differing: ")
     return Call(plan.execute, arguments, close=close, errors=errors, prefixes=prefixes)

@@ -39,31 +39,19 @@ class Case:
         return [n + p for n, p in zip(self.extends, self.prefixes, strict=True)]
 
     def work(self, exchange):
-        return exchange_work(
-            self.extends,
-            self.seq_lens,
-            cp_size=self.cp_size,
-            strategy=self.strategy,
-            layer=self.layer,
-            placement=self.placement,
-            exchange=exchange,
-            ranks_per_host=self.ranks_per_host,
-            state_dtype=self.state_dtype,
-        )
+        names = ("cp_size", "strategy", "layer", "placement", "ranks_per_host", "state_dtype")
+        options = {name: getattr(self, name) for name in names}
+        return exchange_work(self.extends, self.seq_lens, exchange=exchange, **options)
 
     def computed(self):
         """Return the tokens (sequence, position) that each rank computes."""
         plans = cpattn.build_cp_metadata_all_ranks(
             self.extends, self.seq_lens, cp_size=self.cp_size, strategy=self.strategy
         )
+        pairs = ((plan.query_request_indices, plan.query_cache_lengths) for plan in plans)
         return [
-            [
-                (int(request), int(length) - 1)
-                for request, length in zip(
-                    plan.query_request_indices, plan.query_cache_lengths, strict=True
-                )
-            ]
-            for plan in plans
+            [(int(request), int(length) - 1) for request, length in zip(*of_rank, strict=True)]
+            for of_rank in pairs
         ]
 
     def owners(self):
@@ -199,9 +187,8 @@ def count_pass_q(case):
 def heads_of_hosts(case):
     """Query heads of each host, by those that `ContextParallel` gives to ranks."""
     found = [[] for _ in range(case.num_hosts)]
-    for rank, share in enumerate(
-        head_shares(case.layer.num_heads, case.layer.num_kv_heads, case.cp_size)
-    ):
+    shares = head_shares(case.layer.num_heads, case.layer.num_kv_heads, case.cp_size)
+    for rank, share in enumerate(shares):
         found[case.host(rank)] += range(share.q.start, share.q.stop)
     return found
 

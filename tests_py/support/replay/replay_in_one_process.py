@@ -55,19 +55,13 @@ class InOneProcess:
         self._stack = contextlib.ExitStack()
         group = self._stack.enter_context(one_rank())
         pages = 1000 // page_size
+        sizes = {"page_size": page_size, "block_tokens": BLOCK}
         decode_pages = decode_pool_pages(
-            pages,
-            page_size=page_size,
-            block_tokens=BLOCK,
-            decode_tokens=DECODE,
-            max_sequences=MAX_SEQUENCES,
+            pages, **sizes, decode_tokens=DECODE, max_sequences=MAX_SEQUENCES
         )
-        self.cache = PrefixCache(pages, page_size=page_size, block_tokens=BLOCK)
-        self.handover = Handover(
-            PrefixCache(decode_pages, page_size=page_size, block_tokens=BLOCK),
-            decode_tokens=DECODE,
-            num_slots=MAX_SEQUENCES,
-        )
+        self.cache = PrefixCache(pages, **sizes)
+        decode_cache = PrefixCache(decode_pages, **sizes)
+        self.handover = Handover(decode_cache, decode_tokens=DECODE, num_slots=MAX_SEQUENCES)
         self.decode = DecodeRank(
             0,
             DecodeConfig(config, page_size, decode_pages, MAX_SEQUENCES, 1),
