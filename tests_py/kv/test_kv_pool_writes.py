@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import cpattn
 from support.cases import DTYPES, strided_copy
-from support.children import assert_interruptible
 from support.examples import examples
 from support.pairwise import pairwise
 from support.tolerances import SMALLEST
