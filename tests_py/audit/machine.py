@@ -42,6 +42,18 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
+def class_of_machine() -> str:
+    """Returns processor and number of CPUs: machines of one class take about the same time."""
+    said = dict(
+        (part.strip() for part in line.split(":", 1))
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if ":" in line
+    )
+    name = said.get("model name", platform.machine())
+    kind = f" {said['cpu family']}.{said['model']}" if {"cpu family", "model"} <= set(said) else ""
+    return f"{name}{kind}, {len(os.sched_getaffinity(0))} CPUs"
+
+
 @functools.cache
 def sanitizer() -> str:
     """The sanitizer whose library this process has loaded, or nothing."""

@@ -2,10 +2,8 @@
 """Hooks of pytest: --closing-table prints what the runs in the folder of --records did, of JUnit
 files too, and the steps of .ci/run; parts that nobody ran and unallowed skips of C++ are errors."""
 
-import itertools
 import re
 import sys
-import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from audit import fail_run, machine, skips
+from audit import fail_run, machine, skips, steps
 from audit.records import Record, read
 
 # In names of C++ tests, where a hyphen is an underscore.
@@ -85,14 +83,6 @@ def complaints(records: list[Record], skipped: list[tuple[str, str]]) -> list[st
     ]
 
 
-def seconds_of_steps(path: Path) -> list[str]:
-    """Return what each step of .ci/run took, of which the last one still runs."""
-    rows = [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
-    begins = [float(begin) for begin, _ in rows] + [time.time()]
-    pairs = zip(rows, itertools.pairwise(begins), strict=True)
-    return [f"{after - begin:6.0f}  {name}" for (_, name), (begin, after) in pairs]
-
-
 class Table:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,10 +102,10 @@ class Table:
         terminalreporter.section("what ran: tests passed, by run")
         for line in self._lines:
             terminalreporter.line(line)
-        if taken := seconds_of_steps(self._folder / "steps.tsv"):
-            terminalreporter.section("seconds of steps")
-            for line in taken:
-                terminalreporter.line(line)
+        if taken := steps.read(self._folder):
+            terminalreporter.section(f"seconds of steps: {taken.key}")
+            for line in taken.lines(steps.stored(taken.key)):
+                terminalreporter.line(line, yellow=line.endswith("what is stored"))
 
 
 def add_options(parser: pytest.Parser) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of folders, and of parts of make; those of steps of .ci/run are in the closing table."""
+"""Seconds of folders, of parts of make, and of steps of .ci/run beside what is stored."""
 
 import os
 import subprocess
 from pathlib import Path
 
+from audit import steps
 from support.places import ROOT
 
 TESTS = "import time\n\ndef test_{0}():\n    time.sleep({1})\n"
@@ -50,3 +51,10 @@ def test_a_run_tells_seconds_of_folders_parts_and_long_files(inner_runs):
     assert "Time: building 7 s, tests in Python " in done.stdout
     assert "passed" in done.stdout.splitlines()[-1]
     assert not times.exists()
+
+
+def test_stored_steps_are_those_of_the_script(tmp_path):
+    script = (ROOT / ".ci" / "run").read_text()
+    for key, seconds in steps.skips.tomllib.loads(steps.LIST.read_text()).items():
+        assert key.endswith((" CPUs, cold", " CPUs, warm"))
+        assert [name for name in seconds if f'step "{name}"' not in script] == []

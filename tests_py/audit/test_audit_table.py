@@ -92,11 +92,9 @@ def test_the_table_has_the_runs_of_all_processes_and_stands_before_the_closing_l
     (ran / "qemu.xml").write_text(GOOGLETEST.replace("skipped", "completed"))
     step = {"kind": "step", "name": "clang-tidy", "version": "61 s", "run": "", "passed": 1}
     (ran / "steps.jsonl").write_text(json.dumps(step) + "\n")
-    (ran / "steps.tsv").write_text("1000\tSet-up\n1061\tLayers\n")
     done = inner_runs.run("--records=ran", "--closing-table")
     assert done.returncode == 0, done.stdout
-    table, _, seconds = done.stdout.partition(" what ran")[2].partition(" seconds of steps ")
-    told = table.splitlines()[1:-1]
+    *told, closing = done.stdout.partition(" what ran")[2].splitlines()[1:]
     python, run = platform.python_version(), records.name_of_this_run()
     assert [" ".join(line.split()) for line in told if line] == [
         "C++ tests asan 3 in C++, asan",
@@ -107,8 +105,7 @@ def test_the_table_has_the_runs_of_all_processes_and_stands_before_the_closing_l
         f"interpreter {python.rpartition('.')[0]} {python} 2 in {run}",
         "step clang-tidy 61 s",
     ]
-    assert "    61  Set-up\n" in seconds
-    assert "1 passed" in seconds.splitlines()[-1]
+    assert "1 passed" in closing
 
 
 @pytest.mark.parametrize("file", [CTEST, GOOGLETEST], ids=["ctest", "GoogleTest"])
