@@ -62,11 +62,7 @@ def parts_of_make() -> list[tuple[str, int]]:
 
 
 def folder_of(path: str) -> str:
-    """Returns the folder below tests_py that a file of tests is in.
-
-    >>> folder_of("tests_py/proof/lint/test_lint.py")
-    'proof'
-    """
+    """Returns the folder below tests_py that a file is in: proof of proof/lint/test_x.py."""
     parts = PurePath(path).parts
     return parts[1] if len(parts) > 2 else parts[0]
 
