@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts find: text that begins without a subject, and loops in machine code of Arm."""
+"""Scripts find text that begins without a subject, and loops in machine code of Arm."""
 
 import arm_model
 import first_words

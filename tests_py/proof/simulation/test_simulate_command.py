@@ -235,7 +235,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def no_device(monkeypatch):
-    """Nothing of what stands in is left, either."""
+    """A machine without a CUDA device, on which a test leaves no stand-in behind."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = dict(vars(torch.cuda))
     yield
