@@ -1,59 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of pages between ranks of unequal tensor parallelism, token by token."""
+"""Heads of pages between ranks of unequal tensor parallelism; fleets send them token by token."""
 
 from __future__ import annotations
 
 import pytest
 
-from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache_slice
+from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache_slice, slice_heads
 from support.transfer.plan_blocks import blocks
 
 BASE = 1 << 48
-
-
-def per_token(args, dst_ptrs, src, dst, *, p, q, t, dst_item):
-    """The rule of engines, token by token."""
-    page, item = args.page_size, args.kv_item_lens[0]
-    total, rank = args.total_kv_head_num, args.engine_rank % p
-    src_heads, dst_heads = max(1, total // p), max(1, total // q)
-    head = dst_item // page // dst_heads
-    if p > q:
-        heads, src_at = src_heads, 0
-        dst_at = rank // max(1, p // total) * src_heads % dst_heads
-    else:
-        heads, dst_at = dst_heads, 0
-        src_at = t // max(1, q // total) * dst_heads % src_heads
-    return [
-        (
-            s + i * item + k * (item // page) + src_at * head,
-            d + j * dst_item + k * (dst_item // page) + dst_at * head,
-            heads * head,
-        )
-        for s, d in zip(args.kv_data_ptrs, dst_ptrs, strict=False)
-        for i, j in zip(src, dst, strict=True)
-        for k in range(page)
-    ]
-
-
-@pytest.mark.parametrize("compat", [False, True])
-@pytest.mark.parametrize(("p", "q", "heads"), [(4, 2, 8), (2, 4, 8), (1, 4, 2), (8, 2, 4)])
-def test_slices_of_pages(p, q, heads, compat):
-    page, head_bytes = 4, 16
-    for rank in range(max(p, q)):
-        source, t = (rank, rank * q // p) if p >= q else (rank * p // q, rank)
-        args = KVArgs(
-            engine_rank=source, page_size=page, total_kv_head_num=heads, prefill_start_layer=0,
-            kv_data_ptrs=[BASE, BASE + 0x10000, BASE + 0x20000, BASE + 0x30000],
-            kv_item_lens=[page * max(1, heads // p) * head_bytes] * 4,
-        )  # fmt: skip
-        dst_ptrs = [2 * BASE + i * 0x10000 for i in range(4)]
-        dst_item = page * max(1, heads // q) * head_bytes
-        plan = plan_send_kvcache_slice(
-            args, dst_ptrs, [3, 4, 1], [7, 8, 2], dst_tp_rank=t, dst_attn_tp_size=q,
-            dst_kv_item_len=dst_item, attn_tp_size=p, compat=compat,
-        )  # fmt: skip
-        expected = per_token(args, dst_ptrs, [3, 4, 1], [7, 8, 2], p=p, q=q, t=t, dst_item=dst_item)
-        assert blocks(plan) == expected
 
 
 def slice_plan(args, num_dst, **arguments):
@@ -106,6 +61,13 @@ def test_slices_refuse(item_lens, attributes, arguments, message):
     args.kv_item_lens = item_lens
     with pytest.raises(ValueError, match=message):
         slice_plan(args, 2, **{"dst_kv_item_len": 256} | arguments)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_ranks_outside_of_the_destination_are_refused(rank):
+    sizes = {"prefill_tp_size": 2, "prefill_rank": 0, "decode_tp_size": 4, "decode_rank": rank}
+    with pytest.raises(ValueError, match=f"destination rank must be within its 4 .* {rank}"):
+        slice_heads(8, **sizes)
 
 
 @pytest.mark.parametrize(("pp_size", "compat"), [(1, True), (2, True), (3, True), (2, False)])
