@@ -76,15 +76,6 @@ def test_how_long_threads_spin_changes_no_result_and_has_to_be_a_number():
         assert re.search(rf"ValueError: {variable}.* '\?'", child("\udcff", variable).stderr)
 
 
-def test_other_threads_keep_theirs():
-    found = []
-    with cpattn.num_threads(DEFAULT + 1):
-        thread = threading.Thread(target=lambda: found.append(_core.default_num_threads()))
-        thread.start()
-        thread.join()
-    assert found == [DEFAULT]
-
-
 def test_a_function_may_have_it_in_several_threads_at_once():
     barrier = threading.Barrier(2)
     found = []
