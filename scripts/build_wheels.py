@@ -44,11 +44,11 @@ QUICK_TESTS = (
     "context_parallel/test_context_parallel_gates.py",
     "robustness/test_huge_caches.py",
     "sparse/test_dsa_metadata.py",
+    "transfer/sglang_0_5_23/test_kv_pages.py",
     "transfer/test_kv_layout.py",
     "transfer/test_plan_kv_transfer.py",
     "transfer/test_transfer_copies.py",
     "transfer/test_transfer_engine.py",
-    "transfer/test_transfer_pairs.py",
     "transfer/test_transfer_types.py",
 )
 

@@ -45,7 +45,7 @@ names="audit_machine context_parallel index_tensors kv_layout shared_plans trans
 case $version in 3.10 | 3.13)
   names="$names context_parallel_gates context_parallel_properties dsa_metadata huge_caches
     kv_pages kv_wire plan_kv_links plan_kv_transfer registration_regions send_kvcache_slice
-    send_state_entries shard_pools transfer_engine transfer_pairs transfer_types" ;;
+    send_state_entries shard_pools transfer_engine transfer_types" ;;
 esac
 for name in $names; do
   found=$(find tests_py -name "test_$name.py")

@@ -74,7 +74,6 @@ def assert_ascending_and_joined(plan, whole_rows):
 
 
 FULL, FLAT = Model(tuple(range(15)), MHA, 2, 24), Model((0, 2, 3), MHA, 1, 30)
-LONG = Model((0, 1), MLA, 1, 200)
 
 
 def heads(num_heads):
@@ -82,18 +81,12 @@ def heads(num_heads):
 
 
 SCENARIOS = {
-    "53": [(FULL, Side(4, (7,)), Side(4))],
-    "54": [(Model(tuple(range(4)), kinds), Side(4, borders, draft=src), Side(4, draft=dst))
-           for kinds, borders, src, dst in pairwise([MHA, {"k": 8, "v": 2}, MLA], [(), (3,)],
-                                                    [0, 2], [0, 2])],
     "55": [(FULL, Side(4, (4, 9)), Side(4, (8,), 2))],
     "56": [(heads(num_heads), Side(4, tp_size=src), Side(4, tp_size=dst))
            for src, dst, num_heads in [(4, 2, 8), (2, 4, 8), (1, 4, 2), (8, 2, 4), (8, 8, 2),
                                        (2, 8, 4), (4, 2, 1), (2, 4, 1)]],
     "58": [(Model((0,), {"k": 4}, 1, 29), Side(4), Side(4, dcp_size=2, dcp_interleave=n), 8)
            for n in (1, 2, 4, 8)],
-    "59": [(LONG, Side(src), Side(dst), first)
-           for src, dst, first in [(64, 16, 0), (16, 64, 65), (48, 64, 65), (1, 7, 0)]],
     "60": [(Model((0,), MHA), Side(4, start=src), Side(4, start=dst), first)
            for src, dst, first in [(0, 8, 8), (8, 0, 10), (4, 4, 24), (0, 8, 24), (4, 4, 9)]],
     "striped pages": [
