@@ -137,6 +137,12 @@ def test_keys_of_no_sequence_are_not_read():
     assert lse.shape == (HEADS, 0)
 
 
+def test_one_length_for_all():
+    q, k, v = (normal(2, n, KV_HEADS, DIM) for n in (1, 6, 6))
+    part = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=4)
+    assert_similar(part, flash_attn.flash_attn_func(q, k[:, :4], v[:, :4]))
+
+
 def in_shuffled_pages(x, kv_lens, page_size):
     counts = [-(-n // page_size) for n in kv_lens]
     order = torch.randperm(sum(counts) + 1)
@@ -180,10 +186,10 @@ def test_private_forms_agree_with_the_public_ones():
     assert torch.equal(mine[0], out)
     assert torch.equal(mine[1], lse)
     rows, ends = [x.flatten(0, 1) for x in (q, k, v)], cumulative([6, 6])
-    mine = flash_attn._flash_attn_varlen_forward(
-        *rows, ends, ends, 6, 6, 0.0, 0.3, False, seqused_k=torch.tensor([4, 0])
-    )
-    out = flash_attn.flash_attn_func(q[:1], k[:1, :4], v[:1, :4], softmax_scale=0.3)
+    used = {"seqused_k": torch.tensor([4, 0]), "alibi_slopes": slopes}
+    mine = flash_attn._flash_attn_varlen_forward(*rows, ends, ends, 6, 6, 0.0, 0.3, False, **used)
+    options = {"softmax_scale": 0.3, "alibi_slopes": slopes[:1]}
+    out = flash_attn.flash_attn_func(q[:1], k[:1, :4], v[:1, :4], **options)
     assert_similar(mine[0][:6], out[0])
     assert torch.all(mine[0][6:] == 0)
     assert torch.all(mine[1][:, 6:] == torch.inf)

@@ -120,15 +120,19 @@ def plan_decode(case, inputs, **options):
     return wrapper
 
 
-@pytest.mark.parametrize("window_left", [-1, 5])
-def test_decode(window_left):
+@pytest.mark.parametrize(("window_left", "encoding"), [(-1, "NONE"), (5, "NONE"), (-1, "ALIBI")])
+def test_decode(window_left, encoding):
     options = {"window": None if window_left < 0 else window_left}
     case = Case((1,) * 4, (37, 0, 8, 1), page_size=8, kv_layout="HND", options=options)
     inputs = make_inputs(case)
-    wrapper = plan_decode(case, inputs, window_left=window_left)
+    wrapper = plan_decode(case, inputs, window_left=window_left, pos_encoding_mode=encoding)
     cache = torch.stack([inputs["k_cache"], inputs["v_cache"]], 1)
     out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
-    assert_attention(out, lse * LN2, documented(case, inputs, True, window_left))
+    expected = documented(case, inputs, True, window_left)
+    if encoding == "ALIBI":
+        slopes = slopes_of(case.num_heads)[:, None, None]
+        expected["bias"] = [slopes * torch.arange(kv) for kv in case.kv_lens]
+    assert_attention(out, lse * LN2, expected)
 
 
 def test_decode_of_codes():

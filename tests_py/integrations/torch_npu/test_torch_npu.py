@@ -78,6 +78,14 @@ def test_scatter(torch_npu, index_dtype, dtype):
     assert torch.equal(pool, expected)
 
 
+def test_scatter_of_numbers_and_of_nothing(torch_npu):
+    """Slots are mapped to slots, or none are."""
+    mapping = torch.zeros(6, dtype=torch.int64)
+    torch_npu.npu_scatter_nd_update_(mapping, torch.tensor([[4], [1]]), torch.tensor([7, 8]))
+    torch_npu.npu_scatter_nd_update_(mapping, torch.zeros(0, 1).long(), torch.zeros(0).long())
+    assert mapping.tolist() == [0, 8, 0, 0, 7, 0]
+
+
 def test_the_last_row_of_a_slot_stays(torch_npu):
     torch.manual_seed(0)
     slots, rows = torch.randint(0, 50, (4000, 1)), torch.arange(4000.0)[:, None].repeat(1, 64)

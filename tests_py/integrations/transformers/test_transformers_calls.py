@@ -117,6 +117,13 @@ def test_padding_in_any_layout(keys: str, values: str) -> None:
     assert_similar(actual, expected)
 
 
+def test_one_row_of_a_mask_for_all_queries() -> None:
+    mask = torch.tensor([True, False, True, True, False]).expand(2, 1, 1, -1)
+    expected, _ = call(attention_mask=mask.expand(-1, -1, 3, -1))
+    actual, _ = call(attention_mask=mask)
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("config", [BloomConfig, CodeGenConfig])
 def test_a_model_that_calls_no_attention_function(config: Any) -> None:
     """Such a model takes the name, and would take None for a mask and see all keys."""
