@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preparations of all tests: torch made safe before anything imports it, a header, fixtures."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

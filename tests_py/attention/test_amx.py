@@ -4,8 +4,6 @@
 Everything is asked for batch-invariant, so that rows take the tiles however few they are.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

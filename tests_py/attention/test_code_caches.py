@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values stored as codes of 8 bits: against the oracle on what the codes stand for."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

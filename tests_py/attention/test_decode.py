@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Few new tokens behind many keys: read in place, divided along the keys, merged."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

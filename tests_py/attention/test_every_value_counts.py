@@ -4,8 +4,6 @@
 See `probes` for how. Every instruction set, up to 131,079 keys.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/how_to/from_ipex.md: its program runs, and its calls have arguments that exist."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of any dimension: with the bits that they have with zeros behind, which are in no row."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """merge_state and merge_states against the oracle, each other, and unsplit attention."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """paged_attention against the oracle: every instruction set, dtype, layout and option."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """paged_attention's tensors, tables and masks: what holds them, and in which forms they come."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals of paged_attention, in which words, and that nothing is written then."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a user meets it: a process, its output, its exit code, its signals."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

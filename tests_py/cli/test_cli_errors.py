@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals of the command line, in one line that names option, rule and value."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples in `cpattn` and its help texts: every one can be typed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

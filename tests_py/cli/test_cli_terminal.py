@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks of commands: on terminals of any width, without one, without colours, in ASCII."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`cpattn doctor`: every line with its condition on made-up machines, and one run in a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

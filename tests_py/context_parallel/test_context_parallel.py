@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel metadata: published values, every field against the engine's own algorithm."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

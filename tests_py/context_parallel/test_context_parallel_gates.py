@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ForwardMode, the gates in front of context parallelism, and what metadata refuses."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

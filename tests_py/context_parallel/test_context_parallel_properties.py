@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guarantees of every plan: for small batches, and by Hypothesis for others."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """shard and unshard: NumPy and torch, every dimension, padding, wrong shapes; torch's own split."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

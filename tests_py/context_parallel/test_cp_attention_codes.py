@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches of codes of 8 bits over ranks: the bits of one process, for every kind of scale."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

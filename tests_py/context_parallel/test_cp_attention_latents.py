@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Absorbed MLA over ranks: rope stored apart or not, and values that are the start of keys."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

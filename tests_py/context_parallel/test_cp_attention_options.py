@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows, softcap, sinks and masks over any number of ranks: the bits of one process."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

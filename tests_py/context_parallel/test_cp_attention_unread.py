@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys that windows and masks hide from a rank are not read: their pages may be out of reach."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 

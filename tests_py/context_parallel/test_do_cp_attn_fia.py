@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel attention of every rank against attention of the whole batch on one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Halos and changes of the layout, run over simulated ranks against one process."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

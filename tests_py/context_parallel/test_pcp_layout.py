@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of prefill context parallelism as vLLM has them: the rule, row by row, and tensors."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

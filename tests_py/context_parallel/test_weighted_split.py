@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits in proportion to weights of ranks, cut where pages begin."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

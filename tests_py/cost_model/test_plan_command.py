@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`cpattn plan` as a user meets it: the table, the JSON, its options and errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

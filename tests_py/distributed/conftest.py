@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures for tests of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode steps, whose partial results travel by heads with the bits of those where all travel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

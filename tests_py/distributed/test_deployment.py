@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands of docs/how_to/deployment.md, on two hosts: network namespaces, a cable between."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that differ, or of which one refuses: all are told, and nothing is sent; some rows are."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

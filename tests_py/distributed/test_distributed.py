@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Few ranks and many, parts of the world, chunks of a prompt; ranks that are lost or stopped."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.distributed import sharded_worker

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers with masks, windows, codes and latents, by each exchange and every way of writing keys."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

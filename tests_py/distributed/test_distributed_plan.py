@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans and refusals of ContextParallel, in a world of one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ContextParallel` chooses an exchange and its rounds of heads; one rank alone has all keys."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

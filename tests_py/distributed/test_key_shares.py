@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys that ranks hold, and what rows see of them, against a list of all pairs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

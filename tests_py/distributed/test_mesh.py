@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads along one dimension of a mesh of ranks, keys round a ring along the other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 

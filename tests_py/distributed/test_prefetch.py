@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ContextParallel.prefetch`: cached keys of layers ahead, with the bits of layers without."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

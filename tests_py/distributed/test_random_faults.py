@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults at any call, by any exchange: what all ranks are told; a soak has many more rounds."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of `ContextParallel` refuse wrong arguments before anything is sent or written."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

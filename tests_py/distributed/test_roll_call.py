@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that others name as lost, what they tell each other of versions, and waits."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefills over whole pools and over shares of them, by each exchange, on ranks of this host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention over pools that are shared out: the global top-k, whatever travels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools that the ranks of a host share, and how their memory is divided."""
 
-from __future__ import annotations
-
 import itertools
 import mmap
 

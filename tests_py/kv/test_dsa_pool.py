@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of FP8 rows: its bytes, and its transfer."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

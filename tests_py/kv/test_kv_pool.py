@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV pools: shapes, what engines are told of their memory, and what they refuse."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

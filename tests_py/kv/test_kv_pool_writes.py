@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows written to KV pools: where they land, which codes they become, and what is refused."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes into pages that others keep: an engine, or a pool of another library."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from itertools import product

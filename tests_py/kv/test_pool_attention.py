@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel attention that writes KV pools and reads them, in both of their layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -4,8 +4,6 @@
 `tests_cpp/kv` has places of all sizes, plans of any batches, and calls in any order.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

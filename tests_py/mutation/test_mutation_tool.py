@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 CLIPPED = '''\
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 LIMIT = 3
 

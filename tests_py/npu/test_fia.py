@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """npu_fused_infer_attention_score: layouts, modes, lengths and masks against the oracle."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals of npu_fused_infer_attention_score, in which words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import zeros

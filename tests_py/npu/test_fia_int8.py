@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """npu_fused_infer_attention_score on keys and values of int8: every mode against the oracle."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """npu_lightning_indexer and npu_sparse_flash_attention in all their layouts and modes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

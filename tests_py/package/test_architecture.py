@@ -4,8 +4,6 @@
 Notebooks run from beginning to end on less traffic, and are stored as they ran.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ sources include what cpp/layers.toml allows them, and each folder says what is in it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from graphlib import TopologicalSorter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every public function and class says what it takes, returns and raises, with an example."""
 
-from __future__ import annotations
-
 import doctest
 import enum
 import functools

@@ -5,8 +5,6 @@ make asks for nobody's root: what the system lacks is one line, and `make system
 conda recipe, citation and forms are read as the tools that take them would.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of scripts/check_release.py to a release that is ready, and to each mistake."""
 
-from __future__ import annotations
-
 import subprocess
 import zipfile
 from datetime import date, timedelta

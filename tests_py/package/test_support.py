@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Releases that cpattn names as tried, against those of the tests and what pip is told."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import ModuleType

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds of results are in one place: tolerances.py, and accuracy.py in bench."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans and metadata as values: equal, hashed, pickled, copied, and made by functions only."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -4,8 +4,6 @@
 Whatever a program or a document has, a judging command ends by its verdict, or with 2.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of replays: where their processes come from."""
 
-from __future__ import annotations
-
 import pytest
 
 from cpattn_lab.processes import workers as _workers

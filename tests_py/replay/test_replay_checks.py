@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of replays of sparse attention, and of dense models whose caches have 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter

@@ -4,8 +4,6 @@
 At the end are the pages that go to the decode pool, and when.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

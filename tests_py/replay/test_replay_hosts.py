@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks on hosts of their own: network namespaces with cables, of which nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

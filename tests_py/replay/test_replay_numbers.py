@@ -4,8 +4,6 @@
 What the command line refuses besides is in cli/test_cli_errors.py.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole replay over several processes, and what it says when one fails."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

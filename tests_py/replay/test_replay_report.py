@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of made-up replays: the cases that a good run does not show."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

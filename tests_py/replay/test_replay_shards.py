@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays over pools of which each rank holds a share: right, smaller, and sending what is said."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

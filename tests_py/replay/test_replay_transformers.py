@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the replay against those of transformers, which others wrote, on equal weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@
 Beside them are the stages and the head of the decoder that they run.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@
 Inputs that fuzzing of parsers kept are read once each: nothing but their own errors is raised.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever is wrong with an argument: an error that names function and argument, and no write."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that may hang, waited for only so long."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

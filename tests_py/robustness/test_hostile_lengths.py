@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes, offsets and shapes far outside of what a batch has are refused before they are used."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -5,8 +5,6 @@ Each is address space of which a few pages are ever touched. A product of 32 bit
 rows that are zero: the result must be that of a small cache, bit for bit.
 """
 
-from __future__ import annotations
-
 import mmap
 from typing import Any
 

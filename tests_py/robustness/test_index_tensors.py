@@ -5,8 +5,6 @@ The calls are the good ones of the whole interface; each of their arguments that
 given as an array, while the others stay as they are.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ A call looks for Ctrl-C about every 50 ms; what handlers of other signals run th
 library again.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 

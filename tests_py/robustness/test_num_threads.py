@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`num_threads` holds for the calls of one thread, within a with statement or a function."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -5,8 +5,6 @@
 memory in turn. Buffers that are used again show nothing of what they held before.
 """
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that calls all day does not grow."""
 
-from __future__ import annotations
-
 import os
 import sys
 

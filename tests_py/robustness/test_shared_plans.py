@@ -4,8 +4,6 @@
 Threads that share them are in `tests_cpp/attention/shared_plans_test.cc`.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from typing import Any
 

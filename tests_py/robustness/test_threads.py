@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/how_to/threads.md, line by line: who leaves the GIL to others, and whom Ctrl-C ends."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

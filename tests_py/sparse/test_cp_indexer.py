@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """cp_indexer_topk: ranks against the whole batch, caches of every form, mistakes of engines."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rank's rows against one process, the two steps, and the oracle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

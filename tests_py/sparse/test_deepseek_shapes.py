@@ -5,8 +5,6 @@
 at which sums are longest, tiles full, and rows spread over the whole pool.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

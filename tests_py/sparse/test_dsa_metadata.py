@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """build_dsa_metadata against a restatement in plain Python, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

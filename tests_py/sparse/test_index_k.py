@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hadamard transform, quantisation and the cache of the indexer's keys."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

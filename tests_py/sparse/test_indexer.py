@@ -2,8 +2,6 @@
 """indexer_logits against the oracle, indexer_topk against a sort of its scores; threads, memory,
 and what both refuse."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

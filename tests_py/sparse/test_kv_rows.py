@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The FP8 cache of 656-byte rows, bit for bit."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

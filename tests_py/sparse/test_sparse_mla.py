@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash_mla_sparse_fwd against the oracle, and what its results must not depend on."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

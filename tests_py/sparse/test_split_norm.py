@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split and RMS norm, fused and not."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@
 `tests_cpp/sparse/topk_kernel_test.cc` has rows that mislead guesses, of all lengths around topk.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the transform method, topk_transform, and the unfused transforms."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

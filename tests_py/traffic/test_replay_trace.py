@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces: reading, generating, scaling, and the tokens they stand for."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

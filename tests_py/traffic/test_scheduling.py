@@ -4,8 +4,6 @@
 K/V are written before they are read, and blocks named when they are known.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

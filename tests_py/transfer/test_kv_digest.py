@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of KV between sides of other shapes, and transfers that are compared afterwards."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handshakes: which fields have to be the same, and how they are named."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KVLayout: what a side has, from entries, pools and an engine's arguments."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

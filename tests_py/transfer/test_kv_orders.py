@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries with a stride between pages, and with heads before tokens: described, sent, refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

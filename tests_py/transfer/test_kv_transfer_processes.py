@@ -5,8 +5,6 @@ Plans over layouts go from one process to another over Mooncake; `test_plan_kv_l
 them within a process. What the functions of engines plan goes over the engine within this process.
 """
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

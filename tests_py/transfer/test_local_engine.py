@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine within a process."""
 
-from __future__ import annotations
-
 import threading
 from itertools import product
 

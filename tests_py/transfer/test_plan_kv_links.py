@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """plan_kv_links and plan_kv_transfer between fleets of any shape, by the bytes that arrive."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """plan_kv_transfer on small cases that can be read."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

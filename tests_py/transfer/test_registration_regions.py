@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that is registered, of lists with placeholders, repetitions and neighbours."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

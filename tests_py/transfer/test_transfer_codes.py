@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV transfer of caches of 8 bits: scales go along, and what does not fit is refused by name."""
 
-from __future__ import annotations
-
 import ctypes
 from itertools import product
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans and other values of transfers: what they say, and copies, which are whole or refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans executed over engines: codes become errors, and what is no code is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

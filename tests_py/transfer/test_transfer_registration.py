@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that engines may touch: registered whole or refused, and held for as long as it is."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of other types than the transfer functions take, and lists that change meanwhile."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

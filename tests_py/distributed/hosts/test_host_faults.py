@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are killed, stopped or interrupted where hosts share memory, and hosts without any."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

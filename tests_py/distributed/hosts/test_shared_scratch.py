@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools that are shared out, in scratch that the ranks of a host have together."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts of several ranks: one pool on each, and rows that come to each host once."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -10,8 +10,6 @@ with DIR in CPATTN_YUNCHANG and CPATTN_DEEPSPEED. Without the variables installe
 DeepSpeed compiles a part of itself when it first meets a process group, which takes a minute.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sglang's own functions, where its wheel is at hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages, groups and chunks of a prompt; what a server says of its pools, and entries that pair."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers that meet: the tables of what engines do, right and wrong, and every geometry."""
 
-from __future__ import annotations
-
 from itertools import chain, product
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters that apply to a rank, where its pages go, and from whom a decode rank pulls."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between servers: their bytes, what older servers send, and what is refused."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks that senders of engines would send, against plain restatements of their rules."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of pages between ranks of unequal tensor parallelism; fleets send them token by token."""
 
-from __future__ import annotations
-
 import pytest
 
 from cpattn.transfer.sglang_0_5_23 import KVArgs, plan_send_kvcache_slice, slice_heads

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata and states: which entries pair, which a side left out, which pages a rank has."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools against those of sglang: their buffers, and what writes leave in them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@
 Of 0.5.18 the rule is another by which stages with several groups of buffers find theirs.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

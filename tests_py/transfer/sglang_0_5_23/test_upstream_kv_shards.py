@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shards of pages and layers, their senders and receivers, against sglang's own functions."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 

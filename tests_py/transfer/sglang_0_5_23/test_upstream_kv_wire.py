@@ -4,8 +4,6 @@
 Runs where a wheel of sglang 0.5.23 is at hand (see `sglang_upstream`).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
