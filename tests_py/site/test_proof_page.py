@@ -57,6 +57,12 @@ def test_a_page_has_what_the_reports_have(tmp_path):
     assert not re.search(r"(src|href)=|url\(|@import", page)  # nothing comes from elsewhere
 
 
+def test_a_page_of_what_is_proved(tmp_path):
+    page = page_of([Report("lint", "plan.json", checked=("OWN",))], tmp_path)
+    assert 'class="good">Proved</span>: OWN</h1>' in page
+    assert "<article>" not in page
+
+
 def test_bars_are_drawn_to_scale():
     first = {"name": "rank 0", "title": "100 to 149, 160 to 199", "shapes": [(0, 240), (288, 192)]}
     lines = [first, {"name": "b", "title": "none", "shapes": []}]
