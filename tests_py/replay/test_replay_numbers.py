@@ -5,7 +5,7 @@ What the command line refuses besides is in cli/test_cli_errors.py.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ ZERO_IS_FINE = ("num_threads", "check_rows", "decode_tokens", "seed")
 def test_every_number_of_settings_is_checked(make):
     kind = getattr(make, "func", make)
     wrong = {"int": ["9", True, 2.5, -1, 0], "float": ["9", True, -1, math.nan, math.inf]}
-    for name, type_name in kind.__annotations__.items():
+    for name, type_name in ((field.name, field.type) for field in fields(kind)):
         for value in wrong.get(type_name, ()):
             if value == 0 and name in ZERO_IS_FINE:
                 continue

@@ -274,6 +274,7 @@ def test_every_token_is_computed_once_behind_all_before_it(
             i, request = chunk.request_index, chunk.request
             cached = min(chunk.lease.cached_tokens, request.input_length - 1)
             assert chunk.begin == (computed[i] or cached)
+            assert chunk.is_first == (computed[i] == 0)
             for position in range(chunk.begin, chunk.end):
                 slot = next(slots)
                 if slot >= 0:
