@@ -126,14 +126,17 @@ build/outside/.fetched: .venv/.ready tests_py/outside/expected.toml
 false-alarms-operators: build .venv/.ready  ## operators that are right, on 600 cases of `cpattn conform` each; options in ARGS (--help tells them)
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m support.proof.conformance.false_alarms $(ARGS)
 
-# A process that is killed writes down nothing.
+# A process that is killed writes down nothing. CPython 3.11 spins where lines are counted while an
+# error for a thread that is in C has not been raised, which one test would wait for without end.
+UNCOUNTED := tests_py/proof/simulation/test_bad_programs.py::test_a_rank_that_cannot_be_ended_leaves_nothing_in_place
 coverage: .venv/.ready  ## lines and branches of cpp and python that tests reach, an hour; options of pytest in ARGS
 	@python scripts/requirements.py coverage | xargs -d '\n' $(PIP_INSTALL)
 	@cmake --preset coverage >/dev/null && cmake --build --preset coverage
 	@find build/coverage -name '*.gcda' -delete; rm -rf build/coverage/python-data && mkdir build/coverage/python-data
 	@ctest --preset coverage -j $(JOBS)
 	@PYTHONPATH=$(CURDIR)/build/coverage/python COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
-	  $(PYTEST) --cov --cov-report= $(ARGS) || echo "Some tests fail where lines are counted."
+	  $(PYTEST) --cov --cov-report= --deselect $(UNCOUNTED) $(ARGS) || \
+	  echo "Some tests fail where lines are counted."
 	@coverage report --format=total | sed 's/^/python, lines and branches: /;s/$$/ %/'
 	@gcovr --root . --filter cpp/ --exclude-unreachable-branches --exclude-throw-branches \
 	  --gcov-ignore-errors=all --print-summary --json-summary build/coverage/cpp.json build/coverage | grep -E '^(lines|branches)' | sed 's/^/cpp, /'
