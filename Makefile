@@ -139,7 +139,7 @@ coverage: .venv/.ready  ## lines and branches of cpp and python that tests reach
 	  echo "Some tests fail where lines are counted."
 	@coverage report --format=total | sed 's/^/python, lines and branches: /;s/$$/ %/'
 	@gcovr --root . --filter cpp/ --exclude-unreachable-branches --exclude-throw-branches \
-	  --gcov-ignore-errors=all --print-summary --json-summary build/coverage/cpp.json build/coverage | grep -E '^(lines|branches)' | sed 's/^/cpp, /'
+	  --gcov-ignore-errors=all --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file --print-summary --json-summary build/coverage/cpp.json build/coverage | grep -E '^(lines|branches)' | sed 's/^/cpp, /'
 
 mutation: build .venv/.ready  ## which changes of cpp/meta and its Python no test notices; options in ARGS
 	@PYTHONPATH=scripts python -m mutate $(ARGS)
