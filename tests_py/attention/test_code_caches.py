@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cpattn
+from cpattn.integrations import flash_attn, flashinfer
 from support.attention_cases import plan_of, run
 from support.cases import DTYPES, Case, assert_attention, expected_attention, make_inputs
 from support.pairwise import pairwise
@@ -221,6 +222,29 @@ def test_refusals(options, error, message):
     given, _ = coded(make_inputs(DECODE), "int8", "one")
     with pytest.raises(error, match=message):
         cpattn.paged_attention(**given | options)
+
+
+def of_flashinfer(q, k, v, **scales):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper()
+    wrapper.plan([0, 2], [0, 1], [0], [2], 2, 1, 16, 2)
+    return wrapper.run(q, (k, v), **scales)
+
+
+def of_flash_attn(q, k, v, k_scale=None, v_scale=None):
+    return flash_attn.flash_attn_func(q[None], k, v, k_descale=k_scale, v_descale=v_scale)
+
+
+@pytest.mark.parametrize(
+    ("face", "named"),
+    [(of_flashinfer, "Wrapper.run: {}_scale"), (of_flash_attn, "flash_attn_func: {}_descale")],
+)
+def test_int8_needs_both_scales_in_other_faces(face, named):
+    """Codes up to 127 for numbers of size 1: without scales softmax is of one key, silently."""
+    q, k, v = torch.ones(2, 2, 16), *torch.ones(2, 1, 2, 1, 16, dtype=torch.int8)
+    for missing, scale in (("k", {"v_scale": 0.1}), ("v", {"k_scale": 0.1}), ("k", {})):
+        message = f"{named.format(missing)} must be given for a cache of int8"
+        with pytest.raises(ValueError, match=message):
+            face(q, k, v, **scale)
 
 
 def test_caches_that_do_not_fit():

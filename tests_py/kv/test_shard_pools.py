@@ -136,6 +136,11 @@ def test_a_small_plan():
     assert [part.tolist() for part in plan.write_plan([0, 16, 20, -1], 1)] == [[2], [8]]
 
 
+def test_pages_of_prefixes_are_gathered_in_their_order():
+    plan = plan_of([[*range(24, 28)], SLOTS[:4]], [4, 4], [4, 4])
+    assert plan.prefix_pages.tolist() == [2, 6]
+
+
 def test_a_batch_without_prefixes_gathers_nothing():
     plan = plan_of([SLOTS], [0], [14], max_prefix_tokens=0)
     assert plan.block_pages == 0

@@ -272,3 +272,22 @@ def test_what_sparse_attention_refuses(changes, message):
     arguments = Batch(Case(), torch.float32).arguments() | changes
     with pytest.raises(ValueError, match="npu_sparse_flash_attention: .*" + message):
         sparse_attention(**arguments)
+
+
+def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
+    ones = np.ones((1, 16, 2, 16), np.float32)
+    options = {"layout_query": "BSND", "layout_key": "PA_BSND", "sparse_count": 20}
+    options["block_table"] = np.broadcast_to(np.int32(0), (1, 2**60))
+    tensors = ones[:, :1], ones[:, :, :1], np.ones((1, 1, 2), np.float32)
+    indices, _ = npu_lightning_indexer(*tensors, actual_seq_lengths_key=[20], **options)
+    np.testing.assert_array_equal(np.ravel(indices), np.arange(20))
+
+
+def test_a_broadcast_block_table_of_sparse_attention():
+    ones = np.ones((1, 16, 1, 16), np.float32)
+    options = {"layout_query": "BSND", "layout_kv": "PA_BSND", "attention_mode": 0}
+    options["block_table"] = np.broadcast_to(np.int32(0), (1, 2**60))
+    indices = np.zeros((1, 1, 1, 2), np.int32)
+    tensors = ones[:, :1], ones, ones, indices
+    out, *_ = sparse_attention(*tensors, 0.5, actual_seq_lengths_kv=[20], **options)
+    np.testing.assert_array_equal(out, np.ones((1, 1, 1, 16), np.float32))

@@ -28,6 +28,14 @@ def server(groups, first, end, drafts, *, base, **fields):
     return args, names
 
 
+def test_drafts_of_the_last_stage_are_no_layers_of_it():
+    known = {"hidden_kv_layers": 4, "draft_kv_layers": 1, "prefill_end_layer": 4}
+    args, _ = server("KVI", 2, 4, 1, base=BASE, **known)
+    ptrs = server("KVI", 0, 4, 1, base=2 * BASE)[0].kv_data_ptrs
+    plan = plan_send_kvcache(args, ptrs, [0], [0], pp_size=2, is_mla=True, is_last_rank=True)
+    assert [ptrs.index(addr) for addr in plan.dst_addrs] == [2, 3, 6, 7, 10, 11, 12, 13, 14]
+
+
 def test_none_is_absent():
     names = ("kv_data_lens", "kv_buf_groups", "total_kv_layers", "hidden_kv_layers",
              "draft_kv_layers", "prefill_end_layer")  # fmt: skip
