@@ -107,24 +107,3 @@ lengths = st.lists(
 def test_any_batch(lens, cp_size, strategy, padding, convention):
     extend, cached = map(list, zip(*lens, strict=True))
     check_plan(extend, cached, cp_size, strategy, padding, convention)
-
-
-def imbalance(extend, cached, cp_size, strategy):
-    """Largest difference between two ranks in tokens and in visible pairs, and the mean pairs."""
-    seq = [p + n for p, n in zip(cached, extend, strict=True)]
-    plans = build_cp_metadata_all_ranks(extend, seq, cp_size=cp_size, strategy=strategy)
-    tokens = [len(plan.local_q_indices) for plan in plans]
-    pairs = [plan.query_cache_lengths.sum(dtype=np.int64) for plan in plans]
-    return max(tokens) - min(tokens), max(pairs) - min(pairs), max(pairs), np.mean(pairs)
-
-
-@pytest.mark.parametrize("cp_size", [2, 4, 8, 64])
-def test_long_sequences_are_balanced_to_two_percent(cp_size):
-    for length in (32768, 32771, 131072 + 63):
-        _, _, most, mean = imbalance([length], [1000], cp_size, "zigzag")
-        assert most <= 1.02 * mean
-
-
-def test_contiguous_leaves_the_last_rank_twice_the_mean():
-    _, _, most, mean = imbalance([100_000], [0], 64, "contiguous")
-    assert round(most / mean, 1) == 2

@@ -118,12 +118,6 @@ def test_the_prefix_counts_once(strategy):
         batches["bare"].run(bare, prefix_lens=[5])
 
 
-def test_bare_metadata_without_a_prefix_needs_no_prefix_lens():
-    batch = IndexerBatch((10, 14), (0, 0), 2, convention="bare")
-    batch.check()
-    batch.check(prefix_lens=[0, 0])
-
-
 REFUSED = [
     ({"page_size": 0}, r"page_size must be in \[1, 2147483647\], got 0"),
     ({"page_size": 4 + 2**62}, r"page_size must be in \[1, 2147483647\]"),

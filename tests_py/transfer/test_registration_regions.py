@@ -31,12 +31,6 @@ def test_ranges_that_meet_once_rounded_become_one():
     assert inside == ([100], [100])
 
 
-def test_buffers_with_pages_between_each_others_are_one_region():
-    ptrs, lens = [300, 100, 110, 120, 310], [10, 110, 110, 100, 10]
-    assert registration_regions(ptrs, lens) == ([100, 300, 310], [120, 10, 10])
-    assert (ptrs, lens) == ([300, 100, 110, 120, 310], [10, 110, 110, 100, 10])
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.integers(0, 40)), max_size=8),
     st.sampled_from([2, 8, 32]),
