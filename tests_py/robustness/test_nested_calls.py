@@ -146,7 +146,7 @@ while True:  # calls that end before the signal comes are made again
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_ctrl_c_ends_the_call(children, threads):
-    """It ends within a second, or a few where a sanitizer runs on a busy machine."""
+    """SIGINT ends it within a second, or a few where a sanitizer runs on a busy machine."""
     process = children.start([sys.executable, "-c", INTERRUPTED.format(threads=threads)])
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)  # into the computation

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from audit import leftovers
-from support.time_limits import BUSY, PATIENCE
+from support.time_limits import PATIENCE
 
 _MARK = "CPATTN_TEST_CHILDREN"
 
@@ -80,18 +79,3 @@ class Children:
                 if pipe is not None:
                     pipe.close()
         self._processes.clear()
-
-
-def assert_interruptible(script: str) -> None:
-    """The script prints "ready" and makes a call of many seconds, which SIGINT ends within one, or
-    a few where a sanitizer runs on a busy machine."""
-    with contextlib.closing(Children()) as children:
-        process = children.start([sys.executable, "-c", script])
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.3)  # into the computation
-        assert process.poll() is None
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=PATIENCE)
-        assert "KeyboardInterrupt" in stderr
-        assert time.monotonic() - start < 1 + 4 * BUSY
