@@ -52,6 +52,7 @@ HALVES = {"engine_rank": 0, "page_size": 4, "kv_head_num": 2, "prefill_start_lay
         ([128, 128], {}, {"dst_attn_tp_size": 0}, "slice: dst_attn_tp_size must be >= 1, got 0"),
         ([128, 128], {"page_size": 2**62}, {"compat": True}, "page_size must fit into int32, got"),
         ([128, 128], {"page_size": 0}, {}, "page_size must be >= 1, got 0"),
+        ([128, 128], {"kv_data_lens": [128, 127]}, {}, "within the 0 items of entry 1, got 0"),
     ],
 )
 def test_slices_refuse(item_lens, attributes, arguments, message):
