@@ -21,11 +21,15 @@ SHOWN = "shown by "  # before the kinds of `given`, until a call knows its funct
 
 
 class Opaque:
+    __slots__ = ()  # one object is given to all calls, some of which set attributes
+
     def __repr__(self) -> str:
         return "x" * 10_000  # which no message may contain
 
 
 class Nameless:
+    __slots__ = ()
+
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("no attributes")
 
