@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 CLIPPED = '''\
 # SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
 
 LIMIT = 3
 
