@@ -39,13 +39,13 @@ from bench.context_parallel.exchanges import (
     rates_of,
     run_world,
 )
-from bench.harness import command
+from bench.harness import command, two_hosts
 from bench.harness.environment import RESULTS, environment
 from bench.harness.report import console
 from cpattn import torch_guard
 from cpattn_lab.cost_model import Rates
 from cpattn_lab.cost_model.calibration import calibrate
-from cpattn_lab.processes.hosts import Hosts, HostsError
+from cpattn_lab.processes.hosts import Hosts
 
 SHAPES = (Shape(8192, 0), Shape(8192, 32768), Shape(512, 32768))
 QUICK = (Shape(256, 0), Shape(64, 1024))
@@ -129,11 +129,8 @@ def main() -> int:
     parser.add_argument("--gbps", default="0.5,1,2.5", help="rates of the link, with commas")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, even, with commas")
     arguments = parser.parse_args()
-    try:
-        with Hosts(2, link_gbps=1):
-            pass
-    except HostsError as error:
-        print(f"bench_exchanges: {error}, so nothing is measured")
+    if reason := two_hosts.why_not(link_gbps=1):
+        print(f"bench_exchanges: {reason}, so nothing is measured")
         return 0
     links = [1.0] if arguments.quick else [float(gbps) for gbps in arguments.gbps.split(",")]
     sizes = [2] if arguments.quick else [int(size) for size in arguments.ranks.split(",")]

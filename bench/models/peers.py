@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from bench.harness import two_hosts
 from bench.harness.contender import Contender
-from cpattn_lab.processes.hosts import Hosts, HostsError
 
 SDPA = "sdpa"
 CORES = 2
@@ -98,14 +98,13 @@ def engines(folder: Path, dtype: str, num_pages: int) -> list[Peer]:
             num_pages=num_pages, **asdict(ranks),
         )
         for name, ranks in ENGINES.items()
-        if ranks.link_gbps is None or hosts_can_be_made(name, ranks.link_gbps)
+        if can_be_started(name, ranks)
     ]  # fmt: skip
 
 
-def hosts_can_be_made(name: str, link_gbps: float) -> bool:
-    try:
-        with Hosts(2, link_gbps=link_gbps):
-            return True
-    except HostsError as error:
-        print(f"{name}: left out, {error}")
-        return False
+def can_be_started(name: str, ranks: Ranks) -> bool:
+    """Whether there can be the hosts that an engine needs; prints why not."""
+    reason = two_hosts.why_not(ranks.link_gbps) if ranks.link_gbps else ""
+    if reason:
+        print(f"{name}: left out, {reason}")
+    return not reason

@@ -16,7 +16,7 @@ import pytest
 from audit import records
 
 TELEPHONE, DESK = 400, 1280  # pixels
-# What axe-core calls these keeps somebody from reading or using a page.
+# Violations of these impacts keep somebody from reading or using a page, says axe-core.
 GRAVE = ("serious", "critical")
 
 

@@ -312,7 +312,7 @@ def test_the_page_about_ci_shows_what_comes_out_and_its_last_step_passes(tmp_pat
     installed.chmod(0o755)
     path = [str(installed.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
     here = {**os.environ, "PYTHONPATH": path_with(), "PATH": os.pathsep.join(path)}
-    # As a runner does: it stops at the first command that fails.
+    # A runner, too, stops at the first command that fails.
     command = ["bash", "-e", "-c", steps_of_ci()["Try many more cases"].replace(*CASES)]
     ran = children.run(command, cwd=tmp_path, env=here, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stdout + ran.stderr

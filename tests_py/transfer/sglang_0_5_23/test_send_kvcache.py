@@ -204,7 +204,7 @@ def send(src, dst, *, src_lens=None, groups=1, pp_size=2, is_mla=False, ptrs=Non
 PAIRED = [
     # ids of both sides, options, pairs of entries
     ([4, 7], [7, 4], {"src_lens": [64, 96], "dst_item_lens": [96, 64]}, [(0, 1), (1, 0)]),
-    # As engines do: half a layer is sent alone, and entries without a length are left out.
+    # Engines send half a layer alone, and leave out entries without a length.
     ([0, 1], [0, 1, 0, 1], {"compat": True}, [(0, 0), (1, 1)]),
     ([4, 7], [4, 7], {"src_lens": [64, 0], "is_mla": True, "compat": True}, [(0, 0)]),
     *(
