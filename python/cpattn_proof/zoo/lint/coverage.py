@@ -77,6 +77,19 @@ def _divided_offsets(mended: bool) -> Document:
     return document(requests=[{"extend": real, "pad": padded - real}], ranks=parts)
 
 
+def _rows_before_the_exchange(mended: bool) -> Document:
+    """A rank has all rows for some heads after an exchange; it was called for those of before."""
+    tokens, ranks, heads = 16, 4, 8
+    each = heads // ranks
+    count = tokens if mended else tokens // ranks
+    part = {"rows": rows([(0, 0, tokens)]), "segments": columns(_SEGMENTS, [(0, 0, count, count)])}
+    own = [list(range(rank * each, (rank + 1) * each)) for rank in range(ranks)]
+    return document(
+        requests=[{"extend": tokens}], queries="all", heads={"q": heads},
+        ranks=[part | {"heads": {"q": share}} for share in own],
+    )  # fmt: skip
+
+
 def _lost_window(mended: bool) -> Document:
     """A mask with a window was replaced by a causal one when sequences were cut."""
     length, window, ranks = 256, 127, 2
@@ -140,6 +153,11 @@ ENTRIES = [
         "NVIDIA/TransformerEngine#3331", "COV",
         "Offsets of sequences were divided by the ranks: real keys of padded ones were dropped.",
         _divided_offsets,
+    ),
+    entry(
+        "NVIDIA/TensorRT-LLM#13486", "COV",
+        "Attention behind an all-to-all was called for as many rows as there were before it.",
+        _rows_before_the_exchange, "pull",
     ),
     entry(
         "huggingface/accelerate#4177", "COV",

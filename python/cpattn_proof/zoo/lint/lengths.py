@@ -99,6 +99,18 @@ def _unaligned_chunks(mended: bool) -> Document:
     return document(requests=requests, ranks=[{"key_lens": [n]} for n in lens], cache=cache)
 
 
+def _offsets_of_positions(mended: bool) -> Document:
+    """Offsets of sequences were made of positions, which do not begin at 0 on the second rank."""
+    size, ranks = 1024, 2
+    parts = []
+    for rank in range(ranks):
+        begin = rank * size
+        first, count = (0, size) if mended else (begin, begin + size)
+        calls = columns(_SEGMENTS, [(0, first, count, begin + size)])
+        parts.append({"rows": rows([(0, begin, size)]), "segments": calls})
+    return document(requests=[{"extend": ranks * size}], ranks=parts)
+
+
 def _whole_warm_up(mended: bool) -> Document:
     """Metadata of a warm-up counts the decodes of the batch; a rank has those that are its turn."""
     lens, ranks = [17, 9, 33, 5, 12, 21], 2
@@ -133,6 +145,11 @@ ENTRIES = [
         "vllm-project/vllm-ascend#5767", "LEN",
         "Chunks of context were aligned to a block, not to a block of every rank.",
         _unaligned_chunks, "pull",
+    ),
+    entry(
+        "PrimeIntellect-ai/prime-rl#2392", "LEN",
+        "Offsets of a rank's rows began at the position of the first.", _offsets_of_positions,
+        "pull",
     ),
     entry(
         "vllm-project/vllm#49810", "LEN",

@@ -88,6 +88,17 @@ def _contiguous_positions(mended: bool) -> Document:
     return document(requests=[{"extend": tokens}], ranks=parts)
 
 
+def _restored_as_a_zigzag(mended: bool) -> Document:
+    """Ranks have consecutive rows; the batch was put together as if they had those of a zigzag."""
+    tokens, ranks = 8, 2
+    each, block = tokens // ranks, tokens // (2 * ranks)
+    parts = [{"rows": rows([(0, rank * each, each)])} for rank in range(ranks)]
+    zigzag = [(0, 0, block), (1, 0, each), (0, block, block)]
+    whole = [(rank, 0, each) for rank in range(ranks)]
+    restore = columns(("rank", "row", "count"), whole if mended else zigzag)
+    return document(requests=[{"extend": tokens}], ranks=parts, restore=restore)
+
+
 def _dropped_remainder(mended: bool) -> Document:
     """Nine tokens over two ranks: four each, and one for nobody."""
     tokens, ranks = 9, 2
@@ -123,6 +134,13 @@ def _heads_padded_apart(mended: bool) -> Document:
     padded_q = padded_kv * (q // kv) if mended else -(-q // ranks) * ranks
     shares, kv_shares = _cut([padded_q // ranks] * ranks), _cut([padded_kv // ranks] * ranks)
     return _heads(padded_q, padded_kv, shares, kv_shares)
+
+
+def _fewer_heads_than_ranks(mended: bool) -> Document:
+    """Two KV heads were split over four ranks: 1, 1, 0, 0."""
+    q, kv, ranks = 8, 2, 4
+    kv_shares = [[rank * kv // ranks] for rank in range(ranks)] if mended else _cut([1, 1, 0, 0])
+    return _heads(q, kv, _cut([q // ranks] * ranks), kv_shares)
 
 
 def _weights_of_other_ranks(mended: bool) -> Document:
@@ -164,6 +182,11 @@ ENTRIES = [
         _contiguous_positions,
     ),
     entry(
+        "modelscope/ms-swift#10071", "OWN",
+        "Consecutive rows were put together in the order of a zigzag.", _restored_as_a_zigzag,
+        "pull",
+    ),
+    entry(
         "deepspeedai/DeepSpeed#7384", "OWN",
         "The remainder of a sequence was on no rank.", _dropped_remainder,
     ),
@@ -175,6 +198,11 @@ ENTRIES = [
     entry(
         "vllm-project/vllm-omni#5716", "OWN",
         "Heads of queries and of keys were padded apart.", _heads_padded_apart, "pull",
+    ),
+    entry(
+        "hiyouga/LlamaFactory#10794", "OWN",
+        "Two heads of keys were split over four ranks, of which two had none.",
+        _fewer_heads_than_ranks, "pull",
     ),
     entry(
         "NVIDIA/TensorRT-LLM#10350", "OWN",

@@ -60,6 +60,13 @@ def _tokens_of_a_batch(mended: bool) -> Document:
     return document(ranks=parts, groups=groups)
 
 
+def _ranks_without_tokens(mended: bool) -> Document:
+    """A rank that has no tokens in a step returned before it told the others so."""
+    tokens = [5, 0, 3, 4]
+    notify = {"kind": "all_gather", "size": 4, "label": "tokens to come"}
+    return _calls([[notify] if mended or count else [] for count in tokens])
+
+
 def _slots_for_drafts(mended: bool) -> Document:
     """Slots of a step of twelve requests with five drafts each, over four ranks."""
     used = 110
@@ -96,6 +103,11 @@ ENTRIES = [
         "verl-project/verl#6049", "SEQ",
         "Tokens of a batch were counted over data parallel ranks, not over context parallel ones.",
         _tokens_of_a_batch,
+    ),
+    entry(
+        "uccl-project/uccl#940", "SEQ",
+        "A rank without tokens left out the call that the others wait in.", _ranks_without_tokens,
+        "pull",
     ),
     entry(
         "vllm-project/vllm-ascend#14024", "ADDR",

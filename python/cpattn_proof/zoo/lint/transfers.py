@@ -129,6 +129,48 @@ def _remainder_for_drafts(mended: bool) -> Document:
     return document(memories=memories, transfers=transfers)
 
 
+def _tables_by_place(mended: bool) -> Document:
+    """Every stage has a table of its own layers; decode has one of all, in another composition."""
+    sizes = {"k": 512, "index_k": 64}
+    kinds = ["k", "index_k", "k", "k"]  # of the layers that the second stage has, from layer 4 on
+    all_kinds = enumerate(["k"] * 4 + kinds)
+    target = memory(16, [(layer, kind, sizes[kind]) for layer, kind in all_kinds])
+    source = memory(16, [(4 + place, kind, sizes[kind]) for place, kind in enumerate(kinds)])
+    blocks = []
+    for place, kind in enumerate(kinds):
+        to = page_of(target, 4 + place if mended else place, 2)
+        blocks.append((page_of(source, place, 2), to, sizes[kind]))
+    memories = {"stage 1": source, "decode": target}
+    return document(memories=memories, transfers=[transfer(blocks, [2], sender="stage 1")])
+
+
+def _virtual_pages(mended: bool) -> Document:
+    """The allocator moved pages; the sender took the numbers of before for those of the pool."""
+    source = memory(16, [(0, "k", 512)])
+    moved = {0: 0, 1: 6, 2: 3}
+    numbers = [moved[page] if mended else page for page in moved]
+    blocks = [
+        (page_of(source, 0, number), page_of(source, 0, page), 512)
+        for number, page in zip(numbers, moved, strict=True)
+    ]
+    sent = transfer(blocks, list(moved)) | {"src_pages": list(moved.values())}
+    return document(memories={"prefill": source, "decode": source}, transfers=[sent])
+
+
+def _pages_of_an_aborted_request(mended: bool) -> Document:
+    """Decode gave the pages of a request away that a writer still had; both wrote into them."""
+    source, pages = memory(16, [(0, "k", 512)]), {"aborted": [2, 3], "next": [4, 5]}
+    transfers = []
+    for own in pages.values():
+        to = own if mended else pages["aborted"]
+        blocks = [
+            (page_of(source, 0, read), page_of(source, 0, written), 512)
+            for read, written in zip(own, to, strict=True)
+        ]
+        transfers.append(transfer(blocks, own) | {"dst_pages": to})
+    return document(memories={"prefill": source, "decode": source}, transfers=transfers)
+
+
 def _values_as_wide_as_keys(mended: bool) -> Document:
     """Rows of values are narrower than those of keys; the pool had them as wide."""
     page_size, key, value = 4, 192, 128
@@ -166,6 +208,20 @@ ENTRIES = [
         "sgl-project/sglang#32270", "XFER",
         "Buffers of pipeline stages were paired by their numbers, not by layers.",
         _stages_by_ordinal, "pull",
+    ),
+    entry(
+        "vllm-project/vllm-ascend#15900", "XFER",
+        "Tables of a stage and of decode were paired by place; their layers differ.",
+        _tables_by_place, "pull",
+    ),
+    entry(
+        "sgl-project/sglang#31471", "XFER",
+        "Numbers of pages from before the pool was compacted were sent.", _virtual_pages, "pull",
+    ),
+    entry(
+        "sgl-project/sglang#24527", "XFER",
+        "Pages of an aborted request were given to the next while they were still written.",
+        _pages_of_an_aborted_request,
     ),
     entry(
         "sgl-project/sglang#27740", "XFER",
