@@ -14,6 +14,7 @@ void register_attention(pybind11::module_& module);
 void register_attention_plan(pybind11::module_& module);
 void register_copy_blocks(pybind11::module_& module);
 void register_cp_attention(pybind11::module_& module);
+void register_block_selection(pybind11::module_& module);
 void register_cp_indexer(pybind11::module_& module);
 void register_cp_sparse_mla(pybind11::module_& module);
 void register_dsa_metadata(pybind11::module_& module);

@@ -32,7 +32,7 @@ VALUES = {  # made by functions alone
 }  # fmt: skip
 RECORDS = {  # hold what they are given, and check nothing
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
-    "HaloPlan", "KVSendIndices", "PullTargets", "RankSegments", "RelayoutPlan",
+    "HaloPlan", "KVSendIndices", "PullTargets", "RankSegments", "RelayoutPlan", "SelectedBlocks",
     "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "KVRegistration", "KVTransferRequest",
     "LayerCaches", "Profile", "ScopeTime", "ShardedPlan", "Thread", "Topology", "TransferError",
     "TransferStatus", "KVDigest", "KVHandshakeError", "KVMismatch",

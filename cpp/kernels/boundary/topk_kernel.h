@@ -18,6 +18,9 @@ struct TopkKernel {
   /// Bytes of scratch, aligned to 64, that a row needs.
   int64_t (*scratch_bytes)(int32_t topk);
   void (*select)(const TopkRow* row, void* scratch);
+  /// Writes the largest of each `block_size` scores, the last block may be shorter, to `maxima`.
+  /// NaN counts as -inf.
+  void (*block_maxima)(const float* scores, int64_t length, int64_t block_size, float* maxima);
 };
 
 }  // namespace cpattn::kernels

@@ -19,7 +19,7 @@ constexpr SparseKernelTable sparse_table(
       .name = name,
       .rows = row_kernels(),
       .scatter = scatter_kernels(),
-      .topk = {topk_scratch_bytes, topk_select},
+      .topk = {topk_scratch_bytes, topk_select, topk_block_maxima},
       .indexer = indexer,
   };
 }

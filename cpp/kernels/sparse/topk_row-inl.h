@@ -57,5 +57,27 @@ inline void topk_select(const TopkRow* row, void* scratch) {
   topk_finish(stream, row->sorted, row->out, indices + capacity);
 }
 
+inline float topk_largest(const float* scores, int64_t count) {
+  const Vector none = splat(-__builtin_inff());
+  Vector largest[4] = {none, none, none, none};
+  int64_t i = 0;
+  for (; i + kTopkStep <= count; i += kTopkStep) {
+    for (int j = 0; j < 4; ++j)
+      largest[j] = max(without_nan(load(scores + i + j * kLanes)), largest[j]);
+  }
+  float result = reduce_max(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
+  for (; i < count; ++i) result = scores[i] > result ? scores[i] : result;
+  return result;
+}
+
+inline void topk_block_maxima(
+    const float* scores, int64_t length, int64_t block_size, float* maxima
+) {
+  for (int64_t begin = 0; begin < length; begin += block_size) {
+    const int64_t left = length - begin;
+    *maxima++ = topk_largest(scores + begin, left < block_size ? left : block_size);
+  }
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

@@ -1034,6 +1034,25 @@ def npu_lightning_indexer(
     indices: _Tensor,
     values: _Tensor | None = None,
 ) -> None: ...
+def select_blocks(
+    score: _Tensor,
+    lengths: _Indices,
+    topk: int,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    dcp_rank: int,
+    dcp_size: int,
+    blocks: _Tensor,
+    block_scores: _Tensor,
+) -> None: ...
+def merge_blocks(
+    blocks: _Tensor,
+    block_scores: _Tensor,
+    topk: int,
+    out_blocks: _Tensor,
+    out_scores: _Tensor,
+) -> None: ...
 def dcp_local_indices(
     indices: _Tensor, dcp_rank: int, dcp_size: int, interleave_size: int, out: _Tensor
 ) -> None: ...

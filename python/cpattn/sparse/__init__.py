@@ -5,14 +5,16 @@
     out, *_ = flash_mla_sparse_fwd(q, kv, chosen[:, None], scale)
 
 ``indexer`` scores keys, with ``cp_indexer`` under context parallelism and ``index_k`` for a cache
-of its keys; ``topk`` chooses, and turns indices into slots; ``sparse_mla`` attends;
-``cp_sparse_mla`` does all of it for the tokens of a rank. ``kv_rows`` are rows of 656 bytes,
-``split_norm`` the projection before, ``dsa_metadata`` the integers of a batch, ``gates`` whether to
-split it; ``sglang_0_5_23`` alone has functions of that release under its names. Imports NumPy, the
-core, and the forward modes of `cpattn.context_parallel`.
+of its keys; ``topk`` chooses, and turns indices into slots; ``blocks`` chooses blocks of keys in
+place of single ones; ``sparse_mla`` attends; ``cp_sparse_mla`` does all of it for the tokens of a
+rank. ``kv_rows`` are rows of 656 bytes, ``split_norm`` the projection before, ``dsa_metadata`` the
+integers of a batch, ``gates`` whether to split it; ``sglang_0_5_23`` alone has functions of that
+release under its names. Imports NumPy, the core, and the forward modes of
+`cpattn.context_parallel`.
 """
 
 from . import sglang_0_5_23 as sglang_0_5_23
+from .blocks import SelectedBlocks, merge_blocks, select_blocks
 from .cp_attention import cp_sparse_mla
 from .cp_indexer import cp_indexer_topk, dcp_local_indices
 from .dsa_metadata import DsaMetadata, build_dsa_metadata
@@ -26,6 +28,7 @@ from .topk import TopkTransformMethod, get_topk_transform_method, topk_transform
 
 __all__ = [
     "DsaMetadata",
+    "SelectedBlocks",
     "TopkTransformMethod",
     "build_dsa_metadata",
     "can_dsa_prefill_cp_interleave",
@@ -41,10 +44,12 @@ __all__ = [
     "hadamard_transform",
     "indexer_logits",
     "indexer_topk",
+    "merge_blocks",
     "quantize_index",
     "quantize_kv_rows",
     "quantize_kv_rows_separate",
     "read_index_k_cache",
+    "select_blocks",
     "split_qk_norm",
     "topk_transform",
     "write_index_k_cache",

@@ -227,6 +227,16 @@ CALLS = [
         sparse.dcp_local_indices,
         given(indices=i32([9, 4, 7, 2, -1]), dcp_rank=1, dcp_size=2, interleave_size=1),
     ),
+    call(
+        sparse.select_blocks,
+        given(score=f32(2, 8), lengths=[8, 4], topk=2, block_size=2, init_blocks=0, local_blocks=1),
+        given(dcp_rank=0, dcp_size=1),
+    ),
+    call(
+        sparse.merge_blocks,
+        of_kind("table", blocks=i32([1, 0])),
+        given(block_scores=f32(1, 2), topk=2),
+    ),
     call(sglang_0_5_23.fast_topk, TOPK),
     call(
         sglang_0_5_23.fast_topk_transform_fused,

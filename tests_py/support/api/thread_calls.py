@@ -247,6 +247,9 @@ MAKERS: dict[str, Callable[[int], Call]] = {
         sparse.sglang_0_5_23.fast_topk_transform_ragged_fused, n, topk_indices_offset=[0] * n
     ),
     "topk_transform": partial(topk, sparse.topk_transform, method=None),
+    "select_blocks": lambda n: partial(
+        sparse.select_blocks, normal(n, 20_000), lengths=[20_000] * n, topk=16
+    ),
     "hadamard_transform": lambda n: partial(sparse.hadamard_transform, repeated(256 * n, 512)),
     "quantize_index": lambda n: partial(sparse.quantize_index, repeated(256 * n, 512)),
     "quantize_kv_rows": lambda n: partial(
@@ -294,6 +297,9 @@ MAKERS: dict[str, Callable[[int], Call]] = {
         np.ones(256 * n, np.float32),
     ),
     "read_index_k_cache": lambda n: partial(sparse.read_index_k_cache, *index_cache(n)),
+    "merge_blocks": lambda n: partial(
+        sparse.merge_blocks, np.ones((16 * n, 4096), np.int32), normal(16 * n, 4096), 16
+    ),
     "dcp_local_indices": lambda n: partial(
         sparse.dcp_local_indices, rows(n), dcp_rank=1, dcp_size=2
     ),
