@@ -2,6 +2,7 @@
 """Halos and changes of the layout, run over simulated ranks against one process."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from cpattn.context_parallel.halo import plan_halo, plan_relayout
+from cpattn.context_parallel.vllm_0_32 import build_pcp_layout
 from support.examples import examples
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -38,20 +40,30 @@ def exchanged(plans, rows):
 def test_every_unit_is_computed_once_of_all_its_rows(batch, cp_size, ratio, more, data):
     options = data.draw(
         st.sampled_from(
-            [{"strategy": "zigzag"}, {"strategy": "contiguous"}, {"weights": range(1, cp_size + 1)},
+            [{"strategy": "zigzag"}, {"strategy": "contiguous"}, {"strategy": "interleave"},
+             {"weights": range(1, cp_size + 1)}, {"pcp_size": cp_size},
              {"strategy": "contiguous", "weights": range(cp_size, 0, -1)}]
         )
     )  # fmt: skip
     if "weights" in options:
         options = options | {"weights": list(map(float, options["weights"]))}
     window = ratio + more
-    extends, prefixes, metadata = metadata_of(batch, cp_size=cp_size, **options)
+    if "pcp_size" in options:
+        extends, prefixes = zip(*batch, strict=True)
+        layout = build_pcp_layout(extends, prefixes, **options)
+        plan_of = partial(plan_halo, layout, window=window, ratio=ratio)
+        plans = [plan_of(rank=rank) for rank in range(cp_size)]
+        counts = layout.per_rank_num_tokens
+        tokens = [layout.shard(np.arange(sum(extends)), r)[:n] for r, n in enumerate(counts)]
+    else:
+        extends, prefixes, metadata = metadata_of(batch, cp_size=cp_size, **options)
+        plans = [plan_halo(one, window=window, ratio=ratio) for one in metadata]
+        tokens = [one.shard(np.arange(sum(extends))) for one in metadata]
     # A row is (request, position).
     rows = np.array(
         [(r, prefixes[r] + i) for r in range(len(batch)) for i in range(extends[r])], int
     ).reshape(-1, 2)
-    own = [plan.shard(rows) for plan in metadata]
-    plans = [plan_halo(one, window=window, ratio=ratio) for one in metadata]
+    own = [rows[of_rank] for of_rank in tokens]
     computed = []
     for rank, (plan, received) in enumerate(zip(plans, exchanged(plans, own), strict=True)):
         assert plan.send_counts[rank] == plan.recv_counts[rank] == 0
@@ -121,11 +133,25 @@ def test_errors_of_halos(options, message):
         plan_halo(metadata, **options)
 
 
-def test_interleaved_rows_have_no_halo():
-    metadata = cpattn.build_cp_metadata([8], cp_rank=0, cp_size=2, strategy="interleave")
-    message = "plan_halo: metadata must have strategy 'zigzag' or 'contiguous', got 'interleave'"
-    with pytest.raises(ValueError, match=message):
-        plan_halo(metadata, window=2)
+def test_each_rank_computes_all_units_of_a_request_that_it_has_whole():
+    layout = build_pcp_layout([3, 16], [5, 0], pcp_size=2, dcp_size=2)  # three fill no four chunks
+    for rank in range(2):
+        plan = plan_halo(layout, window=4, ratio=4, rank=rank)
+        mine = plan.unit_request == 0
+        assert plan.unit_ids[mine].tolist() == [1]
+        assert plan.cached_position.tolist() == [4]
+
+
+def test_a_layout_needs_a_rank_and_metadata_has_one():
+    layout = build_pcp_layout([8], [0], pcp_size=2)
+    metadata = cpattn.build_cp_metadata([8], cp_rank=0, cp_size=2)
+    for rows, rank, message in (
+        (layout, None, "rank must be given for a PCPLayout, got None"),
+        (layout, 2, "rank must be in [0, 2), got 2"),
+        (metadata, 1, "rank must be that of metadata, 0, or None, got 1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"plan_halo: {message}")):
+            plan_halo(rows, window=2, rank=rank)
 
 
 def test_layouts_of_a_change_are_of_one_batch_and_rank():

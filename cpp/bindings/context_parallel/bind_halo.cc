@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "bindings/arguments/arguments.h"
@@ -15,15 +16,31 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-py::tuple halo_of(py::handle metadata, py::handle window, py::handle ratio) {
-  const Arguments read("plan_halo");
-  const auto& given = read.value<ContextParallelMetadata>(metadata, "metadata");
+/// The rows of all ranks, and the rank that is meant: metadata has one, a layout needs it said.
+std::pair<RankRows, int64_t> rows_of(const Arguments& read, py::handle rows, py::handle rank) {
+  const std::optional<int64_t> said = read.optional_integer(rank, "rank");
+  if (!py::isinstance<PcpLayout>(rows)) {
+    const auto& metadata = read.value<ContextParallelMetadata>(rows, "metadata");
+    check(
+        !said || *said == metadata.cp_rank, read.function(), ": rank must be that of metadata, ",
+        metadata.cp_rank, ", or None, got ", said.value_or(0)
+    );
+    return {rank_rows(metadata), metadata.cp_rank};
+  }
+  const auto& layout = py::cast<const PcpLayout&>(rows);
+  check(said.has_value(), read.function(), ": rank must be given for a PCPLayout, got None");
   check(
-      given.strategy != CpStrategy::interleave, read.function(),
-      ": metadata must have strategy 'zigzag' or 'contiguous', got 'interleave'"
+      *said >= 0 && *said < layout.pcp_size, read.function(), ": rank must be in [0, ",
+      layout.pcp_size, "), got ", *said
   );
-  const int64_t rows = read.integer(window, "window"), step = read.integer(ratio, "ratio");
-  HaloPlan plan = plan_halo(rank_rows(given), given.cp_rank, rows, step, read.function());
+  return {rank_rows(layout), *said};
+}
+
+py::tuple halo_of(py::handle metadata, py::handle window, py::handle ratio, py::handle rank) {
+  const Arguments read("plan_halo");
+  const auto [rows, own] = rows_of(read, metadata, rank);
+  const int64_t size = read.integer(window, "window"), step = read.integer(ratio, "ratio");
+  HaloPlan plan = plan_halo(rows, own, size, step, read.function());
   return py::make_tuple(
       py::cast(plan.send_counts), py::cast(plan.recv_counts),
       int_array(std::move(plan.send_indices)), int_array(std::move(plan.cached_request)),

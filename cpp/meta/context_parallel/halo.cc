@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 #include <tuple>
+#include <vector>
 
 #include "cpattn/base/check.h"
 
@@ -28,9 +29,17 @@ void add_range(HaloInts& out, int64_t first, int64_t count) {
 class HaloPlanner {
  public:
   HaloPlanner(const RankRows& rows, int64_t window, int64_t ratio)
-      : rows_(rows), window_(window), ratio_(ratio), before_(rows.num_segments(), -1) {
-    for (const HaloInts& segments : rows.by_request()) {
-      for (std::size_t i = 1; i < segments.size(); ++i) before_[segments[i]] = segments[i - 1];
+      : rows_(consecutive(rows)),
+        window_(window),
+        ratio_(ratio),
+        by_request_(rows_.by_request()),
+        before_(rows_.num_segments(), -1) {
+    for (const HaloInts& segments : by_request_) {
+      for (std::size_t i = 1; i < segments.size(); ++i) {
+        // Where each rank has all of a request there is none in front.
+        const bool follows = end_of(segments[i - 1]) <= rows_.position[segments[i]];
+        before_[segments[i]] = follows ? segments[i - 1] : before_[segments[i - 1]];
+      }
     }
   }
 
@@ -52,8 +61,9 @@ class HaloPlanner {
   std::vector<HaloPiece> received(int64_t rank, Wanted is_wanted) const;
   void add_units(int64_t segment, HaloPlan& plan) const;
 
-  const RankRows& rows_;
+  RankRows rows_;  // with step 1
   int64_t window_, ratio_;
+  std::vector<HaloInts> by_request_;
   HaloInts before_;  // the segment in front of each in its request, -1 for none
 };
 
@@ -81,25 +91,30 @@ void HaloPlanner::for_each_piece(int64_t segment, Visit visit) const {
 template <class Wanted>
 std::vector<HaloPiece> HaloPlanner::received(int64_t rank, Wanted is_wanted) const {
   std::vector<HaloPiece> pieces;
-  for (int64_t i = rows_.segment_indptr[rank]; i < rows_.segment_indptr[rank + 1]; ++i) {
-    for_each_piece(i, [&](const HaloPiece& piece) {
-      if (is_wanted(piece.owner)) pieces.push_back(piece);
-    });
-  }
-  std::ranges::sort(pieces, {}, &HaloPiece::key);
-  std::size_t kept = 0;
-  for (std::size_t i = 1; i < pieces.size(); ++i) {
-    HaloPiece& last = pieces[kept];
-    const HaloPiece& next = pieces[i];
-    const bool overlaps =
-        next.owner == last.owner && next.request == last.request && next.begin < last.end;
-    if (overlaps) {
-      last.end = std::max(last.end, next.end);
-    } else {
-      pieces[++kept] = next;
+  for (const HaloInts& segments : by_request_) {
+    std::size_t from = 0;  // segments before end before all that is needed from now on
+    int64_t done = 0;      // rows before are planned
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+      const int64_t needing = segments[i], request = rows_.request[needing];
+      if (rows_.rank[needing] != rank || halo_begin(needing) >= rows_.position[needing]) continue;
+      const int64_t low = std::max({halo_begin(needing), rows_.prefix_lens[request], done});
+      while (from < i && end_of(segments[from]) <= low) ++from;
+      for (std::size_t k = from; k < i; ++k) {
+        const int64_t owned = segments[k], owner = rows_.rank[owned];
+        const int64_t begin = std::max(rows_.position[owned], low);
+        if (begin >= rows_.position[needing] || !is_wanted(owner)) continue;
+        pieces.push_back({
+            .owner = owner,
+            .request = request,
+            .begin = begin,
+            .end = end_of(owned),
+            .row = rows_.row[owned] + begin - rows_.position[owned],
+        });
+      }
+      done = rows_.position[needing];
     }
   }
-  if (!pieces.empty()) pieces.resize(kept + 1);
+  std::ranges::sort(pieces, {}, &HaloPiece::key);
   return pieces;
 }
 

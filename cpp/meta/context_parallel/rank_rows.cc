@@ -2,6 +2,8 @@
 #include "cpattn/context_parallel/rank_rows.h"
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
 
 #include "meta/context_parallel/block_split.h"
 
@@ -11,17 +13,18 @@ namespace {
 /// Adds segments to the rows of ranks, one rank after the other.
 class RankRowsWriter {
  public:
-  explicit RankRowsWriter(const ContextParallelMetadata& metadata) {
-    out_.prefix_lens.assign(metadata.prefix_lens.begin(), metadata.prefix_lens.end());
+  template <class Lens>
+  explicit RankRowsWriter(const Lens& prefix_lens) {
+    out_.prefix_lens.assign(prefix_lens.begin(), prefix_lens.end());
     out_.segment_indptr.assign(1, 0);
   }
 
-  /// Adds every step-th new token of a request from one on.
-  void add(int64_t request, int64_t first, int64_t count, int64_t step) {
+  /// Adds `count` tokens of a request from a position on.
+  void add(int64_t request, int64_t position, int64_t count, int64_t step) {
     if (count <= 0) return;
     out_.rank.push_back(static_cast<int64_t>(out_.segment_indptr.size()) - 1);
     out_.request.push_back(request);
-    out_.position.push_back(out_.prefix_lens[request] + first);
+    out_.position.push_back(position);
     out_.step.push_back(step);
     out_.row.push_back(row_);
     out_.count.push_back(count);
@@ -55,7 +58,7 @@ std::vector<RankRows::Ints> RankRows::by_request() const {
 }
 
 RankRows rank_rows(const ContextParallelMetadata& metadata) {
-  RankRowsWriter writer(metadata);
+  RankRowsWriter writer(metadata.prefix_lens);
   const int64_t size = metadata.cp_size;
   if (metadata.strategy == CpStrategy::interleave) {
     for (int64_t rank = 0; rank < size; ++rank) {
@@ -63,7 +66,7 @@ RankRows rank_rows(const ContextParallelMetadata& metadata) {
       for (int32_t s = 0; s < metadata.bs; ++s) {
         const int64_t len = metadata.extend_lens[s];
         const int64_t first = (rank - begin % size + size) % size;
-        writer.add(s, first, (len - first + size - 1) / size, size);
+        writer.add(s, metadata.prefix_lens[s] + first, (len - first + size - 1) / size, size);
         begin += len;
       }
       writer.end_rank();
@@ -75,12 +78,47 @@ RankRows rank_rows(const ContextParallelMetadata& metadata) {
       for (int32_t half = 0; half < split.halves; ++half) {
         const int32_t block = block_of(split, rank, half);
         for (int32_t s = 0; s < metadata.bs; ++s) {
-          writer.add(s, split.before(s, block), split.size(s, block), 1);
+          const int64_t position = metadata.prefix_lens[s] + split.before(s, block);
+          writer.add(s, position, split.size(s, block), 1);
         }
       }
       writer.end_rank();
     }
   });
+  return std::move(writer.rows());
+}
+
+RankRows rank_rows(const PcpLayout& layout) {
+  RankRowsWriter writer(layout.prefix_lens);
+  std::vector<int64_t> begins(layout.extend_lens.size());
+  std::exclusive_scan(
+      layout.extend_lens.begin(), layout.extend_lens.end(), begins.begin(), int64_t{0}
+  );
+  for (int64_t rank = 0; rank < layout.pcp_size; ++rank) {
+    for (int64_t i = layout.segment_indptr[rank]; i < layout.segment_indptr[rank + 1]; ++i) {
+      const int64_t request = layout.request[i];
+      const int64_t new_token = layout.batch_start[i] - begins[request];
+      const int64_t count = layout.batch_stop[i] - layout.batch_start[i];
+      writer.add(request, layout.prefix_lens[request] + new_token, count, 1);
+    }
+    writer.end_rank();
+  }
+  return std::move(writer.rows());
+}
+
+RankRows consecutive(const RankRows& rows) {
+  RankRowsWriter writer(rows.prefix_lens);
+  for (int64_t rank = 0; rank < rows.cp_size(); ++rank) {
+    for (int64_t i = rows.segment_indptr[rank]; i < rows.segment_indptr[rank + 1]; ++i) {
+      const int64_t pieces = rows.step[i] == 1 ? 1 : rows.count[i];
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        writer.add(
+            rows.request[i], rows.position[i] + piece * rows.step[i], rows.count[i] / pieces, 1
+        );
+      }
+    }
+    writer.end_rank();
+  }
   return std::move(writer.rows());
 }
 

@@ -516,7 +516,7 @@ class PCPLayout(_Value):
     def _segments(self) -> list[tuple[_Ints, _Ints, _Ints, _Ints, _Ints]]: ...
 
 def plan_halo(
-    metadata: ContextParallelMetadata, window: int, ratio: int, /
+    metadata: ContextParallelMetadata | PCPLayout, window: int, ratio: int, rank: int | None, /
 ) -> tuple[
     list[int],
     list[int],

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .metadata import ContextParallelMetadata
+    from .vllm_0_32 import PCPLayout
 
     Ints = NDArray[np.int64]
 
@@ -75,7 +76,13 @@ class HaloPlan(NamedTuple):
     unit_lens: Ints
 
 
-def plan_halo(metadata: ContextParallelMetadata, *, window: int, ratio: int = 1) -> HaloPlan:
+def plan_halo(
+    metadata: ContextParallelMetadata | PCPLayout,
+    *,
+    window: int,
+    ratio: int = 1,
+    rank: int | None = None,
+) -> HaloPlan:
     """Plan which rows ranks exchange so that each can compute units of several rows.
 
     Unit u of a request is made of its rows ``(u + 1) * ratio - window`` to ``(u + 1) * ratio - 1``,
@@ -85,14 +92,18 @@ def plan_halo(metadata: ContextParallelMetadata, *, window: int, ratio: int = 1)
 
     Parameters
     ----------
-    metadata : ContextParallelMetadata
-        Of this rank, zigzag or contiguous. Padding tokens count as those of the last request.
+    metadata : ContextParallelMetadata or PCPLayout
+        The former is of this rank, and its padding tokens count as those of the last request. An
+        interleaved row is a segment of its own. Requests that a layout has on all ranks are whole
+        there: nothing of them is sent, and each rank computes their units.
     window : int
         Rows that a unit is made of, at least `ratio`: the width of a causal convolution; the
         keys that a token of sliding-window attention sees; of a compressor, `ratio`, or
         ``2 * ratio`` if its windows overlap.
     ratio : int
         Rows from one unit to the next, at least 1.
+    rank : int, optional
+        This rank, where `metadata` is a layout.
 
     Returns
     -------
@@ -103,8 +114,8 @@ def plan_halo(metadata: ContextParallelMetadata, *, window: int, ratio: int = 1)
     TypeError
         If `metadata` is none, or a number is no integer.
     ValueError
-        For interleaved metadata, a `ratio` below 1, a `window` below `ratio`, and numbers
-        beyond int32.
+        For a `ratio` below 1, a `window` below `ratio`, and numbers beyond int32; for a layout
+        without a `rank` that it has, and for metadata with that of another.
 
     Examples
     --------
@@ -122,7 +133,7 @@ def plan_halo(metadata: ContextParallelMetadata, *, window: int, ratio: int = 1)
     >>> plans[1].unit_ids, plans[1].unit_starts, plans[1].unit_lens
     (array([1]), array([0]), array([8]))
     """
-    return HaloPlan(*_core.plan_halo(metadata, window, ratio))
+    return HaloPlan(*_core.plan_halo(metadata, window, ratio, rank))
 
 
 class RelayoutPlan(NamedTuple):

@@ -34,7 +34,7 @@ lens = st.integers(0, 40)
 
 @given(
     st.lists(st.tuples(lens, lens), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 6),
-    st.integers(0, 9), st.sampled_from(["zigzag", "contiguous"]),
+    st.integers(0, 9), st.sampled_from(["zigzag", "contiguous", "interleave"]),
 )  # fmt: skip
 def test_halos_are_proved(requests, cp_size, ratio, more, strategy):
     extend, prefix = map(list, zip(*requests, strict=True))
@@ -42,6 +42,17 @@ def test_halos_are_proved(requests, cp_size, ratio, more, strategy):
     plans, halos = planned(extend, prefix, cp_size, rule, strategy=strategy)
     report = lint(from_halos(plans, halos, extend, prefix, **rule))
     assert report.findings == ()
+
+
+def test_halos_of_a_layout_are_proved_on_all_ranks_that_have_a_request():
+    layout = build_pcp_layout([3, *EXTEND], [5, *PREFIX], pcp_size=3, dcp_size=3)
+    halos = [plan_halo(layout, rank=rank, **RULE) for rank in range(3)]
+    document = from_halos(layout, halos, [3, *EXTEND], [5, *PREFIX], **RULE)
+    assert lint(document).proved
+    for column in document["ranks"][1]["units"].values():
+        del column[0]  # of the first request, which all ranks have
+    (found,) = lint(document).findings
+    assert found.what == "unit 1 of request 0 is computed by 2 ranks, not 3"
 
 
 def test_a_rank_that_sends_other_rows_is_found():

@@ -189,7 +189,7 @@ CALLS = [
     call(
         sparse.can_dsa_prefill_cp_interleave, CP_LENS, given(cp_size=2, strategy="interleave"), MODE
     ),
-    call(halo.plan_halo, of_kind("value", metadata=METADATA), given(window=8, ratio=4)),
+    call(halo.plan_halo, of_kind("value", metadata=METADATA), given(window=8, ratio=4, rank=0)),
     call(halo.plan_relayout, of_kind("value", source=METADATA, target=METADATA)),
     call(vllm_0_32.pcp_segments, CP_LENS, PCP_BATCH),
     call(vllm_0_32.build_pcp_layout, CP_LENS, PCP_BATCH, given(padded_num_tokens=9)),

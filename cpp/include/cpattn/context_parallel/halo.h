@@ -32,9 +32,10 @@ struct HaloPlan {
   Ints unit_starts, unit_lens;  // [m] their first extended row, and the number of their rows
 };
 
-/// Plans the halo of a rank in [0, cp_size). Rows must have step 1. A halo reaches as far as it
-/// must, over several ranks, too. Throws std::invalid_argument, which names `function`, unless 1 <=
-/// ratio <= window < 2^31.
+/// Plans the halo of a rank in [0, cp_size). A halo reaches as far as it must, over several ranks,
+/// too; a row of interleaved ones is a segment of its own. Of a request that each rank has whole
+/// nothing is sent, and each rank computes all units. Throws std::invalid_argument, which names
+/// `function`, unless 1 <= ratio <= window < 2^31.
 HaloPlan plan_halo(
     const RankRows& rows, int64_t rank, int64_t window, int64_t ratio, const char* function
 );

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpattn/context_parallel/context_parallel.h"
+#include "cpattn/context_parallel/pcp_layout.h"
 
 namespace cpattn {
 
@@ -26,7 +27,12 @@ struct RankRows {
   std::vector<Ints> by_request() const;
 };
 
-/// The logical rows of all ranks. No segment is empty.
+/// The logical rows of all ranks. No segment is empty. A request of a layout may be whole on each
+/// rank.
 RankRows rank_rows(const ContextParallelMetadata& metadata);
+RankRows rank_rows(const PcpLayout& layout);
+
+/// Rows with step 1 that are these: a row of another step is a segment of its own.
+RankRows consecutive(const RankRows& rows);
 
 }  // namespace cpattn

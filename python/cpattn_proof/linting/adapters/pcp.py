@@ -74,7 +74,7 @@ def from_segments(
     'COV'
     """
     extend, prefix = ints(extend_lens), ints(prefix_lens)
-    ranks = [_columns(rank) for rank in segments]
+    ranks = [segment_columns(rank) for rank in segments]
     if replicated is None:
         whole = [np.bincount(c[0], c[2] - c[1], len(extend)) == extend for c in ranks]
         replicated = np.logical_and.reduce(whole).tolist()
@@ -104,8 +104,8 @@ def from_segments(
     return document
 
 
-def _columns(rank: Any) -> list[Ints]:
-    """Request, begin and end in the batch, begin and end on the rank, of each segment."""
+def segment_columns(rank: Any) -> list[Ints]:
+    """Return request, begin and end in the batch, begin and end on the rank, of each segment."""
     if len(rank) == 0 or hasattr(rank[0], "global_batch_req_idx"):
         rows = [
             (

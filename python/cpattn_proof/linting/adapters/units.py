@@ -10,11 +10,12 @@ import numpy as np
 
 from ..intervals import Ints, each, ints, offsets
 from .context_parallel import from_metadata
+from .pcp import from_segments, segment_columns
 from .runs import tokens_of
 
 
 def from_halos(
-    metadata: Sequence[Any],
+    metadata: Sequence[Any] | Any,
     halos: Sequence[Any],
     extend_lens: Sequence[int],
     prefix_lens: Sequence[int] | None = None,
@@ -29,8 +30,9 @@ def from_halos(
 
     Parameters
     ----------
-    metadata : sequence of objects
-        As of `context_parallel.from_metadata`, with ``local_q_indices``.
+    metadata : sequence of objects, or layout
+        As of `context_parallel.from_metadata`, with ``local_q_indices``; or one object with
+        ``segments`` of all ranks as of `pcp.from_segments`, such as a ``PCPLayout``.
     halos : sequence of objects
         `cpattn.context_parallel.halo.HaloPlan` of each rank, or objects of the same fields.
     extend_lens, prefix_lens : ints [bs]
@@ -46,7 +48,7 @@ def from_halos(
     Raises
     ------
     NotUsable
-        As `context_parallel.from_metadata`.
+        As `context_parallel.from_metadata` and `pcp.from_segments`.
 
     Examples
     --------
@@ -58,10 +60,18 @@ def from_halos(
     >>> lint(from_halos(plans, halos, [30], [5], window=8, ratio=4)).proved
     True
     """
-    document = from_metadata(metadata, extend_lens, prefix_lens)
+    own: list[Ints]  # tokens of each rank
+    if hasattr(metadata, "segments"):
+        cached = [0] * len(extend_lens) if prefix_lens is None else prefix_lens
+        document = from_segments(metadata.segments, extend_lens, cached)
+        own = [
+            _tokens(*map(ints, columns[1:3])) for columns in map(segment_columns, metadata.segments)
+        ]
+    else:
+        document = from_metadata(metadata, extend_lens, prefix_lens)
+        own = [ints(one.local_q_indices) for one in metadata]
     extend = ints([request["extend"] for request in document["requests"]])
     prefix = ints([request["prefix"] for request in document["requests"]])
-    own = [ints(one.local_q_indices) for one in metadata]
     sent = [
         np.split(tokens[ints(halo.send_indices)], offsets(ints(halo.send_counts))[1:-1])
         for tokens, halo in zip(own, halos, strict=True)
@@ -75,6 +85,12 @@ def from_halos(
         document["ranks"][rank]["units"] = _unit_runs(halo, request[at], position[at])
     document["units"] = {"ratio": ratio, "window": window}
     return document
+
+
+def _tokens(start: Ints, stop: Ints) -> Ints:
+    """Return the tokens of segments, in their order."""
+    segment, into = each(stop - start)
+    return start[segment] + into
 
 
 def _unit_runs(halo: Any, request: Ints, position: Ints) -> dict[str, list[int]]:

@@ -29,7 +29,10 @@ def _begins(runs: Columns) -> Ints:
 
 
 def owners(plan: Plan) -> list[Finding]:
-    """Every unit that new tokens complete is computed by one rank, and no other unit is."""
+    """Every unit that new tokens complete is computed by one rank, and no other unit is.
+
+    By all ranks where each has all queries of the request.
+    """
     runs, ratio, _ = _given(plan)
     begins = _begins(runs)
     request, unit, rank = (runs[name][begins] for name in ("request", "unit", "rank"))
@@ -45,16 +48,18 @@ def owners(plan: Plan) -> list[Finding]:
             "not complete", f"request {r}, unit {u}", [rank[bad]], request=r, unit=u,
         )  # fmt: skip
     times = np.bincount(base[request] + place, minlength=int(base[-1]))
-    bad = first_of(times != 1)
+    wanted = np.repeat(np.where(plan.everywhere, len(plan.ranks), 1), counts)
+    bad = first_of(times != wanted)
     if bad is None:
         return []
     owner, into = each(counts)
     r, u = int(owner[bad]), int(into[bad] + first[owner[bad]])
     holders = rank[(request == r) & (unit == u)]
     return finding(
-        "own-unit", f"unit {u} of request {r} is computed by {many(len(holders), 'rank')}, not 1"
-        + more(int((times != 1).sum()) - 1, "unit"), f"request {r}, unit {u}", holders,
-        request=r, unit=u, times=len(holders), units=int((times != 1).sum()),
+        "own-unit",
+        f"unit {u} of request {r} is computed by {many(len(holders), 'rank')}, not {wanted[bad]}"
+        + more(int((times != wanted).sum()) - 1, "unit"), f"request {r}, unit {u}", holders,
+        request=r, unit=u, times=len(holders), units=int((times != wanted).sum()),
     )  # fmt: skip
 
 
