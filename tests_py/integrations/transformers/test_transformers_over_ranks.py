@@ -194,7 +194,7 @@ def test_every_exchange_and_strategy(tmp_path, expected):
     strategies = ("zigzag", "interleave", "contiguous")
     arguments = worker.run_exchanges, exchanges, strategies
     for found in run_world(4, tmp_path, *arguments, **WORLD):
-        assert found == [expected] * 12
+        assert found == [expected] * 13
 
 
 @pytest.fixture(scope="module")

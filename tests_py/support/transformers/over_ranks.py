@@ -132,9 +132,10 @@ def run_model(rank: int, name: str, placements: Sequence[str]) -> list[Any]:
 
 
 def run_exchanges(rank: int, exchanges: Sequence[str], strategies: Sequence[str]) -> list[Any]:
-    """Tokens over pages of all ranks, for each exchange and strategy."""
+    """Tokens over pages of all ranks, for each exchange and strategy, and by weights of ranks."""
     model, found = make_model("llama"), []
     for exchange, strategy in product(exchanges, strategies):
         options = {"placement": "page_interleave", "exchange": exchange, "strategy": strategy}
         found.append(engine_of(model, **options).generate(PROMPTS, **GREEDY))
-    return found
+    weighted = engine_of(model, placement="page_interleave", weights=[3, 1, 2, 1])
+    return [*found, weighted.generate(PROMPTS, **GREEDY)]

@@ -60,8 +60,8 @@ class ContextParallelModel(Requests):
         "token_interleave:16" for runs of 16: every cp_size-th token, or run.
     exchange : str
         How queries and keys of pools with shares meet, as of `ContextParallel`.
-    strategy : str
-        Which tokens of a batch each rank has, as of `ContextParallel`.
+    strategy, weights
+        Which tokens of a batch each rank has, and how fast each rank is, as of `ContextParallel`.
     token_budget, max_sequences : int
         Tokens that are computed in one batch, and requests that are under way, at most: longer
         prompts are computed in chunks.
@@ -103,6 +103,7 @@ class ContextParallelModel(Requests):
         placement: str = REPLICATED,
         exchange: str = "auto",
         strategy: str = "zigzag",
+        weights: SequenceOf[float] | None = None,
         token_budget: int = 2048,
         max_sequences: int = 64,
     ) -> None:
@@ -121,13 +122,14 @@ class ContextParallelModel(Requests):
         self.cp = cp = ContextParallel(
             group,
             strategy=strategy,
+            weights=weights,
             page_size=page_size,
             placement=named.over(size, page_size),
             exchange=exchange,
         )
         with cp.agreement() as values:
             options = page_size, num_pages, placement, exchange, token_budget, max_sequences
-            values[f"arguments of {ENGINE}"] = options
+            values[f"arguments of {ENGINE}"] = *options, str(weights)
             values["release of transformers"] = version("transformers")
             values["config of the model"] = config_text(model)
             shapes = layer_shapes(model)
