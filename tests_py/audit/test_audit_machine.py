@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of this machine are found without the library, which must agree."""
 
-import sys
-
 import pytest
 
 from audit import machine, skips, table
@@ -30,18 +28,6 @@ def test_what_a_machine_has():
     assert [need for need in LACKING if machine.has(need)] == []
     with pytest.raises(ValueError, match="'moon: full' is not '<kind>: <name>'"):
         machine.has("moon: full")
-
-
-def test_an_interpreter_is_one_that_extensions_can_be_built_for(tmp_path, monkeypatch):
-    """A shim of a version that is not there is none, nor is one that says it is another."""
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    shim, other = tmp_path / "python3.98", tmp_path / "python3.99"
-    shim.write_text("#!/bin/sh\nexit 127\n")
-    other.symlink_to(sys.executable)
-    shim.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert machine.interpreter("3.98") is None
-    assert machine.interpreter("3.99") is None
 
 
 @pytest.mark.slow

