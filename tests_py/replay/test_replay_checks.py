@@ -15,24 +15,13 @@ from cpattn.scheduling.scheduler import Batch
 from cpattn_lab.replay.dense.attention import DenseAttention, make_pool
 from cpattn_lab.replay.dense.baseline import make_segments
 from cpattn_lab.replay.dense.codes import error_over_codes, numbers_of
-from cpattn_lab.replay.dense.model import DenseConfig
 from cpattn_lab.replay.dsa.baseline import attend_chosen, choose_keys
 from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker
 from cpattn_lab.replay.dsa.model import DsaConfig, SparseInputs
-from cpattn_lab.replay.footprint import token_bytes
 from cpattn_lab.replay.phases import PhaseClock
 from cpattn_lab.traffic.trace import generate_trace, scale_lengths
-from support.replay.replay_in_one_process import (
-    DECODE,
-    InOneProcess,
-    one_rank,
-)
-from support.replay.replay_models import (
-    FP8_DSA,
-    RAGGED_DSA,
-    SMALL,
-    SMALL_DSA,
-)
+from support.replay.replay_in_one_process import InOneProcess, one_rank
+from support.replay.replay_models import FP8_DSA, RAGGED_DSA, SMALL, SMALL_DSA
 from support.sparse.topk_cases import expected_topk
 from support.tolerances import assert_close, to_float64
 
@@ -156,26 +145,6 @@ def test_keys_are_checked(kind):
 
 CODES = ("fp8", "fp8_e5m2", "int8")
 WIDE = replace(SMALL, head_dim=32, vocab_size=256)
-
-
-def bytes_of(config: DenseConfig) -> int:
-    return 2 * config.num_kv_heads * (config.head_dim + 2 * (config.kv_dtype == "int8"))
-
-
-@pytest.mark.parametrize("kv_dtype", CODES)
-def test_tokens_decoded_over_codes(kv_dtype):
-    """Codes and scales are sent, and decoding reads them."""
-    config = replace(WIDE, kv_dtype=kv_dtype)
-    requests = scale_lengths(generate_trace(12, seed=2), 64)
-    with InOneProcess(config, pp_size=2, cp_size=2) as system:
-        system.run(requests)
-    checker = system.checker
-    assert checker.num_tokens == sum(min(DECODE, request.output_length) for request in requests)
-    assert checker.num_wrong == 0
-    assert 0 < checker.decode_error <= checker.tolerance
-    sent = sum(-(-r.input_length // 4) for r in requests) - system.handover.cached_tokens // 4
-    assert system.num_bytes == sent * 4 * config.num_layers * bytes_of(config)
-    assert token_bytes(config) == bytes_of(config)
 
 
 @pytest.mark.parametrize("kv_dtype", CODES)

@@ -22,6 +22,7 @@ from cpattn.scheduling.request import Request
 from cpattn.scheduling.scheduler import Batch, prefill_batches
 from cpattn.transfer import KVEntry, KVLayout
 from cpattn_lab.processes.workers import WorkerError
+from cpattn_lab.replay import footprint
 from cpattn_lab.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker
 from cpattn_lab.replay.disaggregation.driver import decode_pages
 from cpattn_lab.replay.disaggregation.endpoint import Endpoint, require_engine
@@ -41,6 +42,7 @@ from support.replay.replay_models import FP8_DSA, OPTIONS, SMALL, SMALL_DSA
 from support.transfer.transfer_processes import requires_mooncake
 
 DENSE = replace(SMALL, num_layers=4, vocab_size=256)
+CODES = [replace(DENSE, head_dim=32, kv_dtype=name) for name in ("fp8", "fp8_e5m2", "int8")]
 SPARSE, FP8_ROWS = (replace(model, vocab_size=256) for model in (SMALL_DSA, FP8_DSA))
 DECODING = replace(OPTIONS, model=DENSE, cp_size=1, decode_tokens=6)
 REQUESTS = scale_lengths(generate_trace(12, seed=2), 64)
@@ -59,6 +61,12 @@ def run(
     return system
 
 
+def page_bytes(model: Any) -> int:
+    element = 1 if model.has_codes else model.torch_dtype.itemsize
+    head = model.head_dim * element + 2 * (model.kv_dtype == "int8")
+    return 4 * model.num_layers * 2 * model.num_kv_heads * head
+
+
 @pytest.mark.parametrize(
     ("model", "token_bytes", "sizes"),
     [
@@ -68,23 +76,26 @@ def run(
         (SPARSE, (64 + 16 + 32) * 4, (1, 2, 4)),
         (FP8_ROWS, 788, (1, 2, 1)),
         (FP8_ROWS, 788, (1, 1, 4)),
+        *((model, page_bytes(model) // 4, (2, 2, 4)) for model in CODES),
     ],
 )
 def test_tokens_are_those_of_one_process(model, token_bytes, sizes):
-    """All parts of rows arrive, and each token's keys are right, in sparse models too."""
+    """All parts of rows arrive, and each token's keys are right: of sparse models, and of codes."""
     pp_size, cp_size, page_size = sizes
     system = run(model, pp_size=pp_size, cp_size=cp_size, page_size=page_size)
     checker = system.checker
     assert isinstance(checker, SparseDecodeChecker) == (model.kind == "dsa")
     assert checker.num_tokens == sum(min(DECODE, r.output_length) for r in REQUESTS)
     assert checker.num_wrong == 0
-    assert checker.num_near_ties == 0 or model.dtype != "float32"
+    assert checker.num_near_ties == 0 or model.dtype != "float32" or model in CODES
     assert 0 < checker.decode_error <= checker.tolerance
     assert max(checker.errors.values()) <= checker.tolerance
     assert system.handover.cached_tokens > 0
     sent = sum(-(-r.input_length // page_size) for r in REQUESTS)
     sent -= system.handover.cached_tokens // page_size
     assert system.num_bytes == sent * page_size * token_bytes
+    if model in CODES:
+        assert footprint.token_bytes(model) * model.num_layers == token_bytes
 
 
 @pytest.mark.parametrize(
@@ -173,12 +184,6 @@ def test_wrong_tokens_fail_the_report():
     assert not report.passed
     report.decode = DecodeReport(max_error=0.2)
     assert not report.passed
-
-
-def page_bytes(model: Any) -> int:
-    element = 1 if model.has_codes else model.torch_dtype.itemsize
-    head = model.head_dim * element + 2 * (model.kv_dtype == "int8")
-    return 4 * model.num_layers * 2 * model.num_kv_heads * head
 
 
 @pytest.mark.slow

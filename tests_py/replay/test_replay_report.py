@@ -102,25 +102,6 @@ def test_the_table_fits_the_terminal(make):
     assert len(text.splitlines()) < 70
 
 
-@pytest.mark.parametrize("make", [make_report, make_sparse_report])
-def test_the_page_fits_a_telephone_and_a_dark_room(make, tmp_path):
-    """The page has what made it fit in screenshots of a browser."""
-    write_html(make(), "a title", tmp_path / "r.html")
-    page = (tmp_path / "r.html").read_text(encoding="utf-8")
-    style, body = page.split("</style>", 1)
-    for grid in re.findall(r"minmax\((.*?), 1fr\)", style):
-        assert grid.startswith("min(") or float(grid.removesuffix("rem")) <= 20, grid
-    light, dark = style.split("@media (prefers-color-scheme: dark)")
-    variables = set(re.findall(r"(--[a-z]+): #", light))
-    assert variables == set(re.findall(r"(--[a-z]+): #", dark)) > {"--page", "--ink", "--axis"}
-    assert variables == set(re.findall(r"var\((--[a-z]+)\)", page))
-    texts = re.findall(r"<text[^>]*style=\"([^\"]*)\"", body)
-    assert len(texts) > 50
-    assert all("fill: var(--axis)" in text for text in texts)
-    legend = body.split('class="batches"')[1]
-    assert "ms: the slowest rank, phases: mean over ranks" in legend
-
-
 @pytest.mark.parametrize("width", [40, 80, None])
 def test_the_guide_says_what_was_seen_and_what_comes_next(width):
     lines = guide_lines(make_report(), width)
