@@ -51,12 +51,9 @@ def complaints_of(one: Round, *answers: Answer, at: float = 10.0) -> list[str]:
     [
         (Answer(error=TOLD, told=10.5), None),
         (Answer(), "had no error"),
-        (Answer(died=True), "died, which had no fault"),
         (Answer(error=TOLD, told=11 + BUSY + 0.1), "was told later than 1 s"),
         (Answer(error=TOLD.replace("rank 2", "rank 1"), told=10.5), "does not name the culprit"),
-        (Answer(error=TOLD.replace("rank 2", "rank 0, 2"), told=10.5), "also names others"),
         (Answer(error=BOTH_TOLD, told=10.5), None),
-        (Answer(error="RuntimeError: broken pipe", told=10.5), "does not name the call"),
         (Answer(error=TOLD, told=10.5, left_behind=("1 threads",)), "left behind: 1 threads"),
     ],
 )

@@ -6,25 +6,16 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpattn_proof.conformance import SIGNATURES, Features
 
-from .right_operators import RightOperator
+from .right_operators import RightOperator, sdpa_by
 
 _HERE = "support.proof.conformance.gpu_operators"
 
 
-def _sdpa(backend):
-    def operator(q, k, v, **options):
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-    return operator
-
-
-sdpa_math, sdpa_flash = _sdpa("MATH"), _sdpa("FLASH_ATTENTION")
-sdpa_efficient, sdpa_cudnn = _sdpa("EFFICIENT_ATTENTION"), _sdpa("CUDNN_ATTENTION")
+sdpa_math, sdpa_flash = sdpa_by("MATH"), sdpa_by("FLASH_ATTENTION")
+sdpa_efficient, sdpa_cudnn = sdpa_by("EFFICIENT_ATTENTION"), sdpa_by("CUDNN_ATTENTION")
 
 
 @cache

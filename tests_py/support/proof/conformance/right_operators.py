@@ -21,7 +21,7 @@ class RightOperator(NamedTuple):
     known: tuple[str, ...] = ()
 
 
-def _sdpa(backend):
+def sdpa_by(backend):
     def operator(q, k, v, **options):
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
@@ -29,7 +29,7 @@ def _sdpa(backend):
     return operator
 
 
-sdpa_math, sdpa_flash = _sdpa("MATH"), _sdpa("FLASH_ATTENTION")  # refuses what it has not
+sdpa_math, sdpa_flash = sdpa_by("MATH"), sdpa_by("FLASH_ATTENTION")  # refuses what it has not
 
 
 def by_torch(scores, lengths, topk, row_starts=None):
