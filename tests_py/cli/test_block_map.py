@@ -69,10 +69,3 @@ def test_the_map_fits_and_its_numbers_stand_apart(strategy, width):
 def test_a_width_that_cannot_be_is_refused(width, error, message):
     with pytest.raises(error, match=message):
         block_map([3], cp_size=2, width=width)
-
-
-def test_bad_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"seq_lens must have as many .* got 1 and 2"):
-        block_map([3, 4], [4], cp_size=2)
-    with pytest.raises(ValueError, match="at least one sequence"):
-        block_map([], cp_size=2)

@@ -12,11 +12,10 @@ from unittest import mock
 import pytest
 
 import cpattn
-from cpattn_lab.cost_model import AttentionLayer, Rates, assumptions, predict, predict_decode
+from cpattn_lab.cost_model import AttentionLayer, Rates, predict, predict_decode
 from cpattn_lab.cost_model.command import parse_cp_sizes
 from cpattn_lab.cost_model.report import _bytes, _time
 from cpattn_lab.rate_options import as_options
-from cpattn_terminal.commands import commands
 from support.children import path_with
 from support.command_line import invoke
 
@@ -141,17 +140,6 @@ def test_rates_are_measured(monkeypatch):
     assert rates.store_gb_per_s > 0
     assert told[-1] == "exchange between two processes"
     assert len(told) == calibration.num_steps(2) == calibration.num_steps(1) + 2
-
-
-def test_help_teaches():
-    text = plan("--help", env={"COLUMNS": "80"}).output
-    assert max(map(len, text.splitlines())) <= 80
-    rates = [f"{rate:.0f}" for rate in assumptions.THREAD_GFLOPS.values()]
-    assert [rate for rate in rates if rate not in text] == []
-    options = {option.name: option.show_default for option in commands.commands["plan"].params}
-    for name, value in vars(Rates(gflops=1)).items():
-        if name not in ("gflops", "threads"):
-            assert float(options[name]) == value, name
 
 
 def test_numbers_of_the_table_have_no_exponents():
@@ -283,15 +271,6 @@ def test_ranks_of_a_mesh(tmp_path):
     assert auto["alternatives"]["usp"] == record["layer_seconds"]
     output = plan(*arguments, "--exchange=usp").output
     assert "keys page_interleave, a mesh of 4 x 2 ranks" in output
-
-
-def test_without_placing_the_table_is_the_one_of_gathers(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    plain = plan("--cp-size=8", *RATES).output
-    same = ("--placement=replicated", "--exchange=gather", "--overlap=none", "--ranks-per-host=1")
-    assert plan("--hosts=8", *same, *RATES).output == plain
-    threads = ("--threads-per-rank=4", "--gflops=900")
-    assert plan("--cp-size=8", *threads).output == plain
 
 
 def test_a_step_of_decoding(tmp_path, monkeypatch):

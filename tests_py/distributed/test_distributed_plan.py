@@ -74,19 +74,6 @@ def test_a_pool_must_have_the_last_row_of_a_shard():
             batch.check_pool("attend", rank, rows - 1)
 
 
-def test_unwritten_slots_keep_what_they_hold(cp):
-    slots = cp.plan(*LENS, block_tables=TABLES).slots.copy()
-    slots[[1, 5]] = -1
-    plan = cp.plan(*LENS, block_tables=TABLES, out_cache_loc=slots)
-    k = torch.arange(20.0).view(10, 1, 2)
-    pools = torch.full((2, 10, 4, 1, 2), torch.nan)  # paged
-    cp.write_kv(plan, cp.shard(plan, k), cp.shard(plan, -k), *pools)
-    written = slots >= 0
-    for pool, rows in zip(pools.flatten(1, 2), (k, -k), strict=True):
-        assert torch.equal(pool[slots[written]], rows[torch.tensor(written)])
-        assert pool.isfinite().all((1, 2)).sum() == 8
-
-
 def test_out_receives_the_result(cp):
     plan = cp.plan(*LENS, block_tables=TABLES)
     k_cache, v_cache = torch.randn(2, 40, 1, 16)

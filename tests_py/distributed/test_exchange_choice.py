@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cpattn.context_parallel import exchanges
-from cpattn.distributed import DecodePlan, ShardedPlan
 from cpattn.distributed.layers import sharded_attend
 from cpattn.distributed.layers.choice import choose_state_exchange
 from cpattn.distributed.layers.rounds import head_rounds
@@ -65,20 +64,6 @@ def test_a_decoded_result_outlives_the_next_step(world):
     assert not torch.equal(cp.decode(plan, q[2:4], k, v), first)
     assert torch.equal(first, kept[0])
     assert torch.equal(lse, kept[1])
-
-
-def test_kinds_of_plans(world):
-    cp = one_rank()
-    plan = cp.plan(*LENS, block_tables=TABLES)
-    assert isinstance(plan, ShardedPlan)
-    assert plan == cp.plan(*LENS, block_tables=TABLES)
-    assert plan != one_rank(exchange="ring").plan(*LENS, block_tables=TABLES)
-    assert plan.kv_counts == (15,)
-    step = cp.plan_decode([9, 6], block_tables=TABLES, q_lens=[1, 2])
-    assert isinstance(step, DecodePlan)
-    assert step.slots.tolist() == [36, 28, 29]
-    assert step.num_tokens == 3
-    assert not isinstance(one_rank(placement=None).plan(*LENS, block_tables=TABLES), ShardedPlan)
 
 
 GQA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -178,23 +163,6 @@ def test_merging_counts_as_bytes():
     assert f"merging counts as bytes, too: pass_q {3 * merged}" in choice.reason
     assert received["pass_q"] < received["all_to_all"] < received["pass_q"] + 3 * merged
     assert choice.exchange == "all_to_all"
-
-
-def test_auto_counts_no_keys_before_windows_and_of_idle_requests():
-    """1,024 new tokens behind 63 times as many keys, of which a window shows as many again."""
-    assert chosen(1024, 64512, **UNEVEN).exchange == "pass_q"
-    choice = chosen(1024, 64512, **UNEVEN, window=1024)
-    row_bytes = 2 * 6 * 128 * 2
-    assert choice.exchange == "gather"
-    assert choice.received_bytes["gather"] == 3 * 2048 // 4 * row_bytes
-    assert choice.received_bytes["ring"] == 3 * 65536 // 4 * row_bytes
-    cp = first_of(4)
-    tables = np.arange(2 * 1024).reshape(2, 1024)
-    idle = cp.plan([1024, 0], [1024, 16384], block_tables=tables)
-    alone = cp.plan([1024], [1024], block_tables=tables[:1])
-    for name in ("gather", "all_to_all", "pass_q"):
-        received = [cp.choose_exchange(plan, **GQA).received_bytes[name] for plan in (idle, alone)]
-        assert received[0] == received[1]
 
 
 def test_a_ring_takes_over_where_no_head_fits():

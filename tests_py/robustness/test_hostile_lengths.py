@@ -66,26 +66,6 @@ def test_a_cache_may_not_contradict_the_sizes(shape, fits):
         attend(cache.view(shape))
 
 
-@pytest.mark.parametrize("layout", ["BSND", "BSH", "BNSD", "TND"])
-@pytest.mark.parametrize("name", ["value", "key_rope"])
-def test_fia_tensors_without_tokens_are_not_those_of_one(layout, name):
-    def tensor(tokens, dim=16):
-        shape = {"BSH": (1, tokens, dim), "BNSD": (1, 1, tokens, dim), "TND": (tokens, 1, dim)}
-        return torch.ones(shape.get(layout, (1, tokens, 1, dim)))
-
-    tensors = {"key": tensor(1), "value": tensor(1)}
-    if name == "key_rope":
-        tensors |= {"query_rope": tensor(1), "key_rope": tensor(1)}
-    tensors[name] = tensor(0)
-    lengths = {}
-    if layout == "TND":
-        lengths = {"actual_seq_lengths": [1], "actual_seq_lengths_kv": [1]}
-    with pytest.raises(ValueError, match=f"{name} must hold the tokens that key holds"):
-        cpattn.npu.npu_fused_infer_attention_score(
-            tensor(1), num_heads=1, input_layout=layout, **tensors, **lengths
-        )
-
-
 def test_fia_without_dimensions_has_no_result():
     q, value = torch.ones(1, 3, 2, 0), torch.ones(1, 3, 2, 16)
     with pytest.raises(ValueError, match=r"head dimension of key must be in \[1, 576\], got 0"):
