@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of every exchange by hand: alone, behind attention, over hosts and crowded CPUs.
-
-Below them is docs/how_to/placing_keys.md: what it shows comes out, and what it says is so.
-"""
+"""Seconds of every exchange by hand: alone, behind attention, over hosts and crowded CPUs; and what
+docs/how_to/placing_keys.md shows and says."""
 
 import contextlib
 import io

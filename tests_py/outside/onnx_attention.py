@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node tests of the operator `Attention` of ONNX.
-
-ONNX adds its mask after softcap, as cpattn adds a bias. Its rows stand behind the past keys, or at
-the end of `nonpad_kv_seqlen`, or at key 0.
-"""
+"""The node tests of the operator `Attention` of ONNX. Its mask is added after softcap, as a bias;
+rows stand behind the past keys, or at the end of `nonpad_kv_seqlen`, or at key 0."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

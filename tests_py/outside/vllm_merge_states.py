@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's tests of `merge_attn_states`, which merges attention to a prefix and to a suffix.
-
-`cpattn.merge_states` stands for the kernel that is tested, the test's own reference in torch for
-the other, with the log-sum-exp of the suffix behind tokens that have a prefix, as in vLLM's.
-"""
+"""vLLM's tests of `merge_attn_states`: `cpattn.merge_states` stands for the kernel, their own
+reference for the other, with the suffix's log-sum-exp behind tokens with a prefix, as in vLLM's."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill in some processes, decoding in another one: the tokens are those of one process.
-
-At the end are the pages that go to the decode pool, and when.
-"""
+"""Prefill in some processes, decoding in another one: the tokens are those of one process. At the
+end are the pages that go to the decode pool, and when."""
 
 import multiprocessing
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computations of the check: several at once, each on its share of the CPUs, and of which rows.
-
-Beside them are the stages and the head of the decoder that they run.
-"""
+"""Computations of the check: several at once, each on its share of the CPUs, and of which rows;
+beside them stages and head of the decoder that they run."""
 
 import threading
 from dataclasses import replace

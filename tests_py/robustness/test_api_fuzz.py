@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of the whole public interface; the fuzzer would see what is wrong.
-
-Inputs that fuzzing of parsers kept are read once each: nothing but their own errors is raised.
-"""
+"""Random calls of the whole public interface; the fuzzer would see what is wrong. Inputs that
+fuzzing of parsers kept are read once each: nothing but their own errors is raised."""
 
 import importlib
 import inspect

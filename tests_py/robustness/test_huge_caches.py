@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in which rows lie more than 2^31 and 2^32 elements apart.
-
-Each is address space of which a few pages are ever touched. A product of 32 bits would lead to
-rows that are zero: the result must be that of a small cache, bit for bit.
-"""
+"""Caches in which rows lie more than 2^31 and 2^32 elements apart, of which a few pages are
+touched: a product of 32 bits would lead to zeros, not to the bits of a small cache."""
 
 import mmap
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and lists of indices in every layout, and indices that fit no 32 bits.
-
-The calls are the good ones of the whole interface; each of their arguments that holds integers is
-given as an array, while the others stay as they are.
-"""
+"""Tables and lists of indices in every layout, and indices that fit no 32 bits, for each argument
+of the good calls of the whole interface that holds integers."""
 
 import re
 from dataclasses import dataclass

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls from a signal handler in the middle of a call on the same thread, and Ctrl-C that ends one.
-
-A call looks for Ctrl-C about every 50 ms; what handlers of other signals run then may call the
-library again.
-"""
+"""Calls from a signal handler in the middle of a call on the same thread, and Ctrl-C that ends one:
+a call looks for signals about every 50 ms."""
 
 import signal
 import sys

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core writes no result over an argument that it still reads, nor over another result.
-
-`cpattn` makes most results itself; here the core is handed two of its tensors in one block of
-memory in turn. Buffers that are used again show nothing of what they held before.
-"""
+"""The core, handed two tensors in one block of memory, writes no result over what it still reads
+nor over another one; buffers that are used again show nothing of what they held before."""
 
 import threading
 

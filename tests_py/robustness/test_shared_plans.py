@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One plan, one metadata, in a forked child, which has none of the threads of its parent.
-
-Threads that share them are in `tests_cpp/attention/shared_plans_test.cc`, pickled ones in
-package/test_values.py.
-"""
+"""One plan, one metadata, in a forked child, which has no threads of its parent; threads share them
+in `tests_cpp/attention/shared_plans_test.cc`, copies are in package/test_values.py."""
 
 import multiprocessing
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention batches to test with, and the comparison of a result with the oracle.
-
-Inputs are hostile by default: pages are shuffled, tensors are strided windows into larger
-ones, table entries past a sequence are -1 or huge, and all that must not be read is NaN.
-"""
+"""Attention batches to test with, and the comparison of a result with the oracle. Inputs are
+hostile: shuffled pages, strided tensors, -1 or huge behind a table, NaN where nothing is read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache against a slow model, and batches of requests that come and go.
-
-K/V are written before they are read, and blocks named when they are known.
-"""
+"""The prefix cache against a slow model, and batches of requests that come and go: K/V are written
+before they are read, and blocks named when they are known."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random faults of ranks, round after round:
-
-python -m support.distributed.random_faults --rounds 200 --seed 7
-python -m support.distributed.random_faults --seconds 3600     # `make soak`
-python -m support.distributed.random_faults --only 12345       # one round again
-"""
+"""Random faults of ranks, round after round, as in `make soak`; one round again by ``python -m
+support.distributed.random_faults --only 12345``."""
 
 import argparse
 import itertools
@@ -116,7 +112,7 @@ def play(seed: int, options: argparse.Namespace) -> tuple[Round, list[str], bool
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition(";")[0])
     add = parser.add_argument
     add("--rounds", type=int, help="how many (default: until --seconds are over)")
     add("--seconds", type=float, default=3600, help="for how long at most (default: %(default)s)")

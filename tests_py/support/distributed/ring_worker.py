@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ring-flash-attn from PyPI on ranks of gloo: how its methods divide a batch, and their results.
-
-The package is read from a wheel, which nothing has to unpack:
-
-    pip download -q --no-deps ring-flash-attn==0.1.8 -d DIR
-    CPATTN_RING_FLASH_ATTN=DIR pytest tests_py/integrations/test_ring_flash_attn.py
-
-The folder may also hold the package itself; without the variable an installed one is used.
-"""
+The folder CPATTN_RING_FLASH_ATTN has its wheel or the package; else an installed one is used."""
 
 import os
 import sys

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random programs without a fault, on simulated ranks: whatever is found in one is a false alarm.
 
-python -m support.proof.random_programs --programs 10000 --seed 7     # `make false-alarms-programs`
-python -m support.proof.random_programs --only 12345 --seed 7         # one program again
+`make false-alarms-programs` runs them, ``--only 12345 --seed 7`` one of them again.
 """
 
 import argparse

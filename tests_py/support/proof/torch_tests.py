@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own tests of process groups, of the installed release, on simulated ranks:
-
-    python -m support.proof.torch_tests OUT.json
-
-They are those that its developers run over gloo and NCCL. The file gets what came of each.
-"""
+"""torch's own tests of process groups, of the installed release, on simulated ranks: ``python -m
+support.proof.torch_tests OUT.json`` writes what came of each."""
 
 import json
 import os

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single files of released sglang, read from the wheels and run without installing anything:
-
-for release in 0.5.9 0.5.10 0.5.11 0.5.12 0.5.18; do
-  pip download -q --no-deps --only-binary :all: --python-version 3.11 sglang==$release -d DIR
-done
-CPATTN_SGLANG_WHEELS=DIR pytest tests_py/integrations/sglang/test_sglang_bugs.py
-"""
+"""Single files of released sglang, run without installing anything: of wheels that `pip download
+--no-deps --only-binary :all: --python-version 3.11` puts into the folder CPATTN_SGLANG_WHEELS."""
 
 import contextlib
 import importlib

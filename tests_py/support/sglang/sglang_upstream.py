@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV-transfer code of sglang itself, run without installing it or what it imports.
+"""The KV-transfer code of sglang itself, run without what it imports: of a wheel of 0.5.23 or the
+package in the folder CPATTN_SGLANG, else an installed one.
 
-Its Python files are read from a released wheel, which nothing has to unpack:
-
-    pip download -q --no-deps --only-binary :all: --python-version 3.11 sglang==0.5.23 -d DIR
-    CPATTN_SGLANG=DIR pytest tests_py/transfer/sglang_0_5_23/test_upstream_kv_send.py
-
-The folder may also hold the package itself; without `CPATTN_SGLANG` an installed sglang is used.
 `MODULES` are the real files. Every other module of sglang, and what these files import and this
 environment lacks, becomes a stand-in whose attributes are all the empty class `Absent`.
 """

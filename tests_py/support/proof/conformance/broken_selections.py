@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that select keys, each wrong in one way.
-
-Those of scores have the signature of `cpattn.sparse.sglang_0_5_23.fast_topk`.
-"""
+"""Operators that select keys, each wrong in one way; those of scores have the signature of
+`cpattn.sparse.sglang_0_5_23.fast_topk`."""
 
 import os
 import signal

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators that are right, on many more cases than tests have time for: none may raise a finding.
 
-Operators have as many cases each, in rounds with the seed that the line says, by which ``cpattn
-conform`` makes them again. Edges come with each round and are counted once. An operator that cannot
-be imported, as that of a package that is not installed, is named and left out.
+They come in rounds, whose seed makes ``cpattn conform`` try one again; edges are counted once.
 """
 
 import argparse
