@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,20 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def two_hosts(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Two network namespaces, with a cable between, of a rate in Gbit/s if it is asked for."""
+    from cpattn_lab.processes.hosts import Hosts, HostsError
+
+    hosts = Hosts(2, link_gbps=getattr(request, "param", None))
+    try:
+        hosts.__enter__()
+    except HostsError as error:
+        pytest.skip(str(error))
+    yield hosts
+    hosts.__exit__(None, None, None)
 
 
 @pytest.fixture

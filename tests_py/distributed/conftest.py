@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from cpattn_lab.processes.hosts import Hosts, HostsError
-
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
@@ -16,15 +14,3 @@ def world() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[Hosts]:
-    """Two network namespaces, with a cable between."""
-    hosts = Hosts(2)
-    try:
-        hosts.__enter__()
-    except HostsError as error:
-        pytest.skip(str(error))
-    yield hosts
-    hosts.__exit__(None, None, None)

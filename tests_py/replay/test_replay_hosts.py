@@ -31,17 +31,6 @@ def forked_workers() -> None:
     """A worker ends with its parent: none from a server, as other replays have it."""
 
 
-@pytest.fixture
-def two_hosts():
-    hosts = Hosts(2, link_gbps=0.1)
-    try:
-        hosts.__enter__()
-    except HostsError as error:
-        pytest.skip(str(error))
-    yield hosts
-    hosts.__exit__(None, None, None)
-
-
 def on_host(path: str, function: Callable[[], Any]) -> threading.Thread:
     def run() -> None:
         enter(path)
@@ -52,6 +41,7 @@ def on_host(path: str, function: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.parametrize("two_hosts", [0.1], indirect=True)
 def test_a_cable_has_the_rate_that_was_asked_for(two_hosts):
     num_bytes, listening, ended = 4 << 20, threading.Event(), []
 
