@@ -15,7 +15,6 @@ from support.time_limits import PATIENCE
 
 pytestmark = pytest.mark.slow
 
-
 SLEEP = """
 import subprocess
 

@@ -7,7 +7,6 @@ from audit import skips
 
 pytestmark = pytest.mark.slow
 
-
 TESTS = """
 import pytest
 

@@ -10,7 +10,6 @@ from audit import records
 
 pytestmark = pytest.mark.slow
 
-
 TESTS = """
 import pytest
 from audit.records import note

@@ -172,7 +172,6 @@ def test_fit_finds_the_rates_behind_timings():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: AttentionLayer(num_heads=3), "must be a multiple of num_kv_heads = 8, got 3"),
         (lambda: AttentionLayer(head_dim=577), "head_dim must be at most 576, got 577"),
         (lambda: AttentionLayer(window=-1), r"window must be >= 0 \(0: a token sees its.*, got -1"),
         (lambda: AttentionLayer(dtype="int8"), "one of float32, float16, bfloat16, got 'int8'"),

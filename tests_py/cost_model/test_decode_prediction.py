@@ -146,11 +146,9 @@ def test_crowded_cpus_make_a_step_longer():
     [
         ([], {}, "predict_decode: seq_lens must have a sequence, got none"),
         ([3, 0], {}, "predict_decode: seq_lens must be >= 1, got 0"),
-        ([3], {"placement": "replicated"}, "must be page_interleave or token_interleave, got"),
         ([3], {"placement": "pages"}, "predict_decode: placement must be one of"),
         ([3], {"ranks_per_host": 4}, "cp_size must be a multiple of ranks_per_host = 4, got 2"),
         ([3], {"state_dtype": "fp8"}, "state_dtype must be one of float32, float16, bfloat16"),
-        ([3], {"exchange": "ring"}, "exchange must be one of all_to_all, gather, auto, got 'ring'"),
         ([3], {"out_heads": "some"}, "predict_decode: out_heads must be one of own, all, got"),
         ([3], {"cpus": -1}, "predict_decode: cpus must be >= 1, got -1"),
     ],

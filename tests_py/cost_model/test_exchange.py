@@ -133,7 +133,6 @@ def test_long_prefixes_over_a_thousand_ranks_are_counted(exchange):
         ({"state_dtype": "int8"}, "state_dtype must be one of float32, float16, bfloat16, got"),
         ({"ranks_per_host": 3}, "cp_size must be a multiple of ranks_per_host = 3, got 4"),
         ({"ranks_per_host": 0}, "ranks_per_host must be >= 1, got 0"),
-        ({"exchange": "pass_q"}, "exchange must be gather, ring, all_to_all where placement is"),
         ({"cp_size": 0}, "cp_size must be >= 1, got 0"),
         ({"strategy": "odd"}, "strategy"),
         ({"seq_lens": [2]}, "exchange_work: seq_lens must be >= extend_lens, got 2"),

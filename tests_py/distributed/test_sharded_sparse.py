@@ -154,7 +154,6 @@ STEPS = [
     )
 ]
 
-
 STEPS_OF = {2: STEPS[::2], 3: STEPS}
 
 

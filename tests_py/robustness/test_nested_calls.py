@@ -18,7 +18,6 @@ from support.time_limits import BUSY, PATIENCE
 
 pytestmark = pytest.mark.slow
 
-
 LONG_ENOUGH = 0.15  # seconds of a call, so that it looks at signals
 
 
