@@ -12,12 +12,10 @@ import write_figures
 import cpattn
 from bench.attention import kv_dtypes, race, workloads
 from bench.attention.peers import inputs
-from bench.attention.turns import Entrant, Roofline, Turns, check, spots
+from bench.attention.turns import Entrant, check, spots
 from bench.attention.workloads import Workload
 from bench.harness import sampling
-from bench.harness.comparison import ahead_of_all, percent_of_peak
 from bench.harness.contender import Contender, Failed
-from bench.harness.sampling import Lane
 from bench.torch_ops import functions, npu
 from support.places import ROOT
 
@@ -170,24 +168,6 @@ def test_a_right_result_passes_and_a_wrong_head_is_found(dtype, scale, tmp_path)
     for expected in (None, right):
         with pytest.raises(Failed, match="relative error"):
             check(entrant(work, tmp_path), wrong, expected)
-
-
-def test_rows_have_shares_of_the_roofline_and_bars(tmp_path):
-    work = replace(PAGED, new=(1, 1))
-    first = {"version": "", "extra_memory": 0, "note": "", "compiled": False}
-    lanes = []
-    for name, which, seconds in (("cpattn", "1", 2.0), ("peer", "1", 1.0), ("peer", "2", 9.0)):
-        own = replace(entrant(work, tmp_path), name=name, which=which)
-        lanes.append((own, Lane(own, first, 0.0, 1.0, samples=[(0.0, seconds, 0)])))
-    limit = work.flop / 4 / (work.flop / work.bytes)  # bytes a second: a quarter of the work
-    taken = Turns(lanes, [], Roofline(1, [(1e30, limit)]))
-    bars = [ahead_of_all("cpattn"), percent_of_peak("cpattn", 65)]
-    mine, peer = taken.rows({"case": {}}, bars, "1")
-    assert mine["percent_of_peak"] == pytest.approx(200)
-    assert peer["percent_of_peak"] == pytest.approx(400)
-    assert [bar["met"] for bar in mine["bars"]] == [False, True]
-    assert [bar["value"] for bar in mine["bars"]] == pytest.approx([0.5, 200])
-    assert "bars" not in taken.rows({}, bars, "2")[0]  # cpattn is not there
 
 
 JOBS = list(functions.jobs())

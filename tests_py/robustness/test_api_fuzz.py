@@ -122,15 +122,12 @@ def refuse(error: Exception, write: bool = False) -> Any:
     ("function", "fault"),
     [
         (refuse(ValueError("fake: x must be another")), None),
-        (refuse(MemoryError("fake: no memory")), None),
         (refuse(ValueError("fake: x must be another"), write=True), "written to before"),
         (refuse(ValueError("x must be another")), "does not begin with the function's name"),
         (refuse(ValueError("fake: bad")), "names no argument"),
         (refuse(TypeError("fake: x must be another" + "!" * 2000)), "a message of 2023"),
-        (refuse(AttributeError("fake: x has no y")), "an error that is not documented"),
         (refuse(OverflowError("fake: x is too large")), "an error that is not documented"),
         (lambda x=None, **_: np.full(3, np.nan), "garbage in a result"),
-        (lambda x=None, **_: np.zeros(3), None),
         pytest.param(
             lambda x=None, **_: os.kill(os.getpid(), 11),
             "ends the process, wait status 11",
