@@ -3,7 +3,6 @@
 
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,18 +31,6 @@ def answers_of(tmp_path_factory):
 def test_layer_is_that_of_the_oracle_by_every_way(answers_of, size, run):
     """One call that writes is right, and cached keys sent a layer ahead are, too."""
     assert_layer(answers_of(size), run)
-
-
-def test_biases_over_whole_pools_are_those_without_a_group(world):
-    cp = ContextParallel(world, page_size=worker.PAGE)
-    plan = cp.plan(worker.EXTENDS, worker.LENGTHS, block_tables=worker.TABLES)
-    q, (k, v, _) = worker.LAYERS["plain"].q, worker.LAYERS["plain"].caches
-    options = dict(worker.LAYERS["relative bias"].attend)
-    options["bias"] = worker.tensors(6, (1, 1, max(worker.EXTENDS), max(worker.LENGTHS)))[0]
-    rows = torch.from_numpy(plan.metadata.local_q_indices.astype(np.int64))
-    found = cp.attend(plan, q[rows], k, v, **options)
-    sizes = worker.SIZES | {"batch_invariant": True}
-    assert torch.equal(found, cpattn.paged_attention(q, k, v, **sizes, **options)[rows])
 
 
 def test_sparse_layers_over_whole_pools_are_those_without_a_group(world):

@@ -144,22 +144,6 @@ def children() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "token_bytes"),
-    [(replace(SPARSE, dtype="bfloat16"), (64 + 16 + 32) * 2), (FP8_ROWS, 656 + 132)],
-)
-def test_a_sparse_replay_over_the_engine(model, token_bytes):
-    requires_mooncake()
-    report = replay(generate_trace(8, seed=2), replace(DECODING, model=model, cp_size=2))
-    assert report.passed
-    assert report.decode.num_tokens > 8
-    assert report.decode.checked_tokens == report.decode.num_tokens + 8
-    assert 0 < report.swapped_keys < report.checked_keys / 10
-    for transfer in report.decode.transfers:
-        assert transfer.num_bytes == transfer.num_pages * 4 * token_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("victim", "name"), [("the-decode-process", "the decode process"), ("rank-0", "rank 0")]
 )
 def test_a_killed_process_ends_all(victim, name):
