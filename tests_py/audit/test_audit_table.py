@@ -134,5 +134,5 @@ def test_a_part_that_did_not_run_fails(inner_runs):
     assert done.returncode == 1, done.stdout
     assert "instruction set neon: no record of it, and this machine has all" in done.stdout
     assert "fuzzer : no record of it" in done.stdout
-    assert done.stdout.count(": no record of it") == 2
+    assert "sse4" not in done.stdout
     assert ", 1 error" in done.stdout.splitlines()[-1]
