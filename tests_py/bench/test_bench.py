@@ -17,6 +17,7 @@ from bench.attention.workloads import Workload
 from bench.harness import sampling
 from bench.harness.contender import Contender, Failed
 from bench.torch_ops import functions, npu
+from support.cases import one_after_another
 from support.places import ROOT
 
 SMALL = (
@@ -140,17 +141,11 @@ def stored_as(dtype: str, scale: str) -> Workload:
 
 
 def attention(tensors: inputs.Inputs) -> torch.Tensor:
-    work, rows = tensors.work, []
-    for i, (new, prefix) in enumerate(zip(work.new, work.prefix, strict=True)):
-        k, v = (
-            x.double().repeat_interleave(work.num_heads // work.num_kv_heads, 1)
-            for x in tensors.tokens(i, 0, prefix + new, torch.float32)
-        )
-        q = tensors.q[sum(work.new[:i]) :][:new].double()
-        scores = torch.einsum("qhd,khd->hqk", q, k) * work.scale
-        scores.masked_fill_(~torch.ones(new, prefix + new, dtype=bool).tril(prefix), -torch.inf)
-        rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    return torch.cat(rows)
+    work = tensors.work
+    parts = [tensors.tokens(i, 0, n, torch.float32) for i, n in enumerate(work.kv_lens)]
+    k, v = (torch.cat(of_all) for of_all in zip(*parts, strict=True))
+    asked = one_after_another(tensors.q, k, v, work.new, work.kv_lens, scale=work.scale)
+    return torch.from_numpy(cpattn.reference.paged_attention(**asked)[0])
 
 
 def entrant(work, folder, module="ours"):

@@ -2,6 +2,7 @@
 """Fixtures for tests of ranks."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,3 +15,15 @@ def world() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def answers_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Answers of the ranks of a world, by its size and what it runs, which is run once."""
+    from support.distributed.distributed_worker import run_world
+
+    @cache
+    def answers(size: int, program: Any, *arguments: Any) -> list[Any]:
+        return run_world(size, tmp_path_factory.mktemp("world"), program, *arguments)
+
+    return answers

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers with masks, windows, codes and latents, by each exchange and every way of writing keys."""
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -10,27 +8,17 @@ import cpattn
 from cpattn.distributed import ContextParallel
 from support.distributed import layer_worker as worker
 from support.distributed.answers import assert_layer, by_size
-from support.distributed.distributed_worker import run_world
 from support.distributed.layer_worker import REPLICATED, layer_runs
 from support.distributed.sharded_worker import equal
 
-RUNS = REPLICATED + layer_runs()
+RUNS = tuple(REPLICATED + layer_runs())
 RUNS_OF = {2: RUNS[::2], 3: RUNS}
-
-
-@pytest.fixture(scope="module")
-def answers_of(tmp_path_factory):
-    return cache(
-        lambda size: run_world(
-            size, tmp_path_factory.mktemp("world"), worker.run_layers, RUNS_OF[size]
-        )
-    )
 
 
 @pytest.mark.parametrize(("size", "run"), by_size(RUNS_OF))
 def test_layer_is_that_of_the_oracle_by_every_way(answers_of, size, run):
     """One call that writes is right, and cached keys sent a layer ahead are, too."""
-    assert_layer(answers_of(size), run)
+    assert_layer(answers_of(size, worker.run_layers, RUNS_OF[size]), run)
 
 
 def test_sparse_layers_over_whole_pools_are_those_without_a_group(world):

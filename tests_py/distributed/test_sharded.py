@@ -2,7 +2,6 @@
 """Prefills over whole pools and over shares of them, by each exchange, on ranks of this host."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
@@ -28,25 +27,16 @@ CHOSEN = [
 def with_pass_q(chosen):
     """Runs, and each ring again by the exchange that has its bits."""
     rings = [replace(run, exchange="pass_q") for run in chosen if run.exchange == "ring"]
-    return [*dict.fromkeys(chosen + rings)]
+    return tuple(dict.fromkeys(chosen + rings))
 
 
 RUNS_OF = {2: with_pass_q(CHOSEN[::2]), 3: with_pass_q(CHOSEN)}
 
 
-@pytest.fixture(scope="module")
-def prefills_of(tmp_path_factory):
-    return cache(
-        lambda size: run_world(
-            size, tmp_path_factory.mktemp("world"), worker.run_prefills, RUNS_OF[size]
-        )
-    )
-
-
 @pytest.mark.parametrize(("size", "run"), by_size(RUNS_OF))
-def test_prefill_is_that_of_the_oracle(prefills_of, size, run):
+def test_prefill_is_that_of_the_oracle(answers_of, size, run):
     """Whether queries or keys travel, partial results are merged in the order of the shares."""
-    prefills, case = prefills_of(size), run.case
+    prefills, case = answers_of(size, worker.run_prefills, RUNS_OF[size]), run.case
     assert_prefill(prefills, run)
     plans = cpattn.build_cp_metadata_all_ranks(
         list(case.extend_lens), case.seq_lens, cp_size=size, strategy=case.strategy,

@@ -154,21 +154,12 @@ STEPS = [
     )
 ]
 
-STEPS_OF = {2: STEPS[::2], 3: STEPS}
-
-
-@pytest.fixture(scope="module")
-def steps_of(tmp_path_factory):
-    return cache(
-        lambda size: run_world(
-            size, tmp_path_factory.mktemp("steps"), worker.run_sparse_steps, STEPS_OF[size]
-        )
-    )
+STEPS_OF = {2: tuple(STEPS[::2]), 3: tuple(STEPS)}
 
 
 @pytest.mark.parametrize(("size", "step"), by_size(STEPS_OF))
-def test_decode_selects_the_global_topk_and_has_the_same_bits_on_every_rank(steps_of, size, step):
-    assert_right(steps_of(size), step)
+def test_decode_selects_the_global_topk_and_has_the_same_bits_on_every_rank(answers_of, size, step):
+    assert_right(answers_of(size, worker.run_sparse_steps, STEPS_OF[size]), step)
 
 
 DIM = 16

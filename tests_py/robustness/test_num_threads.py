@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -76,24 +77,15 @@ def test_how_long_threads_spin_changes_no_result_and_has_to_be_a_number():
 
 def test_a_function_may_have_it_in_several_threads_at_once():
     barrier = threading.Barrier(2)
-    found = []
 
     @cpattn.num_threads(7)
-    def inside():
+    def inside(_: int) -> int:
         barrier.wait()
-        found.append(_core.default_num_threads())
-        barrier.wait()
+        return _core.default_num_threads()
 
-    def call():
-        inside()
-        found.append(_core.default_num_threads())
-
-    threads = [threading.Thread(target=call) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == sorted([7, 7, DEFAULT, DEFAULT])
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(inside, range(2))) == [7, 7]
+        assert pool.submit(_core.default_num_threads).result() == DEFAULT
 
 
 def test_it_ends_with_an_error():
