@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash-attention's tests of its own functions, on those of `cpattn.integrations.flash_attn`.
-
-The device that they name is the CPU here. Gradients are all zeros, of results and references alike.
-Lengths above 217 are left out: references in 16 bits are slow on CPUs.
-"""
+"""flash-attention's tests of its own functions, on `cpattn.integrations.flash_attn` and the CPU;
+gradients are zeros. Lengths above 217 are left out: references in 16 bits are slow on CPUs."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping

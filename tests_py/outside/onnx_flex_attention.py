@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node tests of the operator `FlexAttention` of ONNX, whose scores a graph of the node changes.
-
-A graph that adds numbers to scores, or -inf, is a bias: what ONNX's evaluator makes of zeros; other
-scores must come out with the same numbers added. That of a softcap is told by its operators.
-"""
+"""The node tests of the operator `FlexAttention` of ONNX, whose graph changes scores: what its
+evaluator makes of zeros is a bias, and a softcap is told by its operators."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of `scaled_dot_product_attention` with which torch tests its own operators.
 
-As torch judges references, results are close to the operator's by the tolerance of its entry, or
-nearer to the operator in float64 than it is itself; kernels that round weights to bfloat16 may miss
-both, and are held to the bounds of cpattn's own tests then. torch counts positions from key 0.
+Results are close to the operator's by the tolerance of its entry, or nearer to float64 than it is;
+kernels that round weights to bfloat16 may miss both, and are held to cpattn's own bounds.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of every public callable, mostly valid ones with something hostile in them:
-
-    python -m support.api.api_fuzz --calls 1000000 --seed 7
-    python -m support.api.api_fuzz --seed 7 --only 12345  # one call again, with its arguments
+"""Random calls of every public callable, mostly valid ones with something hostile in them.
 
 They return, or raise what `api_fuzz_rules` allows, with nothing of the caller's written. Calls run
 in forked children, in batches; the number of a call decides all of it.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random programs without a fault, on simulated ranks: whatever is found in one is a false alarm.
-
-`make false-alarms-programs` runs them, ``--only 12345 --seed 7`` one of them again.
-"""
+`make false-alarms-programs` runs them, ``--only 12345 --seed 7`` one of them again."""
 
 import argparse
 import os

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's attention of DeepSeek models to a cached prefix, chunk by chunk, as an operator.
-
-The installed sglang is run: `DeepseekMHAForwardMixin.forward_normal_chunked_kv_core`, the chunks of
-its `ForwardBatch`, `FlashInferMLAAttnBackend.forward_extend` with its `FlashInferMhaChunkKVRunner`,
-its latent pool, and its Triton kernels for indices and for the merge (see `Kernel`).
+"""sglang's attention of DeepSeek models to a cached prefix, chunk by chunk, as an operator: the
+installed sglang's, with its Triton kernels for indices and for the merge (see `Kernel`).
 
 Not sglang's are the matrices, which are the identity: a latent is the keys and values of all heads.
-Nor is FlashInfer, whose kernels need a GPU. In its place is this library's paged prefill with its
-names and its log-sum-exp, which FlashInfer's documents say is to base 2, over pages of one token.
+In place of FlashInfer, whose kernels need a GPU, is this library's paged prefill over pages of one
+token, with its names and its log-sum-exp, which FlashInfer's documents say is to base 2.
 """
 
 from __future__ import annotations

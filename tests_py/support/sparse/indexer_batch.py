@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for the indexer whose scores are exact in float32, and their top-k in float64.
-
-Queries, keys and weights are small integers and scales powers of two, so every product and sum is
-exact in every dtype and order: results are compared for equality, ties included, of which small
-integers give many. What must not be read is NaN.
-"""
+"""Batches for the indexer whose scores are exact in float32, and their top-k in float64: of small
+integers and powers of two every product and sum is exact, and many are equal."""
 
 from typing import Any
 

@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes with transfer engines, driven by calls over pipes.
-
-    with Peer() as decode, Peer(network_of=decode) as prefill:
-        target = decode.call(fill, 1 << 20, 0)
-        code = prefill.call(write, target, ...)
-
-A call names a function of a module and runs it in the peer with the peer's `State` first. Nothing
-waits for ever: a call that takes too long is an error, and the end of the block ends the process.
-"""
+"""Processes with transfer engines: a call names a function of a module, which a peer runs with its
+`State` first. One that takes too long is an error, and a process ends with its block."""
 
 from __future__ import annotations
 
