@@ -3,8 +3,6 @@
 
 import json
 import re
-from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -14,7 +12,7 @@ from cpattn_lab.replay.command import check_room
 from cpattn_lab.replay.footprint import footprint
 from cpattn_lab.replay.records import ReplayOptions
 from cpattn_terminal.commands import commands
-from support.command_line import QUICK, invoke
+from support.command_line import QUICK, Reached, invoke_to_beginning
 
 ABSURD = (
     *("0", "-1", str(2**31), str(2**63), str(2**64), "9" * 5000),
@@ -47,22 +45,8 @@ CHOICES = (
 )
 
 
-class Reached(Exception):
-    """A replay, a simulation or a trial would have begun."""
-
-
-def run(*arguments: str) -> Any:
-    """A command in this process; a replay or a simulation ends where it would begin."""
-    with (
-        mock.patch("cpattn_lab.replay.driver.replay", side_effect=Reached),
-        mock.patch("cpattn_proof.simulation.simulate.simulate_script", side_effect=Reached),
-        mock.patch("cpattn_proof.conformance.runner.conform", side_effect=Reached),
-    ):
-        return invoke(*arguments)
-
-
 def refusal(*arguments: str) -> str:
-    result = run(*arguments)
+    result = invoke_to_beginning(*arguments)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -75,7 +59,7 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name, option)
     refused = 0
     for value in ABSURD:
         script = (__file__,) if name == "simulate" else ()
-        result = run(name, *ENOUGH[name], f"{option}={value}", *script)
+        result = invoke_to_beginning(name, *ENOUGH[name], f"{option}={value}", *script)
         if result.exit_code == 0 or isinstance(result.exception, Reached):
             continue  # 0 of --seed, for example, is not absurd
         assert isinstance(result.exception, SystemExit), (value, result.exception)
@@ -222,14 +206,14 @@ def test_replicated_pools_to_compare_with_must_fit_too(monkeypatch):
     monkeypatch.setattr(command, "memory", lambda: (2 << 30, 2 << 30))
     sizes = ("--cp-size", "8", "--pool-tokens", "131072")
     sharded = ("replay", "--placement", "page_interleave", *sizes)
-    assert isinstance(run(*sharded).exception, Reached)
+    assert isinstance(invoke_to_beginning(*sharded).exception, Reached)
     message = refusal(*sharded, "--against-replicated")
     assert message.startswith("replicated pools and weights of 8 processes take ")
 
 
 def test_a_warning_comes_before_the_processes(monkeypatch):
     monkeypatch.setattr(command, "num_cpus", lambda: 1)
-    result = run("replay", "--cp-size", "3")
+    result = invoke_to_beginning("replay", "--cp-size", "3")
     assert isinstance(result.exception, Reached)
     assert result.stderr.startswith("warning: 3 processes take turns on 1 CPU: expect ")
     assert result.stderr.count("\n") == 1

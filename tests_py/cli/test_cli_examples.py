@@ -19,7 +19,7 @@ from cpattn.doctor.finding import Finding
 from cpattn_lab.cost_model import Rates
 from cpattn_lab.cost_model import command as plan_command
 from cpattn_terminal.commands import commands
-from support.command_line import invoke
+from support.command_line import Reached, invoke, invoke_to_beginning
 from support.places import ROOT
 
 PAGE = ROOT / "docs" / "command_line.md"
@@ -27,10 +27,6 @@ ROWS = {"request": [0], "position": [0], "count": [1]}
 CALLS = {"request": [0], "row": [0], "rows": [1], "keys": [1]}
 RANK = {"rows": ROWS, "segments": CALLS}
 PLAN = {"schema": "cpattn-plan/1", "requests": [{"extend": 1}], "ranks": [RANK]}
-
-
-class Reached(Exception):
-    """A replay, a simulation or the zoo would have begun."""
 
 
 def help_of(*arguments: str) -> str:
@@ -55,16 +51,11 @@ def typed(example: str) -> Any:
     words = shlex.split(example)
     variables = dict(w.split("=", 1) for w in words[: words.index("cpattn")])
     with (
-        mock.patch("cpattn_lab.replay.driver.replay", side_effect=Reached),
-        mock.patch("cpattn_proof.simulation.simulate.simulate_script", side_effect=Reached),
-        mock.patch("cpattn_proof.simulation.recorded.simulate_capture", side_effect=Reached),
-        mock.patch("cpattn_proof.conformance.runner.conform", side_effect=Reached),
-        mock.patch("cpattn_proof.commands.zoo.visit", side_effect=Reached),
         mock.patch("cpattn_proof.linting.adapters.captures.from_capture", return_value=[PLAN]),
         mock.patch("cpattn.doctor.report.findings", return_value=[Finding("a", "b", "c")] * 9),
         mock.patch.object(plan_command, "calibrate", return_value=Rates(gflops=100.0)),
     ):
-        return invoke(*words[words.index("cpattn") + 1 :], env=variables)
+        return invoke_to_beginning(*words[words.index("cpattn") + 1 :], env=variables)
 
 
 @pytest.fixture

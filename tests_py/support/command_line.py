@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -16,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from audit import leftovers
 from support.children import Children
@@ -138,6 +140,26 @@ def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:
     from cpattn_terminal.commands import commands
 
     return CliRunner(env=env).invoke(commands, arguments, prog_name="cpattn")
+
+
+class Reached(Exception):
+    """A command that takes its time would have begun."""
+
+
+#: What such commands call.
+BEGINNINGS = (
+    "cpattn_lab.replay.driver.replay", "cpattn_proof.simulation.simulate.simulate_script",
+    "cpattn_proof.simulation.recorded.simulate_capture", "cpattn_proof.commands.zoo.visit",
+    "cpattn_proof.conformance.runner.conform",
+)  # fmt: skip
+
+
+def invoke_to_beginning(*arguments: str, env: dict[str, str] | None = None) -> Any:
+    """The `Result` of a command that ends where it would begin with what takes its time."""
+    with contextlib.ExitStack() as stack:
+        for name in BEGINNINGS:
+            stack.enter_context(mock.patch(name, side_effect=Reached))
+        return invoke(*arguments, env=env)
 
 
 def run_on_terminal(line: CommandLine, columns: int, *arguments: str, **options: Any) -> list[str]:
