@@ -15,6 +15,7 @@ from support.time_limits import PATIENCE
 
 pytestmark = pytest.mark.slow
 
+
 SLEEP = """
 import subprocess
 

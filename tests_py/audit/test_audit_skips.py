@@ -7,6 +7,7 @@ from audit import skips
 
 pytestmark = pytest.mark.slow
 
+
 TESTS = """
 import pytest
 

@@ -10,6 +10,7 @@ from audit import records
 
 pytestmark = pytest.mark.slow
 
+
 TESTS = """
 import pytest
 from audit.records import note

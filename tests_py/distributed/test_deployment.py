@@ -202,6 +202,7 @@ def test_what_a_report_says() -> None:
 
 VALUES = ["0", "-1", "nan", "inf", "1e400", "x", "", str(2**63), "1.5x", "9" * 5000]
 
+
 OPTIONS = [*product(("--tokens", "--timeout"), VALUES), ("--cached", "0"), ("--repeats", "0")]
 
 

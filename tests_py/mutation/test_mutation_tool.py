@@ -17,6 +17,7 @@ from support.places import ROOT
 
 pytestmark = pytest.mark.slow
 
+
 CLIPPED = '''\
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations

@@ -27,6 +27,7 @@ from support.tolerances import assert_close, to_float64
 
 PAGE_SIZE, NUM_PAGES = 4, 251
 
+
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 

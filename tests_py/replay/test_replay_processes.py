@@ -20,6 +20,7 @@ from support.transfer.transfer_processes import requires_mooncake
 
 pytestmark = pytest.mark.slow
 
+
 WIDE = replace(SMALL, head_dim=32, vocab_size=256)
 
 

@@ -16,6 +16,7 @@ from support.cases import Case, make_inputs
 
 pytestmark = pytest.mark.slow
 
+
 LONG_ENOUGH = 0.15  # seconds of a call, so that it looks at signals
 
 

@@ -11,6 +11,7 @@ from support.children import Children, path_with
 
 pytestmark = pytest.mark.slow
 
+
 TIMES = 70_000
 # What a process may grow by over all of them: less than the smallest object or block, 16 bytes, of
 # each call. Python's own count, over a tenth of the calls, is free of what the allocator keeps.

@@ -18,6 +18,7 @@ from support.public_names import PUBLIC
 
 pytestmark = pytest.mark.slow
 
+
 TEXT = ROOT.joinpath("docs/how_to/threads.md").read_text()
 TABLE = {
     name: (gil, interrupt)

@@ -17,6 +17,7 @@ from support.examples import examples
 
 BLOCK = 4
 
+
 # Few hashes and short prompts: prefixes collide often, also behind different parents.
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5).flatmap(
     lambda ids: st.tuples(

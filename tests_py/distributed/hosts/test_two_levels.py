@@ -75,6 +75,7 @@ def test_rows_cross_the_wire_once_for_each_pair_of_hosts_as_predicted(tmp_path, 
 CANNOT_OPEN = "rank {} cannot open the memory of another rank: Permission denied"
 HOSTS = "ranks are on 2 hosts, those of each share memory"
 
+
 TOPOLOGIES = [
     (((0, 1, 2),), "nobody", "shm", "all ranks share the memory of one host"),
     (((0, 1, 2),), "asked", "tcp", "transport='tcp' was given"),

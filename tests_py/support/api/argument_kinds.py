@@ -85,6 +85,7 @@ WRONG["lens"] = [
     bad for bad in WRONG["ints"] if not (isinstance(bad, np.ndarray) and bad.ndim == 2)
 ]
 
+
 # What is read a number at a time, in any layout or any dtype too.
 ANY_FLOATS = {"antiquant_scale", "antiquant_offset"}
 LSES = {"lse", "lse_a", "lse_b", "lses"}

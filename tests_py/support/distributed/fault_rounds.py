@@ -142,6 +142,7 @@ KILLS = {
     "stop and kill": ("gather", "prefetch", "decode"),
 }
 
+
 _TURNS = [(turn, name) for turn in range(3) for name in (FAULTS if turn < 2 else KILLS)]
 
 

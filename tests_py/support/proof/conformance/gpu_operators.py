@@ -13,6 +13,7 @@ from .right_operators import RightOperator, sdpa_by
 
 _HERE = "support.proof.conformance.gpu_operators"
 
+
 sdpa_math, sdpa_flash = sdpa_by("MATH"), sdpa_by("FLASH_ATTENTION")
 sdpa_efficient, sdpa_cudnn = sdpa_by("EFFICIENT_ATTENTION"), sdpa_by("CUDNN_ATTENTION")
 
