@@ -49,7 +49,8 @@ def test_the_commands_of_the_tutorial(tmp_path, children):
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = path_with(tmp_path / "site")  # as installed
-    run_page(PAGE, tmp_path, children, environment, timeout=START)
+    sizes = {"PROMPT_TOKENS, ROUNDS = 6000, 3": "PROMPT_TOKENS, ROUNDS = 600, 1"}
+    run_page(PAGE, tmp_path, children, environment, sizes=sizes, timeout=START)
 
 
 def test_the_versions_are_those_of_the_environment_of_tests():
