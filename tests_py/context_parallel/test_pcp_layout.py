@@ -1,105 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of prefill context parallelism as vLLM has them: the rule, row by row, and tensors."""
+"""Layouts of prefill context parallelism as vLLM has them: one of them, and tensors.
+
+`tests_cpp/context_parallel/pcp_layout_test.cc` has the rule, and the linter proves any batch.
+"""
 
 import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cpattn.context_parallel.vllm_0_32 import RankSegments, build_pcp_layout, pcp_segments
-from support.examples import examples
-
-lens = st.integers(0, 40)
 
 
-@st.composite
-def batches(draw):
-    requests = draw(st.lists(st.tuples(lens, lens, st.booleans()), max_size=6))
-    extend, prefix, prefill = ([request[i] for request in requests] for i in range(3))
-    options = {
-        "pcp_size": draw(st.integers(1, 5)),
-        "is_prefill": draw(st.sampled_from([prefill, None])),
-        "shard_decode": draw(st.booleans()),
-        "dcp_size": draw(st.integers(1, 2)),
-    }
-    return extend, prefix, options
-
-
-def rows_of(extend, prefix, pcp_size, is_prefill, shard_decode, dcp_size):
-    """Return the pieces (request, tokens of the batch) of each rank, and who is on all of them."""
-    base = np.cumsum([0, *extend])
-    ranks = [[] for _ in range(pcp_size)]
-    prefills, turn, everywhere = [[] for _ in ranks], 0, set()
-    for s, length in enumerate(extend):
-        tokens = np.arange(base[s], base[s + 1])
-        chunk = -(-length // (2 * pcp_size))
-        prefill = is_prefill[s] if is_prefill is not None else length != 1 or prefix[s] == 0
-        if not prefill and shard_decode and dcp_size == 1:
-            if length:
-                ranks[turn % pcp_size].append((s, tokens))
-                turn += 1
-            continue
-        if not prefill or (dcp_size > 1 and (2 * pcp_size - 1) * chunk >= length):
-            everywhere.add(s)
-            for rank in prefills if prefill else ranks:
-                rank.append((s, tokens))
-            continue
-        for rank, rest in enumerate(prefills):
-            rest += [(s, tokens[i * chunk : (i + 1) * chunk])
-                     for i in (rank, 2 * pcp_size - 1 - rank)]  # fmt: skip
-    rows = [
-        [(s, tokens) for s, tokens in rank + rest if len(tokens)]
-        for rank, rest in zip(ranks, prefills, strict=True)
+def test_a_layout_and_the_way_to_its_rows_and_back():
+    """A prefill of five tokens in chunks of two, then a decode of the first rank, padded."""
+    extend, prefix = [5, 1], [3, 4]
+    segments = pcp_segments(extend, prefix, pcp_size=2)
+    assert all(isinstance(rank, RankSegments) for rank in segments)
+    assert {column.dtype for rank in segments for column in rank} == {np.dtype(np.int64)}
+    assert [list(zip(*rank, strict=True)) for rank in segments] == [
+        [(1, 5, 6, 0, 1), (0, 0, 2, 1, 3)],
+        [(0, 2, 4, 0, 2), (0, 4, 5, 2, 3)],
     ]
-    return rows, everywhere
-
-
-@given(batches(), st.integers(0, 5))
-@settings(max_examples=examples(300))
-def test_layouts_are_those_of_the_rule(batch, padding):
-    extend, prefix, options = batch
-    expected, everywhere = rows_of(extend, prefix, **options)
-    segments = pcp_segments(extend, prefix, **options)
-    for rank, pieces in zip(segments, expected, strict=True):
-        assert isinstance(rank, RankSegments)
-        assert {column.dtype for column in rank} == {np.dtype(np.int64)}
-        ends = np.cumsum([0, *(len(tokens) for _, tokens in pieces)])
-        wanted = [
-            (s, tokens[0], tokens[-1] + 1, begin, begin + len(tokens))
-            for (s, tokens), begin in zip(pieces, ends, strict=False)
-        ]
-        assert list(zip(*rank, strict=True)) == wanted
-    check_padding(extend, prefix, options, padding, expected, everywhere)
-
-
-def check_padding(extend, prefix, options, padding, expected, everywhere):
-    """The way to padded rows and back, with more of them than are needed."""
-    counts = [sum(len(tokens) for _, tokens in pieces) for pieces in expected]
-    padded = max(counts) + padding
-    layout = build_pcp_layout(extend, prefix, padded_num_tokens=padded, **options)
-    assert layout.per_rank_num_tokens == counts
-    assert set(np.flatnonzero(layout.replicated * np.array(extend, bool))) == {
-        s for s in everywhere if extend[s]
-    }
-    gathered = np.full((options["pcp_size"], padded), -1)
-    for row, pieces in zip(gathered, expected, strict=True):
-        tokens = np.concatenate([np.zeros(0, int), *(tokens for _, tokens in pieces)])
-        row[: len(tokens)] = tokens
-    gathered = gathered.reshape(-1)
-    assert np.array_equal(layout.padded_gather_idx, np.maximum(gathered, 0))
-    first = [np.flatnonzero(gathered == token)[0] for token in range(sum(extend))]
-    assert np.array_equal(layout.hidden_restore_idx, np.array(first, int))
-    written = np.flatnonzero(layout.gathered_kv_write_mask)
-    assert np.array_equal(written, np.sort(np.array(first, int)))
-    tokens = np.arange(sum(extend)) * 3 + 1
-    parts = [layout.shard(tokens, rank) for rank in range(options["pcp_size"])]
-    assert np.array_equal(np.concatenate(parts), np.where(gathered < 0, 0, gathered * 3 + 1))
+    layout = build_pcp_layout(extend, prefix, pcp_size=2, padded_num_tokens=4)
+    assert layout.per_rank_num_tokens == [3, 3]
+    assert [keys.tolist() for keys in layout.seq_lens] == [[5, 5], [7, 8]]
+    assert layout.padded_gather_idx.tolist() == [5, 0, 1, 0, 2, 3, 4, 0]
+    assert layout.hidden_restore_idx.tolist() == [1, 2, 4, 5, 6, 0]
+    assert layout.gathered_kv_write_mask.tolist() == [True, True, True, False] * 2
+    assert not layout.replicated.any()
+    tokens = np.arange(6) * 3 + 1
+    parts = [layout.shard(tokens, rank) for rank in range(2)]
+    assert [part.tolist() for part in parts] == [[16, 1, 4, 0], [7, 10, 13, 0]]
     assert np.array_equal(layout.unshard(parts), tokens)
-    base = np.cumsum([0, *extend])
-    for keys, pieces in zip(layout.seq_lens, expected, strict=True):
-        assert keys.tolist() == [prefix[s] + t[-1] + 1 - base[s] for s, t in pieces]
     again = pickle.loads(pickle.dumps(layout))
     assert again == layout
     assert again.segments[0].request.tolist() == layout.segments[0].request.tolist()
@@ -114,17 +47,11 @@ def test_rows_of_two_dimensions_in_either_container():
     assert parts[0].shape == (3, 3)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pcp_size": 0}, r"pcp_size must be in \[1, 32768\], got 0"),
-    ],
-)
-def test_batches_that_are_refused(change, message):
-    arguments = {"extend_lens": [7, 1], "prefix_lens": [0, 5], "pcp_size": 2} | change
+def test_batches_that_are_refused():
     for function in (pcp_segments, build_pcp_layout):
-        with pytest.raises(ValueError, match=rf"^{function.__name__}: {message}"):
-            function(**arguments)
+        message = rf"^{function.__name__}: pcp_size must be in \[1, 32768\], got 0"
+        with pytest.raises(ValueError, match=message):
+            function([7, 1], [0, 5], pcp_size=0)
 
 
 def test_tensors_that_are_refused():
