@@ -5,12 +5,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cpattn
 from support.cases import DTYPES, strided_copy
-from support.examples import examples
 from support.pairwise import pairwise
 from support.tolerances import SMALLEST
 
@@ -95,23 +92,6 @@ def test_rows_are_those_of_the_definition(isa, given_as, dtype, use_fia):
                 assert torch.equal(bits(got), bits(expected))
                 now[slots] = old[slots]
             assert torch.equal(now, old)
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(data=st.data())
-def test_the_last_row_of_a_slot_counts(data):
-    slots = data.draw(st.lists(st.integers(-1, 63), max_size=200))
-    pool = make_pool("float32")
-    k, v = make_rows(len(slots), DIM), make_rows(len(slots), V_DIM, seed=1)
-    expected = [torch.zeros(64, HEADS, dim) for dim in (DIM, V_DIM)]
-    for i, slot in enumerate(slots):
-        if slot >= 0:
-            expected[0][slot], expected[1][slot] = k[i], v[i]
-    given_as = data.draw(st.sampled_from([list, tuple, np.int32, np.int64, torch.tensor]))
-    loc = given_as(slots) if slots else []
-    pool.set_kv_buffer(0, loc, k, v)
-    assert torch.equal(pool.get_key_buffer(0).reshape(expected[0].shape), expected[0])
-    assert torch.equal(pool.get_value_buffer(0).reshape(expected[1].shape), expected[1])
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": FP8}, SCALED], ids=["bfloat16", FP8, "scaled"])

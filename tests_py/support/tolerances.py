@@ -105,9 +105,6 @@ SPLIT_WEIGHT_UNITS = 0.05
 # the elements as independent numbers do.
 ABSORBED_UNITS = 4 / 12**0.5
 
-# exp2 on AMX, of the power: the polynomial is good to 5.4e-7, the rounding of x - 7 costs 3.3e-7.
-AMX_POWER = 1e-6
-
 
 def hadamard_units(dim):
     """Return the allowed error, in eps of float32 times the sum of absolute normal inputs.

@@ -22,8 +22,6 @@ from cpattn.transfer.sglang_0_5_23 import (
     setup_state_kv_args,
 )
 
-INT32_MAX = 2**31 - 1
-
 
 @given(st.lists(st.integers(0, 500), unique=True, max_size=20), st.integers(1, 9), st.data())
 def test_pages_of_slots(pages, page_size, data):
@@ -38,32 +36,16 @@ def test_pages_of_slots(pages, page_size, data):
     assert kv_to_page_num(len(slots), page_size) == len(pages)
 
 
-def groups(src, dst):
-    """The definition, with a comparison where the library counts."""
-    together = []
-    for pair in zip(src, dst, strict=True):
-        if together and pair == tuple(index + 1 for index in together[-1][-1]):
-            together[-1].append(pair)
-        else:
-            together.append([pair])
-    return [[s for s, _ in g] for g in together], [[d for _, d in g] for g in together]
-
-
-near = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30)
-ascending = st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, -1, 0]), st.integers(1, 2))).map(
-    lambda steps: list(np.cumsum([(100, INT32_MAX - 99), *steps], axis=0))
-)
-
-
-@given(near | ascending)
-def test_groups_are_those_of_the_definition(pairs):
-    src, dst = [int(s) for s, _ in pairs], [int(d) for _, d in pairs]
-    expected = groups(src, dst)
-    assert group_concurrent_contiguous(src, dst) == expected
-    assert group_concurrent_contiguous(np.array(src, np.int64), tuple(dst)) == expected
-    if pairs:
-        assert group_concurrent_contiguous(src, []) == group_concurrent_contiguous([], dst)
+def test_groups_go_on_where_both_sides_do():
+    """The rule is in tests_cpp/transfer/kv_pages_test.cc."""
+    for src, dst in (([2, 3, 7], (20, 21, 40)), (np.array([2, 3, 7]), [20, 21, 40])):
+        assert group_concurrent_contiguous(src, dst) == ([[2, 3], [7]], [[20, 21], [40]])
         assert group_concurrent_contiguous(src, []) == ([], [])
+        assert group_concurrent_contiguous([], dst) == ([], [])
+
+
+def targets(rank, prefill, decode):
+    return decode_targets(rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=True)
 
 
 def cursor(num_tokens=8, page_size=4, **options):
@@ -83,6 +65,9 @@ EQUAL = "group_concurrent_contiguous requires equal-length src/dst index arrays,
         (lambda: kv_to_page_num(-1, 4), "num_tokens must be >= 0, got -1"),
         (lambda: group_concurrent_contiguous([1], [1, 2]), f"{EQUAL} 1 and 2"),
         (lambda: group_concurrent_contiguous([1] * 5, [1] * 2), f"{EQUAL} 5 and 2"),
+        (lambda: targets(0, 4, 6), "must divide the other, got 4 and 6"),
+        (lambda: targets(0, 0, 6), "must divide the other, got 0 and 6"),
+        (lambda: targets(-1, 2, 2), "engine_rank must be >= 0, got -1"),
         (lambda: cursor(-1), "^KVSendCursor: num_tokens must be >= 0, got -1"),
         (lambda: cursor(decode_prefix_len=-1), "decode_prefix_len must be >= 0, got -1"),
         (lambda: cursor(decode_prefix_len=9), "decode_prefix_len must be within the 8 tokens, got"),
@@ -232,23 +217,6 @@ def test_pools_of_the_library():
     assert not hasattr(args, "total_kv_layers")
 
 
-@given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 5), max_size=12))
-def test_pairs_take_the_next_unused_occurrence(src, dst):
-    expected, used = [], set()
-    for i, layer in enumerate(src):
-        free = [j for j, other in enumerate(dst) if other == layer and j not in used]
-        if not free:
-            break
-        used.add(free[0])
-        expected.append((i, free[0]))
-    arguments = src, dst, len(src), len(dst)
-    if not src or (dst and len(expected) == len(src)):
-        assert build_transfer_entry_pairs(*arguments) == expected
-        return
-    with pytest.raises(RuntimeError, match=r"missing a transfer entry for model|both PD peers"):
-        build_transfer_entry_pairs(*arguments)
-
-
 def test_pairs_without_ids():
     pairs, either_way = build_transfer_entry_pairs, {"allow_positional_fallback": True}
     assert pairs(None, None, 0, 5) == []
@@ -276,16 +244,3 @@ def test_start_layers_of_hybrid_models():
         kv_start_layer(1, [3, 5, 5])
     with pytest.raises(ValueError, match="start_layer must be >= 0, got -1"):
         kv_start_layer(-1, [3])
-
-
-@pytest.mark.parametrize(
-    ("rank", "prefill", "decode", "message"),
-    [
-        (0, 4, 6, "must divide the other, got 4 and 6"),
-        (0, 0, 6, "must divide the other, got 0 and 6"),
-        (-1, 2, 2, "engine_rank must be >= 0, got -1"),
-    ],
-)
-def test_decode_targets_refuse(rank, prefill, decode, message):
-    with pytest.raises(ValueError, match=message):
-        decode_targets(rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=True)
