@@ -2,7 +2,7 @@
 """The sdist has what builds it and nothing else, and the compiler of wheels knows its options.
 
 make asks for nobody's root: what the system lacks is one line, and `make system` runs it. Image,
-conda recipe, citation and forms are read as the tools that take them would.
+conda recipe and citation are read as the tools that take them would.
 """
 
 import json
@@ -248,22 +248,3 @@ def test_the_citation():
     assert citation["version"] == PYPROJECT["project"]["version"]
     assert citation["license"] == PYPROJECT["project"]["license"]
     assert citation["authors"] == PYPROJECT["project"]["authors"]
-
-
-@pytest.mark.parametrize("name", ["bug", "request"])
-def test_forms_of_issues(name):
-    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text())
-    assert {"name", "description", "body"} <= set(form)
-    identifiers = [field["id"] for field in form["body"]]
-    assert len(set(identifiers)) == len(identifiers)
-    for field in form["body"]:
-        assert field["type"] == "textarea"
-        assert field["attributes"]["label"]
-
-
-def test_what_the_form_of_changes_links_to():
-    text = (ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text()
-    for link in re.findall(r"\]\((.+?)\)", text):
-        file, _, anchor = link.partition("#")
-        headings = (ROOT / ".github" / file).read_text().lower().replace(" ", "-")
-        assert f"#-{anchor}\n" in headings
