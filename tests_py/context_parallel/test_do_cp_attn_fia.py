@@ -7,7 +7,6 @@ import torch
 import cpattn
 from support.cases import DTYPES
 from support.cp_batches import BATCHES, STRATEGIES, Batch
-from support.npu.fia_cases import TEMPLATE
 from support.pairwise import pairwise
 
 
@@ -35,43 +34,6 @@ def test_physical_padding(strategy):
         assert len(out) == len(q) == padded.per_rank_actual_token[0]
         assert torch.equal(out[:rows], batch.run(metadata, q[:rows]))
         assert torch.all(out[rows:] == 0)
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_it_is_upstream_s_two_operator_calls(cp_size):
-    """One over all prev blocks and one over all next blocks give the same bits, concatenated."""
-    batch = Batch((40, 1, 17), (100, 33, 16), cp_size, "zigzag", dtype="bfloat16")
-    k, v = (cache.unflatten(0, (-1, 16)).flatten(2) for cache in batch.flat_caches())
-    for metadata in batch.metadata:
-        q = metadata.shard(batch.inputs["q"].flatten(1).contiguous()).unflatten(1, (4, 64))
-        prev_rows, next_rows = metadata.total_q_prev_tokens, metadata.total_q_next_tokens
-        halves = [
-            cpattn.npu.npu_fused_infer_attention_score(
-                query=rows,
-                key=k,
-                value=v,
-                block_table=batch.inputs["block_tables"],
-                block_size=16,
-                num_heads=4,
-                num_key_value_heads=2,
-                input_layout="TND",
-                atten_mask=TEMPLATE,
-                sparse_mode=3,
-                next_tokens=0,
-                scale=0.125,
-                actual_seq_lengths=cu_seqlens[1:].tolist(),
-                actual_seq_lengths_kv=kv_lens,
-            )[0]
-            for rows, cu_seqlens, kv_lens in [
-                (q[:prev_rows], metadata.cu_seqlens_q_prev_tensor, metadata.kv_len_prev_list),
-                (
-                    q[prev_rows : prev_rows + next_rows],
-                    metadata.cu_seqlens_q_next_tensor,
-                    metadata.kv_len_next_list,
-                ),
-            ]
-        ]
-        assert torch.equal(batch.run(metadata, q.flatten(1)), torch.cat(halves).flatten(1))
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])

@@ -23,14 +23,14 @@ def slots_of(bs, width, page_size, seed=0):
     return slots.reshape(bs, pages * page_size)[:, :width].astype(np.int32)
 
 
-def restated(extend_lens, seq_lens, topk, ragged, table, page_size, cp=None, num_rows=None):
+def restated(extend_lens, seq_lens, topk, ragged, table, page_size, cp=None):
     """Return the fields of DsaMetadata, token by token."""
     requests, lengths = [], []
     for s, (extend, seq) in enumerate(zip(extend_lens, seq_lens, strict=True)):
         requests += [s] * extend
         lengths += range(seq - extend + 1, seq + 1)
     bs_idx = list(range(len(seq_lens)))
-    num_rows = num_rows or len(requests)
+    num_rows = len(requests)
     if cp is not None:
         requests = cp.shard(np.array(requests, int))[: len(cp.local_q_indices)].tolist()
         lengths = cp.shard(np.array(lengths, int))[: len(cp.local_q_indices)].tolist()
@@ -155,19 +155,6 @@ def test_rows_of_padding_select_nothing():
     )
     assert batch.dsa_cache_seqlens.tolist() == [4, 4, 0, 0]
     assert batch.seqlens_expanded.tolist() == [8, 9]
-
-
-def test_tables_come_from_the_rows_of_the_requests():
-    table = slots_of(5, 16, 4)
-    batch = build_dsa_metadata(
-        [2, 3], [9, 6], forward_mode=ForwardMode.EXTEND, topk=4, **RAGGED, page_size=4,
-        req_to_token=table.astype(np.int64), req_pool_indices=[4, 1],
-    )  # fmt: skip
-    np.testing.assert_array_equal(batch.page_table_1, table[[4, 1], :9])
-    np.testing.assert_array_equal(batch.real_page_table, table[[4, 1], :9:4] // 4)
-    np.testing.assert_array_equal(
-        batch.page_table_1_flattened, np.concatenate([table[4, :9], table[1, :6]])
-    )
 
 
 def test_a_value_that_nobody_changes():
