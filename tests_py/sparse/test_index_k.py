@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hadamard transform, quantisation and the cache of the indexer's keys."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -140,17 +139,6 @@ def test_keys_are_written_where_their_slots_say(data):
     read, read_scale = sparse.read_index_k_cache(expected, list(last))
     assert torch.equal(read.view(torch.uint8), codes.view(torch.uint8)[list(last.values())])
     assert torch.equal(read_scale, scale[list(last.values())])
-
-
-def test_a_row_of_132_bytes_is_a_page_of_one_token():
-    codes, scale = sparse.quantize_index(make((3, 128)))
-    cache = np.zeros((3, 132), np.uint8)
-    sparse.write_index_k_cache(cache, [0, 1, 2], codes, scale)
-    rows = torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], -1)
-    np.testing.assert_array_equal(cache, rows.numpy())
-    read, read_scale = sparse.read_index_k_cache(cache, [2])
-    assert (read.dtype, read_scale.shape) == (ml_dtypes.float8_e4m3fn, (1, 1))
-    assert sparse.quantize_index(np.ones((1, 128), np.float32))[0].dtype == read.dtype
 
 
 def test_int8_keys_and_power_of_two_scales_go_through_the_cache():

@@ -289,6 +289,9 @@ def test_ranks_that_agree_are_proved(tmp_path, monkeypatch):
     assert lint(document).proved
     document["ranks"][1]["segments"]["keys"][-1] -= 1
     assert "COV" in {found.invariant for found in lint(document, shrink=False).findings}
+    both = read_captures(paths)
+    with pytest.raises(NotUsable, match=r"ranks must have laid out as many, got \[2, 1\]"):
+        from_capture(replace(both, calls=(both.calls[0], *both.calls)))
 
 
 @pytest.mark.parametrize(
