@@ -220,6 +220,6 @@ def test_owner_errors(rank, size, interleave, message):
     ],
 )
 def test_batches_that_sglang_got_wrong(extend_lens, prefix_lens, pad_rows):
-    """Before 0.5.23 two calls of an operator, for halves of the rows, chose other keys."""
+    """Two calls of an operator, for halves of the rows, chose other keys before 0.5.23."""
     batch = IndexerBatch(extend_lens, prefix_lens, 2, convention="bare")
     batch.check(pad_rows=pad_rows, prefix_lens=prefix_lens)
