@@ -22,6 +22,21 @@ def test_right_plans_are_proved(batch):
     assert set(report.checked) >= DECIDED
 
 
+@given(batches(), st.data())
+def test_any_lost_or_doubled_row_is_found(batch, data):
+    document = document_of(*batch)
+    ranks = [r for r in document["ranks"] if sum(r["rows"]["count"])]
+    if not ranks:
+        return
+    rank = data.draw(st.sampled_from(ranks))
+    runs = [i for i, count in enumerate(rank["rows"]["count"]) if count]
+    run = data.draw(st.sampled_from(runs))
+    rank["rows"]["count"][run] += data.draw(st.sampled_from([-1, 1]))
+    report = lint(document, shrink=False)
+    assert {"own-token"} <= {found.kind for found in report.findings}
+    assert report.exit_code == 1
+
+
 BATCH = ([13, 40], [0, 64], 4)
 
 
