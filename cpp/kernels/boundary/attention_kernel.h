@@ -200,10 +200,21 @@ using MergeRow = void (*)(
     const void* const* parts, const MergeWeights* weights, int64_t num_parts, void* out, int64_t n
 );
 
+/// LSE of several heads that are merged together: a multiple of the lanes of every vector.
+constexpr int kMergeHeads = 16;
+
+/// Merges LSE, natural logarithms, of the next part into those so far, [kMergeHeads] each, and
+/// writes the weights of both to weights[h * stride] of the first `num_heads`. Without a key in
+/// either, both weights are 0 and the LSE stays; weights below 2^-100 are 0, as products with them
+/// could be subnormal, which are slow. NaN is the larger of the two only where the other is not.
+using MergeLse =
+    void (*)(float* lse, const float* next, MergeWeights* weights, int64_t stride, int num_heads);
+
 struct KernelTable {
   const char* name;
   AttentionKernel attention[kNumElementTypes];
   MergeRow merge_row[kNumElementTypes];
+  MergeLse merge_lse;
 };
 
 extern const KernelTable table_portable;

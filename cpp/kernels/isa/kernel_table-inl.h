@@ -61,6 +61,7 @@ constexpr KernelTable kernel_table(
       .name = name,
       .attention = {vector_kernel<float, Float32Engine, 6>(), float16, bfloat16},
       .merge_row = {&merge_row<float>, &merge_row<Half>, &merge_row<Bfloat16>},
+      .merge_lse = &merge_lse,
   };
 }
 

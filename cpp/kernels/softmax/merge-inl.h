@@ -4,10 +4,48 @@
 // The merge of rows of several partial results; see KernelTable::merge_row. Needs the vector layer
 // included first.
 #include "kernels/boundary/attention_kernel.h"
+#include "kernels/softmax/softmax-inl.h"
 #include "kernels/vector/contract-inl.h"
 
 namespace cpattn::kernels {
 namespace {
+
+/// log(1 + w) for w in [0, 1], by the series of the inverse hyperbolic tangent of w / (2 + w),
+/// which is at most 1/3: what is left out is below the rounding of float32.
+inline Vector log1p_of_weight(Vector w) {
+  const Vector z = div(w, add(splat(2.0F), w));
+  const Vector base = max(splat(0x1p-50F), z);  // whose square is a normal number
+  const Vector square = mul(base, base);
+  Vector sum = splat(2.0F / 13);
+#pragma GCC unroll 6
+  for (int odd = 11; odd >= 1; odd -= 2) sum = fma(sum, square, splat(2.0F / odd));
+  return mul(z, sum);
+}
+
+inline void merge_lse(
+    float* lse, const float* next, MergeWeights* weights, int64_t stride, int num_heads
+) {
+  const Vector none = splat(-__builtin_inff());
+  for (int begin = 0; begin < num_heads; begin += kLanes) {
+    const Vector a = load(lse + begin), b = load(next + begin);
+    const uint32_t is_larger = greater_equal(a, b) | ~greater_equal(b, b);
+    const Vector larger = select(is_larger, a, b), smaller = select(is_larger, b, a);
+    const uint32_t is_empty = greater_equal(none, larger);
+    const Vector below = mul(sub(smaller, larger), splat(kLog2E));
+    const Vector weight = exp2_less_half<6>(add(below, splat(0.5F)));  // beside 1
+    const Vector total = add(splat(1.0F), weight);
+    const Vector zero = splat(0.0F);
+    const Vector most = select(is_empty, zero, div(splat(1.0F), total));
+    const Vector rest = select(is_empty, zero, div(weight, total));
+    store(lse + begin, select(is_empty, a, add(larger, log1p_of_weight(weight))));
+    float of_sum[kLanes], of_part[kLanes];
+    store(of_sum, select(is_larger, most, rest));
+    store(of_part, select(is_larger, rest, most));
+    for (int h = begin; h < begin + kLanes && h < num_heads; ++h) {
+      weights[h * stride] = {of_sum[h - begin], of_part[h - begin]};
+    }
+  }
+}
 
 /// Merges kVectors vectors, whose sums stay in registers; part(i) points to those of a part.
 template <int kVectors, class T, class Part>

@@ -16,12 +16,11 @@
 namespace cpattn {
 namespace {
 
-using kernels::MergeRow;
+using kernels::KernelTable;
+using kernels::kMergeHeads;
 using kernels::MergeWeights;
 
 constexpr int64_t kItemBytes = 1 << 19;  // of all parts that a thread takes at once
-/// Heads of a token that are weighed together, so that their exponentials overlap.
-constexpr int64_t kHeadsAtOnce = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 enum class Form { pair, list, stacked };
@@ -141,39 +140,16 @@ void check_apart(
   if (merged.sinks) against(*merged.sinks, [] { return "sinks"; });
 }
 
-/// e^x, and 0 below 2^-100: products with smaller weights could be subnormal, which are slow.
-float weight_of(float x) {
-  constexpr float kLeast = -69.3147F;
-  return x < kLeast ? 0.0F : std::exp(x);
-}
-
-/// Merges two rows' LSE into the first, and returns their weights.
-MergeWeights weigh(float& lse, float other) {
-  const bool is_larger = lse >= other || std::isnan(other);
-  const float larger = is_larger ? lse : other, smaller = is_larger ? other : lse;
-  if (larger == -kInfinity) return {0.0F, 0.0F};
-  const float weight = weight_of(smaller - larger);  // beside 1
-  const float total = 1.0F + weight;
-  lse = larger + std::log(total);
-  const float most = 1.0F / total, rest = weight / total;
-  return is_larger ? MergeWeights{most, rest} : MergeWeights{rest, most};
-}
-
-/// Returns the weight that a sink leaves of a merged row. It adds nothing.
-MergeWeights weigh_sink(float lse, float sink) {
-  if (sink == kInfinity) return {0.0F, 0.0F};
-  return {weigh(lse, sink).sum, 0.0F};
-}
-
 /// The call that threads share; each row is merged by one of them.
 class Merge {
  public:
-  Merge(const char* function, const Merged& merged, MergeRow merge_row)
+  Merge(const char* function, const Merged& merged, kernels::ElementType type)
       : function_(function),
         merged_(merged),
         num_parts_(static_cast<int64_t>(merged.outs.size())),
         num_steps_(num_parts_ + (merged.sinks ? 1 : 0)),
-        merge_row_(merge_row) {}
+        kernels_(active_kernels()),
+        type_(type) {}
 
   void run() const {
     const int64_t tokens = merged_.out.shape[0], heads = merged_.out.shape[1];
@@ -186,8 +162,8 @@ class Merge {
           const Scratch scratch = take_scratch();
           const int64_t end = std::min((item + 1) * at_once, tokens);
           for (int64_t t = item * at_once; t < end; ++t) {
-            for (int64_t h = 0; h < heads; h += kHeadsAtOnce) {
-              merge_heads(t, h, std::min(h + kHeadsAtOnce, heads), scratch);
+            for (int64_t h = 0; h < heads; h += kMergeHeads) {
+              merge_heads(t, h, std::min(h + kMergeHeads, heads), scratch);
             }
           }
         }
@@ -196,12 +172,12 @@ class Merge {
 
  private:
   struct Scratch {
-    MergeWeights* weights;  // [kHeadsAtOnce][num_steps]
+    MergeWeights* weights;  // [kMergeHeads][num_steps]
     const void** rows;      // [num_steps]
   };
 
   Scratch take_scratch() const {
-    const int64_t num_weights = kHeadsAtOnce * num_steps_;
+    const int64_t num_weights = kMergeHeads * num_steps_;
     const std::size_t bytes = num_weights * sizeof(MergeWeights) + num_steps_ * sizeof(void*);
     void* memory = thread_scratch(function_, bytes);
     auto* weights = static_cast<MergeWeights*>(memory);
@@ -220,7 +196,7 @@ class Merge {
     for (int64_t h = begin; h < end; ++h) {
       for (int64_t i = 0; i < num_parts_; ++i) scratch.rows[i] = row_at(merged_.outs[i], t, h);
       if (num_steps_ > num_parts_) scratch.rows[num_parts_] = scratch.rows[0];  // not read
-      merge_row_(
+      kernels_.merge_row[type_](
           scratch.rows, scratch.weights + (h - begin) * num_steps_, num_steps_,
           row_at(merged_.out, t, h), merged_.out.shape[2]
       );
@@ -229,22 +205,27 @@ class Merge {
 
   /// Writes the weights of some heads, [end - begin][num_steps], and their merged LSE.
   void weigh_heads(int64_t t, int64_t begin, int64_t end, MergeWeights* weights) const {
-    float lse[kHeadsAtOnce];
-    for (int64_t h = begin; h < end; ++h) {
-      lse[h - begin] = lse_at(merged_.lses[0], t, h);
-      weights[(h - begin) * num_steps_] = {0.0F, lse[h - begin] == -kInfinity ? 0.0F : 1.0F};
+    const auto count = static_cast<int>(end - begin);
+    float lse[kMergeHeads], next[kMergeHeads];
+    std::fill_n(lse, kMergeHeads, -kInfinity);
+    std::fill_n(next, kMergeHeads, -kInfinity);
+    for (int h = 0; h < count; ++h) {
+      lse[h] = lse_at(merged_.lses[0], t, begin + h);
+      weights[h * num_steps_] = {0.0F, lse[h] == -kInfinity ? 0.0F : 1.0F};
     }
     for (int64_t i = 1; i < num_parts_; ++i) {
-      for (int64_t h = begin; h < end; ++h) {
-        const float other = lse_at(merged_.lses[i], t, h);
-        weights[(h - begin) * num_steps_ + i] = weigh(lse[h - begin], other);
-      }
+      for (int h = 0; h < count; ++h) next[h] = lse_at(merged_.lses[i], t, begin + h);
+      kernels_.merge_lse(lse, next, weights + i, num_steps_, count);
     }
-    for (int64_t h = begin; h < end; ++h) lse_at(merged_.lse, t, h) = lse[h - begin];
+    for (int h = 0; h < count; ++h) lse_at(merged_.lse, t, begin + h) = lse[h];
     if (!merged_.sinks) return;
-    for (int64_t h = begin; h < end; ++h) {
-      const float sink = merged_.sinks->as<float>()[h * merged_.sinks->strides[0]];
-      weights[(h - begin) * num_steps_ + num_parts_] = weigh_sink(lse[h - begin], sink);
+    for (int h = 0; h < count; ++h) {
+      next[h] = merged_.sinks->as<float>()[(begin + h) * merged_.sinks->strides[0]];
+    }
+    kernels_.merge_lse(lse, next, weights + num_parts_, num_steps_, count);
+    for (int h = 0; h < count; ++h) {  // a sink adds nothing
+      MergeWeights& weight = weights[h * num_steps_ + num_parts_];
+      weight = {next[h] == kInfinity ? 0.0F : weight.sum, 0.0F};
     }
   }
 
@@ -252,7 +233,8 @@ class Merge {
   const Merged& merged_;
   const int64_t num_parts_;
   const int64_t num_steps_;  // with that of a sink
-  const MergeRow merge_row_;
+  const KernelTable& kernels_;
+  const kernels::ElementType type_;
 };
 
 void merge(const Names& names, const Merged& merged) {
@@ -260,7 +242,7 @@ void merge(const Names& names, const Merged& merged) {
   check_no_overlap(names.function, names.out(), merged.out, names.lse(), merged.lse);
   check_apart(names, merged, names.out(), merged.out, merged.outs[0]);
   check_apart(names, merged, names.lse(), merged.lse, merged.lses[0]);
-  Merge(names.function, merged, active_kernels().merge_row[type]).run();
+  Merge(names.function, merged, type).run();
 }
 
 /// Views of the first parts of a tensor, whose second dimension numbers them.

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _core
 from .._containers import empty
-from .._types import Indices, Tensor, TensorT
+from .._types import Indices, Tensor
 
 __all__ = ["SelectedBlocks", "merge_blocks", "select_blocks"]
 
 
-class SelectedBlocks(NamedTuple, Generic[TensorT]):
+class SelectedBlocks(NamedTuple):
     """Blocks that queries attend to.
 
     Attributes
@@ -31,12 +31,12 @@ class SelectedBlocks(NamedTuple, Generic[TensorT]):
     (array([[1, 3]], dtype=int32), array([[ 7., inf]], dtype=float32))
     """
 
-    blocks: TensorT
-    block_scores: TensorT
+    blocks: Any
+    block_scores: Any
 
 
 def select_blocks(
-    score: TensorT,
+    score: Tensor,
     *,
     lengths: Indices,
     topk: int,
@@ -45,7 +45,7 @@ def select_blocks(
     local_blocks: int = 1,
     dcp_rank: int = 0,
     dcp_size: int = 1,
-) -> SelectedBlocks[TensorT]:
+) -> SelectedBlocks:
     """Select the blocks of keys that each query attends to, as MiniMax-M3 does.
 
     The score of a block is the largest score of the keys in it that the query may see. The first
@@ -113,7 +113,7 @@ def select_blocks(
     return out
 
 
-def merge_blocks(blocks: TensorT, block_scores: Tensor, topk: int) -> SelectedBlocks[TensorT]:
+def merge_blocks(blocks: Tensor, block_scores: Tensor, topk: int) -> SelectedBlocks:
     """Select the best of blocks that were selected of parts of the keys, such as those of ranks.
 
     Parameters
@@ -154,7 +154,7 @@ def merge_blocks(blocks: TensorT, block_scores: Tensor, topk: int) -> SelectedBl
     return out
 
 
-def _results(function: str, like: TensorT, rows: int, topk: int) -> SelectedBlocks[TensorT]:
+def _results(function: str, like: Tensor, rows: int, topk: int) -> SelectedBlocks:
     shape = rows, max(topk, 0)  # the core refuses those below 1
     return SelectedBlocks(*(empty(function, like, shape, kind) for kind in ("int32", "float32")))
 
