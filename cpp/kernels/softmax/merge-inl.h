@@ -18,7 +18,8 @@ inline Vector log1p_of_weight(Vector w) {
   const Vector square = mul(base, base);
   Vector sum = splat(2.0F / 13);
 #pragma GCC unroll 6
-  for (int odd = 11; odd >= 1; odd -= 2) sum = fma(sum, square, splat(2.0F / odd));
+  for (int odd = 11; odd >= 1; odd -= 2)
+    sum = fma(sum, square, splat(2.0F / static_cast<float>(odd)));
   return mul(z, sum);
 }
 
