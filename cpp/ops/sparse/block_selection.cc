@@ -132,8 +132,8 @@ void select_blocks(const BlockSelection& given) {
     // Scratch of the kernel, which must be aligned to 64 bytes, is behind the scores.
     const int64_t bytes = (own * static_cast<int64_t>(sizeof(float)) + 63) / 64 * 64;
     const auto topk = static_cast<int32_t>(given.topk);
-    auto* scratch =
-        static_cast<char*>(thread_scratch(given.function, bytes + kernel.scratch_bytes(topk)));
+    const int64_t more = own > given.topk ? kernel.scratch_bytes(topk) : 0;
+    auto* scratch = static_cast<char*>(thread_scratch(given.function, bytes + more));
     auto* scores = reinterpret_cast<float*>(scratch);
     const float* keys = given.score.as<float>() + row * given.score.strides[0];
     kernel.block_maxima(keys, own_lengths[row], given.block_size, scores);
