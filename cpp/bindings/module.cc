@@ -34,9 +34,9 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_arguments(m);
   bindings::register_attention_plan(m);
   bindings::register_attention(m);
+  bindings::register_block_selection(m);
   bindings::register_copy_blocks(m);
   bindings::register_cp_attention(m);
-  bindings::register_block_selection(m);
   bindings::register_cp_indexer(m);
   bindings::register_cp_sparse_mla(m);
   bindings::register_fia(m);

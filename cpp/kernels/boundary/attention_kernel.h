@@ -206,7 +206,7 @@ constexpr int kMergeHeads = 16;
 /// Merges LSE, natural logarithms, of the next part into those so far, [kMergeHeads] each, and
 /// writes the weights of both to weights[h * stride] of the first `num_heads`. Without a key in
 /// either, both weights are 0 and the LSE stays; weights below 2^-100 are 0, as products with them
-/// could be subnormal, which are slow. NaN is the larger of the two only where the other is not.
+/// could be subnormal, which are slow. NaN makes both NaN, unless the other part has no key.
 using MergeLse =
     void (*)(float* lse, const float* next, MergeWeights* weights, int64_t stride, int num_heads);
 

@@ -36,7 +36,7 @@ class HaloPlanner {
         before_(rows_.num_segments(), -1) {
     for (const HaloInts& segments : by_request_) {
       for (std::size_t i = 1; i < segments.size(); ++i) {
-        // Where each rank has all of a request there is none in front.
+        // A request that each rank has whole has no segment in front of another.
         const bool follows = end_of(segments[i - 1]) <= rows_.position[segments[i]];
         before_[segments[i]] = follows ? segments[i - 1] : before_[segments[i - 1]];
       }
@@ -55,8 +55,8 @@ class HaloPlanner {
     if (unit_end > end_of(i)) return rows_.position[i];
     return std::max(unit_end - window_, int64_t{0});
   }
-  template <class Visit>
-  void for_each_piece(int64_t segment, Visit visit) const;
+  HaloPiece piece_from(int64_t segment, int64_t low) const;
+  std::vector<HaloPiece> pieces_before(int64_t segment) const;
   template <class Wanted>
   std::vector<HaloPiece> received(int64_t rank, Wanted is_wanted) const;
   void add_units(int64_t segment, HaloPlan& plan) const;
@@ -67,23 +67,27 @@ class HaloPlanner {
   HaloInts before_;  // the segment in front of each in its request, -1 for none
 };
 
-/// Calls visit(piece) for the new rows that a segment needs, the last ones first.
-template <class Visit>
-void HaloPlanner::for_each_piece(int64_t segment, Visit visit) const {
-  const int64_t request = rows_.request[segment];
-  const int64_t low = std::max(halo_begin(segment), rows_.prefix_lens[request]);
+/// The rows of a segment from position `low` on.
+HaloPiece HaloPlanner::piece_from(int64_t segment, int64_t low) const {
+  const int64_t begin = std::max(rows_.position[segment], low);
+  return {
+      .owner = rows_.rank[segment],
+      .request = rows_.request[segment],
+      .begin = begin,
+      .end = end_of(segment),
+      .row = rows_.row[segment] + begin - rows_.position[segment],
+  };
+}
+
+/// The new rows that a segment needs in front of it, in the order of their positions.
+std::vector<HaloPiece> HaloPlanner::pieces_before(int64_t segment) const {
+  const int64_t low = std::max(halo_begin(segment), rows_.prefix_lens[rows_.request[segment]]);
+  std::vector<HaloPiece> pieces;
   for (int64_t i = before_[segment]; i >= 0 && end_of(i) > low; i = before_[i]) {
-    const int64_t begin = std::max(rows_.position[i], low);
-    visit(
-        HaloPiece{
-            .owner = rows_.rank[i],
-            .request = request,
-            .begin = begin,
-            .end = end_of(i),
-            .row = rows_.row[i] + begin - rows_.position[i],
-        }
-    );
+    pieces.push_back(piece_from(i, low));
   }
+  std::ranges::reverse(pieces);
+  return pieces;
 }
 
 /// The rows that a rank receives of owners for which is_wanted(owner), in the order in which it
@@ -100,16 +104,9 @@ std::vector<HaloPiece> HaloPlanner::received(int64_t rank, Wanted is_wanted) con
       const int64_t low = std::max({halo_begin(needing), rows_.prefix_lens[request], done});
       while (from < i && end_of(segments[from]) <= low) ++from;
       for (std::size_t k = from; k < i; ++k) {
-        const int64_t owned = segments[k], owner = rows_.rank[owned];
-        const int64_t begin = std::max(rows_.position[owned], low);
-        if (begin >= rows_.position[needing] || !is_wanted(owner)) continue;
-        pieces.push_back({
-            .owner = owner,
-            .request = request,
-            .begin = begin,
-            .end = end_of(owned),
-            .row = rows_.row[owned] + begin - rows_.position[owned],
-        });
+        const HaloPiece piece = piece_from(segments[k], low);
+        if (piece.begin < rows_.position[needing] && is_wanted(piece.owner))
+          pieces.push_back(piece);
       }
       done = rows_.position[needing];
     }
@@ -152,7 +149,6 @@ HaloPlan HaloPlanner::plan(int64_t rank) const {
     plan.recv_counts[piece.owner] += piece.end - piece.begin;
     row += piece.end - piece.begin;
   }
-  std::vector<HaloPiece> pieces;
   for (int64_t i = rows_.segment_indptr[rank]; i < rows_.segment_indptr[rank + 1]; ++i) {
     const int64_t request = rows_.request[i], begin = halo_begin(i);
     const int64_t cached_end = std::min(rows_.prefix_lens[request], rows_.position[i]);
@@ -162,15 +158,13 @@ HaloPlan HaloPlanner::plan(int64_t rank) const {
       plan.cached_request.insert(plan.cached_request.end(), cached, request);
       row += cached;
     }
-    pieces.clear();
-    for_each_piece(i, [&](const HaloPiece& piece) { pieces.push_back(piece); });
-    for (auto piece = pieces.rbegin(); piece != pieces.rend(); ++piece) {
-      int64_t first = piece->row;
-      if (piece->owner != rank) {  // the last run that begins no later has it
-        const auto run = std::ranges::upper_bound(arriving, piece->key(), {}, &HaloPiece::key) - 1;
-        first = first_rows[run - arriving.begin()] + piece->begin - run->begin;
+    for (const HaloPiece& piece : pieces_before(i)) {
+      int64_t first = piece.row;
+      if (piece.owner != rank) {  // the last run that begins no later has it
+        const auto run = std::ranges::upper_bound(arriving, piece.key(), {}, &HaloPiece::key) - 1;
+        first = first_rows[run - arriving.begin()] + piece.begin - run->begin;
       }
-      add_range(plan.extended_indices, first, piece->end - piece->begin);
+      add_range(plan.extended_indices, first, piece.end - piece.begin);
     }
     add_range(plan.extended_indices, rows_.row[i], rows_.count[i]);
     plan.segment_request.push_back(request);

@@ -31,7 +31,7 @@ def _begins(runs: Columns) -> Ints:
 def owners(plan: Plan) -> list[Finding]:
     """Every unit that new tokens complete is computed by one rank, and no other unit is.
 
-    By all ranks where each has all queries of the request.
+    All ranks compute it where each has all queries of the request.
     """
     runs, ratio, _ = _given(plan)
     begins = _begins(runs)

@@ -129,7 +129,8 @@ class ContextParallelModel(Requests):
         )
         with cp.agreement() as values:
             options = page_size, num_pages, placement, exchange, token_budget, max_sequences
-            values[f"arguments of {ENGINE}"] = *options, str(weights)
+            speeds = () if weights is None else tuple(map(float, weights))
+            values[f"arguments of {ENGINE}"] = *options, *speeds
             values["release of transformers"] = version("transformers")
             values["config of the model"] = config_text(model)
             shapes = layer_shapes(model)
