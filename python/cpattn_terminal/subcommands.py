@@ -33,6 +33,7 @@ SUBCOMMANDS = {
     "plan": Subcommand("cpattn_lab.commands.plan", "cpattn-lab"),
     "replay": Subcommand("cpattn_lab.commands.replay", "cpattn-lab"),
     "doctor": Subcommand("cpattn.doctor.command", "cpattn"),
+    "bind": Subcommand("cpattn.doctor.bind_command", "cpattn"),
     "conform": Subcommand("cpattn_proof.commands.conform", "cpattn-proof"),
     "lint": Subcommand("cpattn_proof.commands.lint", "cpattn-proof"),
     "simulate": Subcommand("cpattn_proof.commands.simulate", "cpattn-proof"),

@@ -19,7 +19,7 @@ ABSURD = (
     *("nan", "inf", "-inf", "1e400", "1.5", "", " ", "x", "0x10", "1,2", "1..2..3"),
 )
 ENOUGH = {
-    **dict.fromkeys(("replay", "simulate", "lint", "zoo"), ()),
+    **dict.fromkeys(("replay", "simulate", "lint", "zoo", "bind"), ()),
     "explain": ("--lens", "13,40"),
     "plan": ("--cp-size", "2"),
     "conform": ("my_kernels:attention", "--signature", "sdpa"),

@@ -15,6 +15,7 @@ import pytest
 
 import cpattn
 from cpattn.captures import capture
+from cpattn.doctor.binding import Share
 from cpattn.doctor.finding import Finding
 from cpattn_lab.cost_model import Rates
 from cpattn_lab.cost_model import command as plan_command
@@ -53,6 +54,7 @@ def typed(example: str) -> Any:
     with (
         mock.patch("cpattn_proof.linting.adapters.captures.from_capture", return_value=[PLAN]),
         mock.patch("cpattn.doctor.report.findings", return_value=[Finding("a", "b", "c")] * 9),
+        mock.patch("cpattn.doctor.binding.shares", return_value=[Share(("0",), (0,), 1)]),
         mock.patch.object(plan_command, "calibrate", return_value=Rates(gflops=100.0)),
     ):
         return invoke_to_beginning(*words[words.index("cpattn") + 1 :], env=variables)

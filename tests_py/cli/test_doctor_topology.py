@@ -1,33 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sockets and nodes as `cpattn doctor` tells them, by trees of files as Linux has them."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from cpattn.doctor import topology
+from cpattn.doctor import binding, topology
 
 SECOND = {4, 5, 6, 7, 12, 13, 14, 15}
 
 
+def write_tree(root, node_cpus, cores_of_socket, num_cores):
+    """Writes what Linux tells of cores: core c has the CPUs c and c + `num_cores`."""
+    files = {"proc/meminfo": "MemTotal:       67108864 kB\nMemFree:         1234 kB\n"}
+    files["sys/devices/system/node/possible"] = f"0-{len(node_cpus) - 1}\n"
+    for node, cpus in enumerate(node_cpus):
+        files[f"sys/devices/system/node/node{node}/cpulist"] = f"{cpus}\n"
+    for cpu in range(2 * num_cores):
+        folder, core = f"sys/devices/system/cpu/cpu{cpu}/topology", cpu % num_cores
+        files[f"{folder}/physical_package_id"] = f"{core // cores_of_socket}\n"
+        files[f"{folder}/thread_siblings_list"] = f"{core},{core + num_cores}\n"
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
 @pytest.fixture
 def two_sockets(tmp_path):
-    files = {
-        "sys/devices/system/node/node0/cpulist": "0-3,8-11\n",
-        "sys/devices/system/node/node1/cpulist": "4-7,12-15\n",
-        "sys/devices/system/node/possible": "0-1\n",
-        "proc/meminfo": "MemTotal:       67108864 kB\nMemFree:         1234 kB\n",
-    }
-    for cpu in range(16):
-        folder = f"sys/devices/system/cpu/cpu{cpu}/topology"
-        files[f"{folder}/physical_package_id"] = f"{cpu % 8 // 4}\n"
-        files[f"{folder}/thread_siblings_list"] = f"{cpu % 8},{cpu % 8 + 8}\n"
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path
+    return write_tree(tmp_path, ["0-3,8-11", "4-7,12-15"], 4, 8)
 
 
-def found(root, usable):
-    return {finding.name: finding for finding in topology.findings(root, usable)}
+@pytest.fixture
+def many_nodes(tmp_path):
+    """Two sockets of 32 cores, each in two nodes, and twelve nodes on: one without CPUs."""
+    cpus = ["0-15,64-79", "16-31,80-95", "32-47,96-111", "48-63,112-127", *[""] * 8]
+    return write_tree(tmp_path, cpus, 32, 64)
+
+
+def found(root, usable, **environ):
+    return {finding.name: finding for finding in topology.findings(root, usable, environ)}
 
 
 @pytest.mark.parametrize(
@@ -79,3 +94,94 @@ def test_a_system_that_does_not_say(tmp_path):
 def test_one_node(tmp_path):
     (tmp_path / "sys/devices/system/node/node0").mkdir(parents=True)
     assert found(tmp_path, {0, 1})["NUMA"].text == "1 node"
+
+
+ALL = set(range(128))
+
+
+@pytest.mark.parametrize(
+    ("usable", "num_ranks", "smt", "shares"),
+    [
+        (ALL, 1, False, [("0,1,2,3", 64, "0-63")]),
+        (ALL, 2, False, [("0,1", 32, "0-31"), ("2,3", 32, "32-63")]),
+        (ALL, 2, True, [("0,1", 32, "0-31,64-95"), ("2,3", 32, "32-63,96-127")]),
+        (ALL - {0, 1, 64}, 4, False, [("0", 15, "2-15,65"), ("1", 16, "16-31"),
+                                      ("2", 16, "32-47"), ("3", 16, "48-63")]),
+        (set(range(32, 64)), 2, False, [("2", 16, "32-47"), ("3", 16, "48-63")]),
+        (set(range(96, 112)), 3, False, [("2", 5, "96-100"), ("2", 5, "101-105"),
+                                         ("2", 6, "106-111")]),
+    ],
+)  # fmt: skip
+def test_ranks_have_the_cores_of_their_nodes(many_nodes, usable, num_ranks, smt, shares):
+    found = binding.shares(many_nodes, usable, num_ranks, smt=smt)
+    told = [(",".join(s.nodes), s.num_cores, topology.ranges(s.cpus)) for s in found]
+    assert told == shares
+
+
+@pytest.mark.parametrize(
+    ("usable", "num_ranks", "error"),
+    [
+        (ALL, 3, "--ranks must be a multiple or a divisor of the 4 NUMA nodes, got 3"),
+        ({0, 64, 1}, 3, "--ranks must leave a core for each: node 0 has 2 for 3 of the 3 ranks"),
+    ],
+)
+def test_ranks_that_nodes_have_no_room_for(many_nodes, usable, num_ranks, error):
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        binding.shares(many_nodes, usable, num_ranks)
+
+
+def test_where_the_system_tells_no_nodes(tmp_path):
+    shares = binding.shares(tmp_path, {3, 4, 5}, 2)
+    assert [share.cpus for share in shares] == [(3,), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("0-31|32-63", ""),
+        ("0-31|31-63", "ranks share CPUs"),
+        ("0-15,64-79|32-47", "threads share cores"),
+        ("0-63|200", "CPUs 200 are not for this process"),
+        ("16-47|48-63", "a rank is on several NUMA nodes"),
+    ],
+)
+def test_cpus_that_engines_are_told_to_take(tmp_path, text, problem):
+    root = write_tree(tmp_path, ["0-31,64-95", "32-63,96-127"], 32, 64)
+    line = found(root, ALL, SGLANG_CPU_OMP_THREADS_BIND=text)["sglang ranks"]
+    assert line.text == f"2 ranks on CPUs {text}" + f": {problem}" * bool(problem)
+    assert line.state == ("warning" if problem else "ok")
+    assert "vLLM ranks" not in found(root, ALL, VLLM_CPU_OMP_THREADS_BIND="auto")
+
+
+def bind(*arguments, **environ):
+    return subprocess.run(
+        [sys.executable, "-m", "cpattn", "bind", *arguments],
+        env=os.environ | environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_a_command_has_the_cores_of_its_rank():
+    program = "import os; print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"
+    (share,) = binding.shares(Path("/"), os.sched_getaffinity(0), 1)
+    answer = bind("--", sys.executable, "-c", program, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    assert (answer.stdout, answer.stderr) == (f"{set(share.cpus)} {share.num_cores}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "error"),
+    [
+        (["--", "true"], {}, "no launcher says which rank this is; torchrun, Open MPI, MPICH,"),
+        (["--", "./absent"], {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}, "./absent: No "),
+        (["--ranks", "1"], {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "--ranks must be more "),
+    ],
+)
+def test_commands_that_cannot_be_bound(arguments, environ, error):
+    answer = bind(*arguments, **environ)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"Error: {error}")
+
+
+def test_what_each_rank_would_get():
+    answer = bind("--ranks", "1")
+    (share,) = binding.shares(Path("/"), os.sched_getaffinity(0), 1)
+    assert f"export VLLM_CPU_OMP_THREADS_BIND='{topology.ranges(share.cpus)}'\n" in answer.stdout

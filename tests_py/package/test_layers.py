@@ -22,6 +22,7 @@ PACKAGES = ("cpattn", "cpattn_lab", "cpattn_proof", "cpattn_terminal")
 MAY_IMPORT = {
     "cpattn/distributed": {"numpy", "torch"},
     "cpattn/doctor/command": {"click"},
+    "cpattn/doctor/bind_command": {"click"},
     "cpattn/integrations": {"numpy", "sglang", "torch", "vllm"},
     "cpattn_lab/check": {"numpy", "torch"},
     "cpattn_lab/commands": {"click"},
@@ -41,6 +42,7 @@ MAY_IMPORT = {
 MAY_KNOW = {
     "cpattn.__main__": {"cpattn_terminal"},
     "cpattn.doctor.command": {"cpattn_terminal"},
+    "cpattn.doctor.bind_command": {"cpattn_terminal"},
     "cpattn_proof": {"cpattn_terminal"},
     # Plans that `cpattn` makes again, and operators that are put together of its own.
     "cpattn_proof.captures.remade": {"cpattn"},

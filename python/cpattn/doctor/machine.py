@@ -14,7 +14,7 @@ from .. import _core, torch_guard
 from .._machine import cpu_name
 from . import topology
 from .finding import Finding
-from .topology import count, size
+from .topology import count, ranges, size
 
 _SECTION = "machine"
 _SMALL_SHARED = 1 << 30  # containers have 64 MiB of /dev/shm unless asked for more
@@ -80,7 +80,7 @@ def _threads(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
             f"export CPATTN_NUM_THREADS={len(usable)}" * more,
         )
     total = os.cpu_count() or len(usable)
-    yield Finding(_SECTION, "affinity", f"CPUs {_runs(usable)} of {total}")
+    yield Finding(_SECTION, "affinity", f"CPUs {ranges(usable)} of {total}")
     quota = cgroup_cpus(root)
     if quota is None:
         yield Finding(_SECTION, "CPU quota", "none")
@@ -134,15 +134,3 @@ def _shared_memory(root: Path) -> Finding:
         return Finding(_SECTION, "/dev/shm", text)
     hint = "docker run --shm-size=2g ..., if engines in this container share tensors"
     return Finding(_SECTION, "/dev/shm", f"only {text}", "warning", hint)
-
-
-def _runs(cpus: list[int]) -> str:
-    """Return numbers of CPUs as ranges, in the notation of taskset.
-
-    >>> _runs([0, 1, 2, 5])
-    '0-2,5'
-    """
-    begins = [c for c in cpus if c - 1 not in cpus]
-    ends = [c for c in cpus if c + 1 not in cpus]
-    pairs = zip(begins, ends, strict=True)
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)

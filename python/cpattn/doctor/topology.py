@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,10 +16,19 @@ _SECTION = "machine"
 _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
-def findings(root: Path, usable: Collection[int]) -> Iterator[Finding]:
+#: Variables by which engines bind their ranks: sets of CPUs with | between them.
+ENGINE_CPUS = {"vLLM": "VLLM_CPU_OMP_THREADS_BIND", "sglang": "SGLANG_CPU_OMP_THREADS_BIND"}
+
+
+def findings(
+    root: Path, usable: Collection[int], environ: Mapping[str, str] = os.environ
+) -> Iterator[Finding]:
     """Report all that this file knows of the CPUs `usable`; `root` as in `machine.findings`."""
     yield _cores(root, usable)
     yield _numa(root, usable)
+    for engine, variable in ENGINE_CPUS.items():
+        if re.match(r"\d", environ.get(variable, "")):  # not a word such as auto
+            yield _engine_cpus(root, usable, engine, environ[variable])
     yield _memory(root)
 
 
@@ -46,10 +56,46 @@ def cpus_of(ranges: str) -> set[int]:
     return {cpu for first, last in pairs for cpu in range(int(first), int(last or first) + 1)}
 
 
+def ranges(cpus: Iterable[int]) -> str:
+    """Return CPUs as ranges, in the notation of Linux and taskset.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    chosen = set(cpus)
+    begins = sorted(c for c in chosen if c - 1 not in chosen)
+    ends = sorted(c for c in chosen if c + 1 not in chosen)
+    pairs = zip(begins, ends, strict=True)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
+
+
+def nodes_of(root: Path, usable: Collection[int]) -> dict[str, set[int]]:
+    """Return the CPUs `usable` of each NUMA node that has some, by its number."""
+    folders = sorted(
+        (int(path.name[4:]), path)
+        for path in (root / "sys/devices/system/node").glob("node[0-9]*")
+        if path.is_dir()
+    )
+    found = {str(node): cpus_of(_read(path / "cpulist")) & set(usable) for node, path in folders}
+    return {node: cpus for node, cpus in found.items() if cpus}
+
+
+def cores_of(root: Path, cpus: Collection[int]) -> list[list[int]]:
+    """Group CPUs by their core, in ascending order; each is one where the system does not say."""
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        cores.setdefault(_siblings(root, cpu) or str(cpu), []).append(cpu)
+    return list(cores.values())
+
+
+def _siblings(root: Path, cpu: int) -> str:
+    return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+
+
 def _cores(root: Path, usable: Collection[int]) -> Finding:
     folders = [root / f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in usable]
     sockets = {_read(folder / "physical_package_id") for folder in folders}
-    cores = {_read(folder / "thread_siblings_list") for folder in folders}
+    cores = {_siblings(root, cpu) for cpu in usable}
     if "" in sockets | cores or not folders:
         return Finding(_SECTION, "cores", "the system does not say")
     text = f"{count(len(cores), 'core')} of {count(len(sockets), 'socket')}"
@@ -61,21 +107,37 @@ def _cores(root: Path, usable: Collection[int]) -> Finding:
 
 
 def _numa(root: Path, usable: Collection[int]) -> Finding:
-    folder = root / "sys/devices/system/node"
-    nodes = {path.name[4:]: path for path in folder.glob("node[0-9]*") if path.is_dir()}
-    if not nodes:
+    number = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    if not number:
         return Finding(_SECTION, "NUMA", "the system does not say")
-    own = [
-        name
-        for name, path in nodes.items()
-        if not cpus_of(_read(path / "cpulist")).isdisjoint(usable)
-    ]
-    if len(nodes) == 1 or len(own) == 1:
-        whole = count(len(nodes), "node")
-        return Finding(_SECTION, "NUMA", whole if len(nodes) == 1 else f"node {own[0]} of {whole}")
-    text = f"{len(own)} of {count(len(nodes), 'node')}: a call whose threads are on several reads "
-    hint = "a process for each node: numactl --cpunodebind=N --membind=N ..."
+    own = list(nodes_of(root, usable))
+    whole = count(number, "node")
+    if number == 1 or len(own) == 1:
+        return Finding(_SECTION, "NUMA", whole if number == 1 else f"node {own[0]} of {whole}")
+    text = f"{len(own)} of {whole}: a call whose threads are on several reads "
+    hint = f"a process for each node: cpattn bind --ranks {len(own)}"
     return Finding(_SECTION, "NUMA", f"{text}memory of the others", "note", hint)
+
+
+def _engine_cpus(root: Path, usable: Collection[int], engine: str, text: str) -> Finding:
+    """Judge the CPUs that a variable gives to each rank of an engine."""
+    name = f"{engine} ranks"
+    groups = [cpus_of(part) for part in text.split("|")]
+    every = set().union(*groups)
+    told = f"{count(len(groups), 'rank')} on CPUs {text}"
+    nodes = [set(nodes_of(root, group)) for group in groups]
+    if not every <= set(usable):
+        problem = f"CPUs {ranges(every - set(usable))} are not for this process"
+    elif len(every) < sum(map(len, groups)):
+        problem = "ranks share CPUs"
+    elif len(cores_of(root, every)) < len(every):
+        problem = "threads share cores"
+    elif any(len(own) > 1 for own in nodes) and len(groups) > 1:
+        problem = "a rank is on several NUMA nodes"
+    else:
+        return Finding(_SECTION, name, told)
+    hint = f"cpattn bind --ranks {len(groups)} says which are better"
+    return Finding(_SECTION, name, f"{told}: {problem}", "warning", hint)
 
 
 def _memory(root: Path) -> Finding:
