@@ -52,6 +52,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_key_share(m);
   bindings::register_shard_gather(m);
   bindings::register_striped_allocator(m);
+  bindings::register_units(m);
   bindings::register_runtime(m);
   bindings::register_kv_pages(m);
   bindings::register_kv_digest(m);

@@ -31,6 +31,7 @@ void register_page_rows(pybind11::module_& module);
 void register_placement(pybind11::module_& module);
 void register_shard_gather(pybind11::module_& module);
 void register_striped_allocator(pybind11::module_& module);
+void register_units(pybind11::module_& module);
 void register_kv_transfer(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_kv_digest(pybind11::module_& module);

@@ -2,7 +2,6 @@
 """Halos and changes of the layout, run over simulated ranks against one process."""
 
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpattn
-from cpattn.context_parallel.halo import plan_halo, plan_relayout
+from cpattn.context_parallel.halo import plan_halo, plan_pending, plan_relayout
 from cpattn.context_parallel.vllm_0_32 import build_pcp_layout
 from support.examples import examples
 
@@ -22,6 +21,24 @@ def metadata_of(batch, **options):
     extends, prefixes = zip(*batch, strict=True)
     seq_lens = [new + old for new, old in batch]
     return extends, prefixes, cpattn.build_cp_metadata_all_ranks(extends, seq_lens, **options)
+
+
+def ranks_of(batch, cp_size, options):
+    """Return what plans are made of on each rank, and its rows, each as (request, position)."""
+    extends, prefixes = zip(*batch, strict=True)
+    rows = [(r, old + i) for r, (new, old) in enumerate(batch) for i in range(new)]
+    rows = np.array(rows, int).reshape(-1, 2)
+    numbers = np.arange(len(rows))
+    if "pcp_size" in options:
+        layout = build_pcp_layout(extends, prefixes, **options)
+        counts = layout.per_rank_num_tokens
+        tokens = [layout.shard(numbers, rank)[:count] for rank, count in enumerate(counts)]
+        ranks = [{"metadata": layout, "rank": rank} for rank in range(cp_size)]
+    else:
+        _, _, metadata = metadata_of(batch, cp_size=cp_size, **options)
+        tokens = [one.shard(numbers) for one in metadata]
+        ranks = [{"metadata": one} for one in metadata]
+    return ranks, [rows[of_rank] for of_rank in tokens]
 
 
 def exchanged(plans, rows):
@@ -41,29 +58,13 @@ def test_every_unit_is_computed_once_of_all_its_rows(batch, cp_size, ratio, more
     options = data.draw(
         st.sampled_from(
             [{"strategy": "zigzag"}, {"strategy": "contiguous"}, {"strategy": "interleave"},
-             {"weights": range(1, cp_size + 1)}, {"pcp_size": cp_size},
-             {"strategy": "contiguous", "weights": range(cp_size, 0, -1)}]
+             {"weights": [r + 1.0 for r in range(cp_size)]}, {"pcp_size": cp_size},
+             {"strategy": "contiguous", "weights": [cp_size - r + 0.0 for r in range(cp_size)]}]
         )
     )  # fmt: skip
-    if "weights" in options:
-        options = options | {"weights": list(map(float, options["weights"]))}
-    window = ratio + more
-    if "pcp_size" in options:
-        extends, prefixes = zip(*batch, strict=True)
-        layout = build_pcp_layout(extends, prefixes, **options)
-        plan_of = partial(plan_halo, layout, window=window, ratio=ratio)
-        plans = [plan_of(rank=rank) for rank in range(cp_size)]
-        counts = layout.per_rank_num_tokens
-        tokens = [layout.shard(np.arange(sum(extends)), r)[:n] for r, n in enumerate(counts)]
-    else:
-        extends, prefixes, metadata = metadata_of(batch, cp_size=cp_size, **options)
-        plans = [plan_halo(one, window=window, ratio=ratio) for one in metadata]
-        tokens = [one.shard(np.arange(sum(extends))) for one in metadata]
-    # A row is (request, position).
-    rows = np.array(
-        [(r, prefixes[r] + i) for r in range(len(batch)) for i in range(extends[r])], int
-    ).reshape(-1, 2)
-    own = [rows[of_rank] for of_rank in tokens]
+    window, prefixes = ratio + more, [old for _, old in batch]
+    ranks, own = ranks_of(batch, cp_size, options)
+    plans = [plan_halo(window=window, ratio=ratio, **one) for one in ranks]
     computed = []
     for rank, (plan, received) in enumerate(zip(plans, exchanged(plans, own), strict=True)):
         assert plan.send_counts[rank] == plan.recv_counts[rank] == 0
@@ -73,7 +74,7 @@ def test_every_unit_is_computed_once_of_all_its_rows(batch, cp_size, ratio, more
         extended = np.concatenate([own[rank], received, cached])[plan.extended_indices]
         begins, ends = plan.extended_indptr[:-1], plan.extended_indptr[1:]
         kept = [extended[b + h : e] for b, h, e in zip(begins, plan.halo_lens, ends, strict=True)]
-        assert np.array_equal(np.concatenate([*kept, rows[:0]]), own[rank])
+        assert np.array_equal(np.concatenate([*kept, own[rank][:0]]), own[rank])
         for request, begin, end in zip(plan.segment_request, begins, ends, strict=True):
             assert (extended[begin:end, 0] == request).all()
             assert (np.diff(extended[begin:end, 1]) == 1).all()
@@ -116,6 +117,36 @@ def test_any_change_of_the_layout(batch, cp_size, before, after):
         changed = np.full(len(rows), -1)
         changed[plan.recv_indices] = rows
         assert np.array_equal(changed, one.shard(tokens))
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    BATCHES, st.integers(1, 4), st.integers(1, 5), st.integers(0, 9),
+    st.lists(st.integers(0, 9), min_size=2, max_size=2), st.data(),
+)  # fmt: skip
+def test_the_next_step_finds_its_cached_rows(batch, cp_size, ratio, more, steps, data):
+    """The state after two steps has all rows that the third one's halos read of a cache."""
+    kinds = [{"strategy": name} for name in STRATEGIES]
+    options = data.draw(st.sampled_from([*kinds, {"pcp_size": cp_size, "shard_decode": False}]))
+    window, states = ratio + more, [{} for _ in range(cp_size)]
+    ranks_or_all = st.lists(st.integers(-1, cp_size - 1), min_size=5, max_size=5)
+    keepers = data.draw(st.none() | ranks_or_all.map(lambda ranks: ranks[: len(batch)]))
+    kept_by = np.full(len(batch), -1) if keepers is None else np.array(keepers)
+    batch = [(new + old, 0) for new, old in batch]
+    for new in steps:
+        ranks, rows = ranks_of(batch, cp_size, options)
+        rule = {"window": window, "ratio": ratio, "keepers": keepers}
+        plans = [plan_pending(**rule, **one) for one in ranks]
+        for state, plan, came in zip(states, plans, exchanged(plans, rows), strict=True):
+            state.update(zip(plan.recv_indices.tolist(), came.tolist(), strict=True))
+        batch = [(new, sum(lens)) for lens in batch]
+    ranks, _ = ranks_of(batch, cp_size, options)
+    for rank, (one, state) in enumerate(zip(ranks, states, strict=True)):
+        assert all(kept_by[row // window] in (-1, rank) for row in state)
+        halo = plan_halo(window=window, ratio=ratio, **one)
+        for request, p in np.stack([halo.cached_request, halo.cached_position], axis=1).tolist():
+            if kept_by[request] in (-1, rank):
+                assert state[request * window + p % window] == [request, p]
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,9 @@ def bytes_of(part: Any) -> bytes:
     return part.tobytes()
 
 
+PLANS_OF_ROWS = ("plan_halo", "plan_pending", "plan_relayout", "plan_units")
+
+
 @pytest.mark.parametrize("call", [c for c in CALLS if c.name != "set_num_threads"], ids=NAME)
 def test_results_are_in_the_container_of_the_tensors(call):
     """NumPy and torch have the same bytes, or `out` has them; oracles and halos give arrays."""
@@ -155,7 +158,7 @@ def test_results_are_in_the_container_of_the_tensors(call):
     assert "out" not in values or arrays[0] is values["out"]
     tensors = parts_of(call.function(**{k: in_torch(v) for k, v in copied(call).items()}))
     assert all(isinstance(array, np.ndarray) for array in arrays)
-    gives_arrays = call.name.startswith(("reference.", "plan_halo", "plan_relayout"))
+    gives_arrays = call.name.startswith(("reference.", *PLANS_OF_ROWS))
     assert gives_arrays or all(map(torch.is_tensor, tensors))
     assert list(map(bytes_of, arrays)) == list(map(bytes_of, tensors))
 

@@ -177,9 +177,7 @@ HaloPlan HaloPlanner::plan(int64_t rank) const {
 
 }  // namespace
 
-HaloPlan plan_halo(
-    const RankRows& rows, int64_t rank, int64_t window, int64_t ratio, const char* function
-) {
+void check_unit(const char* function, int64_t window, int64_t ratio) {
   check(
       ratio >= 1 && ratio <= INT32_MAX, function, ": ratio must be >= 1 and fit into int32, got ",
       ratio
@@ -188,6 +186,12 @@ HaloPlan plan_halo(
       window >= ratio && window <= INT32_MAX, function, ": window must be >= ratio = ", ratio,
       " and fit into int32, got ", window
   );
+}
+
+HaloPlan plan_halo(
+    const RankRows& rows, int64_t rank, int64_t window, int64_t ratio, const char* function
+) {
+  check_unit(function, window, ratio);
   return HaloPlanner(rows, window, ratio).plan(rank);
 }
 

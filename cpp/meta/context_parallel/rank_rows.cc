@@ -57,6 +57,14 @@ std::vector<RankRows::Ints> RankRows::by_request() const {
   return segments;
 }
 
+std::vector<uint8_t> RankRows::whole_on_each_rank() const {
+  std::vector<uint8_t> whole;
+  for (const Ints& segments : by_request()) {
+    whole.push_back(segments.size() > 1 && position[segments[0]] == position[segments[1]] ? 1 : 0);
+  }
+  return whole;
+}
+
 RankRows rank_rows(const ContextParallelMetadata& metadata) {
   RankRowsWriter writer(metadata.prefix_lens);
   const int64_t size = metadata.cp_size;

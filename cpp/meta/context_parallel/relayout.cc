@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "cpattn/context_parallel/halo.h"
+#include "meta/context_parallel/relayout_writer.h"
 
 namespace cpattn {
 namespace {
@@ -54,32 +55,23 @@ std::vector<CommonRows> common_of_rank(const RankRows& rows, int64_t rank, const
 }  // namespace
 
 RelayoutPlan plan_relayout(const RankRows& source, const RankRows& target, int64_t rank) {
-  RelayoutPlan plan{
-      .send_counts = RelayoutPlan::Ints(source.cp_size()),
-      .recv_counts = RelayoutPlan::Ints(source.cp_size()),
-  };
+  RelayoutWriter writer(source.cp_size());
   // Sender and receiver order the rows between them by their places in the target.
   std::vector<CommonRows> sent = common_of_rank(source, rank, target);
   std::ranges::sort(sent, {}, [](const CommonRows& rows) {
     return std::tuple(rows.other_rank, rows.other_row);
   });
   for (const CommonRows& rows : sent) {
-    plan.send_counts[rows.other_rank] += rows.count;
-    for (int64_t i = 0; i < rows.count; ++i) {
-      plan.send_indices.push_back(rows.row + i * rows.row_step);
-    }
+    writer.send(rows.other_rank, rows.row, rows.count, rows.row_step);
   }
   std::vector<CommonRows> received = common_of_rank(target, rank, source);
   std::ranges::sort(received, {}, [](const CommonRows& rows) {
     return std::tuple(rows.other_rank, rows.row);
   });
   for (const CommonRows& rows : received) {
-    plan.recv_counts[rows.other_rank] += rows.count;
-    for (int64_t i = 0; i < rows.count; ++i) {
-      plan.recv_indices.push_back(rows.row + i * rows.row_step);
-    }
+    writer.receive(rows.other_rank, rows.row, rows.count, rows.row_step);
   }
-  return plan;
+  return writer.plan();
 }
 
 }  // namespace cpattn

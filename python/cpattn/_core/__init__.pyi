@@ -532,6 +532,24 @@ def plan_halo(
     _Ints,
     _Ints,
 ]: ...
+def plan_pending(
+    metadata: ContextParallelMetadata | PCPLayout,
+    window: int,
+    ratio: int,
+    keepers: _Indices | None,
+    rank: int | None,
+    /,
+) -> tuple[list[int], list[int], _Ints, _Ints]: ...
+def plan_units(
+    metadata: ContextParallelMetadata | PCPLayout,
+    ratio: int,
+    block_tables: _Table,
+    page_size: int,
+    placement: Interleave | None,
+    of_slots: bool,
+    rank: int | None,
+    /,
+) -> tuple[list[int], list[int], _Ints, _Ints]: ...
 def plan_relayout(
     source: ContextParallelMetadata, target: ContextParallelMetadata, /
 ) -> tuple[list[int], list[int], _Ints, _Ints]: ...

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that go from rank to rank before a layer: halos, and changes of the layout.
+"""Rows that go from rank to rank: halos, changes of the layout, and the state of units to come.
 
 Convolutions, windows and compressors make a unit of several rows, some of which the rank before
 has: `plan_halo`. Layers with a state want consecutive tokens on a rank where attention wants a
-zigzag: `plan_relayout`. Both give what ``all_to_all_single`` takes: the rows that a rank sends, in
-the order of ranks, and how many go to and come from each.
+zigzag: `plan_relayout`. Rows of units that are not complete wait for the others: `plan_pending`.
+All give what ``all_to_all_single`` takes: the rows that a rank sends, in the order of ranks, and
+how many go to and come from each.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from .._types import Indices
     from .metadata import ContextParallelMetadata
     from .vllm_0_32 import PCPLayout
 
     Ints = NDArray[np.int64]
 
-__all__ = ["HaloPlan", "RelayoutPlan", "plan_halo", "plan_relayout"]
+__all__ = ["HaloPlan", "RelayoutPlan", "plan_halo", "plan_pending", "plan_relayout"]
 
 
 class HaloPlan(NamedTuple):
@@ -144,9 +146,9 @@ class RelayoutPlan(NamedTuple):
     send_counts, recv_counts : list of int [cp_size]
         Rows to and from each rank; those that stay on the rank count, too. Bytes are these times
         those of a row.
-    send_indices : array [rows in the source], int64
+    send_indices : array [sum of send_counts], int64
         Own rows in the order in which they are sent.
-    recv_indices : array [rows in the target], int64
+    recv_indices : array [sum of recv_counts], int64
         The row in the target of each that is received.
 
     Examples
@@ -203,6 +205,52 @@ def plan_relayout(source: ContextParallelMetadata, target: ContextParallelMetada
     array([0, 1, 2, 7, 8])
     """
     return RelayoutPlan(*_core.plan_relayout(source, target))
+
+
+def plan_pending(
+    metadata: ContextParallelMetadata | PCPLayout,
+    *,
+    window: int,
+    ratio: int = 1,
+    keepers: Indices | None = None,
+    rank: int | None = None,
+) -> RelayoutPlan:
+    """Plan which rows ranks keep for units that later tokens complete.
+
+    Of a request with n tokens they are those from ``(n // ratio + 1) * ratio - window`` on: less
+    than `window` rows, the state of a compressor or convolution. Row ``r * window + p % window`` of
+    the target is that of position p of request r. Rows of earlier steps are there already, so the
+    ``cached_request`` and ``cached_position`` of the next step's `HaloPlan` name rows of it.
+
+    Parameters
+    ----------
+    metadata, window, ratio, rank
+        As of `plan_halo`.
+    keepers : ints [bs], optional
+        The rank that keeps the rows of each request, always the same one, or -1 for all ranks;
+        default: all. One suffices where it computes all tokens to come, as in decoding.
+
+    Returns
+    -------
+    RelayoutPlan
+        Its source are the rank's rows. Those of a request that each rank has whole are not sent.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `plan_halo`; also for keepers that are no ranks, or not one for each request.
+
+    Examples
+    --------
+    Tokens 6 to 9 are in the window of the next unit, the overlap among them:
+
+    >>> import cpattn
+    >>> metadata = cpattn.build_cp_metadata([10], cp_rank=1, cp_size=2, strategy="contiguous")
+    >>> plan = plan_pending(metadata, window=6, ratio=4, keepers=[1])
+    >>> plan.send_counts, plan.send_indices, plan.recv_indices
+    ([0, 4], array([1, 2, 3, 4]), array([0, 1, 2, 3]))
+    """
+    return RelayoutPlan(*_core.plan_pending(metadata, window, ratio, keepers, rank))
 
 
 for _value in (HaloPlan, RelayoutPlan):

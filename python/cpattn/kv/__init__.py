@@ -9,10 +9,11 @@
 ``mha`` has the pool of dense attention, ``mla`` that of latent attention, with or without keys of
 an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of. ``placement`` says
 which rank has which token where a group of ranks shares a pool or its sequences,
-``striped_allocator`` which pages of such a pool are free, and ``shard_gather`` what the ranks send
-each other before a layer reads cached prefixes. ``pages`` writes and moves rows in pages of an
-engine or of another library.
-Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs them.
+``striped_allocator`` which pages of such a pool are free, ``shard_gather`` what the ranks send each
+other before a layer reads cached prefixes, and ``units`` where compressed units go. ``pages``
+writes and moves rows in pages of an engine or of another library.
+Imports NumPy, ``sparse``, ``context_parallel`` and the core, and torch or ml_dtypes when a pool
+needs them.
 """
 
 from .dsa import DSATokenToKVPool
@@ -22,6 +23,7 @@ from .pages import move_rows, write_pages
 from .placement import PageInterleave, Placement, TokenInterleave
 from .shard_gather import ShardGatherPlan, plan_shard_gather
 from .striped_allocator import StripedAllocator
+from .units import plan_units
 
 __all__ = [
     "DSATokenToKVPool",
@@ -34,5 +36,6 @@ __all__ = [
     "TokenInterleave",
     "move_rows",
     "plan_shard_gather",
+    "plan_units",
     "write_pages",
 ]

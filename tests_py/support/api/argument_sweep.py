@@ -10,6 +10,7 @@ import numpy as np
 import cpattn
 from cpattn import ForwardMode, TopkTransformMethod, npu, reference, sparse
 from cpattn.context_parallel import halo, vllm_0_32
+from cpattn.kv import TokenInterleave, plan_units
 from cpattn.sparse import sglang_0_5_23
 from support.api.argument_kinds import METADATA, Arguments, Call, f32, given, i32, of_kind
 
@@ -190,7 +191,18 @@ CALLS = [
         sparse.can_dsa_prefill_cp_interleave, CP_LENS, given(cp_size=2, strategy="interleave"), MODE
     ),
     call(halo.plan_halo, of_kind("value", metadata=METADATA), given(window=8, ratio=4, rank=0)),
+    call(
+        halo.plan_pending,
+        of_kind("value", metadata=METADATA),
+        given(window=8, ratio=4, rank=0, keepers=[0, 1]),
+    ),
     call(halo.plan_relayout, of_kind("value", source=METADATA, target=METADATA)),
+    call(
+        plan_units,
+        of_kind("value", metadata=METADATA),
+        of_kind("table", block_tables=[[0, 1], [2, 3]]),
+        given(ratio=2, page_size=2, placement=TokenInterleave(shard_size=2, interleave=1), rank=0),
+    ),
     call(vllm_0_32.pcp_segments, CP_LENS, PCP_BATCH),
     call(vllm_0_32.build_pcp_layout, CP_LENS, PCP_BATCH, given(padded_num_tokens=9)),
     call(LAYOUT.shard, of_kind("any", x=np.ones((8, 2))), given(pcp_rank=1, dim=0)),

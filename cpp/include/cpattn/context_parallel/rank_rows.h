@@ -25,6 +25,8 @@ struct RankRows {
   int64_t num_rows(int64_t of_rank) const;
   /// The segments of each request, in the order of their positions.
   std::vector<Ints> by_request() const;
+  /// Whether each rank has the same rows of a request, which a layout alone has, for each.
+  std::vector<uint8_t> whole_on_each_rank() const;
 };
 
 /// The logical rows of all ranks. No segment is empty. A request of a layout may be whole on each

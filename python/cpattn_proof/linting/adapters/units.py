@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units made of several rows, as compressors and convolutions over ranks compute them."""
+"""Units made of several rows: as ranks compute them, and as they write them into pools."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ...findings import NotUsable
+from ..document import SCHEMA
 from ..intervals import Ints, each, ints, offsets
 from .context_parallel import from_metadata
 from .pcp import from_segments, segment_columns
-from .runs import tokens_of
+from .runs import requests_of, tokens_of, write_runs
 
 
 def from_halos(
@@ -85,6 +87,101 @@ def from_halos(
         document["ranks"][rank]["units"] = _unit_runs(halo, request[at], position[at])
     document["units"] = {"ratio": ratio, "window": window}
     return document
+
+
+def from_unit_writes(
+    halos: Sequence[Any],
+    plans: Sequence[Any],
+    extend_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    *,
+    ratio: int,
+    block_tables: Sequence[Any],
+    page_size: int,
+    placement: Any = None,
+    num_pages: int | None = None,
+) -> dict[str, Any]:
+    """Make a document of what ranks write into pools of compressed units.
+
+    Units are the tokens of the document: those that a rank sends arrive at the other one, and are
+    written to the slots that this one has for them.
+
+    Parameters
+    ----------
+    halos : sequence of objects
+        As of `from_halos`; ``unit_request`` and ``unit_ids`` are read.
+    plans : sequence of objects
+        `cpattn.context_parallel.halo.RelayoutPlan` of each rank, as `cpattn.kv.plan_units` makes
+        it, or objects of the same fields.
+    extend_lens, prefix_lens : ints [bs]
+        New and cached tokens of each request.
+    ratio : int
+        Tokens from one unit to the next.
+    block_tables : sequence of ints [bs, pages]
+        Of each rank the pages of each request, as `cpattn.kv.plan_units` takes them.
+    page_size : int
+        Units of a page.
+    placement : cpattn.kv.TokenInterleave or PageInterleave, optional
+        Which rank keeps which unit, or objects of the same fields; without it, all keep each.
+    num_pages : int, optional
+        Of a pool, or with stripes of pages of all together; without it, bounds are not checked.
+
+    Returns
+    -------
+    dict
+        A document of the schema `SCHEMA`.
+
+    Raises
+    ------
+    NotUsable
+        If a rank has not as many slots as it receives units.
+
+    Examples
+    --------
+    >>> import cpattn
+    >>> from cpattn.context_parallel.halo import plan_halo
+    >>> from cpattn.kv import plan_units
+    >>> from cpattn_proof import lint
+    >>> metadata = cpattn.build_cp_metadata_all_ranks([30], [35], cp_size=2)
+    >>> halos = [plan_halo(one, window=8, ratio=4) for one in metadata]
+    >>> pools = {"ratio": 4, "page_size": 16}
+    >>> plans = [plan_units(one, block_tables=[[5]], **pools) for one in metadata]
+    >>> lint(from_unit_writes(halos, plans, [30], [5], block_tables=[[[5]]] * 2, **pools)).proved
+    True
+    """
+    first = ints(prefix_lens) // ratio
+    counts = (ints(prefix_lens) + ints(extend_lens)) // ratio - first
+    computed = [np.stack([ints(halo.unit_request), ints(halo.unit_ids)]) for halo in halos]
+    sent = [
+        np.split(units[:, ints(plan.send_indices)], offsets(ints(plan.send_counts))[1:-1], axis=1)
+        for units, plan in zip(computed, plans, strict=True)
+    ]
+    in_stripes = placement is not None and not hasattr(placement, "interleave")
+    ranks: list[dict[str, Any]] = []
+    for rank, plan in enumerate(plans):
+        request, unit = np.concatenate([parts[rank] for parts in sent], axis=1)
+        slots = ints(plan.recv_indices)
+        if len(slots) != len(unit):
+            raise NotUsable(
+                f"from_unit_writes: rank {rank} receives {len(unit)} units, and has slots for "
+                f"{len(slots)}"
+            )
+        if in_stripes:
+            slots = ints(placement.global_index(rank, slots))
+        part = {"writes": write_runs(request, unit, slots)}
+        tables = {"tables": [ints(row).tolist() for row in block_tables[rank]]}
+        ranks.append(part if in_stripes else part | tables)
+    cache: dict[str, Any] = {"page_size": page_size}
+    if in_stripes:
+        cache |= {"shared": True, "tables": [ints(row).tolist() for row in block_tables[0]]}
+    elif placement is not None:
+        cache |= {"shards": len(ranks), "interleave": placement.interleave}
+    return {
+        "schema": SCHEMA,
+        "requests": requests_of(counts, first),
+        "cache": cache | ({} if num_pages is None else {"num_pages": num_pages}),
+        "ranks": ranks,
+    }
 
 
 def _tokens(start: Ints, stop: Ints) -> Ints:
