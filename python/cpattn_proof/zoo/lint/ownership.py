@@ -157,11 +157,35 @@ def _weights_of_other_ranks(mended: bool) -> Document:
     return document(heads={"q": heads}, ranks=parts)
 
 
+def _page_of_units_by_the_hash_of_its_first(mended: bool) -> Document:
+    """A page of units covers `ratio` pages of tokens; the hash was of the first of these, in which
+    two prompts agree."""
+    page, ratio = 4, 4
+    shared, length = page, page * ratio
+    hashed = page * ratio if mended else page
+    cached = shared // hashed * hashed  # tokens of the second request
+    tables = [[1], [1 if cached else 2]]
+    begins, units = [0, cached // ratio], length // ratio
+    writes = columns(
+        ("request", "position", "count", "slot"),
+        [(i, b, units - b, tables[i][0] * page + b) for i, b in enumerate(begins)],
+    )
+    return document(
+        requests=[{"prefix": begin, "extend": units - begin} for begin in begins],
+        cache={"page_size": page, "tables": tables}, ranks=[{"writes": writes}],
+    )  # fmt: skip
+
+
 ENTRIES = [
     entry(
         "vllm-project/vllm-ascend#11921", "OWN",
         "Rows were gathered over one group after the other, and not scattered in reverse.",
         _gathered_by_other_groups, "pull",
+    ),
+    entry(
+        "vllm-project/vllm-ascend#10296", "OWN",
+        "A page of compressed units was found by the hash of a part of its tokens.",
+        _page_of_units_by_the_hash_of_its_first,
     ),
     entry(
         "NVIDIA/Megatron-LM#4495", "OWN",
