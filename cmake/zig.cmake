@@ -3,7 +3,7 @@
 # aarch64, as scripts/build_wheels.py has it for wheels:
 #   ZIG=<program> cmake --toolchain cmake/zig.cmake -DCPATTN_ZIG_TARGET=x86_64-linux-gnu.2.17 ...
 # C++'s library is linked into what it makes.
-if(NOT CPATTN_ZIG_TARGET MATCHES "^(x86_64|aarch64)-linux-gnu\\.[0-9.]+$")
+if(NOT CPATTN_ZIG_TARGET MATCHES "^(x86_64|aarch64)-linux-(gnu\\.[0-9.]+|musl)$")
   message(FATAL_ERROR "cmake/zig.cmake: CPATTN_ZIG_TARGET must be x86_64-linux-gnu.<glibc> or "
                       "aarch64-linux-gnu.<glibc>, got '${CPATTN_ZIG_TARGET}'")
 endif()

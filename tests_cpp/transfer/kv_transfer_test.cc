@@ -248,7 +248,7 @@ TEST(MakeTransferPlan, ShiftedEntriesAreThoseMadeAlone) {
 using Copies = std::vector<std::pair<uint64_t, uint64_t>>;
 
 TEST(MakeTransferPlan, CopiesEveryByteOfEveryUnit) {
-  std::mt19937 random(13);
+  std::mt19937_64 random(13);
   for (int round = 0; round < 300; ++round) {
     std::vector<TransferRun> runs(random() % 4);
     const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
