@@ -20,7 +20,7 @@ function(cpattn_find_isas variable)
   list(TRANSFORM sets PREPEND "-DCPATTN_HAVE_")
   try_run(exit_code compiles
     SOURCES ${PROJECT_SOURCE_DIR}/cmake/isas_here.cc ${PROJECT_SOURCE_DIR}/cpp/base/isa.cc
-            ${PROJECT_SOURCE_DIR}/cpp/base/cpu.cc
+            ${PROJECT_SOURCE_DIR}/cpp/base/cpu.cc ${PROJECT_SOURCE_DIR}/cpp/base/system_linux.cc
     COMPILE_DEFINITIONS ${sets}
     CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/cpp;${PROJECT_SOURCE_DIR}/cpp/include"
     RUN_OUTPUT_VARIABLE found

@@ -3,14 +3,12 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <initializer_list>
-#elif defined(__aarch64__)
-#include <sys/auxv.h>
 #endif
+
+#include "base/system.h"
 
 namespace cpattn {
 
@@ -45,12 +43,6 @@ constexpr uint32_t bits(std::initializer_list<int> positions) {
 }
 
 bool has_all(uint64_t value, uint64_t mask) { return (value & mask) == mask; }
-
-bool request_tile_permission() {
-  constexpr long kArchReqXcompPerm = 0x1023;
-  constexpr long kTileData = 18;
-  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kTileData) == 0;
-}
 
 }  // namespace
 
@@ -95,7 +87,7 @@ bool amx_usable() {
   constexpr uint32_t kTileConfigTileData = bits({17, 18});
   static const bool usable = has_all(cpuid(7, 0).edx, kAmxBf16TileInt8) &&
                              has_all(saved_states(), kTileConfigTileData) &&
-                             request_tile_permission();
+                             system::request_tiles();
   return usable;
 }
 
@@ -119,13 +111,6 @@ bool has_avx512_fp16() { return false; }
 
 #endif
 
-#if defined(__aarch64__)
-bool has_arm_bf16() {
-  constexpr unsigned long kHwcap2Bf16 = 1UL << 14;  // older headers lack HWCAP2_BF16
-  return (getauxval(AT_HWCAP2) & kHwcap2Bf16) != 0;
-}
-#else
-bool has_arm_bf16() { return false; }
-#endif
+bool has_arm_bf16() { return system::has_arm_bf16(); }
 
 }  // namespace cpattn

@@ -1,31 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/base/host_barrier.h"
 
-#include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <climits>
-#include <ctime>
 #include <numeric>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
+#include "base/system.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
-
-#if !defined(SYS_pidfd_open)
-#define SYS_pidfd_open 434  // of every architecture; headers before Linux 5.3 lack it
-#endif
 
 namespace cpattn {
 namespace {
@@ -43,16 +36,6 @@ void pause_cpu() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-/// Waits while the word has a value. FUTEX_PRIVATE_FLAG is left out, as processes share the word.
-void futex_wait(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds longest) {
-  const timespec time{.tv_sec = 0, .tv_nsec = longest.count()};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &time, nullptr, 0);
-}
-
-void futex_wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 std::string ranks_text(const std::vector<int>& ranks) {
@@ -95,7 +78,7 @@ struct HostBarrier::Page {
 /// The process of another rank.
 class HostBarrier::Peer {
  public:
-  Peer(int rank, pid_t pid) : pid_(pid), fd_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
+  Peer(int rank, pid_t pid) : pid_(pid), fd_(system::open_process(pid)) {
     if (fd_ < 0) throw_errno(concat("HostBarrier: process ", pid, " of rank ", rank));
   }
   ~Peer() { close(fd_); }
@@ -227,7 +210,7 @@ std::vector<int64_t> HostBarrier::meet(
     if (all_have_arrived(count)) {
       Page& first = *pages_[0];
       first.completions.fetch_add(1);
-      if (first.sleepers.load() != 0) futex_wake_all(first.completions);
+      if (first.sleepers.load() != 0) system::wake_all(first.completions);
     } else if (!spin(count)) {
       wait(call, count, timeout, give_up);
     }
@@ -275,7 +258,7 @@ void HostBarrier::wait(
     const uint32_t seen = first.completions.load();
     // A rank that completes the meeting after this look sees the sleeper, or changes `seen`.
     const bool complete = all_have_arrived(count);
-    if (!complete) futex_wait(first.completions, seen, kSlice);
+    if (!complete) system::wait_while(first.completions, seen, kSlice);
     first.sleepers.fetch_sub(1);
     if (complete || all_have_arrived(count)) return;
     if (interrupt_requested()) throw Interrupted();

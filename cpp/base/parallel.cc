@@ -18,6 +18,7 @@
 
 #include "base/float_control.h"
 #include "base/nested_calls.h"
+#include "base/system.h"
 #include "cpattn/base/thread_stack.h"
 #include "cpattn/base/trace.h"
 
@@ -282,7 +283,7 @@ class Pool {
   }
 
   void worker() {
-    pthread_setname_np(pthread_self(), "cpattn worker");
+    system::name_thread("cpattn worker");
     TracePoint done;
     Clock::time_point spin_end;  // long ago, before the first job
     int threads_of_last = 0;

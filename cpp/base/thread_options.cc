@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "base/printable.h"
+#include "base/system.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
 
@@ -54,10 +54,8 @@ thread_local int thread_default = 0;
 }  // namespace
 
 int usable_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
-  return std::max(1U, std::thread::hardware_concurrency());
+  const int told = system::usable_cpus();
+  return told > 0 ? told : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
 int default_num_threads() {

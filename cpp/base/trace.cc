@@ -2,7 +2,6 @@
 #include "cpattn/base/trace.h"
 
 #include <pthread.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include <span>
 #include <stdexcept>
 
+#include "base/system.h"
 #include "cpattn/base/check.h"
 
 namespace cpattn {
@@ -70,7 +70,7 @@ class Buffer {
   const std::unique_ptr<Record[]> records_;
   const int64_t capacity_;
   const uint16_t thread_;
-  const int64_t id_ = syscall(SYS_gettid);
+  const int64_t id_ = system::thread_id();
   std::string name_;
   std::atomic<int64_t> count_{0};
   std::atomic<int64_t> dropped_{0};

@@ -105,6 +105,17 @@ def test_includes_and_length():
             assert set(re.findall(r"#include <([^>]+)>", text)) <= KERNEL_HEADERS, path
 
 
+def test_one_file_calls_linux():
+    found = [
+        name_of(path)
+        for path in FILES
+        if re.search(
+            r"#include <(linux/|sys/(syscall|auxv|eventfd|epoll|prctl)\.h)", path.read_text()
+        )
+    ]
+    assert found == ["base/system_linux.cc"]
+
+
 def test_every_header_has_a_layer():
     listed = [path for paths in LAYERS.table["headers"].values() for path in paths]
     assert sorted(listed) == sorted(str(path.relative_to(HEADERS)) for path in HEADERS.rglob("*.h"))

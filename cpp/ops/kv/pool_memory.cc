@@ -15,12 +15,9 @@
 #include <system_error>
 #include <utility>
 
+#include "base/system.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
-
-#if !defined(MADV_POPULATE_WRITE)
-#define MADV_POPULATE_WRITE 23  // headers before Linux 5.14 lack it
-#endif
 
 namespace cpattn {
 namespace {
@@ -104,10 +101,7 @@ void take(const char* function, char* data, const SharedPart& part) {
   for (int64_t done = 0; done < part.num_bytes; done += kTakenAtOnce) {
     if (interrupt_requested()) throw Interrupted();
     const int64_t size = std::min(kTakenAtOnce, part.num_bytes - done);
-    int error = madvise(data + done, size, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
-    if (error == EINVAL) {  // Linux before 5.14
-      error = posix_fallocate(part.fd, part.offset + done, size);
-    }
+    const int error = system::take_memory(data + done, size, part.fd, part.offset + done);
     if (error != 0) {
       throw OutOfMemory(concat(
           function, ": the system has no ", part.num_bytes,
@@ -126,7 +120,7 @@ std::shared_ptr<PoolMemory> PoolMemory::make(const char* function, int64_t num_b
   if (data == MAP_FAILED) {
     throw OutOfMemory(concat(function, ": the system has no ", num_bytes, " bytes for a buffer"));
   }
-  madvise(data, num_bytes, MADV_HUGEPAGE);  // where the system has none, small pages do
+  system::advise_huge_pages(data, num_bytes);  // where the system has none, small pages do
   return remember(std::shared_ptr<PoolMemory>(new PoolMemory(static_cast<char*>(data), num_bytes)));
 }
 
@@ -147,7 +141,9 @@ std::shared_ptr<PoolMemory> PoolMemory::map(
     }
     at += part.num_bytes;
   }
-  madvise(data, num_bytes, MADV_HUGEPAGE);  // before memory is taken, which decides about its pages
+  system::advise_huge_pages(
+      data, num_bytes
+  );  // before memory is taken, which decides about its pages
   at = data;
   for (const SharedPart& part : parts) {
     if (part.own) take(function, at, part);
