@@ -53,6 +53,8 @@ def typed(example: str) -> Any:
     variables = dict(w.split("=", 1) for w in words[: words.index("cpattn")])
     with (
         mock.patch("cpattn_proof.linting.adapters.captures.from_capture", return_value=[PLAN]),
+        mock.patch("cpattn_proof.captures.remade.planned_again"),
+        mock.patch("cpattn_proof.commands.of_captures.largest_step", return_value=[700]),
         mock.patch("cpattn.doctor.report.findings", return_value=[Finding("a", "b", "c")] * 9),
         mock.patch("cpattn.doctor.binding.shares", return_value=[Share(("0",), (0,), 1)]),
         mock.patch.object(plan_command, "calibrate", return_value=Rates(gflops=100.0)),

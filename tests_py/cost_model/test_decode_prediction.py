@@ -19,7 +19,7 @@ RATES = Rates(gflops=100, gather_gb_per_s=1)
     ranks_per_host=st.integers(1, 3),
     page_size=st.integers(1, 5),
     window=st.none() | st.integers(0, 20),
-    placement=st.sampled_from(["page_interleave", "token_interleave"]),
+    placement=st.sampled_from(["page_interleave", "token_interleave", "token_interleave:3"]),
     state=st.sampled_from([("float32", 4), ("bfloat16", 2)]),
     exchange=st.sampled_from(["all_to_all", "gather"]),
     out_heads=st.sampled_from(["own", "all"]),
@@ -39,7 +39,7 @@ def test_keys_and_bytes_are_those_counted_one_by_one(
     keys, load = Counter(), [0] * size
     for length in lengths:
         base = load.index(min(load)) if placement == "page_interleave" else 0
-        stripe = page_size if placement == "page_interleave" else 1
+        stripe = page_size if placement == "page_interleave" else 1 + 2 * placement.endswith("3")
         for page in range(-(-length // page_size)):
             load[(base + page) % size] += 1
         first = 0 if window is None else max(length - 1 - window, 0)

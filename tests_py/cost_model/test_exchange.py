@@ -176,6 +176,7 @@ def keys_of(size, placement, length):
     made = {
         "page_interleave": lambda: PageInterleave(shard_size=size, page_size=PAGE),
         "token_interleave": lambda: TokenInterleave(shard_size=size, interleave=1),
+        "token_interleave:16": lambda: TokenInterleave(shard_size=size, interleave=16),
     }[placement]()
     pages = -(-length // PAGE)
     return key_shares(made, np.arange(pages, dtype=np.int32)[None], np.array([length]), PAGE)
@@ -195,7 +196,9 @@ def packed_keys(shares, size, rows, item):
     return packed
 
 
-@pytest.mark.parametrize("placement", ["page_interleave", "token_interleave"])
+@pytest.mark.parametrize(
+    "placement", ["page_interleave", "token_interleave", "token_interleave:16"]
+)
 def test_a_ring_packs_keys_for_each_of_its_sequences(placement):
     """Every rank's rows, by zigzag: items of 96 tokens, but where sequences are shorter."""
     size, new, length = 2, 376 * PAGE, 512 * PAGE

@@ -91,22 +91,33 @@ def _metadata(call: Call) -> Fields:
 def _batch(call: Call) -> Fields:
     cp, plan = call.args[0], call.result
     given = dict(zip(("extend_lens", "seq_lens"), call.args[1:], strict=False)) | dict(call.kwargs)
-    placement = cp.placement
     return {
         "page_size": plan.page_size,
-        "placement": None if placement is None else repr(placement),
+        "placement": None if cp.placement is None else repr(cp.placement),
         "extend_lens": _ints(given["extend_lens"]),
         "seq_lens": _ints(given.get("seq_lens")),
         "block_tables": plan.block_tables,
         "slots": plan.slots,
         "rows_per_rank": list(plan.rows_per_rank),
         "metadata": [plan.metadata],
+        "sharded": None if cp.placement is None else plan,
     }
 
 
 def _decode_batch(call: Call) -> Fields:
-    given = dict(zip(("kv_lens",), call.args[1:], strict=False)) | dict(call.kwargs)
-    return _rank_call(call) | {"kv_lens": _ints(given["kv_lens"])}
+    plan = call.result
+    tokens = plan.batch.tokens
+    return {
+        "cp_rank": plan.cp_rank,
+        "cp_size": plan.placement.shard_size,
+        "page_size": plan.page_size,
+        "placement": repr(plan.placement),
+        "extend_lens": tokens.q_lens,
+        "seq_lens": tokens.pages.kv_lens,
+        "block_tables": tokens.pages.tables(0),
+        "slots": plan.slots,
+        "sharded": plan,
+    }
 
 
 def _rank_call(call: Call) -> Fields:
@@ -195,6 +206,12 @@ def written(fields: Fields) -> Fields:
         }
         if len(plans) == 1:
             fields["local_q_indices"] = np.asarray(first.local_q_indices, np.int64)
+    if "sharded" in fields:
+        plan, held_slots, held_keys = fields.pop("sharded"), None, None
+        if plan is not None:
+            held_slots = np.where(plan.local_slots >= 0, plan.slots, -1)
+            held_keys = int(plan.batch.shares.counts(plan.cp_rank).sum())
+        fields |= {"held_slots": held_slots, "held_keys": held_keys}
     if (ranks := fields.pop("rank_segments", None)) is not None:
         rows = [
             (

@@ -69,6 +69,17 @@ class MeshShape(click.ParamType):  # type: ignore[type-arg]
         return sizes
 
 
+class DecodedSequences(click.ParamType):  # type: ignore[type-arg]
+    """A number of sequences that decode, or those of a capture."""
+
+    name = "N | recorded"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        from .declarations import MODEL_SIZE
+
+        return value if value == "recorded" else MODEL_SIZE.convert(value, param, ctx)
+
+
 class PoolPlacement(click.ParamType):  # type: ignore[type-arg]
     """Placement of keys in the pools of ranks, by its `PlacementName`."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from cpattn import torch_guard
-from cpattn.context_parallel.exchanges import EXCHANGES, PLACEMENTS
+from cpattn.context_parallel.exchanges import EXCHANGES
 from cpattn_terminal.command_group import CommandGroup, refusals_by_option
 from cpattn_terminal.limits import MAX_BATCH_TOKENS
 from cpattn_terminal.options import Integer, IntegerList, Number
@@ -31,9 +31,8 @@ from .declarations import (
     option,
     write_file,
 )
-from .options import CpSizes, KeyWindow, MeshShape
+from .options import CpSizes, DecodedSequences, KeyWindow, MeshShape, PoolPlacement
 
-_PLACEMENT = click.Choice(tuple(PLACEMENTS))
 _PLANNED_EXCHANGE = click.Choice((*EXCHANGES, "auto"))
 _COST, _RATE = Number(0, 1e9), Number(1e-3, 1e9)
 
@@ -49,7 +48,7 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @option("--cp-size", "8..1024", "Ranks; a range doubles up to its end.", CpSizes())
 @option("--strategy", "all", "How sequences are cut.", click.Choice((*STRATEGIES, "all")))
 @of_model(
-    "--placement", "replicated; --decode: page_interleave", "Who keeps which keys.", _PLACEMENT
+    "--placement", "replicated; --decode: page_interleave", "Who keeps which keys.", PoolPlacement()
 )
 @of_model(
     "--exchange",
@@ -73,7 +72,11 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @click.option("--hosts", type=CpSizes(), help="Number of hosts; replaces --cp-size.")
 @of_model("--ranks-per-host", "1", "Ranks on each host, in shared memory.", MODEL_SIZE)
 @click.option("--cpus", type=MODEL_SIZE, help="CPUs of a host [default: one for each thread].")
-@click.option("--decode", type=MODEL_SIZE, help="Predict one decode step of this many sequences.")
+@click.option(
+    "--decode",
+    type=DecodedSequences(),
+    help="Predict one decode step of this many sequences, or the largest of --capture.",
+)
 @of_model(
     "--out-heads", "own", "Heads that a rank has after a decode step.", click.Choice(("own", "all"))
 )
@@ -133,7 +136,8 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
 
     Ranks gather the new keys and values into pools that all have everything, one thing after
     another, unless told otherwise. With --placement page_interleave or token_interleave each
-    pool keeps every N-th page or token, and cached keys move, too. --exchange ring passes them
+    pool keeps every N-th page or token (token_interleave:I: run of I tokens), and cached keys
+    move, too. --exchange ring passes them
     on step by step, pass_q sends queries to the keys and outputs back, all_to_all cuts by
     heads, usp cuts by heads in rows of a --mesh and passes keys from row to row, auto is what
     ContextParallel takes: the fewest bytes. --overlap full hides what it can behind attention,
@@ -158,6 +162,8 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
           --placement page_interleave
     Decoding 64 such sequences:
       cpattn plan --cp-size 8..64 --decode 64 --prefix 524288
+    The largest decode step that ranks recorded, over others:
+      cpattn plan --capture run.cpcap --decode recorded --placement token_interleave:16
     """
     if options["hosts"] and is_given("cp_size"):
         raise click.UsageError("ranks are --cp-size, or --hosts times --ranks-per-host, not both")
@@ -174,10 +180,16 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
     message = torch_guard.prepare() if options["calibrate"] else None
     if message:
         click.echo(message, err=True)
+    if options["decode"] == "recorded" and not captures:
+        raise click.UsageError("--decode recorded is of a --capture, but there is none")
     if captures:
-        from cpattn_proof.commands.of_captures import recorded_batches
+        from cpattn_proof.commands.of_captures import largest_step, recorded_batches
 
-        options["recorded"] = recorded_batches(captures)
+        if options["decode"] == "recorded":
+            options["prefix_lens"] = largest_step(captures)
+            options["decode"] = len(options["prefix_lens"])
+        else:
+            options["recorded"] = recorded_batches(captures)
     with (
         make_progress("cpattn plan", "steps") as progress,
         refusals_by_option(),

@@ -11,9 +11,10 @@ from typing import Any
 from cpattn._limits import check_integer, check_kind
 from cpattn.context_parallel.exchanges import EXCHANGES, ON_ALL_RANKS, PLACEMENTS
 from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
+from cpattn.context_parallel.placement_name import PlacementName
 
 from .layer import ITEM_BYTES, AttentionLayer, Ints
-from .placement import Shards, pairs_by_owner, shards, stripes
+from .placement import Shards, pairs_by_owner, shards, stripe_size, stripes
 from .work import RankWork, Shares, checked_batch, work_of_plans
 
 Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which share out the heads
@@ -29,8 +30,9 @@ def check_placing(
     exchanges: Sequence[str] = ON_ALL_RANKS,
 ) -> None:
     """Raise ValueError unless keys can be placed and exchanged as the arguments say."""
+    parsed = PlacementName.parse(placement) if isinstance(placement, str) else None
     for name, value, known in (
-        ("placement", placement, tuple(PLACEMENTS)),
+        ("placement", parsed.kind if parsed else placement, tuple(PLACEMENTS)),
         ("exchange", exchange, exchanges),
         ("state_dtype", state_dtype, tuple(ITEM_BYTES)),
     ):
@@ -137,7 +139,7 @@ class BatchCounts:
         """Return the keys as shares, each of so many ranks; None where every pool has all."""
         if not self.sharded:
             return None
-        size = self.layer.page_size if self.placement == "page_interleave" else 1
+        size = stripe_size(self.placement, self.layer.page_size)
         return Shares(size * ranks, self.cp_size // ranks)
 
     @cached_property

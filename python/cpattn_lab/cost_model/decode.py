@@ -158,7 +158,7 @@ def predict_decode(
         What a rank computes and sends in a second.
     cp_size : int
         Number of ranks.
-    placement : {"page_interleave", "token_interleave"}
+    placement : {"page_interleave", "token_interleave", "token_interleave:I"}
         Which rank keeps which keys.
     ranks_per_host : int
         Ranks that share memory, and the wire of their host; a divisor of `cp_size`.

@@ -79,7 +79,7 @@ def exchange_work(
         Which rank computes which tokens, as for `build_cp_metadata`.
     layer : AttentionLayer, default one with all defaults
         Which sizes work and bytes are counted for.
-    placement : {"replicated", "page_interleave", "token_interleave"}
+    placement : {"replicated", "page_interleave", "token_interleave", "token_interleave:I"}
         Which rank keeps the keys and values of which tokens: all of them, or those of every
         `cp_size`-th page or token of a sequence.
     exchange : {"gather", "ring", "pass_q", "all_to_all", "usp"}

@@ -4,7 +4,8 @@
 Stripes of tokens go round the ranks. With ``page_interleave`` a stripe is a page, and page P of a
 sequence belongs to rank ``(base + P) % cp_size``, where the base is the rank that keeps the fewest
 pages when the sequence comes, the lowest of them on ties. With ``token_interleave`` a stripe is a
-token, and every base is rank 0. Sequences come in the order of the batch, into empty pools.
+token, or I of them by ``token_interleave:I``, and every base is rank 0. Sequences come in the
+order of the batch, into empty pools.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cpattn.context_parallel.metadata import ContextParallelMetadata
+from cpattn.context_parallel.placement_name import BY_PAGES, REPLICATED, PlacementName
 
 from .layer import AttentionLayer, Ints
 
@@ -66,10 +68,18 @@ class Stripes:
         return np.clip(rest - self.places * self.size, 0, self.size)
 
 
+def stripe_size(placement: str, page_size: int) -> int:
+    """Tokens of a stripe."""
+    name = PlacementName.parse(placement)
+    assert name is not None  # `check_placing` has seen to it
+    return page_size if name.kind == BY_PAGES else name.interleave
+
+
 def stripes(placement: str, seq_lens: Ints, cp_size: int, page_size: int) -> Stripes:
     """Lay sequences out over ranks; `placement` is one that shards."""
-    if placement == "token_interleave":
-        return Stripes(1, cp_size, np.zeros(len(seq_lens), np.int64))
+    if placement != BY_PAGES:
+        size = stripe_size(placement, page_size)
+        return Stripes(size, cp_size, np.zeros(len(seq_lens), np.int64))
     bases = np.zeros(len(seq_lens), np.int64)
     pages = np.zeros(cp_size, np.int64)
     for i, count in enumerate((-(-seq_lens // page_size)).tolist()):
@@ -83,15 +93,17 @@ def pages_per_rank(placement: str, seq_lens: Ints, cp_size: int, page_size: int)
     """[cp_size]: pages of sequences in the pool of each rank.
 
     By ``token_interleave`` a page holds every `cp_size`-th token, and all ranks have the same
-    block table: ``ceil(seq_len / (cp_size * page_size))`` pages each.
+    block table: ``ceil(seq_len / (cp_size * page_size))`` pages each, or those of whole runs.
     """
-    if placement == "page_interleave":
+    if placement == BY_PAGES:
         laid = stripes(placement, seq_lens, cp_size, page_size)
         pages = -(-seq_lens // page_size)
         around = Stripes(1, cp_size, laid.bases)
         return around.count_below(pages).sum(1)
-    tokens = page_size * (1 if placement == "replicated" else cp_size)
-    return np.full(cp_size, (-(-seq_lens // tokens)).sum(), np.int64)
+    run = stripe_size(placement, page_size)
+    size = 1 if placement == REPLICATED else cp_size
+    kept = -(-seq_lens // (run * size)) * run  # by rank 0, if the last run is whole
+    return np.full(cp_size, (-(-kept // page_size)).sum(), np.int64)
 
 
 def first_seen(extends: Ints, seq_lens: Ints, most_keys: int) -> Ints:

@@ -180,7 +180,7 @@ def predict(
         Number of ranks.
     strategy : str
         ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
-    placement : {"replicated", "page_interleave", "token_interleave"}
+    placement : {"replicated", "page_interleave", "token_interleave", "token_interleave:I"}
         Whether the pool of each rank has all tokens, or every `cp_size`-th page or token.
     exchange : {"gather", "ring", "pass_q", "all_to_all", "usp", "auto"}
         What ranks send each other, as `exchange_work` counts it; ``"auto"`` is what

@@ -13,6 +13,7 @@ from cpattn.context_parallel.exchanges import LSE_BYTES, by_heads, by_rows, shar
 from .counts import BatchCounts, Mesh
 from .exchanged import ExchangeWork, bytes_of, exchanged
 from .layer import Ints
+from .placement import stripe_size
 from .work import Shares, work_of_plans
 
 
@@ -77,7 +78,7 @@ def _attended(counts: BatchCounts, mesh: Mesh) -> tuple[Any, Any]:
     most_kv_heads = int(kv_heads.max())
     group = -(-int(heads.max()) // most_kv_heads)
     layer = replace(counts.layer, num_heads=most_kv_heads * group, num_kv_heads=most_kv_heads)
-    stripe = counts.layer.page_size if counts.placement == "page_interleave" else 1
+    stripe = stripe_size(counts.placement, counts.layer.page_size)
     attended = work_of_plans(counts.plans, layer, Shares(stripe * columns, ring))
     longest = attended.longest_item.reshape(mesh).max(1)
     return _of_rows(attended.packed_keys, mesh), np.repeat(longest, columns)

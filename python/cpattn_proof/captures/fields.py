@@ -149,6 +149,17 @@ _METADATA = {
     **_SPLIT,
     "digests": _list_of(_TEXT),
 }
+#: Of a `ContextParallel`; what a rank holds is there where pools are shared out.
+_PLANNED = {
+    "cp_rank": _RANK,
+    "cp_size": _RANKS,
+    "page_size": _SIZE,
+    "extend_lens": _NEW_LENS,
+    "block_tables": _array(2),
+    "slots": _array(1),
+    "held_slots": _or_none(_array(1)),
+    "held_keys": _or_none(_COUNT),
+}
 #: By the name of a call, whatever reads it; what nothing reads is not checked.
 CALLS: Mapping[str, Mapping[str, Rule]] = {
     "plan_attention": {
@@ -167,19 +178,14 @@ CALLS: Mapping[str, Mapping[str, Rule]] = {
     "build_cp_metadata": _METADATA,
     "build_cp_metadata_all_ranks": _METADATA,
     "ContextParallel.plan": {
-        "page_size": _SIZE,
+        **_PLANNED,
         "placement": _or_none(_TEXT),
-        "extend_lens": _NEW_LENS,
         "seq_lens": _or_none(_LENS),
-        "block_tables": _array(2),
-        "slots": _array(1),
         "rows_per_rank": _list_of(_COUNT),
-        "cp_rank": _RANK,
-        "cp_size": _RANKS,
         **_SPLIT,
-        "local_q_indices": _array(1),
+        "local_q_indices": _array(1, 0),
     },
-    "ContextParallel.plan_decode": {"cp_rank": _RANK, "cp_size": _RANKS, "kv_lens": _LENS},
+    "ContextParallel.plan_decode": {**_PLANNED, "placement": _TEXT, "seq_lens": _LENS},
     "PCPManager._build_batch_layout": {
         "cp_rank": _RANK,
         "cp_size": _RANKS,

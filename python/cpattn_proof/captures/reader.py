@@ -18,7 +18,12 @@ from .records import Room, from_line
 
 SCHEMA = "cpattn-capture/1"  # as cpattn.captures writes it
 _OUTER = "ContextParallel.plan"
-_PLANS_OF_BATCHES = (_OUTER, "build_cp_metadata", "build_cp_metadata_all_ranks")
+_PLANS_OF_BATCHES = (
+    _OUTER,
+    "ContextParallel.plan_decode",
+    "build_cp_metadata",
+    "build_cp_metadata_all_ranks",
+)
 
 
 @dataclass(frozen=True)

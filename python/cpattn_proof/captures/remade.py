@@ -3,24 +3,33 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from cpattn.attention import plan_attention
-from cpattn.captures.told import metadata_digest, plan_digest
+from cpattn.captures.told import TOLD, metadata_digest, plan_digest, written
+from cpattn.context_parallel.exchanges import SCRATCH_BYTES
 from cpattn.context_parallel.metadata import build_cp_metadata, build_cp_metadata_all_ranks
+from cpattn.context_parallel.placement_name import BY_PAGES, BY_TOKENS, REPLICATED, PlacementName
+from cpattn.distributed.plans.plan import make_plan
+from cpattn.distributed.plans.sharded_plan import make_decode_plan, shard_plan
+from cpattn.profiling.calls import Call
 
 from ..findings import Finding, NotUsable, Report
 from .fields import PLAN_SIZES
 from .reader import Capture, RecordedCall
 
 _MOST_ENTRIES = 1 << 28  # of block tables; more would take gigabytes
+_DECODE = "ContextParallel.plan_decode"
+_PLANS = ("ContextParallel.plan", _DECODE)
 
 
 @dataclass
@@ -171,3 +180,100 @@ _AGAIN = {
     "build_cp_metadata": _metadata_again,
     "build_cp_metadata_all_ranks": _metadata_again,
 }
+
+
+def planned_again(
+    capture: Capture,
+    *,
+    ranks: int | None = None,
+    strategy: str | None = None,
+    placement: str | None = None,
+) -> Capture:
+    """Return the capture that other ranks would have made: each batch planned again for these.
+
+    Parameters
+    ----------
+    capture : Capture
+        With batches of a `ContextParallel`, also decode steps; those of its lowest rank are taken.
+    ranks : int, optional
+        Number of ranks; default: the recorded one.
+    strategy : str, optional
+        Strategy that cuts new tokens; default: the recorded one.
+    placement : str, optional
+        ``replicated``, ``page_interleave``, ``token_interleave`` or, for I tokens in a row,
+        ``token_interleave:I``; default: the recorded one. Keys lie in the recorded pages. Decode
+        steps are left out where pools are replicated, as they have no plan there.
+
+    Returns
+    -------
+    Capture
+        Plans alone, of all ranks: what they would send, `cpattn plan` predicts.
+
+    Raises
+    ------
+    NotUsable
+        If there is no such batch, or one cannot be planned: unknown names, weights of another
+        number of ranks.
+    """
+    if placement is not None and PlacementName.parse(placement) is None:
+        raise NotUsable(
+            "planned_again: placement must be 'replicated', 'page_interleave', 'token_interleave' "
+            f"or 'token_interleave:I', got {placement!r:.40}"
+        )
+    first = min(capture.ranks)
+    names = _PLANS[:1] if placement == REPLICATED else _PLANS
+    batches = [call for call in capture.of(*names) if call.rank == first]
+    if not batches:
+        raise NotUsable(f"planned_again: there is no call of {' or '.join(names)}")
+    made: list[RecordedCall] = []
+    for call in batches:
+        try:
+            made += _by_others(call, ranks or call.fields["cp_size"], strategy, placement)
+        except (MemoryError, TypeError, ValueError) as error:
+            raise NotUsable(
+                f"planned_again: {call.file}, line {call.line}: a batch cannot be planned: {error}"
+            ) from None
+    headers = [{**capture.headers[0], "rank": rank} for rank in sorted({c.rank for c in made})]
+    return Capture(tuple(headers), tuple(made))
+
+
+def _by_others(
+    call: RecordedCall, size: int, strategy: str | None, placement: str | None
+) -> Iterator[RecordedCall]:
+    """The plan of a batch by each rank of so many."""
+    fields, page_size = call.fields, call.fields["page_size"]
+    lens = fields["extend_lens"], fields["seq_lens"]
+    given: dict[str, Any] = {"block_tables": fields["block_tables"], "page_size": page_size}
+    name = _recorded_name(fields["placement"]) if placement is None else placement
+    where = PlacementName.parse(name).over(size, page_size)  # type: ignore[union-attr]
+    plans: list[Any]
+    if call.name == _DECODE:
+        given |= {"q_lens": lens[0], "placement": where}
+        given |= dict.fromkeys(("custom_mask", "packed_custom_mask"))
+        plans = [make_decode_plan(lens[1], cp_rank=rank, **given) for rank in range(size)]
+    else:
+        slots = fields["slots"]
+        metadata = build_cp_metadata_all_ranks(
+            *lens, cp_size=size, strategy=strategy or fields["strategy"],
+            num_tokens=None if len(slots) == lens[0].sum() else len(slots),
+            weights=fields["weights"], page_size=fields["cut_pages"],
+        )  # fmt: skip
+        given |= {"out_cache_loc": slots, "pad_to_physical": False}
+        plans = [make_plan(one, lens[0], **given) for one in metadata]
+        if where is not None:
+            sizes: dict[str, Any] = {"exchange": "auto", "max_scratch_bytes": SCRATCH_BYTES}
+            plans = [shard_plan(plan, placement=where, **sizes) for plan in plans]
+    for rank, plan in enumerate(plans):
+        told = Call(call.name, 0, 0, (SimpleNamespace(placement=where), *lens), {}, plan)
+        again = written(TOLD[call.name](told))
+        yield RecordedCall(call.name, rank, call.at, call.seconds, again, call.file, call.line)
+
+
+def _recorded_name(placement: str | None) -> str:
+    """The name of a recorded placement."""
+    if placement is None:
+        return REPLICATED
+    match = re.fullmatch(r"(Page|Token)Interleave\(shard_size=\d+, \w+=(\d{1,9})\)", placement)
+    if match is None:
+        raise ValueError(f"keys are kept by {placement}: another placement must be given")
+    return BY_PAGES if match[1] == "Page" else f"{BY_TOKENS}:{match[2]}"

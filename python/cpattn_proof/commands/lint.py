@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cpattn_terminal.command_group import CommandGroup
-from cpattn_terminal.options import OutputPath, writing
+from cpattn_terminal.options import Integer, OutputPath, shown, writing
 
 from .options import require_option
 from .page_option import html_option, write_page
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 CommandGroup.examples["lint"] = "cpattn lint plan.json"
 
 
+def _placement(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(
+        "replicated|page_interleave|token_interleave(:[1-9][0-9]{0,4})?", value
+    ):
+        known = (
+            "'replicated', 'page_interleave' or 'token_interleave', the last with or without ':I'"
+        )
+        raise click.BadParameter(f"must be {known}, got {shown(value)}")
+    return value
+
+
 @click.command(short_help="Refute or prove what all ranks of a batch planned.")
 @click.argument("plans", nargs=-1, metavar="PLAN...", type=click.Path(path_type=Path))
 @click.option(
@@ -30,6 +42,18 @@ CommandGroup.examples["lint"] = "cpattn lint plan.json"
     multiple=True,
     type=click.Path(path_type=Path),
     help="Also the batches of a recorded run, given once for each rank.",
+)
+@click.option("--ranks", type=Integer(1, 1024), help="Plan those of --capture for so many ranks.")
+@click.option(
+    "--strategy",
+    type=click.Choice(("zigzag", "interleave", "contiguous")),
+    help="Plan them by this one.",
+)
+@click.option(
+    "--placement",
+    metavar="[replicated|page_interleave|token_interleave[:I]]",
+    callback=_placement,
+    help="Plan them for pools that hold these keys.",
 )
 @require_option
 @html_option
@@ -42,6 +66,9 @@ CommandGroup.examples["lint"] = "cpattn lint plan.json"
 def lint(
     plans: tuple[Path, ...],
     captures: tuple[Path, ...],
+    ranks: int | None,
+    strategy: str | None,
+    placement: str | None,
     required: tuple[str, ...],
     html_path: Path | None,
     as_json: bool,
@@ -69,16 +96,22 @@ def lint(
       cpattn lint plan.json --shrink-to small.json
     What two ranks of an engine planned under cpattn.captures.capture:
       cpattn lint --capture run.0.cpcap --capture run.1.cpcap
+    The same batches, had 16 ranks shared out their keys:
+      cpattn lint --capture run.0.cpcap --ranks 16 --placement token_interleave:16
     """
     if not plans and not captures:
         raise click.UsageError("a PLAN or --capture must be given")
+    other = {"ranks": ranks, "strategy": strategy, "placement": placement}
+    other = {name: value for name, value in other.items() if value is not None}
+    if other and not captures:
+        raise click.UsageError(f"--{next(iter(other))} is of the batches of --capture")
     from ..findings import NOT_USABLE, NotUsable
     from ..linting.linter import lint as judge
     from ..requirements import require
 
     reports: list[Report] = []
     status = 0
-    for read in (*(partial(_of_file, plan) for plan in plans), partial(_recorded, captures)):
+    for read in (*(partial(_of_file, plan) for plan in plans), partial(_recorded, captures, other)):
         try:
             judged = map(judge, read())
             reports += (require(one, required) for one in judged) if required else judged
@@ -102,12 +135,19 @@ def _of_file(plan: Path) -> list[Any]:
     return [plan]
 
 
-def _recorded(captures: tuple[Path, ...]) -> list[Any]:
-    """The documents of recorded runs."""
+def _recorded(captures: tuple[Path, ...], other: dict[str, Any]) -> list[Any]:
+    """The documents of recorded runs, or of their batches planned otherwise."""
     from ..captures import read_captures
     from ..linting.adapters.captures import from_capture
 
-    return from_capture(read_captures(captures)) if captures else []
+    if not captures:
+        return []
+    run = read_captures(captures)
+    if other:
+        from ..captures.remade import planned_again  # needs cpattn
+
+        run = planned_again(run, **other)
+    return from_capture(run)
 
 
 def _text(report: Report) -> str:

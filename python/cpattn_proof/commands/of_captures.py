@@ -16,6 +16,7 @@ from cpattn_terminal.tables import Row, print_table
 from ..captures import Capture, read_captures
 from ..findings import NOT_USABLE, NotUsable
 
+_DECODE = "ContextParallel.plan_decode"
 _OTHER_OPTIONS = ("captures", "json_path")
 
 
@@ -53,11 +54,23 @@ def recorded_batches(paths: Sequence[Path]) -> list[tuple[list[int], list[int]]]
         batches = [
             (batch.extend_lens, batch.seq_lens)
             for batch in read_captures(paths).batches
-            if any(batch.extend_lens)
+            if any(batch.extend_lens) and batch.call.name != _DECODE
         ]
         if not batches:
             raise NotUsable("--capture: there is no batch with new tokens in it")
     return batches
+
+
+def largest_step(paths: Sequence[Path]) -> list[int]:
+    """The tokens before the new one of each sequence, in the recorded decode step of most keys."""
+    with not_usable():
+        steps = [batch for batch in read_captures(paths).batches if batch.call.name == _DECODE]
+        if not steps:
+            raise NotUsable(f"--decode recorded: there is no call of {_DECODE} in --capture")
+        step = max(steps, key=lambda batch: sum(batch.seq_lens))
+        if set(step.extend_lens) != {1}:
+            raise NotUsable("--decode recorded: sequences must have one new token each")
+    return [length - 1 for length in step.seq_lens]
 
 
 def _lines_on(capture: Capture) -> Iterator[str]:

@@ -18,13 +18,11 @@ from .calls import Site
 _POST = "RowExchange.post"
 _MOST_RANKS = 64
 #: Calls whose fields all ranks have to give alike.
+_BATCH = ("extend_lens", "seq_lens", "page_size", "cp_size", "placement", "block_tables", "slots")
 _ALIKE = {
-    "ContextParallel.plan": (
-        "extend_lens", "seq_lens", "page_size", "strategy", "cp_size", "placement", "block_tables",
-        "slots",
-    ),
-    "ContextParallel.plan_decode": ("kv_lens", "cp_size"),
-}  # fmt: skip
+    "ContextParallel.plan": (*_BATCH, "strategy"),
+    "ContextParallel.plan_decode": _BATCH,
+}
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,8 @@ def made_up(size=2, tokens=64, width=1_000_000, **other):
         plan = {
             "extend_lens": lens, "seq_lens": lens, "page_size": 4, "strategy": "zigzag",
             "cp_size": size, "cp_rank": rank, "placement": None, "block_tables": lens,
-            "slots": lens, "rows_per_rank": rows, "weights": None, "cut_pages": None, **other,
+            "slots": lens, "rows_per_rank": rows, "weights": None, "cut_pages": None,
+            "held_slots": None, "held_keys": None, **other,
         }  # fmt: skip
         sends = dict.fromkeys(others, rows[rank] * width)
         receives = {peer: rows[int(peer)] * width for peer in others}
@@ -209,7 +210,8 @@ def is_post(call):
 
 
 def decoded():
-    fields = {"kv_lens": np.array([3]), "cp_size": 1, "cp_rank": 0}
+    lens = dict.fromkeys(("extend_lens", "seq_lens", "block_tables", "slots"), np.array([3]))
+    fields = {**lens, "page_size": 4, "placement": "pages", "cp_size": 1, "cp_rank": 0}
     call = RecordedCall("ContextParallel.plan_decode", 0, 0.0, 0.1, fields)
     return Capture(({"rank": 0},), (call,))
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cpattn import _core
 from cpattn.captures import capture
 from cpattn.distributed import ContextParallel
+from cpattn.kv import PageInterleave, TokenInterleave
 from support.distributed.ring_worker import Case, run_cases
 
 LENS = {"extend_lens": [9, 4], "seq_lens": [14, 4], "block_tables": [[0, 2, 3, 1], [5, -1, -1, -1]]}
@@ -60,3 +61,13 @@ def record_layer(rank: int, folder: Path, strategy: str = "zigzag") -> list[int]
             cp.attend(plan, q, *caches)
             sent.append(cp.sent_bytes)
     return sent
+
+
+def record_shares(rank: int, folder: Path) -> None:
+    """Plans of a batch and of a decode step, over pools that share out pages and runs of tokens."""
+    ranks = {"shard_size": dist.get_world_size()}
+    for placement in (PageInterleave(**ranks, page_size=4), TokenInterleave(**ranks, interleave=2)):
+        with capture(folder / f"{type(placement).__name__}{{rank}}.cpcap"):
+            cp = ContextParallel(dist.group.WORLD, page_size=4, placement=placement)
+            cp.plan(**LENS)
+            cp.plan_decode(LENS["seq_lens"], block_tables=LENS["block_tables"])

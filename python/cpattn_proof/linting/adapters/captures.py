@@ -18,7 +18,8 @@ from ..intervals import Ints, ints
 from .pcp import from_segments
 from .runs import requests_of, row_runs, tokens_of, write_runs
 
-_BATCH, _POST = "ContextParallel.plan", "RowExchange.post"
+_BATCH, _DECODE = _BATCHES = ("ContextParallel.plan", "ContextParallel.plan_decode")
+_POST = "RowExchange.post"
 _LAYOUT = "PCPManager._build_batch_layout"
 
 
@@ -46,7 +47,7 @@ def from_capture(capture: Capture) -> list[dict[str, Any]]:
         If no batch was planned by `ContextParallel.plan`, a rank is missing, or the ranks planned
         unequal numbers of batches, or laid out batches of other lengths.
     """
-    if not capture.of(_BATCH) and (layouts := capture.of(_LAYOUT)):
+    if not capture.of(*_BATCHES) and (layouts := capture.of(_LAYOUT)):
         return _laid_out(layouts)
     steps = [list(_steps(capture, rank)) for rank in capture.ranks]
     counts = [len(of_rank) for of_rank in steps]
@@ -113,7 +114,7 @@ def _steps(capture: Capture, rank: int) -> Iterator[tuple[RecordedCall, list[Rec
     for call in capture.calls:
         if call.rank != rank:
             continue
-        if call.name == _BATCH:
+        if call.name in _BATCHES:
             if batch is not None:
                 yield batch, posts
             batch, posts = call, []
@@ -126,20 +127,52 @@ def _steps(capture: Capture, rank: int) -> Iterator[tuple[RecordedCall, list[Rec
 def _document(
     number: int, of_ranks: tuple[tuple[RecordedCall, list[RecordedCall]], ...]
 ) -> dict[str, Any]:
-    first = of_ranks[0][0].fields
-    extend = ints(first["extend_lens"]).copy()
-    totals = first["seq_lens"]
+    first = of_ranks[0][0]
+    fields, tokens = first.fields, len(first.fields["slots"])
+    extend = ints(fields["extend_lens"]).copy()
+    totals = fields["seq_lens"]
     prefix = np.zeros_like(extend) if totals is None else ints(totals) - extend
     if len(extend):
-        extend[-1] += len(first["slots"]) - int(extend.sum())  # padding counts as its tokens
-    batch = tokens_of(np.arange(int(extend.sum())), extend, prefix)
-    return {
+        extend[-1] += tokens - int(extend.sum())  # padding counts as its tokens
+    for call, _ in of_ranks:
+        rows, held = (call.fields.get(name) for name in ("local_q_indices", "held_slots"))
+        if (
+            call.name != first.name
+            or {tokens} != {len(call.fields["slots"]), tokens if held is None else len(held)}
+            or (rows is not None and rows.size and rows.max() >= tokens)
+        ):
+            raise NotUsable(
+                f"from_capture: {call.file}, line {call.line}: must be a {first.name} of {tokens} "
+                "new tokens, as that of rank 0 in this batch"
+            )
+    batch = tokens_of(np.arange(tokens), extend, prefix)
+    document = {
         "schema": SCHEMA,
-        "name": f"batch {number}",
+        "name": f"batch {number}, {len(of_ranks)} ranks{_loads(of_ranks, batch)}",
         "requests": requests_of(extend, prefix),
-        "cache": {"page_size": first["page_size"], "tables": first["block_tables"].tolist()},
+        "cache": {
+            "page_size": fields["page_size"],
+            "shared": fields["placement"] is not None,
+            "tables": fields["block_tables"].tolist(),
+        },
         "ranks": [_rank(call, posts, batch) for call, posts in of_ranks],
     }
+    return document | ({"queries": "all"} if first.name == _DECODE else {})
+
+
+def _loads(
+    of_ranks: tuple[tuple[RecordedCall, list[RecordedCall]], ...], batch: tuple[Ints, Ints]
+) -> str:
+    """Pairs of query and key of causal attention, and keys that ranks hold: most to the mean."""
+    fields = [call.fields for call, _ in of_ranks]
+    loads = {"keys": [one["held_keys"] for one in fields]}
+    if "local_q_indices" in fields[0]:
+        loads["pairs"] = [int((batch[1][one["local_q_indices"]] + 1).sum()) for one in fields]
+    return "".join(
+        f", {name} {max(of_rank) * len(of_rank) / max(sum(of_rank), 1):.3f} x the mean"
+        for name, of_rank in loads.items()
+        if None not in of_rank
+    )
 
 
 def _rank(
@@ -147,12 +180,13 @@ def _rank(
 ) -> dict[str, Any]:
     fields = call.fields
     request, position = batch
-    own = fields["local_q_indices"]
-    step = fields["cp_size"] if fields["strategy"] == "interleave" else 1
+    own = fields.get("local_q_indices", slice(None))
+    step = fields["cp_size"] if fields.get("strategy") == "interleave" else 1
+    slots = fields["slots"] if fields["held_slots"] is None else fields["held_slots"]
     return {
         "rows": row_runs(request[own], position[own], step),
         "tables": fields["block_tables"].tolist(),
-        "writes": write_runs(request, position, fields["slots"]),
+        "writes": write_runs(request, position, slots),
         "collectives": [message for post in posts for message in _messages(post)],
     }
 
