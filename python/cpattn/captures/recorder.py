@@ -132,7 +132,8 @@ class _Recorder:
         if keep is None or os.getpid() != self._pid or self._error:
             return
         try:
-            self._told.append((call.name, call.begin, call.end, keep(call)))
+            if (fields := keep(call)) is not None:
+                self._told.append((call.name, call.begin, call.end, fields))
         except Exception as error:  # which is ours: the call of the engine was right
             self._error = error
 

@@ -154,6 +154,55 @@ def _pcp_layout(call: Call) -> Fields:
     }
 
 
+def _dcp_tables(call: Call) -> Fields:
+    tables, sharded = call.args[0], call.kwargs.get("dcp_sharded")
+    return {
+        "cp_rank": tables.cp_rank,
+        "cp_size": tables.cp_size,
+        "interleave": tables.cp_interleave,
+        "block_sizes": list(tables.block_sizes),
+        "dcp_sharded": [True] * len(tables.block_sizes) if sharded is None else list(sharded),
+    }
+
+
+def _dcp_blocks(call: Call) -> Fields | None:
+    given = dict(zip(("req_index", "new_block_ids", "overwrite"), call.args[1:], strict=False))
+    given |= call.kwargs
+    if call.args[0].cp_size == 1:
+        return None
+    return {
+        "request": int(given["req_index"]),
+        "block_ids": list(map(list, given["new_block_ids"])),
+        "overwrite": bool(given["overwrite"]),
+    }
+
+
+def _dcp_step(call: Call) -> Fields | None:
+    runner = call.args[0]
+    if runner.dcp_size == 1:
+        return None
+    batch = call.kwargs.get("input_batch", call.args[-1])
+    if runner.pcp_manager is not None:  # then that is the part of this rank
+        batch = runner.pcp_manager._global_batch
+    import torch
+    from vllm.v1.attention.backends.utils import (  # type: ignore[import-not-found]
+        get_dcp_local_seq_lens,
+    )
+
+    share = runner.dcp_size, runner.dcp_rank, runner.cp_interleave
+    lens = batch.num_scheduled_tokens, batch.num_computed_tokens_np
+    extend, prefix = (np.array(of_batch, np.int64) for of_batch in lens)
+    local = get_dcp_local_seq_lens(torch.from_numpy(extend + prefix), *share)
+    return {
+        "cp_rank": runner.dcp_rank,
+        "cp_size": runner.dcp_size,
+        "requests": _ints(batch.idx_mapping_np),
+        "extend_lens": extend,
+        "prefix_lens": prefix,
+        "local_seq_lens": _ints(local),
+    }
+
+
 def _links(call: Call) -> Fields:
     return {
         "links": [
@@ -164,8 +213,9 @@ def _links(call: Call) -> Fields:
     }
 
 
-#: By the name of a call what is kept of it, on the thread that made it: copies, and values.
-TOLD: Mapping[str, Callable[[Call], Fields]] = {
+#: By the name of a call what is kept of it, on the thread that made it: copies, and values; None
+#: where it is not recorded.
+TOLD: Mapping[str, Callable[[Call], Fields | None]] = {
     "plan_attention": _attention_plan,
     "run_attention": _attention_run,
     "build_cp_metadata": _metadata,
@@ -184,8 +234,11 @@ TOLD: Mapping[str, Callable[[Call], Fields]] = {
         _rank_call,
     ),
     "RowExchange.post": _post,
-    # vLLM's GPU worker makes this call; our plug-in for vLLM has it announced.
+    # vLLM's GPU worker makes these calls; our plug-in for vLLM has them announced.
     "PCPManager._build_batch_layout": _pcp_layout,
+    "BlockTables.__init__": _dcp_tables,
+    "BlockTables.append_block_ids": _dcp_blocks,
+    "GPUModelRunner.prepare_attn": _dcp_step,
     "plan_kv_transfer": _transfer,
     "plan_kv_links": _links,
 }

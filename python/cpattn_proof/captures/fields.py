@@ -193,6 +193,26 @@ CALLS: Mapping[str, Mapping[str, Rule]] = {
         "prefix_lens": _LENS,
         "segments": _array(2, 0),
     },
+    "BlockTables.__init__": {
+        "cp_rank": _RANK,
+        "cp_size": _RANKS,
+        "interleave": _SIZE,
+        "block_sizes": _list_of(_SIZE),
+        "dcp_sharded": _list_of(_BOOL),
+    },
+    "BlockTables.append_block_ids": {
+        "request": _COUNT,
+        "block_ids": _list_of(_list_of(_COUNT)),
+        "overwrite": _BOOL,
+    },
+    "GPUModelRunner.prepare_attn": {
+        "cp_rank": _RANK,
+        "cp_size": _RANKS,
+        "requests": _array(1, 0),
+        "extend_lens": _NEW_LENS,
+        "prefix_lens": _LENS,
+        "local_seq_lens": _LENS,
+    },
     "RowExchange.post": {
         "cp_rank": _RANK,
         "exchange": _TEXT,

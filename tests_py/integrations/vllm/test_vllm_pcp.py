@@ -15,14 +15,16 @@ with warnings.catch_warnings():  # of what vLLM imports
     pytest.importorskip("vllm", reason="vllm is not installed")
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
-    from vllm.v1.worker.gpu import pcp_manager
+    from vllm.v1.worker.gpu import buffer_utils, pcp_manager
+    from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from cpattn.captures import capture
 from cpattn.context_parallel.vllm_0_32 import build_pcp_layout, pcp_segments
 from cpattn.integrations.vllm import plugin
 from cpattn.kv import TokenInterleave
-from cpattn_proof import lint, read_captures
+from cpattn_proof import NotUsable, lint, read_captures
 from cpattn_proof.linting.adapters.captures import from_capture
 from cpattn_proof.linting.adapters.decode import from_local_lens
 from cpattn_proof.linting.adapters.pcp import from_segments
@@ -169,12 +171,17 @@ BATCHES = [([40, 1, 5], [16, 24, 0], [1, 0, 1]), ([1, 1, 1], [40, 8, 3], [0, 0, 
 
 @pytest.fixture
 def announced(monkeypatch):
-    """The manager as the plug-in leaves it in a process that is recorded; undone in the end."""
-    own = pcp_manager.PCPManager._build_batch_layout
-    monkeypatch.setattr(pcp_manager.PCPManager, "_build_batch_layout", own)
+    """Classes as the plug-in leaves them in a process that is recorded; undone in the end."""
+    manager = pcp_manager.PCPManager
+    names = {manager: ["_build_batch_layout"], BlockTables: ["__init__", "append_block_ids"]}
+    for owner, name in [(o, n) for o, each in names.items() for n in each] + [
+        (GPUModelRunner, "prepare_attn")
+    ]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    own = manager._build_batch_layout
     plugin.announce_layouts()
     plugin.announce_layouts()  # as often as vLLM loads plug-ins
-    assert pcp_manager.PCPManager._build_batch_layout.__wrapped__ is own
+    assert manager._build_batch_layout.__wrapped__ is own
 
 
 def record(folder, monkeypatch, process, rank):
@@ -198,3 +205,51 @@ def test_batches_of_all_ranks_are_proved(tmp_path, monkeypatch):
         report = lint(document)
         assert report.proved, report.text()
         assert set(report.checked) >= {"OWN", "COV", "LEN"}
+
+
+def record_steps(folder, monkeypatch, process, interleave):
+    """A worker of DCP over two ranks: a chunk and a short prompt, then a step of both."""
+    monkeypatch.setenv("RANK", str(process))
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)  # which a CPU is without
+    for name in ("gather_block_tables", "compute_slot_mappings"):  # kernels
+        monkeypatch.setattr(BlockTables, name, lambda *_, **__: ())
+    share = {"cp_size": 2, "cp_rank": process % 2, "cp_interleave": interleave}
+    with capture(folder / f"{process}.cpcap") as path:
+        sizes = {"block_sizes": [4, 8], "max_num_blocks_per_group": [8, 8]}
+        limits = {"max_num_reqs": 4, "max_num_batched_tokens": 64, "device": CPU}
+        tables = BlockTables(**sizes, **limits, **share, dcp_sharded=[True, False])
+        runner = SimpleNamespace(
+            block_tables=tables, pcp_manager=None, dcp_size=2, dcp_rank=process % 2,
+            cp_interleave=interleave,
+        )  # fmt: skip
+        tables.append_block_ids(3, ([5], [7]), overwrite=True)
+        tables.append_block_ids(1, ([2, 9], [1]), overwrite=True)
+        for extend, prefix in (([10, 7], [0, 0]), ([1, 1], [10, 7])):
+            batch = InputBatch.make_dummy(2, sum(extend), InputBuffers(2, sum(extend), CPU))
+            given = {"idx_mapping_np": np.array([1, 3]), "num_scheduled_tokens": np.array(extend)}
+            batch = replace(batch, **given, num_computed_tokens_np=np.array(prefix))
+            GPUModelRunner.prepare_attn(runner, batch)
+            tables.append_block_ids(3, ([4], [8]), overwrite=False)
+    return path
+
+
+@pytest.mark.usefixtures("announced")
+def test_steps_of_dcp_are_proved_and_ranks_of_another_interleave_refuted(tmp_path, monkeypatch):
+    paths = [record_steps(tmp_path, monkeypatch, process, 2) for process in range(4)]
+    documents = from_capture(read_captures(paths))
+    assert len(documents) == 4  # two steps of two groups, in the cache that is shared out
+    for document in documents:
+        report = lint(document)
+        assert report.proved, report.text()
+        assert set(report.checked) >= {"OWN", "LEN"}
+    assert documents[1]["ranks"][1]["tables"] == [[2, 9], [5, 4]]
+    assert [rank["key_lens"] for rank in documents[1]["ranks"]] == [[6, 4], [5, 4]]
+    paths[1].unlink()
+    paths[1] = record_steps(tmp_path, monkeypatch, 1, 1)
+    refuted = [lint(document) for document in from_capture(read_captures(paths))]
+    assert {found.kind for report in refuted for found in report.findings} == {"len-keys"}
+    run = read_captures(paths)
+    with pytest.raises(
+        NotUsable, match=r"0\.cpcap, line 3: no BlockTables.__init__ or .* before it"
+    ):
+        from_capture(replace(run, calls=run.calls[1:]))

@@ -62,10 +62,17 @@ def register() -> None:
 
 
 def announce_layouts() -> None:
-    """Have captures hear how the GPU worker of vLLM shares out batches over ranks of PCP."""
+    """Have captures hear how the GPU worker of vLLM shares out batches over ranks of PCP, DCP."""
+    from vllm.v1.worker.gpu.block_table import BlockTables  # type: ignore[import-not-found]
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # type: ignore[import-not-found]
     from vllm.v1.worker.gpu.pcp_manager import PCPManager  # type: ignore[import-not-found]
 
-    function = PCPManager._build_batch_layout
-    if not hasattr(function, "__wrapped__"):
-        announce = announced("PCPManager._build_batch_layout")
-        PCPManager._build_batch_layout = announce(function)
+    for owner, name in (
+        (PCPManager, "_build_batch_layout"),
+        (BlockTables, "__init__"),
+        (BlockTables, "append_block_ids"),
+        (GPUModelRunner, "prepare_attn"),
+    ):
+        function = getattr(owner, name)
+        if not hasattr(function, "__wrapped__"):
+            setattr(owner, name, announced(f"{owner.__name__}.{name}")(function))

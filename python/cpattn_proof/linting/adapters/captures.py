@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded runs: a document for each batch that all ranks planned, with what they sent.
 
-Of vLLM's GPU worker these are the segments of prefill context parallelism.
+Of vLLM's GPU worker these are the segments of prefill context parallelism, and the local lengths
+and block tables of decode context parallelism.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,20 +17,24 @@ from ...captures import Capture, RecordedCall
 from ...findings import NotUsable
 from ..document import SCHEMA
 from ..intervals import Ints, ints
+from .decode import from_local_lens
 from .pcp import from_segments
 from .runs import requests_of, row_runs, tokens_of, write_runs
 
 _BATCH, _DECODE = _BATCHES = ("ContextParallel.plan", "ContextParallel.plan_decode")
 _POST = "RowExchange.post"
 _LAYOUT = "PCPManager._build_batch_layout"
+_TABLES, _APPEND = "BlockTables.__init__", "BlockTables.append_block_ids"
+_STEP = "GPUModelRunner.prepare_attn"
 
 
 def from_capture(capture: Capture) -> list[dict[str, Any]]:
     """Make a document of each batch in the captures of all ranks of a `ContextParallel`.
 
     Where there is none, but ranks of vLLM's ``PCPManager`` laid batches out, of each of these, with
-    the segments of a rank from its own record. Ranks of tensor parallelism, which have the same
-    rank of context parallelism, give documents of their own.
+    the segments of a rank from its own record; and of each step of decode context parallelism, with
+    the local lengths and block tables of each rank. Ranks of tensor parallelism, which have the
+    same rank of context parallelism, give documents of their own.
 
     Parameters
     ----------
@@ -47,8 +53,12 @@ def from_capture(capture: Capture) -> list[dict[str, Any]]:
         If no batch was planned by `ContextParallel.plan`, a rank is missing, or the ranks planned
         unequal numbers of batches, or laid out batches of other lengths.
     """
-    if not capture.of(*_BATCHES) and (layouts := capture.of(_LAYOUT)):
-        return _laid_out(layouts)
+    layouts, shares = capture.of(_LAYOUT), list(_shares(capture))
+    if not capture.of(*_BATCHES) and (layouts or shares):
+        return [
+            {**document, "name": f"batch {number}"}
+            for number, document in enumerate(_laid_out(layouts) + _laid_out(shares))
+        ]
     steps = [list(_steps(capture, rank)) for rank in capture.ranks]
     counts = [len(of_rank) for of_rank in steps]
     if not any(counts):
@@ -63,6 +73,8 @@ def from_capture(capture: Capture) -> list[dict[str, Any]]:
 
 def _laid_out(layouts: list[RecordedCall]) -> list[dict[str, Any]]:
     """Documents of what vLLM's ranks laid out, for each set of ranks of context parallelism."""
+    if not layouts:
+        return []
     processes: dict[int, list[RecordedCall]] = {}
     for call in layouts:
         processes.setdefault(call.rank, []).append(call)
@@ -87,8 +99,6 @@ def _laid_out(layouts: list[RecordedCall]) -> list[dict[str, Any]]:
         if len(set(batches)) > 1:
             raise NotUsable(f"from_capture: ranks must have laid out as many, got {batches}")
         documents += [_layout(calls) for calls in zip(*ranks, strict=True)]
-    for number, document in enumerate(documents):
-        document["name"] = f"batch {number}"
     return documents
 
 
@@ -100,11 +110,59 @@ def _layout(calls: tuple[RecordedCall, ...]) -> dict[str, Any]:
         lens = call.fields["extend_lens"], call.fields["prefix_lens"]
         if not all(map(np.array_equal, lens, (extend, prefix))) or len(extend) != len(prefix):
             raise NotUsable(f"{where}: lengths must be those of rank 0 in this batch")
+        if call.name == _STEP:
+            continue
         columns = call.fields["segments"].T
         if len(columns) != 6 or (columns.size and columns[1].max() >= len(extend)):
             raise NotUsable(f"{where}: segments must have 6 columns, of {len(extend)} requests")
         segments.append(columns[1:, columns[0] == rank])
+    if calls[0].name == _STEP:
+        fields = [call.fields for call in calls]
+        return from_local_lens(
+            (extend + prefix).tolist(),
+            [one["local_seq_lens"] for one in fields],
+            [one["block_tables"] for one in fields],
+            block_size=fields[0]["block_size"],
+            interleave=fields[0]["interleave"],
+            query_lens=extend.tolist(),
+        )
     return from_segments(segments, extend.tolist(), prefix.tolist())
+
+
+def _shares(capture: Capture) -> Iterator[RecordedCall]:
+    """Each step of DCP, once for each cache that is shared out, with its block tables."""
+    for rank in capture.ranks:
+        tables: dict[str, Any] = {}
+        blocks: dict[int, list[list[int]]] = {}  # by request, for each cache
+        for call in capture.calls:
+            if call.rank != rank or call.name not in (_TABLES, _APPEND, _STEP):
+                continue
+            fields = call.fields
+            if call.name == _TABLES:
+                tables, blocks = dict(fields), {}
+                continue
+            caches = len(tables.get("block_sizes", ()))
+            if call.name == _APPEND and len(fields["block_ids"]) == caches:
+                old = blocks.get(fields["request"])
+                kept = [[]] * caches if old is None or fields["overwrite"] else old
+                pairs = zip(kept, fields["block_ids"], strict=True)
+                blocks[fields["request"]] = [had + new for had, new in pairs]
+                continue
+            if call.name == _APPEND or not blocks.keys() >= set(fields["requests"].tolist()):
+                raise NotUsable(
+                    f"from_capture: {call.file}, line {call.line}: no {_TABLES} or {_APPEND} of "
+                    "these requests and caches before it"
+                )
+            chosen = [blocks[one] for one in fields["requests"].tolist()]
+            for number in np.flatnonzero(tables["dcp_sharded"]).tolist():
+                rows = [of_caches[number] for of_caches in chosen]
+                width = max(map(len, rows), default=0)
+                more = {
+                    "block_tables": [row + [-1] * (width - len(row)) for row in rows],
+                    "block_size": tables["block_sizes"][number],
+                    "interleave": tables["interleave"],
+                }
+                yield replace(call, fields={**fields, **more})
 
 
 def _steps(capture: Capture, rank: int) -> Iterator[tuple[RecordedCall, list[RecordedCall]]]:
