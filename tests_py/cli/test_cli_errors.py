@@ -88,6 +88,8 @@ replay --model dsa --kv-dtype fp8 --dtype float32
   => must be bfloat16 with --kv-dtype fp8, got float32
 replay --model dsa --prefill-impl flashmla_kv => it needs --kv-dtype fp8
 replay --model dsa --kv-dtype int8 => --kv-dtype must be auto, bf16 or fp8 with .*, got int8
+replay --weights 4,1,1 => --weights must be 2 numbers above 0, .* got 4,1,1
+replay --weights 4,1 --strategy interleave => --weights must be .* --strategy zigzag or contiguous
 replay --pp-size 5 => --pp-size must be at most the number of layers, 4, got 5
 replay --decode-tokens 4 => --decode-tokens 4 needs --disaggregate
 replay --no-check --check-rows 4 => --check-rows 4 needs --check, got --no-check

@@ -113,6 +113,13 @@ def test_a_rank_may_have_nothing_to_do(model, cp_size, pp_size, strategy, budget
     assert 0 in [rank for batch in report.batches for rank in batch.rank_rows]
 
 
+def test_ranks_have_rows_in_proportion_to_their_weights():
+    report = replay(REQUESTS, replace(OPTIONS, model=SMALL, weights=(4, 1)))
+    assert report.passed
+    assert sum(batch.rank_rows[0] for batch in report.batches) >= 17 / 2
+    assert "zigzag by 4:1 over 2 ranks" in report.options.title
+
+
 def test_a_failing_worker_says_why():
     lease = Lease(blocks=(), cached_tokens=0)
     chunk = Chunk(0, Request(0, 3, 1, (0,)), lease, begin=0, end=3)

@@ -89,15 +89,17 @@ _operators.define_with_out(
 )
 
 
-def _metadata(options: dict[str, Any]) -> _core.ContextParallelMetadata:
+def _metadata(options: dict[str, Any], page_size: int) -> _core.ContextParallelMetadata:
     """Built from the arguments that describe the batch, which are taken out."""
-    keys = ("cp_rank", "cp_size", "strategy", "num_tokens")
+    keys = ("cp_rank", "cp_size", "strategy", "num_tokens", "weights")
     given = {key: options.pop(key) for key in keys if key in options}
+    given["page_size"] = page_size if options.pop("whole_pages", False) else None
     return build_cp_metadata(options.pop("extend_lens"), options.pop("seq_lens"), **given)
 
 
 def _do_cp_attn_fia(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) -> Any:
-    metadata = _metadata(_with_window(with_scales("do_cp_attn_fia", options)))
+    batch = _with_window(with_scales("do_cp_attn_fia", options))
+    metadata = _metadata(batch, options["page_size"])
     return do_cp_attn_fia(q, k_cache, v_cache, metadata, **options, return_lse=True)
 
 
@@ -136,9 +138,10 @@ def _do_cp_attn_fia_out(
         columns = q.shape[-1] + (0 if q_rope is None else q_rope.shape[-1])
         scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
     _core.do_cp_attn_fia(
-        q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
-        scale, causal, around, softcap, (bias, alibi_slopes, relative_bias), sinks, custom_mask,
-        packed_custom_mask, q_rope, k_rope, v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
+        q, k_cache, v_cache, _metadata(batch, page_size), block_tables, page_size, num_heads,
+        num_kv_heads, scale, causal, around, softcap, (bias, alibi_slopes, relative_bias), sinks,
+        custom_mask, packed_custom_mask, q_rope, k_rope, v_head_dim, k_scale, v_scale, kv_dtype,
+        out, lse,
     )  # fmt: skip
 
 
@@ -166,7 +169,8 @@ _operators.define_with_out(
     f"SymInt? window=None, SymInt? window_right=None, float softcap=0.0, {_BIASES}, "
     "Tensor? sinks=None, Tensor? custom_mask=None, Tensor? packed_custom_mask=None, "
     "Tensor? q_rope=None, Tensor? k_rope=None, SymInt? v_head_dim=None, "
-    f"{SCALES}, str strategy='zigzag', SymInt? num_tokens=None)",
+    f"{SCALES}, str strategy='zigzag', SymInt? num_tokens=None, float[]? weights=None, "
+    "bool whole_pages=False)",
     "out lse",
     _do_cp_attn_fia,
     _do_cp_attn_fia_out,

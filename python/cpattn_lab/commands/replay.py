@@ -13,7 +13,7 @@ from cpattn import torch_guard
 from cpattn.context_parallel.exchanges import ON_ALL_RANKS
 from cpattn_terminal import streams
 from cpattn_terminal.command_group import CommandGroup, refusals_by_option
-from cpattn_terminal.options import Integer, Number
+from cpattn_terminal.options import Integer, IntegerList, Number
 
 from .declarations import (
     DTYPES,
@@ -58,6 +58,7 @@ CommandGroup.examples["replay"] = "cpattn replay --requests 16 --html report.htm
 @option("--cp-size", 2, "Processes of a pipeline stage, which share out its tokens.", SIZE)
 @option("--pp-size", 1, "Pipeline stages, which share out the layers and take turns.", SIZE)
 @option("--strategy", "zigzag", "How sequences are cut.", _STRATEGY)
+@click.option("--weights", type=IntegerList(1 << 16), help="Speeds of ranks, as 4,1; else equal.")
 @click.option(
     "--placement",
     default="replicated",

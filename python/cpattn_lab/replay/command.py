@@ -42,6 +42,7 @@ def settings_of(
     disaggregate: bool,
     decode_tokens: int | None,
     decode_ranks: int | None,
+    weights: Sequence[int] | None,
     **options: Any,
 ) -> ReplayOptions:
     """Return the settings of options; a ValueError names those that do not go together."""
@@ -51,6 +52,13 @@ def settings_of(
         raise ValueError(f"--decode-ranks {decode_ranks} needs --disaggregate")
     if check_rows and not check:
         raise ValueError(f"--check-rows {check_rows} needs --check, got --no-check")
+    if weights is not None:
+        size = options["cp_size"]
+        if len(weights) != size or min(weights) < 1 or options["strategy"] == "interleave":
+            raise ValueError(
+                f"--weights must be {size} numbers above 0, one for each rank of --cp-size, and go "
+                f"with --strategy zigzag or contiguous, got {','.join(map(str, weights))}"
+            )
     config = _model(model, dtype, seed, options)
     _check_pages(options["page_size"], options["scale_lengths"], options["pool_tokens"])
     if options["pp_size"] > config.num_layers:
@@ -63,6 +71,7 @@ def settings_of(
         check_rows=(check_rows or CHECK_ROWS) if check else 0,
         decode_tokens=(decode_tokens or DECODE_TOKENS) if disaggregate else 0,
         decode_ranks=decode_ranks or 1,
+        weights=None if weights is None else tuple(weights),
         **options,
     )
     _check_processes(settings)

@@ -201,6 +201,7 @@ def _worker_config(options: ReplayOptions) -> WorkerConfig:
         model=options.model,
         cp_size=options.cp_size,
         strategy=options.strategy,
+        weights=options.weights,
         page_size=options.page_size,
         num_pages=options.rank_pages,
         num_threads=num_threads(options),

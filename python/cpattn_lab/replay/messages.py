@@ -40,6 +40,7 @@ class WorkerConfig:
     num_slots: int = 0  # of first tokens for a decode process; 0: there is none
     placement: Placement | None = None  # which rank's pool has which keys; None: all have all
     exchange: str = "auto"
+    weights: tuple[int, ...] | None = None  # speeds of ranks; None: equal ones
     address: str = "127.0.0.1"  # of the host of this rank
 
     @property

@@ -64,6 +64,7 @@ class Rank:
         self._cp = ContextParallel(
             group,
             strategy=config.strategy,
+            weights=config.weights,
             page_size=config.page_size,
             placement=config.placement,
             exchange=config.exchange,

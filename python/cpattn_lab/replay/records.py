@@ -35,6 +35,7 @@ class ReplayOptions:
     model: DecoderConfig = field(default_factory=DenseConfig)
     cp_size: int = 2
     strategy: str = "zigzag"
+    weights: tuple[int, ...] | None = None  # speeds of the ranks of a stage; None: equal ones
     page_size: int = 32
     token_budget: int = 4096
     pool_tokens: int = 32768
@@ -94,7 +95,8 @@ class ReplayOptions:
         pools = f", {self.placement} by {self.exchange}" if self.is_sharded else ""
         link = f" with {self.link_gbps:g} Gbit/s" if self.link_gbps else ""
         hosts = f" on {self.hosts} hosts{link}" if self.hosts > 1 else ""
-        return f"{self.strategy} over {ranks}{stages}{hosts}{pools}{decode}"
+        weights = f" by {':'.join(map(str, self.weights))}" if self.weights else ""
+        return f"{self.strategy}{weights} over {ranks}{stages}{hosts}{pools}{decode}"
 
     @property
     def num_processes(self) -> int:

@@ -265,8 +265,10 @@ def _by_others(
             plans = [shard_plan(plan, placement=where, **sizes) for plan in plans]
     for rank, plan in enumerate(plans):
         told = Call(call.name, 0, 0, (SimpleNamespace(placement=where), *lens), {}, plan)
-        again = written(TOLD[call.name](told))
-        yield RecordedCall(call.name, rank, call.at, call.seconds, again, call.file, call.line)
+        kept = TOLD[call.name](told)
+        assert kept is not None  # as of every plan
+        fields = written(kept)
+        yield RecordedCall(call.name, rank, call.at, call.seconds, fields, call.file, call.line)
 
 
 def _recorded_name(placement: str | None) -> str:

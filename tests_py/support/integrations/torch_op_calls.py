@@ -57,8 +57,9 @@ class Call:
         if self.library == "npu":
             return as_tuple(getattr(cpattn.npu, self.name)(*self.args, **kwargs))
         if self.name == "do_cp_attn_fia":
-            keys = ("cp_rank", "cp_size", "strategy", "num_tokens")
+            keys = ("cp_rank", "cp_size", "strategy", "num_tokens", "weights")
             batch = {key: kwargs.pop(key) for key in keys if key in kwargs}
+            batch["page_size"] = kwargs["page_size"] if kwargs.pop("whole_pages", False) else None
             batch |= {key: kwargs.pop(key) for key in ("extend_lens", "seq_lens")}
             kwargs["metadata"] = cpattn.build_cp_metadata(**batch)
         if self.results == ("out", "lse"):
@@ -126,6 +127,8 @@ def calls() -> list[Call]:
     fia |= {"num_kv_heads": KV_HEADS, "scale": None}
     narrow = (q.flatten(1), k_cache, v_cache[..., :16].contiguous())
     interleaved = fia | {"strategy": "interleave", "num_tokens": 18, "scale": 0.3}
+    weighted = {"strategy": "contiguous", "weights": [2.0, 3.0], "whole_pages": True}
+    weighted["cp_rank"] = 0
     biased = {"eps": 1e-3, "q_bias": rand(LORA_RANK), "kv_bias": rand(KV_RANK)}
     epsilons = {"q_eps": 1e-6, "kv_eps": 1e-5}
     attended, split = ("out", "lse"), ("q", "k_nope", "k_pe")
@@ -143,6 +146,7 @@ def calls() -> list[Call]:
         Call("paged_attention", (q, k_cache, v_cache), csr | options, attended),
         Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), fia, attended),
         Call("do_cp_attn_fia", narrow, interleaved, attended),
+        Call("do_cp_attn_fia", narrow, fia | weighted, attended, label=" of ranks of other speed"),
         *cp_attention_options(q, k_cache, v_cache, fia, rand),
         Call("indexer_logits", indexer),
         Call("indexer_logits", indexer, {"k_scale": rand(12).abs()}),
