@@ -31,7 +31,7 @@ PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 export MAKE_TIMES ?= $(CURDIR)/build/times-$(shell echo $$PPID)
 TIMED = scripts/timed.sh
 
-.PHONY: demo extension test-cpp test test-all coverage test-asan test-engines test-in-engines test-outside fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
+.PHONY: demo extension test-cpp test test-all coverage test-asan test-engines test-in-engines test-outside fuzz soak families false-alarms-plans false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
 
 demo: .venv/.build  ## the main job: replays serving traffic over two processes; options in ARGS
 	@$(MAKE) --no-print-directory -j 2 extension .venv/.demo
@@ -96,6 +96,9 @@ soak: build .venv/.ready  ## random faults of ranks for SECONDS, an hour by defa
 
 families: build .venv/.ready  ## tries every text model of transformers, and writes docs/how_to/transformers_models.md
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.transformers.family_table
+
+false-alarms-plans: build .venv/.ready  ## lints random right plans, 10,000 by default; options in ARGS (--plans 500, --seed 7, --only 7)
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.proof.random_plans $(ARGS)
 
 false-alarms-programs: build .venv/.ready  ## random right programs on simulated ranks, 10,000 by default; options in ARGS (--programs 500, --seed 7, --only 7)
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.proof.random_programs $(ARGS)

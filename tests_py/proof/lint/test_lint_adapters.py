@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cpattn
+from cpattn.distributed.plans.plan import make_plan
 from cpattn.kv import MHATokenToKVPool
 from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
 from cpattn_proof import NotUsable, lint, simulate
@@ -81,6 +82,20 @@ def test_plans_of_a_group_with_tables_and_slots():
     second = replace(second, tokens=replace(second.tokens, given_slots=slots))
     assert kinds(from_plans([first, second], num_pages=3)) == {"own-slot"}
     assert kinds(from_plans([first, second], num_pages=2)) == {"own-slot", "len-pages", "addr-slot"}
+
+
+def test_padding_is_left_out_and_the_token_before_it_is_not():
+    lens, given = ([5, 3], [6, 9]), {"block_tables": [[0, 1, -1], [2, 3, 4]], "page_size": 4}
+    options = {"cp_size": 3, "strategy": "interleave", "num_tokens": 12}
+    metadata = cpattn.build_cp_metadata_all_ranks(*lens, **options)
+    given |= {"out_cache_loc": None, "pad_to_physical": False}
+    document = from_plans([make_plan(one, lens[0], **given) for one in metadata], num_pages=5)
+    assert document["requests"][1] == {"prefix": 6, "extend": 3, "pad": 4}
+    assert lint(document).proved
+    for rank in document["ranks"]:
+        rank["segments"]["keys"][-1] += 1
+        rank["writes"]["count"][-1] -= 1
+    assert kinds(document) >= {"own-slot", "pad-keys"}
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 3))

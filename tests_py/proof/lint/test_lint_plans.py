@@ -11,8 +11,13 @@ from cpattn_proof import NotUsable, lint
 from cpattn_proof.linting import linter, shrinking
 from cpattn_proof.linting.shrinking import cut, without
 from support.proof.plans import batches, document_of, kinds, with_cache
+from support.proof.random_plans import KINDS, alarm_of
 
 DECIDED = {"OWN", "COV", "LEN", "PAD", "ADDR"}
+
+
+def test_random_plans_of_every_kind_raise_no_finding():
+    assert [alarm for number in range(4 * len(KINDS)) if (alarm := alarm_of(1, number))] == []
 
 
 @given(batches())

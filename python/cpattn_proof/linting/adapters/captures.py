@@ -190,8 +190,10 @@ def _document(
     extend = ints(fields["extend_lens"]).copy()
     totals = fields["seq_lens"]
     prefix = np.zeros_like(extend) if totals is None else ints(totals) - extend
-    if len(extend):
-        extend[-1] += tokens - int(extend.sum())  # padding counts as its tokens
+    requests, padding = requests_of(extend, prefix), tokens - int(extend.sum())
+    if padding > 0 and requests:
+        requests[-1]["pad"] = padding
+        extend[-1] += padding
     for call, _ in of_ranks:
         rows, held = (call.fields.get(name) for name in ("local_q_indices", "held_slots"))
         if (
@@ -207,7 +209,7 @@ def _document(
     document = {
         "schema": SCHEMA,
         "name": f"batch {number}, {len(of_ranks)} ranks{_loads(of_ranks, batch)}",
-        "requests": requests_of(extend, prefix),
+        "requests": requests,
         "cache": {
             "page_size": fields["page_size"],
             "shared": fields["placement"] is not None,

@@ -114,6 +114,7 @@ def from_plans(
     document = from_metadata(
         metadata, extend.tolist(), prefix.tolist(), causal=causal, window=window
     )
+    set_padding(document, plans[0].num_padding_tokens)
     document["cache"] = {
         "page_size": plans[0].page_size,
         "tables": np.asarray(plans[0].block_tables).tolist(),
@@ -124,6 +125,32 @@ def from_plans(
         rank["writes"] = write_runs(request, position, plan.slots)
         rank["tables"] = np.asarray(plan.block_tables).tolist()
     return document
+
+
+def set_padding(document: dict[str, Any], padding: int) -> None:
+    """Make the last tokens of the batch padding: nobody reads what attention makes of their rows.
+
+    Their keys are in no page of their own, where tables are.
+    """
+    if not padding:
+        return
+    last = len(document["requests"]) - 1
+    request = document["requests"][last]
+    request |= {"extend": request["extend"] - padding, "pad": padding}
+    end = request["prefix"] + request["extend"]
+    for part in document["ranks"]:
+        calls = {name: ints(column) for name, column in part.get("segments", {}).items()}
+        if calls:
+            step = calls.get("step", np.ones_like(calls["rows"]))
+            over = np.clip(-((end - calls["keys"]) // step), 0, calls["rows"])
+            over[calls["request"] != last] = 0
+            calls |= {"rows": calls["rows"] - over, "keys": calls["keys"] - over * step}
+            real = calls["rows"] > 0
+            part["segments"] = {name: column[real].tolist() for name, column in calls.items()}
+    if "restore" in document:
+        counts = ints(document["restore"]["count"])
+        left = int(counts.sum()) - padding - offsets(counts)[:-1]
+        document["restore"]["count"] = np.clip(left, 0, counts).tolist()
 
 
 def _blocks(metadata: Any) -> tuple[Ints, Ints] | None:

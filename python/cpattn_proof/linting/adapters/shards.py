@@ -16,7 +16,7 @@ import numpy as np
 from ...findings import NotUsable
 from ..document import SCHEMA
 from ..intervals import Ints, ints, offsets
-from .context_parallel import from_metadata
+from .context_parallel import from_metadata, set_padding
 from .runs import requests_of, row_runs, tokens_of, write_runs
 from .selections import from_topk
 from .windows import Window, attention_rule
@@ -146,6 +146,7 @@ def from_sharded_plans(
     else:
         metadata = [plan.metadata for plan in plans]
         document = from_metadata(metadata, extend.tolist(), prefix.tolist())
+        set_padding(document, plans[0].num_padding_tokens)
     tables = _tables(whole.shares)
     document["cache"] = _cache(tables, plans[0].page_size, num_pages)
     left, right = window if isinstance(window, tuple) else (window, None)
@@ -165,7 +166,9 @@ def from_sharded_plans(
             for source in sources
             for call in plan.batch.calls(source, mine, causal=causal, window=sides)
         ]
-        part["segments"] = _segments(calls, whole.rows.request[mine], slots, plan.placement)
+        request, position = whole.rows.request[mine], whole.rows.position[mine]
+        real = position < lengths[request]
+        part["segments"] = _segments(calls, request, real, slots, plan.placement)
     return document
 
 
@@ -287,8 +290,10 @@ class _Slots:
         return np.where(index < 0, self._lengths[request], found)
 
 
-def _segments(calls: _Calls, request: Ints, slots: _Slots, placement: Any) -> dict[str, list[int]]:
-    """A line for each row and each run of positions that it sees."""
+def _segments(
+    calls: _Calls, request: Ints, real: Any, slots: _Slots, placement: Any
+) -> dict[str, list[int]]:
+    """A line for each row that is no padding, and each run of positions that it sees."""
     lines: list[tuple[int, int, int, int]] = []
     pairs = 0
     for source, call in calls:
@@ -313,7 +318,7 @@ def _segments(calls: _Calls, request: Ints, slots: _Slots, placement: Any) -> di
                 visible = np.unpackbits(bits, count=visible.size, bitorder="little")
                 visible = visible.reshape(len(rows), size).astype(bool)
                 first_byte += -(-visible.size // 8)
-            for row, sees in zip(rows, visible, strict=True):
+            for row, sees in zip(rows[real[rows]], visible[real[rows]], strict=True):
                 lines += _runs_of(int(request[row]), int(row), read[sees])
     names = ("request", "row", "first", "keys")
     columns = {name: [line[i] for line in lines] for i, name in enumerate(names)}
