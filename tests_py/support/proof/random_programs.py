@@ -10,13 +10,17 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 os.environ.update(CPATTN_NUM_THREADS="1", OMP_NUM_THREADS="1")
 
 import torch
 import torch.distributed as dist
 
+from cpattn import build_cp_metadata
+from cpattn.context_parallel.halo import plan_halo, plan_relayout
 from cpattn.distributed import ContextParallel
+from cpattn.kv import PageInterleave, TokenInterleave
 from cpattn_proof import NotUsable, simulate
 from support.proof.collective_programs import STEPS, Step
 
@@ -115,24 +119,63 @@ def _context_parallel(step: Step) -> list[torch.Tensor]:
     extend = [chance.randint(0, 30) for _ in range(chance.randint(1, 3))]
     extend[0] += 1
     whole = [new + chance.choice((0, chance.randint(0, 20))) for new in extend]
-    strategy = chance.choice(("zigzag", "interleave", "contiguous"))
+    options = _layout_options(step)
     pages = -(-max(whole) // 4)
     tables = torch.arange(len(extend) * pages, dtype=torch.int32).view(len(extend), pages)
     group = step.group or dist.group.WORLD
-    cp = ContextParallel(group, strategy=strategy, page_size=4)
+    cp = ContextParallel(group, page_size=4, **options)
     made = torch.Generator().manual_seed(step.seed)
     q, k, v = (torch.randn(sum(extend), heads, 16, generator=made) for heads in (2, 1, 1))
     caches = torch.randn(2, len(extend) * pages, 4, 1, 16, generator=made)
+    sides = {"window": chance.choice((None, 3)), "causal": True}
+    if chance.random() < 0.3:
+        sides = {"window": (chance.choice((None, 3)), 2), "causal": False}
     for _ in range(chance.randint(1, 2)):
         plan = cp.plan(extend, whole, block_tables=tables)
         shards = [cp.shard(plan, x) for x in (q, k, v)]
         cp.write_kv(plan, *shards[1:], *caches)
-        out = cp.gather(plan, cp.attend(plan, shards[0], *caches))
+        out = cp.gather(plan, cp.attend(plan, shards[0], *caches, **sides))
+    if "placement" in options and step.size > 1:
+        decode = cp.plan_decode(whole, block_tables=tables)
+        out = cp.decode(decode, q[: len(whole)], *caches)
     return [out]
+
+
+def _layout_options(step: Step) -> dict[str, Any]:
+    """Equal ranks or others, and pools that have all keys, or pages or runs of tokens of them."""
+    chance = step.chance
+    options: dict[str, Any] = {"strategy": chance.choice(("zigzag", "interleave", "contiguous"))}
+    if options["strategy"] != "interleave" and chance.random() < 0.5:
+        options["weights"] = [chance.randint(1, 5) for _ in range(step.size)]
+    match chance.randrange(3):
+        case 0:
+            options["placement"] = PageInterleave(shard_size=step.size, page_size=4)
+        case 1:
+            options["placement"] = TokenInterleave(shard_size=step.size, interleave=2)
+    return options
+
+
+def _moved_rows(step: Step) -> list[torch.Tensor]:
+    """Rows of a batch from one layout to another, and rows of the rank before, to the next."""
+    lens = [step.chance.randint(1, 30) for _ in range(step.chance.randint(1, 3))]
+    cuts = [
+        build_cp_metadata(lens, cp_rank=step.rank, cp_size=step.size, strategy=strategy)
+        for strategy in step.chance.sample(("zigzag", "interleave", "contiguous"), 2)
+    ]
+    x = torch.tensor(list(cuts[0].local_q_indices), dtype=torch.int64)
+    results = []
+    for plan in (plan_relayout(*cuts), plan_halo(cuts[0], window=5, ratio=3)):
+        counts = plan.recv_counts, plan.send_counts
+        out = x.new_empty(sum(counts[0]))
+        sent = x[torch.from_numpy(plan.send_indices)]
+        dist.all_to_all_single(out, sent, *counts, group=step.group)
+        results.append(out + 0)
+    return results
 
 
 _ALL = (
     *STEPS, _works, _works, _works, _ring, _ring, _blocking_ring, _from_any, _context_parallel,
+    _moved_rows,
 )  # fmt: skip
 
 

@@ -75,8 +75,46 @@ def of_all_ranks(q, k, weights, ks, ke, *, topk):
     return out
 
 
+def by_merged_blocks(scores, lengths, topk, row_starts=None):
+    """Blocks of one key, which ranks select of their own, and merge."""
+    from cpattn.sparse import merge_blocks, select_blocks
+
+    if row_starts is not None:
+        columns = torch.arange(scores.shape[1])[None] + row_starts[:, None]
+        scores = scores.gather(1, columns.clamp(max=scores.shape[1] - 1))
+    options = {"lengths": lengths, "topk": topk, "block_size": 1, "local_blocks": 0}
+    parts = [
+        select_blocks(scores[:, rank::RANKS].contiguous(), dcp_rank=rank, dcp_size=RANKS, **options)
+        for rank in range(RANKS)
+    ]
+    return merge_blocks(*(torch.cat(x, dim=1) for x in zip(*parts, strict=True)), topk).blocks
+
+
+def by_ranks_of_other_speed(q, k, v, *, q_lens, kv_lens, kv_layout="NHD", **options):
+    """Rows that ranks share out by weights, cut where pages begin if there are enough of them."""
+    from cpattn import build_cp_metadata_all_ranks, do_cp_attn_fia
+
+    if options.pop("allow_short_kv", False) or not len(q):
+        raise ValueError("queries without keys, and no queries, are not shared out")
+    k, v = (x.transpose(1, 2) if kv_layout == "HND" else x for x in (k, v))
+    lens, page_size, strategy = list(q_lens), k.shape[1], ("zigzag", "contiguous")[len(q) % 2]
+    ranks = build_cp_metadata_all_ranks(
+        lens, kv_lens, cp_size=RANKS, strategy=strategy, weights=[3, *[1] * (RANKS - 1)],
+        page_size=page_size if max(lens) >= (RANKS + 1) * page_size else None,
+    )  # fmt: skip
+    sizes = {"page_size": page_size, "num_heads": q.shape[1], "num_kv_heads": k.shape[2]}
+    out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for rank in ranks:
+        rows = list(rank.local_q_indices)
+        caches = (x.flatten(2).contiguous() for x in (k, v))
+        mine = do_cp_attn_fia(rank.shard(q.flatten(1)), *caches, rank, **sizes, **options)
+        out[rows], lse[rows] = mine[0].unflatten(1, (q.shape[1], -1)), mine[1]
+    return out, lse
+
+
 ATTENTION = {
     "cpattn.paged_attention": RightOperator("cpattn:paged_attention", "cpattn"),
+    "cpattn do_cp_attn_fia by weights": RightOperator(f"{_HERE}:by_ranks_of_other_speed", "cpattn"),
     "cpattn flash_attn_varlen_func": RightOperator(f"{_FLASH}varlen_func", "flash_attn_varlen"),
     "cpattn flash_attn_with_kvcache": RightOperator(
         f"{_FLASH}with_kvcache", "flash_attn_with_kvcache"
@@ -101,6 +139,9 @@ ATTENTION = {
 SELECTIONS = {
     "cpattn fast_topk": RightOperator("cpattn.sparse.sglang_0_5_23:fast_topk", "topk"),
     "cpattn topk_transform": RightOperator(f"{_HERE}:by_topk_transform", "topk"),
+    "cpattn merge_blocks": RightOperator(
+        f"{_HERE}:by_merged_blocks", "topk", without=("low", "nan")
+    ),  # a block of -inf alone is never selected
     "torch.topk": RightOperator(
         f"{_HERE}:by_torch", "topk", "torch", without=("low", "nan")
     ),  # it gives NaN first, and -inf hides
