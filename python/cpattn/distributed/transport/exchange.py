@@ -141,7 +141,7 @@ class RowExchange:
         total = num_rows * row_bytes(parts)
         storage = self._buffers.pop(buffer, _EMPTY)  # given up if rows might still arrive in it
         if storage.numel() < total:
-            storage = torch.empty(total, dtype=torch.uint8)
+            storage = torch.zeros(total, dtype=torch.uint8)  # what aligns parts is sent, too
         rows = storage[:total].view(num_rows, row_bytes(parts))
         columns = columns_of(rows, parts)
         begin = sum(rows_per_rank[: self.rank])
@@ -202,7 +202,7 @@ class RowExchange:
         sends = {}
         for rank, rows in enumerate(rows_for):
             own = rank == self.rank
-            block = blocks[rank] if own else received.new_empty(len(rows), received.shape[1])
+            block = blocks[rank] if own else received.new_zeros(len(rows), received.shape[1])
             for column, part in zip(columns_of(block, parts), parts, strict=True):
                 column.copy_(part.index_select(0, rows))
             if not own:
