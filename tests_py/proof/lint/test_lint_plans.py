@@ -17,7 +17,7 @@ DECIDED = {"OWN", "COV", "LEN", "PAD", "ADDR"}
 
 
 def test_random_plans_of_every_kind_raise_no_finding():
-    assert [alarm for number in range(4 * len(KINDS)) if (alarm := alarm_of(1, number))] == []
+    assert [alarm for number in range(20 * len(KINDS)) if (alarm := alarm_of(1, number))] == []
 
 
 @given(batches())

@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cpattn
 from cpattn.context_parallel.halo import plan_halo
@@ -27,21 +25,6 @@ def planned(extend=EXTEND, prefix=PREFIX, cp_size=3, rule=RULE, **options):
 
 def document_of(plans, halos):
     return from_halos(plans, halos, EXTEND, PREFIX, **RULE)
-
-
-lens = st.integers(0, 40)
-
-
-@given(
-    st.lists(st.tuples(lens, lens), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 6),
-    st.integers(0, 9), st.sampled_from(["zigzag", "contiguous", "interleave"]),
-)  # fmt: skip
-def test_halos_are_proved(requests, cp_size, ratio, more, strategy):
-    extend, prefix = map(list, zip(*requests, strict=True))
-    rule = {"window": ratio + more, "ratio": ratio}
-    plans, halos = planned(extend, prefix, cp_size, rule, strategy=strategy)
-    report = lint(from_halos(plans, halos, extend, prefix, **rule))
-    assert report.findings == ()
 
 
 def test_halos_of_a_layout_are_proved_on_all_ranks_that_have_a_request():
@@ -113,26 +96,6 @@ def gathered(layout):
             layout.gathered_kv_write_mask, layout.padded_gather_idx + 7, -1
         ),
     }  # fmt: skip
-
-
-@given(
-    st.lists(st.tuples(lens, lens), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 2),
-    st.booleans(), st.none() | st.integers(0, 9),
-)  # fmt: skip
-def test_layouts_are_proved(requests, pcp_size, dcp_size, shard_decode, window):
-    extend, prefix = ([request[i] for request in requests] for i in range(2))
-    options = {"pcp_size": pcp_size, "dcp_size": dcp_size, "shard_decode": shard_decode}
-    layout = build_pcp_layout(extend, prefix, **options)
-    given = gathered(layout) if sum(extend) else {}
-    for replicated in (None, layout.replicated):
-        document = from_segments(
-            layout.segments, extend, prefix, seq_lens=layout.seq_lens, replicated=replicated,
-            window=window, **given,
-        )  # fmt: skip
-        report = lint(document)
-        assert report.findings == ()
-        assert "OWN" in report.checked
-        assert ("COV" in report.checked) or not sum(extend)
 
 
 def test_objects_of_an_engine_are_the_same_document():

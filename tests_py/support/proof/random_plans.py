@@ -163,7 +163,8 @@ def _of_layouts(chance: Chance) -> Any:
     extend, prefix, layout = _layout(chance)
     slots = np.where(layout.gathered_kv_write_mask, layout.padded_gather_idx + 7, -1)
     return from_segments(
-        layout.segments, extend, prefix, seq_lens=layout.seq_lens, replicated=layout.replicated,
+        layout.segments, extend, prefix, seq_lens=layout.seq_lens,
+        replicated=chance.choice((None, layout.replicated)),
         hidden_restore_idx=layout.hidden_restore_idx, gathered_slots=slots,
         padded_gather_idx=layout.padded_gather_idx,
         window=chance.choice((None, chance.randint(0, 12))),
