@@ -56,8 +56,9 @@ def _cut(steps: Sequence[Step]) -> Iterator[list[Step]]:
         if isinstance(step, Planned):
             if step.kind != "ContextParallel.plan":
                 raise NotUsable(
-                    f"simulate_capture: {step.kind} ({step.site}) was recorded, which cannot be "
-                    "planned again for other ranks; as recorded, it can be simulated"
+                    f"simulate_capture: what ranks send after {step.kind} ({step.site}) cannot be "
+                    "planned again; as recorded, it can be simulated, and cpattn lint --ranks "
+                    "plans the step for others"
                 )
             if batch:
                 yield batch
@@ -77,7 +78,8 @@ def _remade(batch: Batch, size: int, strategy: str) -> Iterator[list[Step]]:
     if fields["placement"] is not None:
         raise NotUsable(
             f"simulate_capture: keys are kept by {fields['placement']} ({first.site}): what ranks "
-            "send then cannot be planned again; cpattn plan --placement predicts it"
+            "send then cannot be planned again; cpattn plan --placement predicts it, and cpattn "
+            "lint --ranks plans the batch for others"
         )
     if fields["weights"] is not None or fields["cut_pages"] is not None:
         raise NotUsable(
