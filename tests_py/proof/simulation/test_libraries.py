@@ -250,7 +250,7 @@ def test_context_parallel_runs_on_many_ranks():
 
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_ranks_send_the_same_bytes_in_every_run(exchange):
-    """Also those that align parts of a row: nothing is sent that was in memory before."""
+    """Bytes that align parts of a row are sent, too, and are not those that were in memory."""
 
     def decode():
         placement = TokenInterleave(shard_size=2, interleave=1)

@@ -136,7 +136,7 @@ def _context_parallel(step: Step) -> list[torch.Tensor]:
         cp.write_kv(plan, *shards[1:], *caches)
         out = cp.gather(plan, cp.attend(plan, shards[0], *caches, **sides))
     if "placement" in options and step.size > 1:
-        decode = cp.plan_decode(whole, block_tables=tables)
+        decode = cp.plan_decode([max(n, 1) for n in whole], block_tables=tables)
         out = cp.decode(decode, q[: len(whole)], *caches)
     return [out]
 
