@@ -8,7 +8,7 @@
 #include <initializer_list>
 #endif
 
-#include "base/system.h"
+#include "cpattn/base/system.h"
 
 namespace cpattn {
 

@@ -18,7 +18,7 @@
 
 #include "base/float_control.h"
 #include "base/nested_calls.h"
-#include "base/system.h"
+#include "cpattn/base/system.h"
 #include "cpattn/base/thread_stack.h"
 #include "cpattn/base/trace.h"
 

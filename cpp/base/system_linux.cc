@@ -13,7 +13,7 @@
 #include <climits>
 #include <ctime>
 
-#include "base/system.h"
+#include "cpattn/base/system.h"
 
 #if !defined(SYS_pidfd_open)
 #define SYS_pidfd_open 434  // of every architecture; headers before Linux 5.3 lack it

@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <ctime>
 
-#include "base/system.h"
+#include "cpattn/base/system.h"
 
 namespace cpattn::system {
 

@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "base/printable.h"
-#include "base/system.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
+#include "cpattn/base/system.h"
 
 namespace cpattn {
 namespace {

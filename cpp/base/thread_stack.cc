@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <stdexcept>
 
-#include "base/system.h"
 #include "cpattn/base/check.h"
+#include "cpattn/base/system.h"
 
 namespace cpattn {
 namespace {

@@ -14,8 +14,8 @@
 #include <span>
 #include <stdexcept>
 
-#include "base/system.h"
 #include "cpattn/base/check.h"
+#include "cpattn/base/system.h"
 
 namespace cpattn {
 namespace {

@@ -15,9 +15,9 @@
 #include <system_error>
 #include <utility>
 
-#include "base/system.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
+#include "cpattn/base/system.h"
 
 namespace cpattn {
 namespace {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What systems have under names of their own: all that another one needs is a file like
-// system_linux.cc.
+// What systems have under names of their own: another one needs a file like system_linux.cc alone.
 #pragma once
 
 #include <atomic>
