@@ -13,7 +13,7 @@ import cpattn
 from cpattn import reference
 from support.attention_cases import split_keys
 from support.cases import DTYPES, Case, assert_attention, make_inputs, strided_copy
-from support.tolerances import assert_close, to_float64
+from support.tolerances import assert_close
 
 INF = math.inf
 
@@ -75,39 +75,6 @@ def by_pairs(outs, lses, sinks=None):
         cpattn.merge_state(out, lse.clone(), torch.zeros_like(out), scores)
         out[:, sinks == INF] = 0
     return out.to(outs[0].dtype), lse
-
-
-def expected(outs, lses):
-    """The oracle's result, and that of the sizes of the numbers."""
-    results = []
-    for size_of in (lambda x: x, abs):
-        out, lse = size_of(to_float64(outs[0])), to_float64(lses[0])
-        out[lse == -INF] = 0
-        for other, other_lse in zip(outs[1:], lses[1:], strict=True):
-            out, lse = reference.merge_state(out, lse, size_of(to_float64(other)), other_lse)
-        results.append(out)
-    return *results, lse
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("num_parts", "shape"),
-    [(1, (3, 2, 16)), (2, (7, 3, 80)), (5, (2, 17, 17)), (9, (1, 33, 128)), (3, (0, 4, 64))],
-)
-def test_against_the_oracle(isa, num_parts, shape, dtype):
-    outs, lses = make_parts(num_parts, shape, dtype, empty=0.3)
-    before = [x.clone() for x in (*outs, *lses)]
-    results = cpattn.merge_states(outs, lses), cpattn.merge_states(*stacked(outs, lses))
-    wanted, magnitude, wanted_lse = expected(outs, lses)
-    size = np.maximum(1, np.abs(np.nan_to_num(wanted_lse, neginf=0)))
-    for out, lse in results:
-        assert (out.dtype, lse.dtype) == (outs[0].dtype, torch.float32)
-        # float32 has a rounding of each merge, as the ranks of a ring have
-        op = "ring of ranks" if dtype == "float32" else "merge_state"
-        assert_close(out, wanted, magnitude, op, dtype)
-        assert_close(lse, wanted_lse, size, "attention lse", "any")
-    for x, y in zip((*outs, *lses), before, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @given(

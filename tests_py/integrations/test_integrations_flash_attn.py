@@ -93,31 +93,21 @@ RAGGED = [
 
 
 @pytest.mark.parametrize(
-    ("lens", "window_size", "causal", "dtype"), pairwise(RAGGED, WINDOWS, [False, True], DTYPES)
+    ("lens", "window_size", "causal", "dtype", "slopes"),
+    pairwise(RAGGED, WINDOWS, [False, True], DTYPES, ["none", "of heads", "of sequences"]),
 )
-def test_ragged(lens, window_size, causal, dtype):
+def test_ragged(lens, window_size, causal, dtype, slopes):
     q_lens, kv_lens = lens
     q = strided_copy(normal(sum(q_lens), HEADS, DIM, dtype=dtype))
     k, v = (strided_copy(normal(sum(kv_lens), KV_HEADS, DIM, dtype=dtype)) for _ in "kv")
     options = {"causal": causal, "window_size": window_size, "softcap": 3.0}
-    sinks = normal(HEADS, dtype=dtype)
-    out, lse = run_varlen(q, k, v, q_lens, kv_lens, softmax_scale=0.5, s_aux=sinks, **options)
-    options["sinks"] = sinks.float()
-    assert_flash_attn(out, lse, in_flash_attn(q, k, v, q_lens, kv_lens, scale=0.5, **options))
-
-
-@pytest.mark.parametrize(
-    ("lens", "window_size", "causal", "batch"),
-    pairwise(RAGGED, WINDOWS, [False, True], [True, False]),
-)
-def test_alibi(lens, window_size, causal, batch):
-    q_lens, kv_lens = lens
-    q, (k, v) = normal(sum(q_lens), HEADS, DIM), normal(2, sum(kv_lens), KV_HEADS, DIM)
-    slopes = normal(len(q_lens), HEADS) if batch else normal(HEADS)
-    options = {"causal": causal, "window_size": window_size, "softcap": 3.0}
-    out, lse = run_varlen(q, k, v, q_lens, kv_lens, alibi_slopes=slopes, **options)
-    biases = documented_biases(slopes, q_lens, kv_lens)
-    assert_flash_attn(out, lse, in_flash_attn(q, k, v, q_lens, kv_lens, bias=biases, **options))
+    asked = {"softmax_scale": 0.5, "s_aux": normal(HEADS, dtype=dtype)}
+    expected = {"scale": 0.5, "sinks": asked["s_aux"].float()}
+    if slopes != "none":
+        asked["alibi_slopes"] = normal(*([len(q_lens)] if slopes == "of sequences" else []), HEADS)
+        expected["bias"] = documented_biases(asked["alibi_slopes"], q_lens, kv_lens)
+    out, lse = run_varlen(q, k, v, q_lens, kv_lens, **asked, **options)
+    assert_flash_attn(out, lse, in_flash_attn(q, k, v, q_lens, kv_lens, **expected, **options))
 
 
 def test_keys_of_no_sequence_are_not_read():

@@ -159,16 +159,6 @@ def test_codes_of_registration(sender, receiver, target):
     assert sender.call(write, receiver.session_id, "source", [(0, target, 64)])[0] == 0
 
 
-def test_killed_receiver(sender, receiver, another):
-    address = another.call(allocate, "target", SIZE, CANARY)
-    assert sender.call(write, another.session_id, "source", [(0, address, SIZE)])[0] == 0
-    another.kill()
-    code, seconds = sender.call(write, another.session_id, "source", [(0, address, SIZE)])
-    assert code == -1
-    assert seconds < LIMIT
-    assert_next_transfer_works(sender, receiver)
-
-
 def allocate_sparse(state, name, nbytes, register):
     """Zeros that take no memory before they are written."""
     return keep(state, name, np.zeros(nbytes, np.uint8), register)

@@ -18,7 +18,6 @@ from transformers.generation.continuous_batching.cache_allocators import (  # no
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import paged  # noqa: E402
-from support.cases import DTYPES, assert_attention  # noqa: E402
 from support.transformers.tiny_transformers import WINDOW, generate, make_model, make_tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -120,50 +119,6 @@ def test_a_sliding_window_decodes_in_place(calls: Calls) -> None:
     assert NEW_TOKENS > WINDOW
     assert calls.copies == 0
     assert len(calls.memory) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_call_is_as_the_oracle(model: Any, dtype: str, monkeypatch: Any) -> None:
-    batches = 0
-
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any):
-        nonlocal batches
-        inputs = oracle_inputs(module.layer_idx, query, key, value, **options)
-        result = original(module, query, key, value, *rest, **options)
-        assert_attention(result[0][0], None, inputs)
-        batches += 1
-        return result
-
-    original = integration.paged_attention_forward
-    monkeypatch.setattr(integration, "paged_attention_forward", attend)
-    generated = batched(model.to(getattr(torch, dtype)), PROMPTS)
-    model.float()
-    assert [len(tokens) for tokens in generated] == [NEW_TOKENS] * len(PROMPTS)
-    assert batches > 2 * NEW_TOKENS
-
-
-def oracle_inputs(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, *, cache: Any, **options: Any
-) -> dict[str, Any]:
-    """Arguments of the oracle: keys and values gathered before the new ones are written."""
-    allocator = cache.layer_to_allocator[layer]
-    reads, q_lens = options["read_index"][allocator.index], options["cu_seq_lens_q"].diff()
-    ends = options["cu_seq_lens_k"][allocator.layer_type].long()
-    kv_lens, sinks = ends.diff(), options.get("s_aux")
-    lens = zip(kv_lens, q_lens, strict=True)
-    is_new = torch.cat([torch.arange(n) >= n - m for n, m in lens]).nonzero()[:, 0]
-    states = [x[0].transpose(0, 1).clone() for x in (key, value)]
-    if len(reads):
-        rows = zip(allocator._kv_token_views[layer], states, strict=True)
-        states = [view[reads].index_copy(0, is_new, x) for view, x in rows]
-    inputs = {"q": query[0].transpose(0, 1), "k_cache": states[0], "v_cache": states[1]}
-    inputs |= {"q_lens": q_lens, "kv_lens": kv_lens, "page_size": 1, "scale": options["scaling"]}
-    inputs["block_tables"] = ends[:-1, None] + torch.arange(int(kv_lens.max()))
-    windowed = hasattr(allocator, "sliding_window")
-    inputs["window"] = allocator.sliding_window - 1 if windowed else None
-    inputs["softcap"] = options.get("softcap") or 0.0
-    return inputs | {"sinks": None if sinks is None else sinks.float()}
 
 
 def test_a_mask_of_a_layer_is_refused() -> None:

@@ -8,6 +8,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from support.stand_ins import stand_ins_for_what_lacks
@@ -59,6 +60,13 @@ def kv_list(layers: range, groups: str, drafts: int = 0) -> list[str]:
     """List what the buffers of a server hold, in its order."""
     target = [f"{group}{layer}" for group in groups for layer in layers]
     return target + [f"d{group}{layer}" for group in groups for layer in range(drafts)]
+
+
+def random_stage(rng: np.random.Generator) -> tuple[int, range]:
+    """A model's number of layers, and those that one pipeline stage has."""
+    num_layers = int(rng.integers(1, 24))
+    start = int(rng.integers(0, num_layers))
+    return num_layers, range(start, int(rng.integers(start, num_layers)) + 1)
 
 
 def assert_same(ours: Any, theirs: Any, case: Any = None) -> None:

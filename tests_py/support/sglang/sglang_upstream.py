@@ -30,8 +30,8 @@ MODULES = srt_modules(
     "utils=disaggregation.common.utils conn=disaggregation.common.conn",
     "ascend=disaggregation.ascend.conn mooncake=disaggregation.mooncake.conn",
     "base=disaggregation.base.conn disaggregation=disaggregation.utils",
-    "staging=disaggregation.common.staging_buffer environ=environ cp_utils=layers.cp.utils",
-    "pages=mem_cache.common pools=mem_cache.memory_pool",
+    "staging=disaggregation.common.staging_buffer environ=environ",
+    "pools=mem_cache.memory_pool",
     "npu_pools=hardware_backend.npu.memory_pool_npu",
 )
 

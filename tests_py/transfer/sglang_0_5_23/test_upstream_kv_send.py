@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends and what they are made of against sglang, over thousands of random cases.
-
-Of 0.5.18 the rule is another by which stages with several groups of buffers find theirs.
-"""
+"""Sends against sglang, over thousands of random cases."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from cpattn.transfer import sglang_0_5_23
-from support.sglang.sglang_planning import kv_list
+from support.sglang.sglang_planning import kv_list, random_stage
 from support.sglang.sglang_upstream import ImmediateExecutor, make_manager
 from support.transfer.plan_blocks import blocks
-from support.transfer.upstream_cases import knows_drafts, outcome, random_stage
 
 
 def unique_pages(rng: np.random.Generator, num_pages: int, total: int) -> np.ndarray:
@@ -24,7 +19,7 @@ def unique_pages(rng: np.random.Generator, num_pages: int, total: int) -> np.nda
 
 
 def random_kv_args(
-    sglang: SimpleNamespace, rng: np.random.Generator, *, is_mla: bool
+    rng: np.random.Generator, *, is_mla: bool
 ) -> tuple[SimpleNamespace, list[int]]:
     """Return what a prefill stage registers, and the addresses of a decode server's buffers."""
     num_layers, stage = random_stage(rng)
@@ -42,24 +37,21 @@ def random_kv_args(
         total_kv_layers=num_layers, hidden_kv_layers=num_layers, draft_kv_layers=draft,
         mla_compression_ratios=None,
     )  # fmt: skip
-    if not knows_drafts(sglang):
-        del kv_args.hidden_kv_layers
     return kv_args, addrs[100 : 100 + len(kv_list(range(num_layers), groups, draft))].tolist()
 
 
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_plan_send_kvcache(sglang, rng, is_mla):
     for _ in range(1000):
-        kv_args, dst_ptrs = random_kv_args(sglang, rng, is_mla=is_mla)
+        kv_args, dst_ptrs = random_kv_args(rng, is_mla=is_mla)
         pp_size, is_last = int(rng.integers(1, 3)), bool(rng.integers(2))
         num_pages = int(rng.integers(0, 30))
         src, dst = unique_pages(rng, num_pages, 4096), unique_pages(rng, num_pages, 60)
         sglang.parallel.pp_group.is_last_rank = is_last
         manager = make_manager(sglang, kv_args=kv_args, pp_size=pp_size, is_mla_backend=is_mla)
-        sent = outcome(manager.send_kvcache, "s", src, dst_ptrs, dst, ImmediateExecutor())
+        sent = manager.send_kvcache("s", src, dst_ptrs, dst, ImmediateExecutor())
         options = {"pp_size": pp_size, "is_mla": is_mla, "is_last_rank": is_last, "compat": True}
-        plan_send = sglang_0_5_23.plan_send_kvcache
-        planned = outcome(plan_send, kv_args, dst_ptrs, src, dst, **options)
+        planned = sglang_0_5_23.plan_send_kvcache(kv_args, dst_ptrs, src, dst, **options)
         assert sent == 0
         assert blocks(planned) == manager.engine.blocks
 
@@ -68,7 +60,7 @@ def test_plan_send_kvcache(sglang, rng, is_mla):
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_plan_send_kvcache_by_layer(sglang, rng, kind, is_mla):
     for _ in range(500):
-        kv_args, _ = random_kv_args(sglang, rng, is_mla=is_mla)
+        kv_args, _ = random_kv_args(rng, is_mla=is_mla)
         n = len(kv_args.kv_data_ptrs)
         layers = rng.permutation(60)[: max(n, 1)]
         kv_args.kv_layer_ids = np.sort(layers[rng.integers(0, len(layers), n)]).tolist()
@@ -110,7 +102,7 @@ def test_plan_send_kvcache_slice(sglang, rng):
         src_len, dst_len = (
             page_size * head_bytes * max(heads // size, 1) for size in (prefill_tp, decode_tp)
         )
-        kv_args, dst_ptrs = random_kv_args(sglang, rng, is_mla=False)
+        kv_args, dst_ptrs = random_kv_args(rng, is_mla=False)
         num_entries = len(kv_args.kv_data_ptrs)
         kv_args.engine_rank = rank
         kv_args.page_size = page_size
@@ -120,12 +112,11 @@ def test_plan_send_kvcache_slice(sglang, rng):
         num_pages = int(rng.integers(0, 10))
         src, dst = unique_pages(rng, num_pages, 4096), unique_pages(rng, num_pages, 60)
         manager = make_manager(sglang, kv_args=kv_args, attn_tp_size=prefill_tp, pp_size=2)
-        sent = outcome(
-            manager.send_kvcache_slice,
-            *("s", src, dst_ptrs, dst, dst_rank, decode_tp, dst_len, ImmediateExecutor()),
+        sent = manager.send_kvcache_slice(
+            "s", src, dst_ptrs, dst, dst_rank, decode_tp, dst_len, ImmediateExecutor()
         )
-        planned = outcome(
-            sglang_0_5_23.plan_send_kvcache_slice, kv_args, dst_ptrs, src, dst, pp_size=2,
+        planned = sglang_0_5_23.plan_send_kvcache_slice(
+            kv_args, dst_ptrs, src, dst, pp_size=2,
             dst_tp_rank=dst_rank, dst_attn_tp_size=decode_tp, dst_kv_item_len=dst_len,
             attn_tp_size=prefill_tp, compat=True,
         )  # fmt: skip
@@ -147,9 +138,7 @@ def test_plan_send_aux(sglang, rng):
         kv_args = SimpleNamespace(aux_data_ptrs=ptrs, aux_item_lens=item_lens)
         manager = make_manager(sglang, kv_args=kv_args)
         request = SimpleNamespace(mooncake_session_id="s", dst_aux_index=dst_index)
-        sent = outcome(manager.send_aux, request, src_index, dst_ptrs)
-        if sent == "refused: short destination":
-            continue
+        manager.send_aux(request, src_index, dst_ptrs)
         planned = sglang_0_5_23.plan_send_aux(kv_args, dst_ptrs, src_index, dst_index, compat=True)
         assert blocks(planned) == manager.engine.blocks
 
@@ -188,65 +177,3 @@ def test_plan_send_state(sglang, rng):
             kv_args, dst_ptrs, src_indices, dst_indices, compat=True
         )
         assert blocks(planned) == manager.engine.blocks
-
-
-def random_pages(rng: np.random.Generator, num_pages: int) -> np.ndarray:
-    """Runs of consecutive pages, broken at random, some backwards, some repeated."""
-    steps = rng.choice([1, 1, 1, 1, 2, 7, 0, -1, -5], num_pages)
-    return (100 + np.cumsum(steps)).astype(np.int32)
-
-
-def test_kv_to_page_indices(sglang, rng):
-    for _ in range(1000):
-        page_size, num_tokens = rng.integers(1, 65), rng.integers(0, 300)
-        first = rng.integers(0, 1000) * page_size
-        slots = torch.arange(first, first + num_tokens)
-        expected = sglang.pages.kv_to_page_indices(slots, page_size)
-        got = sglang_0_5_23.kv_to_page_indices(slots.numpy(), int(page_size))
-        np.testing.assert_array_equal(got, expected)
-
-
-def test_group_concurrent_contiguous(sglang, rng):
-    for _ in range(3000):
-        src = random_pages(rng, rng.integers(0, 12))
-        same = rng.random() < 0.9
-        dst = random_pages(rng, len(src) if same else rng.integers(0, 12))
-        expected = outcome(sglang.utils.group_concurrent_contiguous, src, dst)
-        got = outcome(sglang_0_5_23.group_concurrent_contiguous, src, dst)
-        if not isinstance(got, str):
-            got = tuple([[int(i) for i in group] for group in side] for side in got)
-        assert got == expected, (src, dst)
-
-
-def test_get_mha_kv_ptrs_with_pp_compat(sglang, rng):
-    for _ in range(3000):
-        src = list(range(rng.integers(1, 20)))
-        dst = list(range(1000, 1000 + rng.integers(0, 60)))
-        start = int(rng.integers(0, 12))
-        manager = make_manager(sglang, kv_args=SimpleNamespace(prefill_start_layer=start))
-        expected = outcome(manager.get_mha_kv_ptrs_with_pp, src, dst)
-        ours = sglang_0_5_23.get_mha_kv_ptrs_with_pp
-        got = outcome(ours, src, dst, prefill_start_layer=start, compat=True)
-        assert got == expected, (src, dst, start)
-
-
-def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
-    for _ in range(3000):
-        src = list(range(rng.integers(1, 20)))
-        dst = list(range(1000, 1000 + rng.integers(0, 60)))
-        start, groups = int(rng.integers(0, 8)), int(rng.integers(1, 4))
-        hidden, draft = int(rng.integers(0, 20)), int(rng.integers(0, 3))
-        known = {"hidden_kv_layers" if knows_drafts(sglang) else "total_kv_layers": hidden}
-        sglang.parallel.pp_group.is_last_rank = bool(rng.integers(2))
-        kv_args = SimpleNamespace(
-            prefill_start_layer=start, kv_buf_groups=groups, total_kv_layers=hidden,
-            hidden_kv_layers=hidden, draft_kv_layers=draft, mla_compression_ratios=None,
-        )  # fmt: skip
-        manager = make_manager(sglang, kv_args=kv_args, pp_size=2, is_mla_backend=True)
-        expected = outcome(manager.get_mla_kv_ptrs_with_pp, src, dst)
-        got = outcome(
-            sglang_0_5_23.get_mla_kv_ptrs_with_pp, src, dst, prefill_start_layer=start,
-            kv_buf_groups=groups, draft_kv_layers=draft, compat=True,
-            is_last_rank=sglang.parallel.pp_group.is_last_rank, **known,
-        )  # fmt: skip
-        assert got == expected, (src, dst, start, groups, hidden, draft)

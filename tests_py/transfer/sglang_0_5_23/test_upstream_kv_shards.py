@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shards of pages and layers, their senders and receivers, against sglang's own functions."""
 
-from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,60 +22,6 @@ def listed(found):
     """Pages and where they go, as plain values."""
     pages, where = found
     return [int(page) for page in pages], where if isinstance(where, slice) else [*map(int, where)]
-
-
-def test_filter_kv_indices_for_shard_rank(sglang, rng):
-    for _ in range(2000):
-        pages = rng.integers(0, 200, rng.integers(0, 20)).astype(np.int32)
-        start, size = int(rng.integers(0, 9)), int(rng.integers(1, 6))
-        arguments = {"kv_indices": pages, "index_slice": slice(start, start + len(pages))}
-        arguments |= {"shard_rank": int(rng.integers(size)), "shard_size": size}
-        expected = sglang.disaggregation.filter_kv_indices_for_shard_rank(**arguments)
-        got = sglang_0_5_23.filter_kv_indices_for_shard_rank(**arguments)
-        assert listed(got) == listed(expected)
-        assert [array.dtype for array in got] == [array.dtype for array in expected]
-
-
-def test_filter_kv_indices_for_cp_rank(sglang, rng):
-    for _ in range(3000):
-        size = int(rng.integers(1, 6))
-        manager = KVSender(int(rng.integers(size)), size)
-        start, num_pages = int(rng.integers(0, 9)), int(rng.integers(0, 20))
-        total = None if rng.random() < 0.2 else int(rng.integers(0, 30))
-        chunk = slice(start, start + num_pages)
-        if rng.random() < 0.2:
-            chunk, num_pages = slice(None), max(num_pages, total or 0)
-        pages = rng.permutation(100)[:num_pages].astype(np.int32)
-        expected = sglang.disaggregation.filter_kv_indices_for_cp_rank(manager, pages, chunk, total)
-        got = sglang_0_5_23.filter_kv_indices_for_cp_rank(manager, pages, chunk, total)
-        assert listed(got) == listed(expected), (manager, chunk, total)
-
-
-def test_layers_of_a_split(sglang):
-    for total, size in product(range(30), range(1, 9)):
-        for name, first in (
-            ("get_layer_shard_range", range(size)),
-            ("get_layer_owner", range(total)),
-        ):
-            theirs, ours = getattr(sglang.cp_utils, name), getattr(sglang_0_5_23, name)
-            assert all(ours(i, size, total) == theirs(i, size, total) for i in first)
-        for outside in (-1, total):
-            for owner in (
-                sglang.cp_utils.get_layer_owner,
-                sglang_0_5_23.get_layer_owner,
-            ):
-                with pytest.raises(ValueError, match=r"local_layer_idx"):
-                    owner(outside, size, total)
-
-
-def test_is_elided_entry(sglang, rng):
-    for _ in range(500):
-        dst = None if rng.random() < 0.2 else rng.choice([0, 8], rng.integers(0, 4)).tolist()
-        arguments = int(rng.choice([0, 8])), dst, int(rng.integers(0, 5))
-        may_elide = bool(rng.integers(2))
-        expected = sglang.disaggregation.is_elided_entry(*arguments, allow_dst_elision=may_elide)
-        got = sglang_0_5_23.is_elided_entry(*arguments, allow_dst_elision=may_elide)
-        assert got == expected
 
 
 def random_sender(rng):

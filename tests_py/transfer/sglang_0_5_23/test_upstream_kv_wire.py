@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cpattn
 from cpattn.transfer import wire
 from support.sglang import sglang_upstream
 from support.sglang.sglang_upstream import make_manager
@@ -31,15 +30,6 @@ def random_lists(rng: np.random.Generator, low: int, high: int) -> list[list[int
     dtype = np.int64 if low else np.uint64
     sizes = rng.integers(0, 5, rng.integers(0, 4))
     return [rng.integers(low, high, size, dtype).tolist() for size in sizes]
-
-
-def test_pack_int_lists(sglang, rng):
-    for fmt, low, high in (("I", 0, 2**32), ("Q", 0, 2**64), ("i", -(2**31), 2**31)):
-        for _ in range(300):
-            lists = random_lists(rng, low, high)
-            packed = sglang.utils.pack_int_lists(lists, fmt)
-            assert wire.pack_int_lists(lists, fmt) == packed
-            assert wire.unpack_int_lists(packed, fmt) == sglang.utils.unpack_int_lists(packed, fmt)
 
 
 def random_registration(rng: np.random.Generator) -> wire.KVRegistration:
@@ -151,21 +141,3 @@ def test_requests_are_written_and_read_as_upstream_does(sglang, rng):
             "decode_prefix_len": "decode_prefix_len",
         }.items():  # fmt: skip
             assert getattr(ours, name) == getattr(theirs, of_theirs), name
-
-
-def test_registration_regions(sglang, rng):
-    """Regions are sglang's, but what they have in common is in one of them alone."""
-    for _ in range(500):
-        lists = [rng.integers(1, 4, (2, n)) * rng.integers(0, 2, n) for n in rng.integers(0, 6, 4)]
-        (kv, aux, *state) = [(ptrs.tolist(), lens.tolist()) for ptrs, lens in lists]
-        kv_args = SimpleNamespace(
-            kv_data_ptrs=kv[0], kv_data_lens=kv[1], aux_data_ptrs=aux[0], aux_data_lens=aux[1],
-            state_data_ptrs=[x for x, _ in state], state_data_lens=[x for _, x in state],
-        )  # fmt: skip
-        theirs = make_manager(sglang, "mooncake", kv_args=kv_args)._registerable_regions()
-        ptrs, lens = np.concatenate(lists, axis=1).tolist()
-        ours = list(zip(*cpattn.transfer.registration_regions(ptrs, lens), strict=True))
-        covered, wanted = ([x for p, n in some for x in range(p, p + n)] for some in (ours, theirs))
-        assert sorted(covered) == sorted(set(wanted))
-        if len(wanted) == len(set(wanted)):
-            assert ours == theirs
