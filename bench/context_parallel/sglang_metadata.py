@@ -39,10 +39,9 @@ def zigzag(
     *,
     cp_rank: int,
     cp_size: int,
-    baked: bool = True,
 ) -> Fields:
     extend, prefix = lengths(num_tokens, seq_lens, extend_lens)
-    segments, bs = 2 * cp_size, len(extend)
+    segments = 2 * cp_size
     blocks = []
     for length in extend:
         small, larger_blocks = divmod(length, segments)
@@ -53,8 +52,7 @@ def zigzag(
     halves = {"prev": cp_rank, "next": segments - 1 - cp_rank}
     for half, block in halves.items():
         ends = [sum(sizes[: block + 1]) for sizes in blocks]
-        offsets = prefix if baked else [0] * bs
-        fields[f"kv_len_{half}"] = [p + end for p, end in zip(offsets, ends, strict=True)]
+        fields[f"kv_len_{half}"] = [p + end for p, end in zip(prefix, ends, strict=True)]
         fields[f"actual_seq_q_{half}"] = [sizes[block] for sizes in blocks]
     _add_sums(fields, halves)
     for name in _PER_BLOCK:
@@ -63,44 +61,6 @@ def zigzag(
     fields["cu_seqlens_kv_combined"] = [0, *accumulate(fields["kv_len_combined"])]
     fields["max_seqlen_q_combined"] = max(fields["actual_seq_q_combined"])
     return fields
-
-
-def contiguous(
-    num_tokens: int,
-    seq_lens: list[int] | None,
-    extend_lens: list[int] | None,
-    *,
-    cp_rank: int,
-    cp_size: int,
-    baked: bool = True,
-) -> Fields:
-    extend, prefix = lengths(num_tokens, seq_lens, extend_lens)
-    blocks = [[n * (i + 1) // cp_size - n * i // cp_size for i in range(cp_size)] for n in extend]
-    fields = _layout(extend, blocks, [[rank] for rank in range(cp_size)], cp_rank)
-    offsets = prefix if baked else [0] * len(extend)
-    ends = [sum(sizes[: cp_rank + 1]) for sizes in blocks]
-    fields["kv_len_prev"] = [p + end for p, end in zip(offsets, ends, strict=True)]
-    fields["actual_seq_q_prev"] = [sizes[cp_rank] for sizes in blocks]
-    _add_sums(fields, ["prev"])
-    return fields
-
-
-def interleave(
-    num_tokens: int,
-    seq_lens: list[int] | None,
-    extend_lens: list[int] | None,
-    *,
-    cp_size: int,
-) -> Fields:
-    extend, _ = lengths(num_tokens, seq_lens, extend_lens)
-    total = sum(extend)
-    rows = [total // cp_size + (rank < total % cp_size) for rank in range(cp_size)]
-    return {
-        "per_rank_actual_token": rows,
-        "max_rank_len": [max(rows)] * cp_size,
-        "total_seq_lens": total,
-        "bs": len(extend),
-    }
 
 
 def interleave_shard_per_request(

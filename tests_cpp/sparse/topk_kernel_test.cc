@@ -60,6 +60,9 @@ std::vector<std::vector<float>> rows_of(int32_t n) {
   row = normal;  // high only where an even sample does not look
   for (int32_t i = 0; i < n; ++i) row[i] = i < n / 2 ? 10.0F + normal[i] : -kInfinity;
   rows.push_back(row);
+  const int32_t spacing = std::max(n / 512, 1);  // high where an even sample looks
+  for (int32_t i = 0; i < n; ++i) row[i] = i % spacing == 0 ? 100.0F + normal[i] : normal[i];
+  rows.push_back(row);
   return rows;
 }
 

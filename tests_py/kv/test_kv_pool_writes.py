@@ -248,21 +248,6 @@ def test_a_scale_for_each_token_and_head(isa, given_as, dtype, scale_dtype):
     assert not pool.get_key_scale_buffer(0).any()
 
 
-def test_large_writes(isa):
-    """Codes that go past the caches are right."""
-    tokens, heads, dim = 4096, 8, 256
-    rows = torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(4)).bfloat16()
-    shuffled = torch.randperm(tokens, generator=torch.Generator().manual_seed(5))
-    for slots in (shuffled + 128, torch.arange(tokens) + 128):
-        pool = cpattn.kv.MHATokenToKVPool(
-            size=tokens, page_size=128, num_layers=1, num_kv_heads=heads, head_dim=dim, dtype="int8"
-        )
-        pool.set_kv_buffer(0, slots, rows, rows, 0.5, 0.5)
-        got = pool.get_value_buffer(0).reshape(-1, heads, dim)
-        assert torch.equal(got[slots], codes_of(rows, 0.5, "int8"))
-        assert not got[:128].any()
-
-
 @pytest.mark.parametrize("scale_dtype", SCALES)
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_codes_are_copied_with_their_scales(dtype, scale_dtype):

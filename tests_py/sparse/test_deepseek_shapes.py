@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention at the sizes of DeepSeek-V3.2, on every instruction set.
 
-128 heads of 576 and 512 dimensions to 2048 chosen keys, of an indexer with 64 heads of 128: sizes
-at which sums are longest, tiles full, and rows spread over the whole pool.
+128 heads of 576 and 512 dimensions to 2048 chosen keys: sizes at which sums are longest, tiles
+full, and rows spread over the whole pool.
 """
 
 import functools
@@ -14,44 +14,12 @@ import torch
 import cpattn
 from support import probes
 from support.cases import DTYPES
-from support.sparse import indexer_batch
-from support.tolerances import EPS, assert_attended, indexer_units
+from support.tolerances import assert_attended
 
 pytestmark = pytest.mark.slow
 
 
 HEADS, HEAD_DIM, V_HEAD_DIM, TOPK = 128, 576, 512, 2048
-INDEX_HEADS, INDEX_DIM = 64, 128
-#: Key dtypes of the indexer, and whether they come with a scale for each key.
-INDEX_DTYPES = {"bfloat16": False, "float8_e4m3fn": True, "int8": True}
-
-
-@functools.cache
-def index_inputs(dtype):
-    """Make queries behind all keys, in the middle, and behind few; and their scores."""
-    inputs = indexer_batch.make_inputs(
-        3, 20000, heads=INDEX_HEADS, dim=INDEX_DIM, dtype=dtype, scales=INDEX_DTYPES[dtype]
-    )
-    inputs |= {"ks": np.array([0, 100, 18500]), "ke": np.array([20000, 9101, 20000])}
-    return inputs, indexer_batch.expected_logits(inputs)
-
-
-@pytest.mark.parametrize("dtype", INDEX_DTYPES)
-def test_indexer(isa, dtype):
-    inputs, expected = index_inputs(dtype)
-    logits = cpattn.sparse.indexer_logits(**inputs)
-    indexer_batch.assert_logits(logits, inputs, expected)
-    chosen = np.asarray(cpattn.sparse.indexer_topk(**inputs, topk=TOPK))
-    np.testing.assert_array_equal(chosen, indexer_batch.best_keys(logits, inputs, TOPK, True))
-    # In float64 none of those left out is better than one of those chosen by more than roundings.
-    exact, magnitude = expected
-    for row, begin, scores in zip(chosen, inputs["ks"], exact, strict=True):
-        worst, count = scores[row[row >= 0] + begin].min(), min(TOPK, np.isfinite(scores).sum())
-        assert (row >= 0).sum() == count
-        rounding = indexer_units(INDEX_HEADS) * EPS["float32"] * magnitude.max()
-        assert worst >= np.partition(scores, -count)[-count] - 2 * rounding
-
-
 NUM_ROWS = 131079
 
 

@@ -18,9 +18,7 @@ def unique_pages(rng: np.random.Generator, num_pages: int, total: int) -> np.nda
     return (np.sort(pages) if rng.random() < 0.5 else pages).astype(np.int32)
 
 
-def random_kv_args(
-    rng: np.random.Generator, *, is_mla: bool
-) -> tuple[SimpleNamespace, list[int]]:
+def random_kv_args(rng: np.random.Generator, *, is_mla: bool) -> tuple[SimpleNamespace, list[int]]:
     """Return what a prefill stage registers, and the addresses of a decode server's buffers."""
     num_layers, stage = random_stage(rng)
     groups = str(rng.choice(["KV", "KVI"])) if is_mla else "KV"
