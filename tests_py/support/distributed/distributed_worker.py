@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def forking(preload: str = __name__) -> Any:
     Importing torch takes seconds in each process otherwise. Where a server runs, it stays as it is.
     It looks into no wheel: processes that fork from it would read one open file by turns.
     """
+    assert find_spec(preload), preload  # the server passes over what is not there
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     folders = [path for path in sys.path if not path.endswith((".whl", ".zip"))]
