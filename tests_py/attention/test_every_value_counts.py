@@ -36,14 +36,8 @@ class Size:
         return f"{self.kv_len} keys, {self.tokens} x {self.group * self.kv_heads} rows"
 
 
-PREFILL = [
-    Size(2051, 8, 4, 2, 64, 16),
-    Size(131079, 8, 4, 1, 256, 128),
-]
-DECODE = [
-    Size(2051, 1, 16, 2, 128, 1),
-    Size(131079, 1, 16, 1, 512, 256),
-]
+PREFILL = [Size(2051, 8, 4, 2, 64, 16), Size(131079, 8, 4, 1, 256, 128)]
+DECODE = [Size(2051, 1, 16, 2, 128, 1), Size(131079, 1, 16, 1, 512, 256)]
 
 
 class Probe:

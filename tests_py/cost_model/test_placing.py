@@ -178,8 +178,7 @@ def test_overlap_is_never_longer_and_never_hides_attention(
 
 @pytest.mark.parametrize("overlap", ["none", "full", "ahead"])
 @pytest.mark.parametrize(
-    ("placement", "taken"),
-    [("replicated", "gather"), ("page_interleave", "pass_q/all_to_all")],
+    ("placement", "taken"), [("replicated", "gather"), ("page_interleave", "pass_q/all_to_all")]
 )
 def test_auto_is_what_context_parallel_takes_for_each_batch(placement, taken, overlap):
     rates, layer = Rates(gflops=5000, gather_gb_per_s=2), AttentionLayer()

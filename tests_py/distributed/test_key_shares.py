@@ -222,21 +222,9 @@ def test_placements_of_others_are_compared_by_where_they_put_a_batch():
     [
         ({"owner_of": lambda slots: slots % 3}, ValueError, "must return ranks from 0 to 1"),
         ({"owner_of": lambda slots: slots - 9}, ValueError, "must return ranks from 0 to 1"),
-        (
-            {"local_index": lambda slots: slots - 99},
-            ValueError,
-            "rows from 0 on, got -",
-        ),
-        (
-            {"local_index": lambda slots: slots / 2},
-            TypeError,
-            "integer for each slot.* float64",
-        ),
-        (
-            {"owner_of": lambda slots: 0},
-            TypeError,
-            "owner_of must return an integer for",
-        ),
+        ({"local_index": lambda slots: slots - 99}, ValueError, "rows from 0 on, got -"),
+        ({"local_index": lambda slots: slots / 2}, TypeError, "integer for each slot.* float64"),
+        ({"owner_of": lambda slots: 0}, TypeError, "owner_of must return an integer for"),
     ],
 )
 def test_answers_of_placements_are_checked(answers, error, message):

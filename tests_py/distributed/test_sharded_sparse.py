@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 import cpattn
 from cpattn import reference
 from cpattn.distributed.sparse.inputs import SparseInputs
-from cpattn.distributed.sparse.selection import (
-    LocalIndex,
-    best_positions,
-    candidate_width,
-)
+from cpattn.distributed.sparse.selection import LocalIndex, best_positions, candidate_width
 from support.distributed import sparse_worker as worker
 from support.distributed.answers import by_size
 from support.distributed.distributed_worker import run_world

@@ -217,10 +217,7 @@ USES = [
     (lambda: PLAN.translate([0, 40]), f"ShardGatherPlan.translate: {OUTSIDE}40 at index 1"),
     (lambda: PLAN.translate([-2]), f"ShardGatherPlan.translate: {OUTSIDE}-2 at index 0"),
     (lambda: PLAN.write_plan([40], 0), f"ShardGatherPlan.write_plan: {OUTSIDE}40 at index 0"),
-    (
-        lambda: PLAN.write_plan([9, -2], 0),
-        "ShardGatherPlan.write_plan: slots must be >= 0, or",
-    ),
+    (lambda: PLAN.write_plan([9, -2], 0), "ShardGatherPlan.write_plan: slots must be >= 0, or"),
     (lambda: PLAN.write_plan([9], 2), "ShardGatherPlan.write_plan: rank must be in [0, 2), got 2"),
 ]
 

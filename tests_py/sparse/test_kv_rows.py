@@ -87,8 +87,7 @@ def test_groups_of_zeros_and_numbers_that_are_not_finite(isa, dtype):
     rows = cpattn.sparse.quantize_kv_rows(nope, rope)
     normal = torch.tensor([0, 3, 4])
     assert_same_numbers(
-        cpattn.sparse.dequantize_kv_rows(rows)[normal],
-        expanded(expected_rows(nope, rope))[normal],
+        cpattn.sparse.dequantize_kv_rows(rows)[normal], expanded(expected_rows(nope, rope))[normal]
     )
     assert torch.all(rows[1, 0, :256] == 0)
     assert torch.all(rows[1, 0, 512:520] == 0)

@@ -45,7 +45,9 @@ def run_sglang(rank: int, *arguments) -> dict[str, dict]:
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def answers(request, tmp_path_factory):
     path, size = tmp_path_factory.mktemp("world"), request.param
-    return run_world(size, path, run_sglang, size, CASES, UNSPLIT, preload="support.sglang.sglang_runtime")
+    return run_world(
+        size, path, run_sglang, size, CASES, UNSPLIT, preload="support.sglang.sglang_runtime"
+    )
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

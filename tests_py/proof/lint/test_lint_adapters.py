@@ -19,11 +19,7 @@ from cpattn_proof.linting.adapters.context_parallel import from_metadata, from_p
 from cpattn_proof.linting.adapters.decode import from_local_lens
 from cpattn_proof.linting.adapters.dsa import from_row_metadata
 from cpattn_proof.linting.adapters.packings import from_llama3, from_zigzag_ring
-from cpattn_proof.linting.adapters.transfers import (
-    from_transfer,
-    joined,
-    memory_of_pool,
-)
+from cpattn_proof.linting.adapters.transfers import from_transfer, joined, memory_of_pool
 from cpattn_proof.linting.intervals import shard_length
 from support.proof.plans import batches, kinds
 

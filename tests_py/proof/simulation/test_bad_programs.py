@@ -134,10 +134,7 @@ def starts_a_process():
         (list, "no rank communicates: there is nothing to judge"),
         (never_ends, r"not over after 2 s .*; rank [01] runs .*py:\d+ in never_ends"),
         (raises_without_an_end, r"not over after 2 s .*; rank [01] runs .*py:\d+ in __str__"),
-        (
-            lambda: dist.all_reduce(torch.eye(2).to_sparse()),
-            "a tensor of layout torch.sparse_coo",
-        ),
+        (lambda: dist.all_reduce(torch.eye(2).to_sparse()), "a tensor of layout torch.sparse_coo"),
         (profiles, "rank [01] profiles while rank [01] does; torch has one profiler"),
         (of_another_size, "rank must be 1, that of the process, got 0|world_size must be 2"),
     ],

@@ -138,11 +138,7 @@ MAX, SUM, DOUBLE, SINGLE = ReduceOp.MAX, ReduceOp.SUM, torch.float64, torch.floa
             GAPS,
         ),
         ("not-contiguous", with_gaps(lambda x: dist.reduce_scatter(ones(6), [x] * 3)), GAPS),
-        (
-            "remainder",
-            lambda: dist.all_to_all_single(torch.empty(10), ones(10)),
-            "10 rows to 3",
-        ),
+        ("remainder", lambda: dist.all_to_all_single(torch.empty(10), ones(10)), "10 rows to 3"),
     ],
 )
 def test_a_program_is_refuted_by_its_kind_and_at_its_lines(kind, program, says):

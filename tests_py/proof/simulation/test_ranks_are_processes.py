@@ -220,10 +220,7 @@ print("no end", end="")
 
 @pytest.mark.parametrize(
     ("text", "size", "said"),
-    [
-        (SCRIPT, 3, ["arguments ['--a', 'b'] of {rank}"]),
-        (WRITES, 2, ["bytes", "logged", "no end"]),
-    ],
+    [(SCRIPT, 3, ["arguments ['--a', 'b'] of {rank}"]), (WRITES, 2, ["bytes", "logged", "no end"])],
 )
 def test_scripts_have_modules_arguments_and_output_of_their_own(text, size, said, tmp_path, capfd):
     (tmp_path / "beside.py").write_text("RANK = None\n")

@@ -128,8 +128,7 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
         sglang_0_5_23.get_layer_shard_range, given(rank=1, shard_size=3, total_layers=7)
     ),
     "get_layer_owner": of(
-        sglang_0_5_23.get_layer_owner,
-        given(local_layer_idx=4, shard_size=3, total_layers=7),
+        sglang_0_5_23.get_layer_owner, given(local_layer_idx=4, shard_size=3, total_layers=7)
     ),
     "is_elided_entry": of(
         sglang_0_5_23.is_elided_entry,

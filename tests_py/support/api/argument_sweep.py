@@ -256,11 +256,7 @@ CALLS = [
         of_kind("table", page_table_size_1=SLOT_TABLE),
         given(cu_seqlens_q=[0, 1, 2], page_size=1),
     ),
-    call(
-        sglang_0_5_23.fast_topk_transform_ragged_fused,
-        TOPK,
-        given(topk_indices_offset=[0, 9]),
-    ),
+    call(sglang_0_5_23.fast_topk_transform_ragged_fused, TOPK, given(topk_indices_offset=[0, 9])),
     call(
         sparse.topk_transform,
         given(logits=f32(2, 8), method=TopkTransformMethod.PAGED),

@@ -10,15 +10,8 @@ from support.places import ROOT
 from support.tolerances import allowed_error, allowed_lse_error
 
 HEADER = ROOT / "tests_cpp" / "c" / "expected.h"
-BATCH = {
-    "q_lens": [3, 1],
-    "kv_lens": [5, 9],
-    "block_tables": [[5, 0, -1], [2, 4, 1]],
-}
-OPTIONS = {
-    "plain": {},
-    "options": {"scale": 0.7, "window": (3, None), "softcap": 5.0},
-}
+BATCH = {"q_lens": [3, 1], "kv_lens": [5, 9], "block_tables": [[5, 0, -1], [2, 4, 1]]}
+OPTIONS = {"plain": {}, "options": {"scale": 0.7, "window": (3, None), "softcap": 5.0}}
 SEEDS = {"plain": {}, "options": {"sinks": 4, "alibi_slopes": 5}}
 
 

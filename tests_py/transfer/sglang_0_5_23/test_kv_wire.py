@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.transfer.wire import (
-    KVRegistration,
-    KVTransferRequest,
-    pack_int_lists,
-    unpack_int_lists,
-)
+from cpattn.transfer.wire import KVRegistration, KVTransferRequest, pack_int_lists, unpack_int_lists
 
 LIMITS = {"I": (0, 2**32 - 1), "i": (-(2**31), 2**31 - 1), "Q": (0, 2**64 - 1)}
 PEER = {"host": "10.0.0.1", "port": 4000, "session_id": "10.0.0.1:4001"}

@@ -97,10 +97,7 @@ def test_setup_state_kv_args(sglang, rng):
         upstream, pool, _ = make_pools(sglang, rng, use_fia=False)
         draft_upstream, draft, _ = make_pools(sglang, rng, use_fia=False)
         with_draft, total = bool(rng.integers(2)), int(rng.integers(1, 62))
-        theirs, ours = (
-            sglang_0_5_23.KVArgs(),
-            sglang_0_5_23.KVArgs(),
-        )
+        theirs, ours = (sglang_0_5_23.KVArgs(), sglang_0_5_23.KVArgs())
         theirs.kv_data_ptrs = upstream.get_contiguous_buf_infos()[0]
         of_theirs = draft_upstream if with_draft else None
         sglang.disaggregation.setup_state_kv_args(theirs, upstream, of_theirs, total)
