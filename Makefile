@@ -64,7 +64,7 @@ system:  ## installs by apt what building and testing need, as root or through s
 # exceptions. Leaks are those of the interpreter: test_repeated_calls.py looks for ours.
 ASAN_TESTS := $(filter-out %_page.py,$(wildcard $(foreach name,context_parallel* dsa_metadata* fia_errors \
   halo hostile_* index_tensors* index_k kv_* local_engine nested_calls overlaps paged_attention_errors plan_kv_* \
-  send_* shared_plans topk* transfer_[cenprt]*, \
+  send_* topk* transfer_[cenprt]*, \
   tests_py/*/test_$(name).py tests_py/*/*/test_$(name).py)))
 test-asan: build .venv/.ready  ## Python tests of the interface, on an extension with AddressSanitizer
 	@cmake --preset asan && cmake --build --preset asan --target _core

@@ -41,7 +41,7 @@ cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCPATTN_WERROR=ON \
 cmake --build "$folder"
 
 files=
-names="audit_machine context_parallel index_tensors kv_layout shared_plans transfer_copies"
+names="audit_machine context_parallel index_tensors kv_layout transfer_copies"
 case $version in 3.10 | 3.13)
   names="$names context_parallel_gates dsa_metadata halo huge_caches kv_pages kv_wire plan_kv_links
     plan_kv_transfer send_state_entries shard_pools transfer_engine transfer_types" ;;

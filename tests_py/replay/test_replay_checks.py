@@ -10,20 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from cpattn.distributed import ContextParallel
 from cpattn.scheduling.scheduler import Batch
-from cpattn_lab.replay.dense.attention import DenseAttention, make_pool
-from cpattn_lab.replay.dense.baseline import make_segments
+from cpattn_lab.replay.dense.attention import make_pool
 from cpattn_lab.replay.dense.codes import error_over_codes, numbers_of
-from cpattn_lab.replay.dsa.baseline import attend_chosen, choose_keys
 from cpattn_lab.replay.dsa.check import RestrictedAttention, SparseChecker
 from cpattn_lab.replay.dsa.model import DsaConfig, SparseInputs
-from cpattn_lab.replay.phases import PhaseClock
 from cpattn_lab.traffic.trace import generate_trace, scale_lengths
-from support.replay.replay_in_one_process import InOneProcess, one_rank
+from support.replay.replay_in_one_process import InOneProcess
 from support.replay.replay_models import FP8_DSA, RAGGED_DSA, SMALL, SMALL_DSA
 from support.sparse.topk_cases import expected_topk
-from support.tolerances import assert_close, to_float64
 
 PAGE_SIZE, NUM_PAGES = 4, 251
 
@@ -100,35 +95,6 @@ def best_keys(inputs: SparseInputs, topk: int) -> Any:
     return expected_topk(scores, range(1, len(scores) + 1), topk, sorted=False)
 
 
-def test_the_torch_baseline_is_the_same_attention():
-    inputs, rows = inputs_of(SMALL_DSA, 60), np.arange(60)
-    table = np.random.default_rng(0).permutation(20).astype(np.int32)[None]
-    segments = make_segments(rows * 0, rows + 1, table, PAGE_SIZE, masks=False)
-    pool = torch.empty(80, dtype=torch.int64)
-    pool[segments[0].slots] = torch.arange(60)
-    slots = choose_keys(
-        inputs.index_q,
-        inputs.index_weights,
-        segments,
-        lambda at: inputs.index_k[pool[at]],
-        SMALL_DSA.topk,
-        PhaseClock(),
-    )
-    keys = torch.where(slots >= 0, pool[slots], -1).numpy()
-    operators = RestrictedAttention(SMALL_DSA, rows, keys)
-    restricted = operators.attend(0, inputs)
-    assert not operators.wrong_rows.any()
-    out = attend_chosen(
-        inputs.q,
-        slots.sort(dim=1, descending=True).values,  # -1 last
-        lambda at: inputs.latent[pool[at], 0],
-        v_dim=SMALL_DSA.kv_lora_rank,
-        scale=SMALL_DSA.scale,
-    )
-    largest = np.abs(to_float64(inputs.latent)).max()
-    assert_close(out, to_float64(restricted), largest, "attention", "float32")
-
-
 @pytest.mark.parametrize("kind", ["right", "another key", "twice", "too few", "later", "far"])
 def test_keys_are_checked(kind):
     inputs = inputs_of(SMALL_DSA, 60)
@@ -177,12 +143,3 @@ def test_the_oracle_on_codes_sees_what_is_wrong(kv_dtype):
     out = attended()
     out[0, 0, 0] = torch.nan
     assert error_over_codes(config, pool, 0, q, out, tables, lens) == np.inf
-
-
-def test_ranks_without_rows_have_no_error():
-    config = replace(WIDE, kv_dtype="int8")
-    with one_rank() as group:
-        attention = DenseAttention(config, ContextParallel(group, page_size=4), 8, range(2))
-        empty, tables = torch.empty(0, 4, 32), np.empty((0, 2), np.int32)
-        lens = np.empty(0, np.int64)
-        assert error_over_codes(config, attention.pool, 0, empty, empty, tables, lens) == 0

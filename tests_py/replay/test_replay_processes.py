@@ -93,7 +93,7 @@ REQUESTS = [Request(0, 64 * length, 128, ids) for ids, length in LENGTHS.items()
     ("model", "cp_size", "pp_size", "strategy", "budget", "decode_tokens"),
     [
         (SMALL, 2, 1, "zigzag", 1, 0),
-        (SMALL, 3, 1, "contiguous", 3, 0),
+        (replace(WIDE, kv_dtype="int8"), 3, 1, "contiguous", 3, 0),
         (SMALL_DSA, 3, 1, "interleave", 3, 0),
         (FP8_DSA, 3, 1, "zigzag", 3, 0),
         (RAGGED_DSA, 3, 1, "contiguous", 1, 0),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls from a signal handler in the middle of a call on the same thread, which looks for signals
-about every 50 ms; what Ctrl-C ends is in test_threads.py."""
+about every 50 ms; what Ctrl-C ends is in test_threads.py. Those in the middle of attention are in
+tests_cpp/attention/kernel_calls_test.cc."""
 
 import signal
 import time
@@ -20,45 +21,20 @@ pytestmark = pytest.mark.slow
 LONG_ENOUGH = 0.15  # seconds of a call, so that it looks at signals
 
 
-class Outer:
-    """A call with so many rows that it takes long enough, and its result without any signal."""
-
-    def __init__(self, make):
-        rows, seconds = 2, 0.0
-        while seconds < LONG_ENOUGH:
-            rows *= 2
-            self.function = make(rows)
-            begin = time.monotonic()
-            self.expected = self.function()
-            seconds = time.monotonic() - begin
-
-
-def attention(dtype, threads):
-    generator = torch.Generator().manual_seed(0)
-    cache = torch.randn(32, 64, 2, 64, generator=generator).to(dtype)
-    lens = {"kv_lens": [2048], "block_tables": [list(range(32))], "causal": False}
-
-    def make(rows):
-        q = torch.randn(rows, 8, 64, generator=generator).to(dtype)
-        return lambda: cpattn.paged_attention(
-            q, cache, cache, q_lens=[rows], **lens, num_threads=threads
-        )
-
-    return Outer(make)
-
-
-def indexer(dtype, threads):
+def long_indexer(dtype):
+    """A call of the indexer with so many rows that it takes long enough; and its result."""
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(4096, 128, generator=generator).to(dtype)
-    cpattn.set_num_threads(threads)
-
-    def make(rows):
+    rows, seconds = 2, 0.0
+    while seconds < LONG_ENOUGH:
+        rows *= 2
         q = torch.randn(rows, 64, 128, generator=generator).to(dtype)
         weights = torch.rand(rows, 64, generator=generator)
-        ends = [4096] * rows
-        return lambda: cpattn.sparse.indexer_topk(q, k, weights, [0] * rows, ends, topk=512)
-
-    return Outer(make)
+        arguments = q, k, weights, [0] * rows, [4096] * rows
+        begin = time.monotonic()
+        expected = cpattn.sparse.indexer_topk(*arguments, topk=512)
+        seconds = time.monotonic() - begin
+    return lambda: cpattn.sparse.indexer_topk(*arguments, topk=512), expected
 
 
 @pytest.fixture
@@ -80,20 +56,16 @@ def timer():
         arm()
         return count
 
-    threads = cpattn._core.default_num_threads()
     before = signal.getsignal(signal.SIGALRM)
     yield start
     signal.signal(signal.SIGALRM, signal.SIG_IGN)  # no handler starts the timer again
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
-    cpattn.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("make", [attention, indexer])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_calls_from_a_signal_handler_disturb_nothing(isa, timer, make, threads, dtype):
-    outer = make(dtype, threads)
+def test_calls_from_a_signal_handler_disturb_nothing(isa, timer, dtype):
+    outer, expected_of_outer = long_indexer(dtype)
     nested_inputs = make_inputs(Case(q_lens=(40,), kv_lens=(300,), dtype="bfloat16"))
     score = torch.randn(2, 9000, generator=torch.Generator().manual_seed(1))
     wide = make_inputs(Case(q_lens=(3,), kv_lens=(500,), head_dim=256))
@@ -109,12 +81,12 @@ def test_calls_from_a_signal_handler_disturb_nothing(isa, timer, make, threads, 
     results = []
     count = timer(lambda: results.append(nested()))
     for _ in range(50):
-        result = outer.function()
+        result = outer()
         if count[0] >= 2:
             break
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert count[0] >= 2
-    assert torch.equal(torch.as_tensor(result), torch.as_tensor(outer.expected))
+    assert torch.equal(result, expected_of_outer)
     for nested_result in results:
         assert all(map(torch.equal, nested_result, expected))
 
