@@ -131,6 +131,9 @@ def blocks_of(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
+EXAMPLE = re.compile(
+    r'^```python\n(.*?)^```$(?:\n\n```text title="Output"\n(.*?)^```$)?', re.MULTILINE | re.DOTALL
+)
 #: Documents whose examples need the engine that they are about.
 OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
 
@@ -148,12 +151,14 @@ OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
         if path.stem not in OF_ENGINES and "```python\n" in path.read_text()
     ],
 )
-def test_examples_of_documents_run(name, monkeypatch, tmp_path):
+def test_examples_of_documents_print_what_these_show(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     try:
-        for example in blocks_of(name, "python"):
+        for example, shown in EXAMPLE.findall((ROOT / name).read_text()):
             exec(compile(example, name, "exec"), names)
+            printed = capsys.readouterr().out
+            assert not shown or printed == shown
     finally:
         sys.modules.pop("torch_npu", None)  # which one of them installs for good
 
