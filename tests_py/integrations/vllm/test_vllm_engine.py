@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM with the plug-in, found as an installed one is, against vLLM without: the same answers."""
+"""vLLM with the plug-in, found as an installed one is: the tokens of eager attention, and of vLLM
+without it where caches have codes."""
 
 import importlib.util
 import json
@@ -17,9 +18,10 @@ from support.entry_points import write_distribution
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
+from support.sglang.sglang_models import eager_answers
 from support.vllm.vllm_models import ENVIRONMENT, random_prompts, write_model
 
-TIMEOUT = 400.0  # seconds, of fourteen engines one after the other in two processes
+TIMEOUT = 400.0  # seconds, of eight engines one after the other in two processes
 pytestmark = [pytest.mark.engine("vllm-cpu"), pytest.mark.timeout(TIMEOUT + 60)]
 
 # Longer than a step's 128 tokens, so computed in chunks, next to others that are being decoded;
@@ -28,28 +30,28 @@ PROMPTS = random_prompts([150, 37, 300, 64, 91, 41], shared=35)
 GENERATE = {"max_tokens": 16}
 SCORE = {"max_tokens": 1, "prompt_logprobs": 0}
 MIXED = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
-CODES = {"dtype": "float32", "kv_cache_dtype": "fp8_e5m2"}
 # Of each: the model, the engine's arguments, what it is asked, and the "codes" of vllm_generate.
 RUNS = {
-    "gemma2": ("gemma2", {"dtype": "float32"}, GENERATE, None),
-    "bloom": ("bloom", {"dtype": "float32"}, GENERATE, None),
-    "gpt_oss": ("gpt_oss", {"dtype": "float32"}, GENERATE, None),
+    **{
+        kind: (kind, {"dtype": "float32"}, GENERATE, None)
+        for kind in ("gemma2", "bloom", "gpt_oss", "deepseek_v3")
+    },
     "fp8": ("llama", {**MIXED, "dtype": "float32"}, GENERATE, "rounded"),
-    "fp8_e5m2": ("gemma2", CODES, GENERATE, "rounded"),
     "mixed": ("llama", MIXED, SCORE, "left"),
-    "mla": ("deepseek_v3", {"dtype": "float32"}, GENERATE, None),
 }
 CODES_NEED_AVX512 = pytest.mark.skipif(
     not machine.has_instruction_set("avx512"), reason="vLLM's kernels for FP8 need AVX-512"
 )
+WITH_CODES = [name for name, (*_, codes) in RUNS.items() if codes]
 if CODES_NEED_AVX512.args[0]:  # and vLLM alone refuses these
-    RUNS = {name: run for name, run in RUNS.items() if "kv_cache_dtype" not in run[1]}
+    RUNS, WITH_CODES = {name: RUNS[name] for name in RUNS if name not in WITH_CODES}, []
 #: What of a model vLLM's own kernels want.
 CHANGES = {"deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
 
 
-def start(children, folder, name, **environment):
-    files = folder / "runs.json", folder / f"{name}.json"
+def start(children, folder, name, runs, **environment):
+    files = folder / f"{name}.runs.json", folder / f"{name}.json"
+    files[0].write_text(json.dumps(runs))
     command = [sys.executable, "-m", "support.vllm.vllm_generate", *files]
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
     with (folder / f"{name}.log").open("w") as log:
@@ -59,55 +61,63 @@ def start(children, folder, name, **environment):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, module_children):
+    """Answers of vLLM without the plug-in and of eager attention, of vLLM with it, and its log."""
     folder = tmp_path_factory.mktemp("vllm")
-    runs = []
-    for kind, engine, sampling, codes in RUNS.values():
+    runs = {}
+    for name, (kind, engine, sampling, codes) in RUNS.items():
         if not (folder / kind).exists():
             write_model(folder / kind, kind, **CHANGES.get(kind, {}))
         engine = {"model": str(folder / kind), **engine}
-        runs.append({"engine": engine, "prompts": PROMPTS, "sampling": sampling, "codes": codes})
-    (folder / "runs.json").write_text(json.dumps(runs))
+        runs[name] = {"engine": engine, "prompts": PROMPTS, "sampling": sampling, "codes": codes}
     (folder / "site").mkdir()
     write_distribution(folder / "site")
-    path = path_with(folder / "site")
+    site = {"PYTHONPATH": path_with(folder / "site")}
+    without = [runs[name] for name in WITH_CODES]
     children = {
-        "stock": start(module_children, folder, "stock", PYTHONPATH=path, CPATTN_PLUGINS="0"),
-        "cpattn": start(module_children, folder, "cpattn", PYTHONPATH=path),
+        "cpattn": start(module_children, folder, "cpattn", [*runs.values()], **site),
+        "stock": start(module_children, folder, "stock", without, **site, CPATTN_PLUGINS="0"),
+    }
+    expected = {
+        name: eager_answers(folder / name, PROMPTS, GENERATE["max_tokens"])
+        for name in RUNS
+        if name not in WITH_CODES
     }
     for name, child in children.items():
         assert child.wait(timeout=TIMEOUT) == 0, (folder / f"{name}.log").read_text()[-4000:]
-    found = (json.loads((folder / f"{name}.json").read_text()) for name in children)
-    stock, mine = (dict(zip(RUNS, results, strict=True)) for results in found)
-    return stock, mine, (folder / "cpattn.log").read_text()
+    mine, stock = (json.loads((folder / f"{name}.json").read_text()) for name in children)
+    expected |= zip(WITH_CODES, stock, strict=True)
+    return expected, dict(zip(RUNS, mine, strict=True)), (folder / "cpattn.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        "gemma2",
-        "bloom",
-        "gpt_oss",
-        *(pytest.param(x, marks=CODES_NEED_AVX512) for x in ("fp8", "fp8_e5m2")),
-    ],
-)
-def test_same_tokens(results, run):
-    stock, mine, _ = results
-    assert stock[run]["layers"] == ["CPUAttentionBackendImpl"] * 2
-    assert mine[run]["layers"] == ["CpattnImpl"] * 2
-    assert not any(mine[run]["is_stock"])
-    assert mine[run]["tokens"] == stock[run]["tokens"]
-    assert mine[run]["num_cached"] == stock[run]["num_cached"]
-    assert max(mine[run]["num_cached"]) >= 256  # prefixes were found in the cache
-    assert min(len(set(tokens)) for tokens in mine[run]["tokens"]) > 4  # and tokens vary
+def assert_answers(mine, tokens):
+    assert mine["layers"] == ["CpattnImpl"] * 2
+    assert not any(mine["is_stock"])
+    assert mine["tokens"] == tokens
+    assert max(mine["num_cached"]) >= 256  # prefixes were found in the cache
+    assert min(map(len, map(set, tokens))) > 4  # and tokens vary
 
 
-def test_same_tokens_of_latents(results):
-    stock, mine, log = results
-    assert stock["mla"]["layers"] == ["CPUMLAImpl"] * 2
-    assert mine["mla"]["layers"] == ["CpattnMLAImpl"] * 2
-    assert mine["mla"]["tokens"] == stock["mla"]["tokens"]
-    assert min(len(set(tokens)) for tokens in mine["mla"]["tokens"]) > 4
+@pytest.mark.parametrize("kind", ["gemma2", "bloom", "gpt_oss"])
+def test_tokens_of_eager_attention(results, kind):
+    expected, mine, _ = results
+    assert_answers(mine[kind], expected[kind] + expected[kind][::-1])
+
+
+def test_tokens_of_eager_attention_to_latents(results):
+    expected, mine, log = results
+    eager = expected["deepseek_v3"]
+    assert mine["deepseek_v3"]["layers"] == ["CpattnMLAImpl"] * 2
+    assert mine["deepseek_v3"]["tokens"] == eager + eager[::-1]
+    assert min(map(len, map(set, eager))) > 4
     assert "cpattn computes attention." in log
+
+
+@CODES_NEED_AVX512
+def test_same_tokens_of_codes(results):
+    stock, mine, _ = results
+    assert stock["fp8"]["layers"] == ["CPUAttentionBackendImpl"] * 2
+    assert_answers(mine["fp8"], stock["fp8"]["tokens"])
+    assert mine["fp8"]["num_cached"] == stock["fp8"]["num_cached"]
 
 
 @CODES_NEED_AVX512
