@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows, softcap, sinks and masks over any number of ranks: the bits of one process."""
 
-import functools
 import itertools
 
 import numpy as np
@@ -14,7 +13,6 @@ from support.cases import (
     DTYPES,
     assert_attention,
     dense,
-    expected_attention,
     numbers,
     packed,
     random_bias,
@@ -75,30 +73,6 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(name):
         batch = Batch(EXTENDS, PREFIXES, cp_size, strategy, **sizes)
         same = map(torch.equal, batch.all_ranks(pad_rows=cp_size % 3), whole)
         assert all(same), (cp_size, strategy)
-
-
-@functools.cache
-def long_batches(name):
-    """A batch by each strategy and its result; windows and masks hide some of several blocks."""
-    lens = (150, 40), (1500, 2100)
-    masks = random_masks(5, 0.3, list(zip(*lens, strict=True)))
-    masks[1][:, 300:1500] = False
-    options = {
-        "window": {"window": 700, "sinks": SINKS, "softcap": 3.0},
-        "mask": {"custom_mask": dense(masks), "causal": False},
-    }[name]
-    sizes = {"dtype": "bfloat16", "head_dim": 32, "options": options}
-    batches = [Batch(*lens, 3, strategy, **sizes) for strategy in STRATEGIES]
-    return batches, expected_attention(batches[0].inputs)
-
-
-@pytest.mark.parametrize("name", ["window", "mask"])
-def test_every_instruction_set(isa, name):
-    batches, expected = long_batches(name)
-    whole = batches[0].whole()
-    assert_attention(*whole, batches[0].inputs, expected=expected)
-    for batch, strategy in zip(batches, STRATEGIES, strict=True):
-        assert all(map(torch.equal, batch.all_ranks(), whole)), strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

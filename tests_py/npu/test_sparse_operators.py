@@ -25,12 +25,6 @@ def test_layouts(form, dtype):
         operator.check(result, mode, values)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_instruction_set(isa, form):
-    operator = Operator(form, (40, 3), (70, 33), torch.bfloat16)
-    operator.check(npu_lightning_indexer(**operator.arguments(return_value=True)), values=True)
-
-
 def test_defaults():
     """Lengths are those of the tensors; all else is as the operator has it."""
     operator = Operator(("BSND", "BSND"), (4, 4), (11, 11))
