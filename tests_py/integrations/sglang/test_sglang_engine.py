@@ -33,34 +33,38 @@ NUM_TOKENS = 12
 # Chunks, steps that mix prefill and decode, windows, softcap; grouped heads in each.
 RUNS = {
     "llama": {"page_size": 16, "chunked_prefill_size": 64, "enable_mixed_chunk": True},
-    "qwen3": {"page_size": 64},
-    "gemma2": {"page_size": 1},
+    "gemma2": {"page_size": 64},
 }
 RUNS["llama"]["max_running_requests"] = 4
 SLOW_RUNS = {
     "deepseek_v3": {"page_size": 16},
-    "deepseek_v3 with experts": {"page_size": 16},
-    "mistral": {"page_size": 128, "disable_radix_cache": True},
-    "gemma3_text": {"page_size": 16, "chunked_prefill_size": 128, "disable_overlap_schedule": True},
+    "gemma3_text": {"page_size": 128, "chunked_prefill_size": 128, "disable_radix_cache": True},
 }
-# Two ranks over gloo.
+SLOW_RUNS["gemma3_text"]["disable_overlap_schedule"] = True
+# Two ranks over gloo, which share each prompt.
 SPLIT = {"tp_size": 2, "attn_cp_size": 2, "enable_prefill_cp": True, "cp_strategy": "zigzag"}
-RANKS_RUNS = {
-    "qwen3 in tensor parallel": {"page_size": 16, "tp_size": 2},
-    "qwen3 in context parallel": {"page_size": 16, **SPLIT},
-}
-# Of a model's configuration.
+# Of a model's configuration: the second layer has experts.
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 EXPERTS |= {"first_k_dense_replace": 1, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1}
 # Names of before transformers 5 that sglang reads.
 EXPERTS |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-CHANGES = {"deepseek_v3 with experts": EXPERTS}
+CHANGES = {"deepseek_v3": EXPERTS}
+CHANGES["gemma3_text"] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def bound_to_cpus():
+    """Two ranks on CPUs of their own, with the part that splits prompts over ranks."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return {
+        "SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
+        "CPATTN_SGLANG_PARTS": "metadata, attention, cp_cpu",
+    }
 
 
 def answers_of(runs, folder, **environment):
     """Return for each model the answers of sglang and of eager attention; and sglang's log."""
     for name in runs:
-        write_model(folder / name, name.split()[0], **CHANGES.get(name, {}))
+        write_model(folder / name, name, **CHANGES.get(name, {}))
     common = {"dtype": "float32", "attention_backend": "cpattn"}
     asked = {
         "rounds": [PROMPTS[:1], PROMPTS, PROMPTS[::-1]],
@@ -84,14 +88,6 @@ def answers(tmp_path_factory):
 @pytest.fixture(scope="module")
 def slow_answers(tmp_path_factory):
     return answers_of(SLOW_RUNS, tmp_path_factory.mktemp("slow_engines"))
-
-
-@pytest.fixture(scope="module")
-def ranks_answers(tmp_path_factory):
-    cpus = sorted(os.sched_getaffinity(0))
-    environment = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}
-    environment["CPATTN_SGLANG_PARTS"] = "metadata, attention, cp_cpu"
-    return answers_of(RANKS_RUNS, tmp_path_factory.mktemp("ranks"), **environment)
 
 
 def assert_tokens(result, eager):
@@ -121,15 +117,11 @@ def test_tokens_of_eager_attention_slow(slow_answers, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RANKS_RUNS)
-def test_tokens_of_eager_attention_over_ranks(ranks_answers, kind):
-    assert_tokens(*ranks_answers[0][kind])
-
-
-@pytest.mark.slow
-def test_prompts_are_split_over_ranks(ranks_answers):
-    """Each rank says once that it does; where ranks share heads, none does."""
-    assert ranks_answers[1].count("cpattn has sglang prefill in context parallel on this CPU") == 2
+def test_tokens_of_eager_attention_over_ranks(tmp_path):
+    """Each rank says once that prompts are split."""
+    answers, log = answers_of({"qwen3": {"page_size": 1, **SPLIT}}, tmp_path, **bound_to_cpus())
+    assert_tokens(*answers["qwen3"])
+    assert log.count("cpattn has sglang prefill in context parallel on this CPU") == 2
 
 
 def test_one_line_of_the_log_says_that_it_is_on(answers):
@@ -154,6 +146,7 @@ def ask(port, path, body=None):
 
 @pytest.mark.slow
 def test_the_server_of_the_documents(tmp_path, children):
+    """Its two ranks share the heads, so none splits a prompt."""
     write_tokenizer(write_model(tmp_path / "llama"))
     write_distribution(tmp_path)
     with socket.socket() as free:
@@ -163,9 +156,10 @@ def test_the_server_of_the_documents(tmp_path, children):
         *(sys.executable, "-m", "cpattn.integrations.sglang.cpu_engine", "serve"),
         *("--model-path", tmp_path / "llama", "--port", str(port), "--dtype", "float32"),
         *("--device", "cpu", "--attention-backend", "cpattn", "--page-size", "16"),
-        *("--max-total-tokens", "2048"),
+        *("--max-total-tokens", "2048", "--tp-size", "2"),
     ]
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path_with(tmp_path)}
+    environment = {**os.environ, **ENVIRONMENT, **bound_to_cpus()}
+    environment["PYTHONPATH"] = path_with(tmp_path)
     with (tmp_path / "log").open("w") as log:
         streams = {"stdout": log, "stderr": subprocess.STDOUT}
         server = children.start(command, env=environment, **streams)
@@ -183,4 +177,5 @@ def test_the_server_of_the_documents(tmp_path, children):
     assert answer is not None, log[-4000:]
     [eager] = eager_answers(tmp_path / "llama", PROMPTS[1:2], NUM_TOKENS)
     assert json.loads(answer)["choices"][0]["text"].split() == [f"w{token}" for token in eager]
-    assert log.count("cpattn computes attention: float32, pages of 16") == 1
+    assert "in context parallel" not in log
+    assert log.count("cpattn computes attention: float32, pages of 16") == 2
