@@ -50,6 +50,7 @@ def test_the_commands_of_the_tutorial(tmp_path, children):
     environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = path_with(tmp_path / "site")  # as installed
     sizes = {"PROMPT_TOKENS, ROUNDS = 6000, 3": "PROMPT_TOKENS, ROUNDS = 600, 1"}
+    sizes |= {"=8192,": "=1024,", "hidden_size=1024": "hidden_size=256"}  # of a batch it tries
     run_page(PAGE, tmp_path, children, environment, sizes=sizes, timeout=START)
 
 
