@@ -168,7 +168,7 @@ def test_vllm_takes_the_slots_from_the_plug_in(monkeypatch):
 
 
 PROMPTS = random_prompts([150, 37, 300, 64, 91, 41], shared=35)
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 
 
 @pytest.mark.slow
