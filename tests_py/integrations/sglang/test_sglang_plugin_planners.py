@@ -18,7 +18,7 @@ from cpattn.integrations.sglang import planners
 from support.engine_runs import run_module
 from support.entry_points import write_distribution
 from support.sglang.installed import MARKS
-from support.sglang.sglang_planning import kv_list
+from support.sglang.sglang_planning import kv_list, random_stage
 from support.time_limits import PATIENCE
 
 pytestmark = MARKS
@@ -49,12 +49,6 @@ def test_groups_of_pages_are_of_ints():
     groups = plugin.group_concurrent_contiguous(np.arange(3), np.array([4, 5, 9]))
     assert groups == ([[0, 1], [2]], [[4, 5], [9]])
     assert {type(page) for side in groups for group in side for page in group} == {int}
-
-
-def random_stage(rng: np.random.Generator) -> tuple[int, range]:
-    num_layers = int(rng.integers(1, 24))
-    start = int(rng.integers(0, num_layers))
-    return num_layers, range(start, int(rng.integers(start, num_layers)) + 1)
 
 
 def make_manager(kind: type[Any], **kv_args: Any) -> Any:
