@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata and states: which entries pair, which a side left out, which pages a rank has."""
 
-from collections import deque
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -41,23 +39,6 @@ def pairs(plan, src_lens):
 lengths = st.sampled_from([0, 8, 8, 16])
 
 
-@given(st.lists(st.tuples(lengths, lengths), max_size=6), st.sampled_from([None, False, True]),
-       st.sampled_from(["dsa", "nsa", "swa"]), st.integers(0, 9))  # fmt: skip
-def test_as_many_entries_pair_whatever_the_stage(both, may_elide, kind, start):
-    src_lens, dst_lens = [src for src, _ in both], [dst for _, dst in both]
-    elides = kind != "swa" if may_elide is None else may_elide
-    left_out = [src == 0 or (dst == 0 and elides) for src, dst in both]
-    call = {"kind": kind, "allow_dst_elision": may_elide, "args": {"prefill_start_layer": start}}
-    if all(src == dst or out for (src, dst), out in zip(both, left_out, strict=True)):
-        for compat in (False, True):
-            plan = send(src_lens, dst_lens, **call, compat=compat)
-            expected = [(i, i) for i, out in enumerate(left_out) if not out]
-            assert pairs(plan, src_lens) == expected
-    else:
-        with pytest.raises(ValueError, match=r"item lengths must be equal, got"):
-            send(src_lens, dst_lens, **call)
-
-
 @given(st.data(), st.integers(1, 4), st.booleans())
 def test_stages_and_layer_splits_cover_the_layers_of_the_model(data, num_ranks, compat):
     """Each rank publishes what it keeps; some layers keep no index keys, drafts are on the last."""
@@ -73,20 +54,6 @@ def test_stages_and_layer_splits_cover_the_layers_of_the_model(data, num_ranks, 
         arrived += [dst for _, dst in pairs(plan, own)]
         assert all(dst == src + start for src, dst in pairs(plan, own))
     assert arrived == [i for i, item_len in enumerate(lens) if item_len]
-
-
-@given(st.lists(st.sampled_from([3, 7, 11, 1000]), max_size=6), st.data(), st.integers(1, 2))
-def test_entries_with_ids(dst_ids, data, pp_size):
-    taken = data.draw(st.lists(st.sampled_from(dst_ids), unique=True)) if dst_ids else []
-    src_ids = [layer for layer in dst_ids if layer in taken]
-    by_id = {3: 8, 7: 0, 11: 16, 1000: 24}
-    src_lens, dst_lens = ([by_id[layer] for layer in ids] for ids in (src_ids, dst_ids))
-    places = {layer: deque(i for i, it in enumerate(dst_ids) if it == layer) for layer in by_id}
-    expected = [(i, places[layer].popleft()) for i, layer in enumerate(src_ids)]
-    if not src_ids:
-        return
-    plan = send(src_lens, dst_lens, kind="swa", ids=(src_ids, dst_ids), pp_size=pp_size)
-    assert pairs(plan, src_lens) == [(i, j) for i, j in expected if src_lens[i]]
 
 
 @given(st.lists(st.integers(0, 60), unique=True, max_size=12), st.integers(2, 4))
