@@ -7,16 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpattn.transfer.sglang_0_5_23 import (
     KVSender,
     KVSendIndices,
-    decode_targets,
     filter_kv_indices_for_cp_rank,
     filter_kv_indices_for_shard_rank,
-    get_layer_owner,
     get_layer_shard_range,
     is_elided_entry,
     plan_send_indices,
@@ -50,45 +46,6 @@ def test_flags_of_a_rank():
         assert sender.is_dummy_cp_rank == (alone and not reasons)
         exempt = sender.enable_dsa_cache_layer_split or sharded
         assert sender.sends_replicated_state == (not alone or exempt)
-
-
-def expected(sender, pages, start, total):
-    """(page of the rank, position) of all that is sent, and whether the chunk is skipped."""
-    chunk = list(enumerate(pages, start))
-    is_last = start + len(pages) == total
-    if sender.kv_shard_size > 1:
-        size, rank = sender.kv_shard_size, sender.kv_shard_rank
-        sent = [(page // size, i) for i, page in chunk if page % size == rank]
-        return sent, not sent and not is_last
-    if sender.enable_all_cp_ranks_for_transfer and not sender.enable_dsa_cache_layer_split:
-        size, rank = sender.attn_cp_size, sender.attn_cp_rank
-        sizes = [len(range(r, total, size)) for r in range(size)]
-        mine = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        return [(page, i) for i, page in chunk if i in mine], False
-    if sender.is_dummy_cp_rank:
-        return [], True
-    return [(page, i) for i, page in chunk], False
-
-
-@given(st.data())
-def test_chunks_of_every_kind_of_rank(data):
-    sender = data.draw(st.sampled_from(list(all_senders())))
-    sizes = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
-    total = sum(sizes)
-    logical = data.draw(st.lists(st.integers(0, 99), min_size=total, max_size=total))
-    dst_pages = np.arange(500, 500 + total)
-    start = 0
-    for size in sizes:
-        pages = logical[start : start + size]
-        found = plan_send_indices(sender, pages, curr_idx=start, num_kv_indices=total)
-        sent, should_skip = expected(sender, pages, start, total)
-        assert found.is_last_chunk == (start + size == total)
-        assert found.should_skip == should_skip
-        src, dst = found.select(dst_pages)
-        assert [*src] == [page for page, _ in sent]
-        assert [*dst] == [500 + position for _, position in sent]
-        assert found.select(dst_pages.tolist())[1] == [500 + position for _, position in sent]
-        start += size
 
 
 STRIPED = KVSender(kv_shard_rank=1, kv_shard_size=2)
@@ -192,11 +149,6 @@ def test_a_group_of_one_sends_everything_as_it_is():
     assert where is chunk
 
 
-def test_layers_of_a_split():
-    assert [get_layer_shard_range(rank, 3, 8) for rank in range(3)] == [(0, 3), (3, 6), (6, 8)]
-    assert [get_layer_owner(layer, 3, 8) for layer in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
-
-
 @pytest.mark.parametrize("may_elide", [False, True])
 def test_elided_entries(may_elide):
     def elided(src_len, dst_lens, dst_index):
@@ -222,7 +174,6 @@ def share_of_group(rank, size):
     return share([1], slice(0, 1), kv_mgr=SimpleNamespace(attn_cp_rank=rank, attn_cp_size=size))
 
 
-BOUNDS = "0 <= start <= stop, got "
 REFUSALS = [
     (shard, ([1], slice(0, 1, 2)), "index_slice must have no step, got 2"),
     (share, ([1], slice(0, 1, 3), 9), "index_slice must have no step, got 3"),
@@ -248,29 +199,6 @@ TYPES = [
 def test_refused(call, arguments, rule, error):
     with pytest.raises(error, match=rf"^(filter_kv_indices_for|get_layer|is_elided)_\w+: .*{rule}"):
         call(*arguments)
-
-
-POWERS = (1, 2, 4, 8)
-
-
-def test_latents_striped_over_tensor_parallel_ranks():
-    sizes = {"prefill_tp_size": 4, "decode_tp_size": 4, "enable_kv_cache_sharding": True}
-    for rank in range(8):
-        found = pull_targets(rank, **sizes, is_mla=True)
-        assert found == (None, [0, 1, 2, 3], [0], [0], 4, 4)
-    heads = pull_targets(6, **sizes, is_mla=False)
-    assert heads == (2, [2], [0], [0], 1, 1), "heads are no latent"
-
-
-@pytest.mark.parametrize("is_mla", [False, True])
-def test_tensor_parallel_ranks_are_those_of_decode_targets(is_mla):
-    for prefill, decode in product(POWERS, repeat=2):
-        for rank in range(2 * decode):
-            sizes = {"prefill_tp_size": prefill, "decode_tp_size": decode, "is_mla": is_mla}
-            found, of = pull_targets(rank, **sizes), decode_targets(rank, **sizes)
-            tp_ranks = [*of.ranks, *of.dummy_ranks]
-            waits = max(1, decode // prefill), len(of.ranks)
-            assert found == (tp_ranks[0], tp_ranks, [0], [0], *waits)
 
 
 def senders(found, is_mla):
@@ -304,12 +232,6 @@ def test_every_sender_answers_once_and_waits_for_all():
             waiting = found.required_dst_info_num
         assert set(registered.values()) == {waiting}
         assert {tp for tp, _, _ in registered} == set(range(prefill_tp))
-
-
-def test_stages():
-    sizes = {"prefill_tp_size": 1, "decode_tp_size": 1, "is_mla": True, "prefill_pp_size": 3}
-    assert pull_targets(0, **sizes)[3:] == ([0, 1, 2], 1, 3)
-    assert pull_targets(0, **sizes, decode_pp_size=3, pp_rank=2)[3:] == ([2], 1, 1)
 
 
 BY_PAGES, DCP = {"enable_kv_cache_sharding": True}, {"decode_dcp_size": 2}
