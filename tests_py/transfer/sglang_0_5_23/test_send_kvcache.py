@@ -2,8 +2,6 @@
 """The blocks that senders of engines would send, against plain restatements of their rules; heads
 between ranks of unequal tensor parallelism, which fleets send token by token."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
@@ -73,38 +71,6 @@ def test_a_short_destination(pp_size, is_mla):
     for compat, error in ((False, ValueError), (True, IndexError)):
         with pytest.raises(error, match="plan_send_kvcache: "):
             plan_send_kvcache(args, short, [0], [0], pp_size=pp_size, is_mla=is_mla, compat=compat)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12),
-    st.lists(st.integers(1, 300), min_size=4, max_size=4),
-)
-def test_blocks_are_those_of_the_definition(pages, item_lens):
-    """Blocks are made run by run, of all buffers or of a stage's."""
-    src, dst = (np.array([pair[i] for pair in pages], np.int32) for i in range(2))
-    runs = []
-    for pair in pages:
-        if runs and pair == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1][2] += 1
-        else:
-            runs.append([*pair, 1])
-    args = KVArgs(
-        kv_data_ptrs=[BASE + i * 0x10000 for i in range(4)], kv_item_lens=item_lens,
-        prefill_start_layer=2, kv_buf_groups=2, total_kv_layers=4,
-    )  # fmt: skip
-    dst_ptrs = [2 * BASE + i * 0x10000 for i in range(8)]
-    for (pp_size, slots), is_mla, compat in product(
-        [(1, [0, 1, 2, 3]), (2, [2, 3, 6, 7])], [False, True], [False, True]
-    ):
-        options = {"pp_size": pp_size, "is_mla": is_mla, "compat": compat}
-        expected = [
-            (args.kv_data_ptrs[i] + a * n, dst_ptrs[j] + b * n, n * count)
-            for (i, j), n in zip(enumerate(slots), item_lens, strict=True)
-            for a, b, count in runs
-        ]
-        assert blocks(plan_send_kvcache(args, dst_ptrs, src, dst, **options)) == expected
-        assert len(plan_send_kvcache(args, dst_ptrs, [], [1], **options)) == 0
-        assert len(plan_send_kvcache(args, dst_ptrs, [1], [], **options)) == 0
 
 
 ARGS = {
