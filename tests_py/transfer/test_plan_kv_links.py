@@ -87,23 +87,6 @@ SCENARIOS = {
            for n in (1, 2, 4, 8)],
     "60": [(Model((0,), MHA), Side(4, start=src), Side(4, start=dst), first)
            for src, dst, first in [(0, 8, 8), (8, 0, 10), (4, 4, 24), (0, 8, 24), (4, 4, 9)]],
-    "striped pages": [
-        (Model((0, 1, 2), kinds, 1 if kinds is MLA else 2, 30), src, dst, first)
-        for kinds, (src, dst), first in pairwise([MHA, MLA], [
-            (Side(4, shard_size=3), Side(4)),
-            (Side(4, shard_size=3), Side(4, shard_size=2)),
-            (Side(4), Side(4, shard_size=2)),
-            (Side(4, shard_size=2), Side(6, shard_size=3)),
-            (Side(4, shard_size=2, draft=2), Side(4, tp_size=2, dcp_size=2, draft=2)),
-            (Side(4, shard_size=2, cp_size=2), Side(4, start=8)),
-            (Side(4, (1,), shard_size=2), Side(4, (2,))),
-        ], [8, 9])],
-    "orders and strides": [
-        (Model((0, 1), MHA, 4, 22), Side(4, tp_size=src_tp, kv_layout=src, interleaved=src_mixed),
-         Side(page_size, tp_size=dst_tp, kv_layout=dst, interleaved=dst_mixed), first)
-        for src, dst, src_tp, dst_tp, src_mixed, dst_mixed, page_size, first in pairwise(
-            ["NHD", "HND"], ["HND", "NHD"], [1, 2, 4, 8], [2, 1, 8, 4], [True, False],
-            [True, False], [4, 6, 1], [0, 3])],
 }  # fmt: skip
 
 
