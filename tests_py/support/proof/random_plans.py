@@ -27,7 +27,7 @@ from cpattn_proof.linting.adapters.captures import from_capture
 from cpattn_proof.linting.adapters.context_parallel import from_metadata, from_plans
 from cpattn_proof.linting.adapters.decode import from_local_lens
 from cpattn_proof.linting.adapters.pcp import from_segments
-from cpattn_proof.linting.adapters.runs import row_runs, tokens_of
+from cpattn_proof.linting.adapters.relayouts import from_relayouts
 from cpattn_proof.linting.adapters.selections import from_topk
 from cpattn_proof.linting.adapters.shards import from_sharded_plans
 from cpattn_proof.linting.adapters.units import from_halos
@@ -201,7 +201,6 @@ def _of_halos(chance: Chance) -> Any:
 
 
 def _of_relayouts(chance: Chance) -> Any:
-    """The rows of the target, as tokens that came from where the source has them."""
     extend, prefix = _batch(chance)
     source = _metadata(chance, extend, prefix, 4)
     lens = [new + cached for new, cached in zip(extend, prefix, strict=True)]
@@ -210,20 +209,8 @@ def _of_relayouts(chance: Chance) -> Any:
         extend, lens, cp_size=len(source), strategy=chance.choice(STRATEGIES),
         num_tokens=None if total == sum(extend) else total,
     )  # fmt: skip
-    document = from_metadata(target, extend, prefix)
     plans = [plan_relayout(*pair) for pair in zip(source, target, strict=True)]
-    sent = [
-        np.split(
-            np.asarray(one.local_q_indices)[plan.send_indices], np.cumsum(plan.send_counts)[:-1]
-        )
-        for one, plan in zip(source, plans, strict=True)
-    ]
-    new = [*extend[:-1], extend[-1] + total - sum(extend)]
-    for rank, plan in enumerate(plans):
-        own = np.empty(len(plan.recv_indices), np.int64)
-        own[plan.recv_indices] = np.concatenate([parts[rank] for parts in sent])
-        document["ranks"][rank]["rows"] = row_runs(*tokens_of(own, new, prefix))
-    return document
+    return from_relayouts(plans, source, target, extend, prefix)
 
 
 def _of_blocks(chance: Chance) -> Any:
@@ -269,7 +256,7 @@ KINDS: dict[str, tuple[Callable[[Chance], Any], set[str]]] = {
     "PCP layouts": (_of_layouts, {"OWN", "COV", "LEN"}),
     "local lengths": (_of_local_lens, {"OWN", "COV", "LEN"}),
     "halos": (_of_halos, {"OWN", "COV"}),
-    "relayouts": (_of_relayouts, {"OWN", "COV", "LEN"}),
+    "relayouts": (_of_relayouts, {"OWN", "COV", "LEN", "SEQ"}),
     "blocks": (_of_blocks, {"TOPK"}),
 }
 

@@ -8,6 +8,7 @@
 ``decode``            lengths and local block tables of decode context parallelism, as vLLM has them
 ``pcp``               segments of prefill context parallelism, as vLLM has them
 ``units``             units made of several rows, as compressors and convolutions compute them
+``relayouts``         rows on their way between layers of two kinds
 ``packings``          packed sequences (cu_seqlens) of ring-flash-attn and Megatron
 ``transfers``         buffers and descriptors of both sides of a KV transfer
 ``captures``          recorded runs of all ranks: batches, and what was sent
