@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cpattn
+from cpattn.transfer import KVEntry, KVLayout, digest
 from support.c.library import CallFailed, Given, call, load
 
 RNG = np.random.default_rng(0)
@@ -264,3 +265,38 @@ def test_writes_into_pages(kv_layout):
     )
     assert_same_bits(pages[0], pages[2])
     assert_same_bits(pages[1], pages[3])
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_digests_of_buffers(kv_layout):
+    shape = (9, 2, 4, 2, 8) if kv_layout == "NHD" else (9, 2, 2, 4, 8)
+    caches = numbers(*shape)  # keys and values by turns: pages lie apart
+    pages = {"pages": [7, 2, 5], "start": 8, "first_token": 10, "num_tokens": 7, "block_tokens": 4}
+    ranks = {"tp_rank": 1, "tp_size": 2, "total_kv_heads": 4}
+    entry = KVEntry.from_tensor(3, "v", caches[:, 1], kv_layout=kv_layout)
+    (expected,) = digest(KVLayout([entry], page_size=4, **ranks), **pages).buffers
+    given, sums, rows = Given(), (ctypes.c_uint64 * 3)(), ctypes.c_int64()
+    options = {"tensor": caches[:, 1], "kind": "v", "layer_id": 3, "kv_layout": kv_layout}
+    asked = given.options("kv_digest", **options, **ranks, **pages)
+    call("digest", asked, sums, ctypes.c_int64(3), ctypes.byref(rows))
+    assert (list(sums), rows.value) == (expected.sums.tolist(), expected.num_rows)
+    with pytest.raises(CallFailed, match="num_sums must be 3, one for each block of 4 pos.* got 2"):
+        call("digest", asked, sums, ctypes.c_int64(2), None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "q"}, 'digest: kind must be k, v, .*, got "q"'),
+        ({"pages": [9]}, "digest: .*9"),
+        ({"block_tokens": 0}, "digest: block_tokens must be >= 1, got 0"),
+        ({"tensor": numbers(9, 4, 4, 8)[:, :, ::2]}, "digest: pages of tensor must have bytes, be"),
+        ({"tensor": numbers(9, 4, 8)}, "digest: tensor must have 4 dimensions"),
+    ],
+)
+def test_digests_that_are_refused(wrong, message):
+    options = {"tensor": numbers(9, 4, 2, 8), "pages": [3]} | wrong
+    sums = (ctypes.c_uint64 * 1)(5)
+    with pytest.raises(CallFailed, match=message):
+        call("digest", Given().options("kv_digest", **options), sums, ctypes.c_int64(1), None)
+    assert sums[0] == 5

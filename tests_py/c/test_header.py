@@ -19,6 +19,8 @@ NOT_IN_C = {
     "window": "window_left and window_right, which need no pair",
     "return_lse": "lse is returned where it is given",
     "plan": "a handle, which is an argument",
+    "layout": "one buffer of it, and what says where it stands in the model",
+    "peer": "a sender digests what it sends",
 }
 #: Fields without an option of their name.
 ONLY_IN_C = {
@@ -30,6 +32,13 @@ ONLY_IN_C = {
     "num_bias_of_each": "its length",
     "q_rope": "an argument of do_cp_attn_fia in Python",
     "k_rope": "an argument of do_cp_attn_fia in Python",
+    **dict.fromkeys(
+        ("tensor", "layer_id", "kind", "kv_layout", "is_draft"), "arguments of KVEntry.from_tensor"
+    ),
+    **dict.fromkeys(
+        ("tp_rank", "tp_size", "total_kv_heads", "dcp_rank", "dcp_size", "dcp_interleave",
+         "shard_rank", "shard_size"), "arguments of KVLayout",
+    ),
 }
 #: The structs that have the options of a Python function, and results that it returns.
 FACES = [
@@ -39,6 +48,7 @@ FACES = [
     (cpattn.kv.write_pages, ("page_writes",), ()),
     (cpattn.build_cp_metadata, ("cp_batch",), ()),
     (cpattn.sparse.topk_transform, ("topk_options",), ("out",)),
+    (cpattn.transfer.digest, ("kv_digest",), ()),
 ]
 
 

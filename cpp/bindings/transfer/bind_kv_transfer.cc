@@ -18,18 +18,6 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-constexpr KVKind kKinds[] = {KVKind::k,     KVKind::v,       KVKind::index_k,
-                             KVKind::state, KVKind::k_scale, KVKind::v_scale};
-
-KVKind kind_of(const std::string& name) {
-  for (const KVKind kind : kKinds) {
-    if (name == kv_kind_name(kind)) return kind;
-  }
-  throw std::invalid_argument(
-      concat("KVLayout: kind must be k, v, index_k, state, k_scale or v_scale, got \"", name, "\"")
-  );
-}
-
 uint64_t address(py::handle value, const char* argument) {
   return uint64_value(value, {"KVLayout", argument});
 }
@@ -41,7 +29,7 @@ std::optional<uint64_t> stride_of(py::handle value) {
 KVEntry entry_of(const Arguments& read, const py::tuple& fields) {
   return {
       .layer_id = read.integer(fields[0], "layer_id"),
-      .kind = kind_of(read.text(fields[1], "kind")),
+      .kind = parse_kv_kind("KVLayout", read.text(fields[1], "kind")),
       .is_draft = read.flag(fields[2], "is_draft"),
       .addr = address(fields[3], "addr"),
       .num_bytes = address(fields[4], "nbytes"),

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* cpattn in C99: attention over paged KV caches on CPUs, its plans, writes into caches, merges,
- * context-parallel metadata and top-k selection. docs/how_to/from_c.md has whole programs.
+ * context-parallel metadata, top-k selection and digests. docs/how_to/from_c.md has whole programs.
  *
  * Functions have the names, the options, the defaults and the errors of the Python functions, whose
  * documentation says more about each option.
@@ -293,6 +293,40 @@ typedef struct cpattn_topk_options {
 
 CPATTN_API cpattn_status cpattn_topk_options_init(cpattn_topk_options* options, size_t struct_size);
 CPATTN_API cpattn_status cpattn_topk_transform(const cpattn_topk_options* options);
+
+/* --- transfers of caches --------------------------------------------------------------------- */
+
+/* Which tokens of a buffer are digested, and where the buffer stands in the model. */
+typedef struct cpattn_kv_digest {
+  size_t struct_size;
+  const cpattn_tensor* tensor; /* a cache of four dimensions, as of cpattn_layer; pages may lie */
+  const cpattn_tensor* pages;  /*   apart. ints: the pages of a sequence, in its order */
+  int64_t layer_id;            /* of the whole model */
+  const char* kind;            /* "k", "v", "index_k", "state", "k_scale" or "v_scale" */
+  const char* kv_layout;       /* "NHD" or "HND" */
+  int64_t start;               /* the token with which `pages` begin */
+  int64_t first_token;         /* NONE: start */
+  int64_t num_tokens;          /* NONE: to the end of the pages */
+  int64_t block_tokens;        /* positions of one sum, the same on both sides */
+  int64_t tp_rank;
+  int64_t tp_size;
+  int64_t total_kv_heads; /* of the model, 1 for a latent; NONE: the cache has all heads */
+  int64_t dcp_rank;
+  int64_t dcp_size;
+  int64_t dcp_interleave;
+  int64_t shard_rank;
+  int64_t shard_size;
+  int32_t is_draft;
+  int32_t num_threads;
+} cpattn_kv_digest;
+
+CPATTN_API cpattn_status cpattn_kv_digest_init(cpattn_kv_digest* digest, size_t struct_size);
+/* Writes a sum for each block of positions: `num_sums` are those of the blocks from that of the
+ * first token to that of the last one. Two sides that hold the same bytes have the same sums,
+ * wherever they keep them; sums of ranks with other heads or tokens add up, modulo 2^64.
+ * `num_rows`, if it is not NULL, is the number of rows of a token and a head. */
+CPATTN_API cpattn_status
+cpattn_digest(const cpattn_kv_digest* digest, uint64_t* sums, int64_t num_sums, int64_t* num_rows);
 
 /* --- the machine ----------------------------------------------------------------------------- */
 

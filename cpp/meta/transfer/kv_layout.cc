@@ -2,6 +2,7 @@
 #include "cpattn/transfer/kv_layout.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <ostream>
 #include <tuple>
@@ -14,6 +15,7 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "KVLayout";
+constexpr const char* kKindNames[] = {"k", "v", "index_k", "state", "k_scale", "v_scale"};
 constexpr std::size_t kMaxName = 40;
 
 auto key(const KVEntry& entry) { return std::tuple(entry.is_draft, entry.layer_id, entry.kind); }
@@ -184,9 +186,15 @@ std::optional<Pair> find_overlap(const std::vector<KVEntry>& entries) {
 
 }  // namespace
 
-const char* kv_kind_name(KVKind kind) {
-  constexpr const char* kNames[] = {"k", "v", "index_k", "state", "k_scale", "v_scale"};
-  return kNames[static_cast<int>(kind)];
+const char* kv_kind_name(KVKind kind) { return kKindNames[static_cast<int>(kind)]; }
+
+KVKind parse_kv_kind(const char* function, std::string_view name) {
+  const auto* const found = std::find(std::begin(kKindNames), std::end(kKindNames), name);
+  check(
+      found != std::end(kKindNames), function,
+      ": kind must be k, v, index_k, state, k_scale or v_scale, got \"", name, "\""
+  );
+  return static_cast<KVKind>(found - kKindNames);
 }
 
 std::ostream& operator<<(std::ostream& out, const KVEntry& entry) {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,8 @@ namespace cpattn {
 enum class KVKind : uint8_t { k, v, index_k, state, k_scale, v_scale };
 /// The name of the enumerator, such as "index_k".
 const char* kv_kind_name(KVKind kind);
+/// The kind of a name; throws std::invalid_argument, which begins with `function`, for any other.
+KVKind parse_kv_kind(const char* function, std::string_view name);
 
 /// A registered buffer: the pages of one kind of one layer.
 struct KVEntry {
