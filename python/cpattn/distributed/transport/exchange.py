@@ -17,7 +17,7 @@ from ...profiling.calls import announced
 from . import versions
 from .rails import Rails
 from .roll_call import HOSTS, Host, RollCall, Watch, Words, roll_call_of
-from .row_bytes import ArrivingRows, Parts, RoutedRows, columns_of, row_bytes, table_of
+from .row_bytes import ArrivingRows, Parts, RoutedRows, columns_of, new_rows, row_bytes, table_of
 from .terms import (
     CALLS,
     OPTIONS,
@@ -202,7 +202,7 @@ class RowExchange:
         sends = {}
         for rank, rows in enumerate(rows_for):
             own = rank == self.rank
-            block = blocks[rank] if own else received.new_zeros(len(rows), received.shape[1])
+            block = blocks[rank] if own else new_rows(len(rows), parts)
             for column, part in zip(columns_of(block, parts), parts, strict=True):
                 column.copy_(part.index_select(0, rows))
             if not own:

@@ -47,6 +47,12 @@ def row_bytes(parts: Sequence[torch.Tensor]) -> int:
     return sum(strides(parts))
 
 
+def new_rows(num_rows: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of bytes to be filled; gaps between their parts are 0, as they are sent, too."""
+    size, filled = row_bytes(parts), sum(part.shape[1] * part.element_size() for part in parts)
+    return (torch.empty if size == filled else torch.zeros)(num_rows, size, dtype=torch.uint8)
+
+
 def columns_of(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each part's columns of rows of bytes, as its dtype."""
     return [
