@@ -18,7 +18,13 @@ from cpattn.attention import plan_attention
 from cpattn.captures.told import TOLD, metadata_digest, plan_digest, written
 from cpattn.context_parallel.exchanges import SCRATCH_BYTES
 from cpattn.context_parallel.metadata import build_cp_metadata, build_cp_metadata_all_ranks
-from cpattn.context_parallel.placement_name import BY_PAGES, BY_TOKENS, REPLICATED, PlacementName
+from cpattn.context_parallel.placement_name import (
+    BY_PAGES,
+    BY_TOKENS,
+    MAX_INTERLEAVE,
+    REPLICATED,
+    PlacementName,
+)
 from cpattn.distributed.plans.plan import make_plan
 from cpattn.distributed.plans.sharded_plan import make_decode_plan, shard_plan
 from cpattn.profiling.calls import Call
@@ -215,10 +221,11 @@ def planned_again(
         If there is no such batch, or one cannot be planned: unknown names, weights of another
         number of ranks.
     """
-    if placement is not None and PlacementName.parse(placement) is None:
+    where = None if placement is None else PlacementName.parse(placement)
+    if where is None and placement is not None:
         raise NotUsable(
             "planned_again: placement must be 'replicated', 'page_interleave', 'token_interleave' "
-            f"or 'token_interleave:I', got {placement!r:.40}"
+            f"or 'token_interleave:I' with I from 1 to {MAX_INTERLEAVE}, got {placement!r:.40}"
         )
     first = min(capture.ranks)
     names = _PLANS[:1] if placement == REPLICATED else _PLANS
@@ -228,7 +235,8 @@ def planned_again(
     made: list[RecordedCall] = []
     for call in batches:
         try:
-            made += _by_others(call, ranks or call.fields["cp_size"], strategy, placement)
+            size = call.fields["cp_size"] if ranks is None else ranks
+            made += _by_others(call, size, strategy, where)
         except (MemoryError, TypeError, ValueError) as error:
             raise NotUsable(
                 f"planned_again: {call.file}, line {call.line}: a batch cannot be planned: {error}"
@@ -238,14 +246,13 @@ def planned_again(
 
 
 def _by_others(
-    call: RecordedCall, size: int, strategy: str | None, placement: str | None
+    call: RecordedCall, size: int, strategy: str | None, other: PlacementName | None
 ) -> Iterator[RecordedCall]:
     """The plan of a batch by each rank of so many."""
     fields, page_size = call.fields, call.fields["page_size"]
     lens = fields["extend_lens"], fields["seq_lens"]
     given: dict[str, Any] = {"block_tables": fields["block_tables"], "page_size": page_size}
-    name = _recorded_name(fields["placement"]) if placement is None else placement
-    where = PlacementName.parse(name).over(size, page_size)  # type: ignore[union-attr]
+    where = (other or _recorded_name(fields["placement"])).over(size, page_size)
     plans: list[Any]
     if call.name == _DECODE:
         given |= {"q_lens": lens[0], "placement": where}
@@ -271,11 +278,12 @@ def _by_others(
         yield RecordedCall(call.name, rank, call.at, call.seconds, fields, call.file, call.line)
 
 
-def _recorded_name(placement: str | None) -> str:
+def _recorded_name(placement: str | None) -> PlacementName:
     """The name of a recorded placement."""
     if placement is None:
-        return REPLICATED
-    match = re.fullmatch(r"(Page|Token)Interleave\(shard_size=\d+, \w+=(\d{1,9})\)", placement)
+        return PlacementName(REPLICATED)
+    match = re.fullmatch(r"(Page|Token)Interleave\(shard_size=\d+, \w+=(\d{1,10})\)", placement)
     if match is None:
         raise ValueError(f"keys are kept by {placement}: another placement must be given")
-    return BY_PAGES if match[1] == "Page" else f"{BY_TOKENS}:{match[2]}"
+    by_pages = match[1] == "Page"
+    return PlacementName(BY_PAGES) if by_pages else PlacementName(BY_TOKENS, int(match[2]))

@@ -75,17 +75,26 @@ def test_ranks_that_were_started_otherwise_are_refuted(captures):
     shorter = [replace(c, fields=c.fields | {"held_slots": np.zeros(1, int)}) for c in parts[1]]
     with pytest.raises(NotUsable, match=r"must be a ContextParallel.plan of 13 new tokens"):
         from_capture(replace(mixed, calls=(*parts[0], *shorter)))
+    fewer = [replace(c, fields=c.fields | {"seq_lens": np.ones(1, int)}) for c in parts[0]]
+    with pytest.raises(NotUsable, match="seq_lens must be 2, as extend_lens, got 1"):
+        from_capture(replace(mixed, calls=(*fewer, *parts[1])))
 
 
 def test_what_cannot_be_planned_is_named(captures):
     steps = tuple(call for call in captures[0].calls if call.name.endswith("decode"))
     steps = replace(captures[0], calls=steps)
-    own = tuple(replace(c, fields={**c.fields, "placement": "Own()"}) for c in steps.calls)
+
+    def kept_by(placement):
+        calls = [replace(c, fields={**c.fields, "placement": placement}) for c in steps.calls]
+        return replace(steps, calls=tuple(calls))
+
     for capture, other, message in [
         (steps, {"placement": "sideways"}, "placement must be .* got 'sideways'"),
         (steps, {"placement": "replicated"}, "no call of ContextParallel.plan$"),
-        (replace(steps, calls=own), {}, r"kept by Own\(\): another placement must be given"),
+        (kept_by("Own()"), {}, r"kept by Own\(\): another placement must be given"),
+        (kept_by("TokenInterleave(shard_size=2, interleave=0)"), {}, "interleave must be"),
         (captures[0], {"strategy": "sideways"}, "a batch cannot be planned: .*strategy"),
+        (captures[0], {"ranks": 0}, "a batch cannot be planned: .*shard_size must be"),
     ]:
         with pytest.raises(NotUsable, match=message):
             planned_again(capture, **other)

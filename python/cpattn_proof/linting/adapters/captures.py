@@ -151,7 +151,7 @@ def _shares(capture: Capture) -> Iterator[RecordedCall]:
             if call.name == _APPEND or not blocks.keys() >= set(fields["requests"].tolist()):
                 raise NotUsable(
                     f"from_capture: {call.file}, line {call.line}: no {_TABLES} or {_APPEND} of "
-                    "these requests and caches before it"
+                    "these requests and caches before it: record from the start of the worker on"
                 )
             chosen = [blocks[one] for one in fields["requests"].tolist()]
             for number in np.flatnonzero(tables["dcp_sharded"]).tolist():
@@ -188,8 +188,13 @@ def _document(
     first = of_ranks[0][0]
     fields, tokens = first.fields, len(first.fields["slots"])
     extend = ints(fields["extend_lens"]).copy()
-    totals = fields["seq_lens"]
-    prefix = np.zeros_like(extend) if totals is None else ints(totals) - extend
+    totals = extend if fields["seq_lens"] is None else ints(fields["seq_lens"])
+    if len(totals) != len(extend):
+        raise NotUsable(
+            f"from_capture: {first.file}, line {first.line}: seq_lens must be {len(extend)}, as "
+            f"extend_lens, got {len(totals)}"
+        )
+    prefix = totals - extend
     requests, padding = requests_of(extend, prefix), tokens - int(extend.sum())
     if padding > 0 and requests:
         requests[-1]["pad"] = padding
