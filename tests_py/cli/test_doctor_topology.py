@@ -113,9 +113,12 @@ ALL = set(range(128))
     ],
 )  # fmt: skip
 def test_ranks_have_the_cores_of_their_nodes(many_nodes, usable, num_ranks, smt, shares):
-    found = binding.shares(many_nodes, usable, num_ranks, smt=smt)
-    told = [(",".join(s.nodes), s.num_cores, topology.ranges(s.cpus)) for s in found]
+    made = binding.shares(many_nodes, usable, num_ranks, smt=smt)
+    told = [(",".join(s.nodes), s.num_cores, topology.ranges(s.cpus)) for s in made]
     assert told == shares
+    line = "|".join(cpus for _, _, cpus in told)
+    judged = found(many_nodes, usable, VLLM_CPU_OMP_THREADS_BIND=line)["vLLM ranks"]
+    assert judged.state == ("warning" if smt else "ok")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,11 @@ def test_where_the_system_tells_no_nodes(tmp_path):
         ("0-31|31-63", "ranks share CPUs"),
         ("0-15,64-79|32-47", "threads share cores"),
         ("0-63|200", "CPUs 200 are not for this process"),
-        ("16-47|48-63", "a rank is on several NUMA nodes"),
+        ("16-47|48-63", "a rank is on parts of several NUMA nodes"),
+        *(
+            (text, "a rank has no CPUs, or not as ranges such as 0-31,64-95")
+            for text in ("0-31|", "3-1|4", "0|0-99999999999")
+        ),
     ],
 )
 def test_cpus_that_engines_are_told_to_take(tmp_path, text, problem):
@@ -170,9 +177,10 @@ def test_a_command_has_the_cores_of_its_rank():
 @pytest.mark.parametrize(
     ("arguments", "environ", "error"),
     [
-        (["--", "true"], {}, "no launcher says which rank this is; torchrun, Open MPI, MPICH,"),
+        (["--", "true"], {}, "no launcher says which rank this is: start it by one of torchrun,"),
         (["--", "./absent"], {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}, "./absent: No "),
         (["--ranks", "1"], {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "--ranks must be more "),
+        (["true", "-x"], {"SLURM_LOCALID": "0"}, "--ranks must be given"),
     ],
 )
 def test_commands_that_cannot_be_bound(arguments, environ, error):

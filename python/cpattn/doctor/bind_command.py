@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cpattn bind`, where the package `cpattn-proof` brings the command `cpattn`."""
+"""`cpattn bind`: starts a rank on its share of the CPUs of a host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _ROOT = Path("/")
 _THREADS = ("OMP_NUM_THREADS", "CPATTN_NUM_THREADS")
 
 
-@click.command(short_help="Start a rank on the cores and the memory of its NUMA node.")
+@click.command(
+    short_help="Start a rank on the cores and the memory of its NUMA node.",
+    context_settings={"allow_interspersed_args": False},  # those behind COMMAND are its own
+)
 @click.option("--ranks", type=Integer(1, 4096), help="Ranks of this host [default: as launched].")
 @click.option("--smt", is_flag=True, help="Also the other hardware threads of each core.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -28,10 +31,12 @@ def bind(ranks: int | None, smt: bool, command: tuple[str, ...]) -> None:
 
     Started once for each rank, by torchrun, Open MPI, MPICH or Slurm, it binds the process to its
     share of the CPUs that it may use, sets OMP_NUM_THREADS and CPATTN_NUM_THREADS to its cores, and
-    becomes COMMAND. Memory lies on the node whose thread writes it first: on that of the rank.
+    becomes COMMAND. Memory lies on the node whose thread writes it first: on that of the rank. The
+    launcher must leave all CPUs to each rank: mpirun --bind-to none, srun --cpu-bind=none.
 
-    Ranks are divided over NUMA nodes, then over the cores of a node. Without COMMAND it shows what
-    each rank would get, and the same as vLLM and sglang, who bind their ranks themselves, take it.
+    Ranks are divided over NUMA nodes, then over the cores of a node. Without COMMAND it
+    shows the cores of each rank, and the lines that give them to vLLM and sglang, which bind ranks
+    themselves.
 
     \b
     Two ranks of a model, each on a socket:
@@ -42,8 +47,10 @@ def bind(ranks: int | None, smt: bool, command: tuple[str, ...]) -> None:
     own = binding.local_rank(os.environ)
     if command and own is None:
         known = ", ".join(binding.LAUNCHERS)
-        raise click.UsageError(f"no launcher says which rank this is; {known} do")
+        raise click.UsageError(f"no launcher says which rank this is: start it by one of {known}")
     number = ranks or (own[1] if own else 1)
+    if number is None:
+        raise click.UsageError("--ranks must be given: the launcher does not say it for this host")
     if own and own[0] >= number:
         raise click.UsageError(f"--ranks must be more than this rank {own[0]}, got {number}")
     usable = os.sched_getaffinity(0)
@@ -60,8 +67,8 @@ def bind(ranks: int | None, smt: bool, command: tuple[str, ...]) -> None:
     threads = dict.fromkeys(_THREADS, str(share.num_cores))
     try:
         os.execvpe(command[0], list(command), os.environ | threads)
-    except OSError as error:
-        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # the latter of an empty name
+        raise click.UsageError(f"{command[0]}: {getattr(error, 'strerror', error)}") from None
 
 
 def _show(shares: list[binding.Share]) -> None:

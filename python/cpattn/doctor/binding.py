@@ -74,10 +74,10 @@ def _share(nodes: tuple[str, ...], cores: list[list[int]], smt: bool) -> Share:
     return Share(nodes, tuple(cpus), len(cores))
 
 
-def local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Rank of this process on its host and the ranks there, or None if no launcher tells."""
+def local_rank(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
+    """Rank of this process on its host and the ranks there, each if a launcher tells."""
     for rank, number in LAUNCHERS.values():
-        texts = environ.get(rank, ""), environ.get(number, "")
-        if all(text.isdecimal() for text in texts) and int(texts[0]) < int(texts[1]):
-            return int(texts[0]), int(texts[1])
+        own, ranks = environ.get(rank, ""), environ.get(number, "")
+        if own.isdecimal():
+            return int(own), int(ranks) if ranks.isdecimal() else None
     return None

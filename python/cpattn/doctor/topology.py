@@ -14,7 +14,7 @@ from .finding import Finding
 _SECTION = "machine"
 #: Bounds of the two kinds of cgroups; the older one has a huge number for none.
 _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-
+_CPUS = r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*"
 
 #: Variables by which engines bind their ranks: sets of CPUs with | between them.
 ENGINE_CPUS = {"vLLM": "VLLM_CPU_OMP_THREADS_BIND", "sglang": "SGLANG_CPU_OMP_THREADS_BIND"}
@@ -121,22 +121,25 @@ def _numa(root: Path, usable: Collection[int]) -> Finding:
 
 def _engine_cpus(root: Path, usable: Collection[int], engine: str, text: str) -> Finding:
     """Judge the CPUs that a variable gives to each rank of an engine."""
-    name = f"{engine} ranks"
-    groups = [cpus_of(part) for part in text.split("|")]
+    name, parts = f"{engine} ranks", text.split("|")
+    known = all(re.fullmatch(_CPUS, part) for part in parts)
+    groups = [cpus_of(part) for part in parts] if known else []
     every = set().union(*groups)
-    told = f"{count(len(groups), 'rank')} on CPUs {text}"
+    told = f"{count(len(parts), 'rank')} on CPUs {text}"
     nodes = [set(nodes_of(root, group)) for group in groups]
-    if not every <= set(usable):
+    if not known or not all(groups):
+        problem = "a rank has no CPUs, or not as ranges such as 0-31,64-95"
+    elif not every <= set(usable):
         problem = f"CPUs {ranges(every - set(usable))} are not for this process"
     elif len(every) < sum(map(len, groups)):
         problem = "ranks share CPUs"
     elif len(cores_of(root, every)) < len(every):
         problem = "threads share cores"
-    elif any(len(own) > 1 for own in nodes) and len(groups) > 1:
-        problem = "a rank is on several NUMA nodes"
+    elif max(map(len, nodes)) > 1 and sum(map(len, nodes)) > len(set().union(*nodes)):
+        problem = "a rank is on parts of several NUMA nodes"
     else:
         return Finding(_SECTION, name, told)
-    hint = f"cpattn bind --ranks {len(groups)} says which are better"
+    hint = f"cpattn bind --ranks {len(parts)} says which are better"
     return Finding(_SECTION, name, f"{told}: {problem}", "warning", hint)
 
 
