@@ -138,6 +138,7 @@ plan --ranks-per-host 2 => --ranks-per-host needs --hosts, their number
 plan --hosts 4096 --ranks-per-host 2 => must be at most 4096 ranks, got 8192
 plan --exchange pass_q => --exchange must be gather, ring, all_to_all where placement is
 plan --decode 4 => --decode needs one of --prefix, of all sequences, and --prefix-lens
+plan --decode recorded --prefix 9 => --decode recorded takes lengths of a --capture
 plan --decode 4 --prefix 9 --tokens 3 => it takes --prefix or --prefix-lens alone
 plan --decode 4 --prefix-lens 9 => --prefix-lens must have as many elements as --decode, 4
 plan --decode 4 --prefix 9 --exchange ring => --exchange must be one of all_to_all, gather

@@ -75,9 +75,10 @@ class DecodedSequences(click.ParamType):  # type: ignore[type-arg]
     name = "N | recorded"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        from .declarations import MODEL_SIZE
-
-        return value if value == "recorded" else MODEL_SIZE.convert(value, param, ctx)
+        number = parsed(int, value)
+        if value != "recorded" and not 1 <= (number or 0) <= 1 << 16:
+            self.fail(f"must be from 1 to {1 << 16}, or recorded, got {shown(value)}", param, ctx)
+        return number or value
 
 
 class PoolPlacement(click.ParamType):  # type: ignore[type-arg]

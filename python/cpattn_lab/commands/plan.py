@@ -137,14 +137,13 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
     Ranks gather the new keys and values into pools that all have everything, one thing after
     another, unless told otherwise. With --placement page_interleave or token_interleave each
     pool keeps every N-th page or token (token_interleave:I: run of I tokens), and cached keys
-    move, too. --exchange ring passes them
-    on step by step, pass_q sends queries to the keys and outputs back, all_to_all cuts by
-    heads, usp cuts by heads in rows of a --mesh and passes keys from row to row, auto is what
-    ContextParallel takes: the fewest bytes. --overlap full hides what it can behind attention,
-    ahead also gathers the cached keys of the next layer meanwhile. Ranks of a host share its
-    memory and its wire, of which --gather-gb-per-s is the rate then. --decode predicts a step over
-    shared pools: outputs and LSE go to the ranks of their heads, or by --exchange gather to all
-    ranks; with --out-heads all every rank has all heads in the end.
+    move, too. --exchange ring passes them on step by step, pass_q sends queries to the keys and
+    outputs back, all_to_all cuts by heads, usp cuts by heads in rows of a --mesh and passes keys
+    from row to row, auto is what ContextParallel takes: the fewest bytes. --overlap full hides what
+    it can behind attention, ahead also gathers the cached keys of the next layer meanwhile. Ranks
+    of a host share its memory and its wire, of which --gather-gb-per-s is the rate then. --decode
+    predicts a step over shared pools: outputs and LSE go to the ranks of their heads, or by
+    --exchange gather to all ranks; with --out-heads all every rank has all heads in the end.
 
     \b
     A prompt of 128 Ki tokens over 8, 16, ... 1024 ranks, with assumed rates:
@@ -171,6 +170,9 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
         raise click.UsageError("ranks are those of --mesh, without --cp-size and --hosts")
     if options["decode"] and is_given("strategy"):
         raise click.UsageError("--strategy cuts new tokens of a prefill; --decode has none to cut")
+    recorded = options["decode"] == "recorded"
+    if recorded and (not captures or is_given("prefix") or is_given("prefix_lens")):
+        raise click.UsageError("--decode recorded takes lengths of a --capture, not of --prefix")
     importlib.import_module("rich")  # what is missing is said before anything is measured
     from cpattn_terminal.progress import make_progress
 
@@ -180,12 +182,10 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
     message = torch_guard.prepare() if options["calibrate"] else None
     if message:
         click.echo(message, err=True)
-    if options["decode"] == "recorded" and not captures:
-        raise click.UsageError("--decode recorded is of a --capture, but there is none")
     if captures:
         from cpattn_proof.commands.of_captures import largest_step, recorded_batches
 
-        if options["decode"] == "recorded":
+        if recorded:
             options["prefix_lens"] = largest_step(captures)
             options["decode"] = len(options["prefix_lens"])
         else:

@@ -111,7 +111,8 @@ def _decoded(
         raise ValueError("--overlap is of new tokens of a prefill; --decode has none")
     if any(value is not None for value in others.values()):
         raise ValueError(
-            "--decode has one new token of each sequence: it takes --prefix or --prefix-lens alone"
+            "--decode has one new token of each sequence: it takes --prefix or --prefix-lens alone,"
+            " and --decode recorded --capture"
         )
     if (prefix is None) == (prefix_lens is None):
         raise ValueError("--decode needs one of --prefix, of all sequences, and --prefix-lens")
