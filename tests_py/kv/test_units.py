@@ -118,8 +118,17 @@ def test_documents_of_damaged_writes_are_refuted():
         other = [plans[0]._replace(send_indices=plans[0].send_indices * 0), plans[1]]
         assert {one.kind for one in lint(document(halos, other)).findings} == {"own-slot"}
         lost = [plans[0]._replace(recv_indices=plans[0].recv_indices[:-1]), plans[1]]
-        with pytest.raises(NotUsable, match="rank 0 receives"):
-            document(halos, lost)
+        for damaged, message in [
+            (lost, "rank 0 receives"),
+            (
+                [plans[0]._replace(send_indices=plans[0].send_indices - 1), plans[1]],
+                "beyond the 6 ",
+            ),
+            ([plans[0]._replace(send_counts=[1]), plans[1]], "send_counts of rank 0 must be of 2 "),
+            (plans[:1], r"of as many ranks, got \[2, 1, 2\]"),
+        ]:
+            with pytest.raises(NotUsable, match=message):
+                document(halos, damaged)
 
 
 @pytest.mark.parametrize(

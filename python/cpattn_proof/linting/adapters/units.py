@@ -134,7 +134,8 @@ def from_unit_writes(
     Raises
     ------
     NotUsable
-        If a rank has not as many slots as it receives units.
+        If a rank has not as many slots as it receives units, sends units that it has not, or
+        lengths or ranks do not agree.
 
     Examples
     --------
@@ -149,13 +150,32 @@ def from_unit_writes(
     >>> lint(from_unit_writes(halos, plans, [30], [5], block_tables=[[[5]]] * 2, **pools)).proved
     True
     """
+    sizes = [len(halos), len(plans), len(block_tables)]
+    if len(set(sizes)) > 1:
+        raise NotUsable(
+            f"from_unit_writes: halos, plans and block_tables must be of as many ranks, got {sizes}"
+        )
+    if len(extend_lens) != len(prefix_lens) or ratio < 1:
+        raise NotUsable(
+            "from_unit_writes: ratio must be at least 1, and extend_lens and prefix_lens as long "
+            f"as each other, got {ratio}, {len(extend_lens)} and {len(prefix_lens)}"
+        )
     first = ints(prefix_lens) // ratio
     counts = (ints(prefix_lens) + ints(extend_lens)) // ratio - first
-    computed = [np.stack([ints(halo.unit_request), ints(halo.unit_ids)]) for halo in halos]
-    sent = [
-        np.split(units[:, ints(plan.send_indices)], offsets(ints(plan.send_counts))[1:-1], axis=1)
-        for units, plan in zip(computed, plans, strict=True)
-    ]
+    sent = []
+    for rank, (halo, plan) in enumerate(zip(halos, plans, strict=True)):
+        units = np.stack([ints(halo.unit_request), ints(halo.unit_ids)])
+        indices, ends = ints(plan.send_indices), offsets(ints(plan.send_counts))
+        if ((indices < 0) | (indices >= units.shape[1])).any():
+            raise NotUsable(
+                f"from_unit_writes: rank {rank} sends units beyond the {units.shape[1]} of its halo"
+            )
+        if len(ends) != len(plans) + 1 or ends[-1] != len(indices):
+            raise NotUsable(
+                f"from_unit_writes: send_counts of rank {rank} must be of {len(plans)} ranks, "
+                f"together {len(indices)}, got {np.diff(ends).tolist()}"
+            )
+        sent.append(np.split(units[:, indices], ends[1:-1], axis=1))
     in_stripes = placement is not None and not hasattr(placement, "interleave")
     ranks: list[dict[str, Any]] = []
     for rank, plan in enumerate(plans):
@@ -175,7 +195,7 @@ def from_unit_writes(
     if in_stripes:
         cache |= {"shared": True, "tables": [ints(row).tolist() for row in block_tables[0]]}
     elif placement is not None:
-        cache |= {"shards": len(ranks), "interleave": placement.interleave}
+        cache |= {"shards": placement.shard_size, "interleave": placement.interleave}
     return {
         "schema": SCHEMA,
         "requests": requests_of(counts, first),
