@@ -218,14 +218,14 @@ def plan_pending(
     """Plan which rows ranks keep for units that later tokens complete.
 
     Of a request with n tokens they are those from ``(n // ratio + 1) * ratio - window`` on: less
-    than `window` rows, the state of a compressor or convolution. Row ``r * window + p % window`` of
-    the target is that of position p of request r. Rows of earlier steps are there already, so the
-    ``cached_request`` and ``cached_position`` of the next step's `HaloPlan` name rows of it.
+    than `window` rows, the state of a compressor or convolution. Position p of request r is row
+    ``r * window + p % window`` of the target, which has those of earlier steps already: there are
+    the ``cached_request`` and ``cached_position`` of the next step's `HaloPlan`.
 
     Parameters
     ----------
     metadata, window, ratio, rank
-        As of `plan_halo`.
+        As of `plan_halo`. Metadata must be without padding, which would count as tokens here.
     keepers : ints [bs], optional
         The rank that keeps the rows of each request, always the same one, or -1 for all ranks;
         default: all. One suffices where it computes all tokens to come, as in decoding.

@@ -35,19 +35,19 @@ def plan_units(
     Parameters
     ----------
     metadata : ContextParallelMetadata or PCPLayout
-        As of `plan_halo`.
+        As of `plan_halo`; units that end in padding need slots, too.
     ratio : int
         Tokens from one unit to the next, at least 1.
     block_tables : int table [bs, pages]
-        Pages of each request in pools of units. Where these have the pages of the tokens, with
-        1 / `ratio` of the rows, they are the tables of the tokens.
+        Pages of each request in pools of units: the tables of the tokens, where a page has
+        1 / `ratio` as many units as tokens.
     page_size : int
         Units of a page.
     placement : TokenInterleave or PageInterleave, optional
-        Of units, over all ranks. With the former, units go to ranks in turn, and tables have the
-        pages of those that this rank keeps: ``interleave`` is 1 / `ratio` of that of the tokens
-        where whole units of them are on one rank. With the latter, tables have pages of the pools
-        of all ranks together. Default: each rank keeps every unit.
+        Of units, over all ranks; default: each rank keeps every unit. By a `TokenInterleave` ranks
+        keep runs of ``interleave`` units in turn, 1 / `ratio` of that of the tokens where these are
+        kept with their units, and tables have the pages of those that this rank keeps. By a
+        `PageInterleave` tables have pages of the pools of all ranks together.
     rank : int, optional
         This rank, where `metadata` is a layout.
 
