@@ -35,16 +35,6 @@ TEST(Halo, RowsOfTheOtherRankAndOfACache) {
   );
 }
 
-TEST(Relayout, FromConsecutiveTokensToAZigzag) {
-  const RankRows even = rows_of({8}, {8}, CpStrategy::contiguous);
-  const RankRows zigzag = rows_of({8}, {8}, CpStrategy::zigzag);  // 0 1 6 7 and 2 3 4 5
-  const RelayoutPlan plan = plan_relayout(even, zigzag, 1);       // of 4 5 6 7
-  EXPECT_EQ(plan.send_counts, (HaloLens{2, 2}));
-  EXPECT_EQ(plan.send_indices, (HaloLens{2, 3, 0, 1}));
-  EXPECT_EQ(plan.recv_counts, (HaloLens{2, 2}));
-  EXPECT_EQ(plan.recv_indices, (HaloLens{0, 1, 2, 3}));
-}
-
 TEST(Pending, RowsOfTheNextUnitGoToTheirKeepers) {
   // Tokens 0..4 and 5..9; the next unit begins with token 4.
   const RankRows rows = rows_of({10}, {10}, CpStrategy::contiguous);
@@ -65,28 +55,6 @@ TEST(Pending, RowsOfTheNextUnitGoToTheirKeepers) {
       testing::message_of([&] { plan_pending(rows, 0, 8, 4, many, "pending"); }),
       "pending: keepers must have one rank per sequence (1), got 2"
   );
-}
-
-TEST(WeightedCuts, PagesInProportionToWork) {
-  const HaloLens extend = {4096, 4096, 4096}, seq = {4196, 4096, 4160};
-  const std::vector<double> weights = {4, 4, 1, 1};
-  const auto plan = build_cp_metadata(
-      {.extend_lens = extend,
-       .seq_lens = seq,
-       .cp_size = 4,
-       .strategy = CpStrategy::contiguous,
-       .weights = weights,
-       .page_size = 64},
-      0
-  );
-  const RankRows rows = rank_rows(plan);
-  HaloLens counts;
-  for (int64_t i = 0; i < rows.num_segments(); ++i) {
-    if (rows.request[i] != 0) continue;
-    counts.push_back(rows.count[i]);
-    EXPECT_TRUE(rows.rank[i] == 0 || rows.position[i] % 64 == 0) << i;
-  }
-  EXPECT_EQ(counts, (HaloLens{2524, 1152, 192, 228}));
 }
 
 }  // namespace

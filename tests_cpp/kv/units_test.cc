@@ -33,29 +33,6 @@ UnitPools pools_of(const UnitInts& pages, Sharing sharing, Interleave placement)
   };
 }
 
-TEST(Units, GoToTheRanksThatKeepThem) {
-  struct Case {
-    Sharing sharing;
-    Interleave placement;
-    UnitInts pages, send_counts, send_indices, recv_counts, recv_indices;
-  };
-  const Case cases[] = {
-      {Sharing::nothing, {}, {7, 3}, {2, 2}, {0, 1, 0, 1}, {2, 2}, {14, 15, 6, 7}},
-      // The page is of this rank's own units, 1 and 3.
-      {Sharing::units, {.shard_size = 2, .run_len = 1}, {7}, {1, 1}, {0, 1}, {1, 1}, {14, 15}},
-      // Page 3 is page 1 of this rank, page 4 page 2 of the other.
-      {Sharing::slots, {.shard_size = 2, .run_len = 2}, {3, 4}, {2, 0}, {0, 1}, {2, 0}, {2, 3}},
-  };
-  for (const Case& each : cases) {
-    const UnitPools pools = pools_of(each.pages, each.sharing, each.placement);
-    const RelayoutPlan plan = plan_units(rows_of_units(), 1, 4, pools, "units");
-    EXPECT_EQ(plan.send_counts, each.send_counts);
-    EXPECT_EQ(plan.send_indices, each.send_indices);
-    EXPECT_EQ(plan.recv_counts, each.recv_counts);
-    EXPECT_EQ(plan.recv_indices, each.recv_indices);
-  }
-}
-
 TEST(Units, Refusals) {
   const UnitInts pages = {7}, negative = {7, -1};
   const Interleave three{.shard_size = 3, .run_len = 2}, four{.shard_size = 2, .run_len = 4};

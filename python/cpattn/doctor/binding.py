@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from .topology import cores_of, nodes_of
 
@@ -19,8 +19,7 @@ LAUNCHERS = {
 }
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """NUMA nodes, CPUs in ascending order, and number of cores of one rank of a host."""
 
     nodes: tuple[str, ...]
@@ -50,28 +49,22 @@ def shares(
             f"--ranks must be a multiple or a divisor of the {len(nodes)} NUMA nodes,"
             f" got {num_ranks}"
         )
-    names = list(nodes)
-    if num_ranks <= len(nodes):
-        per_rank = len(nodes) // num_ranks
-        groups = [tuple(names[r * per_rank : (r + 1) * per_rank]) for r in range(num_ranks)]
-        return [_share(g, [c for n in g for c in cores_of(root, nodes[n])], smt) for g in groups]
-    found = []
-    per_node = num_ranks // len(nodes)
-    for name in names:
-        cores = cores_of(root, nodes[name])
-        if len(cores) < per_node:
+    names, found = list(nodes), []
+    nodes_each, ranks_each = max(len(names) // num_ranks, 1), max(num_ranks // len(names), 1)
+    for first in range(0, len(names), nodes_each):
+        group = names[first : first + nodes_each]
+        cores = [core for name in group for core in cores_of(root, nodes[name])]
+        if len(cores) < ranks_each:
             raise ValueError(
-                f"--ranks must leave a core for each: node {name} has {len(cores)} for {per_node}"
-                f" of the {num_ranks} ranks"
+                f"--ranks must leave a core for each: node {group[0]} has {len(cores)} for "
+                f"{ranks_each} of the {num_ranks} ranks"
             )
-        cuts = [len(cores) * part // per_node for part in range(per_node + 1)]
-        found += [_share((name,), cores[begin:end], smt) for begin, end in pairwise(cuts)]
+        cuts = [len(cores) * part // ranks_each for part in range(ranks_each + 1)]
+        for begin, end in pairwise(cuts):
+            chosen = [core if smt else core[:1] for core in cores[begin:end]]
+            cpus = tuple(sorted(chain(*chosen)))
+            found.append(Share(tuple(group), cpus, len(chosen)))
     return found
-
-
-def _share(nodes: tuple[str, ...], cores: list[list[int]], smt: bool) -> Share:
-    cpus = sorted(cpu for core in cores for cpu in (core if smt else core[:1]))
-    return Share(nodes, tuple(cpus), len(cores))
 
 
 def local_rank(environ: Mapping[str, str]) -> tuple[int, int | None] | None:

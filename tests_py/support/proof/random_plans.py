@@ -19,7 +19,7 @@ from cpattn.context_parallel.halo import plan_halo, plan_relayout
 from cpattn.context_parallel.vllm_0_32 import build_pcp_layout
 from cpattn.distributed.plans.plan import make_plan
 from cpattn.distributed.plans.sharded_plan import make_decode_plan, shard_plan
-from cpattn.kv import PageInterleave, TokenInterleave
+from cpattn.kv import PageInterleave, TokenInterleave, plan_units
 from cpattn.profiling.calls import Call
 from cpattn_proof import NotUsable, lint
 from cpattn_proof.captures import Capture, RecordedCall
@@ -30,7 +30,7 @@ from cpattn_proof.linting.adapters.pcp import from_segments
 from cpattn_proof.linting.adapters.relayouts import from_relayouts
 from cpattn_proof.linting.adapters.selections import from_topk
 from cpattn_proof.linting.adapters.shards import from_sharded_plans
-from cpattn_proof.linting.adapters.units import from_halos
+from cpattn_proof.linting.adapters.units import from_halos, from_unit_writes
 
 STRATEGIES = ("zigzag", "contiguous", "interleave")
 Chance = random.Random
@@ -200,6 +200,26 @@ def _of_halos(chance: Chance) -> Any:
     return from_halos(plans, halos, extend, prefix, **rule)
 
 
+def _of_units(chance: Chance) -> Any:
+    """Compressed units in the slots of all ranks, or of those that keep them."""
+    ratio, page_size = chance.randint(1, 5), chance.choice((1, 2, 4))
+    if chance.random() < 0.4:
+        extend, prefix, layout = _layout(chance)
+        ranks = [{"metadata": layout, "rank": rank} for rank in range(len(layout.segments))]
+    else:
+        extend, prefix = _batch(chance)
+        ranks = [{"metadata": plan} for plan in _metadata(chance, extend, prefix, 4)]
+        extend[-1] += ranks[0]["metadata"].total_seq_lens - sum(extend)  # units of padding, too
+    placement = chance.choice((None, _placement(chance, len(ranks), page_size)))
+    lens = [-(-(new + old) // ratio) + 3 for new, old in zip(extend, prefix, strict=True)]
+    tables, num_pages = _tables(chance, lens, page_size)
+    given: dict[str, Any] = {"ratio": ratio, "page_size": page_size, "placement": placement}
+    halos = [plan_halo(**one, window=2 * ratio, ratio=ratio) for one in ranks]
+    plans = [plan_units(**one, block_tables=tables, **given) for one in ranks]
+    given |= {"block_tables": [tables] * len(ranks), "num_pages": num_pages}
+    return from_unit_writes(halos, plans, extend, prefix, **given)
+
+
 def _of_relayouts(chance: Chance) -> Any:
     extend, prefix = _batch(chance)
     source = _metadata(chance, extend, prefix, 4)
@@ -256,6 +276,7 @@ KINDS: dict[str, tuple[Callable[[Chance], Any], set[str]]] = {
     "PCP layouts": (_of_layouts, {"OWN", "COV", "LEN"}),
     "local lengths": (_of_local_lens, {"OWN", "COV", "LEN"}),
     "halos": (_of_halos, {"OWN", "COV"}),
+    "units": (_of_units, {"OWN", "LEN", "ADDR"}),
     "relayouts": (_of_relayouts, {"OWN", "COV", "LEN", "SEQ"}),
     "blocks": (_of_blocks, {"TOPK"}),
 }

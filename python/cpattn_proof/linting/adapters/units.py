@@ -134,8 +134,8 @@ def from_unit_writes(
     Raises
     ------
     NotUsable
-        If a rank has not as many slots as it receives units, sends units that it has not, or
-        lengths or ranks do not agree.
+        If a rank receives other numbers of units than it awaits or has slots for, sends units that
+        it has not, or lengths or ranks do not agree.
 
     Examples
     --------
@@ -181,10 +181,11 @@ def from_unit_writes(
     for rank, plan in enumerate(plans):
         request, unit = np.concatenate([parts[rank] for parts in sent], axis=1)
         slots = ints(plan.recv_indices)
-        if len(slots) != len(unit):
+        arriving = [parts[rank].shape[1] for parts in sent]
+        if arriving != ints(plan.recv_counts).tolist() or len(slots) != len(unit):
             raise NotUsable(
-                f"from_unit_writes: rank {rank} receives {len(unit)} units, and has slots for "
-                f"{len(slots)}"
+                f"from_unit_writes: rank {rank} receives {arriving} units, awaits "
+                f"{list(plan.recv_counts)} and has {len(slots)} slots"
             )
         if in_stripes:
             slots = ints(placement.global_index(rank, slots))
