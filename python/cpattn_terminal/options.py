@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,27 @@ class IntegerList(click.ParamType):  # type: ignore[type-arg]
                 self.fail(f"{rule}, got {shown(item)}{where}", param, ctx)
             numbers.append(number)
         return numbers
+
+
+class PoolPlacement(click.ParamType):  # type: ignore[type-arg]
+    """Placement of keys in the pools of ranks, by its name in `cpattn`."""
+
+    name = "placement"
+    _most = 1 << 16
+
+    def get_metavar(self, param: Any, ctx: Any) -> str:
+        return "[replicated|page_interleave|token_interleave[:I]]"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        known = r"replicated|page_interleave|token_interleave(?::(\d{1,9}))?"
+        match = re.fullmatch(known, value, re.ASCII)
+        if match is None or not 1 <= int(match[1] or 1) <= self._most:
+            rule = (
+                "must be 'replicated', 'page_interleave' or 'token_interleave', the last with or "
+                f"without ':I' for I tokens in a row, 1 to {self._most}"
+            )
+            self.fail(f"{rule}, got {shown(value)}", param, ctx)
+        return value
 
 
 class OutputPath(click.Path):

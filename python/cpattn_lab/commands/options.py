@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of options that name ranks, and places of keys."""
+"""Values of options that name ranks, sequences and keys."""
 
 from __future__ import annotations
 
@@ -72,27 +72,10 @@ class MeshShape(click.ParamType):  # type: ignore[type-arg]
 class DecodedSequences(click.ParamType):  # type: ignore[type-arg]
     """A number of sequences that decode, or those of a capture."""
 
-    name = "N | recorded"
+    name = "sequences"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = parsed(int, value)
         if value != "recorded" and not 1 <= (number or 0) <= 1 << 16:
             self.fail(f"must be from 1 to {1 << 16}, or recorded, got {shown(value)}", param, ctx)
         return number or value
-
-
-class PoolPlacement(click.ParamType):  # type: ignore[type-arg]
-    """Placement of keys in the pools of ranks, by its `PlacementName`."""
-
-    name = "placement"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        from cpattn.context_parallel.placement_name import MAX_INTERLEAVE, PlacementName
-
-        if PlacementName.parse(value) is None:
-            rule = (
-                "must be 'replicated', 'page_interleave' or 'token_interleave', the last with or "
-                f"without ':I' for I tokens in a row, 1 to {MAX_INTERLEAVE}"
-            )
-            self.fail(f"{rule}, got {shown(value)}", param, ctx)
-        return value

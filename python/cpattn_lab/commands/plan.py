@@ -14,7 +14,7 @@ from cpattn import torch_guard
 from cpattn.context_parallel.exchanges import EXCHANGES
 from cpattn_terminal.command_group import CommandGroup, refusals_by_option
 from cpattn_terminal.limits import MAX_BATCH_TOKENS
-from cpattn_terminal.options import Integer, IntegerList, Number
+from cpattn_terminal.options import Integer, IntegerList, Number, PoolPlacement
 
 from .declarations import (
     DTYPES,
@@ -31,7 +31,7 @@ from .declarations import (
     option,
     write_file,
 )
-from .options import CpSizes, DecodedSequences, KeyWindow, MeshShape, PoolPlacement
+from .options import CpSizes, DecodedSequences, KeyWindow, MeshShape
 
 _PLANNED_EXCHANGE = click.Choice((*EXCHANGES, "auto"))
 _COST, _RATE = Number(0, 1e9), Number(1e-3, 1e9)
@@ -75,6 +75,7 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @click.option(
     "--decode",
     type=DecodedSequences(),
+    metavar="[N|recorded]",
     help="Predict one decode step of this many sequences, or the largest of --capture.",
 )
 @of_model(

@@ -13,7 +13,7 @@ from cpattn import torch_guard
 from cpattn.context_parallel.exchanges import ON_ALL_RANKS
 from cpattn_terminal import streams
 from cpattn_terminal.command_group import CommandGroup, refusals_by_option
-from cpattn_terminal.options import Integer, IntegerList, Number
+from cpattn_terminal.options import Integer, IntegerList, Number, PoolPlacement
 
 from .declarations import (
     DTYPES,
@@ -29,7 +29,6 @@ from .declarations import (
     option,
     write_file,
 )
-from .options import PoolPlacement
 
 _HEADS = Integer(1, 1024)
 _STRATEGY = click.Choice(STRATEGIES)
@@ -63,7 +62,6 @@ CommandGroup.examples["replay"] = "cpattn replay --requests 16 --html report.htm
     "--placement",
     default="replicated",
     type=PoolPlacement(),
-    metavar="[replicated|page_interleave|token_interleave[:I]]",
     help="Which rank's KV pool holds which keys.",
     show_default=True,
 )

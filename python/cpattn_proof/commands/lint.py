@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cpattn_terminal.command_group import CommandGroup
-from cpattn_terminal.options import Integer, OutputPath, shown, writing
+from cpattn_terminal.options import Integer, OutputPath, PoolPlacement, writing
 
 from .options import require_option
 from .page_option import html_option, write_page
@@ -21,17 +20,6 @@ if TYPE_CHECKING:
     from ..findings import Report
 
 CommandGroup.examples["lint"] = "cpattn lint plan.json"
-
-
-def _placement(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    if value is not None and not re.fullmatch(
-        "replicated|page_interleave|token_interleave(:[1-9][0-9]{0,4})?", value
-    ):
-        known = (
-            "'replicated', 'page_interleave' or 'token_interleave', the last with or without ':I'"
-        )
-        raise click.BadParameter(f"must be {known}, got {shown(value)}")
-    return value
 
 
 @click.command(short_help="Refute or prove what all ranks of a batch planned.")
@@ -51,8 +39,7 @@ def _placement(context: click.Context, option: click.Parameter, value: str | Non
 )
 @click.option(
     "--placement",
-    metavar="[replicated|page_interleave|token_interleave[:I]]",
-    callback=_placement,
+    type=PoolPlacement(),
     help="Plan them for pools that hold these keys.",
 )
 @require_option
