@@ -2,10 +2,8 @@
 """Random plans of the library, all right: whatever the linter finds in one is a false alarm.
 `make false-alarms-plans` lints them, ``--only 12345 --seed 7`` one of them again."""
 
-import argparse
 import random
 import sys
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +29,7 @@ from cpattn_proof.linting.adapters.relayouts import from_relayouts
 from cpattn_proof.linting.adapters.selections import from_topk
 from cpattn_proof.linting.adapters.shards import from_sharded_plans
 from cpattn_proof.linting.adapters.units import from_halos, from_unit_writes
+from support.proof.alarms import count_alarms
 
 STRATEGIES = ("zigzag", "contiguous", "interleave")
 Chance = random.Random
@@ -296,23 +295,5 @@ def alarm_of(seed: int, number: int) -> str | None:
     return f"{name}: {', '.join(sorted(missing))} not checked" if missing else None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plans", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="one plan by its number")
-    options = parser.parse_args()
-    numbers = range(options.plans) if options.only is None else [options.only]
-    begin, alarms = time.monotonic(), 0
-    for done, number in enumerate(numbers, 1):
-        if (alarm := alarm_of(options.seed, number)) is not None:
-            alarms += 1
-            print(f"--only {number} --seed {options.seed}: {alarm}", flush=True)
-        if done % 1000 == 0 or done == len(numbers):
-            seconds = time.monotonic() - begin
-            print(f"{done:,} of {len(numbers):,}, {alarms} alarms, {seconds:.0f} s", flush=True)
-    return 1 if alarms else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(count_alarms(__doc__, "plans", alarm_of))

@@ -2,11 +2,9 @@
 """Random programs without a fault, on simulated ranks: whatever is found in one is a false alarm.
 `make false-alarms-programs` runs them, ``--only 12345 --seed 7`` one of them again."""
 
-import argparse
 import os
 import random
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +20,7 @@ from cpattn.context_parallel.halo import plan_halo, plan_relayout
 from cpattn.distributed import ContextParallel
 from cpattn.kv import PageInterleave, TokenInterleave
 from cpattn_proof import NotUsable, simulate
+from support.proof.alarms import count_alarms
 from support.proof.collective_programs import STEPS, Step
 
 _MOST_RANKS = 8
@@ -211,25 +210,7 @@ def alarm_of(seed: int, number: int) -> str | None:
     return None if report.proved else report.text()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--programs", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="one program by its number")
-    options = parser.parse_args()
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    numbers = range(options.programs) if options.only is None else [options.only]
-    begin, alarms = time.monotonic(), 0
-    for done, number in enumerate(numbers, 1):
-        if (alarm := alarm_of(options.seed, number)) is not None:
-            alarms += 1
-            print(f"--only {number} --seed {options.seed}: {alarm}", flush=True)
-        if done % 100 == 0 or done == len(numbers):
-            seconds = time.monotonic() - begin
-            print(f"{done:,} of {len(numbers):,}, {alarms} alarms, {seconds:.0f} s", flush=True)
-    return 1 if alarms else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(count_alarms(__doc__, "programs", alarm_of))
