@@ -30,7 +30,7 @@ def fault_of(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> str | None
     """Return the fault of the first field that breaks its rule, if one does."""
     for name, rule in rules.items():
         if name not in fields:
-            return f"has no {name!r}"
+            return f"has no {name!r}: read it with the release that recorded it"
         if not rule.holds(fields[name]):
             shown = _shown(fields[name])
             return f"{name} must be {rule.text}, got {shown}"
