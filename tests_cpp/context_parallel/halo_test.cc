@@ -10,14 +10,14 @@ namespace {
 
 using HaloLens = std::vector<int64_t>;
 
-RankRows rows_of(const HaloLens& extend, const HaloLens& seq, CpStrategy strategy) {
+RankRows rows_of(const HaloLens& extend, const HaloLens& seq) {
   return rank_rows(build_cp_metadata(
-      {.extend_lens = extend, .seq_lens = seq, .cp_size = 2, .strategy = strategy}, 0
+      {.extend_lens = extend, .seq_lens = seq, .cp_size = 2, .strategy = CpStrategy::contiguous}, 0
   ));
 }
 
 TEST(Halo, RowsOfTheOtherRankAndOfACache) {
-  const RankRows rows = rows_of({8}, {11}, CpStrategy::contiguous);  // tokens 3..6 and 7..10
+  const RankRows rows = rows_of({8}, {11});  // tokens 3..6 and 7..10
   const HaloPlan first = plan_halo(rows, 0, 4, 2, "halo"),
                  second = plan_halo(rows, 1, 4, 2, "halo");
   EXPECT_EQ(first.cached_position, (HaloLens{0, 1, 2}));
@@ -37,7 +37,7 @@ TEST(Halo, RowsOfTheOtherRankAndOfACache) {
 
 TEST(Pending, RowsOfTheNextUnitGoToTheirKeepers) {
   // Tokens 0..4 and 5..9; the next unit begins with token 4.
-  const RankRows rows = rows_of({10}, {10}, CpStrategy::contiguous);
+  const RankRows rows = rows_of({10}, {10});
   const RelayoutPlan all = plan_pending(rows, 0, 8, 4, std::nullopt, "pending");
   EXPECT_EQ(all.send_counts, (HaloLens{1, 1}));
   EXPECT_EQ(all.send_indices, (HaloLens{4, 4}));

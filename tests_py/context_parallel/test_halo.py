@@ -108,11 +108,16 @@ def test_a_wide_halo_comes_from_several_ranks():
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(BATCHES, st.integers(1, 7), st.sampled_from(STRATEGIES), st.sampled_from(STRATEGIES))
-def test_any_change_of_the_layout(batch, cp_size, before, after):
-    _, _, source = metadata_of(batch, cp_size=cp_size, strategy=before)
-    extends, prefixes, target = metadata_of(batch, cp_size=cp_size, strategy=after)
-    tokens = np.arange(sum(extends))
+@given(
+    BATCHES, st.integers(1, 7), st.sampled_from(STRATEGIES), st.sampled_from(STRATEGIES),
+    st.booleans(), st.integers(0, 9),
+)  # fmt: skip
+def test_any_change_of_the_layout(batch, cp_size, before, after, weighted, padding):
+    tokens = np.arange(sum(new for new, _ in batch) + padding)
+    options = {"cp_size": cp_size, "num_tokens": len(tokens)}
+    weights = [r + 1.0 for r in range(cp_size)] if weighted and before != "interleave" else None
+    _, _, source = metadata_of(batch, strategy=before, weights=weights, **options)
+    extends, prefixes, target = metadata_of(batch, strategy=after, **options)
     plans = [plan_relayout(*pair) for pair in zip(source, target, strict=True)]
     received = exchanged(plans, [one.shard(tokens) for one in source])
     for plan, rows, one in zip(plans, received, target, strict=True):

@@ -211,9 +211,10 @@ def _document(
                 "new tokens, as that of rank 0 in this batch"
             )
     batch = tokens_of(np.arange(tokens), extend, prefix)
+    size = len(of_ranks)
     document = {
         "schema": SCHEMA,
-        "name": f"batch {number}, {len(of_ranks)} ranks{_loads(of_ranks, batch)}",
+        "name": f"batch {number}, {size} rank{'s' * (size != 1)}{_loads(of_ranks, batch)}",
         "requests": requests,
         "cache": {
             "page_size": fields["page_size"],
