@@ -196,6 +196,14 @@ def packed_keys(shares, size, rows, item):
     return packed
 
 
+@pytest.mark.parametrize("interleave", [1, 3, 16])
+def test_pages_of_runs_are_those_that_the_first_rank_fills(interleave):
+    lens = np.array([1, 10, 40, 129])
+    kept = TokenInterleave(shard_size=3, interleave=interleave).local_lens(lens, 0)
+    pages = pages_per_rank(f"token_interleave:{interleave}", lens, 3, PAGE)
+    assert pages.tolist() == [int((-(-kept // PAGE)).sum())] * 3
+
+
 @pytest.mark.parametrize(
     "placement", ["page_interleave", "token_interleave", "token_interleave:16"]
 )

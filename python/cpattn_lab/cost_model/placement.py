@@ -92,8 +92,8 @@ def stripes(placement: str, seq_lens: Ints, cp_size: int, page_size: int) -> Str
 def pages_per_rank(placement: str, seq_lens: Ints, cp_size: int, page_size: int) -> Ints:
     """[cp_size]: pages of sequences in the pool of each rank.
 
-    By ``token_interleave`` a page holds every `cp_size`-th token, and all ranks have the same
-    block table: ``ceil(seq_len / (cp_size * page_size))`` pages each, or those of whole runs.
+    By ``token_interleave`` a page holds every `cp_size`-th token or run of them, and all ranks have
+    the same block table: of as many pages as rank 0 fills.
     """
     if placement == BY_PAGES:
         laid = stripes(placement, seq_lens, cp_size, page_size)
@@ -101,8 +101,8 @@ def pages_per_rank(placement: str, seq_lens: Ints, cp_size: int, page_size: int)
         around = Stripes(1, cp_size, laid.bases)
         return around.count_below(pages).sum(1)
     run = stripe_size(placement, page_size)
-    size = 1 if placement == REPLICATED else cp_size
-    kept = -(-seq_lens // (run * size)) * run  # by rank 0, if the last run is whole
+    turn = run * (1 if placement == REPLICATED else cp_size)
+    kept = seq_lens // turn * run + np.minimum(seq_lens % turn, run)  # by rank 0, which has most
     return np.full(cp_size, (-(-kept // page_size)).sum(), np.int64)
 
 
