@@ -280,7 +280,9 @@ def test_digests_of_buffers(kv_layout):
     asked = given.options("kv_digest", **options, **ranks, **pages)
     call("digest", asked, sums, ctypes.c_int64(3), ctypes.byref(rows))
     assert (list(sums), rows.value) == (expected.sums.tolist(), expected.num_rows)
-    with pytest.raises(CallFailed, match="num_sums must be 3, one for each block of 4 pos.* got 2"):
+    with pytest.raises(
+        CallFailed, match=r"num_sums must be 3, one for each block of 4 pos.* got 2"
+    ):
         call("digest", asked, sums, ctypes.c_int64(2), None)
 
 

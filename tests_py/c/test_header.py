@@ -36,8 +36,17 @@ ONLY_IN_C = {
         ("tensor", "layer_id", "kind", "kv_layout", "is_draft"), "arguments of KVEntry.from_tensor"
     ),
     **dict.fromkeys(
-        ("tp_rank", "tp_size", "total_kv_heads", "dcp_rank", "dcp_size", "dcp_interleave",
-         "shard_rank", "shard_size"), "arguments of KVLayout",
+        (
+            "tp_rank",
+            "tp_size",
+            "total_kv_heads",
+            "dcp_rank",
+            "dcp_size",
+            "dcp_interleave",
+            "shard_rank",
+            "shard_size",
+        ),
+        "arguments of KVLayout",
     ),
 }
 #: The structs that have the options of a Python function, and results that it returns.

@@ -13,7 +13,7 @@ import torch
 
 import cpattn
 from cpattn.captures.told import TOLD, written
-from cpattn.context_parallel.halo import plan_halo
+from cpattn.context_parallel.halo import plan_halo, plan_relayout
 from cpattn.context_parallel.vllm_0_32 import build_pcp_layout
 from cpattn.distributed.plans.plan import make_plan
 from cpattn.distributed.plans.sharded_plan import make_decode_plan, shard_plan
