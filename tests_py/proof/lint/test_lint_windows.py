@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cpattn_proof import lint
 from cpattn_proof.linting.adapters.decode import from_local_lens
-from support.proof.plans import batches, document_of, kinds
+from support.proof.plans import document_of, kinds
 
 NAMES = ("request", "row", "rows", "first", "keys", "step", "window", "window_right", "from")
 
@@ -128,17 +128,6 @@ def assert_judged_as_counted(document, data, names):
 @given(windowed(), st.data())
 def test_what_calls_show_is_what_queries_may_see(document, data):
     assert_judged_as_counted(document, data, NAMES[3:8])
-
-
-SIDES = st.none() | st.integers(0, 8)
-
-
-@given(batches(most_tokens=12), st.booleans(), st.tuples(SIDES, SIDES), st.data())
-def test_metadata_is_judged_by_the_window_that_attention_is_called_with(
-    batch, causal, window, data
-):
-    document = {"attention": {}} | document_of(*batch, causal=causal, window=window)
-    assert_judged_as_counted(document, data, ("keys", "window"))
 
 
 def plan_of(*ranks, window=1, **parts):

@@ -100,6 +100,14 @@ def _of_cuts(chance: Chance) -> Any:
     return from_metadata(plans, extend, prefix, **_seen(chance))
 
 
+def _of_objects(chance: Chance) -> Any:
+    """Cuts as an engine's objects have them, of plain lists."""
+    extend, prefix = _batch(chance)
+    plans = _metadata(chance, extend, prefix, 4)
+    objects = [SimpleNamespace(**plan.to_dict()) for plan in plans]
+    return from_metadata(objects, extend, prefix, **_seen(chance))
+
+
 def _of_plans(chance: Chance) -> Any:
     plans, num_pages = _plans(chance, chance.choice((1, 4, 16)))
     return from_plans(plans, num_pages, **_seen(chance, plans[0].num_padding_tokens))
@@ -268,6 +276,7 @@ def _of_blocks(chance: Chance) -> Any:
 #: What draws a right plan, by a name, and the invariants that most such plans decide.
 KINDS: dict[str, tuple[Callable[[Chance], Any], set[str]]] = {
     "cuts": (_of_cuts, {"OWN", "COV", "LEN"}),
+    "objects": (_of_objects, {"OWN"}),
     "captures": (_of_captures, {"OWN", "LEN", "PAD"}),
     "plans": (_of_plans, {"OWN", "COV", "LEN", "ADDR", "PAD"}),
     "shards": (_of_shards, {"OWN", "COV", "LEN", "ADDR", "PAD"}),
