@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 import cpattn
 from cpattn import build_cp_metadata_all_ranks
-from cpattn_proof import lint
-from cpattn_proof.linting.adapters.context_parallel import from_metadata
 from support.examples import examples
 
 STRATEGIES = ("zigzag", "contiguous")
@@ -105,38 +103,6 @@ def test_pages_alone_give_all_ranks_equal_weights():
 def test_only_proportions_of_weights_count(weights, tokens):
     (plan, _) = build_cp_metadata_all_ranks([65536], cp_size=2, weights=weights)
     assert plan.per_rank_actual_token == [tokens, 65536 - tokens]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rows_have_the_bits_of_a_single_rank(strategy):
-    random = np.random.default_rng(3)
-    extends, seq_lens = lens(EXTENDS, PREFIXES)
-    heads, dim, page_size = 2, 16, 16
-    tables = np.arange(4 * 52).reshape(4, 52)
-    q = random.standard_normal((sum(extends), heads * dim), np.float32)
-    cache = random.standard_normal((4 * 52 * page_size, heads, dim), np.float32)
-
-    def attend(plan):
-        rows, options = plan.shard(q), {"num_heads": heads, "num_kv_heads": heads, "scale": 0.25}
-        tables_of = {"block_tables": tables, "page_size": page_size}
-        return cpattn.do_cp_attn_fia(rows, cache, cache, plan, **tables_of, **options)
-
-    split = {"strategy": strategy, "weights": [5, 1, 2], "page_size": page_size}
-    plans = build_cp_metadata_all_ranks(extends, seq_lens, cp_size=3, **split)
-    (whole,) = build_cp_metadata_all_ranks(extends, seq_lens, cp_size=1)
-    assert np.array_equal(
-        plans[0].unshard([attend(p) for p in plans]), whole.unshard([attend(whole)])
-    )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_linter_proves_them_and_finds_another_rule(strategy):
-    split = {"strategy": strategy, "weights": [1, 2, 1.5, 0.5], "page_size": 32}
-    plans = build_cp_metadata_all_ranks(*lens(EXTENDS, PREFIXES), cp_size=4, **split)
-    assert lint(from_metadata(plans, EXTENDS, PREFIXES)).proved
-    plain = build_cp_metadata_all_ranks(*lens(EXTENDS, PREFIXES), cp_size=4, strategy=strategy)
-    (first, *_) = lint(from_metadata([*plans[:3], plain[3]], EXTENDS, PREFIXES)).findings
-    assert first.invariant == "OWN"
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,9 @@
 import torch
 
 import cpattn
-from support.cases import Case, assert_attention, make_inputs
+from support.cases import Case, make_inputs
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
-BATCHES = [  # new tokens and cached ones
-    ((13,), (0,)),
-    ((10, 14), (5, 0)),
-    ((40, 1, 17), (100, 33, 16)),
-    ((3, 0, 2), (7, 9, 0)),  # fewer tokens than ranks
-    ((2,), (300,)),
-]
 
 
 def on_ranks(q, caches, extend_lens, kv_lens, cp_size, strategy, **options):
@@ -33,12 +26,12 @@ def on_ranks(q, caches, extend_lens, kv_lens, cp_size, strategy, **options):
 class Batch:
     """New tokens behind prefixes, their caches, and the ranks' shares."""
 
-    def __init__(self, extend_lens, prefix_lens, cp_size, strategy, seed=0, **sizes):
+    def __init__(self, extend_lens, prefix_lens, cp_size, strategy, seed=0, weights=None, **sizes):
         kv_lens = tuple(e + p for e, p in zip(extend_lens, prefix_lens, strict=True))
         self.case = Case(q_lens=tuple(extend_lens), kv_lens=kv_lens, **sizes)
         self.inputs = make_inputs(self.case, seed)
         self.metadata = cpattn.build_cp_metadata_all_ranks(
-            extend_lens, kv_lens, cp_size=cp_size, strategy=strategy
+            extend_lens, kv_lens, cp_size=cp_size, strategy=strategy, weights=weights
         )
 
     def flat_caches(self):
@@ -84,6 +77,3 @@ class Batch:
             lses.append(lse)
         out, lse = (self.metadata[0].unshard(parts) for parts in (outs, lses))
         return out.unflatten(1, (self.case.num_heads, -1)), lse
-
-    def check(self, **options):
-        assert_attention(*self.all_ranks(**options), self.inputs)
