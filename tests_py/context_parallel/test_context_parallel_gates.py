@@ -73,11 +73,6 @@ def test_can_apply_cp_needs_a_splittable_mode(strategy):
     assert without_mode is (strategy != "interleave")
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
-def test_can_apply_cp_needs_two_ranks(strategy):
-    assert not can_apply_cp([64], cp_size=1, strategy=strategy)
-
-
 def test_can_apply_cp_compares_num_tokens():
     assert not can_apply_cp([8], cp_size=4, num_tokens=7)
     assert not can_apply_cp([8], cp_size=4, num_tokens=3, strategy="contiguous")
@@ -85,26 +80,13 @@ def test_can_apply_cp_compares_num_tokens():
     assert can_apply_cp([8], cp_size=4, num_tokens=0, strategy="interleave")
 
 
-@pytest.mark.parametrize(
-    ("extend", "cp_size", "strategy", "mode", "allowed"),
-    [
-        ([4], 4, "interleave", EXTEND, True),
-        ([1, 2, 1], 4, "round-robin-split", MIXED, True),
-        ([5], 4, "interleave", EXTEND, True),  # need not divide
-        ([3], 4, "interleave", EXTEND, False),
-        ([9], 1, "interleave", EXTEND, False),
-        ([9], 4, "zigzag", EXTEND, False),
-        ([9], 4, "contiguous", EXTEND, False),
-        ([9], 4, "interleave", DECODE, False),
-        ([9], 4, "interleave", DRAFT_V2, False),
-        ([9], 4, "interleave", None, False),
-    ],
-)
-def test_can_dsa_prefill_cp_interleave(extend, cp_size, strategy, mode, allowed):
-    got = can_dsa_prefill_cp_interleave(
-        extend, cp_size=cp_size, strategy=strategy, forward_mode=mode
-    )
-    assert got is allowed
+@pytest.mark.parametrize("mode", [*ForwardMode, None])
+@pytest.mark.parametrize("strategy", ["zigzag", "round-robin-split", "contiguous"])
+def test_the_gate_of_dsa_is_that_of_interleave_for_a_given_mode(strategy, mode):
+    for extend, cp_size in (([4], 4), ([1, 2, 1], 4), ([5], 4), ([3], 4), ([9], 1)):
+        given = {"cp_size": cp_size, "strategy": strategy, "forward_mode": mode}
+        expected = can_apply_cp(extend, **given) and strategy == "round-robin-split"
+        assert can_dsa_prefill_cp_interleave(extend, **given) == (expected and mode is not None)
 
 
 INT32_MAX = 2**31 - 1
