@@ -108,16 +108,17 @@ def test_consecutive_rows_over_gathered_keys():
         from_llama3([0, 4], [([0, 4], [0, 1, 4], slice(0, 4))])
 
 
-def transferred(**options):
-    def layout(begin):
-        entries = []
-        for layer in range(3):
-            for kind, item in (("k", 512), ("v", 256)):
-                entries.append(KVEntry(layer, kind, False, begin, 9 * item, item))
-                begin += 9 * item
-        return KVLayout(entries, 8, total_kv_heads=4)
+def layout_of(layers, begin):
+    entries = []
+    for layer in layers:
+        for kind, item in (("k", 512), ("v", 256)):
+            entries.append(KVEntry(layer, kind, False, begin, 9 * item, item))
+            begin += 9 * item
+    return KVLayout(entries, 8, total_kv_heads=4, layers=(layers.start, layers.stop))
 
-    source, target = layout(4096), layout(1 << 30)
+
+def transferred(**options):
+    source, target = layout_of(range(3), 4096), layout_of(range(3), 1 << 30)
     plan = plan_kv_transfer(source, target, [1, 3, 5], [4, 6, 0])
     return from_transfer(source, target, plan, [1, 3, 5], [4, 6, 0], **options)
 
@@ -168,38 +169,25 @@ def test_descriptors_of_nothing_may_be_anywhere():
     assert "XFER" not in report.not_checked
 
 
-def pool_of(layers):
-    sizes = {"size": 64, "page_size": 8, "num_kv_heads": 2, "head_dim": 16}
-    return MHATokenToKVPool(num_layers=len(layers), start_layer=layers.start, **sizes)
-
-
 def test_stages_of_a_pipeline():
-    def transfer(layers, name, pages=(1, 4)):
-        pool = pool_of(layers)
-        source = memory_of_pool(pool)
-        src, dst, lengths = [], [], []
-        for entry in source["entries"]:
-            other = of_target[entry["layer"], entry["kind"]]
-            for page in pages:
-                src.append(entry["addr"] + page * entry["item_len"])
-                dst.append(other["addr"] + page * entry["item_len"])
-                lengths.append(entry["item_len"])
-        blocks = src, dst, lengths
-        return from_transfer(source, target, blocks, [1, 4], [1, 4], names=(name, "decode"))
+    target = layout_of(range(5), 1 << 30)
 
-    decode = pool_of(range(5))
-    target = memory_of_pool(decode)
-    of_target = {(entry["layer"], entry["kind"]): entry for entry in target["entries"]}
-    first = transfer(range(2), "first")
-    report = lint(joined([first, transfer(range(2, 5), "second")]))
-    assert report.proved
-    assert report.checked == ("XFER",)
-    fewer = transfer(range(2, 5), "second", pages=(1,))
-    assert kinds(joined([first, fewer])) == {"xfer-missing"}
+    def stage(name, layers, begin):
+        source = layout_of(layers, begin)
+        plan = plan_kv_transfer(source, target, [1, 4], [1, 4])
+        return from_transfer(source, target, plan, [1, 4], [1, 4], names=(name, "decode"))
+
+    first, second = stage("first", range(2), 4096), stage("second", range(2, 5), 1 << 20)
+    report = lint(joined([first, second]))
+    assert (report.proved, report.checked) == (True, ("XFER",))
     with pytest.raises(NotUsable, match="memories of one name must be alike, 'first' are not"):
-        joined([first, transfer(range(2, 5), "first")])
+        joined([first, stage("first", range(2, 5), 4096)])
+    for column in ("src", "dst", "length"):
+        second["transfers"][0][column].pop()
+    assert kinds(joined([first, second])) == {"xfer-missing"}
+    sizes = {"size": 64, "page_size": 8, "num_kv_heads": 2, "head_dim": 16}
     with pytest.raises(NotUsable, match=r"buffers of each of \['k', 'v', 'index_k'\], got 10"):
-        memory_of_pool(decode, ("k", "v", "index_k"))
+        memory_of_pool(MHATokenToKVPool(num_layers=5, **sizes), ("k", "v", "index_k"))
 
 
 def test_a_row_that_sees_more_pages_than_there_are_is_refused():
