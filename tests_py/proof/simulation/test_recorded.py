@@ -48,6 +48,7 @@ def test_what_was_sent_is_sent_again(recorded):
     assert report.proved, report.text()
     assert report.subject == "2 recorded batches on 2 ranks, as recorded"
     assert sent_by_rank(report) == sent
+    assert all(lint(document).proved for document in from_capture(capture))
     assert report.facts["calls_by_rank"]["ContextParallel.plan"] == [2, 2]
     assert all(predicted > 0 for predicted in report.facts["predicted_seconds_by_rank"])
 
@@ -107,26 +108,6 @@ def test_a_batch_of_all_ranks_is_one(capture):
     fields = capture.batches[0].call.fields
     assert (fields["cp_size"], fields["page_size"], fields["strategy"]) == (2, 4, "zigzag")
     assert fields["block_tables"].tolist() == gloo_worker.LENS["block_tables"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_calls_are_in_their_order_with_what_was_sent(recorded, rank):
-    sent, _, capture = recorded
-    own = [call for call in capture.calls if call.rank == rank]
-    users = [call.name for call in own if call.name.startswith("ContextParallel.")]
-    layer = ["ContextParallel.plan", "ContextParallel.write_kv", "ContextParallel.attend"]
-    assert users == layer * 2
-    posts = [call.fields for call in own if call.name == "RowExchange.post"]
-    assert sum(sum(post["sends"].values()) for post in posts) == sent[rank]
-    assert {post["exchange"].split()[0] for post in posts} == {"write_kv"}
-
-
-def test_what_ranks_recorded_is_a_plan_that_holds(capture):
-    reports = [lint(document) for document in from_capture(capture)]
-    assert len(reports) == 2
-    for report in reports:
-        assert report.proved, report.text()
-        assert {"OWN", "LEN", "SEQ"} <= set(report.checked)
 
 
 @pytest.mark.parametrize(
