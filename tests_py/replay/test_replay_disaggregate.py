@@ -2,6 +2,7 @@
 """Prefill in some processes, decoding in another one: the tokens are those of one process. At the
 end are the pages that go to the decode pool, and when."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -15,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpattn.kv import MHATokenToKVPool
 from cpattn.scheduling.prefix_cache import PrefixCache
 from cpattn.scheduling.request import Request
 from cpattn.scheduling.scheduler import Batch, prefill_batches
-from cpattn.transfer import KVEntry, KVLayout
+from cpattn.transfer import LocalEngine
 from cpattn_lab.processes.workers import WorkerError
 from cpattn_lab.replay import footprint
 from cpattn_lab.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker
@@ -206,49 +208,32 @@ def test_tokens_of_shards_are_those_of_one_process(
     assert (f"over {decode_ranks} ranks with" in line) == (decode_ranks > 1)
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.written: dict[str, list[tuple[int, int, int]]] = {}
-
-    def write(self, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
-        self.written.setdefault(session, []).extend(zip(src, dst, lengths, strict=True))
-        return 0
-
-
 @pytest.mark.parametrize(
     ("cp_size", "num_peers", "is_sharded"),
     [(size, peers, (size + peers) % 2 == 0) for size in (1, 2, 3) for peers in (1, 2, 3)],
 )
 def test_each_page_is_sent_once_to_its_place(cp_size, num_peers, is_sharded):
     rng = np.random.default_rng(cp_size * 10 + num_peers)
-    # Pages of 8 bytes; those of rank r of a group lie at r << 20.
-    src_pages, dst_pages = (rng.permutation(np.arange(3, 90))[:40].astype(np.int32) for _ in "sd")
-    sent: set[tuple[str, int, int]] = set()
-    for cp_rank in range(cp_size):
-        link: Any = Endpoint.__new__(Endpoint)
-        link._engine = Recorder()
-        link._layout = KVLayout([KVEntry(0, "k", False, (cp_rank + 1) << 20, 800, 8)], 1)
-        link._peers = [(str(i), 0) for i in range(num_peers)]
-        link._peer_layouts = [
-            KVLayout([KVEntry(0, "k", False, (i + 1) << 30, 800, 8)], 1) for i in range(num_peers)
-        ]
-        delivery = Delivery(src_pages, dst_pages, ())
-        transfer = link.send_pages(delivery, cp_rank, cp_size, is_sharded=is_sharded)
-        assert transfer.num_bytes == sum(
-            length for blocks in link._engine.written.values() for _, _, length in blocks
-        )
-        for session, blocks in link._engine.written.items():
-            for src, dst, length in blocks:
-                for offset in range(0, length, 8):
-                    there = (dst + offset - ((int(session) + 1) << 30)) // 8
-                    here = (src + offset - ((cp_rank + 1) << 20)) // 8
-                    page = here * cp_size + cp_rank if is_sharded else here
-                    item = (session, page, there * num_peers + int(session))
-                    assert item not in sent
-                    sent.add(item)
-    assert {(page, there) for _, page, there in sent} == set(
-        zip(src_pages.tolist(), dst_pages.tolist(), strict=True)
-    )
+    pages = [rng.permutation(np.arange(3, 90))[:40].astype(np.int32) for _ in range(2)]
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"}
+    pools = [MHATokenToKVPool(size=90, page_size=1, **sizes) for _ in range(cp_size + num_peers)]
+    sent = 0
+    with contextlib.ExitStack() as stack:
+        engines = [LocalEngine() for _ in pools]
+        links = [Endpoint(*made, range(1), 1) for made in zip(engines, pools, strict=True)]
+        peers = [stack.enter_context(link).peer() for link in links][cp_size:]
+        for rank, pool in enumerate(pools[:cp_size]):
+            numbers = torch.arange(91) * cp_size + rank if is_sharded else torch.arange(91)
+            pool.get_kv_buffer(0)[0].copy_(numbers.view(91, 1, 1, 1))
+            links[rank].connect(*peers)
+            link = links[rank].send_pages(
+                Delivery(*pages, ()), rank, cp_size, is_sharded=is_sharded
+            )
+            sent += link.num_bytes
+    assert sent == 40 * 2 * 16 * 4
+    for here, there in zip(*pages, strict=True):
+        k, _ = pools[cp_size + there % num_peers].get_kv_buffer(0)
+        assert (k[there // num_peers] == here).all()
 
 
 PAGE, BLOCK, MAX_SEQUENCES = 4, 8, 6
