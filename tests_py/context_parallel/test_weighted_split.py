@@ -66,24 +66,6 @@ def test_any_split(batch, weights, strategy, data):
     assert plans[0].imbalance == pytest.approx(worst)
 
 
-def test_zigzag_divides_tokens_as_pairs():
-    plans = build_cp_metadata_all_ranks([40_000], cp_size=3, weights=[4, 1, 3])
-    assert plans[0].per_rank_actual_token == [20_000, 5_000, 15_000]
-    assert plans[0].imbalance < 1.0001
-
-
-def test_errors_of_pages_even_out_over_a_batch():
-    """A sequence of 16 pages leaves 16 ranks one each; 64 of them can be shared out evenly."""
-    one, many = (
-        build_cp_metadata_all_ranks(
-            [4096] * bs, cp_size=16, strategy="contiguous", page_size=256
-        )[0].imbalance
-        for bs in (1, 64)
-    )  # fmt: skip
-    assert one > 1.9
-    assert many < 1.03
-
-
 def test_pages_alone_give_all_ranks_equal_weights():
     options = {"cp_size": 4, "page_size": 32}
     alone, equal = (

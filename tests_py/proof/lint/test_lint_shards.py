@@ -20,7 +20,7 @@ from cpattn_proof.linting.adapters.shards import (
 )
 from support.distributed.sparse_worker import SparseRun, layer_arguments, make_cp
 from support.proof.plans import kinds
-from support.sparse.indexer_batch import IndexerBatch, scores_of
+from support.sparse.indexer_batch import scores_of
 
 PAGE_SIZE = 4
 EXTEND, TOTAL = [13, 5, 9], [20, 9, 9]
@@ -149,23 +149,19 @@ def test_striped_writes():
 
 
 def test_selections_of_context_parallel_ranks():
-    batch = IndexerBatch([13, 30], [20, 0], cp_size=3, topk=4, page_size=8)
-    rows, indices, scores = [], [], []
-    for metadata in batch.metadata:
-        request = metadata.query_request_indices
-        rows.append((request, metadata.query_cache_lengths - 1))
-        indices.append(batch.run(metadata).tolist())
-        lines = zip(metadata.local_q_indices, request, strict=True)
-        scores.append([scores_of(batch.q[i], batch.weights[i], batch.keys[s]) for i, s in lines])
-    arguments = batch.extend_lens, batch.prefix_lens, rows
-    report = lint(from_topk(*arguments, indices, topk=4, scores=scores))
-    assert report.findings == ()
-    assert report.checked == ("TOPK",)
-    assert kinds(from_topk(*arguments, indices, topk=5, scores=scores)) == {"topk-count"}
-    bare = [np.minimum(chosen, 19).tolist() for chosen in indices]  # keys of the prefix alone
-    assert kinds(from_topk(*arguments, bare, topk=4, scores=scores)) & {"topk-twice", "topk-score"}
+    arguments = [2], [2], [([0], [2]), ([0], [3])]  # a query on each rank, behind two cached keys
+    options = {"scores": [[[5, 1, 3]], [[5, 1, 3, 4]]]}
+    right = [[[2, 0]], [[0, 3]]]
+    assert lint(from_topk(*arguments, right, topk=2, **options)).checked == ("TOPK",)
+    for indices, topk, found in (
+        (right, 2, set()),
+        (right, 3, {"topk-count"}),
+        ([[[2, 0]], [[0, 2]]], 2, {"topk-score"}),
+        ([[[2, 2]], [[0, 3]]], 2, {"topk-twice", "topk-score"}),
+    ):
+        assert kinds(from_topk(*arguments, indices, topk=topk, **options)) == found
     with pytest.raises(NotUsable, match="rank 1 must have a line of indices for each of its rows"):
-        from_topk(*arguments, [indices[0], indices[1][1:], indices[2]], topk=4)
+        from_topk(*arguments, [right[0], []], topk=2)
 
 
 @pytest.mark.parametrize(
