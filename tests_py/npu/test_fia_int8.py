@@ -109,23 +109,16 @@ def kinds_of(blocks):
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("blocks", [None, "H", "N"])
 def test_modes(isa, blocks, offsets):
-    for i, kind in enumerate(kinds_of(blocks)):
+    """Keys may be scaled by heads and dimensions, and values by tokens."""
+    layouts = [layout for layout in ROW_LAYOUTS if blocks != "N" or layout.startswith("BNS")]
+    kinds = [*((kind, kind) for kind in kinds_of(blocks)), ("NxD", "token")]
+    mask = {"sparse_mode": 3, "atten_mask": TEMPLATE}
+    for i, both in enumerate(kinds):
         for dtype in DTYPES if isa == cpattn.active_isa() else [DTYPES[i % 3]]:
-            layout = "BNSD" if blocks == "N" else "BSND"
-            batch = Int8Batch(layout, dtype, blocks=blocks, v_head_dim=48)
-            given = batch.quantize(kind, kind, offsets)
+            batch = Int8Batch(layouts[i % len(layouts)], dtype, blocks=blocks, v_head_dim=48)
+            given = batch.quantize(*both, offsets)
             batch.check(fia(**batch.arguments(**given)))
-
-
-@pytest.mark.parametrize("layout", ROW_LAYOUTS)
-@pytest.mark.parametrize("blocks", [None, "H"])
-def test_layouts(layout, blocks):
-    kinds = (("NxD", "NxD"), ("token", "token"), ("head", "head"), ("NxD", "token"))
-    for (key_kind, value_kind), offsets in itertools.product(kinds, (False, True)):
-        batch = Int8Batch(layout, blocks=blocks)
-        given = batch.quantize(key_kind, value_kind, offsets)
-        mask = {"sparse_mode": 3, "atten_mask": TEMPLATE}
-        batch.check(fia(**batch.arguments(**given, **mask)), mode=3)
+            batch.check(fia(**batch.arguments(**given, **mask)), mode=3)
 
 
 @pytest.mark.parametrize("offsets", [False, True])
