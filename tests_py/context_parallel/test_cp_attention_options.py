@@ -66,26 +66,6 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(name):
         assert all(same), (cp_size, strategy)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("causal", [True, False])
-def test_bits_are_the_mask_that_bools_are(causal, strategy):
-    """Rows of an odd number of bits begin anywhere within a byte."""
-    masks = random_masks(7)
-    for cp_size in (1, 2, 5):
-        bools, bits = (
-            Batch(
-                EXTENDS,
-                PREFIXES,
-                cp_size,
-                strategy,
-                head_dim=32,
-                options={"causal": causal, **mask},
-            ).all_ranks()
-            for mask in ({"custom_mask": dense(masks)}, {"packed_custom_mask": packed(masks)})
-        )
-        assert all(map(torch.equal, bools, bits))
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 90)), min_size=1, max_size=4),
@@ -103,20 +83,26 @@ def test_bits_are_the_mask_that_bools_are(causal, strategy):
 def test_ragged_batches(
     lens, cp_size, strategy, window, softcap, with_sinks, with_mask, causal, page_size, dtype, seed
 ):
-    """Ranks may have work by weights, and rows of padding."""
+    """Ranks may have work by weights, rows of padding, and masks whose rows begin within a byte."""
     options = {"softcap": softcap, "causal": causal}
     options["window"] = window[0] if causal else window
     if with_sinks:
         options["sinks"] = SINKS
+    masks, of_one, of_ranks = random_masks(seed, 0.5, lens), {}, {}
     if with_mask:
-        options["custom_mask"] = dense(random_masks(seed, 0.5, lens))
+        of_one = of_ranks = {"custom_mask": dense(masks)}
+        if seed % 4 < 2:
+            of_ranks = {"packed_custom_mask": packed(masks)}
     extends, prefixes = zip(*lens, strict=True)
     sizes = {"head_dim": 16, "page_size": page_size, "dtype": dtype, "seed": seed}
     if seed % 2 and strategy != "interleave":
         sizes["weights"] = [1 + (seed + rank) % 4 for rank in range(cp_size)]
-    batch = Batch(extends, prefixes, cp_size, strategy, **sizes, options=options)
-    whole = batch.whole()
-    assert_attention(*whole, batch.inputs)
+    alone, batch = (
+        Batch(extends, prefixes, cp_size, strategy, **sizes, options=options | mask)
+        for mask in (of_one, of_ranks)
+    )
+    whole = alone.whole()
+    assert_attention(*whole, alone.inputs)
     assert all(map(torch.equal, batch.all_ranks(pad_rows=seed % 3), whole))
 
 
