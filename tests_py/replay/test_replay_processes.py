@@ -22,25 +22,43 @@ pytestmark = pytest.mark.slow
 
 
 WIDE = replace(SMALL, head_dim=32, vocab_size=256)
+INT8, FP8 = (replace(WIDE, kv_dtype=name) for name in ("int8", "fp8"))
+HALF, BRAIN = (replace(SMALL, dtype=name) for name in ("float16", "bfloat16"))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "cp_size", "pp_size", "model"),
+    ("strategy", "cp_size", "pp_size", "model", "ways"),
     [
-        ("zigzag", 2, 2, SMALL),
-        ("interleave", 3, 1, replace(SMALL, dtype="bfloat16")),
-        ("contiguous", 2, 1, replace(SMALL, dtype="float16")),
-        ("zigzag", 2, 1, replace(WIDE, kv_dtype="fp8")),
-        ("zigzag", 2, 1, replace(WIDE, kv_dtype="fp8_e5m2", dtype="bfloat16")),
-        ("zigzag", 2, 1, replace(WIDE, kv_dtype="int8")),
-        ("zigzag", 2, 1, FP8_DSA),
-        ("interleave", 3, 1, SMALL_DSA),
-        ("contiguous", 2, 1, RAGGED_DSA),
+        ("zigzag", 2, 2, SMALL, ""),
+        ("interleave", 3, 1, BRAIN, ""),
+        ("contiguous", 2, 1, HALF, ""),
+        ("zigzag", 2, 1, FP8, ""),
+        ("zigzag", 2, 1, replace(WIDE, kv_dtype="fp8_e5m2", dtype="bfloat16"), ""),
+        ("zigzag", 2, 1, INT8, ""),
+        ("zigzag", 2, 1, FP8_DSA, ""),
+        ("interleave", 3, 1, SMALL_DSA, ""),
+        ("contiguous", 2, 1, RAGGED_DSA, ""),
+        ("zigzag", 1, 1, SMALL, "page_interleave auto"),
+        ("interleave", 3, 1, BRAIN, "page_interleave gather"),
+        ("contiguous", 2, 2, BRAIN, "page_interleave pass_q"),
+        ("zigzag", 3, 1, SMALL, "page_interleave all_to_all"),
+        ("zigzag", 3, 1, BRAIN, "token_interleave auto"),
+        ("interleave", 2, 1, SMALL, "token_interleave pass_q"),
+        ("zigzag", 2, 1, HALF, "token_interleave:4 gather"),
+        ("contiguous", 3, 1, SMALL, "token_interleave:2 ring"),
+        ("zigzag", 3, 1, FP8, "page_interleave gather"),
+        ("zigzag", 3, 1, FP8, "token_interleave auto"),
+        ("zigzag", 3, 1, INT8, "token_interleave auto"),
+        ("zigzag", 2, 1, SMALL_DSA, "page_interleave auto"),
+        ("interleave", 3, 1, SMALL_DSA, "token_interleave gather"),
+        ("contiguous", 2, 1, SMALL_DSA, "token_interleave:2 pass_q"),
     ],
 )
-def test_every_batch_is_right(strategy, cp_size, pp_size, model):
+def test_every_batch_is_right(strategy, cp_size, pp_size, model, ways):
     is_sparse, is_plain = model.kind == "dsa", model.kind == "dense" and not model.has_codes
     sizes = {"strategy": strategy, "cp_size": cp_size, "pp_size": pp_size, "torch_baseline": True}
+    placement, exchange = ways.split() or ("replicated", "gather")
+    sizes |= {"placement": placement} | ({"exchange": exchange} if ways else {})
     options = replace(OPTIONS, **sizes, model=model)
     steps: list[tuple[int, int, str]] = []
     requests = generate_trace(30 if is_plain else 10, seed=1)
@@ -55,32 +73,39 @@ def test_every_batch_is_right(strategy, cp_size, pp_size, model):
     for batch in report.batches:
         assert sum(batch.rank_rows) == batch.new_tokens * pp_size
         pairs = sum(batch.rank_pairs) // pp_size
-        if is_sparse:
+        if is_sparse and not ways:  # over shared pools it is within attention
             per_pair = 2 * model.index_heads * model.index_head_dim
             assert batch.flops["indexer"] == pairs * per_pair
-        else:
+        elif not is_sparse:
             flops = 4 * pairs * model.num_heads * model.head_dim * model.num_layers
             assert batch.flops == {"attention": flops}
         assert tuple(batch.phases) == options.phases
         assert all(seconds > 0 for seconds in batch.phases.values())
-        assert tuple(batch.torch_seconds) == model.attention_phases
+        assert len(batch.rank_sent_bytes) == cp_size * pp_size
+        assert exchange in ("auto", batch.exchange)
+        assert batch.exchange == "pass_q" or model is not INT8 or not ways
+        assert tuple(batch.torch_seconds) == options.attention_phases
         if is_sparse or is_plain:
             assert batch.torch_difference < (0.1 if is_sparse else report.tolerance)
     assert [done for done, _, _ in steps] == sorted(done for done, _, _ in steps)
     assert {total for _, total, _ in steps} == {report.input_tokens}
     told = {what for _, _, what in steps}
     assert {f"batch 0: {part}" for part in ("attention", "torch baseline", "check")} <= told
+    summary = summarize(report)
+    assert summary["placement"] == placement
+    assert sum(summary["exchanges"].values()) == len(report.batches)
+    assert (summary["sent_bytes"] > 0) == (cp_size > 1)
     assert len(report.peak_bytes) == cp_size * pp_size
     assert min(report.peak_bytes) > 50 * 2**20
     if is_sparse:
         assert 0 < report.checked_keys <= report.checked_rows * model.topk
         assert report.swapped_keys < report.checked_keys / 10
     elif model.has_codes:
-        assert 0 < summarize(report)["error_over_codes"] <= 1
+        assert 0 < summary["error_over_codes"] <= 1
         plain = Checker.tolerance_of(replace(model, kv_dtype="bf16"))
         assert report.tolerance > plain
         if model.dtype == "float32":  # whose roundings are nothing beside those of the codes
-            assert summarize(report)["max_error"] > plain
+            assert summary["max_error"] > plain
         assert "allow against the oracle on the same codes" in check_line(report)
 
 

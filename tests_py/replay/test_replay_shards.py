@@ -30,66 +30,13 @@ from cpattn_lab.replay.report.summary import (
 )
 from cpattn_lab.traffic.trace import generate_trace
 from support.command_line import QUICK
-from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA, make_report
+from support.replay.replay_models import OPTIONS, SMALL, make_report
 
 
-def run(requests: int = 12, **changes: Any) -> ReplayReport:
-    report = replay(generate_trace(requests, seed=1), replace(OPTIONS, **changes))
+def run(**changes: Any) -> ReplayReport:
+    report = replay(generate_trace(12, seed=1), replace(OPTIONS, **changes))
     assert report.passed
-    assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
-    assert report.new_tokens + report.hit_tokens == report.input_tokens
-    for batch in report.batches if report.options.torch_baseline else ():
-        is_sparse = report.options.model.kind == "dsa"
-        assert batch.torch_difference < (0.1 if is_sparse else report.tolerance)
     return report
-
-
-INT8, FP8 = (replace(SMALL, kv_dtype=name, head_dim=32) for name in ("int8", "fp8"))
-HALF, BRAIN = (replace(SMALL, dtype=name) for name in ("float16", "bfloat16"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("placement", "exchange", "cp_size", "pp_size", "strategy", "model"),
-    [
-        ("page_interleave", "auto", 1, 1, "zigzag", SMALL),
-        ("page_interleave", "gather", 3, 1, "interleave", BRAIN),
-        ("page_interleave", "pass_q", 2, 2, "contiguous", BRAIN),
-        ("page_interleave", "all_to_all", 3, 1, "zigzag", SMALL),
-        ("token_interleave", "auto", 3, 1, "zigzag", BRAIN),
-        ("token_interleave", "pass_q", 2, 1, "interleave", SMALL),
-        ("token_interleave:4", "gather", 2, 1, "zigzag", HALF),
-        ("token_interleave:2", "ring", 3, 1, "contiguous", SMALL),
-        ("page_interleave", "gather", 3, 1, "zigzag", FP8),
-        ("token_interleave", "auto", 3, 1, "zigzag", FP8),
-        ("token_interleave", "auto", 3, 1, "zigzag", INT8),
-        ("page_interleave", "auto", 2, 1, "zigzag", SMALL_DSA),
-        ("token_interleave", "gather", 3, 1, "interleave", SMALL_DSA),
-        ("token_interleave:2", "pass_q", 2, 1, "contiguous", SMALL_DSA),
-    ],
-)
-def test_sharded_batches_are_right(placement, exchange, cp_size, pp_size, strategy, model):
-    ways = {"placement": placement, "exchange": exchange, "strategy": strategy}
-    report = run(20, **ways, cp_size=cp_size, pp_size=pp_size, model=model, torch_baseline=True)
-    assert report.evictions > 0
-    is_sparse = model is SMALL_DSA
-    for batch in report.batches:
-        assert len(batch.rank_sent_bytes) == cp_size * pp_size
-        assert (batch.exchange == exchange) or exchange == "auto"
-        known = ("gather", "pass_q") if is_sparse else ("gather", "ring", "pass_q", "all_to_all")
-        assert batch.exchange in (("pass_q",) if model is INT8 else known)
-        if is_sparse:
-            assert tuple(batch.phases) == ("metadata", "gather", "attention", "projections")
-            assert tuple(batch.torch_seconds) == ("attention",)
-    if is_sparse:
-        assert 0 < report.checked_keys <= report.checked_rows * SMALL_DSA.topk
-        assert report.swapped_keys < report.checked_keys / 10
-    summary = summarize(report)
-    assert summary["placement"] == placement
-    assert sum(summary["exchanges"].values()) == len(report.batches)
-    assert (summary["sent_bytes"] > 0) == (cp_size > 1)
-    if model.kv_dtype != "bf16":
-        assert 0 < summary["error_over_codes"] <= 1
 
 
 def shares(report: ReplayReport) -> list[int]:
