@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 DENSE = DenseConfig(num_layers=3, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=32,
                     intermediate_size=160, vocab_size=128)  # fmt: skip
 SPARSE = replace(SMALL_DSA, topk=12)
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LENGTH = 70
 FLOAT32_EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm without another one
 
@@ -86,11 +87,7 @@ def deepseek_v32(ours: Decoder, config: DsaConfig) -> Any:
             **common(config),
             num_key_value_heads=config.num_heads,
             first_k_dense_replace=config.num_layers,
-            q_lora_rank=config.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim,
-            v_head_dim=config.v_head_dim,
+            **{name: getattr(config, name) for name in LATENT},
             index_n_heads=config.index_heads,
             index_head_dim=config.index_head_dim,
             index_topk=config.topk,
