@@ -96,22 +96,6 @@ def test_calls_that_few_programs_make():
     proved(program, 4)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_rank_may_send_to_itself(seed):
-    """NCCL lets it within a batch, as a ring of one rank does, or heads that stay."""
-
-    def program():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        x, taken = torch.tensor([rank]), [torch.empty(1, dtype=torch.int64) for _ in range(size)]
-        operations = [dist.P2POp(dist.isend, x, peer) for peer in range(size)]
-        operations += [dist.P2POp(dist.irecv, out, peer) for peer, out in enumerate(taken)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        assert [out.item() for out in taken] == list(range(size))
-
-    proved(program, 2, seeds=(seed,))
-
-
 def test_transposed_tensors_are_taken_as_they_lie():
     """Rows and columns are right, as over gloo, where they lie alike on all ranks."""
 
@@ -147,23 +131,6 @@ def test_meshes_and_subgroups():
         dist.barrier(alone)
 
     proved(program, 4)
-
-
-def test_groups_may_be_made_anew():
-    """Names of groups come again then, for other ranks."""
-
-    def program():
-        dist.new_group([0, 1])
-        dist.destroy_process_group()
-        dist.init_process_group("gloo")
-        group = dist.new_group([1, 2])
-        x = torch.tensor([dist.get_rank()])
-        if dist.get_rank():
-            dist.all_reduce(x, group=group)
-            assert x.item() == 3
-        dist.barrier()
-
-    proved(program, 3)
 
 
 def test_gradients_come_through_functional_collectives():

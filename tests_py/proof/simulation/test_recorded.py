@@ -101,15 +101,6 @@ def test_messages_that_do_not_meet_are_named_by_the_lines_of_the_files(capture):
     assert "write_kv" in finding.text()
 
 
-def test_a_batch_of_all_ranks_is_one(capture):
-    assert capture.ranks == (0, 1)
-    batches = [(batch.extend_lens, batch.seq_lens) for batch in capture.batches]
-    assert batches == [(gloo_worker.LENS["extend_lens"], gloo_worker.LENS["seq_lens"])] * 2
-    fields = capture.batches[0].call.fields
-    assert (fields["cp_size"], fields["page_size"], fields["strategy"]) == (2, 4, "zigzag")
-    assert fields["block_tables"].tolist() == gloo_worker.LENS["block_tables"]
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -96,6 +96,21 @@ def _blocking_ring(step: Step) -> list[torch.Tensor]:
     return [out]
 
 
+def _to_all(step: Step) -> list[torch.Tensor]:
+    """Messages to all ranks, also to itself, as NCCL lets a rank within a batch."""
+    taken = [torch.empty(step.n, dtype=step.dtype) for _ in step.ranks]
+    x = step.data(step.n)
+    operations = [dist.P2POp(dist.isend, x, peer, step.group) for peer in step.ranks]
+    operations += [
+        dist.P2POp(dist.irecv, out, peer, step.group)
+        for out, peer in zip(taken, step.ranks, strict=True)
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(taken[step.rank], x)
+    return taken
+
+
 def _from_any(step: Step) -> list[torch.Tensor]:
     """A sum of integers, to which it makes no difference who comes first.
 
@@ -173,19 +188,28 @@ def _moved_rows(step: Step) -> list[torch.Tensor]:
 
 
 _ALL = (
-    *STEPS, _works, _works, _works, _ring, _ring, _blocking_ring, _from_any, _context_parallel,
-    _moved_rows,
+    *STEPS, _works, _works, _works, _ring, _ring, _blocking_ring, _to_all, _from_any,
+    _context_parallel, _moved_rows,
 )  # fmt: skip
 
 
-def run(seed: int, number: int) -> list[torch.Tensor]:
-    chance = random.Random(f"{seed} {number} steps")
+def _new_groups(chance: random.Random) -> tuple[list[list[int]], list[Any]]:
     size = dist.get_world_size()
     members = [
         sorted(chance.sample(range(size), chance.randint(1, size)))
         for _ in range(chance.randint(0, 3))
     ]
-    groups = [dist.new_group(ranks) for ranks in members]
+    return members, [dist.new_group(ranks) for ranks in members]
+
+
+def run(seed: int, number: int) -> list[torch.Tensor]:
+    """Make groups, perhaps twice: their names come again then, for other ranks."""
+    chance = random.Random(f"{seed} {number} steps")
+    members, groups = _new_groups(chance)
+    if chance.random() < 0.5:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        members, groups = _new_groups(chance)
     results: list[torch.Tensor] = []
     for step in range(chance.randint(1, 6)):
         which = chance.randrange(-2, len(groups))
