@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import cpattn
-from support.cases import dense
 
 PAGE, HEADS, DIM = 1024, 2, 32  # a page of the cache is a whole number of pages of memory
 EXTEND, PREFIX = 2000, 6000
@@ -38,36 +37,21 @@ class Cache:
             assert result == 0
 
 
-def block_mask(shown):
-    """Every token sees the pages of `shown`, and itself."""
-    mask = np.zeros((EXTEND, LENGTH), bool)
-    for page in shown:
-        mask[:, page * PAGE : (page + 1) * PAGE] = True
-    mask[np.arange(EXTEND), PREFIX + np.arange(EXTEND)] = True
-    return mask
-
-
-def visible(options):
-    position = PREFIX + np.arange(EXTEND)[:, None]
-    key = np.arange(LENGTH)
-    seen = key <= position
-    if "window" in options:
-        seen &= key >= position - options["window"]
-    if "custom_mask" in options:
-        seen &= options["custom_mask"].reshape(EXTEND, LENGTH)
-    return seen
+KEY, OWN = np.arange(LENGTH), PREFIX + np.arange(EXTEND)[:, None]
+CAUSAL, MASK = KEY <= OWN, np.isin(KEY // PAGE, [1, 4]) | (KEY == OWN)
+OPTIONS = {
+    "causal": ({}, CAUSAL),
+    "short window": ({"window": 50}, CAUSAL & (KEY >= OWN - 50)),
+    "long window": ({"window": 2100}, CAUSAL & (KEY >= OWN - 2100)),
+    "mask": ({"custom_mask": MASK.ravel()}, CAUSAL & MASK),
+}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"window": 50}, {"window": 2100}, {"custom_mask": dense([block_mask([1, 4])])}],
-    ids=["causal", "short window", "long window", "mask"],
-)
-def test_a_rank_reads_the_pages_that_its_rows_see(options, strategy):
+@pytest.mark.parametrize(("options", "seen"), OPTIONS.values(), ids=OPTIONS)
+def test_a_rank_reads_the_pages_that_its_rows_see(options, seen, strategy):
     caches = [Cache(), Cache()]
     q = np.random.default_rng(0).standard_normal((EXTEND, HEADS * DIM), np.float32)
-    seen = visible(options)
     hidden_somewhere = 0
     for cp_rank in range(4):
         rank = cpattn.build_cp_metadata(

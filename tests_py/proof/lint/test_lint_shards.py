@@ -2,14 +2,12 @@
 """Plans over pools that ranks share, and what their queries select: refuted where damaged."""
 
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
-from cpattn.distributed.sparse import decode as sparse_decode
 from cpattn.kv import PageInterleave, TokenInterleave
 from cpattn_proof import NotUsable, lint, simulate
 from cpattn_proof.linting.adapters.selections import from_topk
@@ -18,12 +16,10 @@ from cpattn_proof.linting.adapters.shards import (
     from_sharded_topk,
     from_striped_writes,
 )
-from support.distributed.sparse_worker import SparseRun, layer_arguments, make_cp
 from support.proof.plans import kinds
-from support.sparse.indexer_batch import scores_of
 
 PAGE_SIZE = 4
-EXTEND, TOTAL = [13, 5, 9], [20, 9, 9]
+EXTEND, TOTAL, Q_LENS = [13, 5, 9], [20, 9, 9], [1, 2, 1]
 TABLES = [[2, 5, 3, 8, 9], [4, 7, 6, -1, -1], [13, 11, 12, -1, -1]]
 NUM_PAGES = 14
 PLACEMENTS = {
@@ -33,25 +29,20 @@ PLACEMENTS = {
 }
 
 
-def on_all_ranks(size, what):
-    got = {}
+def plans_of(placement, strategy="zigzag"):
+    plans = {}
 
     def program():
-        got[dist.get_rank()] = what()
-        dist.barrier()
-
-    assert simulate(program, ranks=size, seeds=(0,)).proved
-    return [got[rank] for rank in range(size)]
-
-
-def plans_of(placement, strategy="zigzag"):
-    def plan():
         cp = ContextParallel(dist.group.WORLD, page_size=PAGE_SIZE, placement=PLACEMENTS[placement])
         if strategy == "decode":
-            return cp.plan_decode(TOTAL, q_lens=[1, 2, 1], block_tables=TABLES)
-        return cp.plan(EXTEND, TOTAL, block_tables=TABLES)
+            plan = cp.plan_decode(TOTAL, q_lens=Q_LENS, block_tables=TABLES)
+        else:
+            plan = cp.plan(EXTEND, TOTAL, block_tables=TABLES)
+        plans[dist.get_rank()] = plan
+        dist.barrier()
 
-    return on_all_ranks(2, plan)
+    assert simulate(program, ranks=2, seeds=(0,)).proved
+    return [plans[rank] for rank in range(2)]
 
 
 def replicated(change=lambda ranks: None):
@@ -164,42 +155,23 @@ def test_selections_of_context_parallel_ranks():
         from_topk(*arguments, [right[0], []], topk=2)
 
 
-@pytest.mark.parametrize(
-    ("placement", "size"), [("pages", 2), ("tokens", 4), ("halves of pages", 2)]
-)
-def test_what_ranks_select_together_is_the_topk_of_all_keys(placement, size):
-    """Ranks of a decode step attend to rows of their own pools."""
-    run = SparseRun("step", extend_lens=(1, 2, 1), prefix_lens=(40, 3, 77), placement=placement)
-    batch = run.batch()
-    attend, attended = sparse_decode.flash_mla_sparse_fwd, {}
-
-    def noted(q, kv, rows, *arguments):
-        attended[dist.get_rank()] = rows.tolist()
-        return attend(q, kv, rows, *arguments)
-
-    def step():
-        cp = make_cp(run)
-        plan = cp.plan_decode(
-            batch.kv_lens, q_lens=batch.extend_lens, block_tables=batch.block_tables
-        )
-        arguments, options = layer_arguments(run, cp, plan, lambda x: x)
-        cp.decode_sparse(plan, *arguments, **options)
-        return plan
-
-    with mock.patch.object(sparse_decode, "flash_mla_sparse_fwd", noted):
-        plans = on_all_ranks(size, step)
-    sequence = np.repeat(np.arange(3), batch.extend_lens)
-    scores = [
-        scores_of(q, weights, batch.keys[s])
-        for q, weights, s in zip(batch.q, batch.weights, sequence, strict=True)
-    ]
-    indices = [attended[rank] for rank in range(size)]
-    report = lint(from_sharded_topk(plans, indices, topk=run.topk, scores=scores))
-    assert report.findings == ()
-    assert report.checked == ("TOPK",)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_ranks_select_together_is_the_topk_of_all_keys(placement):
+    plans, chance, topk = plans_of(placement, "decode"), np.random.default_rng(0), 4
+    scores, indices = [], [[], []]
+    for table, total, new in zip(TABLES, TOTAL, Q_LENS, strict=True):
+        for end in range(total - new + 1, total + 1):
+            scores.append(chance.permutation(total))
+            best = np.argsort(-scores[-1][:end])[:topk]
+            slots = np.array(table)[best // PAGE_SIZE] * PAGE_SIZE + best % PAGE_SIZE
+            for rank in range(2):
+                _, rows = PLACEMENTS[placement].filter_local(slots, rank)
+                indices[rank].append([*rows.tolist(), *[-1] * (topk - len(rows))])
+    report = lint(from_sharded_topk(plans, indices, topk=topk, scores=scores))
+    assert (report.findings, report.checked) == ((), ("TOPK",))
     rank, query, place = np.argwhere(np.asarray(indices) >= 0)[0]
     indices[rank][query][place] = -1
-    document = from_sharded_topk(plans, indices, topk=run.topk, scores=scores)
+    document = from_sharded_topk(plans, indices, topk=topk, scores=scores)
     assert kinds(document) & {"topk-count", "topk-score"}
 
 
