@@ -54,9 +54,6 @@ def test_physical_padding(extend, cp_size, strategy, logical, physical):
     padded = plan.pad_to_physical()
     assert padded.per_rank_logical_token == plan.per_rank_actual_token
     assert padded.per_rank_actual_token == padded.max_rank_len == [physical] * cp_size
-    assert padded.pad_to_physical() == padded
-    assert padded != plan
-    assert plan.per_rank_logical_token is None  # the original is as it was
     assert padded.local_q_indices.tolist() == plan.local_q_indices.tolist()
 
 
@@ -71,11 +68,10 @@ def test_compat_takes_what_engines_take():
     assert build(None, [], num_tokens=9) == build(None, num_tokens=9) == build([9])
 
 
-ALIASES = {"zigzag": ("in-seq-split", "head_tail")}
-ALIASES["interleave"] = ("round-robin-split",)
+ALIASES = {"in-seq-split": "zigzag", "head_tail": "zigzag", "round-robin-split": "interleave"}
 
 
-@pytest.mark.parametrize(("name", "alias"), [(k, alias) for k, v in ALIASES.items() for alias in v])
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_strategy_aliases(alias, name):
     plan = build_cp_metadata([20], cp_rank=1, cp_size=2, strategy=alias)
     assert plan.strategy == name

@@ -158,11 +158,6 @@ def test_per_request_rows_are_for_interleave_only():
 )
 @pytest.mark.parametrize("gate", [can_apply_cp, can_dsa_prefill_cp_interleave])
 def test_gates_check_their_input(gate, arguments, message):
-    arguments = {
-        "extend_lens": [8],
-        "cp_size": 2,
-        "strategy": "interleave",
-        "forward_mode": 1,
-    } | arguments
+    given = {"extend_lens": [8], "cp_size": 2, "strategy": "interleave", "forward_mode": 1}
     with pytest.raises(ValueError, match=f"{gate.__name__}: .*{message}"):
-        gate(**arguments)
+        gate(**given | arguments)

@@ -30,16 +30,9 @@ class Latents:
 
     def whole(self, **options):
         """One process without context parallelism, on a cache that has keys and ropes in one."""
-        inputs = {
-            "q": self.q,
-            "k_cache": self.cache,
-            "v_cache": self.cache[..., : self.value],
-            "q_lens": EXTENDS,
-            "kv_lens": KV_LENS,
-            "block_tables": self.tables,
-            "scale": 0.1,
-            **options,
-        }
+        inputs = {"q": self.q, "k_cache": self.cache, "v_cache": self.cache[..., : self.value]}
+        inputs |= {"q_lens": EXTENDS, "kv_lens": KV_LENS, "block_tables": self.tables}
+        inputs |= {"scale": 0.1, **options}
         return cpattn.paged_attention(**inputs, batch_invariant=True, return_lse=True), inputs
 
     def apart(self, x):
@@ -60,15 +53,9 @@ class Latents:
         return out.unflatten(1, (self.heads, -1)), lse
 
     def run(self, q, cache, rank, **options):
-        arguments = {
-            "block_tables": self.tables,
-            "page_size": self.page_size,
-            "num_heads": self.heads,
-            "num_kv_heads": 1,
-            "scale": 0.1,
-            "v_head_dim": self.value,
-            "return_lse": True,
-        }
+        arguments = {"block_tables": self.tables, "page_size": self.page_size, "scale": 0.1}
+        arguments |= {"num_heads": self.heads, "num_kv_heads": 1, "v_head_dim": self.value}
+        arguments |= {"return_lse": True}
         return cpattn.do_cp_attn_fia(q, cache, None, rank, **arguments | options)
 
 

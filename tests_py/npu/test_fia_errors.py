@@ -9,6 +9,7 @@ from cpattn.npu import npu_fused_infer_attention_score as fia
 from support.npu.fia_cases import TEMPLATE, FiaBatch
 
 ROWS = {"layout": "BSND", "blocks": None}
+FLAT, HEADS_OF_THREE = ROWS | {"layout": "BSH"}, {"num_heads": 3, "num_key_value_heads": 3}
 BLOCKS = {"layout": "BSND", "blocks": "H"}
 PACKED = {"layout": "TND", "blocks": None}
 PACKED_BLOCKS = {"layout": "TND", "blocks": "N"}
@@ -39,6 +40,7 @@ REFUSED = [
     (ROWS, {"num_key_value_heads": 0}, r"key \(BSND\) must have 4 heads, got 2"),
     (ROWS, {"num_key_value_heads": 3}, "num_heads must be a positive multiple of num_key_value_"),
     (ROWS, {"num_heads": 0}, "num_heads must be a positive multiple of .*, got 0 and 2"),
+    (FLAT, HEADS_OF_THREE, "query must have a last dimension that its 3 heads divide"),
     (ROWS, {"sparse_mode": 5}, r"sparse_mode must be in \[0, 4\], got 5"),
     (ROWS, {"sparse_mode": -1}, r"sparse_mode must be in \[0, 4\], got -1"),
     (ROWS, {"inner_precise": 4}, r"inner_precise must be in \[0, 3\], got 4"),
@@ -102,11 +104,3 @@ def test_value_errors(form, change, message):
     with pytest.raises(ValueError, match=message) as error:
         fia(**arguments | change)
     assert str(error.value).startswith("npu_fused_infer_attention_score: ")
-
-
-def test_heads_that_do_not_divide_flat_rows():
-    flat = zeros(1, 3, 100)
-    with pytest.raises(
-        ValueError, match="query must have a last dimension that its 3 heads divide"
-    ):
-        fia(flat, flat, flat, num_heads=3)

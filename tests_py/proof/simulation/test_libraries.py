@@ -244,10 +244,6 @@ def test_context_parallel_gives_what_it_gives_over_gloo(size, tmp_path):
             assert torch.equal(results[rank], expected[rank][number])
 
 
-def test_context_parallel_runs_on_many_ranks():
-    simulated(lambda: prefill("zigzag")[0], 16, seeds=(0,))
-
-
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_ranks_send_the_same_bytes_in_every_run(exchange):
     """Bytes that align parts of a row are sent, too, and are not those that were in memory."""
