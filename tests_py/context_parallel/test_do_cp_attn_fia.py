@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention of a rank takes: rows of padding, caches that are views; and what it refuses."""
+"""Attention of a rank takes rows of padding and caches that are views, and says what it refuses."""
 
 import pytest
 import torch

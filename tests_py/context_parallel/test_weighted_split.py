@@ -13,6 +13,8 @@ from cpattn import build_cp_metadata_all_ranks
 from support.examples import examples
 
 STRATEGIES = ("zigzag", "contiguous")
+INTERLEAVE = {"strategy": "interleave"}
+OTHER = "must be None unless strategy is 'zigzag' or 'contiguous', got 'interleave'"
 EXTENDS, PREFIXES = [700, 3, 0, 256], [130, 0, 9, 64]
 
 
@@ -101,14 +103,8 @@ def test_only_proportions_of_weights_count(weights, tokens):
             {"page_size": 4},
             "page_size must leave at least cp_size = 2 pages with new tokens, got 1 of 4",
         ),
-        (
-            {"weights": [1, 1], "strategy": "interleave"},
-            "weights must be None unless strategy is 'zigzag' or 'contiguous', got 'interleave'",
-        ),
-        (
-            {"page_size": 4, "strategy": "interleave"},
-            "page_size must be None unless strategy is 'zigzag' or 'contiguous', got 'interleave'",
-        ),
+        ({"weights": [1, 1]} | INTERLEAVE, f"weights {OTHER}"),
+        ({"page_size": 4} | INTERLEAVE, f"page_size {OTHER}"),
     ],
 )
 def test_value_errors(arguments, message):

@@ -39,20 +39,11 @@ class Batch:
         return [self.inputs[name].contiguous().flatten(0, 1) for name in ("k_cache", "v_cache")]
 
     def run(self, metadata, q, **options):
-        return cpattn.do_cp_attn_fia(
-            q,
-            *self.flat_caches(),
-            metadata,
-            **{
-                "block_tables": self.inputs["block_tables"],
-                "page_size": self.case.page_size,
-                "num_heads": self.case.num_heads,
-                "num_kv_heads": self.case.num_kv_heads,
-                "scale": self.case.head_dim**-0.5,
-            }
-            | self.case.options
-            | options,
-        )
+        case = self.case
+        given = {"block_tables": self.inputs["block_tables"], "scale": case.head_dim**-0.5}
+        given |= {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads}
+        given |= {"page_size": case.page_size, **case.options, **options}
+        return cpattn.do_cp_attn_fia(q, *self.flat_caches(), metadata, **given)
 
     def whole(self):
         """out and lse of one process without context parallelism."""
