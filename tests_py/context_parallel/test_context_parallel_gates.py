@@ -131,6 +131,14 @@ def test_the_largest_lengths_pass():
         assert plan.query_cache_lengths.tolist() == [INT32_MAX]
 
 
+def test_running_sums_beyond_int32_are_none():
+    plan = build_cp_metadata([1, 1], [INT32_MAX, 9], cp_rank=0, cp_size=2)
+    assert plan.kv_len_prev_list == [INT32_MAX, 9]
+    assert plan.cu_seqlens_kv_prev_tensor is None
+    assert plan.cu_seqlens_kv_combined_tensor is None
+    assert plan.cu_seqlens_q_combined_tensor.tolist() == [0, 1, 2, 2, 2]
+
+
 def test_physical_rows_beyond_int32():
     plan = build_cp_metadata([INT32_MAX], cp_rank=0, cp_size=1)
     with pytest.raises(ValueError, match=r"pad_to_physical: .* must fit .* got 2147483647"):
