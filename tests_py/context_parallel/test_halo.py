@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 import cpattn
 from cpattn.context_parallel.halo import plan_halo, plan_pending, plan_relayout
 from cpattn.context_parallel.vllm_0_32 import build_pcp_layout
-from cpattn_proof import lint
-from cpattn_proof.linting.adapters.relayouts import from_relayouts
 from support.examples import examples
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -117,31 +115,13 @@ def test_any_change_of_the_layout(batch, cp_size, before, after, weighted, paddi
     options = {"cp_size": cp_size, "num_tokens": len(tokens)}
     weights = [r + 1.0 for r in range(cp_size)] if weighted and before != "interleave" else None
     _, _, source = metadata_of(batch, strategy=before, weights=weights, **options)
-    extends, prefixes, target = metadata_of(batch, strategy=after, **options)
+    _, _, target = metadata_of(batch, strategy=after, **options)
     plans = [plan_relayout(*pair) for pair in zip(source, target, strict=True)]
     received = exchanged(plans, [one.shard(tokens) for one in source])
     for plan, rows, one in zip(plans, received, target, strict=True):
         changed = np.full(len(rows), -1)
         changed[plan.recv_indices] = rows
         assert np.array_equal(changed, one.shard(tokens))
-    assert lint(from_relayouts(plans, source, target, extends, prefixes)).proved
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        ({"send_indices": [1, 0, *range(2, 7)]}, "cov-pair"),
-        ({"send_counts": [3, 4]}, "seq-size"),
-        ({"recv_indices": [0, 0, *range(2, 7)]}, "own-token"),
-    ],
-)
-def test_rows_that_go_astray_are_found(fault, kind):
-    _, _, source = metadata_of([(14, 3)], cp_size=2, strategy="contiguous")
-    _, _, target = metadata_of([(14, 3)], cp_size=2, strategy="zigzag")
-    plans = [plan_relayout(*pair) for pair in zip(source, target, strict=True)]
-    plans[0] = plans[0]._replace(**{name: np.array(value) for name, value in fault.items()})
-    found = lint(from_relayouts(plans, source, target, [14], [3])).findings
-    assert kind in [one.kind for one in found], found
 
 
 @settings(max_examples=examples(150), deadline=None)
