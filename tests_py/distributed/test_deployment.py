@@ -106,17 +106,16 @@ def test_a_pulled_cable_is_an_error_that_names_the_rank(two_hosts: Hosts, start:
 
 
 @pytest.mark.slow
-def test_taskset_gives_each_rank_its_cpus(tmp_path: Path, children: Children) -> None:
-    """The documented command runs with a `taskset` that writes down what it is asked for."""
-    shim = tmp_path / "taskset"
-    shim.write_text(f'#!/bin/sh\necho "$*" > "{tmp_path}/rank $LOCAL_RANK"\n')
+def test_each_rank_binds_itself(tmp_path: Path, children: Children) -> None:
+    """The documented command runs with a `cpattn` that writes down what it is asked for."""
+    shim = tmp_path / "cpattn"
+    shim.write_text(f'#!/bin/sh\necho "$* of $LOCAL_WORLD_SIZE" > "{tmp_path}/rank $LOCAL_RANK"\n')
     shim.chmod(0o755)
     environment = ENVIRONMENT | {"PATH": f"{tmp_path}{os.pathsep}{ENVIRONMENT['PATH']}"}
-    run = children.run(["sh", "-c", documented("taskset")], cwd=tmp_path, env=environment)
+    run = children.run(["sh", "-c", documented("bind -- python")], cwd=tmp_path, env=environment)
     assert run.returncode == 0, run.stderr
     asked = [(tmp_path / f"rank {rank}").read_text() for rank in range(2)]
-    command = "python -m cpattn_lab.check\n"
-    assert asked == [f"-c 0-31 {command}", f"-c 32-63 {command}"]
+    assert asked == ["bind -- python -m cpattn_lab.check of 2\n"] * 2
 
 
 # Checks one after the other: without torchrun, of a rank alone, of wrong rows, into a full disk.
