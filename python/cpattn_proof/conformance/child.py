@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -85,6 +86,8 @@ class Child:
         with warnings.catch_warnings():
             # The child of a process with threads has none of them and takes no lock of theirs.
             warnings.simplefilter("ignore", DeprecationWarning)
+            # Else the child collects it, and a process group of gloo waits for threads of the parent.
+            gc.collect()
             self._process.start()
         theirs.close()
         try:
@@ -157,6 +160,7 @@ def _serve(
     """Answer until the pipe closes."""
     import resource  # of POSIX systems alone
 
+    gc.freeze()
     os.setsid()
     end_with(parent)
     parents.close()
