@@ -86,7 +86,7 @@ class Child:
         with warnings.catch_warnings():
             # The child of a process with threads has none of them and takes no lock of theirs.
             warnings.simplefilter("ignore", DeprecationWarning)
-            # Else the child collects it, and a process group of gloo waits for threads of the parent.
+            # Else the child does: a process group of gloo would wait for threads of the parent.
             gc.collect()
             self._process.start()
         theirs.close()
