@@ -43,7 +43,7 @@ SLOW_RUNS = {
 SLOW_RUNS["gemma3_text"]["disable_overlap_schedule"] = True
 # Two ranks over gloo, which share each prompt.
 SPLIT = {"tp_size": 2, "attn_cp_size": 2, "enable_prefill_cp": True, "cp_strategy": "zigzag"}
-# Of a model's configuration: the second layer has experts.
+# Models are configured so that the second layer has experts.
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 EXPERTS |= {"first_k_dense_replace": 1, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1}
 # Names of before transformers 5 that sglang reads.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What systems have under names of their own: another one needs a file like system_linux.cc alone.
+// Systems have these under names of their own: another one needs a file like system_linux.cc alone.
 #pragma once
 
 #include <atomic>
