@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..intervals import Ints, ints, offsets
+from ..intervals import ints, offsets
 from .context_parallel import from_metadata
-from .runs import row_runs
+from .runs import parts_sent, row_runs
 
 
 def from_relayouts(
@@ -62,8 +62,7 @@ def from_relayouts(
     extend, prefix = (ints([one[name] for one in requests]) for name in ("extend", "prefix"))
     base = offsets(extend)
     sent = [
-        np.split(ints(one.local_q_indices)[ints(plan.send_indices)], _cuts(plan))
-        for one, plan in zip(source, plans, strict=True)
+        parts_sent(ints(one.local_q_indices), plan) for one, plan in zip(source, plans, strict=True)
     ]
     for rank, plan in enumerate(plans):
         arrived = np.concatenate([parts[rank] for parts in sent])
@@ -77,7 +76,3 @@ def from_relayouts(
         counts = {"sends": plan.send_counts, "receives": plan.recv_counts}
         document["ranks"][rank]["collectives"] = [{"kind": "all_to_all", **counts}]
     return document
-
-
-def _cuts(plan: Any) -> Ints:
-    return offsets(ints(plan.send_counts))[1:-1]

@@ -57,6 +57,11 @@ def tokens_of(flat: Any, extend_lens: Any, prefix_lens: Any) -> tuple[Ints, Ints
     return request, flat - base[request] + ints(prefix_lens)[request]
 
 
+def parts_sent(rows: Ints, plan: Any) -> list[Ints]:
+    """Return the rows that a plan sends to each rank."""
+    return np.split(rows[ints(plan.send_indices)], offsets(ints(plan.send_counts))[1:-1])
+
+
 def requests_of(extend_lens: Any, prefix_lens: Any) -> list[dict[str, int]]:
     """The requests of a document."""
     pairs = zip(ints(prefix_lens).tolist(), ints(extend_lens).tolist(), strict=True)

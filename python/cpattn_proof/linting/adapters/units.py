@@ -13,7 +13,7 @@ from ..document import SCHEMA
 from ..intervals import Ints, each, ints, offsets
 from .context_parallel import from_metadata
 from .pcp import from_segments, segment_columns
-from .runs import requests_of, tokens_of, write_runs
+from .runs import parts_sent, requests_of, tokens_of, write_runs
 
 
 def from_halos(
@@ -74,10 +74,7 @@ def from_halos(
         own = [ints(one.local_q_indices) for one in metadata]
     extend = ints([request["extend"] for request in document["requests"]])
     prefix = ints([request["prefix"] for request in document["requests"]])
-    sent = [
-        np.split(tokens[ints(halo.send_indices)], offsets(ints(halo.send_counts))[1:-1])
-        for tokens, halo in zip(own, halos, strict=True)
-    ]
+    sent = [parts_sent(tokens, halo) for tokens, halo in zip(own, halos, strict=True)]
     for rank, halo in enumerate(halos):
         arrived = np.concatenate([own[rank], *(parts[rank] for parts in sent)])
         request, position = tokens_of(arrived, extend, prefix)
