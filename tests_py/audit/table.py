@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: --closing-table prints what the runs in the folder of --records did, of JUnit
-files too, and the steps of .ci/run; parts that nobody ran and unallowed skips of C++ are errors."""
+"""Hooks of pytest: --closing-table prints what the runs in the folder of --records did, of
+GoogleTest's files too, and the steps of .ci/run; parts that nobody ran and unallowed skips of C++ are errors."""
 
 import re
 import sys
@@ -39,25 +39,24 @@ def parts(text: str | None = None) -> list[Part]:
     ]
 
 
-def from_junit(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
-    """Return what ran of the C++ tests in a file; and the skipped ones, with what was said."""
+def from_googletest(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
+    """Return what ran of the C++ tests in a file; and the skipped ones, with what was said.
+
+    The file is named after the run, or after the run and its share of the tests: asan.3.xml.
+    """
     passed: Counter[tuple[str, str]] = Counter()
     skipped = []
+    run = path.name.partition(".")[0]
     for test in ElementTree.parse(path).iter("testcase"):
-        name = test.get("name", "")
-        if test.get("result"):  # GoogleTest, which has the name in two parts; ctest in one
-            name = f"{test.get('classname')}.{name}"
-        children = {child.tag: child for child in test}
-        if "skipped" in children or test.get("status") == "notrun":
-            said = " ".join("".join(child.itertext()) for child in children.values())
-            skipped.append((f"cpp/{path.stem}::{name}", said))
-        elif "failure" not in children:
-            passed["C++ tests", path.stem] += 1
+        name = f"{test.get('classname')}.{test.get('name')}"
+        if (skip := test.find("skipped")) is not None:
+            skipped.append((f"cpp/{run}::{name}", "".join(skip.itertext())))
+        elif test.find("failure") is None:
+            passed["C++ tests", run] += 1
             passed.update(
                 {("instruction set", isa.replace("_", "-")) for isa in _ISA.findall(name)}
             )
-    run = f"C++, {path.stem}"
-    return [Record(*what, "", run, n) for what, n in sorted(passed.items())], skipped
+    return [Record(*what, "", f"C++, {run}", n) for what, n in sorted(passed.items())], skipped
 
 
 def lines(records: list[Record]) -> list[str]:
@@ -91,7 +90,7 @@ class Table:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         records, skipped = read(self._folder), []
         for path in sorted(self._folder.glob("*.xml")):
-            more_records, more_skipped = from_junit(path)
+            more_records, more_skipped = from_googletest(path)
             records += more_records
             skipped += more_skipped
         self._lines = lines(records)
