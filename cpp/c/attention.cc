@@ -7,7 +7,6 @@
 #include "c/call.h"
 #include "cpattn/attention/attention_call.h"
 #include "cpattn/attention/merge_state.h"
-#include "cpattn/base/parallel.h"
 
 struct cpattn_plan {
   cpattn::AttentionPlan plan;
@@ -77,11 +76,6 @@ SequenceBatch sequence_batch(const Call& call, const cpattn_batch& given) {
   return batch;
 }
 
-int threads_of(const Call& call, const cpattn_batch& given) {
-  if (given.num_threads == CPATTN_NONE) return 0;
-  return check_num_threads(call.function(), given.num_threads);
-}
-
 LayerCall layer_call(const Call& call, const cpattn_layer& given) {
   const auto scale = [&](const cpattn_tensor* tensor, const char* name) {
     return GivenScale{.number = {}, .tensor = call.optional_tensor(tensor, name)};
@@ -146,7 +140,7 @@ cpattn_status cpattn_paged_attention(const cpattn_batch* batch, const cpattn_lay
     tensors.page_size = Call::optional_int(given.page_size);
     cpattn::paged_attention(
         call.function(), cpattn::c::sequence_batch(call, given),
-        cpattn::layer_arguments(call.function(), tensors), cpattn::c::threads_of(call, given)
+        cpattn::layer_arguments(call.function(), tensors), call.threads(given.num_threads)
     );
   });
 }
@@ -168,7 +162,7 @@ cpattn_status cpattn_plan_attention(
     };
     sequences.page_size = given.page_size;
     sequences.num_pages = dims.num_pages;
-    const int threads = cpattn::c::threads_of(call, given);
+    const int threads = call.threads(given.num_threads);
     *plan = new cpattn_plan{cpattn::plan_sequences(call.function(), sequences, threads)};
   });
 }

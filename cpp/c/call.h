@@ -12,6 +12,7 @@
 #include "c/include/cpattn.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/index_table.h"
+#include "cpattn/base/parallel.h"
 #include "cpattn/base/tensor_view.h"
 
 namespace cpattn::c {
@@ -74,6 +75,10 @@ class Call {
   /// A number that may be CPATTN_NONE.
   static std::optional<int64_t> optional_int(int64_t given) {
     return given == CPATTN_NONE ? std::nullopt : std::optional(given);
+  }
+  /// The option num_threads: 0, that of the process, for CPATTN_NONE.
+  int threads(int32_t num_threads) const {
+    return num_threads == CPATTN_NONE ? 0 : check_num_threads(function_, num_threads);
   }
 
   /// Refuses a null pointer to what the call needs.

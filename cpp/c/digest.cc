@@ -5,7 +5,6 @@
 
 #include "c/call.h"
 #include "cpattn/base/kv_axis_order.h"
-#include "cpattn/base/parallel.h"
 #include "cpattn/transfer/kv_digest.h"
 
 namespace cpattn::c {
@@ -109,9 +108,7 @@ cpattn_status cpattn_digest(
         .first_token = cpattn::c::Call::optional_int(given.first_token),
         .num_tokens = cpattn::c::Call::optional_int(given.num_tokens),
     };
-    const int threads = given.num_threads == CPATTN_NONE
-                            ? 0
-                            : cpattn::check_num_threads(kCall.function(), given.num_threads);
+    const int threads = kCall.threads(given.num_threads);
     cpattn::check(
         given.block_tokens >= 1, kCall.function(), ": block_tokens must be >= 1, got ",
         given.block_tokens

@@ -292,6 +292,7 @@ def test_digests_of_buffers(kv_layout):
         ({"kind": "q"}, 'digest: kind must be k, v, .*, got "q"'),
         ({"pages": [9]}, "digest: .*9"),
         ({"block_tokens": 0}, "digest: block_tokens must be >= 1, got 0"),
+        ({"num_threads": 0}, "digest: num_threads must be >= 1, got 0"),
         ({"tensor": numbers(9, 4, 4, 8)[:, :, ::2]}, "digest: pages of tensor must have bytes, be"),
         ({"tensor": numbers(9, 4, 8)}, "digest: tensor must have 4 dimensions"),
     ],

@@ -19,10 +19,10 @@ C99 = ["cc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic"]
 AGAINST_BUILD = [f"-I{c_library.HEADER.parent}"]
 
 
-def printed_by(language: str) -> str:
-    """The output that the page shows after the last program in that language."""
-    last = max(i for i, block in enumerate(BLOCKS) if block.language == language)
-    return next(block.text for block in BLOCKS[last:] if block.is_output)
+def printed_by(program: str) -> str:
+    """The output that the page shows after the program."""
+    at = next(i for i, block in enumerate(BLOCKS) if block.title == program)
+    return next(block.text for block in BLOCKS[at:] if block.is_output)
 
 
 @pytest.fixture
@@ -55,9 +55,10 @@ def flags_of(library) -> list[str]:
     return [f"-L{library}", "-lcpattn", f"-Wl,-rpath,{library}"]
 
 
-def test_in_c(run, library):
-    run(*C99, *AGAINST_BUILD, "attention.c", "-o", "attention", *flags_of(library))
-    assert run("./attention") == printed_by("c")
+@pytest.mark.parametrize("program", ["attention.c", "digest.c"])
+def test_in_c(run, library, program):
+    run(*C99, *AGAINST_BUILD, program, "-o", "program", *flags_of(library))
+    assert run("./program") == printed_by(program)
 
 
 def test_in_cpp(run, library, folder):
@@ -81,7 +82,7 @@ def test_in_rust(run, library):
         pytest.skip("no rustc here")
     run("rustc", "-O", "-D", "warnings", "attention.rs", "-L", library,
         "-C", f"link-arg=-Wl,-rpath,{library}")  # fmt: skip
-    assert run("./attention") == printed_by("rust")
+    assert run("./attention") == printed_by("attention.rs")
 
 
 def test_in_go(run, library, folder):
@@ -92,7 +93,7 @@ def test_in_go(run, library, folder):
         f"Libs: {' '.join(flags_of(library))}\n"
     )
     environment = {"PKG_CONFIG_PATH": str(folder), "CGO_LDFLAGS_ALLOW": ".*", "GO111MODULE": "off"}
-    assert run("go", "run", "attention.go", **environment) == printed_by("go")
+    assert run("go", "run", "attention.go", **environment) == printed_by("attention.go")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def prefix(tmp_path_factory):
 def test_find_package(run, library, prefix):
     run("cmake", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_C_FLAGS=-Werror")
     run("cmake", "--build", "build")
-    assert run("build/attention") == printed_by("c")
+    assert run("build/attention") == printed_by("attention.c")
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["shared", "static"])
@@ -123,7 +124,8 @@ def test_pkg_config(run, library, prefix, static):
     if static:
         flags[flags.index("-lcpattn")] = "-l:libcpattn.a"
     run(*C99, "attention.c", "-o", "attention", *flags)
-    assert run("./attention", LD_LIBRARY_PATH="" if static else str(libs)) == printed_by("c")
+    path = "" if static else str(libs)
+    assert run("./attention", LD_LIBRARY_PATH=path) == printed_by("attention.c")
 
 
 @pytest.mark.slow
