@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <linux/mempolicy.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/auxv.h>
@@ -12,6 +13,7 @@
 #include <cerrno>
 #include <climits>
 #include <ctime>
+#include <vector>
 
 #include "cpattn/base/system.h"
 
@@ -79,6 +81,15 @@ int open_process(int pid) { return static_cast<int>(syscall(SYS_pidfd_open, pid,
 
 void advise_huge_pages(void* data, std::size_t num_bytes) {
   madvise(data, num_bytes, MADV_HUGEPAGE);
+}
+
+int place_on_nodes(void* data, std::size_t num_bytes, std::span<const int> nodes) {
+  constexpr int kBits = sizeof(unsigned long) * CHAR_BIT;
+  std::vector<unsigned long> mask(std::ranges::max(nodes) / kBits + 1);
+  for (const int node : nodes) mask[node / kBits] |= 1UL << (node % kBits);
+  const int mode = nodes.size() == 1 ? MPOL_BIND : MPOL_INTERLEAVE;
+  const std::size_t bits = mask.size() * kBits + 1;  // the kernel takes one less
+  return syscall(SYS_mbind, data, num_bytes, mode, mask.data(), bits, 0) == 0 ? 0 : errno;
 }
 
 int take_memory(void* data, std::size_t num_bytes, int fd, int64_t offset) {

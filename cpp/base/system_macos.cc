@@ -59,6 +59,8 @@ int open_process(int pid) {
 
 void advise_huge_pages(void*, std::size_t) {}
 
+int place_on_nodes(void*, std::size_t, std::span<const int>) { return ENOTSUP; }
+
 // Without a call that says whether there is memory, pages are made by writing what they hold.
 int take_memory(void* data, std::size_t num_bytes, int, int64_t) {
   const auto page = static_cast<std::size_t>(getpagesize());

@@ -80,6 +80,12 @@ TEST(PoolMemory, IsFoundByItsAddresses) {
   EXPECT_FALSE(a->contains(a->addr() + 1, UINT64_MAX));
 }
 
+TEST(PoolMemory, RefusesNodes) {
+  for (const int node : {-1, 1024}) {
+    EXPECT_THROW(PoolMemory::make("test", kPage, std::vector{0, node}), std::invalid_argument);
+  }
+}
+
 TEST(PoolMemory, LivesAsLongAsSomebodyHasIt) {
   auto memory = PoolMemory::make("test", kPage);
   const uint64_t addr = memory->addr();

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cpattn import _numa
 from cpattn.doctor import binding, topology
 
 SECOND = {4, 5, 6, 7, 12, 13, 14, 15}
@@ -114,7 +115,7 @@ ALL = set(range(128))
 )  # fmt: skip
 def test_ranks_have_the_cores_of_their_nodes(many_nodes, usable, num_ranks, smt, shares):
     made = binding.shares(many_nodes, usable, num_ranks, smt=smt)
-    told = [(",".join(s.nodes), s.num_cores, topology.ranges(s.cpus)) for s in made]
+    told = [(",".join(s.nodes), s.num_cores, _numa.ranges(s.cpus)) for s in made]
     assert told == shares
     line = "|".join(cpus for _, _, cpus in told)
     judged = found(many_nodes, usable, VLLM_CPU_OMP_THREADS_BIND=line)["vLLM ranks"]
@@ -192,4 +193,4 @@ def test_commands_that_cannot_be_bound(arguments, environ, error):
 def test_what_each_rank_would_get():
     answer = bind("--ranks", "1")
     (share,) = binding.shares(Path("/"), os.sched_getaffinity(0), 1)
-    assert f"export VLLM_CPU_OMP_THREADS_BIND='{topology.ranges(share.cpus)}'\n" in answer.stdout
+    assert f"export VLLM_CPU_OMP_THREADS_BIND='{_numa.ranges(share.cpus)}'\n" in answer.stdout

@@ -55,7 +55,7 @@ def test_a_rank_that_cannot_say_where_it_is_tells_the_others(tmp_path):
 
 @pytest.mark.parametrize("memory", ["shm", 1, object()])
 def test_a_pool_refuses_what_is_no_memory(memory):
-    with pytest.raises(TypeError, match="memory must be a SharedMemory or None, got"):
+    with pytest.raises(TypeError, match="memory must be a NumaMemory, a SharedMemory or"):
         MHATokenToKVPool(
             size=4, page_size=4, num_layers=1, num_kv_heads=1, head_dim=8, memory=memory
         )
@@ -91,11 +91,9 @@ def test_ranges_cover_a_buffer_and_share_it_evenly(shapes, num_ranks):
                 shares[layer][rank] += max(0, both)
             end += num_bytes
         assert 0 <= end - shape.num_bytes < LARGE_PAGE
-        large = shape.num_bytes >= 2 * LARGE_PAGE * shape.num_layers * num_ranks
-        grain = LARGE_PAGE if large else mmap.PAGESIZE
         for of_layer in shares:
             assert sum(of_layer) == shape.layer_bytes
-            assert max(of_layer) - min(of_layer) <= 2 * grain + 1
+            assert max(of_layer) - min(of_layer) <= ranges[0].num_bytes
     taken.sort()
     for (rank, _, end), (other, begin, _) in itertools.pairwise(taken):
         assert rank != other or end <= begin
@@ -103,8 +101,18 @@ def test_ranges_cover_a_buffer_and_share_it_evenly(shapes, num_ranks):
         assert end <= offsets[rank]
 
 
-def test_ranges_of_very_many_layers_are_few():
-    ranges = split_buffer(BufferShape(5000, 4096, 64, "int8"), 4, [0] * 4)
+@pytest.mark.parametrize(
+    ("shape", "num_bytes"),
+    [
+        (BufferShape(5000, 4096, 64, "int8"), 316 << 10),  # very many layers
+        (BufferShape(2, 1024, 1024, "bfloat16"), 1 << 20),  # one for each layer and rank
+        (BufferShape(32, 1 << 14, 1024, "bfloat16"), LARGE_PAGE),  # eight for each
+        (BufferShape(32, 1 << 20, 1024, "bfloat16"), 16 << 20),
+    ],
+)
+def test_ranges_are_as_short_as_their_number_allows(shape, num_bytes):
+    ranges = split_buffer(shape, 2, [0] * 2)
+    assert {r.num_bytes for r in ranges[:-1]} == {num_bytes}
     assert len(ranges) <= 4096
 
 

@@ -224,7 +224,7 @@ def test_the_ranks_of_the_document_on_deployment(request):
     names |= {name: torch.randn(214, 2, 32) for name in ("k", "v")}
     names |= {name: torch.full((4 * 128, 2, 32), torch.nan) for name in ("k_cache", "v_cache")}
     before = dict(names)
-    block, shared = blocks_of("docs/how_to/deployment.md", "py")
+    block, _, shared = blocks_of("docs/how_to/deployment.md", "py")  # _: kv/test_numa_memory.py
     exec(block, names)
     assert torch.equal(names["hidden"], before["hidden"])
     slots = torch.cat([3 * 128 + torch.arange(128), 128 + torch.arange(72), 256 + torch.arange(14)])

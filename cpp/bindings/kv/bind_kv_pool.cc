@@ -43,7 +43,8 @@ std::unique_ptr<KVBuffer> make_buffer(
     const py::object& num_slots,
     const py::object& row_elements,
     const std::string& dtype,
-    std::shared_ptr<PoolMemory> memory
+    std::shared_ptr<PoolMemory> memory,
+    const std::vector<int>& nodes
 ) {
   const auto size = [&](const py::object& value, const char* name) {
     return index_value(value, concat(function, ": ", name).c_str());
@@ -52,7 +53,7 @@ std::unique_ptr<KVBuffer> make_buffer(
                 elements = size(row_elements, "elements of a row");
   const DType type = pool_dtype(function, dtype);
   if (!memory) {
-    return std::make_unique<KVBuffer>(function.c_str(), layers, slots, elements, type);
+    return std::make_unique<KVBuffer>(function.c_str(), layers, slots, elements, type, nodes);
   }
   return std::make_unique<KVBuffer>(
       function.c_str(), layers, slots, elements, type, std::move(memory)
@@ -164,7 +165,7 @@ void register_kv_pool(py::module_& module) {
   py::class_<KVBuffer>(module, "KVBuffer", py::module_local())
       .def(
           py::init(&make_buffer), "function"_a, "num_layers"_a, "num_slots"_a, "row_elements"_a,
-          "dtype"_a, "memory"_a = std::shared_ptr<PoolMemory>()
+          "dtype"_a, "memory"_a = std::shared_ptr<PoolMemory>(), "nodes"_a = std::vector<int>()
       )
       .def_property_readonly("bytes", &bytes_of)
       .def_property_readonly(

@@ -32,7 +32,12 @@ int64_t buffer_bytes(
 }  // namespace
 
 KVBuffer::KVBuffer(
-    const char* function, int64_t num_layers, int64_t num_slots, int64_t row_elements, DType dtype
+    const char* function,
+    int64_t num_layers,
+    int64_t num_slots,
+    int64_t row_elements,
+    DType dtype,
+    std::span<const int> nodes
 )
     : KVBuffer(
           function,
@@ -42,7 +47,8 @@ KVBuffer::KVBuffer(
           dtype,
           PoolMemory::make(
               function,
-              buffer_bytes(function, num_layers, num_slots, row_elements, element_size(dtype))
+              buffer_bytes(function, num_layers, num_slots, row_elements, element_size(dtype)),
+              nodes
           )
       ) {}
 

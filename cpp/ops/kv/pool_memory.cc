@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -111,17 +112,39 @@ void take(const char* function, char* data, const SharedPart& part) {
   }
 }
 
+void place(const char* function, const PoolMemory& memory, std::span<const int> nodes) {
+  const int error = system::place_on_nodes(memory.data(), memory.num_bytes(), nodes);
+  if (error == 0) return;
+  std::string names;
+  for (const int node : nodes) names += concat(names.empty() ? "" : ", ", node);
+  throw std::runtime_error(concat(
+      function, ": the system does not place memory on NUMA nodes ", names, ": ", error_text(error),
+      error == EPERM ? " (containers need the capability SYS_NICE)" : ""
+  ));
+}
+
 }  // namespace
 
-std::shared_ptr<PoolMemory> PoolMemory::make(const char* function, int64_t num_bytes) {
+std::shared_ptr<PoolMemory> PoolMemory::make(
+    const char* function, int64_t num_bytes, std::span<const int> nodes
+) {
+  constexpr int kMostNodes = 1024;  // of Linux
+  for (const int node : nodes) {
+    check(
+        node >= 0 && node < kMostNodes, function, ": NUMA nodes must be in [0, ", kMostNodes,
+        "), got ", node
+    );
+  }
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* const data = mmap(nullptr, num_bytes, kProtection, kFlags, -1, 0);
   if (data == MAP_FAILED) {
     throw OutOfMemory(concat(function, ": the system has no ", num_bytes, " bytes for a buffer"));
   }
+  std::shared_ptr<PoolMemory> memory(new PoolMemory(static_cast<char*>(data), num_bytes));
   system::advise_huge_pages(data, num_bytes);  // where the system has none, small pages do
-  return remember(std::shared_ptr<PoolMemory>(new PoolMemory(static_cast<char*>(data), num_bytes)));
+  if (!nodes.empty()) place(function, *memory, nodes);
+  return remember(std::move(memory));
 }
 
 std::shared_ptr<PoolMemory> PoolMemory::map(

@@ -120,6 +120,7 @@ class KVBuffer(_Bound):
         row_elements: int,
         dtype: str,
         memory: PoolMemory | None = None,
+        nodes: Sequence[int] = ...,
     ) -> None: ...
     @property
     def bytes(self) -> NDArray[np.uint8]: ...

@@ -11,8 +11,8 @@ import click
 from cpattn_terminal.command_group import CommandGroup
 from cpattn_terminal.options import Integer
 
+from .._numa import ranges
 from . import binding
-from .topology import ranges
 
 CommandGroup.examples["bind"] = "cpattn bind --ranks 2"
 _ROOT = Path("/")

@@ -8,7 +8,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from .topology import cores_of, nodes_of
+from .._numa import nodes_of
+from .topology import cores_of
 
 #: Variables by which launchers tell a process its rank on the host, and the ranks of the host.
 LAUNCHERS = {

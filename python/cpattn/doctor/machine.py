@@ -12,9 +12,10 @@ from pathlib import Path
 
 from .. import _core, torch_guard
 from .._machine import cpu_name
+from .._numa import ranges
 from . import topology
 from .finding import Finding
-from .topology import count, ranges, size
+from .topology import count, size
 
 _SECTION = "machine"
 _SMALL_SHARED = 1 << 30  # containers have 64 MiB of /dev/shm unless asked for more

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from .._numa import nodes_of, numbers_of, ranges, read
 from .finding import Finding
 
 _SECTION = "machine"
@@ -40,46 +40,6 @@ def size(number: int) -> str:
     return f"{number / 2**30:.1f} GiB" if number >= 1 << 30 else f"{number / 2**20:.0f} MiB"
 
 
-def _read(path: Path) -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="ascii").strip()
-    return ""
-
-
-def cpus_of(ranges: str) -> set[int]:
-    """CPUs of ranges as Linux writes them.
-
-    >>> cpus_of("0-2,8")
-    {0, 1, 2, 8}
-    """
-    pairs = re.findall(r"(\d+)(?:-(\d+))?", ranges)
-    return {cpu for first, last in pairs for cpu in range(int(first), int(last or first) + 1)}
-
-
-def ranges(cpus: Iterable[int]) -> str:
-    """Return CPUs as ranges, in the notation of Linux and taskset.
-
-    >>> ranges([0, 1, 2, 5])
-    '0-2,5'
-    """
-    chosen = set(cpus)
-    begins = sorted(c for c in chosen if c - 1 not in chosen)
-    ends = sorted(c for c in chosen if c + 1 not in chosen)
-    pairs = zip(begins, ends, strict=True)
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
-
-
-def nodes_of(root: Path, usable: Collection[int]) -> dict[str, set[int]]:
-    """Return the CPUs `usable` of each NUMA node that has some, by its number."""
-    folders = sorted(
-        (int(path.name[4:]), path)
-        for path in (root / "sys/devices/system/node").glob("node[0-9]*")
-        if path.is_dir()
-    )
-    found = {str(node): cpus_of(_read(path / "cpulist")) & set(usable) for node, path in folders}
-    return {node: cpus for node, cpus in found.items() if cpus}
-
-
 def cores_of(root: Path, cpus: Collection[int]) -> list[list[int]]:
     """Group CPUs by their core, in ascending order; each is one where the system does not say."""
     cores: dict[str, list[int]] = {}
@@ -89,12 +49,12 @@ def cores_of(root: Path, cpus: Collection[int]) -> list[list[int]]:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
 
 
 def _cores(root: Path, usable: Collection[int]) -> Finding:
     folders = [root / f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in usable]
-    sockets = {_read(folder / "physical_package_id") for folder in folders}
+    sockets = {read(folder / "physical_package_id") for folder in folders}
     cores = {_siblings(root, cpu) for cpu in usable}
     if "" in sockets | cores or not folders:
         return Finding(_SECTION, "cores", "the system does not say")
@@ -123,7 +83,7 @@ def _engine_cpus(root: Path, usable: Collection[int], engine: str, text: str) ->
     """Judge the CPUs that a variable gives to each rank of an engine."""
     name, parts = f"{engine} ranks", text.split("|")
     known = all(re.fullmatch(_CPUS, part) for part in parts)
-    groups = [cpus_of(part) for part in parts] if known else []
+    groups = [numbers_of(part) for part in parts] if known else []
     every = set().union(*groups)
     told = f"{count(len(parts), 'rank')} on CPUs {text}"
     nodes = [set(nodes_of(root, group)) for group in groups]
@@ -144,11 +104,11 @@ def _engine_cpus(root: Path, usable: Collection[int], engine: str, text: str) ->
 
 
 def _memory(root: Path) -> Finding:
-    kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", read(root / "proc/meminfo"), re.MULTILINE)
     if not kibibytes:
         return Finding(_SECTION, "memory", "the system does not say")
     total = int(kibibytes[1]) << 10
-    limits = (_read(root / "sys/fs/cgroup" / name) for name in _MEMORY_LIMITS)
+    limits = (read(root / "sys/fs/cgroup" / name) for name in _MEMORY_LIMITS)
     limit = min([total, *(int(text) for text in limits if text.isdecimal())])
     text = size(total) if limit == total else f"{size(limit)} by its cgroup, of {size(total)}"
     return Finding(_SECTION, "memory", text)

@@ -7,7 +7,8 @@
     pool.set_kv_buffer(layer, slots, k, v)
 
 ``mha`` has the pool of dense attention, ``mla`` that of latent attention, with or without keys of
-an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of. ``placement`` says
+an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of, and ``numa`` memory of
+chosen NUMA nodes for them. ``placement`` says
 which rank has which token where a group of ranks shares a pool or its sequences,
 ``striped_allocator`` which pages of such a pool are free, ``shard_gather`` what the ranks send each
 other before a layer reads cached prefixes, and ``units`` where compressed units go. ``pages``
@@ -19,6 +20,7 @@ needs them.
 from .dsa import DSATokenToKVPool
 from .mha import MHATokenToKVPool
 from .mla import MLATokenToKVPool
+from .numa import NumaMemory
 from .pages import move_rows, write_pages
 from .placement import PageInterleave, Placement, TokenInterleave
 from .shard_gather import ShardGatherPlan, plan_shard_gather
@@ -29,6 +31,7 @@ __all__ = [
     "DSATokenToKVPool",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
+    "NumaMemory",
     "PageInterleave",
     "Placement",
     "ShardGatherPlan",

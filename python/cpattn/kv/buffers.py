@@ -58,10 +58,11 @@ class BufferShape(NamedTuple):
 class Memory:
     """Memory of this process alone, for the buffers of pools.
 
-    `cpattn.distributed.SharedMemory` puts them into memory that the ranks of a host share.
+    `NumaMemory` puts them on chosen NUMA nodes, `cpattn.distributed.SharedMemory` into memory that
+    the ranks of a host share.
     """
 
-    def make_buffers(
+    def _make_buffers(
         self, function: str, shapes: dict[str, BufferShape]
     ) -> dict[str, _core.KVBuffer]:
         """A buffer of zeros for each kind; errors are in the name of `function`."""
@@ -107,13 +108,14 @@ class KVPool:
             memory = Memory()
         elif not issubclass(type(memory), Memory):
             raise TypeError(
-                f"{function}: memory must be a SharedMemory or None, got {type(memory).__name__}"
+                f"{function}: memory must be a NumaMemory, a SharedMemory or None, got "
+                f"{type(memory).__name__}"
             )
         shapes = {
             kind: BufferShape(self.num_layers, slots, math.prod(row.shape), row.dtype)
             for kind, row in rows.items()
         }
-        self._buffers = memory.make_buffers(function, shapes)
+        self._buffers = memory._make_buffers(function, shapes)
         self._stored = {
             kind: self._shaped(view(self._buffers[kind].bytes, _store_dtype(row.dtype)), row)
             for kind, row in rows.items()

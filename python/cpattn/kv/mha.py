@@ -45,10 +45,10 @@ class MHATokenToKVPool(KVPool):
         head_dim].
     container : "torch" or "numpy", default "torch" if it is installed
         What views are.
-    memory : cpattn.distributed.SharedMemory, optional
-        Where the buffers are, from `ContextParallel.shared_memory`: all ranks of a host then make
-        the same pool at once, and have one together. Its memory is committed here. None, also
-        where ranks share no host: memory of this process.
+    memory : NumaMemory or cpattn.distributed.SharedMemory, optional
+        Where the buffers are: on chosen NUMA nodes; or, by `ContextParallel.shared_memory`, shared:
+        all ranks of a host then make the same pool at once, and have one together. Its memory is
+        committed here. None, also where ranks share no host: memory of this process.
 
     Attributes
     ----------

@@ -238,6 +238,7 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
         given(num_kv_heads=2, head_dim=8, v_head_dim=8),
         names=BUFFERS,
     ),
+    "NumaMemory": of(kv.NumaMemory, of_kind("?ints", nodes=[0]), names=("nodes",)),
     "MLATokenToKVPool": of(
         kv.MLATokenToKVPool,
         POOL | POOL_OPTIONS,

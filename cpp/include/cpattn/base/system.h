@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace cpattn::system {
 
@@ -40,6 +41,10 @@ int open_process(int pid);
 
 /// Asks for huge pages, where the system has them on request.
 void advise_huge_pages(void* data, std::size_t num_bytes);
+
+/// Has the pages of memory that nobody wrote to yet come from NUMA nodes, by turns where there are
+/// several; returns 0 or a value of errno.
+int place_on_nodes(void* data, std::size_t num_bytes, std::span<const int> nodes);
 
 /// Finds the memory of a mapped part of a file now; returns 0 or a value of errno.
 int take_memory(void* data, std::size_t num_bytes, int fd, int64_t offset);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "cpattn/base/tensor_view.h"
 #include "cpattn/kv/pool_memory.h"
@@ -18,9 +19,14 @@ class KVBuffer {
  public:
   /// All sizes are >= 1. Throws std::invalid_argument, which names `function`, if they are not
   /// or if their product exceeds 2^63 - 1 bytes, and a std::bad_alloc that says how much was
-  /// asked for if the system has no such address space.
+  /// asked for if the system has no such address space. `nodes` are those of PoolMemory::make.
   KVBuffer(
-      const char* function, int64_t num_layers, int64_t num_slots, int64_t row_elements, DType dtype
+      const char* function,
+      int64_t num_layers,
+      int64_t num_slots,
+      int64_t row_elements,
+      DType dtype,
+      std::span<const int> nodes = {}
   );
   /// Lays the buffer into `memory`, which must not be smaller.
   KVBuffer(

@@ -21,9 +21,16 @@ struct SharedPart {
 /// engine that peers reach it through share it, and it goes when the last of them lets go.
 class PoolMemory {
  public:
-  /// num_bytes >= 1. Throws a std::bad_alloc that names `function` and says how much was asked for
-  /// if the system has no such address space.
-  static std::shared_ptr<PoolMemory> make(const char* function, int64_t num_bytes);
+  /// num_bytes >= 1. Its pages come from the NUMA nodes, by turns where there are several; without
+  /// nodes, from that of the thread which writes to one first. Of several nodes the system leaves
+  /// out those that have no memory for this process.
+  ///
+  /// Throws a std::bad_alloc that names `function` and says how much was asked for if the system
+  /// has no such address space; std::invalid_argument for nodes below 0 or from 1024 on; and
+  /// std::runtime_error if the system does not place memory, or not there.
+  static std::shared_ptr<PoolMemory> make(
+      const char* function, int64_t num_bytes, std::span<const int> nodes = {}
+  );
 
   /// Maps the parts, one behind the other, for `function`. Own parts have their memory when this
   /// returns, 2 MiB at a time where the system has large pages for files in memory, so that writing

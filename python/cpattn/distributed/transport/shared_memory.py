@@ -6,7 +6,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,23 +37,23 @@ class Range(NamedTuple):
 
 
 def split_buffer(shape: BufferShape, num_ranks: int, offsets: list[int]) -> list[Range]:
-    """The ranges of a buffer in turn, the same share of each layer for every rank.
+    """The ranges of a buffer, of the ranks by turns: the same share of each layer for every rank.
 
-    A range ends at a page of the system, or at a large page where ranges have some of these.
-    `offsets` is where each rank's file goes on; it is moved behind the buffer.
+    Ranges are as short as their number and large pages allow, so that each sequence has keys on all
+    NUMA nodes: every rank reads all keys, and those of few sequences lie side by side. `offsets` is
+    where each rank's file goes on; it is moved behind the buffer.
     """
-    layers = max(1, min(shape.num_layers, _MOST_RANGES // num_ranks))
-    pieces = layers * num_ranks
-    grain = LARGE_PAGE if shape.num_bytes >= 2 * LARGE_PAGE * pieces else mmap.PAGESIZE
-    cuts = [shape.num_bytes * i // pieces // grain * grain for i in range(pieces)]
-    cuts.append(-(-shape.num_bytes // grain) * grain)
+    shares = shape.num_layers * num_ranks
+    large = shape.num_bytes >= 2 * LARGE_PAGE * shares
+    grain = LARGE_PAGE if large else mmap.PAGESIZE
+    most = min(_MOST_RANGES, shape.num_bytes // LARGE_PAGE if large else shares)
+    num_bytes, step = (-(-shape.num_bytes // (n * grain)) * grain for n in (1, most))
     offsets[:] = [-(-offset // LARGE_PAGE) * LARGE_PAGE for offset in offsets]
     ranges = []
-    for i, (begin, end) in enumerate(pairwise(cuts)):
-        if begin < end:
-            rank = i % num_ranks
-            ranges.append(Range(rank, offsets[rank], end - begin))
-            offsets[rank] += end - begin
+    for i, begin in enumerate(range(0, num_bytes, step)):
+        rank = i % num_ranks
+        ranges.append(Range(rank, offsets[rank], min(step, num_bytes - begin)))
+        offsets[rank] += ranges[-1].num_bytes
     return ranges
 
 
@@ -64,9 +63,10 @@ class SharedMemory(Memory):
     All ranks of the group make the same pools, in the same order. Those of a host have each of them
     together; where the group is on several hosts, each of these has one. Every rank gives an equal
     share of each layer, which is committed when the pool is made and lies on the NUMA node where
-    the rank runs then; all see the shares in one range of addresses, so that block tables, views
-    and kernels are those of any pool. The memory has no name: the last process that maps it takes
-    it along, however it ends, and `/dev/shm` is not used.
+    the rank runs then. Shares are ranges of 2 MiB and more, of the ranks by turns, so that those on
+    several nodes read from all of them at once, whichever sequences there are. All see them in one
+    range of addresses: block tables, views and kernels are those of any pool. The memory has no
+    name: the last process that maps it takes it along, however it ends, and `/dev/shm` is not used.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class SharedMemory(Memory):
         members = self._host.rails.members
         return f"SharedMemory(rank {members[self._host.rank]} of {ranks_text(members)})"
 
-    def make_buffers(
+    def _make_buffers(
         self, function: str, shapes: dict[str, BufferShape]
     ) -> dict[str, _core.KVBuffer]:
         """A buffer of zeros for each kind, in memory of this host's ranks; all ranks call this."""
@@ -185,7 +185,7 @@ def shared_scratch(exchange: RowExchange, host: HostGroup, num_bytes: int) -> li
         exchange.scratch.clear()  # before there are others
         num_rows = max(1, -(-num_bytes // _SCRATCH_ROW))  # also where there is no key
         shape = BufferShape(2, num_rows, _SCRATCH_ROW, "int8")
-        buffers = SharedMemory(host, exchange).make_buffers(_SCRATCH_CALL, {"scratch": shape})
+        buffers = SharedMemory(host, exchange)._make_buffers(_SCRATCH_CALL, {"scratch": shape})
         whole = torch.from_numpy(buffers["scratch"].bytes).view(-1)
         exchange.scratch.extend(whole[: shape.num_bytes].view(2, -1))
     return exchange.scratch
