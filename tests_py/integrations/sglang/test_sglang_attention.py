@@ -14,9 +14,17 @@ LAYERS = [
     *(f"{kind}pages of {n}" for kind in ("", "decode, ") for n in (1, 16, 64)),
     *("float16", "bfloat16", "heads of 24 numbers", "heads of 24 numbers, decode", "window"),
     *("softcap", "sinks", "a pool for windows", "a pool for windows, pages of 1"),
-    *("the other layers beside it", "encoder", "latents", "latents, decode"),
+    *("the other layers beside it", "encoder", "encoder, window", "latents", "latents, decode"),
+    "encoder, a pool for windows",
+    *(f"prompts of both directions{kind}" for kind in ("", ", window", ", decode")),
     *("chunks", "chunks, pages of 1", "a layer without chunks"),
     *("float8_e4m3fn", "float8_e5m2"),
+]
+BESIDE_ENCODERS = [
+    *(f"{side} the encoder, pages of {n}" for side in ("to", "behind") for n in (1, 16)),
+    *(f"to the encoder, {kind}" for kind in ("decode", "bfloat16", "a mask", "none of one")),
+    *(f"behind the encoder, {kind}inside of a page" for kind in ("", "decode, ")),
+    "behind the encoder, decode",
 ]
 
 
@@ -24,7 +32,7 @@ LAYERS = [
 def found(tmp_path_factory):
     """Return answers of a process with stand-ins of cpu_engine, which must not be seen here."""
     path = tmp_path_factory.mktemp("layers") / "found.pt"
-    run_module("support.sglang.sglang_attention_layers", path, timeout=3 * PATIENCE)
+    run_module("support.sglang.sglang_attention_cases", path, timeout=3 * PATIENCE)
     return torch.load(path, weights_only=False)
 
 
@@ -34,8 +42,17 @@ def test_a_batch_of_all_kinds(found, case):
     assert_attention(out, None, inputs)  # sglang asks for no LSE
 
 
+@pytest.mark.parametrize("case", BESIDE_ENCODERS)
+def test_layers_of_a_decoder_with_an_encoder(found, case):
+    """sglang's own backend gives the same, so slots and lengths mean what they mean there."""
+    out, native, inputs = found["encoders"][case]
+    assert_attention(out, None, inputs)
+    if native is not None:
+        assert_attention(native, None, inputs)
+
+
 def test_what_cannot_be_served_is_refused_by_name(found):
-    assert len(found["refused"]) == 21
+    assert len(found["refused"]) == 20
     for message, words in found["refused"]:
         assert message.startswith("--attention-backend cpattn does not serve "), words
         assert words in message
@@ -43,5 +60,6 @@ def test_what_cannot_be_served_is_refused_by_name(found):
 
 def test_all_cases_are_compared_and_layers_of_a_kind_share_a_plan_of_each_pass(found):
     assert set(found["layers"]) == set(LAYERS)
+    assert set(found["encoders"]) == set(BESIDE_ENCODERS)
     assert found["zero scale"] == "run_attention: k_scale must be a positive number, got 0"
     assert found["plans"] == [2, 1]

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  stand-ins come before what imports them
-"""A process with the attention backend on pools of sglang's, without an engine.
+"""The attention backend on pools of sglang's, without an engine."""
 
-It saves {"layers": results and arguments of the oracle, "refused": messages and words that they
-must have, "plans": how many, "zero scale": a message} by `torch.save`.
-"""
-
-import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +11,7 @@ import torch
 from cpattn.integrations.sglang import cpu_engine
 
 cpu_engine.install()  # before anything of sglang is imported
-from sglang.srt import runtime_context
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import (
     KVWriteLoc,
     MHATokenToKVPool,
@@ -35,6 +28,7 @@ HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 20
 # A chunk behind a cached prefix, a whole prompt, three tokens being decoded; and all decoded.
 EXTENDS = ([40, 70, 1, 1, 1], [100, 70, 64, 33, 1])
 DECODES = ([1, 1, 1], [100, 17, 64])
+PROMPTS = ([40, 70, 1], [40, 70, 64])  # whole ones, and a token being decoded
 FULL, SWA = 0, 1  # layers
 CODE_SCALES = (0.5, 2.0)
 SIZE, SWA_SIZE = 1280, 640  # tokens of pools
@@ -193,10 +187,11 @@ def attend(
             (x / scale).to(code).to(dtype) * scale
             for x, scale in zip((step.k, step.v), code_scales, strict=True)
         )
-    asked = {"softcap": options.get("logit_cap", 0.0), "window": options.get("sliding_window_size")}
+    window = options.get("sliding_window_size")
+    asked = {"softcap": options.get("logit_cap", 0.0), "window": window and (window, window)}
     if chunk_size is not None and options.get("use_irope"):
         asked["custom_mask"] = step.same_chunk(chunk_size)
-    asked["causal"] = options.get("attn_type") != AttentionType.ENCODER_ONLY
+    asked["causal"] = "attn_type" not in options
     return out.unflatten(1, (HEADS, head_dim)), step.oracle_inputs(sinks=sinks, **asked)
 
 
@@ -218,136 +213,3 @@ def attend_latents(lens: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     new = step.k[step.new]
     out = backend.forward(step.q, new, new[..., :64], layer, batch)
     return out.unflatten(1, (HEADS, 64)), step.oracle_inputs(v_cache=step.k[..., :64], scale=0.2)
-
-
-def count_plans() -> int:
-    """Count plans of six layers in a pass, three with a window, then of one in the next pass."""
-    step = Step(EXTENDS, 16, torch.float32, windows=False)
-    runner = make_runner(make_pool(16, torch.float32, windows=False), torch.float32)
-    backend, batch = step.begin(runner, decodes=False)
-    counts = []
-    for layers in (3, 1):
-        backend.init_forward_metadata(batch)
-        for _ in range(layers):
-            for window in (-1, WINDOW)[: layers - 1 or 1]:
-                layer = make_layer(sliding_window_size=window)
-                backend.forward(step.q, step.k[step.new], step.v[step.new], layer, batch)
-        counts.append(len(backend._plans))
-    return counts
-
-
-def error_of_zero_scale() -> str:
-    """Return the error of a checkpoint with a scale of zero, which is not a missing one."""
-    try:
-        attend(code=torch.float8_e4m3fn, code_scales=(0.0, 1.0))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def published(**configuration: Any) -> Any:
-    return runtime_context.get_context().override_server_args(**configuration)
-
-
-def refusals() -> list[tuple[str, str]]:
-    """Return each error of what cannot be served, with the words that it must contain."""
-
-    def refused(
-        change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND, **layer: Any
-    ) -> str:
-        keys, attributes = layer.pop("keys", None), layer.pop("attributes", {})
-        split = layer.pop("split", None)
-        runner = make_runner(make_pool(16, torch.float32, windows=False), torch.float32)
-        if change:
-            change(runner)
-        try:
-            step = Step(EXTENDS, 16, torch.float32, windows=False)
-            backend, batch = step.begin(runner, decodes=False)
-            batch.forward_mode, batch.attn_cp_metadata = mode, split
-            asked = make_layer(**layer)
-            vars(asked).update(attributes)
-            backend.forward_extend(step.q, keys, keys, asked, batch, **(call or {}))
-        except NotImplementedError as error:
-            return str(error)
-        return ""
-
-    def set_(**values: Any) -> Callable[[Any], None]:
-        return lambda runner: vars(runner).update(values)
-
-    encoder, dp = (
-        SimpleNamespace(**{name: True}) for name in ("is_encoder_decoder", "enable_dp_attention")
-    )
-    encoder_only = {"attn_type": AttentionType.ENCODER_ONLY}
-    other_layout = {"kv_cache_layout": "hnd"}
-    messages = [
-        (refused(set_(device="cuda")), "device cuda"),
-        (
-            refused(set_(attention_chunk_size=60)),
-            "chunks of 60 tokens, as of Llama 4, in pages of 16",
-        ),
-        (refused(set_(model_config=encoder)), "cross attention"),
-        (refused(set_(server_args=dp)), "--enable-dp-attention"),
-        (refused(set_(dtype=torch.float64)), "models in torch.float64"),
-        (refused(set_(dtype=torch.bfloat16)), "in torch.float32 of a model in torch.bfloat16"),
-        (refused(lambda x: vars(x.token_to_kv_pool).update(other_layout)), "another layout"),
-        (refused(is_cross_attention=True), "other than within a sequence"),
-        (refused(sliding_window_size=WINDOW, **encoder_only), "windows of encoders"),
-        (
-            refused(split=object(), **encoder_only),
-            "context parallelism (--attn-cp-size) of encoders",
-        ),
-        (refused(attn_type=AttentionType.DECODER_BIDIRECTIONAL), "DECODER_BIDIRECTIONAL"),
-        (refused(attributes={"xai_temperature_len": 8}), "Grok"),
-        (refused(logit_cap=5.0, logit_capping_method="sigmoid"), "softcap sigmoid"),
-        (refused(mode=ForwardMode.TARGET_VERIFY), "TARGET_VERIFY"),
-        (refused(call={"idx_q": torch.zeros(1)}), "idx_q"),
-        (refused(keys=torch.zeros(1), call={"save_kv_cache": False}), "not in the KV cache"),
-    ]
-    split = {"tp_size": 2, "attn_cp_size": 2}
-    interleave = {**split, "enable_prefill_cp": True, "cp_strategy": "interleave"}
-    for configuration, words in (
-        ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
-        ({"enable_torch_compile": True}, "--enable-torch-compile"),
-        (split, "without --enable-prefill-cp"),
-        (interleave, "--cp-strategy interleave"),
-    ):
-        with published(**configuration):
-            messages.append((refused(), words))
-    with published(**{**interleave, "cp_strategy": "zigzag"}):
-        messages.append((refused(set_(attention_chunk_size=64)), "of attention in chunks"))
-    return messages
-
-
-def layers() -> dict[str, Any]:
-    torch.manual_seed(3)
-    sinks = torch.randn(HEADS).bfloat16()
-    window = {"sliding_window_size": WINDOW}
-    return {
-        **{f"pages of {n}": attend(page_size=n) for n in (1, 16, 64)},
-        **{f"decode, pages of {n}": attend(DECODES, page_size=n) for n in (1, 16, 64)},
-        "float16": attend(dtype=torch.float16),
-        "bfloat16": attend(DECODES, dtype=torch.bfloat16),
-        "heads of 24 numbers": attend(head_dim=24),
-        "heads of 24 numbers, decode": attend(DECODES, dtype=torch.bfloat16, head_dim=24),
-        "window": attend(**window),
-        "encoder": attend(attn_type=AttentionType.ENCODER_ONLY),
-        "chunks": attend(chunk_size=32, use_irope=True),
-        "chunks, pages of 1": attend(DECODES, 1, chunk_size=33, use_irope=True),
-        "a layer without chunks": attend(chunk_size=32),
-        "softcap": attend(logit_cap=2.0),
-        "sinks": attend(sinks=sinks),
-        "a pool for windows": attend(windows=True, layer_id=SWA, **window),
-        "a pool for windows, pages of 1": attend(DECODES, 1, windows=True, layer_id=SWA, **window),
-        "the other layers beside it": attend(windows=True, sinks=sinks),
-        "latents": attend_latents(EXTENDS),
-        "latents, decode": attend_latents(DECODES),
-        "float8_e4m3fn": attend(code=torch.float8_e4m3fn),
-        "float8_e5m2": attend(DECODES, code=torch.float8_e5m2),
-    }
-
-
-if __name__ == "__main__":
-    with published(tp_size=1):
-        found = {"layers": layers(), "refused": refusals(), "plans": count_plans()}
-        found["zero scale"] = error_of_zero_scale()
-    torch.save(found, sys.argv[1])

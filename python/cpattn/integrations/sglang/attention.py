@@ -6,7 +6,8 @@ The KV cache is sglang's own, read in place: of each layer keys and values [slot
 head_dim], in which the slots of a page follow each other. Which slots a request has is a row of
 `req_to_token`; every page_size-th of them says the page. Layers with sliding windows may have a
 smaller pool of their own, with slots of its own. A pool of MLA has latents [slots, 1, kv_lora_rank
-+ qk_rope_head_dim], which begin with the values; prefill is absorbed there like decode.
++ qk_rope_head_dim], which begin with the values; prefill is absorbed there like decode. Where there
+is an encoder beside a decoder, the slots of its keys come first in the row of a request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler
-from sglang.srt.runtime_context import get_flags, get_parallel, get_spec
+from sglang.srt.runtime_context import get_flags, get_memory, get_parallel, get_schedule, get_spec
 
 from ... import _core
 from ..._core import AttentionPlan
@@ -43,10 +44,11 @@ class _Kind(NamedTuple):
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    window: int | None
+    window: tuple[int, int] | None
     in_window_pool: bool
     causal: bool
     in_chunks: bool
+    of_encoder: bool
 
 
 def _refuse(what: str) -> NoReturn:
@@ -57,7 +59,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class CpattnAttnBackend(TorchNativeAttnBackend):
-    """Attention of layers of decoders and encoders; writing the KV cache is sglang's.
+    """Attention of layers of decoders, of encoders and to them; writing the KV cache is sglang's.
 
     Parameters
     ----------
@@ -128,6 +130,8 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             )
         elif k is not None and v is not None:
             where = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            if _reads_encoder(layer, forward_batch):
+                where = KVWriteLoc(forward_batch.encoder_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, **scales)
         num_heads, v_head_dim = layer.tp_q_head_num, layer.v_head_dim
         result = out = q.new_empty((len(q), num_heads * v_head_dim))
@@ -156,16 +160,17 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         return {name: 1.0 if scale is None else scale for name, scale in scales.items()}
 
     def _plan(self, layer: Any, forward_batch: Any) -> AttentionPlan:
-        window = layer.sliding_window_size
+        width = layer.sliding_window_size
         kind = _Kind(
             num_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
             head_dim=layer.qk_head_dim,
             v_head_dim=layer.v_head_dim,
-            window=window if window >= 0 else None,
+            window=(width, width) if width >= 0 else None,
             in_window_pool=self._in_window_pool(layer.layer_id),
-            causal=layer.attn_type != AttentionType.ENCODER_ONLY,
+            causal=layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention,
             in_chunks=self._chunk_size is not None and layer.use_irope,
+            of_encoder=_reads_encoder(layer, forward_batch),
         )
         if kind not in self._plans:
             self._plans[kind] = self._make_plan(kind, layer, forward_batch)
@@ -177,11 +182,20 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
 
     def _make_plan(self, kind: _Kind, layer: Any, forward_batch: Any) -> AttentionPlan:
         """Plan the whole batch; sglang's window, like ours, does not count the token itself."""
-        kv_lens = forward_batch.seq_lens
+        kv_lens, encoder_lens = forward_batch.seq_lens, forward_batch.encoder_lens
         decodes = forward_batch.forward_mode.is_decode()
         q_lens = torch.ones_like(kv_lens) if decodes else forward_batch.extend_seq_lens
-        columns = slice(0, int(kv_lens.max()), self._page_size)
-        slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, columns]
+        page_size, first, mask = self._page_size, torch.zeros_like(kv_lens), None
+        if kind.of_encoder:
+            kv_lens, mask = encoder_lens, forward_batch.cross_attention_custom_mask
+        elif encoder_lens is not None:
+            first = encoder_lens
+            if (first % page_size).any():  # then sequences begin inside of a page
+                page_size = 1
+        columns = first[:, None] + torch.arange(0, int(kv_lens.max()), page_size)
+        table = self.req_to_token_pool.req_to_token
+        columns = columns.clamp(max=table.shape[1] - 1)  # not read beyond the end of a sequence
+        slots = table[forward_batch.req_pool_indices[:, None], columns]
         if kind.in_window_pool:
             # Pages before the window may have been given back: their slots are 0, where nobody's
             # keys are, and are not seen.
@@ -191,26 +205,36 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             q_lens = split.actual_seq_q_combined_tensor
             kv_lens = split.kv_len_combined_tensor
             slots = slots.repeat(2, 1)
-        tables = slots // self._page_size
+        tables = slots // page_size
         if kind.in_chunks:
             assert self._chunk_size is not None
             q_lens, kv_lens, tables = _in_chunks(
-                q_lens, kv_lens, tables, self._chunk_size, self._page_size
+                q_lens, kv_lens, tables, self._chunk_size, page_size
             )
         num_slots = len(self.token_to_kv_pool.get_key_buffer(layer.layer_id))
         return plan_attention(
             q_lens=q_lens,
             kv_lens=kv_lens,
             block_tables=tables,
-            page_size=self._page_size,
-            num_pages=num_slots // self._page_size,
+            page_size=page_size,
+            num_pages=num_slots // page_size,
             num_heads=kind.num_heads,
             num_kv_heads=kind.num_kv_heads,
             head_dim=kind.head_dim,
             v_head_dim=kind.v_head_dim,
             causal=kind.causal,
             window=kind.window,
+            custom_mask=None if mask is None else mask.bool(),
         )
+
+
+def _reads_encoder(layer: Any, forward_batch: Any) -> bool:
+    """Tell whether the keys are of an encoder beside the decoder.
+
+    sglang also calls the layers of encoders alone that transformers computes cross attention, in
+    batches without encoders.
+    """
+    return layer.is_cross_attention and forward_batch.encoder_lens is not None
 
 
 def _in_chunks(
@@ -251,8 +275,8 @@ def _check_runner(runner: Any) -> None:
         _refuse(f"chunks of {chunk_size} tokens, as of Llama 4, in pages of {runner.page_size}")
     if chunk_size is not None and parallel.attn_cp_size > 1:
         _refuse("context parallelism (--attn-cp-size) of attention in chunks")
-    if config.is_encoder_decoder:
-        _refuse("cross attention to an encoder")
+    if config.is_encoder_decoder and parallel.attn_cp_size > 1:
+        _refuse("context parallelism (--attn-cp-size) of models with an encoder and a decoder")
     if runner.dtype not in _FLOATS:
         _refuse(f"models in {runner.dtype}")
     pool = runner.token_to_kv_pool
@@ -289,13 +313,16 @@ def _check_call(layer: Any, forward_batch: Any, others: dict[str, Any]) -> None:
     """Refuse calls that are not covered, by what only a layer or a batch shows."""
     if forward_batch.forward_mode not in _SERVED:
         _refuse(f"batches of the mode {forward_batch.forward_mode.name}")
-    if layer.is_cross_attention or layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL:
-        _refuse(f"attention of the type {layer.attn_type} other than within a sequence")
-    if layer.attn_type == AttentionType.ENCODER_ONLY:
-        if layer.sliding_window_size >= 0:  # the backends of sglang take it for different things
-            _refuse("windows of encoders")
-        if forward_batch.attn_cp_metadata is not None:
-            _refuse("context parallelism (--attn-cp-size) of encoders")
+    if layer.is_cross_attention and layer.sliding_window_size >= 0:
+        _refuse("windows of cross attention, whose queries have no positions among the keys")
+    if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL and not _has_whole_prompts():
+        _refuse(
+            "prompts that see themselves in both directions and are cut, or have a cached prefix: "
+            "it needs --chunked-prefill-size -1 --disable-radix-cache"
+        )
+    bidirectional = layer.is_cross_attention or layer.attn_type != AttentionType.DECODER
+    if bidirectional and forward_batch.attn_cp_metadata is not None:
+        _refuse("context parallelism (--attn-cp-size) of encoders and prompts of both directions")
     if layer.pos_encoding_mode != "NONE" or layer.xai_temperature_len > 0:
         _refuse("positions inside attention, as of Grok")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
@@ -305,3 +332,8 @@ def _check_call(layer: Any, forward_batch: Any, others: dict[str, Any]) -> None:
     asked_for = sorted(name for name, value in others.items() if value is not None)
     if asked_for:
         _refuse(f"the arguments {', '.join(asked_for)} of a layer")
+
+
+def _has_whole_prompts() -> bool:
+    """Tell whether all tokens of a prompt are new ones of one batch."""
+    return get_schedule().chunked_prefill_size == -1 and get_memory().disable_radix_cache
