@@ -65,6 +65,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_reference(m);
   bindings::register_rows(m);
   bindings::register_context_parallel(m);
+  bindings::register_exchanges(m);
   bindings::register_halo(m);
   bindings::register_pcp_layout(m);
   bindings::register_dsa_metadata(m);

@@ -25,6 +25,7 @@ void register_sparse_mla(pybind11::module_& module);
 void register_host_barrier(pybind11::module_& module);
 void register_indexer(pybind11::module_& module);
 void register_kv_pool(pybind11::module_& module);
+void register_exchanges(pybind11::module_& module);
 void register_halo(pybind11::module_& module);
 void register_pcp_layout(pybind11::module_& module);
 void register_page_rows(pybind11::module_& module);

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from cpattn.distributed.layers.ring import ring_schedule
-from cpattn.distributed.plans.heads import head_shares
 from cpattn.distributed.plans.sequence_calls import RowMask, Visibility, sequence_calls
 from cpattn.distributed.plans.tokens import Rows
 from cpattn.kv import PageInterleave, TokenInterleave
@@ -174,21 +173,6 @@ def visible_rows(call):
             yield int(call.rows[begin + j]), set(slots[visible[j]].tolist())
         begin += n
     assert begin == len(call.rows)
-
-
-@given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 12))
-def test_every_head_has_one_rank_and_whole_or_single_groups(num_kv_heads, group, size):
-    shares = head_shares(num_kv_heads * group, num_kv_heads, size)
-    assert len(shares) == size
-    covered = [h for share in shares for h in range(share.q.start, share.q.stop)]
-    assert covered == list(range(num_kv_heads * group))
-    for share in shares:
-        q_heads, kv_heads = share.num_heads, share.kv.stop - share.kv.start
-        assert share.q.start // group >= share.kv.start or not q_heads
-        assert (share.q.stop - 1) // group < share.kv.stop or not q_heads
-        assert q_heads == group * kv_heads or kv_heads == 1
-    if num_kv_heads % size == 0:
-        assert len({share.num_heads for share in shares}) == 1
 
 
 @given(st.integers(1, 9))

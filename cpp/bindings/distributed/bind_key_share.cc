@@ -11,6 +11,7 @@
 #include "bindings/arguments/int_arrays.h"
 #include "bindings/module.h"
 #include "cpattn/base/prefix_sums.h"
+#include "cpattn/distributed/held_rows.h"
 #include "cpattn/distributed/key_share.h"
 #include "cpattn/distributed/sequence_calls.h"
 
@@ -41,6 +42,27 @@ BatchKeys placed_keys(
       shared<BatchPages>(read, pages, "pages"), read.integer(num_ranks, "num_ranks"),
       PlacedSlots{.pages = placed, .owners = of_slots, .rows = at}
   };
+}
+
+HeldRows rows_held(
+    const std::shared_ptr<const BatchKeys>& self,
+    py::handle q_lens,
+    py::handle padding,
+    py::handle rows_per_rank,
+    py::handle owners,
+    py::handle window
+) {
+  const Arguments read("held_rows");
+  const std::vector<int64_t> queries = read.ints(q_lens, "q_lens");
+  check(
+      queries.size() == self->pages().kv_lens.size(), "held_rows: q_lens must be of ",
+      self->pages().bs(), " requests, got ", queries.size()
+  );
+  return held_rows(
+      self, {.q_lens = queries, .padding = read.integer(padding, "padding")},
+      read.ints(rows_per_rank, "rows_per_rank"), read.ints(owners, "owners"),
+      read.optional_integer(window, "window")
+  );
 }
 
 KeyShare make_share(py::handle keys, py::handle ranks) {
@@ -208,7 +230,8 @@ void register_key_share(py::module_& module) {
       .def(py::init(&interleaved_keys))
       .def(py::init(&placed_keys))
       .def_property_readonly("num_ranks", &BatchKeys::num_ranks)
-      .def_property_readonly("run_len", &BatchKeys::run_len);
+      .def_property_readonly("run_len", &BatchKeys::run_len)
+      .def("held_rows", &rows_held);
   py::class_<LocalPages>(module, "LocalPages", py::module_local())
       .def(py::init(&make_local_pages))
       .def_readonly("page_size", &LocalPages::page_size)

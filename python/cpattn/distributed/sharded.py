@@ -6,18 +6,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .. import _core
 from .._arguments import at_least, flag, key_window
 from .._types import Window
 from ..context_parallel.exchanges import LSE_BYTES
 from ..profiling.calls import announced
 from .decode_calls import DecodeCalls
-from .layers.choice import ExchangeChoice, choose, choose_state_exchange
+from .layers.choice import (
+    ExchangeChoice,
+    SparseSizes,
+    choose,
+    choose_sparse,
+    choose_state_exchange,
+)
 from .layers.decode_states import OUT_HEADS
 from .layers.prefetch import LayerCaches, Prefetch, prefetch
-from .plans.heads import LayerSizes
 from .plans.plan import ContextParallelPlan
 from .plans.sharded_plan import DecodePlan, ShardedPlan
-from .sparse.choice import SparseSizes, choose_sparse
 
 
 class ShardedAttention(DecodeCalls):
@@ -134,22 +139,23 @@ class ShardedAttention(DecodeCalls):
             )
         if not isinstance(plan, ShardedPlan | DecodePlan):
             raise ValueError(f"{call}: plan must be of sharded pools")
-        sizes = LayerSizes(
-            num_heads=at_least(1, num_heads, call, "num_heads"),
-            num_kv_heads=at_least(1, num_kv_heads, call, "num_kv_heads"),
-            head_dim=at_least(1, head_dim, call, "head_dim"),
-            v_head_dim=at_least(
-                1, head_dim if v_head_dim is None else v_head_dim, call, "v_head_dim"
-            ),
-            q_bytes=at_least(1, element_bytes, call, "element_bytes"),
-            kv_bytes=element_bytes,
-            shares_values=flag(shares_values, call, "shares_values"),
+        given = {
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "v_head_dim": head_dim if v_head_dim is None else v_head_dim,
+            "element_bytes": element_bytes,
+        }
+        heads, kv_heads, dim, v_dim, item = (
+            at_least(1, value, call, name) for name, value in given.items()
         )
-        if sizes.num_heads % sizes.num_kv_heads:
+        key = (dim + (0 if flag(shares_values, call, "shares_values") else v_dim)) * item
+        if heads % kv_heads:
             raise ValueError(
                 f"{call}: num_heads must be a multiple of num_kv_heads, got {num_heads} and "
                 f"{num_kv_heads}"
             )
+        sizes = _core.LayerBytes(heads, kv_heads, dim * item, key, v_dim * item, v_dim)
         if isinstance(plan, DecodePlan):
             return choose_state_exchange(plan, sizes, out_heads)
         sides = key_window(window, True, call, "window")

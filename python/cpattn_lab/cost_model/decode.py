@@ -9,16 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from cpattn import _core
 from cpattn._arguments import items
 from cpattn._limits import check_integer, check_kind, check_seq_lens
-from cpattn.context_parallel.exchanges import (
-    LSE_BYTES,
-    cheapest_states,
-    received_state_bytes,
-    shared_heads,
-)
+from cpattn.context_parallel.exchanges import LSE_BYTES
 
 from .counts import check_placing
+from .exchanged import along_rails, heads_of
 from .layer import ITEM_BYTES, AttentionLayer, Ints
 from .placement import pages_per_rank, pairs_by_owner, stripes
 from .rates import Rates, Seconds, attention_seconds, merge_seconds
@@ -231,8 +228,9 @@ def predict_decode(
     taken = exchange
     if exchange == "auto":
         output = layer.v_dim * ITEM_BYTES[layer.dtype]
-        arriving = received_state_bytes(len(lengths), layer.num_heads, output, cp_size, out_heads)
-        taken, _ = cheapest_states(arriving, out_heads)
+        taken, *_ = _core.choose_state_exchange(
+            len(lengths), layer.num_heads, output, cp_size, out_heads == "all"
+        )
     sent, received, seconds = ways[taken]
     keys = pairs.sum(1)
     owned = laid.count_below(lengths) - laid.count_below(lengths - 1)
@@ -294,19 +292,18 @@ def _exchanged(
     """
     state = num_sequences * (layer.v_dim * ITEM_BYTES[state_dtype] + LSE_BYTES)
     if exchange == "gather":
-        rails = shared_heads(layer.num_heads, layer.num_heads, ranks_per_host)[0]
+        rails = heads_of(layer.num_heads, layer.num_heads, ranks_per_host)[0]
         heads = np.broadcast_to(rails, (cp_size // ranks_per_host, ranks_per_host))
-        rounds = [(_to_all(heads) * state, _of_others(heads) * state)]
+        rounds = [_to_all(heads, state)]
         rail_heads = heads
     else:
-        heads = shared_heads(layer.num_heads, layer.num_heads, cp_size)[0].reshape(
-            -1, ranks_per_host
-        )
-        rounds = [(_of_others(heads) * state, _to_all(heads) * state)]
+        heads = heads_of(layer.num_heads, layer.num_heads, cp_size)[0].reshape(-1, ranks_per_host)
+        received, sent = _to_all(heads, state)
+        rounds = [(sent, received)]
         rail_heads = heads.sum(0)
         if all_heads:
             merged = num_sequences * (layer.v_dim * ITEM_BYTES[layer.dtype] + LSE_BYTES)
-            rounds.append((_to_all(heads) * merged, _of_others(heads) * merged))
+            rounds.append(_to_all(heads, merged))
     sent, received = (sum(moved, start=np.int64(0)) for moved in zip(*rounds, strict=True))
     parts = rail_heads * _parts(ranks_per_host) + heads * _parts(len(heads))
     merging = slower * merge_seconds(rates, layer, num_sequences * parts).ravel()
@@ -318,14 +315,10 @@ def _parts(number: int) -> int:
     return number if number > 1 else 0
 
 
-def _to_all(heads: Ints) -> Ints:
-    """Return [hosts, ranks of a host]: heads of each rank, once for each other host."""
-    return heads * (len(heads) - 1)
-
-
-def _of_others(heads: Ints) -> Ints:
-    """Return [hosts, ranks of a host]: heads of the ranks at the same place in other hosts."""
-    return heads.sum(0) - heads
+def _to_all(heads: Ints, state: int) -> tuple[Ints, Ints]:
+    """Return bytes sent and received, [hosts, ranks of a host], if heads go to all other hosts."""
+    sent, received = along_rails(lambda rail: _core.send_rows(rail, state, False), heads)
+    return sent, received
 
 
 def _seconds(rounds: Sequence[tuple[Ints, Ints]], rates: Rates, slower: float) -> Seconds:

@@ -8,20 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cpattn.context_parallel.exchanges import (
-    EXCHANGES,
-    LSE_BYTES,
-    Held,
-    by_heads,
-    by_queries,
-    by_rows,
-    cheapest,
-    received_bytes,
-    shared_heads,
-)
+from cpattn import _core
+from cpattn.context_parallel.exchanges import EXCHANGES, LSE_BYTES, SCRATCH_BYTES
 
 from .counts import BatchCounts, Mesh, check_mesh, check_placing
-from .exchanged import ExchangeWork, bytes_of, exchanged
+from .exchanged import ExchangeWork, along_rails, bytes_of, exchanged, heads_of
 from .layer import ITEM_BYTES, AttentionLayer, Ints
 from .placement import shards, stripes
 from .usp import by_mesh
@@ -167,10 +158,9 @@ def exchange_taken(counts: BatchCounts, mesh: Mesh | None = None) -> str:
     pools = shards(counts.plans, counts.extends, lens, counts.layer, laid, ranks_per_host=1)
     keys, cached = (laid.count_below(ends).sum(1) for ends in (lens, lens - counts.extends))
     arriving = pools.arriving_rows - pools.kept_at_home
-    held = Held(counts.own.tokens, keys, pools.seen_rows, keys - cached, arriving)
+    held = _core.HeldRows(counts.own.tokens, keys, pools.seen_rows, keys - cached, arriving)
     ranks = None if mesh is None else np.arange(counts.cp_size).reshape(mesh)
-    received = received_bytes(held, layer, ranks, writes=True)
-    return cheapest(held, layer, received, mesh=ranks)[0]
+    return _core.choose_exchange(held, layer, ranks, True, SCRATCH_BYTES)[0]
 
 
 def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
@@ -180,16 +170,16 @@ def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
     brought = shards.seen_rows if ring else shards.seen_cached_rows + own.tokens
     blocks = counts.by_host(brought) * layer.kv_row_bytes
     rails = np.broadcast_to(blocks.sum(0), blocks.shape)
-    received = by_rows(counts.by_host(brought), layer.kv_row_bytes)
+    sent, received = along_rails(
+        lambda rows: _core.send_rows(rows, layer.kv_row_bytes, ring), counts.by_host(brought)
+    )
     pool = counts.by_host(counts.shards.arriving_rows) * layer.kv_row_bytes
     cached, cached_scratch = None, 0
     if ring:
-        sent = rails - np.roll(blocks, -1, axis=0)
         wire = np.full(hosts, (hosts - 1) * blocks.sum(1).max())
         stored = pool if counts.sharded else rails
         scratch = 2 * int(blocks.max()) if hosts > 1 else 0  # one is read, one arrives
     else:
-        sent = blocks * (hosts - 1)
         wire = _wire_of_gather(blocks)
         cached = wire - _wire_of_gather(counts.by_host(own.tokens) * layer.kv_row_bytes)
         gathered = rails if hosts > 1 else 0 * rails  # ranks of one host read in place
@@ -237,8 +227,9 @@ def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
     )
     tokens = counts.by_host(own.tokens)
     others = tokens.sum(0) - tokens  # of the rail
-    received, merged = by_queries(tokens, moving, state // layer.num_heads)
-    sent, returned = tokens * query * (hosts - 1), others * state
+    sent, received, returned, merged = along_rails(
+        lambda rail: _core.send_queries(rail, query, state), tokens
+    )
     total = int(own.tokens.sum())
     attended = counts.alone_by_rank
     share = counts.owner_pairs / max(int(counts.owner_pairs.sum()), 1)
@@ -268,18 +259,19 @@ def _by_heads(counts: BatchCounts) -> ExchangeWork:
     """Queries, keys and values go to the hosts that have their heads, and outputs go back."""
     own, layer, hosts, new = counts.own, counts.layer, counts.num_hosts, counts.shards
     moving, group = bytes_of(layer), layer.num_heads // layer.num_kv_heads
-    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, counts.cp_size)
+    heads, kv_heads = heads_of(layer.num_heads, layer.num_kv_heads, counts.cp_size)
     host_heads = counts.by_host(heads).sum(1, keepdims=True)
     ends = host_heads.cumsum(0)
     host_kv_heads = np.where(host_heads > 0, -(-ends // group) - (ends - host_heads) // group, 0)
     key = moving.key
     tokens, keys = counts.by_host(own.tokens), counts.by_host(new.seen_rows)
-    others = tokens.sum(0) - tokens
-    sent = tokens * moving.query * (layer.num_heads - host_heads)
-    sent = sent + keys * key * (host_kv_heads.sum() - host_kv_heads)
-    received, merged = by_heads(tokens, keys, moving, host_heads, host_kv_heads, moving.output)
+    taken = host_heads.ravel(), host_kv_heads.ravel()
+    sent, received, returned, merged = along_rails(
+        lambda queries, rows: _core.send_by_heads(queries, rows, moving, *taken, moving.output),
+        tokens,
+        keys,
+    )
     for_pool = counts.by_host(new.arriving_rows) * layer.kv_row_bytes
-    returned = others * host_heads * moving.output
     rails = keys.sum(0) * host_kv_heads * key
     total = int(own.tokens.sum())
     used = heads > 0

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpattn.context_parallel.exchanges import Layer
+from cpattn import _core
 
 from .counts import BatchCounts, Mesh
 from .layer import ITEM_BYTES, AttentionLayer, Ints
@@ -103,17 +104,30 @@ class ExchangeWork:
     ahead_bytes: int
 
 
-def bytes_of(layer: AttentionLayer) -> Layer:
+def bytes_of(layer: AttentionLayer) -> _core.LayerBytes:
     """Return the bytes of a token in one head of a layer."""
     item = ITEM_BYTES[layer.dtype]
-    return Layer(
+    return _core.LayerBytes(
         layer.num_heads,
         layer.num_kv_heads,
-        query=layer.head_dim * item,
-        key=layer.kv_row_bytes // layer.num_kv_heads,
-        output=layer.v_dim * item,
-        merged=layer.v_dim,
+        layer.head_dim * item,
+        layer.kv_row_bytes // layer.num_kv_heads,
+        layer.v_dim * item,
+        layer.v_dim,
     )
+
+
+def heads_of(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Ints, Ints]:
+    """[ranks] query heads and KV heads of each rank."""
+    shares = _core.share_heads(num_heads, num_kv_heads, ranks)
+    counts = [(share.num_heads, share.num_kv_heads) for share in shares]
+    return tuple(np.array(counts, np.int64).T)
+
+
+def along_rails(moved: Callable[..., tuple[Ints, ...]], *values: Ints) -> list[Ints]:
+    """Return what is moved among the ranks of each column of [hosts, ranks of a host]."""
+    rails = [moved(*columns) for columns in zip(*(x.T for x in values), strict=True)]
+    return [np.stack(parts, axis=1) for parts in zip(*rails, strict=True)]
 
 
 def exchanged(

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cpattn.context_parallel.exchanges import LSE_BYTES, by_heads, by_rows, shared_heads
+from cpattn import _core
+from cpattn.context_parallel.exchanges import LSE_BYTES
 
 from .counts import BatchCounts, Mesh
-from .exchanged import ExchangeWork, bytes_of, exchanged
+from .exchanged import ExchangeWork, along_rails, bytes_of, exchanged, heads_of
 from .layer import Ints
 from .placement import stripe_size
 from .work import Shares, work_of_plans
@@ -24,16 +25,22 @@ def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
     """
     layer, (ring, columns) = counts.layer, mesh
     moving = bytes_of(layer)
-    heads, kv_heads = shared_heads(layer.num_heads, layer.num_kv_heads, columns)
+    heads, kv_heads = heads_of(layer.num_heads, layer.num_kv_heads, columns)
     query, key, result = moving.query, moving.key, moving.output + LSE_BYTES
     tokens, keys = (x.reshape(mesh) for x in (counts.own.tokens, counts.shards.seen_rows))
     of_row, keys_of_row = tokens.sum(1, keepdims=True), keys.sum(1, keepdims=True)
-    sent = tokens * (layer.num_heads - heads) * query + keys * (kv_heads.sum() - kv_heads) * key
-    of_heads = (tokens.T, keys.T, moving, heads[:, None], kv_heads[:, None], result)
-    received, back = (part.T for part in by_heads(*of_heads))
+    sent, received, returned, back = (
+        part.T
+        for part in along_rails(
+            lambda queries, rows: _core.send_by_heads(
+                queries, rows, moving, heads, kv_heads, result
+            ),
+            tokens.T,
+            keys.T,
+        )
+    )
     blocks = keys_of_row * kv_heads * key
-    passed_on = blocks.sum(0) - np.roll(blocks, -1, axis=0)
-    returned = (of_row - tokens) * heads * result
+    passed_on, arriving = along_rails(lambda rows: _core.send_rows(rows, 1, True), blocks)
     swapped = np.maximum(sent, received).ravel()
     wire = swapped + (ring - 1) * blocks.max()  # all wait for the largest
     used = np.broadcast_to(heads > 0, mesh)
@@ -52,7 +59,7 @@ def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
         mesh=mesh,
         merged_rows=(of_row * heads * (ring if ring > 1 else 0)).ravel(),
         moved=[
-            (_by_rank(sent + passed_on), _by_rank(received + by_rows(blocks, 1)), wire),
+            (_by_rank(sent + passed_on), _by_rank(received + arriving), wire),
             (_by_rank(returned), _by_rank(back), np.maximum(returned, back).ravel()),
         ],
         swapped_bytes=swapped,
@@ -74,7 +81,7 @@ def _of_rows(values: Any, mesh: Mesh) -> Any:
 def _attended(counts: BatchCounts, mesh: Mesh) -> tuple[Any, Any]:
     """[cp_size] packed keys of a KV head and the longest item, of the queries of the rank's row."""
     ring, columns = mesh
-    heads, kv_heads = shared_heads(counts.layer.num_heads, counts.layer.num_kv_heads, columns)
+    heads, kv_heads = heads_of(counts.layer.num_heads, counts.layer.num_kv_heads, columns)
     most_kv_heads = int(kv_heads.max())
     group = -(-int(heads.max()) // most_kv_heads)
     layer = replace(counts.layer, num_heads=most_kv_heads * group, num_kv_heads=most_kv_heads)

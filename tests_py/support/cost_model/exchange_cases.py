@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cpattn
-from cpattn.distributed.plans.heads import head_shares
+from cpattn import _core
 from cpattn_lab.cost_model import AttentionLayer, exchange_work
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -187,7 +187,7 @@ def count_pass_q(case):
 def heads_of_hosts(case):
     """Query heads of each host, by those that `ContextParallel` gives to ranks."""
     found = [[] for _ in range(case.num_hosts)]
-    shares = head_shares(case.layer.num_heads, case.layer.num_kv_heads, case.cp_size)
+    shares = _core.share_heads(case.layer.num_heads, case.layer.num_kv_heads, case.cp_size)
     for rank, share in enumerate(shares):
         found[case.host(rank)] += range(share.q.start, share.q.stop)
     return found

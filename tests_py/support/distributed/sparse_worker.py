@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import cpattn
 from cpattn.distributed import ContextParallel, DecodePlan, ShardedPlan
+from cpattn.distributed.layers.choice import choose_sparse
 from cpattn.distributed.sparse import decode as sparse_decode
 from cpattn.distributed.sparse import gather as sparse_gather
 from cpattn.distributed.sparse import pass_q as sparse_pass_q
-from cpattn.distributed.sparse.choice import SparseSizes, choose_sparse
 from cpattn.distributed.sparse.inputs import checked_sparse_inputs
 from support.distributed.prefill_batches import new_slots
 from support.distributed.sharded_worker import (
@@ -198,7 +198,7 @@ def _run(run: SparseRun) -> dict[str, Any]:
         "rounds": len(selected),
         "padding": out[plan.num_local_rows :],
         "received": received_bytes(events, "attend_sparse"),
-        "choice": choose_sparse(plan, SparseSizes.of_inputs(inputs)),
+        "choice": choose_sparse(plan, inputs.sizes()),
     }
 
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ... import _core
 from ...attention import paged_attention
-from ..plans.heads import HeadShare, head_parts, head_shares
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from ..transport.waiting import Posted
@@ -30,7 +30,7 @@ from .rounds import head_rounds, side_by_side
 from .rows import NewRows
 from .sharded_write import Heads, OwnerRoutes, Routed
 
-Part = list[HeadShare]  # some heads of each rank
+Part = list[_core.HeadShare]  # some heads of each rank
 
 
 class _Arriving(NamedTuple):
@@ -126,13 +126,13 @@ def _kv_heads(part: Part) -> Heads:
 def _parts(exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> list[Part]:
     """The heads of each round, the same on every rank."""
     size, sizes = exchange.size, inputs.sizes()
-    shares = head_shares(sizes.num_heads, sizes.num_kv_heads, size)
-    row_bytes = sizes.num_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.q_bytes
+    shares = _core.share_heads(sizes.num_heads, sizes.num_kv_heads, size)
+    row_bytes = sizes.num_heads * (sizes.query + sizes.output)
     kv_bytes = sum(plan.kv_counts) * sizes.num_kv_heads * inputs.head_bytes
     received = (plan.num_tokens * row_bytes + kv_bytes) * (size - 1) // size**2
     flops = inputs.flops(plan.num_pairs) // size
-    most = max(share.kv.stop - share.kv.start for share in shares)
-    return head_parts(shares, len(head_rounds(most, received, flops)))
+    most = max(share.num_kv_heads for share in shares)
+    return _core.split_shares(shares, len(head_rounds(most, received, flops)))
 
 
 def _begin_own_heads(
@@ -142,12 +142,11 @@ def _begin_own_heads(
     scratch = key_scratch(plan, inputs.options.left)
     rows = scratch.sent_rows[exchange.rank]
     mine = part[exchange.rank]
-    num_kv_heads = mine.kv.stop - mine.kv.start if mine.num_heads else 0
     received = [
-        torch.empty(len(scratch.slots), num_kv_heads, dim, dtype=inputs.k.dtype)
+        torch.empty(len(scratch.slots), mine.num_kv_heads, dim, dtype=inputs.k.dtype)
         for dim in inputs.kv_dims
     ]
-    sends = [inputs.take(rows, share.kv if share.num_heads else slice(0)) for share in part]
+    sends = [inputs.take(rows, share.kv) for share in part]
     posted = [
         _begin_swap(exchange, [taken[i] for taken in sends], whole.split(scratch.counts))
         for i, whole in enumerate(received)
@@ -158,7 +157,7 @@ def _begin_own_heads(
 def _attend_tokens(
     plan: ShardedPlan,
     inputs: ShardInputs,
-    mine: HeadShare,
+    mine: _core.HeadShare,
     q: torch.Tensor,
     taken: list[torch.Tensor],
     *,

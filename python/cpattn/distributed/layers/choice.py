@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the exchange of a batch: rows of a plan, for the rule of `exchanges`."""
+"""Choice of the exchange of a batch, by the core's counts of the rows of its plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-
-from ...context_parallel.exchanges import (
-    Held,
-    Layer,
-    cheapest,
-    cheapest_states,
-    received_bytes,
-    received_state_bytes,
-)
-from ..plans.heads import LayerSizes
+from ... import _core
 from ..plans.sharded_plan import DecodePlan, ShardedPlan
 
 
@@ -51,54 +42,47 @@ class ExchangeChoice:
     received_bytes: dict[str, int]
 
 
+class SparseSizes(NamedTuple):
+    """Sizes that decide how much a layer of sparse attention exchanges."""
+
+    topk: int
+    query_bytes: int  # of a token, in all heads
+    result_bytes: int  # of the same, with the LSE
+    asking_bytes: int  # queries and weights of the indexer for a token
+    latent_bytes: int  # of a key
+    index_key_bytes: int  # of a key of the indexer, with its scale
+
+
 def choose(
-    plan: ShardedPlan, sizes: LayerSizes, *, window: int | None = None, writes: bool = False
+    plan: ShardedPlan, layer: _core.LayerBytes, *, window: int | None = None, writes: bool = False
 ) -> ExchangeChoice:
     """See ContextParallel.choose_exchange."""
-    memo, key = plan.batch.memo, ("held", window)
-    if key not in memo:
-        memo[key] = _held(plan, window)
-    layer, held = _layer(sizes), memo[key]
-    mesh = None if plan.mesh is None else np.asarray(plan.mesh, np.int64)
-    received = received_bytes(held, layer, mesh, writes=writes)
-    name, reason = cheapest(held, layer, received, plan.max_scratch_bytes, mesh)
-    return ExchangeChoice(name, reason, received)
+    held = plan.held_rows(window)
+    return ExchangeChoice(
+        *_core.choose_exchange(held, layer, plan.mesh, writes, plan.max_scratch_bytes)
+    )
 
 
-def choose_state_exchange(plan: DecodePlan, sizes: LayerSizes, out_heads: str) -> ExchangeChoice:
+def choose_state_exchange(
+    plan: DecodePlan, layer: _core.LayerBytes, out_heads: str
+) -> ExchangeChoice:
     """Choose for the partial results of a decode step."""
-    output, size = sizes.v_head_dim * sizes.q_bytes, plan.placement.shard_size
-    received = received_state_bytes(plan.num_tokens, sizes.num_heads, output, size, out_heads)
-    return ExchangeChoice(*cheapest_states(received, out_heads), received)
-
-
-def _layer(sizes: LayerSizes) -> Layer:
-    values = 0 if sizes.shares_values else sizes.v_head_dim
-    return Layer(
-        sizes.num_heads,
-        sizes.num_kv_heads,
-        query=sizes.head_dim * sizes.q_bytes,
-        key=(sizes.head_dim + values) * sizes.kv_bytes,
-        output=sizes.v_head_dim * sizes.q_bytes,
-        merged=sizes.v_head_dim,
+    size, all_heads = plan.placement.shard_size, out_heads == "all"
+    return ExchangeChoice(
+        *_core.choose_state_exchange(
+            plan.num_tokens, layer.num_heads, layer.output, size, all_heads
+        )
     )
 
 
-def _held(plan: ShardedPlan, window: int | None) -> Held:
-    tokens, owner = np.asarray(plan.rows_per_rank, np.int64), plan.batch.owner
-    home = np.repeat(np.arange(len(tokens)), tokens)[: len(owner)]
-    kept = np.bincount(owner[owner >= 0], minlength=len(tokens))
-    at_home = np.bincount(owner[owner == home], minlength=len(tokens))
-    shares, prefixes = plan.batch.shares, np.asarray(plan.metadata.prefix_lens, np.int64)
-    requests = np.arange(len(prefixes))
-    keys, unseen, cached = (
-        np.array([shares.count_below(r, requests, below).sum() for r in range(len(tokens))])
-        for below in (shares.kv_lens, plan.batch.first_seen(window), prefixes)
-    )
-    return Held(
-        tokens=tokens,
-        keys=keys,
-        seen=keys - unseen,
-        new_keys=keys - cached,
-        arriving=kept - at_home,
+def choose_sparse(plan: ShardedPlan, sizes: SparseSizes) -> ExchangeChoice:
+    """See ContextParallel.choose_sparse_exchange."""
+    return ExchangeChoice(
+        *_core.choose_sparse_exchange(
+            plan.kv_counts,
+            plan.rows_per_rank,
+            plan.batch.visible_keys,
+            sizes,
+            plan.max_scratch_bytes,
+        )
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..plans.heads import head_shares
+from ... import _core
 from ..transport.exchange import RowExchange
 from .partials import merged, merged_columns
 
@@ -26,7 +26,7 @@ State = tuple[torch.Tensor, torch.Tensor]  # [num_tokens, num_heads, v_head_dim]
 
 def heads_of_ranks(num_heads: int, size: int) -> list[slice]:
     """The query heads of each rank, as even as can be: no rank has a group of KV heads here."""
-    return [share.q for share in head_shares(num_heads, num_heads, size)]
+    return [share.q for share in _core.share_heads(num_heads, num_heads, size)]
 
 
 def gather_queries(exchange: RowExchange, q: torch.Tensor, num_heads: int) -> torch.Tensor:

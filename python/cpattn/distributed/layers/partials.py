@@ -16,7 +16,6 @@ from ..._containers import need_scales
 from ..._types import ScoreBias, Window
 from ...attention import default_scale
 from ...merge import merge_states
-from ..plans.heads import LayerSizes
 from ..plans.sequence_calls import Positions, SequenceCall
 from ..plans.tokens import NewTokens
 from ..transport.terms import digest, term
@@ -109,16 +108,12 @@ class ShardInputs(ShardKeys):
     q: torch.Tensor  # [rows, num_heads, head_dim]
     options: AttentionOptions
 
-    def sizes(self) -> LayerSizes:
+    def sizes(self) -> _core.LayerBytes:
         """Return the sizes that decide how much travels."""
-        return LayerSizes(
-            num_heads=self.q.shape[1],
-            num_kv_heads=self.k.shape[1],
-            head_dim=self.q.shape[2],
-            v_head_dim=self.v.shape[2],
-            q_bytes=self.q.element_size(),
-            kv_bytes=self.k.element_size(),
-            shares_values=self.shares_values,
+        (num_heads, head_dim), v_dim = self.q.shape[1:], self.v.shape[2]
+        item = self.q.element_size()
+        return _core.LayerBytes(
+            num_heads, self.k.shape[1], head_dim * item, self.head_bytes, v_dim * item, v_dim
         )
 
     def q_heads(self, heads: slice) -> slice:

@@ -52,7 +52,7 @@ class _PassQ:
         """Divide the heads into rounds that travel one at a time, the same on every rank."""
         plan, inputs = self._plan, self._inputs
         sizes = inputs.sizes()
-        row_bytes = sizes.num_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.q_bytes
+        row_bytes = sizes.num_heads * (sizes.query + sizes.output)
         if new is not None:
             row_bytes += sizes.num_kv_heads * inputs.head_bytes
         others = plan.num_tokens - min(plan.rows_per_rank)

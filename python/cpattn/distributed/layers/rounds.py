@@ -6,16 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ... import _core
+
 Round = TypeVar("Round")
 Arriving = TypeVar("Arriving")
-
-# More would hide little more: the first round's exchange and the last one's attention are alone.
-_MOST_ROUNDS = 8
-# A rank receives so many bytes in a round at least; below, its messages cost more than they hide.
-_LEAST_BYTES = 1 << 20
-# A rank that computes more for each byte that it receives has little to hide: at 1 TFLOP/s and 1
-# Gbit/s a sixth of a layer, which is what attention of single heads may take longer.
-_MOST_FLOPS_PER_BYTE = 50_000
 
 
 def head_rounds(
@@ -25,15 +19,7 @@ def head_rounds(
 
     `received_bytes` and `flops` are those of a rank in all of them, the same on every rank.
     """
-    wanted = max(1, min(num_kv_heads, _MOST_ROUNDS, received_bytes // _LEAST_BYTES))
-    if flops > _MOST_FLOPS_PER_BYTE * received_bytes:
-        wanted = 1
-    at_once = -(-num_kv_heads // wanted)
-    if largest is not None:
-        at_once = min(at_once, largest)
-    return [
-        slice(head, min(head + at_once, num_kv_heads)) for head in range(0, num_kv_heads, at_once)
-    ]
+    return _core.head_rounds(num_kv_heads, received_bytes, flops, largest)
 
 
 def side_by_side(

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..plans.heads import HeadShare, head_shares
+from ... import _core
 from ..plans.key_shares import Array
 from ..plans.mesh import Place, place_of
 from ..plans.sharded_plan import ShardedPlan
@@ -32,7 +32,7 @@ def attend(exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> Sta
     """Attention of this rank's rows, and their LSE."""
     assert plan.mesh is not None  # `ContextParallel` refuses the exchange without
     place = place_of(plan.mesh, exchange.rank)
-    shares = head_shares(inputs.q.shape[1], inputs.k.shape[1], len(place.row))
+    shares = _core.share_heads(inputs.q.shape[1], inputs.k.shape[1], len(place.row))
     mine = shares[place.column]
     num_rows = [plan.rows_per_rank[rank] for rank in place.row]
     q = inputs.q.new_empty(sum(num_rows), mine.num_heads, inputs.q.shape[2])
@@ -60,13 +60,13 @@ class _RowRing(Ring):
         plan: ShardedPlan,
         inputs: ShardInputs,
         place: Place,
-        shares: Sequence[HeadShare],
+        shares: Sequence[_core.HeadShare],
         q: torch.Tensor,
     ) -> None:
         self._place = place
         row_of = [place_of(place.mesh, rank).ring for rank in range(exchange.size)]
         mine = shares[place.column]
-        kv = mine.kv if mine.num_heads else slice(0)
+        kv = mine.kv
         rope, options = inputs.k_rope, inputs.options
         own = replace(
             inputs,
@@ -104,12 +104,14 @@ class _RowRing(Ring):
         begins = np.cumsum((0, *self.plan.rows_per_rank))
         return np.concatenate([np.arange(begins[r], begins[r + 1]) for r in self._place.row])
 
-    def _keys_of_row(self, inputs: ShardInputs, shares: Sequence[HeadShare]) -> list[torch.Tensor]:
+    def _keys_of_row(
+        self, inputs: ShardInputs, shares: Sequence[_core.HeadShare]
+    ) -> list[torch.Tensor]:
         """Keys, and values, in this rank's KV heads of what its row holds, in pages of a block."""
         place, pages = self._place, self.pages[self.own]
         of_ranks = [self.plan.batch.shares.local_keys(rank) for rank in place.row]
         own = torch.from_numpy(of_ranks[place.column].row)
-        sends = [inputs.take(own, share.kv if share.num_heads else slice(0)) for share in shares]
+        sends = [inputs.take(own, share.kv) for share in shares]
         slots = [
             pages.indptr[keys.request] * pages.page_size
             + self.shares.count_below(self.own, keys.request, keys.position)

@@ -33,8 +33,8 @@ class KeyShares:
     def __init__(self, placement: Placement, pages: _core.BatchPages) -> None:
         self.pages = pages
         self.kv_lens = pages.kv_lens
-        self._keys, self.placed = batch_keys(placement, pages)
-        self._group_of = np.arange(self._keys.num_ranks)
+        self.keys, self.placed = batch_keys(placement, pages)
+        self._group_of = np.arange(self.keys.num_ranks)
         self._remember()
 
     def _remember(self) -> None:
@@ -47,7 +47,7 @@ class KeyShares:
         """Return the shares of groups of ranks, of which `group_of` has one for each rank."""
         shares = object.__new__(KeyShares)
         shares.__dict__.update(self.__dict__)
-        shares._group_of = group_of[: self._keys.num_ranks]
+        shares._group_of = group_of[: self.keys.num_ranks]
         shares._remember()
         return shares
 
@@ -63,7 +63,7 @@ class KeyShares:
         return self.share(rank).counts()
 
     def _share(self, rank: int) -> _core.KeyShare:
-        return _core.KeyShare(self._keys, np.flatnonzero(self._group_of == rank))
+        return _core.KeyShare(self.keys, np.flatnonzero(self._group_of == rank))
 
     def _local_keys(self, rank: int) -> LocalKeys:
         return LocalKeys(*self.share(rank).local_keys())

@@ -151,6 +151,16 @@ class ShardedPlan(ContextParallelPlan):
         owners = range(self.placement.shard_size)
         return tuple(int(self.batch.shares.counts(rank).sum()) for rank in owners)
 
+    def held_rows(self, window: int | None) -> _core.HeldRows:
+        """Count the rows of each rank that an exchange moves; made once for layers of a window."""
+        memo, key, tokens = self.batch.memo, ("held", window), self.tokens
+        if key not in memo:
+            memo[key] = self.batch.shares.keys.held_rows(
+                tokens.q_lens, tokens.padding, self.rows_per_rank, self.batch.owner, window
+            )
+        held: _core.HeldRows = memo[key]
+        return held
+
     @property
     def local_slots(self) -> NDArray[np.int64]:
         """The row of this rank's pools for each new token, -1 for those that it does not hold."""

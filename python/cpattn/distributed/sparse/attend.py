@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..._arguments import flag
+from ..layers.choice import choose_sparse
 from ..layers.layer import check_out, check_rank, filled_outputs
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from ..transport.terms import digest
 from . import gather as sparse_gather
 from . import pass_q as sparse_pass_q
-from .choice import SparseSizes, choose_sparse
 from .inputs import SparseInputs, checked_sparse_inputs, refuse_mask
 
 _CALL = "attend_sparse"
@@ -61,7 +61,7 @@ def attend_sparse_shards(
 
 def _exchange_of(plan: ShardedPlan, inputs: SparseInputs) -> str:
     if plan.exchange == "auto":
-        return choose_sparse(plan, SparseSizes.of_inputs(inputs)).exchange
+        return choose_sparse(plan, inputs.sizes()).exchange
     if plan.exchange not in STRATEGIES:
         raise ValueError(
             f"ContextParallel.{_CALL}: exchange must be auto or {' or '.join(STRATEGIES)} for "

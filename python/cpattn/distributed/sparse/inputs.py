@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...context_parallel.exchanges import LSE_BYTES
 from ...context_parallel.metadata import build_cp_metadata
 from ...sparse.cp_attention import cp_sparse_mla
+from ..layers.choice import SparseSizes
 from ..transport.terms import digest
 
 _PACKED = torch.uint8  # pages of codes, then their scales
@@ -52,6 +54,19 @@ class SparseInputs:
         if self.index_k.dtype == _PACKED:
             return dim + 4
         return dim * self.index_k.element_size() + (0 if self.index_k_scale is None else 4)
+
+    def sizes(self) -> SparseSizes:
+        """Return the sizes that decide how much travels."""
+        q, index_q, weights = self.q, self.index_q, self.weights
+        asking = index_q.shape[1] * index_q.shape[2] * index_q.element_size()
+        return SparseSizes(
+            topk=self.topk,
+            query_bytes=q.shape[1] * q.shape[2] * q.element_size(),
+            result_bytes=q.shape[1] * (self.d_v * q.element_size() + LSE_BYTES),
+            asking_bytes=asking + weights.shape[1] * weights.element_size(),
+            latent_bytes=self.latents.shape[1],
+            index_key_bytes=self.index_key_bytes,
+        )
 
     def take_index(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of index keys [n, dim], and of their scales [n, 1] if they have any."""

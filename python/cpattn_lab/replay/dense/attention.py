@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cpattn import _core
 from cpattn.distributed import ContextParallel, ContextParallelPlan
 from cpattn.distributed.layers.choice import choose
-from cpattn.distributed.plans.heads import LayerSizes
 from cpattn.distributed.plans.sharded_plan import ShardedPlan
 from cpattn.kv.mha import MHATokenToKVPool
 from cpattn.scheduling.scheduler import Batch
@@ -93,13 +93,10 @@ class DenseAttention:
             return plan.exchange
         if config.scale_dtype:
             return "pass_q"  # which alone takes scales of each token
-        sizes = LayerSizes(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            v_head_dim=config.head_dim,
-            q_bytes=config.torch_dtype.itemsize,
-            kv_bytes=getattr(torch, config.pool_dtype).itemsize,
+        query = config.head_dim * config.torch_dtype.itemsize
+        key = 2 * config.head_dim * getattr(torch, config.pool_dtype).itemsize
+        sizes = _core.LayerBytes(
+            config.num_heads, config.num_kv_heads, query, key, query, config.head_dim
         )
         return choose(plan, sizes).exchange
 

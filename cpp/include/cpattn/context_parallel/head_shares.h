@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace cpattn {
+
+/// Heads [begin, end).
+struct HeadRange {
+  int64_t begin = 0, end = 0;
+  int64_t size() const { return end - begin; }
+  bool operator==(const HeadRange&) const = default;
+};
+
+/// Query heads of a rank, and the KV heads that they read: none without query heads.
+struct HeadShare {
+  HeadRange q, kv;
+  bool operator==(const HeadShare&) const = default;
+};
+
+/// Shares heads out to ranks: whole groups with their KV head, or parts of one group where ranks
+/// are more than KV heads. Throws std::invalid_argument for numbers below 1, and KV heads that do
+/// not divide the heads.
+std::vector<HeadShare> share_heads(int64_t num_heads, int64_t num_kv_heads, int64_t num_ranks);
+
+/// Cuts shares into parts, each of some KV heads of every rank; fewer where a rank has fewer.
+std::vector<std::vector<HeadShare>> split_shares(
+    const std::vector<HeadShare>& shares, int64_t num_parts
+);
+
+/// The KV heads of each round, of which none has more than `largest`. Rounds are worth it where a
+/// rank receives `received_bytes` in all of them while it computes `flops`.
+std::vector<HeadRange> head_rounds(
+    int64_t num_kv_heads, int64_t received_bytes, double flops, std::optional<int64_t> largest
+);
+
+}  // namespace cpattn
