@@ -151,6 +151,9 @@ TEST(AttentionSplit, PartsHoldEveryVisibleKeyOnce) {
     for (const AttentionItem& item : plan.items) {
       const AttentionSegment& segment = plan.batch.segments[item.segment];
       EXPECT_EQ(item.may_read_in_place, may_read_in_place(plan.batch.shape, segment));
+      EXPECT_EQ(
+          item.precise, is_short(segment) && segment.q_len * group_of(plan.batch.shape) <= 16
+      );
       if (is_short(segment)) groups[{item.segment, item.first_head}].push_back(item);
     }
     int64_t partial_rows = 0;
@@ -261,9 +264,15 @@ TEST(AttentionSplit, BatchInvariantPlansHaveNoParts) {
   AttentionBatch batch = decode_batch({8, 1, 64, 64}, {100000, 20});
   EXPECT_FALSE(plan_attention("test", batch, 0).splits.empty());
   batch.batch_invariant = true;
-  const AttentionPlan plan = plan_attention("test", batch, 0);
-  EXPECT_TRUE(plan.splits.empty());
-  for (const AttentionItem& item : plan.items) EXPECT_FALSE(item.may_read_in_place);
+  for (const bool precise : {false, true}) {
+    batch.precise = precise;
+    const AttentionPlan plan = plan_attention("test", batch, 0);
+    EXPECT_TRUE(plan.splits.empty());
+    for (const AttentionItem& item : plan.items) {
+      EXPECT_FALSE(item.may_read_in_place);
+      EXPECT_EQ(item.precise, precise);
+    }
+  }
 }
 
 TEST(AttentionSplit, BatchInvariantRowsAreReadByRunsOfHeadsInLargeBatchesAlone) {

@@ -77,10 +77,7 @@ TEST_P(AttentionKernelCall, OtherKernelsMayRunInItsPolls) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Isa,
-    AttentionKernelCall,
-    ::testing::Combine(::testing::ValuesIn(supported_isas()), ::testing::Bool()),
-    testing::kernel_test_name
+    Isa, AttentionKernelCall, testing::all_kernels(), testing::kernel_test_name
 );
 
 }  // namespace

@@ -147,10 +147,7 @@ TEST_P(AttentionKernelExtremes, NonFiniteValuesShowWhereTheyAreSeenOnly) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Isa,
-    AttentionKernelExtremes,
-    ::testing::Combine(::testing::ValuesIn(supported_isas()), ::testing::Bool()),
-    testing::kernel_test_name
+    Isa, AttentionKernelExtremes, testing::all_kernels(), testing::kernel_test_name
 );
 
 }  // namespace

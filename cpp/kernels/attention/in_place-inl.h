@@ -35,11 +35,12 @@ class InPlaceLoop {
   static constexpr bool kCodes = sizeof(Stored) == 1;
   static constexpr int kStoredBytes = sizeof(Stored);
   static constexpr int kQuad = 4 * Engine::kDepthStep;
+  static constexpr int kParts = kWeightParts<Engine>;
 
  public:
   static int64_t scratch_bytes(const AttentionTile* tile) {
     const int64_t rows = round_up(tile->num_tokens * tile->group, kQueryTile);
-    return InPlaceWorkspace<Operand>(
+    return InPlaceWorkspace<Engine>(
                nullptr, rows * tile->num_kv_heads, tile->nope_dim + tile->rope_dim,
                tile->v_head_dim, padded_bytes(*tile)
     )
@@ -187,20 +188,25 @@ class InPlaceLoop {
     for (int i = 0; i < head_rows_; ++i) {
       const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
       float* scores = work_.scores + slot * kInPlaceKeys;
-      Operand* probabilities = work_.probabilities + slot * kInPlaceKeys;
+      Operand* probabilities = weights_of(slot);
       if (kCodes && has_factors(tile_.codes.k_factors)) {
         multiply_row(scores, k_factors, 0, padded);
       }
       finish_scores(tile_, scores, head, i, scale, first, 0, padded, /*all_visible=*/false);
       softmax_row<kExp2Degree>(
-          scores, probabilities, 0, padded, factor, work_.states[slot],
-          work_.output + slot * v_dim_, v_dim_
+          scores, weights_at<kParts>(probabilities, kInPlaceKeys), 0, padded, factor,
+          work_.states[slot], work_.output + slot * v_dim_, v_dim_
       );
       if constexpr (kCodes) {
         if (!has_factors(tile_.codes.v_factors)) continue;
         multiply_probabilities(probabilities, v_factors, padded);
       }
     }
+  }
+
+  /// The weights of a row, those of each part behind each other.
+  Operand* weights_of(int64_t slot) const {
+    return work_.probabilities + slot * kParts * kInPlaceKeys;
   }
 
   void read_row_factors(
@@ -352,7 +358,7 @@ class InPlaceLoop {
   [[gnu::noinline]] bool all_have_weight(int64_t slot, int key, int count) const {
     bool all = true;
     for (int row = 0; row < head_rows_; ++row) {
-      const Operand* p = work_.probabilities + (slot + row) * kInPlaceKeys + key;
+      const Operand* p = weights_of(slot + row) + key;
       for (int i = 0; i < count; ++i) all &= Engine::probability(p + i) != 0;
     }
     return all;
@@ -369,7 +375,7 @@ class InPlaceLoop {
     for (int d = 0; d < v_dim_; d += kPanel) {
       const int vectors = static_cast<int>(smaller(kPanelVectors, (v_dim_ - d) / kLanes));
       for_row_tiles(rows, [&]<int kRows>(int i) {
-        const Operand* p = work_.probabilities + (slot + i) * kInPlaceKeys + key;
+        const Operand* p = weights_of(slot + i) + key;
         float* o = work_.output + (slot + i) * v_dim_ + d;
         add_vectors<Stored, Engine, kRows>(vectors, p, kInPlaceKeys, values, count, d, o, v_dim_);
       });
@@ -381,7 +387,7 @@ class InPlaceLoop {
   const int padded_rows_;  // those, filled up to whole tiles of queries
   const int qk_dim_;
   const int v_dim_;
-  const InPlaceWorkspace<Operand> work_;
+  const InPlaceWorkspace<Engine> work_;
   const PaddedRows k_, k_rope_, v_;
   int first_head_, end_head_;  // at work
   int ahead_;                  // keys and values are fetched this many before their turn

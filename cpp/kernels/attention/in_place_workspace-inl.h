@@ -2,6 +2,7 @@
 #pragma once
 
 // The buffers of in_place-inl.h. Needs the vector layer and the engines included first.
+#include "kernels/engines/engine-inl.h"
 #include "kernels/softmax/softmax-inl.h"
 #include "kernels/vector/contract-inl.h"
 #include "kernels/vector/scratch-inl.h"
@@ -18,15 +19,16 @@ constexpr int kTileVectors = 4 * kQueryTile / kLanes;
 constexpr int kKeyTile = kTileVectors == 1 ? 8 : 4;
 
 /// Buffers of one tile. The rows of a head are filled up to whole tiles.
-template <class Operand>
+template <class Engine>
 struct InPlaceWorkspace {
+  using Operand = typename Engine::Operand;
   Operand* queries;        // [tiles of rows][quads of qk_dim][kQueryTile][quad]
   Operand* row;            // [qk_dim]
   Operand* keys;           // [kKeyTile][qk_dim]
   char* padded_keys;       // [kKeyTile][qk_dim], as stored; of padded tiles, like the next
   char* padded_values;     // [kInPlaceKeys][v_head_dim]
   float* scores;           // [rows][kInPlaceKeys]
-  Operand* probabilities;  // [rows][kInPlaceKeys]
+  Operand* probabilities;  // [rows][part][kInPlaceKeys]
   float* output;           // [rows][v_head_dim]
   float* zeros;            // [v_head_dim]
   RowState* states;        // [rows]
@@ -41,7 +43,7 @@ struct InPlaceWorkspace {
     carver.take(padded_keys, int64_t{kKeyTile} * qk_dim * padded_bytes);
     carver.take(padded_values, int64_t{kInPlaceKeys} * v_head_dim * padded_bytes);
     carver.take(scores, rows * kInPlaceKeys);
-    carver.take(probabilities, rows * kInPlaceKeys);
+    carver.take(probabilities, rows * kWeightParts<Engine> * kInPlaceKeys);
     carver.take(output, rows * v_head_dim);
     carver.take(zeros, v_head_dim);
     carver.take(states, rows);

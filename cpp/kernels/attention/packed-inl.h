@@ -36,14 +36,14 @@ int block_keys(int qk_dim, int v_head_dim) {
 }
 
 /// Buffers of one tile.
-template <class Engine>
+template <class Engine, int kParts>
 struct PackedWorkspace {
   using Operand = typename Engine::Operand;
   Operand* queries;  // [rows][qk_dim]
   Operand* keys;     // as KeyBlock has them
   Operand* values;
   Operand* expanded;       // [kKeyGranule][qk_dim + v_head_dim]
-  Operand* probabilities;  // [kRowGroup][kMaxChunkKeys]
+  Operand* probabilities;  // [kRowGroup][kParts][kMaxChunkKeys]
   float* scores;           // [kRowGroup][kMaxChunkKeys]
   float* output;           // [rows][v_head_dim]
   float* zeros;            // [v_head_dim]
@@ -59,7 +59,7 @@ struct PackedWorkspace {
     carver.take(keys, int64_t{round_up(block, kPanel)} * qk_dim);
     carver.take(values, block * round_up(v_head_dim, kPanel));
     carver.take(expanded, int64_t{kKeyGranule} * (qk_dim + v_head_dim));
-    carver.take(probabilities, kRowGroup * kMaxChunkKeys);
+    carver.take(probabilities, kRowGroup * kParts * kMaxChunkKeys);
     carver.take(scores, kRowGroup * kMaxChunkKeys);
     carver.take(output, rows * v_head_dim);
     carver.take(zeros, v_head_dim);
@@ -69,14 +69,17 @@ struct PackedWorkspace {
   }
 };
 
-template <class T, class Engine, int kExp2Degree>
+/// Weights have kParts parts: 1, which rounds them to operands, or kWeightParts.
+template <class T, class Engine, int kExp2Degree, int kParts = 1>
 class PackedLoop {
   static_assert(MatrixEngine<Engine, T>);
   using Operand = typename Engine::Operand;
+  using Workspace = PackedWorkspace<Engine, kParts>;
+  static constexpr int kWeightStride = kParts * kMaxChunkKeys;  // from one row to the next
 
  public:
   static int64_t scratch_bytes(const AttentionTile* tile) {
-    return PackedWorkspace<Engine>(
+    return Workspace(
                nullptr, tile->num_kv_heads, tile->num_tokens * tile->group,
                tile->nope_dim + tile->rope_dim, tile->v_head_dim
     )
@@ -211,18 +214,20 @@ class PackedLoop {
       if (key_factors != nullptr) multiply_row(scores, key_factors + chunk, begin, end);
       finish_scores(tile_, scores, head_, row + i, scale, first, begin, end, all_visible);
       softmax_row<kExp2Degree>(
-          scores, work_.probabilities + int64_t{i} * kMaxChunkKeys, begin, end, factor,
+          scores, weights_at<kParts>(weights_of(i), kMaxChunkKeys), begin, end, factor,
           work_.states[head_row + i], output + int64_t{i} * v_dim_, v_dim_
       );
     }
     mark(tile_.hooks, kMarkPv, flops_per_dim * v_dim_);
-    const auto add_values =
-        started(head_, row) ? &multiply_panels<Engine, true> : &multiply_panels<Engine, false>;
-    started(head_, row) = true;
-    add_values(
-        count, work_.probabilities + begin, kMaxChunkKeys, block_.values(), block_.values_panel(),
-        chunk + begin, end - begin, 0, v_dim_, output, v_dim_
-    );
+    for (int part = 0; part < kParts; ++part) {
+      const auto add_values =
+          started(head_, row) ? &multiply_panels<Engine, true> : &multiply_panels<Engine, false>;
+      started(head_, row) = true;
+      add_values(
+          count, work_.probabilities + part * kMaxChunkKeys + begin, kWeightStride, block_.values(),
+          block_.values_panel(), chunk + begin, end - begin, 0, v_dim_, output, v_dim_
+      );
+    }
     for (int i = 0; i < block_.num_special(); ++i) {
       const int key = block_.special_key(i) - chunk;
       if (key >= 0 && key < n) {
@@ -230,6 +235,9 @@ class PackedLoop {
       }
     }
   }
+
+  /// The weights of a row of the group, those of each part behind each other.
+  Operand* weights_of(int row) const { return work_.probabilities + int64_t{row} * kWeightStride; }
 
   /// Whether biases hide the keys of a chunk from rows [row, row + count) of the head: of others
   /// this is known from the first keys of the first row.
@@ -248,8 +256,7 @@ class PackedLoop {
   ) const {
     for (int i = 0; i < count; ++i, output += v_dim_) {
       if (!sees(tile_, (row + i) / tile_.group, head_of(row + i), first + key)) continue;
-      const Vector p =
-          splat(Engine::probability(work_.probabilities + int64_t{i} * kMaxChunkKeys + key));
+      const Vector p = splat(weight_of<Engine, kParts>(weights_of(i) + key, kMaxChunkKeys));
       for (int d = 0; d < v_dim_; d += kLanes) {
         store(output + d, fma(p, load(value + d), load(output + d)));
       }
@@ -274,7 +281,7 @@ class PackedLoop {
   const int qk_dim_;
   const int v_dim_;
   const int block_keys_;
-  const PackedWorkspace<Engine> work_;
+  const Workspace work_;
   const Operand* queries_ = nullptr;
   int64_t query_stride_ = 0;  // of the rows of a head
   int64_t head_queries_ = 0;  // from one head to the next

@@ -154,6 +154,10 @@ struct AttentionTile {
   /// what other rows and heads the tile has. Not with `expand`.
   bool may_read_in_place = false;
 
+  /// Whether bfloat16 is rounded in the result alone. Without it kPacked, kTiles and kFewRowTiles
+  /// may round the weights, too; loops that read in place never do.
+  bool precise = false;
+
   TileVisibility seen{};
   float scale;
   float v_factor = 1.0F;  // of V, for all heads

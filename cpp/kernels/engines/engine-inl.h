@@ -45,7 +45,8 @@
 //
 // Beside the struct stands store_probabilities(p, a, b), which stores the 2 * kLanes numbers of
 // two vectors as operands from p on, rounded to nearest even; a NaN stays one. Softmax finds it
-// by the type of p.
+// by the type of p, which for weights of two parts is TwoParts. load(p) of the vector layer then
+// reads operands back.
 #include "kernels/vector/contract-inl.h"
 
 namespace cpattn::kernels {
@@ -55,6 +56,45 @@ namespace {
 inline void store_probabilities(float* p, Vector a, Vector b) {
   store(p, a);
   store(p + kLanes, b);
+}
+
+/// Parts of a weight that is not rounded to an operand: they add up to it, but for 2^-16 of it.
+template <class Engine>
+constexpr int kWeightParts = sizeof(typename Engine::Operand) < sizeof(float) ? 2 : 1;
+
+/// Where weights go that are sums of two operands: the nearest one and, `distance` behind it, the
+/// nearest to the rest.
+template <class Operand>
+struct TwoParts {
+  Operand* nearest;
+  int64_t distance;
+  TwoParts operator+(int64_t n) const { return {nearest + n, distance}; }
+};
+
+template <class Operand>
+void store_probabilities(TwoParts<Operand> p, Vector a, Vector b) {
+  store_probabilities(p.nearest, a, b);
+  store_probabilities(
+      p.nearest + p.distance, sub(a, load(p.nearest)), sub(b, load(p.nearest + kLanes))
+  );
+}
+
+/// Where weights of kParts parts go, which are `distance` apart.
+template <int kParts, class Operand>
+auto weights_at(Operand* p, int64_t distance) {
+  if constexpr (kParts == 1) {
+    return p;
+  } else {
+    return TwoParts<Operand>{p, distance};
+  }
+}
+
+/// The weight at p.
+template <class Engine, int kParts>
+float weight_of(const typename Engine::Operand* p, int64_t distance) {
+  float sum = 0;
+  for (int part = 0; part < kParts; ++part) sum += Engine::probability(p + part * distance);
+  return sum;
 }
 
 /// An engine for products with panels.

@@ -50,8 +50,8 @@ struct InPlace<T, Float32Engine> {
   }
 };
 
-/// o += p v for kRows rows, kVectors vectors of columns from d on, and n values.
-/// values[n] is readable too.
+/// o += p v for kRows rows, kVectors vectors of columns from d on, and n values. The parts of p
+/// are ldp apart, and its rows as many times that as there are parts. values[n] is readable too.
 template <class T, class Engine, int kRows, int kVectors>
 void add_columns(
     const typename Engine::Operand* p,
@@ -71,12 +71,13 @@ void add_columns(
   for (int key = 0; key < n; key += Engine::kDepthStep) {
     typename Engine::Pack columns[kVectors];
     InPlace<T, Engine>::template load_values<kVectors>(values + key, d, columns);
-#pragma GCC unroll 4
-    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows * kWeightParts<Engine>; ++i) {
       const auto weight = Engine::splat_row(p + i * ldp + key);
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) {
-        sums[i][j] = Engine::multiply_add(weight, columns[j], sums[i][j]);
+        Vector& sum = sums[i / kWeightParts<Engine>][j];
+        sum = Engine::multiply_add(weight, columns[j], sum);
       }
     }
   }

@@ -19,6 +19,7 @@ static_assert(kInPlaceTileRows == kTileRows);
 template <class T, class Engine, int kInPlaceRows>
 struct TileLoops {
   using Element = T;
+  using Precise = typename TileFormat<T>::Precise;
   using Vectors = VectorLoops<T, Engine, 4, Float32Engine>;
   /// float16 would need three products for each of kInPlaceTiles.
   static constexpr LoopLimits kLimits{
@@ -52,9 +53,11 @@ struct TileLoops {
   static int64_t scratch_bytes_of_others(AttentionLoop loop, const AttentionTile* tile) {
     switch (loop) {
       case kTiles:
-        return AmxPacked<T>::scratch_bytes(*tile);
+        return tile->precise ? AmxPacked<Precise>::scratch_bytes(*tile)
+                             : AmxPacked<T>::scratch_bytes(*tile);
       case kFewRowTiles:
-        return AmxFewRows<T>::scratch_bytes(*tile);
+        return tile->precise ? AmxFewRows<Precise>::scratch_bytes(*tile)
+                             : AmxFewRows<T>::scratch_bytes(*tile);
       default:
         return Vectors::scratch_bytes(loop, tile);
     }
@@ -64,15 +67,21 @@ struct TileLoops {
   static bool run_others(AttentionLoop loop, const AttentionTile* tile, char* scratch) {
     switch (loop) {
       case kTiles:
-        for (int head = 0; head < tile->num_kv_heads; ++head) {
-          if (!AmxPacked<T>(*tile, head, scratch).run()) return false;
-        }
-        return true;
+        return tile->precise ? run_packed<Precise>(tile, scratch) : run_packed<T>(tile, scratch);
       case kFewRowTiles:
-        return AmxFewRows<T>(*tile, scratch).run();
+        return tile->precise ? AmxFewRows<Precise>(*tile, scratch).run()
+                             : AmxFewRows<T>(*tile, scratch).run();
       default:
         return Vectors::run(loop, tile, scratch);
     }
+  }
+
+  template <class Element>
+  static bool run_packed(const AttentionTile* tile, char* scratch) {
+    for (int head = 0; head < tile->num_kv_heads; ++head) {
+      if (!AmxPacked<Element>(*tile, head, scratch).run()) return false;
+    }
+    return true;
   }
 
   static bool run_in_place_tiles(const AttentionTile* tile, char* scratch) {

@@ -17,15 +17,17 @@ template <class T, class Engine, int kExp2Degree, class UnpackedEngine = Engine>
 struct VectorLoops {
   using Element = T;
   using Packed = PackedLoop<T, Engine, kExp2Degree>;
+  using PrecisePacked = PackedLoop<T, Engine, kExp2Degree, kWeightParts<Engine>>;
   using InPlace = InPlaceLoop<T, UnpackedEngine, kExp2Degree>;
   static constexpr LoopLimits kLimits{};
 
   static int64_t scratch_bytes(AttentionLoop loop, const AttentionTile* tile) {
     return loop == kInPlace ? in_place_scratch_bytes<T, InPlace>(tile)
-                            : Packed::scratch_bytes(tile);
+                            : PrecisePacked::scratch_bytes(tile);
   }
   static bool run(AttentionLoop loop, const AttentionTile* tile, void* scratch) {
-    return loop == kInPlace ? run_in_place<T, InPlace>(tile, scratch) : Packed::run(tile, scratch);
+    if (loop == kInPlace) return run_in_place<T, InPlace>(tile, scratch);
+    return tile->precise ? PrecisePacked::run(tile, scratch) : Packed::run(tile, scratch);
   }
 };
 

@@ -108,14 +108,9 @@ struct RowPass {
 
 /// Probabilities 2^(factor * score - reference) of scores [begin, end). Without
 /// meaning, but harmless, where a score exceeds the reference by 2^127.
-template <int kDegree, class Probability>
+template <int kDegree, class Weights>
 inline RowPass exponentiate(
-    const float* scores,
-    Probability* probabilities,
-    int begin,
-    int end,
-    float factor,
-    float reference
+    const float* scores, Weights probabilities, int begin, int end, float factor, float reference
 ) {
   const Vector scale = splat(factor);
   const Vector shift = splat(0.5F - reference);
@@ -148,10 +143,10 @@ inline void shrink_row(RowState& state, float growth, float* output, int v_head_
 
 /// softmax_row() where the reference is steep. Scores are taken against the maximum before they
 /// are multiplied: the products of huge scores are coarser than any exponent.
-template <int kDegree, class Probability>
+template <int kDegree, class Weights>
 [[gnu::noinline]] void softmax_steep_row(
     const float* scores,
-    Probability* probabilities,
+    Weights probabilities,
     int begin,
     int end,
     float factor,
@@ -184,10 +179,10 @@ template <int kDegree, class Probability>
 /// rescaled when the reference moves. begin and end are multiples of
 /// kKeyGranule, so that which accumulator takes a key depends on its position
 /// alone and results do not depend on how rows were grouped.
-template <int kDegree, class Probability>
+template <int kDegree, class Weights>
 inline void softmax_row(
     const float* scores,
-    Probability* probabilities,
+    Weights probabilities,
     int begin,
     int end,
     float factor,

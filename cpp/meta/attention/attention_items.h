@@ -40,6 +40,9 @@ bool is_read_bound(const AttentionBatch& batch, const AttentionSegment& segment)
 /// Whether kernels may read the keys and values of a segment in place: it is short and read-bound.
 bool may_read_in_place(const AttentionBatch& batch, const AttentionSegment& segment);
 
+/// Whether weights of a segment are not rounded to bfloat16: see AttentionPlan.
+bool is_precise(const AttentionBatch& batch, const AttentionSegment& segment);
+
 /// KV heads that an item of a read-bound segment takes together, at most.
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys);
 

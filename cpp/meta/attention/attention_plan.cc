@@ -123,6 +123,7 @@ void append_items(
             .num_tokens = static_cast<int32_t>(end - begin),
             .first_token = begin,
             .kv_end = segment.kv_len,
+            .precise = is_precise(batch, segment),
         };
         if (is_short(batch, segment)) {
           append_parts(batch, item, plan);

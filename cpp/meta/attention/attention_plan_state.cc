@@ -60,6 +60,7 @@ AttentionPlanState state_of(const AttentionPlan& plan) {
       .has_mask = !batch.mask.empty(),
       .mask_bits = batch.mask.bits,
       .batch_invariant = batch.batch_invariant,
+      .precise = batch.precise,
       .num_threads = plan.num_threads,
   };
   for (const AttentionSegment& segment : batch.segments) {
@@ -79,6 +80,7 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
       .num_pages = state.num_pages,
       .segments = sequence_segments(kName, state.q_lens, state.kv_lens),
       .batch_invariant = state.batch_invariant,
+      .precise = state.precise,
   };
   for (const AttentionSegment& segment : batch.segments) batch.num_rows += segment.q_len;
   batch.pages = pages_of(state);

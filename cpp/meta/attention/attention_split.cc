@@ -71,6 +71,11 @@ bool may_read_in_place(const AttentionBatch& batch, const AttentionSegment& segm
   return is_short(batch, segment) && is_read_bound(batch, segment);
 }
 
+bool is_precise(const AttentionBatch& batch, const AttentionSegment& segment) {
+  const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
+  return batch.precise || (is_short(batch, segment) && segment.q_len * group <= kPreciseRows);
+}
+
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {
   int64_t parts = 0;
   for (const AttentionSegment& segment : batch.segments) {
@@ -101,6 +106,7 @@ void append_read_bound_items(
             .num_heads = static_cast<int32_t>((end - begin) * group),
             .num_tokens = static_cast<int32_t>(batch.segments[segment].q_len),
             .may_read_in_place = is_short(batch, batch.segments[segment]),
+            .precise = is_precise(batch, batch.segments[segment]),
         },
         plan
     );

@@ -329,6 +329,7 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
     }
     tile.results.partial = splits.results_of(item);
     tile.may_read_in_place = item.may_read_in_place;
+    tile.precise = item.precise;
     void* scratch = thread_scratch(arguments.function, kernel.scratch_bytes(&tile));
     if (!kernel.run(&tile, scratch)) return;
     if (const float* parts = splits.finish(item)) {

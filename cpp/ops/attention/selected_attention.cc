@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cpattn/attention/attention_plan.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
 #include "cpattn/base/thread_stack.h"
@@ -59,6 +60,7 @@ kernels::AttentionTile make_tile(
       .stored_bytes = attention.stored_bytes,
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
+      .precise = q.shape[2] <= kPreciseRows,  // whichever heads are taken together
       .seen = {.kv_len = num_keys, .left = kUnboundedKeys, .right = kUnboundedKeys},
       .scale = static_cast<float>(attention.scale),
       .sinks = attention.sinks == nullptr ? nullptr : attention.sinks + first_head,

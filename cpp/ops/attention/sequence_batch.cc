@@ -67,6 +67,7 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
     );
   }
   planned.batch_invariant = batch.batch_invariant;
+  planned.precise = batch.precise;
   std::vector<SequenceLens> sequences;
   sequences.reserve(planned.segments.size());
   for (const AttentionSegment& segment : planned.segments) {

@@ -73,6 +73,7 @@ struct AttentionItem {
   int64_t kv_end = 0;
   int32_t split = -1;              // index in AttentionPlan::splits of its split; -1: it is whole
   bool may_read_in_place = false;  // kernels may read its keys and values without packing them
+  bool precise = false;            // kernels round in bfloat16 in the result alone
   bool operator==(const AttentionItem&) const = default;
 };
 
@@ -97,6 +98,7 @@ struct AttentionBatch {
   PageTable pages;
   MaskBits mask;
   bool batch_invariant = false;  // see AttentionPlan
+  bool precise = false;          // see AttentionPlan
   bool operator==(const AttentionBatch&) const = default;
 };
 
@@ -109,6 +111,10 @@ struct AttentionBatch {
 /// busy. Read-bound ones, with few rows for each KV head, may have their keys read in place. So the
 /// bits of a row depend on the lengths in its batch. With batch_invariant no segment is divided or
 /// read in place, and every row has the bits that it has in any other batch or chunk.
+///
+/// In bfloat16 some instruction sets round the weights, too, before they meet the values. With
+/// `precise` none does, nor in a short segment of up to kPreciseRows rows for each KV head, unless
+/// the plan is batch_invariant.
 struct AttentionPlan {
   AttentionBatch batch;
   std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
@@ -123,6 +129,7 @@ struct AttentionPlan {
 };
 
 constexpr int64_t kMaxDecodeTokens = 16;
+constexpr int64_t kPreciseRows = 16;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
 
 /// Divides a batch into items. Throws std::invalid_argument, naming `function`,

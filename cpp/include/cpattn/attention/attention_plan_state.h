@@ -19,6 +19,7 @@ struct AttentionPlanState {
   bool has_mask = false;
   std::vector<uint8_t> mask_bits;  // MaskBits::bits
   bool batch_invariant = false;
+  bool precise = false;
   int num_threads = 0;
 };
 

@@ -33,6 +33,7 @@ struct SequenceBatch {
   /// see nothing. Has no effect with first_positions.
   bool allow_short_kv = false;
   bool batch_invariant = false;
+  bool precise = false;
 };
 
 /// Plans the batch. Throws std::invalid_argument, naming `function`,

@@ -13,7 +13,6 @@ namespace {
 template <class T>
 struct FewRowsValues {
   using Format = TileFormat<T>;
-  static constexpr int kParts = Format::kParts;
 
   const FewRowsWorkspace<T>& work;
   TileRows<T>& packed;
@@ -31,7 +30,7 @@ struct FewRowsValues {
     if constexpr (Format::kSumsByProducts) {
       const Bfloat16* columns[4] = {work.ones, values, values + stride, values + 2 * stride};
       column = static_cast<int>(smaller(4, 1 + column_tiles));
-      add_product<kParts>(p, columns, column, first, sums);
+      add_product<Format>(p, columns, column, first, sums);
       sums += column * kTileFloats;
       values += (column - 1) * stride;
       --column;
@@ -41,7 +40,7 @@ struct FewRowsValues {
           values, values + stride, values + 2 * stride, values + 3 * stride
       };
       count = static_cast<int>(smaller(4, column_tiles - column));
-      add_product<kParts>(p, columns, count, first, sums);
+      add_product<Format>(p, columns, count, first, sums);
       sums += count * kTileFloats;
     }
   }
@@ -98,7 +97,7 @@ struct FewRowsValues {
             place < 0 ? work.ones : packed.values_of(first_chunk) + place * packed.column_stride();
         strides[i] = place < 0 ? 0 : packed.chunk_stride();
       }
-      multiply_value_columns<kParts, kRowTiles, kColumns>(
+      multiply_value_columns<Format, kRowTiles, kColumns>(
           group.probabilities_of(0, first_chunk), values, strides, end_chunk - first_chunk, pending,
           work.product
       );

@@ -32,7 +32,9 @@ struct FewRowsWorkspace {
     carver.take(
         queries, heads * round_up(tile.num_tokens * tile.group, kTileRows) * depth * kParts
     );
-    carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
+    carver.take(
+        probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * TileFormat<T>::kWeightParts
+    );
     carver.take(ones, kTileElements);
     carver.take(scores, 2 * 8 * kTileFloats);
     carver.take(product, 4 * kTileFloats);

@@ -8,7 +8,8 @@
 // right-hand tile wants the values of two keys interleaved, which packing would have to do. Here a
 // row of it is one value, whose neighbouring dimensions are then pairs: of the two probabilities
 // that meet a pair one is zero, so that a product is the sums of its even or of its odd dimensions.
-// Half of the work is for zeros, which costs nothing while memory is waited for.
+// Half of the work is for zeros, which costs nothing while memory is waited for. Nor do the rests
+// of probabilities, which are a second part of each.
 //
 // Codes of 8 bits become rows of such tiles, which is cheaper than interleaving them, too.
 #include "kernels/attention/amx/in_place_workspace-inl.h"
@@ -34,7 +35,8 @@ struct TileSource {
 /// Code is the type of keys and values: Bfloat16, or codes of 8 bits.
 template <class Code>
 class AmxInPlace {
-  using T = Bfloat16;
+  using T = PreciseBfloat16;
+  using Group = SoftmaxGroup<T>;
   static constexpr bool kCodes = sizeof(Code) == 1;
 
  public:
@@ -224,34 +226,37 @@ class AmxInPlace {
     StepRows<T>(group_, step, work_.scores).take_rest();
   }
 
-  /// Makes the left-hand tiles of the probabilities, and adds these up.
+  /// Makes the left-hand tiles of the probabilities.
   void weigh() const {
-    const __m512i zero = _mm512_setzero_si512();
     for (int row = 0; row < rows_; ++row) {
-      const __m512i words = _mm512_load_si512(group_.probabilities_of(row, 0));
-      const auto first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, words));
-      const auto second = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, words));
-      group_.sums[row] += reduce_add(add(first, second));
-      if (!has_factors(tile_.codes.v_factors)) {
-        place(0, row, _mm512_unpacklo_epi16(words, zero), _mm512_castps_si512(first));
-        place(1, row, _mm512_unpackhi_epi16(words, zero), _mm512_castps_si512(second));
-        continue;
+      const Bfloat16* cells = group_.probabilities_of(row, 0);
+      __m512i parts[Group::kParts];
+      if (has_factors(tile_.codes.v_factors)) {
+        const Vector first = mul(Group::load_parts(cells), load(v_factors_));
+        const Vector second = mul(Group::load_parts(cells + kLanes), load(v_factors_ + kLanes));
+        TileFormat<T>::split(first, second, parts);
+      } else {
+        for (int part = 0; part < Group::kParts; ++part) {
+          parts[part] = _mm512_load_si512(cells + part * Group::kPartElements);
+        }
       }
-      const auto scaled = [&](Vector p, const float* factors) {
-        const __m256bh rounded = _mm512_cvtneps_pbh(mul(p, load(factors)));
-        return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(rounded));
-      };
-      const __m512i a = scaled(first, v_factors_);
-      const __m512i b = scaled(second, v_factors_ + kLanes);
-      place(0, row, a, _mm512_slli_epi32(a, 16));
-      place(1, row, b, _mm512_slli_epi32(b, 16));
+      for (int part = 0; part < Group::kParts; ++part) {
+        place(0, part, row, _mm512_castsi512_si256(parts[part]));
+        place(1, part, row, _mm512_extracti64x4_epi64(parts[part], 1));
+      }
     }
   }
 
-  void place(int group, int row, __m512i even, __m512i odd) const {
-    Bfloat16* cell = work_.weights + int64_t{group} * 2 * kTileElements + row * kTileDepth;
+  /// The tiles of one part of the weights of sixteen keys: for even dimensions, and for odd ones.
+  Bfloat16* weights_of(int keys, int part) const {
+    return work_.weights + (int64_t{keys} * Group::kParts + part) * 2 * kTileElements;
+  }
+
+  void place(int keys, int part, int row, __m256i words) const {
+    Bfloat16* cell = weights_of(keys, part) + row * kTileDepth;
+    const __m512i even = _mm512_cvtepu16_epi32(words);
     _mm512_store_si512(cell, even);
-    _mm512_store_si512(cell + kTileElements, odd);
+    _mm512_store_si512(cell + kTileElements, _mm512_slli_epi32(even, 16));
   }
 
   /// O += P V for kTiles times 32 dimensions, from those of tile `d` on.
@@ -265,16 +270,17 @@ class AmxInPlace {
       load_tile<3>(output + 3 * kTileFloats);
     }
     for (int i = 0; i < 2; ++i) {
-      const Bfloat16* weights = work_.weights + int64_t{i} * 2 * kTileElements;
-      load_tile<4>(weights);
-      load_tile<5>(weights + kTileElements);
       values[i].template load<6>(d);
-      multiply_tiles<0, 4, 6>();
-      multiply_tiles<1, 5, 6>();
-      if constexpr (kTiles == 2) {
-        values[i].template load<7>(d + 1);
-        multiply_tiles<2, 4, 7>();
-        multiply_tiles<3, 5, 7>();
+      if constexpr (kTiles == 2) values[i].template load<7>(d + 1);
+      for (int part = 0; part < Group::kParts; ++part) {
+        load_tile<4>(weights_of(i, part));
+        load_tile<5>(weights_of(i, part) + kTileElements);
+        multiply_tiles<0, 4, 6>();
+        multiply_tiles<1, 5, 6>();
+        if constexpr (kTiles == 2) {
+          multiply_tiles<2, 4, 7>();
+          multiply_tiles<3, 5, 7>();
+        }
       }
       next_->fetch(4);
     }
@@ -291,10 +297,9 @@ class AmxInPlace {
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       for (int row = 0; row < rows_; ++row) {
         const int64_t place = int64_t{head} * kTileRows + row;
-        Vector sum = splat(work_.states.sums[place]);
         const float* output = work_.output + int64_t{head} * kTileRows * v_dim_ + row * kLanes;
         // Zero times an infinity or NaN is NaN.
-        Vector zeros = mul(sum, splat(0.0F));
+        Vector zeros = mul(load(work_.states.exact_sums + place * kLanes), splat(0.0F));
         for (int d = 0; d < v_dim_ / 16; ++d) {
           zeros = fma(load(output + d * kTileFloats), splat(0.0F), zeros);
         }
@@ -334,7 +339,7 @@ class AmxInPlace {
   bool finite_ = false;
   int head_ = 0;  // at work
   float scale_ = 0;
-  SoftmaxGroup<T> group_{};
+  Group group_{};
   RowStates<T> states_{};
   Bfloat16* queries_ = nullptr;
   float k_factors_[kTileDepth];

@@ -10,16 +10,17 @@ namespace {
 
 /// Buffers of one tile of work, of 16 rows of each head.
 struct AmxInPlaceWorkspace {
-  static constexpr int64_t kWeights = int64_t{2} * 2 * kTileElements;
+  static constexpr int kParts = TileFormat<PreciseBfloat16>::kWeightParts;
+  static constexpr int64_t kWeights = int64_t{2} * kParts * 2 * kTileElements;
 
-  Bfloat16* queries;           // [heads][depth / 32][16 pairs][16 rows][2]
-  Bfloat16* keys;              // staged ones: [32 / 16][depth / 32][16][32]
-  Bfloat16* values;            // staged ones: [32 / 16][v_head_dim / 32][16][32]
-  Bfloat16* probabilities;     // [16 rows][32]
-  Bfloat16* weights;           // [32 / 16][even, odd][16 rows][16 pairs]: probabilities and zeros
-  float* scores;               // [2 key tiles][2][16][16]
-  float* output;               // [heads][v_head_dim / 32][even, odd][16 rows][16]
-  RowStates<Bfloat16> states;  // [heads][16]
+  Bfloat16* queries;        // [heads][depth / 32][16 pairs][16 rows][2]
+  Bfloat16* keys;           // staged ones: [32 / 16][depth / 32][16][32]
+  Bfloat16* values;         // staged ones: [32 / 16][v_head_dim / 32][16][32]
+  Bfloat16* probabilities;  // [part][64 rows][32]
+  Bfloat16* weights;        // [32 / 16][part][even, odd][16 rows][16 pairs], half of them zeros
+  float* scores;            // [2 key tiles][2][16][16]
+  float* output;            // [heads][v_head_dim / 32][even, odd][16 rows][16]
+  RowStates<PreciseBfloat16> states;  // [heads][16]
   int64_t bytes;
 
   AmxInPlaceWorkspace(char* base, const AttentionTile& tile) {
@@ -29,7 +30,7 @@ struct AmxInPlaceWorkspace {
     carver.take(queries, rows * depth);
     carver.take(keys, kTileDepth * depth);
     carver.take(values, int64_t{kTileDepth} * tile.v_head_dim);
-    carver.take(probabilities, kTileElements);
+    carver.take(probabilities, kParts * SoftmaxGroup<PreciseBfloat16>::kPartElements);
     carver.take(weights, kWeights);
     carver.take(scores, 4 * kTileFloats);
     carver.take(output, rows * tile.v_head_dim);

@@ -277,7 +277,7 @@ class AmxPacked {
     constexpr int kRows = kRowTiles * kTileRows;
     constexpr int64_t kChunkElements = int64_t{kParts} * kTileElements;
     const auto multiply = [&](const Bfloat16* columns, int64_t stride, auto& pending_sum) {
-      multiply_values<kParts, kRowTiles>(
+      multiply_values<Format, kRowTiles>(
           p, columns, stride, chunks, pending_, work_.product,
           [&]() __attribute__((always_inline)) { pending_sum.template take<4>(); }
       );

@@ -47,7 +47,9 @@ struct AmxPackedWorkspace {
     Carver carver{base};
     tiles.take(carver, packed, packed, depth, v_head_dim);
     carver.take(queries, padded * depth * kParts);
-    carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
+    carver.take(
+        probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * TileFormat<T>::kWeightParts
+    );
     carver.take(ones, kTileElements);
     carver.take(scores, 2 * 4 * kTileFloats);
     carver.take(product, 4 * kTileFloats);

@@ -44,7 +44,7 @@ inline int score_offset(int i) { return i * kLanes; }
 template <class T>
 struct SoftmaxGroup {
   using Format = TileFormat<T>;
-  static constexpr int kParts = Format::kParts;
+  static constexpr int kParts = Format::kWeightParts;
   static constexpr int kPartElements = kGroupRows * kTileDepth;
 
   float factor;                             // from scores to base-2 units
@@ -70,6 +70,17 @@ struct SoftmaxGroup {
     float sum = Bfloat16Engine::probability(cell);
     if constexpr (kParts == 2) sum += Bfloat16Engine::probability(cell + kPartElements);
     return sum;
+  }
+
+  /// Sixteen of the probabilities, from a cell of their first parts on. Subnormal bits, which tiles
+  /// count as 0, are 0.
+  static Vector load_parts(const Bfloat16* cells) {
+    Vector sum = load(cells);
+    if constexpr (kParts == 2) return add(sum, load(cells + kPartElements));
+    const __mmask16 normal = _mm512_cmp_epu32_mask(
+        _mm512_castps_si512(sum), _mm512_set1_epi32(0x00800000), _MM_CMPINT_NLT
+    );
+    return _mm512_maskz_mov_ps(normal, sum);
   }
 
   /// Takes the scores of a row that may see its first keys, or scores that outgrow its
@@ -127,16 +138,6 @@ struct SoftmaxGroup {
     for (int part = 0; part < kParts; ++part) {
       _mm512_store_si512(cells + part * kPartElements, parts[part]);
     }
-  }
-
-  /// Subnormal bits, which tiles count as 0, are 0.
-  static Vector load_parts(const Bfloat16* cells) {
-    Vector sum = load(cells);
-    if constexpr (kParts == 2) return add(sum, load(cells + kPartElements));
-    const __mmask16 normal = _mm512_cmp_epu32_mask(
-        _mm512_castps_si512(sum), _mm512_set1_epi32(0x00800000), _MM_CMPINT_NLT
-    );
-    return _mm512_maskz_mov_ps(normal, sum);
   }
 
   /// Scales what was computed under the old reference, in this block as well.

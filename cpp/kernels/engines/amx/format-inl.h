@@ -7,19 +7,39 @@
 // bfloat16 goes in as it is. float16 has 11 significant bits, bfloat16 8: it is
 // the sum of two parts, the nearest bfloat16 and the rest, which is below 2^-8 of
 // it and exact. Of the four products of two such numbers the three that matter
-// are computed; without that of the rests the result is exact to 2^-16.
+// are computed; without that of the rests the result is exact to 2^-16. The weights of attention
+// may be such sums, too, where the values are whole.
 #include "kernels/softmax/exp2_avx512-inl.h"
 #include "kernels/vector/elements-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
+/// bfloat16 in memory, for loops that do not round the weights to it.
+struct PreciseBfloat16 : Bfloat16 {};
+
+/// Writes the sums of two parts that thirty-two numbers are: `nearest`, to which they are rounded,
+/// and the rests.
+inline void split_in_two(Vector a, Vector b, __m512i nearest, __m512i* parts) {
+  const auto widened = [](__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  };
+  const Vector rest_a = sub(a, widened(_mm512_castsi512_si256(nearest)));
+  const Vector rest_b = sub(b, widened(_mm512_extracti64x4_epi64(nearest, 1)));
+  parts[0] = nearest;
+  parts[1] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(rest_b, rest_a));
+}
+
+/// How elements of type T, and weights that meet values of it, are operands of tiles: kParts and
+/// kWeightParts are those of the sum that each is. Precise is the type that rounds no weights.
 template <class T>
 struct TileFormat;
 
 template <>
 struct TileFormat<Bfloat16> {
+  using Precise = PreciseBfloat16;
   static constexpr int kParts = 1;
+  static constexpr int kWeightParts = 1;
   static constexpr int kProducts = 1;
   static constexpr int16_t kInfinity = 0x7f80;
   /// Sums of probabilities are products with ones: of the rounded ones, as P V is.
@@ -47,8 +67,34 @@ struct TileFormat<Bfloat16> {
 };
 
 template <>
+struct TileFormat<PreciseBfloat16> {
+  static constexpr int kParts = 1;
+  static constexpr int kWeightParts = 2;
+  static constexpr int kProducts = 1;
+  static constexpr int16_t kInfinity = TileFormat<Bfloat16>::kInfinity;
+  static constexpr bool kSumsByProducts = false;
+  static constexpr bool kHidesNan = false;
+  using Exponential = ExactExp2;
+
+  [[gnu::always_inline]] static void probabilities(
+      const Exponential& exp2, Vector x, Vector y, __m512i* parts
+  ) {
+    split(exp2(x), exp2(y), parts);
+  }
+  static int word_of(int key) { return key; }
+
+  static void split(__m512i elements, __m512i* parts) { parts[0] = elements; }
+
+  static void split(Vector a, Vector b, __m512i* parts) {
+    split_in_two(a, b, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)), parts);
+  }
+};
+
+template <>
 struct TileFormat<Half> {
+  using Precise = Half;
   static constexpr int kParts = 2;
+  static constexpr int kWeightParts = 2;
   static constexpr int kProducts = 3;
   static constexpr int16_t kInfinity = 0x7c00;
   static constexpr bool kSumsByProducts = false;
@@ -73,11 +119,8 @@ struct TileFormat<Half> {
   /// infinity is finite and its rest infinite: rests may be zero or of the other
   /// sign, so an infinity that meets them would be NaN or lose its sign.
   static void split(Vector a, Vector b, __m512i* parts) {
-    const auto first = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(bounded(b), bounded(a)));
-    const Vector first_a = widened(_mm512_castsi512_si256(first));
-    const Vector first_b = widened(_mm512_extracti64x4_epi64(first, 1));
-    parts[0] = first;
-    parts[1] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(sub(b, first_b), sub(a, first_a)));
+    const __m512bh first = _mm512_cvtne2ps_pbh(bounded(b), bounded(a));
+    split_in_two(a, b, reinterpret_cast<__m512i>(first), parts);
   }
 
  private:
@@ -85,10 +128,6 @@ struct TileFormat<Half> {
   static Vector bounded(Vector x) {
     constexpr int kSmallerMagnitude = 2;
     return _mm512_range_ps(x, splat(65536.0F), kSmallerMagnitude);
-  }
-
-  static Vector widened(__m256i bits) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
   }
 };
 

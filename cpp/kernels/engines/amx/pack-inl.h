@@ -25,7 +25,7 @@ constexpr int kScoreRows = 2 * kTileRows;
 constexpr int kGroupRows = 4 * kTileRows;
 /// Keys of a block, multiplied together: P of 64 rows takes two thirds of L1.
 template <class T>
-constexpr int kAmxBlockKeys = 256 / TileFormat<T>::kParts;
+constexpr int kAmxBlockKeys = 256 / TileFormat<T>::kWeightParts;
 template <class T>
 constexpr int kAmxChunks = kAmxBlockKeys<T> / kTileDepth;
 /// Keys packed at a time, at most.

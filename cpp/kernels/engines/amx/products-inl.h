@@ -154,7 +154,7 @@ template <int kRowTiles, int kRight, bool kFirst, class Slice>
 }
 
 /// Multiplies all parts of chunk `chunk` of P with those of V.
-template <int kParts, int kRowTiles, int kRight, bool kFirst, class Slice>
+template <class Format, int kRowTiles, int kRight, bool kFirst, class Slice>
 [[gnu::always_inline]] inline void multiply_value_chunk(
     const Bfloat16* p,
     const Bfloat16* values,
@@ -163,11 +163,13 @@ template <int kParts, int kRowTiles, int kRight, bool kFirst, class Slice>
     PendingSums& pending,
     Slice& slice
 ) {
-  p += int64_t{chunk} * kParts * 4 * kTileElements;
+  p += int64_t{chunk} * Format::kWeightParts * 4 * kTileElements;
   values += chunk * stride;
   multiply_value_tiles<kRowTiles, kRight, kFirst>(p, values, pending, slice);
-  if constexpr (kParts == 2) {
+  if constexpr (Format::kWeightParts == 2) {
     multiply_value_tiles<kRowTiles, kRight, false>(p + 4 * kTileElements, values, pending, slice);
+  }
+  if constexpr (Format::kParts == 2) {
     multiply_value_tiles<kRowTiles, kRight, false>(p, values + kTileElements, pending, slice);
   }
 }
@@ -176,7 +178,7 @@ template <int kParts, int kRowTiles, int kRight, bool kFirst, class Slice>
 /// as [row tile][16 rows][16]. P is [chunk of 32 keys][part][4 row tiles][16 rows][32],
 /// V is [part][16 pairs][16][2], `stride` elements from one chunk to the next. No slice
 /// comes before what was pending is stored.
-template <int kParts, int kRowTiles, class Slice>
+template <class Format, int kRowTiles, class Slice>
 [[gnu::always_inline]] inline void multiply_values(
     const Bfloat16* p,
     const Bfloat16* values,
@@ -187,14 +189,14 @@ template <int kParts, int kRowTiles, class Slice>
     Slice slice
 ) {
   const auto no_slice = [] {};
-  multiply_value_chunk<kParts, kRowTiles, 6, true>(p, values, stride, 0, pending, no_slice);
+  multiply_value_chunk<Format, kRowTiles, 6, true>(p, values, stride, 0, pending, no_slice);
   int chunk = 1;
   for (; chunk + 1 < chunks; chunk += 2) {
-    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
-    multiply_value_chunk<kParts, kRowTiles, 6, false>(p, values, stride, chunk + 1, pending, slice);
+    multiply_value_chunk<Format, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
+    multiply_value_chunk<Format, kRowTiles, 6, false>(p, values, stride, chunk + 1, pending, slice);
   }
   if (chunk < chunks) {
-    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
+    multiply_value_chunk<Format, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
   }
   pending.set_target(product);
 }
@@ -203,7 +205,7 @@ template <int kParts, int kRowTiles, class Slice>
 /// at most four: they will be at `product` as [column][row tile][16 rows][16]. P is as
 /// multiply_values() has it. columns[c] points to the values of column c, for the first chunk;
 /// strides[c] is the distance from one chunk to the next.
-template <int kParts, int kRowTiles, int kColumns>
+template <class Format, int kRowTiles, int kColumns>
 inline void multiply_value_columns(
     const Bfloat16* p,
     const Bfloat16* const* columns,
@@ -247,10 +249,12 @@ inline void multiply_value_columns(
             column.template operator()<3>();
           };
   const auto multiply_chunk = [&]<bool kFirst>(int chunk) __attribute__((always_inline)) {
-    const Bfloat16* left = p + int64_t{chunk} * kParts * 4 * kTileElements;
+    const Bfloat16* left = p + int64_t{chunk} * Format::kWeightParts * 4 * kTileElements;
     multiply_all.template operator()<kFirst>(left, chunk, 0);
-    if constexpr (kParts == 2) {
+    if constexpr (Format::kWeightParts == 2) {
       multiply_all.template operator()<false>(left + 4 * kTileElements, chunk, 0);
+    }
+    if constexpr (Format::kParts == 2) {
       multiply_all.template operator()<false>(left, chunk, kTileElements);
     }
   };
@@ -263,7 +267,7 @@ inline void multiply_value_columns(
 /// Adds up to four times sixteen columns of P V, for sixteen rows and a chunk of 32 keys, to
 /// `sums`, [column][16 rows][16]; to zeros if `first`. P is as multiply_values() has it. Tiles hold
 /// nothing before and after.
-template <int kParts>
+template <class Format>
 inline void add_product(
     const Bfloat16* p, const Bfloat16* const* columns, int count, bool first, float* sums
 ) {
@@ -293,10 +297,8 @@ inline void add_product(
     column.template operator()<3>();
   };
   multiply(p, 0);
-  if constexpr (kParts == 2) {
-    multiply(p + 4 * kTileElements, 0);
-    multiply(p, kTileElements);
-  }
+  if constexpr (Format::kWeightParts == 2) multiply(p + 4 * kTileElements, 0);
+  if constexpr (Format::kParts == 2) multiply(p, kTileElements);
   const auto end = [&]<int kColumn>() __attribute__((always_inline)) {
     if (kColumn < count) store_tile<kColumn>(sums + kColumn * kTileFloats);
   };
