@@ -3,9 +3,10 @@
 
     python bench/bench_transformers.py [--quick] [--only TEXT]
 
-Whole models and the attention of one layer alone, with the arguments it had in the model. Results
-are checked before anything is timed; implementations run in turns, in this process, on the same
-threads and weights. Needs transformers, `pip install transformers`; 4 minutes on two cores.
+Whole models and the attention of one layer alone, with the arguments it had in the model, and the
+functions of the folder for Hugging Face's `kernels`. Results are checked before anything is timed;
+implementations run in turns, in this process, on the same threads and weights. Needs transformers,
+`pip install transformers`; 5 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if message := torch_guard.prepare():
 
 from bench.harness import program
 
-PARTS = ("prefill", "paged", "latents")
+PARTS = ("prefill", "paged", "latents", "hub_kernel")
 
 
 def main() -> int:

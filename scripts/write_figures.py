@@ -127,7 +127,7 @@ def transfer() -> Iterator[str]:
 
 def transformers() -> Iterator[str]:
     titles = {"prefill": "Prefill", "paged": "Continuous batching", "latents": "MLA and DSA"}
-    return parts("transformers", titles)
+    return parts("transformers", titles | {"hub_kernel": "Functions of the folder for kernels"})
 
 
 def metadata() -> Iterator[str]:
