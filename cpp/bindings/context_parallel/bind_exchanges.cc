@@ -217,7 +217,6 @@ void register_exchanges(py::module_& module) {
       .def_readonly("reads_in_place", &Exchange::reads_in_place)
       .def_readonly("writes", &Exchange::writes)
       .def_readonly("rounds_twice", &Exchange::rounds_twice)
-      .def_readonly("takes_return_lse", &Exchange::takes_return_lse)
       .def_readonly("sends_wanted_lse", &Exchange::sends_wanted_lse);
   module.attr("LSE_BYTES") = kLseBytes;
   module.def("exchanges", &all_exchanges);

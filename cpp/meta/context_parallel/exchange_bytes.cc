@@ -110,7 +110,7 @@ int64_t merged_by_usp(const ExchangedLayer& e) {
 }
 
 const Exchange kExchanges[] = {
-    {.name = "gather", .received = by_gather, .preference = 0, .takes_return_lse = true},
+    {.name = "gather", .received = by_gather, .preference = 0},
     {.name = "ring", .received = by_ring, .rounds_twice = true},
     {.name = "pass_q",
      .received = by_pass_q,
@@ -123,7 +123,6 @@ const Exchange kExchanges[] = {
      .received = by_all_to_all,
      .preference = 1,
      .needs_even_heads = true,
-     .takes_return_lse = true,
      .sends_wanted_lse = true},
     {.name = "usp",
      .received = by_usp,

@@ -41,7 +41,7 @@ bool is_even(const LayerBytes& layer, int64_t size) {
 }
 
 bool is_choice(const Exchange& exchange, const ExchangedLayer& e) {
-  if (!exchange.preference || (exchange.needs_mesh && e.mesh.empty())) return false;
+  if (exchange.preference < 0 || (exchange.needs_mesh && e.mesh.empty())) return false;
   const auto among = exchange.needs_mesh ? e.mesh[0].size() : e.held.tokens.size();
   return !exchange.needs_even_heads || is_even(e.layer, static_cast<int64_t>(among));
 }
@@ -82,7 +82,7 @@ ExchangeChoice choose_exchange(const ExchangedLayer& e, int64_t max_scratch_byte
     choice.received.emplace_back(exchange.name, most_of(exchange.received(e)));
     if (is_choice(exchange, e)) named.push_back(&exchange);
   }
-  std::ranges::stable_sort(named, {}, [](const Exchange* each) { return *each->preference; });
+  std::ranges::stable_sort(named, {}, &Exchange::preference);
   Bytes received, merging, cost;
   for (const Exchange* exchange : named) {
     received.emplace_back(exchange->name, of_name(choice.received, exchange->name));

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -76,8 +75,8 @@ struct Exchange {
   const char* name = "";
   /// Counts the bytes that each rank receives.
   std::vector<int64_t> (*received)(const ExchangedLayer&) = nullptr;
-  /// Place among equals for "auto", the lowest first; none where "auto" has another reason.
-  std::optional<int> preference = {};
+  /// Place among equals for "auto", the lowest first; -1 where "auto" has another reason.
+  int preference = -1;
   /// Counts the outputs of a head that the rank that merges most merges; null if none does.
   int64_t (*merged)(const ExchangedLayer&) = nullptr;
   bool needs_mesh = false;
@@ -89,8 +88,6 @@ struct Exchange {
   /// It writes new keys itself, some heads while it attends with others.
   bool writes = true;
   bool rounds_twice = false;  ///< Results are merged of rounded partial results.
-  /// It merges nothing, so that an LSE is for the caller alone, and takes time.
-  bool takes_return_lse = false;
   /// It sends the LSE only where it is wanted, so that all ranks must want it, or none.
   bool sends_wanted_lse = false;
 };

@@ -25,9 +25,9 @@ from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from ..transport.waiting import Posted
 from .key_scratch import key_scratch
+from .layer import RankLayer
 from .partials import ShardInputs
 from .rounds import head_rounds, side_by_side
-from .rows import NewRows
 from .sharded_write import Heads, OwnerRoutes, Routed
 
 Part = list[_core.HeadShare]  # some heads of each rank
@@ -41,15 +41,11 @@ class _Arriving(NamedTuple):
     posted: list[Posted]
 
 
-def attend(
-    exchange: RowExchange,
-    plan: ShardedPlan,
-    inputs: ShardInputs,
-    new: NewRows | None = None,
-    *,
-    return_lse: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of this rank's rows, and their LSE if it is wanted; new keys are written."""
+    exchange, plan, inputs, return_lse = (
+        layer.exchange, layer.plan, layer.inputs, layer.return_lse
+    )  # fmt: skip
     rank, tokens, rows_per_rank = exchange.rank, plan.gathered_rows, list(plan.rows_per_rank)
     num_heads = inputs.q.shape[1]
     dims = [inputs.v.shape[2], *[1] * return_lse]
@@ -58,8 +54,9 @@ def attend(
         for dim, dtype in zip(dims, (inputs.q.dtype, torch.float32), strict=False)
     ]
     returning: list[tuple[Part, list[list[torch.Tensor]], list[Posted]]] = []
-    parts = _parts(exchange, plan, inputs)
-    new_keys = _NewKeys(OwnerRoutes("attend", exchange, plan, new, inputs.k.shape[1]), parts)
+    parts = _parts(layer)
+    routes = OwnerRoutes("attend", exchange, plan, layer.new, layer.num_kv_heads)
+    new_keys = _NewKeys(routes, parts)
 
     def begin(part: Part, _: int) -> _Arriving:
         new_keys.store()  # which are sent as keys of their owners now
@@ -123,16 +120,16 @@ def _kv_heads(part: Part) -> Heads:
     return heads
 
 
-def _parts(exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> list[Part]:
+def _parts(layer: RankLayer[ShardedPlan]) -> list[Part]:
     """The heads of each round, the same on every rank."""
-    size, sizes = exchange.size, inputs.sizes()
+    plan, inputs, size = layer.plan, layer.inputs, layer.exchange.size
+    sizes = inputs.sizes()
     shares = _core.share_heads(sizes.num_heads, sizes.num_kv_heads, size)
     row_bytes = sizes.num_heads * (sizes.query + sizes.output)
     kv_bytes = sum(plan.kv_counts) * sizes.num_kv_heads * inputs.head_bytes
     received = (plan.num_tokens * row_bytes + kv_bytes) * (size - 1) // size**2
-    flops = inputs.flops(plan.num_pairs) // size
     most = max(share.num_kv_heads for share in shares)
-    return _core.split_shares(shares, len(head_rounds(most, received, flops)))
+    return _core.split_shares(shares, len(head_rounds(most, received, layer.flops)))
 
 
 def _begin_own_heads(
@@ -179,15 +176,10 @@ def _attend_tokens(
         kv_lens=q_lens + np.asarray(plan.metadata.prefix_lens),
         block_tables=key_scratch(plan, options.left).block_tables,
         page_size=plan.page_size,
-        causal=options.causal,
-        window=options.window,
-        bias=options.bias,
-        alibi_slopes=options.alibi_slopes,
-        relative_bias=options.relative_bias,
-        sinks=options.sinks,
         packed_custom_mask=plan.packed_custom_mask,
+        batch_invariant=options.batch_invariant,
         return_lse=return_lse,
-        **options.scalars(),
+        **options.keywords(),
     )
     return [result[0], result[1][..., None]] if return_lse else [result]
 

@@ -34,16 +34,9 @@ from ..transport.rails import most_received
 from ..transport.row_bytes import ArrivingRows
 from ..transport.shared_memory import shared_scratch
 from .head_attention import HeadOutputs
-from .key_scratch import (
-    NEW_IN_POOLS,
-    NEW_ROWS,
-    WHOLE,
-    WHOLE_WITH_ROWS,
-    KeyScratch,
-    key_scratch,
-)
+from .key_scratch import KeyScratch, Part, key_scratch
+from .layer import RankLayer
 from .partials import ShardInputs
-from .prefetch import Prefetch
 from .rounds import head_rounds, side_by_side
 from .rows import NewRows, put_rows, take_rows
 
@@ -51,42 +44,32 @@ _ALIGNMENT = 64  # bytes, of keys and values in scratch
 _COPIES = 3  # of the keys of a round: arriving for the next, arrived, and in their places
 
 
-def attend(
-    exchange: RowExchange,
-    plan: ShardedPlan,
-    inputs: ShardInputs,
-    new: NewRows | None = None,
-    *,
-    return_lse: bool = True,
-    prefetched: Prefetch | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of this rank's rows, and their LSE; new keys are written, if they are given."""
-    if prefetched is None:
-        part = WHOLE if new is None else WHOLE_WITH_ROWS
-    else:
-        part = NEW_IN_POOLS if new is None else NEW_ROWS
-    scratch = key_scratch(plan, inputs.options.left, part)
-    outputs = HeadOutputs(plan, inputs, return_lse=return_lse)
-    layer = _Gather(exchange, inputs, new, scratch, outputs)
+    plan, prefetched, has_rows = layer.plan, layer.prefetched, layer.new is not None
+    part = Part(cached=prefetched is None, new_in_pools=not has_rows, new_rows=has_rows)
+    scratch = key_scratch(plan, layer.inputs.options.left, part)
+    outputs = HeadOutputs(layer)
+    gather = _Gather(layer.exchange, layer.inputs, layer.new, scratch, outputs)
     received_rows = sum(scratch.counts) - min(scratch.counts)
     if prefetched is None:
-        host = exchange.host()
-        if isinstance(host, HostGroup) and not _writes_padding(plan, scratch, new):
+        host = layer.exchange.host()
+        if isinstance(host, HostGroup) and not _writes_padding(plan, scratch, layer.new):
             received = most_received(host.rails.hosts, scratch.counts)
-            rounds = _rounds(plan, inputs, scratch, received, plan.max_scratch_bytes, _COPIES)
-            shared = _SharedGather(layer, host, _scratch_of(exchange, host, layer, rounds))
+            rounds = _rounds(layer, scratch, received, plan.max_scratch_bytes, _COPIES)
+            shared = _SharedGather(gather, host, _scratch_of(host, gather, rounds))
             side_by_side(rounds, shared.begin, shared.attend)
             return outputs.rows()
-        rounds = _rounds(plan, inputs, scratch, received_rows, plan.max_scratch_bytes, _COPIES)
-        side_by_side(rounds, layer.begin, layer.attend)
+        rounds = _rounds(layer, scratch, received_rows, plan.max_scratch_bytes, _COPIES)
+        side_by_side(rounds, gather.begin, gather.attend)
         return outputs.rows()
-    new_bytes = sum(scratch.counts) * inputs.k.shape[1] * inputs.head_bytes
+    new_bytes = sum(scratch.counts) * layer.num_kv_heads * layer.inputs.head_bytes
     free = plan.max_scratch_bytes - prefetched.buffer_bytes - new_bytes
-    rounds = _rounds(plan, inputs, scratch, received_rows, free, 1)
-    coming = [layer.begin(heads, number) for number, heads in enumerate(rounds)]
+    rounds = _rounds(layer, scratch, received_rows, free, 1)
+    coming = [gather.begin(heads, number) for number, heads in enumerate(rounds)]
     cached = prefetched.advance()
     for heads, arriving in zip(rounds, coming, strict=True):
-        layer.attend(heads, arriving, cached)
+        gather.attend(heads, arriving, cached)
     return outputs.rows()
 
 
@@ -182,13 +165,11 @@ class _SharedGather:
         layer.outputs.attend(heads, layer.scratch.block_tables, keys)
 
 
-def _scratch_of(
-    exchange: RowExchange, host: HostGroup, layer: _Gather, rounds: Sequence[slice]
-) -> list[torch.Tensor]:
+def _scratch_of(host: HostGroup, layer: _Gather, rounds: Sequence[slice]) -> list[torch.Tensor]:
     """Memory for the keys of two rounds."""
     nothing = torch.empty(0, dtype=torch.uint8)
     num_bytes = max(_keys_in(nothing, layer, heads)[1] for heads in rounds)
-    return shared_scratch(exchange, host, num_bytes)
+    return shared_scratch(layer.exchange, host, num_bytes)
 
 
 def _keys_in(buffer: torch.Tensor, layer: _Gather, heads: slice) -> tuple[list[torch.Tensor], int]:
@@ -228,15 +209,15 @@ def _joined(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _rounds(
-    plan: ShardedPlan,
-    inputs: ShardInputs,
+    layer: RankLayer[ShardedPlan],
     scratch: KeyScratch,
     received_rows: int,
     free_bytes: int,
     copies: int,
 ) -> list[slice]:
     """Divide the KV heads into rounds whose `copies` of the context fit into `free_bytes`."""
-    received = received_rows * inputs.head_bytes
-    largest = free_bytes // max(copies * scratch.num_slots * inputs.head_bytes, 1)
-    flops = inputs.flops(plan.num_pairs) // len(plan.rows_per_rank)
-    return head_rounds(inputs.k.shape[1], received * inputs.k.shape[1], flops, max(largest, 1))
+    num_heads, head_bytes = layer.num_kv_heads, layer.inputs.head_bytes
+    largest = free_bytes // max(copies * scratch.num_slots * head_bytes, 1)
+    return head_rounds(
+        num_heads, received_rows * head_bytes * num_heads, layer.flops, max(largest, 1)
+    )

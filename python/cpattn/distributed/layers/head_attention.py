@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ...context_parallel.attention import do_cp_attn_fia
-from ..plans.plan import ContextParallelPlan
-from .partials import ShardInputs
+from .layer import RankLayer
 from .rows import flat_rows
 
 
@@ -21,7 +21,8 @@ class HeadOutputs:
     The LSE, too, if it is wanted: its exact sums take a fifth longer on AMX.
     """
 
-    def __init__(self, plan: ContextParallelPlan, inputs: ShardInputs, *, return_lse: bool) -> None:
+    def __init__(self, layer: RankLayer[Any]) -> None:
+        plan, inputs = layer.plan, layer.inputs
         q, num_rows = inputs.q, plan.num_physical_rows
         self._plan, self._inputs = plan, inputs
         self._q = q
@@ -29,7 +30,7 @@ class HeadOutputs:
             self._q = q.new_zeros(num_rows, *q.shape[1:])
             self._q[: len(q)] = q
         self._out = q.new_empty(num_rows, q.shape[1], inputs.v.shape[2])
-        self._lse = torch.empty(num_rows, q.shape[1]) if return_lse else None
+        self._lse = torch.empty(num_rows, q.shape[1]) if layer.return_lse else None
 
     def attend(
         self, heads: slice, block_tables: NDArray[np.int32], caches: Sequence[torch.Tensor]
@@ -50,21 +51,11 @@ class HeadOutputs:
             page_size=plan.page_size,
             num_heads=q_heads.stop - q_heads.start,
             num_kv_heads=heads.stop - heads.start,
-            scale=options.scale,
-            causal=options.causal,
-            window=options.window,
-            softcap=options.softcap,
-            bias=options.bias,
-            alibi_slopes=options.alibi_slopes,
-            relative_bias=options.relative_bias,
-            sinks=options.sinks,
             packed_custom_mask=plan.packed_custom_mask,
             v_head_dim=inputs.v.shape[-1] if inputs.shares_values else None,
-            k_scale=options.k_scale,
-            v_scale=options.v_scale,
-            kv_dtype=options.kv_dtype,
             out=_columns(self._out, q_heads),
             return_lse=self._lse is not None,
+            **options.keywords(),
         )
         if self._lse is not None:
             self._lse[:, q_heads] = result[1]

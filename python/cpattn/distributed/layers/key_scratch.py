@@ -26,10 +26,7 @@ class Part(NamedTuple):
 
 
 WHOLE = Part(cached=True, new_in_pools=True, new_rows=False)
-WHOLE_WITH_ROWS = Part(cached=True, new_in_pools=False, new_rows=True)
 CACHED = Part(cached=True, new_in_pools=False, new_rows=False)
-NEW_IN_POOLS = Part(cached=False, new_in_pools=True, new_rows=False)
-NEW_ROWS = Part(cached=False, new_in_pools=False, new_rows=True)
 
 
 @dataclass(frozen=True)

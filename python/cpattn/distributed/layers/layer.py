@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -15,6 +15,11 @@ from ..transport.exchange import RowExchange
 from .partials import AttentionOptions, ShardInputs, checked_inputs
 from .rows import NewRows, plan_rows
 from .sharded_write import shard_rows
+
+if TYPE_CHECKING:
+    from .prefetch import Prefetch
+
+PlanT = TypeVar("PlanT", bound=ContextParallelPlan)
 
 
 @dataclass(frozen=True)
@@ -32,19 +37,31 @@ class LayerArguments:
     out: torch.Tensor | None
     return_lse: bool
 
-
-@dataclass(frozen=True)
-class RankLayer:
-    """One layer of a rank: what it attends with, and the new rows that it brings, if any."""
-
-    inputs: ShardInputs
-    new: NewRows | None
-    arguments: LayerArguments
-
     def outputs(self, rows: torch.Tensor, rows_lse: torch.Tensor | None) -> Any:
         """Return the rows and their LSE in the form that ``attend`` returns."""
-        given = self.arguments
-        return filled_outputs(given.q_local, given.out, rows, rows_lse, given.return_lse)
+        return filled_outputs(self.q_local, self.out, rows, rows_lse, self.return_lse)
+
+
+@dataclass(frozen=True)
+class RankLayer(Generic[PlanT]):
+    """One layer of a rank, checked: what it attends with, and the new rows that it brings."""
+
+    exchange: RowExchange
+    plan: PlanT
+    inputs: ShardInputs
+    new: NewRows | None  # that are written while it attends
+    return_lse: bool
+    prefetched: Prefetch | None = None
+
+    @property
+    def flops(self) -> int:
+        """Products and sums of a rank."""
+        return self.inputs.flops(self.plan.num_pairs) // len(self.plan.rows_per_rank)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the rank's pools."""
+        return self.inputs.k.shape[1]
 
 
 def filled_outputs(
@@ -87,14 +104,14 @@ def check_rank(call: str, exchange: RowExchange, plan: ContextParallelPlan) -> N
 
 def checked_layer(
     exchange: RowExchange,
-    plan: ContextParallelPlan,
+    plan: PlanT,
     arguments: LayerArguments,
     options: AttentionOptions,
-) -> RankLayer:
+) -> RankLayer[PlanT]:
     """Check everything that one rank can check alone."""
     check_rank("attend", exchange, plan)
     check_padding(plan, causal=options.causal)
-    flag(arguments.return_lse, "ContextParallel.attend", "return_lse")
+    return_lse = flag(arguments.return_lse, "ContextParallel.attend", "return_lse")
     q, q_rope = arguments.q_local, arguments.q_rope
     if len(q) < plan.num_local_rows:
         raise ValueError(
@@ -109,7 +126,7 @@ def checked_layer(
     )  # fmt: skip
     _check_pool(plan, inputs)
     check_out("attend", q, arguments.out, inputs.v.shape[-1])
-    return RankLayer(inputs, _new_rows(plan, arguments), arguments)
+    return RankLayer(exchange, plan, inputs, _new_rows(plan, arguments), return_lse)
 
 
 def check_padding(plan: ContextParallelPlan, *, causal: bool) -> None:

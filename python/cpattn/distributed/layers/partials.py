@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -76,15 +76,12 @@ class AttentionOptions:
         first_key = positions.begins[call.requests] + call.first_key
         return *given, (tokens, positions.keys, first_key, call.requests, positions.first)
 
-    def scalars(self) -> dict[str, Any]:
-        """Return the options of `paged_attention` that do not concern which keys are seen."""
+    def keywords(self) -> dict[str, Any]:
+        """Return the options by the names that they have in all functions of attention."""
         return {
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-            "kv_dtype": self.kv_dtype,
-            "batch_invariant": self.batch_invariant,
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name != "batch_invariant"
         }
 
     def scales_digest(self) -> int:

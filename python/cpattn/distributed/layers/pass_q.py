@@ -17,54 +17,51 @@ from functools import partial
 import torch
 
 from ..plans.sharded_plan import ShardedPlan
-from ..transport.exchange import RowExchange
 from ..transport.row_bytes import ArrivingRows, RoutedRows
 from ..transport.waiting import Posted
-from .partials import ShardInputs, State, attend_part, merged, merged_columns, no_state
+from .layer import RankLayer
+from .partials import State, attend_part, merged, merged_columns, no_state
 from .rounds import head_rounds, side_by_side
-from .rows import NewRows
 from .sharded_write import OwnerRoutes, Routed
 
 
-def attend(
-    exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, new: NewRows | None = None
-) -> State:
+def attend(layer: RankLayer[ShardedPlan]) -> State:
     """Attention of this rank's rows, and their LSE; new keys are written, if they are given.
 
     Partial results are merged in rank order, so the bits do not depend on which of them arrives
     first.
     """
-    layer = _PassQ(exchange, plan, inputs)
-    if inputs.k.shape[1] == 1 and len(layer.rounds(exchange.size, new)) > 1:
-        return layer.by_ranks(new)
-    return layer.by_heads(new)
+    own = _PassQ(layer)
+    if layer.num_kv_heads == 1 and len(own.rounds(layer.exchange.size)) > 1:
+        return own.by_ranks()
+    return own.by_heads()
 
 
 class _PassQ:
     """A layer whose queries go round."""
 
-    def __init__(self, exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> None:
-        self._exchange, self._plan, self._inputs = exchange, plan, inputs
-        tokens = torch.arange(plan.num_tokens)
-        self._rows = tokens.split(list(plan.rows_per_rank))  # of each rank
+    def __init__(self, layer: RankLayer[ShardedPlan]) -> None:
+        self._layer = layer
+        self._exchange, self._plan, self._inputs = layer.exchange, layer.plan, layer.inputs
+        tokens = torch.arange(layer.plan.num_tokens)
+        self._rows = tokens.split(list(layer.plan.rows_per_rank))  # of each rank
 
-    def rounds(self, num_heads: int, new: NewRows | None) -> list[slice]:
+    def rounds(self, num_heads: int) -> list[slice]:
         """Divide the heads into rounds that travel one at a time, the same on every rank."""
         plan, inputs = self._plan, self._inputs
         sizes = inputs.sizes()
         row_bytes = sizes.num_heads * (sizes.query + sizes.output)
-        if new is not None:
+        if self._layer.new is not None:
             row_bytes += sizes.num_kv_heads * inputs.head_bytes
         others = plan.num_tokens - min(plan.rows_per_rank)
-        flops = inputs.flops(plan.num_pairs) // len(plan.rows_per_rank)
-        return head_rounds(num_heads, others * row_bytes, flops)
+        return head_rounds(num_heads, others * row_bytes, self._layer.flops)
 
-    def by_heads(self, new: NewRows | None) -> State:
+    def by_heads(self) -> State:
         """Heads one after the other, but all at once with scales of tokens, as pools have them."""
         exchange, plan, inputs = self._exchange, self._plan, self._inputs
         options, num_kv_heads = inputs.options, inputs.k.shape[1]
         num_rows = [len(inputs.q)] * exchange.size
-        routes = OwnerRoutes("attend", exchange, plan, new, num_kv_heads)
+        routes = OwnerRoutes("attend", exchange, plan, self._layer.new, num_kv_heads)
         returning: list[tuple[slice, RoutedRows]] = []
 
         def begin(heads: slice, buffer: int) -> tuple[Routed, ArrivingRows]:
@@ -82,7 +79,7 @@ class _PassQ:
 
         whole = slice(0, num_kv_heads)
         side_by_side(
-            [whole] if options.has_token_scales else self.rounds(num_kv_heads, new), begin, compute
+            [whole] if options.has_token_scales else self.rounds(num_kv_heads), begin, compute
         )
         out, lse = no_state(len(inputs.q), inputs.q, inputs.v)
         for heads, rows in returning:
@@ -92,11 +89,11 @@ class _PassQ:
             out[:, q_heads], lse[:, q_heads] = merged_columns(outs, lses, exchange.size, sinks)
         return out, lse
 
-    def by_ranks(self, new: NewRows | None) -> State:
+    def by_ranks(self) -> State:
         """Queries of one rank after the other, this rank's first."""
         exchange, plan, inputs = self._exchange, self._plan, self._inputs
         rank, size = exchange.rank, exchange.size
-        routes = OwnerRoutes("attend", exchange, plan, new)
+        routes = OwnerRoutes("attend", exchange, plan, self._layer.new)
         routed = routes.begin()
         own = inputs.q.contiguous()
         asked, coming = [own], [Posted("attend")]  # by step

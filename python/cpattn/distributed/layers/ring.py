@@ -25,13 +25,13 @@ from ..plans.key_shares import Array, KeyShares
 from ..plans.sequence_calls import Positions, SequenceCall, Visibility, sequence_calls
 from ..plans.sharded_plan import ShardedPlan
 from ..plans.tokens import Rows
-from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
 from ..transport.shared_memory import shared_scratch
 from ..transport.waiting import Posted
+from .layer import RankLayer
 from .partials import ShardInputs, State, attend_part, merged, no_state
 from .rounds import head_rounds, side_by_side
-from .rows import NewRows, put_rows
+from .rows import put_rows
 from .sharded_write import OwnerRoutes, Routed
 
 _PAGE = 16  # of a share on its way, in which every request begins with a new page
@@ -39,27 +39,22 @@ _ALIGNMENT = 64  # bytes, of the heads of a share in scratch
 Blocks = dict[int, torch.Tensor]  # by rank
 
 
-def attend(
-    exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, new: NewRows | None = None
-) -> State:
+def attend(layer: RankLayer[ShardedPlan]) -> State:
     """Attention of this rank's rows, and their LSE; new keys are written, if they are given."""
-    host = exchange.host()
+    host = layer.exchange.host()
     if isinstance(host, HostGroup):
-        return _HostRing(exchange, plan, inputs, host).attend(new)
-    return Ring(exchange, plan, inputs, tuple(range(exchange.size))).attend(new)
+        return _HostRing(layer, host).attend()
+    return Ring(layer, tuple(range(layer.exchange.size))).attend()
 
 
 class Ring:
     """A layer whose shares of keys go round: `share_of` tells which one each rank holds."""
 
-    def __init__(
-        self,
-        exchange: RowExchange,
-        plan: ShardedPlan,
-        inputs: ShardInputs,
-        share_of: tuple[int, ...],
-    ) -> None:
-        self.exchange, self.plan, self.inputs, self._share_of = exchange, plan, inputs, share_of
+    def __init__(self, layer: RankLayer[ShardedPlan], share_of: tuple[int, ...]) -> None:
+        self.layer, self._share_of = layer, share_of
+        self.exchange, self.plan, self.inputs = exchange, plan, inputs = (
+            layer.exchange, layer.plan, layer.inputs
+        )  # fmt: skip
         self.own, self.size = share_of[exchange.rank], max(share_of) + 1
         self.groups = exchange.size  # of queries, of which a rank has one
         self.lanes = 1  # ranks of which each receives a part of a share
@@ -68,10 +63,10 @@ class Ring:
         self.pages = [ring_pages(self.shares, share) for share in range(self.size)]
         self._parts = [no_state(len(inputs.q), inputs.q, inputs.v) for _ in range(self.size)]
 
-    def attend(self, new: NewRows | None = None) -> State:
+    def attend(self) -> State:
         """Attention of the queries of the inputs, and their LSE; new keys are written first."""
-        rounds = self._rounds(new)
-        routes = OwnerRoutes("attend", self.exchange, self.plan, new, self.inputs.k.shape[1])
+        rounds, new = self._rounds(), self.layer.new
+        routes = OwnerRoutes("attend", self.exchange, self.plan, new, self.layer.num_kv_heads)
         coming = []
 
         def attend_own(heads: slice, routed: Routed) -> None:
@@ -159,13 +154,12 @@ class Ring:
         calls: list[SequenceCall] = memo[key]
         return calls
 
-    def _rounds(self, new: NewRows | None) -> list[slice]:
+    def _rounds(self) -> list[slice]:
         """The KV heads that travel at a time, the same on all ranks that send each other some."""
-        plan, inputs = self.plan, self.inputs
-        num_kv_heads = inputs.k.shape[1]
+        plan, inputs, num_kv_heads = self.plan, self.inputs, self.layer.num_kv_heads
         counts = [int(self.shares.counts(share).sum()) for share in range(self.size)]
         rows = (sum(counts) - min(counts)) // self.lanes
-        if new is not None and self.exchange.size > 1:
+        if self.layer.new is not None and self.exchange.size > 1:
             rows += plan.num_tokens // self.exchange.size
         flops = inputs.flops(plan.num_pairs) // self.groups
         return head_rounds(num_kv_heads, rows * num_kv_heads * inputs.head_bytes, flops)
@@ -174,23 +168,21 @@ class Ring:
 class _HostRing(Ring):
     """Ring of hosts, whose ranks share memory."""
 
-    def __init__(
-        self, exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, host: HostGroup
-    ) -> None:
+    def __init__(self, layer: RankLayer[ShardedPlan], host: HostGroup) -> None:
         hosts = host.rails.hosts
         of_rank = {rank: i for i, ranks in enumerate(hosts) for rank in ranks}
-        share_of = tuple(of_rank[rank] for rank in range(exchange.size))
-        super().__init__(exchange, plan, inputs, share_of)
+        share_of = tuple(of_rank[rank] for rank in range(layer.exchange.size))
+        super().__init__(layer, share_of)
         ranks = hosts[self.own]
-        self._lane = ranks.index(exchange.rank)
+        self._lane = ranks.index(self.exchange.rank)
         self._before, self._next = (hosts[(self.own + i) % self.size] for i in (-1, 1))
         self._lanes_in, self._lanes_out = (
             min(len(ranks), len(others)) for others in (self._before, self._next)
         )
         self.lanes = min(map(len, hosts))
-        most = max(block_bytes(inputs, pages, 1) for pages in self.pages)
+        most = max(block_bytes(self.inputs, pages, 1) for pages in self.pages)
         self._head_bytes = -(-most // _ALIGNMENT) * _ALIGNMENT
-        self._scratch = shared_scratch(exchange, host, self._head_bytes * inputs.k.shape[1])
+        self._scratch = shared_scratch(self.exchange, host, self._head_bytes * layer.num_kv_heads)
 
     def own_block(self, heads: slice) -> torch.Tensor:
         """Some heads of the keys that this host holds, of which this rank writes its own."""

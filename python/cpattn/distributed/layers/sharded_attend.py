@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from ..transport.exchange import RowExchange
 from ..transport.terms import digest, term
 from . import all_to_all, gather_kv, pass_q, ring, usp
 from .choice import choose
-from .layer import LayerArguments, checked_layer
+from .layer import LayerArguments, RankLayer, checked_layer
 from .partials import AttentionOptions, ShardInputs
 from .prefetch import Prefetch, check_prefetched
 from .sharded_write import send_to_owners
 
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Attend = Callable[[RankLayer[ShardedPlan]], tuple[torch.Tensor, torch.Tensor | None]]
 
 STRATEGIES: dict[str, Attend] = {
     "pass_q": pass_q.attend,
@@ -61,17 +62,12 @@ def attend_shards(
             scales = inputs.options.scales_digest()
         terms["options"] = term((inputs.digest(), sends_lse, scales))
     with exchange.without_return():
-        more: dict[str, Any] = {}
-        if chosen.takes_return_lse:
-            more["return_lse"] = arguments.return_lse
-        if name == "gather":
-            more["prefetched"] = prefetched
         # An exchange that writes while it attends sends cached keys first.
-        if chosen.writes and not plan.tokens.are_cached_by_others:
-            more["new"] = new
-        elif new is not None:
+        if new is not None and (not chosen.writes or plan.tokens.are_cached_by_others):
             send_to_owners("attend", exchange, plan, new)
-        return layer.outputs(*STRATEGIES[name](exchange, plan, inputs, **more))
+            new = None
+        layer = replace(layer, new=new, prefetched=prefetched)
+        return arguments.outputs(*STRATEGIES[name](layer))
 
 
 def _exchange_of(plan: ShardedPlan, name: str, inputs: ShardInputs, *, writes: bool) -> str:

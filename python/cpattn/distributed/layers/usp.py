@@ -23,13 +23,15 @@ from ..plans.mesh import Place, place_of
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from .all_to_all import begin_swap
+from .layer import RankLayer
 from .partials import ShardInputs, State
 from .ring import Blocks, Ring, block_tensors
 from .rows import put_rows
 
 
-def attend(exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> State:
+def attend(layer: RankLayer[ShardedPlan]) -> State:
     """Attention of this rank's rows, and their LSE."""
+    exchange, plan, inputs = layer.exchange, layer.plan, layer.inputs
     assert plan.mesh is not None  # `ContextParallel` refuses the exchange without
     place = place_of(plan.mesh, exchange.rank)
     shares = _core.share_heads(inputs.q.shape[1], inputs.k.shape[1], len(place.row))
@@ -38,7 +40,7 @@ def attend(exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> Sta
     q = inputs.q.new_empty(sum(num_rows), mine.num_heads, inputs.q.shape[2])
     sends = [inputs.q[:, share.q].contiguous() for share in shares]
     _swap(exchange, place, sends, q.split(num_rows))
-    ring = _RowRing(exchange, plan, inputs, place, shares, q)
+    ring = _RowRing(layer, place, shares, q)
     state = ring.attend() if mine.num_heads else ring.nothing()
     results = []
     for of_row in (state[0], state[1][..., None]):
@@ -56,15 +58,14 @@ class _RowRing(Ring):
 
     def __init__(
         self,
-        exchange: RowExchange,
-        plan: ShardedPlan,
-        inputs: ShardInputs,
+        layer: RankLayer[ShardedPlan],
         place: Place,
         shares: Sequence[_core.HeadShare],
         q: torch.Tensor,
     ) -> None:
+        inputs = layer.inputs
         self._place = place
-        row_of = [place_of(place.mesh, rank).ring for rank in range(exchange.size)]
+        row_of = [place_of(place.mesh, rank).ring for rank in range(layer.exchange.size)]
         mine = shares[place.column]
         kv = mine.kv
         rope, options = inputs.k_rope, inputs.options
@@ -76,7 +77,7 @@ class _RowRing(Ring):
             k_rope=None if rope is None else rope[:, kv],
             options=options.of_heads(kv, mine.q),
         )
-        super().__init__(exchange, plan, own, tuple(row_of))
+        super().__init__(replace(layer, inputs=own, new=None), tuple(row_of))
         self.groups = self.size
         self._keys = self._keys_of_row(inputs, shares)
 

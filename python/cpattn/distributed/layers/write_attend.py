@@ -16,8 +16,8 @@ from ..transport.host import HostGroup
 from ..transport.row_bytes import ArrivingRows
 from ..transport.terms import NO_TERMS
 from .head_attention import HeadOutputs
-from .layer import LayerArguments, checked_layer
-from .partials import AttentionOptions, ShardInputs
+from .layer import LayerArguments, RankLayer, checked_layer
+from .partials import AttentionOptions
 from .rounds import head_rounds, side_by_side
 from .rows import NewRows, take_rows
 from .shared_rows import SharedRows, shared_digest
@@ -39,9 +39,7 @@ def write_and_attend(
         parts += new.rows
         parts.shared_memory = shared_digest(host, "attend", arguments.k_cache, arguments.v_cache)
         terms["options"] = layer.inputs.digest()
-    inputs = layer.inputs
-    num_kv_heads = inputs.k.shape[1]
-    rows = [x.unflatten(1, (num_kv_heads, -1)) for x in new.rows]
+    rows = [x.unflatten(1, (layer.num_kv_heads, -1)) for x in new.rows]
 
     def begin(heads: slice, buffer: int) -> ArrivingRows:
         own = [x[:, heads].flatten(1) for x in rows]
@@ -51,38 +49,37 @@ def write_and_attend(
         num_heads = heads.stop - heads.start
         gathered = [x.unflatten(1, (num_heads, -1)) for x in exchange.arrived(arriving)]
         new.store_heads(heads, gathered)
-        _attend(plan, inputs, heads, outputs)
+        _attend(layer, heads, outputs)
 
     def begin_shared(heads: slice, buffer: int) -> ArrivingRows | None:
         return shared.begin([x[:, heads].flatten(1) for x in rows], buffer)
 
     def compute_shared(heads: slice, arriving: ArrivingRows | None) -> None:
         shared.finish(arriving, heads)
-        _attend(plan, inputs, heads, outputs)
+        _attend(layer, heads, outputs)
 
     with exchange.without_return():
-        outputs = HeadOutputs(plan, inputs, return_lse=arguments.return_lse)
+        outputs = HeadOutputs(layer)
         if host is not None and parts.shared_memory:
             shared = SharedRows("attend", exchange, host, plan, new)
             shared.write_own()
-            rounds = _rounds(plan, inputs, shared.most_received_bytes)
+            rounds = _rounds(layer, shared.most_received_bytes)
             side_by_side(rounds, begin_shared, compute_shared)
         else:
-            side_by_side(_rounds(plan, inputs, _received_bytes(plan, new)), begin, compute)
-        return layer.outputs(*outputs.rows())
+            side_by_side(_rounds(layer, _received_bytes(plan, new)), begin, compute)
+        return arguments.outputs(*outputs.rows())
 
 
-def _attend(
-    plan: ContextParallelPlan, inputs: ShardInputs, heads: slice, outputs: HeadOutputs
-) -> None:
+def _attend(layer: RankLayer[ContextParallelPlan], heads: slice, outputs: HeadOutputs) -> None:
     """Attention with some KV heads: of a copy in which their rows follow each other.
 
     In a cache the rows of one head are far apart, so that every second one is in another page of
     memory, and reading them again for each block of queries takes a sixth longer.
     """
+    plan, inputs = layer.plan, layer.inputs
     caches, tables = [inputs.k[:, heads], inputs.v[:, heads]], plan.block_tables
     in_order = inputs.options.has_token_scales  # which are in that of the cache
-    if heads.stop - heads.start < inputs.k.shape[1] and not in_order:
+    if heads.stop - heads.start < layer.num_kv_heads and not in_order:
         pages, tables = plan.pages_in_order
         caches = [
             take_rows(cache.unflatten(0, (-1, plan.page_size)), pages).flatten(0, 1)
@@ -97,7 +94,5 @@ def _received_bytes(plan: ContextParallelPlan, new: NewRows) -> int:
     return (plan.num_tokens - min(plan.rows_per_rank)) * row_bytes
 
 
-def _rounds(plan: ContextParallelPlan, inputs: ShardInputs, received_bytes: int) -> list[slice]:
-    return head_rounds(
-        inputs.k.shape[1], received_bytes, inputs.flops(plan.num_pairs) // len(plan.rows_per_rank)
-    )
+def _rounds(layer: RankLayer[ContextParallelPlan], received_bytes: int) -> list[slice]:
+    return head_rounds(layer.num_kv_heads, received_bytes, layer.flops)
