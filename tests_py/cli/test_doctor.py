@@ -285,7 +285,7 @@ def test_torch_without_its_guard(machine_of, packages, given, state):
     ("installed", "name", "text", "state"),
     [
         ("vllm 0.32.0", "vLLM on CPU", "vllm 0.32.0, as tried", "ok"),
-        ("vllm 0.33.1", "vLLM on CPU", "vllm 0.33.1: refused, 0.32.0 was", "warning"),
+        ("vllm 0.33.1", "vLLM on CPU", "vllm 0.33.1: not tried, 0.32.0 and 0.33.0 was", "warning"),
         ("sglang 0.5.1", "sglang", "0.5.1: refused, 0.5.23 was", "warning"),
         ("transformers 5.23.0", "transformers", "5.23.0, as tried", "ok"),
         ("torch 2.13.0+cpu", "torch", "2.13.0+cpu, as tried", "ok"),
@@ -320,6 +320,15 @@ def test_plugins(packages):
     assert lines(VLLM_PLUGINS="other")[1].text.startswith("found, left out by VLLM_PLUGINS=other")
     assert lines(VLLM_PLUGINS="other,cpattn")[1].text.startswith("found, active")
     assert lines(SGLANG_PLUGINS="")[0].text.startswith("found, left out by SGLANG_PLUGINS=")
+
+
+def test_a_plugin_is_not_active_in_a_release_that_keeps_its_own_attention(packages):
+    fake(packages, "vllm", "0.34.0")
+    write_distribution(packages)
+    left = "found, and not active in 0.34.0, with which it was not tried"
+    assert of_environment()["vLLM plug-in"].text == left
+    asked = of_environment(CPATTN_VLLM_UNTRIED="1")["vLLM plug-in"]
+    assert asked.text == "found, active in every vLLM that starts"
 
 
 def test_extras(packages):

@@ -131,8 +131,12 @@ class CpattnMLAImpl(CPUMLAImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        """Write latents [num_tokens, rank] and keys [num_tokens, 1, dim]; slot -1 is none."""
+        """Write latents [num_tokens, rank] and keys [num_tokens, 1, dim]; slot -1 is none.
+
+        vLLM 0.33 has `skip_scale`, of caches of FP8, which these are not.
+        """
         if kv_cache.numel() == 0:  # a warm-up
             return
         slots = slot_mapping.flatten()

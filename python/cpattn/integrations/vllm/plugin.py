@@ -19,6 +19,8 @@ BACKENDS = {
     "CPU_MLA": "cpattn.integrations.vllm.mla.CpattnMLABackend",
 }
 
+#: The variable that has releases taken over which were not tried.
+UNTRIED = "CPATTN_VLLM_UNTRIED"
 _RELEASES = find("vLLM on CPU")
 # vLLM shows what is logged below its own name.
 _logger = logging.getLogger("vllm.cpattn")
@@ -28,8 +30,9 @@ def register() -> None:
     """Put cpattn's backends behind the names CPU_ATTN and CPU_MLA, for engines built from now on.
 
     Does nothing where ``CPATTN_PLUGINS`` is 0, and the same however often it is called. A release
-    of vLLM that the backend was not made for keeps its own attention: there the KV cache may have
-    another layout, and one line in the log tells of it.
+    of vLLM that the backend was not tried with keeps its own attention, as its KV cache may have
+    another layout, and one line in the log tells of it; with ``CPATTN_VLLM_UNTRIED=1`` a later one
+    than 0.32 is taken over all the same, and the line says that.
 
     Examples
     --------
@@ -39,13 +42,7 @@ def register() -> None:
         return
     found = first_installed(_RELEASES.distributions)
     release = found[1] if found else "of an unknown release"  # no number: refused
-    if _RELEASES.verdict(release) == "refused":
-        _logger.warning(
-            "cpattn leaves attention to vLLM %s: its plug-in is for %s, and others before %s",
-            release,
-            _RELEASES.tried[0],
-            _RELEASES.below,
-        )
+    if not _is_taken_over(release):
         return
     capture_by_environment()
     if os.environ.get("CPATTN_CAPTURE"):
@@ -59,6 +56,27 @@ def register() -> None:
 
     for name, backend in BACKENDS.items():
         registry.register_backend(registry.AttentionBackendEnum[name], backend)
+
+
+def _is_taken_over(release: str) -> bool:
+    """Tell whether attention of this release is computed here, and say so of one not tried."""
+    verdict, tried = _RELEASES.verdict(release), " and ".join(_RELEASES.tried)
+    if verdict == "tried":
+        return True
+    if verdict == "not tried" and os.environ.get(UNTRIED) == "1":
+        _logger.warning(
+            "cpattn computes attention of vLLM %s, with which it was not tried, by %s=1: it was "
+            "with %s",
+            release,
+            UNTRIED,
+            tried,
+        )
+        return True
+    hint = f"; {UNTRIED}=1 turns it on" if verdict == "not tried" else ""
+    _logger.warning(
+        "cpattn leaves attention to vLLM %s: its plug-in was tried with %s%s", release, tried, hint
+    )
+    return False
 
 
 def announce_layouts() -> None:

@@ -26,7 +26,7 @@ def compute_slot_mapping(
 ) -> None:
     """Write the slot of each new token of a batch, `PAD_ID` where another rank keeps it.
 
-    vLLM 0.32 has a kernel for this in Triton, and for CPUs a function that refuses more than one
+    vLLM has a kernel for this in Triton, and for CPUs a function that refuses more than one
     rank (``vllm/utils/cpu_triton_utils.py``), whose place this takes; one rank has vLLM's kernel.
     """
     if TOTAL_CP_WORLD_SIZE == 1:
