@@ -73,6 +73,7 @@ SequenceBatch sequence_batch(const Call& call, const cpattn_batch& given) {
       call.optional_tensor(given.packed_custom_mask, "packed_custom_mask");
   batch.allow_short_kv = call.flag(given.allow_short_kv, "allow_short_kv");
   batch.batch_invariant = call.flag(given.batch_invariant, "batch_invariant");
+  batch.precise = call.flag(given.precise, "precise");
   return batch;
 }
 

@@ -48,7 +48,8 @@ def paged_attention(
     softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None, sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
-    allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
+    allow_short_kv: bool = False, batch_invariant: bool = False, precise: bool = False,
+    num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: Literal[False] = False,
 ) -> TensorT: ...
 @overload
@@ -63,7 +64,8 @@ def paged_attention(
     softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None, sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
-    allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
+    allow_short_kv: bool = False, batch_invariant: bool = False, precise: bool = False,
+    num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
 @overload
@@ -78,7 +80,8 @@ def paged_attention(
     softcap: float = 0.0, bias: ScoreBias = None, alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None, sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
-    allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
+    allow_short_kv: bool = False, batch_invariant: bool = False, precise: bool = False,
+    num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
 # fmt: on
@@ -111,6 +114,7 @@ def paged_attention(
     packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False,
     batch_invariant: bool = False,
+    precise: bool = False,
     num_threads: int | None = None,
     out: TensorT | None = None,
     lse: TensorT | None = None,
@@ -145,8 +149,9 @@ def paged_attention(
     ``last_page_len[s]`` tokens.
 
     **Results.** Accumulation is in float32, and the result is rounded once. In bfloat16, the
-    instruction sets avx512bf16 and amx also round each weight ``exp(score[j] - maximum)`` to
-    bfloat16 before it meets the values.
+    instruction sets avx512bf16, amx and neonbf16 also round each weight ``exp(score[j] - maximum)``
+    to bfloat16 before it meets the values, unless `precise` is set, or a sequence has few rows:
+    up to 16 new tokens, and together with their heads up to 16 rows for each KV head.
 
     Parameters
     ----------
@@ -215,6 +220,10 @@ def paged_attention(
         context-parallel split. Else sequences of up to 16 new tokens are divided along their
         keys, and read at the speed of memory if they have few rows; how is decided by the lengths
         of the batch alone, so results never depend on the number of threads.
+    precise : bool
+        Round bfloat16 in the result alone, on every instruction set. Sequences of few rows are
+        computed so in any case, unless `batch_invariant` is set; on instruction sets that round no
+        weights nothing changes, not a bit.
     num_threads : int, optional
         Default: `set_num_threads`, ``CPATTN_NUM_THREADS``, or all CPUs. 1 is the caller's thread
         alone. The result does not depend on it. `cpattn.num_threads` sets it for all functions.
@@ -254,7 +263,7 @@ def paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, first_positions, block_tables, kv_indptr, kv_indices,
         last_page_len, page_size, kv_layout, k_scale, v_scale, kv_dtype, scale, causal, window,
         softcap, (bias, alibi_slopes, relative_bias), sinks, custom_mask, packed_custom_mask,
-        allow_short_kv, batch_invariant, num_threads, out, lse,
+        allow_short_kv, batch_invariant, precise, num_threads, out, lse,
     )  # fmt: skip
     return out if lse is None or not return_lse else (out, lse)
 
@@ -278,6 +287,7 @@ def plan_attention(
     packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False,
     batch_invariant: bool = False,
+    precise: bool = False,
     num_threads: int | None = None,
 ) -> AttentionPlan:
     """Divide a batch into work items, once for all layers.
@@ -302,6 +312,8 @@ def plan_attention(
         Which keys a token sees, as in `paged_attention`.
     batch_invariant : bool
         How work is divided, as in `paged_attention`.
+    precise : bool
+        Where bfloat16 is rounded, as in `paged_attention`.
     num_threads : int, optional
         For the runs of this plan, as in `paged_attention`; how work is divided does not depend
         on it.
@@ -330,7 +342,7 @@ def plan_attention(
     return _core.plan_attention(
         q_lens, kv_lens, first_positions, block_tables, page_size, num_pages, num_heads,
         num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, causal, window,
-        custom_mask, packed_custom_mask, allow_short_kv, batch_invariant, num_threads,
+        custom_mask, packed_custom_mask, allow_short_kv, batch_invariant, precise, num_threads,
     )  # fmt: skip
 
 

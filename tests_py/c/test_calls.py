@@ -91,12 +91,13 @@ CASES = {
     },
     "allow_short_kv": {"kv_lens": [2, 33, 7], "allow_short_kv": True},
     "batch_invariant": {"batch_invariant": True},
+    "precise": {"precise": True},
     "num_threads": {"num_threads": 1},
 }  # fmt: skip
 OF_BATCH = {
     "q_lens", "kv_lens", "first_positions", "block_tables", "kv_indptr", "kv_indices",
     "last_page_len", "page_size", "causal", "window", "custom_mask", "packed_custom_mask",
-    "allow_short_kv", "batch_invariant", "num_threads",
+    "allow_short_kv", "batch_invariant", "precise", "num_threads",
 }  # fmt: skip
 
 

@@ -13,11 +13,9 @@ from unittest.mock import patch
 import torch
 
 import cpattn
-from cpattn import reference
 from cpattn.kv import write_pages
 from outside import archive, pytest_cases, suite
 from outside.suite import Case
-from support.tolerances import assert_close, rounds_weights
 
 FOLDER = "tests/kernels/attention"
 ATTENTION, MLA = f"{FOLDER}/test_cpu_attn.py", f"{FOLDER}/test_mla_decode_cpu.py"
@@ -31,7 +29,8 @@ def cases(every: bool = False) -> Iterator[Case]:
     shorten(attention)
     names = [name for name in vars(attention) if name.startswith("test_")]
     yield from pytest_cases.cases(attention, {n: getattr(attention, n) for n in names}, every)
-    yield from pytest_cases.cases(mla, {"test_mla_decode_cpu": decoding(mla)}, every)
+    name = "test_mla_decode_cpu"
+    yield from pytest_cases.cases(mla, {name: getattr(mla, name)}, every)
 
 
 def modules() -> Iterator[ModuleType]:
@@ -143,51 +142,17 @@ def attend(
     )  # fmt: skip
 
 
-def decode(out: torch.Tensor, query: torch.Tensor, *others: Any) -> None:
-    cpattn.paged_attention(query, out=out, **absorbed(out, *others))
-
-
-def absorbed(
+def decode(
     out: torch.Tensor,
+    query: torch.Tensor,
     kv_cache: torch.Tensor,
     scale: float,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-) -> dict[str, Any]:
-    """Return what one token of each sequence sees: one head, whose values are its first columns."""
+) -> None:
+    """Attend with a token of each sequence to one head, whose values are its first columns."""
     keys = kv_cache[:, :, None]
-    ones = [1] * len(seq_lens)
-    return {
-        "k_cache": keys, "v_cache": keys[..., : out.shape[-1]], "scale": scale,
-        "q_lens": ones, "kv_lens": seq_lens, "block_tables": block_tables,
-    }  # fmt: skip
-
-
-def decoding(module: ModuleType) -> Callable[..., None]:
-    """Return the test of MLA with other bounds where weights are rounded to bfloat16.
-
-    Its tolerance is a rounding of the result, and none beside that for elements near zero.
-    """
-    calls: list[Any] = []
-
-    def kept(*arguments: Any) -> None:
-        decode(*arguments)
-        calls[:] = [arguments]
-
-    def run(**parameters: Any) -> None:
-        with patch.object(module.ops, "mla_decode_kvcache_cpu", kept):
-            try:
-                module.test_mla_decode_cpu(**parameters)
-            except AssertionError:
-                name = str(parameters["dtype"]).removeprefix("torch.")
-                if not rounds_weights(name):
-                    raise
-                ((out, query, cache, *others),) = calls
-                exact = torch.zeros_like(out, dtype=torch.float64)
-                module.ref_mla(exact, query.double(), cache.double(), *others)
-                told = absorbed(out, cache, *others)
-                told["v_cache"] = told["v_cache"].abs()
-                magnitude, _ = reference.paged_attention(query, **told)
-                assert_close(out, exact.numpy(), magnitude, "attention", name)
-
-    return run
+    cpattn.paged_attention(
+        query, keys, keys[..., : out.shape[-1]], out=out, scale=scale,
+        q_lens=[1] * len(seq_lens), kv_lens=seq_lens, block_tables=block_tables,
+    )  # fmt: skip

@@ -57,6 +57,7 @@ def pcp_layout(**options: Any) -> PCPLayout:
 VALUES = {
     "plan": attention_plan(),
     "windowed plan": attention_plan(window=5, num_threads=3, batch_invariant=True),
+    "precise plan": attention_plan(precise=True),
     "masked plan": attention_plan(custom_mask=MASK, causal=False),
     "mask of one bit behind a word": attention_plan(
         q_lens=[2], kv_lens=[33], block_tables=np.arange(5)[None], custom_mask=MASK[:66]

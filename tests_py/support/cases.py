@@ -179,11 +179,14 @@ def squares_of(inputs: dict[str, Any], lse: np.ndarray) -> tuple[np.ndarray, np.
         return spread, np.nan_to_num(np.exp(2 * lse - lse_of_squares))
 
 
-def assert_attention(out, lse, inputs, op="attention", expected=None, rounds_values=False) -> None:
+def assert_attention(
+    out, lse, inputs, op="attention", expected=None, rounds_values=False, precise=False
+) -> None:
     """Compare a result with the oracle's for these arguments; an LSE of None is not compared."""
     dtype = str(inputs["q"].dtype).removeprefix("torch.")
     expected = expected or expected_attention(inputs)
-    assert_attended(out, lse, expected, dtype, op, inputs.get("softcap", 0.0), rounds_values)
+    softcap = inputs.get("softcap", 0.0)
+    assert_attended(out, lse, expected, dtype, op, softcap, rounds_values, precise)
 
 
 def numbers(*shape: int) -> torch.Tensor:

@@ -35,7 +35,8 @@ class SequenceBatchArguments {
       py::handle custom_mask,
       py::handle packed_custom_mask,
       py::handle allow_short_kv,
-      py::handle batch_invariant
+      py::handle batch_invariant,
+      py::handle precise
   )
       : block_tables_(read.optional_table(block_tables, "block_tables")),
         custom_mask_(read.optional_tensor(custom_mask, "custom_mask")),
@@ -56,6 +57,7 @@ class SequenceBatchArguments {
     };
     batch.allow_short_kv = read.flag(allow_short_kv, "allow_short_kv");
     batch.batch_invariant = read.flag(batch_invariant, "batch_invariant");
+    batch.precise = read.flag(precise, "precise");
   }
 
   SequenceBatch batch;
@@ -151,12 +153,13 @@ AttentionPlan plan(
     py::handle packed_custom_mask,
     py::handle allow_short_kv,
     py::handle batch_invariant,
+    py::handle precise,
     py::handle num_threads
 ) {
   const Arguments read("plan_attention");
   SequenceBatchArguments given(
       read, q_lens, kv_lens, first_positions, block_tables, causal, window, custom_mask,
-      packed_custom_mask, allow_short_kv, batch_invariant
+      packed_custom_mask, allow_short_kv, batch_invariant, precise
   );
   given.batch.shape = {
       .num_heads = read.integer<int32_t>(num_heads, "num_heads"),
@@ -223,6 +226,7 @@ void plan_and_run(
     py::handle packed_custom_mask,
     py::handle allow_short_kv,
     py::handle batch_invariant,
+    py::handle precise,
     py::handle num_threads,
     py::handle out,
     py::handle lse,
@@ -241,7 +245,7 @@ void plan_and_run(
   layer.call.page_size = read.optional_integer(page_size, "page_size");
   SequenceBatchArguments given(
       read, q_lens, kv_lens, first_positions, block_tables, causal, window, custom_mask,
-      packed_custom_mask, allow_short_kv, batch_invariant
+      packed_custom_mask, allow_short_kv, batch_invariant, precise
   );
   given.batch.csr = csr_pages(
       read.function(), !kv_lens.is_none(), read.optional_ints(kv_indptr, "kv_indptr"),
@@ -310,7 +314,7 @@ void register_attention(py::module_& module) {
       "plan_attention", &plan, "q_lens"_a, "kv_lens"_a, "first_positions"_a, "block_tables"_a,
       "page_size"_a, "num_pages"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a,
       "causal"_a, "window"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a,
-      "batch_invariant"_a, "num_threads"_a
+      "batch_invariant"_a, "precise"_a, "num_threads"_a
   );
   module.def(
       "run_attention", &run, "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "k_scale"_a,
@@ -321,7 +325,7 @@ void register_attention(py::module_& module) {
       "first_positions"_a, "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a,
       "page_size"_a, "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a,
       "window"_a, "softcap"_a, "score_bias"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a,
-      "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a,
+      "allow_short_kv"_a, "batch_invariant"_a, "precise"_a, "num_threads"_a, "out"_a, "lse"_a,
       "q_rope"_a = py::none(), "k_rope"_a = py::none()
   );
   module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);

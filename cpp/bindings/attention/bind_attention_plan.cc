@@ -71,10 +71,10 @@ py::tuple python_state(const Plan& plan) {
       py::make_tuple(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim),
       array_of(state.q_lens), array_of(state.kv_lens), array_of(state.page_ids), state.page_size,
       state.num_pages, array_of(state.first_positions), array_of(state.left), array_of(state.right),
-      mask_bits, state.batch_invariant, state.num_threads
+      mask_bits, state.batch_invariant, state.num_threads, state.precise
   );
 }
-constexpr std::size_t kStateFields = 12;
+constexpr std::size_t kStateFields = 13;
 
 Plan restore(const py::tuple& fields) {
   constexpr Arguments read("AttentionPlan");
@@ -97,6 +97,7 @@ Plan restore(const py::tuple& fields) {
       .has_mask = !fields[9].is_none(),
       .mask_bits = {},
       .batch_invariant = read.flag(fields[10], "batch_invariant"),
+      .precise = read.flag(fields[12], "precise"),
       .num_threads = read.integer<int32_t>(fields[11], "num_threads"),
   };
   if (state.has_mask) {

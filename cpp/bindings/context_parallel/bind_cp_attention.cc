@@ -36,6 +36,7 @@ void run(
     py::handle k_scale,
     py::handle v_scale,
     py::handle kv_dtype,
+    py::handle precise,
     py::handle out,
     py::handle lse
 ) {
@@ -93,6 +94,7 @@ void run(
       .softcap = read.real(softcap, "softcap"),
       .bias = bias.value,
       .sinks = view_of(sink_logits),
+      .precise = read.flag(precise, "precise"),
       .out = *output,
       .lse = view_of(lse_output),
   };
@@ -107,7 +109,8 @@ void register_cp_attention(py::module_& module) {
       "do_cp_attn_fia", &run, "q"_a, "k_cache"_a, "v_cache"_a, "metadata"_a, "block_tables"_a,
       "page_size"_a, "num_heads"_a, "num_kv_heads"_a, "scale"_a, "causal"_a, "window"_a,
       "softcap"_a, "score_bias"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a, "q_rope"_a,
-      "k_rope"_a, "v_head_dim"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "out"_a, "lse"_a
+      "k_rope"_a, "v_head_dim"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "precise"_a, "out"_a,
+      "lse"_a
   );
 }
 

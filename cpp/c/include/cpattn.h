@@ -129,6 +129,7 @@ typedef struct cpattn_batch {
   int32_t allow_short_kv;                  /* 0: under causal, kv_lens are at least q_lens */
   int32_t batch_invariant;                 /* 0: bits of a row may depend on the batch's lengths */
   int32_t num_threads;                     /* NONE: cpattn_get_num_threads() */
+  int32_t precise;                         /* 1: bfloat16 is rounded in the result alone */
 } cpattn_batch;
 
 /* What a plan has to know of the layers that it is run for. */

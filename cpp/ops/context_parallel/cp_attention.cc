@@ -98,6 +98,7 @@ AttentionBatch batch_of(
       .num_pages = num_pages,
       .segments = cp_segments(metadata, arguments.visibility.causal),
       .batch_invariant = true,  // of how the sequences are split over ranks
+      .precise = arguments.precise,
   };
   const std::vector<int64_t> kv_lens =
       keys_per_sequence(batch.segments, metadata.bs, [](const AttentionSegment& segment) {

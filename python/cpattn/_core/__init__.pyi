@@ -836,6 +836,7 @@ def plan_attention(
     packed_custom_mask: _Tensor | None,
     allow_short_kv: bool,
     batch_invariant: bool,
+    precise: bool,
     num_threads: int | None,
 ) -> AttentionPlan: ...
 def default_scale(function: str, head_dim: int) -> float: ...
@@ -888,6 +889,7 @@ def paged_attention(
     packed_custom_mask: _Tensor | None,
     allow_short_kv: bool,
     batch_invariant: bool,
+    precise: bool,
     num_threads: int | None,
     out: _Tensor,
     lse: _Tensor | None,
@@ -917,6 +919,7 @@ def do_cp_attn_fia(
     k_scale: SupportsFloat | _Tensor | None,
     v_scale: SupportsFloat | _Tensor | None,
     kv_dtype: str | None,
+    precise: bool,
     out: _Tensor,
     lse: _Tensor | None,
 ) -> None: ...

@@ -26,7 +26,7 @@ def do_cp_attn_fia(
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
     q_rope: Tensor | None = None, k_rope: Tensor | None = None, v_head_dim: int | None = None,
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    out: TensorT | None = None,
+    precise: bool = False, out: TensorT | None = None,
     return_lse: Literal[False] = False,
 ) -> TensorT: ...
 @overload
@@ -39,7 +39,7 @@ def do_cp_attn_fia(
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
     q_rope: Tensor | None = None, k_rope: Tensor | None = None, v_head_dim: int | None = None,
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    out: TensorT | None = None,
+    precise: bool = False, out: TensorT | None = None,
     return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
 @overload
@@ -52,7 +52,7 @@ def do_cp_attn_fia(
     custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
     q_rope: Tensor | None = None, k_rope: Tensor | None = None, v_head_dim: int | None = None,
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
-    out: TensorT | None = None,
+    precise: bool = False, out: TensorT | None = None,
     return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
 # fmt: on
@@ -82,6 +82,7 @@ def do_cp_attn_fia(
     k_scale: KVScale = None,
     v_scale: KVScale = None,
     kv_dtype: str | None = None,
+    precise: bool = False,
     out: TensorT | None = None,
     return_lse: bool = False,
 ) -> TensorT | tuple[TensorT, TensorT]:
@@ -131,6 +132,8 @@ def do_cp_attn_fia(
         As in `paged_attention`, of caches of codes of 8 bits; scales of tokens are in pages
         [num_pages, page_size, num_kv_heads] or slots. The scale of keys is that of `k_rope`, too,
         and without `v_cache` that of the values.
+    precise : bool
+        Where bfloat16 is rounded, as in `paged_attention` with `batch_invariant`.
     out : tensor [rows, num_heads * v_head_dim] of the dtype of q, optional
         Written and returned; must not overlap an input.
     return_lse : bool
@@ -183,7 +186,7 @@ def do_cp_attn_fia(
         q, k_cache, v_cache, metadata, block_tables, page_size, num_heads, num_kv_heads, scale,
         causal, window, softcap, (bias, alibi_slopes, relative_bias), sinks, custom_mask,
         packed_custom_mask, q_rope, k_rope,
-        v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
+        v_head_dim, k_scale, v_scale, kv_dtype, precise, out, lse,
     )  # fmt: skip
     return out if lse is None else (out, lse)
 

@@ -81,7 +81,7 @@ _operators.define_with_out(
     f"SymInt? window=None, SymInt? window_right=None, float softcap=0.0, {_BIASES}, "
     "Tensor? sinks=None, "
     "Tensor? custom_mask=None, Tensor? packed_custom_mask=None, bool allow_short_kv=False, "
-    "bool batch_invariant=False, int? num_threads=None)",
+    "bool batch_invariant=False, bool precise=False, int? num_threads=None)",
     "out lse",
     _paged_attention,
     _paged_attention_out,
@@ -123,6 +123,7 @@ def _do_cp_attn_fia_out(
     q_rope: Tensor | None = None,
     k_rope: Tensor | None = None,
     v_head_dim: int | None = None,
+    precise: bool = False,
     block_tables: Tensor,
     page_size: int,
     num_kv_heads: int,
@@ -141,7 +142,7 @@ def _do_cp_attn_fia_out(
         q, k_cache, v_cache, _metadata(batch, page_size), block_tables, page_size, num_heads,
         num_kv_heads, scale, causal, around, softcap, (bias, alibi_slopes, relative_bias), sinks,
         custom_mask, packed_custom_mask, q_rope, k_rope, v_head_dim, k_scale, v_scale, kv_dtype,
-        out, lse,
+        precise, out, lse,
     )  # fmt: skip
 
 
@@ -170,7 +171,7 @@ _operators.define_with_out(
     "Tensor? sinks=None, Tensor? custom_mask=None, Tensor? packed_custom_mask=None, "
     "Tensor? q_rope=None, Tensor? k_rope=None, SymInt? v_head_dim=None, "
     f"{SCALES}, str strategy='zigzag', SymInt? num_tokens=None, float[]? weights=None, "
-    "bool whole_pages=False)",
+    "bool whole_pages=False, bool precise=False)",
     "out lse",
     _do_cp_attn_fia,
     _do_cp_attn_fia_out,

@@ -93,7 +93,7 @@ def cp_attention_options(q, k_cache, v_cache, batch, rand) -> list[Call]:
     options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "custom_mask": masks}
     latent = {"q_rope": rand(ROWS, HEADS * ROPE), "k_rope": rand(9, PAGE, KV_HEADS * ROPE)}
     latent |= {"v_head_dim": 16, "causal": False, "packed_custom_mask": bits}
-    latent |= {"window": 5, "window_right": -1, "bias": rand(2, 1, 9, 16)}
+    latent |= {"window": 5, "window_right": -1, "bias": rand(2, 1, 9, 16), "precise": True}
     results = ("out", "lse")
     return [
         Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), batch | options, results),
@@ -113,6 +113,7 @@ def calls() -> list[Call]:
     csr = {"q_lens": q_lens, "kv_indptr": ints(0, 4, 7), "last_page_len": ints(4, 1)}
     csr["kv_indices"] = ints(5, 0, 7, 2, 8, 1, 3)
     options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "num_threads": 1}
+    options["precise"] = True
     sides = {"window": 5, "window_right": 2, "causal": False, "bias": rand(1, HEADS, 7, 16)}
     sides |= {"alibi_slopes": rand(HEADS), "relative_bias": rand(HEADS, 5)}
     ranges = (ints(0, 0, 4), ints(5, 12, 9))

@@ -37,6 +37,7 @@ struct CpAttentionArguments {
   double softcap = 0;        // c > 0: c * tanh(scaled score / c)
   ScoreBias bias;            // of the whole sequences, as masks
   std::optional<TensorView> sinks;  // float32 [num_heads], one more logit a row
+  bool precise = false;             // bfloat16 is rounded in the result alone
   TensorView out;                   // [rows, num_heads * v_head_dim]
   std::optional<TensorView> lse;    // float32 [rows, num_heads]
 };

@@ -294,7 +294,8 @@ def paged_rows(
         q[..., :split], k, v, call.q_lens, None, None, None, call.kv_indptr, call.kv_indices,
         call.last_page_len, call.page_size, "NHD", o.k_scale, o.v_scale, o.kv_dtype, scale,
         call.causal, window, o.softcap, biases, sinks, None, call.packed_custom_mask, False,
-        o.batch_invariant, None, out, lse, None if k_rope is None else q[..., split:], k_rope,
+        o.batch_invariant, False, None, out, lse, None if k_rope is None else q[..., split:],
+        k_rope,
     )  # fmt: skip
     return out, lse
 
