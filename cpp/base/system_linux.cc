@@ -51,7 +51,7 @@ Stack stack_of_this_thread() {
 bool has_arm_bf16() {
 #if defined(__aarch64__)
   constexpr unsigned long kHwcap2Bf16 = 1UL << 14;  // older headers lack HWCAP2_BF16
-  return (getauxval(AT_HWCAP2) & kHwcap2Bf16) != 0;
+  return (getauxval(AT_HWCAP2) & kHwcap2Bf16) != 0 && (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #else
   return false;
 #endif

@@ -29,9 +29,12 @@ Stack stack_of_this_thread() {
 }
 
 bool has_arm_bf16() {
-  int has = 0;
-  std::size_t size = sizeof has;
-  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+  const auto has = [](const char* feature) {
+    int value = 0;
+    std::size_t size = sizeof value;
+    return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+  };
+  return has("hw.optional.arm.FEAT_BF16") && has("hw.optional.arm.FEAT_DotProd");
 }
 
 bool request_tiles() { return false; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The indexer over pages, with values, and how its work is divided. Scores themselves
-// are tested from Python.
+// are tested from Python, and those of int8 here, where emulated processors try them, too.
 #include "cpattn/sparse/indexer.h"
 
 #include <gtest/gtest.h>
@@ -150,6 +150,43 @@ TEST_P(Indexer, ValuesStandBesideTheirIndices) {
       }
     }
     EXPECT_EQ(values, expected);
+  }
+}
+
+/// Integers: products of the largest codes, and sums that float32 holds.
+TEST_P(Indexer, ScoresOfInt8AreExact) {
+  std::mt19937 generator(6);
+  for (const int64_t dim : {16, 48, 256}) {
+    constexpr int64_t kKeys = 70;
+    std::vector<int8_t> q(6 * kHeads * dim, -128), k(kKeys * dim, -128);
+    const auto random = [&] { return static_cast<int8_t>(generator() % 31 - 15); };
+    std::generate(q.begin() + kHeads * dim, q.end(), random);
+    std::generate(k.begin() + 9 * dim, k.end(), random);
+    std::vector<float> weights(6 * kHeads, 0.5F);
+    const IndexKeys keys =
+        flat_index_keys("test", view(k, DType::int8, {kKeys, dim}), std::nullopt);
+    const PageTable one{.indptr = {0, 1}, .page_ids = {0}};
+    std::vector<IndexerRow> rows;
+    for (int64_t i = 0; i < 6; ++i) rows.push_back({.query = i, .begin = i, .end = kKeys - i});
+    const std::vector<float> logits = logits_of(
+        {.function = "test",
+         .q = view(q, DType::int8, {6, kHeads, dim}),
+         .weights = view(weights, DType::float32, {6, kHeads}),
+         .keys = keys,
+         .pages = one,
+         .rows = rows},
+        kKeys
+    );
+    for (const IndexerRow& row : rows) {
+      for (int64_t j = row.begin; j < row.end; ++j) {
+        int64_t sum = 0;
+        for (int64_t h = 0; h < kHeads; ++h) {
+          const int8_t* head = &q[(row.query * kHeads + h) * dim];
+          sum += std::max(0, std::inner_product(head, head + dim, &k[j * dim], 0));
+        }
+        ASSERT_EQ(logits[row.query * kKeys + j], static_cast<float>(sum) / 2) << dim << ' ' << j;
+      }
+    }
   }
 }
 

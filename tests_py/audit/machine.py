@@ -31,7 +31,7 @@ INSTRUCTION_SETS = {
         "amx-twin": f"{_BF16} avx512vbmi",
         "amx": f"{_BF16} avx512vbmi amx_tile amx_bf16 amx_int8",
     },
-    "aarch64": {"portable": "", "neon": "asimd", "neonbf16": "asimd bf16"},
+    "aarch64": {"portable": "", "neon": "asimd", "neonbf16": "asimd asimddp bf16"},
 }.get(platform.machine(), {"portable": ""})
 
 

@@ -96,7 +96,7 @@ def translate(tmp_path, *options: str) -> list[str]:
     [
         ("-march=x86-64-v2", "-march=x86_64_v2"),
         ("-march=armv8-a", "-mcpu=generic"),
-        ("-march=armv8.2-a+bf16", "-mcpu=generic+v8_2a+bf16"),
+        ("-march=armv8.2-a+bf16+dotprod", "-mcpu=generic+v8_2a+bf16+dotprod"),
     ],
 )
 def test_names_of_processors(tmp_path, option, translated):

@@ -34,8 +34,8 @@ bool amx_palette_missing();
 /// True when the processor has AVX512_FP16.
 bool has_avx512_fp16();
 
-/// True when the processor has the BF16 instructions of Armv8 (FEAT_BF16): BFDOT,
-/// BFMMLA and the conversions.
+/// True when the processor has the BF16 instructions of Armv8 (FEAT_BF16): BFDOT, BFMMLA and the
+/// conversions; and SDOT (FEAT_DotProd), as all do that have those.
 bool has_arm_bf16();
 
 }  // namespace cpattn

@@ -26,7 +26,7 @@ struct Stack {
 /// The stack of the calling thread; empty where the system does not say.
 Stack stack_of_this_thread();
 
-/// Whether the processor is one of Arm with BF16.
+/// Whether the processor is one of Arm with BF16 and DotProd.
 bool has_arm_bf16();
 
 /// Whether this process may use tiles of AMX, for which it asks.
