@@ -248,20 +248,24 @@ TEST(ExchangeChoice, OfStatesAndOfSparseAttention) {
 }
 
 TEST(HeadRounds, AreWorthTheirMessagesOrOne) {
-  const auto sizes = [](int64_t heads, int64_t received, double flops, auto largest) {
+  RoundLimits limits{.most_rounds = 8, .least_bytes = 100, .most_flops_per_byte = 5};
+  const auto sizes = [&](int64_t heads, int64_t received, double flops) {
     Counts found;
-    for (const HeadRange& round : head_rounds(heads, received, flops, largest)) {
+    for (const HeadRange& round : head_rounds(heads, received, flops, limits)) {
       found.push_back(round.size());
     }
     return found;
   };
-  const std::optional<int64_t> any, three = 3;
-  constexpr int64_t kMiB = 1 << 20;
-  EXPECT_EQ(sizes(8, 32 * kMiB, 0, any), Counts(8, 1));
-  EXPECT_EQ(sizes(32, 32 * kMiB, 0, any), Counts(8, 4));
-  EXPECT_EQ(sizes(5, 4 * kMiB, 0, any), (Counts{2, 2, 1}));
-  EXPECT_EQ(sizes(8, kMiB, 0, three), (Counts{3, 3, 2}));
-  EXPECT_EQ(sizes(8, 32 * kMiB, 60'000.0 * 32 * kMiB, any), Counts{8});
+  EXPECT_EQ(sizes(8, 3200, 0), Counts(8, 1));
+  EXPECT_EQ(sizes(32, 3200, 0), Counts(8, 4));
+  EXPECT_EQ(sizes(5, 400, 0), (Counts{2, 2, 1}));
+  EXPECT_EQ(sizes(8, 3200, 5 * 3200 + 1), Counts{8});
+  limits.most_heads = 3;
+  EXPECT_EQ(sizes(8, 100, 0), (Counts{3, 3, 2}));
+  limits.most_heads = 0;
+  EXPECT_EQ(
+      testing::message_of([&] { sizes(8, 100, 0); }), "head_rounds: most_heads must be >= 1, got 0"
+  );
 }
 
 }  // namespace

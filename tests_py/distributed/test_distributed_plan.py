@@ -59,12 +59,6 @@ def test_pairs_are_counted_up_to_each_tokens_own_key(cp):
         assert plan.num_pairs == 6 + 7 + 8 + 9 + 1 + 2 + 3 + 4 + 5 + 6
 
 
-def test_the_first_key_that_a_query_sees_is_the_windows():
-    plan = first_of(2, 4).plan([4, 0, 6], [9, 5, 6], block_tables=[*TABLES, [1, 4, 6]])
-    for window, first in ((None, [0, 5, 0]), (2, [3, 5, 0])):
-        assert plan.batch.first_seen(window).tolist() == first
-
-
 def test_a_pool_must_have_the_last_row_of_a_shard():
     batch = first_of(2, 4).plan(*LENS, block_tables=TABLES).batch
     for rank, rows in ((0, 8), (1, 20)):  # of pages 2, and 5, 3, 9 and 7

@@ -21,14 +21,25 @@ py::slice slice_of(const HeadRange& heads) {
 }
 
 py::list rounds_of(
-    py::handle num_kv_heads, py::handle received_bytes, py::handle flops, py::handle largest
+    py::handle num_kv_heads,
+    py::handle received_bytes,
+    py::handle flops,
+    py::handle most_rounds,
+    py::handle least_bytes,
+    py::handle most_flops_per_byte,
+    py::handle most_heads
 ) {
   const Arguments read("head_rounds");
+  const RoundLimits limits{
+      .most_rounds = read.integer(most_rounds, "most_rounds"),
+      .least_bytes = read.integer(least_bytes, "least_bytes"),
+      .most_flops_per_byte = read.real(most_flops_per_byte, "most_flops_per_byte"),
+      .most_heads = read.optional_integer(most_heads, "most_heads"),
+  };
   py::list rounds;
   for (const HeadRange& heads : head_rounds(
            read.integer(num_kv_heads, "num_kv_heads"),
-           read.integer(received_bytes, "received_bytes"), read.real(flops, "flops"),
-           read.optional_integer(largest, "largest")
+           read.integer(received_bytes, "received_bytes"), read.real(flops, "flops"), limits
        )) {
     rounds.append(slice_of(heads));
   }

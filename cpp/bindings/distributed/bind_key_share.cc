@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "bindings/module.h"
 #include "cpattn/base/prefix_sums.h"
 #include "cpattn/distributed/held_rows.h"
+#include "cpattn/distributed/key_scratch.h"
 #include "cpattn/distributed/key_share.h"
 #include "cpattn/distributed/sequence_calls.h"
 
@@ -44,24 +46,70 @@ BatchKeys placed_keys(
   };
 }
 
+std::vector<int64_t> new_lens(const Arguments& read, const BatchKeys& keys, py::handle q_lens) {
+  std::vector<int64_t> lens = read.ints(q_lens, "q_lens");
+  check(
+      lens.size() == keys.pages().kv_lens.size(), read.function(), ": q_lens must be of ",
+      keys.pages().bs(), " requests, got ", lens.size()
+  );
+  return lens;
+}
+
 HeldRows rows_held(
     const std::shared_ptr<const BatchKeys>& self,
-    py::handle q_lens,
-    py::handle padding,
+    const std::pair<py::handle, py::handle>& tokens,
     py::handle rows_per_rank,
     py::handle owners,
     py::handle window
 ) {
   const Arguments read("held_rows");
-  const std::vector<int64_t> queries = read.ints(q_lens, "q_lens");
-  check(
-      queries.size() == self->pages().kv_lens.size(), "held_rows: q_lens must be of ",
-      self->pages().bs(), " requests, got ", queries.size()
-  );
+  const std::vector<int64_t> queries = new_lens(read, *self, tokens.first);
   return held_rows(
-      self, {.q_lens = queries, .padding = read.integer(padding, "padding")},
+      self, {.q_lens = queries, .padding = read.integer(tokens.second, "padding")},
       read.ints(rows_per_rank, "rows_per_rank"), read.ints(owners, "owners"),
       read.optional_integer(window, "window")
+  );
+}
+
+/// The fields of a KeyScratch; `part` has those of a KeyPart.
+py::tuple scratch_of(
+    const std::shared_ptr<const BatchKeys>& self,
+    const std::pair<py::handle, py::handle>& tokens,
+    const std::pair<py::handle, py::handle>& rows,
+    py::handle rows_per_rank,
+    const std::array<bool, 3>& part,
+    py::handle window
+) {
+  const Arguments read("plan_key_scratch");
+  const std::vector<int64_t> queries = new_lens(read, *self, tokens.first);
+  const TokenRows placed{
+      .request = read.ints(rows.first, "request"), .position = read.ints(rows.second, "position")
+  };
+  check(
+      placed.request.size() == placed.position.size(),
+      "plan_key_scratch: request and position must be of equal lengths"
+  );
+  for (const int64_t request : placed.request) {
+    check(
+        request >= 0 && request < self->pages().bs(), "plan_key_scratch: request must be in [0, ",
+        self->pages().bs(), "), got ", request
+    );
+  }
+  KeyScratch scratch = plan_key_scratch(
+      self, {.q_lens = queries, .padding = read.integer(tokens.second, "padding")}, placed,
+      read.ints(rows_per_rank, "rows_per_rank"),
+      {.cached = part[0], .new_in_pools = part[1], .new_rows = part[2]},
+      read.optional_integer(window, "window")
+  );
+  py::list sent;
+  for (std::vector<int64_t>& of_rank : scratch.sent_rows) {
+    sent.append(own_array(std::move(of_rank)));
+  }
+  PaddedTable& tables = scratch.block_tables;
+  return py::make_tuple(
+      int_array(std::move(tables.values)).attr("reshape")(self->pages().bs(), tables.columns),
+      scratch.num_slots, sent, own_array(std::move(scratch.slots)),
+      own_array(std::move(scratch.new_rows))
   );
 }
 
@@ -231,7 +279,8 @@ void register_key_share(py::module_& module) {
       .def(py::init(&placed_keys))
       .def_property_readonly("num_ranks", &BatchKeys::num_ranks)
       .def_property_readonly("run_len", &BatchKeys::run_len)
-      .def("held_rows", &rows_held);
+      .def("held_rows", &rows_held)
+      .def("scratch", &scratch_of);
   py::class_<LocalPages>(module, "LocalPages", py::module_local())
       .def(py::init(&make_local_pages))
       .def_readonly("page_size", &LocalPages::page_size)

@@ -6,18 +6,6 @@
 #include "cpattn/base/check.h"
 
 namespace cpattn {
-namespace {
-
-// More would hide little more: the first round's exchange and the last one's attention are alone.
-constexpr int64_t kMostRounds = 8;
-// A rank receives so many bytes in a round at least; below, its messages cost more than they hide.
-constexpr int64_t kLeastBytes = 1 << 20;
-// A rank that computes more for each byte that it receives has little to hide: at 1 TFLOP/s and 1
-// Gbit/s a sixth of a layer, which is what attention of single heads may take longer.
-constexpr double kMostFlopsPerByte = 50'000;
-
-}  // namespace
-
 std::vector<HeadShare> share_heads(int64_t num_heads, int64_t num_kv_heads, int64_t num_ranks) {
   constexpr CheckFor kCheck{"share_heads"};
   kCheck(num_ranks >= 1, "num_ranks must be >= 1, got ", num_ranks);
@@ -65,17 +53,25 @@ std::vector<std::vector<HeadShare>> split_shares(
 }
 
 std::vector<HeadRange> head_rounds(
-    int64_t num_kv_heads, int64_t received_bytes, double flops, std::optional<int64_t> largest
+    int64_t num_kv_heads, int64_t received_bytes, double flops, const RoundLimits& limits
 ) {
-  int64_t wanted = std::min({num_kv_heads, kMostRounds, received_bytes / kLeastBytes});
-  if (flops > kMostFlopsPerByte * static_cast<double>(received_bytes) || wanted < 1) wanted = 1;
-  int64_t at_once = (num_kv_heads + wanted - 1) / wanted;
-  if (largest) at_once = std::min(at_once, std::max<int64_t>(*largest, 1));
-  std::vector<HeadRange> rounds;
-  for (int64_t head = 0; head < num_kv_heads; head += at_once) {
-    rounds.push_back({head, std::min(head + at_once, num_kv_heads)});
+  constexpr CheckFor kCheck{"head_rounds"};
+  kCheck(limits.most_rounds >= 1, "most_rounds must be >= 1, got ", limits.most_rounds);
+  kCheck(limits.least_bytes >= 1, "least_bytes must be >= 1, got ", limits.least_bytes);
+  int64_t rounds =
+      std::min({num_kv_heads, limits.most_rounds, received_bytes / limits.least_bytes});
+  const double most_flops = limits.most_flops_per_byte * static_cast<double>(received_bytes);
+  if (flops > most_flops || rounds < 1) rounds = 1;
+  int64_t at_once = (num_kv_heads + rounds - 1) / rounds;
+  if (limits.most_heads) {
+    kCheck(*limits.most_heads >= 1, "most_heads must be >= 1, got ", *limits.most_heads);
+    at_once = std::min(at_once, *limits.most_heads);
   }
-  return rounds;
+  std::vector<HeadRange> ranges;
+  for (int64_t head = 0; head < num_kv_heads; head += at_once) {
+    ranges.push_back({head, std::min(head + at_once, num_kv_heads)});
+  }
+  return ranges;
 }
 
 }  // namespace cpattn

@@ -214,13 +214,21 @@ class BatchKeys(_Bound):
     def run_len(self) -> int: ...
     def held_rows(
         self,
-        q_lens: _Indices,
-        padding: int,
+        tokens: tuple[_Indices, int],
         rows_per_rank: _Indices,
         owners: _Indices,
         window: int | None,
         /,
     ) -> HeldRows: ...
+    def scratch(
+        self,
+        tokens: tuple[_Indices, int],
+        rows: tuple[_Indices, _Indices],
+        rows_per_rank: _Indices,
+        part: tuple[bool, bool, bool],
+        window: int | None,
+        /,
+    ) -> tuple[NDArray[np.int32], int, list[_Ints], _Ints, _Ints]: ...
 
 class LocalPages(_Bound):
     def __init__(self, page_size: int, indptr: _Indices, ids: _Indices, /) -> None: ...
@@ -585,7 +593,14 @@ def exchanges() -> dict[str, Exchange]: ...
 def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int, /) -> list[HeadShare]: ...
 def split_shares(shares: list[HeadShare], num_parts: int, /) -> list[list[HeadShare]]: ...
 def head_rounds(
-    num_kv_heads: int, received_bytes: int, flops: float, largest: int | None, /
+    num_kv_heads: int,
+    received_bytes: int,
+    flops: float,
+    most_rounds: int,
+    least_bytes: int,
+    most_flops_per_byte: float,
+    most_heads: int | None,
+    /,
 ) -> list[slice]: ...
 def send_rows(rows: _Indices, row_bytes: int, by_ring: bool, /) -> tuple[_Ints, _Ints]: ...
 def send_queries(

@@ -147,7 +147,7 @@ class RankAttention(HostCalls):
             )  # fmt: skip
             if isinstance(plan, ShardedPlan):
                 return attend_shards(self._exchange, plan, arguments, options, prefetched)
-            return write_and_attend(self._exchange, self._host(), plan, arguments, options)
+            return write_and_attend(self._exchange, plan, arguments, options)
         _check_three_axes("q_local", q_local, "head_dim")
         if q_rope is not None:
             _check_three_axes("q_rope", q_rope, "rope_dim")

@@ -27,7 +27,7 @@ from .plans.sharded_plan import DecodePlan, ShardedPlan, shard_plan
 from .row_calls import RowCalls
 from .sharded import ShardedAttention
 from .transport.exchange import RowExchange
-from .transport.host import TRANSPORTS, Connection
+from .transport.host import TRANSPORTS
 from .transport.terms import NO_TERMS
 
 
@@ -160,7 +160,6 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
         self.whole_pages = flag(whole_pages, "ContextParallel", "whole_pages")
         self.transport = transport
         self._exchange = RowExchange(group, through_memory=transport != "tcp")
-        self._connection: Connection | None = None
         self.cp_rank = self._exchange.rank
         self.cp_size = self._exchange.size
         check_placement(placement, exchange, self.cp_size, self.page_size, self.mesh)
@@ -348,13 +347,13 @@ class ContextParallel(ShardedAttention, RankAttention, RowCalls):
         rows are written, so those of all ranks are seen behind it.
         """
         if isinstance(plan, DecodePlan):
-            self._check_decode_plan("write_kv", plan)
+            check_rank("write_kv", self._exchange, plan, DecodePlan)
             write_own(plan, k_local, v_local, k_cache, v_cache)
             return
         if isinstance(plan, ShardedPlan):
             write_shards(self._exchange, plan, k_local, v_local, k_cache, v_cache)
             return
-        host = self._host()
+        host = self._exchange.host()
         with self._exchange.agreement("write_kv", getattr(plan, "terms", NO_TERMS)) as parts:
             check_rank("write_kv", self._exchange, plan)
             new = plan_rows("write_kv", plan, (k_local, v_local), (k_cache, v_cache))

@@ -3,30 +3,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from .._arguments import at_least, flag
+from .._arguments import at_least
 from .._types import ScoreBias, Window
 from ..kv import Placement
 from ..profiling.calls import announced
-from .layers.choice import choose_state_exchange
-from .layers.decode_states import (
-    OUT_HEADS,
-    STATE_EXCHANGES,
-    gather_queries,
-    heads_of_ranks,
-    merge_states,
-)
-from .layers.partials import AttentionOptions, ShardInputs, attend_part, checked_inputs
+from .layers.decode import DecodeArguments, decode
+from .layers.decode_states import heads_of_ranks
+from .layers.partials import AttentionOptions
 from .plans.mesh import Mesh
 from .plans.sharded_plan import DecodePlan, make_decode_plan
-from .sparse import decode as sparse_decode
-from .sparse.inputs import checked_sparse_inputs, refuse_mask
+from .sparse.decode import decode_sparse
 from .transport.exchange import RowExchange
-from .transport.terms import NO_TERMS, digest
 
 
 class DecodeCalls:
@@ -172,51 +163,15 @@ class DecodeCalls:
             If another rank refuses its arguments, makes another call, has another plan, other
             queries or options, or does not answer.
         """
-        terms: dict[str, int] = {}
-        with self._exchange.agreement("decode", getattr(plan, "terms", NO_TERMS), terms) as parts:
-            self._check_decode_plan("decode", plan)
-            return_lse = flag(return_lse, "ContextParallel.decode", "return_lse")
-            options = AttentionOptions(
-                scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype, batch_invariant,
-                bias, alibi_slopes, relative_bias,
-            )  # fmt: skip
-            queries, q_ropes = q, q_rope
-            if num_heads is not None:
-                queries = self._all_heads("q", q, num_heads)
-                if q_rope is not None:
-                    q_ropes = self._all_heads("q_rope", q_rope, num_heads)
-                    _check_rows("decode", "q_rope", q_rope, plan)
-            inputs = checked_inputs(
-                "decode",
-                plan.batch.tokens,
-                options,
-                queries,
-                k_shard,
-                v_shard,
-                v_head_dim,
-                q_ropes,
-                k_rope,
-            )
-            _check_rows("decode", "q", q, plan)
-            plan.batch.check_pool("decode", self.cp_rank, inputs.num_slots)
-            parts.append(inputs.q.flatten(1))
-            name = self._state_exchange(plan, inputs, exchange, out_heads)
-            terms["exchange"] = digest(f"{name} {out_heads} {num_heads is None}".encode())
-            terms["options"] = inputs.digest()
-        queries = inputs.q
-        with self._exchange.without_return():
-            if num_heads is not None:
-                own = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
-                queries = gather_queries(self._exchange, own, inputs.q.shape[1])
-            calls = plan.batch.calls(
-                self.cp_rank, slice(0, len(q)), causal=causal, window=inputs.options.window
-            )
-            positions = partial(plan.batch.positions, self.cp_rank, slice(0, len(q)))
-            state = attend_part(
-                calls, queries, inputs.k, inputs.v, inputs.options, positions, inputs.k_rope
-            )
-            result = merge_states(self._exchange, state, inputs.options.sinks, name, out_heads)
-        return result if return_lse else result[0]
+        options = AttentionOptions(
+            scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype, batch_invariant,
+            bias, alibi_slopes, relative_bias,
+        )  # fmt: skip
+        arguments = DecodeArguments(
+            q, k_shard, v_shard, q_rope, k_rope, v_head_dim, num_heads, out_heads, exchange,
+            return_lse,
+        )  # fmt: skip
+        return decode(self._exchange, plan, arguments, options)
 
     @announced("ContextParallel.decode_sparse")
     def decode_sparse(
@@ -276,23 +231,11 @@ class DecodeCalls:
             If another rank refuses its arguments, makes another call, has another plan, other
             queries or options, or does not answer.
         """
-        call, terms = "decode_sparse", dict[str, int]()
-        with self._exchange.agreement(call, getattr(plan, "terms", NO_TERMS), terms) as parts:
-            self._check_decode_plan(call, plan)
-            refuse_mask(call, plan.batch.mask)
-            return_lse = flag(return_lse, f"ContextParallel.{call}", "return_lse")
-            inputs = checked_sparse_inputs(
-                call, plan.num_tokens, self.page_size, q, kv_shard, index_q, index_k_shard, weights,
-                topk=topk, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink,
-                index_k_scale=index_k_scale,
-            )  # fmt: skip
-            _check_rows(call, "q", q, plan)
-            plan.batch.check_pool(call, self.cp_rank, inputs.num_slots)
-            parts += [inputs.q.flatten(1), inputs.index_q.flatten(1), inputs.weights]
-            terms["options"] = inputs.digest()
-        with self._exchange.without_return():
-            result = sparse_decode.decode(self._exchange, plan, inputs)
-        return result if return_lse else result[0]
+        return decode_sparse(
+            self._exchange, plan, q, kv_shard, index_q, index_k_shard, weights,
+            return_lse=return_lse, topk=topk, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink,
+            index_k_scale=index_k_scale,
+        )  # fmt: skip
 
     def head_range(self, num_heads: int) -> slice:
         """Say which query heads ``decode`` takes for this rank's own. Local.
@@ -317,53 +260,3 @@ class DecodeCalls:
         """
         number = at_least(1, num_heads, "ContextParallel.head_range", "num_heads")
         return heads_of_ranks(number, self.cp_size)[self.cp_rank]
-
-    def _all_heads(self, name: str, q: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """No rows of queries of all heads, after checking those of this rank."""
-        number = at_least(1, num_heads, "ContextParallel.decode", "num_heads")
-        own = self.head_range(number)
-        if q.ndim != 3 or q.shape[1] != own.stop - own.start:
-            raise ValueError(
-                f"ContextParallel.decode: {name} must be [num_tokens, {own.stop - own.start}, "
-                f"head_dim] of rank {self.cp_rank}, for {number} heads on {self.cp_size} ranks, "
-                f"got shape {list(q.shape)}"
-            )
-        return q.new_empty(0, number, q.shape[2])
-
-    def _state_exchange(
-        self, plan: DecodePlan, inputs: ShardInputs, exchange: str, out_heads: str
-    ) -> str:
-        """The name of the exchange of partial results."""
-        for argument, value, known in (
-            ("exchange", exchange, ("auto", *STATE_EXCHANGES)),
-            ("out_heads", out_heads, OUT_HEADS),
-        ):
-            if value not in known:
-                raise ValueError(
-                    f"ContextParallel.decode: {argument} must be one of {', '.join(known)}, got "
-                    f"{value!r:.40}"
-                )
-        if exchange != "auto":
-            return exchange
-        return choose_state_exchange(plan, inputs.sizes(), out_heads).exchange
-
-    def _check_decode_plan(self, call: str, plan: DecodePlan) -> None:
-        if not isinstance(plan, DecodePlan):
-            raise TypeError(
-                f"ContextParallel.{call}: plan must be one of ContextParallel.plan_decode, got "
-                f"{type(plan).__name__}"
-            )
-        of = (plan.cp_rank, plan.placement.shard_size)
-        if of != (self.cp_rank, self.cp_size):
-            raise ValueError(
-                f"ContextParallel.{call}: plan must be of rank {self.cp_rank} of {self.cp_size}, "
-                f"got rank {of[0]} of {of[1]}"
-            )
-
-
-def _check_rows(call: str, name: str, q: torch.Tensor, plan: DecodePlan) -> None:
-    if len(q) != plan.num_tokens:
-        raise ValueError(
-            f"ContextParallel.{call}: {name} must have the {plan.num_tokens} rows of the plan, "
-            f"got {len(q)}"
-        )

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch.distributed as dist
 
 from .transport.exchange import RowExchange
-from .transport.host import Connection, HostGroup, connect, known_connection
+from .transport.host import Connection, connect, known_connection
 from .transport.shared_memory import SharedMemory
 from .transport.topology import Topology
 
@@ -17,7 +19,6 @@ class HostCalls:
     group: dist.ProcessGroup
     transport: str
     _exchange: RowExchange
-    _connection: Connection | None
 
     def topology(self) -> Topology:
         """Find out which ranks share a host, and whether they share memory there.
@@ -35,7 +36,7 @@ class HostCalls:
         RuntimeError
             If another rank makes another call, has another `transport`, or does not answer.
         """
-        return self._connected().topology
+        return self._connection.topology
 
     def shared_memory(self) -> SharedMemory | None:
         """Give memory that the ranks of a host share, for a pool of `cpattn.kv`, as its `memory`.
@@ -56,19 +57,10 @@ class HostCalls:
         RuntimeError
             As of `topology`.
         """
-        host = self._connected().host
+        host = self._connection.host
         return None if host is None else SharedMemory(host, self._exchange)
 
-    def _connected(self) -> Connection:
-        if self._connection is None and self.transport != "tcp":
-            self._connection = known_connection(self.group)
-        if self._connection is None:
-            self._connection = connect(self.group, self._exchange, self.transport)
-        return self._connection
-
-    def _host(self) -> HostGroup | None:
-        """Return the host on which ranks share memory, if they have found out; ask nobody."""
-        if self.transport == "tcp":
-            return None
-        known = known_connection(self.group)
-        return known and known.host
+    @cached_property
+    def _connection(self) -> Connection:
+        known = None if self.transport == "tcp" else known_connection(self.group)
+        return known or connect(self.group, self._exchange, self.transport)

@@ -30,10 +30,17 @@ std::vector<std::vector<HeadShare>> split_shares(
     const std::vector<HeadShare>& shares, int64_t num_parts
 );
 
-/// The KV heads of each round, of which none has more than `largest`. Rounds are worth it where a
-/// rank receives `received_bytes` in all of them while it computes `flops`.
+/// Limits of rounds that exchange some KV heads while others are attended to.
+struct RoundLimits {
+  int64_t most_rounds = 1;
+  int64_t least_bytes = 1;         // that a rank receives in a round
+  double most_flops_per_byte = 0;  // in all rounds: with more, one round is enough
+  std::optional<int64_t> most_heads = std::nullopt;  // of a round
+};
+/// The KV heads of each round, where a rank receives `received_bytes` in all of them while it
+/// computes `flops`. Throws std::invalid_argument for limits below 1.
 std::vector<HeadRange> head_rounds(
-    int64_t num_kv_heads, int64_t received_bytes, double flops, std::optional<int64_t> largest
+    int64_t num_kv_heads, int64_t received_bytes, double flops, const RoundLimits& limits
 );
 
 }  // namespace cpattn

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..plans.key_shares import Array
 from ..plans.sharded_plan import ShardedPlan
 from .rows import put_rows, take_rows
 
@@ -42,26 +41,34 @@ class KeyScratch:
     num_slots: int
     sent_rows: list[torch.Tensor]  # of each rank, in its pool
     num_new: list[int]  # rows that each rank sends besides, which are in no pool yet
-    slots: torch.Tensor  # where the rows of all ranks go, in rank order
-    sources: torch.Tensor | None  # which of these they are; None: all
+    every_slot: torch.Tensor  # of the rows of all ranks, in rank order; -1 for padding tokens
     new_rows: torch.Tensor  # where, among the rows of all ranks, those are that are in no pool
 
-    @property
+    @cached_property
     def counts(self) -> list[int]:
         """The rows that each rank sends."""
         return [len(rows) + new for rows, new in zip(self.sent_rows, self.num_new, strict=True)]
 
     @cached_property
-    def slots_by_rank(self) -> list[torch.Tensor]:
+    def sources(self) -> torch.Tensor | None:
+        """The rows that have slots; None for all."""
+        placed = torch.nonzero(self.every_slot >= 0).view(-1)
+        return None if len(placed) == len(self.every_slot) else placed
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """The slots of `sources`."""
+        return self.every_slot if self.sources is None else self.every_slot[self.sources]
+
+    @cached_property
+    def slots_by_rank(self) -> tuple[torch.Tensor, ...]:
         """Slot of each row of each rank, -1 for none."""
-        every = torch.full((sum(self.counts),), -1)
-        every[slice(None) if self.sources is None else self.sources] = self.slots
-        return list(every.split(self.counts))
+        return self.every_slot.split(self.counts)
 
     @cached_property
     def new_slots(self) -> torch.Tensor:
         """Slots of the rows that are in no pool, of all ranks; -1 for padding tokens."""
-        return torch.cat(self.slots_by_rank)[self.new_rows]
+        return self.every_slot[self.new_rows]
 
     @cached_property
     def unfilled(self) -> torch.Tensor:
@@ -89,47 +96,15 @@ def key_scratch(plan: ShardedPlan, window: int | None, part: Part = WHOLE) -> Ke
 
     Pages and their places are those of the whole context, whatever part of it travels.
     """
-    memo = plan.batch.memo
-    key = ("scratch", window, part)
-    if key not in memo:
-        memo[key] = _key_scratch(plan, window, part)
-    scratch: KeyScratch = memo[key]
-    return scratch
+    batch = plan.batch
 
-
-def _key_scratch(plan: ShardedPlan, window: int | None, part: Part) -> KeyScratch:
-    shares, rows = plan.batch.shares, plan.batch.rows
-    first_seen = plan.batch.first_seen(window)
-    num_pages = np.count_nonzero(plan.block_tables >= 0, axis=1)
-    tables = np.full(plan.block_tables.shape, -1, dtype=np.int32)
-    tables[plan.block_tables >= 0] = np.arange(num_pages.sum())
-    first_slot: Array = (np.cumsum(num_pages) - num_pages) * plan.page_size
-    sent, slots, num_new = [], [], []
-    begin = 0  # of the rank's new tokens among those of all ranks
-    prefixes = np.asarray(plan.metadata.prefix_lens)
-    for rank in range(plan.placement.shard_size):
-        keys = shares.local_keys(rank)
-        needed = keys.position >= first_seen[keys.request]
-        is_cached = keys.position < prefixes[keys.request]
-        needed &= (part.cached & is_cached) | (part.new_in_pools & ~is_cached)
-        sent.append(torch.from_numpy(keys.row[needed]))
-        slots.append((first_slot[keys.request] + keys.position)[needed])
-        num_new.append(plan.rows_per_rank[rank] if part.new_rows else 0)
-        request, position = (
-            x[begin : begin + num_new[rank]] for x in (rows.request, rows.position)
+    def make() -> KeyScratch:
+        tables, num_slots, sent, slots, new_rows = batch.shares.keys.scratch(
+            batch.tokens.padded_counts, batch.rows, plan.rows_per_rank, part, window
         )
-        padding = position >= shares.kv_lens[request]
-        slots.append(np.where(padding, -1, first_slot[request] + position))
-        begin += num_new[rank]
-    every_slot = np.concatenate(slots)
-    placed = every_slot >= 0
-    is_new = np.repeat(np.tile([False, True], len(sent)), [len(part) for part in slots])
-    return KeyScratch(
-        block_tables=tables,
-        num_slots=int(num_pages.sum()) * plan.page_size,
-        sent_rows=sent,
-        num_new=num_new,
-        slots=torch.from_numpy(every_slot[placed]),
-        sources=None if placed.all() else torch.from_numpy(np.flatnonzero(placed)),
-        new_rows=torch.from_numpy(np.flatnonzero(is_new)),
-    )
+        num_new = [rows if part.new_rows else 0 for rows in plan.rows_per_rank]
+        of_ranks = [torch.from_numpy(rows) for rows in sent]
+        places = torch.from_numpy(slots), torch.from_numpy(new_rows)
+        return KeyScratch(tables, num_slots, of_ranks, num_new, *places)
+
+    return batch.once(("scratch", window, part), make)

@@ -10,7 +10,7 @@ import torch
 
 from ..._arguments import flag
 from ..plans.plan import ContextParallelPlan
-from ..plans.sharded_plan import ShardedPlan
+from ..plans.sharded_plan import DecodePlan, ShardedPlan
 from ..transport.exchange import RowExchange
 from .partials import AttentionOptions, ShardInputs, checked_inputs
 from .rows import NewRows, plan_rows
@@ -19,6 +19,7 @@ from .sharded_write import shard_rows
 if TYPE_CHECKING:
     from .prefetch import Prefetch
 
+_Plan = ContextParallelPlan | DecodePlan
 PlanT = TypeVar("PlanT", bound=ContextParallelPlan)
 
 
@@ -82,19 +83,22 @@ def filled_outputs(
     return out, lse
 
 
-def check_plan(call: str, plan: ContextParallelPlan) -> None:
-    """Refuse what is no plan, and one of `plan_decode`."""
-    if not isinstance(plan, ContextParallelPlan):
+def check_plan(call: str, plan: object, kind: type[_Plan] = ContextParallelPlan) -> None:
+    """Refuse what is no plan, and one of another method."""
+    if not isinstance(plan, kind):
+        method = "plan_decode" if kind is DecodePlan else "plan"
         raise TypeError(
-            f"ContextParallel.{call}: plan must be one of ContextParallel.plan, got "
+            f"ContextParallel.{call}: plan must be one of ContextParallel.{method}, got "
             f"{type(plan).__name__}"
         )
 
 
-def check_rank(call: str, exchange: RowExchange, plan: ContextParallelPlan) -> None:
+def check_rank(
+    call: str, exchange: RowExchange, plan: _Plan, kind: type[_Plan] = ContextParallelPlan
+) -> None:
     """Refuse what is no plan, and one of another rank or group."""
-    check_plan(call, plan)
-    of = (plan.cp_rank, len(plan.rows_per_rank))
+    check_plan(call, plan, kind)
+    of = (plan.cp_rank, plan.cp_size)
     if of != (exchange.rank, exchange.size):
         raise ValueError(
             f"ContextParallel.{call}: plan must be of rank {exchange.rank} of {exchange.size}, "

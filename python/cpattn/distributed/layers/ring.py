@@ -42,7 +42,7 @@ Blocks = dict[int, torch.Tensor]  # by rank
 def attend(layer: RankLayer[ShardedPlan]) -> State:
     """Attention of this rank's rows, and their LSE; new keys are written, if they are given."""
     host = layer.exchange.host()
-    if isinstance(host, HostGroup):
+    if host is not None:
         return _HostRing(layer, host).attend()
     return Ring(layer, tuple(range(layer.exchange.size))).attend()
 
@@ -58,7 +58,9 @@ class Ring:
         self.own, self.size = share_of[exchange.rank], max(share_of) + 1
         self.groups = exchange.size  # of queries, of which a rank has one
         self.lanes = 1  # ranks of which each receives a part of a share
-        self.shares = _shares(plan, share_of)
+        self.shares = plan.batch.once(
+            ("shares", share_of), lambda: plan.batch.shares.of_groups(np.array(share_of))
+        )
         self.schedule = ring_schedule(self.own, self.size)
         self.pages = [ring_pages(self.shares, share) for share in range(self.size)]
         self._parts = [no_state(len(inputs.q), inputs.q, inputs.v) for _ in range(self.size)]
@@ -144,15 +146,14 @@ class Ring:
     def _calls(self, share: int) -> list[SequenceCall]:
         """Return the calls by which queries see the keys of a share, made once for all layers."""
         options, batch = self.inputs.options, self.plan.batch
-        memo = batch.memo
-        key = type(self), self._share_of, share, options.causal, options.window
-        if key not in memo:
+
+        def make() -> list[SequenceCall]:
             own = self.rows()
             rows = Rows(batch.rows.request[own], batch.rows.position[own])
             visibility = Visibility(options.causal, options.window, batch.mask)
-            memo[key] = sequence_calls(self.shares, share, self.pages[share], rows, visibility)
-        calls: list[SequenceCall] = memo[key]
-        return calls
+            return sequence_calls(self.shares, share, self.pages[share], rows, visibility)
+
+        return batch.once((type(self), self._share_of, share, options.causal, options.window), make)
 
     def _rounds(self) -> list[slice]:
         """The KV heads that travel at a time, the same on all ranks that send each other some."""
@@ -223,15 +224,6 @@ class _HostRing(Ring):
 
 def _part(block: torch.Tensor, lane: int, lanes: int) -> torch.Tensor:
     return block[len(block) * lane // lanes : len(block) * (lane + 1) // lanes]
-
-
-def _shares(plan: ShardedPlan, share_of: tuple[int, ...]) -> KeyShares:
-    """The keys of each share; made once for all layers."""
-    memo, key = plan.batch.memo, ("shares", share_of)
-    if key not in memo:
-        memo[key] = plan.batch.shares.of_groups(np.array(share_of))
-    shares: KeyShares = memo[key]
-    return shares
 
 
 def ring_schedule(rank: int, size: int) -> list[int]:

@@ -11,6 +11,14 @@ from ... import _core
 Round = TypeVar("Round")
 Arriving = TypeVar("Arriving")
 
+# More would hide little more: the first round's exchange and the last one's attention are alone.
+_MOST_ROUNDS = 8
+# A rank receives so many bytes in a round at least; below, its messages cost more than they hide.
+_LEAST_BYTES = 1 << 20
+# A rank that computes more for each byte that it receives has little to hide: at 1 TFLOP/s and 1
+# Gbit/s a sixth of a layer, which is what attention of single heads may take longer.
+_MOST_FLOPS_PER_BYTE = 50_000
+
 
 def head_rounds(
     num_kv_heads: int, received_bytes: int, flops: int, largest: int | None = None
@@ -19,7 +27,8 @@ def head_rounds(
 
     `received_bytes` and `flops` are those of a rank in all of them, the same on every rank.
     """
-    return _core.head_rounds(num_kv_heads, received_bytes, flops, largest)
+    limits = _MOST_ROUNDS, _LEAST_BYTES, _MOST_FLOPS_PER_BYTE, largest
+    return _core.head_rounds(num_kv_heads, received_bytes, flops, *limits)
 
 
 def side_by_side(

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..plans.plan import ContextParallelPlan
 from ..transport.exchange import RowExchange
-from ..transport.host import HostGroup
 from ..transport.row_bytes import ArrivingRows
 from ..transport.terms import NO_TERMS
 from .head_attention import HeadOutputs
@@ -25,13 +24,13 @@ from .shared_rows import SharedRows, shared_digest
 
 def write_and_attend(
     exchange: RowExchange,
-    host: HostGroup | None,
     plan: ContextParallelPlan,
     arguments: LayerArguments,
     options: AttentionOptions,
 ) -> Any:
     """See ContextParallel.attend."""
     terms: dict[str, int] = {}
+    host = exchange.host()
     with exchange.agreement("attend", getattr(plan, "terms", NO_TERMS), terms) as parts:
         layer = checked_layer(exchange, plan, arguments, options)
         new = layer.new

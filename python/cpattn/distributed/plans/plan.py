@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -134,6 +134,11 @@ class ContextParallelPlan:
         return torch.from_numpy(pages.astype(np.int64)), tables
 
     @property
+    def cp_size(self) -> int:
+        """Number of ranks."""
+        return len(self.rows_per_rank)
+
+    @property
     def num_local_rows(self) -> int:
         """Tokens of this rank, without physical padding."""
         return self.rows_per_rank[self.cp_rank]
@@ -142,6 +147,41 @@ class ContextParallelPlan:
     def num_physical_rows(self) -> int:
         """Rows of this rank with physical padding, where the plan has it."""
         return int(self.metadata.per_rank_actual_token[self.cp_rank])
+
+
+class PlannedPages(NamedTuple):
+    """Pages of a batch, the slots that were given and the mask, with the terms of all three."""
+
+    pages: _core.BatchPages
+    slots: NDArray[np.int64] | None
+    mask: NDArray[np.uint8] | None
+    terms: tuple[int, int, int]
+
+
+def planned_pages(
+    call: str,
+    lens: NDArray[np.int64],
+    extends: NDArray[np.int64],
+    page_size: int,
+    *,
+    block_tables: Any,
+    out_cache_loc: Any = None,
+    padding: int = 0,
+    custom_mask: Any,
+    packed_custom_mask: Any,
+) -> PlannedPages:
+    """Check the pages, slots and mask of a batch, of which `extends` are new tokens."""
+    tables = index_array("block_tables", block_tables, 2, call)
+    pages = _core.BatchPages(tables, lens, page_size, call)
+    slots = None
+    if out_cache_loc is not None:
+        slots = index_array("out_cache_loc", out_cache_loc, 1, call).astype(np.int64)
+    slots_term = pages.checked_slots(slots, extends, padding, call)
+    mask = packed_mask(custom_mask, packed_custom_mask, extends, lens, padding, call)
+    if mask is not None:
+        mask.flags.writeable = False
+    mask_term = digest() if mask is None else digest(mask)
+    return PlannedPages(pages, slots, mask, (pages.digest(), slots_term, mask_term))
 
 
 def make_plan(
@@ -159,31 +199,25 @@ def make_plan(
     extends = index_array("extend_lens", extend_lens, 1, _PLAN).astype(np.int64)
     prefixes = np.asarray(metadata.prefix_lens, dtype=np.int64)
     padding = metadata.total_seq_lens - int(extends.sum())
-    tables = index_array("block_tables", block_tables, 2, _PLAN)
-    pages = _core.BatchPages(tables, prefixes + extends, page_size, _PLAN)
-    slots = None
-    if out_cache_loc is not None:
-        slots = index_array("out_cache_loc", out_cache_loc, 1, _PLAN).astype(np.int64)
-    slots_term = pages.checked_slots(slots, extends, padding, _PLAN)
-    mask = packed_mask(custom_mask, packed_custom_mask, extends, prefixes + extends, padding)
-    if mask is not None:
-        mask.flags.writeable = False
+    planned = planned_pages(
+        _PLAN, prefixes + extends, extends, page_size, block_tables=block_tables,
+        out_cache_loc=out_cache_loc, padding=padding, custom_mask=custom_mask,
+        packed_custom_mask=packed_custom_mask,
+    )  # fmt: skip
     split = (metadata.strategy, metadata.weights, metadata.page_size)
     return ContextParallelPlan(
         metadata=metadata.pad_to_physical() if pad_to_physical else metadata,
         page_size=page_size,
-        tokens=NewTokens(pages, extends, padding, slots, metadata),
+        tokens=NewTokens(planned.pages, extends, padding, planned.slots, metadata),
         cp_rank=metadata.cp_rank,
         rows_per_rank=tuple(metadata.per_rank_actual_token),
         terms=(
             digest(prefixes, extends, np.int64(padding)),
             digest(f"{split} {page_size} {metadata.cp_size}".encode()),
-            pages.digest(),
-            slots_term,
-            digest() if mask is None else digest(mask),
+            *planned.terms,
             digest(),
         ),
-        packed_custom_mask=mask,
+        packed_custom_mask=planned.mask,
         num_pairs=int((extends * prefixes + extends * (extends + 1) // 2).sum()),
         num_padding_tokens=padding,
     )

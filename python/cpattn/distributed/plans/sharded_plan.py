@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ... import _core
 from ...kv import Placement
-from ..transport.terms import PLAN_TERMS, digest
+from ..transport.terms import digest
 from .key_shares import Array, KeyShares
-from .masks import packed_mask
 from .mesh import Mesh
 from .placed import has_telling_name, located
-from .plan import ContextParallelPlan
+from .plan import ContextParallelPlan, planned_pages
 from .sequence_calls import Positions, RowMask, SequenceCall, Sides, Visibility, sequence_calls
 from .tokens import NewTokens, Rows, index_array
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class ShardedBatch:
     tokens: NewTokens
     mask: RowMask | None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what layers share
+
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """Return what layers share, made when one of them asks for it first."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        made: Made = self.memo[key]
+        return made
 
     @property
     def rows(self) -> Rows:
@@ -61,12 +70,6 @@ class ShardedBatch:
         """Number of keys of its request that each query sees if it sees all up to its own."""
         return np.minimum(self.rows.position + 1, self.shares.kv_lens[self.rows.request])
 
-    def first_seen(self, window: int | None) -> Array:
-        """Return the first key of each request that a query sees; its length without queries."""
-        first = self.tokens.first_positions
-        seen = np.zeros_like(first) if window is None else np.maximum(first - window, 0)
-        return np.where(self.tokens.padded_lens[0] > 0, seen, self.shares.kv_lens)
-
     def slots_of(self, rank: int) -> Array:
         """The row of a rank's pool for each new token, -1 for those of other ranks."""
         return np.where(self.owner == rank, self.local_slots, -1)
@@ -86,14 +89,16 @@ class ShardedBatch:
 
         They are made once for all layers with this visibility.
         """
-        key = (rank, rows.start, rows.stop, causal, window)
-        if key not in self.memo:
-            visibility = Visibility(causal, window, self.mask)
-            chosen = self.tokens.rows_in(rows)
-            where = self.shares.local_pages(rank)
-            self.memo[key] = sequence_calls(self.shares, rank, where, chosen, visibility)
-        calls: list[SequenceCall] = self.memo[key]
-        return calls
+        return self.once(
+            (rank, rows.start, rows.stop, causal, window),
+            lambda: sequence_calls(
+                self.shares,
+                rank,
+                self.shares.local_pages(rank),
+                self.tokens.rows_in(rows),
+                Visibility(causal, window, self.mask),
+            ),
+        )
 
     def positions(self, rank: int, rows: slice) -> Positions:
         """Return the positions of some rows, and of the keys of a rank."""
@@ -153,13 +158,13 @@ class ShardedPlan(ContextParallelPlan):
 
     def held_rows(self, window: int | None) -> _core.HeldRows:
         """Count the rows of each rank that an exchange moves; made once for layers of a window."""
-        memo, key, tokens = self.batch.memo, ("held", window), self.tokens
-        if key not in memo:
-            memo[key] = self.batch.shares.keys.held_rows(
-                tokens.q_lens, tokens.padding, self.rows_per_rank, self.batch.owner, window
-            )
-        held: _core.HeldRows = memo[key]
-        return held
+        batch = self.batch
+        return batch.once(
+            ("held", window),
+            lambda: batch.shares.keys.held_rows(
+                batch.tokens.padded_counts, self.rows_per_rank, batch.owner, window
+            ),
+        )
 
     @property
     def local_slots(self) -> NDArray[np.int64]:
@@ -225,6 +230,11 @@ class DecodePlan:
         return self.batch.slots_of(self.cp_rank)
 
     @property
+    def cp_size(self) -> int:
+        """Number of ranks."""
+        return self.placement.shard_size
+
+    @property
     def num_tokens(self) -> int:
         """Queries of the step."""
         return int(self.batch.tokens.q_lens.sum())
@@ -281,25 +291,22 @@ def make_decode_plan(
             f"{call}: q_lens must be from 0 to kv_lens, which count the new tokens too, got "
             f"q_lens[{i}] = {queries[i]} for kv_lens[{i}] = {lengths[i]}"
         )
-    tables = index_array("block_tables", block_tables, 2, call)
-    pages = _core.BatchPages(tables, lengths, page_size, call)
-    slots_term = pages.checked_slots(None, queries, 0, call)
-    mask = packed_mask(custom_mask, packed_custom_mask, queries, lengths, 0, call)
-    batch = _batch(NewTokens(pages, queries), mask, placement)
-    terms = {
-        "lengths": digest(lengths, queries),
-        "strategy and page_size": digest(f"decode {page_size} {placement.shard_size}".encode()),
-        "block_tables": pages.digest(),
-        "slots": slots_term,
-        "mask": digest() if mask is None else digest(mask),
-        "placement": _placement_digest(placement, batch),
-    }
+    planned = planned_pages(
+        call, lengths, queries, page_size, block_tables=block_tables, custom_mask=custom_mask,
+        packed_custom_mask=packed_custom_mask,
+    )  # fmt: skip
+    batch = _batch(NewTokens(planned.pages, queries), planned.mask, placement)
     return DecodePlan(
         placement=placement,
         page_size=page_size,
         cp_rank=cp_rank,
         batch=batch,
-        terms=tuple(terms[name] for name in PLAN_TERMS),
+        terms=(
+            digest(lengths, queries),
+            digest(f"decode {page_size} {placement.shard_size}".encode()),
+            *planned.terms,
+            _placement_digest(placement, batch),
+        ),
     )
 
 

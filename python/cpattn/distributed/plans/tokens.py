@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,15 +17,11 @@ from ...context_parallel.metadata import ContextParallelMetadata
 Array = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows of some queries: their request, and their position within it."""
 
     request: Array
     position: Array
-
-    def __len__(self) -> int:
-        return len(self.request)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +57,11 @@ class NewTokens:
         q_lens = self.q_lens.copy()
         q_lens[-1:] += self.padding
         return q_lens, self.first_positions + q_lens
+
+    @property
+    def padded_counts(self) -> tuple[Array, int]:
+        """New tokens of each request, and padding tokens."""
+        return self.q_lens, self.padding
 
     @cached_property
     def gathered_rows(self) -> torch.Tensor:

@@ -30,11 +30,7 @@ def attend_sparse_shards(
     exchange: RowExchange,
     plan: ShardedPlan,
     q: torch.Tensor,
-    kv: torch.Tensor,
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    weights: torch.Tensor,
-    *,
+    *tensors: torch.Tensor,
     out: torch.Tensor | None,
     return_lse: bool,
     **options: Any,
@@ -46,7 +42,7 @@ def attend_sparse_shards(
         refuse_mask(_CALL, plan.packed_custom_mask)
         return_lse = flag(return_lse, f"ContextParallel.{_CALL}", "return_lse")
         inputs = checked_sparse_inputs(
-            _CALL, plan.num_local_rows, plan.page_size, q, kv, index_q, index_k, weights, **options
+            _CALL, plan.num_local_rows, plan.page_size, q, *tensors, **options
         )
         plan.batch.check_pool(_CALL, plan.cp_rank, inputs.num_slots)
         check_out(_CALL, q, out, inputs.d_v)

@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
+from ..._arguments import flag
 from ...sparse.sparse_mla import flash_mla_sparse_fwd
+from ..layers.decode import check_rows
+from ..layers.layer import check_rank
 from ..layers.partials import merged_columns
 from ..plans.sharded_plan import DecodePlan
 from ..transport.exchange import RowExchange
-from .inputs import SparseInputs
+from ..transport.terms import NO_TERMS
+from .inputs import SparseInputs, checked_sparse_inputs, refuse_mask
 from .selection import (
     LocalIndex,
     all_positions,
@@ -20,6 +26,32 @@ from .selection import (
 )
 
 _CALL = "decode_sparse"
+
+
+def decode_sparse(
+    exchange: RowExchange,
+    plan: DecodePlan,
+    q: torch.Tensor,
+    *tensors: torch.Tensor,
+    return_lse: bool,
+    **options: Any,
+) -> Any:
+    """See ContextParallel.decode_sparse."""
+    terms: dict[str, int] = {}
+    with exchange.agreement(_CALL, getattr(plan, "terms", NO_TERMS), terms) as parts:
+        check_rank(_CALL, exchange, plan, DecodePlan)
+        refuse_mask(_CALL, plan.batch.mask)
+        return_lse = flag(return_lse, f"ContextParallel.{_CALL}", "return_lse")
+        inputs = checked_sparse_inputs(
+            _CALL, plan.num_tokens, plan.page_size, q, *tensors, **options
+        )
+        check_rows(_CALL, "q", q, plan)
+        plan.batch.check_pool(_CALL, exchange.rank, inputs.num_slots)
+        parts += [inputs.q.flatten(1), inputs.index_q.flatten(1), inputs.weights]
+        terms["options"] = inputs.digest()
+    with exchange.without_return():
+        result = decode(exchange, plan, inputs)
+    return result if return_lse else result[0]
 
 
 def decode(
