@@ -146,7 +146,7 @@ ENGINES = (
     Support(
         name="transformers",
         distributions=("transformers",),
-        tried=("5.23.0",),
+        tried=("5.23.0", "5.24.0"),
         tests=("tests_py/integrations/transformers",),
         otherwise="not looked at; the functions that it calls are registered all the same",
     ),

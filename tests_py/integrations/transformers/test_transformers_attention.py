@@ -19,6 +19,7 @@ import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import contiguous, masks  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
 from support.transformers.tiny_transformers import (  # noqa: E402
+    CACHE,
     CONFIGS,
     ENCODERS,
     SIZES,
@@ -70,7 +71,7 @@ def run(
         end = begin + length
         positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
         given = {"attention_mask": mask[:, :end], "position_ids": positions}
-        logits.append(model(tokens[:, begin:end], past_key_values=used, **given).logits)
+        logits.append(model(tokens[:, begin:end], **{CACHE: used}, **given).logits)
         begin = end
     return torch.cat(logits, 1)[mask.bool()], used
 

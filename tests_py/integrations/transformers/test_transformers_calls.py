@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import AutoModel, BloomConfig, CodeGenConfig  # noqa: E402
+from transformers import AutoModel, BloomConfig, MptConfig  # noqa: E402
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import masks  # noqa: E402
@@ -124,13 +124,13 @@ def test_one_row_of_a_mask_for_all_queries() -> None:
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("config", [BloomConfig, CodeGenConfig])
+@pytest.mark.parametrize("config", [BloomConfig, MptConfig])
 def test_a_model_that_calls_no_attention_function(config: Any) -> None:
     """Such a model takes the name, and would take None for a mask and see all keys."""
-    sizes = {"vocab_size": 64, "n_embd": 64, "hidden_size": 64, "rotary_dim": 16}
-    small = config(**sizes, n_layer=1, n_head=4)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_layers": 1}
+    small = config(**sizes, n_head=4, n_heads=4)
     model = AutoModel.from_config(small, attn_implementation="cpattn")
-    with torch.inference_mode(), pytest.raises(ValueError, match=r"for (Bloom|CodeGen)Model"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"for (Bloom|Mpt)Model"):
         model(make_tokens(1, 3))
     with pytest.raises(ValueError, match="must support attention functions"):
         integration.use_paged(model)

@@ -27,6 +27,7 @@ from support.transformers.latent_models import (  # noqa: E402
     logits,
     make_model,
 )
+from support.transformers.tiny_transformers import CACHE  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -171,11 +172,11 @@ def test_the_indexer_chooses_the_same_keys(model: Any, run: str) -> None:
 
     def see(indexer: Any, args: Any, kwargs: Any, theirs: Tensor) -> None:
         nonlocal rows
-        mask, cache = args[3], kwargs["past_key_values"]
+        mask, cache = args[3], kwargs[CACHE]
         # The keys of this call are in the cache already.
         seen = SimpleNamespace(update_indexer=lambda _, layer: cache.layers[layer].indexer_keys)
         model.config._attn_implementation = "cpattn"
-        ours = indexer.forward(*args, past_key_values=seen)
+        ours = indexer.forward(*args, **{CACHE: seen})
         model.config._attn_implementation = "sdpa"
         assert ours.dtype == theirs.dtype == torch.int32
         assert torch.equal(visible_keys(ours, mask), visible_keys(theirs, mask))

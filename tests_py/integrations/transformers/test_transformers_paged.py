@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching of transformers on the pages of its cache, against one prompt at a time."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from torch import Tensor  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
-from transformers.generation.continuous_batching import model_runner  # noqa: E402
+from transformers.generation.continuous_batching import continuous_api, model_runner  # noqa: E402
 from transformers.generation.continuous_batching.cache_allocators import (  # noqa: E402
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
@@ -18,10 +19,18 @@ from transformers.generation.continuous_batching.cache_allocators import (  # no
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import paged  # noqa: E402
-from support.transformers.tiny_transformers import WINDOW, generate, make_model, make_tokens  # noqa: E402
+from support.cases import assert_attention, one_after_another  # noqa: E402
+from support.transformers.tiny_transformers import (  # noqa: E402
+    CACHE,
+    WINDOW,
+    generate,
+    make_model,
+    make_tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 PAGE = 8
+in_place = pytest.mark.skipif(CACHE == "cache", reason="transformers reads the cache itself")
 NEW_TOKENS = 12
 PREFIX = make_tokens(20, seed=1).tolist()  # two pages and a half
 PROMPTS = [
@@ -50,7 +59,7 @@ def one_by_one(model: Any, prompt: list[int]) -> list[int]:
 def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """The tokens of continuous batching, in batches of up to 24: long prompts come in chunks."""
     sizes = {"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 24}
-    config = ContinuousBatchingConfig(auto_switch_to_flash=False, **sizes)
+    config = ContinuousBatchingConfig(**sizes)
     greedy = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, **greedy)
     options = {"generation_config": generation, "continuous_batching_config": config}
@@ -103,6 +112,7 @@ def test_the_tokens_of_one_prompt_at_a_time(
     assert len({token for tokens in expected for token in tokens}) > 5
 
 
+@in_place
 def test_full_attention_copies_nothing_and_shares_the_pages_of_a_prefix(calls: Calls) -> None:
     model = make_model("llama")
     assert batched(model, PROMPTS) == [one_by_one(model, prompt) for prompt in PROMPTS]
@@ -113,12 +123,49 @@ def test_full_attention_copies_nothing_and_shares_the_pages_of_a_prefix(calls: C
     assert any(len(set(pages)) < len(pages) for pages in first_pages)
 
 
+@in_place
 @pytest.mark.slow
 def test_a_sliding_window_decodes_in_place(calls: Calls) -> None:
     batched(make_model("qwen3"), PROMPTS[4:])
     assert NEW_TOKENS > WINDOW
     assert calls.copies == 0
     assert len(calls.memory) == 1
+
+
+def test_no_kernel_of_the_hub_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers does with `cpattn` alone, where there is one."""
+    model, asked = make_model("llama"), []
+    expected = [one_by_one(model, prompt) for prompt in PROMPTS[4:]]
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
+    monkeypatch.setattr(model, "set_attn_implementation", asked.append)
+    assert batched(model, PROMPTS[4:]) == expected
+    assert not asked
+    model.config._attn_implementation = "cpattn"
+    manager = SimpleNamespace()
+    continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn(manager, model)
+    assert asked == ["flash_attention_3"]
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_keys_that_transformers_has_read(window: int | None) -> None:
+    """Of sequences one after another, as 5.24 hands them over; padding is behind them."""
+    q_lens, kv_lens, padding = [3, 1, 20], [15, 33, 20], 4
+    torch.manual_seed(0)
+    q = torch.randn(sum(q_lens) + padding, 4, 16)
+    k, v = (torch.randn(sum(kv_lens) + padding, 2, 16) for _ in "kv")
+    starts = {
+        name: torch.tensor([0, *lens]).cumsum(0).int()
+        for name, lens in (("cu_seq_lens_q", q_lens), ("cu_seq_lens_k", kv_lens))
+    }
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    out, _ = paged.paged_attention_forward(
+        None, *heads_first, None, **starts, sliding_window=window, scaling=0.25
+    )
+    rows = sum(q_lens)
+    assert not out[0, rows:].any()
+    asked = {"scale": 0.25, "window": window and window - 1}
+    inputs = one_after_another(q[:rows], k, v, q_lens, kv_lens, **asked)
+    assert_attention(out[0, :rows], None, inputs)
 
 
 def test_a_mask_of_a_layer_is_refused() -> None:

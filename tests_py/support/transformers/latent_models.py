@@ -14,6 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from cpattn.integrations.transformers import absorb_mla, use_indexer
 from support.tolerances import ABSORBED_UNITS, ROUNDED_ONCE, TOLERANCES
 from support.tolerances import EPS as SPACINGS
+from support.transformers.tiny_transformers import CACHE
 
 TOPK = 8
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
@@ -93,7 +94,7 @@ def logits(model: Any, run: str, implementation: str) -> Tensor:
             tokens[:, begin:end],
             attention_mask=visible.long() if any(padding) else None,
             position_ids=(visible.cumsum(1) - 1).clamp(min=0)[:, begin:],
-            past_key_values=cache,
+            **{CACHE: cache},
         )
         parts.append(result.logits)
         begin = end

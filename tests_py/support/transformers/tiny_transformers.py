@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random models of transformers whose outputs vary, one for each kind of attention."""
 
+from inspect import signature
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+#: What a model calls its cache: `past_key_values` before transformers 5.24.
+CACHE = "cache"
+if CACHE not in signature(transformers.LlamaForCausalLM.forward).parameters:
+    CACHE = "past_key_values"
 VOCABULARY = 64
 WINDOW = 9
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96}

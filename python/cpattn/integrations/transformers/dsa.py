@@ -193,10 +193,12 @@ def _choose(
     attention_mask: Tensor,
     position_ids: Any = None,
     past_key_values: Any = None,
+    cache: Any = None,
 ) -> Tensor:
     """Choose keys as the indexer's own ``forward``: int32 [batch, queries, topk], ascending.
 
-    -1 stands where that names invisible keys for want of others.
+    -1 stands where that names invisible keys for want of others. The cache is `cache` from
+    transformers 5.24 on.
     """
     batch, queries, _ = hidden_states.shape
     rope = module.qk_rope_head_dim
@@ -205,8 +207,9 @@ def _choose(
     rotated = rotate(q[..., :rope], k[..., :rope], *position_embeddings, unsqueeze_dim=2)
     q = torch.cat([rotated[0], q[..., rope:]], -1)
     k = torch.cat([rotated[1], k[..., rope:]], -1).squeeze(2)
-    if past_key_values is not None:
-        k = past_key_values.update_indexer(k, module.layer_idx)
+    cache = past_key_values if cache is None else cache
+    if cache is not None:
+        k = cache.update_indexer(k, module.layer_idx)
     keys = k.shape[1]
     if keys <= module.index_topk:  # all are chosen, whatever their scores are
         return torch.arange(keys, dtype=torch.int32).expand(batch, queries, keys)

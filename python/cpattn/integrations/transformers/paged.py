@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching of transformers on the pages of its cache, in place."""
+"""Continuous batching of transformers on the pages of its cache, in place.
+
+transformers 5.24 no longer hands the cache to attention functions: it writes to it and reads it
+itself, and hands over the keys of all sequences, one after another.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 
 from ..._types import AnyTensor
 from ...attention import default_scale, plan_attention, run_attention
+from .._ragged import RaggedPages
 from .contiguous import UNSUPPORTED, check_supported, float_sinks
 from .masks import FUNCTION
 
@@ -30,6 +35,35 @@ class _Batch:
         self.q_lens = np.diff(ends)
         self.rows = int(ends[-1])  # the others, if there are any, are padding
         self._kinds: dict[int, _Kind] = {}
+        self._read: dict[int | None, tuple[Any, RaggedPages]] = {}
+
+    def read(
+        self,
+        key: AnyTensor,
+        value: AnyTensor,
+        num_heads: int,
+        cu_seq_lens_k: AnyTensor,
+        window: int | None,
+    ) -> tuple[Any, RaggedPages]:
+        """Plan over keys [keys, num_kv_heads, dim] that transformers has read, and their pages."""
+        if window not in self._read:
+            ends = np.asarray(cu_seq_lens_k, np.int64)
+            kv_lens = np.diff(ends)
+            pages = RaggedPages(ends[:-1], kv_lens, len(key))
+            plan = plan_attention(
+                q_lens=self.q_lens,
+                kv_lens=kv_lens,
+                block_tables=pages.block_tables,
+                page_size=pages.page_size,
+                num_pages=pages.num_pages,
+                num_heads=num_heads,
+                num_kv_heads=key.shape[1],
+                head_dim=key.shape[2],
+                v_head_dim=value.shape[2],
+                window=None if window is None else window - 1,
+            )
+            self._read[window] = plan, pages
+        return self._read[window]
 
     def kind(
         self,
@@ -118,10 +152,12 @@ def paged_attention_forward(
     query : float32, float16 or bfloat16 tensor, shape [1, num_heads, tokens, head_dim]
         The new tokens of all sequences, and behind them padding, whose results are zeros.
     key, value : tensors, shape [1, num_kv_heads, tokens, head_dim]
-    cache : PagedAttentionCache
+        Or, from transformers 5.24 on, all keys of the sequences, one after another.
+    cache : PagedAttentionCache, optional
+        None from transformers 5.24 on.
     cu_seq_lens_q : int32 tensor, shape [sequences + 1]
-    cu_seq_lens_k : dict of int32 tensors, shape [sequences + 1]
-        Starts of the sequences' keys, for each kind of layers.
+    cu_seq_lens_k : dict of int32 tensors, or one, shape [sequences + 1]
+        Starts of the sequences' keys, for each kind of layers, or for this layer.
     read_index, write_index : lists of int64 tensors
         Rows of the cache for each kind of layers: of all tokens, and of the new ones.
     scaling, softcap, s_aux, dropout, **options
@@ -133,7 +169,7 @@ def paged_attention_forward(
     None
         In place of the weights.
     """
-    if cache is None:
+    if cache is None and cu_seq_lens_k is None:
         raise ValueError(
             f"{FUNCTION}: cache must be that of generate_batch, got None; the name without _flash "
             "is for everything else"
@@ -149,23 +185,29 @@ def paged_attention_forward(
             f"{FUNCTION}: attention_mask must be None in continuous batching, where lengths say "
             "what is visible: a mask or bias that a layer makes is not supported"
         )
-    allocator = cache.layer_to_allocator[module.layer_idx]
-    reads, writes = read_index[allocator.index], write_index[allocator.index]
-    lengths = cu_seq_lens_k[allocator.layer_type]
     batch = _batch_of(cu_seq_lens_q)
-    kind = batch.kind(allocator, query.shape[1], lengths, reads, writes)
-    new = [x[0].transpose(0, 1) for x in (key, value)]
-    if kind.in_place:
-        caches = allocator._kv_page_views[module.layer_idx]
-        for pages, states in zip(caches, new, strict=True):
-            pages.flatten(0, 1).index_copy_(0, writes, states)
+    rows = [x[0].transpose(0, 1) for x in (key, value)]
+    if cache is None:
+        window = options.get("sliding_window")
+        plan, ragged = batch.read(rows[0], rows[1], query.shape[1], cu_seq_lens_k, window)
+        k_pages, v_pages = map(ragged.of, rows)
     else:
-        caches = allocator.update(*new, module.layer_idx, reads, writes)
-    k_pages, v_pages = (x.view(-1, kind.plan.page_size, *x.shape[-2:]) for x in caches)
+        allocator = cache.layer_to_allocator[module.layer_idx]
+        reads, writes = read_index[allocator.index], write_index[allocator.index]
+        lengths = cu_seq_lens_k[allocator.layer_type]
+        kind = batch.kind(allocator, query.shape[1], lengths, reads, writes)
+        if kind.in_place:
+            caches = allocator._kv_page_views[module.layer_idx]
+            for pages, states in zip(caches, rows, strict=True):
+                pages.flatten(0, 1).index_copy_(0, writes, states)
+        else:
+            caches = allocator.update(*rows, module.layer_idx, reads, writes)
+        plan = kind.plan
+        k_pages, v_pages = (x.view(-1, plan.page_size, *x.shape[-2:]) for x in caches)
     q = query[0].transpose(0, 1)
     out = q.new_zeros(q.shape) if batch.rows < len(q) else q.new_empty(q.shape)
     run_attention(
-        kind.plan,
+        plan,
         q[: batch.rows],
         k_pages,
         v_pages,
