@@ -221,6 +221,7 @@ def record_steps(folder, monkeypatch, process, interleave):
         runner = SimpleNamespace(
             block_tables=tables, pcp_manager=None, dcp_size=2, dcp_rank=process % 2,
             cp_interleave=interleave,
+            req_states=SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=None)),  # 0.33 asks
         )  # fmt: skip
         tables.append_block_ids(3, ([5], [7]), overwrite=True)
         tables.append_block_ids(1, ([2, 9], [1]), overwrite=True)
