@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM on a CPU, with its own attention and with cpattn's: steps, and a trace served.
 
-    python bench/bench_vllm.py [--quick] [--parts steps,mla] [--only TEXT]
+    python bench/bench_vllm.py [--quick] [--parts steps,mla,encoders] [--only TEXT]
     python bench/bench_vllm.py --parts trace [--trace FILE] [--requests N] [--scale-lengths N]
     python bench/bench_vllm.py --parts decode --kv-cache-dtype fp8
     python bench/bench_vllm.py --parts small [--spins 0,200]
@@ -11,13 +11,15 @@ turns; before, tokens of both are compared, on the same prompts.
 
 `steps` times prompts that are not in the cache, and steps that decode a batch behind contexts: six
 layers of Qwen3-0.6B's width, on a quiet machine and beside a busy process. `mla` does so with the
-latents of DeepSeek V2 Lite. `trace` serves requests of a trace: all at once, which gives the
-throughput; then as they arrive in the trace, at a pace that keeps vLLM's own attention busy for
-`--load` of the time. `decode` times attention of a layer behind long contexts, which waits for the
-cache's memory, and `small` behind short ones, where the time to wake threads is a good part: also
-with other values of CPATTN_SPIN_US, `--spins`.
+latents of DeepSeek V2 Lite. `encoders` times the vector of a prompt, and the score of a pair, with
+encoders of BERT's size, up to 8,192 tokens, after vectors and scores of both engines were compared.
+`trace` serves requests of a trace: all at once, which gives the throughput; then as they arrive in
+the trace, at a pace that keeps vLLM's own attention busy for `--load` of the time. `decode` times
+attention of a layer behind long contexts, which waits for the cache's memory, and `small` behind
+short ones, where the time to wake threads is a good part: also with other values of CPATTN_SPIN_US,
+`--spins`.
 
-A run of the first three parts keeps their results. About half an hour on two cores.
+A run of the first four parts keeps their results. About half an hour on two cores.
 
 With a cache of FP8 vLLM's own kernels round to codes like cpattn while tokens are compared, as its
 cutting off gives other codes; what is timed is as it is. `decode` and `small` are then those of
@@ -48,14 +50,14 @@ from bench.harness import command, program
 from bench.harness.contender import Failed
 from bench.harness.figures import Row
 from bench.harness.report import console
-from bench.serving import load, served, steps, vllm_steps
+from bench.serving import encoder_steps, load, served, steps, vllm_steps
 from bench.serving.report import print_decode, print_turns
 from bench.serving.turns import BACKENDS, Engine, compare_tokens, decode_in_turns, take_turns
 from cpattn_lab.traffic.trace import TRACE_BLOCK_TOKENS
 
 CHECKED_LENGTHS, CHECKED_TOKENS = (3, 70, 129, 300, 611), 8
-PARTS = ("steps", "mla", "trace", "decode", "small")
-KEPT = {"steps", "mla", "trace"}
+PARTS = ("steps", "mla", "encoders", "trace", "decode", "small")
+KEPT = {"steps", "mla", "encoders", "trace"}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 DECODE = {"batch": 16, "length": 4096, "steps": 32}
 QUICK_DECODE = {"batch": 4, "length": 100, "steps": 4}
@@ -117,8 +119,33 @@ def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
     if "mla" in arguments.parts:
         chosen = vllm_steps.QUICK_CASES if arguments.quick else vllm_steps.MLA_CASES
         yield from timed(arguments, chosen, "MLA", model.write_deepseek, folder / "mla", False)
+    if "encoders" in arguments.parts:
+        yield from encoders(arguments, folder)
     if {"trace", "decode", "small"} & {*arguments.parts}:
         yield from serve(arguments, folder)
+
+
+def encoders(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
+    """The cases of encoders; a model with a head has engines of its own."""
+    from bench.serving import model  # wants transformers
+
+    chosen = encoder_steps.QUICK_CASES if arguments.quick else encoder_steps.CASES
+    chosen = tuple(case for case in chosen if arguments.only in case.name)
+    for kind, task in dict.fromkeys((case.model, case.task) for case in chosen):
+        cases = [case for case in chosen if (case.model, case.task) == (kind, task)]
+        longest = max(case.length for case in cases)
+        where = folder / f"{kind} {task}"
+        model.write_encoder(where, kind, task, quick=arguments.quick, max_tokens=longest)
+        common = (arguments.threads, where, task, longest)
+        engines = [encoder_steps.Engine(backend, *common) for backend in BACKENDS]
+        try:
+            for engine in engines:
+                engine.start()
+            for case in cases:
+                yield encoder_steps.measure(engines, case, arguments.rounds, arguments.threads)
+        finally:
+            for engine in engines:
+                engine.stop()
 
 
 def timed(

@@ -174,12 +174,16 @@ def engine(name: str, own: str) -> Iterator[str]:
     """A serving engine with its own attention and with cpattn's."""
     rows = read(name)
     yield f"Measured on: {machine(rows[0])}"
-    of = {part: [row for row in rows if row["part"] == part] for part in ("steps", "MLA", "trace")}
+    parts = ("steps", "MLA", "encoders", "trace")
+    of = {part: [row for row in rows if row["part"] == part] for part in parts}
     yield "## Steps"
     yield engine_tables.steps(of["steps"], own)
     if of["MLA"]:
         yield "## Steps of MLA"
         yield engine_tables.steps(of["MLA"], own)
+    if of["encoders"]:
+        yield "## Encoders"
+        yield engine_tables.steps(of["encoders"], own)
     yield from missed(rows)
     yield "## A trace"
     yield from engine_tables.served(of["trace"], own)

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 VOCABULARY = 8192
 Sizes = dict[str, Any]
@@ -33,6 +34,19 @@ QWEN3: Sizes = {
     "num_hidden_layers": 6,
     "head_dim": 128,
 }
+#: ModernBERT's windows of 64 tokens on each side leave out every third layer.
+ENCODERS: dict[str, Sizes] = {
+    "BERT": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+    "ModernBERT": {"hidden_size": 768, "intermediate_size": 1152, "num_attention_heads": 12},
+}
+for of_kind in ENCODERS.values():
+    of_kind["num_hidden_layers"] = 12
+QUICK_ENCODERS: Sizes = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+}
 NUM_HEADS, NUM_KV_HEADS = 16, 4
 
 
@@ -46,6 +60,21 @@ def write_qwen3(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) ->
     """Of Qwen3-0.6B's width, of fewer layers and words; with a tokenizer of one word a token."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
     _write(folder, "qwen3", (QUICK if quick else QWEN3) | heads, max_tokens, seed)
+    return _write_tokenizer(folder)
+
+
+def write_encoder(
+    folder: Path, kind: str, task: str, *, quick: bool, max_tokens: int, seed: int = 0
+) -> Path:
+    """Of BERT's or ModernBERT's width in 12 layers, without a head or with one for a score."""
+    sizes = QUICK_ENCODERS if quick else ENCODERS[kind]
+    tokens = dict.fromkeys(("pad_token_id", "cls_token_id", "sep_token_id"), 0)
+    head = AutoModel if task == "embed" else AutoModelForSequenceClassification
+    _write(folder, kind.lower(), sizes | tokens | {"num_labels": 1}, max_tokens, seed, head)
+    return _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> Path:
     words = {f"w{token}": token for token in range(VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -69,7 +98,14 @@ def write_deepseek(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0)
     return _write(folder, "deepseek_v3", shape | latents, max_tokens, seed)
 
 
-def _write(folder: Path, kind: str, sizes: Sizes, max_tokens: int, seed: int) -> Path:
+def _write(
+    folder: Path,
+    kind: str,
+    sizes: Sizes,
+    max_tokens: int,
+    seed: int,
+    head: Any = AutoModelForCausalLM,
+) -> Path:
     config = transformers.AutoConfig.for_model(
         kind,
         **sizes,
@@ -81,6 +117,6 @@ def _write(folder: Path, kind: str, sizes: Sizes, max_tokens: int, seed: int) ->
         eos_token_id=None,
     )
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = head.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder

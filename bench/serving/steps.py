@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from bench.harness.comparison import times_as_fast
 from bench.harness.contender import Contender, Failed
@@ -83,6 +83,33 @@ def measure(
     do = "prefill"
     if case.steps:
         do, what["steps"] = "decode", case.steps
+    return in_turns(engines, case, rounds, threads, do, what, error, part=part, around=around)
+
+
+class Timed(Protocol):
+    """What of a case its rows have."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def bar(self) -> float | None: ...
+
+
+def in_turns(
+    engines: Sequence[Contender],
+    case: Timed,
+    rounds: int,
+    threads: int,
+    do: str,
+    what: Mapping[str, Any],
+    error: float,
+    *,
+    part: str,
+    around: str = "",
+) -> list[Row]:
+    """The rows of a case that was compared: what engines take for the command `do`, in turns."""
     taken: list[list[float]] = [[] for _ in engines]
     for warm in (False, *(True for _ in range(rounds))):
         for engine, own in zip(engines, taken, strict=True):
@@ -101,7 +128,7 @@ def measure(
     return [ours, theirs]
 
 
-def row_of(name: str, case: Case, taken: list[float], threads: int, around: str) -> Row:
+def row_of(name: str, case: Timed, taken: list[float], threads: int, around: str) -> Row:
     """As the harness writes those of comparisons; the error is one of log probabilities."""
     return {
         "case": {"workload": ", ".join(filter(None, (case.name, around))), "threads": threads},

