@@ -42,7 +42,7 @@ int open_process(int pid);
 /// Asks for huge pages, where the system has them on request.
 void advise_huge_pages(void* data, std::size_t num_bytes);
 
-/// Has the pages of memory that nobody wrote to yet come from NUMA nodes, by turns where there are
+/// Places the pages of memory that nobody wrote to yet on NUMA nodes, by turns where there are
 /// several; returns 0 or a value of errno.
 int place_on_nodes(void* data, std::size_t num_bytes, std::span<const int> nodes);
 
