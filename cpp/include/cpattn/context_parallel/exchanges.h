@@ -29,7 +29,7 @@ struct LayerBytes {
 struct Traffic {
   std::vector<int64_t> sent, received;  // [ranks]
 };
-/// Those before attention, and those after it.
+/// Traffic before attention, and after it.
 struct RoundTrip {
   Traffic before, after;
 };
@@ -82,13 +82,13 @@ struct Exchange {
   bool needs_mesh = false;
   bool needs_even_heads = false;  ///< For "auto": ranks have as many heads and KV heads each.
   bool needs_shards = false;      ///< It has no meaning where every rank has all keys.
-  /// It reads each shard where it is, so that scales of tokens fit, and each rank may have its own
-  /// scales; the others read copies of all ranks' keys.
+  /// Whether it reads each shard where it is, so that scales of tokens fit, and each rank may have
+  /// its own scales; the others read copies of all ranks' keys.
   bool reads_in_place = false;
-  /// It writes new keys itself, some heads while it attends with others.
+  /// Whether it writes new keys itself, some heads while it attends with others.
   bool writes = true;
   bool rounds_twice = false;  ///< Results are merged of rounded partial results.
-  /// It sends the LSE only where it is wanted, so that all ranks must want it, or none.
+  /// Whether it sends the LSE only where it is wanted, so that all ranks must want it, or none.
   bool sends_wanted_lse = false;
 };
 /// All of them, in the order in which they are listed.
