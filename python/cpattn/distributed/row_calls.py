@@ -24,12 +24,7 @@ class RowCalls:
     _exchange: RowExchange
 
     def gather(
-        self,
-        plan: ContextParallelPlan,
-        x_local: torch.Tensor,
-        dim: int = 0,
-        *,
-        tokens: Any = None,
+        self, plan: ContextParallelPlan, x_local: torch.Tensor, dim: int = 0, *, tokens: Any = None
     ) -> torch.Tensor:
         """Exchange the rows of all ranks and put them into token order: the inverse of ``shard``.
 

@@ -12,13 +12,7 @@ from .._types import Window
 from ..context_parallel.exchanges import LSE_BYTES
 from ..profiling.calls import announced
 from .decode_calls import DecodeCalls
-from .layers.choice import (
-    ExchangeChoice,
-    SparseSizes,
-    choose,
-    choose_sparse,
-    choose_state_exchange,
-)
+from .layers.choice import ExchangeChoice, SparseSizes, choose, choose_sparse, choose_state_exchange
 from .layers.decode_states import OUT_HEADS
 from .layers.prefetch import LayerCaches, Prefetch, prefetch
 from .plans.plan import ContextParallelPlan

@@ -106,11 +106,7 @@ class Registration:
     """
 
     def __init__(
-        self,
-        engine: TransferEngine,
-        addrs: list[int],
-        sizes: list[int],
-        owners: tuple[object, ...],
+        self, engine: TransferEngine, addrs: list[int], sizes: list[int], owners: tuple[object, ...]
     ) -> None:
         enroll = part(engine, "register", "register", "engine")
         self.engine = engine

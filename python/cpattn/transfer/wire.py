@@ -190,10 +190,7 @@ def _ints(fmt: str) -> Codec:
 
 
 def _lists(fmt: str) -> Codec:
-    return {
-        "pack": partial(pack_int_lists, fmt=fmt),
-        "unpack": partial(unpack_int_lists, fmt=fmt),
-    }
+    return {"pack": partial(pack_int_lists, fmt=fmt), "unpack": partial(unpack_int_lists, fmt=fmt)}
 
 
 M = TypeVar("M", bound="_Message")

@@ -14,13 +14,7 @@ from ..plans.sharded_plan import DecodePlan
 from ..transport.exchange import RowExchange
 from ..transport.terms import NO_TERMS, digest
 from .choice import choose_state_exchange
-from .decode_states import (
-    OUT_HEADS,
-    STATE_EXCHANGES,
-    gather_queries,
-    heads_of_ranks,
-    merge_states,
-)
+from .decode_states import OUT_HEADS, STATE_EXCHANGES, gather_queries, heads_of_ranks, merge_states
 from .layer import check_rank
 from .partials import AttentionOptions, ShardInputs, attend_part, checked_inputs
 

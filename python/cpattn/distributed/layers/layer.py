@@ -107,10 +107,7 @@ def check_rank(
 
 
 def checked_layer(
-    exchange: RowExchange,
-    plan: PlanT,
-    arguments: LayerArguments,
-    options: AttentionOptions,
+    exchange: RowExchange, plan: PlanT, arguments: LayerArguments, options: AttentionOptions
 ) -> RankLayer[PlanT]:
     """Check everything that one rank can check alone."""
     check_rank("attend", exchange, plan)

@@ -20,10 +20,7 @@ from .inputs import SparseInputs, checked_sparse_inputs, refuse_mask
 
 _CALL = "attend_sparse"
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-STRATEGIES: dict[str, Attend] = {
-    "pass_q": sparse_pass_q.attend,
-    "gather": sparse_gather.attend,
-}
+STRATEGIES: dict[str, Attend] = {"pass_q": sparse_pass_q.attend, "gather": sparse_gather.attend}
 
 
 def attend_sparse_shards(

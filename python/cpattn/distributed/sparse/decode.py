@@ -17,13 +17,7 @@ from ..plans.sharded_plan import DecodePlan
 from ..transport.exchange import RowExchange
 from ..transport.terms import NO_TERMS
 from .inputs import SparseInputs, checked_sparse_inputs, refuse_mask
-from .selection import (
-    LocalIndex,
-    all_positions,
-    best_positions,
-    candidate_width,
-    rows_of_rank,
-)
+from .selection import LocalIndex, all_positions, best_positions, candidate_width, rows_of_rank
 
 _CALL = "decode_sparse"
 
@@ -84,11 +78,7 @@ def _search(
     request, visible = plan.batch.rows.request[rows], plan.batch.visible_keys[rows]
     width = candidate_width(shares, exchange.size, request, visible, inputs.topk)
     found = LocalIndex(inputs, shares, exchange.rank).candidates(
-        inputs.index_q[chosen],
-        inputs.weights[chosen],
-        request,
-        visible,
-        width,
+        inputs.index_q[chosen], inputs.weights[chosen], request, visible, width
     )
     (of_ranks,) = exchange.all_rows(_CALL, [len(rows)] * exchange.size, [found])
     candidates = of_ranks.unflatten(0, (exchange.size, len(rows)))

@@ -26,13 +26,7 @@ from ..plans.key_shares import Array, KeyShares
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from .inputs import SparseInputs
-from .selection import (
-    LocalIndex,
-    all_positions,
-    best_positions,
-    candidate_width,
-    rows_of_rank,
-)
+from .selection import LocalIndex, all_positions, best_positions, candidate_width, rows_of_rank
 
 _CALL = "attend_sparse"
 

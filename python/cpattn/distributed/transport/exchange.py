@@ -18,16 +18,7 @@ from . import versions
 from .rails import Rails
 from .roll_call import HOSTS, RollCall, Watch, Words, roll_call_of
 from .row_bytes import ArrivingRows, Parts, RoutedRows, columns_of, new_rows, row_bytes, table_of
-from .terms import (
-    CALLS,
-    OPTIONS,
-    REASON,
-    TERMS,
-    layout,
-    ranks_text,
-    refuse_difference,
-    term,
-)
+from .terms import CALLS, OPTIONS, REASON, TERMS, layout, ranks_text, refuse_difference, term
 from .waiting import NOT_YET, Posted, Wait, have_come
 
 if TYPE_CHECKING:

@@ -266,10 +266,7 @@ def _obstacle(ranks: Sequence[_Announcement], hosts: Hosts, transport: str) -> s
 
 
 def _barrier_of(
-    exchange: RowExchange,
-    ranks: Sequence[_Announcement],
-    members: Sequence[int],
-    patience: float,
+    exchange: RowExchange, ranks: Sequence[_Announcement], members: Sequence[int], patience: float
 ) -> tuple[_core.HostBarrier | None, str | None]:
     """A barrier of this host that has been tried, or the reason why there is none on some host."""
     barrier, problem, error = None, 0, 0

@@ -149,11 +149,7 @@ class SharedMemory(Memory):
         return buffers
 
     def _mapped(
-        self,
-        function: str,
-        ranges: Mapping[str, list[Range]],
-        sizes: list[int],
-        fds: list[int],
+        self, function: str, ranges: Mapping[str, list[Range]], sizes: list[int], fds: list[int]
     ) -> dict[str, _core.PoolMemory]:
         """The files of this host's ranks, range by range; this rank's parts are committed."""
         host = self._host

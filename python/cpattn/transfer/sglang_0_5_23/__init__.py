@@ -31,12 +31,7 @@ from .pointers import (
     get_mla_kv_ptrs_with_pp,
     kv_start_layer,
 )
-from .send import (
-    HeadSlice,
-    plan_send_kvcache,
-    plan_send_kvcache_slice,
-    slice_heads,
-)
+from .send import HeadSlice, plan_send_kvcache, plan_send_kvcache_slice, slice_heads
 from .send_state import plan_send_aux, plan_send_state
 from .sender import KVSender, KVSendIndices, plan_send_indices
 from .shards import (

@@ -202,12 +202,7 @@ KVSender.__module__ = KVSendIndices.__module__ = "cpattn.transfer.sglang_0_5_23"
 
 
 def plan_send_indices(
-    sender: Any,
-    kv_indices: Indices,
-    *,
-    curr_idx: int,
-    num_kv_indices: int,
-    compat: bool = False,
+    sender: Any, kv_indices: Indices, *, curr_idx: int, num_kv_indices: int, compat: bool = False
 ) -> KVSendIndices:
     """Decide what a rank sends of a chunk of a request, and where it goes.
 
