@@ -220,7 +220,9 @@ void register_exchanges(py::module_& module) {
       .def_readonly("key", &LayerBytes::key)
       .def_readonly("output", &LayerBytes::output)
       .def_readonly("merged", &LayerBytes::merged);
-  py::class_<HeldRows>(module, "HeldRows", py::module_local()).def(py::init(&make_held));
+  py::class_<HeldRows>(module, "HeldRows", py::module_local())
+      .def(py::init(&make_held))
+      .def_property_readonly("num_ranks", [](const HeldRows& self) { return self.tokens.size(); });
   py::class_<Exchange>(module, "Exchange", py::module_local())
       .def_readonly("needs_mesh", &Exchange::needs_mesh)
       .def_readonly("needs_even_heads", &Exchange::needs_even_heads)

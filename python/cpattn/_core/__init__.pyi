@@ -572,6 +572,8 @@ class HeldRows(_Bound):
         arriving: _Indices,
         /,
     ) -> None: ...
+    @property
+    def num_ranks(self) -> int: ...
 
 class Exchange(_Bound):
     @property

@@ -11,21 +11,23 @@ from .._types import ScoreBias, Window
 from ..context_parallel.attention import do_cp_attn_fia
 from ..profiling.calls import announced
 from ..sparse.cp_attention import cp_sparse_mla
-from .host_calls import HostCalls
-from .layers.layer import LayerArguments, check_padding, check_plan
+from .layers.layer import LayerArguments, check_padding
 from .layers.partials import AttentionOptions
 from .layers.prefetch import Prefetch
 from .layers.rows import flat_rows
 from .layers.sharded_attend import attend_shards
 from .layers.write_attend import write_and_attend
 from .plans.plan import ContextParallelPlan
-from .plans.sharded_plan import ShardedPlan
+from .plans.sharded_plan import ShardedPlan, check_plan
 from .sparse.attend import attend_sparse_shards
 from .sparse.inputs import refuse_mask
+from .transport.exchange import RowExchange
 
 
-class RankAttention(HostCalls):
+class RankAttention:
     """Local attention of `ContextParallel`, over a plan and the pools of its rank."""
+
+    _exchange: RowExchange
 
     @announced("ContextParallel.attend")
     def attend(

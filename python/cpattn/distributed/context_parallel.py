@@ -16,14 +16,14 @@ from ..context_parallel.metadata import build_cp_metadata
 from ..kv import Placement
 from ..profiling.calls import announced
 from .attention import RankAttention
-from .layers.layer import check_rank
+from .decode_calls import DecodeCalls
 from .layers.rows import plan_rows
 from .layers.sharded_attend import check_placement
 from .layers.sharded_write import write_own, write_shards
 from .layers.shared_rows import SharedRows, shared_digest
 from .plans.mesh import group_and_mesh
 from .plans.plan import ContextParallelPlan, make_plan
-from .plans.sharded_plan import DecodePlan, ShardedPlan, shard_plan
+from .plans.sharded_plan import DecodePlan, ShardedPlan, check_rank, shard_plan
 from .row_calls import RowCalls
 from .sharded import ShardedAttention
 from .transport.exchange import RowExchange
@@ -31,7 +31,7 @@ from .transport.host import TRANSPORTS
 from .transport.terms import NO_TERMS
 
 
-class ContextParallel(ShardedAttention, RankAttention, RowCalls):
+class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
     """Context-parallel attention over the ranks of a given process group.
 
     Parameters

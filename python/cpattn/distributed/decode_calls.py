@@ -14,7 +14,6 @@ from ..profiling.calls import announced
 from .layers.decode import DecodeArguments, decode
 from .layers.decode_states import heads_of_ranks
 from .layers.partials import AttentionOptions
-from .plans.mesh import Mesh
 from .plans.sharded_plan import DecodePlan, make_decode_plan
 from .sparse.decode import decode_sparse
 from .transport.exchange import RowExchange
@@ -24,7 +23,6 @@ class DecodeCalls:
     """Decode steps of `ContextParallel` with a placement."""
 
     placement: Placement | None = None
-    mesh: Mesh | None = None
     page_size: int
     cp_rank: int
     cp_size: int

@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of `ContextParallel` that exchange rows for an engine, and compare its arguments."""
+"""The calls of `ContextParallel` around attention: rows and arguments of an engine, and hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from .layers.layer import check_rank
 from .layers.rows import local_rows, rows_of
 from .plans.plan import ContextParallelPlan
+from .plans.sharded_plan import check_rank
 from .plans.tokens import index_array
 from .transport.exchange import RowExchange
+from .transport.host import Connection, connect, known_connection
+from .transport.shared_memory import SharedMemory
 from .transport.terms import NO_TERMS, digest, refuse_difference, term
+from .transport.topology import Topology
 
 
 class RowCalls:
     """Calls of `ContextParallel` for what an engine does around attention."""
 
+    group: dist.ProcessGroup
+    transport: str
     _exchange: RowExchange
 
     def gather(
@@ -110,6 +117,51 @@ class RowCalls:
         if digests:
             told = self._exchange.told("agreement", digests)
             refuse_difference("agreement", list(zip(*told, strict=True)), tuple(values))
+
+    def topology(self) -> Topology:
+        """Find out which ranks share a host, and whether they share memory there.
+
+        The ranks ask each other once for a group, at the first call of this or of
+        `shared_memory`, which all ranks make; later calls are local.
+
+        Returns
+        -------
+        Topology
+            The same on every rank.
+
+        Raises
+        ------
+        RuntimeError
+            If another rank makes another call, has another `transport`, or does not answer.
+        """
+        return self._connection.topology
+
+    def shared_memory(self) -> SharedMemory | None:
+        """Give memory that the ranks of a host share, for a pool of `cpattn.kv`, as its `memory`.
+
+        `write_kv` knows such pools by their addresses. Every rank writes its own rows in place
+        then, once for all of its host: no other copy is kept there. Between hosts, where there are
+        several, a row is sent once to each, to a rank that writes it into the pool of that host.
+        Collective as `topology`.
+
+        Returns
+        -------
+        SharedMemory or None
+            None where no ranks share a host, or not to share was asked for: a pool of this memory
+            is that of the rank alone, and `write_kv` sends rows to all.
+
+        Raises
+        ------
+        RuntimeError
+            As of `topology`.
+        """
+        host = self._connection.host
+        return None if host is None else SharedMemory(host, self._exchange)
+
+    @cached_property
+    def _connection(self) -> Connection:
+        known = None if self.transport == "tcp" else known_connection(self.group)
+        return known or connect(self.group, self._exchange, self.transport)
 
 
 def _checked_tokens(tokens: Any, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:

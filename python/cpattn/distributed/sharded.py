@@ -11,16 +11,18 @@ from .._arguments import at_least, flag, key_window
 from .._types import Window
 from ..context_parallel.exchanges import LSE_BYTES
 from ..profiling.calls import announced
-from .decode_calls import DecodeCalls
 from .layers.choice import ExchangeChoice, SparseSizes, choose, choose_sparse, choose_state_exchange
 from .layers.decode_states import OUT_HEADS
 from .layers.prefetch import LayerCaches, Prefetch, prefetch
 from .plans.plan import ContextParallelPlan
 from .plans.sharded_plan import DecodePlan, ShardedPlan
+from .transport.exchange import RowExchange
 
 
-class ShardedAttention(DecodeCalls):
+class ShardedAttention:
     """Calls of `ContextParallel` with a placement."""
+
+    _exchange: RowExchange
 
     @announced("ContextParallel.prefetch")
     def prefetch(

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from ..._arguments import at_least, flag
-from ..plans.sharded_plan import DecodePlan
+from ..plans.sharded_plan import DecodePlan, check_rank
 from ..transport.exchange import RowExchange
 from ..transport.terms import NO_TERMS, digest
 from .choice import choose_state_exchange
 from .decode_states import OUT_HEADS, STATE_EXCHANGES, gather_queries, heads_of_ranks, merge_states
-from .layer import check_rank
 from .partials import AttentionOptions, ShardInputs, attend_part, checked_inputs
 
 _CALL = "ContextParallel.decode"

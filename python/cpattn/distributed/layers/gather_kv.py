@@ -54,7 +54,7 @@ def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | 
     received_rows = sum(scratch.counts) - min(scratch.counts)
     if prefetched is None:
         host = layer.exchange.host()
-        if host is not None and not _writes_padding(plan, scratch, layer.new):
+        if isinstance(host, HostGroup) and not _writes_padding(plan, scratch, layer.new):
             received = most_received(host.rails.hosts, scratch.counts)
             rounds = _rounds(layer, scratch, received, plan.max_scratch_bytes, _COPIES)
             shared = _SharedGather(gather, host, _scratch_of(host, gather, rounds))

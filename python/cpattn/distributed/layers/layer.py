@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ..._arguments import flag
 from ..plans.plan import ContextParallelPlan
-from ..plans.sharded_plan import DecodePlan, ShardedPlan
+from ..plans.sharded_plan import ShardedPlan, check_rank
 from ..transport.exchange import RowExchange
 from .partials import AttentionOptions, ShardInputs, checked_inputs
+from .prefetch import Prefetch
 from .rows import NewRows, plan_rows
 from .sharded_write import shard_rows
 
-if TYPE_CHECKING:
-    from .prefetch import Prefetch
-
-_Plan = ContextParallelPlan | DecodePlan
 PlanT = TypeVar("PlanT", bound=ContextParallelPlan)
 
 
@@ -81,29 +78,6 @@ def filled_outputs(
     lse = torch.full(q.shape[:2], -torch.inf)
     lse[: len(rows)] = rows_lse
     return out, lse
-
-
-def check_plan(call: str, plan: object, kind: type[_Plan] = ContextParallelPlan) -> None:
-    """Refuse what is no plan, and one of another method."""
-    if not isinstance(plan, kind):
-        method = "plan_decode" if kind is DecodePlan else "plan"
-        raise TypeError(
-            f"ContextParallel.{call}: plan must be one of ContextParallel.{method}, got "
-            f"{type(plan).__name__}"
-        )
-
-
-def check_rank(
-    call: str, exchange: RowExchange, plan: _Plan, kind: type[_Plan] = ContextParallelPlan
-) -> None:
-    """Refuse what is no plan, and one of another rank or group."""
-    check_plan(call, plan, kind)
-    of = (plan.cp_rank, plan.cp_size)
-    if of != (exchange.rank, exchange.size):
-        raise ValueError(
-            f"ContextParallel.{call}: plan must be of rank {exchange.rank} of {exchange.size}, "
-            f"got rank {of[0]} of {of[1]}"
-        )
 
 
 def checked_layer(

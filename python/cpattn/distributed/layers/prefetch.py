@@ -10,11 +10,10 @@ import torch
 
 from ..._arguments import items, key_window
 from ..._types import Window
-from ..plans.sharded_plan import ShardedPlan
+from ..plans.sharded_plan import ShardedPlan, check_rank
 from ..transport.exchange import RowExchange
 from ..transport.terms import NO_TERMS, digest, term
 from .key_scratch import CACHED, KeyScratch, key_scratch
-from .layer import check_rank
 from .partials import ShardInputs
 from .shard_keys import ShardKeys, slots_of
 

@@ -42,7 +42,7 @@ Blocks = dict[int, torch.Tensor]  # by rank
 def attend(layer: RankLayer[ShardedPlan]) -> State:
     """Attention of this rank's rows, and their LSE; new keys are written, if they are given."""
     host = layer.exchange.host()
-    if host is not None:
+    if isinstance(host, HostGroup):
         return _HostRing(layer, host).attend()
     return Ring(layer, tuple(range(layer.exchange.size))).attend()
 

@@ -16,16 +16,17 @@ from ..plans.plan import ContextParallelPlan
 from ..transport.exchange import RowExchange
 from ..transport.host import HostGroup
 from ..transport.rails import most_received
+from ..transport.roll_call import Host
 from ..transport.row_bytes import ArrivingRows
 from .rows import NewRows, put_rows, take_rows
 
 
 def shared_digest(
-    host: HostGroup | None, call: str, k_cache: torch.Tensor, v_cache: torch.Tensor | None
+    host: Host | None, call: str, k_cache: torch.Tensor, v_cache: torch.Tensor | None
 ) -> int:
     """Return a digest of where the caches are in memory that ranks share, or 0 if they are not."""
     caches = {"k_cache": k_cache} | ({} if v_cache is None else {"v_cache": v_cache})
-    return 0 if host is None else host.digest_of(call, caches)
+    return host.digest_of(call, caches) if isinstance(host, HostGroup) else 0
 
 
 class SharedRows:
@@ -39,7 +40,7 @@ class SharedRows:
         self,
         call: str,
         exchange: RowExchange,
-        host: HostGroup,
+        host: Host,
         plan: ContextParallelPlan,
         new: NewRows,
     ) -> None:

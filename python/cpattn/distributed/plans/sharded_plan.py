@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ... import _core
 from ...kv import Placement
+from ..transport.exchange import RowExchange
 from ..transport.terms import digest
 from .key_shares import Array, KeyShares
 from .mesh import Mesh
@@ -238,6 +239,32 @@ class DecodePlan:
     def num_tokens(self) -> int:
         """Queries of the step."""
         return int(self.batch.tokens.q_lens.sum())
+
+
+Plan = ContextParallelPlan | DecodePlan
+
+
+def check_plan(call: str, plan: object, kind: type[Plan] = ContextParallelPlan) -> None:
+    """Refuse what is no plan, and one of another method."""
+    if not isinstance(plan, kind):
+        method = "plan_decode" if kind is DecodePlan else "plan"
+        raise TypeError(
+            f"ContextParallel.{call}: plan must be one of ContextParallel.{method}, got "
+            f"{type(plan).__name__}"
+        )
+
+
+def check_rank(
+    call: str, exchange: RowExchange, plan: Plan, kind: type[Plan] = ContextParallelPlan
+) -> None:
+    """Refuse what is no plan, and one of another rank or group."""
+    check_plan(call, plan, kind)
+    of = (plan.cp_rank, plan.cp_size)
+    if of != (exchange.rank, exchange.size):
+        raise ValueError(
+            f"ContextParallel.{call}: plan must be of rank {exchange.rank} of {exchange.size}, "
+            f"got rank {of[0]} of {of[1]}"
+        )
 
 
 def shard_plan(

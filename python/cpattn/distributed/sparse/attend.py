@@ -10,8 +10,8 @@ import torch
 
 from ..._arguments import flag
 from ..layers.choice import choose_sparse
-from ..layers.layer import check_out, check_rank, filled_outputs
-from ..plans.sharded_plan import ShardedPlan
+from ..layers.layer import check_out, filled_outputs
+from ..plans.sharded_plan import ShardedPlan, check_rank
 from ..transport.exchange import RowExchange
 from ..transport.terms import digest
 from . import gather as sparse_gather

@@ -11,9 +11,8 @@ import torch
 from ..._arguments import flag
 from ...sparse.sparse_mla import flash_mla_sparse_fwd
 from ..layers.decode import check_rows
-from ..layers.layer import check_rank
 from ..layers.partials import merged_columns
-from ..plans.sharded_plan import DecodePlan
+from ..plans.sharded_plan import DecodePlan, check_rank
 from ..transport.exchange import RowExchange
 from ..transport.terms import NO_TERMS
 from .inputs import SparseInputs, checked_sparse_inputs, refuse_mask

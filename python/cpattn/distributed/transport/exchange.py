@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,10 @@ from ... import _core
 from ...profiling.calls import announced
 from . import versions
 from .rails import Rails
-from .roll_call import HOSTS, RollCall, Watch, Words, roll_call_of
+from .roll_call import HOSTS, Host, RollCall, Watch, Words, roll_call_of
 from .row_bytes import ArrivingRows, Parts, RoutedRows, columns_of, new_rows, row_bytes, table_of
 from .terms import CALLS, OPTIONS, REASON, TERMS, layout, ranks_text, refuse_difference, term
 from .waiting import NOT_YET, Posted, Wait, have_come
-
-if TYPE_CHECKING:
-    from .host import HostGroup
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _SLICE = 0.02  # seconds of a wait, until the next look around
@@ -339,7 +336,7 @@ class RowExchange:
             roll_call.agreed = True
         return self.told(f"{call} (agreement)", terms)
 
-    def host(self) -> HostGroup | None:
+    def host(self) -> Host | None:
         """Meeting place of ranks that share memory, if they have found out; asks nobody."""
         return HOSTS.get(self._group) if self._through_memory else None
 

@@ -11,21 +11,19 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from .rails import Rails
 from .timeouts import BEHIND_TIMEOUT, LAST_WORDS, LAST_WORDS_OF_THE_WAITING, timeout_of
 from .waiting import Works
-
-if TYPE_CHECKING:
-    from .host import HostGroup
 
 _WORD_BYTES = 512
 _MOST_NAMES = 16
@@ -56,8 +54,21 @@ class Words(NamedTuple):
         return cls(tuple(names[:count]), text, bool(timed_out))
 
 
+class Host(Protocol):
+    """Meeting of the ranks of a group that share a host."""
+
+    rails: Rails
+
+    def meet(
+        self, call: str, terms: Sequence[int] = (), give_up: Callable[[], bool] | None = None
+    ) -> list[list[int]]: ...
+    def loss(self) -> tuple[list[int], str, bool]: ...
+    def ended(self) -> list[int]: ...
+    def leave(self, because_of: int = -1) -> None: ...
+
+
 # Of groups whose ranks share memory, all of them or those of each host.
-HOSTS: WeakKeyDictionary[dist.ProcessGroup, HostGroup] = WeakKeyDictionary()
+HOSTS: WeakKeyDictionary[dist.ProcessGroup, Host] = WeakKeyDictionary()
 _ROLL_CALLS: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary()
 
 
