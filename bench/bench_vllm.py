@@ -19,7 +19,8 @@ attention of a layer behind long contexts, which waits for the cache's memory, a
 short ones, where the time to wake threads is a good part: also with other values of CPATTN_SPIN_US,
 `--spins`.
 
-A run of the first four parts keeps their results. About half an hour on two cores.
+A run of the first four parts keeps their results. About three quarters of an hour on
+two cores.
 
 With a cache of FP8 vLLM's own kernels round to codes like cpattn while tokens are compared, as its
 cutting off gives other codes; what is timed is as it is. `decode` and `small` are then those of

@@ -105,7 +105,7 @@ def latent(inputs: Inputs) -> tuple[Inputs, Any]:
 
 
 def single(inputs: Inputs) -> tuple[Inputs, Any]:
-    """In float16, for which the check is."""
+    """Call it in float16, for which the check is."""
     asked = {name: x.half() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     q, k, v = asked["q"], asked["k"].unsqueeze(0), asked["v"].unsqueeze(0)
     rows = q if q.ndim == 3 else q.unsqueeze(0)

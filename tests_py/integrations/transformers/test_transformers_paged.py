@@ -133,7 +133,7 @@ def test_a_sliding_window_decodes_in_place(calls: Calls) -> None:
 
 
 def test_no_kernel_of_the_hub_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers does with `cpattn` alone, where there is one."""
+    """transformers puts one in the place of `cpattn` alone, where there is one."""
     model, asked = make_model("llama"), []
     expected = [one_by_one(model, prompt) for prompt in PROMPTS[4:]]
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
@@ -148,7 +148,7 @@ def test_no_kernel_of_the_hub_takes_its_place(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_keys_that_transformers_has_read(window: int | None) -> None:
-    """Of sequences one after another, as 5.24 hands them over; padding is behind them."""
+    """5.24 hands over those of all sequences, one after another, with padding behind them."""
     q_lens, kv_lens, padding = [3, 1, 20], [15, 33, 20], 4
     torch.manual_seed(0)
     q = torch.randn(sum(q_lens) + padding, 4, 16)
