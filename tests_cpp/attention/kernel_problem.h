@@ -226,12 +226,12 @@ struct KernelProblem {
   }
 
   /// The result is rounded to bfloat16, by half a unit. Weights may be, or the second of their two
-  /// parts, 2^-8 of the first, independently of each other: six deviations of half a unit of their
-  /// products with the values. What is done in float32, exponentials to 3e-6 among it, is a share
-  /// of the absolute values.
+  /// parts, 2^-7 of them at most, independently of each other: six deviations of half a unit of
+  /// their products with the values. What is done in float32, exponentials to 3e-6 among it, is a
+  /// share of the absolute values.
   static double allowed_error(double out, double magnitude, double spread) {
     constexpr double kUnit = 0x1p-7;
-    const double weights = loops == Loops::precise ? kUnit * 0x1p-8 : kUnit;
+    const double weights = loops == Loops::precise ? kUnit * 0x1p-7 : kUnit;
     return kUnit / 2 * std::fabs(out) + 6 / std::sqrt(12.0) * weights * spread + 6e-6 * magnitude;
   }
 

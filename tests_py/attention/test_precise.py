@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where bfloat16 is rounded: in the result alone for few rows, and for all if that is asked."""
+"""Results in bfloat16 are rounded once: those of few rows, and all others if that is asked."""
 
 import itertools
 

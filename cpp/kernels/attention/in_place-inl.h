@@ -35,10 +35,9 @@ class InPlaceLoop {
   static constexpr bool kCodes = sizeof(Stored) == 1;
   static constexpr int kStoredBytes = sizeof(Stored);
   static constexpr int kQuad = 4 * Engine::kDepthStep;
-
- public:
   static constexpr int kParts = kWeightParts<Engine>;
 
+ public:
   static int64_t scratch_bytes(const AttentionTile* tile) {
     const int64_t rows = round_up(tile->num_tokens * tile->group, kQueryTile);
     return InPlaceWorkspace<Engine>(
@@ -51,6 +50,9 @@ class InPlaceLoop {
   static bool run(const AttentionTile* tile, void* scratch) {
     return InPlaceLoop(*tile, static_cast<char*>(scratch)).run();
   }
+
+ private:
+  static int padded_bytes(const AttentionTile& tile) { return is_padded(tile) ? kStoredBytes : 0; }
 
   InPlaceLoop(const AttentionTile& tile, char* scratch)
       : tile_(tile),
@@ -83,13 +85,6 @@ class InPlaceLoop {
     return true;
   }
 
-  /// Whether the results of run() are right. Infinities of values have met both parts of weights,
-  /// of which the second may be zero or negative, and made rows NaN.
-  bool finite() const { return finite_; }
-
- private:
-  static int padded_bytes(const AttentionTile& tile) { return is_padded(tile) ? kStoredBytes : 0; }
-
   int keys_ahead(int heads) const {
     const int64_t bytes = int64_t{heads} * tile_.nope_dim * kStoredBytes;
     const int64_t keys = kBytesAhead / bytes / kMinKeysAhead * kMinKeysAhead;
@@ -108,9 +103,7 @@ class InPlaceLoop {
     }
     mark(tile_.hooks, kMarkWrite);
     for_rows([&](int row, int slot) {
-      const float* output = work_.output + int64_t{slot} * v_dim_;
-      if constexpr (kParts == 2) finite_ = finite_ && all_finite(output, v_dim_);
-      finish_row<T>(tile_, row, work_.states[slot], output);
+      finish_row<T>(tile_, row, work_.states[slot], work_.output + int64_t{slot} * v_dim_);
     });
     return true;
   }
@@ -195,18 +188,17 @@ class InPlaceLoop {
     for (int i = 0; i < head_rows_; ++i) {
       const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
       float* scores = work_.scores + slot * kInPlaceKeys;
-      Operand* probabilities = weights_of(slot);
+      Operand* p = weights_of(slot);
       if (kCodes && has_factors(tile_.codes.k_factors)) {
         multiply_row(scores, k_factors, 0, padded);
       }
       finish_scores(tile_, scores, head, i, scale, first, 0, padded, /*all_visible=*/false);
       softmax_row<kExp2Degree>(
-          scores, weights_at<kParts>(probabilities, kInPlaceKeys), 0, padded, factor,
+          scores, weights_at<kParts>(p, kInPlaceKeys, kRoomAbove), 0, padded, factor,
           work_.states[slot], work_.output + slot * v_dim_, v_dim_
       );
       if constexpr (kCodes) {
-        if (!has_factors(tile_.codes.v_factors)) continue;
-        multiply_probabilities(probabilities, v_factors, padded);
+        if (has_factors(tile_.codes.v_factors)) multiply_probabilities(p, v_factors, padded);
       }
     }
   }
@@ -220,6 +212,15 @@ class InPlaceLoop {
       const RowFactors& source, int head, int64_t first, int n, int hidden, float* factors
   ) const {
     if (has_factors(source)) read_factors(tile_, source, head, first, n, hidden, factors);
+  }
+
+  /// Probabilities of keys that a row does not see stay zero, whatever their factor is.
+  static void multiply_probabilities(float* p, const float* factors, int n) {
+    for (int i = 0; i < n; i += kLanes) {
+      const Vector x = load(p + i);
+      const uint32_t seen = greater(x, splat(0.0F));
+      store(p + i, select(seen, mul(x, load(factors + i)), splat(0.0F)));
+    }
   }
 
   /// Addresses of the n keys from `first` on, and of those after them that are to
@@ -389,7 +390,6 @@ class InPlaceLoop {
   const PaddedRows k_, k_rope_, v_;
   int first_head_, end_head_;  // at work
   int ahead_;                  // keys and values are fetched this many before their turn
-  bool finite_ = true;
   // The addresses of the block's keys and values, for the first KV head.
   const char* keys_[2 * kInPlaceKeys];
   const char* rope_keys_[2 * kInPlaceKeys];

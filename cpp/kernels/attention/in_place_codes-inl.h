@@ -67,14 +67,10 @@ class InPlaceCodes {
   }
 };
 
-/// Runs the loop for what K and V are stored as: Loop if they are no codes, and Fallback where its
-/// results are not right.
-template <class T, class Loop, class Fallback>
+/// Runs the loop for what K and V are stored as: Loop if they are no codes.
+template <class T, class Loop>
 bool run_in_place(const AttentionTile* tile, void* scratch) {
-  if (tile->codes.expand == nullptr) {
-    Loop loop(*tile, static_cast<char*>(scratch));
-    return loop.run() && (loop.finite() || Fallback::run(tile, scratch));
-  }
+  if (tile->codes.expand == nullptr) return Loop::run(tile, scratch);
   switch (tile->codes.type) {
     case kFloat8E4M3:
       return InPlaceCodes<T, Float8>::run(tile, scratch);
@@ -85,11 +81,10 @@ bool run_in_place(const AttentionTile* tile, void* scratch) {
   }
 }
 
-template <class T, class Loop, class Fallback>
+template <class T, class Loop>
 int64_t in_place_scratch_bytes(const AttentionTile* tile) {
-  if (tile->codes.expand != nullptr) return InPlaceCodes<T, int8_t>::scratch_bytes(tile);
-  const int64_t bytes = Loop::scratch_bytes(tile);
-  return Loop::kParts == 1 ? bytes : larger(bytes, Fallback::scratch_bytes(tile));
+  return tile->codes.expand == nullptr ? Loop::scratch_bytes(tile)
+                                       : InPlaceCodes<T, int8_t>::scratch_bytes(tile);
 }
 
 }  // namespace

@@ -58,34 +58,37 @@ inline void store_probabilities(float* p, Vector a, Vector b) {
   store(p + kLanes, b);
 }
 
-/// Parts of a weight that is not rounded to an operand: they add up to it, but for 2^-16 of it.
+/// Parts of a weight that is not rounded to an operand: they add up to it, but for 2^-15 of it.
 template <class Engine>
 constexpr int kWeightParts = sizeof(typename Engine::Operand) < sizeof(float) ? 2 : 1;
 
-/// Where weights go that are sums of two operands: the nearest one and, `distance` behind it, the
-/// nearest to the rest.
+/// The place of weights that are sums of two bfloat16 operands, the second one `distance` behind
+/// the first. The first is what is nearest to the weight times `room`: 1, or kRoomAbove, with which
+/// both are above zero where the weight is, so that infinite values stay so. Rounding adds 2^-8 of
+/// it at most.
 template <class Operand>
 struct TwoParts {
-  Operand* nearest;
+  Operand* first;
   int64_t distance;
-  TwoParts operator+(int64_t n) const { return {nearest + n, distance}; }
+  float room;
+  TwoParts operator+(int64_t n) const { return {first + n, distance, room}; }
 };
+constexpr float kRoomAbove = 1 - 0x1p-8F;
 
 template <class Operand>
 void store_probabilities(TwoParts<Operand> p, Vector a, Vector b) {
-  store_probabilities(p.nearest, a, b);
-  store_probabilities(
-      p.nearest + p.distance, sub(a, load(p.nearest)), sub(b, load(p.nearest + kLanes))
-  );
+  store_probabilities(p.first, mul(a, splat(p.room)), mul(b, splat(p.room)));
+  Operand* rest = p.first + p.distance;
+  store_probabilities(rest, sub(a, load(p.first)), sub(b, load(p.first + kLanes)));
 }
 
-/// Where weights of kParts parts go, which are `distance` apart.
+/// The place of weights of kParts parts, which are `distance` apart.
 template <int kParts, class Operand>
-auto weights_at(Operand* p, int64_t distance) {
+auto weights_at(Operand* p, int64_t distance, float room = 1) {
   if constexpr (kParts == 1) {
     return p;
   } else {
-    return TwoParts<Operand>{p, distance};
+    return TwoParts<Operand>{p, distance, room};
   }
 }
 

@@ -22,11 +22,11 @@ struct VectorLoops {
   static constexpr LoopLimits kLimits{};
 
   static int64_t scratch_bytes(AttentionLoop loop, const AttentionTile* tile) {
-    return loop == kInPlace ? in_place_scratch_bytes<T, InPlace, PrecisePacked>(tile)
+    return loop == kInPlace ? in_place_scratch_bytes<T, InPlace>(tile)
                             : PrecisePacked::scratch_bytes(tile);
   }
   static bool run(AttentionLoop loop, const AttentionTile* tile, void* scratch) {
-    if (loop == kInPlace) return run_in_place<T, InPlace, PrecisePacked>(tile, scratch);
+    if (loop == kInPlace) return run_in_place<T, InPlace>(tile, scratch);
     return tile->precise ? PrecisePacked::run(tile, scratch) : Packed::run(tile, scratch);
   }
 };

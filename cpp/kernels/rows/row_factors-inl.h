@@ -71,14 +71,5 @@ inline void multiply_row(float* row, const float* factors, int begin, int end) {
   }
 }
 
-/// Probabilities of keys that a row does not see stay zero, whatever their factor is.
-inline void multiply_probabilities(float* p, const float* factors, int n) {
-  for (int i = 0; i < n; i += kLanes) {
-    const Vector x = load(p + i);
-    const uint32_t seen = greater(x, splat(0.0F));
-    store(p + i, select(seen, mul(x, load(factors + i)), splat(0.0F)));
-  }
-}
-
 }  // namespace
 }  // namespace cpattn::kernels

@@ -34,13 +34,6 @@ void write_output(const AttentionTile& tile, const float* output, Vector scale, 
   __builtin_memcpy(out, padded, tile.stored.v_head_dim * sizeof(T));
 }
 
-/// Whether none of the numbers is an infinity or NaN.
-inline bool all_finite(const float* output, int dim) {
-  Vector zeros = splat(0.0F);  // becomes NaN with the first that is
-  for (int d = 0; d < dim; d += kLanes) zeros = fma(load(output + d), splat(0.0F), zeros);
-  return reduce_add(zeros) == 0;
-}
-
 /// Normalises a row and writes it.
 template <class T>
 void write_row(const AttentionTile& tile, int64_t row, RowState state, const float* output) {

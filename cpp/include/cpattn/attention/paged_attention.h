@@ -89,10 +89,10 @@ AttentionShape attention_shape(const AttentionArguments& arguments);
 ///   out = softmax_j(scale * q . k_j + bias_j over the visible keys j, and the sink) v_j
 /// with k_j and v_j times their scales;
 ///   lse = log sum_j exp(scale * q . k_j + bias_j), without the sink, natural logarithm.
-/// Accumulates in float32 and rounds once. Results of rows without visible
-/// keys and of rows outside all segments are zeros and -inf; the latter rows are never read. out
-/// and lse may not overlap an input. The result does not depend on the number of threads. Throws
-/// std::invalid_argument before anything is written.
+/// Accumulates in float32 and rounds once; AttentionPlan says more of bfloat16. Results of rows
+/// without visible keys and of rows outside all segments are zeros and -inf; the latter rows are
+/// never read. out and lse may not overlap an input. The result does not depend on the number of
+/// threads. Throws std::invalid_argument before anything is written.
 void run_attention(const AttentionPlan& plan, const AttentionArguments& arguments);
 
 }  // namespace cpattn
