@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -44,8 +45,15 @@ Stack stack_of_this_thread() {
   const bool known = pthread_attr_getstack(&attributes, &begin, &size) == 0;
   pthread_attr_destroy(&attributes);
   if (!known) return {};
-  const auto address = reinterpret_cast<uintptr_t>(begin);
-  return {address, address + size};
+  const uintptr_t end = reinterpret_cast<uintptr_t>(begin) + size;
+#if !defined(__GLIBC__)
+  // Of the main thread musl tells what is mapped by now, which grows up to the limit.
+  rlimit limit{};
+  if (getpid() == thread_id() && getrlimit(RLIMIT_STACK, &limit) == 0) {
+    size = std::min<std::size_t>(std::max<rlim_t>(size, limit.rlim_cur), end);
+  }
+#endif
+  return {end - size, end};
 }
 
 bool has_arm_bf16() {
