@@ -2,10 +2,11 @@
 """Builds wheels into dist/, checks and tries them: `python scripts/build_wheels.py`.
 
 For x86-64 one for each CPython from 3.10 to 3.13 that this machine has, and one for aarch64, which
-runs under qemu-user. The compiler is clang as the package ziglang has it, for the oldest glibc that
-it knows of the two; one wheel has the kernels of all instruction sets. auditwheel names and checks
-each, then it is installed into an empty environment and tried: by scripts/try_wheel.py, and by the
-tests that need NumPy alone and are quick.
+runs under qemu-user; then one for musl on x86-64, with a CPython that scripts/musl_python.sh
+compiles. The compiler is clang as the package ziglang has it, for the oldest glibc that it knows of
+the two; one wheel has the kernels of all instruction sets. auditwheel names and checks each, then
+it is installed into an empty environment and tried: by scripts/try_wheel.py, and, where nothing is
+emulated, by the tests that need NumPy alone and are quick.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -34,22 +36,35 @@ WORK = ROOT / "build" / "wheels"
 TOOLS = WORK / "tools"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 GLIBC = "2.17"
+MUSL = "1.2"
+#: That of Debian 13, whose sources scripts/musl_python.sh compiles.
+MUSL_PYTHON = "3.13"
 #: What a wheel must have, wherever it is built.
 INSTRUCTION_SETS = {
     "x86_64": ("portable", "avx2", "avx512", "avx512bf16", "amx"),
     "aarch64": ("portable", "neon", "neonbf16"),
 }
+#: What pip takes for each C library.
+PLATFORMS = {
+    "gnu": ("manylinux_2_28", "manylinux_2_17", "manylinux2014"),
+    "musl": ("musllinux_1_2",),
+}
 #: Some seconds of tests, of all that needs no kernels: those try_wheel.py compares with the oracle.
 QUICK_TESTS = (
     "context_parallel/test_context_parallel_gates.py",
-    "robustness/test_huge_caches.py",
+    "robustness/test_num_threads.py",
+    "robustness/test_threads.py",
     "sparse/test_dsa_metadata.py",
-    "transfer/sglang_0_5_23/test_kv_pages.py",
-    "transfer/test_kv_layout.py",
     "transfer/test_plan_kv_transfer.py",
     "transfer/test_transfer_copies.py",
     "transfer/test_transfer_engine.py",
     "transfer/test_transfer_types.py",
+)
+#: ml_dtypes, which these need, has no wheels for musl.
+BFLOAT16_TESTS = (
+    "robustness/test_huge_caches.py",
+    "transfer/sglang_0_5_23/test_kv_pages.py",
+    "transfer/test_kv_layout.py",
 )
 
 
@@ -89,7 +104,7 @@ def environment(folder: Path, interpreter: str, *packages: str) -> Path:
     return python
 
 
-def compiler(architecture: str) -> dict[str, str]:
+def compiler(target: str) -> dict[str, str]:
     """Variables with which zig.cmake finds its program, and ccache knows what it is."""
     (zig,) = TOOLS.glob("lib/python3*/site-packages/ziglang/zig")
     return {
@@ -98,25 +113,30 @@ def compiler(architecture: str) -> dict[str, str]:
         "ZIG_GLOBAL_CACHE_DIR": os.environ.get("ZIG_GLOBAL_CACHE_DIR", str(WORK / "zig")),
         "CCACHE_COMPILERTYPE": "clang",
         "CCACHE_COMPILERCHECK": f"string:{zig.parent.name} {subprocess.getoutput(f'{zig} version')}"
-        f" {architecture}",
+        f" {target}",
         "CCACHE_BASEDIR": str(ROOT),
         "CCACHE_NOHASHDIR": "1",
     }
 
 
 def build(
-    interpreter: str, architecture: str, out: Path, further: dict[str, str], **variables: str
+    interpreter: str,
+    architecture: str,
+    libc: str,
+    out: Path,
+    further: dict[str, str],
+    **variables: str,
 ) -> Path:
     """A wheel as the compiler makes it, before auditwheel.
 
     All interpreters share a folder, so that what does not include Python.h is compiled once: CMake
     starts afresh, and ninja compiles what has another command.
     """
-    folder = ROOT / "build" / f"wheels-{architecture}"
+    folder = ROOT / "build" / f"wheels-{architecture}-{libc}"
     (eigen,) = TOOLS.glob("lib/python3*/site-packages/cmeel.prefix/share/eigen3/cmake")
     defines = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake" / "zig.cmake",
-        "CPATTN_ZIG_TARGET": f"{architecture}-linux-gnu.{GLIBC}",
+        "CPATTN_ZIG_TARGET": f"{architecture}-linux-{libc}" + f".{GLIBC}" * (libc == "gnu"),
         "CPATTN_ALL_ISAS": "ON",
         # They convert and call, and zig writes what debuggers want unless told not to.
         "CPATTN_BINDINGS_OPTIONS": "-O2;-g0",
@@ -130,7 +150,7 @@ def build(
         *(interpreter, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"),
         *(f"--config-settings={name}={value}" for name, value in settings.items()),
         *("-w", out, ROOT),
-        **compiler(architecture),
+        **compiler(f"{architecture} {libc}"),
         **variables,
     )
     (wheel,) = out.glob("*.whl")
@@ -145,26 +165,47 @@ def build(
     return wheel
 
 
-def repair(wheel: Path, dist: Path) -> Path:
-    """The wheel under the name of the oldest glibc that it runs with, in dist/.
+def repair(wheel: Path, dist: Path, libc: str) -> Path:
+    """The wheel under the name of the oldest glibc or musl that it runs with, in dist/.
 
     auditwheel finds that itself: it lets nobody name one for a processor other than its own.
     """
     project, tags, architecture = wheel.stem.partition("-linux_")
     assert tags, wheel
-    for old in dist.glob(f"{project}-*_{architecture}.whl"):
+    family = {"gnu": "manylinux", "musl": "musllinux"}[libc]
+    for old in dist.glob(f"{project}-{family}*_{architecture}.whl"):
         old.unlink()
+    if libc == "musl":
+        name_musl(wheel, architecture)
     run(TOOLS / "bin" / "python", "-m", "auditwheel", "repair", "--plat", "auto", "-w", dist, wheel)
-    (repaired,) = dist.glob(f"{project}-*_{architecture}.whl")
-    if f"manylinux_{GLIBC.replace('.', '_')}_{architecture}" not in repaired.name:
-        sys.exit(f"{repaired.name} needs a newer glibc than {GLIBC}")
+    (repaired,) = dist.glob(f"{project}-{family}*_{architecture}.whl")
+    oldest = {"gnu": GLIBC, "musl": MUSL}[libc]
+    if f"{family}_{oldest.replace('.', '_')}_{architecture}" not in repaired.name:
+        sys.exit(f"{repaired.name} needs a newer {libc} than {oldest}")
     return repaired
+
+
+def name_musl(wheel: Path, architecture: str) -> None:
+    """The C library has the name that auditwheel knows, of Alpine, in the place of zig's libc.so.
+
+    musl is found by any name that begins so. auditwheel writes the sums of the files anew.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.unpack_archive(wheel, folder, "zip")
+        (module,) = Path(folder).glob("cpattn/_core*.so")
+        run("patchelf", "--replace-needed", "libc.so", f"libc.musl-{architecture}.so.1", module)
+        shutil.make_archive(str(wheel), "zip", folder)
+    wheel.with_suffix(".whl.zip").replace(wheel)
 
 
 def numpy_for(version: str) -> str:
     """The oldest that the metadata claims for the oldest Python, the newest for the others."""
     (claimed,) = (x for x in CONFIG["project"]["dependencies"] if x.startswith("numpy>="))
     return claimed.replace(">=", "==") if version == PYTHONS[0] else "numpy"
+
+
+def test_tools(*names: str) -> list[str]:
+    return [x for x in extra("test") if x.startswith(names)]
 
 
 def try_wheel(wheel: Path, version: str, interpreter: str) -> None:
@@ -179,10 +220,9 @@ def try_wheel(wheel: Path, version: str, interpreter: str) -> None:
         run("qemu-x86_64", "-cpu", "Nehalem", python, trial, "portable")
     else:
         say("qemu-x86_64 is not here: not tried on a processor with the baseline alone")
-    names = ("pytest>", "pytest-timeout>", "hypothesis>", "ml_dtypes>")
-    tools = [x for x in extra("test") if x.startswith(names)]
+    tools = test_tools("pytest>", "pytest-timeout>", "hypothesis>", "ml_dtypes>")
     environment(folder, interpreter, *tools, "tomli; python_version < '3.11'")
-    tests = [ROOT / "tests_py" / name for name in QUICK_TESTS]
+    tests = [ROOT / "tests_py" / name for name in (*QUICK_TESTS, *BFLOAT16_TESTS)]
     run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
 
 
@@ -194,8 +234,8 @@ def build_x86_64(versions: list[str], dist: Path) -> None:
             continue
         say(f"x86-64, CPython {version}: building")
         python = environment(WORK / f"build-{version}", interpreter, *BUILD_PACKAGES)
-        made = build(str(python), "x86_64", WORK / "made" / version, {})
-        wheel = repair(made, dist)
+        made = build(str(python), "x86_64", "gnu", WORK / "made" / version, {})
+        wheel = repair(made, dist, "gnu")
         say(f"{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MB: trying")
         try_wheel(wheel, version, interpreter)
 
@@ -206,50 +246,76 @@ def build_aarch64(dist: Path) -> None:
     say("aarch64: Python of Debian, unpacked")
     run(ROOT / "scripts" / "aarch64_python.sh", root)
     (python,) = (root / "usr" / "bin").glob("python3.[0-9]*[0-9]")
+    build_foreign(python, root / "include", "aarch64", "gnu", dist)
+
+
+def build_musl(dist: Path) -> None:
+    """For a Python that is compiled from sources, once."""
+    root = WORK / "musl"
+    say(f"x86-64, musl: CPython {MUSL_PYTHON}, compiled")
+    run(ROOT / "scripts" / "musl_python.sh", MUSL_PYTHON, root, **compiler("x86_64 musl"))
+    name = f"python{MUSL_PYTHON}"
+    build_foreign(root / "bin" / name, root / "include" / name, "x86_64", "musl", dist)
+
+
+def build_foreign(python: Path, include: Path, architecture: str, libc: str, dist: Path) -> None:
+    """For a CPython of another processor or C library, by the one of this machine."""
     version = python.name.removeprefix("python")
+    what = f"{architecture} {libc}"
     interpreter = machine.interpreter(version)
     if interpreter is None:
-        say(f"No CPython {version} here, which would build the wheel for aarch64: none is made")
+        say(f"No CPython {version} here, which would build the wheel for {what}: none is made")
         return
-    say(f"aarch64, CPython {version}: building")
+    say(f"{what}, CPython {version}: building")
     builder = environment(WORK / f"build-{version}", interpreter, *BUILD_PACKAGES)
-    suffix = f".cpython-{version.replace('.', '')}-aarch64-linux-gnu.so"
+    suffix = f".cpython-{version.replace('.', '')}-{architecture}-linux-{libc}.so"
     made = build(
         str(builder),
-        "aarch64",
-        WORK / "made" / "aarch64",
+        architecture,
+        libc,
+        WORK / "made" / what.replace(" ", "-"),
         {
-            "Python_INCLUDE_DIR": str(root / "include"),
+            "Python_INCLUDE_DIR": str(include),
             # pybind11 would take the one of the interpreter that builds.
             "PYTHON_MODULE_EXTENSION": suffix,
             "PYTHON_MODULE_DEBUG_POSTFIX": "",
         },
         SETUPTOOLS_EXT_SUFFIX=suffix,
-        _PYTHON_HOST_PLATFORM="linux-aarch64",
+        _PYTHON_HOST_PLATFORM=f"linux-{architecture}",
     )
-    wheel = repair(made, dist)
-    say(f"{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MB: trying under qemu-user")
-    if shutil.which("qemu-aarch64") is None:
+    wheel = repair(made, dist, libc)
+    say(f"{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MB: trying")
+    try_foreign(wheel, python, version, architecture, libc)
+
+
+def try_foreign(wheel: Path, python: Path, version: str, architecture: str, libc: str) -> None:
+    """With packages in a folder of their own, under qemu-user where the processor is another."""
+    home, emulator = python.parents[1], ()
+    tests: list[Path] = []
+    tools: list[str] = []
+    wanted = [*INSTRUCTION_SETS[architecture]]
+    if architecture == platform.machine():
+        wanted = [x for x in wanted if machine.has_instruction_set(x)]
+        tools = test_tools("pytest>", "pytest-timeout>", "hypothesis>")
+        tests = [ROOT / "tests_py" / name for name in QUICK_TESTS]
+    elif shutil.which("qemu-aarch64") is None:
         say("qemu-aarch64 is not here (apt-get install qemu-user): the wheel was not tried")
         return
-    packages = WORK / "aarch64-site-packages"
+    else:
+        emulator = ("qemu-aarch64", "-cpu", "max", "-L", home.parent)
+    packages = WORK / f"{architecture}-{libc}-site-packages"
     shutil.rmtree(packages, ignore_errors=True)
+    builder = WORK / f"build-{version}" / "bin" / "python"
     run(
         *(builder, "-m", "pip", "install", "-q", "--disable-pip-version-check"),
         *("--only-binary", ":all:", "--python-version", version, "--target", packages),
-        *(
-            flag
-            for glibc in ("2_28", "2_17")
-            for flag in ("--platform", f"manylinux_{glibc}_aarch64")
-        ),
-        *("--platform", "manylinux2014_aarch64", wheel, "numpy"),
+        *(flag for name in PLATFORMS[libc] for flag in ("--platform", f"{name}_{architecture}")),
+        *(wheel, "numpy", *tools),
     )
-    run(
-        *("qemu-aarch64", "-cpu", "max", "-L", root, python, ROOT / "scripts" / "try_wheel.py"),
-        ",".join(INSTRUCTION_SETS["aarch64"]),
-        PYTHONHOME=str(root / "usr"),
-        PYTHONPATH=str(packages),
-    )
+    variables = {"PYTHONHOME": str(home), "PYTHONPATH": str(packages)}
+    run(*emulator, python, ROOT / "scripts" / "try_wheel.py", ",".join(wanted), **variables)
+    if tests:
+        run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, **variables)
 
 
 def main() -> None:
@@ -259,6 +325,7 @@ def main() -> None:
     parser.add_argument("--python", nargs="*", default=list(PYTHONS), choices=PYTHONS,
                         help="for x86-64; none for no such wheel")  # fmt: skip
     parser.add_argument("--no-aarch64", action="store_true", help="without the wheel for Arm")
+    parser.add_argument("--no-musl", action="store_true", help="without the wheel for musl")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where the wheels go")
     given = parser.parse_args()
     if platform.machine() != "x86_64" or sysconfig.get_platform() != "linux-x86_64":
@@ -269,6 +336,8 @@ def main() -> None:
     build_x86_64(given.python, given.dist)
     if not given.no_aarch64:
         build_aarch64(given.dist)
+    if not given.no_musl:
+        build_musl(given.dist)
     say("cpattn-proof and cpattn-lab, for any system")
     command = (TOOLS / "bin" / "python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", given.dist)
     run(*command, *ROOT.glob("python/distributions/*"))

@@ -2,8 +2,8 @@
 """Whether a release is ready: `python scripts/check_release.py`, with `--tag` once it is tagged.
 
 Compares the version in all places, the change log, the tag and the tree, and looks at what lies in
-dist/: one wheel for each Python and processor, and an sdist. Prints what is wrong and exits with 1,
-or says what is ready. docs/releasing.md has the whole procedure.
+dist/: one wheel for each Python and processor, one for musl, and an sdist. Prints what is wrong
+and exits with 1, or says what is ready. docs/releasing.md has the whole procedure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from build_wheels import GLIBC, PYTHONS, ROOT, TOOLS
+from build_wheels import GLIBC, MUSL, MUSL_PYTHON, PYTHONS, ROOT, TOOLS
 
 #: Packages of this one's kind have some megabytes; what PyPI takes without asking ends at 100.
 LARGEST_MB = 20
@@ -101,6 +101,8 @@ def expected_names(version: str) -> set[str]:
         for tag in [python.replace(".", "")]
         for x in processors
     }
+    tag, musl = MUSL_PYTHON.replace(".", ""), MUSL.replace(".", "_")
+    names.add(f"cpattn-{version}-cp{tag}-cp{tag}-musllinux_{musl}_x86_64.whl")
     pure = {f"{name}-{version}-py3-none-any.whl" for name in ("cpattn_lab", "cpattn_proof")}
     return names | pure | {f"cpattn-{version}.tar.gz"}
 
@@ -143,13 +145,14 @@ def wrong_to_tools(dist: Path) -> Iterator[str]:
         return
     commands = [
         ["twine", "check", "--strict", *sorted(map(str, dist.glob("*")))],
-        *(["auditwheel", "show", str(wheel)] for wheel in sorted(dist.glob("*manylinux*.whl"))),
+        *(["auditwheel", "show", str(wheel)] for wheel in sorted(dist.glob("*linux_*.whl"))),
     ]
     for command in commands:
         done = subprocess.run([python, "-m", *command], capture_output=True, text=True, check=False)
         said = done.stdout + done.stderr
-        tag = f"manylinux_{GLIBC.replace('.', '_')}_"
-        if done.returncode or (command[0] == "auditwheel" and f'"{tag}' not in said):
+        tags = (f'"manylinux_{GLIBC}_', f'"musllinux_{MUSL}_')
+        tag = tags["musllinux" in command[-1]].replace(".", "_")
+        if done.returncode or (command[0] == "auditwheel" and tag not in said):
             yield f"{command[0]}, of {Path(command[-1]).name}: {said.strip()}"
 
 

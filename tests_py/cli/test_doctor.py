@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -127,6 +128,19 @@ def test_text_json_and_exit_code_are_those_of_the_findings(machine_of, packages,
         assert text.stdout == report.as_text(found, 70) + "\n"
         verdict = "1 broken: see the lines with x." if code else "All that cpattn needs works here."
         assert verdict in text.stdout
+
+
+def test_builds_of_python_that_were_not_tried(packages, monkeypatch):
+    """Builds with musl have tried releases of their own; none without the GIL was tried."""
+    variables: dict[str, str | int] = {"SOABI": "cpython-313-x86_64-linux-musl"}
+    monkeypatch.setattr(sysconfig, "get_config_var", variables.get)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.13.5")
+    assert of_environment()["Python"].text == f"3.13.5, as tried, {sys.executable}"
+    monkeypatch.setattr(platform, "python_version", lambda: "3.12.1")
+    assert of_environment()["Python"].text.startswith("3.12.1: not tried, 3.13 was; there is no")
+    variables["Py_GIL_DISABLED"] = 1
+    text = of_environment()["Python"].text
+    assert text.startswith("3.12.1: CPython with musl without the GIL was not tried,")
 
 
 def test_engines_are_imported_before_all_is_said_to_work(packages, tmp_path):

@@ -137,6 +137,8 @@ def test_every_python_that_was_tried_is_claimed_and_built_for():
     assert hosted["build"] == [f"cp{version.replace('.', '')}-manylinux_*" for version in tried]
     assert list(build_wheels.PYTHONS) == tried
     assert find("Linux with glibc").lowest == build_wheels.GLIBC
+    assert find("Linux with musl").lowest.startswith(build_wheels.MUSL)
+    assert find("CPython with musl").tried == (build_wheels.MUSL_PYTHON,)
 
 
 def test_wheels_have_the_instruction_sets_of_the_table():

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 
@@ -50,9 +51,12 @@ def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 def _python() -> Finding:
     version = platform.python_version()
-    text, state = _judged(_support.find("CPython"), version)
-    kind = platform.python_implementation()
-    if kind != "CPython":
+    musl = " with musl" * str(sysconfig.get_config_var("SOABI")).endswith("-musl")
+    text, state = _judged(_support.find(f"CPython{musl}"), version)
+    kind = platform.python_implementation() + musl
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        kind += " without the GIL"
+    if kind != f"CPython{musl}":
         text, state = f"{version}: {kind} was not tried", "warning"
     return Finding(_SECTION, "Python", f"{text}, {sys.executable}", state)
 

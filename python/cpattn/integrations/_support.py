@@ -106,6 +106,14 @@ BASIS = (
         lowest="3.10",
     ),
     Support(
+        name="CPython with musl",
+        distributions=(),
+        tried=("3.13",),
+        tests=("scripts/build_wheels.py",),
+        otherwise="there is no wheel for others, and pip compiles the sources",
+        lowest="3.10",
+    ),
+    Support(
         name="NumPy",
         distributions=("numpy",),
         tried=("1.26.0", "2"),
@@ -236,8 +244,17 @@ PLATFORMS = (
         tried=("2.36",),
         tests=("scripts/build_wheels.py",),
         otherwise="wheels are made for 2.17, which auditwheel checks; the library in C++ alone was "
-        "tried with musl and compiled for macOS on Arm; Windows is not tried",
+        "compiled for macOS on Arm; Windows is not tried",
         lowest="2.17",
+    ),
+    Support(
+        name="Linux with musl",
+        distributions=(),
+        tried=("1.2.5",),
+        tests=("scripts/build_wheels.py",),
+        otherwise="pip takes the wheel for any 1.2, and NumPy's, which needs 1.2.4; there is none "
+        "for aarch64",
+        lowest="1.2.3",
     ),
 )
 
