@@ -49,7 +49,7 @@ OTHERS = [
     ("prefill, bfloat16", 1, "BFMMLA of SVE", "sve_bfloat16"),
     ("softmax, float32", 1, "FEXPA of SVE", "sve_softmax"),
     ("softmax, bfloat16", 1, "FEXPA of SVE", "sve_softmax"),
-    ("decode, int8 values", 1, "loads of SVE that widen", "sve_int8_values"),
+    ("decode, int8 values", 1, "LD1SB of SVE", "sve_int8_values"),
     ("indexer, float32", 4, "SDOT", "neon_sdot"),
     ("indexer, int8", 2, "SMMLA (I8MM)", "neon_smmla"),
 ]
