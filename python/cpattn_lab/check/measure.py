@@ -10,7 +10,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from cpattn.distributed.layers.partials import merged
+from cpattn.distributed.layers.partials import State, merged
 from cpattn.distributed.transport.exchange import RowExchange
 
 _HEADS, _DIM = 8, 128
@@ -82,7 +82,7 @@ def measure_merge(
         for _ in range(_MERGED_PARTS):
             out = part.new_zeros(part.shape)
             out.index_copy_(0, order, part)
-            parts.append((out, lse))
+            parts.append(State(out, lse))
         merged(parts, None)
 
     times, before = [], torch.get_num_threads()

@@ -57,32 +57,19 @@ def choose(
     plan: ShardedPlan, layer: _core.LayerBytes, *, window: int | None = None, writes: bool = False
 ) -> ExchangeChoice:
     """See ContextParallel.choose_exchange."""
-    held = plan.held_rows(window)
-    return ExchangeChoice(
-        *_core.choose_exchange(held, layer, plan.mesh, writes, plan.max_scratch_bytes)
-    )
+    held, most = plan.held_rows(window), plan.max_scratch_bytes
+    return ExchangeChoice(*_core.choose_exchange(held, layer, plan.mesh, writes, most))
 
 
 def choose_state_exchange(
     plan: DecodePlan, layer: _core.LayerBytes, out_heads: str
 ) -> ExchangeChoice:
     """Choose for the partial results of a decode step."""
-    size, all_heads = plan.placement.shard_size, out_heads == "all"
-    return ExchangeChoice(
-        *_core.choose_state_exchange(
-            plan.num_tokens, layer.num_heads, layer.output, size, all_heads
-        )
-    )
+    batch = plan.num_tokens, layer.num_heads, layer.output, plan.placement.shard_size
+    return ExchangeChoice(*_core.choose_state_exchange(*batch, out_heads == "all"))
 
 
 def choose_sparse(plan: ShardedPlan, sizes: SparseSizes) -> ExchangeChoice:
     """See ContextParallel.choose_sparse_exchange."""
-    return ExchangeChoice(
-        *_core.choose_sparse_exchange(
-            plan.kv_counts,
-            plan.rows_per_rank,
-            plan.batch.visible_keys,
-            sizes,
-            plan.max_scratch_bytes,
-        )
-    )
+    rows = plan.kv_counts, plan.rows_per_rank, plan.batch.visible_keys
+    return ExchangeChoice(*_core.choose_sparse_exchange(*rows, sizes, plan.max_scratch_bytes))

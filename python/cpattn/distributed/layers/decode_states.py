@@ -16,12 +16,10 @@ import torch
 
 from ... import _core
 from ..transport.exchange import RowExchange
-from .partials import merged, merged_columns
+from .partials import State, merged, merged_columns
 
 STATE_EXCHANGES = ("gather", "all_to_all")
 OUT_HEADS = ("all", "own")
-
-State = tuple[torch.Tensor, torch.Tensor]  # [num_tokens, num_heads, v_head_dim], and the LSE
 
 
 def heads_of_ranks(num_heads: int, size: int) -> list[slice]:
@@ -49,9 +47,9 @@ def merge_states(
     outs, lses = exchange.all_rows("decode", num_rows, [out.flatten(1), lse])
     out, lse = merged_columns(outs, lses, exchange.size, sinks)
     if out_heads == "all":
-        return out, lse
+        return State(out, lse)
     own = heads_of_ranks(lse.shape[1], exchange.size)[exchange.rank]
-    return out[:, own].contiguous(), lse[:, own].contiguous()
+    return State(out[:, own].contiguous(), lse[:, own].contiguous())
 
 
 def _by_heads(
@@ -75,14 +73,13 @@ def _by_heads(
     of_ranks = outs.unflatten(0, parts).unflatten(2, (num_tokens, v_head_dim)).transpose(1, 2)
     lses = lses.unflatten(0, parts).transpose(1, 2)
     own_sinks = None if sinks is None else sinks[own]
-    out, lse = merged(list(zip(of_ranks, lses, strict=True)), own_sinks)
+    out, lse = merged(list(map(State, of_ranks, lses)), own_sinks)
     if out_heads != "all":
-        return out, lse
+        return State(out, lse)
     rows = [_heads_first(out), _heads_first(lse).contiguous()]
     out, lse = exchange.all_rows("decode", _counts(heads), rows)
-    return _tokens_first(out, num_tokens, v_head_dim), lse.T.clone(
-        memory_format=torch.contiguous_format
-    )
+    of_tokens = lse.T.clone(memory_format=torch.contiguous_format)
+    return State(_tokens_first(out, num_tokens, v_head_dim), of_tokens)
 
 
 def _counts(heads: Sequence[slice]) -> list[int]:

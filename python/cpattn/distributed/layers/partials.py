@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,12 @@ from ..plans.tokens import NewTokens
 from ..transport.terms import digest, term
 from .shard_keys import ShardKeys, slots_of
 
-State = tuple[torch.Tensor, torch.Tensor]  # a result [rows, num_heads, dim] and its LSE
+
+class State(NamedTuple):
+    """Result of rows over some of their keys."""
+
+    out: torch.Tensor  # [rows, num_heads, dim]
+    lse: torch.Tensor  # [rows, num_heads]
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,7 @@ def _check_axes(call: str, name: str, q: torch.Tensor) -> None:
 def no_state(num_rows: int, q: torch.Tensor, v: torch.Tensor) -> State:
     """Return the state of rows that have seen no key: zeros, and LSE -inf."""
     out = q.new_zeros(num_rows, q.shape[1], v.shape[-1])
-    return out, torch.full((num_rows, q.shape[1]), -torch.inf)
+    return State(out, torch.full((num_rows, q.shape[1]), -torch.inf))
 
 
 def attend_part(
@@ -270,7 +275,7 @@ def attend_part(
         )  # fmt: skip
         out.index_copy_(0, call.rows, part)
         lse.index_copy_(0, call.rows, part_lse)
-    return out, lse
+    return State(out, lse)
 
 
 def paged_rows(
@@ -297,7 +302,7 @@ def paged_rows(
         o.batch_invariant, False, None, out, lse, None if k_rope is None else q[..., split:],
         k_rope,
     )  # fmt: skip
-    return out, lse
+    return State(out, lse)
 
 
 def merged_columns(
@@ -307,9 +312,8 @@ def merged_columns(
     num_heads = lses.shape[1]
     rows = (num_parts, len(lses) // num_parts)
     out_parts = outs.unflatten(1, (num_heads, outs.shape[1] // num_heads)).unflatten(0, rows)
-    return merge_states(
-        out_parts.transpose(0, 1), lses.unflatten(0, rows).transpose(0, 1), sinks=sinks
-    )
+    lse_parts = lses.unflatten(0, rows)
+    return State(*merge_states(out_parts.transpose(0, 1), lse_parts.transpose(0, 1), sinks=sinks))
 
 
 def merged(parts: Sequence[State], sinks: torch.Tensor | None) -> State:
@@ -318,4 +322,4 @@ def merged(parts: Sequence[State], sinks: torch.Tensor | None) -> State:
     The result is a new one: parts may lie in a receive buffer, which the next call overwrites.
     """
     outs, lses = zip(*parts, strict=True)
-    return merge_states(outs, lses, sinks=sinks)
+    return State(*merge_states(outs, lses, sinks=sinks))

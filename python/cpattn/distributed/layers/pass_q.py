@@ -87,7 +87,7 @@ class _PassQ:
             sinks = None if options.sinks is None else options.sinks[q_heads]
             outs, lses = exchange.routed(rows)
             out[:, q_heads], lse[:, q_heads] = merged_columns(outs, lses, exchange.size, sinks)
-        return out, lse
+        return State(out, lse)
 
     def by_ranks(self) -> State:
         """Queries of one rank after the other, this rank's first."""
@@ -116,7 +116,7 @@ class _PassQ:
         states = []
         for answering in range(size):
             out, lse = exchange.routed(returning[answering])
-            states.append((out.unflatten(1, (lse.shape[1], -1)), lse))
+            states.append(State(out.unflatten(1, (lse.shape[1], -1)), lse))
         return merged(states, inputs.options.sinks)
 
     def _attend(self, rows: slice, queries: torch.Tensor, heads: slice) -> list[torch.Tensor]:

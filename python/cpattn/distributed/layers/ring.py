@@ -130,7 +130,7 @@ class Ring:
         attend_part(
             self._calls(share), inputs.q[:, q_heads], taken[0], inputs.values_of(taken),
             inputs.options.of_heads(heads, q_heads), partial(self._positions, share),
-            state=(out[:, q_heads], lse[:, q_heads]),
+            state=State(out[:, q_heads], lse[:, q_heads]),
         )  # fmt: skip
 
     def rows(self) -> slice | Array:

@@ -43,14 +43,14 @@ def attend(layer: RankLayer[ShardedPlan]) -> State:
     ring = _RowRing(layer, place, shares, q)
     state = ring.attend() if mine.num_heads else ring.nothing()
     results = []
-    for of_row in (state[0], state[1][..., None]):
+    for of_row in (state.out, state.lse[..., None]):
         received = [
             of_row.new_empty(plan.num_local_rows, share.num_heads, of_row.shape[2])
             for share in shares
         ]
         _swap(exchange, place, of_row.split(num_rows), received)
         results.append(torch.cat(received, dim=1))
-    return results[0], results[1].squeeze(-1)
+    return State(results[0], results[1].squeeze(-1))
 
 
 class _RowRing(Ring):
@@ -84,7 +84,7 @@ class _RowRing(Ring):
     def nothing(self) -> State:
         """Return the empty result of a rank without heads."""
         q, dim = self.inputs.q, self.inputs.v.shape[2]
-        return q.new_empty(len(q), 0, dim), torch.empty(len(q), 0)
+        return State(q.new_empty(len(q), 0, dim), torch.empty(len(q), 0))
 
     def own_block(self, heads: slice) -> torch.Tensor:
         """Some of this rank's heads of the keys that its row holds, as bytes; asked for once."""
