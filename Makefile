@@ -95,7 +95,7 @@ soak: build .venv/.ready  ## random faults of ranks for SECONDS, an hour by defa
 	  --seconds $(if $(filter file,$(origin SECONDS)),3600,$(SECONDS)) $(ARGS)
 
 families: build .venv/.ready  ## tries every text model of transformers, and writes docs/how_to/transformers_models.md
-	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.transformers.family_table
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python scripts/family_table.py
 
 false-alarms-plans: build .venv/.ready  ## lints random right plans, 10,000 by default; options in ARGS (--plans 500, --seed 7, --only 7)
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.proof.random_plans $(ARGS)

@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import family_table as families  # noqa: E402
+from family_table import BATCHES, PAGE, PARTS, Calls, Outcome, try_model  # noqa: E402
 
 from cpattn.integrations import transformers as integration  # noqa: E402
-from support.transformers import family_table as families  # noqa: E402
-from support.transformers.family_table import BATCHES, PAGE, PARTS, Calls, Outcome, try_model  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 

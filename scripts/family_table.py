@@ -25,8 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cpattn.integrations import transformers as integration
 from support.tolerances import TOLERANCES
-
-from .tiny_transformers import make_tokens
+from support.transformers.tiny_transformers import make_tokens
 
 T = TypeVar("T")
 VOCABULARY = 64
@@ -272,7 +271,7 @@ def try_model(model_type: str, calls: Calls) -> dict[str, Outcome] | str:
     return outcomes | {BATCHES: try_batches(family, calls)}
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "transformers_models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how_to" / "transformers_models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 COLUMNS = (*PARTS, BATCHES)
 Tried = Mapping[str, Mapping[str, Outcome] | str]
