@@ -13,7 +13,6 @@ from cpattn import _core
 from cpattn.context_parallel import exchanges
 from cpattn.distributed.layers import sharded_attend
 from cpattn.distributed.layers.choice import choose_sparse, choose_state_exchange
-from cpattn.distributed.layers.rounds import head_rounds
 from cpattn.distributed.sparse.inputs import SparseInputs
 from cpattn_lab.cost_model import AttentionLayer, Rates, exchange_work, predict, predict_decode
 from support.distributed.planning import first_of, one_rank, plan_of
@@ -22,7 +21,6 @@ from support.places import ROOT
 
 TABLES = [[5, 3, 9], [2, 7, 0]]
 LENS = ([4, 6], [9, 6])
-MIB = 1 << 20
 
 
 def tensors():
@@ -155,22 +153,6 @@ def test_steps_and_predictions_choose_alike(num_tokens, size, num_heads, out_hea
         assert steps[name].received_bytes.max() == received
 
 
-def test_merging_counts_as_bytes():
-    """Queries and results of 4,096 new tokens are fewer bytes than 80,000 keys by heads."""
-    choice = chosen(4096, 76000, **GQA)
-    received = choice.received_bytes
-    merged = 4 * (4096 // 4) * 32 * 128
-    assert f"merging counts as bytes, too: pass_q {3 * merged}" in choice.reason
-    assert received["pass_q"] < received["all_to_all"] < received["pass_q"] + 3 * merged
-    assert choice.exchange == "all_to_all"
-
-
-def test_a_ring_takes_over_where_no_head_fits():
-    choice = chosen(4096, 0, 1 << 20, **UNEVEN)
-    assert choice.exchange == "ring"
-    assert "more than max_scratch_bytes" in choice.reason
-
-
 @pytest.mark.parametrize(
     ("extend", "prefix", "num_heads", "max_scratch_bytes", "expected"),
     [
@@ -199,8 +181,3 @@ def test_auto_of_sparse_attention(extend, prefix, num_heads, max_scratch_bytes, 
     assert choice.exchange == expected
     assert str(choice.received_bytes[expected]) in choice.reason
     assert ("max_scratch_bytes" in choice.reason) == (max_scratch_bytes == 1 << 20)
-
-
-def test_heads_go_in_rounds():
-    assert head_rounds(5, 4 * MIB, 0) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert head_rounds(8, 32 * MIB, 60_000 * 32 * MIB, 4) == [slice(0, 4), slice(4, 8)]
