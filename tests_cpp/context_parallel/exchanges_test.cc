@@ -228,6 +228,25 @@ TEST(ExchangeChoice, CountsWhatIsMergedAndTakesARingWhereNoHeadFits) {
   );
 }
 
+TEST(ExchangeChoice, SizesMustFit) {
+  constexpr int64_t kLarge = int64_t{1} << 40;
+  const Counts one = {1}, rows = {kLarge};
+  EXPECT_EQ(
+      testing::message_of([&] { send_rows(rows, kLarge, false); }),
+      "send_rows: sizes must be of fewer than 2^62 bytes, got 1.20893e+24"
+  );
+  const SparseBytes sizes{.topk = kLarge, .query = kLarge};
+  EXPECT_THROW(choose_sparse_exchange(one, one, one, sizes, 1), std::invalid_argument);
+  EXPECT_THROW(choose_state_exchange(kLarge, 1, kLarge, 1, true), std::invalid_argument);
+  const LayerBytes layer{.query = kLarge};
+  const HeldRows held{.tokens = rows, .keys = one, .seen = one, .new_keys = one, .arriving = one};
+  EXPECT_THROW(
+      choose_exchange({.held = held, .layer = layer, .writes = false, .mesh = {}}, 1),
+      std::invalid_argument
+  );
+  EXPECT_THROW(share_heads(kLarge + 1, 1, 1), std::invalid_argument);
+}
+
 TEST(ExchangeChoice, OfStatesAndOfSparseAttention) {
   const ExchangeChoice own = choose_state_exchange(10, 8, 60, 4, false);
   EXPECT_EQ(own.exchange, "all_to_all");

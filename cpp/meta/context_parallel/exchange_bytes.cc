@@ -140,6 +140,7 @@ std::span<const Exchange> exchanges() { return kExchanges; }
 
 Traffic send_rows(std::span<const int64_t> rows, int64_t row_bytes, bool by_ring) {
   const int64_t all = sum_of(rows), size = std::ssize(rows);
+  check_bytes("send_rows", {as_real(all), as_real(size), as_real(row_bytes)});
   Traffic moved;
   for (int64_t rank = 0; rank < size; ++rank) {
     // By a ring a rank sends on what it had, but for the rows of the next one.
@@ -167,6 +168,10 @@ RoundTrip send_by_heads(
     int64_t result_bytes
 ) {
   const int64_t all_tokens = sum_of(tokens), all_keys = sum_of(keys), readers = sum_of(kv_heads);
+  check_bytes(
+      "send_by_heads", {as_real(all_tokens + all_keys), as_real(layer.num_heads + readers),
+                        as_real(layer.query) + as_real(layer.key) + as_real(result_bytes)}
+  );
   RoundTrip moved;
   for (std::size_t rank = 0; rank < tokens.size(); ++rank) {
     const int64_t other_tokens = all_tokens - tokens[rank], other_keys = all_keys - keys[rank];

@@ -75,6 +75,14 @@ std::string reason_of(const std::string& name, Bytes received) {
 
 ExchangeChoice choose_exchange(const ExchangedLayer& e, int64_t max_scratch_bytes) {
   check_ranks(e);
+  const LayerBytes& layer = e.layer;
+  check_bytes(
+      "choose_exchange",
+      {as_real(sum_of(e.held.tokens) + sum_of(e.held.keys)), as_real(e.held.tokens.size()),
+       as_real(layer.num_heads + layer.num_kv_heads),
+       as_real(layer.query) + as_real(layer.key) + as_real(layer.output + kLseBytes) +
+           as_real(layer.merged) * kMergeBytes}
+  );
   ExchangeChoice choice;
   std::vector<const Exchange*> named;
   for (const Exchange& exchange : exchanges()) {
@@ -113,6 +121,10 @@ ExchangeChoice choose_exchange(const ExchangedLayer& e, int64_t max_scratch_byte
 ExchangeChoice choose_state_exchange(
     int64_t num_tokens, int64_t num_heads, int64_t output_bytes, int64_t num_ranks, bool all_heads
 ) {
+  check_bytes(
+      "choose_state_exchange", {as_real(num_tokens), as_real(output_bytes) + kLseBytes,
+                                as_real(num_heads), 2 * as_real(num_ranks)}
+  );
   const int64_t state = num_tokens * (output_bytes + kLseBytes);  // of one head
   int64_t most = 0;
   for (const HeadShare& share : share_heads(num_heads, num_heads, num_ranks)) {
@@ -144,6 +156,12 @@ ExchangeChoice choose_sparse_exchange(
                 all_rows = sum_of(rows_per_rank);
   kCheck(peers >= 0 && keys.size() == rows_per_rank.size(), "keys and rows must be of equal ranks");
   kCheck(all_rows == std::ssize(visible), "visible must be of ", all_rows, " rows");
+  check_bytes(
+      "choose_sparse_exchange",
+      {as_real(all_keys + all_rows), as_real(keys.size()), as_real(sizes.topk),
+       12 + as_real(sizes.query) + as_real(sizes.result) + as_real(sizes.asking) +
+           as_real(sizes.latent) + as_real(sizes.index_key)}
+  );
   std::vector<int64_t> searching;  // rows of each rank that see more keys than they select
   const int64_t* row = visible.data();
   for (const int64_t count : rows_per_rank) {

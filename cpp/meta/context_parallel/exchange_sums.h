@@ -3,10 +3,26 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <numeric>
 #include <span>
 
+#include "cpattn/base/check.h"
+
 namespace cpattn {
+
+template <class Int>
+double as_real(Int value) {
+  return static_cast<double>(value);
+}
+
+/// Throws std::invalid_argument, in the name of `function`, where as many bytes as the product of
+/// the factors might not fit into int64.
+inline void check_bytes(const char* function, std::initializer_list<double> factors) {
+  double bytes = 1;
+  for (const double factor : factors) bytes *= std::max(factor, 1.0);
+  check(bytes < 0x1p62, function, ": sizes must be of fewer than 2^62 bytes, got ", bytes);
+}
 
 inline int64_t sum_of(std::span<const int64_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});

@@ -8,7 +8,12 @@
 namespace cpattn {
 std::vector<HeadShare> share_heads(int64_t num_heads, int64_t num_kv_heads, int64_t num_ranks) {
   constexpr CheckFor kCheck{"share_heads"};
-  kCheck(num_ranks >= 1, "num_ranks must be >= 1, got ", num_ranks);
+  constexpr int64_t kMostRanks = 1 << 20, kMostHeads = int64_t{1} << 40;
+  kCheck(
+      num_ranks >= 1 && num_ranks <= kMostRanks, "num_ranks must be from 1 to ", kMostRanks,
+      ", got ", num_ranks
+  );
+  kCheck(num_heads <= kMostHeads, "num_heads must be at most ", kMostHeads, ", got ", num_heads);
   kCheck(
       num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
       "num_heads must be a multiple of num_kv_heads, got ", num_heads, " and ", num_kv_heads
