@@ -53,7 +53,6 @@ PLATFORMS = {
 QUICK_TESTS = (
     "context_parallel/test_context_parallel_gates.py",
     "robustness/test_num_threads.py",
-    "robustness/test_threads.py",
     "sparse/test_dsa_metadata.py",
     "transfer/test_plan_kv_transfer.py",
     "transfer/test_transfer_copies.py",
