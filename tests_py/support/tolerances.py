@@ -90,7 +90,7 @@ REST_OF_WEIGHTS = 2.0**-7
 
 # Of results that are rounded once, so many are those of float64 rounded: others are next to the
 # middle between two numbers of the dtype. Those of float32 sums and of weights in two parts were
-# from 99.5 to 99.9 %, of rounded weights 60 %.
+# from 99.3 to 99.9 %, of rounded weights 60 %.
 SHARE_ROUNDED_ONCE = 0.99
 
 # The logarithm of the sum of weights, which is done to base 2, in units of its size.

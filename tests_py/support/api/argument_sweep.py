@@ -310,7 +310,7 @@ CALLS = [
     call(
         reference.paged_attention,
         LAYER,
-        without(BATCH, "batch_invariant", "num_threads"),
+        without(BATCH, "batch_invariant", "precise", "num_threads"),
         without(OPTIONS, "out", "lse", "return_lse"),
         given(page_size=8),
     ),

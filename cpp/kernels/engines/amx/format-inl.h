@@ -30,7 +30,7 @@ inline void split_in_two(Vector a, Vector b, __m512i nearest, __m512i* parts) {
   parts[1] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(rest_b, rest_a));
 }
 
-/// How elements of type T, and weights that meet values of it, are operands of tiles: kParts and
+/// Elements of type T, and weights that meet values of it, as operands of tiles: kParts and
 /// kWeightParts are those of the sum that each is. Precise is the type that rounds no weights.
 template <class T>
 struct TileFormat;
