@@ -16,7 +16,7 @@ from support.tolerances import SHARE_ROUNDED_ONCE, rounds_weights, share_rounded
 
 LENS = {"q_lens": (1, 1, 0), "kv_lens": (700, 41, 5), "page_size": 64, "dtype": "bfloat16"}
 GQA = Case(num_heads=8, num_kv_heads=2, head_dim=128, **LENS)
-# As vLLM's test of decoding MLA has it, whose tolerance is that of torch.
+# As vLLM's test of decoding MLA has it, whose tolerance is that of torch. Compute-bound.
 MLA = Case(
     q_lens=(1,) * 4, kv_lens=(256, 131, 300, 17), page_size=16, num_heads=16, num_kv_heads=1,
     head_dim=576, v_head_dim=512, dtype="bfloat16", options={"scale": 0.0625},
@@ -28,7 +28,7 @@ FEW_ROWS = [
     GQA.with_(num_kv_heads=8),
     GQA.with_(num_kv_heads=1, head_dim=80, v_head_dim=48),
     GQA.with_(head_dim=72, options={"bias": BIAS}),
-    MLA,
+    MLA.with_(num_heads=8),
 ]
 MANY_ROWS = Case(
     q_lens=(70, 3), kv_lens=(300, 90), num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16"
@@ -50,7 +50,7 @@ def test_few_rows_are_rounded_once(isa, case):
 def test_decoded_latents_are_within_the_tolerance_of_torch(isa):
     inputs = make_inputs(MLA)
     exact = torch.from_numpy(expected_attention(inputs).out).bfloat16()
-    torch.testing.assert_close(cpattn.paged_attention(**inputs), exact)
+    torch.testing.assert_close(cpattn.paged_attention(**inputs, precise=True), exact)
 
 
 def test_weights_with_factors_of_codes_are_rounded_once(isa):
@@ -65,7 +65,7 @@ def test_weights_with_factors_of_codes_are_rounded_once(isa):
     assert share_rounded_once(out, exact) >= SHARE_ROUNDED_ONCE
 
 
-@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("num_heads", [8, 128])
 def test_selected_keys_of_few_heads_are_rounded_once_on_any_number_of_threads(isa, num_heads):
     rng = np.random.default_rng(0)
     q = torch.from_numpy(rng.standard_normal((2, num_heads, 576))).bfloat16()
@@ -80,7 +80,7 @@ def test_selected_keys_of_few_heads_are_rounded_once_on_any_number_of_threads(is
         q, rows, rows[..., :512], q_lens=[1, 1], kv_lens=[300, 300], page_size=1, scale=0.0625,
         block_tables=np.arange(600).reshape(2, 300),
     )  # fmt: skip
-    if num_heads == 16 or not rounds_weights("bfloat16"):
+    if num_heads == 8 or not rounds_weights("bfloat16"):
         assert share_rounded_once(one, exact) >= SHARE_ROUNDED_ONCE
 
 

@@ -154,5 +154,5 @@ def decode(
     keys = kv_cache[:, :, None]
     cpattn.paged_attention(
         query, keys, keys[..., : out.shape[-1]], out=out, scale=scale,
-        q_lens=[1] * len(seq_lens), kv_lens=seq_lens, block_tables=block_tables,
+        q_lens=[1] * len(seq_lens), kv_lens=seq_lens, block_tables=block_tables, precise=True,
     )  # fmt: skip

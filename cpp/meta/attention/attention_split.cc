@@ -6,11 +6,6 @@
 namespace cpattn {
 namespace {
 
-/// Rows for each KV head up to which it is faster to read keys and values in place than to pack
-/// them. Wide heads are compute-bound sooner.
-constexpr int64_t kReadBoundRows = 16;
-constexpr int64_t kWideReadBoundRows = 8;
-constexpr int32_t kWideHead = 256;
 /// Neighbouring KV heads are read together until a token has this many elements: in the order
 /// NHD they are 2 KB in a row, enough for memory to stream.
 constexpr int64_t kRunElements = 1024;
@@ -62,9 +57,7 @@ int64_t part_keys(const AttentionBatch& batch) {
 
 bool is_read_bound(const AttentionBatch& batch, const AttentionSegment& segment) {
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
-  const int64_t rows =
-      padded_dim(batch.shape.head_dim) > kWideHead ? kWideReadBoundRows : kReadBoundRows;
-  return segment.q_len > 0 && segment.q_len <= rows / group;
+  return segment.q_len > 0 && segment.q_len <= read_bound_rows(batch.shape.head_dim) / group;
 }
 
 bool may_read_in_place(const AttentionBatch& batch, const AttentionSegment& segment) {
@@ -72,8 +65,7 @@ bool may_read_in_place(const AttentionBatch& batch, const AttentionSegment& segm
 }
 
 bool is_precise(const AttentionBatch& batch, const AttentionSegment& segment) {
-  const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
-  return batch.precise || (is_short(batch, segment) && segment.q_len * group <= kPreciseRows);
+  return batch.precise || may_read_in_place(batch, segment);
 }
 
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {

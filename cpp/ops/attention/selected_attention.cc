@@ -60,7 +60,8 @@ kernels::AttentionTile make_tile(
       .stored_bytes = attention.stored_bytes,
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
-      .precise = q.shape[2] <= kPreciseRows,  // whichever heads are taken together
+      // Whichever heads are taken together.
+      .precise = q.shape[2] <= read_bound_rows(q.shape[3]),
       .seen = {.kv_len = num_keys, .left = kUnboundedKeys, .right = kUnboundedKeys},
       .scale = static_cast<float>(attention.scale),
       .sinks = attention.sinks == nullptr ? nullptr : attention.sinks + first_head,

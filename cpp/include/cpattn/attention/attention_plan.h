@@ -24,6 +24,10 @@ struct AttentionShape {
 /// The dimensions that kernels count with, which are multiples of 16.
 constexpr int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
 
+/// Rows for each KV head up to which attention waits for memory, so that it is faster to read keys
+/// and values in place than to pack them. Wide heads are compute-bound sooner.
+constexpr int64_t read_bound_rows(int64_t head_dim) { return padded_dim(head_dim) > 256 ? 8 : 16; }
+
 /// Returns `dim` if it is one of attention: from 1 to kMaxHeadDim.
 /// Otherwise throws std::invalid_argument, which names `function` and `name`.
 int64_t check_head_dim(const char* function, const char* name, int64_t dim);
@@ -113,8 +117,8 @@ struct AttentionBatch {
 /// read in place, and every row has the bits that it has in any other batch or chunk.
 ///
 /// In bfloat16 some instruction sets round the weights, too, before they meet the values. With
-/// `precise` none does, nor in a short segment of up to kPreciseRows rows for each KV head, unless
-/// the plan is batch_invariant.
+/// `precise` none does, nor in segments that wait for memory: short ones of up to read_bound_rows rows
+/// for each KV head, unless the plan is batch_invariant.
 struct AttentionPlan {
   AttentionBatch batch;
   std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
@@ -129,7 +133,6 @@ struct AttentionPlan {
 };
 
 constexpr int64_t kMaxDecodeTokens = 16;
-constexpr int64_t kPreciseRows = 16;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
 
 /// Divides a batch into items. Throws std::invalid_argument, naming `function`,
