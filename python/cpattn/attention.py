@@ -151,7 +151,8 @@ def paged_attention(
     **Results.** Accumulation is in float32, and the result is rounded once. In bfloat16, the
     instruction sets avx512bf16, amx and neonbf16 also round each weight ``exp(score[j] - maximum)``
     to bfloat16 before it meets the values, unless `precise` is set, or a sequence has few rows:
-    up to 16 new tokens, and together with their heads up to 16 rows for each KV head.
+    up to 16 new tokens, and together with their heads up to 16 rows for each KV head, 8 for a
+    head_dim above 256.
 
     Parameters
     ----------
