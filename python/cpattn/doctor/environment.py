@@ -78,11 +78,11 @@ def _judged(entry: _support.Support, version: str) -> tuple[str, State]:
     verdict = entry.verdict(version)
     if verdict == "tried":
         return f"{version}, as tried", "ok"
-    tried = " and ".join(entry.tried)
+    tried = " and ".join(entry.tried) + (" were" if len(entry.tried) > 1 else " was")
     asking = _asks_for_another(entry)
     if verdict == "not tried" and asking:
-        return f"{version}: {verdict}, {tried} was, which {asking} does not allow", "note"
-    return f"{version}: {verdict}, {tried} was; {entry.otherwise}", "warning"
+        return f"{version}: {verdict}, {tried}, which {asking} does not allow", "note"
+    return f"{version}: {verdict}, {tried}; {entry.otherwise}", "warning"
 
 
 def _asks_for_another(entry: _support.Support) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import _core
-from .._arguments import integer, items
 from .._numa import memory_nodes, nodes_of, ranges
 from .buffers import BufferShape, Memory
 
@@ -70,7 +69,7 @@ class NumaMemory(Memory):
                 raise ValueError(
                     f"{function}: nodes must be given, as those of the CPUs have no memory"
                 )
-        given = {integer(node, function, "nodes") for node in items(nodes, function, "nodes")}
+        given = set(_core.ints(nodes, function, "nodes"))
         if not given or given - set(self._bytes):
             what = ranges(given - set(self._bytes)) if given else "none"
             raise ValueError(
@@ -78,6 +77,12 @@ class NumaMemory(Memory):
                 f"memory, got {what}"
             )
         self.nodes = tuple(sorted(given))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NumaMemory) and self.nodes == other.nodes
+
+    def __hash__(self) -> int:
+        return hash(self.nodes)
 
     def __repr__(self) -> str:
         return f"NumaMemory({list(self.nodes)})"
