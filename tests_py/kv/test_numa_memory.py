@@ -112,7 +112,7 @@ def test_refused_nodes(two_nodes):
         with pytest.raises(ValueError, match=f"^{place}{got}$"):
             NumaMemory(nodes)
     for nodes in ["0"], 3, [0.5]:
-        with pytest.raises(TypeError, match="^NumaMemory: nodes must "):
+        with pytest.raises(TypeError, match=r"^NumaMemory: nodes must "):
             NumaMemory(nodes)
 
 
