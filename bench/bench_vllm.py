@@ -19,8 +19,8 @@ attention of a layer behind long contexts, which waits for the cache's memory, a
 short ones, where the time to wake threads is a good part: also with other values of CPATTN_SPIN_US,
 `--spins`.
 
-A run of the first four parts keeps their results. About three quarters of an hour on
-two cores.
+The first four parts keep their results, which takes three quarters of an hour on two
+cores; those of parts that are left out stay.
 
 With a cache of FP8 vLLM's own kernels round to codes like cpattn while tokens are compared, as its
 cutting off gives other codes; what is timed is as it is. `decode` and `small` are then those of
@@ -101,11 +101,12 @@ def main() -> int:
     if find_spec("vllm") is None:
         print("bench_vllm: vllm is not installed in this environment, so nothing is measured")
         return 0
-    whole = {*arguments.parts} >= KEPT and arguments.kv_cache_dtype == "auto" and not arguments.only
-    kept = argparse.Namespace(quick=arguments.quick, only="" if whole else "a part", budget=0.0)
+    only = arguments.only or ("" if arguments.kv_cache_dtype == "auto" else "another cache")
+    kept = argparse.Namespace(quick=arguments.quick, only=only, budget=0.0)
+    whole = {*arguments.parts} >= KEPT
     with tempfile.TemporaryDirectory() as name:
         try:
-            return program.measure("vllm", kept, (), cases(arguments, Path(name)))
+            return program.measure("vllm", kept, (), cases(arguments, Path(name)), whole=whole)
         except Failed as failed:
             print(f"bench_vllm: {failed.status}: {failed}")
             return 1

@@ -47,10 +47,12 @@ def measure(
     compared: Iterable[Comparison],
     others: Iterable[list[Row]] = (),
     excused: Sequence[str] = (),
+    whole: bool = True,
 ) -> int:
     """Run, print and keep all cases; 1 if a bar is missed, or a row is neither ok nor excused.
 
-    `others` are the rows of cases that are not timed here. Small cases have no bars.
+    `others` are the rows of cases that are not timed here. Small cases have no bars. Unless the
+    run is of the `whole` benchmark, rows of parts that it has not are kept from earlier ones.
     """
     begin, rows = time.monotonic(), []
     about = {"bench": bench} | environment()
@@ -63,7 +65,13 @@ def measure(
         rows += [row | about for row in case]
     if not arguments.quick and not arguments.only:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{bench}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = RESULTS / f"{bench}.jsonl"
+        parts = {row["part"] for row in rows}
+        earlier: Iterable[Row] = (
+            [] if whole or not path.exists() else map(json.loads, path.read_text().splitlines())
+        )
+        kept = [*(row for row in earlier if row["part"] not in parts), *rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
     if not arguments.quick:
         report.print_bars(rows)
     missed = any(not bar["met"] for row in rows for bar in row.get("bars", ()))

@@ -2,7 +2,9 @@
 """The parts of bench/ that a wrong benchmark would come from, and the tables of its results."""
 
 import ast
+import json
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,7 @@ from bench.attention import kv_dtypes, race, workloads
 from bench.attention.peers import inputs
 from bench.attention.turns import Entrant, check, spots
 from bench.attention.workloads import Workload
-from bench.harness import sampling
+from bench.harness import program, sampling
 from bench.harness.contender import Contender, Failed
 from bench.torch_ops import functions, npu
 from support.cases import one_after_another
@@ -114,6 +116,22 @@ def test_samples_beside_a_fallen_peak_are_dropped():
     row = sampling.measured(lane, [QUIET, NOISY, NOISY, NOISY, NOISY], None)
     assert (row["samples"], row["dropped"], row["noisy"]) == (4, 0, True)
     assert "percent_of_peak" not in row  # without work
+
+
+def test_rows_of_parts_that_were_not_measured_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "RESULTS", tmp_path)
+    options = Namespace(quick=False, only="", budget=0.0)
+
+    def kept(*parts, whole):
+        row = {"case": {}, "implementation": "us", "status": "absent", "reason": "", "of": whole}
+        rows = [[row | {"part": part}] for part in parts]
+        program.measure("b", options, (), rows, ("absent",), whole)
+        found = map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
+        return [(row["part"], row["of"]) for row in found]
+
+    assert kept("steps", "trace", whole=True) == [("steps", True), ("trace", True)]
+    assert kept("steps", whole=False) == [("trace", True), ("steps", False)]
+    assert kept("steps", whole=True) == [("steps", True)]
 
 
 # What fits into a page beside its navigation.
