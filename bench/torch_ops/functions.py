@@ -66,7 +66,7 @@ def jobs() -> Iterator[Job]:
         *tensors, table = inputs
         call(
             *tensors, None, table, None, None, None, None, "NHD", None, None, None, 0.25, True,
-            None, 0.0, None, None, None, None, False, False, None, out, lse,
+            None, 0.0, None, None, None, None, False, False, False, None, out, lse,
         )  # fmt: skip
 
     q = torch.ones(2, 4, 16)

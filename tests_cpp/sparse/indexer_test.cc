@@ -166,8 +166,8 @@ TEST_P(Indexer, ScoresOfInt8AreExact) {
     const IndexKeys keys =
         flat_index_keys("test", view(k, DType::int8, {kKeys, dim}), std::nullopt);
     const PageTable one{.indptr = {0, 1}, .page_ids = {0}};
-    std::vector<IndexerRow> rows;
-    for (int64_t i = 0; i < 6; ++i) rows.push_back({.query = i, .begin = i, .end = kKeys - i});
+    std::vector<IndexerRow> rows(6);
+    for (int64_t i = 0; i < 6; ++i) rows[i] = {.query = i, .begin = i, .end = kKeys - i};
     const std::vector<float> logits = logits_of(
         {.function = "test",
          .q = view(q, DType::int8, {6, kHeads, dim}),

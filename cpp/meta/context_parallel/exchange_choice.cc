@@ -90,7 +90,7 @@ ExchangeChoice choose_exchange(const ExchangedLayer& e, int64_t max_scratch_byte
     choice.received.emplace_back(exchange.name, most_of(exchange.received(e)));
     if (is_choice(exchange, e)) named.push_back(&exchange);
   }
-  std::ranges::stable_sort(named, {}, &Exchange::preference);
+  std::ranges::sort(named, {}, &Exchange::preference);
   Bytes received, merging, cost;
   for (const Exchange* exchange : named) {
     received.emplace_back(exchange->name, of_name(choice.received, exchange->name));
