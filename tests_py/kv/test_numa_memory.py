@@ -50,9 +50,12 @@ def mha_pool(memory, **options):
 
 def policy_of(buffer):
     """Return the policy of a buffer's memory, and the nodes that its pages are on."""
-    lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
-    last = max(line for line in lines if int(line[0], 16) <= buffer.ctypes.data)
-    return last[1], {int(part[1:].split("=")[0]) for part in last if part.startswith("N")}
+    begin, policy, last = 0, "", []
+    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+        address, name, *parts = line.split()
+        if begin < int(address, 16) <= buffer.ctypes.data:  # addresses are not of equal lengths
+            begin, policy, last = int(address, 16), name, parts
+    return policy, {int(part[1:].split("=")[0]) for part in last if part.startswith("N")}
 
 
 @contextmanager
