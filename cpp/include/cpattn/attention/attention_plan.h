@@ -117,8 +117,8 @@ struct AttentionBatch {
 /// read in place, and every row has the bits that it has in any other batch or chunk.
 ///
 /// In bfloat16 some instruction sets round the weights, too, before they meet the values. With
-/// `precise` none does, nor in segments that wait for memory: short ones of up to read_bound_rows rows
-/// for each KV head, unless the plan is batch_invariant.
+/// `precise` none does, nor in segments that wait for memory: short ones of up to read_bound_rows
+/// rows for each KV head, unless the plan is batch_invariant.
 struct AttentionPlan {
   AttentionBatch batch;
   std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
