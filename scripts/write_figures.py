@@ -183,6 +183,8 @@ def engine(name: str, own: str) -> Iterator[str]:
         yield engine_tables.steps(of["MLA"], own)
     if of["encoders"]:
         yield "## Encoders"
+        if (elsewhere := machine(of["encoders"][0])) != machine(rows[0]):
+            yield f"Measured on: {elsewhere}"
         yield engine_tables.steps(of["encoders"], own)
     yield from missed(rows)
     yield "## A trace"
