@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of transformers with 0.5 billion random weights: its attention by cpattn against sdpa.
 
-    python bench/bench_transformers.py [--quick] [--only TEXT]
+    python bench/bench_transformers.py [--quick] [--only TEXT] [--parts PART ...]
 
 Whole models and the attention of one layer alone, with the arguments it had in the model, and the
 functions of the folder for Hugging Face's `kernels`. Results are checked before anything is timed;
@@ -29,12 +29,14 @@ PARTS = ("prefill", "paged", "latents", "hub_kernel")
 
 
 def main() -> int:
-    arguments = program.parse_arguments(__doc__, budget=2)
+    arguments = program.parse_arguments(__doc__, budget=2, parts=PARTS)
     if find_spec("transformers") is None:
         print("bench_transformers.py: skipped, transformers is not installed")
         return 0
-    compared = program.comparisons("bench.transformers", PARTS, arguments.quick, arguments.only)
-    return program.measure("transformers", arguments, compared)
+    parts, quick, only = arguments.parts, arguments.quick, arguments.only
+    compared = program.comparisons("bench.transformers", parts, quick, only)
+    whole = {*parts} == {*PARTS}
+    return program.measure("transformers", arguments, compared, whole=whole)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,16 @@ from bench.harness.environment import RESULTS, environment
 from bench.harness.figures import Row, case_label
 
 
-def parse_arguments(description: str | None, budget: float = 0.8) -> argparse.Namespace:
+def parse_arguments(
+    description: str | None, budget: float = 0.8, parts: Sequence[str] = ()
+) -> argparse.Namespace:
+    """Parse the command line; with `parts`, those that are to be measured."""
     parser = command.parser(description, quick="small cases, results not kept")
     parser.add_argument("--only", default="", help="cases with this text, not kept")
     parser.add_argument("--budget", type=float, default=budget, help="seconds of samples per peer")
+    if parts:
+        what = "what to measure; results of other parts are kept from earlier runs"
+        parser.add_argument("--parts", nargs="+", default=parts, choices=parts, help=what)
     return parser.parse_args()
 
 
