@@ -41,7 +41,7 @@ def comparison(job: str, lens: list[int], ours: Attend, peer: Attend) -> Compari
     pairs = sum(n * (n + 1) // 2 for n in lens)
     return Comparison(
         "hub_kernel",
-        {"job": job, "sequences": len(lens), "tokens": sum(lens), "threads": THREADS},
+        {"job": job, "batch": len(lens), "tokens": sum(lens), "threads": THREADS},
         {OURS: rows_of(ours), PEER: rows_of(peer)},
         Agreement("layer"),
         (4e-9 * pairs * HEADS * HEAD_DIM, "GFLOP"),
