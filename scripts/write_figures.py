@@ -61,8 +61,18 @@ def parts(name: str, titles: dict[str, str]) -> Iterator[str]:
     rows = read(name)
     yield f"Measured on: {machine(rows[0])}"
     for part, title in titles.items():
-        yield from compared([row for row in rows if row["part"] == part], title)
+        of_part = [row for row in rows if row["part"] == part]
+        for text in compared(of_part, title):
+            yield text
+            if text.startswith("#"):
+                yield from measured_elsewhere(of_part, rows)
     yield from missed(rows)
+
+
+def measured_elsewhere(of_part: list[Row], rows: list[Row]) -> Iterator[str]:
+    """The machine of a part, where it is not that of the first rows."""
+    if (where := machine(of_part[0])) != machine(rows[0]):
+        yield f"Measured on: {where}"
 
 
 def is_decode(row: Row) -> bool:
@@ -183,8 +193,7 @@ def engine(name: str, own: str) -> Iterator[str]:
         yield engine_tables.steps(of["MLA"], own)
     if of["encoders"]:
         yield "## Encoders"
-        if (elsewhere := machine(of["encoders"][0])) != machine(rows[0]):
-            yield f"Measured on: {elsewhere}"
+        yield from measured_elsewhere(of["encoders"], rows)
         yield engine_tables.steps(of["encoders"], own)
     yield from missed(rows)
     yield "## A trace"
