@@ -32,9 +32,9 @@ Attend = Callable[[], torch.Tensor]
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
     for batch, tokens in ((2, 24),) if quick else ((1, 2048), (1, 8192), (8, 512)):
-        yield comparison("flash_attn_func", [tokens] * batch, *of_batch(batch, tokens))
+        yield comparison("flash_attn", [tokens] * batch, *of_batch(batch, tokens))
     lens = [15, 8, 1] if quick else [1600, 800, 400, 200]
-    yield comparison("flash_attn_varlen_func", lens, *of_ragged(lens))
+    yield comparison("flash_attn_varlen", lens, *of_ragged(lens))
 
 
 def comparison(job: str, lens: list[int], ours: Attend, peer: Attend) -> Comparison:
