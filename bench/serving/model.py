@@ -66,7 +66,7 @@ def write_qwen3(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) ->
 def write_encoder(
     folder: Path, kind: str, task: str, *, quick: bool, max_tokens: int, seed: int = 0
 ) -> Path:
-    """Of BERT's or ModernBERT's width in 12 layers, without a head or with one for a score."""
+    """Write a model of BERT's or ModernBERT's width in 12 layers, without a head or with one."""
     sizes = QUICK_ENCODERS if quick else ENCODERS[kind]
     tokens = dict.fromkeys(("pad_token_id", "cls_token_id", "sep_token_id"), 0)
     head = AutoModel if task == "embed" else AutoModelForSequenceClassification

@@ -87,7 +87,7 @@ def measure(
 
 
 class Timed(Protocol):
-    """What of a case its rows have."""
+    """Return the fields of a case that its rows have."""
 
     @property
     def name(self) -> str: ...

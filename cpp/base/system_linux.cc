@@ -47,7 +47,7 @@ Stack stack_of_this_thread() {
   if (!known) return {};
   const uintptr_t end = reinterpret_cast<uintptr_t>(begin) + size;
 #if !defined(__GLIBC__)
-  // Of the main thread musl tells what is mapped by now, which grows up to the limit.
+  // musl tells how much of the main thread's stack is mapped by now; it grows up to the limit.
   rlimit limit{};
   if (getpid() == thread_id() && getrlimit(RLIMIT_STACK, &limit) == 0) {
     size = std::min<std::size_t>(std::max<rlim_t>(size, limit.rlim_cur), end);

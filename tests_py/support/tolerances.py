@@ -85,12 +85,12 @@ WEIGHT_UNITS = {"float32": 3, "float16": 26, "bfloat16": 26}
 # Weights that are rounded to bfloat16 are off by less than half a unit, independently of each other
 # and of the values: six deviations of the sum, in units of the root of sum_j (w_j v_j)^2.
 ROUNDED_WEIGHTS = 6 / 12**0.5
-# Where they are kept in two parts, the second one is rounded, which is below 2^-7 of the weight.
+# If they are kept in two parts, the second one is rounded, which is below 2^-7 of the weight.
 REST_OF_WEIGHTS = 2.0**-7
 
-# Of results that are rounded once, so many are those of float64 rounded: others are next to the
-# middle between two numbers of the dtype. Those of float32 sums and of weights in two parts were
-# from 99.3 to 99.9 %, of rounded weights 60 %.
+# The least share of results rounded once that equal float64 rounded: others are next to the middle
+# between two numbers of the dtype. It was 99.3 to 99.9 % for float32 sums and weights in two parts,
+# 60 % for rounded weights.
 SHARE_ROUNDED_ONCE = 0.99
 
 # The logarithm of the sum of weights, which is done to base 2, in units of its size.

@@ -143,7 +143,7 @@ Traffic send_rows(std::span<const int64_t> rows, int64_t row_bytes, bool by_ring
   check_bytes("send_rows", {as_real(all), as_real(size), as_real(row_bytes)});
   Traffic moved;
   for (int64_t rank = 0; rank < size; ++rank) {
-    // By a ring a rank sends on what it had, but for the rows of the next one.
+    // A rank of a ring passes on all rows but those of the next one.
     moved.sent.push_back(
         row_bytes * (by_ring ? all - rows[(rank + 1) % size] : (size - 1) * rows[rank])
     );

@@ -60,7 +60,7 @@ kernels::AttentionTile make_tile(
       .stored_bytes = attention.stored_bytes,
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
-      // Whichever heads are taken together.
+      // All heads of the call decide, so that bits do not depend on how threads share them.
       .precise = q.shape[2] <= read_bound_rows(q.shape[3]),
       .seen = {.kv_len = num_keys, .left = kUnboundedKeys, .right = kUnboundedKeys},
       .scale = static_cast<float>(attention.scale),
