@@ -160,7 +160,7 @@ def _plugin(engine: str, group: str, environ: Mapping[str, str]) -> Finding:
     allowed = environ.get(variable)
     if allowed is not None and "cpattn" not in [part.strip() for part in allowed.split(",")]:
         return Finding(_SECTION, name, f"found, left out by {variable}={allowed}{beside}", "note")
-    if there and _keeps_its_own(engine, there[1], environ):
+    if there and not _support.find(engine).is_taken_over(there[1], environ):
         text = f"found, and not active in {there[1]}, with which it was not tried{beside}"
         return Finding(_SECTION, name, text, "note")
     parts = environ.get("CPATTN_SGLANG_PARTS") if short == "sglang" else None
@@ -168,13 +168,6 @@ def _plugin(engine: str, group: str, environ: Mapping[str, str]) -> Finding:
     if not there:
         return Finding(_SECTION, name, f"found{beside}; there is no {short} to load it")
     return Finding(_SECTION, name, f"found, {active} in every {short} that starts{beside}")
-
-
-def _keeps_its_own(engine: str, version: str, environ: Mapping[str, str]) -> bool:
-    """Tell whether the plug-in leaves this release of an engine alone."""
-    verdict = _support.find(engine).verdict(version)
-    asked_for = engine.startswith("vLLM") and environ.get("CPATTN_VLLM_UNTRIED") == "1"
-    return verdict == "refused" or (verdict == "not tried" and not asked_for)
 
 
 def _extra(extra: str) -> Finding:

@@ -7,7 +7,7 @@ Tests compare it with the page, with pyproject.toml and with the environments th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
@@ -31,6 +31,8 @@ class Support:
     #: The first release that is not refused, and the first that is again; "" for no such bound.
     lowest: str = ""
     below: str = ""
+    #: The variable that has a plug-in take over releases that were not tried; "" for none.
+    untried: str = ""
 
     def verdict(self, version: str) -> Verdict:
         """Whether a release was tried; if not, whether cpattn or pip refuse it.
@@ -43,6 +45,12 @@ class Support:
             return "refused"
         same = (found[: len(numbers(tried))] == numbers(tried) for tried in self.tried)
         return "tried" if any(same) and _is_final(version) else "not tried"
+
+    def is_taken_over(self, version: str, environ: Mapping[str, str]) -> bool:
+        """Tell whether the plug-in for an engine computes attention of this release."""
+        verdict = self.verdict(version)
+        asked_for = bool(self.untried) and environ.get(self.untried) == "1"
+        return verdict == "tried" or (verdict == "not tried" and asked_for)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -150,6 +158,7 @@ ENGINES = (
         otherwise="other releases keep their own attention, and the log says so; later ones are "
         "taken over with CPATTN_VLLM_UNTRIED=1",
         lowest="0.32",
+        untried="CPATTN_VLLM_UNTRIED",
     ),
     Support(
         name="transformers",

@@ -19,9 +19,9 @@ BACKENDS = {
     "CPU_MLA": "cpattn.integrations.vllm.mla.CpattnMLABackend",
 }
 
-#: The variable that has releases taken over which were not tried.
-UNTRIED = "CPATTN_VLLM_UNTRIED"
 _RELEASES = find("vLLM on CPU")
+#: The variable that has releases taken over which were not tried.
+UNTRIED = _RELEASES.untried
 # vLLM shows what is logged below its own name.
 _logger = logging.getLogger("vllm.cpattn")
 
@@ -63,7 +63,7 @@ def _is_taken_over(release: str) -> bool:
     verdict, tried = _RELEASES.verdict(release), " and ".join(_RELEASES.tried)
     if verdict == "tried":
         return True
-    if verdict == "not tried" and os.environ.get(UNTRIED) == "1":
+    if _RELEASES.is_taken_over(release, os.environ):
         _logger.warning(
             "cpattn computes attention of vLLM %s, with which it was not tried, by %s=1: it was "
             "with %s",
