@@ -59,8 +59,8 @@ inline void append_mark(void* marks, int32_t scope, int64_t flops) {
   static_cast<Marks*>(marks)->emplace_back(scope, flops);
 }
 
-/// Which loops kernels may take: those that pack keys, those that read them in place, or those that
-/// pack keys and do not round weights to bfloat16.
+/// The loops that kernels may take: they pack keys, read them in place, or pack them and do not
+/// round weights to bfloat16.
 enum class Loops { packed, in_place, precise };
 
 /// One sequence of keys for one KV head, on pages of 16 in descending order, and

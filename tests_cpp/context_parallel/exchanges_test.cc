@@ -115,7 +115,7 @@ TEST_P(Exchanges, BytesAreThoseOfAllMessages) {
       all.send(from, to, c.keys[from] * 3);
       asked.send(from, to, c.tokens[from] * 5);
       answered.send(to, from, c.tokens[from] * 7);
-      // What began at `to` is passed on by each rank but the one before it.
+      // Each rank but the one before `to` passes on the rows that began there.
       if ((from + 1) % c.size != to) ring.send(from, (from + 1) % c.size, c.keys[to] * 3);
     }
   }
