@@ -36,7 +36,7 @@ PAGE_SIZE = 16
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = command.parser(__doc__, quick="a small model and short prompts, results not kept")
+    parser = command.parser(__doc__, quick="a small model, short prompts, three requests")
     parser.add_argument("--only", default="", help="cases with this text, not kept")
     parser.add_argument("--budget", type=float, default=6, help="seconds of samples of a peer")
     parser.add_argument("--long", action="store_true", help="sdpa has the longest prompt, too")
@@ -45,7 +45,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=40, help="of the trace")
     parser.add_argument("--scale-lengths", type=int, default=8, help="divisor of its lengths")
     parser.add_argument("--seed", type=int, default=0, help="of its tokens")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.requests, arguments.scale_lengths = 3, 16
+    return arguments
 
 
 def main() -> int:
