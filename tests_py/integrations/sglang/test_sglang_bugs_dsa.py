@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import cpattn
-from cpattn import ForwardMode
-from cpattn.sparse import sglang_0_5_23
 from cpattn_proof import Report, lint
 from cpattn_proof.linting.adapters.selections import from_topk
 from support.distributed.prefill_batches import Case, make_batch, slots_of
@@ -157,22 +155,6 @@ NSA_ENABLED = SimpleNamespace(
 )
 
 
-def test_23268_our_indexer_on_the_same():
-    q, weights, k = index_vectors()
-    (new,), (prefix,), (total,) = PREFIXED.extend_lens, PREFIXED.prefixes, PREFIXED.seq_lens
-    pool = IndexKPool()
-    pool.set_index_k_buffer(0, slots_of_request(total)[prefix:], k[prefix:])
-    ranks = cpattn.build_cp_metadata_all_ranks([new], [total], cp_size=CP_SIZE)
-    paged = {"block_tables": make_batch(PREFIXED).block_tables, "page_size": PREFIXED.page_size}
-    rows = [(rank.shard(q).unflatten(1, (INDEX_HEADS, -1)), rank.shard(weights)) for rank in ranks]
-    keys = pool.pages.flatten(0, 1)
-    parts = [
-        cpattn.sparse.cp_indexer_topk(mine, keys, own_weights, rank, topk=TOPK, **paged)
-        for (mine, own_weights), rank in zip(rows, ranks, strict=True)
-    ]
-    assert torch.equal(ranks[0].unshard(parts).sort().values, best_positions().int())
-
-
 Q_LORA, KV_LORA = 48, 32
 
 
@@ -235,44 +217,3 @@ def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
     fixed = prepare_by_release("0.5.12", x)
     for theirs, ours in zip(fixed, (latent_cache, k_nope, k_pe), strict=True):
         assert_similar(theirs, ours.view_as(theirs))
-
-
-@pytest.mark.parametrize("version", ["0.5.9", "0.5.10"])
-def test_20606_a_decode_batch_chose_indices_that_need_offsets_it_has_not(version):
-    """Release 0.5.9 did; 0.5.10 asks for the mode."""
-    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(20606))
-    lengths = torch.tensor([40, 23], dtype=torch.int32)
-    page_table = torch.arange(80, dtype=torch.int32).view(2, 40)
-    method = cpattn.get_topk_transform_method(
-        ForwardMode.DECODE, fp8_kv_cache=True, prefill_impl="flashmla_sparse"
-    )
-    ours = cpattn.sparse.topk_transform(
-        logits, TOPK, method=method, lengths=lengths, page_table=page_table
-    )
-    if version == "0.5.9":
-        with pytest.raises(TypeError, match="topk_indices_offset"):
-            topk_by_release(version, logits, lengths, page_table)
-    else:
-        assert torch.equal(topk_by_release(version, logits, lengths, page_table), ours)
-
-
-def topk_by_release(version, logits, lengths, page_table) -> torch.Tensor:
-    """The top-k indices a decode batch gets with an FP8 cache and `flashmla_sparse`."""
-    backend = SimpleNamespace(nsa_kv_cache_store_fp8=True, nsa_prefill_impl="flashmla_sparse")
-    batch = SimpleNamespace(
-        cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32),
-        nsa_seqlens_expanded=lengths,
-        page_table_1=page_table,
-        topk_indices_offset=None,  # which only extends have
-    )
-    names = "fast_topk_transform_fused", "fast_topk_transform_ragged_fused"
-    kernels = SimpleNamespace(**{name: getattr(sglang_0_5_23, name) for name in names})
-    kernels.fast_topk_v2 = sglang_0_5_23.fast_topk
-    modules = {"base": "layers.attention.base_attn_backend", "environ": "environ"}
-    with (
-        release(version, nsa="layers.attention.nsa_backend", **modules) as sglang,
-        mock.patch.dict("sys.modules", sgl_kernel=kernels),
-    ):
-        mode = () if version == "0.5.9" else (ForwardMode.DECODE,)
-        method = sglang.nsa.NativeSparseAttnBackend.get_topk_transform_method(backend, *mode)
-        return sglang.nsa.NSAIndexerMetadata(batch, method, None).topk_transform(logits, TOPK)
