@@ -43,16 +43,6 @@ def test_plans_are_equal_if_their_tokens_pages_and_slots_are(cp):
     assert plan != cp.plan(*LENS, block_tables=TABLES, out_cache_loc=[-1] * 10)
 
 
-def test_padding_tokens_are_not_written_and_see_pages_of_their_request(cp):
-    plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=20)  # the last request gets 16 tokens
-    assert plan.slots.tolist()[10:] == [-1] * 10
-    assert plan.block_tables.tolist() == [[5, 3, 9, -1], [2, 7, 2, 2]]
-    for others in (range(10), [-1, 7, -1, *[-1] * 7]):
-        chosen = [*plan.slots[:10], *others]
-        again = cp.plan(*LENS, block_tables=TABLES, num_tokens=20, out_cache_loc=chosen)
-        assert again.slots.tolist() == chosen
-
-
 def test_pairs_are_counted_up_to_each_tokens_own_key(cp):
     for padding in (0, 3):
         plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=10 + padding)

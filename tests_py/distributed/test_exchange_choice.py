@@ -153,19 +153,11 @@ def test_steps_and_predictions_choose_alike(num_tokens, size, num_heads, out_hea
         assert steps[name].received_bytes.max() == received
 
 
-@pytest.mark.parametrize(
-    ("extend", "prefix", "num_heads", "max_scratch_bytes", "expected"),
-    [
-        (4096, 0, 128, 1 << 30, "gather"),
-        (16, 100_000, 16, 1 << 30, "pass_q"),
-        (4096, 16000, 128, 1 << 30, "gather"),
-        (4096, 16000, 128, 1 << 20, "pass_q"),  # where the index keys do not fit
-    ],
-)
-def test_auto_of_sparse_attention(extend, prefix, num_heads, max_scratch_bytes, expected):
-    cp = first_of(4, max_scratch_bytes=max_scratch_bytes)
-    plan = plan_of(cp, extend, prefix)
-    q = torch.empty(1, num_heads, 576, dtype=torch.bfloat16)
+def test_auto_of_sparse_attention():
+    """Index keys do not fit into the scratch."""
+    cp = first_of(4, max_scratch_bytes=1 << 20)
+    plan = plan_of(cp, 4096, 16000)
+    q = torch.empty(1, 128, 576, dtype=torch.bfloat16)
     kv = torch.empty(16, 1, 656, dtype=torch.uint8)
     index_q = torch.empty(1, 64, 128, dtype=torch.float8_e4m3fn)
     index_k = torch.empty(1, 16 * 132, dtype=torch.uint8)
@@ -174,10 +166,10 @@ def test_auto_of_sparse_attention(extend, prefix, num_heads, max_scratch_bytes, 
         d_v=512, attn_sink=None,
     )  # fmt: skip
     choice = cp.choose_sparse_exchange(
-        plan, topk=2048, num_heads=num_heads, num_index_heads=64, index_element_bytes=1,
+        plan, topk=2048, num_heads=128, num_index_heads=64, index_element_bytes=1,
         latent_bytes=656, index_key_bytes=132,
     )  # fmt: skip
     assert choice == choose_sparse(plan, inputs.sizes())
-    assert choice.exchange == expected
-    assert str(choice.received_bytes[expected]) in choice.reason
-    assert ("max_scratch_bytes" in choice.reason) == (max_scratch_bytes == 1 << 20)
+    assert choice.exchange == "pass_q"
+    assert str(choice.received_bytes["pass_q"]) in choice.reason
+    assert "max_scratch_bytes" in choice.reason

@@ -143,14 +143,6 @@ def test_calls_show_each_row_what_it_sees_and_nothing_else(batch, causal, window
         assert times.max(initial=0) <= 1
 
 
-def test_rows_that_see_the_same_keys_are_one_sequence():
-    tokens = TokenInterleave(shard_size=2, interleave=1)
-    shares, rows = key_shares(tokens, [[0]], [2], 2), Rows(np.zeros(2, np.int64), np.arange(2))
-    seen = Visibility(True, None, None)
-    (call,) = sequence_calls(shares, 0, shares.local_pages(0), rows, seen)
-    assert (call.causal, list(call.q_lens)) == (False, [2])
-
-
 def visible_rows(call):
     """Yield what `paged_attention` shows each row of a call: (row, rows of the pool)."""
     begin, byte = 0, 0

@@ -160,11 +160,7 @@ def test_auto_knows_the_mesh():
     choice = cp.choose_exchange(plan_of(cp, 8192, 65536), **layer)
     assert choice.exchange == "usp"
     assert f"at most {choice.received_bytes['usp']} bytes" in choice.reason
-    tokens, keys, result = 1024, 9216, 128 * 2 + 4
-    assert choice.received_bytes["usp"] == (
-        tokens * 6 * 128 * 2 + 7 * keys * 1 * 2 * 128 * 2 + tokens * 6 * result
-    )
-    merged = 4 * (2 * tokens) * 6 * 128  # a partial result of each of four rows of the mesh
+    merged = 4 * (2 * 1024) * 6 * 128  # a partial result of each of four rows of the mesh
     assert f"usp {3 * merged}" in choice.reason
     layer |= {"num_heads": 33, "num_kv_heads": 3}
     uneven = cp.choose_exchange(plan_of(cp, 4096, 16384), **layer)
