@@ -11,8 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
-from torch._dynamo.testing import CompileCounter  # noqa: E402
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter  # noqa: E402
 from torch.export import Dim  # noqa: E402
 from transformers import AutoModel, AutoModelForTextEncoding, BloomConfig  # noqa: E402
 
@@ -59,15 +58,12 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "call"), [*zip(CONFIGS, cycle(CALLS), strict=False)])
-def test_one_graph_with_the_bits_of_the_model(name: str, call: str) -> None:
-    model, graphs = model_of(name), []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return lookup_backend("aot_eager")(graph, inputs)
-
+def test_one_graph_with_the_bits_of_the_model(name: str, call: str, monkeypatch: Any) -> None:
+    """Masks are numbers; else the layers would go through a byte for each query and key."""
+    model, backend = model_of(name), AotEagerAndRecordGraphs()
+    monkeypatch.setattr(masks, "visible_keys", None)
     assert_compiled_alike(model, backend, **CALLS[call])
-    (graph,) = graphs
+    (graph,) = backend.graphs
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert called.count(torch.ops.cpattn_transformers.attend) == model.config.num_hidden_layers
 
@@ -88,13 +84,6 @@ def assert_compiled_alike(model: Any, backend: Any = "aot_eager", **options: Any
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     assert torch.equal(compiled(TOKENS, **options)[0], expected)
     return compiled, expected
-
-
-def test_masks_are_numbers_in_a_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the layers would go through a byte for each query and key."""
-    monkeypatch.setattr(masks, "visible_keys", None)
-    for name in ("llama", "qwen3"):  # without and with windows
-        assert_compiled_alike(model_of(name), attention_mask=PADDED)
 
 
 def test_a_mask_with_gaps_is_used_as_it_is() -> None:
