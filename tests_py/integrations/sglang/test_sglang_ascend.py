@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.distributed.distributed_worker import run_world
 from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
 from support.sglang.installed import MARKS
 from support.tolerances import assert_attended
 
-# Not imported here, where it would need a stand-in of triton.
 pytestmark = MARKS
 CASES = [
     Case("one request", (29,)),
@@ -34,22 +32,7 @@ UNSPLIT = {
     "EXTEND": Case("too few new tokens to split", (3, 2, 7), (5, 40, 0), **WIDE),
     "DECODE": Case("decode", (1, 1, 1), (5, 40, 130), **WIDE),
 }
-
-
-def run_sglang(rank: int, *arguments) -> dict[str, dict]:
-    from support.sglang import sglang_ascend_worker  # this process stays without stand-ins
-
-    return sglang_ascend_worker.run_cases(rank, *arguments)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
-def answers(request, tmp_path_factory):
-    path, size = tmp_path_factory.mktemp("world"), request.param
-    return run_world(
-        size, path, run_sglang, size, CASES, UNSPLIT, preload="support.sglang.sglang_runtime"
-    )
-
-
+WORLD = ("support.sglang.sglang_ascend_worker", CASES, UNSPLIT)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

@@ -11,7 +11,6 @@ import torch
 from cpattn_proof import lint
 from cpattn_proof.linting.adapters.dsa import from_row_metadata
 from cpattn_proof.linting.adapters.selections import from_topk
-from support.distributed.distributed_worker import run_world
 from support.distributed.prefill_batches import Case, make_batch
 from support.sglang.installed import MARKS
 from support.tolerances import EPS, assert_close, indexer_units, to_float64
@@ -30,20 +29,7 @@ CASES = [
     for strategy in ("zigzag", "interleave")
     for case in BATCHES
 ]
-
-
-def run_sglang(rank: int, *arguments) -> dict[str, dict]:
-    from support.sglang import sglang_dsa_worker  # this process stays without stand-ins
-
-    return sglang_dsa_worker.run_cases(rank, *arguments)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
-def answers(request, tmp_path_factory):
-    path, size = tmp_path_factory.mktemp("world"), request.param
-    return run_world(size, path, run_sglang, size, CASES, preload="support.sglang.sglang_runtime")
-
-
+WORLD = ("support.sglang.sglang_dsa_worker", CASES)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

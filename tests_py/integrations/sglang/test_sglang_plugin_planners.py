@@ -6,7 +6,6 @@ import importlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -108,15 +107,6 @@ def test_layers_are_recorded_for_pools_that_have_all(sglang):
         planners.record_kv_layers(recorder, kv_args, pool, None, 61, req_to_token_pool="r")
         assert kv_args.seen == ((pool, None, 61), {"req_to_token_pool": "r"})
         assert kv_args.total_kv_layers == recorded
-
-
-@pytest.fixture
-def switch(sglang, monkeypatch) -> Iterator[Any]:
-    """The plug-in's module of hooks, all of which pass through again afterwards."""
-    for variable in ("CPATTN_PLUGINS", "CPATTN_SGLANG_PARTS"):
-        monkeypatch.delenv(variable, raising=False)
-    yield __import__("cpattn.integrations.sglang.plugin", fromlist=["plugin"])
-    plugin.uninstall()
 
 
 def test_switching_at_run_time(sglang, switch):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of striped pools by the plug-in against sglang's own functions, on sglang's own objects."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +24,8 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def switched_on(sglang, monkeypatch) -> Iterator[None]:
-    for variable in ("CPATTN_PLUGINS", "CPATTN_SGLANG_PARTS"):
-        monkeypatch.delenv(variable, raising=False)
+def switched_on(switch) -> None:
     plugin.install("shards")
-    yield
-    plugin.uninstall()
 
 
 def by_sglang(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

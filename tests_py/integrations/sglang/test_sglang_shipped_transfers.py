@@ -41,12 +41,10 @@ def sglang() -> SimpleNamespace:
 
 
 @pytest.fixture(autouse=True)
-def configured(sglang, monkeypatch) -> Iterator[None]:
-    for variable in ("CPATTN_PLUGINS", "CPATTN_SGLANG_PARTS", "ASCEND_USE_FIA"):
-        monkeypatch.delenv(variable, raising=False)
+def configured(sglang, switch, monkeypatch) -> Iterator[None]:
+    monkeypatch.delenv("ASCEND_USE_FIA", raising=False)
     with sglang.runtime.get_context().override_server_args(page_size=PAGE_SIZE):
         yield
-    plugin.uninstall()
 
 
 def configurator_of(
