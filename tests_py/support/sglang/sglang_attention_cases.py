@@ -66,12 +66,12 @@ def published(**configuration: Any) -> Any:
 
 def refusals() -> list[tuple[str, str]]:
     """Return each error of what cannot be served, with the words that it must contain."""
+    messages = []
 
     def refused(
-        change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND, **layer: Any
-    ) -> str:
-        keys, attributes = layer.pop("keys", None), layer.pop("attributes", {})
-        split = layer.pop("split", None)
+        words: str, change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND,
+        keys: Any = None, attributes: Any = (), split: Any = None, **layer: Any,
+    ) -> None:  # fmt: skip
         runner = make_runner(make_pool(16, torch.float32, windows=False), torch.float32)
         if change:
             change(runner)
@@ -83,43 +83,33 @@ def refusals() -> list[tuple[str, str]]:
             vars(asked).update(attributes)
             backend.forward_extend(step.q, keys, keys, asked, batch, **(call or {}))
         except NotImplementedError as error:
-            return str(error)
-        return ""
+            messages.append((str(error), words))
 
     def set_(**values: Any) -> Callable[[Any], None]:
         return lambda runner: vars(runner).update(values)
 
+    def set_layout(runner: Any) -> None:
+        runner.token_to_kv_pool.kv_cache_layout = "hnd"
+
     both, dp = (
         SimpleNamespace(**{name: True}) for name in ("is_encoder_decoder", "enable_dp_attention")
     )
-    encoder_only = {"attn_type": AttentionType.ENCODER_ONLY}
-    bidirectional = {"attn_type": AttentionType.DECODER_BIDIRECTIONAL}
-    other_layout = {"kv_cache_layout": "hnd"}
-    messages = [
-        (refused(set_(device="cuda")), "device cuda"),
-        (
-            refused(set_(attention_chunk_size=60)),
-            "chunks of 60 tokens, as of Llama 4, in pages of 16",
-        ),
-        (refused(set_(server_args=dp)), "--enable-dp-attention"),
-        (refused(set_(dtype=torch.float64)), "models in torch.float64"),
-        (refused(set_(dtype=torch.bfloat16)), "in torch.float32 of a model in torch.bfloat16"),
-        (refused(lambda x: vars(x.token_to_kv_pool).update(other_layout)), "another layout"),
-        (
-            refused(is_cross_attention=True, sliding_window_size=WINDOW),
-            "windows of cross attention",
-        ),
-        (
-            refused(split=object(), **encoder_only),
-            "context parallelism (--attn-cp-size) of encoders",
-        ),
-        (refused(**bidirectional), "--chunked-prefill-size -1 --disable-radix-cache"),
-        (refused(attributes={"xai_temperature_len": 8}), "Grok"),
-        (refused(logit_cap=5.0, logit_capping_method="sigmoid"), "softcap sigmoid"),
-        (refused(mode=ForwardMode.TARGET_VERIFY), "TARGET_VERIFY"),
-        (refused(call={"idx_q": torch.zeros(1)}), "idx_q"),
-        (refused(keys=torch.zeros(1), call={"save_kv_cache": False}), "not in the KV cache"),
-    ]
+    encoder = {"attn_type": AttentionType.ENCODER_ONLY}
+    both_directions = {"attn_type": AttentionType.DECODER_BIDIRECTIONAL}
+    refused("device cuda", set_(device="cuda"))
+    refused("chunks of 60 tokens, as of Llama 4, in pages of 16", set_(attention_chunk_size=60))
+    refused("--enable-dp-attention", set_(server_args=dp))
+    refused("models in torch.float64", set_(dtype=torch.float64))
+    refused("in torch.float32 of a model in torch.bfloat16", set_(dtype=torch.bfloat16))
+    refused("another layout", set_layout)
+    refused("windows of cross attention", is_cross_attention=True, sliding_window_size=WINDOW)
+    refused("context parallelism (--attn-cp-size) of encoders", split=object(), **encoder)
+    refused("--chunked-prefill-size -1 --disable-radix-cache", **both_directions)
+    refused("Grok", attributes={"xai_temperature_len": 8})
+    refused("softcap sigmoid", logit_cap=5.0, logit_capping_method="sigmoid")
+    refused("TARGET_VERIFY", mode=ForwardMode.TARGET_VERIFY)
+    refused("idx_q", call={"idx_q": torch.zeros(1)})
+    refused("not in the KV cache", keys=torch.zeros(1), call={"save_kv_cache": False})
     split = {"tp_size": 2, "attn_cp_size": 2}
     interleave = {**split, "enable_prefill_cp": True, "cp_strategy": "interleave"}
     for configuration, words in (
@@ -129,10 +119,10 @@ def refusals() -> list[tuple[str, str]]:
         (interleave, "--cp-strategy interleave"),
     ):
         with published(**configuration):
-            messages.append((refused(), words))
+            refused(words)
     with published(**{**interleave, "cp_strategy": "zigzag"}):
-        messages.append((refused(set_(attention_chunk_size=64)), "of attention in chunks"))
-        messages.append((refused(set_(model_config=both)), "with an encoder and a decoder"))
+        refused("of attention in chunks", set_(attention_chunk_size=64))
+        refused("with an encoder and a decoder", set_(model_config=both))
     return messages
 
 
