@@ -37,7 +37,7 @@ def one_rank() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-class InOneProcess:
+class InOneProcess(contextlib.ExitStack):
     """Stages one after the other and a decode rank, with engines that copy within the process.
 
     Each stage computes once, as one rank; the ranks of its group only share out what is sent.
@@ -52,8 +52,8 @@ class InOneProcess:
         page_size: int = 4,
         rows_per_chunk: int = 4,
     ) -> None:
-        self._stack = contextlib.ExitStack()
-        group = self._stack.enter_context(one_rank())
+        super().__init__()
+        group = self.enter_context(one_rank())
         pages = 1000 // page_size
         sizes = {"page_size": page_size, "block_tokens": BLOCK}
         decode_pages = decode_pool_pages(
@@ -62,12 +62,9 @@ class InOneProcess:
         self.cache = PrefixCache(pages, **sizes)
         decode_cache = PrefixCache(decode_pages, **sizes)
         self.handover = Handover(decode_cache, decode_tokens=DECODE, num_slots=MAX_SEQUENCES)
-        self.decode = DecodeRank(
-            0,
-            DecodeConfig(config, page_size, decode_pages, MAX_SEQUENCES, 1),
-            "",
-            cpattn.transfer.LocalEngine(),
-        )
+        decoding = DecodeConfig(config, page_size, decode_pages, MAX_SEQUENCES, 1)
+        rank = DecodeRank(0, decoding, "", cpattn.transfer.LocalEngine())
+        self.decode = self.enter_context(rank)
         sparse = config.kind == "dsa"
         make_checker = SparseDecodeChecker if sparse else DecodeChecker
         make_attention: Any = SparseAttention if sparse else DenseAttention
@@ -84,19 +81,8 @@ class InOneProcess:
         ]
         self.head = Head(config)
         self.num_bytes = 0
-        self.decode.__enter__()
         for _, _, link in self.stages:
-            link.__enter__()
-            link.connect(self.decode.peer())
-
-    def __enter__(self) -> InOneProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for _, _, link in self.stages:
-            link.__exit__()
-        self.decode.__exit__()
-        self._stack.close()
+            self.enter_context(link).connect(self.decode.peer())
 
     @torch.inference_mode()
     def run(

@@ -61,7 +61,7 @@ def make_report(num_batches: int = 3, **changes: object) -> ReplayReport:
     return replace(report, **changes)
 
 
-def make_sparse_report(num_batches: int = 3) -> ReplayReport:
+def make_sparse_report() -> ReplayReport:
     seconds = {"indexer": 0.1, "top-k": 0.02, "attention": 0.08}
     batch = replace(
         BATCH,
@@ -71,7 +71,7 @@ def make_sparse_report(num_batches: int = 3) -> ReplayReport:
     )
     return make_report(
         options=ReplayOptions(model=DsaConfig(kv_dtype="fp8", dtype="bfloat16")),
-        batches=[replace(batch, index=i) for i in range(num_batches)],
+        batches=[replace(batch, index=i) for i in range(3)],
         checked_keys=15360,
         swapped_keys=12,
     )
