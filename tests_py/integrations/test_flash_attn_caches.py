@@ -133,6 +133,9 @@ def test_leftpad_of_ragged_sequences():
 
 
 TABLE = torch.ones(10, 8)
+FAR_PAGES = {"block_table": torch.tensor([[9, 0], [9, 1]]), "cache_seqlens": 14}
+FAR_PAGES |= dict.fromkeys(("rotary_cos", "rotary_sin"))
+PADDED = {"cache_leftpad": torch.tensor([0, 1])}
 
 
 @pytest.mark.parametrize(
@@ -151,30 +154,13 @@ TABLE = torch.ones(10, 8)
         ({"k_descale": torch.ones(3, KV_HEADS)}, "k_descale must be"),
         ({"q": torch.ones(2, 3, HEADS, DIM).bfloat16()}, "k_cache must be bfloat16"),
         ({"q": torch.ones(2, 3, KV_HEADS + 1, DIM)}, "num_heads"),
-        (
-            {
-                "block_table": torch.tensor([[9, 0], [9, 1]]),
-                "cache_seqlens": 14,
-                "rotary_cos": None,
-                "rotary_sin": None,
-            },
-            "page ids must be in",
-        ),
+        (FAR_PAGES, "page ids must be in"),
         ({"cache_leftpad": torch.zeros(2)}, "cache_leftpad must be 2 integers"),
         ({"cache_leftpad": torch.tensor([0, 6])}, r"from 0 to the lengths \[5 5\], got \[0 6\]"),
         ({"cache_leftpad": torch.tensor([-1, 0])}, r"from 0 to the lengths"),
-        (
-            {"cache_leftpad": torch.tensor([0, 1]), "block_table": torch.tensor([[0], [1]])},
-            "cache_leftpad must not be given with block_table",
-        ),
-        (
-            {"cache_leftpad": torch.tensor([0, 1]), "v_cache": torch.zeros(2, 20, 2, DIM)},
-            "with cache_leftpad k_cache and v_cache must have as many rows",
-        ),
-        (
-            {"cache_leftpad": torch.tensor([0, 1]), "cache_batch_idx": torch.tensor([0, 2])},
-            r"must be in \[0, 2\)",
-        ),
+        (PADDED | {"block_table": torch.zeros(2, 1).int()}, "not be given with block_table"),
+        (PADDED | {"v_cache": torch.zeros(2, 20, 2, DIM)}, "k_cache and v_cache must have as many"),
+        (PADDED | {"cache_batch_idx": torch.tensor([0, 2])}, r"must be in \[0, 2\)"),
     ],
 )
 def test_what_is_refused_has_written_nothing(change, message):
