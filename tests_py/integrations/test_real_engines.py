@@ -68,14 +68,8 @@ def target(receiver) -> Iterator[int]:
 
 
 def fill_random(state, name, nbytes, register):
-    keep(state, name, np.random.default_rng(0).integers(0, 256, nbytes, np.uint8), register)
-
-
-def keep(state, name, buffer, register):
-    setattr(state, name, buffer)
-    if register:
-        assert state.engine.register([buffer.ctypes.data], [buffer.nbytes]) == 0
-    return buffer.ctypes.data
+    allocate(state, name, nbytes, 0, register)
+    getattr(state, name)[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
 
 
 def unregister(state, *addresses):
@@ -159,11 +153,6 @@ def test_codes_of_registration(sender, receiver, target):
     assert sender.call(write, receiver.session_id, "source", [(0, target, 64)])[0] == 0
 
 
-def allocate_sparse(state, name, nbytes, register):
-    """Zeros that take no memory before they are written."""
-    return keep(state, name, np.zeros(nbytes, np.uint8), register)
-
-
 def has_begun(state, name):
     buffer = getattr(state, name)
     deadline = time.monotonic() + LIMIT
@@ -190,9 +179,9 @@ def execute(state, session, name, address, nbytes):
 
 def test_receiver_killed_in_the_middle_of_a_batch(engine, sender, receiver, another):
     """An error says how far the transfer came: bytes have moved, and most have not."""
-    source = sender.call(allocate_sparse, "large", LARGE, engine.registers_sources)
+    source = sender.call(allocate, "large", LARGE, 0, engine.registers_sources)
     sender.call(set_first, "large", 1)
-    address = another.call(allocate_sparse, "large", LARGE, True)
+    address = another.call(allocate, "large", LARGE, 0)
     sender.start(execute, another.session_id, "large", address, LARGE)
     assert another.call(has_begun, "large")
     another.kill()
@@ -210,8 +199,8 @@ def test_receiver_killed_in_the_middle_of_a_batch(engine, sender, receiver, anot
 
 
 def test_sender_killed_during_a_transfer(engine, sender, receiver, another):
-    address = receiver.call(allocate_sparse, "large", LARGE + 4096, True)
-    another.call(allocate_sparse, "large", LARGE, engine.registers_sources)
+    address = receiver.call(allocate, "large", LARGE + 4096, 0)
+    another.call(allocate, "large", LARGE, 0, engine.registers_sources)
     another.call(set_first, "large", 1)
     another.start(write, receiver.session_id, "large", [(0, address, LARGE)])
     assert receiver.call(has_begun, "large")

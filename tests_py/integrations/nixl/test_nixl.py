@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from cpattn.integrations.nixl import NixlEngine
@@ -57,9 +56,8 @@ def unregister(state, name):
 
 def test_only_senders_know_what_a_peer_has_unregistered(receiver, sender, trusting):
     address = receiver.call(allocate, "released", SIZE, CANARY)
-    blocks = [(0, address, 64)]
-    assert sender.call(write, receiver.session_id, "source", blocks)[0] == 0
-    assert trusting.call(write, receiver.session_id, "source", blocks)[0] == 0
+    for peer in (sender, trusting):
+        assert peer.call(write, receiver.session_id, "source", [(0, address, 64)])[0] == 0
     assert receiver.call(unregister, "released") == 0
 
     blocks = [(0, address + 64, 64)]
@@ -98,13 +96,6 @@ def test_a_session_is_of_one_process(receiver, sender):
     assert receiver.call(unregister, "target") == 0
 
 
-def allocate_zeros(state, name, nbytes):
-    buffer = np.zeros(nbytes, np.uint8)
-    setattr(state, name, buffer)
-    assert state.engine.register([buffer.ctypes.data], [nbytes]) == 0
-    return buffer.ctypes.data
-
-
 def wait_for(state, name, position, seconds):
     deadline = time.monotonic() + seconds
     while not (there := getattr(state, name)[position]) and time.monotonic() < deadline:
@@ -120,7 +111,7 @@ def last(state, name, value=None):
 
 def test_a_write_that_timed_out_goes_on(receiver, another):
     """The write goes on until its engine is closed, and reads its source, registered or not."""
-    address = receiver.call(allocate_zeros, "large", LARGE)
+    address = receiver.call(allocate, "large", LARGE, 0)
     another.call(allocate, "large", LARGE, 1)
     another.start(write, receiver.session_id, "large", [(0, address, LARGE)])
     assert receiver.call(wait_for, "large", 0, LIMIT)

@@ -160,8 +160,11 @@ def enter_network(pid: int | None) -> None:
 
 
 def allocate(state: State, name: str, nbytes: int, value: int, register: bool = True) -> int:
-    """Make memory full of a value, let peers write to it, and say where it is."""
-    buffer = np.full(nbytes, value, np.uint8)
+    """Make memory full of a value, let peers write to it, and say where it is.
+
+    Zeros take no memory before they are written.
+    """
+    buffer = np.full(nbytes, value, np.uint8) if value else np.zeros(nbytes, np.uint8)
     setattr(state, name, buffer)
     address = buffer.ctypes.data
     if register:
