@@ -133,6 +133,7 @@ def test_the_same_sources_make_the_same_bytes(files, variant, tmp_path):
     assert {(again / name).read_bytes() == (variant / name).read_bytes() for name in names} == {
         True
     }
+    assert json.loads((again / "metadata.json").read_text())["name"] == "cpattn-flash-attn"
     changed = build_hub_kernel.write({**files, "merge.py": b""}, tmp_path)
     assert changed == again
     assert (again / "metadata.json").read_text() != (variant / "metadata.json").read_text()

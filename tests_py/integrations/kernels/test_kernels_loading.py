@@ -19,17 +19,6 @@ sys.modules["cpattn"] = None
 import torch
 torch.manual_seed(0)
 """
-LOCAL = """
-from pathlib import Path
-from kernels import get_local_kernel, get_loaded_kernels
-kernel = get_local_kernel(Path(sys.argv[1]))
-q = torch.randn(1, 8, 4, 32)
-by_heads = [q.transpose(1, 2)] * 3
-sdpa = torch.nn.functional.scaled_dot_product_attention(*by_heads, is_causal=True)
-torch.testing.assert_close(kernel.flash_attn_func(q, q, q, causal=True), sdpa.transpose(1, 2))
-(loaded,) = get_loaded_kernels()
-print(loaded.metadata.name, kernel.__name__ == loaded.metadata.id)
-"""
 MODEL = """
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 sizes = dict(
@@ -82,10 +71,6 @@ def run(program, folder):
 def test_the_page(tmp_path, children):
     build_hub_kernel.write(build_hub_kernel.files_of_checkout(), tmp_path / "hub-kernel")
     run_page(ROOT / "docs" / "how_to" / "hub_kernel.md", tmp_path, children)
-
-
-def test_get_local_kernel(folder):
-    assert run(LOCAL, folder) == ["cpattn-flash-attn True"]
 
 
 def test_tokens_of_transformers(folder):
