@@ -8,10 +8,10 @@ import cpattn
 from cpattn.distributed import ContextParallel
 from support.distributed import layer_worker as worker
 from support.distributed.answers import assert_layer, by_size
-from support.distributed.layer_worker import REPLICATED, layer_runs
+from support.distributed.layer_worker import REPLICATED, SHARDED
 from support.distributed.sharded_worker import equal
 
-RUNS = tuple(REPLICATED + layer_runs())
+RUNS = tuple(REPLICATED + SHARDED)
 RUNS_OF = {2: RUNS[::2], 3: RUNS}
 
 

@@ -191,10 +191,7 @@ def test_private_forms_agree_with_the_public_ones():
     ("change", "message"),
     [
         ({"dropout_p": 0.1}, "dropout_p must be 0"),
-        (
-            {"alibi_slopes": torch.zeros(2, HEADS)},
-            r"alibi_slopes must be \[batch, heads\] = \[1, 4\]",
-        ),
+        ({"alibi_slopes": torch.zeros(2, HEADS)}, r"alibi_slopes must be .*, heads\] = \[1, 4\]"),
         ({"q": normal(8)}, r"q must be \[tokens, heads, dim\], got shape \[8\]"),
         ({"k": normal(8)}, r"k must be \[tokens, kv_heads, dim\], got shape \[8\]"),
         ({"v": normal(8, DIM)}, r"v must be \[tokens, kv_heads, dim\], got shape \[8, 32\]"),

@@ -37,10 +37,7 @@ SPARSE = {"indices": torch.zeros(2, 3, 1).int(), "scaling": 1.0}
         ({"query": torch.randn(2, 4, 3, 16, requires_grad=True)}, "no backward pass; run the mode"),
         ({"dropout": 0.1}, "dropout must be 0, call model.eval"),
         ({"position_bias": torch.zeros(4, 3, 5, requires_grad=True)}, "no backward pass"),
-        (
-            {"position_bias": torch.zeros(4, 3, 5)},
-            r"position_bias must have shape \[2, 4, 3, 5\], g",
-        ),
+        ({"position_bias": torch.zeros(4, 3, 5)}, r"position_bias must have shape \[2, 4, 3, 5\]"),
         ({"position_bias": torch.zeros(1, 4, 3, 1)}, r"\[2, 4, 3, 5\], got \[1, 4, 3, 1\]"),
         ({"output_attentions": True}, "output_attentions is not supported"),
         ({"sinks": torch.zeros(2, 4, 3, 1)}, "sinks is not supported"),
@@ -49,10 +46,7 @@ SPARSE = {"indices": torch.zeros(2, 3, 1).int(), "scaling": 1.0}
         ({"attention_mask": torch.ones(2, 4, 3, 5).bool()}, r"\[2, 1, 3, 5\], got \[2, 4, 3, 5\]"),
         ({"attention_mask": torch.ones(2, 5).bool()}, r"\[2, 1, 3, 5\], got \[2, 5\]"),
         ({"attention_mask": torch.randn(2, 2, 3, 5)}, r"\[2, 4, 3, 5\], got \[2, 2, 3, 5\]"),
-        (
-            {"attention_mask": torch.ones(2, 1, 3, 5).int()},
-            "must be bool or a float, got torch.int",
-        ),
+        ({"attention_mask": torch.ones(2, 1, 3, 5).int()}, "be bool or a float, got torch.int32"),
         (SPARSE | {"attention_mask": torch.randn(2, 1, 3, 5)}, "sparse attention has no bias"),
         (SPARSE | {"position_bias": torch.zeros(1)}, "position_bias is not supported"),
         ({"query": torch.randn(2, 4, 3, 592), "scaling": 1.0}, r"head_dim must be in \[1, 576\], "),

@@ -61,27 +61,22 @@ def test_logits_are_those_of_eager(name: str, run: str, form: str) -> None:
     assert_logits_close(actual, logits_of_eager(name, run))
 
 
-@pytest.fixture
-def expanding(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls = []
+def test_a_prompt_is_expanded_and_what_follows_is_not(deepseek: Any, monkeypatch: Any) -> None:
+    expanded = []
     layer = type(deepseek.model.layers[0].self_attn)
     expand_kv = layer.expand_kv
 
     def watched(module: Any, latent: Tensor, k_rope: Tensor) -> Any:
-        calls.append(latent.shape[2])
+        expanded.append(latent.shape[2])
         return expand_kv(module, latent, k_rope)
 
     monkeypatch.setattr(layer, "expand_kv", watched)
-    return calls
-
-
-def test_a_prompt_is_expanded_and_what_follows_is_not(deepseek: Any, expanding: list[int]) -> None:
     with absorb_mla(deepseek):
         logits(deepseek, "chunks", "cpattn")
-    assert expanding == [11] * 3  # the first chunk in each layer
-    expanding.clear()
+    assert expanded == [11] * 3  # the first chunk in each layer
+    expanded.clear()
     logits(deepseek, "chunks", "cpattn")
-    assert expanding == [length for length in (11, 30, 31, 50) for _ in range(3)]
+    assert expanded == [length for length in (11, 30, 31, 50) for _ in range(3)]
 
 
 def test_the_cheaper_form_at_the_size_of_deepseek_v3() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -179,11 +178,11 @@ class LayerRun:
         return self.exchange in ("auto", "pass_q") or "scales of tokens" not in self.name
 
 
-def layer_runs(exchanges: Iterable[str] = EXCHANGES) -> list[LayerRun]:
-    rows = pairwise(list(LAYERS), list(exchanges), list(PLACEMENTS), STRATEGIES)
-    return [run for run in (LayerRun(*row) for row in rows) if run.is_possible]
-
-
+SHARDED = [
+    run
+    for row in pairwise([*LAYERS], EXCHANGES, [*PLACEMENTS], STRATEGIES)
+    if (run := LayerRun(*row)).is_possible
+]
 REPLICATED = [LayerRun(name, strategy=strategy) for name in LAYERS for strategy in STRATEGIES]
 
 

@@ -311,9 +311,8 @@ def _traffic_of(rank: int, case: Case, exchange: str, group: Any) -> dict[str, A
 
 
 STATE_EXCHANGES = ("gather", "all_to_all")
-OUT_HEADS = ("all", "own")
-QUERIES = ("all", "own")
-WAYS = [("auto", "all", "all"), *itertools.product(STATE_EXCHANGES, OUT_HEADS, QUERIES)]
+HEADS = ("all", "own")  # of results, and of queries
+WAYS = [("auto", "all", "all"), *itertools.product(STATE_EXCHANGES, HEADS, HEADS)]
 
 
 def run_decode(rank: int, runs: list[tuple[Step, str]], traffic: Step) -> tuple[dict, dict]:
@@ -345,7 +344,7 @@ def run_received(rank: int, step: Step) -> dict[tuple[str, str], tuple[int, int,
     """Return by way: bytes received, those of the choice, rounds, and what "auto" takes."""
     cp, plan, inputs, shards = written_step(rank, step, "pages")
     answer = {}
-    for exchange, out_heads in itertools.product(STATE_EXCHANGES, OUT_HEADS):
+    for exchange, out_heads in itertools.product(STATE_EXCHANGES, HEADS):
         with noted_events(cp, "decode") as events:
             cp.decode(plan, inputs["q"], *shards, exchange=exchange, out_heads=out_heads)
         choice = cp.choose_exchange(

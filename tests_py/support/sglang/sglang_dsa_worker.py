@@ -55,7 +55,10 @@ def run_case(case: Case, cp_size: int) -> dict:
             return SGLANG.cp.cp_shard_hidden_states(x, forward_batch)
 
         positions = SGLANG.cp.cp_shard_position_ids(forward_batch.positions, forward_batch)
-        rows = (shard(new_rows(case, x)) for x in (inputs.hidden, inputs.q_lora))
+        rows = (
+            shard(torch.cat([x[p:] for x, p in zip(all_rows, case.prefixes, strict=True)]))
+            for all_rows in (inputs.hidden, inputs.q_lora)
+        )
         topk_indices = indexer.forward_npu(*rows, positions, forward_batch, LAYER_ID)
         k, k_rope = (shard(batch.new(case, x)) for x in (batch.k, batch.v))
         k, k_rope = SGLANG.deepseek.DeepseekV2AttentionMLA.rebuild_cp_kv_cache(
@@ -92,10 +95,6 @@ def make_inputs(case: Case) -> SimpleNamespace:
         q_lora=[integers(n, Q_LORA) for n in case.seq_lens],
         q_rope=torch.randn(shape, generator=random).to(case.dtype),
     )
-
-
-def new_rows(case: Case, rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([x[p:] for x, p in zip(rows, case.prefixes, strict=True)])
 
 
 def make_indexer(max_position: int) -> Any:
