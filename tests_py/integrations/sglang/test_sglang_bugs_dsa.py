@@ -5,7 +5,6 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 
 import cpattn
@@ -14,7 +13,6 @@ from cpattn_proof.linting.adapters.selections import from_topk
 from support.distributed.prefill_batches import Case, make_batch, slots_of
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang.sglang_releases import release
-from support.tolerances import assert_similar
 
 CP_SIZE = 2
 TOPK, INDEX_HEADS, INDEX_DIM, ROPE_DIM = 8, 4, 64, 32
@@ -153,67 +151,3 @@ def linted(positions: torch.Tensor) -> Report:
 NSA_ENABLED = SimpleNamespace(
     is_nsa_enable_prefill_cp=lambda: True, is_nsa_prefill_cp_round_robin_split=lambda: False
 )
-
-
-Q_LORA, KV_LORA = 48, 32
-
-
-def prepare_by_release(version: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """latent_cache, k_nope and k_pe as `forward_dsa_prepare_npu` of a release hands them to the
-    all-gather of context parallelism, x [T, Q_LORA + KV_LORA + ROPE_DIM]."""
-    gathered = []
-
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
-
-    norm.variance_epsilon = 1e-6
-
-    def rebuild_cp_kv_cache(latent_cache, forward_batch, k_nope, k_pe):
-        gathered.append((latent_cache, k_nope, k_pe))
-        return k_nope, k_pe
-
-    def fused(x, q_norm, kv_norm, q_lora, kv_lora, rope, eps):
-        weights = torch.ones(q_lora), torch.ones(kv_lora)
-        return cpattn.sparse.fused_split_qk_norm(x, *weights, q_lora, kv_lora, rope, eps=eps)
-
-    def rotate(positions, q_pe, k_pe):
-        return q_pe, k_pe
-
-    rotate.is_neox_style, rotate.cos_sin_cache = False, torch.ones(len(x), ROPE_DIM)
-    sizes = {"kv_lora_rank": KV_LORA, "q_lora_rank": Q_LORA, "qk_head_dim": Q_LORA}
-    sizes |= {"qk_nope_head_dim": Q_LORA - ROPE_DIM, "qk_rope_head_dim": ROPE_DIM}
-    layer = SimpleNamespace(
-        **dict.fromkeys(("layer_id", "num_local_heads"), 1),
-        **dict.fromkeys(("q_a_layernorm", "kv_a_layernorm"), norm),
-        **dict.fromkeys(("fused_qkv_a_proj_with_mqa", "q_b_proj"), lambda x: (x,)),
-        indexer=lambda *_: None,
-        rebuild_cp_kv_cache=rebuild_cp_kv_cache,
-        rotary_emb=rotate,
-        skip_topk=False,
-        w_kc=torch.ones(1, Q_LORA - ROPE_DIM, KV_LORA),
-        **sizes,
-    )
-    with release(
-        version, mla="hardware_backend.npu.modules.deepseek_v2_attention_mla_npu"
-    ) as sglang:
-        sglang.mla.fused_split_qk_norm = fused
-        sglang.mla.nsa_use_prefill_cp = lambda forward_batch: True
-        sglang.mla.forward_dsa_prepare_npu(
-            layer, torch.arange(len(x)), x, SimpleNamespace(forward_mode=EXTEND), None, None
-        )
-    return gathered[0]
-
-
-def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
-    """Release 0.5.10 fuses. Later ones do not fuse there, and neither do we."""
-    x = torch.randn(6, Q_LORA + KV_LORA + ROPE_DIM, generator=torch.Generator().manual_seed(6))
-    with pytest.raises(UnboundLocalError, match="latent_cache"):
-        prepare_by_release("0.5.10", x)
-
-    assert not cpattn.sparse.can_fuse_split_qk_norm(len(x), neox_rope=False, uses_prefill_cp=True)
-    weights, sizes = (torch.ones(Q_LORA), torch.ones(KV_LORA)), (Q_LORA, KV_LORA, ROPE_DIM)
-    split = cpattn.sparse.split_qk_norm(x, *weights, *sizes, q_eps=1e-6, kv_eps=1e-6)
-    _, k_nope, k_pe, latent_cache = split
-    fixed = prepare_by_release("0.5.12", x)
-    for theirs, ours in zip(fixed, (latent_cache, k_nope, k_pe), strict=True):
-        assert_similar(theirs, ours.view_as(theirs))
