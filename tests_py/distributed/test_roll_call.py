@@ -151,15 +151,16 @@ def test_versions_of_other_layouts_are_named(ranks, said):
 
 
 class Work:
-    """Takes so long, whatever is done, or until its time is over."""
+    """Takes so long, or until its time is over, and may fail; notes where it was waited for."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
+        self.seconds, self.error, self.thread = seconds, error, None
 
-    def wait(self, longest: timedelta) -> None:
+    def wait(self, longest: timedelta = timedelta(1)) -> None:
+        self.thread = threading.current_thread()
         time.sleep(min(self.seconds, longest.total_seconds()))
-        if self.seconds > longest.total_seconds():
-            raise RuntimeError("timed out")
+        if self.error or self.seconds > longest.total_seconds():
+            raise self.error or RuntimeError("timed out")
 
 
 def test_all_works_share_the_time_of_a_wait():
@@ -200,21 +201,9 @@ def test_an_agreement_needs_a_thread_only_for_who_is_late_and_beside_rows(worlds
         assert beside["ahead"] == [list(range(size))]
 
 
-class Noted:
-    """Work that notes where it was waited for, and may fail."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.thread = error, None
-
-    def wait(self, longest=None) -> None:
-        self.thread = threading.current_thread()
-        if self.error:
-            raise self.error
-
-
 @pytest.mark.parametrize("over_soon", [True, False])
 def test_what_is_over_soon_is_awaited_in_the_calling_thread(over_soon):
-    works = [(1, Noted(RuntimeError("closed"))), (2, Noted()), (1, Noted())]
+    works = [(1, Work(error=RuntimeError("closed"))), (2, Work()), (1, Work())]
     posted = Posted("test", works)
     wait = Wait(posted, 60.0, over_soon=over_soon)
     wait.join(BUSY)
