@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from support.children import path_with
 from support.distributed import random_faults
-from support.distributed.fault_rounds import FAULTS, Round, draw
+from support.distributed.fault_rounds import FAULTS, draw
 from support.distributed.fault_worlds import Answer, Outcome
 from support.time_limits import BUSY
 
@@ -42,10 +42,6 @@ TOLD = "RuntimeError: ContextParallel.gather: rank 2 of 3 did not answer: its pr
 BOTH_TOLD = f"{TOLD.replace('rank 2', 'rank 0, 2')}, process 7 has ended"
 
 
-def complaints_of(one: Round, *answers: Answer, at: float = 10.0) -> list[str]:
-    return random_faults.complaints(one, Outcome(list(answers), at))
-
-
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
@@ -58,7 +54,8 @@ def complaints_of(one: Round, *answers: Answer, at: float = 10.0) -> list[str]:
     ],
 )
 def test_what_is_wrong_with_a_survivor_is_found(answer, complaint):
-    found = complaints_of(ROUND, Answer(error=TOLD, told=10.1), answer, Answer(died=True))
+    answers = [Answer(error=TOLD, told=10.1), answer, Answer(died=True)]
+    found = random_faults.complaints(ROUND, Outcome(answers, 10.0))
     if complaint is None:
         assert found == []
     else:

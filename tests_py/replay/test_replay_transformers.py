@@ -122,11 +122,6 @@ def tokens_of(config: DecoderConfig) -> Tensor:
     return torch.randint(config.vocab_size, (LENGTH,), generator=generator)
 
 
-def dense_states(ours: Decoder, tokens: Tensor) -> Tensor:
-    positions = torch.arange(LENGTH)
-    return ours(tokens, positions, lambda _, q, k, v: dense_attention(q, k, v, positions))
-
-
 def randomised(config: DecoderConfig) -> Decoder:
     """Make a model with weights of norms other than one, and biases, lest one be left out."""
     ours = Decoder(config)
@@ -140,7 +135,8 @@ def randomised(config: DecoderConfig) -> Decoder:
 @torch.inference_mode()
 def test_the_dense_model_is_a_llama_with_normalised_queries_and_keys():
     ours, tokens = randomised(DENSE), tokens_of(DENSE)
-    states = dense_states(ours, tokens)
+    positions = torch.arange(LENGTH)
+    states = ours(tokens, positions, lambda _, q, k, v: dense_attention(q, k, v, positions))
     expected = qwen3(ours, DENSE)(tokens[None]).last_hidden_state[0]
     assert (states - expected).abs().max() <= Checker.tolerance_of(DENSE)
 

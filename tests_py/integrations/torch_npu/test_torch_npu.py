@@ -35,10 +35,6 @@ def nothing_compiled() -> None:
     torch.compiler.reset()
 
 
-def ints(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 @pytest.mark.parametrize("lse", [False, True])
 def test_writing_into_tensors(torch_npu, lse):
     """Graphs do so, with a workspace; without the LSE its tensor may have any dtype."""
@@ -156,7 +152,7 @@ def test_keys_and_values_in_one_call(torch_npu):
     caches = torch.zeros(3, PAGE, KV_HEADS, DIM), torch.zeros(3, PAGE, KV_HEADS, 48)
     key, value = torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, 48)
     given = {"key": key, "value": value, "key_cache": caches[0], "value_cache": caches[1]}
-    torch_npu._npu_reshape_and_cache(**given, slot_indices=ints(17, 2))
+    torch_npu._npu_reshape_and_cache(**given, slot_indices=torch.tensor([17, 2]).int())
     for cache, rows in zip(caches, (key, value), strict=True):
         assert torch.equal(cache[1, 1], rows[0])
         assert torch.equal(cache[0, 2], rows[1])

@@ -10,10 +10,6 @@ import torch
 from cpattn.kv import StripedAllocator
 
 
-def spec_of(shard_size: int, page_size: int, **more: int) -> SimpleNamespace:
-    return SimpleNamespace(shard_size=shard_size, page_size=page_size, **more)
-
-
 def random_sizes(rng: np.random.Generator) -> dict[str, int]:
     return {"shard_size": int(rng.integers(2, 9)), "page_size": int(rng.choice([1, 2, 4, 7]))}
 
@@ -47,7 +43,7 @@ def make_pool(sglang: SimpleNamespace, rank: int, sizes: Any, scratch: Any, size
     """Make what sglang's pools share, without buffers and without the gather itself."""
     pool = object.__new__(sglang.striped_pools.PageInterleaveKVPoolMixin)
     page_size, shard_size = sizes["page_size"], sizes["shard_size"]
-    spec = spec_of(shard_rank=rank, **sizes, **scratch)
+    spec = SimpleNamespace(shard_rank=rank, **sizes, **scratch)
     trash_base = scratch["max_prefix_tokens"] + scratch["chunk_tokens"]
     vars(pool).update(
         shard_spec=spec, shard_rank=rank, device="cpu", size=size, start_layer=0, _epoch=0,

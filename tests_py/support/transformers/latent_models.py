@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from cpattn.integrations.transformers import absorb_mla, use_indexer
 from support.tolerances import ABSORBED_UNITS, ROUNDED_ONCE, TOLERANCES
 from support.tolerances import EPS as SPACINGS
-from support.transformers.tiny_transformers import CACHE
+from support.transformers.tiny_transformers import CACHE, make_tokens
 
 TOPK = 8
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
@@ -57,12 +57,6 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval().to(dtype)
 
 
-def tokens_and_mask(padding: list[int]) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(1, 64, (len(padding), LENGTH), generator=generator)
-    return tokens, torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
-
-
 FORMS = {"heads": [], "latents": [absorb_mla], "heads, indexer": [use_indexer]}
 FORMS |= {"latents, indexer": [absorb_mla, use_indexer]}
 #: Each model in each form that it has.
@@ -84,7 +78,8 @@ def logits(model: Any, run: str, implementation: str) -> Tensor:
     """Return the logits of all tokens that are not padding, [n, vocab]."""
     chunks, padding = RUNS[run]
     model.config._attn_implementation = implementation
-    tokens, mask = tokens_and_mask(padding)
+    tokens = make_tokens(len(padding), LENGTH)
+    mask = torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
     cache = DynamicCache(config=model.config)
     parts, begin = [], 0
     for length in chunks:
