@@ -57,13 +57,6 @@ def test_refused(entry, placement, message):
         KVLayout([ENTRY._replace(**entry)], **({"page_size": 8} | placement))
 
 
-def test_buffers_side_by_side():
-    assert KVLayout([ENTRY._replace(addr=2**64 - 4608)], 8), "up to the last byte"
-    message = "entries must be distinct, got k of layer 3 at index 0 and at index 1"
-    with pytest.raises(ValueError, match=message):
-        KVLayout([ENTRY, ENTRY._replace(addr=0)], 8)
-
-
 class Pool:
     """Pool with what a layout asks of one."""
 

@@ -2,12 +2,9 @@
 """The engine within a process."""
 
 import threading
-from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpattn import _core
 from cpattn.kv import MHATokenToKVPool
@@ -67,21 +64,6 @@ def test_local_engine_codes_of_registration(engines):
     assert register((1100, 900), (900, 100)) == 0  # fills the gaps; 1000 is still there
     assert unregister(1000, 2000, 1100, 900) == 0
     assert register((900, 5000)) == 0
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=12))
-def test_memory_ranges_against_a_set_of_addresses(ranges):
-    memory, taken = _core.MemoryRanges(), {}
-    for addr, size in ranges:
-        mine = set(range(addr, addr + size))
-        free = not any(mine & other for other in taken.values())
-        expected = -1 if size == 0 else 0 if free else -7
-        assert memory.add([addr], [size]) == expected
-        if expected == 0:
-            taken[addr] = mine
-    for addr, size in product(range(50), (1, 2, 5)):
-        block = set(range(addr, addr + size))
-        assert memory.contain([addr], [size]) == any(block <= r for r in taken.values())
 
 
 def test_local_engine_after_unregister_and_close(engines):

@@ -201,21 +201,6 @@ def test_striped_pages_that_nobody_or_two_send_are_refused():
     assert_refused("tokens [16, 20), must be sent by one source", sources, destinations)
 
 
-def test_striped_pages_out_of_their_buffers_are_refused():
-    sources, destinations = fleets(Side(4, shard_size=2), Side(4, shard_size=2))
-    for server in destinations:
-        server.pages[2] = 2 * server.num_pages + 1
-    message = (
-        r"destination pages must be in \[0, 2 \* 9\) for [kv] of layer \d+, got 19 at index 2, "
-        r"from source [01] to destination 1$"
-    )
-    with pytest.raises(ValueError, match=message):
-        plan(sources, destinations)
-    for server in destinations:
-        server.pages[2] = server.pages[4]
-    assert_refused("destination pages must be distinct", sources, destinations)
-
-
 def test_buffers_that_two_links_would_write_are_refused():
     sources = [
         KVLayout([KVEntry(i, "k", False, i << 20, 512, 512)], 16, layers=(i, i + 1))
