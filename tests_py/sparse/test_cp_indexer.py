@@ -208,18 +208,3 @@ def test_owner_errors(rank, size, interleave, message):
     indices, sizes = torch.zeros(2, 3, dtype=torch.int32), {"dcp_rank": rank, "dcp_size": size}
     with pytest.raises(ValueError, match=f"dcp_local_indices: {message}"):
         cpattn.sparse.dcp_local_indices(indices, **sizes, interleave_size=interleave)
-
-
-@pytest.mark.parametrize(
-    ("extend_lens", "prefix_lens", "pad_rows"),
-    [
-        ((13,), (40,), 0),  # pull request 23268: the prefix forgotten
-        ((5, 5), (0, 30), 0),  # halves of the rows: 4 prev and 2 next, of which the middle is 3
-        ((9,), (30,), 3),  # halves of padded rows: 3 + 2 padded to 8
-        ((13, 11), (40, 30), 0),  # all rows by the lengths of request 0
-    ],
-)
-def test_batches_that_sglang_got_wrong(extend_lens, prefix_lens, pad_rows):
-    """Two calls of an operator, for halves of the rows, chose other keys before 0.5.23."""
-    batch = IndexerBatch(extend_lens, prefix_lens, 2, convention="bare")
-    batch.check(pad_rows=pad_rows, prefix_lens=prefix_lens)
