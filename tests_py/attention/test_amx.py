@@ -58,8 +58,7 @@ def test_weights_are_as_exact_as_rounded_exponentials(amx):
     keys, heads = 512, 32
     q = torch.from_numpy(rng.standard_normal((1, heads, 64))).bfloat16()
     k = torch.from_numpy(rng.standard_normal((1, keys, 1, 64))).bfloat16()
-    v = torch.eye(keys, dtype=torch.bfloat16)[None, :, None]
-    out, _ = run(one_page(q, k[0], v[0]))
+    out, _ = run(one_page(q, k[0], torch.eye(keys, dtype=torch.bfloat16)[:, None]))
 
     scores = q[0].double() @ k[0, :, 0].double().T / 8
     exponentials = torch.exp(scores - scores.max(dim=1, keepdim=True).values)
@@ -76,8 +75,7 @@ def test_weights_are_as_exact_as_rounded_exponentials(amx):
 def test_outputs_do_not_depend_on_whether_the_lse_is_wanted(amx, dtype):
     """The LSE is that of exact exponentials; P V has rounded ones, and divides by their sum."""
     inputs = make_inputs(Case(q_lens=(150,), kv_lens=(700,), num_heads=6, dtype=dtype))
-    without = cpattn.paged_attention(**inputs, batch_invariant=True)
-    assert torch.equal(run(inputs)[0], without)
+    assert torch.equal(run(inputs)[0], cpattn.paged_attention(**inputs, batch_invariant=True))
 
 
 @DTYPES
@@ -191,5 +189,4 @@ def test_the_twin_has_the_bits_of_the_hardware(head_dim, dtype):
     inputs = make_inputs(
         Case(q_lens=(300, 7), kv_lens=(700, 900), head_dim=head_dim, num_heads=8, dtype=dtype)
     )
-    results = [on(isa, inputs) for isa in AMX_ISAS]
-    assert all(map(torch.equal, *results))
+    assert all(map(torch.equal, *[on(isa, inputs) for isa in AMX_ISAS]))

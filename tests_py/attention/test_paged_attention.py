@@ -43,8 +43,7 @@ def test_custom_masks(isa, dtype, causal):
     inputs["custom_mask"] = mask
     expected = expected_attention(inputs)
     for batch_invariant in (False, True):
-        result = run(inputs, batch_invariant=batch_invariant)
-        assert_attention(*result, inputs, expected=expected)
+        assert_attention(*run(inputs, batch_invariant=batch_invariant), inputs, expected=expected)
 
 
 def spoil(inputs, token, value):

@@ -160,8 +160,7 @@ def test_outputs_that_overlap_inputs_are_refused(output, name):
     inputs = plain_inputs() | {"sinks": torch.zeros(4), "bias": torch.zeros(1, 4, 3, 33)}
     inputs |= {"alibi_slopes": torch.zeros(4), "relative_bias": torch.zeros(4, 5)}
     whole = torch.zeros(inputs[name].numel() + 1000)
-    shared = whole[: inputs[name].numel()].view(inputs[name].shape)
-    inputs[name] = shared.copy_(inputs[name])
+    inputs[name] = whole[: inputs[name].numel()].view(inputs[name].shape).copy_(inputs[name])
     begin = inputs[name].numel() - 1  # one common element
     shape = (5, 4, 32) if output == "out" else (5, 4)
     result = whole[begin : begin + math.prod(shape)].view(shape)

@@ -114,8 +114,7 @@ def test_bits_of_precise_rows_depend_on_nothing_else_if_that_is_asked(isa):
     inputs = make_inputs(MANY_ROWS)
     whole = cpattn.paged_attention(**inputs, **options, num_threads=1)
     assert torch.equal(cpattn.paged_attention(**inputs, **options, num_threads=3), whole)
-    starts = [0, 1, 17, 64, 70]
-    for first, end in itertools.pairwise(starts):
+    for first, end in itertools.pairwise([0, 1, 17, 64, 70]):
         part = inputs | {
             "q": inputs["q"][first:end], "q_lens": [end - first], "kv_lens": [230 + end],
             "block_tables": inputs["block_tables"][:1],

@@ -60,8 +60,7 @@ def complaint_about(test: str, reason: str, entries: list[AllowedSkip]) -> str:
 
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     longrepr: Any = report.longrepr
-    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
-    return text.removeprefix("Skipped: ")
+    return (longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)).removeprefix("Skipped: ")
 
 
 class Skips:

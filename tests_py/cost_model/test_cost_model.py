@@ -44,8 +44,7 @@ def test_packed_keys_are_those_of_the_plans(strategy, cp_size):
     options = {"cp_size": cp_size, "strategy": strategy}
     for extends, seq_lens in BATCHES:
         short = [min(n, 384) for n in extends], seq_lens
-        layer = AttentionLayer(num_heads=1, num_kv_heads=1)
-        work = rank_work(*short, **options, layer=layer)
+        work = rank_work(*short, **options, layer=AttentionLayer(num_heads=1, num_kv_heads=1))
         for rank, plan in enumerate(plans_of(short, strategy, cp_size)):
             ends = last_rows(plan, cp_size, strategy)
             assert work.packed_keys[rank] == plan.query_cache_lengths[ends].sum()
@@ -158,8 +157,7 @@ def test_fit_finds_the_rates_behind_timings():
         seconds = (products + pack_rows * packing + row_keys * rows) / flops + call
         samples.append(Sample(products, packing, rows, seconds))
     rates = fit(samples)
-    expected = {"gflops": 400, "pack_rows": 20, "row_keys": 60, "call_us": 5}
-    assert rates == pytest.approx(expected)
+    assert rates == pytest.approx({"gflops": 400, "pack_rows": 20, "row_keys": 60, "call_us": 5})
     halved = [sample._replace(seconds=(sample.seconds + call) / 2) for sample in samples]
     assert _gflops(halved, rates) == pytest.approx(800)  # by two threads; calls take as long
     slower = [sample._replace(seconds=1.5 * sample.seconds) for sample in samples]

@@ -37,8 +37,7 @@ def test_a_thousand_ranks_from_the_command_line_without_torch(command_line, tmp_
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     rows = [line.split() for line in lines if "%" in line]
-    sizes = [8, 16, 32, 64, 128, 256, 512, 1024]
-    assert [int(row[0]) for row in rows] == sorted(3 * sizes)
+    assert [int(row[0]) for row in rows] == sorted(3 * [8, 16, 32, 64, 128, 256, 512, 1024])
     assert {row[1] for row in rows} == {"zigzag", "interleave", "contiguous"}
     assert "assumed: --gflops" in done.stdout
     assert max(len(line) for line in lines if not line.startswith("assumed: --")) < 160
@@ -151,8 +150,7 @@ def test_numbers_of_the_table_have_no_exponents():
 
 
 def test_numbers_of_ranks():
-    eights = [8 << i for i in range(8)]
-    sizes = {"8..1024": eights, "3..7": [3, 6, 7], "5..5": [5], "8,4": [8, 4]}
+    sizes = {"8..1024": [8 << i for i in range(8)], "3..7": [3, 6, 7], "5..5": [5], "8,4": [8, 4]}
     assert {text: parse_cp_sizes(text) for text in sizes} == sizes
     for text in ("", "x", "8..4", "1..2..3", "0..4", "1,2..3", "..", "4.."):
         with pytest.raises(ValueError):  # noqa: PT011 (the option says what is wrong)
@@ -294,5 +292,4 @@ def test_a_step_of_decoding(tmp_path, monkeypatch):
     assert "a step of 3 sequences, page_interleave, all heads on every rank; 32/8" in output
     assert "ranks exchange keys imbalance" in output
     same = report(tmp_path / "s.json", "--cp-size=4", "--decode=2", "--prefix=99")
-    lengths = report(tmp_path / "l.json", "--cp-size=4", "--decode=2", "--prefix-lens=99,99")
-    assert same == lengths
+    assert same == report(tmp_path / "l.json", "--cp-size=4", "--decode=2", "--prefix-lens=99,99")

@@ -42,8 +42,7 @@ def address(tensor):
 def test_the_container_is_torch_where_it_is_installed(installed, monkeypatch):
     """Here torch has been imported, which does not matter."""
     monkeypatch.setattr("cpattn.kv.buffers.find_spec", lambda name: installed or None)
-    kind = torch.Tensor if installed else np.ndarray
-    assert isinstance(golden().k_buffer, kind)
+    assert isinstance(golden().k_buffer, torch.Tensor if installed else np.ndarray)
 
 
 @pytest.mark.parametrize("use_fia", [False, True])
@@ -68,8 +67,7 @@ def test_golden_numbers(use_fia, container):
         assert tuple(pool.k_buffer.shape) == (2, 9, 8, 2, 8)
         assert tuple(pool.v_buffer.shape) == (2, 9, 8, 2, 16)
     assert all(not raw(layer).any() for layer in layers)
-    kind = torch.Tensor if container == "torch" else np.ndarray
-    assert isinstance(layers[0], kind)
+    assert isinstance(layers[0], torch.Tensor if container == "torch" else np.ndarray)
 
 
 def test_sizes_of_numpy_do_not_wrap():
@@ -124,8 +122,7 @@ def test_item_length_times_pages_is_the_length_of_every_buffer(data):
     for start in range(0, len(addrs), layers):  # layers of a kind lie one behind the other
         step = sizes[start]
         assert addrs[start : start + layers] == [addrs[start] + i * step for i in range(layers)]
-    last = pool.end_layer - 1
-    assert address(pool.get_value_buffer(last)) == addrs[2 * layers - 1]
+    assert address(pool.get_value_buffer(pool.end_layer - 1)) == addrs[2 * layers - 1]
 
 
 @pytest.mark.parametrize("index_head_dim", [None, 16])

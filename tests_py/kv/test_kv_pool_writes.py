@@ -149,8 +149,7 @@ def test_keys_that_hold_both_parts_are_split(dtype, given_as):
     assert_same_bytes(split, apart)
     if dtype in POOL_DTYPES:
         got = split.get_value_buffer(1).reshape(64, 8)[[7, 60, 0, 63]]
-        expected = stored(both[[0, 1, 3, 4], 0, 32:], dtype, 3)
-        assert torch.equal(bits(got), bits(expected))
+        assert torch.equal(bits(got), bits(stored(both[[0, 1, 3, 4], 0, 32:], dtype, 3)))
 
 
 @pytest.mark.parametrize("dtype", POOL_DTYPES)

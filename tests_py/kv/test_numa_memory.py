@@ -164,8 +164,7 @@ def test_a_container_that_refuses(children):
     number = MBIND[platform.machine()]
     program = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]
     filters = b"".join(struct.pack("=HBBI", *line) for line in program).hex()
-    code = REFUSING.format(filters=filters, number=len(program), node=NODES[0])
-    done = children.python(code)
+    done = children.python(REFUSING.format(filters=filters, number=len(program), node=NODES[0]))
     assert done.stdout == (
         f"MHATokenToKVPool: the system does not place memory on NUMA nodes {NODES[0]}: Operation "
         "not permitted (containers need the capability SYS_NICE)\n"

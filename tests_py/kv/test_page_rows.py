@@ -65,8 +65,7 @@ def test_the_last_row_of_a_slot_is_kept(formats, count, num_threads, kv_layout, 
     before = _core.default_num_threads()
     _core.set_num_threads(num_threads)
     try:
-        views = map(LAYOUTS[kv_layout], (k_pages, v_pages))
-        given = zip((k, v), views, strict=True)
+        given = zip((k, v), map(LAYOUTS[kv_layout], (k_pages, v_pages)), strict=True)
         scaled = {"k_scale": scales[0], "v_scale": scales[1]}
         write_pages(slots, *itertools.chain(*given), kv_layout=kv_layout, **scaled)
     finally:
@@ -86,8 +85,7 @@ def arguments(**changes):
     k, v = make_rows(4, "float32")
     pages = {f"{x}_pages": make_pages("float8_e4m3fn", n) for x, n in (("k", K_DIM), ("v", V_DIM))}
     scales = {"k_scale": 1.0, "v_scale": 1.0}
-    given = {"slots": [0, 1, -1, 5], "k": k, "v": v, **pages, **scales, "kv_layout": "HND"}
-    return given | changes
+    return {"slots": [0, 1, -1, 5], "k": k, "v": v, **pages, **scales, "kv_layout": "HND"} | changes
 
 
 LAST = PAGES * PAGE_SIZE

@@ -137,8 +137,7 @@ def test_a_small_plan():
 
 
 def test_pages_of_prefixes_are_gathered_in_their_order():
-    plan = plan_of([[*range(24, 28)], SLOTS[:4]], [4, 4], [4, 4])
-    assert plan.prefix_pages.tolist() == [2, 6]
+    assert plan_of([[*range(24, 28)], SLOTS[:4]], [4, 4], [4, 4]).prefix_pages.tolist() == [2, 6]
 
 
 def test_a_batch_without_prefixes_gathers_nothing():
@@ -242,8 +241,7 @@ def test_pages_of_the_ranks_in_turn():
 
 def test_an_allocator_says_what_it_is():
     allocator = StripedAllocator(9, page_size=4, shard_size=3, need_sort=True)
-    text = "StripedAllocator(9, page_size=4, shard_size=3, need_sort=True)"
-    assert repr(allocator) == text
+    assert repr(allocator) == "StripedAllocator(9, page_size=4, shard_size=3, need_sort=True)"
     sizes = (allocator.size, allocator.page_size, allocator.shard_size, allocator.need_sort)
     assert sizes == (9, 4, 3, True)
     assert allocator.class_free_page_counts() == [2, 2, 2]

@@ -16,11 +16,7 @@ from cpattn_proof.linting.adapters.units import from_unit_writes
 
 @pytest.mark.parametrize(
     "placement",
-    [
-        None,
-        TokenInterleave(shard_size=2, interleave=3),
-        PageInterleave(shard_size=2, page_size=2),
-    ],
+    [None, TokenInterleave(shard_size=2, interleave=3), PageInterleave(shard_size=2, page_size=2)],
 )
 def test_documents_of_damaged_writes_are_refuted(placement):
     ranks = cpattn.build_cp_metadata_all_ranks([30, 17], [36, 17], cp_size=2)

@@ -61,8 +61,7 @@ class Layers:
     def _allows(self, path: str, included: str) -> bool:
         floor, *rest = included.split("/")
         if floor == "cpattn":
-            header = "/".join(rest)
-            ok = self.layer_of(header) in self.headers_for(path)
+            ok = self.layer_of("/".join(rest)) in self.headers_for(path)
         elif path.startswith("include/"):
             return False
         elif floor == path.split("/")[0]:

@@ -131,6 +131,5 @@ assert len(x) < 3
 
 
 def test_literal_tolerances_are_found_and_others_left_alone():
-    found = literal_tolerances(TOLERANCES)
-    assert found == list(range(2, 1 + len(TOLERANCES.splitlines())))
+    assert literal_tolerances(TOLERANCES) == list(range(2, 1 + len(TOLERANCES.splitlines())))
     assert not literal_tolerances(OTHERS)

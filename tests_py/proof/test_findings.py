@@ -45,8 +45,7 @@ def test_a_plan_on_a_page(lint):
 
 def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    path = tmp_path / "none" / "r.html"
-    result = invoke("lint", f"{tmp_path}/plan.json", "--html", str(path))
+    result = invoke("lint", f"{tmp_path}/plan.json", "--html", str(tmp_path / "none" / "r.html"))
     assert result.exit_code in (1, 2)
     assert result.output.splitlines()[-1].startswith("Error: ")
 

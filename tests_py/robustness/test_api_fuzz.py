@@ -48,8 +48,7 @@ EXEMPT = VALUES | RECORDS | ENUMS | PROTOCOLS | NEEDS_A_GROUP | WITHOUT_ARGUMENT
 def test_every_public_callable_is_a_target(module: ModuleType) -> None:
     called = set()
     for target in api_fuzz.all_targets():
-        function = target.make().function
-        called |= {target.name, getattr(function, "__name__", "")}
+        called |= {target.name, getattr(target.make().function, "__name__", "")}
     public = {name: getattr(module, name) for name in module.__all__}
     missing = {
         name

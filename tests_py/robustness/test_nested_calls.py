@@ -29,8 +29,7 @@ def long_indexer(dtype):
     while seconds < LONG_ENOUGH:
         rows *= 2
         q = torch.randn(rows, 64, 128, generator=generator).to(dtype)
-        weights = torch.rand(rows, 64, generator=generator)
-        arguments = q, k, weights, [0] * rows, [4096] * rows
+        arguments = q, k, torch.rand(rows, 64, generator=generator), [0] * rows, [4096] * rows
         begin = time.monotonic()
         expected = cpattn.sparse.indexer_topk(*arguments, topk=512)
         seconds = time.monotonic() - begin

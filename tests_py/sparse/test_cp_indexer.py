@@ -186,8 +186,7 @@ def test_owners_of_global_indices(dcp_size, interleave_size):
                 (v // interleave_size * dcp_size + rank) * interleave_size + v % interleave_size
                 for v in owned
             ]
-            order = [i for i in indices[row].tolist() if i in back]
-            assert back == order
+            assert back == [i for i in indices[row].tolist() if i in back]
             found[row] += back
     for row, values in enumerate(found):
         assert sorted(values) == sorted(i for i in indices[row].tolist() if i >= 0)

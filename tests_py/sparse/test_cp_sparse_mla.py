@@ -21,8 +21,7 @@ class Batch(IndexerBatch):
     def __init__(self, *args, **options):
         super().__init__(*args, dtype="float32", **options)
         draw = torch.Generator().manual_seed(7)
-        slots = self.num_pages * self.page_size
-        self.kv = torch.randn(slots, 1, DIM, generator=draw)
+        self.kv = torch.randn(self.num_pages * self.page_size, 1, DIM, generator=draw)
         self.latent_q = torch.randn(len(self.q), HEADS, DIM, generator=draw)
         self.sinks = torch.randn(HEADS, generator=draw)
 

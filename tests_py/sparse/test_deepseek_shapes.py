@@ -28,8 +28,7 @@ def dealt():
     """Keys of 16 owners, where queries look, and the columns of their values; see `probes`."""
     rng = np.random.default_rng(0)
     owners = probes.deal(NUM_ROWS, 16, rng)
-    columns = probes.deal_columns(owners, V_HEAD_DIM, rng)
-    return probes.key_rows(owners, probes.USED, rng), columns
+    return probes.key_rows(owners, probes.USED, rng), probes.deal_columns(owners, V_HEAD_DIM, rng)
 
 
 @pytest.fixture(scope="module", params=[*DTYPES, "fp8"])

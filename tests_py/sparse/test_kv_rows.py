@@ -72,8 +72,7 @@ def test_rounding_is_to_nearest_even_at_every_tie(isa):
     nope[:, 1::2] *= -1
     rows = cpattn.sparse.quantize_kv_rows(nope.reshape(3, 512), np.zeros((3, 64), np.float32))
     actual = rows[:, 0, :512].reshape(3, 4, 128)[..., :126] & 0x7F
-    even = codes + codes % 2
-    for row, expected in enumerate([codes, even, codes + 1]):
+    for row, expected in enumerate([codes, codes + codes % 2, codes + 1]):
         np.testing.assert_array_equal(actual[row], np.broadcast_to(expected, (4, 126)))
 
 
@@ -119,8 +118,7 @@ def test_rows_are_gathered_from_flat_and_paged_buffers(data):
     whole = cpattn.sparse.dequantize_kv_rows(rows)
     paged = torch.empty(blocks, block + 1, 1, 700, dtype=torch.uint8)[:, 1:, :, 3:659]
     paged.copy_(rows.unflatten(0, (blocks, block)))
-    kinds = [rows, rows.squeeze(1), paged, paged.view(torch.float8_e4m3fn)]
-    for buffer in kinds:
+    for buffer in [rows, rows.squeeze(1), paged, paged.view(torch.float8_e4m3fn)]:
         assert torch.equal(cpattn.sparse.dequantize_kv_rows(buffer), whole)
         for given_as in (indices, torch.tensor(indices, dtype=torch.int32)):
             assert torch.equal(cpattn.sparse.dequantize_kv_rows(buffer, given_as), whole[indices])

@@ -250,8 +250,7 @@ def test_a_tag_says_that_pages_are_in_an_order_of_their_own():
     layout = KVLayout([tiles], page_size=PAGE, total_kv_heads=HEADS)
     assert KVLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
     assert len(plan_kv_transfer(layout, layout, [1, 3], [2, 0])) == 2
-    pages = tiles._replace(layout_tag="")
-    other = KVLayout([pages], page_size=PAGE, total_kv_heads=HEADS)
+    other = KVLayout([tiles._replace(layout_tag="")], page_size=PAGE, total_kv_heads=HEADS)
     said = (
         r"^plan_kv_transfer: k of layer 0 must have one layout_tag on both sides, got "
         r'"amx-16x2" at the source and "" at the destination$'

@@ -60,8 +60,7 @@ def test_between_processes():
     make = MOONCAKE.make
     with Peer(make_engine=make) as decode, Peer(network_of=decode, make_engine=make) as prefill:
         for case in map(random_case, range(8)):
-            peers = decode.call(prepare, case)
-            prefill.call(send, case, decode.session_id, peers)
+            prefill.call(send, case, decode.session_id, decode.call(prepare, case))
             assert decode.call(finish) == [], case
 
 

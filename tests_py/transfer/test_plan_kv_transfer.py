@@ -127,8 +127,7 @@ def test_layers_of_other_links_are_left_out():
     src = layout(SRC, ids=range(2, 6), layers=(2, 6))
     dst = layout(DST, ids=range(4), layers=(0, 4))
     assert plan_kv_transfer(src, dst, [0], [0]).parts == [("k", 2, 2), ("v", 2, 2)]
-    apart = layout(DST, ids=range(2), layers=(0, 2))
-    assert len(plan_kv_transfer(src, apart, [0], [0])) == 0
+    assert len(plan_kv_transfer(src, layout(DST, ids=range(2), layers=(0, 2)), [0], [0])) == 0
 
 
 def packed(base, **placement):

@@ -80,8 +80,7 @@ def test_codes_and_scales_arrive(formats, sizes, use_fia):
         for kind in pool.kinds:
             got = rows(pool, kind, 1)
             expected = torch.zeros_like(got)
-            sent = rows(whole, kind, 1)[src_slots[3:]]
-            expected[dst_slots[3:]] = sent[:, heads_of(rank, dst_tp)]
+            expected[dst_slots[3:]] = rows(whole, kind, 1)[src_slots[3:]][:, heads_of(rank, dst_tp)]
             assert torch.equal(got, expected), kind
             assert not rows(pool, kind, 0).any()
 
@@ -145,8 +144,7 @@ def test_a_side_that_does_not_say_what_it_has_is_compared_by_lengths():
 def test_messages_of_peers_that_know_no_dtypes():
     """A peer of an earlier release sends entries of seven fields."""
     entry = KVEntry(0, "k", False, 4096, 1024, 512)
-    fields = {"entries": [list(entry)[:7]], "page_size": 8}
-    assert KVLayout.from_dict(fields).entries == (entry,)
+    assert KVLayout.from_dict({"entries": [list(entry)[:7]], "page_size": 8}).entries == (entry,)
     with pytest.raises(ValueError, match="KVLayout: dtype of k of layer 0 must be at most 40"):
         KVLayout([entry._replace(dtype="x" * 41)], 8)
     with pytest.raises(TypeError, match="KVLayout: dtype must be a str, got int"):

@@ -86,8 +86,7 @@ def test_parts_of_a_plan_made_by_hand():
         def __iter__(self):
             raise RuntimeError
 
-    parts = Tuple([Tuple(("k", 1, 2))])
-    assert TransferPlan([1, 2], [3, 4], [5, 6], parts).parts == [("k", 1, 2)]
+    assert TransferPlan([1, 2], [3, 4], [5, 6], Tuple([Tuple(("k", 1, 2))])).parts == [("k", 1, 2)]
     assert [name for name, *_ in PLAN.parts] == ["k", "draft k", "v", "draft v"]
     plan = TransferPlan([1, 2], [3, 4], [5, 6], parts=[["k", 1, 1], ("index", 1, 1)])
     assert plan.parts == [("k", 1, 1), ("index", 1, 1)]

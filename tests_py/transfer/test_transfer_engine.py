@@ -207,6 +207,5 @@ def test_arguments_are_checked_before_anything_is_written(arguments, message):
 
 
 def test_lengths_up_to_the_last_byte_of_the_address_space():
-    plan = TransferPlan([0] * 3, [0] * 3, [2**64 - 10, 5, 4])
-    status = plan.execute(answering(0, 0, 0), "peer")
+    status = TransferPlan([0] * 3, [0] * 3, [2**64 - 10, 5, 4]).execute(answering(0, 0, 0), "peer")
     assert (status.num_batches, status.bytes_done) == (2, 2**64 - 1)

@@ -302,8 +302,7 @@ def test_ranges_that_meet_once_rounded_become_one():
     lens = [64, 128, 64, 64]  # rounded: [8, 10), [2, 4), [2, 4), [4, 6)
     merged = registration_regions(ptrs, lens, alignment=2 * MiB)
     assert merged == ([2 * MiB + 64, 9 * MiB], [3 * MiB, 64])
-    inside = registration_regions([100, 110], [100, 10], alignment=2)
-    assert inside == ([100], [100])
+    assert registration_regions([100, 110], [100, 10], alignment=2) == ([100], [100])
 
 
 @given(

@@ -64,8 +64,7 @@ def test_a_list_of_slots_that_changes_while_it_is_sent():
 
     slots = [Growing()]
     args = SimpleNamespace(state_types=["mamba"], state_data_ptrs=[[4096]], state_item_lens=[[64]])
-    plan = plan_send_state(args, [[8192]], [slots], [[1]])
-    assert plan.src_addrs.tolist() == [4096 + 2 * 64]
+    assert plan_send_state(args, [[8192]], [slots], [[1]]).src_addrs.tolist() == [4096 + 2 * 64]
 
 
 # Lists of addresses are read once: it is harmless to change them later, or meanwhile.
@@ -110,8 +109,7 @@ def test_a_write_copies_the_blocks_that_it_has_checked(engine, which):
     block = {"source": base, "destination": base + 64, "length": 32}
     later = {"source": outside, "destination": outside, "length": 128}
     block[which] = Shifty(block[which], later[which])
-    lists = [[value] for value in block.values()]
-    assert engine.write(engine.session_id, *lists) == 0
+    assert engine.write(engine.session_id, *[[value] for value in block.values()]) == 0
     assert memory[1, :32].tolist() == list(range(32))
     assert not memory[1, 32:].any()
     assert not memory[2].any()

@@ -131,8 +131,7 @@ def test_calls_of_several_threads_and_captures_are_all_there(path, tmp_path):
         for _ in range(50):
             plan([10])
 
-    other = capture(tmp_path / "other.cpcap")
-    with capture(path), other, ThreadPoolExecutor(4) as threads:
+    with capture(path), capture(tmp_path / "other.cpcap"), ThreadPoolExecutor(4) as threads:
         for _ in range(4):
             threads.submit(plan_often)
     for name in (path, tmp_path / "other.cpcap"):

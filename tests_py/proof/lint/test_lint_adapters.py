@@ -72,8 +72,7 @@ def test_pages_of_another_sequence_are_found_and_verified_rows_judged_by_their_l
 def test_zigzag_rings(blocks, cp_size, data):
     padded = np.cumsum([0, *(2 * cp_size * size for size in blocks)])
     pads = [data.draw(st.integers(0, 2 * cp_size * size - 1)) for size in blocks]
-    real = np.cumsum([0, *(np.diff(padded) - pads)])
-    report = lint(from_zigzag_ring(real, cp_size, padded))
+    report = lint(from_zigzag_ring(np.cumsum([0, *(np.diff(padded) - pads)]), cp_size, padded))
     assert report.findings == ()
     assert {"OWN", "COV", "PAD"} <= set(report.checked)
 
@@ -91,8 +90,7 @@ def llama3(cu_seqlens, ranks):
     size = cu_seqlens[-1] // ranks
     for rank in range(ranks):
         begin, end = rank * size, (rank + 1) * size
-        inside = [c for c in cu_seqlens if begin < c < end]
-        cuts = [begin, *inside, end]
+        cuts = [begin, *[c for c in cu_seqlens if begin < c < end], end]
         first = max(c for c in cu_seqlens if c <= begin)
         yield [c - begin for c in cuts], [0, *(c - first for c in cuts[1:])], slice(first, end)
 

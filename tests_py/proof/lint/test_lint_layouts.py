@@ -114,8 +114,7 @@ def test_names_of_orders_are_compared_where_bytes_are_sent():
         }
         transfer = {"from": "prefill", "to": "decode", "src_pages": [1], "dst_pages": [1]}
         transfer |= {"src": [16], "dst": [16], "length": [16]}
-        document = {"schema": "cpattn-plan/1", "memories": memories, "transfers": [transfer]}
-        return lint(document)
+        return lint({"schema": "cpattn-plan/1", "memories": memories, "transfers": [transfer]})
 
     assert report().checked == ("XFER", "LAYOUT")
     assert report(dtype=None).proved

@@ -74,8 +74,7 @@ def test_sizes_of_an_all_to_all_are_for_all_ranks_of_the_group_and_fit():
     assert what(exchange([1, 2], [1, 3]), exchange([3, 4], [1, 4])) == [f"rank 0 {two}"]
     assert what(exchange(size=4), pair) == [f"rank 0 {two}"]
     assert what(exchange(receives=[1, 1]), exchange([3, 1])) == [f"rank 1 {three}"]
-    parts = "rank 0 sends 3 parts in a group of 2 ranks"
-    assert what(exchange([1, 1, 9], [1, 1]), pair) == [parts]
+    assert what(exchange([1, 1, 9], [1, 1]), pair) == ["rank 0 sends 3 parts in a group of 2 ranks"]
     assert what(exchange([5], [])) == ["rank 0 receives no part in a group of 1 rank"]
 
 
@@ -277,8 +276,7 @@ def test_pages_are_shared_with_the_request_that_begins_alike():
     chain["requests"][1000]["shares"]["tokens"] = 15
     (found,) = lint(chain, shrink=False).findings
     assert "which are alike in 15 tokens, not 16" in found.what
-    three = of_tables(first, [6, 4], [6, 5], r1=(0, 16), r2=(0, 15))
-    (found,) = lint(three).findings
+    (found,) = lint(of_tables(first, [6, 4], [6, 5], r1=(0, 16), r2=(0, 15))).findings
     assert kinds(found.details["smaller"]) == {"len-pages"}
 
 
@@ -298,8 +296,7 @@ def test_query_heads_meet_their_own_heads_of_keys():
     nobody = {"schema": "cpattn-plan/1", "heads": {"q": 8, "kv": 2}}
 
     def of_heads(*ranks):
-        parts = {"ranks": [{"heads": {"q": q, "kv": kv}} for q, kv in ranks]}
-        return lint(nobody | parts).findings
+        return lint(nobody | {"ranks": [{"heads": {"q": q, "kv": kv}} for q, kv in ranks]}).findings
 
     first, second = [*range(4)], [*range(4, 8)]
     assert of_heads((first, [0]), (second, [1])) == ()

@@ -163,7 +163,6 @@ def test_smaller_documents_are_of_the_schema():
     """Ranks are absent where there were none."""
     merge = {"base": "e", "parts": [{"rank": 0, "base": "2"}]}
     requests = [{"extend": 1}, {"extend": 1}]
-    document = {"schema": "cpattn-plan/1", "requests": requests, "merges": [merge]}
-    (found,) = lint(document).findings
+    (found,) = lint({"schema": "cpattn-plan/1", "requests": requests, "merges": [merge]}).findings
     (again,) = lint(found.details["smaller"]).findings
     assert again.kind == found.kind == "lse-base"

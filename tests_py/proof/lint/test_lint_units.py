@@ -117,8 +117,7 @@ def test_faults_of_replicated_requests(options):
     segments[1] = [column[1:] for column in segments[1]]
     rows = segments[1]
     rows[3], rows[4] = rows[3] - 1, rows[4] - 1
-    flags = layout.replicated
-    assert "own-token" in kinds(from_segments(segments, NEW, CACHED, replicated=flags))
+    assert "own-token" in kinds(from_segments(segments, NEW, CACHED, replicated=layout.replicated))
 
 
 def test_faults_of_what_is_gathered():

@@ -67,8 +67,7 @@ def is_covered(document):
 @st.composite
 def windowed(draw):
     """A right plan with windows on one side or both, over a cache or in a ring."""
-    sizes = st.lists(st.integers(0, 12), min_size=1, max_size=3)
-    extend = draw(sizes)
+    extend = draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))
     ring = draw(st.booleans())
     prefix = [0 if ring else draw(st.integers(0, 9)) for _ in extend]
     strategy = draw(st.sampled_from(["zigzag", "interleave", "contiguous"]))
@@ -153,8 +152,7 @@ def test_rings_with_windows_need_the_keys_of_the_rank_before():
     assert kinds(plan_of([(*own, 0)], [(*own, 1), halo])) == set()
     (found,) = lint(plan_of([(*own, 0)], [(*own, 1)])).findings
     assert found.what == "position 4 of request 0 never sees key 3, it may see 3 to 4"
-    lost = plan_of([(*own, 0)], [(*own, 1), halo], window=-1)
-    (found,) = lint(lost).findings
+    (found,) = lint(plan_of([(*own, 0)], [(*own, 1), halo], window=-1)).findings
     assert found.what == "position 2 of request 0 sees key 0, it may see 1 to 2"
 
 

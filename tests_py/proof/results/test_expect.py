@@ -34,8 +34,7 @@ def attend(q, k, v, sees, bug=""):
         x.repeat(1, groups, 1) if order == "repeat" else x.repeat_interleave(groups, 1)
         for x in (k, v)
     )
-    scale = 1.0 if bug == "scale" else DIM**-0.5
-    scores = torch.einsum("qhd,khd->qhk", q, k) * scale
+    scores = torch.einsum("qhd,khd->qhk", q, k) * (1.0 if bug == "scale" else DIM**-0.5)
     scores = scores.masked_fill(~sees[:, None], -math.inf)
     weights = scores.softmax(-1)
     if bug != "nan":
@@ -73,8 +72,7 @@ def ring(bug="", **options):
     q, k, v = q[at], k[at], v[at]
     keys, result = [k, v, at], None
     for step in range(dist.get_world_size()):
-        sees = keys[2] <= at[:, None] + (bug == "mask")
-        part = attend(q, *keys[:2], sees, bug)
+        part = attend(q, *keys[:2], keys[2] <= at[:, None] + (bug == "mask"), bug)
         left_out = step == 1 and (bug == "step" or (bug == "rank 1" and dist.get_rank() == 1))
         if result is None:
             result = part
@@ -168,8 +166,7 @@ def test_options_are_those_of_attention():
     assert expect(whole(q, k, v, window), q, k, v, at, window=5).proved
     with pytest.raises(AssertionError, match=r"^COV window-off-by-one: the program has windows"):
         expect(whole(q, k, v, window), q, k, v, at, window=6)
-    everything = torch.ones_like(CAUSAL)
-    assert expect(whole(q, k, v, everything), q, k, v, at, causal=False).proved
+    assert expect(whole(q, k, v, torch.ones_like(CAUSAL)), q, k, v, at, causal=False).proved
     assert expect(whole(q, k, v, CAUSAL, bug="scale"), q, k, v, at, scale=1.0).proved
     rows = q[-3:], CAUSAL[-3:]
     assert expect(whole(rows[0], k, v, rows[1]), rows[0], k, v, at[-3:], key_positions=at).proved
@@ -184,8 +181,7 @@ def test_sequences_and_batches():
     outs = [whole(*x, CAUSAL) for x in (first, second)]
     both = [torch.cat(pair) for pair in zip(first, second, strict=True)]
     positions = [*range(LENGTH)] * 2
-    sequences = [0] * LENGTH + [1] * LENGTH
-    assert expect(torch.cat(outs), *both, positions, sequences=sequences).proved
+    assert expect(torch.cat(outs), *both, positions, sequences=[0] * LENGTH + [1] * LENGTH).proved
     batch = [torch.stack(pair) for pair in zip(first, second, strict=True)]
     assert expect(torch.stack(outs), *batch, range(LENGTH)).proved
     others = [

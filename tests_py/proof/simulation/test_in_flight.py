@@ -47,8 +47,7 @@ def test_a_call_that_fills_what_another_one_gives_is_named(receives_first):
         for work in [call() for call in (reversed(calls) if receives_first else calls)]:
             work.wait()
 
-    report = simulate(program, ranks=2, seeds=(0,))
-    finding = report.findings[0]
+    finding = simulate(program, ranks=2, seeds=(0,)).findings[0]
     assert finding.kind == "changed-in-flight"
     assert "given by send to rank" in finding.what
     assert finding.what.endswith(", which recv fills, changed before its wait")
@@ -177,16 +176,14 @@ def test_an_order_that_hangs_is_named():
     """Rank 0 takes the first message for that of rank 2."""
 
     def program():
-        rank = dist.get_rank()
-        if rank == 0:
+        if dist.get_rank() == 0:
             x = torch.empty(1)
             source = dist.recv(x)
             dist.recv(x, src=3 - source if source == 2 else 1)
         else:
             dist.send(torch.ones(1), 0)
 
-    report = simulate(program, ranks=3, seeds=range(8))
-    (finding,) = report.findings
+    (finding,) = simulate(program, ranks=3, seeds=range(8)).findings
     assert finding.kind in ("deadlock", "rank-returned")
     seed = finding.details["seed"]
     assert f"--seed {seed} replays it" in finding.what

@@ -155,8 +155,7 @@ def made_up(size=2, tokens=64, width=1_000_000, **other):
 
 def test_predicted_times_are_those_that_a_person_counts():
     """A quarter of a second to plan, two messages of 1 s and 1 s of bytes each, 1 s to attend."""
-    slow = {"latency_us": 1e6, "gbps": 32 * 1e6 * 8 / 1e9}
-    facts = simulate_capture(made_up(), **slow).facts
+    facts = simulate_capture(made_up(), latency_us=1e6, gbps=32 * 1e6 * 8 / 1e9).facts
     assert facts["predicted_seconds_by_rank"] == pytest.approx([0.25 + 2 * 2 + 1] * 2)
     assert facts["recorded_seconds_by_rank"] == [2.0, 2.0]
     assert facts["sent_bytes_by_rank"]["send"] == [32_000_000, 32_000_000]

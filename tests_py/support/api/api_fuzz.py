@@ -117,8 +117,7 @@ def buffers(values: Any) -> Iterator[Any]:
         with contextlib.suppress(Exception):  # of a hostile value: it owns nothing
             if isinstance(value, torch.Tensor):
                 if value.layout is torch.strided and not value.is_meta and not value.is_nested:
-                    storage = value.untyped_storage()
-                    yield torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+                    yield torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).numpy()
             elif isinstance(value, np.ndarray):
                 while isinstance(value.base, np.ndarray):
                     value = value.base
@@ -228,8 +227,7 @@ def run(seed: int, calls: int) -> Result:
     number = 0
     with contextlib.suppress(KeyboardInterrupt):  # and say what was found until then
         while number < calls:
-            numbers = range(number, min(calls, number + BATCH))
-            found, number = run_child(seed, numbers, cells)
+            found, number = run_child(seed, range(number, min(calls, number + BATCH)), cells)
             findings += found
     counts: Counter[str] = Counter()
     for target, count in zip(all_targets(), cells[1:].tolist(), strict=True):

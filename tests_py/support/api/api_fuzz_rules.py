@@ -43,8 +43,7 @@ def check_error(case: Case, error: Exception) -> str | None:
         return f"a message of {len(message)} characters"
     if message == NO_VALUE and isinstance(error, TypeError):
         return None
-    prefixes = (case.target.name, *case.good.prefixes)
-    if not message.startswith(prefixes):
+    if not message.startswith((case.target.name, *case.good.prefixes)):
         return f"does not begin with the function's name: {type(error).__name__}: {message:.300}"
     rest = message.partition(": ")[2] or message
     if message.startswith(case.good.prefixes or "\0"):

@@ -311,8 +311,7 @@ def bag(draw: Draw, good: Any) -> Any:
 def nested(draw: Draw, good: Any) -> Any:
     if isinstance(good, (list, tuple)) and good and draw.random() < 0.7:
         position = draw.randrange(len(good))
-        inner = nested(draw, good[position])
-        values = [*good[:position], inner, *good[position + 1 :]]
+        values = [*good[:position], nested(draw, good[position]), *good[position + 1 :]]
         try:
             return type(good)(values) if type(good) in (list, tuple) else type(good)(*values)
         except TypeError:

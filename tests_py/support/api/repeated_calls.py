@@ -54,8 +54,7 @@ LEAKS = {"a leak of one object": lambda: lambda: KEPT.append(object())}
 
 
 def resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * mmap.PAGESIZE
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def run(call: Callable[[], object], times: int) -> None:

@@ -151,8 +151,7 @@ def links() -> Call:
     pages = of_kind("value", src_pages=[[1, 2, 5]], dst_pages=[[3, 4, 6]])
     arguments = sides | pages | TOKENS | given(cp_ranks=[0])
     # What a link refuses is in the words of its plan.
-    prefixes = ("plan_kv_transfer: ",)
-    return Call(transfer.plan_kv_links, arguments, prefixes=prefixes, names=PAIRED)
+    return Call(transfer.plan_kv_links, arguments, prefixes=("plan_kv_transfer: ",), names=PAIRED)
 
 
 def transfer_plan() -> Call:

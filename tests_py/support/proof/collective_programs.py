@@ -122,8 +122,7 @@ def run_program(seed: int, num_steps: int) -> list[torch.Tensor]:
     mine = groups[0] if dist.get_rank() in halves[0] else groups[-1]
     results = []
     for number in range(num_steps):
-        group = mine if chance.random() < 0.3 else None
-        step = Step(random.Random(f"{seed} {number}"), group)
+        step = Step(random.Random(f"{seed} {number}"), mine if chance.random() < 0.3 else None)
         results += STEPS[(number + seed) % len(STEPS)](step)
     return results
 

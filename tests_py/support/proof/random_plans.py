@@ -84,8 +84,7 @@ def _plans(chance: Chance, page_size: int) -> tuple[list[Any], int]:
     lens[-1] += chance.choice((0, metadata[0].total_seq_lens - sum(extend)))  # for padding, too
     tables, num_pages = _tables(chance, lens, page_size)
     given: dict[str, Any] = {"block_tables": tables, "out_cache_loc": None, "page_size": page_size}
-    plans = [make_plan(one, extend, pad_to_physical=False, **given) for one in metadata]
-    return plans, num_pages
+    return [make_plan(one, extend, pad_to_physical=False, **given) for one in metadata], num_pages
 
 
 def _placement(chance: Chance, size: int, page_size: int) -> Any:

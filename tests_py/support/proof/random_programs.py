@@ -40,8 +40,7 @@ def _works(step: Step) -> list[torch.Tensor]:
                 work.is_completed()
             work.wait()
         results += [output + 0 for output in outputs]
-    total = sum((result.sum() for result in results), start=torch.tensor(0))
-    return [total, aside]
+    return [sum((result.sum() for result in results), start=torch.tensor(0)), aside]
 
 
 def _begin(step: Step, salt: int) -> tuple[list[dist.Work], list[torch.Tensor]]:
@@ -136,8 +135,7 @@ def _context_parallel(step: Step) -> list[torch.Tensor]:
     options = _layout_options(step)
     pages = -(-max(whole) // 4)
     tables = torch.arange(len(extend) * pages, dtype=torch.int32).view(len(extend), pages)
-    group = step.group or dist.group.WORLD
-    cp = ContextParallel(group, page_size=4, **options)
+    cp = ContextParallel(step.group or dist.group.WORLD, page_size=4, **options)
     made = torch.Generator().manual_seed(step.seed)
     q, k, v = (torch.randn(sum(extend), heads, 16, generator=made) for heads in (2, 1, 1))
     caches = torch.randn(2, len(extend) * pages, 4, 1, 16, generator=made)

@@ -193,8 +193,7 @@ class Server:
 
     def forget_tail(self, memory: np.ndarray, end: int) -> None:
         """Zeroes rows behind token `end - 1` in its page."""
-        page_size = self.side.page_size
-        index, row = divmod(int((self.listed < end).sum()), page_size)
+        index, row = divmod(int((self.listed < end).sum()), self.side.page_size)
         if row == 0 or self.pages[index] % self.side.shard_size != self.shard_rank:
             return
         page = self.pages[index] // self.side.shard_size
@@ -204,8 +203,7 @@ class Server:
 
 def servers(model: Model, side: Side, seed: int) -> list[Server]:
     rng = np.random.default_rng(seed)
-    cuts = (0, *side.borders, max(model.ids) + 1)
-    stages = list(pairwise(cuts))
+    stages = list(pairwise((0, *side.borders, max(model.ids) + 1)))
     return [
         Server(
             model, side, rng, None if len(stages) == 1 else stage,

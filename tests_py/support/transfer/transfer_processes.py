@@ -58,8 +58,7 @@ class Peer:
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        network = network_of.pid if network_of else None
-        arguments = (theirs, network, make_engine, settings)
+        arguments = (theirs, network_of and network_of.pid, make_engine, settings)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()

@@ -201,8 +201,7 @@ def test_drafts_of_thin_stages_are_no_groups(layers, drafts, index_head_dim):
     assert args.kv_buf_groups == (2 if index_head_dim is None else 3)
     assert (args.hidden_kv_layers, args.total_kv_layers) == (61, 61)
     assert args.draft_kv_layers == drafts
-    lists = [value for name, value in vars(args).items() if name.startswith("state_")]
-    assert lists == [[]] * 5
+    assert [value for name, value in vars(args).items() if name.startswith("state_")] == [[]] * 5
 
 
 def test_pools_of_the_library():

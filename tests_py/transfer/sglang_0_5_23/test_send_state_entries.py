@@ -47,8 +47,7 @@ def test_stages_and_layer_splits_cover_the_layers_of_the_model(data, num_ranks, 
     cuts = sorted(data.draw(st.integers(0, num_layers)) for _ in range(num_ranks - 1))
     arrived = []
     for rank, (start, end) in enumerate(zip([0, *cuts], [*cuts, num_layers], strict=True)):
-        is_last = rank == num_ranks - 1
-        own = lens[start : len(lens) if is_last else end]
+        own = lens[start : len(lens) if rank == num_ranks - 1 else end]
         stage = {"prefill_start_layer": start, "prefill_end_layer": end}
         plan = send(own, lens, args=stage, compat=compat)
         arrived += [dst for _, dst in pairs(plan, own)]

@@ -107,8 +107,7 @@ def test_pull_targets(sglang, rng):
                 sglang_0_5_23.pull_targets(decode.kv_args.engine_rank, **arguments)
             continue
         found = sglang_0_5_23.pull_targets(decode.kv_args.engine_rank, **arguments)
-        expected = {name: getattr(prefill, name) for name in found._fields}
-        assert found._asdict() == expected
+        assert found._asdict() == {name: getattr(prefill, name) for name in found._fields}
         num_mapped += 1
     assert num_mapped > 1000
 

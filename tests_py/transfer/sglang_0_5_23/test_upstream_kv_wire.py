@@ -73,8 +73,7 @@ def upstream_fields(message: wire.KVRegistration) -> dict[str, Any]:
 
 def test_registrations_are_read_as_upstream_reads_them(sglang, rng):
     for _ in range(300):
-        message = random_registration(rng)
-        frames = message.to_frames()[: rng.integers(10, 21)]
+        frames = random_registration(rng).to_frames()[: rng.integers(10, 21)]
         theirs = sglang.mooncake.KVArgsRegisterInfo.from_zmq(frames)
         ours = upstream_fields(wire.KVRegistration.from_frames(frames))
         assert {name: getattr(theirs, name) for name in ours} == ours

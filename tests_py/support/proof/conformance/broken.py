@@ -192,8 +192,7 @@ def _wrong(fault, q, k, v, **options):
     if fault == "16-bit-accumulation":
         return accumulates_in_16_bits(q, k, v, **options)
     per_part = fault.startswith("merge") or (fault == "sink-per-part" and sinks is not None)
-    blocks = fault == "window-whole-blocks" and window is not None
-    if fault in _MASKS or per_part or blocks:
+    if fault in _MASKS or per_part or (fault == "window-whole-blocks" and window is not None):
         return _of_parts(fault, q, k, v, **options)
     called, changes = _other_arguments(fault, q, k, v, **options)
     out, lse = attention(*called, **options | changes)

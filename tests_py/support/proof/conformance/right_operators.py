@@ -37,8 +37,7 @@ def by_torch(scores, lengths, topk, row_starts=None):
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     column = torch.arange(scores.shape[1])[None]
     inside = (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
-    masked = scores.masked_fill(~inside, -torch.inf)
-    values, chosen = masked.topk(min(topk, scores.shape[1]), dim=1)
+    values, chosen = scores.masked_fill(~inside, -torch.inf).topk(min(topk, scores.shape[1]), dim=1)
     chosen = torch.where(values == -torch.inf, -1, chosen - starts[:, None])
     return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[1]), value=-1).int()
 
