@@ -12,7 +12,7 @@ import torch
 
 from cpattn.integrations import flash_attn
 from outside import archive, pytest_cases, suite
-from outside.suite import Case, InexpressibleError
+from outside.suite import Case, InexpressibleError, Sample
 
 TESTS, PADDING = "tests/test_flash_attn.py", "flash_attn/bert_padding.py"
 ROTARY = "flash_attn/layers/rotary.py"
@@ -25,7 +25,7 @@ NAMES = (
 LONGEST = 217
 
 
-def cases(every: bool = False) -> Iterator[Case]:
+def cases(sample: Sample) -> Iterator[Case]:
     texts = archive.read(suite.read_expected()["flash_attn"], TESTS, PADDING, ROTARY)
     padding = pytest_cases.load(PADDING, texts[PADDING])
     pytest_cases.stand_in({"flash_attn.ops.triton.rotary": {"apply_rotary": None}})
@@ -44,7 +44,7 @@ def cases(every: bool = False) -> Iterator[Case]:
     module.attention_ref = remembered = Remembered(module.attention_ref)
     names = [f"test_flash_attn_{name}" for name in NAMES]
     tests = {name: partial(forward, vars(module)[name], remembered) for name in names}
-    yield from pytest_cases.cases(module, tests, every, short)
+    yield from pytest_cases.cases(module, tests, sample, short)
 
 
 def short(parameters: Mapping[str, Any]) -> bool:

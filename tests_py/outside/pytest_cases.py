@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from outside.suite import Case, InexpressibleError
-
-#: So many cases of each test are run where not all are asked for.
-SAMPLE = 4
+from outside.suite import Case, InexpressibleError, Sample
 
 
 def stand_in(attributes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -42,10 +39,10 @@ def load(name: str, text: str, **names: Any) -> ModuleType:
 def cases(
     module: ModuleType,
     tests: Mapping[str, Callable[..., None]],
-    every: bool,
+    sample: Sample,
     keep: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> Iterator[Case]:
-    """Yield the cases of tests by their names, or of each a sample that is always the same.
+    """Yield the cases of tests by their names, or of each a sample, always the same for a seed.
 
     A test with a condition for skipping that holds here has none, and `keep` says of the parameters
     of others whether they are a case.
@@ -56,10 +53,11 @@ def cases(
             continue
         grid = [choices(*mark.args) for mark in marks if mark.name == "parametrize"]
         numbers: Sequence[int] = range(math.prod(map(len, grid)))
-        if not every:  # more than are wanted, as some are no case
-            numbers = random.Random(name).sample(numbers, min(len(numbers), 50 * SAMPLE))
+        if sample.size:  # more than are wanted, as some are no case
+            chance = random.Random(f"{name}{sample.seed or ''}")
+            numbers = chance.sample(numbers, min(len(numbers), 50 * sample.size))
         kept = filter(keep, (point(grid, number) for number in numbers))
-        for parameters in islice(kept, None if every else SAMPLE):
+        for parameters in islice(kept, sample.size):
             told = ", ".join(f"{key}={value}" for key, value in sorted(parameters.items()))
             yield Case(f"{name}({told})", partial(check, test, parameters))
 

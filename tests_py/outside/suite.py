@@ -28,6 +28,16 @@ class Case(NamedTuple):
     check: Callable[[], str | None]
 
 
+class Sample(NamedTuple):
+    """How many cases of each test are run, all for None, and the seed by which they are chosen."""
+
+    size: int | None = 4
+    seed: int = 0
+
+
+COUNTED = Sample()
+
+
 @dataclass
 class Result:
     """Cases of a suite by what came out; reasons are counted, and failures have their names."""
@@ -105,12 +115,12 @@ def run(cases: Iterable[Case]) -> Result:
     return result
 
 
-def run_suite(name: str, entry: dict[str, Any], every: bool = False) -> Result:
-    """Run its cases, or the sample of them that was counted; `every` is for those with a sample."""
+def run_suite(name: str, entry: dict[str, Any], sample: Sample = COUNTED) -> Result:
+    """Run the cases of a suite; the sample is for those that have one."""
     check_source(entry)
     adapter = import_module(f"outside.{name}")
     sampled = getattr(adapter, "SAMPLED", False)
-    return run(adapter.cases(every) if sampled else adapter.cases())
+    return run(adapter.cases(sample) if sampled else adapter.cases())
 
 
 def complaints(name: str, result: Result, entry: dict[str, Any]) -> list[str]:

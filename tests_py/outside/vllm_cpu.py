@@ -15,7 +15,7 @@ import torch
 import cpattn
 from cpattn.kv import write_pages
 from outside import archive, pytest_cases, suite
-from outside.suite import Case
+from outside.suite import Case, Sample
 
 FOLDER = "tests/kernels/attention"
 ATTENTION, MLA = f"{FOLDER}/test_cpu_attn.py", f"{FOLDER}/test_mla_decode_cpu.py"
@@ -24,13 +24,13 @@ SHORTER, PAGES = 32, 24
 CODES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-def cases(every: bool = False) -> Iterator[Case]:
+def cases(sample: Sample) -> Iterator[Case]:
     attention, mla = modules()
     shorten(attention)
     names = [name for name in vars(attention) if name.startswith("test_")]
-    yield from pytest_cases.cases(attention, {n: getattr(attention, n) for n in names}, every)
+    yield from pytest_cases.cases(attention, {n: getattr(attention, n) for n in names}, sample)
     name = "test_mla_decode_cpu"
-    yield from pytest_cases.cases(mla, {name: getattr(mla, name)}, every)
+    yield from pytest_cases.cases(mla, {name: getattr(mla, name)}, sample)
 
 
 def modules() -> Iterator[ModuleType]:

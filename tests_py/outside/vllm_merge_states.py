@@ -12,14 +12,14 @@ import torch
 
 import cpattn
 from outside import archive, pytest_cases, suite
-from outside.suite import Case, InexpressibleError
+from outside.suite import Case, InexpressibleError, Sample
 
 TESTS = "tests/kernels/attention/test_merge_attn_states.py"
 SAMPLED = True
 MOST = {"num_tokens": 613, "num_query_heads": 16}
 
 
-def cases(every: bool = False) -> Iterator[Case]:
+def cases(sample: Sample) -> Iterator[Case]:
     cpu = SimpleNamespace(
         device_type="cpu", is_cuda_alike=lambda: True, get_device_name=lambda: "CPU",
         fp8_dtype=lambda: torch.float8_e4m3fn,
@@ -37,7 +37,7 @@ def cases(every: bool = False) -> Iterator[Case]:
         "test_merge_attn_states_both_empty": module.test_merge_attn_states_both_empty,
         "test_merge_attn_states": partial(compared, module),
     }
-    yield from pytest_cases.cases(module, tests, every, small)
+    yield from pytest_cases.cases(module, tests, sample, small)
 
 
 def small(parameters: Mapping[str, Any]) -> bool:
