@@ -33,7 +33,7 @@ def run_cases(rank: int, worker: str, *arguments: Any) -> Any:
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the worker that a module names says of its cases on each rank."""
+    """Answers of each rank: those of the worker that a module names, to its cases."""
     from support.distributed.distributed_worker import run_world
 
     size, (worker, *cases) = request.param, request.module.WORLD
