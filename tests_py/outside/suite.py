@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """How many cases of each test are run, all for None, and the seed by which they are chosen."""
+    """Number of cases of each test, None for all, and the seed that chooses them."""
 
     size: int | None = 4
     seed: int = 0
