@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds wheels into dist/, checks and tries them: `python scripts/build_wheels.py`.
 
-For x86-64 one for each CPython from 3.10 to 3.13 that this machine has, and one for aarch64, which
-runs under qemu-user; then one for musl on x86-64, with a CPython that scripts/musl_python.sh
-compiles. The compiler is clang as the package ziglang has it, for the oldest glibc that it knows of
-the two; one wheel has the kernels of all instruction sets. auditwheel names and checks each, then
-it is installed into an empty environment and tried: by scripts/try_wheel.py, and, where nothing is
-emulated, by the tests that need NumPy alone and are quick.
+For x86-64 one for each CPython from 3.10 to 3.13 that this machine has, and one for aarch64; then
+one for musl on each of the two, with a CPython that scripts/musl_python.sh compiles. Those for
+aarch64 run under qemu-user. The compiler is clang as the package ziglang has it, for the oldest
+glibc that it knows of the two; one wheel has the kernels of all instruction sets. auditwheel names
+and checks each, then it is installed into an empty environment and tried: by scripts/try_wheel.py,
+and, where nothing is emulated, by the tests that need NumPy alone and are quick.
 """
 
 from __future__ import annotations
@@ -248,13 +248,15 @@ def build_aarch64(dist: Path) -> None:
     build_foreign(python, root / "include", "aarch64", "gnu", dist)
 
 
-def build_musl(dist: Path) -> None:
+def build_musl(architecture: str, dist: Path) -> None:
     """Build a wheel for a CPython with musl, which is compiled from sources once."""
-    root = WORK / "musl"
-    say(f"x86-64, musl: CPython {MUSL_PYTHON}, compiled")
-    run(ROOT / "scripts" / "musl_python.sh", MUSL_PYTHON, root, **compiler("x86_64 musl"))
-    name = f"python{MUSL_PYTHON}"
-    build_foreign(root / "bin" / name, root / "include" / name, "x86_64", "musl", dist)
+    root, name = WORK / f"{architecture}-musl-root", f"python{MUSL_PYTHON}"
+    say(f"{architecture}, musl: CPython {MUSL_PYTHON}, compiled")
+    command = [ROOT / "scripts" / "musl_python.sh", MUSL_PYTHON, architecture, root]
+    if architecture != platform.machine():
+        command.append(WORK / "x86_64-musl-root" / "bin" / name)
+    run(*command, **compiler(f"{architecture} musl"))
+    build_foreign(root / "bin" / name, root / "include" / name, architecture, "musl", dist)
 
 
 def build_foreign(python: Path, include: Path, architecture: str, libc: str, dist: Path) -> None:
@@ -323,8 +325,8 @@ def main() -> None:
     )
     parser.add_argument("--python", nargs="*", default=list(PYTHONS), choices=PYTHONS,
                         help="for x86-64; none for no such wheel")  # fmt: skip
-    parser.add_argument("--no-aarch64", action="store_true", help="without the wheel for Arm")
-    parser.add_argument("--no-musl", action="store_true", help="without the wheel for musl")
+    parser.add_argument("--no-aarch64", action="store_true", help="without the wheels for Arm")
+    parser.add_argument("--no-musl", action="store_true", help="without the wheels for musl")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where the wheels go")
     given = parser.parse_args()
     if platform.machine() != "x86_64" or sysconfig.get_platform() != "linux-x86_64":
@@ -335,8 +337,9 @@ def main() -> None:
     build_x86_64(given.python, given.dist)
     if not given.no_aarch64:
         build_aarch64(given.dist)
-    if not given.no_musl:
-        build_musl(given.dist)
+    for architecture in INSTRUCTION_SETS:
+        if not given.no_musl and not (given.no_aarch64 and architecture == "aarch64"):
+            build_musl(architecture, given.dist)
     say("cpattn-proof and cpattn-lab, for any system")
     command = (TOOLS / "bin" / "python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", given.dist)
     run(*command, *ROOT.glob("python/distributions/*"))

@@ -2,7 +2,7 @@
 """Whether a release is ready: `python scripts/check_release.py`, with `--tag` once it is tagged.
 
 Compares the version in all places, the change log, the tag and the tree, and looks at what lies in
-dist/: one wheel for each Python and processor, one for musl, and an sdist. Prints what is wrong
+dist/: one wheel for each Python and processor, also for musl, and an sdist. Prints what is wrong
 and exits with 1, or says what is ready. docs/releasing.md has the whole procedure.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from build_wheels import GLIBC, MUSL, MUSL_PYTHON, PYTHONS, ROOT, TOOLS
+from build_wheels import GLIBC, INSTRUCTION_SETS, MUSL, MUSL_PYTHON, PYTHONS, ROOT, TOOLS
 
 #: Packages of this one's kind have some megabytes; what PyPI takes without asking ends at 100.
 LARGEST_MB = 20
@@ -102,7 +102,9 @@ def expected_names(version: str) -> set[str]:
         for x in processors
     }
     tag, musl = MUSL_PYTHON.replace(".", ""), MUSL.replace(".", "_")
-    names.add(f"cpattn-{version}-cp{tag}-cp{tag}-musllinux_{musl}_x86_64.whl")
+    names |= {
+        f"cpattn-{version}-cp{tag}-cp{tag}-musllinux_{musl}_{x}.whl" for x in INSTRUCTION_SETS
+    }
     pure = {f"{name}-{version}-py3-none-any.whl" for name in ("cpattn_lab", "cpattn_proof")}
     return names | pure | {f"cpattn-{version}.tar.gz"}
 

@@ -261,8 +261,7 @@ PLATFORMS = (
         distributions=(),
         tried=("1.2.5",),
         tests=("scripts/build_wheels.py",),
-        otherwise="pip takes the wheel for any 1.2, and NumPy's, which needs 1.2.4; there is none "
-        "for aarch64",
+        otherwise="pip takes the wheel for any 1.2, and NumPy's, which needs 1.2.4",
         lowest="1.2.3",
     ),
 )
