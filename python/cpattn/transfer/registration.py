@@ -198,9 +198,8 @@ def forget(engine: object) -> None:
 
 
 def _hold(engine: object, number: int, owners: tuple[object, ...]) -> None:
-    key = id(engine)
-    if key not in _held:
-        _held[key] = {}
+    key, new = id(engine), dict[int, tuple[object, ...]]()
+    if _held.setdefault(key, new) is new:  # of several threads, the first
         with contextlib.suppress(TypeError):  # of a class whose end cannot be seen: until `close`
             weakref.finalize(engine, _held.pop, key, None).atexit = False
     _held[key][number] = owners
