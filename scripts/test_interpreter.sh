@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # usage: test_interpreter.sh VERSION [PYTEST_ARGUMENT...]
-# Builds the extension for another CPython that this machine has, such as 3.12, and runs
+# Builds the extension for another CPython that this machine has, such as 3.12, or 3.13t, and runs
 # the tests that need NumPy alone with it: in an environment without torch, and with the
 # oldest NumPy that the package claims for the oldest Python. The core library does not
 # depend on Python: from the release build ccache has all but the bindings, which are not
@@ -27,7 +27,7 @@ numpy=numpy
 if [ "$version" = 3.10 ]; then
   numpy=$(python scripts/requirements.py | sed -n 's/^numpy>=/numpy==/p')
 fi
-"$folder/venv/bin/pip" install -q --disable-pip-version-check "$numpy" \
+"$folder/venv/bin/pip" install -q --disable-pip-version-check --prefer-binary "$numpy" \
   "$(test_requirement pytest)" "$(test_requirement pytest-timeout)" \
   "$(test_requirement hypothesis)" "$(test_requirement ml_dtypes)" \
   "tomli; python_version < '3.11'"
@@ -42,9 +42,9 @@ cmake --build "$folder"
 
 files=
 names="audit_machine context_parallel index_tensors kv_layout transfer_copies"
-case $version in 3.10 | 3.13)
+case $version in 3.10 | 3.13 | 3.13t)
   names="$names context_parallel_gates dsa_metadata halo huge_caches kv_pages kv_wire plan_kv_links
-    plan_kv_transfer send_state_entries shard_pools transfer_engine transfer_types" ;;
+    plan_kv_transfer send_state_entries shard_pools shared_objects transfer_engine transfer_types" ;;
 esac
 for name in $names; do
   found=$(find tests_py -name "test_$name.py")

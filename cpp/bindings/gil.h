@@ -7,6 +7,12 @@
 
 namespace cpattn::bindings {
 
+#ifdef Py_GIL_DISABLED
+inline constexpr bool kHasGil = false;
+#else
+inline constexpr bool kHasGil = true;
+#endif
+
 /// Releases the GIL while it lives.
 ///
 /// A daemon thread may want the GIL back when the interpreter has begun to end. CPython then ends

@@ -10,18 +10,15 @@ namespace py = pybind11;
 // NOLINTNEXTLINE(bugprone-reserved-identifier): the name is what Python looks for.
 #define PyInit__core cpattn_init_core
 
-// The module does not declare py::mod_gil_not_used(): an interpreter built without the GIL turns it
-// on when it imports the module, unless PYTHON_GIL=0 forbids it. The static maps and lists of the
-// bindings rely on that.
+// The module works without the GIL: what the bindings keep is thread_local, as threads that wait
+// for a static variable hold others up, or a mutex guards it while nothing of Python is called.
+// Other objects do not change, but for those that one thread has (spans, barriers) or Python
+// guards.
 //
 // A process may hold two copies of the module, one of them in a folder for the library `kernels`:
 // all classes are py::module_local(), as pybind11 refuses a second global one of the same C++ type.
-PYBIND11_MODULE(_core, m) {
+PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   namespace bindings = cpattn::bindings;
-  const py::module_ sys = py::module_::import("sys");
-  if (py::hasattr(sys, "_is_gil_enabled") && !sys.attr("_is_gil_enabled")().cast<bool>()) {
-    throw py::import_error("cpattn needs the GIL, which PYTHON_GIL=0 or -X gil=0 keeps off");
-  }
   m.doc() = "Compiled core of cpattn. Private: import cpattn.";
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {

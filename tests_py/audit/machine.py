@@ -77,9 +77,12 @@ def has_library(name: str) -> bool:
 
 @functools.cache
 def interpreter(version: str) -> str | None:
-    """The command of a CPython such as 3.12 with its headers: on the path, or one of pyenv's."""
+    """The command of a CPython such as 3.12, or 3.13t without the GIL: on the path, or of pyenv.
+
+    It has its headers.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    installed = sorted(pyenv.glob(f"versions/{version}.*/bin/python"))
+    installed = sorted(pyenv.glob(f"versions/{version.removesuffix('t')}.*/bin/python"))
     for command in [*map(str, reversed(installed)), shutil.which(f"python{version}")]:
         if command and _is_cpython(command, version):
             return command
@@ -91,7 +94,7 @@ def _is_cpython(command: str, version: str) -> bool:
     code = (
         "import ensurepip, os, sys, sysconfig, venv\n"
         "assert os.path.exists(sysconfig.get_path('include') + '/Python.h')\n"
-        "print('%s %d.%d' % (sys.implementation.name, *sys.version_info[:2]))"
+        "print('%s %d.%d%s' % (sys.implementation.name, *sys.version_info[:2], sys.abiflags))"
     )
     done = subprocess.run([command, "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.split() == ["cpython", version]

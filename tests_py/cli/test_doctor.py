@@ -131,11 +131,14 @@ def test_text_json_and_exit_code_are_those_of_the_findings(machine_of, packages,
 
 
 def test_builds_of_python_that_were_not_tried(packages, monkeypatch):
-    """Builds with musl have tried releases of their own; none without the GIL was tried."""
-    variables: dict[str, str | int] = {"SOABI": "cpython-313-x86_64-linux-musl"}
+    """Builds with musl, and those without the GIL, have tried releases of their own."""
+    variables: dict[str, str | int] = {}
     monkeypatch.setattr(sysconfig, "get_config_var", variables.get)
     monkeypatch.setattr(platform, "python_version", lambda: "3.13.5")
-    assert of_environment()["Python"].text == f"3.13.5, as tried, {sys.executable}"
+    for build in ({"Py_GIL_DISABLED": 1}, {"SOABI": "cpython-313-x86_64-linux-musl"}):
+        variables.clear()
+        variables |= build
+        assert of_environment()["Python"].text == f"3.13.5, as tried, {sys.executable}"
     monkeypatch.setattr(platform, "python_version", lambda: "3.12.1")
     assert of_environment()["Python"].text.startswith("3.12.1: not tried, 3.13 was; there is no")
     variables["Py_GIL_DISABLED"] = 1

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "bindings/arguments/scalar_argument.h"
+#include "bindings/gil.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/index_view.h"
 
@@ -22,7 +23,8 @@ void append_sequence(py::handle object, const ArgumentName& name, std::vector<in
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(object.ptr());
   out.reserve(out.size() + size);
   Py_ssize_t i = 0;
-  for (; i < size; ++i) {  // no Python code runs for an exact int
+  // No Python code runs for an exact int, but without the GIL others may change the list.
+  for (; kHasGil && i < size; ++i) {
     PyObject* item = PySequence_Fast_GET_ITEM(object.ptr(), i);
     if (!PyLong_CheckExact(item)) break;
     int overflow = 0;
@@ -31,13 +33,13 @@ void append_sequence(py::handle object, const ArgumentName& name, std::vector<in
   }
   if (i == size) return;
   const py::tuple items = kept_items(object);
-  for (; i < size; ++i) {
+  for (; i < PyTuple_GET_SIZE(items.ptr()); ++i) {
     out.push_back(int64_element(PyTuple_GET_ITEM(items.ptr(), i), name, i));
   }
 }
 
 TensorArgument index_tensor(py::handle object, const ArgumentName& name, int rank) {
-  static PyObject* dlpack = PyUnicode_InternFromString("__dlpack__");
+  thread_local PyObject* dlpack = PyUnicode_InternFromString("__dlpack__");
   if (!py::isinstance<py::array>(object) && PyObject_HasAttr(object.ptr(), dlpack) == 0) {
     refuse_type(
         name,
@@ -71,7 +73,7 @@ std::vector<uint8_t> flag_list(py::handle object, const ArgumentName& name) {
     for (const py::handle item : kept_items(object)) flags.push_back(flag_value(item, name));
     return flags;
   }
-  static PyObject* dlpack = PyUnicode_InternFromString("__dlpack__");
+  thread_local PyObject* dlpack = PyUnicode_InternFromString("__dlpack__");
   if (is_bool(object) || PyObject_HasAttr(object.ptr(), dlpack) == 0) {
     return {flag_value(object, name)};
   }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/arguments/int_arrays.h"
 
+#include "bindings/gil.h"
+
 namespace py = pybind11;
 
 namespace cpattn::bindings {
@@ -8,11 +10,12 @@ namespace {
 
 /// A reference to the int. Those below the bound are made once, when they first
 /// occur, and kept (at most 20 MB): filling a list of token counts and block
-/// numbers then only counts references. The GIL guards them; see module.cc.
+/// numbers then only counts references. Without the GIL none are kept: nothing would
+/// guard them, and threads would wait for each other to count.
 PyObject* new_int(int32_t value) {
   constexpr int32_t kKept = 1 << 19;
   static PyObject* kept[kKept];
-  if (value < 0 || value >= kKept) return PyLong_FromLong(value);
+  if (!kHasGil || value < 0 || value >= kKept) return PyLong_FromLong(value);
   PyObject*& slot = kept[value];
   if (slot == nullptr) slot = PyLong_FromLong(value);
   Py_XINCREF(slot);

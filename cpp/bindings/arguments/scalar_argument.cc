@@ -13,7 +13,8 @@ namespace cpattn::bindings {
 namespace {
 
 bool is_numpy_bool(py::handle object) {
-  static const py::handle type = py::object(py::module_::import("numpy").attr("bool_")).release();
+  thread_local const py::handle type =
+      py::object(py::module_::import("numpy").attr("bool_")).release();
   return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 

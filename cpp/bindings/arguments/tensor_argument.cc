@@ -11,7 +11,7 @@
 #include "bindings/arguments/tensor_refusal.h"
 #include "cpattn/base/check.h"
 
-// The static maps here are guarded by the GIL; see module.cc.
+// What is kept here each thread has for itself; see module.cc.
 
 namespace py = pybind11;
 
@@ -28,8 +28,8 @@ std::optional<DType> dtype_from_name(const std::string& name) {
 /// The exchange table of a tensor type, or null. The type is kept alive with
 /// its entry, so that an address can never come to mean another type.
 const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
-  static std::unordered_map<PyTypeObject*, const dlpack::ExchangeApi*> cache;
-  static PyObject* attribute = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+  thread_local std::unordered_map<PyTypeObject*, const dlpack::ExchangeApi*> cache;
+  thread_local PyObject* attribute = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
   if (const auto found = cache.find(type); found != cache.end()) return found->second;
   const dlpack::ExchangeApi* api = nullptr;
   PyObject* capsule = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), attribute);
@@ -49,8 +49,8 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
 
 /// Refuses tensors that the exchange table passes silently though their numbers would be wrong.
 void check_torch_state(py::handle object, const ArgumentName& name) {
-  static PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
-  static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  thread_local PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  thread_local PyObject* is_neg = PyUnicode_InternFromString("is_neg");
   PyObject* grad = PyObject_GetAttr(object.ptr(), requires_grad);
   if (grad == nullptr) {
     PyErr_Clear();  // another library's tensor
@@ -131,7 +131,7 @@ bool TensorArgument::try_numpy(const Source& source) {
   refuse_masked(source.object, name);
   const auto array = py::reinterpret_borrow<py::array>(source.object);
   const py::dtype dtype = array.dtype();
-  static std::unordered_map<int, std::optional<DType>> by_number;
+  thread_local std::unordered_map<int, std::optional<DType>> by_number;
   auto known = by_number.find(dtype.num());
   if (known == by_number.end()) {
     const auto text = dtype.attr("name").cast<std::string>();
@@ -173,7 +173,7 @@ bool TensorArgument::try_numpy(const Source& source) {
 }
 
 void TensorArgument::from_capsule(const Source& source) {
-  static PyObject* attribute = PyUnicode_InternFromString("__dlpack__");
+  thread_local PyObject* attribute = PyUnicode_InternFromString("__dlpack__");
   const ArgumentName& name = source.name;
   const auto method =
       py::reinterpret_steal<py::object>(PyObject_GetAttr(source.object.ptr(), attribute));

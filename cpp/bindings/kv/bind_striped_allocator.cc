@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/stl.h>
 
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -13,6 +14,15 @@ namespace py = pybind11;
 
 namespace cpattn::bindings {
 namespace {
+
+/// Guards the allocators. The GIL does, too, where there is one.
+std::mutex allocators;
+
+template <auto read>
+auto guarded_read(const StripedAllocator& self) {
+  const std::scoped_lock lock(allocators);
+  return (self.*read)();
+}
 
 StripedAllocator make_allocator(
     py::handle size, py::handle page_size, py::handle shard_size, py::handle need_sort
@@ -84,7 +94,9 @@ py::object alloc_extend(
   const std::vector<int64_t> lens = read.ints(seq_lens, "seq_lens");
   BasesArgument bases(read, rotation_bases);
   bases.check_length();
+  std::unique_lock lock(allocators);
   auto slots = self.alloc_extend(prefixes, lens, *bases);
+  lock.unlock();
   bases.write_back();
   return array_or_none(std::move(slots));
 }
@@ -92,12 +104,18 @@ py::object alloc_extend(
 py::object alloc_cyclic(StripedAllocator& self, py::handle start_class, py::handle num_slots) {
   const Arguments read("StripedAllocator.alloc_cyclic");
   const int64_t start = read.integer(start_class, "start_class");
-  return array_or_none(self.alloc_cyclic(start, read.integer(num_slots, "num_slots")));
+  const int64_t slots = read.integer(num_slots, "num_slots");
+  std::unique_lock lock(allocators);
+  auto allocated = self.alloc_cyclic(start, slots);
+  lock.unlock();
+  return array_or_none(std::move(allocated));
 }
 
 void free_slots(StripedAllocator& self, py::handle slots) {
   const Arguments read("StripedAllocator.free");
-  self.free(read.ints(slots, "slots"));
+  const std::vector<int64_t> freed = read.ints(slots, "slots");
+  const std::scoped_lock lock(allocators);
+  self.free(freed);
 }
 
 /// Plans for an engine that has its free pages in tensors: (pages of each class, rows), or None.
@@ -138,10 +156,10 @@ void register_striped_allocator(py::module_& module) {
       .def("alloc_extend", &alloc_extend)
       .def("alloc_cyclic", &alloc_cyclic)
       .def("free", &free_slots)
-      .def("class_free_page_counts", &StripedAllocator::class_free_page_counts)
-      .def("least_full_class", &StripedAllocator::least_full_class)
-      .def("available_size", &StripedAllocator::available_size)
-      .def("aggregate_free_size", &StripedAllocator::aggregate_free_size)
+      .def("class_free_page_counts", &guarded_read<&StripedAllocator::class_free_page_counts>)
+      .def("least_full_class", &guarded_read<&StripedAllocator::least_full_class>)
+      .def("available_size", &guarded_read<&StripedAllocator::available_size>)
+      .def("aggregate_free_size", &guarded_read<&StripedAllocator::aggregate_free_size>)
       .def_property_readonly(
           "size", [](const StripedAllocator& self) { return self.config().size; }
       )

@@ -51,12 +51,12 @@ def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 def _python() -> Finding:
     version = platform.python_version()
-    musl = " with musl" * str(sysconfig.get_config_var("SOABI")).endswith("-musl")
-    text, state = _judged(_support.find(f"CPython{musl}"), version)
-    kind = platform.python_implementation() + musl
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        kind += " without the GIL"
-    if kind != f"CPython{musl}":
+    kind = platform.python_implementation()
+    kind += " with musl" * str(sysconfig.get_config_var("SOABI")).endswith("-musl")
+    kind += " without the GIL" * bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    if kind in (entry.name for entry in _support.BASIS):
+        text, state = _judged(_support.find(kind), version)
+    else:
         text, state = f"{version}: {kind} was not tried", "warning"
     return Finding(_SECTION, "Python", f"{text}, {sys.executable}", state)
 

@@ -109,8 +109,8 @@ BASIS = (
         distributions=(),
         tried=("3.10", "3.11", "3.12", "3.13"),
         tests=("scripts/test_interpreter.sh", "scripts/build_wheels.py"),
-        otherwise="older ones are refused by pip; 3.14, builds without the GIL and PyPy are not "
-        "tried, and there are no wheels for them",
+        otherwise="older ones are refused by pip; 3.14 and PyPy are not tried, and there are no "
+        "wheels for them",
         lowest="3.10",
     ),
     Support(
@@ -120,6 +120,14 @@ BASIS = (
         tests=("scripts/build_wheels.py",),
         otherwise="there is no wheel for others, and pip compiles the sources",
         lowest="3.10",
+    ),
+    Support(
+        name="CPython without the GIL",
+        distributions=(),
+        tried=("3.13",),
+        tests=("scripts/test_interpreter.sh",),
+        otherwise="there is no wheel, and pip compiles the sources",
+        lowest="3.13",
     ),
     Support(
         name="NumPy",
