@@ -59,16 +59,16 @@ class RankAttention:
     ) -> Any:
         """Attention of this rank's rows over cached prefixes and new tokens.
 
-        A row has the bits that it has on a single rank, or, where partial results of ranks are
-        merged ("pass_q" and "ring"), bits that do not depend on timing. It sees what the mask of
-        the plan lets it, if there is one, and `causal` and `window` besides.
+        A row has the same bits as on a single rank. With "pass_q" and "ring", which merge partial
+        results of ranks, its bits do not depend on timing. A row sees the keys that `causal`,
+        `window` and the mask of the plan, if any, all allow.
 
-        With `k_local` new keys and values are written first, as by ``write_kv``. Pools and results
-        have the bits of both calls with the same exchange, but sooner: rows of some KV heads are on
-        their way while others are attended to, and what "gather" brings to a rank of sharded pools
-        is what that rank keeps of it, too. All ranks make this call then, and for a `ShardedPlan`
-        in any case, with the same options; else it is local. Where one request of the batch has
-        new tokens of another one as its prefix, sharded pools are written before keys travel.
+        With `k_local`, the call writes new keys and values first, as ``write_kv`` does. Pools and
+        results have the same bits as after two calls with the same exchange, but sooner: some KV
+        heads travel while others are computed, and a rank of sharded pools stores its keys from
+        those that "gather" brings. All ranks must then make this call with the same options, as
+        always with a `ShardedPlan`; otherwise the call is local. If a request's prefix has new
+        tokens of another request of the batch, sharded pools are written before keys travel.
 
         Parameters
         ----------
@@ -77,63 +77,62 @@ class RankAttention:
         q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
             Queries in the order of ``shard``; further rows are never read.
         k_cache, v_cache : tensors of the dtype of q_local
-            Caches as in ``write_kv``, which comes first unless there is `k_local`; with a placement
-            this rank's shards. Without `v_cache` (None) the first `v_head_dim` elements of the keys
-            are the values, as in the latent cache of MLA.
+            Caches that ``write_kv`` has written, or that this call writes with `k_local`; with a
+            placement, this rank's shards. If `v_cache` is None, the first `v_head_dim` elements of
+            the keys are the values, as in the latent cache of MLA.
         k_local, v_local : tensors [>= num_local_rows, num_kv_heads, head_dim], optional
-            New keys and values of this rank, as for ``write_kv``; without `v_cache` keys alone.
+            New keys and values of this rank, as for ``write_kv``; only keys without `v_cache`.
         scale : float, default 1/sqrt(head_dim)
-            Must be given for head_dim > 256; head_dim includes that of `q_rope`.
+            Factor of the scores; required for head_dim > 256, rope_dim of `q_rope` included.
         causal : bool
-            A token sees keys up to its own; False: all of its sequence.
+            Whether a token sees only keys up to its own. False: all keys of its sequence.
         window : int or pair, optional
-            Keys around a token's own that it sees, as in `cpattn.paged_attention`.
+            Number of visible keys around a token's own, as in `cpattn.paged_attention`.
         softcap : float
             0 for none, else from 1e-37 to 1e37.
         bias, alibi_slopes, relative_bias : optional
-            Added to scores, as in `cpattn.do_cp_attn_fia`. Every rank is given the same: `bias` is
-            of the whole sequences, a row for each new token, padding tokens included, and a column
-            for each key. It is read in place and never sent. Over whole pools and by "gather" and
-            "ring" a rank reads the rows of its own tokens alone, so others may hold anything. Ranks
-            compare shapes and dtypes of `bias`, not its numbers.
+            Added to scores, as in `cpattn.do_cp_attn_fia`; every rank passes the same. `bias` has a
+            row for each new token of the batch, padding tokens included, and a column for each key
+            of the sequence. The call reads it in place and never sends it. With whole pools,
+            "gather" and "ring", a rank reads only the rows of its tokens; other rows may hold any
+            numbers. Ranks compare the shape and dtype of `bias`, not its numbers.
         sinks : tensor [num_heads], float32, optional
-            One logit per head that takes weight but has no value: once, whatever the ranks.
+            One logit per head that takes weight but has no value; it counts once over all ranks.
         q_rope, k_rope : tensors [>= num_local_rows, num_heads, rope_dim], as `k_cache`, optional
-            The last dimensions of queries and keys, where they are stored apart; not with
-            `k_local`.
+            The last dimensions of queries and keys, if stored apart; not with `k_local`.
         v_head_dim : int, optional
-            Elements of a value, where there is no `v_cache`.
+            Elements of a value; required without `v_cache`.
         k_scale, v_scale, kv_dtype
-            Of caches of codes of 8 bits, as in `cpattn.do_cp_attn_fia`.
+            Scales and dtype of 8-bit caches, as in `cpattn.do_cp_attn_fia`.
         prefetched : Prefetch, optional
-            The result of ``prefetch``, whose next layer is this: its cached keys are on their way
-            since the layer before, and those of the layer after it follow the new keys of this one.
-            The bits are those of "gather" without it.
+            The result of ``prefetch``, whose next layer must be this layer. Its cached keys travel
+            since the previous layer; keys of the next layer follow the new keys of this layer. The
+            result has the same bits as with "gather" alone.
         out : tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
-            Written, each row contiguous; the result is a view of it.
+            Receives the result, which is a view of it; each row must be contiguous.
         return_lse : bool
             Whether to return `lse`, too.
 
         Returns
         -------
         out : tensor [num_rows, num_heads, v_head_dim], of the dtype of q_local
-            Results for all rows of q_local; zeros in the further ones.
+            A result for each row of q_local; zeros for rows beyond this rank's tokens.
         lse : tensor [num_rows, num_heads], float32; only with ``return_lse``
-            Natural logarithm, sinks not included; -inf in the further rows.
+            Natural log-sum-exp without sinks; -inf for rows beyond this rank's tokens.
 
         Raises
         ------
         TypeError
-            For a plan of `plan_decode`, a scale that is no number, and a flag that is no bool.
+            If the plan is of `plan_decode`, `scale` is no number, or a flag is no bool.
         ValueError
-            For fewer rows than this rank has, page ids beyond the caches, shapes or dtypes that
-            do not fit, and ``causal=False`` with padding tokens, which others would see, unless
-            there is a mask; for new rows that ``write_kv`` refuses; for `prefetched` of another
-            plan or object, with other caches or another window next, without a layer left, or
-            before the last one that was made. Nothing has been written then.
+            If there are fewer rows than tokens of this rank, page ids exceed the caches, shapes or
+            dtypes do not fit, padding tokens meet ``causal=False`` without a mask (others would see
+            them), or ``write_kv`` would refuse the new rows. Also if `prefetched` is of another
+            plan or object, is not the latest, has no layer left, or has other caches or another
+            window for this layer. Nothing has been written then.
         RuntimeError
-            Where all ranks make the call, if another one refuses its arguments, makes another
-            call, has another plan, other rows or options, or `prefetched` where this one has none,
+            If all ranks must make the call, and another rank refuses its arguments, makes another
+            call, has another plan, other rows or options, differs in whether it has `prefetched`,
             or does not answer.
         """
         options = AttentionOptions(
@@ -201,19 +200,18 @@ class RankAttention:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Sparse attention of this rank's rows: the indexer, then MLA over what it selects.
+        """Sparse attention of this rank's rows: the indexer, then MLA over the selected keys.
 
-        `cpattn.sparse.cp_sparse_mla` on the plan; a row has the bits that it has on a single rank.
-        The caches are written by ``write_kv`` before, latents and index keys as its two tensors.
-        Local, but for a `ShardedPlan`: all ranks call it then, with the same options.
+        The call runs `cpattn.sparse.cp_sparse_mla` on the plan; a row has the same bits as on a
+        single rank. Call ``write_kv`` first, with latents and index keys as its two tensors. The
+        call is local, except with a `ShardedPlan`: all ranks then call it with the same options.
 
-        With a placement a row selects the keys that it selects of one pool, in the same order. By
-        the exchange "pass_q" every rank scores the index keys that it holds, the best of all
-        ranks are merged, each rank attends to what it holds of them, and partial results are
-        merged in rank order. By "gather" index keys travel, and the latents that were selected:
-        the bits are those of one pool. "auto" takes the one of the fewest bytes at most, and
-        "pass_q" where the index keys do not fit into `max_scratch_bytes`; latents and queries go in
-        rounds that do.
+        With a placement, a row selects the same keys as from one pool, in the same order. With
+        "pass_q", every rank scores the index keys that it holds, ranks merge their best keys, each
+        attends to those it holds, and partial results merge in rank order. With "gather", index
+        keys and selected latents travel, and bits are as with one pool. "auto" takes the exchange
+        with the smaller bound on bytes, or "pass_q" if the index keys exceed `max_scratch_bytes`.
+        Latents and queries travel in rounds that fit.
 
         Parameters
         ----------
@@ -222,35 +220,35 @@ class RankAttention:
         q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
             Queries in the order of ``shard``.
         kv_cache : tensor [num_slots, 1, head_dim], of the dtype of q_local
-            Or [num_pages, page_size, 1, head_dim], or rows of 656 bytes, as for `cp_sparse_mla`.
+            Or [num_pages, page_size, 1, head_dim], or rows of 656 bytes, as in `cp_sparse_mla`.
             With a placement, this rank's shard, contiguous.
         index_q_local, index_k_cache, weights_local : tensors
             The indexer's `index_q`, `index_k_cache` and `weights`, as in `cp_sparse_mla`; with a
             placement, this rank's shard of the keys.
         topk : int
-            Keys for each row, at least 1.
+            Keys that a row selects, at least 1.
         sm_scale, d_v, attn_sink, index_k_scale
-            As of `cp_sparse_mla`.
+            Arguments of `cp_sparse_mla`.
         out : tensor [num_rows, num_heads, d_v] of the dtype of q_local, optional
-            Written and returned.
+            Receives the result and is returned.
         return_lse : bool
             Whether to return `lse`, too.
 
         Returns
         -------
         out : tensor [num_rows, num_heads, d_v], of the dtype of q_local
-            Results for all rows of q_local; zeros in the further ones.
+            A result for each row of q_local; zeros for rows beyond this rank's tokens.
         lse : tensor [num_rows, num_heads], float32; only with ``return_lse``
-            Natural logarithm, without the sink; -inf in the further rows.
+            Natural log-sum-exp without the sink; -inf for rows beyond this rank's tokens.
 
         Raises
         ------
         TypeError
             If an argument is of another type than stated.
         ValueError
-            For a plan with a mask, which the indexer does not know, what `cp_sparse_mla` refuses,
-            and, with a placement, shards that are too small, and the exchanges of heads and of
-            rings.
+            If the plan has a mask, which the indexer does not support, `cp_sparse_mla` refuses an
+            argument, or, with a placement, shards are too small or `exchange` is "ring",
+            "all_to_all" or "usp".
         RuntimeError
             With a placement, if another rank refuses its arguments, makes another call, has another
             plan, other rows or options, or does not answer.

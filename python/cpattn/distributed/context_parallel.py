@@ -37,85 +37,84 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
     Parameters
     ----------
     group : torch.distributed.ProcessGroup or DeviceMesh
-        A group of this process, of any backend that moves CPU tensors between two ranks. Its size
-        is cp_size; its timeout bounds every wait. Of a mesh of one dimension, the group of that; of
-        one with the dimensions "ring" and "heads", in either order, the group of all its ranks,
-        which are in two dimensions then. If they are not all of the default group, they get a group
-        with its timeout, for which all of them make the object at the same time.
+        A group of this process; its backend must send CPU tensors between two ranks. Its size is
+        cp_size, and its timeout bounds every wait. A mesh of one dimension stands for its group. A
+        mesh with the dimensions "ring" and "heads", in either order, stands for the group of all
+        its ranks. If the mesh lacks ranks of the default group, its ranks get a new group with the
+        default timeout, and all of them must make the object at the same time.
     strategy : {"zigzag", "interleave", "contiguous"} or an alias
-        Which tokens each rank has, as in `build_cp_metadata`; `plan` refuses unknown ones.
+        Distribution of tokens over ranks, as in `build_cp_metadata`; `plan` refuses unknown ones.
     page_size : int
         Token slots per page of the KV pools, at least 1.
     weights : floats [cp_size], optional
         Speed of each rank, as in `build_cp_metadata`; the same on every rank.
     whole_pages : bool
-        Whether tokens are cut where pages begin, as in `build_cp_metadata` with this `page_size`.
+        Whether to cut tokens at page borders only, as in `build_cp_metadata` with this `page_size`.
     placement : optional
-        Which rank holds which slot, such as `cpattn.kv.PageInterleave`, where each rank's pools
-        have a share of the keys alone. Block tables and slots are logical ones then, ``write_kv``
-        sends rows to their owners only, and ``attend`` exchanges. Default: every rank holds all.
+        Placement of slots on ranks, such as `cpattn.kv.PageInterleave`, if the pool of each rank
+        holds only a share of the keys. Block tables and slots are then logical, ``write_kv`` sends
+        rows to their owners only, and ``attend`` communicates. Default: every rank holds all keys.
     exchange : {"auto", "pass_q", "gather", "ring", "all_to_all", "usp"}
-        How queries and sharded keys meet: see `choose_exchange`, by which "auto" goes. "usp" needs
-        a mesh with "ring" and "heads": heads are shared out along the latter, and keys passed on
-        along the former.
+        Communication of queries with sharded keys; "auto" takes what `choose_exchange` returns.
+        "usp" needs a mesh with "ring" and "heads": the dimension "heads" splits the heads, and keys
+        travel along the dimension "ring".
     max_scratch_bytes : int
-        What "gather" may take for keys at a time, if one KV head fits: on a rank, or together with
-        those that share its memory, where `topology` has found that out.
+        Bytes that "gather" may use for keys at a time, provided that one KV head fits. The limit
+        counts for a rank, or for all ranks of a host once `topology` has found that they share it.
     transport : {"auto", "tcp", "shm"}
-        Whether ranks may share memory, for pools of `shared_memory`: "auto" shares among the ranks
-        of each host, "tcp" does not; "shm" insists that all ranks are on one host and share it, and
-        all make the object at the same time. The same on every rank.
+        Whether ranks share memory for pools of `shared_memory`: "auto" shares among the ranks of
+        each host, "tcp" never. "shm" requires that all ranks share the memory of one host and that
+        all of them make the object at the same time. Every rank must give the same value.
 
     Attributes
     ----------
     strategy, page_size, weights, whole_pages, placement, exchange, max_scratch_bytes, transport
         As given.
     group : torch.distributed.ProcessGroup
-        As given, or that of all ranks of the mesh.
+        As given, or the group of all ranks of the mesh.
     mesh : tuple of tuples of int, or None
-        Ranks of the group in rows, one for each place on the ring, where they are in two
+        Ranks of the group in a row for each place on the ring; None without a mesh of two
         dimensions.
     cp_rank, cp_size : int
         The rank of this process within the group, and the number of ranks.
     sent_bytes, received_bytes : int
-        What all calls so far have sent to other ranks and received from them, agreements among it:
-        bytes of tensors, without those that a backend and its network add.
+        Bytes of tensors that all calls so far have sent to other ranks and received from them,
+        agreements included. Bytes that a backend and its network add do not count.
 
     Raises
     ------
     TypeError
-        If `group` is no ProcessGroup and no DeviceMesh, or `page_size` no integer.
+        If `group` is neither a ProcessGroup nor a DeviceMesh, or `page_size` is no integer.
     ValueError
-        If `page_size` is below 1, or `transport` unknown; for a mesh of other dimensions or without
-        this rank, and "usp" without a mesh.
+        If `page_size` is below 1, `transport` is unknown, the mesh has other dimensions or lacks
+        this rank, or `exchange` is "usp" without a mesh.
     RuntimeError
-        For "shm", if the ranks cannot share memory, saying why.
+        If `transport` is "shm" and the ranks cannot share memory; the message gives the reason.
 
     Notes
     -----
-    Any lengths give the exact result. Requests shorter than 2 * cp_size leave blocks empty, up to
-    ranks without a row; whether that pays is for ``can_apply_cp`` to say, and is not asked here.
+    The result is exact for any lengths. Requests shorter than 2 * cp_size leave blocks empty, even
+    all blocks of a rank; ``can_apply_cp`` tells whether context parallelism pays for a batch.
 
-    Rows travel point to point and land where they are read, so uneven and empty shares need no
-    padding, and as bytes, so every dtype does. Over gloo, 16 MiB per rank take a third of the time
-    of an all-gather.
+    Rows travel point to point, as bytes, straight to the place where they are read. Uneven and
+    empty shares therefore need no padding, and every dtype works. Over gloo, 16 MiB per rank take a
+    third of the time of an all-gather.
 
-    A rank that does not answer within the group's timeout, is gone, or fails behind the checks, as
-    for want of memory, is a RuntimeError on all others that names it; the group cannot be used any
-    more. Whoever misses a rank tells the others, so that all name the same one, and at once. Caches
-    of a rank are then as before the call or have all of its rows, but for the new slots of shared
-    pools, which are lost.
+    All other ranks raise RuntimeError, with the number of the rank, if a rank exits, fails after
+    the checks (for lack of memory, say) or does not answer within the group's timeout. The first
+    rank to notice tells the others, so all name the same rank at once. The group is then unusable.
+    The caches of a rank are as before the call or have all its rows; new slots of shared pools are
+    lost.
 
-    A rank that makes another call, or the same one with another plan or other rows, or has another
-    version of cpattn, or whose arguments are refused, is a RuntimeError on every rank before any
-    row is sent, but for the rank that refuses them, which has its own error; the group stays
-    usable. Ranks in messages are ranks of the group.
+    Every rank raises RuntimeError, before any row is sent, if ranks differ in the call, plan, rows
+    or version of cpattn, or if a rank refuses its arguments; the refusing rank raises its own
+    error instead. The group stays usable. Rank numbers in messages count within the group.
 
-    Use from one thread at a time. Receive buffers are kept for the next call.
+    Use the object from one thread at a time. It keeps receive buffers for the next call.
 
     Examples
     --------
-    A group of one rank; others are started by ``torchrun`` and do the same:
+    A group of one rank; ``torchrun`` starts larger groups, whose ranks run the same code:
 
     >>> import torch, torch.distributed as dist
     >>> from cpattn.distributed import ContextParallel
@@ -196,7 +195,7 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
         custom_mask: Any = None,
         packed_custom_mask: Any = None,
     ) -> ContextParallelPlan:
-        """Plan one batch. Local: that the ranks' plans differ shows at their first exchange.
+        """Plan one batch, locally; the first exchange detects plans that differ between ranks.
 
         Parameters
         ----------
@@ -205,38 +204,38 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
         seq_lens : ints [bs], optional
             Cached prefix and new tokens of each request. Default: no prefixes.
         block_tables : ints [bs, >= ceil(max(seq_lens) / page_size)]
-            Pages of each request. Entries after its last page may be anything. Requests may share
-            what is cached, not a slot that this batch writes.
+            Pages of each request. Entries after its last page may have any value. Requests may
+            share cached pages, but not a slot that this batch writes.
         out_cache_loc : ints [num_tokens], optional
-            Pool row of each new token, -1 to leave it unwritten. Except for padding tokens it must
-            be the row where the block tables have the token, else attention would not find it.
-            Default: that row, and -1 for padding tokens.
+            Pool row of each new token, -1 to leave it unwritten. Rows of all but padding tokens
+            must agree with the block tables, where attention looks for the token. Default: the rows
+            of the block tables, and -1 for padding tokens.
         num_tokens : int, optional
-            New tokens with padding, which counts as tokens of the last request. Default: their sum.
-            Padding tokens see what the pool holds after that request; no other token does.
+            New tokens including padding, which counts as tokens of the last request. Default: the
+            sum of `extend_lens`. Only padding tokens see the pool rows after that request.
         pad_to_physical : bool
-            ``shard`` and ``attend`` give every rank the same number of rows, see
+            Whether ``shard`` and ``attend`` give every rank the same number of rows, see
             ``ContextParallelMetadata.pad_to_physical``.
         custom_mask, packed_custom_mask : tensors, optional
-            Which keys tokens see, as `cpattn.paged_attention` takes them: for each request
-            ``extend_lens`` rows of ``seq_lens`` values. The same on every rank, of which each takes
-            its rows; copied. Padding tokens see nothing then, and nobody sees them.
+            Mask of visible keys, as in `cpattn.paged_attention`: for each request ``extend_lens``
+            rows of ``seq_lens`` values. Every rank passes the mask of all tokens; the plan copies
+            the rows of its own. Padding tokens then see no key, and no token sees them.
 
         Returns
         -------
         ContextParallelPlan
-            Of this rank; for all layers. A `ShardedPlan` where there is a placement.
+            Plan of this rank, for all layers; a `ShardedPlan` with a placement.
 
         Raises
         ------
         TypeError
-            For lengths, tables, slots or a number that are no integers, a mask that is no tensor,
-            and a flag that is no bool.
+            If lengths, tables, slots or `num_tokens` are no integers, a mask is no tensor, or a
+            flag is no bool.
         ValueError
-            For an unknown strategy, weights that are not finite and above 0, fewer pages with new
-            tokens than ranks under `whole_pages`, lengths that do not match, negative page ids,
-            tables that are too narrow, tokens that share a slot, slots other than those of the
-            tables, and a mask of another dtype or size.
+            If the strategy is unknown, a weight is not finite and above 0, `whole_pages` leaves
+            fewer pages with new tokens than ranks, lengths do not match, a page id is negative,
+            tables are too narrow, tokens share a slot, slots disagree with the tables, or a mask
+            has another dtype or size.
         """
         if isinstance(extend_lens, list):
             extend_lens = tuple(extend_lens)  # it is read twice, and its elements may change it
@@ -271,12 +270,12 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
         )
 
     def shard(self, plan: ContextParallelPlan, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Take the rows of this rank. Local.
+        """Take the rows of this rank, without communication.
 
         Parameters
         ----------
         plan : ContextParallelPlan
-            Of this object's `plan`.
+            The result of this object's `plan`.
         x : tensor with num_tokens rows along `dim`, of any dtype
             Hidden states, positions, ... of all tokens.
         dim : int
@@ -285,14 +284,14 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
         Returns
         -------
         tensor, num_local_rows rows along `dim`
-            Further ones of zeros if the plan pads to physical rows.
+            Rows of zeros follow if the plan pads to physical rows.
 
         Raises
         ------
         TypeError
-            If `plan` is no plan or x no tensor.
+            If `plan` is no plan or `x` no tensor.
         ValueError
-            For a plan of another rank, another number of rows, and a dimension that x has not.
+            If the plan is of another rank, or `x` has another number of rows or lacks `dim`.
         """
         check_rank("shard", self._exchange, plan)
         return plan.metadata.shard(x, dim)
@@ -308,43 +307,43 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
     ) -> None:
         """Exchange the keys and values of the new tokens once; write all into this rank's pool.
 
-        Any two tensors of the tokens may travel so, such as latents and index keys. Latents alone,
-        whose values are a part of the keys, are k_local and k_cache; the other two are None then.
+        The two tensors may hold other rows of the tokens, such as latents and index keys. Pass
+        latents alone, whose values are a part of the keys, as k_local and k_cache with None for
+        v_local and v_cache.
 
         Parameters
         ----------
         plan : ContextParallelPlan or DecodePlan
-            Of this object's `plan`, for the same batch on every rank. Of `plan_decode`, the call is
-            local: every rank has the rows of all tokens, and writes those whose slots it holds.
+            The result of `plan`, for the same batch on every rank; or of `plan_decode`: the call is
+            then local, as every rank has the rows of all tokens and writes the slots that it holds.
         k_local, v_local : tensors [>= num_local_rows, num_kv_heads, head_dim]
-            In the order of ``shard``; further rows are never read. Heads and dimensions of values
-            may differ from those of keys.
+            Rows in the order of ``shard``; further rows are never read. Values may differ from
+            keys in heads and dimensions.
         k_cache, v_cache : tensors [num_slots, num_kv_heads, head_dim], contiguous
             Or [num_pages, page_size, num_kv_heads, head_dim], or [num_slots, 1, num_kv_heads,
-            head_dim], as KV pools have them with and without the FIA layout; of the dtype of the
-            rows. Written at ``plan.slots`` and nowhere else; not at all on an error. With a
-            placement, this rank's shards, written at the local rows of the slots that it holds.
+            head_dim], as KV pools have them with and without the FIA layout; same dtype as the
+            rows. The call writes ``plan.slots`` only, and nothing on an error. With a placement,
+            the caches are this rank's shards, and the call writes the slots that they hold.
 
         Raises
         ------
         TypeError
-            For rows that are not on the CPU.
+            If the rows are not on the CPU.
         ValueError
-            For too few rows, values without a cache or the other way round, a plan of another rank,
-            and caches of other shapes or dtypes than the rows, that are not contiguous, or that are
-            too small for the slots.
+            If there are too few rows, values without a cache or a cache without values, the plan is
+            of another rank, or caches are not contiguous, too small for the slots, or of another
+            shape or dtype than the rows.
         RuntimeError
             If another rank refuses its arguments, makes another call, has another plan or other
             rows, or does not answer.
 
         Notes
         -----
-        Caches in memory that the ranks of a host share, of pools with `shared_memory`, get the rows
-        of each rank there from itself, and those of other hosts from whoever receives them: the
-        k-th rank of a host those of the k-th of every other one, so that each row comes to a host
-        once. No row is written before every rank has entered the call, so none overwrites what
-        another rank still reads in a call of its own before this one; and the call returns when all
-        rows are written, so those of all ranks are seen behind it.
+        In pools with `shared_memory`, each rank writes its own rows into the memory of its host.
+        Rows of other hosts travel once: the k-th rank of a host receives and writes those of the
+        k-th rank of every other host. Writing begins when every rank has entered the call, so no
+        row overwrites keys that another rank still reads in an earlier call. The call returns when
+        all rows are written, so every rank then sees the rows of all ranks.
         """
         if isinstance(plan, DecodePlan):
             check_rank("write_kv", self._exchange, plan, DecodePlan)

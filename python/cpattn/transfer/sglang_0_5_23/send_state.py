@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of what follows the KV cache: a request's states and its metadata, as sglang 0.5.23 does.
+"""Plans of a request's states and metadata, which sglang 0.5.23 sends after the KV cache.
 
-The rules for errors and ``compat`` are those of ``send``.
+Errors and ``compat`` follow the rules of ``send``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def plan_send_aux(
     kv_args : KVArgs, or any object with these attributes
         ``aux_data_ptrs``, ``aux_item_lens`` and, where it is set, ``aux_data_lens``.
     dst_aux_ptrs : list of int
-        The destination's ``aux_data_ptrs``: as many as the source's (compat: the shorter list
-        counts).
+        The destination's ``aux_data_ptrs``, as many as the source has. With compat, lists may
+        differ in length, and the plan ends with the shorter one.
     src_aux_index, dst_aux_index : int
         The request's slot on each side.
     dst_item_lens : list of int, optional
-        The destination's ``aux_item_lens``, to be compared with the source's.
+        The destination's ``aux_item_lens``, which must equal the source's.
     compat : bool, optional
-        Whether to do as sglang 0.5.23, unchecked.
+        Whether to plan what sglang 0.5.23 sends, without checks.
 
     Returns
     -------
@@ -55,12 +55,12 @@ def plan_send_aux(
     Raises
     ------
     TypeError
-        For missing attributes, and arguments of another type than stated.
+        If `kv_args` lacks an attribute, or an argument has another type than stated.
     ValueError
-        For unequally many buffers, other item lengths, and slots that are negative or outside
-        their buffer.
+        If the sides differ in the number of buffers or in item lengths, or if a slot is negative
+        or outside its buffer.
     IndexError
-        With compat, where sglang runs off the end of a list.
+        With compat, if sglang would read beyond the end of a list.
 
     Examples
     --------
@@ -93,44 +93,45 @@ def plan_send_state(
     allow_dst_elision: bool | None = None,
     compat: bool = False,
 ) -> TransferPlan:
-    """Plan the blocks of all components of a request's state, one component after the other.
+    """Plan the blocks that send a request's state, one component after the other.
 
-    Components of kind "mamba" have one slot on each side; others ("swa", "nsa", "dsa") pages.
+    A component of kind "mamba" has one slot on each side; "swa", "nsa" and "dsa" have pages.
 
-    Buffers pair by the ids of their layers, as `build_transfer_entry_pairs` does it. Without ids
-    as many on both sides pair by position. Of a destination with others, as it has the whole
-    model, those from ``prefill_start_layer`` on belong to a stage's or a layer split's index keys,
-    or to what is MLA. Nothing moves for entries whose item length is 0: a side left them out.
+    Source and destination buffers pair by layer id, as in `build_transfer_entry_pairs`. Without
+    ids, equally many buffers pair by position. A destination with the whole model has more buffers
+    than a pipeline stage or layer split; index keys ("nsa", "dsa") and MLA states then pair with
+    its buffers from ``prefill_start_layer`` on. An item length of 0 marks a buffer that a side left
+    out; the plan sends nothing for it.
 
     Parameters
     ----------
     kv_args : KVArgs, or any object with these attributes
         ``state_types``, ``state_data_ptrs``, ``state_item_lens`` and, where they are set,
-        ``state_data_lens`` and ``state_layer_ids``: a list per component. Where buffers are not as
-        many on both sides ``prefill_start_layer`` and, to tell drafts behind the layers,
-        ``prefill_end_layer``.
+        ``state_data_lens`` and ``state_layer_ids``: a list per component. If the sides differ in
+        the number of buffers, also ``prefill_start_layer``; ``prefill_end_layer``, if set, checks
+        the number of draft buffers behind the layers.
     dst_state_ptrs : list of lists of int
         The destination's ``state_data_ptrs``.
     src_state_indices, dst_state_indices : list of ints, or of None
-        Per component, equally many on both sides; None is no index. Compat: a missing list is an
-        empty one, and the longer one is cut.
+        Slots or pages of each component, equally many on both sides; None stands for no index.
+        With compat, a missing list counts as empty, and the longer list is cut.
     is_mla : bool, optional
         Whether all ranks hold the same latent.
     attn_tp_size, dst_attn_tp_size : int, optional
-        Sizes of the attention groups.
+        Number of ranks in the attention group of the source and of the destination.
     dst_state_item_lens : list of lists of int, or of None, optional
         The destination's ``state_item_lens``, a length for each of its buffers.
     dst_state_layer_ids : list of lists of int, or of None, optional
         The destination's ``state_layer_ids``.
     pp_size : int, optional
-        Pipeline stages of the prefill; with several, ids must be those of both sides or neither.
+        Pipeline stages of the prefill. With several stages, give ids for both sides or neither.
     kv_shard_rank, kv_shard_size : int, optional
-        The rank's place in the group that stripes pages. Of "nsa" and "dsa" it sends its own,
-        out of logical ones; a component of which it has none is skipped unchecked.
+        Rank and size of the group that stripes pages. Indices of "nsa" and "dsa" are then logical
+        pages, and the rank sends those it holds. A component without such pages is not checked.
     allow_dst_elision : bool, optional
-        Whether the destination may leave out buffers. Default: those of "nsa" and "dsa".
+        Whether the destination may leave out buffers. Default: True for "nsa" and "dsa" only.
     compat : bool, optional
-        Whether to do as sglang 0.5.23, of which only lengths, ids and striped pages are checked.
+        Whether to plan what sglang 0.5.23 sends; only lengths, ids and striped pages are checked.
 
     Returns
     -------
@@ -140,16 +141,16 @@ def plan_send_state(
     Raises
     ------
     TypeError
-        For missing attributes, and arguments of another type than stated.
+        If `kv_args` lacks an attribute, or an argument has another type than stated.
     ValueError
-        For lists of unequally many components or indices, indices that are negative or outside
-        their buffer, more than one slot of "mamba", buffers without a partner, and item lengths of
-        the destination that are missing or others.
+        If lists differ in the number of components or indices, an index is negative or outside its
+        buffer, a "mamba" component has several slots, a buffer has no partner, or an item length
+        of the destination is missing or differs from the source's.
     IndexError
-        With compat, where sglang runs off the end of a list.
+        With compat, if sglang would read beyond the end of a list.
     RuntimeError
-        For states of unequal attention groups, except pages of MLA, which all ranks have; and for
-        ids that cannot be paired.
+        If the attention groups differ in size, except for pages of MLA, which all ranks have; or
+        if layer ids cannot be paired.
 
     Examples
     --------
@@ -231,18 +232,18 @@ def plan_send_state(
 
 
 def _or_unknown(lists: Any, num_components: int, argument: str, compat: bool) -> list[Any]:
-    """Lists of components, or as many None where a side does not say."""
+    """Return a list per component; None for each component if the side gives no lists."""
     known = [] if lists is None else list(items(lists, "plan_send_state", argument))
     if known and not compat:
         return known
-    absent: Any = [] if known else None  # where a side says something, all of it is needed
+    absent: Any = [] if known else None  # a side that gives some lists must give all
     return known + [absent] * (num_components - len(known))
 
 
 def _owned(
     src: list[int], dst: list[int], shard_rank: int, shard_size: int
 ) -> tuple[list[int], list[int]]:
-    """Select the pages that a rank holds of those that its group stripes, on both sides."""
+    """Select from striped pages those of one rank, with their partners at the destination."""
     if len(src) != len(dst):
         raise ValueError(
             f"plan_send_state: striped state pages must be as many on both sides, got {len(src)} "
