@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that go from rank to rank: halos, changes of the layout, and the state of units to come.
+"""Exchanges of rows between ranks: halos, changes of the layout, and states of unfinished units.
 
-Convolutions, windows and compressors make a unit of several rows, some of which the rank before
-has: `plan_halo`. Layers with a state want consecutive tokens on a rank where attention wants a
-zigzag: `plan_relayout`. Rows of units that are not complete wait for the others: `plan_pending`.
-All give what ``all_to_all_single`` takes: the rows that a rank sends, in the order of ranks, and
-how many go to and come from each.
+Convolutions, windows and compressors compute a unit from several rows; `plan_halo` plans the rows
+that come from other ranks. Stateful layers want consecutive tokens on a rank where attention wants
+a zigzag; `plan_relayout` plans the change. Rows of unfinished units are kept for later tokens;
+`plan_pending` plans where. All plans have the arguments of ``all_to_all_single``: rows to send, in
+the order of ranks, and row counts to and from each rank.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ __all__ = ["HaloPlan", "RelayoutPlan", "plan_halo", "plan_pending", "plan_relayo
 
 
 class HaloPlan(NamedTuple):
-    """One rank's part in an exchange by which units are made of several rows.
+    """One rank's part in an exchange for units that are computed from several rows.
 
-    Rows are numbered through all that a rank has then: its own, then those that it received, of
-    rank 0 first, then those that it reads from a cache. "Extended" rows are those before a segment,
-    the halo, and its own; a segment is consecutive tokens of a request on the rank.
+    Row numbers count the rank's own rows, then received rows by source rank, then rows read from a
+    cache. A segment is consecutive tokens of a request on the rank. Its "extended" rows are the
+    rows before it (the halo), then its own.
 
     Attributes
     ----------
     send_counts, recv_counts : list of int [cp_size]
-        Rows that go to and come from each rank; 0 for this one. Of a pair of ranks both agree.
+        Rows to and from each rank; 0 for this rank. Sender and receiver have the same count.
     send_indices : array [sum of send_counts], int64
-        Own rows, in the order in which they are sent.
+        Own rows, in sending order.
     cached_request, cached_position : arrays [num_cached], int64
-        Rows that are read from a cache: tokens before the new ones.
+        Request and position of each row read from a cache: tokens before the new ones.
     segment_request : array [n], int64
         Request of each segment, in the order of the rows.
     halo_lens : array [n], int64
-        Rows in front of each segment.
+        Halo rows before each segment.
     extended_indptr : array [n + 1], int64
-        Where the extended rows of each segment begin, and the number of all.
+        Begin of the extended rows of each segment, then their total number.
     extended_indices : array [extended_indptr[-1]], int64
-        The row of each extended one.
+        Row number of each extended row.
     unit_request, unit_ids : arrays [m], int64
-        Units that this rank computes, each by its request and its number there, by segments.
+        Request of each unit that this rank computes, and its number in the request, by segments.
     unit_starts, unit_lens : arrays [m], int64
-        The extended rows that each is made of. Fewer than the window where a request begins.
+        First extended row and number of rows of each unit; fewer than `window` if a request begins.
 
     Examples
     --------
@@ -87,25 +87,25 @@ def plan_halo(
 ) -> HaloPlan:
     """Plan which rows ranks exchange so that each can compute units of several rows.
 
-    Unit u of a request is made of its rows ``(u + 1) * ratio - window`` to ``(u + 1) * ratio - 1``,
-    without those before its first token. The rank that has the last row computes it, so every unit
-    that the new tokens complete is computed once, and unfinished ones are not. Each row that
-    another rank lacks is sent to it once, from whichever ranks have it, near or far.
+    Unit u of a request needs rows ``(u + 1) * ratio - window`` to ``(u + 1) * ratio - 1``, without
+    rows before its first token. The rank with the last row computes the unit, so the ranks compute
+    every unit that the new tokens complete exactly once. Each rank receives each missing row once,
+    from any rank that has it, near or far.
 
     Parameters
     ----------
     metadata : ContextParallelMetadata or PCPLayout
-        The former is of this rank, and its padding tokens count as those of the last request. An
-        interleaved row is a segment of its own. Requests that a layout has on all ranks are whole
-        there: nothing of them is sent, and each rank computes their units.
+        Metadata of this rank, whose padding tokens count as tokens of the last request, or a
+        PCPLayout. An interleaved row is a segment of its own. Requests that a layout has on all
+        ranks are not sent, and each rank computes all their units.
     window : int
-        Rows that a unit is made of, at least `ratio`: the width of a causal convolution; the
-        keys that a token of sliding-window attention sees; of a compressor, `ratio`, or
-        ``2 * ratio`` if its windows overlap.
+        Rows of a unit, at least `ratio`: the width of a causal convolution, the visible keys of a
+        token in sliding-window attention, or, for a compressor, `ratio`, or ``2 * ratio`` if its
+        windows overlap.
     ratio : int
         Rows from one unit to the next, at least 1.
     rank : int, optional
-        This rank, where `metadata` is a layout.
+        This rank, if `metadata` is a PCPLayout.
 
     Returns
     -------
@@ -114,10 +114,10 @@ def plan_halo(
     Raises
     ------
     TypeError
-        If `metadata` is none, or a number is no integer.
+        If `metadata` has another type, or a number is no integer.
     ValueError
-        For a `ratio` below 1, a `window` below `ratio`, and numbers beyond int32; for a layout
-        without a `rank` that it has, and for metadata with that of another.
+        If `ratio` is below 1, `window` is below `ratio`, or a number is beyond int32; if a
+        PCPLayout comes without one of its ranks, or metadata come with another rank than their own.
 
     Examples
     --------
@@ -139,17 +139,17 @@ def plan_halo(
 
 
 class RelayoutPlan(NamedTuple):
-    """One rank's part in an exchange by which rows go from one layout to another.
+    """One rank's part in an exchange of rows from one layout to another.
 
     Attributes
     ----------
     send_counts, recv_counts : list of int [cp_size]
-        Rows to and from each rank; those that stay on the rank count, too. Bytes are these times
-        those of a row.
+        Rows to and from each rank, including rows that stay on this rank. Multiply by the bytes of
+        a row to get bytes.
     send_indices : array [sum of send_counts], int64
-        Own rows in the order in which they are sent.
+        Own rows, in sending order.
     recv_indices : array [sum of recv_counts], int64
-        The row in the target of each that is received.
+        Row in the target of each received row.
 
     Examples
     --------
@@ -172,13 +172,13 @@ class RelayoutPlan(NamedTuple):
 def plan_relayout(source: ContextParallelMetadata, target: ContextParallelMetadata) -> RelayoutPlan:
     """Plan how rows of a batch go from one layout to another over the same ranks.
 
-    ``received[i]``, the i-th row that comes in, of rank 0 first, is row ``recv_indices[i]`` of the
-    target. With source and target exchanged it is the way back.
+    ``received[i]``, the i-th received row by source rank, is row ``recv_indices[i]`` of the target.
+    Swap source and target for the way back.
 
     Parameters
     ----------
     source, target : ContextParallelMetadata
-        Of this rank and one batch, in any strategies.
+        Metadata of this rank for one batch, in any strategies.
 
     Returns
     -------
@@ -187,9 +187,9 @@ def plan_relayout(source: ContextParallelMetadata, target: ContextParallelMetada
     Raises
     ------
     TypeError
-        If one of them is none.
+        If `source` or `target` is no ContextParallelMetadata.
     ValueError
-        If they are of different ranks or lengths.
+        If they differ in rank or lengths.
 
     Examples
     --------
@@ -217,28 +217,28 @@ def plan_pending(
 ) -> RelayoutPlan:
     """Plan which rows ranks keep for units that later tokens complete.
 
-    Of a request with n tokens they are those from ``(n // ratio + 1) * ratio - window`` on: less
-    than `window` rows, the state of a compressor or convolution. Position p of request r is row
-    ``r * window + p % window`` of the target, which has those of earlier steps already: there are
-    the ``cached_request`` and ``cached_position`` of the next step's `HaloPlan`.
+    A request with n tokens has the pending rows from ``(n // ratio + 1) * ratio - window`` on:
+    fewer than `window`, the state of a compressor or convolution. Position p of request r is row
+    ``r * window + p % window`` of the target, which keeps the rows of earlier steps. The
+    ``cached_request`` and ``cached_position`` of the next step's `HaloPlan` are read from there.
 
     Parameters
     ----------
     metadata, window, ratio, rank
-        As of `plan_halo`. Metadata must be without padding, which would count as tokens here.
+        See `plan_halo`. Metadata must have no padding, which would count as tokens here.
     keepers : ints [bs], optional
-        The rank that keeps the rows of each request, always the same one, or -1 for all ranks;
-        default: all. One suffices where it computes all tokens to come, as in decoding.
+        Rank that keeps the rows of each request, the same in every step, or -1 for all ranks.
+        Default: all ranks. One rank suffices if it computes all later tokens, as in decoding.
 
     Returns
     -------
     RelayoutPlan
-        Its source are the rank's rows. Those of a request that each rank has whole are not sent.
+        Source rows are the rank's rows. Rows of a request that each rank has whole are not sent.
 
     Raises
     ------
     TypeError, ValueError
-        As `plan_halo`; also for keepers that are no ranks, or not one for each request.
+        As for `plan_halo`; also if `keepers` has no ranks, or not one for each request.
 
     Examples
     --------

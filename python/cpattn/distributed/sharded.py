@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of `ContextParallel` over KV pools of which each rank holds a share."""
+"""The calls of `ContextParallel` over sharded KV pools."""
 
 from __future__ import annotations
 
@@ -28,37 +28,36 @@ class ShardedAttention:
     def prefetch(
         self, plan: ContextParallelPlan, layers: Sequence[LayerCaches | tuple[Any, ...]]
     ) -> Prefetch:
-        """Gather cached keys of layers ahead: of each while the one before is computed.
+        """Gather cached keys of layers ahead, each layer while the previous one is computed.
 
-        Those of the first layer begin to travel now, and those of each other one in the ``attend``
-        of the layer before, behind its new keys. Until the ``attend`` of their own layer they have
-        the time of all that ranks compute: the layer before, and what is between the two. All ranks
-        make this call, then ``attend(..., prefetched=)`` of each layer in its turn. Calls between
-        these send behind what is under way.
+        Keys of the first layer begin to travel now. Keys of every other layer travel during the
+        ``attend`` of the previous layer, after its new keys, and may take until their own
+        ``attend``. All ranks make this call, then ``attend(..., prefetched=)`` for each layer in
+        turn. Calls in between queue their messages behind those under way.
 
         Parameters
         ----------
         plan : ShardedPlan
-            The result of this object's `plan`, by the exchange "gather" or "auto" (then "gather").
+            The result of this object's `plan`, with `exchange` "gather" or "auto" (then "gather").
         layers : sequence of LayerCaches, or of tuples like them
-            This rank's shards for each layer, in their order. What is cached of a layer must be in
-            them when the layer before is attended to. A layer of latents has no `v_cache`.
+            This rank's shards, layer by layer. Cached keys of a layer must be in its shards before
+            ``attend`` of the previous layer. A layer of latents has no `v_cache`.
 
         Returns
         -------
         Prefetch
-            For ``attend``. It takes two buffers, each of the cached keys of all ranks in one layer;
-            all scratch is within `max_scratch_bytes`. This object has one at a time: another call
-            ends the last one, which may be left at any layer, by all ranks.
+            Handle for ``attend``. It has two buffers, each for the cached keys of all ranks in one
+            layer; all scratch stays within `max_scratch_bytes`. A new call replaces the last
+            handle, which all ranks may leave unfinished at the same layer.
 
         Raises
         ------
         TypeError
-            If `plan` is no plan, and for layers that are none or whose caches are no tensors.
+            If `plan` is no plan, an element of `layers` is no layer, or a cache is no tensor.
         ValueError
-            For a plan of another rank, of replicated pools or with another exchange, no layers,
-            caches that are too small or not contiguous, and where two layers' cached keys, new keys
-            and one KV head in its places exceed `max_scratch_bytes`.
+            If the plan is of another rank, of replicated pools or with another exchange, there are
+            no layers, caches are too small or not contiguous, or `max_scratch_bytes` is less than
+            the cached keys of two layers, the new keys and one KV head in places of the layer.
         RuntimeError
             If another rank refuses its arguments, makes another call, has another plan or other
             layers, or does not answer.
@@ -83,50 +82,49 @@ class ShardedAttention:
         writes: bool = False,
         out_heads: str = "all",
     ) -> ExchangeChoice:
-        """Return what ``attend`` or ``decode`` with the exchange "auto" does, and why. Local.
+        """Return the exchange that ``attend`` or ``decode`` takes for "auto", and why. Local.
 
-        A decode step takes the exchange by which the busiest rank receives the fewest bytes of
-        partial results. "all_to_all" has a second round for the heads of all ranks, which counts
-        as 256 KiB, so that small steps take "gather".
+        A decode step takes the exchange with which the busiest rank receives the fewest bytes of
+        partial results. "all_to_all" has a second round for the heads of all ranks, which counts as
+        256 KiB, so small steps take "gather".
 
-        A prefill takes the one of "gather", "all_to_all" and "pass_q" by which the busiest rank
-        receives the fewest bytes, the first of equal ones: with few new tokens behind long
-        prefixes, queries are fewer bytes than keys. Each element of a partial result that is
-        merged counts as 3 bytes. "all_to_all" is left out where heads are uneven. "ring" takes the
-        place of "gather" where a KV head of the context does not fit into `max_scratch_bytes`.
-        Scales of each token need "pass_q". Rotary dimensions of keys that are stored apart count
-        as those of keys.
+        A prefill takes the first of "gather", "all_to_all" and "pass_q" with which the busiest rank
+        receives the fewest bytes: for few new tokens after long prefixes, queries have fewer bytes
+        than keys. Each element of a partial result to merge counts as 3 bytes. "all_to_all" is left
+        out if heads do not divide evenly. "ring" replaces "gather" if a KV head of the context
+        exceeds `max_scratch_bytes`. Scales of each token need "pass_q". Separate rotary dimensions
+        of keys count as dimensions of keys.
 
         Parameters
         ----------
         plan : ShardedPlan or DecodePlan
             The result of this object's `plan` or `plan_decode`.
         num_heads, num_kv_heads, head_dim, v_head_dim : int
-            Sizes of the layer; v_head_dim is head_dim if it is not given.
+            Sizes of the layer. Default of v_head_dim: head_dim.
         element_bytes : int
             Bytes of an element of queries, keys and values.
         shares_values : bool
             Whether values are a part of the keys, as in the latent cache of MLA.
         window : int or pair, optional
-            As of ``attend``: keys before the window of a request's first new token are not sent by
-            "gather" and "all_to_all".
+            Window of ``attend``. "gather" and "all_to_all" do not send keys before the window of a
+            request's first new token.
         writes : bool
-            Whether ``attend`` gets `k_local`, too, which "gather" then does not send twice.
+            Whether ``attend`` also gets `k_local`, which "gather" then sends only once.
         out_heads : {"all", "own"}
             The argument of ``decode``.
 
         Returns
         -------
         ExchangeChoice
-            Its name, the reason, and the bytes of each exchange.
+            Name of the exchange, the reason, and the bytes of each exchange.
 
         Raises
         ------
         TypeError
-            For sizes that are no integers, and a flag that is no bool.
+            If a size is no integer, or a flag is no bool.
         ValueError
-            For a plan of replicated pools, sizes below 1, KV heads that do not divide the heads,
-            and unknown `out_heads`.
+            If the plan is of replicated pools, a size is below 1, `num_heads` is no multiple of
+            `num_kv_heads`, or `out_heads` is unknown.
         """
         call = "ContextParallel.choose_exchange"
         if out_heads not in OUT_HEADS:
@@ -173,41 +171,41 @@ class ShardedAttention:
         latent_bytes: int | None = None,
         index_key_bytes: int | None = None,
     ) -> ExchangeChoice:
-        """Return what ``attend_sparse`` with the exchange "auto" does, and why. Local.
+        """Return the exchange that ``attend_sparse`` takes for "auto", and why. Local.
 
-        The layer takes "gather" or "pass_q", by which the busiest rank receives fewer bytes if no
-        two of its rows select the same key; of equal ones "gather", which has the bits of one pool.
-        "pass_q" takes its place where the index keys do not fit into `max_scratch_bytes`.
+        The layer takes "gather" or "pass_q": the one with which the busiest rank receives fewer
+        bytes if no two of its rows select the same key. On a tie it takes "gather", which has the
+        bits of one pool. "pass_q" replaces "gather" if the index keys exceed `max_scratch_bytes`.
 
         Parameters
         ----------
         plan : ShardedPlan
             The result of this object's `plan`.
         topk : int
-            Keys that a row selects.
+            Number of keys that a row selects.
         num_heads, num_index_heads : int
-            Heads of the queries, and of those of the indexer.
+            Heads of attention queries and of indexer queries.
         head_dim, d_v, index_head_dim : int
             Dimensions of a query, of a result, and of a query and key of the indexer.
         element_bytes, index_element_bytes, weight_bytes : int
-            Bytes of an element of queries and results, of queries of the indexer, and of weights.
+            Bytes per element of queries and results, of indexer queries, and of indexer weights.
         latent_bytes : int, optional
-            Bytes of a row of the KV pool. Default: `head_dim` elements; 656 for rows of FP8.
+            Bytes of a row of the KV pool. Default: `head_dim` elements. Rows of FP8 have 656.
         index_key_bytes : int, optional
-            Bytes of an index key and its scale. Default: `index_head_dim` elements alone; 132 for
-            pages of FP8.
+            Bytes of an index key with its scale. Default: `index_head_dim` elements without a
+            scale. Pages of FP8 have 132 per key.
 
         Returns
         -------
         ExchangeChoice
-            Its name, the reason, and the bytes of each exchange.
+            Name of the exchange, the reason, and the bytes of each exchange.
 
         Raises
         ------
         TypeError
-            For sizes that are no integers.
+            If a size is no integer.
         ValueError
-            For a plan of replicated pools or of a decode step, and sizes below 1.
+            If the plan is of replicated pools or of a decode step, or a size is below 1.
 
         Examples
         --------

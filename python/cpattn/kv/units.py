@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of compressed units: from the ranks that compute them to those whose pools keep them."""
+"""Plans that send compressed units from the ranks that compute them to the ranks that keep them."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ def plan_units(
 ) -> halo.RelayoutPlan:
     """Plan how compressed units go to the ranks that keep them, and into which slots.
 
-    A unit of `ratio` tokens is a row of a pool, and stands in the sequence of units of its request
-    as a token does in that of tokens: unit u has the slot that `block_tables` names for it, and
-    `placement` says which rank keeps it. `plan_halo` says which rank computes it.
+    A unit compresses `ratio` tokens into one row of a pool. Units of a request have positions like
+    tokens: `block_tables` gives the slot of unit u, and `placement` the rank that keeps it.
+    `plan_halo` gives the rank that computes it.
 
     Parameters
     ----------
     metadata : ContextParallelMetadata or PCPLayout
-        As of `plan_halo`; units that end in padding need slots, too.
+        Tokens of the batch, as for `plan_halo`; units that end in padding need slots, too.
     ratio : int
         Tokens from one unit to the next, at least 1.
     block_tables : int table [bs, pages]
-        Pages of each request in pools of units: the tables of the tokens, where a page has
-        1 / `ratio` as many units as tokens.
+        Pages of each request in the pools of units. Tables of the tokens serve if a page of tokens
+        has `ratio` times as many slots as a page of units.
     page_size : int
-        Units of a page.
+        Units per page.
     placement : TokenInterleave or PageInterleave, optional
-        Of units, over all ranks; default: each rank keeps every unit. By a `TokenInterleave` ranks
-        keep runs of ``interleave`` units in turn, 1 / `ratio` of that of the tokens where these are
-        kept with their units, and tables have the pages of those that this rank keeps. By a
-        `PageInterleave` tables have pages of the pools of all ranks together.
+        Placement of units on ranks; default: each rank keeps every unit. With a `TokenInterleave`,
+        ranks keep runs of ``interleave`` units in turn, and tables list the pages of this rank's
+        units. To keep units with their tokens, take the tokens' ``interleave`` / `ratio`. With a
+        `PageInterleave`, tables list pages of the pools of all ranks together.
     rank : int, optional
-        This rank, where `metadata` is a layout.
+        This rank, if `metadata` is a PCPLayout.
 
     Returns
     -------
     cpattn.context_parallel.halo.RelayoutPlan
-        ``send_indices`` count the units of the rank as its `HaloPlan` lists them;
-        ``recv_indices`` are slots of its pool. Units that all ranks compute are not sent.
+        ``send_indices`` count this rank's units in the order of its `HaloPlan`; ``recv_indices``
+        are slots of its pool. Units that all ranks compute are not sent.
 
     Raises
     ------
     TypeError
-        If `metadata` or `placement` is none, or a number is no integer.
+        If `metadata` or `placement` has another type, or a number is no integer.
     ValueError
-        For a `ratio` or `page_size` below 1 or beyond int32, a placement over other ranks or pages,
-        and tables that lack a page of a unit that the rank keeps, or, with a `PageInterleave`, of
-        any new unit.
+        If `ratio` or `page_size` is below 1 or beyond int32, `placement` is for another number of
+        ranks or page size, or a table lacks the page of a unit that this rank keeps (with a
+        `PageInterleave`: of any new unit).
 
     Examples
     --------

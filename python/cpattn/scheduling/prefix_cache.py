@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owners of the pages of the KV pool: prompts share the pages of equal leading blocks."""
+"""Pages of the KV pool and their owners: prompts share the pages of equal leading blocks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import numpy.typing as npt
 from .._limits import check_integer
 from .free_pages import FreePages, StripedPool, WholePool
 
-# What a block is found by: the block before it (0: none), its hash, and its number of tokens. With
-# the parent in it, equal hashes behind different prefixes are different blocks, as their K/V are.
-# A block without a hash (None) is not found.
+# Lookup key of a block: serial of the block before it (0: none), its hash, and its number of
+# tokens. The predecessor tells equal hashes after different prefixes apart, as their K/V differ.
+# No lookup finds a block without a hash (None).
 _Key = tuple[int, int | None, int]
 
 
 @dataclass(eq=False)
 class Block:
-    """The K/V of some tokens behind one fixed prefix, in pages of its own.
+    """K/V of some tokens after one fixed prefix, in pages of its own.
 
     Attributes
     ----------
     serial : int
-        Its number among all blocks of a cache, from 1.
+        Number of the block among all blocks of a cache, from 1.
     key : tuple of int
-        The block before it (0: none), its hash, or None for a block that no other prompt may have,
-        and its number of tokens.
+        Serial of the block before it (0: none), its hash (None: no other prompt may share the
+        block), and its number of tokens.
     page_ids : tuple of int
     users : int
-        Leases that hold it; only an idle block may be evicted.
+        Number of leases that hold the block; only an idle block may be evicted.
 
     Examples
     --------
@@ -51,13 +51,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Lease:
-    """The pages of one prompt, its own until released.
+    """Pages of one prompt, from `PrefixCache.acquire` until `PrefixCache.release`.
 
     Attributes
     ----------
     blocks : tuple of Block
     cached_tokens : int
-        Leading tokens whose K/V were there already.
+        Leading tokens whose K/V are in the cache already.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class Lease:
     """
 
     blocks: tuple[Block, ...]
-    cached_tokens: int  # leading tokens whose K/V were there already
+    cached_tokens: int  # leading tokens whose K/V are in the cache already
 
     @cached_property
     def page_ids(self) -> npt.NDArray[np.int32]:
@@ -78,36 +78,35 @@ class Lease:
 
 
 class PrefixCache:
-    """Pages 1 ... `num_pages` of a pool, by hash block, evicted least recently used first.
+    """Cache of hash blocks in pages 1 ... `num_pages` of a pool; evicts least recently used first.
 
-    Page 0 is where engines write padded tokens, so that it is nobody's.
+    The cache leaves out page 0, into which engines write padded tokens.
 
-    A block is found by later prompts from the moment it is acquired, before its K/V exist: the
-    prefill that acquired it writes them, layer by layer, before any query attends. Hence the hits
-    depend on the order of the prompts alone, not on how they are batched.
+    Later prompts can share a block as soon as it is acquired, before its K/V exist: the prefill
+    that acquired it writes them, layer by layer, before any query attends. Hits therefore depend
+    only on the order of the prompts, not on batches.
 
-    A block becomes idle when its last lease is released, the blocks of a prompt from last to
-    first, so that a block is never evicted before those behind it: what is cached is always a
-    prefix.
+    A block becomes idle when its last lease is released. The last block of a prompt becomes idle
+    first, so eviction keeps the blocks before any cached block: the cache always holds prefixes.
 
     Parameters
     ----------
     num_pages : int
-        Pages of the pool beside page 0.
+        Pages of the pool without page 0.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     block_tokens : int
-        Tokens that one hash stands for, a multiple of `page_size`.
+        Tokens per hash, a multiple of `page_size`.
     shard_size : int
-        Ranks that share the pool by pages, as `cpattn.kv.PageInterleave` has it; `num_pages` are
-        those of all ranks, a multiple of it. From two on they are the pages from `shard_size` on,
-        behind page 0 of each rank, and those of a prompt lie on the ranks in turn
+        Ranks that share the pool by pages, as in `cpattn.kv.PageInterleave`. `num_pages` counts the
+        pages of all ranks and is a multiple of `shard_size`. With two or more ranks, pages begin at
+        `shard_size`, after page 0 of each rank, and pages of a prompt lie on the ranks in turn
         (`cpattn.kv.StripedAllocator`).
 
     Raises
     ------
     TypeError, ValueError
-        For sizes that are no integers, below 1, or do not fit each other.
+        If a size is no integer or below 1, or sizes do not fit each other.
 
     Examples
     --------
@@ -151,24 +150,24 @@ class PrefixCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no block holds."""
+        """Number of pages that no block holds."""
         return self._pages.num_free()
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages of blocks that no lease holds: cached, and free for the taking."""
+        """Number of pages of cached blocks that no lease holds and that may be evicted."""
         return sum(len(block.page_ids) for block in self._idle.values())
 
     def pages_needed(self, num_tokens: int) -> int:
-        """Pages of a prompt of `num_tokens`."""
+        """Return the number of pages for a prompt of `num_tokens`."""
         return -(-num_tokens // self.page_size)
 
     def acquire(self, hash_ids: Sequence[int | None], num_tokens: int) -> Lease | None:
         """Lease the pages of a prompt, shared as far as its leading blocks are cached.
 
-        A block whose id is None is found by nobody else, as of tokens that are not known yet.
-        None if other leases hold too many pages: try again after a release. ValueError if the
-        pool is too small even when empty, and unless there is an id for each block of the prompt.
+        No other prompt finds a block with id None, for tokens that are not known yet. The result is
+        None if other leases hold too many pages: try again after a release. ValueError tells that
+        even an empty pool is too small, or that ids and blocks differ in number.
         """
         if self.pages_needed(num_tokens) > self.num_pages:
             raise ValueError(
@@ -204,10 +203,10 @@ class PrefixCache:
     def release(
         self, lease: Lease, *, written: int | None = None, hash_ids: Sequence[int] = ()
     ) -> None:
-        """Give a lease back; once each. Its blocks stay cached until their pages are needed.
+        """Give a lease back; call once per lease. Its blocks stay cached until pages are needed.
 
-        Of `written` tokens alone, if K/V of the others were never written. `hash_ids` are those of
-        leading blocks, by now: a block that had none is found by its own from then on.
+        If K/V of some tokens were never written, `written` is the number of leading tokens to
+        cache. `hash_ids` are the hashes of leading blocks; they replace ids that were None.
         """
         if written is not None:
             for block in lease.blocks[written // self.block_tokens :]:
@@ -216,7 +215,7 @@ class PrefixCache:
         for block, hash_id in zip(lease.blocks, hash_ids, strict=False):
             key = (parent, hash_id, block.key[2])
             if block.key[1] is None:
-                if key in self._blocks:  # somebody else had the same tokens meanwhile
+                if key in self._blocks:  # another prompt has cached the same tokens meanwhile
                     break
                 block.key, self._blocks[key] = key, block
             parent = block.serial
@@ -259,12 +258,12 @@ class PrefixCache:
         return block
 
     def _forget(self, block: Block) -> None:
-        """Have nobody find a block any more."""
+        """Remove a block from the lookup, so that no prompt finds it."""
         if self._blocks.get(block.key) is block:
             del self._blocks[block.key]
         block.key = (block.key[0], None, block.key[2])
 
 
 def pages_of(blocks: Sequence[Block]) -> list[int]:
-    """The pages of blocks, one after the other."""
+    """Return the pages of blocks, one block after the other."""
     return [page for block in blocks for page in block.page_ids]

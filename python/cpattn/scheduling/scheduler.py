@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches under a token budget: chunks of prompts behind cached prefixes, and tokens after them."""
+"""Batches under a token budget: chunks of prompts after cached prefixes, and generated tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .request import Request, checked_requests
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens begin ... end - 1 of one request, computed in one batch; begin of them are prefix.
+    """Tokens begin ... end - 1 of one request in one batch; the `begin` tokens before are prefix.
 
     Attributes
     ----------
     request_index : int
-        Index of `request` among all that were given.
+        Index of `request` among all given requests.
     request : Request
     lease : Lease
-        The pages of the whole prompt, and of what may follow it.
+        Pages of the whole prompt and of tokens that may follow.
     begin, end : int
-        Positions within the prompt; beyond it those of tokens that follow.
+        Positions within the prompt, or beyond it for generated tokens.
 
     Examples
     --------
@@ -45,41 +45,41 @@ class Chunk:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of this chunk."""
+        """Number of new tokens in this chunk."""
         return self.end - self.begin
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends its prompt."""
+        """Whether the chunk ends its prompt."""
         return self.end == self.request.input_length
 
     @property
     def is_first(self) -> bool:
-        """Whether it begins its prompt, behind what was cached."""
+        """Whether the chunk begins its prompt, after the cached tokens."""
         return self.begin == _first_token(self.request, self.lease)
 
     @property
     def has_next(self) -> bool:
-        """Whether its last token has all others of its request before it, and tells the next."""
+        """Whether the last token of the chunk sees its whole request and predicts the next."""
         return self.end >= self.request.input_length
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward pass. The arrays are those an engine hands to its attention backend.
+    """One forward pass, with the arrays that an engine gives to its attention backend.
 
     Attributes
     ----------
     index : int
         The number of the batch.
     chunks : tuple of Chunk
-        One for each sequence.
+        A chunk for each sequence.
     extend_lens, prefix_lens : list of int
-        New tokens of each sequence, and those in the pool before this pass.
+        New tokens of each sequence, and its tokens in the pool before this pass.
     block_tables : array [sequences, pages of the longest], int32
-        Page ids, -1 beyond the end.
+        Page ids of each sequence, -1 after its last page.
     slots : array [new tokens], int64
-        Where keys and values go; -1: they are there already.
+        Pool slot for the keys and values of each new token; -1 if the pool has them already.
 
     Examples
     --------
@@ -95,7 +95,7 @@ class Batch:
     extend_lens: list[int]  # new tokens of each sequence
     prefix_lens: list[int]  # tokens in the pool before this pass
     block_tables: npt.NDArray[np.int32]  # [sequences, pages of the longest], -1 beyond the end
-    slots: npt.NDArray[np.int64]  # [new tokens]: where K/V go; -1: they are there already
+    slots: npt.NDArray[np.int64]  # [new tokens]; -1: K/V are in the pool already
 
     @property
     def seq_lens(self) -> list[int]:
@@ -109,12 +109,12 @@ class Batch:
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens that prompts beginning here need not compute."""
+        """Number of tokens that prompts beginning in this batch need not compute."""
         return sum(chunk.begin for chunk in self.chunks if chunk.is_first)
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """Position of each new token, within its sequence."""
+        """Position of each new token within its sequence."""
         return np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in self.chunks])
 
 
@@ -127,10 +127,10 @@ def prefill_batches(
 ) -> Iterator[Batch]:
     """Form batches of at most `token_budget` new tokens, first come first served.
 
-    The prompt that no longer fits is cut: the rest of the budget now, the remainder first in the
-    next batch (chunked prefill). A fully cached prompt still computes its last token, whose output
-    the sampler needs, but does not write it. Leases of finished prompts are released when the
-    next batch is asked for: the caller runs a batch before it goes on.
+    A prompt that does not fit into the budget is cut; its remainder comes first in the next batch
+    (chunked prefill). A fully cached prompt still computes its last token, whose output the sampler
+    needs, but does not write it. Asking for the next batch releases the leases of finished prompts,
+    so the caller must run a batch before it asks for another.
 
     Parameters
     ----------
@@ -138,9 +138,9 @@ def prefill_batches(
     cache : PrefixCache
         Cache whose pages the prompts take.
     token_budget : int
-        New tokens of a batch, at most.
+        Most new tokens of a batch.
     max_sequences : int
-        Sequences of a batch, at most.
+        Most sequences of a batch.
 
     Returns
     -------
@@ -149,10 +149,10 @@ def prefill_batches(
     Raises
     ------
     TypeError
-        For what are no requests or no cache, and a budget or a number that is no integer.
+        If `requests` has no Requests, `cache` is no PrefixCache, or a number is no integer.
     ValueError
-        For one below 1, and a prompt with more tokens than the pool; when the first batch is
-        asked for.
+        If a number is below 1, or a prompt has more tokens than the pool. Asking for the first
+        batch raises it.
 
     Examples
     --------
@@ -181,28 +181,28 @@ def prefill_batches(
 
 
 class Scheduler:
-    """Requests that come and go, and the batches of their tokens, first come first served.
+    """Requests in progress, and batches of their tokens, first come first served.
 
-    A batch has the next tokens of those that are told to be ready, then chunks of prompts in the
-    rest of the budget. Pages of a prompt, and of what may follow it, are taken when it begins, so
-    that none that has begun waits for pages. At most one prompt at a time is cut, and those behind
-    it wait: so cached blocks of others are written before they are read.
+    A batch has the next tokens of all requests named as ready, then chunks of prompts up to the
+    budget. A request takes the pages of its prompt and of its reserve when it begins, so it never
+    waits for pages later. At most one prompt at a time is cut, and later prompts wait for it, so
+    cached blocks are written before another request reads them.
 
     Parameters
     ----------
     cache : PrefixCache
         Cache whose pages the requests take.
     token_budget : int
-        New tokens of a batch, at most.
+        Most new tokens of a batch.
     max_sequences : int
-        Requests that have begun and not ended, at most.
+        Most requests that have begun and not ended.
     function : str
-        Name in errors.
+        Function name in error messages.
 
     Raises
     ------
     TypeError, ValueError
-        For numbers that are no integers, or below 1, and what is no cache.
+        If a number is no integer or below 1, or `cache` is no PrefixCache.
 
     Examples
     --------
@@ -237,26 +237,26 @@ class Scheduler:
         self.token_budget = token_budget
         self.max_sequences = min(max_sequences, token_budget)
         self._waiting: deque[tuple[int, Request, int]] = deque()
-        self._begun: dict[int, Chunk] = {}  # the last chunk of each request, in their order
+        self._begun: dict[int, Chunk] = {}  # last chunk of each request, in order of beginning
         self._num_batches = 0
 
     def add(self, index: int, request: Request, *, reserve: int = 0) -> None:
-        """Let a request wait for its turn.
+        """Queue a request.
 
         Parameters
         ----------
         index : int
-            Its number, unlike those of others that are here.
+            Number of the request, different from those of all other requests in progress.
         request : Request
             Prompt, with a hash for each of its blocks.
         reserve : int
-            Tokens behind the prompt whose K/V will be written. With any, the last block of the
-            prompt is nobody else's, unless the prompt fills it.
+            Tokens after the prompt whose K/V will be written. With a reserve, no other prompt
+            shares the last block of the prompt unless the prompt fills it.
         """
         self._waiting.append((index, request, reserve))
 
     def end(self, index: int, *, written: int | None = None, hash_ids: Sequence[int] = ()) -> None:
-        """Give back what a request has, or take it from those that wait; `PrefixCache.release`."""
+        """Release a request's pages (see `PrefixCache.release`), or remove it from the queue."""
         chunk = self._begun.pop(index, None)
         if chunk is None:
             self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != index)
@@ -264,14 +264,14 @@ class Scheduler:
             self.cache.release(chunk.lease, written=written, hash_ids=hash_ids)
 
     def next_batch(self, ready: Iterable[int] = ()) -> Batch | None:
-        """Form the next batch; None if there is nothing that can be computed.
+        """Form the next batch, or return None if no token can be computed.
 
-        The caller runs a batch before it asks for another, and ends requests between the two.
+        The caller runs each batch, and ends requests, before it asks for the next batch.
 
         Parameters
         ----------
         ready : ints
-            Requests behind their prompts whose next token is known: one token each.
+            Requests with finished prompts whose next token is known: one token each.
         """
         chunks = [_follow(self._begun[index]) for index in ready]
         room = self.token_budget - len(chunks)
@@ -284,7 +284,7 @@ class Scheduler:
                     break
                 index, request, reserve = self._waiting[0]
                 lease = self._lease(request, reserve)
-                if lease is None:  # others hold the pages, until they end
+                if lease is None:  # other requests hold the pages until they end
                     break
                 self._waiting.popleft()
                 chunk = _begin(index, request, lease, room)

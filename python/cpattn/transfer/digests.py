@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what buffers hold, by which two sides see whether they hold the same."""
+"""Digests of buffer contents, by which two sides of a transfer check that they hold the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pages:
-    """The pages in which one side keeps the tokens, for messages."""
+    """Pages in which one side keeps the tokens, for messages."""
 
     layout: KVLayout
     pages: list[int]
@@ -60,13 +60,13 @@ class _Pages:
 
 
 class KVMismatch(RuntimeError):
-    """Two sides do not hold the same, or have digests that do not compare.
+    """The two sides hold different contents, or their digests are not comparable.
 
     Attributes
     ----------
     differences : tuple of str
-        A sentence for each buffer, with layer and kind, the tokens of the blocks that differ and,
-        where this process has them, their pages.
+        A sentence for each buffer: layer, kind, the tokens of the blocks that differ and, if this
+        process has them, their pages.
 
     Examples
     --------
@@ -93,21 +93,21 @@ class KVMismatch(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class KVDigest:
-    """The digest of what a side holds of some tokens of a sequence, buffer by buffer.
+    """Digest of some tokens of a sequence on one side, buffer by buffer.
 
-    Digests of parts add up: those of ranks with other heads, tokens or layers, with ``+``, are that
-    of a side that has all of it. What ranks hold several times is counted as often: add one of the
-    ranks with the same heads.
+    ``+`` adds digests of ranks with different heads, tokens or layers, and gives the digest of a
+    side that holds all of them. Contents that several ranks hold would count several times: of
+    ranks with the same heads, add only one.
 
     Attributes
     ----------
     buffers : tuple of (layer_id, kind, is_draft, dtype, row_bytes, num_rows, sums)
-        What `KVEntry` says of a buffer, the bytes and the number of its rows, and a uint64 for each
+        Fields of the `KVEntry` of a buffer, bytes and number of its rows, and a uint64 for each
         block of positions.
     first_token, num_tokens : int
-        The positions that were asked for.
+        First position and number of positions of the request for this digest.
     block_tokens : int
-        Positions of a block: block i has those from ``i * block_tokens`` on.
+        Positions per block: block i begins at ``i * block_tokens``.
 
     Examples
     --------
@@ -134,7 +134,7 @@ class KVDigest:
     _places: _Pages | None = field(default=None, init=False, repr=False)
 
     def __add__(self, other: KVDigest) -> KVDigest:
-        """Return the digest of both parts; ValueError unless they fit to each other."""
+        """Return the digest of both parts; ValueError if they do not fit each other."""
         if not isinstance(other, KVDigest):
             return NotImplemented
         if refused := self._apart(other):
@@ -153,7 +153,7 @@ class KVDigest:
         return replace(self, buffers=tuple(sums.values()))
 
     def differences(self, sent: KVDigest) -> tuple[str, ...]:
-        """Return what `check` would name, a sentence each."""
+        """Return a sentence for each difference that `check` would raise."""
         if not isinstance(sent, KVDigest):
             raise TypeError(
                 f"KVDigest.differences: sent must be a KVDigest, got {type(sent).__name__}"
@@ -178,7 +178,7 @@ class KVDigest:
         return (*found, *(f"{other.name} is not here" for other in theirs.values()))
 
     def check(self, sent: KVDigest) -> None:
-        """Raise `KVMismatch` unless this side holds what the other one had when it made `sent`."""
+        """Raise `KVMismatch` unless this side holds what the peer digested as `sent`."""
         if differences := self.differences(sent):
             shown = "; ".join(differences[:4])
             rest = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
@@ -189,7 +189,7 @@ class KVDigest:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as types that JSON has, sums as hexadecimal digits: for the peer."""
+        """Return all fields as JSON types, sums as hexadecimal digits, to send to the peer."""
         return {
             "schema": SCHEMA,
             "first_token": self.first_token,
@@ -203,7 +203,7 @@ class KVDigest:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> KVDigest:
-        """Make the digest whose `to_dict` this is; ValueError for anything else."""
+        """Make a digest from its `to_dict`; ValueError for any other mapping."""
         try:
             if fields["schema"] != SCHEMA:
                 raise ValueError(f"schema must be {SCHEMA}, got {fields['schema']!r:.60}")
@@ -232,7 +232,7 @@ class KVDigest:
         return ""
 
     def _where(self, mine: _Buffer, other: _Buffer) -> str:
-        """Say which tokens the first blocks that differ have, and their pages."""
+        """Name the tokens of the first blocks that differ, and their pages."""
         blocks = np.flatnonzero(mine.sums != other.sums)
         first = self.first_token // self.block_tokens + int(blocks[0])
         behind = int(np.append(np.flatnonzero(np.diff(blocks) != 1) + 1, len(blocks))[0])
@@ -257,7 +257,7 @@ class KVDigest:
 
 
 def _unlike(mine: _Buffer, other: _Buffer) -> str | None:
-    """The first field in which buffers of one layer and kind do not hold the same numbers."""
+    """Return the first field in which buffers of one layer and kind have different numbers."""
     if mine.dtype and other.dtype and mine.dtype != other.dtype:
         return f"dtype of {mine.name}, {mine.dtype} here and {other.dtype} there"
     if mine.row_bytes != other.row_bytes:
@@ -280,48 +280,48 @@ def digest(
     peer: KVLayout | None = None,
     num_threads: int | None = None,
 ) -> KVDigest:
-    """Digest what a side holds of some tokens of one sequence, wherever it keeps them.
+    """Digest the contents of some tokens of one sequence on one side.
 
-    Two sides that hold the same bytes have the same digest, whatever their pages, page sizes,
-    strides and order of heads and tokens; a row at another position, of another head, layer or kind
-    changes it. Each row of a token and head has a hash of 64 bits, and these are added. That tells
-    errors, and is no defence against somebody who wants another content to have the same digest.
+    Two sides with the same contents have the same digest, for any pages, page sizes, strides and
+    order of heads and tokens. Moving a row to another position, head, layer or kind changes the
+    digest. The digest adds 64-bit hashes of all rows (one per token and head). It detects errors;
+    it does not resist an attacker who forges contents with the same digest.
 
     Parameters
     ----------
     layout : KVLayout
-        Its memory is of this process. A pool stands for `KVLayout.from_pool` of it.
+        Buffers in the memory of this process. A pool stands for its `KVLayout.from_pool`.
     pages : ints [pages]
-        The pages of the sequence, in its order, as of `plan_kv_transfer`.
+        Pages of the sequence in its order, as for `plan_kv_transfer`.
     start : int
-        The token with which the list begins, the first of a page.
+        Token at which the first page of the list begins.
     first_token, num_tokens : int, optional
-        The tokens; default: from `start`, and to the end of the list.
+        Tokens to digest. Default: from `start` to the end of the list.
     block_tokens : int
-        Positions that have one sum, the same on both sides: how exactly a difference is found.
+        Positions per sum, the same on both sides; it sets how exactly a difference is located.
     peer : KVLayout, optional
-        A side that holds only a part: digest what is there, too, of layers, heads and the tokens of
-        its DCP rank. It has all pages of its tokens (``shard_size`` 1).
+        Peer that holds a part only: digest just the layers, heads and tokens (of its DCP rank) that
+        it has, too. It must hold all pages of its tokens (``shard_size`` 1).
     num_threads : int, optional
-        Default: that of the library. The digest is the same for any number.
+        Number of threads, which does not change the digest. Default: that of the library.
 
     Returns
     -------
     KVDigest
-        Without buffers that are left out. Pages that are not rows of tokens are hashed as a whole,
-        so both sides need one page size for those to compare, and whole pages.
+        Digest without buffers that are left out. Pages that are not rows of tokens have one hash
+        per page; to compare them, both sides need the same page size, and whole pages.
 
     Raises
     ------
     TypeError
-        If `layout` is neither, or a page or a number no integer.
+        If `layout` is neither a KVLayout nor a pool, or a page or number is no integer.
     ValueError
-        For pages and tokens that the buffers do not have, a page that comes twice, buffers that
-        overlap, and memory that this process cannot read.
+        If the buffers lack a page or token, a page comes twice, buffers overlap, or this process
+        cannot read the memory.
 
     Examples
     --------
-    The sender's digest goes with its other messages, the receiver checks what has arrived:
+    The sender adds its digest to its other messages; the receiver checks what has arrived:
 
     >>> import json
     >>> import numpy as np

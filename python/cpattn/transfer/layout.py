@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers of one side of a transfer, each with the layer and the kind that it holds."""
+"""The buffers of one side of a transfer, each with its layer and kind."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ __all__ = ["KVEntry", "KVLayout"]
 
 
 class KVLayout(_core.KVLayout):
-    """The buffers of a side of a transfer: made once per server, a comparable value.
+    """Buffers of one side of a transfer; made once per server and comparable by value.
 
     Parameters
     ----------
     entries : iterable of KVEntry
-        In the order in which their blocks shall be sent.
+        Buffers in the order in which to send their blocks.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     tp_rank, tp_size : int
-        The attention tensor parallelism of this side.
+        Rank and size of this side's attention tensor parallelism.
     total_kv_heads : int, optional
-        Heads of K and V of the whole model; 1 for MLA, whose latent all ranks hold. Ranks have
-        equal shares in order; with more ranks than heads, neighbours have the same head.
-        Needed with tp_size > 1.
+        KV heads of the whole model; 1 for MLA, whose latent all ranks hold. Ranks have equal shares
+        in order; if there are more ranks than heads, neighbouring ranks have the same head.
+        Required with tp_size > 1.
     layers : pair of ints, optional
-        The target layers ``first, ..., end - 1`` that this side answers for, all of whose
-        buffers are here: those of its pipeline stage. Default: all layers of the model.
+        Target layers ``first, ..., end - 1`` of this side's pipeline stage; the entries must
+        include all their buffers. Default: all layers of the model.
     dcp_rank, dcp_size, dcp_interleave : int
-        Of a destination with decode context parallelism: token t of a sequence is kept by rank
-        ``t // dcp_interleave % dcp_size``, and no other, behind the others it keeps.
+        Decode context parallelism of a destination: only rank ``t // dcp_interleave % dcp_size``
+        keeps token t of a sequence; a rank stores its tokens without gaps.
     shard_rank, shard_size : int
-        Of a side whose ranks stripe their pools by pages (`cpattn.kv.PageInterleave`): page l of
-        the group is page ``l // shard_size`` of rank ``l % shard_size``. Lists of pages are those
-        of the group, the same for all its ranks. Not with DCP.
+        Striping of pools by pages (`cpattn.kv.PageInterleave`): page l of the group is page ``l //
+        shard_size`` of rank ``l % shard_size``. Page lists then name pages of the group and are the
+        same for all its ranks. Not with DCP.
 
     Raises
     ------
     ValueError
-        For what contradicts itself: the same buffer twice, a number of bytes that is no whole
-        number of pages, a layer outside `layers`, heads that ranks cannot share equally, striped
-        pages with DCP, pages of heads (HND) without `total_kv_heads` or of another length.
+        If a buffer comes twice, the bytes of a buffer are no whole number of pages, a layer is
+        outside `layers`, ranks cannot share the heads equally, striped pages meet DCP, or pages of
+        heads (HND) have another length or no `total_kv_heads`.
 
     Examples
     --------
@@ -76,7 +76,7 @@ class KVLayout(_core.KVLayout):
             values, page_size, tp_rank, tp_size,
             total_kv_heads, layers, dcp_rank, dcp_size, dcp_interleave, shard_rank, shard_size,
         )  # fmt: skip
-        self._pools: tuple[object, ...] = ()  # whose memory must outlive the layout
+        self._pools: tuple[object, ...] = ()  # keeps their memory alive
 
     @classmethod
     def from_pool(
@@ -94,28 +94,28 @@ class KVLayout(_core.KVLayout):
         shard_rank: int = 0,
         shard_size: int = 1,
     ) -> KVLayout:
-        """Describe a pool, kinds in turn, then the pool of a draft model.
+        """Describe a pool, one kind after the other, then the pool of a draft model.
 
-        The layout keeps the pools alive, and so do its copies within the process and the plans that
-        have it as their source; `to_dict` and pickles tell other processes the addresses alone.
+        The layout keeps the pools alive; so do its copies in this process and the plans with this
+        layout as their source. `to_dict` and pickles give other processes only the addresses.
 
         Parameters
         ----------
         pool, draft_pool : MHATokenToKVPool or MLATokenToKVPool
-            Or anything with their ``kinds``, ``start_layer``, ``num_layers``, ``num_kv_heads``,
-            ``page_size`` and ``get_contiguous_buf_infos()``. Optional are ``dtypes``, a dict of
-            the dtype of each kind, ``whole_page_kinds``, a list of kinds without rows of tokens,
-            ``page_strides`` and ``layout_tags``, dicts of `KVEntry.page_stride` and
-            `KVEntry.layout_tag` by kind, ``kv_layout`` as of `KVEntry`, and
-            ``kv_lora_rank``: an int says that the pool is of latents, with one KV head.
+            Or any object with ``kinds``, ``start_layer``, ``num_layers``, ``num_kv_heads``,
+            ``page_size`` and ``get_contiguous_buf_infos()``. Optional attributes: ``dtypes``, a
+            dict from kind to dtype; ``whole_page_kinds``, a list of kinds without rows of tokens;
+            ``page_strides`` and ``layout_tags``, dicts from kind to `KVEntry.page_stride` and
+            `KVEntry.layout_tag`; ``kv_layout`` as in `KVEntry`; an int ``kv_lora_rank``, which
+            marks a pool of latents with one KV head.
         tp_rank, tp_size, total_kv_heads
-            As of `KVLayout`; heads are those of the pool by default, which is not enough for
-            MHA with ``tp_size > 1``.
+            See `KVLayout`. Default of total_kv_heads: the heads of the pool; MHA with ``tp_size >
+            1`` requires it.
         layers
-            As of `KVLayout`. A pipeline stage must state them, usually
-            ``(pool.start_layer, pool.end_layer)``: by default the pool is the whole model.
+            See `KVLayout`. A pipeline stage must state its layers, usually ``(pool.start_layer,
+            pool.end_layer)``. Default: the pool is the whole model.
         dcp_rank, dcp_size, dcp_interleave, shard_rank, shard_size
-            As of `KVLayout`.
+            See `KVLayout`.
 
         Returns
         -------
@@ -124,10 +124,10 @@ class KVLayout(_core.KVLayout):
         Raises
         ------
         TypeError
-            If a pool has not these members, or a number is no integer.
+            If a pool lacks a required attribute, or a number is no integer.
         ValueError
-            If the pools have different page sizes, the heads are not those of the pool, or
-            `KVLayout` refuses the rest.
+            If the pools have different page sizes, the heads differ from those of the pool, or
+            `KVLayout` refuses an argument.
 
         Examples
         --------
@@ -191,33 +191,33 @@ class KVLayout(_core.KVLayout):
         shard_rank: int = 0,
         shard_size: int = 1,
     ) -> KVLayout:
-        """Describe the buffers that an engine has in its ``KVArgs``.
+        """Describe the KV buffers in the ``KVArgs`` of an engine.
 
-        These are groups of layers (K, V and, of MLA with an indexer, its keys), then the same
-        groups of draft layers; or, if ``kv_layer_ids`` are set, buffers that name their layer,
-        draft layers from 1,000,000 on. Components of state are not among them.
+        Buffers are groups of layers (K, V and, for MLA with an indexer, index keys), then the same
+        groups of draft layers. If ``kv_layer_ids`` is set, it names the layer of each buffer
+        instead, with draft layers from 1,000,000 on. State components are not included.
 
         Parameters
         ----------
         kv_args : object
-            With ``kv_data_ptrs``, ``kv_data_lens``, ``kv_item_lens``, ``page_size``,
+            Object with ``kv_data_ptrs``, ``kv_data_lens``, ``kv_item_lens``, ``page_size``,
             ``prefill_start_layer`` and, where they are set, ``prefill_end_layer``,
             ``kv_buf_groups``, ``hidden_kv_layers`` or ``total_kv_layers``, ``draft_kv_layers`` or
             ``num_draft_entries``, ``kv_layer_ids``, ``engine_rank``, ``total_kv_head_num``,
             ``dcp_rank`` and ``dcp_size``.
         is_mla : bool
-            Whether all ranks hold the same latent; ``kv_buf_groups`` counts its groups. Else
-            there are K and V.
+            Whether all ranks hold the same latent, in ``kv_buf_groups`` groups. False: groups are K
+            and V.
         tp_size : int
-            Of attention; the rank is ``engine_rank % tp_size``.
+            Size of attention tensor parallelism; the rank is ``engine_rank % tp_size``.
         total_layers : int, optional
-            Target layers of the whole model, where `kv_args` do not tell.
+            Target layers of the whole model, if `kv_args` does not give them.
         draft_layers : int, optional
-            Where `kv_args` do not tell and there are any.
+            Number of draft layers, if there are any and `kv_args` does not give it.
         layers : pair of int, optional
-            As of `KVLayout`; by default those of the stage.
+            See `KVLayout`. Default: the layers of the stage.
         dcp_interleave, shard_rank, shard_size : int
-            As of `KVLayout`.
+            See `KVLayout`.
 
         Returns
         -------
@@ -226,10 +226,10 @@ class KVLayout(_core.KVLayout):
         Raises
         ------
         TypeError
-            If `kv_args` has not the first of these, or one of them is of another type.
+            If `kv_args` lacks one of the first five attributes, or an attribute has another type.
         ValueError
-            Where the numbers contradict each other: buffers that are not these groups of these
-            layers, a stage beyond the model, different item lengths within a group.
+            If the buffers do not match the groups and layers, the stage exceeds the model, or item
+            lengths differ within a group.
 
         Examples
         --------
@@ -264,11 +264,11 @@ class KVLayout(_core.KVLayout):
 
     @property
     def entries(self) -> tuple[KVEntry, ...]:
-        """The buffers, as given."""
+        """The buffers, in the given order."""
         return tuple(KVEntry(*entry) for entry in self._entries)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every argument by name, of types that JSON has: how a layout goes to the peer."""
+        """Return all arguments by name as JSON types, to send to the peer."""
         fields = {name: getattr(self, name) for name in DEFAULTS}
         layers = self.layers
         return {
@@ -280,7 +280,7 @@ class KVLayout(_core.KVLayout):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> KVLayout:
-        """Make the layout whose `to_dict` this is; what `KVLayout` refuses is refused here."""
+        """Make a layout from its `to_dict`; raises what `KVLayout` raises."""
         if not isinstance(fields, Mapping):
             raise TypeError(
                 f"KVLayout.from_dict: fields must be a mapping, got {type(fields).__name__}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one batch on one rank: metadata, pages and slots, all checked here."""
+"""Plan of one batch on one rank: metadata, pages and slots, all checked here."""
 
 from __future__ import annotations
 
@@ -22,39 +22,37 @@ _PLAN = "ContextParallel.plan"
 
 @dataclass(frozen=True)
 class ContextParallelPlan:
-    """Plan of who computes and stores what for one batch, seen from one rank; all layers reuse it.
+    """Plan of one batch for one rank: which rank computes and stores which tokens, for all layers.
 
-    `ContextParallel.plan` makes them. Plans of the same rank are equal if their tokens, pages and
-    slots are.
+    `ContextParallel.plan` makes it. Two plans of a rank are equal if tokens, pages and slots are
+    equal.
 
     Attributes
     ----------
     metadata : ContextParallelMetadata
-        Which tokens each rank has, and what they see.
+        Tokens of each rank, and the keys that they see.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     tokens : NewTokens
-        Pages and lengths of the new tokens, whose slots and rows are listed when asked for.
+        Pages and lengths of the new tokens; lists their slots and rows on demand.
     block_tables : array [bs, pages], int32, read-only
-        The pages of each request, -1 after its last. With padding tokens the last request has
-        pages for these, too.
+        Pages of each request, -1 after its last. The last request includes pages of padding tokens.
     slots : array [num_tokens], int64, read-only
-        The pool row of each new token, -1 where none is written.
+        Pool row of each new token, -1 if none is written.
     cp_rank : int
-        The rank that the plan is for.
+        Rank of this plan.
     rows_per_rank : tuple of int
-        The tokens each rank computes, without physical padding.
+        Number of tokens that each rank computes, without physical padding.
     gathered_rows : torch.Tensor [num_tokens], int64
-        Where each token stands when the rows of all ranks follow each other.
+        Index of each token in the concatenated rows of all ranks.
     packed_custom_mask : array, uint8, read-only, or None
-        The mask of all tokens, as `paged_attention` takes it, padding tokens included.
+        Mask of all tokens, padding tokens included, as `paged_attention` takes it.
     num_pairs : int
-        Pairs of a new token and a key up to its own, padding tokens left out: what is computed.
+        Number of pairs of a new token and a key up to its own, without padding tokens.
     num_padding_tokens : int
-        New tokens that the last request has more than it was given, as padding.
+        Number of padding tokens after the last request.
     terms : tuple of int
-        Digests of what the plans of all ranks have in common: the ranks compare them before they
-        exchange rows.
+        Digests of the parts that all ranks share; ranks compare them before they exchange rows.
 
     Examples
     --------
@@ -80,36 +78,36 @@ class ContextParallelPlan:
 
     @cached_property
     def block_tables(self) -> NDArray[np.int32]:
-        """The pages of each request."""
+        """Pages of each request."""
         return self.tokens.pages.tables(self.num_padding_tokens)
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """The pool row of each new token."""
+        """Pool row of each new token."""
         return self.tokens.slots
 
     @property
     def gathered_rows(self) -> torch.Tensor:
-        """Place of each token where the rows of all ranks follow each other."""
+        """Index of each token in the concatenated rows of all ranks."""
         return self.tokens.gathered_rows
 
     @property
     def num_tokens(self) -> int:
-        """New tokens on all ranks, padding tokens included."""
+        """Number of new tokens on all ranks, padding tokens included."""
         return sum(self.rows_per_rank)
 
     @cached_property
     def own_slots(self) -> NDArray[np.int64]:
-        """The pool row of each of this rank's tokens, where ranks write to one pool.
+        """Pool row of each of this rank's tokens, for ranks that write to one pool.
 
-        -1 where none is written, also where a later token, of any rank, has the same: padding
-        tokens may.
+        The row is -1 if none is written. Tokens of any rank, such as padding tokens, may share a
+        row; only the last of them has it, and the others have -1.
         """
         return self._slots_written_once[np.asarray(self.metadata.local_q_indices, np.int64)]
 
     @cached_property
     def slots_by_rank(self) -> list[NDArray[np.int64]]:
-        """The pool row of each token, as in `own_slots`, for one rank after another."""
+        """Pool row of each token, as in `own_slots`, one rank after another."""
         tokens = np.empty(self.num_tokens, np.int64)
         tokens[self.gathered_rows.numpy()] = np.arange(self.num_tokens)
         ends = np.cumsum(self.rows_per_rank)
@@ -117,7 +115,7 @@ class ContextParallelPlan:
 
     @cached_property
     def _slots_written_once(self) -> NDArray[np.int64]:
-        """The slot of each token, but -1 where a later one has the same."""
+        """Return the slot of each token, or -1 if a later token has the same slot."""
         slots = np.full(self.num_tokens, -1)
         _, last = np.unique(self.slots[::-1], return_index=True)
         last = self.num_tokens - 1 - last
@@ -126,7 +124,7 @@ class ContextParallelPlan:
 
     @cached_property
     def pages_in_order(self) -> tuple[torch.Tensor, NDArray[np.int32]]:
-        """The pages of the batch, each once, and its tables for a pool of these alone."""
+        """Return the pages of the batch, each once, and tables for a pool of only these pages."""
         used = self.block_tables >= 0
         pages, places = np.unique(self.block_tables[used], return_inverse=True)
         tables = np.full(self.block_tables.shape, -1, dtype=np.int32)
@@ -145,12 +143,12 @@ class ContextParallelPlan:
 
     @property
     def num_physical_rows(self) -> int:
-        """Rows of this rank with physical padding, where the plan has it."""
+        """Number of this rank's rows, with physical padding if the plan has it."""
         return int(self.metadata.per_rank_actual_token[self.cp_rank])
 
 
 class PlannedPages(NamedTuple):
-    """Pages of a batch, the slots that were given and the mask, with the terms of all three."""
+    """Checked pages, given slots and mask of a batch, with digests of all three."""
 
     pages: _core.BatchPages
     slots: NDArray[np.int64] | None
@@ -170,7 +168,7 @@ def planned_pages(
     custom_mask: Any,
     packed_custom_mask: Any,
 ) -> PlannedPages:
-    """Check the pages, slots and mask of a batch, of which `extends` are new tokens."""
+    """Check the pages, slots and mask of a batch with `extends` new tokens."""
     tables = index_array("block_tables", block_tables, 2, call)
     pages = _core.BatchPages(tables, lens, page_size, call)
     slots = None
@@ -195,7 +193,7 @@ def make_plan(
     custom_mask: Any = None,
     packed_custom_mask: Any = None,
 ) -> ContextParallelPlan:
-    """See ContextParallel.plan; metadata is built from the same extend_lens, not yet padded."""
+    """Make a plan for `ContextParallel.plan`; metadata has the same extend_lens, unpadded."""
     extends = index_array("extend_lens", extend_lens, 1, _PLAN).astype(np.int64)
     prefixes = np.asarray(metadata.prefix_lens, dtype=np.int64)
     padding = metadata.total_seq_lens - int(extends.sum())

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rails between hosts: senders and receivers such that a rank's rows reach each other host once."""
+"""Rails between hosts: pairs of ranks such that each row reaches every other host once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-Hosts = tuple[tuple[int, ...], ...]  # the ranks of each
+Hosts = tuple[tuple[int, ...], ...]  # ranks of each host
 
 
 class Rails:
-    """Ranks of other hosts with which a rank exchanges, on behalf of its host.
+    """Ranks of other hosts with which a rank exchanges rows for its host.
 
-    The k-th rank of a host sends its rows to the k-th of every other one; to that at k modulo R,
-    where those are R and fewer.
+    The k-th rank of a host sends its rows to the k-th rank of every other host. If that host has
+    only R <= k ranks, rank k modulo R receives them.
 
     Parameters
     ----------
     hosts : tuple of tuples of int
         The ranks of each host; every rank of the group is on one of them.
     rank : int
-        The rank whose exchanges these are.
+        The rank that sends and receives.
 
     Attributes
     ----------
     hosts, rank
         As given.
     members, others : tuple of int, tuple of tuples of int
-        The ranks of its host, and those of each other one.
+        Ranks on the host of `rank`, and ranks of each other host.
     destinations : tuple of int
-        Ranks that get its rows: one of each other host.
+        Ranks that receive the rows of `rank`: one on each other host.
     sources : tuple of int
-        Ranks whose rows it receives for its host, ascending: it is a destination of each.
+        Ranks whose rows `rank` receives for its host, ascending.
     """
 
     def __init__(self, hosts: Hosts, rank: int) -> None:
@@ -46,13 +46,13 @@ class Rails:
         )
 
     def kept_counts(self, rows_per_rank: Sequence[int]) -> list[int]:
-        """The rows of each rank that come to this one, its own among them."""
+        """Return how many rows of each rank reach this one, its own rows included."""
         kept = {self.rank, *self.sources}
         return [n if rank in kept else 0 for rank, n in enumerate(rows_per_rank)]
 
 
 def most_received(hosts: Hosts, rows_per_rank: Sequence[int]) -> int:
-    """The rows of other hosts that the rank receives which receives most."""
+    """Return the most rows that any rank receives from other hosts."""
     return max(
         sum(rows_per_rank[source] for source in Rails(hosts, rank).sources)
         for members in hosts

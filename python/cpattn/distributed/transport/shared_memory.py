@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for KV pools that the ranks of a host share: a part of each rank, in one address range."""
+"""Memory for KV pools that the ranks of a host share: one address range, a part from each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .rails import Hosts
 from .terms import NO_TERMS, ranks_text, term
 
 LARGE_PAGE = 2 << 20
-# Ranges of address space of a buffer; a process may have 65530 in all.
+# Most ranges of address space per buffer; Linux allows a process 65530 in all.
 _MOST_RANGES = 4096
 _SCRATCH_ROW = 4096  # bytes
 _SCRATCH_CALL = "ContextParallel.attend"
@@ -29,7 +29,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class Range(NamedTuple):
-    """Bytes of a buffer that a rank has in its file."""
+    """Range of a buffer's bytes that lies in the memory file of one rank."""
 
     rank: int
     offset: int
@@ -37,11 +37,11 @@ class Range(NamedTuple):
 
 
 def split_buffer(shape: BufferShape, num_ranks: int, offsets: list[int]) -> list[Range]:
-    """The ranges of a buffer, of the ranks by turns: the same share of each layer for every rank.
+    """Split a buffer into ranges that ranks provide in turn; all give equal shares of each layer.
 
-    Ranges are as short as their number and large pages allow, so that each sequence has keys on all
-    NUMA nodes: every rank reads all keys, and those of few sequences lie side by side. `offsets` is
-    where each rank's file goes on; it is moved behind the buffer.
+    Ranges are as short as large pages and the limit on their number allow. Every rank reads all
+    keys, and the keys of few sequences lie side by side; short ranges spread each sequence over all
+    NUMA nodes. `offsets` holds the end of each rank's file; the call moves it behind the buffer.
     """
     shares = shape.num_layers * num_ranks
     large = shape.num_bytes >= 2 * LARGE_PAGE * shares
@@ -60,18 +60,18 @@ def split_buffer(shape: BufferShape, num_ranks: int, offsets: list[int]) -> list
 class SharedMemory(Memory):
     """Memory for KV pools that the ranks of a host share, from `ContextParallel.shared_memory`.
 
-    All ranks of the group make the same pools, in the same order. Those of a host have each of them
-    together; where the group is on several hosts, each of these has one. Every rank gives an equal
-    share of each layer, which is committed when the pool is made and lies on the NUMA node where
-    the rank runs then. Shares are ranges of 2 MiB and more, of the ranks by turns, so that those on
-    several nodes read from all of them at once, whichever sequences there are. All see them in one
-    range of addresses: block tables, views and kernels are those of any pool. The memory has no
-    name: the last process that maps it takes it along, however it ends, and `/dev/shm` is not used.
+    All ranks of the group make the same pools, in the same order. Each host has one copy of a pool,
+    which its ranks share. Every rank provides an equal share of each layer. Making the pool commits
+    the share on the NUMA node where the rank then runs. Shares are ranges of at least 2 MiB that
+    take turns over the ranks, so all nodes serve reads at once for any sequences. All ranks see the
+    pool in one address range: block tables, views and kernels are as for any pool. The memory has
+    no name and does not use `/dev/shm`: it is freed when the last process that maps it ends, in any
+    way.
 
     Parameters
     ----------
     host, exchange
-        Of the `ContextParallel` that gives it.
+        Objects of the `ContextParallel` that makes this one.
 
     Examples
     --------
@@ -98,14 +98,14 @@ class SharedMemory(Memory):
     def _make_buffers(
         self, function: str, shapes: dict[str, BufferShape]
     ) -> dict[str, _core.KVBuffer]:
-        """A buffer of zeros for each kind, in memory of this host's ranks; all ranks call this."""
+        """Make a buffer of zeros for each kind in this host's shared memory; all ranks call it."""
         host, exchange = self._host, self._exchange
         hosts, members = host.rails.hosts, host.rails.members
         with exchange.agreement("shared_memory", NO_TERMS) as parts:
             parts.shared_memory = term(tuple(shapes.items()))
         ranges: dict[str, list[Range]] = {}
-        totals = []  # of the hosts
-        sizes = [0] * exchange.size  # that each rank gives
+        totals = []  # of each host
+        sizes = [0] * exchange.size  # of each rank
         for ranks in hosts:
             offsets = [0] * len(ranks)
             of_kinds = {kind: split_buffer(s, len(ranks), offsets) for kind, s in shapes.items()}
@@ -151,7 +151,7 @@ class SharedMemory(Memory):
     def _mapped(
         self, function: str, ranges: Mapping[str, list[Range]], sizes: list[int], fds: list[int]
     ) -> dict[str, _core.PoolMemory]:
-        """The files of this host's ranks, range by range; this rank's parts are committed."""
+        """Map the files of this host's ranks range by range, and commit the parts of this rank."""
         host = self._host
         files: list[int] = []
         try:
@@ -172,14 +172,14 @@ class SharedMemory(Memory):
 
 
 def shared_scratch(exchange: RowExchange, host: HostGroup, num_bytes: int) -> list[torch.Tensor]:
-    """Two buffers of so many bytes, or more, that the ranks of a host have together.
+    """Return two buffers of at least `num_bytes` each, shared by the ranks of a host.
 
-    All ranks of the group call this, with the same numbers. The buffers are kept for their next
-    call, and what was in them is. MemoryError on all of them where a host has not so much.
+    All ranks of the group call this with the same numbers. The next call returns the same buffers
+    with their contents. All ranks raise MemoryError if a host lacks the memory.
     """
     if not exchange.scratch or exchange.scratch[0].numel() < num_bytes:
-        exchange.scratch.clear()  # before there are others
-        num_rows = max(1, -(-num_bytes // _SCRATCH_ROW))  # also where there is no key
+        exchange.scratch.clear()  # free the old buffers first
+        num_rows = max(1, -(-num_bytes // _SCRATCH_ROW))  # a row even without keys
         shape = BufferShape(2, num_rows, _SCRATCH_ROW, "int8")
         buffers = SharedMemory(host, exchange)._make_buffers(_SCRATCH_CALL, {"scratch": shape})
         whole = torch.from_numpy(buffers["scratch"].bytes).view(-1)
@@ -188,7 +188,7 @@ def shared_scratch(exchange: RowExchange, host: HostGroup, num_bytes: int) -> li
 
 
 class _File:
-    """File of memory that this rank gives, or the reason why there is none."""
+    """File of memory that this rank provides, or the error number if there is none."""
 
     def __init__(self, num_bytes: int) -> None:
         self.fd, self.error = -1, 0
@@ -196,7 +196,7 @@ class _File:
             self.fd = sealed_file("cpattn pool", num_bytes)
         except OSError as error:
             self.error = error.errno or 1
-        except OverflowError:  # of a size beyond 64 bits
+        except OverflowError:  # size beyond 64 bits
             self.error = 27  # EFBIG
 
     def num_bytes(self) -> int:
@@ -210,7 +210,7 @@ class _File:
 def _refusal(
     function: str, totals: list[int], sizes: list[int], told: list[list[int]], hosts: Hosts
 ) -> str | None:
-    """Return why there is no memory for a pool, or scratch: all ranks find the same."""
+    """Return why there is no memory for a pool or scratch; all ranks get the same text."""
     what = "scratch" if function == _SCRATCH_CALL else "a pool"
     for rank, (error, _, num_bytes, _) in enumerate(told):
         if error:
@@ -243,9 +243,9 @@ def _gib(num_bytes: int) -> str:
 
 
 def available_bytes() -> int:
-    """Return the bytes that this process can still take, by the system and by its control groups.
+    """Return the bytes that this process can still take under the limits of system and cgroups.
 
-    Beyond a control group's limit the system ends processes, where it could refuse memory.
+    The system kills processes beyond a cgroup's limit instead of refusing memory.
     """
     available = 2**62
     for line in _lines(_MEMORY_INFO):
@@ -263,7 +263,7 @@ def available_bytes() -> int:
 
 
 def _left_in(path: str, root: str, files: tuple[str, str]) -> int:
-    """Bytes until the nearest limit of a control group or one around it."""
+    """Return the bytes left below the tightest limit of a cgroup and its ancestors."""
     left = 2**62
     top = _CGROUP_ROOT / root
     group = top / path.strip("/")
@@ -277,8 +277,8 @@ def _left_in(path: str, root: str, files: tuple[str, str]) -> int:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Pages of files, which count as used and are given up for others."""
-    names = ("inactive_file", "total_inactive_file")  # version 2; version 1, with groups within
+    """Bytes of file pages, which count as used but are given up on demand."""
+    names = ("inactive_file", "total_inactive_file")  # version 2; version 1 with its subgroups
     found = [
         int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] in names
     ]
@@ -286,7 +286,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file of the system, or none if it has no such file."""
+    """Return the lines of a system file, or none if there is no such file."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the keys and values of a whole batch, as `DynamicCache` and others return them."""
+"""Attention over keys and values of a whole batch, as `DynamicCache` and other caches give them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .._torch_library import Operators
 from .._visibility import Lengths
 from .masks import FUNCTION, check_bias, lowest, visibility
 
-#: What changes scores or visible keys, and is not read here: of T5 (but by `contiguous_attention`),
-#: of callers, of Inkling 2 (one for each query) and of MiniMax-M3 (which then makes no mask for its
-#: blocks).
+#: Options that change scores or visible keys and that this module does not read: of T5 (only
+#: `contiguous_attention` does), of callers, of Inkling 2 (one per query) and of MiniMax-M3 (which
+#: then makes no mask for its blocks).
 UNSUPPORTED = ("position_bias", "output_attentions", "sinks", "block_indices")
 
 
@@ -26,7 +26,7 @@ def check_supported(
     unsupported: tuple[str, ...] = UNSUPPORTED,
     dropout: float = 0.0,
 ) -> None:
-    """Raise ValueError for what a model may ask for and the kernels do not have."""
+    """Raise ValueError for options of models that the kernels do not have."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError(
             f"{FUNCTION}: inputs must not require gradients, there is no backward pass; run the "
@@ -43,17 +43,17 @@ def check_supported(
 
 
 def float_sinks(s_aux: AnyTensor | None) -> AnyTensor | None:
-    """Sinks, which are parameters, as the kernels take them."""
+    """Return sinks, which are model parameters, in the form that the kernels take."""
     return None if s_aux is None else s_aux.detach().float().contiguous()
 
 
 def dense_rows(x: AnyTensor) -> AnyTensor:
-    """x with its last dimension contiguous."""
+    """Return `x` with a contiguous last dimension; copies only if needed."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _tokens_apart(x: AnyTensor) -> int | None:
-    """Return the tokens between the starts of two sequences, or None if that is no whole number."""
+    """Return the distance of two sequences in tokens, or None if it is no whole number."""
     sequence, token = x.stride(0), x.stride(2)
     if token == 0 or sequence % token or sequence < token * x.shape[2]:
         return None
@@ -63,11 +63,11 @@ def _tokens_apart(x: AnyTensor) -> int | None:
 def _pages(
     key: AnyTensor, value: AnyTensor, starts: Lengths, kv_lens: Lengths
 ) -> tuple[AnyTensor, AnyTensor, Any]:
-    """Keys and values [batch, heads, tokens, dim] as pages ("HND"), in place, and their table.
+    """Return keys and values [batch, heads, tokens, dim] as pages ("HND"), in place, and a table.
 
-    A sequence is one page. Where some start behind padding, a page starts at every token and
-    overlaps those after it. It is as long as the last sequence has room, so those that are longer
-    have several, and each page of each of them ends within the tensor.
+    A sequence is one page. If some sequences start after padding, a page starts at every token and
+    overlaps later pages. Its length is the room of the last sequence, so longer sequences have
+    several pages, and every page ends within the tensor.
     """
     batch, heads, tokens, _ = key.shape
     if batch == 1:
@@ -108,39 +108,39 @@ def contiguous_attention(
     position_bias: AnyTensor | None = None,
     **options: Any,
 ) -> tuple[AnyTensor, None]:
-    """An attention function of transformers on `paged_attention`.
+    """Attention function of transformers on `paged_attention`.
 
-    Keys and values are used in place. Copied are those whose last dimension is not contiguous, and,
-    behind padding, those of sequences that lie no whole number of tokens apart.
+    The call uses keys and values in place. It copies them if the last dimension is not contiguous
+    or, with padding, if the distance between sequences is no whole number of tokens.
 
     Parameters
     ----------
     query : float32, float16 or bfloat16 tensor, shape [batch, num_heads, queries, head_dim]
-    key, value : tensors of its dtype, shape [batch, num_kv_heads, keys, dim]
-        Not repeated for grouped heads; `value` may have another dim.
+    key, value : tensors of the dtype of `query`, shape [batch, num_kv_heads, keys, dim]
+        Keys and values without repetition for grouped heads; `value` may have another dim.
     attention_mask : tensor, shape [1 or batch, 1 or num_heads, 1 or queries, keys], optional
-        True, or 0 of a float mask, where a query sees a key; decides alone. None: query i sees
-        keys up to i + keys - queries, `sliding_window` of them, or all if not `is_causal`. Floats
-        that are not all 0 or the lowest number, or that differ between heads, are added to scores,
-        and the lowest number hides a key; bools are the same for all heads.
+        Mask with True, or 0 if it has floats, for a visible key; it overrides `sliding_window` and
+        `is_causal`. None: query i sees the last `sliding_window` keys up to i + keys - queries, or
+        all keys if not `is_causal`. A bool mask is the same for all heads. A float mask with other
+        numbers than 0 and the lowest, or other ones per head, adds to scores; the lowest hides.
     scaling : float, default 1/sqrt(head_dim)
     softcap : float, optional
         Scores become softcap * tanh(score / softcap).
     s_aux : tensor, shape [num_heads], optional
-        Sinks, as of gpt-oss.
+        Sinks, as in gpt-oss.
     is_causal : bool, default that of `module`, else True
     position_bias : float tensor of the shapes of `attention_mask`, optional
-        Added to scores besides the mask, as by T5.
+        Bias of T5, added to scores besides the mask.
     dropout : float
         Must be 0.
     **options
-        None or False for those of `UNSUPPORTED`; all others mean nothing here.
+        Options of `UNSUPPORTED` must be None or False; the call ignores all other options.
 
     Returns
     -------
     out : tensor, shape [batch, queries, num_heads, v_head_dim]
     None
-        In place of the weights.
+        In place of attention weights.
     """
     check_supported(
         query, key, value, attention_mask, position_bias, dropout=dropout, options=options
@@ -195,7 +195,7 @@ def _attend(
         kv_layout="HND",
         scale=scale,
         causal=band.causal,
-        allow_short_kv=True,  # of left padding, whose queries see nothing
+        allow_short_kv=True,  # queries of left padding see no key
         window=band.window,
         softcap=softcap,
         bias=None if bias is None else _bias_from(bias.detach().expand(shape), band.starts),
@@ -204,14 +204,14 @@ def _attend(
     )
     attended: AnyTensor = out.unflatten(0, (batch, queries))
     if mask_bias is not None:
-        # The lowest numbers take all weight from keys besides others, but not among themselves.
+        # The lowest number hides a key only beside visible keys, not if a query has no others.
         blind = mask_bias.amax(-1) <= lowest(mask_bias.dtype)
         attended.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
     return attended
 
 
 def _bias_from(bias: AnyTensor, starts: Lengths) -> AnyTensor | list[AnyTensor]:
-    """A bias [batch, heads, queries, keys] for sequences whose keys begin at `starts`, in place."""
+    """Return a bias [batch, heads, queries, keys], in place, for keys that begin at `starts`."""
     if not starts.any():
         return bias
     return [x[..., start:] for x, start in zip(bias, starts.tolist(), strict=True)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook of vLLM: puts the backends of this package behind the names of vLLM's own.
+"""Plug-in of vLLM that puts cpattn's attention backends in place of vLLM's own.
 
-For decode context parallelism it also gives vLLM on a CPU the slots of new tokens, which vLLM's own
-function there has for one rank alone; the worker takes it after the plug-ins have been loaded.
+For decode context parallelism on a CPU, it also replaces vLLM's slot mapping, which there works for
+one rank only. The worker uses the replacement, as it loads plug-ins first.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ BACKENDS = {
 }
 
 _RELEASES = find("vLLM on CPU")
-#: The variable that has releases taken over which were not tried.
+#: The variable that lets cpattn take over releases it was not tried with.
 UNTRIED = _RELEASES.untried
-# vLLM shows what is logged below its own name.
+# vLLM shows only log records below its own logger.
 _logger = logging.getLogger("vllm.cpattn")
 
 
 def register() -> None:
     """Put cpattn's backends behind the names CPU_ATTN and CPU_MLA, for engines built from now on.
 
-    Does nothing where ``CPATTN_PLUGINS`` is 0, and the same however often it is called. A release
-    of vLLM that the backend was not tried with keeps its own attention, as its KV cache may have
-    another layout, and one line in the log tells of it; with ``CPATTN_VLLM_UNTRIED=1`` a later one
-    than 0.32 is taken over all the same, and the line says that.
+    Repeated calls change nothing; with ``CPATTN_PLUGINS=0`` the call does nothing. A vLLM release
+    that cpattn was not tried with may have another KV cache layout, so it keeps its own attention,
+    and the log says so. With ``CPATTN_VLLM_UNTRIED=1`` cpattn also takes over releases later than
+    0.32, and the log says that.
 
     Examples
     --------
@@ -59,7 +59,7 @@ def register() -> None:
 
 
 def _is_taken_over(release: str) -> bool:
-    """Tell whether attention of this release is computed here, and say so of one not tried."""
+    """Tell whether cpattn computes attention of this release; log it if the release is untried."""
     verdict, tried = _RELEASES.verdict(release), " and ".join(_RELEASES.tried)
     if verdict == "tried":
         return True
@@ -80,7 +80,7 @@ def _is_taken_over(release: str) -> bool:
 
 
 def announce_layouts() -> None:
-    """Have captures hear how the GPU worker of vLLM shares out batches over ranks of PCP, DCP."""
+    """Announce to captures how vLLM's GPU worker splits batches over ranks of PCP and DCP."""
     from vllm.v1.worker.gpu.block_table import BlockTables  # type: ignore[import-not-found]
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # type: ignore[import-not-found]
     from vllm.v1.worker.gpu.pcp_manager import PCPManager  # type: ignore[import-not-found]
