@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invariants of context-parallel code, whatever engine or device it is of."""
+"""Invariants of context-parallel code, for any engine or device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Invariant:
-    """Something that has to hold.
+    """A rule that context-parallel code must obey.
 
     Attributes
     ----------
     id : str
         Two to six capital letters.
     rule : str
-        What holds, as a sentence.
+        The rule, as a sentence.
     matters : str
-        What users see where it does not hold, as a sentence.
+        Symptom that users see if the rule is broken, as a sentence.
     advice : str
-        Where to look first, as a sentence.
+        Advice on the first place to look, as a sentence.
 
     Examples
     --------
@@ -35,7 +35,7 @@ class Invariant:
 
     @property
     def page(self) -> str:
-        """Place in the documents that says more, relative to the sources."""
+        """Section of the documents on this invariant, relative to the sources."""
         return f"docs/proof/invariants.md#{self.id.lower()}"
 
 
@@ -44,73 +44,73 @@ _ALL = (
         "OWN",
         "Every token, head and slot has one owner, and its position travels with it.",
         "Rows are lost, computed twice or attended to at a wrong position: fluent nonsense.",
-        "Compare the arithmetic that cuts with the one that puts together again.",
+        "Compare the code that splits tokens over ranks with the code that reassembles them.",
     ),
     Invariant(
         "COV",
         "Every pair of a query and a key that it may see is counted once, over all ranks.",
-        "A query misses keys, or weighs some of them twice: answers drift with length.",
-        "Look at the lengths and masks of the segments around the first pair.",
+        "A query misses keys, or counts some keys twice: answers drift with length.",
+        "Check lengths and masks of the segments around the first reported pair.",
     ),
     Invariant(
         "LEN",
         "Lengths and pages of a rank are its own, in bounds, and sum to those of the sequence.",
-        "Kernels read pages of other sequences, or memory that nobody wrote.",
-        "Find where lengths of the whole sequence are used in place of those of the rank.",
+        "Kernels read pages of other sequences, or uninitialized memory.",
+        "Find code that uses lengths of the whole sequence instead of lengths of the rank.",
     ),
     Invariant(
         "LSE",
         "Merged partial results equal the softmax over all keys.",
-        "Parts weigh wrongly against each other, and empty ones give NaN.",
-        "Check the base of the logarithm, -inf of rows without keys, and that sinks count once.",
+        "Partial results get wrong weights, and empty ones give NaN.",
+        "Check the base of the logarithm, -inf for rows without keys, and that sinks count once.",
     ),
     Invariant(
         "SEQ",
         "Ranks of a group issue the same collectives, of the same sizes, in the same order.",
-        "Ranks wait for each other until a timeout, or take one tensor for another.",
-        "Find the branch before the first difference that depends on what one rank alone knows.",
+        "Ranks wait for each other until a timeout, or mistake one tensor for another.",
+        "Find the branch before the first difference that depends on data of one rank only.",
     ),
     Invariant(
         "XFER",
         "Each layer, kind, head and page is sent once, to its own place, within registered memory.",
-        "The receiver decodes from rows of other layers or heads, or its memory is overwritten.",
-        "Compare the item lengths and the pairing of entries on the two sides.",
+        "The receiver decodes from rows of wrong layers or heads, or its memory is overwritten.",
+        "Compare item lengths and the pairing of buffers on both sides.",
     ),
     Invariant(
         "LAYOUT",
         "Who writes a cache and who reads it agree on the order of its bytes, dtype and scales.",
-        "Heads, tokens or tiles are taken for each other: noise, or one token for ever.",
-        "Give each order a name, and refuse a buffer whose name is another one.",
+        "Reads mix up heads, tokens or tiles: noise, or the same token forever.",
+        "Give each layout a name, and reject buffers with another layout name.",
     ),
     Invariant(
         "TOPK",
         "What ranks select together is the top-k of all keys.",
-        "Sparse attention reads the wrong tokens, the more so the longer the prompt.",
-        "Check whether indices are positions of the sequence or of the rank where they are used.",
+        "Sparse attention reads wrong tokens; longer prompts get worse answers.",
+        "Check whether code takes indices as positions in the sequence or on the rank.",
     ),
     Invariant(
         "ADDR",
         "No address overflows 32 bits, and nothing is written outside of what it belongs to.",
-        "Long contexts crash, or overwrite what belongs to others.",
-        "Make offsets 64 bits wide before the product, and buffers as large as the largest batch.",
+        "Long contexts crash, or overwrite memory of other buffers.",
+        "Cast offsets to 64 bits before multiplying; size buffers for the largest batch.",
     ),
     Invariant(
         "PAD",
         "Padding changes nothing.",
-        "Results of a request change with what shares its batch.",
-        "Find where rows or keys of padding are counted, read or written.",
+        "Results of a request depend on the other requests in its batch.",
+        "Find code that counts, reads or writes padding rows or keys.",
     ),
     Invariant(
         "BAL",
         "Work is even over ranks within the stated bound.",
         "Every rank waits for the slowest: more machines do not help.",
-        "Count pairs of queries and keys, not tokens, when sharing out.",
+        "Balance pairs of queries and keys, not tokens.",
     ),
     Invariant(
         "RES",
         "Results are those that the program itself demands.",
-        "An assertion of the program fails on one rank, whatever its calls look like.",
-        "Compare the operands of the assertion on this rank with those on others.",
+        "An assertion of the program fails on one rank, even if all calls look right.",
+        "Compare the operands of the assertion on this rank with those on other ranks.",
     ),
 )
 
