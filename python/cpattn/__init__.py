@@ -4,12 +4,12 @@
     plan = cpattn.build_cp_metadata(extend_lens, seq_lens, cp_rank=0, cp_size=2)
     out = cpattn.paged_attention(q, k_cache, v_cache, q_lens=[64], kv_lens=[64], ...)
 
-What nearly everybody needs is here; the rest is in sub-packages, which come when they are asked
-for: ``context_parallel`` (rules of engines), ``sparse`` (DSA), ``npu`` (operators of Ascend),
+The top level has the most used names. Sub-packages load on first use:
+``context_parallel`` (rules of engines), ``sparse`` (DSA), ``npu`` (operators of Ascend),
 ``kv`` (pools), ``transfer`` (plans of KV transfer), ``scheduling`` (prefix cache and batches),
 ``profiling``, ``captures`` (records of a running engine), ``distributed`` (torch), ``integrations``
-(engines and libraries) and ``torch_guard``. Imports NumPy only. Tools have packages of their own:
-``cpattn_proof`` judges the code of others, ``cpattn_lab`` predicts and replays.
+(engines and libraries) and ``torch_guard``. The package imports only NumPy. Tools are in packages
+of their own: ``cpattn_proof`` checks code of others, ``cpattn_lab`` predicts and replays.
 """
 
 from importlib import import_module
@@ -89,11 +89,11 @@ _SUB_PACKAGES = (
 
 
 def __getattr__(name: str) -> ModuleType:
-    """A sub-package is imported when it is asked for: all take time, `distributed` needs torch."""
+    """Import a sub-package on first use: every import takes time, and `distributed` needs torch."""
     if name in _SUB_PACKAGES:
         try:
             return import_module(f".{name}", __name__)
-        except AttributeError as error:  # which `from cpattn import ...` would take for a typo
+        except AttributeError as error:  # `from cpattn import ...` would take it for a typo
             raise ImportError(f"cpattn.{name} cannot be imported: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cpattn`` is the `cpattn` command, which the distribution `cpattn-proof` brings."""
+"""``python -m cpattn`` runs the `cpattn` command of the distribution `cpattn-proof`."""
 
 import sys
 from importlib.util import find_spec

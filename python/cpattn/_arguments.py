@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that Python itself reads, checked as the compiled core checks its own."""
+"""Checks of arguments that Python itself reads, with the rules of the compiled core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import _core
 
 __all__ = ["at_least", "flag", "has", "integer", "items", "key_window", "part", "real", "shown"]
 
-MAX_SHOWN = 4  # elements of a list in a repr
+MAX_SHOWN = 4  # most elements of a list that a repr shows
 
 integer = _core.integer
 real = _core.real
@@ -18,7 +18,7 @@ key_window = _core.key_window
 
 
 def at_least(minimum: int, value: Any, function: str, argument: str) -> int:
-    """A plain int; ValueError below the minimum."""
+    """Return a plain int; ValueError below the minimum."""
     number = integer(value, function, argument)
     if number < minimum:
         raise ValueError(f"{function}: {argument} must be >= {minimum}, got {number}")
@@ -26,7 +26,7 @@ def at_least(minimum: int, value: Any, function: str, argument: str) -> int:
 
 
 def has(owner: Any, name: str) -> bool:
-    """Whether an object has an attribute; not, if it refuses even this."""
+    """Return whether an object has an attribute; False if the object raises instead."""
     try:
         return hasattr(owner, name)
     except Exception:
@@ -34,7 +34,7 @@ def has(owner: Any, name: str) -> bool:
 
 
 def items(values: Any, function: str, argument: str) -> tuple[Any, ...]:
-    """Return what a sequence holds now; TypeError for anything else."""
+    """Return the current elements of a sequence; TypeError for anything else."""
     try:
         return tuple(values)
     except Exception as error:
@@ -44,7 +44,7 @@ def items(values: Any, function: str, argument: str) -> tuple[Any, ...]:
 
 
 def part(owner: Any, names: str | tuple[str, ...], function: str, argument: str) -> Any:
-    """An attribute, or a tuple of several; TypeError for an object that has not all of them."""
+    """Return an attribute, or a tuple of several; TypeError if an attribute is missing."""
     try:
         if isinstance(names, str):
             return getattr(owner, names)
@@ -57,7 +57,7 @@ def part(owner: Any, names: str | tuple[str, ...], function: str, argument: str)
 
 
 def shown(value: Any) -> str:
-    """A repr of a list's first elements."""
+    """Return a repr with the first elements of a list."""
     if isinstance(value, list) and len(value) > MAX_SHOWN:
         return f"[{', '.join(map(shown, value[:MAX_SHOWN]))}, ... {len(value)} in all]"
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from ._types import AnyTensor
 
 
 def torch_of(x: AnyTensor) -> Any | None:
-    """The torch module if x is a torch tensor; never imports torch."""
+    """Return the torch module if x is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
@@ -23,9 +23,9 @@ def torch_of(x: AnyTensor) -> Any | None:
 def empty(
     function: str, like: AnyTensor, shape: Sequence[int], dtype: str | None = None
 ) -> AnyTensor:
-    """An uninitialised tensor in the container of `like`, of its dtype unless one is named.
+    """Return an uninitialized tensor in the container of `like`, by default with its dtype.
 
-    MemoryError, which names `function`, for a shape that cannot be had.
+    A shape that does not fit into memory raises MemoryError, which names `function`.
     """
     torch = torch_of(like)
     if dtype is None:
@@ -41,19 +41,19 @@ def empty(
         return like.new_empty(shape, dtype=kind)
     except (RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # of a signal handler, which ran meanwhile
+            raise  # raised by a signal handler that ran meanwhile
         raise MemoryError(f"{function}: no memory for a result of shape {list(shape)}") from error
 
 
 def need_scales(
     function: str, cache: AnyTensor, kv_dtype: str | None = None, **scales: Any
 ) -> None:
-    """Refuse keys of int8 without one of the scales: as numbers such codes reach to 127."""
+    """Refuse int8 keys unless both scales are given, as int8 codes reach to 127."""
     missing = [name for name, scale in scales.items() if scale is None]
     of_codes = isinstance(kv_dtype, str) and kv_dtype == "int8"
     if not missing or not (kv_dtype is None or of_codes):
-        return  # the core refuses what is no name
-    torch = torch_of(cache)  # looked at itself, for it is asked in every call
+        return  # the core refuses an unknown name
+    torch = torch_of(cache)  # checked without helpers, as every call comes here
     if (
         of_codes
         or (torch is not None and cache.dtype is torch.int8)
@@ -63,8 +63,8 @@ def need_scales(
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of a name; ImportError if it needs ml_dtypes, which is not there."""
-    # NumPy knows these once this is imported.
+    """Return the dtype of a name; ImportError if the dtype needs ml_dtypes, which is missing."""
+    # NumPy knows these dtypes once ml_dtypes is imported.
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         try:
             import ml_dtypes  # noqa: F401
@@ -74,14 +74,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def as_numpy(x: AnyTensor) -> np.ndarray[Any, Any]:
-    """x itself if it is a NumPy array, else a view of it through __dlpack__."""
+    """Return x if it is a NumPy array, else a view of it through __dlpack__."""
     return x if isinstance(x, np.ndarray) else np.from_dlpack(x)
 
 
 def tensor_of(x: AnyTensor, function: str, argument: str) -> AnyTensor:
-    """x as a torch tensor, on any device, or a NumPy array of any dtype.
+    """Return x as a torch tensor on any device, or as a NumPy array of any dtype.
 
-    For functions that move rows and compute nothing; what the core reads it checks itself.
+    Functions that move rows without computing use it; the core checks the tensors that it reads.
     """
     name = f"{function}: {argument}"
     torch = torch_of(x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are refused, rather than taken for something else or for nothing."""
+"""Checks that refuse bad numbers instead of reinterpreting or dropping them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def check_seq_lens(function: str, seq_lens: Sequence[int], extend_lens: Sequence[int]) -> None:
-    """Raise ValueError unless each sequence has a length, and one for at least its new tokens."""
+    """Raise ValueError unless each sequence has a length that covers its new tokens."""
     if len(seq_lens) != len(extend_lens):
         raise ValueError(
             f"{function}: seq_lens must have as many elements as extend_lens, "
@@ -46,10 +46,10 @@ def check_integer(
 
 
 def _shown(value: object) -> str:
-    """Show a value in a message, cut to what fits, or its type."""
+    """Show a value in a message, cut to fit, or else its type."""
     try:
         return f"{value!r:.80}"
-    except Exception:  # of numbers of too many digits, say
+    except Exception:  # numbers with too many digits, for example
         return f"one of {type(value).__name__}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine that figures were taken on."""
+"""Name of the machine on which figures were measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_name() -> str:
-    """The model of the processor; its architecture where the system does not name one."""
+    """Return the model of the processor, or its architecture if the system names no model."""
     lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NUMA nodes, and the CPUs and memory of each, as Linux tells of them."""
+"""NUMA nodes, and the CPUs and memory of each, from the files of Linux."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _NODES = "sys/devices/system/node"
 
 
 def read(path: Path) -> str:
-    """Return what a file of the system says, or nothing if there is no such file."""
+    """Return the content of a system file, or "" if there is no such file."""
     with suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="ascii").strip()
     return ""
 
 
 def numbers_of(ranges: str) -> set[int]:
-    """CPUs or nodes of ranges as Linux writes them.
+    """Return the CPUs or nodes in ranges in the notation of Linux.
 
     >>> numbers_of("0-2,8")
     {0, 1, 2, 8}
@@ -42,7 +42,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def nodes_of(root: Path, usable: Collection[int]) -> dict[str, set[int]]:
-    """Return the CPUs `usable` of each NUMA node that has some, by its number."""
+    """Return the CPUs in `usable` of each NUMA node that has any, by node number."""
     folders = sorted(
         (int(path.name[4:]), path) for path in (root / _NODES).glob("node[0-9]*") if path.is_dir()
     )
@@ -51,7 +51,7 @@ def nodes_of(root: Path, usable: Collection[int]) -> dict[str, set[int]]:
 
 
 def memory_nodes(root: Path) -> dict[int, int]:
-    """Return the bytes of memory of each NUMA node that this process may use, in all."""
+    """Return the total bytes of memory of each NUMA node that this process may use."""
     allowed = re.search(
         r"^Mems_allowed_list:\s*(\S+)$", read(root / "proc/self/status"), re.MULTILINE
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between attention and its oracle, in units of what roundings explain."""
+"""Differences between attention and its oracle, in units of the expected rounding error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-# An output element may be off by so many spacings of its dtype at 1, times what the same attention
-# over absolute values gives: rounding the result, and the weights, and the sums in float32.
+# Allowed error of an output element, in spacings of its dtype at 1 times the same attention over
+# absolute values: it covers rounding of the result, of the weights and of the float32 sums.
 _UNITS = {"float32": (40, 2.0**-23), "bfloat16": (1.05, 2.0**-7)}
 DTYPES = tuple(_UNITS)
 
@@ -19,10 +19,10 @@ def error_in_units(
     magnitude: np.ndarray[Any, Any],
     dtype: str,
 ) -> float:
-    """The largest error of an output, 1 being all that roundings explain; NaN if one is.
+    """Return the largest error of an output, in units of expected rounding; NaN if an error is NaN.
 
     magnitude : float64, as expected
-        The same attention over absolute values.
+        Result of the same attention over absolute values.
     """
     units, eps = _UNITS[dtype]
     return float(np.max(np.abs(out - expected) / (units * eps * magnitude + 1e-30), initial=0.0))

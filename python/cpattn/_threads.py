@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number of threads that calls use, for each thread that calls."""
+"""Number of threads that calls use, set for each calling thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import _core
 
 
 class _Outer(threading.local):
-    """Stack of previous limits, one for each thread."""
+    """Stack of previous limits, one per thread."""
 
     def __init__(self) -> None:
         self.numbers: list[int | None] = []
@@ -21,23 +21,23 @@ _outer = _Outer()
 
 
 class num_threads(ContextDecorator):
-    """Have the calls of this thread use at most `n` threads, within a ``with`` or a function.
+    """Limit calls of this thread to `n` threads, in a ``with`` block or a decorated function.
 
-    It comes before `set_num_threads` and ``CPATTN_NUM_THREADS``, holds for every function that
-    computes, those with names of engines included, and for this thread alone: not for threads or
-    tasks that start inside. Where a call or a plan has a `num_threads` of its own, that counts.
-    Results do not depend on it.
+    The limit overrides `set_num_threads` and ``CPATTN_NUM_THREADS`` and holds for every function
+    that computes, including functions under names of engines. It does not hold for threads or tasks
+    that start inside. The `num_threads` of a call or plan overrides it. Results do not depend on
+    it.
 
     Parameters
     ----------
     n : int
-        At least 1; 1 computes on the calling thread, which suits engines with workers of their
-        own. None leaves the choice to the process, also inside of another ``with``.
+        At least 1; 1 computes on the calling thread only, which suits engines with their own
+        workers. None restores the default of the process, also inside another ``with``.
 
     Raises
     ------
     TypeError, ValueError
-        When it is entered: n is no integer, or below 1.
+        If `n` is no integer or below 1; raised on entry.
 
     Examples
     --------

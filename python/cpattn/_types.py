@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types in the signatures of public functions, for a user's type checker."""
+"""Types in the signatures of public functions, for type checkers of users."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = [
 
 
 class Tensor(Protocol):
-    """Tensor that the core can read: of torch on the CPU, of NumPy, or another with DLPack.
+    """Tensor that the core can read: a torch CPU tensor, a NumPy array, or another with DLPack.
 
-    A list is no tensor: it has no dtype. NumPy types ``__dlpack__`` for numbers only, and a mask is
-    of bools; hence the other half of the protocol.
+    A list is no tensor, as it has no dtype. NumPy types ``__dlpack__`` for numbers only, but a mask
+    has bools; the other half of the protocol therefore covers masks.
     """
 
     @property
@@ -38,16 +38,16 @@ class Tensor(Protocol):
 # Results come in the container of the arguments: torch gives torch, NumPy gives NumPy.
 TensorT = TypeVar("TensorT", bound=Tensor)
 
-# A tensor whose container no signature tells: what a pool shows, or what code for both works on.
+# A tensor in a container that no signature states: a view of a pool, or code for both containers.
 AnyTensor: TypeAlias = Any
 
 # Ints: a list or tuple of them, or an int32 or int64 tensor of one dimension.
 Indices: TypeAlias = Sequence[SupportsIndex] | Tensor
 
-# What the numbers of a cache are multiplied with: one number or a tensor of them; None is 1.
+# Factors of the numbers in a cache: one number or a tensor of numbers; None stands for 1.
 KVScale: TypeAlias = SupportsFloat | Tensor | None
 
-# The same of two dimensions, such as a block table.
+# Ints of two dimensions, such as a block table.
 IndexTable: TypeAlias = Sequence[Sequence[SupportsIndex]] | Tensor
 
 # Floats: a list or tuple of them, or a float32 or float64 tensor of one dimension.
@@ -56,9 +56,9 @@ Reals: TypeAlias = Sequence[SupportsFloat] | Tensor
 # One bool, or one for each sequence.
 Flags: TypeAlias = bool | Sequence[bool] | Tensor
 
-# Numbers that are added to scores: a tensor, or one for each sequence.
+# Summands of scores: one tensor, or one per sequence.
 ScoreBias: TypeAlias = Tensor | Sequence[Tensor] | None
 
-# Keys before and behind a token's own that it sees, None for no limit. One number, under a causal
-# mask, is the left side.
+# Number of visible keys before and behind a token's own, None for no limit. A single number, under
+# a causal mask, is the left side.
 Window: TypeAlias = SupportsIndex | Sequence[SupportsIndex | None] | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickling of the values that the core makes: by a state, from which they are made again."""
+"""Pickling of values of the core, through states from which the core makes them again."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from . import _core
 State = tuple[Any, ...]
 
 
-# Functions of Python, because pickle finds them by their names.
+# Functions of Python, as pickle finds functions by name.
 def attention_plan(state: State) -> _core.AttentionPlan:
-    """The plan of a state; ValueError for a state that no plan has."""
+    """Make a plan from its state; ValueError for an invalid state."""
     return _core.restore_attention_plan(state)
 
 
 def context_parallel_metadata(state: State) -> _core.ContextParallelMetadata:
-    """The metadata of a state; ValueError for a state that none has."""
+    """Make metadata from their state; ValueError for an invalid state."""
     return _core.restore_context_parallel_metadata(state)
 
 
 def dsa_metadata(state: State) -> _core.DsaMetadata:
-    """The metadata of a state; ValueError for a state that none has."""
+    """Make metadata from their state; ValueError for an invalid state."""
     return _core.restore_dsa_metadata(state)
 
 
 def pcp_layout(state: State) -> _core.PCPLayout:
-    """The layout of a state; ValueError for a state that none has."""
+    """Make a layout from its state; ValueError for an invalid state."""
     return _core.restore_pcp_layout(state)
 
 
 def shard_gather_plan(state: State) -> _core.ShardGatherPlan:
-    """The plan of a state; ValueError for a state that no plan has."""
+    """Make a plan from its state; ValueError for an invalid state."""
     return _core.restore_shard_gather_plan(state)
 
 

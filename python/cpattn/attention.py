@@ -13,7 +13,7 @@ from .profiling.calls import announced
 
 
 def default_scale(function: str, head_dim: int) -> float:
-    """1/sqrt(head_dim), refused where it would be wrong: absorbed MLA scales by another width."""
+    """Return 1/sqrt(head_dim); ValueError for head_dim > 256, as absorbed MLA scales otherwise."""
     return _core.default_scale(function, head_dim)
 
 
@@ -133,26 +133,24 @@ def paged_attention(
 
     Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``.
 
-    **Visibility.** `causal`, `window`, the mask and a bias of -inf hide keys, each on top of the
-    others. A key that a row does not see never matters, NaN included. A key that it sees counts
-    also with weight 0, under which an infinite value gives NaN. A row that sees no key gives zeros
-    and LSE -inf.
+    **Visibility.** `causal`, `window`, the mask and a bias of -inf each hide keys; a key is visible
+    if none hides it. A hidden key never matters, NaN included. A visible key counts even with
+    weight 0, so an infinite value then gives NaN. A row without visible keys gives zeros and LSE
+    -inf.
 
-    **Scales.** A number of the cache, or what a code of 8 bits stands for, is multiplied with
-    `k_scale` or `v_scale`: one positive number, one for each KV head, or, for codes, one for each
+    **Scales.** The kernel multiplies a number of the cache, or the number that an 8-bit code stands
+    for, by `k_scale` or `v_scale`: one positive number, one per KV head, or, for codes, one per
     token and head, in the pages of the cache.
 
     **Layouts.** A cache is [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages,
-    num_kv_heads, page_size, dim] ("HND") or, with `page_size`, [num_slots, num_kv_heads, dim].
-    Pages of sequences are a rectangle (`block_tables` and `kv_lens`), or in CSR form, where
-    sequence s has the pages ``kv_indices[kv_indptr[s]:kv_indptr[s + 1]]``, and in the last of them
-    ``last_page_len[s]`` tokens.
+    num_kv_heads, page_size, dim] ("HND") or, with `page_size`, [num_slots, num_kv_heads, dim]. Page
+    ids come as a rectangle (`block_tables` and `kv_lens`) or in CSR form: sequence s has the pages
+    ``kv_indices[kv_indptr[s]:kv_indptr[s + 1]]`` with ``last_page_len[s]`` tokens in the last one.
 
-    **Results.** Accumulation is in float32, and the result is rounded once. In bfloat16, the
-    instruction sets avx512bf16, amx and neonbf16 also round each weight ``exp(score[j] - maximum)``
-    to bfloat16 before it meets the values, unless `precise` is set, or a sequence has few rows:
-    up to 16 new tokens, and together with their heads up to 16 rows for each KV head, 8 for a
-    head_dim above 256.
+    **Results.** Sums are in float32, and the result is rounded once. For bfloat16, the instruction
+    sets avx512bf16, amx and neonbf16 also round each weight ``exp(score[j] - maximum)`` to
+    bfloat16. They do not with `precise`, or for sequences with few rows: up to 16 new tokens and,
+    over all heads of a KV head, up to 16 rows (8 if head_dim is above 256).
 
     Parameters
     ----------
@@ -164,72 +162,73 @@ def paged_attention(
     q_lens : ints [batch]
         New tokens per sequence; zero is allowed.
     kv_lens : ints [batch]
-        Cached tokens per sequence, the new ones included: under `causal` at least `q_lens`, unless
+        Cached tokens per sequence including the new ones: with `causal` at least `q_lens`, unless
         `first_positions` or `allow_short_kv` is given.
     first_positions : ints [batch], default kv_lens - q_lens
-        Where each sequence's first query stands among its keys: by default so that the last query
-        meets the last key (bottom right, as flash-attn). Zeros are the corner of torch's
+        Position of each sequence's first query among its keys. The default aligns the last query
+        with the last key (bottom right, as in flash-attn); zeros align top left, as torch's
+        ``is_causal`` does. A query may stand before the first key or behind the last.
         ``is_causal``, top left. A query may stand before the first key or behind the last.
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
     kv_indptr, kv_indices, last_page_len : ints [batch + 1], [pages of all], [batch]
         The CSR form, instead of `kv_lens` and `block_tables`.
     page_size : int, optional
-        Tokens of a page. A 4-D cache has it in its shape; a 3-D one needs it.
+        Tokens per page. A 3-D cache requires it; a 4-D cache has it in its shape.
     kv_layout : {"NHD", "HND"}
-        The order of the axes of 4-D caches; it is never guessed.
+        Order of the axes of 4-D caches; it is never guessed.
     k_scale, v_scale : float or tensor, default 1
-        Factors of keys and values; int8 needs both. A positive number or a tensor of one; float32
-        [num_kv_heads]; or, for codes, float32, float16 or bfloat16 in the shape of the cache
-        without its last dimension.
+        Factors of keys and values; int8 requires both. A positive number or a tensor of one;
+        float32 [num_kv_heads]; or, for codes, float32, float16 or bfloat16 in the shape of the
+        cache without its last dimension.
     kv_dtype : {"float8_e4m3fn", "float8_e5m2", "int8"}, optional
-        The codes that bytes of caches of uint8 are.
+        Type of the codes in a uint8 cache.
     scale : float, default 1/sqrt(head_dim)
-        Must be given for head_dim > 256.
+        Factor of the scores; required for head_dim > 256.
     causal : bool or bools [batch]
-        A token sees keys up to its own position; False: all of its sequence.
+        Whether a token sees only keys up to its own position. False: all keys of its sequence.
     window : int or (int or None, int or None), optional
-        Keys before and behind a token's own that it sees, itself not counted; None for all of that
-        side, and none behind where `causal` is true. One number is the left side, where `causal` is
-        true for all sequences. Blocks of keys that no token of a tile sees are not read.
+        Number of visible keys before and behind a token's own, which does not count; None for all
+        keys of that side. `causal` hides the keys behind. A single number is the left side, if
+        `causal` is true for all sequences. Key blocks that no token of a tile sees are not read.
     softcap : float
         0 for none, else from 1e-37 to 1e37.
     bias : tensor or list of one tensor [num_heads, q_len, kv_len] for each sequence, optional
         Added to scores after scale and softcap; float32, float16 or bfloat16, any strides. One
-        tensor is [batch, num_heads, max(q_lens), max(kv_lens)], or longer in the last two. An axis
-        of length 1 stands for all of its indices. -inf hides a key, and NaN shows in the row.
-        Where any bias is given, matrix tiles (amx) are not used.
+        tensor is [batch, num_heads, max(q_lens), max(kv_lens)], or longer in the last two axes. An
+        axis of length 1 is broadcast. -inf hides a key, and NaN shows in the row. Any bias turns
+        off matrix tiles (amx).
     alibi_slopes : tensor [num_heads] or [batch, num_heads], float32, optional
         Adds ``-slope * abs(j - p)``; finite.
     relative_bias : tensor [num_heads, 2 * m + 1], float32, optional
-        Adds element ``m + min(max(j - p, -m), m)``, as T5 looks up its buckets.
+        Adds element ``m + min(max(j - p, -m), m)``, as T5 does with its buckets.
     sinks : tensor [num_heads], float32, optional
         One logit per head that takes weight but has no value.
     custom_mask : tensor [sum(q_lens * kv_lens)], bool, optional
-        True = visible, row-major per sequence. Pass ``causal=False`` to let it decide alone.
+        True = visible, row-major per sequence. With ``causal=False``, the mask alone decides.
     packed_custom_mask : tensor [sum(ceil(q_lens * kv_lens / 8))], uint8, optional
-        The same as bits, instead of `custom_mask`: bit ``i % 8`` of byte ``i // 8``, from the least
-        significant one, is element ``i`` of the mask of a sequence, and every sequence begins at a
-        byte of its own. As ``np.packbits(mask, bitorder="little")`` makes it of each sequence,
-        and FlashInfer takes it.
+        The mask as bits, instead of `custom_mask`: bit ``i % 8`` (from the least significant) of
+        byte ``i // 8`` is element ``i`` of a sequence's mask, and every sequence begins at a new
+        byte. Make it per sequence by ``np.packbits(mask, bitorder="little")``; FlashInfer has the
+        same form.
     allow_short_kv : bool
-        Under `causal`, take a sequence of more queries than keys: its last query stands at the last
-        key, and the first ones, before key 0, see nothing. An error otherwise, because it mostly
-        means that the new tokens were not counted in `kv_lens`.
+        Whether, with `causal`, a sequence may have more queries than keys: its last query meets the
+        last key, and queries before key 0 see none. By default an error, as `kv_lens` without the
+        new tokens is the usual cause.
     batch_invariant : bool
-        Make a row's result bitwise independent of the rest of the batch, of chunking and of the
-        context-parallel split. Else sequences of up to 16 new tokens are divided along their
-        keys, and read at the speed of memory if they have few rows; how is decided by the lengths
-        of the batch alone, so results never depend on the number of threads.
+        Whether a row's result is bitwise independent of the rest of the batch, of chunking and of
+        the context-parallel split. If False, the kernel splits sequences of up to 16 new tokens
+        along their keys, and reads sequences with few rows at memory speed. Only the lengths of the
+        batch decide the split, so results never depend on the number of threads.
     precise : bool
-        Round bfloat16 in the result alone, on every instruction set. Sequences of few rows are
-        computed so in any case, unless `batch_invariant` is set; on instruction sets that round no
-        weights nothing changes, not a bit.
+        Whether to round bfloat16 only in the result, on every instruction set. Sequences with few
+        rows always do so, unless `batch_invariant` is set. Instruction sets that round no weights
+        give the same bits in any case.
     num_threads : int, optional
-        Default: `set_num_threads`, ``CPATTN_NUM_THREADS``, or all CPUs. 1 is the caller's thread
-        alone. The result does not depend on it. `cpattn.num_threads` sets it for all functions.
+        Default: `set_num_threads`, ``CPATTN_NUM_THREADS``, or all CPUs. 1 uses only the caller's
+        thread. The result does not depend on it. `cpattn.num_threads` sets it for all functions.
     out, lse : tensors, optional
-        Written and returned; must not overlap an input.
+        Receive the results and are returned; must not overlap an input.
     return_lse : bool
         Whether to return `lse`, too.
 
@@ -237,14 +236,14 @@ def paged_attention(
     -------
     out : tensor [num_tokens, num_heads, v_head_dim], container and dtype of q
     lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
-        Natural logarithm, sinks not included.
+        Natural log-sum-exp without sinks.
 
     Raises
     ------
     TypeError
-        For what is no tensor or of another dtype, and floats or bools among the indices.
+        If an argument is no tensor or has another dtype, or indices are floats or bools.
     ValueError
-        For lengths, shapes, page ids or tables that do not fit, before anything is written.
+        If lengths, shapes, page ids or tables do not fit; nothing is written then.
 
     Examples
     --------
@@ -293,30 +292,29 @@ def plan_attention(
 ) -> AttentionPlan:
     """Divide a batch into work items, once for all layers.
 
-    Everything that can be checked without the tensors is checked here, page ids included, so that
-    `run_attention` only compares shapes.
+    The call checks everything but the tensors, page ids included, so that `run_attention` only
+    compares shapes.
 
     Parameters
     ----------
     q_lens, kv_lens : ints [batch]
-        New tokens of each sequence, and its cached ones with these.
+        New tokens of each sequence, and its cached tokens including the new ones.
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids, from 0 to num_pages - 1; entries beyond a sequence's own pages are never read.
     page_size, num_pages : int
-        Tokens of a page, and pages of the caches that the plan is to run on.
+        Tokens per page, and number of pages in the caches of the runs.
     num_heads, num_kv_heads : int
-        Heads of the queries, a multiple of those of keys and values.
+        Query heads, a multiple of the KV heads.
     head_dim, v_head_dim : int
-        Elements of a key and a value, up to 576; v_head_dim is head_dim if it is
-        not given.
+        Elements of a key and a value, up to 576. Default of v_head_dim: head_dim.
     first_positions, causal, window, custom_mask, packed_custom_mask, allow_short_kv
-        Which keys a token sees, as in `paged_attention`.
+        Visibility of keys, as in `paged_attention`.
     batch_invariant : bool
-        How work is divided, as in `paged_attention`.
+        Division of work, as in `paged_attention`.
     precise : bool
-        Where bfloat16 is rounded, as in `paged_attention`.
+        Rounding of bfloat16, as in `paged_attention`.
     num_threads : int, optional
-        For the runs of this plan, as in `paged_attention`; how work is divided does not depend
+        Threads for runs of this plan, as in `paged_attention`; the division of work does not depend
         on it.
 
     Returns
@@ -327,9 +325,9 @@ def plan_attention(
     Raises
     ------
     TypeError
-        For lengths, tables or sizes that are no integers, and a mask that is no tensor of bools.
+        If lengths, tables or sizes are no integers, or a mask is no tensor of bools.
     ValueError
-        For lengths, tables, page ids and head sizes that do not fit, by name, rule and position.
+        If lengths, tables, page ids or head sizes do not fit; names argument, rule and position.
 
     Examples
     --------
@@ -405,22 +403,22 @@ def run_attention(
     Parameters
     ----------
     plan : AttentionPlan
-        Of `plan_attention`; one plan may run on several threads at once.
+        Result of `plan_attention`; a plan may run on several threads at once.
     q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
-        New tokens, as many as the plan's `q_lens` have.
+        New tokens, as many as in the plan's `q_lens`.
     k_cache, v_cache : tensors of the dtype of q, or both of codes, in one of three shapes
         [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
         dim] ("HND"), or [num_pages * page_size, num_kv_heads, dim]; never copied.
     kv_layout : {"NHD", "HND"}
-        The order of the axes of 4-D caches.
+        Order of the axes of 4-D caches.
     k_scale, v_scale, kv_dtype
-        Of codes, as in `paged_attention`.
+        Scales and dtype of codes, as in `paged_attention`.
     scale : float, default 1/sqrt(head_dim)
-        Must be given for head_dim > 256.
+        Factor of the scores; required for head_dim > 256.
     softcap, bias, alibi_slopes, relative_bias, sinks
-        As in `paged_attention`.
+        See `paged_attention`.
     out, lse : tensors, optional
-        Written and returned; must not overlap an input.
+        Receive the results and are returned; must not overlap an input.
     return_lse : bool
         Whether to return `lse`, too.
 
@@ -428,14 +426,14 @@ def run_attention(
     -------
     out : tensor [num_tokens, num_heads, v_head_dim], container and dtype of q
     lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
-        Natural logarithm, sinks not included.
+        Natural log-sum-exp without sinks.
 
     Raises
     ------
     TypeError
-        For what is no plan or no tensor, and dtypes that do not fit.
+        If `plan` is no plan, an argument is no tensor, or dtypes do not fit.
     ValueError
-        For shapes other than the plan's, before anything is written.
+        If shapes differ from the plan's; nothing is written then.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging of attention over disjoint sets of keys."""
+"""Merge of attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ def merge_state(
 ) -> tuple[TensorT, TensorT]:
     """Merge attention over two disjoint key sets, in place into the first.
 
-    With ``w = exp(lse)`` of each, the result is the mean of the outputs weighted by w, and the
-    logarithm of the sum of both w. Two rows without keys give zeros and LSE -inf.
+    With weights ``w = exp(lse)``, the result is the weighted mean of the outputs and the logarithm
+    of the sum of the weights. Two rows without keys give zeros and LSE -inf.
 
     Parameters
     ----------
     out_a, out_b : tensors [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
         Normalised partial outputs. ``out_a`` is overwritten.
     lse_a, lse_b : tensors [num_tokens, num_heads], float32
-        Natural-log sums of exponentials; -inf marks a row without keys, whose numbers are ignored.
+        Natural log-sum-exp of the scores; -inf marks a row without keys, whose output is ignored.
         ``lse_a`` is overwritten.
 
     Returns
     -------
     out_a, lse_a
-        The first two arguments themselves.
+        The first two arguments themselves, merged.
 
     Raises
     ------
     TypeError
-        For what is no tensor, and dtypes that do not fit.
+        If an argument is no tensor, or dtypes do not fit.
     ValueError
-        For shapes that differ, and for results that overlap each other or the second part.
+        If shapes differ, or ``out_a`` or ``lse_a`` overlaps another argument.
 
     Examples
     --------
@@ -65,22 +65,22 @@ def merge_states(
         out = sum(w[i] * outs[i]) / sum(w)
         lse = log(sum(w))
 
-    The bits are those of `merge_state` of the first two parts, of that result and the third, and so
-    on in float32, so they depend on the order; 16-bit results are rounded once, at the end.
+    Parts merge in order, with the bits of repeated calls of `merge_state` in float32, so the bits
+    depend on the order; 16-bit results are rounded once, at the end.
 
     Parameters
     ----------
     outs : list or tuple of tensors [num_tokens, num_heads, head_dim], or one tensor
-        Normalised partial outputs, one at least, float32, float16 or bfloat16, never copied. One
-        tensor has all parts, [num_tokens, num_parts, num_heads, head_dim], as FlashInfer has them.
+        Normalised partial outputs, at least one, float32, float16 or bfloat16, never copied. One
+        tensor has all parts as [num_tokens, num_parts, num_heads, head_dim], as in FlashInfer.
     lses : list or tuple of tensors [num_tokens, num_heads], or one tensor, as `outs`; float32
-        Natural-log sums of exponentials; -inf marks a row without keys, whose numbers are ignored.
+        Natural log-sum-exp of the scores; -inf marks a row without keys, whose output is ignored.
     sinks : tensor [num_heads], float32, optional
-        Logits of keys without value, which no part has counted: they take their weight of ``out``
-        once, all of it for +inf, and have no part in ``lse``.
+        Logits without value that no part has counted. Each takes its weight of ``out`` once (all
+        weight for +inf) and does not change ``lse``.
     out, lse : tensors, optional
-        Written and returned. Each may be the first part of its kind, to merge in place, and must
-        not overlap any argument otherwise.
+        Receive the results and are returned. Each may be the first part of its kind, to merge in
+        place, and must not overlap any other argument.
 
     Returns
     -------
@@ -91,10 +91,10 @@ def merge_states(
     Raises
     ------
     TypeError
-        For what is no tensor, or no list of them.
+        If an argument is no tensor, or no list of tensors.
     ValueError
-        For no part, shapes and dtypes that differ, LSE +inf, and results that overlap arguments;
-        before anything is written.
+        If there is no part, shapes or dtypes differ, an LSE is +inf, or a result overlaps an
+        argument; nothing is written then.
 
     Examples
     --------
@@ -114,7 +114,7 @@ def merge_states(
 
 
 def _first_part(function: str, outs: AnyTensor) -> tuple[AnyTensor, tuple[int, ...]]:
-    """A tensor of the container and dtype of the parts, and the shape of each."""
+    """Return a tensor with the container and dtype of the parts, and the shape of each part."""
     if not isinstance(outs, (list, tuple)):
         tokens, _, heads, dim = _core.shape_of(outs, function, "outs", 4)
         return outs, (tokens, heads, dim)

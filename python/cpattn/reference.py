@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The float64 oracle: operators computed without tricks, to test others against.
+"""The float64 oracle: operators computed directly, as a reference for tests.
 
-Arguments are those of the functions of the same name in `cpattn`, in any container and
-in float64, float32, float16 or bfloat16, caches of codes apart. Results are new float64 NumPy
-arrays. The code is C++ with Eigen and shares nothing with the kernels.
+Arguments are those of the functions of the same name in `cpattn`, in any container and in float64,
+float32, float16 or bfloat16; caches may also hold codes. Results are new float64 NumPy arrays. The
+code is C++ with Eigen and shares nothing with the kernels.
 """
 
 from __future__ import annotations
@@ -57,45 +57,45 @@ def paged_attention(
     q_lens, kv_lens : ints [batch]
         Queries and keys of each sequence.
     first_positions : ints [batch], default kv_lens - q_lens
-        The position of each sequence's first query among its keys. By default the queries are the
-        last tokens.
+        Position of each sequence's first query among its keys. By default the queries are the last
+        tokens.
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
     page_size : int, optional
-        Tokens of a page. A 4-D cache has it in its shape; a 3-D one needs it.
+        Tokens per page. A 3-D cache requires it; a 4-D cache has it in its shape.
     kv_layout : {"NHD", "HND"}
-        The order of the axes of 4-D caches.
+        Order of the axes of 4-D caches.
     k_scale, v_scale, kv_dtype
-        As in `cpattn.paged_attention`; scales in any floating dtype, and beside any cache.
+        See `cpattn.paged_attention`; scales may have any floating dtype and go with any cache.
     scale : float, default 1/sqrt(head_dim)
-        Multiplies q . k, whatever head_dim is.
+        Factor of q . k, for any head_dim.
     causal, window, custom_mask : bool or bools [batch], int or pair, bools [sum(q_lens * kv_lens)]
         Key j is visible from position p if j <= p (``causal``), p - left <= j <= p + right
         (``window``, as in `cpattn.paged_attention`) and its flag in ``custom_mask`` is set.
     softcap : float
         If positive, scores become softcap * tanh(score / softcap).
     bias, alibi_slopes, relative_bias
-        Added to scores after that, as in `cpattn.paged_attention`; in any floating dtype.
+        Added to scores after softcap, as in `cpattn.paged_attention`; in any floating dtype.
     sinks : tensor [num_heads], optional
-        One more logit in the denominator of each row.
+        Extra logits, one for each head, in the denominator of each row.
     allow_short_kv : bool
-        Under `causal`, take more queries than keys: the first stand before token 0 and see nothing.
+        Whether, with `causal`, queries may outnumber keys; queries before token 0 see none.
 
     Returns
     -------
     out : array [sum(q_lens), num_heads, v_head_dim], float64
-        Zeros for a row that sees no key. Infinite or NaN where a value that is seen is so, whatever
-        its weight; under a score of -inf an infinite value gives NaN in `cpattn.paged_attention`.
+        Zeros for a row without visible keys. An infinite or NaN value of a visible key shows with
+        any weight; under a score of -inf, `cpattn.paged_attention` gives NaN for an infinite value.
     lse : array [sum(q_lens), num_heads], float64
-        Natural logarithm, without the sink; -inf for a row that sees no key.
+        Natural log-sum-exp without the sink; -inf for a row without visible keys.
 
     Raises
     ------
     TypeError
-        For what is no tensor, floats or bools among the indices, and flags that are no bools.
+        If an argument is no tensor, indices are floats or bools, or a flag is no bool.
     ValueError
-        For numbers that are not floating-point (codes in caches apart), scales that are not
-        positive, and lengths, shapes, page ids or tables that do not fit.
+        If numbers are not floating-point (except codes in caches), a scale is not positive, or
+        lengths, shapes, page ids or tables do not fit.
 
     Examples
     --------
@@ -149,7 +149,7 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Any = None,
 ) -> tuple[Float64Array, Float64Array, Float64Array]:
-    """Attend with each token to the rows of `kv` that its indices name.
+    """Attend with each token to the rows of `kv` that its indices select.
 
     Parameters
     ----------
@@ -158,15 +158,15 @@ def flash_mla_sparse_fwd(
     kv : tensor [s_kv, 1, head_dim]
         A value is the first `d_v` elements of its key. There are no pages and no FP8 rows here.
     indices : tensor [s_q, 1, topk] or [s_q, topk], int32 or int64
-        What is not in [0, s_kv) is skipped. A row that is named twice counts twice.
+        Entries outside [0, s_kv) are skipped. A row that comes twice counts twice.
     sm_scale : float
-        Multiplies q . k.
+        Factor of q . k.
     d_v : int
         From 0 to head_dim.
     attn_sink : tensor [num_heads], optional
-        One more logit in the denominator of each row.
+        Extra logits, one for each head, in the denominator of each row.
     topk_length : ints [s_q], optional
-        How many entries of each row of `indices` count, up to topk; all by default.
+        Number of valid entries in each row of `indices`, up to topk. Default: all.
 
     Returns
     -------
@@ -179,10 +179,10 @@ def flash_mla_sparse_fwd(
     Raises
     ------
     TypeError
-        For what is no tensor, and indices that are neither int32 nor int64.
+        If an argument is no tensor, or indices are neither int32 nor int64.
     ValueError
-        For numbers in `q`, `kv` or `attn_sink` that are not floating-point, and shapes or lengths
-        that do not fit. Indices are never an error.
+        If `q`, `kv` or `attn_sink` is not floating-point, or shapes or lengths do not fit. Indices
+        are never an error.
 
     Examples
     --------
@@ -203,7 +203,7 @@ def flash_mla_sparse_fwd(
             )
         indices = tensor_of(indices, function, "indices")[:, 0]
     d_v = _core.integer(d_v, function, "d_v")
-    out = _float64(function, num_tokens, num_heads, max(d_v, 0))  # the core refuses those below 0
+    out = _float64(function, num_tokens, num_heads, max(d_v, 0))  # the core refuses d_v < 0
     max_logits, lse = _float64(function, 2, num_tokens, num_heads)
     _core.reference.flash_mla_sparse_fwd(
         q, kv, indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
@@ -222,22 +222,22 @@ def merge_state(
     out_a, out_b : tensors [num_tokens, num_heads, head_dim]
         Normalised partial outputs.
     lse_a, lse_b : tensors [num_tokens, num_heads]
-        Natural logarithms; a part with -inf is ignored, whatever it holds.
+        Natural log-sum-exp; a part with -inf is ignored, whatever numbers it has.
 
     Returns
     -------
     out : array [num_tokens, num_heads, head_dim], float64
-        A new one: unlike `cpattn.merge_state`, the inputs stay as they are. Zeros where neither
-        part has keys.
+        New array; inputs stay unchanged, unlike in `cpattn.merge_state`. Zeros if neither part has
+        keys.
     lse : array [num_tokens, num_heads], float64
-        LSE of both sets; -inf where neither part has keys.
+        LSE of both sets; -inf if neither part has keys.
 
     Raises
     ------
     TypeError
-        For what is no tensor.
+        If an argument is no tensor.
     ValueError
-        For shapes that differ, and numbers that are not floating-point.
+        If shapes differ, or numbers are not floating-point.
 
     Examples
     --------
@@ -266,11 +266,11 @@ def indexer_logits(
     k : tensor [num_keys, head_dim]
         Keys of all sequences, one after the other.
     weights : tensor [num_tokens, num_heads]
-        The factor of each head.
+        Factor of each head.
     ks, ke : ints [num_tokens]
-        Query i scores the keys from ks[i] up to, without, ke[i]; none if ke[i] <= ks[i].
+        Query i scores the keys from ks[i] to ke[i] - 1; none if ke[i] <= ks[i].
     k_scale : tensor [num_keys], optional
-        A factor for each key.
+        Factor of each key.
 
     Returns
     -------
@@ -280,10 +280,10 @@ def indexer_logits(
     Raises
     ------
     TypeError
-        For what is no tensor, and floats or bools among `ks` and `ke`.
+        If an argument is no tensor, or `ks` or `ke` has floats or bools.
     ValueError
-        For ranges beyond the keys, shapes that do not fit, and numbers that are not
-        floating-point: quantised ones must be made so first.
+        If ranges exceed the keys, shapes do not fit, or numbers are not floating-point; convert
+        quantised numbers first.
 
     Examples
     --------
@@ -307,9 +307,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) 
     Parameters
     ----------
     x : tensor [n, dim]
-        The rows.
+        Rows to normalise.
     weight, bias : tensors [dim]
-        A factor and, if it is given, a summand for each column.
+        Factor and optional summand of each column.
     eps : float
         At least 0.
 
@@ -320,9 +320,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) 
     Raises
     ------
     TypeError
-        For what is no tensor, and an eps that is no number.
+        If an argument is no tensor, or `eps` is no number.
     ValueError
-        For shapes that do not fit, a negative eps, and numbers that are not floating-point.
+        If shapes do not fit, `eps` is negative, or numbers are not floating-point.
 
     Examples
     --------
@@ -345,7 +345,7 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
     x : tensor [n, dim]
         dim is a power of two.
     scale : float, default 1/sqrt(dim)
-        With the default, the transform of the result is x again, up to rounding.
+        With the default, transforming twice gives x again, up to rounding.
 
     Returns
     -------
@@ -354,9 +354,9 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
     Raises
     ------
     TypeError
-        For what is no tensor, and a scale that is no number.
+        If `x` is no tensor, or `scale` is no number.
     ValueError
-        If x has not two dimensions, dim is no power of two, or numbers are not floating-point.
+        If `x` has not two dimensions, dim is no power of two, or numbers are not floating-point.
 
     Examples
     --------
@@ -373,7 +373,7 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
 
 
 def dequantize_kv_rows(rows: Tensor) -> Float64Array:
-    """Convert rows of the FP8 cache into exactly the numbers they mean.
+    """Dequantize rows of the FP8 cache exactly.
 
     Parameters
     ----------
@@ -384,14 +384,14 @@ def dequantize_kv_rows(rows: Tensor) -> Float64Array:
     Returns
     -------
     array [n, 576], float64
-        The 512 codes by their scales, then the 64 numbers.
+        The 512 codes times their scales, then the 64 numbers.
 
     Raises
     ------
     TypeError
-        For what is no tensor.
+        If `rows` is no tensor.
     ValueError
-        For other shapes, wider dtypes, and rows that are not contiguous.
+        If `rows` has another shape or a wider dtype, or is not contiguous.
 
     Examples
     --------

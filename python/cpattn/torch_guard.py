@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps torch's bfloat16 products from dying on machines with half-exposed AMX.
+"""Guard against crashes of torch's bfloat16 products on machines with half-exposed AMX.
 
-Some hypervisors pass AMX on but leave CPUID leaf 1DH empty. oneDNN, inside torch, takes its tile
+Some hypervisors pass AMX on but leave CPUID leaf 1DH empty. oneDNN, inside torch, reads its tile
 shapes from that leaf, and its first tile instruction ends the process with SIGILL: ``torch.mm``,
-``nn.Linear`` and SDPA in bfloat16 all do. Told in time not to use AMX, oneDNN works.
+``nn.Linear`` and SDPA in bfloat16 all crash. Without AMX, oneDNN works.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ VARIABLE = "ONEDNN_MAX_CPU_ISA"
 
 
 def onednn_limit(*, amx_usable: bool, palette_missing: bool, has_avx512_fp16: bool) -> str | None:
-    """The highest instruction set that oneDNN can use here, or None if it needs no limit."""
+    """Return the highest instruction set that oneDNN may use, or None if it needs no limit."""
     if not (amx_usable and palette_missing):
         return None
     return "AVX512_CORE_FP16" if has_avx512_fp16 else "AVX512_CORE_BF16"
 
 
 def prepare() -> str | None:
-    """Limit oneDNN by an environment variable where its AMX kernels would be illegal instructions.
+    """Set an environment variable that limits oneDNN if its AMX kernels would crash.
 
-    Call it before the first ``import torch``; child processes inherit the variable. A value the
-    user has set is left alone. If torch is imported already, which may be too late, it warns.
+    Call it before the first ``import torch``; child processes inherit the variable. The call keeps
+    a value that the user has set, and warns if torch is imported already, which may be too late.
 
     Returns
     -------
     str or None
-        One line that says what was done, or None where there was nothing to do.
+        A line that says what the call did, or None if there was nothing to do.
     """
     if VARIABLE in os.environ:
         return None
