@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a capture: JSON, with arrays compressed, as they may be long and come often."""
+"""Lines of a capture: JSON with compressed arrays, as arrays may be long and frequent."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 SCHEMA = "cpattn-capture/1"
-PACKED = "zlib"  # the member that makes an object an array
+PACKED = "zlib"  # the member that marks an object as an array
 
 
 def to_line(record: Mapping[str, Any]) -> bytes:
-    """A record with NumPy arrays as one line."""
+    """Return a record with NumPy arrays as one line."""
     return json.dumps(record, default=_encoded, separators=(",", ":")).encode() + b"\n"
 
 

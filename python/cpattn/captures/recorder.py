@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listens to calls of the library, and has a thread of its own write them down."""
+"""Recorder that listens to calls of the library and writes them in its own thread."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from ..profiling import calls
 from .lines import SCHEMA, to_line
 from .told import TOLD, Fields, written
 
-_PAUSE = 0.2  # seconds between two looks at what was told
-_MOST_NAMES = 1000  # of files that one process tries for its own
-_MAX_PLANS = 256  # that runs can refer to; an engine makes a few a step
+_PAUSE = 0.2  # seconds between two looks at the queue of calls
+_MOST_NAMES = 1000  # file names that one process tries
+_MAX_PLANS = 256  # plans that runs can refer to; an engine makes a few per step
 _RUN = b'{"call":"run_attention","at":%.7f,"seconds":%.7f,'
 
-_by_environment: dict[str, int] = {}  # the process that is recorded for its life
+_by_environment: dict[str, int] = {}  # the process that records until it ends
 
 
 @contextmanager
 def capture(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Record what calls of the library plan and exchange in this process.
+    """Record plans and exchanges of the library in this process.
 
-    Recorded are lengths, page tables, slots, sizes, addresses of transfers, the order of calls and
-    their times; never tokens or elements of tensors. A thread writes while the calls go on.
+    The file has lengths, page tables, slots, sizes, addresses of transfers, the order of calls and
+    their times, but no tokens or elements of tensors. A thread writes it while calls go on.
 
     Parameters
     ----------
     path : path
-        The file, which must not exist. Each process needs one of its own: ``{rank}`` in the name
-        stands for the rank of this one in `torch.distributed`, or the environment's RANK, or 0, and
-        ``{pid}`` for the number of the process. A child that is forked records nothing.
+        The file, which must not exist. Each process needs its own: ``{rank}`` in the name stands
+        for the rank in `torch.distributed`, or else the environment's RANK, or 0; ``{pid}`` stands
+        for the process id. A forked child records nothing.
 
     Yields
     ------
     Path
-        The name of the file.
+        Name of the file.
 
     Raises
     ------
     FileExistsError
-        If there is one of this name.
+        If the file exists.
     OSError
-        If it cannot be written; at the end, if that failed on the way.
+        If the file cannot be written; raised at the end if writing failed on the way.
 
     Examples
     --------
@@ -80,12 +80,12 @@ def capture(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def capture_by_environment() -> None:
-    """Record this process until it ends, where CPATTN_CAPTURE names a file.
+    """Record this process until it ends, if CPATTN_CAPTURE names a file.
 
-    The plug-ins call this, as engines compute in processes of their own. The number of the process
-    is added to a name without ``{pid}``; where that file is there, as containers use numbers of
-    processes again, a count from 1 is added, too. A file that cannot be written is a warning, and
-    nothing is recorded: the engine goes on. A process that is killed loses its last moments.
+    Plug-ins call this, as engines compute in their own processes. A name without ``{pid}`` gets the
+    process id. If that file exists, because containers reuse process ids, the name also gets a
+    count from 1. If the file cannot be written, the call warns and records nothing, and the engine
+    goes on. A killed process loses its last moments.
     """
     path = os.environ.get("CPATTN_CAPTURE")
     if not path or _by_environment.get("pid") == os.getpid():
@@ -98,7 +98,7 @@ def capture_by_environment() -> None:
             running.__enter__()
         except FileExistsError:
             continue
-        except (OSError, ValueError) as error:  # also of a RANK that is none
+        except (OSError, ValueError) as error:  # or an invalid RANK
             warnings.warn(f"CPATTN_CAPTURE: nothing is recorded: {error}", stacklevel=2)
         else:
             atexit.register(running.__exit__, None, None, None)
@@ -110,7 +110,7 @@ def capture_by_environment() -> None:
 
 
 class _Recorder:
-    """Keeps what it is told until its thread has written it."""
+    """Queue of calls that its thread writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,7 +118,7 @@ class _Recorder:
         self._pid = os.getpid()
         self._begin = time.perf_counter()
         self._told: deque[tuple[str, float, float, Fields]] = deque()
-        self._plans: OrderedDict[int, tuple[int, Any]] = OrderedDict()  # by id: number, itself
+        self._plans: OrderedDict[int, tuple[int, Any]] = OrderedDict()  # by id: number and plan
         self._num_plans = 0
         self._last_run: tuple[Any, bytes] = None, b""
         self._error: Exception | None = None
@@ -134,11 +134,11 @@ class _Recorder:
         try:
             if (fields := keep(call)) is not None:
                 self._told.append((call.name, call.begin, call.end, fields))
-        except Exception as error:  # which is ours: the call of the engine was right
+        except Exception as error:  # an error of the recorder; the engine's call succeeded
             self._error = error
 
     def close(self) -> None:
-        """Write the rest, or raise what kept a call from being written."""
+        """Write the remaining calls, or raise the error that kept a call from being written."""
         if os.getpid() != self._pid:
             return
         self._ending.set()
@@ -163,7 +163,7 @@ class _Recorder:
             self._write_header()
         while self._told:
             name, begin, end, fields = self._told.popleft()
-            if name == "run_attention":  # of every layer: by far the most
+            if name == "run_attention":  # most frequent: one per layer
                 run = self._run(**fields)
                 self._file.write(_RUN % (begin - self._begin, end - begin) + run)
                 continue
@@ -172,12 +172,12 @@ class _Recorder:
         self._file.flush()
 
     def _write_header(self) -> None:
-        """Write the header, at the first call, when this process knows its rank."""
+        """Write the header at the first call, once this process knows its rank."""
         self._file.write(to_line(_header()))
         self._has_header = True
 
     def _numbered(self, name: str, fields: Fields) -> Fields:
-        """The fields as they are written; plans that are run later get numbers."""
+        """Return the fields to write; plans that are run later get numbers."""
         if name == "plan_attention":
             plan = fields["plan"]
             self._plans[id(plan)] = self._num_plans, plan
@@ -188,7 +188,7 @@ class _Recorder:
         return written(fields)
 
     def _run(self, plan: Any, shape: Sequence[int], dtype: Any) -> bytes:
-        """The line of a run but for its times: that of every layer is the one of the first."""
+        """Return the line of a run without its times; all layers share the line of the first."""
         number, _ = self._plans.get(id(plan), (None, None))
         key = number, tuple(shape), dtype
         if key != self._last_run[0]:

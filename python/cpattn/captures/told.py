@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields that a capture keeps of each call.
 
-Lengths, tables and sizes, as copies, since engines fill the same buffers for the next step; never
-tokens or elements of tensors. Plans are values, so they are kept as they are.
+The fields are lengths, tables and sizes, copied because engines refill the same buffers for the
+next step; tokens and elements of tensors are left out. Plans are values and need no copy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..profiling.calls import Call
 
 Fields = dict[str, Any]
 
-# Arguments besides causal and window that decide which keys are seen; they are not kept.
+# Arguments besides causal and window that decide visible keys; a capture does not keep them.
 _MASKS = ("custom_mask", "packed_custom_mask", "first_positions")
 
 
 def digest(*arrays: NDArray[Any]) -> str:
-    """16 characters for the contents of arrays."""
+    """Return a digest of arrays in 16 characters."""
     hashed = blake2b(digest_size=8)
     for array in arrays:
         hashed.update(np.ascontiguousarray(array).tobytes())
@@ -33,12 +33,12 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 
 def plan_digest(plan: Any) -> str:
-    """Return the digest of how an `AttentionPlan` divides the work."""
+    """Return a digest of the work division of an `AttentionPlan`."""
     return digest(plan.items, plan.page_indptr, plan.page_ids)
 
 
 def metadata_digest(plan: Any) -> str:
-    """Return the digest of the tokens of a rank in a `ContextParallelMetadata`, in their order."""
+    """Return a digest of a rank's tokens, in order, in a `ContextParallelMetadata`."""
     return digest(np.asarray(plan.local_q_indices, np.int64))
 
 
@@ -55,7 +55,7 @@ def _attention_plan(call: Call) -> Fields:
     q_lens = _core.ints(given["q_lens"], "plan_attention", "q_lens")
     flags = _core.flags(given.get("causal", True), len(q_lens), "plan_attention", "causal")
     causal = all(flags)
-    masked = causal != any(flags) and len(flags) > 0  # some sequences are causal: as by a mask
+    masked = causal != any(flags) and len(flags) > 0  # some sequences are causal, as with a mask
     masked |= any(given.get(name) is not None for name in _MASKS)
     return {
         "plan": plan,
@@ -182,7 +182,7 @@ def _dcp_step(call: Call) -> Fields | None:
     if runner.dcp_size == 1:
         return None
     batch = call.kwargs.get("input_batch", call.args[-1])
-    if runner.pcp_manager is not None:  # then that is the part of this rank
+    if runner.pcp_manager is not None:  # then it is the part of this rank
         batch = runner.pcp_manager._global_batch
     import torch
     from vllm.v1.attention.backends.utils import (  # type: ignore[import-not-found]
@@ -213,8 +213,8 @@ def _links(call: Call) -> Fields:
     }
 
 
-#: By the name of a call what is kept of it, on the thread that made it: copies, and values; None
-#: where it is not recorded.
+#: Maps the name of a call to the function that copies its fields on the calling thread, or to None
+#: for calls that are not recorded.
 TOLD: Mapping[str, Callable[[Call], Fields | None]] = {
     "plan_attention": _attention_plan,
     "run_attention": _attention_run,
@@ -234,7 +234,7 @@ TOLD: Mapping[str, Callable[[Call], Fields | None]] = {
         _rank_call,
     ),
     "RowExchange.post": _post,
-    # vLLM's GPU worker makes these calls; our plug-in for vLLM has them announced.
+    # vLLM's GPU worker makes these calls; the vLLM plug-in announces them.
     "PCPManager._build_batch_layout": _pcp_layout,
     "BlockTables.__init__": _dcp_tables,
     "BlockTables.append_block_ids": _dcp_blocks,
@@ -245,7 +245,7 @@ TOLD: Mapping[str, Callable[[Call], Fields | None]] = {
 
 
 def written(fields: Fields) -> Fields:
-    """Return the fields in the form that is written; the thread that writes calls it."""
+    """Return the fields in written form; the writing thread calls it."""
     fields = dict(fields)
     if (plans := fields.pop("metadata", None)) is not None:
         first = plans[0]

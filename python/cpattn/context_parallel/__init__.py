@@ -4,11 +4,11 @@
     plan = build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)
     hidden = plan.shard(hidden)  # and, of all ranks' rows, plan.unshard(parts)
 
-``metadata`` has the strategies, and is where to start; ``gates`` says whether to split a batch at
-all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``attention`` computes them;
-``exchanges`` counts what ranks would receive; ``halo`` plans rows that a layer needs of other
-ranks, or in another layout; ``vllm_0_32`` alone has the rule and the names of
-that release. Imports NumPy and the core. Several processes: `cpattn.distributed`.
+``metadata`` has the strategies; start there. ``gates`` tells whether to split a batch at all,
+``forward_mode`` names the mode of a batch, ``shard`` moves rows, ``attention`` computes them;
+``exchanges`` counts received bytes; ``halo`` plans rows that a layer needs from other ranks or in
+another layout; only ``vllm_0_32`` has the rule and names of that release. Imports NumPy and the
+core. For several processes use `cpattn.distributed`.
 """
 
 from . import halo as halo

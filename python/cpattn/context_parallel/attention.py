@@ -88,54 +88,54 @@ def do_cp_attn_fia(
 ) -> TensorT | tuple[TensorT, TensorT]:
     """Compute attention of one rank's tokens over the whole paged sequences.
 
-    What sglang's ``AscendAttnBackend.do_cp_attn_fia`` computes, right for any batch size, prefix
-    and strategy: the prev and next blocks of all sequences go through one plan. Under interleave
-    every local row is a sequence of one query; under contiguous only the prev blocks exist. A row
-    has the bits that it has on a single rank, whatever the strategy and the number of ranks.
+    The result is that of sglang's ``AscendAttnBackend.do_cp_attn_fia``, correct for any batch size,
+    prefix and strategy: one plan has the prev and next blocks of all sequences. With interleave,
+    every local row is a sequence of one query; with contiguous, only the prev blocks exist. A row
+    has the same bits as on a single rank, for any strategy and number of ranks.
 
-    `attend_rank` is the same function under a name of its own; messages say `do_cp_attn_fia`.
+    `attend_rank` is another name of this function; messages say `do_cp_attn_fia`.
 
     Parameters
     ----------
     q : tensor [rows, num_heads * head_dim], float32, float16 or bfloat16
         This rank's rows in the order of the metadata (all prev blocks, then all next blocks).
-        Rows beyond the metadata's are padding: never read, zeros come out.
+        Further rows are padding: they are never read, and their results are zeros.
     k_cache, v_cache : tensors of the dtype of q, or of codes of 8 bits, contiguous
         Any shape with num_pages * page_size * num_kv_heads * dim elements, token slots first. With
         all axes, [num_pages, page_size, num_kv_heads, dim] or [num_slots, num_kv_heads, dim], only
-        the last one has to be contiguous, so that some heads of a larger cache will do.
-        They hold the complete sequences, the new tokens included. Without `v_cache` (None) the
-        first `v_head_dim` elements of the keys are the values, as in the latent cache of MLA.
+        the last axis must be contiguous, so a slice of the heads of a larger cache works. The
+        caches hold the complete sequences, new tokens included. If `v_cache` is None, the first
+        `v_head_dim` elements of the keys are the values, as in the latent cache of MLA.
     metadata : ContextParallelMetadata
-        With kv lengths that count the prefix ("baked"), unless there is none.
+        Metadata with kv lengths that count the prefix ("baked"), unless there is no prefix.
     block_tables : ints [batch, pages]
-        The pages of each sequence, its prefix first.
+        Pages of each sequence, its prefix first.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     num_heads, num_kv_heads : int
-        Heads of the queries, a multiple of those of keys and values.
+        Query heads, a multiple of the KV heads.
     scale : float, default 1/sqrt(head_dim)
-        Must be given for head_dim > 256; head_dim includes that of `q_rope`.
+        Factor of the scores; required for head_dim > 256, rope_dim of `q_rope` included.
     causal, window, softcap, alibi_slopes, relative_bias, sinks
-        As in `paged_attention`. Without `causal` a token sees its whole sequence, and padding
-        tokens of the metadata are tokens of the last one.
+        See `paged_attention`. Without `causal` a token sees its whole sequence, and padding tokens
+        of the metadata count as tokens of the last sequence.
     bias, custom_mask, packed_custom_mask : tensors, optional
-        As in `paged_attention`, for the whole sequences: ``extend_lens[s]`` rows of
-        ``prefix_lens[s] + extend_lens[s]`` values for each sequence, lengths as in the metadata.
-        Every rank is given the same, and takes the rows of its tokens.
+        See `paged_attention`; for the whole sequences: ``extend_lens[s]`` rows of ``prefix_lens[s]
+        + extend_lens[s]`` values for each sequence, with lengths of the metadata. Every rank passes
+        the same tensors and reads the rows of its tokens.
     q_rope, k_rope : tensors, optional
-        The last dimensions of queries [rows, num_heads * rope_dim] and keys, where they are stored
-        apart; `k_rope` is as `k_cache`.
+        The last dimensions of queries [rows, num_heads * rope_dim] and keys, if stored apart;
+        `k_rope` has the form of `k_cache`.
     v_head_dim : int, optional
-        Elements of a value, where there is no `v_cache`.
+        Elements of a value; required without `v_cache`.
     k_scale, v_scale, kv_dtype
-        As in `paged_attention`, of caches of codes of 8 bits; scales of tokens are in pages
-        [num_pages, page_size, num_kv_heads] or slots. The scale of keys is that of `k_rope`, too,
-        and without `v_cache` that of the values.
+        Scales and dtype of 8-bit caches, as in `paged_attention`; scales of tokens are in pages
+        [num_pages, page_size, num_kv_heads] or slots. `k_scale` also applies to `k_rope` and,
+        without `v_cache`, to the values.
     precise : bool
-        Where bfloat16 is rounded, as in `paged_attention` with `batch_invariant`.
+        Rounding of bfloat16, as in `paged_attention` with `batch_invariant`.
     out : tensor [rows, num_heads * v_head_dim] of the dtype of q, optional
-        Written and returned; must not overlap an input.
+        Receives the result and is returned; must not overlap an input.
     return_lse : bool
         Whether to return `lse`, too.
 
@@ -143,20 +143,20 @@ def do_cp_attn_fia(
     -------
     out : tensor [rows, num_heads * v_head_dim], container and dtype of q
     lse : tensor [rows, num_heads], float32; only with ``return_lse``
-        Natural logarithm; -inf for padding.
+        Natural log-sum-exp; -inf for padding.
 
     Raises
     ------
     TypeError
-        For what is no tensor or no metadata, and dtypes that do not fit.
+        If an argument is no tensor or no metadata, or dtypes do not fit.
     ValueError
-        For fewer rows than the metadata has, bare metadata of a batch with a prefix, a kv length
-        beyond the block table, page ids outside the cache, options that exclude each other, and
-        shapes that do not fit.
+        If there are fewer rows than in the metadata, metadata of a batch with a prefix are bare, a
+        kv length exceeds the block table, page ids are outside the cache, options exclude each
+        other, or shapes do not fit.
 
     Examples
     --------
-    The first of two ranks has tokens 0, 1, 6 and 7 of eight behind a prefix of eight:
+    Rank 0 of two has tokens 0, 1, 6 and 7 of eight new tokens after a prefix of eight:
 
     >>> import numpy as np, cpattn
     >>> plan = cpattn.build_cp_metadata([8], [16], cp_rank=0, cp_size=2)
@@ -172,7 +172,7 @@ def do_cp_attn_fia(
     function = "do_cp_attn_fia"
     rows, columns = _core.shape_of(q, function, "q", 2)
     num_heads = _core.integer(num_heads, function, "num_heads")
-    heads = max(num_heads, 0)  # the core refuses those below 1
+    heads = max(num_heads, 0)  # the core refuses num_heads < 1
     return_lse = _core.flag(return_lse, function, "return_lse")
     check_scales(k_cache, v_cache, k_scale, v_scale, kv_dtype)
     if scale is None:
@@ -198,7 +198,7 @@ def check_scales(
     v_scale: KVScale,
     kv_dtype: str | None,
 ) -> None:
-    """Refuse int8 without scales; values that are a part of the keys have the scale of these."""
+    """Refuse int8 without scales; values that are part of the keys have the scale of the keys."""
     scales = {"k_scale": k_scale, "v_scale": k_scale if v_cache is None else v_scale}
     need_scales("do_cp_attn_fia", k_cache, kv_dtype, **scales)
 
@@ -211,13 +211,13 @@ def _out_columns(
     v_cache: Tensor | None,
     v_head_dim: int | None,
 ) -> int:
-    """num_heads * v_head_dim, or anything where the core refuses the arguments."""
+    """Return num_heads * v_head_dim, or any number if the core refuses the arguments."""
     keys = math.prod(_core.shape_of(k_cache, function, "k_cache"))
     if v_cache is not None:
         shape = _core.shape_of(v_cache, function, "v_cache")
         if keys:
             return columns * math.prod(shape) // keys
-        return heads * min(shape[-1], columns) if len(shape) >= 3 else columns  # of an empty pool
+        return heads * min(shape[-1], columns) if len(shape) >= 3 else columns  # empty pool
     if v_head_dim is None:
         return columns
     return heads * min(max(_core.integer(v_head_dim, function, "v_head_dim"), 0), columns)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All exchanges and placements: what each needs; the core counts what ranks send, and chooses.
+"""Table of all exchanges and placements with their requirements; the core counts their bytes.
 
-`ContextParallel`, the cost model and the replay read these tables. Whoever adds an exchange adds an
-entry to ``cpp/meta/context_parallel/exchange_bytes.cc``, a module of its name in
-``distributed/layers``, which ``sharded_attend`` runs, and its work in the cost model; a test says
-what is missing.
+`ContextParallel`, the cost model and the replay read these tables. A new exchange needs an entry in
+``cpp/meta/context_parallel/exchange_bytes.cc``, a module of its name in ``distributed/layers``,
+which ``sharded_attend`` runs, and its work in the cost model; a test names missing parts.
 """
 
 from __future__ import annotations

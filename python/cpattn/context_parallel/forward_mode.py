@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes in which a batch is forwarded."""
+"""Modes of a forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ForwardMode"]
 
 
 class ForwardMode(IntEnum):
-    """Mode in which a batch is forwarded, as serving engines name and number it.
+    """Mode of a forward pass, with the names and numbers of serving engines.
 
     Examples
     --------
@@ -30,7 +30,7 @@ class ForwardMode(IntEnum):
     DLLM_EXTEND = 9
 
     def is_extend(self, include_draft_extend_v2: bool = False) -> bool:
-        """Tell whether new tokens are computed behind what is cached, drafts only if asked for."""
+        """Tell whether new tokens are computed after cached ones; drafts count only on request."""
         return _core.is_extend(self, include_draft_extend_v2)
 
     def is_prefill(self, include_draft_extend_v2: bool = False) -> bool:
@@ -42,7 +42,7 @@ class ForwardMode(IntEnum):
         return _core.is_context_parallel_extend(self, include_draft_extend_v2)
 
     def is_extend_without_speculative(self) -> bool:
-        """Tell the same as `is_extend`, without what verifies drafts."""
+        """Tell whether `is_extend` holds and the batch does not verify drafts."""
         return _core.is_extend_without_speculative(self)
 
     def is_extend_or_draft_extend_or_mixed(self) -> bool:
@@ -70,7 +70,7 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.MIXED
 
     def is_idle(self) -> bool:
-        """Tell whether there are no sequences: another rank has some."""
+        """Tell whether this rank has no sequences while another rank has some."""
         return self is ForwardMode.IDLE
 
     def is_target_verify(self) -> bool:
@@ -78,7 +78,7 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.TARGET_VERIFY
 
     def is_draft_extend_v2(self) -> bool:
-        """Tell whether a draft model extends behind verified tokens."""
+        """Tell whether a draft model extends after verified tokens."""
         return self is ForwardMode.DRAFT_EXTEND_V2
 
     def is_prebuilt(self) -> bool:
@@ -86,7 +86,7 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.PREBUILT
 
     def is_split_prefill(self) -> bool:
-        """Tell whether a prompt runs some layers at a time."""
+        """Tell whether a prompt runs through some layers at a time."""
         return self is ForwardMode.SPLIT_PREFILL
 
     def is_dllm_extend(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a batch is worth splitting over ranks."""
+"""Gate that tells whether splitting a batch over ranks pays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def can_apply_cp(
     num_tokens: int | None = None,
     forward_mode: ForwardMode | None = ForwardMode.EXTEND,
 ) -> bool:
-    """Tell whether a batch is worth splitting over `cp_size` ranks; engines fall back otherwise.
+    """Tell whether splitting a batch over `cp_size` ranks pays; if not, engines run it unsplit.
 
     Pseudo-code::
 
@@ -36,9 +36,9 @@ def can_apply_cp(
     strategy : str
         ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
     num_tokens : int, optional
-        Tokens of the batch with padding, by default the sum of `extend_lens`.
+        Tokens of the batch with padding. Default: the sum of `extend_lens`.
     forward_mode : ForwardMode or None
-        What the batch is for. None passes for zigzag and contiguous, and does not for interleave.
+        Mode of the batch. None counts as allowed for zigzag and contiguous, not for interleave.
 
     Returns
     -------
@@ -47,9 +47,9 @@ def can_apply_cp(
     Raises
     ------
     TypeError
-        For lengths or sizes that are no integers, and a mode that is none.
+        If lengths or sizes are no integers, or `forward_mode` is no mode.
     ValueError
-        For negative lengths, no sequences, a size below 1 and an unknown strategy.
+        If a length is negative, no sequence is given, a size is below 1, or `strategy` is unknown.
 
     Examples
     --------

@@ -12,9 +12,9 @@ A batch of sequences, each with new tokens behind a cached prefix, is divided ov
 ``contiguous``
     Rank r owns tokens ``[L * r // cp_size, L * (r + 1) // cp_size)`` of every sequence.
 
-Balance: the largest difference between two ranks, for W = cp_size and one sequence of L new
-tokens behind P cached ones. Over a batch the bounds of its sequences add up at most. Pairs are
-the visible (query, key) pairs of causal attention, which is the work.
+Balance: the table gives the largest difference between two ranks, for W = cp_size and one sequence
+of L new tokens after P cached ones. The bound of a batch is the sum over its sequences. Pairs are
+the visible (query, key) pairs of causal attention, a measure of its work.
 
 ==========  ======  =======================================================================
 strategy    tokens  pairs
@@ -24,10 +24,10 @@ interleave  1       P + L, and over a whole batch the tokens still differ by at 
 contiguous  1       P + L + (W - 1) ceil(L / W)**2, twice the mean on the last rank if L >> P, W
 ==========  ======  =======================================================================
 
-With `weights`, ranks have pairs in proportion to their weights. ``contiguous`` gives them
-consecutive tokens, fewer to later ranks; ``zigzag`` also gives them tokens in that proportion.
-With `page_size`, blocks begin at pages. What a cut misses for want of a page that begins where it
-should be, those of the next sequences make up for; ``imbalance`` of the metadata says what is left.
+With `weights`, ranks have pairs in proportion to their weights. ``contiguous`` gives later ranks
+fewer consecutive tokens; ``zigzag`` also gives tokens in proportion to the weights. With
+`page_size`, blocks begin at pages. Page borders shift cuts, and cuts in later sequences compensate
+the shift; ``imbalance`` of the metadata tells the rest.
 """
 
 from __future__ import annotations
@@ -60,30 +60,30 @@ def build_cp_metadata(
     Parameters
     ----------
     extend_lens : ints [bs]
-        New tokens of each sequence; zero and fewer than ``2 * cp_size`` are allowed
-        (`can_apply_cp` is the gate engines ask first).
+        New tokens of each sequence; zero and fewer than ``2 * cp_size`` are allowed. Engines ask
+        `can_apply_cp` first.
     seq_lens : ints [bs], optional
-        Cached prefix plus new tokens. Without it there is no prefix.
+        Cached prefix plus new tokens. Default: no prefix.
     cp_rank, cp_size : int
-        Which of how many ranks, at most 2**15.
+        This rank, and the number of ranks, at most 2**15.
     strategy : str
         ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias.
     num_tokens : int, optional
-        Tokens of the batch with padding: what exceeds the sum of `extend_lens` is counted
-        as new tokens of the last sequence, whose prefix stays.
+        Tokens of the batch with padding. Tokens beyond the sum of `extend_lens` count as new tokens
+        of the last sequence, whose prefix stays.
     kv_len_convention : {"baked", "bare"}
-        Whether the ``kv_len_*`` fields include the cached prefix.
+        Whether the ``kv_len_*`` fields include the cached prefix ("baked") or not.
     compat : bool
-        Accept what engines accept: `seq_lens` of another length mean no prefix, a
-        sequence with ``seq_lens < extend_lens`` has none, and ``extend_lens=None`` stands
-        for `seq_lens`, or else for ``[num_tokens]``.
+        Whether to accept what engines accept: `seq_lens` of another length mean no prefix, a
+        sequence with ``seq_lens < extend_lens`` has no prefix, and ``extend_lens=None`` stands for
+        `seq_lens`, or else for ``[num_tokens]``.
     weights : floats [cp_size], optional
-        Speed of each rank, finite and above 0, in any unit: a rank with twice the weight of
-        another has twice as many pairs of queries and keys. Every machine cuts alike. Not for
+        Speed of each rank, finite and above 0, in any unit: a rank with twice the weight has twice
+        as many pairs of queries and keys. The cut is the same on every machine. Not for
         ``"interleave"``. With `page_size` alone all weights are equal.
     page_size : int, optional
-        Where tokens are cut, a page of so many positions begins, cached ones counted. There must
-        be at least cp_size pages with new tokens. Not for ``"interleave"``.
+        Cuts tokens only at pages of so many positions, cached ones counted. There must be at least
+        cp_size pages with new tokens. Not for ``"interleave"``.
 
     Returns
     -------
@@ -95,9 +95,9 @@ def build_cp_metadata(
     Raises
     ------
     TypeError
-        For lengths or sizes that are no integers.
+        If lengths or sizes are no integers.
     ValueError
-        Names the argument, the rule, the value and its position.
+        If an argument breaks a rule; the message names argument, rule, value and position.
 
     Examples
     --------
@@ -142,26 +142,26 @@ def build_cp_metadata_all_ranks(
     weights: Reals | None = None,
     page_size: int | None = None,
 ) -> list[ContextParallelMetadata]:
-    """Plan every rank's share, as `build_cp_metadata` would for each.
+    """Plan every rank's share, as `build_cp_metadata` would for each rank.
 
-    The arrays of all ranks lie in one allocation, with those that do not depend on the
-    rank stored once; it lives as long as any of the plans.
+    One allocation holds the arrays of all ranks; arrays that do not depend on the rank exist once.
+    The allocation lives as long as any of the plans.
 
     Parameters
     ----------
     extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat, weights, \
 page_size
-        As of `build_cp_metadata`.
+        See `build_cp_metadata`.
 
     Returns
     -------
     list of ContextParallelMetadata
-        One for each rank, in their order.
+        Metadata of each rank, in rank order.
 
     Raises
     ------
     TypeError, ValueError
-        As of `build_cp_metadata`.
+        See `build_cp_metadata`.
 
     Examples
     --------
@@ -182,7 +182,7 @@ page_size
     )
 
 
-# Not a subclass, as `KVLayout` is: the core makes these values, and would have to know it.
+# No subclass like `KVLayout`: the core makes these values and would have to know the subclass.
 ContextParallelMetadata.shard = shard  # type: ignore[method-assign]
 ContextParallelMetadata.unshard = unshard  # type: ignore[method-assign]
 ContextParallelMetadata.__module__ = "cpattn"

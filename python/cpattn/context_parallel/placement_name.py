@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements of keys in the pools of ranks, by their names, and the sizes that follow."""
+"""Names of placements of keys in the pools of ranks, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_INTERLEAVE = 1 << 16
 
 
 class PlacementName(NamedTuple):
-    """Placement, and the run of tokens of one by tokens."""
+    """Name of a placement, and the run length of token interleave."""
 
     kind: str
     interleave: int = 1  # of token_interleave: consecutive tokens of a rank
 
     @classmethod
     def parse(cls, text: str) -> PlacementName | None:
-        """``token_interleave:16``, for example; None if it is no placement."""
+        """Parse a name such as ``token_interleave:16``; None if it names no placement."""
         if text in PLACEMENTS:
             return cls(text)
         match = re.fullmatch(rf"{BY_TOKENS}:([0-9]{{1,9}})", text)
@@ -30,7 +30,7 @@ class PlacementName(NamedTuple):
         return None
 
     def over(self, shard_size: int, page_size: int) -> Placement | None:
-        """The placement over so many ranks; None if each of them holds everything."""
+        """Return the placement over so many ranks, or None if each rank holds all keys."""
         if self.kind == REPLICATED:
             return None
         if self.kind == BY_PAGES:
@@ -38,15 +38,15 @@ class PlacementName(NamedTuple):
         return TokenInterleave(shard_size=shard_size, interleave=self.interleave)
 
     def whole_pages(self, num_pages: int, shard_size: int) -> int:
-        """Return how many of so many pages can be given out: every rank has as many of its own."""
+        """Return how many of `num_pages` can be given out: every rank has an equal number."""
         return num_pages - num_pages % shard_size if self.kind == BY_PAGES else num_pages
 
     def rank_pages(self, num_pages: int, shard_size: int, page_size: int) -> int:
-        """Return how many of `whole_pages` the pool of a rank must hold, beside its page 0."""
+        """Return the pages that the pool of a rank needs for `whole_pages`, without its page 0."""
         if self.kind == REPLICATED:
             return num_pages
         if self.kind == BY_PAGES:
             return num_pages // shard_size
         turn = self.interleave * shard_size
-        slots = -(-(num_pages + 1) * page_size // turn) * self.interleave  # those of page 0, too
+        slots = -(-(num_pages + 1) * page_size // turn) * self.interleave  # page 0 included
         return max(-(-slots // page_size) - 1, 1)

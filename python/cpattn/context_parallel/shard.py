@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's rows of a tensor over the tokens of a batch, and the tensor again of all ranks' rows."""
+"""Rows of one rank taken from a tensor over all tokens, and the way back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._types import AnyTensor, TensorT
 
 __all__ = ["shard", "unshard"]
 
-# Rows to take, which are as many as the tokens: not made before the tensor is known to be.
+# Rows to take, as many as tokens: made only after the tensor has been checked.
 _Rows: TypeAlias = Callable[[], np.ndarray[Any, Any]]
 
 
@@ -27,8 +27,7 @@ def shard(
     Parameters
     ----------
     x : tensor, total_seq_lens rows along `dim`
-        Hidden states, positions, ... With `truncate` it may have more rows, which are
-        ignored.
+        Hidden states, positions, ... With `truncate`, further rows are allowed and ignored.
     dim : int
         The token dimension.
 
@@ -43,13 +42,13 @@ def shard(
 
 
 def unshard(self: ContextParallelMetadata, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
-    """Put the tensor over all tokens together from every rank's rows: the inverse of `shard`.
+    """Reassemble the tensor over all tokens from every rank's rows: the inverse of `shard`.
 
     Parameters
     ----------
     parts : sequence of cp_size tensors
-        Rows of each rank in rank order, at least the logical rows of the rank along `dim`;
-        further rows are padding and ignored.
+        Rows of each rank in rank order along `dim`, at least its logical rows; further rows are
+        padding and ignored.
     dim : int
         The token dimension.
 
@@ -71,7 +70,7 @@ def rows_of(
     *,
     truncate: bool = False,
 ) -> TensorT:
-    """Take these rows of `x`, and zeros behind them; `size` says how many `x` has."""
+    """Take rows of `x` and append rows of zeros; `size` names the expected length in errors."""
     tensor = tensor_of(x, function, "x")
     dim = _checked_dim(function, tensor, dim)
     truncate = _core.flag(truncate, function, "truncate")
@@ -95,7 +94,7 @@ def tokens_of(
     indices: _Rows,
     size: tuple[str, int],
 ) -> TensorT:
-    """Take rows of the first `counts` rows of each part; `size` says how many parts there are."""
+    """Take rows of the first `counts` rows of each part; `size` names the expected part count."""
     tensors = _checked_parts(function, parts, size)
     first = tensors[0]
     dim = _checked_dim(function, first, dim)
@@ -122,9 +121,9 @@ def _checked_parts(
 ) -> list[AnyTensor]:
     name, wanted = size
     try:
-        count = len(parts)  # before all of a large tensor becomes a list
+        count = len(parts)  # before a large tensor is split into a list
         given = list(parts) if count == wanted else []
-    except Exception as error:  # NotImplementedError of memoryviews of records, say
+    except Exception as error:  # such as NotImplementedError of memoryviews of records
         raise TypeError(
             f"{function}: parts must be a sequence of tensors, got {type(parts).__name__}"
         ) from error
@@ -137,7 +136,7 @@ def _checked_parts(
 
 
 def _rest(x: AnyTensor, dim: int) -> tuple[int, ...]:
-    """The shape without a dimension."""
+    """Return the shape without one dimension."""
     return (*x.shape[:dim], *x.shape[dim + 1 :])
 
 
@@ -154,7 +153,7 @@ def _take(x: AnyTensor, indices: np.ndarray[Any, Any], dim: int) -> AnyTensor:
     torch = torch_of(x)
     if torch is None:
         return x.take(indices, axis=dim)
-    # A copy, because torch warns of read-only arrays.
+    # A copy, as torch warns about read-only arrays.
     return x.index_select(dim, torch.from_numpy(indices.copy()).to(x.device))
 
 

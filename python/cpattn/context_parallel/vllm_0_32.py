@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill context parallelism (PCP) with the rule and the names of vLLM 0.32.
 
-Every prefill of L new tokens is cut into ``2 * pcp_size`` chunks of ``ceil(L / (2 * pcp_size))``,
-of which the last ones may be short or empty, and rank r has chunks r and ``2 * pcp_size - 1 - r``.
-This is another rule than ``strategy="zigzag"`` of `cpattn.build_cp_metadata`, whose blocks differ
-by at most one token: of 18 tokens, two ranks have chunks of 5, 5, 5, 3 here and of 5, 5, 4, 4
-there. Decodes are whole, on one rank in turn or on all of them; on each rank they come first.
+The rule cuts every prefill of L new tokens into ``2 * pcp_size`` chunks of ``ceil(L / (2 *
+pcp_size))`` tokens; the last chunks may be short or empty. Rank r has chunks r and ``2 * pcp_size -
+1 - r``. ``strategy="zigzag"`` of `cpattn.build_cp_metadata` differs: its blocks have equal sizes up
+to one token. For 18 tokens and two ranks, chunks have 5, 5, 5, 3 tokens here and 5, 5, 4, 4 there.
+Decodes are not cut: one rank in turn has each, or all ranks; their rows come first.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["PCPLayout", "RankSegments", "build_pcp_layout", "pcp_segments"]
 
 
 class RankSegments(NamedTuple):
-    """Rows of one rank, in segments of consecutive tokens of a request, in the order of the rows.
+    """Rows of one rank, as segments of consecutive tokens of a request, in row order.
 
     Attributes
     ----------
     request : array [n], int64
         Request of each segment (``global_batch_req_idx`` of vLLM's ``RankSegment``).
     batch_start, batch_stop : array [n], int64
-        Its tokens among the new ones of the whole batch (``global_batch_slice``).
+        Range of the segment among the new tokens of the whole batch (``global_batch_slice``).
     rank_start, rank_stop : array [n], int64
-        Its rows on the rank (``rank_local_batch_slice``).
+        Range of the segment among the rank's rows (``rank_local_batch_slice``).
 
     Examples
     --------
@@ -67,37 +67,37 @@ def pcp_segments(
     Parameters
     ----------
     extend_lens : ints [bs]
-        New tokens of each request; one without any has no segment.
+        New tokens of each request; a request with 0 has no segment.
     prefix_lens : ints [bs]
         Cached tokens of each request.
     pcp_size : int
         Ranks that share prefills, at most 2**15.
     is_prefill : bools [bs], optional
-        Whether each request still computes its prompt. vLLM compares the tokens computed so far
-        with the length of the prompt, which lengths of a batch alone do not tell. Without it, a
-        request with one new token behind cached ones is a decode, and every other one a prefill.
-        Say it where the last token of a prompt is computed alone, and where decodes have several
-        new tokens, as under speculation.
+        Whether each request still computes its prompt. vLLM compares computed tokens with the
+        prompt length, which the lengths of a batch do not tell. Default: a request with one new
+        token and cached tokens is a decode, and every other request is a prefill. Pass it if the
+        last token of a prompt is computed alone, or if decodes have several new tokens, as in
+        speculation.
     shard_decode : bool
-        Whether each decode has one rank, in turn by their order in the batch, or is on all of them.
-        This is vLLM's ``pcp_shard_decode_requests``, which is true where ranks have all keys each;
-        with a `dcp_size` above 1 it is false there, so it makes no difference here.
+        Whether each decode goes to one rank, in turn by batch order, or to all ranks. vLLM's
+        ``pcp_shard_decode_requests`` is true if every rank has all keys; with a `dcp_size` above 1
+        vLLM sets it to false, and this argument then has no effect.
     dcp_size : int
         Ranks that share the keys of each token (decode context parallelism), at most 2**15. Above
-        1, prefills too short to fill ``2 * pcp_size`` chunks are on all ranks, too.
+        1, prefills too short for ``2 * pcp_size`` chunks also go to all ranks.
 
     Returns
     -------
     list of RankSegments
-        For each rank five arrays, in the order of its rows: decodes, then prefills, both by
-        request. A rank may have none.
+        Five arrays for each rank, in row order: decodes, then prefills, both by request. A rank may
+        have no rows.
 
     Raises
     ------
     TypeError
-        For lengths or sizes that are no integers, and flags that are no bools.
+        If lengths or sizes are no integers, or flags are no bools.
     ValueError
-        For negative lengths, lists of different length, and sizes out of bounds.
+        If a length is negative, lists differ in length, or a size is out of bounds.
 
     Examples
     --------
@@ -124,14 +124,14 @@ def build_pcp_layout(
     dcp_size: int = 1,
     padded_num_tokens: int | None = None,
 ) -> PCPLayout:
-    """Lay out a batch over ranks: segments, padding, and the way there and back.
+    """Lay out a batch over ranks: segments, padding, and indices for both directions.
 
     Parameters
     ----------
     extend_lens, prefix_lens, pcp_size, is_prefill, shard_decode, dcp_size
-        As of `pcp_segments`.
+        See `pcp_segments`.
     padded_num_tokens : int, optional
-        Rows of each rank, at least those of the longest, which is the default; engines have more
+        Rows of each rank. Default and minimum: the rows of the longest rank; engines pad further
         for graphs of fixed size.
 
     Returns
@@ -141,7 +141,7 @@ def build_pcp_layout(
     Raises
     ------
     TypeError, ValueError
-        As of `pcp_segments`, and for fewer rows than a rank has.
+        See `pcp_segments`; also if `padded_num_tokens` is less than the rows of a rank.
 
     Examples
     --------
@@ -171,14 +171,14 @@ def shard(self: PCPLayout, x: TensorT, pcp_rank: int, dim: int = 0) -> TensorT:
     x : tensor, num_tokens rows along `dim`
         Token ids, positions, hidden states, ...
     pcp_rank : int
-        Which rank's.
+        The rank.
     dim : int
         The token dimension.
 
     Returns
     -------
     tensor, padded_num_tokens rows along `dim`
-        Zeros where the rank has no token.
+        Rows of zeros follow the rank's tokens.
     """
     rank = _core.integer(pcp_rank, "shard", "pcp_rank")
     if not 0 <= rank < self.pcp_size:
@@ -189,41 +189,41 @@ def shard(self: PCPLayout, x: TensorT, pcp_rank: int, dim: int = 0) -> TensorT:
 
 
 def unshard(self: PCPLayout, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
-    """Put the tensor over the batch together of every rank's rows: the inverse of `shard`.
+    """Reassemble the tensor over the batch from every rank's rows: the inverse of `shard`.
 
     Parameters
     ----------
     parts : sequence of pcp_size tensors
-        Of each rank at least padded_num_tokens rows along `dim`; further ones are ignored.
+        Rows of each rank, at least padded_num_tokens along `dim`; further rows are ignored.
     dim : int
         The token dimension.
 
     Returns
     -------
     tensor, num_tokens rows along `dim`
-        Of a request that all ranks have, the rows of rank 0.
+        Rows of rank 0 for a request that all ranks have.
     """
     counts, size = [self.padded_num_tokens] * self.pcp_size, ("pcp_size", self.pcp_size)
     return tokens_of("unshard", parts, dim, counts, lambda: self.hidden_restore_idx, size)
 
 
-# Not a subclass: the core makes these values, and would have to know it.
+# No subclass: the core makes these values and would have to know it.
 PCPLayout.segments = property(_segments)  # type: ignore[assignment, method-assign]
 PCPLayout.shard = shard  # type: ignore[method-assign]
 PCPLayout.unshard = unshard  # type: ignore[method-assign]
 RankSegments.__module__ = PCPLayout.__module__ = __name__
 PCPLayout.__doc__ = """Rows of all ranks under prefill context parallelism, and their padding.
 
-Made by `build_pcp_layout`, and the same on every rank. A value: it can be compared, hashed, pickled
-and printed, and its arrays are read-only. Padded rows are those of all ranks, ``padded_num_tokens``
-of each, one rank after the other, as an all-gather puts them together.
+`build_pcp_layout` makes it, the same on every rank. It is a value: comparable, hashable, picklable
+and printable, with read-only arrays. Padded rows are the concatenated ``padded_num_tokens`` rows of
+all ranks, as an all-gather returns them.
 
 Attributes
 ----------
 pcp_size, dcp_size : int
     Ranks that share prefills, and ranks that share the keys of each token.
 shard_decode : bool
-    Whether each decode has one rank; false where `dcp_size` is above 1.
+    Whether each decode goes to one rank; false if `dcp_size` is above 1.
 num_tokens, padded_num_tokens : int
     New tokens of the batch, and rows of each rank.
 per_rank_num_tokens : list of int [pcp_size]
@@ -231,16 +231,16 @@ per_rank_num_tokens : list of int [pcp_size]
 replicated : array [bs], bool
     Whether all ranks have all new tokens of each request.
 segments : list of RankSegments [pcp_size]
-    As of `pcp_segments`; computed on each access, as all that follows.
+    Result of `pcp_segments`. This attribute and those below are computed on each access.
 seq_lens : list of arrays [n], int64
-    For each rank the keys that the last token of each segment sees; with the lengths of the
-    segments, what attention of causal sequences takes.
+    For each rank, the number of keys that the last token of each segment sees; with the segment
+    lengths these are the arguments of causal attention.
 hidden_restore_idx : array [num_tokens], int64
-    The padded row of each token of the batch, on rank 0 where several have it.
+    Padded row of each token of the batch, on rank 0 if several ranks have the token.
 padded_gather_idx : array [pcp_size * padded_num_tokens], int64
-    The token of each padded row, 0 for padding.
+    Token of each padded row, 0 for padding.
 gathered_kv_write_mask : array [pcp_size * padded_num_tokens], bool
-    Whether keys and values of each padded row are written: of every token once, and no padding.
+    Whether to write keys and values of each padded row: one row per token, and no padding.
 
 Examples
 --------
@@ -252,7 +252,7 @@ PCPLayout(pcp_size=2, dcp_size=1, num_tokens=8, padded_num_tokens=5, per_rank_nu
 >>> layout.gathered_kv_write_mask.astype(int).tolist()
 [1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
 
-With ``dcp_size=2``, DCP rank 1 keeps of the keys of each segment of PCP rank 0:
+With ``dcp_size=2``, DCP rank 1 keeps these keys of each segment of PCP rank 0:
 
 >>> from cpattn.kv import TokenInterleave
 >>> layout = build_pcp_layout([7, 1], [0, 5], pcp_size=2, dcp_size=2)

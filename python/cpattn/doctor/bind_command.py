@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cpattn bind`: starts a rank on its share of the CPUs of a host."""
+"""`cpattn bind`, the command that starts a rank on its share of the CPUs of a host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _THREADS = ("OMP_NUM_THREADS", "CPATTN_NUM_THREADS")
 
 @click.command(
     short_help="Start a rank on the cores and the memory of its NUMA node.",
-    context_settings={"allow_interspersed_args": False},  # those behind COMMAND are its own
+    context_settings={"allow_interspersed_args": False},  # options behind COMMAND belong to COMMAND
 )
 @click.option("--ranks", type=Integer(1, 4096), help="Ranks of this host [default: as launched].")
 @click.option("--smt", is_flag=True, help="Also the other hardware threads of each core.")
@@ -67,7 +67,7 @@ def bind(ranks: int | None, smt: bool, command: tuple[str, ...]) -> None:
     threads = dict.fromkeys(_THREADS, str(share.num_cores))
     try:
         os.execvpe(command[0], list(command), os.environ | threads)
-    except (OSError, ValueError) as error:  # the latter of an empty name
+    except (OSError, ValueError) as error:  # ValueError: of an empty name
         raise click.UsageError(f"{command[0]}: {getattr(error, 'strerror', error)}") from None
 
 

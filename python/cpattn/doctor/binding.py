@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPUs of each rank of a host, so that a rank computes where its memory lies."""
+"""Assignment of CPUs to the ranks of a host, so that a rank computes where its memory lies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .._numa import nodes_of
 from .topology import cores_of
 
-#: Variables by which launchers tell a process its rank on the host, and the ranks of the host.
+#: Variables of launchers that tell a process its rank on the host and the ranks of the host.
 LAUNCHERS = {
     "torchrun": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -33,16 +33,16 @@ def shares(
 ) -> list[Share]:
     """Divide the CPUs `usable` over the ranks of a host: nodes first, then cores of a node.
 
-    Ranks of one node have consecutive cores, at most one more than each other; nodes of one rank
-    are consecutive, as those of one socket are. A core counts once, by its first CPU that is
-    usable; with `smt` its other CPUs come with it. Nodes without a usable CPU, such as memory
-    alone, are left out. `root` is that of the file system.
+    Ranks of one node have consecutive cores, evenly up to one core. Nodes of one rank are
+    consecutive, as nodes of one socket are. A core counts once, by its first usable CPU; with `smt`
+    its other CPUs come with it. Nodes without a usable CPU, such as pure memory nodes, are left
+    out. `root` is the root of the file system.
 
     Raises
     ------
     ValueError
-        If neither number of nodes and ranks is a multiple of the other, or a node has fewer cores
-        than ranks.
+        If neither of the numbers of nodes and ranks is a multiple of the other, or a node has fewer
+        cores than ranks.
     """
     nodes = nodes_of(root, usable) or {"0": set(usable)}
     if num_ranks % len(nodes) and len(nodes) % num_ranks:
@@ -69,7 +69,7 @@ def shares(
 
 
 def local_rank(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
-    """Rank of this process on its host and the ranks there, each if a launcher tells."""
+    """Return the rank of this process on its host and the ranks there; None if not told."""
     for rank, number in LAUNCHERS.values():
         own, ranks = environ.get(rank, ""), environ.get(number, "")
         if own.isdecimal():

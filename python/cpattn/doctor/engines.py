@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether engines that are installed can be imported: metadata alone says nothing of that."""
+"""Check whether installed engines can be imported, which their metadata do not tell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .finding import Finding
 
 _SECTION = "imports, each in a process of its own"
 _SECONDS = 180
-# The first file of a package mostly loads nothing; these statements load the engine.
+# Importing a package often loads nothing yet; these statements load the engine.
 _STATEMENTS = {
     "torch": "import torch",
     "sglang": "import sglang.srt.server_args",
@@ -24,7 +24,7 @@ _STATEMENTS = {
 
 
 def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """A line for each engine that is installed."""
+    """Return a line for each installed engine."""
     for name, statement in _STATEMENTS.items():
         if first_installed(_support.find(name).distributions) is not None:
             yield _imported(name, statement, environ)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python and what is installed beside cpattn, read from its metadata."""
+"""Python and the packages installed beside cpattn, from their metadata."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .finding import Finding, State
 
 _SECTION = "environment"
 _GROUPS = {"sglang": "sglang.srt.plugins", "vLLM on CPU": "vllm.general_plugins"}
-# What commands and functions need beyond NumPy, by the extra that brings it.
+# Packages that commands and functions need beyond NumPy, by extra.
 _EXTRAS = {
     "torch": (("torch",), "cpattn.distributed, operators of torch"),
     "profile": (("rich", "matplotlib"), "tables and plots of cpattn.profile"),
     "notebook": (("ipykernel", "nbclient"), "the notebooks"),
     "mooncake": (("mooncake-transfer-engine-non-cuda",), "KV transfer, replay --disaggregate"),
 }
-_INSTALL = "pip install '.[{}]'"  # in the folder of the sources: PyPI does not have it
-# Finds in a requirement of a package the name, and the versions before its conditions.
+_INSTALL = "pip install '.[{}]'"  # in the source folder, as PyPI does not have it
+# Finds the name and version bounds in a requirement, before its conditions.
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*\(?([^;)]*)")
 _BOUND = re.compile(r"(<=|<|==)\s*([\w.]+)")
 _NO_AMX = re.compile(r"(?!.*AMX)(SSE41|AVX|AVX2|AVX2_VNNI|AVX512_\w+)$", re.IGNORECASE)
 
 
 def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Report all that this file knows."""
+    """Report all findings of this module."""
     yield _python()
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
     yield Finding(_SECTION, "cpattn", f"{_core.__version__}, from {folder}")
@@ -62,7 +62,7 @@ def _python() -> Finding:
 
 
 def _release(name: str) -> Finding:
-    """An engine or a library, and whether cpattn was tried with its release."""
+    """Return the line of an engine or library: whether cpattn was tried with its release."""
     entry = _support.find(name)
     found = first_installed(entry.distributions)
     if found is None:
@@ -86,7 +86,7 @@ def _judged(entry: _support.Support, version: str) -> tuple[str, State]:
 
 
 def _asks_for_another(entry: _support.Support) -> str:
-    """The installed engine that refuses every release of a library that was tried, if any."""
+    """Return the installed engine that rejects every tried release of a library, if any."""
     for engine in _support.ENGINES:
         found = first_installed(engine.distributions)
         if found is None:
@@ -101,7 +101,7 @@ def _asks_for_another(entry: _support.Support) -> str:
 
 
 def _allows(specifiers: str, release: str) -> bool:
-    """Tell whether upper bounds and exact releases of a requirement leave a release."""
+    """Tell whether upper bounds and exact releases of a requirement allow a release."""
     found = _support.numbers(release)
     for operator, bound in _BOUND.findall(specifiers):
         limit = _support.numbers(bound)
@@ -115,7 +115,7 @@ def _allows(specifiers: str, release: str) -> bool:
 
 
 def _torch(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """torch, and whether its bfloat16 products are legal here."""
+    """Report torch, and whether its bfloat16 products are legal here."""
     release = _release("torch")
     yield release
     if release.text == "not installed":
@@ -142,7 +142,7 @@ def _torch(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _plugin(engine: str, group: str, environ: Mapping[str, str]) -> Finding:
-    """Whether an engine that starts will find the plug-in, and switch it on."""
+    """Report whether a starting engine will find the plug-in and turn it on."""
     short = engine.partition(" ")[0]
     name = f"{short} plug-in"
     points = metadata.entry_points(group=group)

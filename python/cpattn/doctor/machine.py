@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processor, threads and memory of this machine, as calls of cpattn will meet them."""
+"""Processor, threads and memory of this machine, from the view of cpattn."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .finding import Finding
 from .topology import count, size
 
 _SECTION = "machine"
-_SMALL_SHARED = 1 << 30  # containers have 64 MiB of /dev/shm unless asked for more
+_SMALL_SHARED = 1 << 30  # containers have 64 MiB of /dev/shm by default
 
 
 def findings(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Report all that this file knows; `root` has the files that the system describes itself in."""
+    """Report all findings of this module; `root` is the root of the system's files."""
     yield Finding(_SECTION, "processor", f"{cpu_name()}, {platform.machine()}")
     yield _instructions(environ)
     yield Finding(_SECTION, "compiled in", ", ".join(_core.compiled_isas()))
@@ -97,12 +97,12 @@ def _threads(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def cgroup_cpus(root: Path) -> float | None:
-    """CPUs whose time a container may use; None if there is no bound."""
+    """Return the CPU time that a container may use, in CPUs; None without a limit."""
     folder = root / "sys/fs/cgroup"
     with suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         return None if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError):  # the older kind
+    with suppress(OSError, ValueError):  # cgroup version 1
         quota, period = (
             (folder / "cpu" / name).read_text(encoding="ascii").strip()
             for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -112,7 +112,7 @@ def cgroup_cpus(root: Path) -> float | None:
 
 
 def _huge_pages(root: Path) -> Finding:
-    """KV pools ask for them; where the system has none, small pages do."""
+    """Report on huge pages, which KV pools ask for; without them, small pages serve."""
     text = ""
     with suppress(OSError):
         text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
@@ -124,7 +124,7 @@ def _huge_pages(root: Path) -> Finding:
 
 
 def _shared_memory(root: Path) -> Finding:
-    """Report on /dev/shm, through which processes of one machine exchange what they share."""
+    """Report on /dev/shm, through which processes of a machine share memory."""
     try:
         answer = os.statvfs(root / "dev/shm")
     except OSError as error:

@@ -20,19 +20,19 @@ _NAME_WIDTH = 16
 
 
 def findings() -> Iterator[Finding]:
-    """Everything that is looked at, in the order of the report."""
+    """Return all findings in the order of the report."""
     return chain(
         machine.findings(), environment.findings(), engines.findings(), self_test.findings()
     )
 
 
 def is_well(found: Sequence[Finding]) -> bool:
-    """Whether all that is needed works; warnings do not count."""
+    """Tell whether everything required works; warnings do not count."""
     return all(finding.state != "broken" for finding in found)
 
 
 def as_text(found: Sequence[Finding], width: int, *, colours: bool = False) -> str:
-    """A line for each finding, wrapped, under the heading of its section; a verdict last."""
+    """Return a wrapped line for each finding under the heading of its section, then a verdict."""
     lines: list[str] = []
     section = ""
     for finding in found:
@@ -70,7 +70,7 @@ def _wrapped(finding: Finding, width: int, colours: bool) -> list[str]:
 
 
 def as_json(found: Sequence[Finding]) -> str:
-    """Return as JSON what `as_text` shows."""
+    """Return the content of `as_text` as JSON."""
     content = {
         "cpattn": __version__,
         "passed": is_well(found),

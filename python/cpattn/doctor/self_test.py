@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on every instruction set against the oracle.
 
-It runs in a process of its own, so that an illegal instruction ends that one alone: this module
-run by Python prints a line of JSON for each instruction set, the one in use first.
+The test runs in its own process, so that an illegal instruction ends only that process. This
+module, run by Python, prints a line of JSON for each instruction set, the one in use first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def findings(command: list[str] | None = None) -> Iterator[Finding]:
         return
     answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     for answer in answers:
-        right = answer["error"] <= 1  # and not if it is NaN
+        right = answer["error"] <= 1  # False also for NaN
         text = f"float32, largest error {answer['error']:.2f} of what roundings explain"
         state = "ok" if right else "broken"
         hint = "" if right else "export CPATTN_ISA=portable, and please report it"
@@ -55,7 +55,7 @@ def _end(code: int, stderr: str) -> str:
 
 
 def _order() -> list[str]:
-    """The instruction set in use, then the others."""
+    """Return the instruction set in use, then the others."""
     try:
         active = _core.active_isa()
     except ValueError:
@@ -64,7 +64,7 @@ def _order() -> list[str]:
 
 
 def error_of_attention() -> float:
-    """Return the error of a small ragged batch with prefixes, in units of explained roundings."""
+    """Return the error of a small ragged batch with prefixes, in units of expected rounding."""
     rng = np.random.default_rng(1)
     q_lens, kv_lens = [37, 1, 5], [37, 90, 21]
     pages = [-(-n // _PAGE) for n in kv_lens]
@@ -85,7 +85,7 @@ def error_of_attention() -> float:
 
 
 def main() -> None:
-    """A line for each instruction set."""
+    """Print a line for each instruction set."""
     for name in _order():
         _core.set_isa(name)
         print(json.dumps({"isa": name, "error": error_of_attention()}), flush=True)

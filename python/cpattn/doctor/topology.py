@@ -12,18 +12,18 @@ from .._numa import nodes_of, numbers_of, ranges, read
 from .finding import Finding
 
 _SECTION = "machine"
-#: Bounds of the two kinds of cgroups; the older one has a huge number for none.
+#: Limits of the two cgroup versions; version 1 uses a huge number for no limit.
 _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 _CPUS = r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*"
 
-#: Variables by which engines bind their ranks: sets of CPUs with | between them.
+#: Variables by which engines bind their ranks: sets of CPUs separated by |.
 ENGINE_CPUS = {"vLLM": "VLLM_CPU_OMP_THREADS_BIND", "sglang": "SGLANG_CPU_OMP_THREADS_BIND"}
 
 
 def findings(
     root: Path, usable: Collection[int], environ: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Report all that this file knows of the CPUs `usable`; `root` as in `machine.findings`."""
+    """Report all findings on the CPUs `usable`; `root` as in `machine.findings`."""
     yield _cores(root, usable)
     yield _numa(root, usable)
     for engine, variable in ENGINE_CPUS.items():
@@ -41,7 +41,7 @@ def size(number: int) -> str:
 
 
 def cores_of(root: Path, cpus: Collection[int]) -> list[list[int]]:
-    """Group CPUs by their core, in ascending order; each is one where the system does not say."""
+    """Group CPUs by core, in ascending order; each CPU is a core if the system tells none."""
     cores: dict[str, list[int]] = {}
     for cpu in sorted(cpus):
         cores.setdefault(_siblings(root, cpu) or str(cpu), []).append(cpu)
@@ -80,7 +80,7 @@ def _numa(root: Path, usable: Collection[int]) -> Finding:
 
 
 def _engine_cpus(root: Path, usable: Collection[int], engine: str, text: str) -> Finding:
-    """Judge the CPUs that a variable gives to each rank of an engine."""
+    """Judge the CPUs that a variable assigns to each rank of an engine."""
     name, parts = f"{engine} ranks", text.split("|")
     known = all(re.fullmatch(_CPUS, part) for part in parts)
     groups = [numbers_of(part) for part in parts] if known else []

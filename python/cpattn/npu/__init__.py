@@ -2,10 +2,10 @@
 """Operators of Ascend NPUs on the CPU, with their names, layouts and arguments.
 
 ``fia``                     fused inference attention: `npu_fused_infer_attention_score`
-``lightning_indexer``       the keys of each query: `npu_lightning_indexer`
-``sparse_flash_attention``  attention to them: `npu_sparse_flash_attention`
+``lightning_indexer``       selection of keys for each query: `npu_lightning_indexer`
+``sparse_flash_attention``  attention to selected keys: `npu_sparse_flash_attention`
 
-Imports NumPy and the core. Under the name torch_npu: `cpattn.integrations.torch_npu`.
+Imports NumPy and the core. `cpattn.integrations.torch_npu` installs them as torch_npu.
 """
 
 from .fia import npu_fused_infer_attention_score

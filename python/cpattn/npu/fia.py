@@ -65,9 +65,9 @@ def npu_fused_infer_attention_score(
 ) -> tuple[TensorT, TensorT]:
     """Compute attention with the signature and the meaning of ``torch_npu``'s operator.
 
-    What the NPU leaves undefined is pinned here: the LSE is a natural logarithm, rows that see
-    no key give zeros and LSE -inf under any ``inner_precise``, and page ids are checked. What
-    it rejects for want of hardware (head dimensions, head counts, block sizes) is computed.
+    Results that the NPU leaves undefined are defined here: the LSE is a natural logarithm, rows
+    without visible keys give zeros and LSE -inf, and page ids are checked. Sizes that the NPU's
+    hardware rejects (head dimensions, head counts, block sizes) work here.
 
     Parameters
     ----------
@@ -78,14 +78,14 @@ def npu_fused_infer_attention_score(
         layouts also [blocks, N, block_size, D]. `value` may have another D.
     atten_mask : tensor, bool, int8 or uint8, optional
         True hides. Modes 0 and 1: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; [B, S2] if
-        S1 is 1. Larger ones, too, if S1 and S2 are 1: sglang passes the template for prompts of one
-        token. Modes 2 to 4: the [2048, 2048] template, whose contents are not read.
+        S1 is 1. Larger masks, too, if S1 and S2 are 1: sglang passes the template for prompts of
+        one token. Modes 2 to 4: the [2048, 2048] template, whose contents are not read.
     actual_seq_lengths : ints [B] or [1], optional
-        Queries of each sequence, or one number for all; by default S1. Under TND layouts
-        mandatory, and the running sums of the lengths instead, ending at T.
+        Queries of each sequence, or one number for all; default S1. TND layouts require it, as
+        running sums of the lengths that end at T.
     actual_seq_lengths_kv : ints [B] or [1], optional
-        Keys of each sequence, or one number for all; by default S2. Mandatory with blocks.
-        Under TND layouts mandatory, and without blocks the running sums.
+        Keys of each sequence, or one number for all; default S2. Blocks and TND layouts require it;
+        TND layouts without blocks take running sums.
     block_table : ints [B, >= ceil(kv_len / block_size)], optional
         Block ids; entries beyond a sequence's own blocks are never read.
     query_rope, key_rope : tensors, of the dtype of query, optional
@@ -93,15 +93,15 @@ def npu_fused_infer_attention_score(
     num_heads : int
         Heads of the queries.
     scale : float
-        Multiplies q . k. 1.0 unless given; not 1 / sqrt(D).
+        Factor of q . k; the default is 1.0, not 1 / sqrt(D).
     pre_tokens, next_tokens : int
-        Keys before and behind a query's position that it sees, in modes 0 and 4.
+        Number of visible keys before and behind a query's position, in modes 0 and 4.
     input_layout : str
         BSH, BSND, BNSD, BNSD_BSND, BSH_NBSD, BSND_NBSD, BNSD_NBSD, TND, TND_NTD or NTD_TND:
-        B batch, S tokens, N heads, D dimension, H = N * D, T tokens of all sequences. What
-        follows the underscore is the layout of the output.
+        B batch, S tokens, N heads, D dimension, H = N * D, T tokens of all sequences. The part
+        after the underscore is the layout of the output.
     num_key_value_heads : int
-        Heads of keys and values; 0: as many as `num_heads`.
+        KV heads; 0: as many as `num_heads`.
     sparse_mode : int
         For query i of S1 and key j of S2, both of one sequence::
 
@@ -113,16 +113,16 @@ def npu_fused_infer_attention_score(
 
         Modes 1 to 4 need the mask. TND layouts take 0 without and 3 with it.
     inner_precise : int
-        0 to 3, without effect: accumulation is always in float32.
+        0 to 3, without effect: sums are always in float32.
     block_size : int
-        Tokens of a block; with `block_table`.
+        Tokens per block; with `block_table`.
     softmax_lse_flag : bool
         Whether to return the log-sum-exp.
     key_antiquant_scale, key_antiquant_offset, value_antiquant_scale, value_antiquant_offset
-        What `key` and `value` of int8 stand for: (code + offset) * scale; tensors, of which both
-        scales are needed and both offsets may be missing. Not for TND layouts, nor with rope.
+        Dequantization of int8 `key` and `value`: (code + offset) * scale. Both scales are required;
+        both offsets may be missing. Not for TND layouts, nor with rope.
     key_antiquant_mode, value_antiquant_mode : int
-        What there is a number for, and its place; the same for both, or 0 for keys and 1 for
+        Granularity and shape of scales and offsets; the same for both, or 0 for keys and 1 for
         values::
 
             0  each channel: [N, 1, D], [N, D] or [H], with 1 before; or everything: [1]
@@ -134,16 +134,16 @@ def npu_fused_infer_attention_score(
 
         Numbers of modes 0 and 2 are of the dtype of query, the others float32.
     antiquant_scale, antiquant_offset, antiquant_mode
-        The same for key and value in one tensor [2, ...], in modes 0 and 1; without effect beside
-        `key_antiquant_scale`.
+        Scales, offsets and mode for key and value in one tensor [2, ...], in modes 0 and 1; without
+        effect beside `key_antiquant_scale`.
     pse_shift, query_padding_size, kv_padding_size
-        Not supported, at their defaults only.
+        Not supported; only the defaults are allowed.
     dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2
-        Likewise.
+        Not supported.
     key_rope_antiquant_scale
-        Likewise.
+        Not supported.
     key_shared_prefix, value_shared_prefix, actual_shared_prefix_len
-        Likewise.
+        Not supported.
 
     Returns
     -------
@@ -157,14 +157,14 @@ def npu_fused_infer_attention_score(
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For what the list above rules out, and for any other argument that is not at its default.
+        If an argument breaks a rule of the list above, or an unsupported one has no default value.
 
     Notes
     -----
-    A scale of everything, of heads or of tokens without an offset is applied as codes are read.
-    In the other cases, and for modes 1 and 3 with blocks, the keys and values of a sequence are
-    first written out in the dtype of query, which is what the operator means: for one sequence
-    after the other, so that the longest one bounds the memory that it takes.
+    Reading codes applies a scale without offset of the whole tensor, of heads or of tokens. In
+    other cases, and in modes 1 and 3 with blocks, the call first dequantizes the keys and values of
+    a sequence to the dtype of query, as the operator is defined. Sequences take turns, so the
+    longest sequence bounds the memory.
 
     Examples
     --------

@@ -36,24 +36,23 @@ def npu_lightning_indexer(
         score[i, j] = sum(weights[i, n] * relu(query[i, n] @ key[j]) for n in heads)
         visible = j < S2 if sparse_mode == 0 else j <= i + S2 - S1
 
-    What the NPU leaves undefined is pinned here: the order of indices, ties, NaN (as -inf), and
-    rows that belong to no sequence (-1). What it rejects for want of hardware (head counts, D,
-    block sizes, a `sparse_count` above 2048, values with blocks) is computed.
+    Results that the NPU leaves undefined are defined here: the order of indices, ties, NaN (as
+    -inf), and rows of no sequence (-1). Sizes that the NPU's hardware rejects work here: head
+    counts, D, block sizes, a `sparse_count` above 2048, values with blocks.
 
     Parameters
     ----------
     query : tensor [B, S1, N, D] or, as TND, [T1, N, D], bfloat16 or float32
-        B sequences, S1 queries of each, or T1 of all; N heads of D elements.
+        B sequences of S1 queries, or T1 queries of all sequences; N heads of D elements.
     key : tensor, of the dtype of query
         [B, S2, 1, D], [T2, 1, D] as TND, or [blocks, block_size, 1, D] as PA_BSND.
     weights : tensor [B, S1, N] or [T1, N], of the dtype of query, or float32
-        The factor of each head.
+        Factor of each head.
     actual_seq_lengths_query : ints [B]
-        Queries of each sequence, by default S1. Under TND mandatory, and the running sums of the
-        lengths instead. Rows beyond are never read.
+        Queries of each sequence, default S1. TND requires it, as running sums of the lengths.
+        Further rows are never read.
     actual_seq_lengths_key : ints [B]
-        Keys of each sequence, by default S2; mandatory with PA_BSND. Under TND mandatory, and
-        the running sums.
+        Keys of each sequence, default S2. PA_BSND requires it; TND requires it as running sums.
     block_table : ints [B, >= ceil(S2 / block_size)]
         Block ids, with PA_BSND; entries beyond a sequence's own blocks are never read.
     layout_query : str
@@ -63,27 +62,27 @@ def npu_lightning_indexer(
     sparse_count : int
         Indices for each query, at least 1.
     sparse_mode : int
-        0: a query sees all keys. 3: those up to its own position, the last query of a sequence
-        standing at the last key.
+        0: a query sees all keys. 3: a query sees keys up to its own position; the last query of a
+        sequence is at its last key.
     pre_tokens, next_tokens : int
-        At their defaults only.
+        Only the defaults are allowed.
     return_value : bool
         Whether to return the scores.
 
     Returns
     -------
     indices : tensor [B, S1, 1, sparse_count] or [T1, 1, sparse_count], int32
-        Positions within the sequence by score, descending, ties to the smaller index; ascending
-        if no key is left out; then -1.
+        Positions within the sequence by descending score, ties by ascending index. If all keys are
+        selected, positions are ascending. Unused entries are -1.
     values : tensor of the shape of indices, of the dtype of query
-        Their scores, then -inf. Empty, shape [0], without ``return_value``.
+        Scores of the indices, -inf for unused entries. Empty, shape [0], without ``return_value``.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For what the list above rules out.
+        If an argument breaks a rule of the list above.
 
     Examples
     --------
@@ -99,7 +98,7 @@ def npu_lightning_indexer(
     """
     function = "npu_lightning_indexer"
     sparse_count = _core.integer(sparse_count, function, "sparse_count")
-    count = max(sparse_count, 0)  # the core refuses those below
+    count = max(sparse_count, 0)  # the core refuses sparse_count < 1
     shape = (*_core.shape_of(query, function, "query")[:-2], 1, count)
     indices = empty(function, query, shape, "int32")
     return_value = _core.flag(return_value, function, "return_value")

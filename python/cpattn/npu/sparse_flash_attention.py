@@ -33,16 +33,16 @@ def npu_sparse_flash_attention(
     attention_mode: int = 0,
     return_softmax_lse: bool = False,
 ) -> tuple[TensorT, TensorT, TensorT]:
-    """Attend with each query to the keys that it names, as ``torch_npu``'s operator does.
+    """Attend with each query to its selected keys, as ``torch_npu``'s operator does.
 
     The signature is that operator's. Unlike `flash_mla_sparse_fwd` it takes positions within
-    sequences, and hides keys beyond the query's own position. What the NPU rejects for want of
-    hardware (dimensions, head counts, ``attention_mode=0``) is computed.
+    sequences, and hides keys beyond the query's own position. Sizes that the NPU's hardware rejects
+    (dimensions, head counts, ``attention_mode=0``) work here.
 
     Parameters
     ----------
     query : tensor [B, S1, N, D] or, as TND, [T1, N, D], float32, float16 or bfloat16
-        B sequences, S1 queries of each, or T1 of all; N heads of D elements.
+        B sequences of S1 queries, or T1 queries of all sequences; N heads of D elements.
     key, value : tensors, of the dtype of query
         [B, S2, 1, D], [T2, 1, D] as TND, or [blocks, block_size, 1, D] as PA_BSND, with blocks that
         follow each other in memory. `value` may have another D, and be a part of `key`.
@@ -50,45 +50,45 @@ def npu_sparse_flash_attention(
         Blocks of `sparse_block_size` positions within the sequence of the query. The first
         entry below 0 ends a row; blocks beyond the sequence have no keys.
     scale_value : float
-        Multiplies q . k.
+        Factor of q . k.
     block_table : ints [B, >= ceil(kv_len / block_size)]
         Block ids, with PA_BSND, and only then.
     actual_seq_lengths_query, actual_seq_lengths_kv : ints [B]
-        Lengths of the sequences, by default S1 and S2. For TND mandatory, and running sums.
-        Those of `key` are mandatory with blocks, and lengths there.
+        Lengths of the sequences, default S1 and S2. TND requires running sums. Blocks require the
+        lengths of `key`, as lengths.
     query_rope, key_rope : tensors, of the dtype of query
         More dimensions of query and key, with ``attention_mode=2``.
     sparse_block_size : int
-        Positions that an entry of `sparse_indices` stands for.
+        Positions per entry of `sparse_indices`.
     layout_query : str
         BSND or TND.
     layout_kv : str
         The layout of `query`, or PA_BSND.
     sparse_mode : int
-        0: a query sees all keys of its blocks. 3: those up to its own position, the last query
-        of a sequence standing at the last key.
+        0: a query sees all keys of its blocks. 3: a query sees keys up to its own position; the
+        last query of a sequence is at its last key.
     pre_tokens, next_tokens : int
-        At their defaults only.
+        Only the defaults are allowed.
     attention_mode : int
-        2: absorbed MLA. 0: without the rope parts.
+        2: absorbed MLA. 0: attention without rope parts.
     return_softmax_lse : bool
         Whether to return the other two results.
 
     Returns
     -------
     out : tensor of the shape of query with the D of value
-        In the container and dtype of query. Zeros for queries without keys, and past their
+        Result in the container and dtype of query. Zeros for queries without keys, and past their
         sequence's length.
     softmax_max, softmax_sum : tensors [B, 1, S1, N] or [1, T1, N], float32
-        The largest scaled score, and the sum of exp(score - softmax_max); -inf and 0 without
-        keys. Shape [0] unless ``return_softmax_lse``.
+        Largest scaled score, and sum of exp(score - softmax_max); -inf and 0 without keys. Shape
+        [0] without ``return_softmax_lse``.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For what the list above rules out.
+        If an argument breaks a rule of the list above.
 
     Examples
     --------
@@ -105,7 +105,7 @@ def npu_sparse_flash_attention(
     """
     function = "npu_sparse_flash_attention"
     shape = _core.shape_of(query, function, "query")
-    v_head_dim = _core.shape_of(value, function, "value")[-1:]  # none: refused below
+    v_head_dim = _core.shape_of(value, function, "value")[-1:]  # no dimension: refused below
     return_softmax_lse = _core.flag(return_softmax_lse, function, "return_softmax_lse")
     out = empty(function, query, (*shape[:-1], *v_head_dim))
     rows = (*shape[:-3], 1, *shape[-3:-1]) if return_softmax_lse else (0,)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiler: tells where the time of a piece of code goes.
+"""Profiler that measures the time of each part of a with block.
 
     with cpattn.profile() as trace:
         out = cpattn.paged_attention(...)
     trace.summary(), trace.plot("timeline.png"), trace.save("trace.json")
 
-``recording`` takes events from the core, and selects some; ``profiler`` sums them up;
-``timeline`` draws them, with matplotlib, and ``chrome_trace`` writes them for Perfetto. Imports
-NumPy and the core, and matplotlib or rich when a figure or a table is asked for.
+``recording`` takes events from the core and selects them; ``profiler`` sums them up; ``timeline``
+draws them with matplotlib, and ``chrome_trace`` writes them for Perfetto. Imports NumPy and the
+core, and matplotlib or rich only for a figure or a table.
 """
 
 from .._core import TraceScope

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the library, told to whoever listens while they are made.
+"""Announcements of library calls to listeners.
 
     @announced("plan_attention")
     def plan_attention(...): ...
 
-Where nobody listens, `announced` costs a tenth of a microsecond.
+Without listeners, `announced` costs a tenth of a microsecond.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Call(NamedTuple):
-    """A call that has returned; a tuple, as those are made fastest.
+    """Finished call; a tuple, as tuples are fastest to make.
 
     Attributes
     ----------
@@ -28,9 +28,9 @@ class Call(NamedTuple):
     begin, end : float
         Seconds of `time.perf_counter`.
     args, kwargs
-        What it was given, methods with their object first.
+        Its arguments; those of a method begin with its object.
     result : object
-        What it returned.
+        Its result.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Call(NamedTuple):
     result: Any
 
 
-#: Told of every call that returns, on the thread that made it, in the order of this list.
+#: Functions that get every finished call, on the calling thread, in the order of this list.
 listeners: list[Callable[[Call], None]] = []
 
 
 def announced(
     name: str,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Tell `listeners` of each call of a function that returns, under this name."""
+    """Announce each finished call of a function to `listeners`, under this name."""
 
     def decorated(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @wraps(function)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiler: ``with cpattn.profile() as trace:`` tells where the time of the block goes."""
+"""Profiler: ``with cpattn.profile() as trace:`` measures the time of the block by scope."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .recording import MAX_EVENTS, Recording
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# On a thread these exclude each other; items and calls are around them.
+# Scopes that exclude each other on a thread; items and calls enclose them.
 _LEAVES = [scope for scope in TraceScope if scope < TraceScope.item]
 
 
@@ -29,28 +29,28 @@ def profile(*, max_events: int = 1 << 20) -> Profile:
     Parameters
     ----------
     max_events : int
-        What one thread may record, at 40 bytes, at most 2**26. Attention makes about 400 events per
-        millisecond and thread; those beyond are dropped, counted in `Profile.dropped`, and
-        reported.
+        Most events of one thread, at 40 bytes each, at most 2**26. Attention makes about 400 events
+        per millisecond and thread. Further events are dropped; `Profile.dropped` counts them, and a
+        warning reports them.
 
     Returns
     -------
     Profile
-        Empty until the block ends. Then the speed of the machine is measured, which takes about
-        0.1 s for each dtype that was multiplied.
+        Empty until the block ends. Its end measures the speed of the machine, about 0.1 s for each
+        dtype that was multiplied.
 
     Raises
     ------
     MemoryError
-        On entering the block, if there is none for the events of a thread.
+        On entry, if there is no memory for the events of a thread.
     RuntimeError
-        On entering the block while another profile of this process is running: they do not nest,
-        nor run side by side. Calls of all threads are in the one that is.
+        On entry, if another profile of this process is running. Profiles neither nest nor run side
+        by side; the running one has the calls of all threads.
 
     Notes
     -----
-    An event costs a look at the clock and a store, about 60 ns: 2 to 4 % of the time of attention.
-    Outside of a profile nothing is recorded, and a scope costs one test.
+    An event reads the clock and stores, about 60 ns: 2 to 4 % of the time of attention. Outside of
+    a profile nothing is recorded, and a scope costs one test.
 
     Examples
     --------
@@ -78,30 +78,30 @@ class ScopeTime(NamedTuple):
     """
 
     scope: str
-    events: int  # how many; of the total the calls
+    events: int  # number of events; for the total, of calls
     seconds: float  # summed over threads
-    share: float  # of the total
-    flops: int  # those of qk and pv as computed, of the total the useful ones
-    peak: float | None  # flops over what these threads could have done in this time
+    share: float  # fraction of the total
+    flops: int  # computed flops for qk and pv, useful flops for the total
+    peak: float | None  # flops over the peak flops of these threads in this time
 
 
 class Profile(Recording):
-    """Recording of what the threads of this process did, made by `profile`.
+    """Recording of the threads of this process, made by `profile`.
 
     Attributes
     ----------
     events : structured array [events]
         ``begin`` and ``end`` (int64, ns since the block began), ``flops`` (int64), ``scope`` (a
         `TraceScope`), ``thread`` (index into `threads`), ``function`` (index into `functions`, 0:
-        none), ``dtype`` (of the flops; see `peaks`), sorted by ``begin``. Flops of qk and pv are
-        all that were computed, those of an item the useful ones: of visible scores only. With
-        AMX, softmax runs beside Q K^T and is part of qk.
+        none), ``dtype`` (of the flops; see `peaks`), sorted by ``begin``. Flops of qk and pv count
+        all computed scores; flops of an item count only visible scores. With AMX, softmax runs
+        beside Q K^T and is part of qk.
     threads : list of Thread
     functions : list of str
     seconds : float
         Length of the block.
     peaks : dict of int to float
-        Flop/s that one thread can do while all of them multiply, by dtype.
+        Flop/s of one thread while all threads multiply, by dtype.
 
     Examples
     --------
@@ -139,10 +139,10 @@ class Profile(Recording):
         return [row._replace(share=row.seconds / total if total else 0.0) for row in rows]
 
     def summary(self) -> list[ScopeTime]:
-        """Times of scopes that occurred, of waiting, of the rest ("other"), and of all ("total").
+        """Return times by scope, of waiting, of the rest ("other"), and of all ("total").
 
-        The total is the time in which threads were in a call, summed over threads; it counts
-        useful flops. "other" is what no scope covers: setting up items, clearing rows, checks.
+        The total is the time that threads spent in calls, summed over threads; it counts useful
+        flops. "other" is the time outside of all scopes: setting up items, clearing rows, checks.
         """
         return list(self._summary)
 
@@ -192,7 +192,7 @@ class Profile(Recording):
         ]
 
     def table(self) -> Any:
-        """The summary as a ``rich`` table, for a terminal or a notebook."""
+        """Return the summary as a ``rich`` table, for a terminal or a notebook."""
         table = _needed("rich.table").Table(
             title=self._title() + self._dropped_note(), caption=_CAPTION
         )
@@ -218,13 +218,13 @@ class Profile(Recording):
         )
 
     def timeline(self, begin: float | None = None, end: float | None = None) -> Any:
-        """A figure with a lane for each thread: what it did when.
+        """Draw a figure with a lane for each thread that shows its scopes over time.
 
         Parameters
         ----------
         begin, end : float, optional
-            Seconds since the with block began; by default from the first event to the last. The
-            range is drawn in 1000 steps; where events are shorter, a lane shows the mix.
+            Range in seconds since the with block began. Default: from the first event to the last.
+            The drawing has 1000 steps; within a step, a lane shows the mix of shorter events.
 
         Returns
         -------
@@ -238,11 +238,11 @@ class Profile(Recording):
     def plot(
         self, path: str | Path, *, begin: float | None = None, end: float | None = None
     ) -> None:
-        """Write `timeline` to an image file; the suffix says which kind."""
+        """Write `timeline` to an image file; the suffix selects the format."""
         self.timeline(begin, end).savefig(path, dpi=150)
 
     def save(self, path: str | Path) -> None:
-        """Write a trace that https://ui.perfetto.dev and chrome://tracing open."""
+        """Write a trace for https://ui.perfetto.dev and chrome://tracing."""
         from .chrome_trace import write
 
         write(self, path)
@@ -262,7 +262,7 @@ def _lengths(events: NDArray[np.void]) -> float:
 
 
 def _covered(events: NDArray[np.void]) -> float:
-    """Seconds in which at least one of the events was going on; they are sorted by begin."""
+    """Return the seconds covered by at least one event; events are sorted by begin."""
     if not len(events):
         return 0.0
     reached = np.maximum.accumulate(events["end"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of what the threads of this process did: events, taken from the core."""
+"""Recordings of the threads of this process: events, taken from the core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Itself = TypeVar("_Itself", bound="Recording")
 
 
 class Thread(NamedTuple):
-    """A thread that recorded events.
+    """Thread that recorded events.
 
     Examples
     --------
@@ -31,15 +31,15 @@ class Thread(NamedTuple):
     """
 
     name: str
-    id: int  # the operating system's
-    dropped: int  # events that found its buffer full
+    id: int  # of the operating system
+    dropped: int  # events that did not fit into its buffer
 
 
 Thread.__module__ = "cpattn.profiling"
 
 
 class Recording:
-    """The events of a with block; `Profile` is one, and says what the attributes are."""
+    """Events of a with block; see the attributes of its subclass `Profile`."""
 
     def __init__(self, max_events: int) -> None:
         self._max_events = max_events
@@ -80,11 +80,11 @@ class Recording:
 
     @property
     def dropped(self) -> int:
-        """Number of events that found the buffer of their thread full."""
+        """Number of events that did not fit into the buffer of their thread."""
         return sum(thread.dropped for thread in self.threads)
 
     def select(self, scope: TraceScope, thread: int | None = None) -> NDArray[np.void]:
-        """The events of a scope, on one thread (its index) or on all."""
+        """Return the events of a scope, on one thread (by index) or on all."""
         if not isinstance(scope, TraceScope):
             raise TypeError(f"select: scope must be a TraceScope, got {type(scope).__name__}")
         if thread is not None:

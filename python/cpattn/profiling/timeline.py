@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a profile: a lane for each thread, filled with what it did when."""
+"""Timeline of a profile: a lane for each thread, filled with its scopes over time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _STEPS = 1000
-_LANE = 0.82  # height of a lane whose thread is busy all the time
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+_LANE = 0.82  # height of a lane whose thread is always busy
+# Okabe and Ito's colours, distinct for colour-blind readers.
 _COLORS = {
     TraceScope.qk: "#0072b2",
     TraceScope.softmax: "#e69f00",
@@ -31,7 +31,7 @@ _INK = "#3c4650"
 
 
 def draw(recording: Recording, begin: float | None, end: float | None) -> Any:
-    """The figure; see `Profile.timeline`."""
+    """Draw the figure of `Profile.timeline`."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -82,7 +82,7 @@ def _range(recording: Recording, begin: float | None, end: float | None) -> tupl
 
 
 def _share_of_steps(events: NDArray[np.void], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The part [steps] of each step that the events cover; they do not overlap."""
+    """Return the fraction [steps] of each step that the events cover; events do not overlap."""
     events = events[np.argsort(events["begin"], kind="stable")]
     times = np.stack([events["begin"], events["end"]], axis=1).ravel() / 1e9
     covered = np.zeros_like(times)
@@ -95,7 +95,7 @@ def _share_of_steps(events: NDArray[np.void], edges: NDArray[np.float64]) -> NDA
 
 
 def _mark_calls(axes: Any, recording: Recording, edges: NDArray[np.float64]) -> None:
-    """A line where each call begins; with its name, if there is room."""
+    """Draw a line at the begin of each call, with its name if there is room."""
     calls = recording.select(TraceScope.call)
     begins = calls["begin"] / 1e9
     inside = (begins >= edges[0]) & (begins < edges[-1])
