@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism over several processes: share out tokens, gather K and V once, attend.
+"""Context parallelism over several processes: split tokens, gather K and V once, attend.
 
 Every rank of a ``torch.distributed`` group knows the same requests and has a KV pool of its own::
 
@@ -11,15 +11,15 @@ Every rank of a ``torch.distributed`` group knows the same requests and has a KV
     hidden = cp.gather(plan, hidden)
 
 ``plan``, ``shard`` and ``attend`` are local. ``write_kv`` and ``gather`` exchange rows: all ranks
-call them, in the same order. They compare a few digests first, for backends do not diagnose ranks
-that disagree about sizes: those read stale rows, or abort.
+call them, in the same order. The ranks first compare a few digests, as backends do not detect ranks
+with different sizes and then read stale rows or abort.
 
-With a `placement`, each rank's pools hold a share of the keys alone: ``write_kv`` sends rows to
-their owners, and ``attend`` and ``decode`` exchange, too. ``prefetch`` has
-cached keys of a layer travel while the one before is computed.
+With a `placement`, the pools of each rank hold only a share of the keys: ``write_kv`` sends rows to
+their owners, and ``attend`` and ``decode`` exchange rows, too. ``prefetch`` sends the cached keys
+of a layer while the previous layer is computed.
 
-Ranks of one host may have a pool together, made with ``memory=cp.shared_memory()``: ``write_kv``
-writes the rows of each rank there in place, and nothing is sent.
+Ranks of one host may share a pool made with ``memory=cp.shared_memory()``: ``write_kv`` then writes
+the rows of each rank in place, and sends nothing.
 """
 
 from .context_parallel import ContextParallel

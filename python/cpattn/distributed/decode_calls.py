@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of `ContextParallel` that decode over KV pools of which each rank holds a share."""
+"""Calls of `ContextParallel` that decode over sharded KV pools."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DecodeCalls:
         custom_mask: Any = None,
         packed_custom_mask: Any = None,
     ) -> DecodePlan:
-        """Plan a decode step over sharded pools. Local.
+        """Plan a decode step over sharded pools, without communication.
 
         Parameters
         ----------
@@ -47,23 +47,23 @@ class DecodeCalls:
         block_tables : ints [bs, >= ceil(max(kv_lens) / page_size)]
             Logical pages of each request, as for ``plan``.
         q_lens : ints [bs], optional
-            New tokens of each request, one by default. More are verified together, such as drafts:
-            each sees the keys up to its own, whoever holds them.
+            New tokens of each request, one by default. Several tokens, such as drafts, are verified
+            together: each sees the keys up to its own, on any rank.
         custom_mask, packed_custom_mask : tensors, optional
-            Which keys tokens see, as for ``plan``; a tree of drafts, for example.
+            Mask of visible keys, as for ``plan``; for a tree of drafts, for example.
 
         Returns
         -------
         DecodePlan
-            Of this rank; for all layers.
+            Plan of this rank, for all layers.
 
         Raises
         ------
         TypeError
-            For lengths and tables that are no integers, and a mask that is no tensor.
+            If lengths or tables are no integers, or a mask is no tensor.
         ValueError
-            Without a placement; for lengths that do not match, negative page ids, tables that are
-            too narrow, tokens that share a slot, and a mask of another dtype or size.
+            If there is no placement, lengths do not match, a page id is negative, tables are too
+            narrow, tokens share a slot, or a mask has another dtype or size.
         """
         if self.placement is None:
             raise ValueError("ContextParallel.plan_decode: needs a placement of the pools")
@@ -108,55 +108,55 @@ class DecodeCalls:
     ) -> Any:
         """Attention of all ranks' queries over the keys of all ranks.
 
-        Each rank attends to the keys that it holds; partial results and their LSE are exchanged and
-        merged in rank order, so that a row has the same bits on every rank, whatever `exchange` and
-        `out_heads`. Scratch: a partial result of all queries for each rank; by "all_to_all" of
-        this rank's heads.
+        Each rank attends to the keys that it holds. Ranks exchange partial results with their LSE
+        and merge them in rank order, so a row has the same bits on every rank, for any `exchange`
+        and `out_heads`. Scratch: a partial result of all queries for each rank; with "all_to_all",
+        of this rank's heads only.
 
         Parameters
         ----------
         plan : DecodePlan
             The result of this object's `plan_decode`, for the same step on every rank.
         q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
-            Request after request, the same on every rank; with `num_heads` those of this rank.
+            Queries by request, the same on every rank; with `num_heads`, only this rank's heads.
         k_shard, v_shard : tensors of the dtype of q, or of codes of 8 bits
-            This rank's pools, as for ``write_kv``, which comes first. Without `v_shard` (None) the
-            first `v_head_dim` elements of the keys are the values.
+            This rank's pools; call ``write_kv`` first. If `v_shard` is None, the first `v_head_dim`
+            elements of the keys are the values.
         scale, causal, window, softcap, bias, alibi_slopes, relative_bias, sinks, q_rope, k_rope
-            As of ``attend``; biases are those of all heads and queries.
+            See ``attend``; biases are for all heads and queries.
         v_head_dim, k_scale, v_scale, kv_dtype
-            As of ``attend``.
+            See ``attend``.
         batch_invariant : bool
             Whether a row's bits are independent of the rest of the batch, as in
             `cpattn.paged_attention`.
         num_heads : int, optional
-            Query heads of all ranks, where q has those of `head_range` alone, as after projections
-            that are tensor-parallel over these ranks: they are gathered first. Sinks are those of
-            all heads. Default: q has all heads.
+            Query heads of all ranks, if q has only the heads of `head_range`, as after
+            tensor-parallel projections over these ranks; the call then gathers q first. Sinks are
+            for all heads. Default: q has all heads.
         out_heads : {"all", "own"}
-            Which heads every rank gets: all, or those of `head_range`, as tensor-parallel
-            projections behind attention want them.
+            Heads of the result on every rank: all, or those of `head_range`, which tensor-parallel
+            projections after attention need.
         exchange : {"auto", "gather", "all_to_all"}
-            How partial results travel: all of them to every rank, or those of a head to the rank
-            that has it (Helix), which sends the merged ones on for "all". "auto" is what
-            `choose_exchange` says of the plan.
+            Communication of partial results: "gather" sends all of them to every rank; "all_to_all"
+            sends those of a head to the rank of this head (Helix), which sends merged results on if
+            `out_heads` is "all". "auto" takes what `choose_exchange` returns for the plan.
         return_lse : bool
             Whether to return `lse`, too.
 
         Returns
         -------
         out : tensor [num_tokens, num_heads, v_head_dim], of the dtype of q
-            Results of all heads, or of those of this rank.
+            Results of all heads, or of this rank's heads.
         lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
-            Natural logarithm, sinks not included; of the same heads.
+            Natural log-sum-exp without sinks, of the same heads.
 
         Raises
         ------
         TypeError
             If an argument is of another type than stated.
         ValueError
-            For a plan of another rank, another number of queries or of heads, pools that are too
-            small for the plan, unknown names, and what `cpattn.paged_attention` refuses.
+            If the plan is of another rank, queries or heads differ in number, pools are too small
+            for the plan, a name is unknown, or `cpattn.paged_attention` refuses an argument.
         RuntimeError
             If another rank refuses its arguments, makes another call, has another plan, other
             queries or options, or does not answer.
@@ -190,24 +190,24 @@ class DecodeCalls:
     ) -> Any:
         """Sparse attention of queries that every rank has, over the keys of all ranks.
 
-        A row selects the keys that it selects of one pool, as in ``attend_sparse``: each rank
-        scores the index keys that it holds, and the best of all ranks are merged. Each attends to
-        what it holds of them, and partial results are merged in rank order, so that every rank has
-        the same bits. Scratch: of each rank 8 * topk bytes and a partial result of all queries, and
-        a copy of the index keys that this one holds of the batch.
+        A row selects the same keys as from one pool, as in ``attend_sparse``: each rank scores the
+        index keys that it holds, and the ranks merge their best keys. Each rank attends to the
+        selected keys that it holds. Partial results merge in rank order, so every rank has the same
+        bits. Scratch: for each rank 8 * topk bytes and a partial result of all queries, and a copy
+        of this rank's index keys of the batch.
 
         Parameters
         ----------
         plan : DecodePlan
             The result of this object's `plan_decode`, for the same step on every rank.
         q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
-            Request after request, the same on every rank.
+            Queries, request after request, the same on every rank.
         kv_shard, index_k_shard : tensors
             This rank's pools of latents and index keys, as for ``attend_sparse``.
         index_q, weights : tensors
             The indexer's queries and weights, as for ``attend_sparse``; a row for each of q.
         topk, sm_scale, d_v, attn_sink, index_k_scale
-            As of ``attend_sparse``.
+            See ``attend_sparse``.
         return_lse : bool
             Whether to return `lse`, too.
 
@@ -215,16 +215,16 @@ class DecodeCalls:
         -------
         out : tensor [num_tokens, num_heads, d_v], of the dtype of q
         lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
-            Natural logarithm, without the sink.
+            Natural log-sum-exp without the sink.
 
         Raises
         ------
         TypeError
             If an argument is of another type than stated.
         ValueError
-            For a plan of another rank or with a mask, which the indexer does not know, another
-            number of queries, pools that are too small for the plan, and what
-            `cpattn.sparse.cp_sparse_mla` refuses.
+            If the plan is of another rank or has a mask, which the indexer does not support,
+            queries differ in number, pools are too small for the plan, or
+            `cpattn.sparse.cp_sparse_mla` refuses an argument.
         RuntimeError
             If another rank refuses its arguments, makes another call, has another plan, other
             queries or options, or does not answer.
@@ -236,7 +236,7 @@ class DecodeCalls:
         )  # fmt: skip
 
     def head_range(self, num_heads: int) -> slice:
-        """Say which query heads ``decode`` takes for this rank's own. Local.
+        """Return the query heads that ``decode`` takes as this rank's own. Local.
 
         Parameters
         ----------
@@ -246,15 +246,15 @@ class DecodeCalls:
         Returns
         -------
         slice
-            Rank r has those from ``num_heads * r // cp_size`` to that of the next one: heads in
-            their order, as even as can be, and none on some ranks if there are fewer than these.
+            Rank r has heads ``num_heads * r // cp_size`` up to the first head of rank r + 1, as
+            even as possible. With fewer heads than ranks, some ranks have none.
 
         Raises
         ------
         TypeError
-            For a number that is no integer.
+            If `num_heads` is no integer.
         ValueError
-            For a number below 1.
+            If `num_heads` is below 1.
         """
         number = at_least(1, num_heads, "ContextParallel.head_range", "num_heads")
         return heads_of_ranks(number, self.cp_size)[self.cp_rank]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of `ContextParallel` around attention: rows and arguments of an engine, and hosts."""
+"""Calls of `ContextParallel` around attention: rows, agreements and hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .transport.topology import Topology
 
 
 class RowCalls:
-    """Calls of `ContextParallel` for what an engine does around attention."""
+    """Calls of `ContextParallel` that an engine makes around attention."""
 
     group: dist.ProcessGroup
     transport: str
@@ -38,28 +38,28 @@ class RowCalls:
         Parameters
         ----------
         plan : ContextParallelPlan
-            Of this object's `plan`, for the same batch on every rank.
+            The result of this object's `plan`, for the same batch on every rank.
         x_local : tensor with at least num_local_rows rows along `dim`, of any dtype
-            In the order of ``shard``; further rows are never read. With `tokens`, rows of those
-            of them alone that this rank has, in this order.
+            Rows in the order of ``shard``; further rows are never read. With `tokens`, only the
+            rows of the selected tokens that this rank has, in this order.
         dim : int
             The token dimension.
         tokens : ints [n], optional
-            Tokens of the batch whose rows are wanted, each once, such as the last of each request.
+            Selected tokens of the batch, each once, such as the last token of each request.
             Default: all.
 
         Returns
         -------
         x : tensor with num_tokens rows along `dim`, or one for each of `tokens`, contiguous
-            A new one, the same on every rank.
+            New tensor, the same on every rank.
 
         Raises
         ------
         TypeError
-            For rows that are not on the CPU, and tokens that are no integers.
+            If rows are not on the CPU, or `tokens` has no integers.
         ValueError
-            For too few rows, a plan of another rank, and tokens that the batch has not, or given
-            twice.
+            If there are too few rows, the plan is of another rank, or a token is outside the batch
+            or comes twice.
         RuntimeError
             If another rank refuses its arguments, makes another call, has another plan, other
             tokens or rows, or does not answer.
@@ -85,18 +85,18 @@ class RowCalls:
 
     @contextmanager
     def agreement(self) -> Iterator[dict[str, Hashable]]:
-        """Compare what all ranks must have alike before they go on, such as a model or prompts.
+        """Compare values that all ranks must share before they go on, such as a model or prompts.
 
-        The ranks put values, numbers and texts, into the dictionary that ``with`` gives, by the
-        same names; their digests are compared at its end. All ranks make the call. A rank that
-        raises an error within is named to the others.
+        The ``with`` block gives a dictionary; every rank puts numbers and texts into it under the
+        same names, and their digests are compared at the end of the block. All ranks make the call.
+        If a rank raises an error in the block, the other ranks learn its number.
 
         Raises
         ------
         RuntimeError
-            If values or names differ, which names the ranks that do; if another rank has raised an
-            error within, makes another call or does not answer. The group stays usable but for the
-            last.
+            If values or names differ; the message names the ranks. Also if another rank has raised
+            an error in the block, makes another call or does not answer; only the last makes the
+            group unusable.
 
         Examples
         --------
@@ -121,13 +121,13 @@ class RowCalls:
     def topology(self) -> Topology:
         """Find out which ranks share a host, and whether they share memory there.
 
-        The ranks ask each other once for a group, at the first call of this or of
-        `shared_memory`, which all ranks make; later calls are local.
+        The first call for a group, of this method or of `shared_memory`, asks all ranks, so all
+        make it; later calls are local.
 
         Returns
         -------
         Topology
-            The same on every rank.
+            Topology, the same on every rank.
 
         Raises
         ------
@@ -137,31 +137,32 @@ class RowCalls:
         return self._connection.topology
 
     def shared_memory(self) -> SharedMemory | None:
-        """Give memory that the ranks of a host share, for a pool of `cpattn.kv`, as its `memory`.
+        """Return memory that the ranks of a host share, as `memory` for a pool of `cpattn.kv`.
 
-        `write_kv` knows such pools by their addresses. Every rank writes its own rows in place
-        then, once for all of its host: no other copy is kept there. Between hosts, where there are
-        several, a row is sent once to each, to a rank that writes it into the pool of that host.
-        Collective as `topology`.
+        `write_kv` recognizes such pools by their addresses. Every rank then writes its own rows in
+        place, once for its whole host, which has no other copy. With several hosts, each row
+        travels once to every other host, where one rank writes it into the pool. Collective like
+        `topology`.
 
         Returns
         -------
         SharedMemory or None
-            None where no ranks share a host, or not to share was asked for: a pool of this memory
-            is that of the rank alone, and `write_kv` sends rows to all.
+            None if no ranks share a host, or if sharing is turned off: a pool with this memory
+            belongs to the rank alone, and `write_kv` sends rows to all ranks.
 
         Raises
         ------
         RuntimeError
-            As of `topology`.
+            See `topology`.
         """
         host = self._connection.host
         return None if host is None else SharedMemory(host, self._exchange)
 
     @property
     def _connection(self) -> Connection:
-        # No cached_property: in CPython 3.11 all ranks that are threads of a process would wait for
-        # its one lock, which the first holds while it waits for the others.
+        # No cached_property: in CPython 3.11 ranks that are threads of one process would all wait
+        # for
+        # its single lock, which the first rank holds while it waits for the others.
         if self._connected is None:
             known = None if self.transport == "tcp" else known_connection(self.group)
             self._connected = known or connect(self.group, self._exchange, self.transport)
@@ -183,7 +184,7 @@ def _checked_tokens(tokens: Any, num_tokens: int) -> np.ndarray[Any, np.dtype[np
 def _places_of(
     plan: ContextParallelPlan, tokens: np.ndarray[Any, np.dtype[np.int64]]
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return where each token stands among the rows of all ranks, and how many of them each has."""
+    """Return the place of each token among the selected rows of all ranks, and rows per rank."""
     gathered = plan.gathered_rows.numpy()[tokens]
     places = np.empty(len(tokens), np.int64)
     places[np.argsort(gathered)] = np.arange(len(tokens))

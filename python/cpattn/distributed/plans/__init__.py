@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of what each rank has of a batch: rows, keys and heads, as integers."""
+"""Plans of each rank's share of a batch: rows, keys and heads, as integers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a batch by the ranks that hold them, where KV pools are sharded."""
+"""Keys of a batch by the ranks that hold them, for sharded KV pools."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Array = NDArray[np.int64]
 
 
 class LocalKeys(NamedTuple):
-    """The keys that one rank holds, request after request, in ascending positions."""
+    """Keys that one rank holds, request after request, in ascending positions."""
 
     request: Array
     position: Array
-    row: Array  # of the pool of the rank
+    row: Array  # in the pool of the rank
 
 
 class KeyShares:
-    """The keys of all requests, counted and listed for each rank, or for each group of ranks.
+    """Keys of all requests, counted and listed for each rank, or for each group of ranks.
 
-    Keys of groups are in no pool: their rows and pages say nothing.
+    Groups have no pool: rows and pages of their keys have no meaning.
     """
 
     def __init__(self, placement: Placement, pages: _core.BatchPages) -> None:
@@ -44,7 +44,7 @@ class KeyShares:
         self.positions = cache(self._positions)
 
     def of_groups(self, group_of: Array) -> KeyShares:
-        """Return the shares of groups of ranks, of which `group_of` has one for each rank."""
+        """Return the shares of groups of ranks; `group_of` has the group of each rank."""
         shares = object.__new__(KeyShares)
         shares.__dict__.update(self.__dict__)
         shares._group_of = group_of[: self.keys.num_ranks]
@@ -52,14 +52,14 @@ class KeyShares:
         return shares
 
     def count_below(self, rank: int, request: Array, position: Array) -> Array:
-        """Count the keys before a position of its request that the rank holds, for each pair.
+        """Count, for each pair of a request and a position, the rank's keys before the position.
 
-        Positions are at most the length of the request.
+        A position is at most the length of the request.
         """
         return self.share(rank).count_below(request, position)
 
     def counts(self, rank: int) -> Array:
-        """Count the keys of each request that the rank holds."""
+        """Return the number of keys of each request that the rank holds."""
         return self.share(rank).counts()
 
     def _share(self, rank: int) -> _core.KeyShare:
@@ -69,10 +69,10 @@ class KeyShares:
         return LocalKeys(*self.share(rank).local_keys())
 
     def _positions(self, rank: int) -> tuple[NDArray[np.int32], Array]:
-        """Positions of the keys of a rank, and where those of each request begin."""
+        """Return the positions of a rank's keys, and the begin of each request among them."""
         counts = self.counts(rank)
         return self.local_keys(rank).position.astype(np.int32), np.cumsum(counts) - counts
 
     def _local_pages(self, rank: int) -> _core.LocalPages:
-        """Pages as large as the runs of keys allow, or several of these where they lie in a row."""
+        """Return pages as large as runs of keys allow, or as several adjacent runs."""
         return self.share(rank).local_pages()

@@ -21,9 +21,9 @@ def packed_mask(
     padding: int,
     call: str = _PLAN,
 ) -> NDArray[np.uint8] | None:
-    """A copy of either, as bits; None without a mask. Padding tokens see nothing and are not seen.
+    """Return a copy of either mask as bits, or None without a mask.
 
-    ValueError for both of them, and for another dtype or size.
+    Padding tokens see nothing and are not seen. ValueError for two masks, another dtype or size.
     """
     if custom_mask is None and packed_custom_mask is None:
         return None
@@ -62,6 +62,6 @@ def _values(call: str, name: str, values: Any, dtype: str, size: int) -> NDArray
 
 
 def _padded(bits: NDArray[np.uint8], extend: int, length: int, padding: int) -> NDArray[np.uint8]:
-    """The bits of a request with as many tokens more."""
+    """Append `padding` tokens to the bits of a request."""
     shown = np.unpackbits(bits, count=extend * length, bitorder="little").reshape(extend, length)
     return np.packbits(np.pad(shown, ((0, padding), (0, padding))), bitorder="little")

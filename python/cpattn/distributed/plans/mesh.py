@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in two dimensions, as of a `DeviceMesh`: those of a row share heads, rows pass on keys."""
+"""Ranks in two dimensions, as in a `DeviceMesh`: a row shares heads, and rows pass keys on."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..transport.timeouts import timeout_of
 
-Mesh = tuple[tuple[int, ...], ...]  # ranks of a group: a row for each place on the ring
+Mesh = tuple[tuple[int, ...], ...]  # ranks of a group, with a row for each place on the ring
 
 DIMS = ("ring", "heads")
-# Of the group of a mesh's first dimension: those of all ranks of meshes, made once.
+# Groups of all ranks of a mesh, made once, by the group of the mesh's first dimension.
 _FLAT_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
 
 
 def group_and_mesh(group: Any) -> tuple[dist.ProcessGroup, Mesh | None]:
-    """The group of all ranks, and their mesh if they are in two dimensions.
+    """Return the group of all ranks, and their mesh if they are in two dimensions.
 
-    A mesh of some of the ranks of the default group gets a group of its own at its first use, for
-    which its ranks alone have to meet, with the timeout of the default group.
+    A mesh with only some ranks of the default group gets its own group at first use, with the
+    default group's timeout; only its ranks have to meet.
     """
     if isinstance(group, dist.ProcessGroup):
         return group, None
@@ -45,7 +45,7 @@ def group_and_mesh(group: Any) -> tuple[dist.ProcessGroup, Mesh | None]:
             f"names ring and heads, got {group.ndim} with the names {', '.join(names) or 'None'}"
         )
     ranks = group.mesh if tuple(names) == DIMS else group.mesh.T
-    ordered = sorted(ranks.flatten().tolist())  # as ranks of a group are
+    ordered = sorted(ranks.flatten().tolist())  # in the order of ranks of a group
     rows = tuple(tuple(ordered.index(rank) for rank in row) for row in ranks.tolist())
     return _flat_group(group, tuple(ordered)), rows
 
@@ -60,21 +60,21 @@ class Place:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The ranks that it shares heads with."""
+        """Ranks that share heads with this one."""
         return self.mesh[self.ring]
 
     @property
     def ring_size(self) -> int:
-        """Rows of the mesh."""
+        """Number of rows of the mesh."""
         return len(self.mesh)
 
     def neighbour(self, step: int) -> int:
-        """The rank of the same heads so many places further on the ring."""
+        """Return the rank with the same heads, `step` places further on the ring."""
         return self.mesh[(self.ring + step) % self.ring_size][self.column]
 
 
 def place_of(mesh: Mesh, rank: int) -> Place:
-    """The place of a rank, which the mesh has."""
+    """Return the place of a rank of the mesh."""
     return next(Place(mesh, i, row.index(rank)) for i, row in enumerate(mesh) if rank in row)
 
 

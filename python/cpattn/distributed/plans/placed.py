@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a placement, which may be anybody's object: checked here."""
+"""Checked answers of a placement, which may be an object of the user."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def located(placement: Placement, slots: Array) -> tuple[Array, Array]:
 def batch_keys(
     placement: Placement, pages: _core.BatchPages
 ) -> tuple[_core.BatchKeys, tuple[Array, Array] | None]:
-    """Return where keys are; with the owner and the row of each slot of pages, if it was asked for.
+    """Return the places of keys, and the owner and row of each slot if the placement was asked.
 
-    Only the placements of this library are believed what their fields say: an attribute of another
-    object may mean anything, and a subclass may deal tokens out differently.
+    Only placements of this library are known by their fields: an attribute of another object may
+    mean anything, and a subclass may distribute tokens differently.
     """
     if has_telling_name(placement):
         return _core.BatchKeys(pages, placement._interleave), None  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def batch_keys(
 
 
 def has_telling_name(placement: Placement) -> bool:
-    """Tell whether the repr of a placement says all about it, and the same on every rank."""
+    """Tell whether the repr of a placement identifies it, equally on every rank."""
     return type(placement) in (PageInterleave, TokenInterleave)
 
 

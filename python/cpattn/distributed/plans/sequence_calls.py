@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that `paged_attention` takes, for rows and the keys of one rank.
+"""Sequences of `paged_attention` calls for rows over the keys of one rank.
 
-`cpp/include/cpattn/distributed/sequence_calls.h` says how rows are cut into them.
+`cpp/include/cpattn/distributed/sequence_calls.h` states the rule that cuts rows into sequences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowMask:
 
 @dataclass(frozen=True)
 class Visibility:
-    """Rule that tells the keys a row sees, by their positions."""
+    """Rule for the visible keys of a row, by positions."""
 
     causal: bool
     window: Sides
@@ -41,12 +41,12 @@ class Visibility:
 
 
 class Positions(NamedTuple):
-    """Positions by which biases are found."""
+    """Positions at which biases are looked up."""
 
     tokens: NDArray[np.int32]  # of the queries
     keys: NDArray[np.int32]  # of a rank, request after request
-    begins: Array  # of each request among the latter
-    first: Array  # of each request: that of its first new token, whose numbers come first
+    begins: Array  # begin of each request in `keys`
+    first: Array  # position of the first new token of each request
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class SequenceCall:
 def sequence_calls(
     shares: KeyShares, rank: int, pages: _core.LocalPages, rows: Rows, visibility: Visibility
 ) -> list[SequenceCall]:
-    """Return the calls that compute rows over the keys of a rank, which are in the pages.
+    """Return the calls that compute rows over the keys of a rank, stored in `pages`.
 
-    Rows without a key are in none of them.
+    Rows without a key are in no call.
     """
     mask = visibility.mask
     calls = shares.share(rank).calls(

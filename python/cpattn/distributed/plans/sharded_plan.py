@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of batches whose keys are sharded: who holds what, and what each rank lets rows see."""
+"""Plans of batches with sharded keys: owners of keys, and keys of each rank that rows see."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """The queries of a batch, and which rank holds which of its keys and of its new tokens."""
+    """Queries of a batch, and the ranks that hold its keys and its new tokens."""
 
     shares: KeyShares
     placement: Placement
     tokens: NewTokens
     mask: RowMask | None
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what layers share
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # values that layers share
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """Return what layers share, made when one of them asks for it first."""
+        """Return a value that layers share, made at the first request."""
         if key not in self.memo:
             self.memo[key] = make()
         made: Made = self.memo[key]
@@ -44,12 +44,12 @@ class ShardedBatch:
 
     @property
     def rows(self) -> Rows:
-        """All queries; of a prefill rank after rank."""
+        """Request and position of all queries; in a prefill, rank after rank."""
         return self.tokens.rows
 
     @cached_property
     def located(self) -> tuple[Array, Array]:
-        """The owner of each row's slot, and the row of its pool; -1 where none is written."""
+        """Owner of each row's slot, and its row in the owner's pool; -1 if none is written."""
         slots = self.tokens.row_slots
         written = slots >= 0
         owner, local = np.full((2, len(slots)), -1, dtype=np.int64)
@@ -58,25 +58,25 @@ class ShardedBatch:
 
     @property
     def owner(self) -> Array:
-        """The owner of each new token's slot, -1 where none is written; in the order of `rows`."""
+        """Owner of each new token's slot, -1 if none is written; in the order of `rows`."""
         return self.located[0]
 
     @property
     def local_slots(self) -> Array:
-        """The row of its owner's pool for each new token."""
+        """Row of each new token in its owner's pool."""
         return self.located[1]
 
     @property
     def visible_keys(self) -> Array:
-        """Number of keys of its request that each query sees if it sees all up to its own."""
+        """Number of keys that each query sees if it sees all keys up to its own."""
         return np.minimum(self.rows.position + 1, self.shares.kv_lens[self.rows.request])
 
     def slots_of(self, rank: int) -> Array:
-        """The row of a rank's pool for each new token, -1 for those of other ranks."""
+        """Return the row of each new token in a rank's pool, -1 for tokens of other ranks."""
         return np.where(self.owner == rank, self.local_slots, -1)
 
     def check_pool(self, call: str, rank: int, num_slots: int) -> None:
-        """Refuse a pool that has not all rows where the rank holds keys."""
+        """Refuse a pool that lacks rows for keys of the rank."""
         pages = self.shares.local_pages(rank)
         if len(pages.ids) and (pages.ids.max() + 1) * pages.page_size > num_slots:
             raise ValueError(
@@ -86,9 +86,9 @@ class ShardedBatch:
             )
 
     def calls(self, rank: int, rows: slice, *, causal: bool, window: Sides) -> list[SequenceCall]:
-        """Return the calls by which the rows see the keys of a rank where its pool has them.
+        """Return the calls with which rows see the keys in a rank's pool.
 
-        They are made once for all layers with this visibility.
+        All layers with this visibility share them.
         """
         return self.once(
             (rank, rows.start, rows.stop, causal, window),
@@ -109,27 +109,27 @@ class ShardedBatch:
 
 @dataclass(frozen=True)
 class ShardedPlan(ContextParallelPlan):
-    """A plan for KV pools of which each rank holds a share.
+    """Plan for sharded KV pools.
 
-    `ContextParallel.plan` makes them where a placement was given. Block tables and slots are those
-    of logical pages, as if one pool held everything.
+    `ContextParallel.plan` makes it if there is a placement. Block tables and slots are logical, as
+    if one pool held all keys.
 
     Attributes
     ----------
     placement : Placement
-        Who holds each logical slot.
+        Owner of each logical slot.
     exchange : str
-        How ``attend`` is asked to bring rows and keys together; "auto" leaves it to the sizes.
+        Requested communication of rows and keys in ``attend``; "auto" decides by sizes.
     max_scratch_bytes : int
-        What "gather" may take for keys at a time.
+        Most bytes that "gather" may use for keys at a time.
     batch : ShardedBatch
         Rows and keys of all ranks.
     mesh : tuple of tuples of int, or None
-        The ranks in rows, where they are in two dimensions: each row for a place on the ring.
+        Ranks in a row for each place on the ring, or None without two dimensions.
     metadata, page_size, tokens, block_tables, slots, cp_rank, rows_per_rank, gathered_rows
-        As of `ContextParallelPlan`.
+        See `ContextParallelPlan`.
     packed_custom_mask, num_pairs, num_padding_tokens, terms
-        As of `ContextParallelPlan`.
+        See `ContextParallelPlan`.
 
     Examples
     --------
@@ -153,12 +153,12 @@ class ShardedPlan(ContextParallelPlan):
 
     @property
     def kv_counts(self) -> tuple[int, ...]:
-        """The keys of the batch that each rank holds, cached and new ones."""
+        """Number of keys of the batch that each rank holds, cached and new."""
         owners = range(self.placement.shard_size)
         return tuple(int(self.batch.shares.counts(rank).sum()) for rank in owners)
 
     def held_rows(self, window: int | None) -> _core.HeldRows:
-        """Count the rows of each rank that an exchange moves; made once for layers of a window."""
+        """Count each rank's rows that an exchange moves; layers with the same window share it."""
         batch = self.batch
         return batch.once(
             ("held", window),
@@ -169,32 +169,32 @@ class ShardedPlan(ContextParallelPlan):
 
     @property
     def local_slots(self) -> NDArray[np.int64]:
-        """The row of this rank's pools for each new token, -1 for those that it does not hold."""
+        """Row of each new token in this rank's pools, -1 for tokens of other ranks."""
         return self.batch.slots_of(self.cp_rank)[self.gathered_rows.numpy()]
 
     @property
     def local_rows(self) -> slice:
-        """This rank's rows among those of all ranks."""
+        """This rank's rows among the rows of all ranks."""
         begin = sum(self.rows_per_rank[: self.cp_rank])
         return slice(begin, begin + self.num_local_rows)
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Queries that every rank has, over keys of which each rank holds a share.
+    """Plan of queries that every rank has, over sharded keys.
 
-    `ContextParallel.plan_decode` makes them, once per step for all layers.
+    `ContextParallel.plan_decode` makes it, once per step for all layers.
 
     Attributes
     ----------
     placement : Placement
-        Who holds each logical slot.
+        Owner of each logical slot.
     page_size : int
-        Tokens of a logical page.
+        Tokens per logical page.
     cp_rank : int
-        The rank that the plan is for.
+        Rank of this plan.
     slots : array [num_tokens], int64, read-only
-        The logical slot of each query's own token.
+        Logical slot of each query's own token.
     batch : ShardedBatch
         Rows and keys of all ranks.
     terms : tuple of int
@@ -222,12 +222,12 @@ class DecodePlan:
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """The logical slot of each query's own token."""
+        """Logical slot of each query's own token."""
         return self.batch.tokens.slots
 
     @property
     def local_slots(self) -> NDArray[np.int64]:
-        """The row of this rank's pools for each new token, -1 for those that it does not hold."""
+        """Row of each new token in this rank's pools, -1 for tokens of other ranks."""
         return self.batch.slots_of(self.cp_rank)
 
     @property
@@ -237,7 +237,7 @@ class DecodePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Queries of the step."""
+        """Number of queries of the step."""
         return int(self.batch.tokens.q_lens.sum())
 
 
@@ -245,7 +245,7 @@ Plan = ContextParallelPlan | DecodePlan
 
 
 def check_plan(call: str, plan: object, kind: type[Plan] = ContextParallelPlan) -> None:
-    """Refuse what is no plan, and one of another method."""
+    """Refuse an object that is no plan, or a plan of another method."""
     if not isinstance(plan, kind):
         method = "plan_decode" if kind is DecodePlan else "plan"
         raise TypeError(
@@ -257,7 +257,7 @@ def check_plan(call: str, plan: object, kind: type[Plan] = ContextParallelPlan) 
 def check_rank(
     call: str, exchange: RowExchange, plan: Plan, kind: type[Plan] = ContextParallelPlan
 ) -> None:
-    """Refuse what is no plan, and one of another rank or group."""
+    """Refuse an object that is no plan, or a plan of another rank or group."""
     check_plan(call, plan, kind)
     of = (plan.cp_rank, plan.cp_size)
     if of != (exchange.rank, exchange.size):
@@ -275,7 +275,7 @@ def shard_plan(
     max_scratch_bytes: int,
     mesh: Mesh | None = None,
 ) -> ShardedPlan:
-    """The plan for pools of which each rank holds what the placement gives it."""
+    """Make the plan for pools in which the placement assigns slots to ranks."""
     batch = _batch(plan.tokens, plan.packed_custom_mask, placement)
     values: dict[str, Any] = {item.name: getattr(plan, item.name) for item in fields(plan)}
     values["terms"] = (*plan.terms[:-1], _placement_digest(placement, batch))
@@ -300,7 +300,7 @@ def make_decode_plan(
     custom_mask: Any,
     packed_custom_mask: Any,
 ) -> DecodePlan:
-    """See ContextParallel.plan_decode."""
+    """Make the plan of ContextParallel.plan_decode."""
     call = "ContextParallel.plan_decode"
     lengths = index_array("kv_lens", kv_lens, 1, call).astype(np.int64)
     queries = np.ones_like(lengths)
@@ -340,15 +340,15 @@ def make_decode_plan(
 def _batch(tokens: NewTokens, mask: NDArray[np.uint8] | None, placement: Placement) -> ShardedBatch:
     row_mask = None
     if mask is not None:
-        q_lens, row_bits = tokens.padded_lens  # of padding tokens, too
+        q_lens, row_bits = tokens.padded_lens  # padding tokens included
         sizes = -(-q_lens * row_bits // 8)
         row_mask = RowMask(mask, np.cumsum(sizes) - sizes, row_bits, tokens.first_positions)
     return ShardedBatch(KeyShares(placement, tokens.pages), placement, tokens, row_mask)
 
 
 def _placement_digest(placement: Placement, batch: ShardedBatch) -> int:
-    """Digest the sizes of a placement of cpattn, of another object where it puts the batch."""
+    """Digest the sizes of a cpattn placement, or the slots that another object assigns."""
     if has_telling_name(placement):
         return digest(repr(placement).encode())
-    assert batch.shares.placed is not None  # it was asked for all slots of the pages
+    assert batch.shares.placed is not None  # all slots of the pages were asked for
     return digest(*batch.shares.placed, *batch.located)

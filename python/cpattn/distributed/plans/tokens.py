@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New tokens of a batch: their slots and rows, each list made when first asked for."""
+"""New tokens of a batch: their slots and rows, each list made on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = NDArray[np.int64]
 
 
 class Rows(NamedTuple):
-    """Rows of some queries: their request, and their position within it."""
+    """Rows of some queries: request and position within the request."""
 
     request: Array
     position: Array
@@ -26,10 +26,9 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NewTokens:
-    """Tokens of a batch, request after request: the last ones of each, and padding behind all.
+    """New tokens of a batch: the last tokens of each request in turn, then all padding.
 
-    Rows are tokens in the order of the ranks that compute them; in the same order where there is no
-    metadata.
+    Rows are tokens in the order of the ranks that compute them, or in batch order without metadata.
     """
 
     pages: _core.BatchPages
@@ -40,7 +39,7 @@ class NewTokens:
 
     @cached_property
     def slots(self) -> Array:
-        """The pool row of each token, -1 where none is written; read-only."""
+        """Pool row of each token, -1 if none is written; read-only."""
         if self.given_slots is None:
             return self.pages.slots(self.q_lens, self.padding)
         self.given_slots.flags.writeable = False
@@ -48,24 +47,24 @@ class NewTokens:
 
     @cached_property
     def first_positions(self) -> Array:
-        """The position of the first new token of each request."""
+        """Position of the first new token of each request."""
         return self.pages.kv_lens - self.q_lens
 
     @cached_property
     def padded_lens(self) -> tuple[Array, Array]:
-        """New tokens and keys of each request, padding counted as tokens of the last one."""
+        """New tokens and keys of each request; padding counts as tokens of the last request."""
         q_lens = self.q_lens.copy()
         q_lens[-1:] += self.padding
         return q_lens, self.first_positions + q_lens
 
     @property
     def padded_counts(self) -> tuple[Array, int]:
-        """New tokens of each request, and padding tokens."""
+        """New tokens of each request, and number of padding tokens."""
         return self.q_lens, self.padding
 
     @cached_property
     def gathered_rows(self) -> torch.Tensor:
-        """The row of each token."""
+        """Row of each token."""
         if self.metadata is None:
             return torch.arange(len(self.slots))
         return torch.from_numpy(self.metadata._gathered_row_indices().astype(np.int64))
@@ -78,11 +77,11 @@ class NewTokens:
 
     @cached_property
     def are_cached_by_others(self) -> bool:
-        """Whether a request has new tokens of another one among its cached ones."""
+        """Whether cached tokens of a request are new tokens of another request."""
         return self.pages.caches_new_tokens(self.q_lens)
 
     def rows_in(self, part: slice) -> Rows:
-        """Requests and positions of some rows; those of this rank are told without all others."""
+        """Requests and positions of some rows; this rank's rows need no list of all rows."""
         plan = self.metadata
         if "rows" not in vars(self) and plan is not None:
             begin = sum(plan.per_rank_actual_token[: plan.cp_rank])
@@ -93,7 +92,7 @@ class NewTokens:
 
     @cached_property
     def row_slots(self) -> Array:
-        """The slots of all rows."""
+        """Slots of all rows."""
         if self.metadata is None:
             return self.slots
         slots = np.empty_like(self.slots)

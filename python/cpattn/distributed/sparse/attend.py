@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ContextParallel.attend_sparse` over pools of which each rank holds a share."""
+"""`ContextParallel.attend_sparse` over sharded pools."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attend_sparse_shards(
     return_lse: bool,
     **options: Any,
 ) -> Any:
-    """See ContextParallel.attend_sparse."""
+    """Run ContextParallel.attend_sparse."""
     terms: dict[str, int] = {}
     with exchange.agreement(_CALL, plan.terms, terms) as parts:
         check_rank(_CALL, exchange, plan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ContextParallel.decode_sparse`: queries that every rank has, over the keys of all ranks."""
+"""`ContextParallel.decode_sparse`: queries on every rank, over the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decode_sparse(
     return_lse: bool,
     **options: Any,
 ) -> Any:
-    """See ContextParallel.decode_sparse."""
+    """Run ContextParallel.decode_sparse."""
     terms: dict[str, int] = {}
     with exchange.agreement(_CALL, getattr(plan, "terms", NO_TERMS), terms) as parts:
         check_rank(_CALL, exchange, plan, DecodePlan)
@@ -50,7 +50,7 @@ def decode_sparse(
 def decode(
     exchange: RowExchange, plan: DecodePlan, inputs: SparseInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of all rows, and their LSE: the same bits on every rank."""
+    """Return attention and LSE of all rows, with the same bits on every rank."""
     shares, request = plan.batch.shares, plan.batch.rows.request
     visible = plan.batch.visible_keys
     positions = all_positions(visible, inputs.topk)
@@ -72,7 +72,7 @@ def decode(
 def _search(
     exchange: RowExchange, plan: DecodePlan, inputs: SparseInputs, rows: np.ndarray
 ) -> torch.Tensor:
-    """The positions that rows select that see more than topk keys."""
+    """Return the selected positions of rows that see more than topk keys."""
     shares, chosen = plan.batch.shares, torch.from_numpy(rows)
     request, visible = plan.batch.rows.request[rows], plan.batch.visible_keys[rows]
     width = candidate_width(shares, exchange.size, request, visible, inputs.topk)

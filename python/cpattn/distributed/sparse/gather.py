@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention where keys travel: index keys to all ranks, latents to those that selected them.
+"""Sparse attention with traveling keys: index keys to all ranks, latents to rows that select them.
 
-A rank selects for its own rows among the index keys of all ranks, tells the others which latents it
-wants, a bit for each key of the batch, and attends to those that come. The bits are those of pools
-that hold everything. Scratch of a rank: the index keys of the batch, twice, and the latents that
-its rows select, once for all that select the same. Tokens go in rounds if these might exceed
-`max_scratch_bytes`.
+A rank selects for its own rows among the index keys of all ranks, requests the latents from the
+others (a bit for each key of the batch), and attends to them. The bits are those of pools that hold
+all keys. Scratch of a rank: the index keys of the batch, twice, and the latents that its rows
+select, once for all rows. Tokens go in rounds if these might exceed `max_scratch_bytes`.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ _CALL = "attend_sparse"
 
 @dataclass(frozen=True)
 class AllKeys:
-    """The keys of a batch one after the other: request after request, and rank after rank."""
+    """Keys of a batch in two orders: request after request, and rank after rank."""
 
-    begin: Array  # of each request, among all by request
-    place: Array  # of all by rank: where they are by request
-    first: Array  # of each rank, among all by rank; and the number of keys
-    rows: list[Array]  # of each rank, in its pool
+    begin: Array  # of each request, in request order
+    place: Array  # place in request order of each key in rank order
+    first: Array  # of each rank, in rank order; then the number of keys
+    rows: list[Array]  # of each rank's keys in its pool
 
     def of_rank(self, rank: int) -> slice:
-        """The keys of a rank, among all by rank."""
+        """Return the range of a rank's keys in rank order."""
         return slice(int(self.first[rank]), int(self.first[rank + 1]))
 
     @property
     def counts(self) -> list[int]:
-        """The keys that each rank holds."""
+        """Number of keys that each rank holds."""
         return [len(rows) for rows in self.rows]
 
 
 def all_keys(batch: ShardedBatch, size: int) -> AllKeys:
-    """Made once for all layers."""
+    """Return the keys of a batch, made once for all layers."""
     if "all keys" not in batch.memo:
         shares = batch.shares
         begin = np.cumsum(shares.kv_lens) - shares.kv_lens
@@ -67,7 +66,7 @@ def all_keys(batch: ShardedBatch, size: int) -> AllKeys:
 def attend(
     exchange: RowExchange, plan: ShardedPlan, inputs: SparseInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's rows, and their LSE."""
+    """Return attention and LSE of this rank's rows."""
     keys = all_keys(plan.batch, exchange.size)
     visible = plan.batch.visible_keys
     own_visible = visible[plan.local_rows]
@@ -88,7 +87,7 @@ def attend(
 
 
 def _num_rounds(plan: ShardedPlan, inputs: SparseInputs, num_keys: int) -> int:
-    """Return how many rounds may be needed, the same on all ranks, at most one for each row."""
+    """Return the number of rounds, the same on all ranks, at most one for each row."""
     row_bytes = inputs.latents.shape[1]
     most = max(plan.rows_per_rank)
     if num_keys * row_bytes <= plan.max_scratch_bytes:
@@ -99,7 +98,7 @@ def _num_rounds(plan: ShardedPlan, inputs: SparseInputs, num_keys: int) -> int:
 def _select(
     exchange: RowExchange, keys: AllKeys, inputs: SparseInputs, begin: Array, visible: Array
 ) -> torch.Tensor:
-    """Positions [rows, topk] of the best keys of each row."""
+    """Return the positions [rows, topk] of the best keys of each row."""
     codes, scale = inputs.take_index(torch.from_numpy(keys.rows[exchange.rank]))
     received = exchange.all_rows(_CALL, keys.counts, [codes] if scale is None else [codes, scale])
     by_request = [torch.empty(x.shape, dtype=x.dtype) for x in received]
@@ -123,7 +122,7 @@ def _attend(
     q: torch.Tensor,
     places: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows over the keys at these places by request, which are fetched from their ranks."""
+    """Fetch keys at `places` (in request order) from their ranks, and attend to them."""
     wanted = _wanted(exchange, keys, places)
     mine = keys.of_rank(exchange.rank)
     rows_for = [torch.from_numpy(keys.rows[exchange.rank][bits[mine]]) for bits in wanted]
@@ -144,7 +143,7 @@ def _attend(
 
 
 def _wanted(exchange: RowExchange, keys: AllKeys, places: torch.Tensor) -> NDArray[np.bool_]:
-    """Whether each rank wants each of the keys by rank: [size, number of keys]."""
+    """Tell for each rank and key, in rank order, whether the rank wants it: [size, num_keys]."""
     wants = np.zeros(len(keys.place) + 1, dtype=bool)
     wants[places.numpy()] = True
     bits = torch.from_numpy(np.packbits(wants[keys.place]))[None]

@@ -15,17 +15,17 @@ from ...sparse.cp_attention import cp_sparse_mla
 from ..layers.choice import SparseSizes
 from ..transport.terms import digest
 
-_PACKED = torch.uint8  # pages of codes, then their scales
+_PACKED = torch.uint8  # pages of codes, followed by their scales
 
 
 @dataclass(frozen=True)
 class SparseInputs:
-    """Rows of a rank for indexer and attention, and the shards that it holds for both."""
+    """A rank's rows for indexer and attention, and its shards for both."""
 
     q: torch.Tensor  # [rows, num_heads, head_dim]
-    kv: torch.Tensor  # [slots, 1, dim] or in pages of these
+    kv: torch.Tensor  # [slots, 1, dim] or pages of slots
     index_q: torch.Tensor  # [rows, index heads, index dim]
-    index_k: torch.Tensor  # as of cp_indexer_topk
+    index_k: torch.Tensor  # form as in cp_indexer_topk
     weights: torch.Tensor  # [rows, index heads]
     index_k_scale: torch.Tensor | None
     page_size: int
@@ -41,7 +41,7 @@ class SparseInputs:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that both pools have."""
+        """Number of slots in both pools."""
         rows = self.index_k.shape[0]
         by_slots = self.index_k.ndim == 3 and self.index_k.shape[1] == 1
         by_slots &= self.index_k.dtype != _PACKED
@@ -56,7 +56,7 @@ class SparseInputs:
         return dim * self.index_k.element_size() + (0 if self.index_k_scale is None else 4)
 
     def sizes(self) -> SparseSizes:
-        """Return the sizes that decide how much travels."""
+        """Return the sizes that decide the communicated bytes."""
         q, index_q, weights = self.q, self.index_q, self.weights
         asking = index_q.shape[1] * index_q.shape[2] * index_q.element_size()
         return SparseSizes(
@@ -69,7 +69,7 @@ class SparseInputs:
         )
 
     def take_index(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copies of index keys [n, dim], and of their scales [n, 1] if they have any."""
+        """Return copies of index keys [n, dim], and of their scales [n, 1] if they have any."""
         if self.index_k.dtype == _PACKED:
             pages = self.index_k.flatten(1)
             codes, scales = pages.split(
@@ -86,14 +86,14 @@ class SparseInputs:
         return keys, self._rows_of(self.index_k_scale[..., None], rows).flatten(1)
 
     def _rows_of(self, pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of a pool of slots or of pages; codes as bytes, for torch moves no others."""
+        """Return rows of a pool of slots or pages; codes as bytes, the only form torch can move."""
         raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
         by_slots = pool.ndim == 3 and pool.shape[1] == 1
         where = (rows,) if by_slots else (rows // self.page_size, rows % self.page_size)
         return raw[where].view(pool.dtype)
 
     def digest(self) -> int:
-        """Return a digest of what all ranks must be given alike."""
+        """Return a digest of the arguments that must be equal on all ranks."""
         kinds = [(pool.dtype, pool.shape[-1]) for pool in (self.kv, self.index_k)]
         values = (self.topk, self.sm_scale, self.d_v, kinds, self.index_k_scale is None)
         sink = b"" if self.attn_sink is None else np.ascontiguousarray(self.attn_sink.numpy())
@@ -101,7 +101,7 @@ class SparseInputs:
 
 
 def refuse_mask(call: str, mask: object) -> None:
-    """Refuse the mask of a plan: sparse attention has no place for one."""
+    """Refuse a plan with a mask, which sparse attention does not support."""
     if mask is not None:
         raise ValueError(
             f"ContextParallel.{call}: plan must have no mask, which the indexer does not know"
@@ -124,7 +124,7 @@ def checked_sparse_inputs(
     attn_sink: torch.Tensor | None,
     index_k_scale: torch.Tensor | None,
 ) -> SparseInputs:
-    """Everything that a layer attends with; sparse attention of no row has the core check most."""
+    """Return checked inputs of a layer; the core checks most, by sparse attention of no rows."""
     tensors = {"q": q, "kv": kv, "index_q": index_q, "index_k": index_k, "weights": weights}
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention where queries travel: every rank scores, and attends to, the keys it holds.
+"""Sparse attention with traveling queries: every rank scores and attends to the keys it holds.
 
-Queries of the indexer go to all ranks, and the best candidates of each rank back to the rows. These
-tell all ranks what they selected, with the queries of attention, and merge the partial results that
-come back, in rank order. Rows that see at most `topk` keys select them all: no indexer is asked.
+Indexer queries go to all ranks, and each rank returns its best candidates to the rows. The rows
+send their selection and attention queries to all ranks, and merge the returned partial results in
+rank order. Rows that see at most `topk` keys select all of them without the indexer.
 
-Scratch of a rank, of all tokens: both queries, 8 * topk bytes of candidates, what was selected and
-where that is, and partial results, twice. Tokens go in rounds that keep it to `max_scratch_bytes`.
-Besides, a copy of the index keys that the rank holds of the batch.
+Scratch of a rank, for all tokens: both queries, 8 * topk bytes of candidates, the selected keys and
+their places, and partial results, twice. Tokens go in rounds that keep this within
+`max_scratch_bytes`. A copy of the rank's index keys of the batch comes on top.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Round:
     own: slice  # of the rows of this rank
     counts: list[int]  # of each rank
     request: Array
-    visible: Array  # how many keys of its request each row sees
+    visible: Array  # number of keys that each row sees
 
 
 def attend(
     exchange: RowExchange, plan: ShardedPlan, inputs: SparseInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's rows, and their LSE."""
+    """Return attention and LSE of this rank's rows."""
     shares = plan.batch.shares
     out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.d_v)
     lse = torch.empty(inputs.q.shape[:2])
@@ -62,7 +62,7 @@ def attend(
 
 
 def scratch_of_row(inputs: SparseInputs) -> int:
-    """Bytes, but for index keys."""
+    """Return the scratch bytes of a row, without index keys."""
     num_heads, head_dim = inputs.q.shape[1:]
     index_q = inputs.index_q.shape[1] * inputs.index_q.shape[2] * inputs.index_q.element_size()
     queries = index_q + num_heads * head_dim * inputs.q.element_size()
@@ -71,10 +71,10 @@ def scratch_of_row(inputs: SparseInputs) -> int:
 
 
 def _rounds(plan: ShardedPlan, inputs: SparseInputs) -> Iterator[Round]:
-    """Divide rows into rounds that keep what travels at once to max_scratch_bytes.
+    """Divide rows into rounds that keep traveling bytes within max_scratch_bytes.
 
-    Each round has a row of some rank at least. Every rank has as many rounds, some of them
-    perhaps without a row.
+    Each round has a row of at least one rank. All ranks have the same number of rounds; in some
+    rounds a rank may have no row.
     """
     rows, size = plan.batch.rows, np.array(plan.rows_per_rank)
     visible = plan.batch.visible_keys
@@ -104,7 +104,7 @@ def _search(
     part: Round,
     searching: NDArray[np.bool_],
 ) -> torch.Tensor:
-    """The positions that those of this rank's rows select that see more than topk keys."""
+    """Return the selected positions of this rank's rows that see more than topk keys."""
     counts = [int(_own(searching, part, rank).sum()) for rank in range(exchange.size)]
     asking = torch.from_numpy(_own(searching, part, exchange.rank))
     rows = [x[part.own][asking] for x in (inputs.index_q.flatten(1), inputs.weights)]
@@ -128,7 +128,7 @@ def _attend(
     part: Round,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with this rank's rows to what they selected, wherever it is."""
+    """Attend with this rank's rows to their selected keys on all ranks."""
     rows = [positions, inputs.q[part.own].flatten(1)]
     selected, q = exchange.all_rows(_CALL, part.counts, rows)
     out, _, lse = flash_mla_sparse_fwd(

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys with the best scores among those of all ranks.
+"""Selection of the keys with the best scores among the keys of all ranks.
 
-Each rank selects the best of its own keys, which are all that it can have among the best of all. A
-candidate is an int64 that grows with the score, and of equal scores is larger for the smaller
-position. So no two are equal, and the largest ones are those, and in the order, that
-`cpattn.sparse.cp_indexer_topk` finds among the keys of one pool: bit for bit the same selection,
-whichever candidate comes first.
+Each rank selects the best of its own keys, which include all its keys among the overall best. A
+candidate is an int64 that grows with the score; for equal scores, the smaller position gives the
+larger candidate. No two candidates are equal, so the largest ones are exactly the keys, in order,
+that `cpattn.sparse.cp_indexer_topk` selects from one pool, in any order of arrival.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from ... import _core
 from ..plans.key_shares import Array, KeyShares
 from .inputs import SparseInputs
 
-_LOW = (1 << 31) - 1  # what a position is taken from
+_LOW = (1 << 31) - 1  # a candidate holds this minus the position
 _NONE = -(1 << 63)  # below all candidates
 
 
 class LocalIndex:
-    """The index keys that a rank holds of a batch, one after the other."""
+    """Index keys of a batch that a rank holds, one after the other."""
 
     def __init__(self, inputs: SparseInputs, shares: KeyShares, rank: int) -> None:
         keys = shares.local_keys(rank)
@@ -34,7 +33,7 @@ class LocalIndex:
     def candidates(
         self, q: torch.Tensor, weights: torch.Tensor, request: Array, visible: Array, width: int
     ) -> torch.Tensor:
-        """The best keys of each row among those before `visible`: int64 [rows, width]."""
+        """Return each row's best keys among those before `visible`: int64 [rows, width]."""
         begin = self._begin[request]
         count = self._shares.count_below(self._rank, request, visible)
         indices = torch.empty(len(q), width, dtype=torch.int32)
@@ -50,27 +49,27 @@ class LocalIndex:
 
 
 def candidate_width(shares: KeyShares, size: int, request: Array, visible: Array, topk: int) -> int:
-    """Candidates of a row that a rank has at most, for any of the rows and ranks."""
+    """Return the most candidates of a row that a rank can have, over all rows and ranks."""
     counts = [shares.count_below(rank, request, visible).max() for rank in range(size)]
     return min(topk, int(max(counts)))
 
 
 def _packed(scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Score, which is never NaN, and position in one number; -0 equals +0."""
+    """Pack score, which is never NaN, and position into one number; -0 equals +0."""
     bits = (scores + 0.0).view(torch.int32)
     ascending = bits ^ ((bits >> 31) & _LOW)
     return (ascending.long() << 32) | (_LOW - position)
 
 
 def best_positions(candidates: torch.Tensor, topk: int) -> torch.Tensor:
-    """Positions [rows, topk] of the best candidates [rows, n], score descending; -1 for none."""
+    """Return positions [rows, topk] of the best of [rows, n], score descending; -1 for none."""
     best = candidates.topk(topk, dim=1).values
     positions = _LOW - (best & 0xFFFFFFFF)
     return positions.masked_fill_(best == _NONE, -1).int()
 
 
 def all_positions(visible: Array, topk: int) -> torch.Tensor:
-    """Positions [rows, topk] of rows that select all keys that they see, ascending, then -1."""
+    """Return positions [rows, topk] of rows that select all visible keys, ascending, then -1."""
     positions = torch.arange(topk, dtype=torch.int32).expand(len(visible), topk)
     return positions.masked_fill(positions >= torch.from_numpy(visible)[:, None], -1)
 
@@ -78,5 +77,5 @@ def all_positions(visible: Array, topk: int) -> torch.Tensor:
 def rows_of_rank(
     shares: KeyShares, rank: int, request: Array, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the rows of a rank's pool that have selected keys, int32; -1 for other ranks' keys."""
+    """Return the rows of selected keys in a rank's pool, int32; -1 for keys of other ranks."""
     return torch.from_numpy(shares.share(rank).rows_of(request, positions))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport between the ranks of a group: rows, meetings, shared memory, and who is missing."""
+"""Transport between the ranks of a group: rows, meetings, shared memory, and missing ranks."""

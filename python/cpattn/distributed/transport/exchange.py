@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows between all ranks of a group, sent only once all ranks expect the same."""
+"""Exchange of rows between all ranks of a group, once all ranks expect the same rows."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SLICE = 0.02  # seconds of a wait, until the next look around
 
 
 class RowExchange:
-    """Every rank of a group sends its rows to every other one.
+    """Exchange in which every rank of a group sends its rows to every other rank.
 
-    Rows travel point to point and land where they are read, so uneven and empty shares need no
-    padding, and as bytes, so every dtype does. Over gloo, 16 MiB per rank take a third of the time
-    of an all-gather. Receive buffers are kept for the next call.
+    Rows travel point to point, as bytes, straight to the place where they are read. Uneven and
+    empty shares therefore need no padding, and every dtype works. Over gloo, 16 MiB per rank take a
+    third of the time of an all-gather. Receive buffers are kept for the next call.
 
-    What the ranks agree on before goes through shared memory, once they have some for the group
-    (`HOSTS`), unless `through_memory` says otherwise. Whoever cannot go on tells the others
-    (`RollCall`), so that all name the same rank.
+    Agreements before an exchange go through shared memory, once the group has some (`HOSTS`),
+    unless `through_memory` is false. A rank that cannot go on tells the others (`RollCall`), so all
+    name the same rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, through_memory: bool = True) -> None:
@@ -53,7 +53,7 @@ class RowExchange:
         self.ahead: ArrivingRows | None = None
         self.scratch: list[torch.Tensor] = []  # of `shared_scratch`
         self._roll_call: RollCall | None = None  # from the first exchange on
-        self.sent_bytes = self.received_bytes = 0  # of tensors, without what a backend adds
+        self.sent_bytes = self.received_bytes = 0  # bytes of tensors, without backend overhead
 
     @contextlib.contextmanager
     def agreement(
@@ -62,8 +62,8 @@ class RowExchange:
         """Run this rank's checks, which add the parts of its rows, then compare with all ranks.
 
         The checks may also put digests of the terms in `OPTIONS` into `options`. A rank whose
-        checks fail says so to the others, which would wait for its rows. On a difference
-        every rank raises the same RuntimeError, and the group stays usable.
+        checks fail tells the others, which would otherwise wait for its rows. On a difference every
+        rank raises the same RuntimeError, and the group stays usable.
         """
         parts = Parts()
         self._sequence += 1
@@ -89,14 +89,14 @@ class RowExchange:
             refuse_difference(call, list(zip(*of_ranks, strict=True)))
 
     def _reasons(self, call: str, text: str = "") -> list[str]:
-        """The first line of why each rank refused its arguments; all ask, once one has refused."""
+        """Return each rank's reason for refusing its arguments; all ask once one has refused."""
         line = text.partition("\n")[0].encode(errors="replace")[: REASON.size]
         told = self.told(f"{call} (reason)", REASON.unpack(line.ljust(REASON.size, b"\0")))
         return [REASON.pack(*words).rstrip(b"\0").decode(errors="ignore") for words in told]
 
     @contextlib.contextmanager
     def without_return(self) -> Iterator[None]:
-        """Run steps on which all have agreed: a rank that fails in one tells the others why."""
+        """Run steps after agreement: a rank that fails in a step tells the others why."""
         try:
             yield
         except BaseException as error:
@@ -109,7 +109,7 @@ class RowExchange:
     ) -> list[torch.Tensor]:
         """Gather the rows of all ranks, in rank order, for each part [rows_per_rank[rank], width].
 
-        The results live in the receive buffer, until the next call.
+        The results stay in the receive buffer until the next call.
         """
         with _core.TraceSpan(_core.TraceScope.gather):
             return self.arrived(self.begin_rows(call, rows_per_rank, parts))
@@ -122,17 +122,17 @@ class RowExchange:
         buffer: Hashable = 0,
         rails: Rails | None = None,
     ) -> ArrivingRows:
-        """Begin what `all_rows` does, in a receive buffer; `arrived` waits for it.
+        """Begin `all_rows` in a receive buffer; `arrived` waits for it.
 
-        With rails only the rows of their sources come, behind and before this rank's own.
+        With rails, only rows of their sources arrive, in rank order with this rank's own rows.
         """
         if rails is not None:
             rows_per_rank = rails.kept_counts(rows_per_rank)
         num_rows = sum(rows_per_rank)
         total = num_rows * row_bytes(parts)
-        storage = self._buffers.pop(buffer, _EMPTY)  # given up if rows might still arrive in it
+        storage = self._buffers.pop(buffer, _EMPTY)  # dropped if rows might still arrive in it
         if storage.numel() < total:
-            storage = torch.zeros(total, dtype=torch.uint8)  # what aligns parts is sent, too
+            storage = torch.zeros(total, dtype=torch.uint8)  # padding bytes are sent, too
         rows = storage[:total].view(num_rows, row_bytes(parts))
         columns = columns_of(rows, parts)
         begin = sum(rows_per_rank[: self.rank])
@@ -143,7 +143,7 @@ class RowExchange:
         return ArrivingRows(columns, posted, storage, buffer)
 
     def arrived(self, rows: ArrivingRows) -> list[torch.Tensor]:
-        """Result of `all_rows`, which lives until the next rows in the same buffer."""
+        """Return the result of `all_rows`, valid until the next rows use the same buffer."""
         self.finish(rows.posted)
         self._buffers[rows.buffer] = rows.storage
         return rows.columns
@@ -151,16 +151,16 @@ class RowExchange:
     def begin_ahead(
         self, call: str, rows_per_rank: Sequence[int], parts: Sequence[torch.Tensor], buffer: int
     ) -> ArrivingRows:
-        """Begin what may be left under way by this call: rows that a later one will ask for.
+        """Begin `all_rows` for a later call; the rows may still travel when this call returns.
 
-        In one of two buffers that no other call takes; there are no others of the kind.
+        The rows use one of two buffers that no other call takes; only one such exchange may run.
         """
         self.end_ahead()
         self.ahead = self.begin_rows(call, rows_per_rank, parts, ("ahead", buffer))
         return self.ahead
 
     def end_ahead(self) -> list[torch.Tensor]:
-        """Wait for what `begin_ahead` has left under way, if anything."""
+        """Wait for the rows that `begin_ahead` has left under way, if any."""
         if self.ahead is None:
             return []
         columns, self.ahead = self.arrived(self.ahead), None
@@ -173,9 +173,9 @@ class RowExchange:
         rows_for: Sequence[torch.Tensor],
         rows_from: Sequence[int],
     ) -> list[torch.Tensor]:
-        """Send each rank the rows of every part that ``rows_for[rank]`` lists, and no others.
+        """Send each rank only the rows of every part that ``rows_for[rank]`` lists.
 
-        For each part [sum(rows_from), width]: the rows of all ranks, ``rows_from[rank]`` of each,
+        The result for each part [sum(rows_from), width] has ``rows_from[rank]`` rows of each rank,
         in rank order.
         """
         return self.routed(self.begin_routed(call, parts, rows_for, rows_from))
@@ -187,7 +187,7 @@ class RowExchange:
         rows_for: Sequence[torch.Tensor],
         rows_from: Sequence[int],
     ) -> RoutedRows:
-        """Begin what `routed_rows` does; `routed` waits for it."""
+        """Begin `routed_rows`; `routed` waits for it."""
         received = torch.empty(sum(rows_from), row_bytes(parts), dtype=torch.uint8)
         blocks = received.split(list(rows_from))
         sends = {}
@@ -202,7 +202,7 @@ class RowExchange:
         return RoutedRows(columns_of(received, parts), posted)
 
     def routed(self, rows: RoutedRows) -> list[torch.Tensor]:
-        """Result of `routed_rows`."""
+        """Return the result of `routed_rows`."""
         self.finish(rows.posted)
         return rows.columns
 
@@ -211,8 +211,8 @@ class RowExchange:
     ) -> None:
         """Send contiguous tensors to ranks, and receive into others; empty ones do not travel.
 
-        When a peer fails, the others are served all the same: a rank that gave up early would be
-        missing to them, and they would name it.
+        If a peer fails, the call still serves the other peers: they would miss a rank that gave up
+        early and blame it.
         """
         self.finish(self.post(call, sends, receives))
 
@@ -220,7 +220,7 @@ class RowExchange:
     def post(
         self, call: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Posted:
-        """Begin what `blocks` does; `finish` waits for it."""
+        """Begin `blocks`; `finish` waits for it."""
         posted = Posted(call)
         posts: list[tuple[Any, int, torch.Tensor]] = []
         posts += [(dist.irecv, rank, block) for rank, block in receives.items()]
@@ -231,7 +231,7 @@ class RowExchange:
                 try:
                     posted.works.append((rank, post(raw, self._peers[rank], self._group)))
                     posted.tensors.append(raw)
-                except RuntimeError as error:  # others, such as of memory, are this rank's own
+                except RuntimeError as error:  # other errors are this rank's own
                     posted.failures.setdefault(rank, error)
         self._roll_call_of_group().keep(posted.works)
         self.sent_bytes += sum(block.nbytes for block in sends.values())
@@ -239,7 +239,7 @@ class RowExchange:
         return posted
 
     def finish(self, posted: Posted) -> None:
-        """Wait for all of it; RuntimeError, which names the ranks that did not answer."""
+        """Wait for all messages; RuntimeError names the ranks that did not answer."""
         roll_call = self._roll_call_of_group()
         wait = None
         try:
@@ -251,16 +251,16 @@ class RowExchange:
             raise
         if not losses:
             roll_call.release(posted.works)
-            posted.works.clear()  # which keep tensors, too
+            posted.works.clear()  # works keep tensors, too
             posted.tensors.clear()
             return
         error = next(iter(posted.failures.values()), None)
         raise self._lost(posted.call, losses, wait, timed_out=timed_out) from error
 
     def meet_host(self, call: str, terms: Sequence[int] = ()) -> list[list[int]]:
-        """Wait for the ranks that share memory with this one; the terms of each.
+        """Wait for the ranks that share memory with this one, and return the terms of each.
 
-        RuntimeError, which names the ranks that did not answer. Those of other hosts are told.
+        RuntimeError names the ranks that did not answer. Ranks of other hosts are told.
         """
         host = HOSTS[self._group]
         if not host.rails.others:
@@ -270,10 +270,10 @@ class RowExchange:
             return host.meet(f"ContextParallel.{call}", terms, roll_call.has_heard)
         except RuntimeError as error:
             lost, reason, timed_out = host.loss()
-            if not lost:  # of a forked child, which has nothing to tell
+            if not lost:  # a forked child has nothing to tell
                 raise
             losses = dict.fromkeys(lost, reason)
-            if not reason:  # somebody has left, on another host or here
+            if not reason:  # a rank has left, on another host or here
                 watch = Watch(self._group, roll_call, time.monotonic())
                 losses, timed_out = watch.losses(lost[0])
             raise self._lost(call, losses, None, timed_out=timed_out) from error
@@ -284,7 +284,7 @@ class RowExchange:
     def _lost(
         self, call: str, losses: dict[int, str], wait: Wait | None, *, timed_out: bool
     ) -> RuntimeError:
-        """Tell the others whom there is no use to wait for, and why; the error that names them."""
+        """Tell the other ranks whom not to wait for, and why; return the error that names them."""
         roll_call = self._roll_call_of_group()
         named = roll_call.named(self.rank, losses)
         self._leave(wait, Words(tuple(sorted(named)), next(iter(named.values())), timed_out))
@@ -295,7 +295,7 @@ class RowExchange:
         )
 
     def _losses(self, wait: Wait) -> tuple[dict[int, str], bool]:
-        """Wait; whom that was in vain for, and why, and whether that is for the time alone."""
+        """Wait; return the ranks that did not come, why, and whether only time ran out."""
         wait.join(_SLICE)
         losses: dict[int, str] = {}
         timed_out = False
@@ -309,7 +309,7 @@ class RowExchange:
         return losses, timed_out
 
     def _leave(self, wait: Wait | None, words: Words) -> None:
-        """Tell the others, and end what still waits for them."""
+        """Tell the other ranks, and end all waits for this one."""
         roll_call = self._roll_call_of_group()
         roll_call.leave(self._group, words)
         if wait is not None and not wait.is_over():
@@ -322,7 +322,7 @@ class RowExchange:
         return self._roll_call
 
     def _all_terms(self, call: str, terms: Sequence[int]) -> list[list[int]]:
-        """The terms of all ranks: one list of each."""
+        """Return the terms of all ranks, a list per rank."""
         roll_call = self._roll_call_of_group()
         if roll_call.over:
             raise RuntimeError(
@@ -337,14 +337,14 @@ class RowExchange:
         return self.told(f"{call} (agreement)", terms)
 
     def host(self) -> Host | None:
-        """Meeting place of ranks that share memory, if they have found out; asks nobody."""
+        """Return the meeting place of ranks that share memory, if it is known; sends nothing."""
         return HOSTS.get(self._group) if self._through_memory else None
 
     def told(self, call: str, values: Sequence[int]) -> list[list[int]]:
-        """The values of all ranks, a list of each; all give the same number.
+        """Return the values of all ranks, a list per rank; all give the same number of values.
 
-        Through memory where ranks share it. Between hosts those of a whole host travel together,
-        to each rank from one rank of every other host.
+        Values go through shared memory if there is any. Between hosts, the values of a whole host
+        travel together, to each rank from one rank of every other host.
         """
         host = self.host()
         if host is None:
@@ -356,7 +356,7 @@ class RowExchange:
         others = [rank for ranks in rails.others for rank in ranks]
         arriving = torch.full((len(others), len(values)), NOT_YET)
         blocks = arriving.split([len(ranks) for ranks in rails.others])
-        # Rows of a source come here, so it asks here for those of this host.
+        # Rows of a source come here, so this rank asks for the values of the source's host.
         posted = self.post(
             call,
             dict.fromkeys(rails.sources, here),
@@ -370,8 +370,8 @@ class RowExchange:
         return rows.tolist()
 
     def all_values(self, call: str, values: Sequence[int]) -> list[list[int]]:
-        """Return the values of all ranks, a list of each; all give the same number."""
-        # Given up if a message might still arrive in it.
+        """Return the values of all ranks, a list per rank; all give the same number of values."""
+        # Dropped if a message might still arrive in it.
         made = self._tables.pop(len(values), None)
         table, blocks = made or table_of(self.size, len(values))
         table.fill(NOT_YET)
@@ -393,7 +393,7 @@ class RowExchange:
         rows_per_rank: Sequence[int],
         destinations: Iterable[int],
     ) -> Posted:
-        """Begin to send this rank's rows to peers and to receive those of all, in place."""
+        """Begin to send this rank's rows to peers and to receive all rows in place."""
         blocks = rows.split(list(rows_per_rank))
         return self.post(
             call,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a group that share a host: whether they do, where they meet, what they share."""
+"""Ranks of a group that share a host: their detection, meeting place and shared buffers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .topology import Topology
 TRANSPORTS = ("auto", "tcp", "shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
-_NAME_WORDS = 8  # int64 of a host's name
-_NONCE_AT = _core.host_barrier_page_bytes - 8  # behind what the barrier uses of a page
-# Neither shorter nor longer from here on: what is mapped can be neither cut off nor missing. Linux
-# has these numbers since 3.17, Python where its libc has.
+_NAME_WORDS = 8  # int64 words of a host's name
+_NONCE_AT = _core.host_barrier_page_bytes - 8  # after the bytes of a page that the barrier uses
+# Seals fix the size: mapped bytes can neither be cut off nor be missing. Linux has these numbers
+# since 3.17; Python has them if its libc does.
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _ALLOW_SEALING = 0x2
-# What may be in the way of shared memory, in the words of a reason; each with an errno or 0.
+# Reasons against shared memory, as texts; each with an errno or 0.
 _PROBLEMS = (
     "",
     "has no files in memory",
@@ -46,9 +46,9 @@ _PROBLEMS = (
 
 
 def sealed_file(name: str, num_bytes: int) -> int:
-    """A file in memory, of a size that nobody can change any more; no memory is taken yet.
+    """Make a file in memory with a sealed size; no memory is committed yet.
 
-    A rank that maps a file which somebody cuts off dies at its first look behind the end.
+    A rank that maps an unsealed file dies at its first access past the end if the file is cut.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | _ALLOW_SEALING)
     try:
@@ -61,7 +61,7 @@ def sealed_file(name: str, num_bytes: int) -> int:
 
 
 class _Page:
-    """A file in memory for this rank's page of the barrier, with a number to know it by."""
+    """File in memory for this rank's page of the barrier, with a number that identifies it."""
 
     def __init__(self) -> None:
         self.fd, self.error = -1, 0
@@ -116,9 +116,9 @@ class _Announcement(NamedTuple):
 
 
 class HostGroup:
-    """The ranks of a group on one host: where they meet, and the buffers that they share.
+    """Ranks of a group on one host: their meeting place and their shared buffers.
 
-    `rank` and `size` are of this host; `rails.members` are its ranks in the group.
+    `rank` and `size` count within this host; `rails.members` are its ranks in the group.
     """
 
     def __init__(
@@ -139,23 +139,23 @@ class HostGroup:
     def meet(
         self, call: str, terms: Sequence[int] = (), give_up: Callable[[], bool] | None = None
     ) -> list[list[int]]:
-        """Wait for the ranks here, within the timeout of the group; the terms of each."""
+        """Wait for the ranks of this host, within the group's timeout; return the terms of each."""
         return self._barrier.meet(call, terms, self._timeout, give_up)
 
     def loss(self) -> tuple[list[int], str, bool]:
-        """The ranks that a meeting was in vain for, why, and whether for the time alone."""
+        """Return the ranks that missed a meeting, why, and whether only time ran out."""
         return self._barrier.loss()
 
     def ended(self) -> list[int]:
-        """The ranks here whose processes have ended."""
+        """Return the ranks of this host whose processes have ended."""
         return self._barrier.ended()
 
     def leave(self, because_of: int = -1) -> None:
-        """Tell the others not to wait for this rank at the next meeting, but name another one."""
+        """Tell the others not to wait for this rank at the next meeting, but to name another."""
         self._barrier.leave(because_of)
 
     def remember(self, buffer: _core.KVBuffer, num_bytes: int) -> None:
-        """Take a buffer that all ranks have made, in the same order, for one that they share."""
+        """Register a buffer that all ranks have made, in the same order, as shared."""
         self._buffers = [entry for entry in self._buffers if entry[2]() is not None]
         self._buffers.append((self._made, num_bytes, ref(buffer)))
         self._made += 1
@@ -170,7 +170,7 @@ class HostGroup:
         return None
 
     def digest_of(self, call: str, caches: Mapping[str, torch.Tensor]) -> int:
-        """Return a digest of what ranks must have alike of caches in shared memory; 0 for none."""
+        """Digest the properties of shared caches that must be equal on all ranks; 0 for none."""
         places = {name: self.place_of(cache) for name, cache in caches.items()}
         found = {name: place for name, place in places.items() if place is not None}
         if not found:
@@ -184,32 +184,32 @@ class HostGroup:
 
 
 class Connection(NamedTuple):
-    """Facts that the ranks of a group have found out about each other."""
+    """Facts that the ranks of a group know about each other."""
 
     topology: Topology
-    host: HostGroup | None  # where they share memory
+    host: HostGroup | None  # None if they share no memory
 
 
-# Of groups, for all objects on them that do not insist on "tcp": a rank that makes another one
-# asks nobody again.
+# By group, for all its objects but those with transport "tcp": a rank that makes another object
+# asks no rank again.
 _CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Connection] = WeakKeyDictionary()
 
 
 def known_connection(group: dist.ProcessGroup) -> Connection | None:
-    """Return what `connect` has found out for the group, if it has."""
+    """Return the result of `connect` for the group, if known."""
     return _CONNECTIONS.get(group)
 
 
 def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> Connection:
-    """Find out who shares a host and, but for "tcp", memory. All ranks call it; all find the same.
+    """Find the ranks that share a host and, unless "tcp", memory. All ranks call it together.
 
-    They share it on every host or on none.
+    Ranks share memory on every host or on none.
 
-    Errors are those of an exchange; that memory cannot be shared is none, but the reason for "tcp".
+    Errors are those of an exchange. If memory cannot be shared, the reason goes with "tcp".
     """
     page = _Page()
     try:
-        with exchange.agreement("topology", NO_TERMS):  # a system may hide what is announced
+        with exchange.agreement("topology", NO_TERMS):  # a system may hide the announced facts
             own = _Announcement.of_this_process(page, transport).values()
         told = exchange.all_values("topology", own)
         ranks = [_Announcement.of_values(values) for values in told]
@@ -225,7 +225,7 @@ def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> 
         rails = Rails(hosts, exchange.rank)
         barrier, reason = None, _obstacle(ranks, hosts, transport)
         if reason is None:
-            # Ranks of other hosts wait meanwhile, and must not miss those who meet.
+            # Ranks of other hosts wait meanwhile; they must not blame the ranks that meet.
             patience = min(FIRST_MEETING, timeout_of(group) / 2) if rails.others else FIRST_MEETING
             barrier, reason = _barrier_of(exchange, ranks, rails.members, patience)
     finally:
@@ -250,7 +250,7 @@ def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> 
 
 
 def _obstacle(ranks: Sequence[_Announcement], hosts: Hosts, transport: str) -> str | None:
-    """Return why memory cannot be shared, as far as that is known before it is tried."""
+    """Return the reason why memory cannot be shared, if it is known before trying."""
     if transport == "tcp":
         return "transport='tcp' was given"
     if 1 < len(hosts) == len(ranks):
@@ -268,7 +268,7 @@ def _obstacle(ranks: Sequence[_Announcement], hosts: Hosts, transport: str) -> s
 def _barrier_of(
     exchange: RowExchange, ranks: Sequence[_Announcement], members: Sequence[int], patience: float
 ) -> tuple[_core.HostBarrier | None, str | None]:
-    """A barrier of this host that has been tried, or the reason why there is none on some host."""
+    """Return a tested barrier of this host, or the reason why some host has none."""
     barrier, problem, error = None, 0, 0
     here = [ranks[member] for member in members]
     fds: list[int] = []
@@ -301,7 +301,7 @@ def _barrier_of(
 
 
 def _opened(one: _Announcement) -> int:
-    """The page of a rank; OSError where that is another file."""
+    """Open the page of a rank; OSError if another file is there."""
     path = f"/proc/{one.pid}/fd/{one.fd}"
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(fd, 8, _NONCE_AT) != struct.pack("q", one.nonce):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of ranks when one of them cannot go on: who is missing, and why.
+"""Messages of ranks when one of them cannot go on: missing ranks, and reasons.
 
-A rank that waits for rows knows only whom it waits for, who may wait for somebody else in turn. So
-whoever gives up says to all whom it missed, and then closes its connections: all others give up at
-once, too, and name the same rank.
+A rank that waits for rows knows only the rank it waits for, which may wait for another rank. A rank
+that gives up therefore tells all others which rank it missed, and then closes its connections: all
+others give up at once, too, and name the same rank.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .waiting import Works
 _WORD_BYTES = 512
 _MOST_NAMES = 16
 _HEADER = struct.Struct(f"<Bi{_MOST_NAMES}i")
-_WORDS_TAG, _CLOSING_TAG = 0x63706101, 0x63706102  # unlike those of anybody else's messages
+_WORDS_TAG, _CLOSING_TAG = 0x63706101, 0x63706102  # differ from tags of other messages
 _AT_ONCE = timedelta(milliseconds=1)
 
 
 class Words(NamedTuple):
-    """Last words of a rank: whom it missed, and what it saw of them; nobody for its own error."""
+    """Last message of a rank: the ranks it missed, and why; no rank for its own error."""
 
     missed: tuple[int, ...]
     reason: str
-    timed_out: bool = False  # what it missed may only have waited itself
+    timed_out: bool = False  # a missed rank may have waited itself
 
     def encoded(self) -> bytes:
         """Encode at a fixed length, with an end that is not zero and arrives last."""
@@ -67,7 +67,7 @@ class Host(Protocol):
     def leave(self, because_of: int = -1) -> None: ...
 
 
-# Of groups whose ranks share memory, all of them or those of each host.
+# By group whose ranks share memory, on one host or on each host.
 HOSTS: WeakKeyDictionary[dist.ProcessGroup, Host] = WeakKeyDictionary()
 _ROLL_CALLS: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary()
 
@@ -80,21 +80,21 @@ def roll_call_of(group: dist.ProcessGroup, peers: Mapping[int, int]) -> RollCall
 
 
 class RollCall:
-    """The words of all ranks of a group, one of each, and whether this one has said its own.
+    """Last messages of all ranks of a group, and whether this rank has sent its own.
 
-    Receives are posted from the start, so that words are there as soon as they are said, before the
-    end of the connection that they came by. It takes gloo, which delivers in this order. Over other
-    backends nobody says a word, and each rank finds out by itself.
+    Receives are posted at the start, so a message arrives as soon as it is sent, before its
+    connection ends. This needs gloo, which delivers in order. Over other backends no rank sends a
+    message, and each rank finds out by itself.
     """
 
     def __init__(self, group: dist.ProcessGroup, peers: Mapping[int, int]) -> None:
         self.over = False
-        self.agreed = False  # that all ranks compare the same terms
+        self.agreed = False  # whether all ranks compare the same terms
         self._under_way: list[Works] = []
         self._peers = dict(peers)
         self.timeout = timeout_of(group)
         self._by_gloo = _is_gloo(group)
-        # A wait that gloo ends closes all connections without a word: none before ours is over.
+        # If gloo ends a wait, it closes all connections silently: our waits must end before.
         self.longest_wait = self.timeout + BEHIND_TIMEOUT if self._by_gloo else None
         size = 1 + max(peers, default=0)
         self._words = torch.zeros(size, _WORD_BYTES, dtype=torch.uint8)
@@ -102,14 +102,14 @@ class RollCall:
         self._works: list[Any] = []
         if self._by_gloo:
             for rank, world_rank in self._peers.items():
-                with contextlib.suppress(RuntimeError):  # a rank that is gone shows when it is used
+                with contextlib.suppress(RuntimeError):  # a dead rank shows when it is used
                     work = dist.irecv(self._words[rank], world_rank, group, _WORDS_TAG)
                     self._works.append(work)
 
     def keep(self, works: Works) -> None:
-        """Keep what has been posted until it is over, whoever drops it.
+        """Keep posted works until they finish, even if their owner drops them.
 
-        gloo does not get on with rows for nobody: those behind them never come.
+        With gloo, rows that no rank receives block all rows after them.
         """
         self._under_way.append(works)
 
@@ -118,7 +118,7 @@ class RollCall:
         self._under_way = [other for other in self._under_way if other is not works]
 
     def has_only(self, works: Works) -> bool:
-        """Tell whether nothing else is under way, over gloo, which moves bytes by itself."""
+        """Tell whether no other work is under way over gloo, which moves bytes by itself."""
         return self._by_gloo and len(self._under_way) == 1 and self._under_way[0] is works
 
     def has_heard(self) -> bool:
@@ -131,7 +131,7 @@ class RollCall:
         return {rank: Words.decoded(self._view[rank].tobytes()) for rank in said}
 
     def leave(self, group: dist.ProcessGroup, words: Words) -> None:
-        """Say why this rank leaves; once. `hang_up` follows where it waits for somebody."""
+        """Tell the others why this rank leaves; once. `hang_up` follows if it waits for a rank."""
         self.over = True
         if (host := HOSTS.get(group)) is not None:
             host.leave(words.missed[0] if words.missed else -1)
@@ -154,7 +154,7 @@ class RollCall:
                     work.wait(_AT_ONCE)
 
     def named(self, rank: int, failures: Mapping[int, str]) -> dict[int, str]:
-        """Return whom this rank names for its failures, and why: whom they have missed, if any."""
+        """Return the ranks to blame, and why: those that failed peers have missed, if any."""
         heard = self.heard()
         named: dict[int, str] = {}
         missing_us: dict[int, str] = {}
@@ -179,13 +179,13 @@ class RollCall:
         self, post: Callable[..., Any], data: torch.Tensor, group: dist.ProcessGroup, tag: int
     ) -> Iterator[Any]:
         for world_rank in self._peers.values():
-            with contextlib.suppress(RuntimeError, ValueError):  # gone, or destroyed
+            with contextlib.suppress(RuntimeError, ValueError):  # the group is gone or destroyed
                 yield post(data, world_rank, group, tag)
 
 
 @dataclass
 class Watch:
-    """Looks around while rows are awaited: who has left, who has ended, and since when."""
+    """Check, while rows are awaited, which ranks have left or ended, and since when."""
 
     group: dist.ProcessGroup
     roll_call: RollCall
@@ -193,7 +193,7 @@ class Watch:
     ended_since: float | None = None
 
     def losses(self, awaited: int) -> tuple[dict[int, str], bool]:
-        """Return whom it is no use to wait for, and why; and whether that is for the time alone."""
+        """Return the ranks not to wait for, why, and whether only time ran out."""
         now = time.monotonic()
         heard = self.roll_call.heard()
         if heard:
@@ -207,17 +207,17 @@ class Watch:
             self.ended_since = None
         elif self.ended_since is None:
             self.ended_since = now
-        elif now - self.ended_since > LAST_WORDS_OF_THE_WAITING:  # what it had sent would have come
+        elif now - self.ended_since > LAST_WORDS_OF_THE_WAITING:  # its rows would be here
             return dict.fromkeys(ended, "its process has ended"), False
         if now - self.begin < self.roll_call.timeout:
             return {}, False
         return {awaited: f"timed out after {self.roll_call.timeout:g} s"}, True
 
     def _ended(self, awaited: int) -> list[int]:
-        """The ranks here whose processes have ended, if that is anybody's loss.
+        """Return the ranks of this host whose processes have ended, if some rank misses them.
 
-        One that is not awaited may have ended well, and whoever waits for it sees that it has. But
-        ranks of other hosts do not: where there are any, they are told of each.
+        A rank that this one does not await may have finished. Ranks of its own host notice that
+        it has ended, ranks of other hosts do not: with several hosts, every ended rank counts.
         """
         host = HOSTS.get(self.group)
         ended = [] if host is None else host.ended()

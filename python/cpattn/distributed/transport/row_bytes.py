@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of several tensors as rows of bytes, in which they travel."""
+"""Rows of several tensors packed into rows of bytes for transport."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from .waiting import Posted
 
-ROW_ALIGNMENT = 16  # bytes, so that each part of a row can be viewed as its dtype
+ROW_ALIGNMENT = 16  # bytes; allows a view of each part as its dtype
 
 
 class Parts(list[torch.Tensor]):
-    """Part of an exchange that a rank brings: its rows, and their place in shared memory."""
+    """A rank's part of an exchange: its rows, and their place in shared memory."""
 
     shared_memory = 0  # a digest; 0 for none
 
 
 @dataclass
 class RoutedRows:
-    """Rows on their way from ranks, for each part those of all of them."""
+    """Rows on their way from ranks; each part has the rows of all of them."""
 
     columns: list[torch.Tensor]
     posted: Posted
@@ -38,7 +38,7 @@ class ArrivingRows(RoutedRows):
 
 
 def strides(parts: Sequence[torch.Tensor]) -> list[int]:
-    """Bytes of each part in a row."""
+    """Return the bytes of each part in a row."""
     num_bytes = [part.shape[1] * part.element_size() for part in parts]
     return [-(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT for n in num_bytes]
 
@@ -48,13 +48,13 @@ def row_bytes(parts: Sequence[torch.Tensor]) -> int:
 
 
 def new_rows(num_rows: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of bytes to be filled; gaps between their parts are 0, as they are sent, too."""
+    """Make rows of bytes to fill; gaps between parts are 0, as gaps are sent, too."""
     size, filled = row_bytes(parts), sum(part.shape[1] * part.element_size() for part in parts)
     return (torch.empty if size == filled else torch.zeros)(num_rows, size, dtype=torch.uint8)
 
 
 def columns_of(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each part's columns of rows of bytes, as its dtype."""
+    """Return each part's columns in rows of bytes, as its dtype."""
     return [
         column[:, : part.shape[1] * part.element_size()].view(part.dtype)
         for column, part in zip(buffer.split(strides(parts), 1), parts, strict=True)
@@ -62,6 +62,6 @@ def columns_of(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torc
 
 
 def table_of(size: int, num_values: int) -> tuple[np.ndarray[Any, Any], list[torch.Tensor]]:
-    """Numbers of every rank, and the bytes of each."""
+    """Return numbers of every rank, and their bytes."""
     table = np.empty((size, num_values), np.int64)
     return table, list(torch.from_numpy(table.view(np.uint8)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terms that ranks compare before they exchange rows, and digests of what is long."""
+"""Terms that ranks compare before they exchange rows, and digests of long values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import versions
 from .row_bytes import ROW_ALIGNMENT
 
 PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask", "placement")
-NO_TERMS = (0,) * len(PLAN_TERMS)  # of calls without a plan, or with what is none
+NO_TERMS = (0,) * len(PLAN_TERMS)  # for calls without a plan, or with an invalid one
 CALLS = (
     "write_kv", "gather", "attend", "decode", "topology", "shared_memory", "attend_sparse",
     "decode_sparse", "prefetch", "agreement",
@@ -23,15 +23,15 @@ TERMS = (
     "refused", "sequence", "call", *PLAN_TERMS, "rows", "prefetch", "exchange", "options",
     "shared memory",
 )  # fmt: skip
-# Checks may tell these of them, besides rows and plans.
+# Options that checks may add to the terms, besides rows and plans.
 OPTIONS = ("prefetch", "exchange", "options")
-REASON = struct.Struct("<32q")  # bytes of UTF-8 of why a rank refused its arguments
-# Ranks with other names here do not understand each other's messages.
+REASON = struct.Struct("<32q")  # UTF-8 bytes of the reason for a refusal
+# Ranks with other names here cannot read each other's messages.
 _LAYOUT_NAMES = (versions.PROTOCOL, CALLS, TERMS, ROW_ALIGNMENT)
 
 
 def digest(*values: Any) -> int:
-    """64 bits for the bytes of values."""
+    """Return 64 bits that digest the bytes of values."""
     hashed = blake2b(digest_size=8)
     for value in values:
         hashed.update(value)
@@ -40,21 +40,21 @@ def digest(*values: Any) -> int:
 
 @lru_cache(1024)
 def term(value: Hashable) -> int:
-    """64 bits for a value of numbers, names and dtypes."""
+    """Return 64 bits that digest a value of numbers, names and dtypes."""
     return digest(repr(value).encode())
 
 
 def layout() -> int:
-    """64 bits for how this version lays out what ranks send each other."""
+    """Return 64 bits that digest this version's message layout."""
     return term(_LAYOUT_NAMES)
 
 
 def refuse_difference(
     call: str, terms: Sequence[tuple[int, ...]], names: Sequence[str] = TERMS
 ) -> None:
-    """Raise the first difference between ranks: terms[i] are the values of each under names[i]."""
+    """Raise the first difference between ranks: terms[i] has each rank's values, by `names`."""
     for name, values in zip(names, terms, strict=True):
-        usual = max(values, key=values.count)  # of equally frequent ones the lowest rank's
+        usual = max(values, key=values.count)  # on a tie, that of the lowest rank
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             first = values.index(usual)

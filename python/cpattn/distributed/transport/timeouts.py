@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 
 FIRST_MEETING = 10.0
-"""Longest wait for the ranks of a host to meet for the first time, for which all are ready."""
+"""Longest wait for the first meeting of a host's ranks, when all are ready."""
 BEHIND_TIMEOUT = 0.5
-"""Time behind the timeout of the group in which ranks tell each other whom they missed."""
+"""Time after the group's timeout in which ranks tell each other which rank they missed."""
 LAST_WORDS = 0.05
-"""Time for last words to arrive where they are awaited, before connections close."""
+"""Time for last messages to arrive before connections close."""
 LAST_WORDS_OF_THE_WAITING = 0.3
-"""Time for last words of a rank that may be waiting itself, for somebody else."""
+"""Time for the last message of a rank that may itself be waiting for another rank."""
 EXIT = 2.0
-"""Time that the end of the interpreter gives to threads that wait in a backend: one that came out
-of it while the interpreter ends would take the process down with an abort."""
+"""Time at interpreter exit for threads in a backend: a thread that returned from there during
+exit would abort the process."""
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return how long the group waits for an answer."""
+    """Return the time that the group waits for an answer."""
     timeout = dist.default_pg_timeout
     with contextlib.suppress(AttributeError, RuntimeError):  # a backend without options
         timeout = group._get_backend(torch.device("cpu")).options._timeout

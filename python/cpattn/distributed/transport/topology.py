@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Topology of a group: which ranks share a host, and what they exchange rows through."""
+"""Topology of a group: ranks that share a host, and the transport of rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Topology:
     Attributes
     ----------
     transport : {"shm", "shm+tcp", "tcp"}
-        "shm": all ranks share memory, and pools of it are written in place. "shm+tcp": those of
-        each host do so, and rows go from host to host through the process group. "tcp": all rows
-        go through it.
+        "shm": all ranks share memory and write pools in it in place. "shm+tcp": the ranks of each
+        host do so, and rows travel between hosts through the process group. "tcp": all rows travel
+        through the process group.
     hosts : tuple of str
-        The name of each host, as its lowest rank knows it. Two hosts may have the same.
+        Name of each host, as its lowest rank knows it. Two hosts may have the same name.
     ranks_of_host : tuple of tuples of int
-        The ranks of each, ascending.
+        Ranks of each host, ascending.
     reason : str
-        Why this transport.
+        Reason for the transport.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors on their way between ranks, and the wait for them."""
+"""Tensors on their way between ranks, and waits for them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ import torch
 
 from .timeouts import EXIT
 
-Works = list[tuple[int, Any]]  # of a backend, each with the rank at its other end
+Works = list[tuple[int, Any]]  # works of a backend, each with its peer rank
 
 _A_MOMENT = 0.1  # seconds
-# The last number of a message that has not come yet: no digest, length or flag that a rank sends.
+# Placeholder for the last number of a message to come: no digest, length or flag has it.
 NOT_YET = int.from_bytes(b"not yet?", "little")
-# Seconds to look for messages without a thread: at every turn of this process at first, so that an
-# answer costs no sleep, then a few times a millisecond, so that ranks that compute have the CPU.
+# Seconds to poll for messages without a thread: first at every turn of this process, so an answer
+# costs no sleep, then a few times per millisecond, so ranks that compute have the CPU.
 _EAGER, _PATIENT, _NAP = 0.0001, 0.002, 0.00005
-# Waits whose call has ended before them.
+# Waits that outlived their call.
 _ABANDONED: WeakSet[Wait] = WeakSet()
 
 
 @dataclass
 class Posted:
-    """Tensors on their way, which must stay as they are until `RowExchange.finish`.
+    """Tensors on their way, which must not change until `RowExchange.finish`.
 
-    Messages may have `ends`: their last numbers, NOT_YET until they are there. Each rank that one
-    comes from, and no other, is sent one: its own comes behind its call for that, which then is on
-    its way, too.
+    Messages may have `ends`: their last numbers, NOT_YET until they arrive. With ends, a rank
+    sends a message to exactly the ranks from which one comes. It posts its receives before it
+    sends: once its message is here, the message to it is on its way, too.
     """
 
     call: str
@@ -46,9 +46,9 @@ class Posted:
 
 
 def have_come(ends: np.ndarray[Any, Any] | None) -> bool:
-    """Look for messages by their ends, for two milliseconds; without them, do not.
+    """Poll for messages by their ends, for two milliseconds; skip without ends.
 
-    A thread costs more than most of these waits: one is worth it for what takes longer.
+    A thread costs more than most of these waits, and pays only for longer ones.
     """
     if ends is None:
         return False
@@ -65,28 +65,28 @@ def have_come(ends: np.ndarray[Any, Any] | None) -> bool:
 
 
 class Wait:
-    """Waits for all works, in a thread: Ctrl-C ends a join, but no wait of a backend.
+    """Wait for all works in a thread: Ctrl-C ends a join, but not a wait of a backend.
 
-    Works that are over soon are waited for in the calling thread, and so are those that say of
-    themselves that they wait in the thread of their rank.
+    The calling thread waits itself for works that end soon, and for works that wait in the thread
+    of their rank anyway.
 
-    A rank that has failed is not waited for again. gloo does not see that one has died whose rows
-    are arriving: the thread lives on until `longest` then, where the call ends for another reason.
+    A failed rank is not waited for again. gloo does not notice the death of a rank whose rows are
+    arriving: the thread then lives until `longest`, if the call ends for another reason.
 
     Parameters
     ----------
     posted
-        What is awaited; failures are noted there.
+        Awaited tensors; failures are noted there.
     longest : float or None
-        Seconds for all works, where the backend takes that.
+        Seconds for all works, if the backend takes a limit.
     over_soon : bool
-        Whether what was sent to this rank is there.
+        Whether the rows sent to this rank have arrived.
     """
 
     def __init__(self, posted: Posted, longest: float | None, *, over_soon: bool = False) -> None:
         self.posted = posted
         self.begin = time.monotonic()
-        self.awaited = -1  # the first rank whose rows are not there
+        self.awaited = -1  # the first rank whose rows are missing
         self._longest = longest
         self._thread: threading.Thread | None = None
         if over_soon or any(
@@ -111,21 +111,21 @@ class Wait:
                 self.posted.failures.setdefault(rank, error)
 
     def seconds_left(self) -> float:
-        """Return the seconds that are left of `longest`; infinity where there is no such limit."""
+        """Return the seconds left of `longest`; infinity without a limit."""
         longest = float("inf") if self._longest is None else self._longest
         return self.begin + longest - time.monotonic()
 
     def join(self, seconds: float) -> None:
-        """Wait, for so long at most."""
+        """Wait for at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def is_over(self) -> bool:
-        """Whether all is there, or has failed."""
+        """Tell whether every work has arrived or failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Let it end by itself, as its connections are closed; wait where that is soon."""
+        """Leave the thread to end with its connections; wait if that is soon."""
         left = self.seconds_left()
         self.join(left + _A_MOMENT if left < 1 else _A_MOMENT)
         if not self.is_over():
