@@ -6,15 +6,13 @@
     )
     pool.set_kv_buffer(layer, slots, k, v)
 
-``mha`` has the pool of dense attention, ``mla`` that of latent attention, with or without keys of
-an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of, and ``numa`` memory of
-chosen NUMA nodes for them. ``placement`` says
-which rank has which token where a group of ranks shares a pool or its sequences,
-``striped_allocator`` which pages of such a pool are free, ``shard_gather`` what the ranks send each
+``mha`` has the pool of dense attention, ``mla`` of latent attention with or without index keys,
+``dsa`` of its FP8 rows, ``buffers`` their common base, and ``numa`` memory on chosen NUMA nodes.
+``placement`` maps tokens to ranks if a group of ranks shares a pool or its sequences,
+``striped_allocator`` manages free pages of such a pool, ``shard_gather`` plans what ranks send each
 other before a layer reads cached prefixes, and ``units`` where compressed units go. ``pages``
-writes and moves rows in pages of an engine or of another library.
-Imports NumPy, ``sparse``, ``context_parallel`` and the core, and torch or ml_dtypes when a pool
-needs them.
+writes and moves rows in pages of an engine or of another library. Imports NumPy, ``sparse``,
+``context_parallel`` and the core, and torch or ml_dtypes when a pool needs them.
 """
 
 from .dsa import DSATokenToKVPool

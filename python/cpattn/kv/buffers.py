@@ -22,14 +22,14 @@ BufInfos = tuple[list[int], list[int], list[int]]
 
 CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
 NUMBERS = ("float32", "float16", "bfloat16")
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # 1 of others
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # 1 for others
 
 
 class Rows(NamedTuple):
     """Shape, dtype and format of one row of a kind.
 
-    `in_pages` says that a page is more than its rows, one after the other; `format` is what peers
-    must have as well, the dtype by default.
+    `in_pages` tells that a page has more than its concatenated rows. `format` must be the same at
+    peers of a transfer; default: the dtype.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 class BufferShape(NamedTuple):
-    """The sizes of the buffer of one kind."""
+    """Sizes of the buffer of one kind."""
 
     num_layers: int
     num_slots: int
@@ -56,23 +56,23 @@ class BufferShape(NamedTuple):
 
 
 class Memory:
-    """Memory of this process alone, for the buffers of pools.
+    """Private memory of this process for the buffers of pools.
 
-    `NumaMemory` puts them on chosen NUMA nodes, `cpattn.distributed.SharedMemory` into memory that
-    the ranks of a host share.
+    `NumaMemory` places buffers on chosen NUMA nodes; `cpattn.distributed.SharedMemory` places them
+    in memory that the ranks of a host share.
     """
 
     def _make_buffers(
         self, function: str, shapes: dict[str, BufferShape]
     ) -> dict[str, _core.KVBuffer]:
-        """A buffer of zeros for each kind; errors are in the name of `function`."""
+        """Make a buffer of zeros for each kind; errors name `function`."""
         return {kind: _core.KVBuffer(function, *shape) for kind, shape in shapes.items()}
 
 
 class KVPool:
     """Buffers of several kinds with one row per layer, token slot and kind.
 
-    `dtype` is that of the pool as a whole, `rows` says what a row of each kind is.
+    `dtype` is the dtype of the pool as a whole; `rows` describes a row of each kind.
     """
 
     num_kv_heads: int
@@ -126,12 +126,12 @@ class KVPool:
         }
 
     def _shaped(self, flat: AnyTensor, row: Rows) -> AnyTensor:
-        """One tensor for all layers, or a list of a tensor for each."""
+        """Return one tensor for all layers, or a list with a tensor for each layer."""
         if row.in_pages:
             return flat.reshape(self.num_layers, self.num_pages, -1)
         if not self.use_fia:
             return flat.reshape(self.num_layers, self.num_pages, self.page_size, *row.shape)
-        one = (1,) if len(row.shape) > 1 else ()  # scales have no such axis
+        one = (1,) if len(row.shape) > 1 else ()  # scales lack this axis
         slots = self.num_pages * self.page_size
         return list(flat.reshape(self.num_layers, slots, *one, *row.shape))
 
@@ -147,17 +147,17 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space; memory is taken as rows are written."""
+        """Bytes of address space; memory is committed as rows are written."""
         return sum(self.get_kv_size_bytes())
 
     def get_kv_size_bytes(self) -> tuple[int, ...]:
-        """Bytes of all layers of each of `kinds`."""
+        """Return the bytes of all layers for each of `kinds`."""
         return tuple(self.num_layers * self._buffers[kind].layer_bytes for kind in self.kinds)
 
     def get_contiguous_buf_infos(self) -> BufInfos:
-        """Address, bytes and bytes of a page of each buffer: the kinds in turn, layers ascending.
+        """Return address, bytes and bytes per page of each buffer: kind by kind, layers ascending.
 
-        The bytes of a page are `page_size` times those of a token in every layout.
+        The bytes per page are `page_size` times the bytes of a token in every layout.
         """
         return self._buf_infos(self.kinds)
 
@@ -175,7 +175,7 @@ class KVPool:
         """Return the index of a layer, given as a number or as an object with a `layer_id`."""
         try:
             layer = getattr(layer_id, "layer_id", layer_id)
-        except Exception:  # of an object that refuses even this
+        except Exception:  # from an object that refuses even this
             layer = layer_id
         layer = integer(layer, function, "layer_id")
         if not self.start_layer <= layer < self.end_layer:
@@ -186,7 +186,7 @@ class KVPool:
         return layer - self.start_layer
 
     def _of_layer(self, function: str, kind: str, layer_id: Any) -> AnyTensor:
-        """The tensor of a layer, of a kind that other pools may not have."""
+        """Return the tensor of a layer, of a kind that other pools may lack."""
         index = self._layer_index(function, layer_id)
         if kind not in self.kinds:
             raise ValueError(f"{function}: the pool has no {kind}, it has {', '.join(self.kinds)}")
@@ -194,24 +194,24 @@ class KVPool:
 
     @property
     def k_buffer(self) -> AnyTensor:
-        """All keys as they are stored (`store_dtype`): one tensor, or one per layer under FIA."""
+        """All keys as stored (`store_dtype`): one tensor, or one per layer under FIA."""
         return self._stored["k"]
 
     @property
     def v_buffer(self) -> AnyTensor | None:
-        """All values, likewise; None where rows of keys hold them, too."""
+        """All values, in the same form; None if rows of keys include them."""
         return self._stored.get("v")
 
     def get_key_buffer(self, layer_id: Any) -> AnyTensor:
-        """The keys of a layer, by its number in the whole model, as `dtype`."""
+        """Return the keys of a layer as `dtype`; layers count in the whole model."""
         return self._layers["k"][self._layer_index("get_key_buffer", layer_id)]
 
     def get_value_buffer(self, layer_id: Any) -> AnyTensor:
-        """The values of a layer, by its number in the whole model, as `dtype`."""
+        """Return the values of a layer as `dtype`; layers count in the whole model."""
         return self._of_layer("get_value_buffer", "v", layer_id)
 
     def get_kv_buffer(self, layer_id: Any) -> tuple[AnyTensor, AnyTensor]:
-        """Keys and values of a layer."""
+        """Return keys and values of a layer."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def _set_kv_buffer(
@@ -248,7 +248,7 @@ class KVPool:
 
 
 def fia_layout(function: str, use_fia: Any) -> bool:
-    """The argument, or what the environment says."""
+    """Return the argument, or the setting of the environment."""
     if isinstance(use_fia, bool):
         return use_fia
     if use_fia is not None:
@@ -263,9 +263,9 @@ def fia_layout(function: str, use_fia: Any) -> bool:
 
 
 def scale_argument(name: str, scale: Any, per_token: bool) -> Any:
-    """A float, or a tensor that the core checks; None is 1.
+    """Return a float, or a tensor that the core checks; None is 1.
 
-    A tensor of one element is a number, unless there is a scale for each token and head.
+    A tensor of one element counts as a number, unless each token and head has a scale.
     """
     if scale is None:
         return 1.0

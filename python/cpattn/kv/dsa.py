@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV pool of sparse attention over FP8 rows: latents of 656 bytes, and keys of an indexer."""
+"""KV pool of sparse attention over FP8 rows: latents of 656 bytes, and index keys."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..sparse.kv_rows import ROW_BYTES, quantize_kv_rows
 from .buffers import BufInfos, KVPool, Memory, Rows
 
 LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
-INDEX_BYTES = INDEX_DIM + 4  # the codes of a key, and its scale
+INDEX_BYTES = INDEX_DIM + 4  # codes of a key, and its scale
 FORMAT = "fp8_ds_mla"
 
 
 class DSATokenToKVPool(KVPool):
-    """Latent keys as rows of 656 bytes, and keys of an indexer as pages of codes and scales.
+    """KV pool with latent keys as rows of 656 bytes, and index keys as pages of codes and scales.
 
-    What sparse attention reads in place: the rows of `cpattn.sparse.quantize_kv_rows`, with e4m3fn
-    codes of 512 numbers, four scales and 64 bfloat16 numbers of the rotary part, and the pages of
-    `cpattn.sparse.write_index_k_cache`. Slots, page 0, memory and layers are as those of
+    Sparse attention reads both in place. Rows are those of `cpattn.sparse.quantize_kv_rows`: 512
+    e4m3fn codes, four scales, and 64 bfloat16 numbers of the rotary part. Pages of index keys are
+    those of `cpattn.sparse.write_index_k_cache`. Slots, page 0, memory and layers are as in
     `MHATokenToKVPool`.
 
     Parameters
@@ -31,9 +31,9 @@ class DSATokenToKVPool(KVPool):
     size, page_size, num_layers : int
         The arguments of `MHATokenToKVPool`.
     index_head_dim : int, optional
-        128 for a pool with keys of an indexer.
+        128 for a pool with index keys.
     start_layer, container, memory
-        As of `MHATokenToKVPool`.
+        See `MHATokenToKVPool`.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class DSATokenToKVPool(KVPool):
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As of `MHATokenToKVPool`.
+        See `MHATokenToKVPool`.
 
     Examples
     --------
@@ -89,15 +89,15 @@ class DSATokenToKVPool(KVPool):
 
     @property
     def index_k_buffer(self) -> AnyTensor | None:
-        """The keys of the indexer of all layers, [L, P, page_size * 132], or None."""
+        """Index keys of all layers, [L, P, page_size * 132], or None."""
         return self._stored.get("index_k")
 
     def get_index_k_buffer(self, layer_id: Any) -> AnyTensor:
-        """The keys of a layer's indexer, uint8 [P, page_size * 132]."""
+        """Return the index keys of a layer, uint8 [P, page_size * 132]."""
         return self._of_layer("get_index_k_buffer", "index_k", layer_id)
 
     def get_state_buf_infos(self) -> BufInfos:
-        """Return `get_contiguous_buf_infos` of the indexer's keys; empty lists without it."""
+        """Return `get_contiguous_buf_infos` of the index keys; empty lists without an indexer."""
         return self._buf_infos(("index_k",) if "index_k" in self.kinds else ())
 
     def set_kv_buffer(
@@ -113,17 +113,17 @@ class DSATokenToKVPool(KVPool):
         Parameters
         ----------
         layer_id, loc, layer_id_override
-            As of `MHATokenToKVPool.set_kv_buffer`.
+            See `MHATokenToKVPool.set_kv_buffer`.
         k : tensor [num_tokens, 512] or [num_tokens, 1, 512], float32, float16 or bfloat16
-            Or 576 wide, with the rotary part behind, or uint8 and 656 wide: rows that are copied.
+            Latent keys. Width 576 includes the rotary part; uint8 of width 656 has finished rows to
+            copy.
         v : tensor [num_tokens, 64] or [num_tokens, 1, 64], optional
-            The rotary part, of the dtype of `k`.
+            Rotary part, of the dtype of `k`.
 
         Raises
         ------
         ValueError
-            For a layer or slot that is not there and tensors that do not fit; nothing is written
-            then.
+            If the pool lacks the layer or a slot, or tensors do not fit; nothing is written then.
         """
         function = "set_kv_buffer"
         layer = self._layer_index(
@@ -139,7 +139,7 @@ class DSATokenToKVPool(KVPool):
 
     @staticmethod
     def _rows_of(function: str, k: Tensor, v: Tensor | None) -> AnyTensor:
-        """Rows of 656 bytes, one for each token."""
+        """Return rows of 656 bytes, one for each token."""
         widths = (LATENT_DIM + ROPE_DIM, ROW_BYTES) if v is None else (LATENT_DIM,)
         shape = _core.shape_of(k, function, "k")
         if len(shape) not in (2, 3) or shape[1:-1] not in ((), (1,)) or shape[-1] not in widths:
@@ -159,6 +159,6 @@ class DSATokenToKVPool(KVPool):
     def set_index_k_buffer(
         self, layer_id: Any, loc: Indices, index_k: Tensor, k_scale: Tensor | None = None
     ) -> None:
-        """Write keys of the indexer, as `cpattn.sparse.write_index_k_cache` takes them."""
+        """Write index keys, with the arguments of `cpattn.sparse.write_index_k_cache`."""
         cache = self._of_layer("set_index_k_buffer", "index_k", layer_id)
         write_index_k_cache(cache, loc, index_k, k_scale)

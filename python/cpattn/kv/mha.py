@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV pool of dense attention: keys and values of every head."""
+"""KV pool of dense attention: keys and values of every head."""
 
 from __future__ import annotations
 
@@ -11,71 +11,68 @@ from .buffers import CODES, NUMBERS, KVPool, Memory, Rows, dtype_name, fia_layou
 
 
 class MHATokenToKVPool(KVPool):
-    """Keys and values of the layers of a pipeline stage.
+    """KV pool with keys and values of the layers of a pipeline stage.
 
-    There are ``size // page_size + 1`` pages; page 0 takes what padded tokens write. Token slot
-    t is row ``t % page_size`` of page ``t // page_size``, and lies ``t`` rows behind the start
-    of its layer in both layouts. The memory is zero, aligned to 4096 bytes, layer behind layer,
-    and committed as it is written, by large pages of 2 MiB if the system has them. Views of it
-    keep it alive.
+    There are ``size // page_size + 1`` pages; page 0 receives writes of padded tokens. Token slot t
+    is row ``t % page_size`` of page ``t // page_size``, and lies ``t`` rows after the start of its
+    layer in both layouts. The memory is zero, aligned to 4096 bytes, layer after layer, and
+    committed as it is written, in large pages of 2 MiB if the system has them. Views keep it alive.
 
     Parameters
     ----------
     size : int
-        Token slots beside those of page 0; what does not fill a page is not there.
+        Token slots without page 0; rounded down to whole pages.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     num_layers : int
         Layers of this stage.
     num_kv_heads, head_dim : int
-        Heads of keys and values on this rank, and elements of a key.
+        KV heads on this rank, and elements of a key.
     v_head_dim : int, default head_dim
     dtype : str, torch or NumPy dtype
-        float32, float16, bfloat16, int8, or float8_e4m3fn or float8_e5m2, which are stored as
-        uint8.
+        float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2; float8 is stored as uint8.
     scale_dtype : str, torch or NumPy dtype, optional
         float32, float16 or bfloat16: each write computes a scale of this dtype for each token and
-        head, and keeps it in buffers of their own. For int8 and float8 only, where the scales of
-        whole tensors or of heads come with each write otherwise.
+        head, and keeps it in separate buffers. For int8 and float8 only. Default: scales of tensors
+        or heads come with each write.
     start_layer : int
-        The first layer's number in the whole model, by which methods know layers.
+        Number of the first layer in the whole model; methods take layer numbers of the whole model.
     use_fia : bool, default ASCEND_USE_FIA of the environment
         Shapes of the fused infer attention operator: a list with [P * page_size, 1, num_kv_heads,
         head_dim] per layer, instead of one tensor [num_layers, P, page_size, num_kv_heads,
         head_dim].
     container : "torch" or "numpy", default "torch" if it is installed
-        What views are.
+        Container of the views.
     memory : NumaMemory or cpattn.distributed.SharedMemory, optional
-        Where the buffers are: on chosen NUMA nodes; or, by `ContextParallel.shared_memory`, shared:
-        all ranks of a host then make the same pool at once, and have one together. Its memory is
-        committed here. None, also where ranks share no host: memory of this process.
+        Place of the buffers: chosen NUMA nodes, or, from `ContextParallel.shared_memory`, shared
+        memory: all ranks of a host then make the same pool at once and share it, and its memory is
+        committed here. None (also if ranks share no host): private memory of this process.
 
     Attributes
     ----------
     dtype, store_dtype, scale_dtype : str
-        `scale_dtype` is None where there are no scales of each token and head.
+        `scale_dtype` is None if tokens and heads have no scales of their own.
     kinds : tuple of str
-        ("k", "v"), with such scales ("k", "v", "k_scale", "v_scale").
+        ("k", "v"), or with such scales ("k", "v", "k_scale", "v_scale").
     dtypes : dict
-        The dtype of each kind.
+        Dtype of each kind.
     num_pages, start_layer, end_layer : int
-        `end_layer` is behind the last layer.
+        `end_layer` is one past the last layer.
 
     Raises
     ------
     TypeError
-        For sizes that are no integers, and a container or dtype that is no name.
+        If sizes are no integers, or a container or dtype is no name.
     ValueError
-        For sizes that are too small or beyond 2**63 bytes, and names that are unknown.
+        If sizes are too small or beyond 2**63 bytes, or a name is unknown.
     MemoryError
-        If the system does not have the address space, or the memory of a shared pool.
+        If the system lacks the address space, or the memory of a shared pool.
     RuntimeError
-        If the ranks that share the memory make different pools, or one is lost.
+        If the ranks that share the memory make different pools, or a rank is lost.
 
     Notes
     -----
-    There is no `get_state_buf_infos`: engines ask for the method to find out whether a pool has
-    state to send.
+    There is no `get_state_buf_infos`: its presence tells engines that a pool has state to send.
 
     Examples
     --------
@@ -91,7 +88,7 @@ class MHATokenToKVPool(KVPool):
     >>> sizes[0], page_sizes[0], pool.num_pages
     (4608, 512, 9)
 
-    With a scale for each token and head:
+    Pool with a scale for each token and head:
 
     >>> pool = cpattn.kv.MHATokenToKVPool(
     ...     size=64, page_size=8, num_layers=1, num_kv_heads=2, head_dim=8, dtype="int8",
@@ -159,43 +156,43 @@ class MHATokenToKVPool(KVPool):
         ----------
         layer_id : int, or an object with a `layer_id`
         loc : ints, shape [num_tokens]
-            Slots; -1 skips a token. Of a slot given twice the last token counts.
+            Slots; -1 skips a token. If several tokens have the same slot, the last one counts.
         k, v : tensor of num_tokens * num_kv_heads * head_dim (v_head_dim) elements
-            In any shape. Of the pool's dtype they are copied; an FP8 pool takes uint8, too. Else
-            float32, float16 or bfloat16, which become ``x / scale`` in float32, rounded to nearest
-            even. What is beyond the largest number of a code becomes that number: 448 in e4m3fn,
-            57344 in e5m2, 127 in int8.
+            Rows in any shape. Rows of the pool's dtype (in an FP8 pool also uint8) are copied. Rows
+            of float32, float16 or bfloat16 become ``x / scale`` in float32, rounded to nearest
+            even. Numbers beyond the largest code saturate: 448 in e4m3fn, 57344 in e5m2, 127 in
+            int8.
         k_scale, v_scale : number or tensor, default 1
-            Scales for rows of another dtype than the pool's: a number, or float32 [num_kv_heads]
-            for the heads. In a pool with `scale_dtype` the write computes them; only codes, rows
-            of the pool's dtype, are given theirs: num_tokens * num_kv_heads of `scale_dtype`.
+            Scales for rows of another dtype than the pool's: a number, or float32 [num_kv_heads]. A
+            pool with `scale_dtype` computes them; only rows of codes come with scales, num_tokens *
+            num_kv_heads of `scale_dtype`.
         layer_id_override : int, optional
-            Instead of `layer_id`.
+            Layer to use instead of `layer_id`.
 
         Raises
         ------
         ValueError
-            For a layer or slot that is not there, other numbers of elements and dtypes that do not
-            fit; nothing is written then.
+            If the pool lacks the layer or a slot, or numbers of elements or dtypes do not fit;
+            nothing is written then.
 
         Notes
         -----
-        The scale of a token and head is ``max(|x|)`` divided by the largest number of a code, is
-        rounded to `scale_dtype`, and divides as it is stored; where it would be below 2**-126 it
-        and the codes are 0. NaN stays NaN: in a pool with `scale_dtype` as a scale that is NaN, of
-        heads with an infinity, too; in e4m3fn and e5m2 as a code. In int8 without scales of each
-        token it becomes -128, a code that nothing else becomes. An infinity stays one in e5m2, and
-        is the largest number of the other codes.
+        The scale of a token and head is ``max(|x|)`` divided by the largest code, rounded to
+        `scale_dtype`; codes are computed with the rounded scale. If the scale would be below
+        2**-126, it and the codes are 0. NaN stays NaN: in a pool with `scale_dtype` as a NaN scale
+        (also for heads with an infinity), in e4m3fn and e5m2 as a code. In int8 without scales of
+        tokens NaN becomes -128, a code that only NaN has. Infinity stays infinity in e5m2, and
+        saturates in other codes.
         """
         self._set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale, layer_id_override)
 
     def get_key_scale_buffer(self, layer_id: Any) -> AnyTensor:
-        """The scales of a layer's keys, [P, page_size, num_kv_heads] of `scale_dtype`.
+        """Return the scales of a layer's keys, [P, page_size, num_kv_heads] of `scale_dtype`.
 
-        Under FIA [P * page_size, num_kv_heads]. What attention takes as ``k_scale``.
+        Under FIA they are [P * page_size, num_kv_heads]. Attention takes them as ``k_scale``.
         """
         return self._of_layer("get_key_scale_buffer", "k_scale", layer_id)
 
     def get_value_scale_buffer(self, layer_id: Any) -> AnyTensor:
-        """The scales of a layer's values, likewise."""
+        """Return the scales of a layer's values, in the form of `get_key_scale_buffer`."""
         return self._of_layer("get_value_scale_buffer", "v_scale", layer_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV pool of multi-head latent attention, with or without keys of an indexer."""
+"""KV pool of multi-head latent attention, with or without index keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .buffers import CODES, NUMBERS, BufInfos, KVPool, Memory, Rows, dtype_name,
 
 
 class MLATokenToKVPool(KVPool):
-    """Latent keys of multi-head latent attention, their rotary part and keys of an indexer.
+    """KV pool with latent keys of multi-head latent attention, their rotary part, and index keys.
 
-    As `MHATokenToKVPool`, in one layout: [num_layers, P, page_size, 1, width] of each kind.
+    It works like `MHATokenToKVPool`, with one layout: [num_layers, P, page_size, 1, width].
 
     Parameters
     ----------
@@ -25,16 +25,16 @@ class MLATokenToKVPool(KVPool):
     qk_rope_head_dim : int
         Width of `v_buffer`.
     index_head_dim : int, optional
-        Width of `index_k_buffer`, which is None without.
+        Width of `index_k_buffer`; without it the buffer is None.
     dtype, start_layer, container, memory
-        As of `MHATokenToKVPool`.
+        See `MHATokenToKVPool`.
     use_fia : bool, optional
         Accepted for symmetry; there is one layout.
 
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As of `MHATokenToKVPool`.
+        See `MHATokenToKVPool`.
 
     Examples
     --------
@@ -85,17 +85,17 @@ class MLATokenToKVPool(KVPool):
 
     @property
     def index_k_buffer(self) -> AnyTensor | None:
-        """All keys of the indexer as they are stored, or None."""
+        """All index keys as stored, or None."""
         return self._stored.get("index_k")
 
     def get_index_k_buffer(self, layer_id: Any) -> AnyTensor:
-        """The keys of a layer's indexer, as `dtype`."""
+        """Return the index keys of a layer as `dtype`."""
         index = self._layer_index("get_index_k_buffer", layer_id)
         self._check_index("get_index_k_buffer")
         return self._layers["index_k"][index]
 
     def get_state_buf_infos(self) -> BufInfos:
-        """Return `get_contiguous_buf_infos` of the indexer's keys; empty lists without it."""
+        """Return `get_contiguous_buf_infos` of the index keys; empty lists without an indexer."""
         return self._buf_infos(("index_k",) if "index_k" in self.kinds else ())
 
     def set_kv_buffer(
@@ -108,14 +108,14 @@ class MLATokenToKVPool(KVPool):
         v_scale: Any = None,
         layer_id_override: int | None = None,
     ) -> None:
-        """Write latent keys and their rotary part, as `MHATokenToKVPool.set_kv_buffer`.
+        """Write latent keys and their rotary part, as `MHATokenToKVPool.set_kv_buffer` does.
 
-        Without `v`, the last dimension of `k` holds both, kv_lora_rank + qk_rope_head_dim wide.
+        Without `v`, the last dimension of `k` has both, kv_lora_rank + qk_rope_head_dim wide.
         """
         self._set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale, layer_id_override)
 
     def set_index_k_buffer(self, layer_id: Any, loc: Indices, index_k: Tensor) -> None:
-        """Write keys of the indexer, num_tokens * index_head_dim elements, likewise."""
+        """Write index keys, num_tokens * index_head_dim elements, as `set_kv_buffer` does."""
         index = self._layer_index("set_index_k_buffer", layer_id)
         self._check_index("set_index_k_buffer")
         _core.set_index_k_buffer(index, loc, self._buffers["index_k"], index_k)

@@ -17,16 +17,16 @@ _ROOT = Path("/")
 class NumaMemory(Memory):
     """Memory of this process on chosen NUMA nodes, as the `memory` of a pool.
 
-    The pages of a buffer come from one node alone, or from several by turns. Without it each page
-    comes from the node of the thread that writes to it first, or from another one where that node
-    is full, be it of files that the system would give up for a page that must be there.
+    Pages of a buffer come from one node, or from several nodes in turn. Without this object, a page
+    comes from the node of the thread that first writes to it, or from another node if that one is
+    full, even if it is full of cached files that the system would drop.
 
     Parameters
     ----------
     nodes : sequence of int, default those of the CPUs that this process may use
-        Numbers of nodes, as `numactl --hardware` has them. A rank that is bound to one node has
-        its pool there; a process on all sockets has pages by turns, so that their threads read
-        from all memory controllers at once, whichever sequences there are.
+        Node numbers, as in `numactl --hardware`. Give a rank that is bound to one node this node. A
+        process on all sockets takes pages in turn, so that its threads read from all memory
+        controllers at once, for any sequences.
 
     Attributes
     ----------
@@ -36,17 +36,17 @@ class NumaMemory(Memory):
     Raises
     ------
     TypeError, ValueError
-        For nodes that are no numbers, or have no memory that this process may use.
+        If a node is no number, or has no memory that this process may use.
     RuntimeError
-        Where the system tells of no nodes, as macOS. A pool raises it where the system places no
-        memory: in containers without the capability SYS_NICE.
+        If the system reports no nodes, as macOS. A pool raises it if the system cannot place
+        memory, as in containers without the capability SYS_NICE.
     MemoryError
-        By a pool that is larger than all memory of the nodes.
+        Raised by a pool that is larger than all memory of the nodes.
 
     Notes
     -----
-    Memory is taken as rows are written. Where one node has been chosen and others fill it
-    meanwhile, the system ends a process, as it does when all nodes are full.
+    Memory is committed as rows are written. If other processes fill a single chosen node meanwhile,
+    the system kills a process, as it does when all nodes are full.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class NumaMemory(Memory):
     def _make_buffers(
         self, function: str, shapes: dict[str, BufferShape]
     ) -> dict[str, _core.KVBuffer]:
-        """A buffer of zeros for each kind, on the nodes; errors are in the name of `function`."""
+        """Make a buffer of zeros for each kind, on the nodes; errors name `function`."""
         needed = sum(shape.num_bytes for shape in shapes.values())
         there = sum(self._bytes[node] for node in self.nodes)
         if needed > there:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and moves in pages that belong to somebody else: an engine, or another library's pool."""
+"""Writes and moves of rows in pages of an engine or of another library."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ def write_pages(
     Parameters
     ----------
     slots : ints [num_tokens]
-        ``page * page_size + offset`` of each token; -1 for one that is not written. The last of
-        several tokens for one slot counts.
+        ``page * page_size + offset`` of each token; -1 skips a token. If several tokens have the
+        same slot, the last one counts.
     k, v : tensors [num_tokens, num_kv_heads, dim], float32, float16 or bfloat16
         Keys and values; `v` may have another dim.
     k_pages, v_pages : tensors [num_pages, page_size, num_kv_heads, dim]
-        Caches as `cpattn.paged_attention` reads them, in the order of `kv_layout`, or [num_slots,
+        Caches in a form of `cpattn.paged_attention`, in the order of `kv_layout`, or [num_slots,
         num_kv_heads, dim]; any strides with a contiguous last dimension. Their dtype is that of
         `k`, or float8_e4m3fn or float8_e5m2.
     kv_layout : {"NHD", "HND"}
-        The order of the axes of caches with four; "HND" is [num_pages, num_kv_heads, page_size,
-        dim].
+        Order of the axes of 4-D caches; "HND" is [num_pages, num_kv_heads, page_size, dim].
     k_scale, v_scale : float
-        A code stands for code * scale: it is the nearest to number / scale, or the largest one.
-        Pages of the dtype of `k` are copies, and have no scale.
+        Scales of codes: a code stands for code * scale, and is the nearest one to number / scale,
+        or the largest. Pages of the dtype of `k` receive copies, without scale.
 
     Raises
     ------
     TypeError
-        For what is no tensor, or of another dtype.
+        If an argument is no tensor or has another dtype.
     ValueError
-        For slots that the pages do not have, shapes that do not fit, scales that are not positive,
-        and rows that lie where pages do. Nothing is written then.
+        If the pages lack a slot, shapes do not fit, a scale is not positive, or rows overlap pages.
+        Nothing is written then.
 
     Examples
     --------
@@ -69,9 +68,9 @@ def move_rows(
 ) -> None:
     """Move rows of tokens within each of several caches, all at once.
 
-    Afterwards slot ``targets[i]`` has what slot ``sources[i]`` had before, whatever the order of
-    the pairs: rows may change places, as in a pool that is made compact, and one row may go to
-    several slots, as where a tree of drafts branches.
+    Afterwards slot ``targets[i]`` has the former row of slot ``sources[i]``, for any order of the
+    pairs: rows may swap, as when a pool is compacted, and one row may go to several slots, as when
+    a tree of drafts branches.
 
     Parameters
     ----------
@@ -79,18 +78,18 @@ def move_rows(
         Slots ``page * page_size + offset``. A pair with a -1 is skipped; targets differ.
     caches : list or tuple of tensors
         [num_pages, page_size, num_kv_heads, dim], in the order of `kv_layout`, or [num_slots,
-        num_kv_heads, dim], of any dtype and any strides with a contiguous last dimension: the keys
-        and values of all layers.
+        num_kv_heads, dim], of any dtype and strides with a contiguous last dimension: for example
+        the keys and values of all layers.
     kv_layout : {"NHD", "HND"}
-        The order of the axes of caches with four.
+        Order of the axes of 4-D caches.
 
     Raises
     ------
     TypeError
-        For what is no list of tensors, and slots that are no ints.
+        If `caches` is no list of tensors, or slots are no ints.
     ValueError
-        For slots that a cache does not have, a target or a cache that comes twice, and lists of
-        different lengths. Nothing is written then.
+        If a cache lacks a slot, a target or cache comes twice, or lists differ in length. Nothing
+        is written then.
 
     Examples
     --------

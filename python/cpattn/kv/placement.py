@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements: which rank has a token, and where; together, pools hold more than one alone."""
+"""Placements of tokens on ranks, so that pools together hold more than one pool."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ Ints = NDArray[np.int64]
 
 
 class Placement(Protocol):
-    """Division of what the ranks of a group hold together.
+    """Division of slots or positions over the ranks of a group.
 
-    An index, of a slot or of a position in a sequence, belongs to one rank, which knows it by a
-    local index; rank and local index tell the index again. Nothing has to be stored or exchanged
-    for it. -1 stands for no index: no rank has it, and its rank and local index are -1.
-    `PageInterleave` and `TokenInterleave` are placements; with one rank both change nothing.
-    `ContextParallel` takes any object with `shard_size`, `owner_of` and `local_index`, and reads
-    nothing else of it.
+    An index (of a slot, or of a position in a sequence) belongs to one rank, which stores it under
+    a local index; rank and local index determine the index. No table is needed. Index -1 stands for
+    no index; its rank and local index are -1. `PageInterleave` and `TokenInterleave` are
+    placements; with one rank both change nothing. `ContextParallel` takes any object with
+    `shard_size`, `owner_of` and `local_index`, and reads no other attribute.
     """
 
     @property
@@ -42,34 +41,34 @@ class Placement(Protocol):
         """Return the local index of each index, on the rank that has it."""
 
     def filter_local(self, indices: Indices, rank: int, /) -> tuple[Ints, Ints]:
-        """Return where in the list the indices of a rank stand, and the local index of each."""
+        """Return the places of a rank's indices in the list, and the local index of each."""
 
     def global_index(self, rank: int, local: Indices, /) -> Ints:
-        """Return the index that each local index of a rank stands for."""
+        """Return the index for each local index of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageInterleave:
-    """Pools striped by pages: page l of the group lies on rank ``l % shard_size``.
+    """Placement of pools striped by pages: page l of the group lies on rank ``l % shard_size``.
 
-    As in sglang 0.5.23. The ranks' pools together show ``shard_size`` times the slots of one. Slot
-    x is on page ``l = x // page_size``, which is local page ``l // shard_size`` of its rank, so its
-    local index, a row of that rank's pool, is ``l // shard_size * page_size + x % page_size``. The
-    first ``shard_size`` pages, local page 0 of each rank, are where padding goes. A value.
+    The rule is that of sglang 0.5.23. The ranks' pools together have ``shard_size`` times the slots
+    of one. Slot x is on page ``l = x // page_size``, which is local page ``l // shard_size`` of its
+    rank. Its local index, a row of that pool, is ``l // shard_size * page_size + x % page_size``.
+    The first ``shard_size`` pages, local page 0 of each rank, receive padding. A value.
 
     Parameters
     ----------
     shard_size : int
-        Ranks that share the pool, at most 2**15. One rank has every slot, under its own number.
+        Ranks that share the pool, at most 2**15. With one rank, slots keep their numbers.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
 
     Raises
     ------
     TypeError
-        For sizes, slots or ranks that are no integers.
+        If sizes, slots or ranks are no integers.
     ValueError
-        For sizes out of bounds, slots below -1, and ranks outside ``[0, shard_size)``.
+        If sizes are out of bounds, slots are below -1, or ranks are outside ``[0, shard_size)``.
 
     Examples
     --------
@@ -99,19 +98,19 @@ class PageInterleave:
         return self._interleave.owners_of(slots, "PageInterleave.owner_of", "slots")
 
     def local_index(self, slots: Indices) -> Ints:
-        """Return the row of each slot in the pool of the rank that has it; -1 for -1."""
+        """Return the row of each slot in its owner's pool; -1 for -1."""
         return self._interleave.local_indices(slots, "PageInterleave.local_index", "slots")
 
     def filter_local(self, slots: Indices, rank: int) -> tuple[Ints, Ints]:
-        """Find the slots of a rank: what it writes of rows for all of them.
+        """Find the slots of a rank, to select its rows from rows for all slots.
 
         Returns
         -------
         positions : array [n], int64
-            Where they stand in `slots`, ascending.
+            Positions of the rank's slots in `slots`, ascending.
         local_rows : array [n], int64
-            The row of each in the pool of the rank. Slot 0, which engines use as padding, is row 0
-            of rank 0.
+            Row of each slot in the rank's pool. Slot 0, which engines use as padding, is row 0 of
+            rank 0.
         """
         function = "PageInterleave.filter_local"
         return self._interleave.local_share(slots, rank, function, "slots")
@@ -129,26 +128,26 @@ class PageInterleave:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInterleave:
-    """Sequences shared in runs of tokens: rank ``p // interleave % shard_size`` keeps position p.
+    """Placement of sequences in runs: rank ``p // interleave % shard_size`` keeps position p.
 
-    As decode context parallelism in vLLM. Position p is behind all others that its rank keeps
-    of the sequence: its local index is
-    ``p // (interleave * shard_size) * interleave + p % interleave``. A value.
+    The rule is that of decode context parallelism in vLLM. A rank stores its positions of a
+    sequence without gaps: position p has the local index ``p // (interleave * shard_size) *
+    interleave + p % interleave``. A value.
 
     Parameters
     ----------
     shard_size : int
-        Ranks that share each sequence, at most 2**15. One rank has every position.
+        Ranks that share each sequence, at most 2**15. With one rank, it has every position.
     interleave : int
-        Consecutive tokens that a rank keeps before it is the next one's turn.
+        Consecutive tokens of a rank before the next rank's turn.
 
     Raises
     ------
     TypeError
-        For sizes, positions or ranks that are no integers.
+        If sizes, positions or ranks are no integers.
     ValueError
-        For sizes out of bounds, positions below -1, lengths below 0, and ranks outside
-        ``[0, shard_size)``.
+        If sizes are out of bounds, positions are below -1, lengths are below 0, or ranks are
+        outside ``[0, shard_size)``.
 
     Examples
     --------
@@ -189,9 +188,9 @@ class TokenInterleave:
         Returns
         -------
         kept : array [n], int64
-            Where they stand in `positions`, ascending.
+            Places of the rank's positions in `positions`, ascending.
         local_positions : array [n], int64
-            The local index of each.
+            Local index of each kept position.
         """
         function = "TokenInterleave.filter_local"
         return self._interleave.local_share(positions, rank, function, "positions")
@@ -204,9 +203,9 @@ class TokenInterleave:
     def local_lens(self, seq_lens: Indices, rank: int) -> Ints:
         """Return how many tokens a rank keeps of sequences of these lengths.
 
-        Of positions + 1 they are the keys that the rank shows tokens at these positions under a
-        causal mask. `seq_lens` may be an array of NumPy or torch of two dimensions, whose shape
-        they have then.
+        With lengths of positions + 1, the result counts the rank's keys that tokens at these
+        positions see under a causal mask. `seq_lens` may be a NumPy or torch array of two
+        dimensions; the result has its shape.
         """
         function = "TokenInterleave.local_lens"
         is_array = isinstance(seq_lens, np.ndarray) or torch_of(seq_lens) is not None
@@ -218,13 +217,13 @@ class TokenInterleave:
 
 
 def _check(placement: PageInterleave | TokenInterleave, run_len: str) -> None:
-    """Make plain ints of the sizes, within their bounds."""
+    """Convert the sizes to plain ints within their bounds."""
     name = type(placement).__name__
     values = placement.shard_size, getattr(placement, run_len)
     interleave = _core.Interleave(*values, name, run_len)
     fields = {"shard_size": interleave.shard_size, run_len: interleave.run_len}
     for field_name, value in {**fields, "_interleave": interleave}.items():
-        object.__setattr__(placement, field_name, value)  # the only time that they are set
+        object.__setattr__(placement, field_name, value)  # set only here
 
 
 PageInterleave.__module__ = TokenInterleave.__module__ = Placement.__module__ = "cpattn.kv"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of pages that ranks of a striped pool exchange before a layer reads cached prefixes."""
+"""Plans of page exchanges between ranks of a striped pool before a layer reads prefixes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ __all__ = ["ShardGatherPlan", "plan_shard_gather"]
 ShardGatherPlan.__module__ = "cpattn.kv"
 ShardGatherPlan.__doc__ = """Places of the keys and values of a batch in the scratch of a layer.
 
-Made by `plan_shard_gather`, the same on every rank, once for all layers of a batch. The scratch has
-three parts, ``[prefix | chunk | one trash page]``. Every rank sends ``block_pages`` of its pages;
-what all have sent, one rank after the other, is the prefix. The new tokens, which every rank
-computes, are the chunk. A value: it can be compared, hashed, pickled and printed.
+`plan_shard_gather` makes it, the same on every rank, once for all layers of a batch. The scratch
+has three parts, ``[prefix | chunk | one trash page]``. Every rank sends ``block_pages`` of its
+pages; the prefix has the sent pages of all ranks, one rank after the other. The chunk has the new
+tokens, which every rank computes. A value: comparable, hashable, picklable, printable.
 
 Attributes
 ----------
 block_pages : int
-    Pages that each rank sends; with 0 nothing is gathered.
+    Pages that each rank sends; 0 if nothing is gathered.
 send_pages : array [shard_size, block_pages], int32, read-only
-    The local pages that each rank sends, ascending, then its page 0 as often as others send more.
+    Local pages that each rank sends, ascending, filled up with its page 0.
 page_pos : array [pages], int32, read-only
-    The page of the scratch where each page of the pool stands; `trash_page` where it does not.
+    Scratch page of each page of the pool; `trash_page` if it has none.
 prefix_pages : array, int32, read-only
-    The pages of the pool that are gathered, by rank, ascending on each.
+    Gathered pages of the pool, by rank, ascending on each rank.
 chunk_pages : array, int32, read-only
-    Pages of new tokens, in the order in which they stand behind `chunk_page`.
+    Pages of new tokens, in their order from `chunk_page` on.
 chunk_page, trash_page : int
-    Where the second and the third part of the scratch begin.
+    First page of the second and third part of the scratch.
 shard_size, page_size, size, max_prefix_tokens, chunk_tokens : int
-    What the plan was made with.
+    Arguments of the plan.
 
 Examples
 --------
@@ -65,32 +65,32 @@ def plan_shard_gather(
     max_prefix_tokens: int,
     chunk_tokens: int,
 ) -> ShardGatherPlan:
-    """Plan what is gathered of the cached prefixes of a batch, and where it stands then.
+    """Plan which cached prefix pages of a batch are gathered, and their places in scratch.
 
-    Attention over a striped pool reads no pool, but scratch of one layer that all ranks lay out
-    alike, ``[prefix | chunk | one trash page]``. Unique pages of prefixes stand in the blocks of
-    their ranks, by local page; the pages of new tokens behind, in the order of requests and
-    positions. All other pages, reserved ones too, are the trash page.
+    Attention over a striped pool reads scratch of one layer instead of the pool. All ranks lay it
+    out alike, ``[prefix | chunk | one trash page]``. Unique prefix pages stand in the blocks of
+    their ranks, by local page; pages of new tokens follow, in the order of requests and positions.
+    All other pages, reserved ones too, map to the trash page.
 
     Parameters
     ----------
     req_to_token : int table [requests, tokens]
-        Slots of the tokens of each request, in their order. Of each page its first slot is read.
+        Slots of the tokens of each request, in order. The plan reads the first slot of each page.
     req_pool_indices : ints [bs], or None
-        The row of `req_to_token` of each request; None if they are rows 0, 1, ...
+        Row of `req_to_token` for each request; None stands for rows 0, 1, ...
     prefix_lens : ints [bs]
         Cached tokens of each request, multiples of the page size. Their pages lie on the ranks in
-        turn, as `StripedAllocator` has them, whatever the first one is.
+        turn, as `StripedAllocator` places them, with any first rank.
     seq_lens : ints [bs]
         Tokens of each sequence, the new ones included.
     placement : PageInterleave
         Placement of the pool, over at least two ranks.
     size : int
-        Slots of each rank's pool, without those of its reserved page.
+        Slots of each rank's pool, without its reserved page.
     max_prefix_tokens : int
         Tokens of the first part of the scratch, a multiple of ``shard_size * page_size``. The
-        blocks of all ranks must fit: each is as long as the sum over requests of
-        ``ceil(pages of the prefix / shard_size)``, also where requests share pages.
+        blocks of all ranks must fit: each is as long as the sum over requests of ``ceil(pages of
+        the prefix / shard_size)``, even if requests share pages.
     chunk_tokens : int
         Tokens of the second part, a multiple of the page size. Each request begins a page.
 
@@ -101,15 +101,15 @@ def plan_shard_gather(
     Raises
     ------
     TypeError
-        For numbers that are no integers and a placement that is none.
+        If numbers are no integers, or `placement` is no PageInterleave.
     ValueError
-        For sizes that contradict each other, prefixes that are no whole pages, or not on the ranks
-        in turn, slots that do not begin a page behind the reserved ones, new pages that occur
-        twice, and more pages than the scratch has.
+        If sizes contradict each other, prefixes are no whole pages or not on the ranks in turn, a
+        slot does not begin a page after the reserved ones, new pages occur twice, or the scratch is
+        too small.
 
     Examples
     --------
-    Two requests that share their first two pages, 2 and 3, and have one more each:
+    Two requests share their first two pages, 2 and 3, and have one more page each:
 
     >>> from cpattn.kv import PageInterleave, StripedAllocator, plan_shard_gather
     >>> allocator = StripedAllocator(16, page_size=4, shard_size=2)

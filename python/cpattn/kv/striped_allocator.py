@@ -13,38 +13,38 @@ __all__ = ["StripedAllocator"]
 
 
 class StripedAllocator:
-    """Allocates the pages of a pool that is striped by pages, as sglang 0.5.23 does.
+    """Allocator of pages of a pool that is striped by pages, with the rules of sglang 0.5.23.
 
-    Slots are those of the whole group, as in `PageInterleave`. Every rank has an allocator of its
-    own and makes the same calls, so that all are in the same state without a word between them.
+    Slots count in the whole group, as in `PageInterleave`. Every rank has its own allocator and
+    makes the same calls, so all allocators have the same state without communication.
 
-    The pages of rank r are *class* r: logical pages ``q * shard_size + r`` for
-    ``q = 1, ..., size // page_size``. The pages of a sequence lie on the ranks in turn: its page P
-    is of class ``(b + P) % shard_size``, where b is its *rotation base*. So no rank has more than
-    one page more of it than any other.
+    The pages of rank r are *class* r: logical pages ``q * shard_size + r`` for ``q = 1, ..., size
+    // page_size``. The pages of a sequence lie on the ranks in turn: page P of a sequence has class
+    ``(b + P) % shard_size``, where b is its *rotation base*. Ranks therefore differ by at most one
+    page of a sequence.
 
-    Pages are taken from the front of the list of free pages of their class, which is ascending at
-    first. Freed pages go to the front, in ascending order. With `need_sort` they wait in a second
-    list until a call needs more pages of some class than its first list has; then every class has
-    one ascending list again.
+    Each class has a list of free pages, ascending at first; pages are taken from its front. Freed
+    pages go to the front, in ascending order. With `need_sort` they wait in a second list until a
+    call needs more pages of some class than its first list has; each class then merges both into
+    one ascending list.
 
     Parameters
     ----------
     size : int
-        Slots of each rank, without those of its reserved page 0.
+        Slots of each rank, without its reserved page 0.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     shard_size : int
         Ranks that share the pool, at least 2.
     need_sort : bool
-        Whether freed pages wait. sglang has it so where it sends KV to other servers.
+        Whether freed pages wait, as in sglang servers that send KV to other servers.
 
     Raises
     ------
     TypeError
-        For sizes, lengths, bases or slots that are no integers, and bases in anything but a list.
+        If sizes, lengths, bases or slots are no integers, or bases are not in a list.
     ValueError
-        For sizes out of bounds and all that the methods refuse. Nothing has changed then.
+        If sizes are out of bounds, or a method refuses its arguments. Nothing has changed then.
 
     Examples
     --------
@@ -67,17 +67,17 @@ class StripedAllocator:
 
     @property
     def size(self) -> int:
-        """Slots of each rank, without those of its reserved page."""
+        """Slots of each rank, without its reserved page."""
         return self._allocator.size
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self._allocator.page_size
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share the pool."""
+        """Number of ranks that share the pool."""
         return self._allocator.shard_size
 
     @property
@@ -99,55 +99,55 @@ class StripedAllocator:
         Parameters
         ----------
         prefix_lens : ints [bs]
-            Tokens that each request has already: multiples of the page size.
+            Cached tokens of each request: multiples of the page size.
         seq_lens : ints [bs]
-            Tokens of each request with its new ones, at least one. These begin a page.
+            Tokens of each request including its new ones, at least one. The new tokens begin a
+            page.
         rotation_bases : list of int or None [bs]
-            Base of each request's sequence, any integer, or None for a new sequence. Each
-            None is replaced by the class with the most free pages, the lowest of several, as the
-            requests before it leave them; also where the call returns None.
+            Base of each request's sequence, any integer, or None for a new sequence. The call
+            replaces None by the class with the most free pages (the lowest on a tie) after the
+            requests before it, even if the call returns None.
 
         Returns
         -------
         array, int64, or None
-            The slots of all new tokens by request and position. What a request does not need of its
-            last page stays unused. None if the pages of some class do not suffice; the free pages
-            are then as before.
+            Slots of all new tokens by request and position. The rest of a request's last page stays
+            unused. None if pages of some class do not suffice; the free pages are then unchanged.
         """
         return self._allocator.alloc_extend(prefix_lens, seq_lens, rotation_bases)
 
     def alloc_cyclic(self, start_class: int, num_slots: int) -> NDArray[np.int64] | None:
         """Allocate `num_slots` slots on whole pages, whose classes follow from `start_class` on.
 
-        As `alloc_extend` of one request without a prefix whose base is `start_class`, any integer.
+        Equals `alloc_extend` for one request without prefix and base `start_class` (any integer).
         """
         return self._allocator.alloc_cyclic(start_class, num_slots)
 
     def free(self, slots: Indices) -> None:
         """Free the pages of these slots, each whole: one slot of a page is enough.
 
-        What is free already, reserved (the first ``shard_size`` pages) or outside the pool is a
-        ValueError, and nothing is freed.
+        A slot that is free already, reserved (the first ``shard_size`` pages) or outside the pool
+        raises ValueError, and nothing is freed.
         """
         self._allocator.free(slots)
 
     def class_free_page_counts(self) -> list[int]:
-        """Return the free pages of each class."""
+        """Return the number of free pages of each class."""
         return self._allocator.class_free_page_counts()
 
     def least_full_class(self) -> int:
-        """Return the class with the most free pages, the lowest of several: a new sequence's."""
+        """Return the class with the most free pages, the lowest on a tie, for new sequences."""
         return self._allocator.least_full_class()
 
     def available_size(self) -> int:
-        """Return the slots that one sequence is sure to get, whatever its base.
+        """Return the slots that one sequence can certainly get, for any base.
 
-        That is ``shard_size * page_size`` times the pages of the class with the fewest free ones.
+        The result is ``shard_size * page_size`` times the smallest number of free pages of a class.
         """
         return self._allocator.available_size()
 
     def aggregate_free_size(self) -> int:
-        """Return the slots of all free pages."""
+        """Return the number of slots in all free pages."""
         return self._allocator.aggregate_free_size()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of requests: which tokens of which go next, and in which pages.
+"""Batches of requests: the next tokens to compute, and their pages.
 
     cache = PrefixCache(num_pages, page_size=16, block_tokens=512)
     for batch in prefill_batches(requests, cache, token_budget=4096):
@@ -7,8 +7,8 @@
 
 ``request``       a request: lengths, and a hash of each block of its prompt
 ``prefix_cache``  pages of a KV pool, shared through hash blocks, least recently used ones evicted;
-                  ``free_pages`` are those that nobody has
-``scheduler``     batches under a token budget: chunks of prompts, and tokens behind them
+                  ``free_pages`` manages pages without an owner
+``scheduler``     batches under a token budget: chunks of prompts, and generated tokens
 
 Imports NumPy and `cpattn.kv` only.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that nobody has: of a pool, or of one that ranks share by pages."""
+"""Free pages of a pool, or of a pool that ranks share by pages."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]  # of each rank
 
 
 class FreePages(Protocol):
-    """Pages for chains: of a chain its page `first` and the ones behind it are asked for.
+    """Free pages for chains; a request takes pages of a chain from page number `first` on.
 
-    `root` is the first page of the chain, None if that is among those asked for.
+    `root` is the first page of the chain, or None if the request includes it.
     """
 
     def num_free(self) -> int:
-        """Pages that can be taken, whichever they are."""
+        """Number of pages that can be taken."""
 
     def fits(self, first: int, count: int, root: int | None, idle: Iterable[Pages]) -> bool:
-        """Whether `take` would find `count` pages, as `idle` ones are given back one by one."""
+        """Whether `take` would find `count` pages while `idle` ones are given back one by one."""
 
     def take(self, first: int, count: int, root: int | None) -> Pages | None:
-        """Pages `first`, `first` + 1, ... of a chain, all or none."""
+        """Take pages `first`, `first` + 1, ... of a chain, all or none."""
 
     def give_back(self, pages: Pages) -> None:
-        """Have these pages taken again, the first one first."""
+        """Give pages back; the first one is taken again first."""
 
 
 class WholePool:
-    """Pages 1 ... `num_pages`: the last one that came back first, then those never taken."""
+    """Pages 1 ... `num_pages`: returned pages first, latest first, then pages never taken."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._used = 0  # pages 1 ... so many have been handed out
-        self._free: list[int] = []  # those of them that are back
+        self._used = 0  # number of pages taken at least once
+        self._free: list[int] = []  # those of them that came back
 
     def num_free(self) -> int:
         return self._num_pages - self._used + len(self._free)
@@ -63,10 +63,10 @@ class WholePool:
 
 
 class StripedPool:
-    """Pages of `shard_size` ranks, each of which has as many: see `StripedAllocator`.
+    """Pages of `shard_size` ranks with equally many pages each: see `StripedAllocator`.
 
-    The pages of a chain lie on the ranks in turn, so that a chain fits where each rank has enough
-    of them, not where all ranks together have.
+    The pages of a chain lie on the ranks in turn, so a chain needs enough free pages on each rank,
+    not only in total.
     """
 
     def __init__(self, num_pages: int, page_size: int, shard_size: int) -> None:
@@ -86,7 +86,7 @@ class StripedPool:
             return True
         if root is not None or free.sum() + sum(x.sum() for x in given) < count:
             return False
-        # A new chain begins where most is free: it may fit before all is given back, not after.
+        # A new chain begins at the rank with the most free pages: it may fit before all come back.
         for pages in given:
             free = free + pages
             if self._suffices(free, first, count, root):
@@ -108,9 +108,9 @@ class StripedPool:
 
     def _suffices(self, free: Counts, first: int, count: int, root: int | None) -> bool:
         """Whether each rank has the pages that a chain takes from it."""
-        base = int(free.argmax()) if root is None else root  # of equal ones the lowest
+        base = int(free.argmax()) if root is None else root  # the lowest on a tie
         return bool((self._by_owner(base + first + np.arange(count)) <= free).all())
 
     def _by_owner(self, pages: np.ndarray[Any, np.dtype[np.int64]]) -> Counts:
-        """Count the pages of each rank."""
+        """Return the number of pages of each rank."""
         return np.bincount(pages % self._shard_size, minlength=self._shard_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request of an engine, as its scheduler sees it."""
+"""Request of an engine, as its scheduler sees it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Request:
     timestamp : int
         Arrival, in ms.
     input_length, output_length : int
-        Tokens of the prompt, and those that were answered.
+        Tokens of the prompt, and tokens of the answer.
     hash_ids : tuple of int
-        One for each block of the prompt; the last block may be partial.
+        Hash of each block of the prompt; the last block may be partial.
 
     Examples
     --------
@@ -48,13 +48,13 @@ def checked_requests(function: str, requests: Any) -> tuple[Request, ...]:
 
 
 def hash_blocks(token_ids: Any, block_tokens: int) -> tuple[int, ...]:
-    """Hash the tokens of each block of a prompt, into 128 bits; the last may be partial.
+    """Hash the tokens of each block of a prompt into 128 bits; the last block may be partial.
 
     Parameters
     ----------
     token_ids : ints [num_tokens]
     block_tokens : int
-        Tokens of a block, as the `PrefixCache` has it.
+        Tokens per block, as in the `PrefixCache`.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def hash_blocks(token_ids: Any, block_tokens: int) -> tuple[int, ...]:
     Raises
     ------
     TypeError, ValueError
-        For a number that is no integer, or below 1.
+        If a number is no integer or below 1.
 
     Examples
     --------

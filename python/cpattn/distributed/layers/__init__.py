@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of attention over ranks: writes, exchanges, and what each rank computes."""
+"""One layer of attention over ranks: writes, exchanges, and the computation of each rank."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads are shared out: a rank attends with some heads of all rows, as in DeepSpeed's Ulysses.
+"""Attention split by heads: a rank attends with some heads of all rows, as in DeepSpeed's Ulysses.
 
-Queries go to the ranks of their heads, keys and values to those that read them, outputs back to the
-rows. The bits are those of a pool that holds everything. With fewer KV heads than ranks, several
-ranks have the same one.
+Queries go to the ranks of their heads, keys and values to the ranks that read them, outputs back to
+the rows. The bits are those of a pool that holds all keys. With fewer KV heads than ranks, several
+ranks have the same KV head.
 
-The KV heads of a rank go in rounds: some arrive while the last ones are attended to. New keys go to
-the ranks that keep them in the same way, before. Scratch of a rank: queries of the heads of two
-rounds, and keys and values of these for the whole context, as they are sent and as they arrive, and
-those of one in their places; results, as they are sent, as they arrive, and all in one.
+The KV heads of a rank go in rounds: some arrive while the previous ones are computed. New keys
+first go to the ranks that keep them, in the same way. Scratch of a rank: queries of the heads of
+two rounds; their keys and values for the whole context, as sent, as received, and one round of them
+in place; results, as sent, as received, and joined.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Arriving(NamedTuple):
 
 
 def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of this rank's rows, and their LSE if it is wanted; new keys are written."""
+    """Return attention of this rank's rows, and their LSE if requested; write new keys."""
     exchange, plan, inputs, return_lse = (
         layer.exchange, layer.plan, layer.inputs, layer.return_lse
     )  # fmt: skip
@@ -59,7 +59,7 @@ def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | 
     new_keys = _NewKeys(routes, parts)
 
     def begin(part: Part, _: int) -> _Arriving:
-        new_keys.store()  # which are sent as keys of their owners now
+        new_keys.store()  # their owners send them as keys from now on
         sends = [inputs.q[:, share.q].contiguous() for share in part]
         q = sends[0].new_empty(plan.num_tokens, part[rank].num_heads, inputs.q.shape[2])
         posted = _begin_swap(exchange, sends, q.split(rows_per_rank))
@@ -96,14 +96,14 @@ def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 class _NewKeys:
-    """New keys on their way to their owners, those of the next part while one is sent on."""
+    """New keys on their way to their owners: the next part arrives while one is sent on."""
 
     def __init__(self, routes: OwnerRoutes, parts: Sequence[Part]) -> None:
         self._routes, self._coming = routes, iter(parts)
         self._routed = self._begin()
 
     def store(self) -> None:
-        """Wait for those of a part, one after the other, and write them."""
+        """Wait for the keys of each part in turn, and write them."""
         self._routes.store(self._routed)
         self._routed = self._begin()
 
@@ -121,7 +121,7 @@ def _kv_heads(part: Part) -> Heads:
 
 
 def _parts(layer: RankLayer[ShardedPlan]) -> list[Part]:
-    """The heads of each round, the same on every rank."""
+    """Return the heads of each round, the same on every rank."""
     plan, inputs, size = layer.plan, layer.inputs, layer.exchange.size
     sizes = inputs.sizes()
     shares = _core.share_heads(sizes.num_heads, sizes.num_kv_heads, size)
@@ -135,7 +135,7 @@ def _parts(layer: RankLayer[ShardedPlan]) -> list[Part]:
 def _begin_own_heads(
     exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, part: Part
 ) -> tuple[list[torch.Tensor], list[Posted]]:
-    """Keys and values of this rank's KV heads of a part, for the whole context, on their way."""
+    """Begin to gather keys and values of this rank's KV heads of a part, for the whole context."""
     scratch = key_scratch(plan, inputs.options.left)
     rows = scratch.sent_rows[exchange.rank]
     mine = part[exchange.rank]
@@ -194,6 +194,6 @@ def _begin_swap(
 def begin_swap(
     exchange: RowExchange, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
 ) -> Posted:
-    """Begin to send some ranks a tensor each, and receive one of each; a rank's own is copied."""
+    """Begin to send a tensor to each of some ranks and receive one from each; copy the own."""
     receives.pop(exchange.rank).copy_(sends.pop(exchange.rank))
     return exchange.post("attend", sends, receives)

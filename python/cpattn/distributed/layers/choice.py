@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the exchange of a batch, by the core's counts of the rows of its plan."""
+"""Choice of the exchange of a batch, by the core's row counts of the plan."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..plans.sharded_plan import DecodePlan, ShardedPlan
 
 @dataclass(frozen=True)
 class ExchangeChoice:
-    """The exchange that "auto" takes for a layer, and why.
+    """Exchange that "auto" takes for a layer, with the reason.
 
     Attributes
     ----------
     exchange : str
-        Its name.
+        Name of the exchange.
     reason : str
-        The sizes that decided.
+        Sizes that decided.
     received_bytes : dict of str to int
-        What the rank that receives most receives in one layer, by each exchange.
+        For each exchange, the bytes that the busiest rank receives in one layer.
 
     Examples
     --------
@@ -43,12 +43,12 @@ class ExchangeChoice:
 
 
 class SparseSizes(NamedTuple):
-    """Sizes that decide how much a layer of sparse attention exchanges."""
+    """Sizes that decide the communicated bytes of a layer of sparse attention."""
 
     topk: int
     query_bytes: int  # of a token, in all heads
-    result_bytes: int  # of the same, with the LSE
-    asking_bytes: int  # queries and weights of the indexer for a token
+    result_bytes: int  # of a token in all heads, with the LSE
+    asking_bytes: int  # of the indexer's queries and weights for a token
     latent_bytes: int  # of a key
     index_key_bytes: int  # of a key of the indexer, with its scale
 
@@ -56,7 +56,7 @@ class SparseSizes(NamedTuple):
 def choose(
     plan: ShardedPlan, layer: _core.LayerBytes, *, window: int | None = None, writes: bool = False
 ) -> ExchangeChoice:
-    """See ContextParallel.choose_exchange."""
+    """Choose for ContextParallel.choose_exchange."""
     held, most = plan.held_rows(window), plan.max_scratch_bytes
     return ExchangeChoice(*_core.choose_exchange(held, layer, plan.mesh, writes, most))
 
@@ -70,6 +70,6 @@ def choose_state_exchange(
 
 
 def choose_sparse(plan: ShardedPlan, sizes: SparseSizes) -> ExchangeChoice:
-    """See ContextParallel.choose_sparse_exchange."""
+    """Choose for ContextParallel.choose_sparse_exchange."""
     rows = plan.kv_counts, plan.rows_per_rank, plan.batch.visible_keys
     return ExchangeChoice(*_core.choose_sparse_exchange(*rows, sizes, plan.max_scratch_bytes))

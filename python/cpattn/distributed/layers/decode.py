@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ContextParallel.decode`: queries that every rank has, over the keys of all ranks."""
+"""`ContextParallel.decode`: queries on every rank, over the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CALL = "ContextParallel.decode"
 
 @dataclass(frozen=True)
 class DecodeArguments:
-    """Arguments of ``decode`` on a rank, without options and a plan."""
+    """Arguments of ``decode`` on a rank, without options and plan."""
 
     q: torch.Tensor
     k_shard: torch.Tensor
@@ -39,7 +39,7 @@ class DecodeArguments:
 def decode(
     exchange: RowExchange, plan: DecodePlan, arguments: DecodeArguments, options: AttentionOptions
 ) -> Any:
-    """See ContextParallel.decode."""
+    """Run ContextParallel.decode."""
     q, q_rope, num_heads = arguments.q, arguments.q_rope, arguments.num_heads
     terms: dict[str, int] = {}
     with exchange.agreement("decode", getattr(plan, "terms", NO_TERMS), terms) as parts:
@@ -75,7 +75,7 @@ def decode(
 
 
 def _all_heads(exchange: RowExchange, name: str, q: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """No rows of queries of all heads, after checking those of this rank."""
+    """Check this rank's queries, and return zero rows of queries with all heads."""
     number = at_least(1, num_heads, _CALL, "num_heads")
     own = heads_of_ranks(number, exchange.size)[exchange.rank]
     if q.ndim != 3 or q.shape[1] != own.stop - own.start:
@@ -88,7 +88,7 @@ def _all_heads(exchange: RowExchange, name: str, q: torch.Tensor, num_heads: int
 
 
 def _state_exchange(plan: DecodePlan, inputs: ShardInputs, exchange: str, out_heads: str) -> str:
-    """The name of the exchange of partial results."""
+    """Return the name of the exchange of partial results."""
     for argument, value, known in (
         ("exchange", exchange, ("auto", *STATE_EXCHANGES)),
         ("out_heads", out_heads, OUT_HEADS),
@@ -103,7 +103,7 @@ def _state_exchange(plan: DecodePlan, inputs: ShardInputs, exchange: str, out_he
 
 
 def check_rows(call: str, name: str, q: torch.Tensor, plan: DecodePlan) -> None:
-    """Refuse another number of queries than the plan has."""
+    """Refuse a number of queries that differs from the plan's."""
     if len(q) != plan.num_tokens:
         raise ValueError(
             f"ContextParallel.{call}: {name} must have the {plan.num_tokens} rows of the plan, "

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial results of a decode step, on their way from the ranks of the keys to those of the heads.
+"""Partial results of a decode step: exchange from the ranks of the keys to those of the heads.
 
-By "gather" every rank receives those of all ranks, and merges all heads. By "all_to_all" a rank
-receives those of its own heads and merges these alone, as in Helix; where every rank is to have all
-heads, the merged ones go to all. With N ranks these are 2 (N - 1) / N partial results for each
-rank in place of N - 1, in two rounds in place of one. Both merge each row of a head in rank order,
-so they have the same bits.
+With "gather" every rank receives the partial results of all ranks and merges all heads. With
+"all_to_all" a rank receives and merges only its own heads, as in Helix; if every rank needs all
+heads, the ranks then exchange merged heads. With N ranks, a rank receives 2 (N - 1) / N partial
+results in two rounds, instead of N - 1 in one. Each row of a head merges in rank order, so both
+ways give the same bits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ OUT_HEADS = ("all", "own")
 
 
 def heads_of_ranks(num_heads: int, size: int) -> list[slice]:
-    """The query heads of each rank, as even as can be: no rank has a group of KV heads here."""
+    """Return the query heads of each rank, as even as possible, even within a KV head's group."""
     return [share.q for share in _core.share_heads(num_heads, num_heads, size)]
 
 
 def gather_queries(exchange: RowExchange, q: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """The queries of all heads, of ranks that have some of them each."""
+    """Gather the queries of all heads from ranks that have some heads each."""
     if not len(q):
         return q.new_empty(0, num_heads, q.shape[2])
     counts = _counts(heads_of_ranks(num_heads, exchange.size))
@@ -39,9 +39,9 @@ def gather_queries(exchange: RowExchange, q: torch.Tensor, num_heads: int) -> to
 def merge_states(
     exchange: RowExchange, state: State, sinks: torch.Tensor | None, name: str, out_heads: str
 ) -> State:
-    """The result of all ranks' partial ones: of all heads, or of those of this rank."""
+    """Merge the partial results of all ranks, for all heads or for those of this rank."""
     out, lse = state
-    if name == "all_to_all" and len(out):  # rows of heads have no bytes without tokens
+    if name == "all_to_all" and len(out):  # without tokens, rows of heads have no bytes
         return _by_heads(exchange, out, lse, sinks, out_heads)
     num_rows = [len(out)] * exchange.size
     outs, lses = exchange.all_rows("decode", num_rows, [out.flatten(1), lse])
@@ -59,7 +59,7 @@ def _by_heads(
     sinks: torch.Tensor | None,
     out_heads: str,
 ) -> State:
-    """Rows travel as heads, each with all tokens, for every rank takes some of the heads."""
+    """Exchange rows that are heads with all tokens, as every rank takes some of the heads."""
     num_tokens, num_heads, v_head_dim = out.shape
     heads = heads_of_ranks(num_heads, exchange.size)
     own = heads[exchange.rank]
@@ -87,11 +87,11 @@ def _counts(heads: Sequence[slice]) -> list[int]:
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, num_heads, ..] as a row for each head."""
+    """Return [num_tokens, num_heads, ..] as a row for each head."""
     return x.transpose(0, 1).flatten(1)
 
 
 def _tokens_first(rows: torch.Tensor, num_tokens: int, dim: int) -> torch.Tensor:
-    """The inverse, as a new tensor."""
+    """Undo `_heads_first`, into a new tensor."""
     heads_first = rows.reshape(len(rows), num_tokens, dim)
     return heads_first.transpose(0, 1).clone(memory_format=torch.contiguous_format)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys travel to everyone: each rank collects the whole context, and attends as if it held it.
+"""Exchange that gathers keys: each rank collects the whole context and attends to it alone.
 
-The bits are those of a pool that holds everything. KV heads go in rounds: some arrive while the
-last ones are attended to. Scratch of a rank: the keys and values of the heads of two rounds for the
-whole context as they arrive, and those of one in their places; what fits into `max_scratch_bytes`,
-but one head at least.
+The bits are those of a pool that holds all keys. KV heads go in rounds: some arrive while the
+previous ones are computed. Scratch of a rank: keys and values of the heads of two rounds, as
+received for the whole context, and of one round in place; rounds fit into `max_scratch_bytes` but
+have at least one head.
 
-New keys that are in no pool yet go from the ranks that computed them to everyone, so that those who
-keep them have them from there.
+New keys that are in no pool yet go from the ranks that computed them to all ranks, which includes
+the ranks that keep them.
 
-Where ranks share memory, they gather into scratch of their host: each writes what it has, and what
-comes to it from one rank of every other host, and all read it there. A row crosses the wire between
-two hosts once, and nothing is sent within one.
+Ranks that share memory gather into scratch of their host: each writes its own keys and those it
+receives from one rank of every other host, and all ranks of the host read them. A row travels once
+between two hosts, and never within a host.
 
-Cached keys may have been gathered before, by a `Prefetch`, whose next layer then follows the new
-keys of this one. Scratch is that of two layers' cached keys then, of all new ones of this layer,
-and of the heads of one round in their places.
+A `Prefetch` may have gathered cached keys before; the keys of its next layer then follow the new
+keys of this layer. Scratch then has cached keys of two layers, all new keys of this layer, and the
+heads of one round in place.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .rounds import head_rounds, side_by_side
 from .rows import NewRows, put_rows, take_rows
 
 _ALIGNMENT = 64  # bytes, of keys and values in scratch
-_COPIES = 3  # of the keys of a round: arriving for the next, arrived, and in their places
+_COPIES = 3  # of a round's keys: arriving for the next round, arrived, and in place
 
 
 def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of this rank's rows, and their LSE; new keys are written, if they are given."""
+    """Return attention and LSE of this rank's rows; write new keys, if there are any."""
     plan, prefetched, has_rows = layer.plan, layer.prefetched, layer.new is not None
     part = Part(cached=prefetched is None, new_in_pools=not has_rows, new_rows=has_rows)
     scratch = key_scratch(plan, layer.inputs.options.left, part)
@@ -75,7 +75,7 @@ def attend(layer: RankLayer[ShardedPlan]) -> tuple[torch.Tensor, torch.Tensor | 
 
 @dataclass(frozen=True)
 class _Gather:
-    """A layer of which the ranks gather keys, some KV heads at a time."""
+    """Layer whose keys the ranks gather, some KV heads at a time."""
 
     exchange: RowExchange
     inputs: ShardInputs
@@ -89,7 +89,7 @@ class _Gather:
         return self.exchange.begin_rows("attend", self.scratch.counts, parts, buffer)
 
     def own(self, heads: slice) -> list[torch.Tensor]:
-        """Return this rank's keys in some heads: those in pools, then those that are in none."""
+        """Return this rank's keys in some heads: keys of pools, then keys that are in no pool."""
         own = self.inputs.take(self.scratch.sent_rows[self.exchange.rank], heads)
         if self.new is not None:
             own = [
@@ -104,7 +104,7 @@ class _Gather:
         arriving: ArrivingRows,
         cached: tuple[KeyScratch, list[torch.Tensor]] | None = None,
     ) -> None:
-        """Write what is new, and attend to it and to what is cached, which may be apart."""
+        """Write new keys, and attend to them and to cached keys, which may be in another buffer."""
         num_heads = heads.stop - heads.start
         rows = [x.unflatten(1, (num_heads, -1)) for x in self.exchange.arrived(arriving)]
         if self.new is not None:
@@ -116,16 +116,16 @@ class _Gather:
         self.outputs.attend(heads, self.scratch.block_tables, keys)
 
     def by_heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of all KV heads as [rows, heads, dim]."""
+        """Return rows of all KV heads as [rows, heads, dim]."""
         return rows.unflatten(1, (self.inputs.k.shape[1], -1))
 
 
 @dataclass(frozen=True)
 class _SharedGather:
-    """Gathering where ranks share memory: each writes its keys into scratch of its whole host.
+    """Gather for ranks that share memory: each writes its keys into scratch of its whole host.
 
-    Keys of other hosts come once to each host, by `Rails`. Scratch is of two rounds: a rank that
-    writes into that of the last but one has met all others behind it.
+    Each host receives keys of other hosts once, by `Rails`. Scratch has room for two rounds: a rank
+    that reuses the older room has met all other ranks since.
     """
 
     layer: _Gather
@@ -142,7 +142,7 @@ class _SharedGather:
         return buffer, exchange.begin_rows("attend", counts, parts, buffer, rails)
 
     def attend(self, heads: slice, begun: tuple[int, list[torch.Tensor] | ArrivingRows]) -> None:
-        """Write what this rank has to, and attend to what all here have written."""
+        """Write this rank's keys, and attend to the keys that all ranks here have written."""
         layer, rails = self.layer, self.host.rails
         buffer, rows = begun
         if isinstance(rows, ArrivingRows):
@@ -166,16 +166,16 @@ class _SharedGather:
 
 
 def _scratch_of(host: HostGroup, layer: _Gather, rounds: Sequence[slice]) -> list[torch.Tensor]:
-    """Memory for the keys of two rounds."""
+    """Return memory for the keys of two rounds."""
     nothing = torch.empty(0, dtype=torch.uint8)
     num_bytes = max(_keys_in(nothing, layer, heads)[1] for heads in rounds)
     return shared_scratch(layer.exchange, host, num_bytes)
 
 
 def _keys_in(buffer: torch.Tensor, layer: _Gather, heads: slice) -> tuple[list[torch.Tensor], int]:
-    """Keys, and values, [num_slots, len(heads), dim] in a buffer, and how many bytes they take.
+    """Return keys and values [num_slots, len(heads), dim] in a buffer, and their bytes.
 
-    No tensors if the buffer is too small.
+    There are no tensors if the buffer is too small.
     """
     dtype, item_bytes = layer.inputs.k.dtype, layer.inputs.k.element_size()
     shapes = [
@@ -195,14 +195,14 @@ def _keys_in(buffer: torch.Tensor, layer: _Gather, heads: slice) -> tuple[list[t
 
 
 def _writes_padding(plan: ShardedPlan, scratch: KeyScratch, new: NewRows | None) -> bool:
-    """Whether pools get rows that nobody attends to, so that they are not in scratch."""
+    """Tell whether pools receive rows that no token attends to, which are not in scratch."""
     if new is None:
         return False
     return bool(((scratch.new_slots < 0).numpy() & (plan.batch.owner >= 0)).any())
 
 
 def _joined(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """One behind the other, also codes, which torch can only move as bytes."""
+    """Concatenate two tensors; codes go as bytes, the only form torch can move."""
     if cached.element_size() > 1:
         return torch.cat([cached, new])
     return torch.cat([cached.view(torch.uint8), new.view(torch.uint8)]).view(cached.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a rank's rows with some heads, where the whole context is in one place."""
+"""Attention of a rank's rows with some heads, over the whole context in one place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .rows import flat_rows
 
 
 class HeadOutputs:
-    """Outputs of a rank's rows, of which some heads are written at a time, in place.
+    """Outputs of a rank's rows, written in place for some heads at a time.
 
-    The LSE, too, if it is wanted: its exact sums take a fifth longer on AMX.
+    The LSE is optional: its exact sums take a fifth longer on AMX.
     """
 
     def __init__(self, layer: RankLayer[Any]) -> None:
@@ -35,9 +35,9 @@ class HeadOutputs:
     def attend(
         self, heads: slice, block_tables: NDArray[np.int32], caches: Sequence[torch.Tensor]
     ) -> None:
-        """The query heads that read some of the KV heads.
+        """Attend with the query heads that read some of the KV heads.
 
-        `caches` are keys [num_slots, len(heads), dim], and values unless these are a part of keys.
+        `caches` are keys [num_slots, len(heads), dim], and values unless they are part of the keys.
         """
         plan, inputs = self._plan, self._inputs
         q_heads = inputs.q_heads(heads)
@@ -67,5 +67,5 @@ class HeadOutputs:
 
 
 def _columns(x: torch.Tensor, heads: slice) -> torch.Tensor:
-    """Some heads of [rows, heads, dim], as columns of the rows."""
+    """Return some heads of [rows, heads, dim], as columns of the rows."""
     return flat_rows(x)[:, heads.start * x.shape[2] : heads.stop * x.shape[2]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of all ranks in one place: where a copy of the whole context is attended to."""
+"""Keys of all ranks in one place: scratch with a copy of the whole context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .rows import put_rows, take_rows
 class Part(NamedTuple):
     """Part of the keys that travels."""
 
-    cached: bool  # those of prefixes, from the pools
+    cached: bool  # keys of prefixes, from the pools
     new_in_pools: bool
     new_rows: bool  # new keys that are in no pool yet
 
@@ -30,34 +30,34 @@ CACHED = Part(cached=True, new_in_pools=False, new_rows=False)
 
 @dataclass(frozen=True)
 class KeyScratch:
-    """Selection of the keys that travel, and pages of scratch that hold each request's in order.
+    """Selection of traveling keys, and pages of scratch that hold each request's keys in order.
 
-    Pages of positions that nobody sees stay zeros: those before a window, and of padding tokens.
-    Of the keys a `Part` travels: new ones come from the pools, or as rows of the ranks that
-    computed them, behind each rank's others.
+    Pages of invisible positions stay zeros: before a window, and of padding tokens. Of the keys, a
+    `Part` travels: new keys come from the pools, or as rows of the ranks that computed them, after
+    each rank's other rows.
     """
 
     block_tables: NDArray[np.int32]
     num_slots: int
     sent_rows: list[torch.Tensor]  # of each rank, in its pool
-    num_new: list[int]  # rows that each rank sends besides, which are in no pool yet
-    every_slot: torch.Tensor  # of the rows of all ranks, in rank order; -1 for padding tokens
-    new_rows: torch.Tensor  # where, among the rows of all ranks, those are that are in no pool
+    num_new: list[int]  # rows in no pool yet that each rank also sends
+    every_slot: torch.Tensor  # for the rows of all ranks, in rank order; -1 for padding tokens
+    new_rows: torch.Tensor  # places of rows in no pool yet among the rows of all ranks
 
     @cached_property
     def counts(self) -> list[int]:
-        """The rows that each rank sends."""
+        """Number of rows that each rank sends."""
         return [len(rows) + new for rows, new in zip(self.sent_rows, self.num_new, strict=True)]
 
     @cached_property
     def sources(self) -> torch.Tensor | None:
-        """The rows that have slots; None for all."""
+        """Rows that have slots; None for all rows."""
         placed = torch.nonzero(self.every_slot >= 0).view(-1)
         return None if len(placed) == len(self.every_slot) else placed
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """The slots of `sources`."""
+        """Slots of `sources`."""
         return self.every_slot if self.sources is None else self.every_slot[self.sources]
 
     @cached_property
@@ -67,24 +67,24 @@ class KeyScratch:
 
     @cached_property
     def new_slots(self) -> torch.Tensor:
-        """Slots of the rows that are in no pool, of all ranks; -1 for padding tokens."""
+        """Slots of the rows in no pool yet, of all ranks; -1 for padding tokens."""
         return self.every_slot[self.new_rows]
 
     @cached_property
     def unfilled(self) -> torch.Tensor:
-        """Slots to which no row goes."""
+        """Slots that receive no row."""
         free = torch.ones(self.num_slots, dtype=torch.bool)
         free[self.slots] = False
         return torch.nonzero(free).view(-1)
 
     def filled(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows [sum(counts), heads, dim] of all ranks in their places."""
+        """Return rows [sum(counts), heads, dim] of all ranks in their places."""
         scratch = [x.new_zeros(self.num_slots, *x.shape[1:]) for x in received]
         self.fill(scratch, received)
         return scratch
 
     def fill(self, scratch: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Put rows into their places in scratch that has others already."""
+        """Put rows into their places in scratch that already has other rows."""
         for whole, rows in zip(scratch, received, strict=True):
             put_rows(
                 whole, self.slots, rows if self.sources is None else take_rows(rows, self.sources)
@@ -92,9 +92,9 @@ class KeyScratch:
 
 
 def key_scratch(plan: ShardedPlan, window: int | None, part: Part = WHOLE) -> KeyScratch:
-    """The scratch of a batch; the same for all layers of one window.
+    """Return the scratch layout of a batch, shared by all layers with the same window.
 
-    Pages and their places are those of the whole context, whatever part of it travels.
+    Pages and places cover the whole context, for any part of it that travels.
     """
     batch = plan.batch
 

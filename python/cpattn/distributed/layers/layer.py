@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a rank to `ContextParallel.attend` where all ranks make the call, checked."""
+"""Checked arguments of a rank to `ContextParallel.attend` when all ranks make the call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PlanT = TypeVar("PlanT", bound=ContextParallelPlan)
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """Arguments of ``attend`` on a rank, without options and a plan."""
+    """Arguments of ``attend`` on a rank, without options and plan."""
 
     q_local: torch.Tensor
     k_cache: torch.Tensor  # or this rank's shards of the caches
@@ -42,23 +42,23 @@ class LayerArguments:
 
 @dataclass(frozen=True)
 class RankLayer(Generic[PlanT]):
-    """One layer of a rank, checked: what it attends with, and the new rows that it brings."""
+    """Checked inputs of one layer on a rank, and the new rows that it writes."""
 
     exchange: RowExchange
     plan: PlanT
     inputs: ShardInputs
-    new: NewRows | None  # that are written while it attends
+    new: NewRows | None  # rows to write during attention
     return_lse: bool
     prefetched: Prefetch | None = None
 
     @property
     def flops(self) -> int:
-        """Products and sums of a rank."""
+        """Number of multiplications and additions on a rank."""
         return self.inputs.flops(self.plan.num_pairs) // len(self.plan.rows_per_rank)
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the rank's pools."""
+        """Number of KV heads in the rank's pools."""
         return self.inputs.k.shape[1]
 
 
@@ -69,7 +69,7 @@ def filled_outputs(
     rows_lse: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """A row for each of q: those that are given, and zeros of an LSE -inf behind them."""
+    """Return a row for each row of q: the given ones, then zeros with LSE -inf."""
     if out is None:
         out = q.new_empty(*q.shape[:2], rows.shape[2])
     out[: len(rows)], out[len(rows) :] = rows, 0
@@ -83,7 +83,7 @@ def filled_outputs(
 def checked_layer(
     exchange: RowExchange, plan: PlanT, arguments: LayerArguments, options: AttentionOptions
 ) -> RankLayer[PlanT]:
-    """Check everything that one rank can check alone."""
+    """Check all rules that one rank can check alone."""
     check_rank("attend", exchange, plan)
     check_padding(plan, causal=options.causal)
     return_lse = flag(arguments.return_lse, "ContextParallel.attend", "return_lse")
@@ -105,7 +105,7 @@ def checked_layer(
 
 
 def check_padding(plan: ContextParallelPlan, *, causal: bool) -> None:
-    """Refuse that others see padding tokens."""
+    """Refuse padding tokens that other tokens would see."""
     if not causal and plan.num_padding_tokens and plan.packed_custom_mask is None:
         raise ValueError(
             "ContextParallel.attend: causal=False needs a mask, or a plan without padding "
@@ -131,7 +131,7 @@ def _check_pool(plan: ContextParallelPlan, inputs: ShardInputs) -> None:
 
 
 def check_out(call: str, q: torch.Tensor, out: torch.Tensor | None, dim: int) -> None:
-    """Refuse what cannot take a row of `dim` elements in every head for each of q."""
+    """Refuse outputs without a row of `dim` elements in every head for each row of q."""
     shape = (*q.shape[:2], dim)
     if out is not None and (out.shape != shape or out.dtype != q.dtype):
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the keys of one rank, and the merge of what several ranks computed."""
+"""Attention over the keys of one rank, and the merge of partial results of several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .shard_keys import ShardKeys, slots_of
 
 
 class State(NamedTuple):
-    """Result of rows over some of their keys."""
+    """Partial result of rows over some of their keys."""
 
     out: torch.Tensor  # [rows, num_heads, dim]
     lse: torch.Tensor  # [rows, num_heads]
@@ -31,11 +31,11 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of `ContextParallel.attend`, without those of its outputs."""
+    """Options of `ContextParallel.attend`, without outputs."""
 
     scale: float | None = None
     causal: bool = True
-    window: Any = None  # as it was given, then `Sides` of `checked_inputs`
+    window: Any = None  # as given, or `Sides` after `checked_inputs`
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     k_scale: Any = None
@@ -48,16 +48,16 @@ class AttentionOptions:
 
     @property
     def left(self) -> int | None:
-        """The keys before a token's own that the window of checked options shows; None for all."""
+        """Number of keys before a token's own in the window of checked options; None for all."""
         return self.window and self.window[0]
 
     @property
     def has_token_scales(self) -> bool:
-        """Whether codes have a scale for each token, beside the pool that has them."""
+        """Whether codes have a scale for each token, stored beside the pool."""
         return any(getattr(scale, "ndim", 0) == 2 for scale in (self.k_scale, self.v_scale))
 
     def of_heads(self, heads: slice, q_heads: slice) -> AttentionOptions:
-        """Return the options with what some KV heads have, and the query heads that read them."""
+        """Return the options for some KV heads and the query heads that read them."""
         slopes, table, sinks = self.alibi_slopes, self.relative_bias, self.sinks
         return replace(
             self,
@@ -72,7 +72,7 @@ class AttentionOptions:
     def biases(
         self, call: SequenceCall, made_positions: Callable[[], Positions]
     ) -> tuple[Any, ...] | None:
-        """Return what a call over the keys of one rank adds to scores."""
+        """Return the biases for a call over the keys of one rank."""
         given = self.bias, self.alibi_slopes, self.relative_bias
         if all(x is None for x in given):
             return None
@@ -82,7 +82,7 @@ class AttentionOptions:
         return *given, (tokens, positions.keys, first_key, call.requests, positions.first)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the options by the names that they have in all functions of attention."""
+        """Return the options by the argument names of all attention functions."""
         return {
             item.name: getattr(self, item.name)
             for item in fields(self)
@@ -90,11 +90,11 @@ class AttentionOptions:
         }
 
     def scales_digest(self) -> int:
-        """Digest the scales of codes, which ranks that read each other's keys must have alike."""
+        """Digest the scales of codes, which must be equal on ranks that read each other's keys."""
         return term((_numbers(self.k_scale), _numbers(self.v_scale)))
 
     def of_slots(self, num_slots: int) -> AttentionOptions:
-        """Return the options with scales of the first slots alone, where each token has its own."""
+        """Return the options with only the scales of the first slots, if each token has its own."""
         scales = {
             name: scale[:num_slots]
             for name in ("k_scale", "v_scale")
@@ -105,13 +105,13 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class ShardInputs(ShardKeys):
-    """Queries of a rank and the keys and values that it holds, checked, for one layer."""
+    """Checked queries of a rank, and the keys and values that it holds, for one layer."""
 
     q: torch.Tensor  # [rows, num_heads, head_dim]
     options: AttentionOptions
 
     def sizes(self) -> _core.LayerBytes:
-        """Return the sizes that decide how much travels."""
+        """Return the sizes that decide the communicated bytes."""
         (num_heads, head_dim), v_dim = self.q.shape[1:], self.v.shape[2]
         item = self.q.element_size()
         return _core.LayerBytes(
@@ -124,11 +124,11 @@ class ShardInputs(ShardKeys):
         return slice(heads.start * group, heads.stop * group)
 
     def flops(self, num_pairs: int) -> int:
-        """Products and sums of all heads, for so many pairs of a query and a key."""
+        """Return the multiplications and additions of all heads for so many query-key pairs."""
         return 2 * num_pairs * self.q.shape[1] * (self.q.shape[2] + self.v.shape[2])
 
     def digest(self) -> int:
-        """Digest what ranks must be given alike, but for scales of codes: see `scales_digest`."""
+        """Digest the arguments that ranks must share, without scales (see `scales_digest`)."""
         o = self.options
         shapes = [(x.dtype, *x.shape[1:]) for x in (self.q, self.k, self.v)]
         values = (o.scale, o.causal, o.window, o.softcap, o.kv_dtype, shapes, self.kv_dims)
@@ -148,12 +148,12 @@ def _numbers(scale: Any) -> tuple[float, ...] | None:
 
 
 def _tensors_of(bias: Any) -> Sequence[Any]:
-    """Return the tensors of a bias: of each sequence, or one of all."""
+    """Return the tensors of a bias: one per sequence, or one for all."""
     return bias if isinstance(bias, list | tuple) else [] if bias is None else [bias]
 
 
 def _bias_of_heads(bias: Any, heads: slice) -> Any:
-    """Return the numbers of some query heads; those of all heads count for each."""
+    """Return a bias for some query heads; an axis of length 1 counts for each."""
     parts = [x if x.shape[-3] == 1 else x[..., heads, :, :] for x in _tensors_of(bias)]
     return parts if isinstance(bias, list | tuple) else parts[0] if parts else None
 
@@ -161,7 +161,7 @@ def _bias_of_heads(bias: Any, heads: slice) -> Any:
 def head_scale(scale: Any, heads: slice) -> Any:
     """Return the scales of some KV heads.
 
-    A scale is of each head, of each slot and head, or of all heads.
+    Scales come per head, per slot and head, or as one for all heads.
     """
     axes = getattr(scale, "ndim", 0)
     if axes == 2:
@@ -180,7 +180,7 @@ def checked_inputs(
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
 ) -> ShardInputs:
-    """Everything that a layer attends with; attention of no row has the core check most of it."""
+    """Check all inputs of a layer; the core checks most, by attention of no rows."""
     _check_axes(call, "q", q)
     k = slots_of(call, "k_shard", k_cache)
     if (q_rope is None) != (k_rope is None):
@@ -232,7 +232,7 @@ def checked_inputs(
 
 
 def _slot_scale(scale: Any) -> Any:
-    """A scale of each token and head in slots, as the keys are; others as they are."""
+    """Return scales of tokens and heads in slot order, like the keys; other scales unchanged."""
     return scale.flatten(0, 1) if getattr(scale, "ndim", 0) == 3 else scale
 
 
@@ -245,7 +245,7 @@ def _check_axes(call: str, name: str, q: torch.Tensor) -> None:
 
 
 def no_state(num_rows: int, q: torch.Tensor, v: torch.Tensor) -> State:
-    """Return the state of rows that have seen no key: zeros, and LSE -inf."""
+    """Return the state of rows without keys: zeros, and LSE -inf."""
     out = q.new_zeros(num_rows, q.shape[1], v.shape[-1])
     return State(out, torch.full((num_rows, q.shape[1]), -torch.inf))
 
@@ -260,9 +260,9 @@ def attend_part(
     k_rope: torch.Tensor | None = None,
     state: State | None = None,
 ) -> State:
-    """Rows over the keys of one rank, without sinks; in a given `no_state`, or in a new one.
+    """Attend over the keys of one rank, without sinks, into a given `no_state` or a new one.
 
-    The last dimensions of the keys may be apart, in `k_rope`; those of the queries never are.
+    The last dimensions of keys may be separate, in `k_rope`; queries are always whole.
     """
     out, lse = no_state(len(q), q, v) if state is None else state
     for call in calls:
@@ -290,7 +290,7 @@ def paged_rows(
     sinks: torch.Tensor | None = None,
     biases: tuple[Any, ...] | None = None,
 ) -> State:
-    """`paged_attention` of the rows of one call, with keys in one pool or in two."""
+    """Run `paged_attention` on the rows of one call, with keys in one pool or in two."""
     split = q.shape[-1] - (0 if k_rope is None else k_rope.shape[-1])
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[:2])
     o = options
@@ -308,7 +308,7 @@ def paged_rows(
 def merged_columns(
     outs: torch.Tensor, lses: torch.Tensor, num_parts: int, sinks: torch.Tensor | None
 ) -> State:
-    """Merge, as `merged` does, parts that lie behind each other as flat rows."""
+    """Merge parts, as `merged` does, that follow each other as flat rows."""
     num_heads = lses.shape[1]
     rows = (num_parts, len(lses) // num_parts)
     out_parts = outs.unflatten(1, (num_heads, outs.shape[1] // num_heads)).unflatten(0, rows)
@@ -317,9 +317,9 @@ def merged_columns(
 
 
 def merged(parts: Sequence[State], sinks: torch.Tensor | None) -> State:
-    """Merge the parts in their order, in float32 and rounded once, with a sink of each head.
+    """Merge the parts in order, in float32 and rounded once, with a sink for each head.
 
-    The result is a new one: parts may lie in a receive buffer, which the next call overwrites.
+    The result is a new tensor, as parts may lie in a receive buffer that the next call overwrites.
     """
     outs, lses = zip(*parts, strict=True)
     return State(*merge_states(outs, lses, sinks=sinks))

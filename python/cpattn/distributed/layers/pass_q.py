@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries travel, keys stay: every rank attends with all queries to the keys that it holds.
+"""Exchange that passes queries: every rank attends with all queries to the keys that it holds.
 
-Queries of some KV heads travel while those of the last are attended with, and partial results of
-those before go back. Where there is a single KV head, as of latents, the queries of one rank after
-the other do. New keys go to the ranks that keep them in the same way, before. Scratch of a rank:
-the queries of all ranks, or of two rounds of heads, and their partial results, and the partial
-results of its own rows from each rank, so at most about
-``2 * num_tokens * num_heads * (head_dim + v_head_dim)`` elements where ranks have as many rows,
-whatever the context.
+Queries of some KV heads travel while the previous heads are computed and earlier partial results
+return. With a single KV head, as for latents, the ranks' queries take turns instead. New keys first
+go to the ranks that keep them, in the same way. Scratch of a rank: the queries of all ranks, or of
+two rounds of heads, with their partial results, and the partial results of its own rows from each
+rank. For equal numbers of rows these are about ``2 * num_tokens * num_heads * (head_dim +
+v_head_dim)`` elements, for any context length.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from .sharded_write import OwnerRoutes, Routed
 
 
 def attend(layer: RankLayer[ShardedPlan]) -> State:
-    """Attention of this rank's rows, and their LSE; new keys are written, if they are given.
+    """Return attention and LSE of this rank's rows; write new keys, if there are any.
 
-    Partial results are merged in rank order, so the bits do not depend on which of them arrives
-    first.
+    Partial results merge in rank order, so the bits do not depend on the order of arrival.
     """
     own = _PassQ(layer)
     if layer.num_kv_heads == 1 and len(own.rounds(layer.exchange.size)) > 1:
@@ -38,7 +36,7 @@ def attend(layer: RankLayer[ShardedPlan]) -> State:
 
 
 class _PassQ:
-    """A layer whose queries go round."""
+    """Layer whose queries travel."""
 
     def __init__(self, layer: RankLayer[ShardedPlan]) -> None:
         self._layer = layer
@@ -47,7 +45,7 @@ class _PassQ:
         self._rows = tokens.split(list(layer.plan.rows_per_rank))  # of each rank
 
     def rounds(self, num_heads: int) -> list[slice]:
-        """Divide the heads into rounds that travel one at a time, the same on every rank."""
+        """Divide the heads into rounds, the same on every rank."""
         plan, inputs = self._plan, self._inputs
         sizes = inputs.sizes()
         row_bytes = sizes.num_heads * (sizes.query + sizes.output)
@@ -57,7 +55,7 @@ class _PassQ:
         return head_rounds(num_heads, others * row_bytes, self._layer.flops)
 
     def by_heads(self) -> State:
-        """Heads one after the other, but all at once with scales of tokens, as pools have them."""
+        """Attend head by head, or with all heads at once if scales of tokens cover all heads."""
         exchange, plan, inputs = self._exchange, self._plan, self._inputs
         options, num_kv_heads = inputs.options, inputs.k.shape[1]
         num_rows = [len(inputs.q)] * exchange.size
@@ -90,7 +88,7 @@ class _PassQ:
         return State(out, lse)
 
     def by_ranks(self) -> State:
-        """Queries of one rank after the other, this rank's first."""
+        """Attend with the queries of each rank in turn, this rank's first."""
         exchange, plan, inputs = self._exchange, self._plan, self._inputs
         rank, size = exchange.rank, exchange.size
         routes = OwnerRoutes("attend", exchange, plan, self._layer.new)
@@ -120,7 +118,7 @@ class _PassQ:
         return merged(states, inputs.options.sinks)
 
     def _attend(self, rows: slice, queries: torch.Tensor, heads: slice) -> list[torch.Tensor]:
-        """Partial results of some of all rows with some heads, as flat rows, and their LSE."""
+        """Return partial results of some rows and heads, as flat rows, and their LSE."""
         inputs, options = self._inputs, self._inputs.options
         calls = self._plan.batch.calls(
             self._exchange.rank, rows, causal=options.causal, window=options.window

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cached keys of layers, each gathered while the layer before it is computed."""
+"""Cached keys of layers, each gathered while the previous layer is computed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .partials import ShardInputs
 from .shard_keys import ShardKeys, slots_of
 
 _CALL = "ContextParallel.prefetch"
-# By which cached keys are gathered; "auto" is this one for layers that are prefetched.
+# Exchange that gathers cached keys; prefetched layers with "auto" take it, too.
 _EXCHANGE = "gather"
 
 
 class LayerCaches(NamedTuple):
-    """Tensors that ``attend`` will read of a layer that ``ContextParallel.prefetch`` gathers.
+    """Tensors of a layer for ``attend``, which ``ContextParallel.prefetch`` gathers ahead.
 
     Attributes
     ----------
     k_cache, v_cache, k_rope : tensors
         This rank's shards, as for ``attend``.
     window : int or pair, optional
-        The window of ``attend``: keys that nobody sees are not gathered.
+        Window of ``attend``; keys before it are not gathered.
 
     Examples
     --------
@@ -59,26 +59,26 @@ class _Layer(NamedTuple):
 
 
 class Prefetch:
-    """The cached keys of a batch, gathered layer after layer.
+    """Cached keys of a batch, gathered layer by layer.
 
-    `ContextParallel.prefetch` makes them, and ``attend`` takes one layer each time. One that is not
-    used to its end needs no closing: what is on its way arrives, and is waited for by the next.
+    `ContextParallel.prefetch` makes it, and each ``attend`` takes one layer. It may be left
+    unfinished without closing: rows on their way arrive, and the next prefetch waits for them.
 
     Parameters
     ----------
     exchange, plan, layers
-        As `ContextParallel.prefetch` has them, checked.
+        Checked arguments of `ContextParallel.prefetch`.
 
     Attributes
     ----------
     plan : ShardedPlan
         The plan of the batch.
     num_layers : int
-        Number of layers that it was given.
+        Number of layers.
     next_layer : int
-        The one whose ``attend`` comes next, from 0 on; `num_layers` when all have been.
+        Layer of the next ``attend``, from 0 on; `num_layers` after the last.
     buffer_bytes : int
-        Bytes of two layers' cached keys of all ranks, which it holds besides scratch of ``attend``.
+        Bytes of two layers' cached keys of all ranks, in addition to the scratch of ``attend``.
 
     Examples
     --------
@@ -108,13 +108,13 @@ class Prefetch:
         self._arriving = self._begin()
 
     def term(self) -> int:
-        """Return the term that the ranks compare in ``attend``."""
+        """Return the term that ranks compare in ``attend``."""
         return term((self.next_layer, self.num_layers))
 
     def check(
         self, exchange: RowExchange, plan: ShardedPlan, keys: ShardKeys, window: int | None
     ) -> None:
-        """Refuse an ``attend`` for which the rows on their way are not meant."""
+        """Refuse an ``attend`` that does not match the rows on their way."""
         call = "ContextParallel.attend: prefetched"
         if self._exchange is not exchange:
             raise ValueError(f"{call} must be of this object, got one of another")
@@ -138,10 +138,10 @@ class Prefetch:
             )
 
     def advance(self) -> tuple[KeyScratch, list[torch.Tensor]]:
-        """The cached rows of all ranks, which live until the next call; the next layer begins.
+        """Return the cached rows of all ranks, valid until the next call, and begin the next layer.
 
-        To be called when everything else that a layer sends has been posted: what comes behind
-        these rows on a wire waits for them.
+        Call it after posting all other messages of a layer: later messages on the wire wait for
+        these rows.
         """
         scratch = self._layers[self.next_layer].scratch
         rows = self._exchange.end_ahead()
@@ -163,7 +163,7 @@ class Prefetch:
 def check_prefetched(
     prefetched: Any, exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs
 ) -> None:
-    """Refuse what does not go with an ``attend``."""
+    """Refuse a prefetch that does not fit an ``attend``."""
     if not isinstance(prefetched, Prefetch):
         raise TypeError(
             "ContextParallel.attend: prefetched must be of ContextParallel.prefetch, got "
@@ -173,7 +173,7 @@ def check_prefetched(
 
 
 def prefetch(exchange: RowExchange, plan: Any, layers: Any) -> Prefetch:
-    """See ContextParallel.prefetch."""
+    """Run ContextParallel.prefetch."""
     terms: dict[str, int] = {}
     with exchange.agreement("prefetch", getattr(plan, "terms", NO_TERMS), terms):
         check_rank("prefetch", exchange, plan)
@@ -233,7 +233,7 @@ def _checked(plan: ShardedPlan, number: int, layer: Any) -> _Layer:
 
 
 def _check_scratch(plan: ShardedPlan, layers: Sequence[_Layer]) -> None:
-    """Refuse layers of which not even one KV head could be computed within max_scratch_bytes."""
+    """Refuse layers if max_scratch_bytes does not suffice for even one KV head."""
     needed = _buffer_bytes(layers) + max(
         plan.num_tokens * layer.row_bytes + layer.scratch.num_slots * layer.keys.head_bytes
         for layer in layers
@@ -260,6 +260,6 @@ def _places(keys: ShardKeys) -> list[tuple[Any, ...]]:
 
 
 def _shape(keys: ShardKeys) -> tuple[Any, ...]:
-    """Return dtypes and shapes that all ranks must have alike."""
+    """Return dtypes and shapes, which must be equal on all ranks."""
     shapes = tuple((x.dtype, *x.shape[1:]) for x in _tensors(keys))
     return (*shapes, keys.shares_values, keys.k_rope is None)

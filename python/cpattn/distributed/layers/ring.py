@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys travel round a ring: a rank attends to one share of them while the next is on its way.
+"""Ring exchange of keys: a rank attends to one share of the keys while the next share arrives.
 
-Of a share some KV heads travel at a time: what has come is attended to, and passed on, while the
-other heads are under way. New keys go to the ranks that keep them in the same way, before.
+Some KV heads of a share travel at a time: a rank attends to those that have arrived and passes them
+on while other heads travel. New keys first go to the ranks that keep them, in the same way.
 
-Where ranks share memory, a share is what a host holds: its ranks write it into scratch of the host,
-pass parts of it on to ranks of the next host, as many as both have, and all read what comes.
+If ranks share memory, a share is the keys of a host: its ranks write them into scratch of the host,
+pass parts on to as many ranks of the next host, and all read the parts that arrive.
 
-Partial results are merged in the order of the shares, whatever the order in which a rank has them,
-so that a row has the same bits on every rank. Scratch of a rank, or of a host: two shares of the
-keys and values; of a rank a partial result of its own rows for each share.
+Partial results merge in the order of the shares, for any order of arrival, so a row has the same
+bits on every rank. Scratch of a rank or host: two shares of the keys and values; of a rank also a
+partial result of its own rows for each share.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .rounds import head_rounds, side_by_side
 from .rows import put_rows
 from .sharded_write import OwnerRoutes, Routed
 
-_PAGE = 16  # of a share on its way, in which every request begins with a new page
+_PAGE = 16  # of a traveling share, in which every request begins with a new page
 _ALIGNMENT = 64  # bytes, of the heads of a share in scratch
 Blocks = dict[int, torch.Tensor]  # by rank
 
 
 def attend(layer: RankLayer[ShardedPlan]) -> State:
-    """Attention of this rank's rows, and their LSE; new keys are written, if they are given."""
+    """Return attention and LSE of this rank's rows; write new keys, if there are any."""
     host = layer.exchange.host()
     if isinstance(host, HostGroup):
         return _HostRing(layer, host).attend()
@@ -48,7 +48,7 @@ def attend(layer: RankLayer[ShardedPlan]) -> State:
 
 
 class Ring:
-    """A layer whose shares of keys go round: `share_of` tells which one each rank holds."""
+    """Layer whose shares of keys travel round; `share_of` tells the share of each rank."""
 
     def __init__(self, layer: RankLayer[ShardedPlan], share_of: tuple[int, ...]) -> None:
         self.layer, self._share_of = layer, share_of
@@ -56,8 +56,8 @@ class Ring:
             layer.exchange, layer.plan, layer.inputs
         )  # fmt: skip
         self.own, self.size = share_of[exchange.rank], max(share_of) + 1
-        self.groups = exchange.size  # of queries, of which a rank has one
-        self.lanes = 1  # ranks of which each receives a part of a share
+        self.groups = exchange.size  # groups of queries, one per rank
+        self.lanes = 1  # ranks that each receive a part of a share
         self.shares = plan.batch.once(
             ("shares", share_of), lambda: plan.batch.shares.of_groups(np.array(share_of))
         )
@@ -66,7 +66,7 @@ class Ring:
         self._parts = [no_state(len(inputs.q), inputs.q, inputs.v) for _ in range(self.size)]
 
     def attend(self) -> State:
-        """Attention of the queries of the inputs, and their LSE; new keys are written first."""
+        """Return attention and LSE of the queries; write new keys first."""
         rounds, new = self._rounds(), self.layer.new
         routes = OwnerRoutes("attend", self.exchange, self.plan, new, self.layer.num_kv_heads)
         coming = []
@@ -87,7 +87,7 @@ class Ring:
         return merged(self._parts, self.inputs.options.sinks)
 
     def own_block(self, heads: slice) -> torch.Tensor:
-        """Some heads of the keys that this rank holds, then of their values, as bytes."""
+        """Return some heads of this rank's keys, then of their values, as bytes."""
         keys, pages = self.plan.batch.shares.local_keys(self.own), self.pages[self.own]
         counts = self.shares.counts(self.own)
         within = np.arange(len(keys.row)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -110,7 +110,7 @@ class Ring:
         return torch.empty(self.block_bytes(step, heads), dtype=torch.uint8)
 
     def messages(self, block: torch.Tensor, following: torch.Tensor) -> tuple[Blocks, Blocks]:
-        """Return what this rank sends of a block, and receives of the next one, by rank."""
+        """Return the tensors that this rank sends of a block, and receives of the next, by rank."""
         return {(self.own + 1) % self.size: block}, {(self.own - 1) % self.size: following}
 
     def wait(self, posted: Posted) -> None:
@@ -144,7 +144,7 @@ class Ring:
         return Positions(tokens, *self.shares.positions(share), batch.tokens.first_positions)
 
     def _calls(self, share: int) -> list[SequenceCall]:
-        """Return the calls by which queries see the keys of a share, made once for all layers."""
+        """Return the calls with which queries see the keys of a share, made once for all layers."""
         options, batch = self.inputs.options, self.plan.batch
 
         def make() -> list[SequenceCall]:
@@ -156,7 +156,7 @@ class Ring:
         return batch.once((type(self), self._share_of, share, options.causal, options.window), make)
 
     def _rounds(self) -> list[slice]:
-        """The KV heads that travel at a time, the same on all ranks that send each other some."""
+        """Return the KV heads of each round, equal on all ranks that exchange heads."""
         plan, inputs, num_kv_heads = self.plan, self.inputs, self.layer.num_kv_heads
         counts = [int(self.shares.counts(share).sum()) for share in range(self.size)]
         rows = (sum(counts) - min(counts)) // self.lanes
@@ -167,7 +167,7 @@ class Ring:
 
 
 class _HostRing(Ring):
-    """Ring of hosts, whose ranks share memory."""
+    """Ring of hosts whose ranks share memory."""
 
     def __init__(self, layer: RankLayer[ShardedPlan], host: HostGroup) -> None:
         hosts = host.rails.hosts
@@ -186,7 +186,7 @@ class _HostRing(Ring):
         self._scratch = shared_scratch(self.exchange, host, self._head_bytes * layer.num_kv_heads)
 
     def own_block(self, heads: slice) -> torch.Tensor:
-        """Some heads of the keys that this host holds, of which this rank writes its own."""
+        """Return some heads of this host's keys, after writing this rank's part."""
         keys, pages = self.plan.batch.shares.local_keys(self.plan.cp_rank), self.pages[self.own]
         slots = pages.indptr[keys.request] * _PAGE
         slots = slots + self.shares.count_below(self.own, keys.request, keys.position)
@@ -199,12 +199,12 @@ class _HostRing(Ring):
         return block
 
     def room(self, step: int, heads: slice) -> torch.Tensor:
-        """Return room for some heads of the share of a step; every second step has the same."""
+        """Return room for some heads of the share of a step; alternate steps reuse it."""
         begin = self._head_bytes * heads.start
         return self._scratch[step % 2][begin : begin + self.block_bytes(step, heads)]
 
     def messages(self, block: torch.Tensor, following: torch.Tensor) -> tuple[Blocks, Blocks]:
-        """Parts of them, where the host before and the next one have as many ranks."""
+        """Return parts of the blocks, if the previous and next hosts have as many ranks."""
         sends, receives = {}, {}
         if self._lane < self._lanes_out:
             sends[self._next[self._lane]] = _part(block, self._lane, self._lanes_out)
@@ -213,7 +213,7 @@ class _HostRing(Ring):
         return sends, receives
 
     def wait(self, posted: Posted) -> None:
-        """Wait until all ranks here have their parts, and read nothing before them any more."""
+        """Wait until all ranks here have their parts and have finished reading earlier ones."""
         super().wait(posted)
         self._meet()
 
@@ -227,7 +227,7 @@ def _part(block: torch.Tensor, lane: int, lanes: int) -> torch.Tensor:
 
 
 def ring_schedule(rank: int, size: int) -> list[int]:
-    """Return whose keys a rank has at each step: its own, then those that its neighbour had."""
+    """Return the owner of a rank's keys at each step: the rank, then its neighbour's previous."""
     return [(rank - step) % size for step in range(size)]
 
 
@@ -244,7 +244,7 @@ def _shapes(
 
 
 def block_bytes(inputs: ShardInputs, pages: _core.LocalPages, num_kv_heads: int) -> int:
-    """Return the bytes of a block with keys, and values, in so many heads."""
+    """Return the bytes of a block with keys and values in so many heads."""
     sizes = [prod(shape) for shape in _shapes(inputs, pages, num_kv_heads)]
     return sum(sizes) * inputs.k.element_size()
 
@@ -252,7 +252,7 @@ def block_bytes(inputs: ShardInputs, pages: _core.LocalPages, num_kv_heads: int)
 def block_tensors(
     block: torch.Tensor, inputs: ShardInputs, pages: _core.LocalPages, num_kv_heads: int
 ) -> list[torch.Tensor]:
-    """The block as keys, and values unless they are a part of these."""
+    """Return the block as keys, and values unless they are part of the keys."""
     shapes = _shapes(inputs, pages, num_kv_heads)
     parts = block.split([prod(shape) * inputs.k.element_size() for shape in shapes])
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some KV heads after others: those of one round travel while those of the last are attended to."""
+"""Rounds of KV heads: one round travels while the previous one is computed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ... import _core
 Round = TypeVar("Round")
 Arriving = TypeVar("Arriving")
 
-# More would hide little more: the first round's exchange and the last one's attention are alone.
+# More rounds hide little more: the first exchange and the last attention never overlap.
 _MOST_ROUNDS = 8
-# A rank receives so many bytes in a round at least; below, its messages cost more than they hide.
+# Least bytes that a rank receives in a round; with fewer, messages cost more than they hide.
 _LEAST_BYTES = 1 << 20
-# A rank that computes more for each byte that it receives has little to hide: at 1 TFLOP/s and 1
-# Gbit/s a sixth of a layer, which is what attention of single heads may take longer.
+# A rank that computes more per received byte has little to hide: at 1 TFLOP/s and 1 Gbit/s a sixth
+# of a layer, which is also the extra time that attention of single heads may take.
 _MOST_FLOPS_PER_BYTE = 50_000
 
 
 def head_rounds(
     num_kv_heads: int, received_bytes: int, flops: int, largest: int | None = None
 ) -> list[slice]:
-    """The KV heads of each round, of which none has more than `largest`.
+    """Return the KV heads of each round, at most `largest` per round.
 
-    `received_bytes` and `flops` are those of a rank in all of them, the same on every rank.
+    `received_bytes` and `flops` are totals of a rank over all heads, the same on every rank.
     """
     limits = _MOST_ROUNDS, _LEAST_BYTES, _MOST_FLOPS_PER_BYTE, largest
     return _core.head_rounds(num_kv_heads, received_bytes, flops, *limits)
@@ -36,9 +36,9 @@ def side_by_side(
     begin: Callable[[Round, int], Arriving],
     compute: Callable[[Round, Arriving], None],
 ) -> None:
-    """Compute each round while the next is on its way; two are under way at a time at most.
+    """Compute each round while the next one travels; at most two are under way at a time.
 
-    `begin` is told which of two buffers, 0 or 1, is free; `compute` waits for what it is given.
+    `begin` gets the number of the free buffer, 0 or 1; `compute` waits for the result of `begin`.
     """
     coming = begin(rounds[0], 0)
     for i, round_ in enumerate(rounds):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that ranks exchange, and the pools that they are written to, checked."""
+"""Rows that ranks exchange, and the pools that receive them, checked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..plans.plan import ContextParallelPlan
 
 
 def local_rows(call: str, plan: ContextParallelPlan, name: str, x: torch.Tensor) -> torch.Tensor:
-    """x without rows of physical padding, as [num_local_rows, width]."""
+    """Return x without rows of physical padding, as [num_local_rows, width]."""
     return rows_of(call, plan.num_local_rows, plan.cp_rank, name, x)
 
 
 def rows_of(call: str, num_rows: int, cp_rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
-    """The first rows of x, as [num_rows, width]."""
+    """Return the first rows of x, as [num_rows, width]."""
     if x.device.type != "cpu":
         raise TypeError(f"ContextParallel.{call}: {name} must be on the CPU, got {x.device}")
     if len(x) < num_rows:
@@ -32,10 +32,10 @@ def rows_of(call: str, num_rows: int, cp_rank: int, name: str, x: torch.Tensor) 
 
 
 def flat_rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, dim] as [rows, heads * dim] with columns side by side.
+    """Return [rows, heads, dim] as [rows, heads * dim] with adjacent columns.
 
-    A view where x allows it. Axes that collapse with a stride of their own, as an expanded one or
-    heads of one dimension with gaps between them, are copied.
+    The result is a view if x allows it. It is a copy if collapsed axes have strides of their own,
+    as in expanded tensors, or heads of one dimension with gaps between them.
     """
     flat = x.flatten(1)
     return flat if flat.stride(1) == 1 else flat.contiguous()
@@ -49,7 +49,7 @@ def pool_rows(
     cache: torch.Tensor,
     local: torch.Tensor,
 ) -> torch.Tensor:
-    """The cache as [num_slots, width], after checking it against the rows to be written."""
+    """Return the cache as [num_slots, width], checked against the rows to write."""
     paged = cache.ndim == 4 and cache.shape[1] in (1, page_size)
     if local.ndim != 3 or not (cache.ndim == 3 or paged) or cache.shape[-2:] != local.shape[1:]:
         raise ValueError(
@@ -74,16 +74,16 @@ def pool_rows(
 
 @dataclass(frozen=True)
 class NewRows:
-    """New keys, and values, of this rank, and the pools that get those of all ranks; checked."""
+    """Checked new keys and values of this rank, and the pools that receive those of all ranks."""
 
     rows: list[torch.Tensor]  # [num_local_rows, width]
     pools: list[torch.Tensor]  # [num_slots, width]
-    slots: torch.Tensor  # that are written
-    sources: torch.Tensor  # by which of the rows of all ranks, one for each slot
+    slots: torch.Tensor  # to write
+    sources: torch.Tensor  # index among the rows of all ranks, one for each slot
 
     def store(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Write what this rank's pools get of the rows of all ranks."""
-        # All before any is written: memory may be short for the second.
+        """Write the rows of all ranks that belong into this rank's pools."""
+        # All are made before any is written: memory may run out at the second.
         chosen = [take_rows(rows, self.sources) for rows in gathered]
         for pool, rows in zip(self.pools, chosen, strict=True):
             put_rows(pool, self.slots, rows)
@@ -93,7 +93,7 @@ class NewRows:
         self.put_heads(heads, [take_rows(new, self.sources) for new in gathered])
 
     def put_heads(self, heads: slice | list[int], chosen: Sequence[torch.Tensor]) -> None:
-        """Write the rows of `sources` alone, [len(sources), len(heads), dim]."""
+        """Write only the rows of `sources`, [len(sources), len(heads), dim]."""
         for pool, new in zip(self.pools, chosen, strict=True):
             by_heads = pool.unflatten(1, (-1, new.shape[2]))
             if isinstance(heads, slice):
@@ -114,9 +114,9 @@ def new_rows(
     local: Sequence[torch.Tensor | None],
     caches: Sequence[torch.Tensor | None],
 ) -> NewRows:
-    """Check rows of keys, and of values if there are any, against the caches that get them.
+    """Check rows of keys, and of values if there are any, against their caches.
 
-    `names` are those of the caches; `slots` and `sources` as of `NewRows`, but that slots of -1 are
+    `names` are those of the caches; `slots` and `sources` are as in `NewRows`, but slots of -1 are
     not written.
     """
     (k_local, v_local), (k_cache, v_cache) = local, caches
@@ -141,7 +141,7 @@ def new_rows(
 
 
 def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of some rows, also of codes, which torch can only move as bytes."""
+    """Copy some rows; codes go as bytes, the only form torch can move."""
     if x.element_size() > 1:
         return x.index_select(0, rows)
     return x.view(torch.uint8).index_select(0, rows).view(x.dtype)
@@ -160,7 +160,7 @@ def plan_rows(
     local: Sequence[torch.Tensor | None],
     caches: Sequence[torch.Tensor | None],
 ) -> NewRows:
-    """Rows of keys and values for caches that get those of all tokens."""
+    """Return rows of keys and values for caches that hold all tokens."""
     return new_rows(
         call,
         ("k_cache", "v_cache"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ContextParallel.attend` over KV pools of which each rank holds a share."""
+"""`ContextParallel.attend` over sharded KV pools."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attend_shards(
     options: AttentionOptions,
     prefetched: Prefetch | None = None,
 ) -> Any:
-    """See ContextParallel.attend."""
+    """Run ContextParallel.attend."""
     terms: dict[str, int] = {}
     with exchange.agreement("attend", plan.terms, terms) as parts:
         layer = checked_layer(exchange, plan, arguments, options)
@@ -57,7 +57,7 @@ def attend_shards(
         terms["exchange"] = digest(f"{name} {plan.max_scratch_bytes} {plan.mesh}".encode())
         chosen = EXCHANGES[name]
         sends_lse = chosen.sends_wanted_lse and arguments.return_lse
-        scales: int = inputs.options.has_token_scales  # by which heads go in rounds, or at once
+        scales: int = inputs.options.has_token_scales  # False: heads go in rounds
         if not chosen.reads_in_place:
             scales = inputs.options.scales_digest()
         terms["options"] = term((inputs.digest(), sends_lse, scales))
@@ -71,7 +71,7 @@ def attend_shards(
 
 
 def _exchange_of(plan: ShardedPlan, name: str, inputs: ShardInputs, *, writes: bool) -> str:
-    """The name of the exchange for a layer; ValueError for one that cannot do it."""
+    """Return the name of the exchange for a layer; ValueError if it cannot serve the layer."""
     scaled = inputs.options.has_token_scales
     if name == "auto":
         if scaled:
@@ -88,7 +88,7 @@ def _exchange_of(plan: ShardedPlan, name: str, inputs: ShardInputs, *, writes: b
 def check_placement(
     placement: Placement | None, exchange: str, cp_size: int, page_size: int, mesh: Mesh | None
 ) -> None:
-    """Refuse what `ContextParallel` cannot be made with."""
+    """Refuse invalid placements and exchanges of `ContextParallel`."""
     if exchange not in ("auto", *EXCHANGES):
         raise ValueError(
             f"ContextParallel: exchange must be one of auto, {', '.join(EXCHANGES)}, got "

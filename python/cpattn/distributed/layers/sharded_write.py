@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ContextParallel.write_kv` where each rank holds a share of the pools: rows go to their owner."""
+"""`ContextParallel.write_kv` over sharded pools: rows go to their owner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..transport.row_bytes import RoutedRows
 from .rows import NewRows, new_rows
 
 Heads = slice | list[int]
-Routed = tuple[Heads, RoutedRows] | None  # heads on their way; None where there are no new rows
+Routed = tuple[Heads, RoutedRows] | None  # heads on their way; None without new rows
 
 
 def write_shards(
@@ -25,7 +25,7 @@ def write_shards(
     k_shard: torch.Tensor,
     v_shard: torch.Tensor | None,
 ) -> None:
-    """Send each new row to the rank that holds its slot, and write those that come."""
+    """Send each new row to the rank that holds its slot, and write the rows that arrive."""
     with exchange.agreement("write_kv", plan.terms) as parts:
         new = shard_rows("write_kv", plan, (k_local, v_local), (k_shard, v_shard))
         parts += new.rows
@@ -40,7 +40,7 @@ def send_to_owners(call: str, exchange: RowExchange, plan: ShardedPlan, new: New
 
 
 class OwnerRoutes:
-    """New rows on their way to the ranks that hold their slots: all heads, or some; or none."""
+    """New rows on their way to the ranks that hold their slots: all heads, some, or none."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class OwnerRoutes:
         self._rows = [x.unflatten(1, (num_heads, -1)) for x in (new.rows if new else ())]
 
     def begin(self, heads: Heads = slice(None)) -> Routed:
-        """Send those of some heads."""
+        """Send the rows of some heads."""
         if self._new is None:
             return None
         parts = [rows[:, heads].flatten(1) for rows in self._rows]
@@ -66,7 +66,7 @@ class OwnerRoutes:
         return heads, routed
 
     def store(self, begun: Routed) -> None:
-        """Write those of which this rank holds the slots."""
+        """Write the rows whose slots this rank holds."""
         if begun is None or self._new is None:
             return
         heads, routed = begun
@@ -84,7 +84,7 @@ def write_own(
     k_shard: torch.Tensor,
     v_shard: torch.Tensor | None,
 ) -> None:
-    """Write the new rows that this rank holds, of those that every rank has. Local."""
+    """Write the new rows whose slots this rank holds; every rank has all rows. Local."""
     new = shard_rows("write_kv", plan, (k, v), (k_shard, v_shard))
     new.store(new.rows)
 
@@ -95,7 +95,7 @@ def shard_rows(
     local: Sequence[torch.Tensor | None],
     shards: Sequence[torch.Tensor | None],
 ) -> NewRows:
-    """Rows of keys and values, and what this rank's shards get of those of all ranks."""
+    """Return rows of keys and values, and those of all ranks that this rank's shards receive."""
     held = np.flatnonzero(plan.batch.owner == plan.cp_rank)
     return new_rows(
         call,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New rows into pools that the ranks of a host share: each by one rank, from other hosts once.
+"""New rows in pools that a host's ranks share: one rank writes each row, and it travels once.
 
-A rank writes the rows that it computes, and those of its `Rails`: all hosts write the same.
+A rank writes the rows that it computes and those of its `Rails`; all hosts write the same rows.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .rows import NewRows, put_rows, take_rows
 def shared_digest(
     host: Host | None, call: str, k_cache: torch.Tensor, v_cache: torch.Tensor | None
 ) -> int:
-    """Return a digest of where the caches are in memory that ranks share, or 0 if they are not."""
+    """Digest the places of the caches in shared memory, or return 0 if they are not shared."""
     caches = {"k_cache": k_cache} | ({} if v_cache is None else {"v_cache": v_cache})
     return host.digest_of(call, caches) if isinstance(host, HostGroup) else 0
 
 
 class SharedRows:
-    """The new rows of one call, and where this rank writes them.
+    """New rows of one call, and the places where this rank writes them.
 
-    Some KV heads at a time: `begin` sends those of this rank to other hosts, `finish` writes what
-    comes and waits until all ranks of the host have done so.
+    Some KV heads go at a time: `begin` sends those of this rank to other hosts; `finish` writes
+    those that arrive and waits until all ranks of the host have done so.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SharedRows:
         return most_received(self._rails.hosts, self._plan.rows_per_rank) * row_bytes
 
     def write_own(self) -> None:
-        """Write what this rank has computed, all heads of it."""
+        """Write the rows that this rank has computed, in all heads."""
         slots = self._plan.own_slots
         for pool, rows in zip(self._new.pools, self._new.rows, strict=True):
             if rows.numel():
@@ -65,7 +65,7 @@ class SharedRows:
     def begin(self, rows: Sequence[torch.Tensor], buffer: int = 0) -> ArrivingRows | None:
         """Begin to exchange rows [num_local_rows, width], as `RowExchange.begin_rows`.
 
-        None if there is no other host.
+        The result is None if there is no other host.
         """
         if not self._rails.others:
             return None
@@ -73,7 +73,7 @@ class SharedRows:
         return self._exchange.begin_rows(self._call, counts, rows, buffer, self._rails)
 
     def finish(self, arriving: ArrivingRows | None, heads: slice | None = None) -> None:
-        """Write what has been begun, of these KV heads, and wait for the other ranks here."""
+        """Write the rows of `begin` in these KV heads, and wait for the other ranks here."""
         with _core.TraceSpan(_core.TraceScope.gather):
             if arriving is not None:
                 self._write(self._exchange.arrived(arriving), heads)
@@ -94,5 +94,5 @@ class SharedRows:
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """[num_rows, bytes of a row], whatever the dtype."""
+    """Return rows of any dtype as [num_rows, bytes of a row]."""
     return (rows if rows.stride(1) == 1 else rows.contiguous()).detach().view(torch.uint8)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads are shared out within a row of a mesh, and keys go round between rows: USP of two levels.
+"""Two-level USP exchange: a row of the mesh splits heads, and keys travel between rows.
 
-Within its row a rank takes some heads of the row's queries and keys, as by "all_to_all"; the ranks
-of a column, which have the same heads, pass these keys round a ring, as by "ring". There is one
-partial result for each row of the mesh, and they are merged in the order of the rows. A mesh of a
-single column has the bits of "ring"; one of one row, without sinks, those of "all_to_all". Scratch
-of a rank: three blocks with the keys and values of a row in its KV heads, queries and results of
-its heads for the row, and a partial result of them for each row.
+Within its row, a rank takes some heads of the row's queries and keys, as in "all_to_all". The ranks
+of a column, which have the same heads, pass these keys round a ring, as in "ring". Each row of the
+mesh gives one partial result, and they merge in row order. A mesh with one column has the bits of
+"ring"; a mesh with one row, without sinks, the bits of "all_to_all". Scratch of a rank: three
+blocks with the keys and values of a row in its KV heads, queries and results of its heads for the
+row, and a partial result of these for each row.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .rows import put_rows
 
 
 def attend(layer: RankLayer[ShardedPlan]) -> State:
-    """Attention of this rank's rows, and their LSE."""
+    """Return attention and LSE of this rank's rows."""
     exchange, plan, inputs = layer.exchange, layer.plan, layer.inputs
-    assert plan.mesh is not None  # `ContextParallel` refuses the exchange without
+    assert plan.mesh is not None  # `ContextParallel` refuses the exchange without a mesh
     place = place_of(plan.mesh, exchange.rank)
     shares = _core.share_heads(inputs.q.shape[1], inputs.k.shape[1], len(place.row))
     mine = shares[place.column]
@@ -54,7 +54,7 @@ def attend(layer: RankLayer[ShardedPlan]) -> State:
 
 
 class _RowRing(Ring):
-    """Keys of rows of the mesh go round, to queries of a whole row in some heads."""
+    """Ring of keys of mesh rows, for queries of a whole row in some heads."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _RowRing(Ring):
         return State(q.new_empty(len(q), 0, dim), torch.empty(len(q), 0))
 
     def own_block(self, heads: slice) -> torch.Tensor:
-        """Some of this rank's heads of the keys that its row holds, as bytes; asked for once."""
+        """Return some of this rank's heads of its row's keys, as bytes; called once."""
         block = torch.empty(self.block_bytes(0, heads), dtype=torch.uint8)
         parts = block_tensors(block, self.inputs, self.pages[self.own], heads.stop - heads.start)
         for part, keys in zip(parts, self._keys, strict=True):
@@ -108,7 +108,7 @@ class _RowRing(Ring):
     def _keys_of_row(
         self, inputs: ShardInputs, shares: Sequence[_core.HeadShare]
     ) -> list[torch.Tensor]:
-        """Keys, and values, in this rank's KV heads of what its row holds, in pages of a block."""
+        """Return its row's keys and values in this rank's KV heads, in pages of a block."""
         place, pages = self._place, self.pages[self.own]
         of_ranks = [self.plan.batch.shares.local_keys(rank) for rank in place.row]
         own = torch.from_numpy(of_ranks[place.column].row)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ContextParallel.attend` that also writes new rows, where every rank's pool holds everything.
+"""`ContextParallel.attend` that also writes new rows, for pools that hold all keys on every rank.
 
-KV heads go in rounds: the new rows of some travel while the last ones are written and attended to.
-Scratch of a rank: twice the new rows of the heads of a round, and a copy of the keys and values of
-these heads for the whole context.
+KV heads go in rounds: new rows of some heads travel while the previous heads are written and
+computed. Scratch of a rank: twice the new rows of the heads of a round, and a copy of the keys and
+values of these heads for the whole context.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write_and_attend(
     arguments: LayerArguments,
     options: AttentionOptions,
 ) -> Any:
-    """See ContextParallel.attend."""
+    """Run ContextParallel.attend."""
     terms: dict[str, int] = {}
     host = exchange.host()
     with exchange.agreement("attend", getattr(plan, "terms", NO_TERMS), terms) as parts:
@@ -70,14 +70,14 @@ def write_and_attend(
 
 
 def _attend(layer: RankLayer[ContextParallelPlan], heads: slice, outputs: HeadOutputs) -> None:
-    """Attention with some KV heads: of a copy in which their rows follow each other.
+    """Attend with some KV heads, to a copy in which their rows are adjacent.
 
-    In a cache the rows of one head are far apart, so that every second one is in another page of
-    memory, and reading them again for each block of queries takes a sixth longer.
+    In a cache the rows of one head are far apart: every second row is in another memory page, and
+    reading them again for each block of queries takes a sixth longer.
     """
     plan, inputs = layer.plan, layer.inputs
     caches, tables = [inputs.k[:, heads], inputs.v[:, heads]], plan.block_tables
-    in_order = inputs.options.has_token_scales  # which are in that of the cache
+    in_order = inputs.options.has_token_scales  # scales are in the order of the cache
     if heads.stop - heads.start < layer.num_kv_heads and not in_order:
         pages, tables = plan.pages_in_order
         caches = [
