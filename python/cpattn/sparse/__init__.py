@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention (DSA): an indexer chooses the keys of each query, latent attention reads them.
+"""Sparse attention (DSA): an indexer selects the keys of each query, latent attention reads them.
 
     chosen = indexer_topk(index_q, index_k, weights, ks, ke, topk=2048)
     out, *_ = flash_mla_sparse_fwd(q, kv, chosen[:, None], scale)
 
 ``indexer`` scores keys, with ``cp_indexer`` under context parallelism and ``index_k`` for a cache
-of its keys; ``topk`` chooses, and turns indices into slots; ``blocks`` chooses blocks of keys in
-place of single ones; ``sparse_mla`` attends; ``cp_sparse_mla`` does all of it for the tokens of a
-rank. ``kv_rows`` are rows of 656 bytes, ``split_norm`` the projection before, ``dsa_metadata`` the
-integers of a batch, ``gates`` whether to split it; ``sglang_0_5_23`` alone has functions of that
-release under its names. Imports NumPy, the core, and the forward modes of
-`cpattn.context_parallel`.
+of index keys; ``topk`` selects, and maps indices to slots; ``blocks`` selects blocks of keys;
+``sparse_mla`` attends; ``cp_sparse_mla`` does all of it for the tokens of a rank. ``kv_rows`` has
+rows of 656 bytes, ``split_norm`` the projection before, ``dsa_metadata`` the integers of a batch,
+``gates`` tells whether to split it; only ``sglang_0_5_23`` has functions under names of that
+release. Imports NumPy, the core, and the forward modes of `cpattn.context_parallel`.
 """
 
 from . import sglang_0_5_23 as sglang_0_5_23

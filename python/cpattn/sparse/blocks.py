@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of keys in place of single ones: which each query attends to, also over several ranks."""
+"""Selection of key blocks that each query attends to, also over several ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["SelectedBlocks", "merge_blocks", "select_blocks"]
 
 
 class SelectedBlocks(NamedTuple):
-    """Blocks that queries attend to.
+    """Key blocks that queries attend to.
 
     Attributes
     ----------
     blocks : tensor [num_tokens, topk], int32
-        Numbers of blocks within the sequence, ascending; -1 behind the last.
+        Block numbers within the sequence, ascending; -1 after the last.
     block_scores : tensor [num_tokens, topk], float32
-        The score of each, infinity for those that are always selected; -infinity behind the last.
+        Score of each block, infinity if it is always selected; -infinity after the last.
 
     Examples
     --------
@@ -48,45 +48,45 @@ def select_blocks(
 ) -> SelectedBlocks:
     """Select the blocks of keys that each query attends to, as MiniMax-M3 does.
 
-    The score of a block is the largest score of the keys in it that the query may see. The first
-    `init_blocks` and the last `local_blocks` that it may see are always selected. A block whose
-    scores are all -infinity never is, NaN counts as -infinity, and of equal blocks the earlier is
-    selected. Heads that select for themselves are rows of their own.
+    The score of a block is the largest score of its visible keys. The first `init_blocks` and the
+    last `local_blocks` visible blocks are always selected. A block with only -infinity scores is
+    never selected, NaN counts as -infinity, and ties go to the earlier block. If heads select
+    separately, each head has rows of its own.
 
-    Under decode context parallelism each rank has the keys of blocks of its own,
-    ``TokenInterleave(shard_size=dcp_size, interleave=block_size)``, and selects `topk` among these;
-    `merge_blocks` of all ranks' blocks has those that one rank alone would select.
+    Under decode context parallelism each rank has its own blocks of keys,
+    ``TokenInterleave(shard_size=dcp_size, interleave=block_size)``, and selects `topk` of them;
+    `merge_blocks` of all ranks' blocks gives the selection of a single rank with all keys.
 
     Parameters
     ----------
     score : tensor [num_tokens, num_keys], float32
-        Scores of the keys that the rank has, in the order of their positions, such as those of
-        `indexer_logits`; what is behind the visible ones may be anything.
+        Scores of the rank's keys in the order of their positions, such as those of
+        `indexer_logits`; scores after the visible keys may have any value.
     lengths : ints [num_tokens]
-        Keys of the sequence that each query may see, on all ranks: its position + 1.
+        Visible keys of each query on all ranks: its position + 1.
     topk : int
-        Blocks for each query, at least 1.
+        Blocks per query, at least 1.
     block_size : int
-        Keys of a block.
+        Keys per block.
     init_blocks, local_blocks : int
         Blocks at the beginning, and up to the query's own, that are always selected; at most `topk`
         together.
     dcp_rank, dcp_size : int
-        The rank, and how many share the keys; block b is on rank ``b % dcp_size``.
+        This rank, and the number of ranks that share the keys; block b is on rank ``b % dcp_size``.
 
     Returns
     -------
     SelectedBlocks
-        In the container of `score`.
+        Selection in the container of `score`.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated.
     ValueError
-        For a `score` that is not float32 with two dimensions, or has fewer keys than a query may
-        see of the rank's; numbers below the least; more blocks that are always selected than
-        `topk`; and a rank outside ``[0, dcp_size)``.
+        If `score` is not float32 with two dimensions or lacks visible keys of the rank, a number is
+        too small, more blocks than `topk` are always selected, or the rank is outside ``[0,
+        dcp_size)``.
 
     Examples
     --------
@@ -114,30 +114,30 @@ def select_blocks(
 
 
 def merge_blocks(blocks: Tensor, block_scores: Tensor, topk: int) -> SelectedBlocks:
-    """Select the best of blocks that were selected of parts of the keys, such as those of ranks.
+    """Merge blocks that were selected from parts of the keys, such as the parts of ranks.
 
     Parameters
     ----------
     blocks : tensor [num_tokens, n], int32
-        `SelectedBlocks.blocks` of all parts, one behind the other. Negative ones are none; a block
-        that is there twice counts once, with its larger score.
+        `SelectedBlocks.blocks` of all parts, side by side. Negative entries are no blocks; a block
+        that comes twice counts once, with its larger score.
     block_scores : tensor [num_tokens, n], float32
-        Their scores.
+        Scores of the blocks.
     topk : int
-        Blocks for each query, at least 1; at most as many as were selected of each part, or blocks
-        may be missing.
+        Blocks per query, at least 1, and at most the number selected from each part; with more,
+        blocks may be missing.
 
     Returns
     -------
     SelectedBlocks
-        Bit for bit what `select_blocks` of all keys returns.
+        Bitwise the result of `select_blocks` on all keys.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated.
     ValueError
-        If shapes or dtypes are others, or `topk` is below 1.
+        If shapes or dtypes do not fit, or `topk` is below 1.
 
     Examples
     --------
@@ -155,7 +155,7 @@ def merge_blocks(blocks: Tensor, block_scores: Tensor, topk: int) -> SelectedBlo
 
 
 def _results(function: str, like: Tensor, rows: int, topk: int) -> SelectedBlocks:
-    shape = rows, max(topk, 0)  # the core refuses those below 1
+    shape = rows, max(topk, 0)  # the core refuses topk < 1
     return SelectedBlocks(*(empty(function, like, shape, kind) for kind in ("int32", "float32")))
 
 

@@ -63,32 +63,32 @@ def cp_sparse_mla(
 ) -> TensorT | tuple[TensorT, TensorT]:
     """Attend with each of a rank's tokens to the keys that the indexer selects for it.
 
-    `cp_indexer_topk`, then `flash_mla_sparse_fwd` on the slots of what it selects, in one call. A
-    row has the bits that it has on a single rank, whatever the strategy and the number of ranks.
+    One call of `cp_indexer_topk`, then `flash_mla_sparse_fwd` on the selected slots. A row has the
+    same bits as on a single rank, for any strategy and number of ranks.
 
     Parameters
     ----------
     q : tensor [rows, num_heads, head_dim], float32, float16 or bfloat16
-        This rank's rows in the order of the metadata. Rows beyond the metadata's are padding:
-        zeros come out.
+        This rank's rows in the order of the metadata. Further rows are padding; their results are
+        zeros.
     kv : tensor
-        The latents of the complete sequences, as `kv` of `flash_mla_sparse_fwd`: their rows are
-        the slots of the pages of `block_tables`.
+        Latents of the complete sequences, as `kv` of `flash_mla_sparse_fwd`; its rows are the slots
+        of the pages in `block_tables`.
     index_q, index_k_cache, weights : tensors
-        The indexer's `q`, `index_k_cache` and `weights`, as in `cp_indexer_topk`; `index_q` has
-        as many rows as `q`.
+        The indexer's `q`, `index_k_cache` and `weights`, as in `cp_indexer_topk`; `index_q` has as
+        many rows as `q`.
     metadata : ContextParallelMetadata
         Metadata of the batch and this rank, from `cpattn.build_cp_metadata`.
     block_tables, page_size, topk, prefix_lens
-        As of `cp_indexer_topk`.
+        See `cp_indexer_topk`.
     sm_scale, d_v, attn_sink
-        As of `flash_mla_sparse_fwd`.
+        See `flash_mla_sparse_fwd`.
     index_k_scale : tensor, optional
-        Scales as `k_scale` of `cp_indexer_topk`.
+        Scales of index keys, `k_scale` of `cp_indexer_topk`.
     num_threads : int, optional
-        Results do not depend on it.
+        Number of threads; results do not depend on it.
     out : tensor [rows, num_heads, d_v], of the dtype of q, optional
-        Written and returned; it may not overlap an input.
+        Receives the result and is returned; must not overlap an input.
     return_lse : bool
         Whether to return `lse`, too.
 
@@ -96,15 +96,15 @@ def cp_sparse_mla(
     -------
     out : tensor [rows, num_heads, d_v], of the container and dtype of q
     lse : tensor [rows, num_heads], float32; only with ``return_lse``
-        Natural logarithm, without the sink; -inf for padding.
+        Natural log-sum-exp without the sink; -inf for padding.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For another number of rows of `q` than of `index_q`, a cache without a slot that is
-        selected, and what the two functions refuse.
+        If `q` and `index_q` differ in rows, a cache lacks a selected slot, or one of the two
+        functions refuses its arguments.
 
     Examples
     --------

@@ -31,39 +31,39 @@ def cp_indexer_topk(
         logit[j] = k_scale[j] * sum(weights[h] * relu(q[h] @ k[j]) for h in heads)   # j <= p
         indices = the topk keys j with the largest logit[j]
 
-    All rows of all sequences are computed at once, whatever the strategy, so the result of a
-    token does not depend on the number of ranks, the rank, or the rest of the batch.
+    One plan computes all rows of all sequences, for any strategy, so the result of a token does not
+    depend on the number of ranks, the rank, or the rest of the batch.
 
     Parameters
     ----------
     q : tensor [rows, num_heads, head_dim], of the dtype of the keys
         This rank's rows in the order of the metadata (zigzag: all prev blocks, then all next
-        blocks). Rows beyond the metadata's are padding: never read, -1 comes out.
+        blocks). Further rows are padding: they are never read, and their results are -1.
     index_k_cache : tensor
-        The complete sequences, the new tokens included. Rows of bfloat16, float32,
-        float8_e4m3fn or int8, [num_pages, page_size, head_dim], [num_pages, page_size, 1,
-        head_dim] or [num_slots, 1, head_dim]. Or uint8 [num_pages, page_size * (head_dim + 4)],
-        also as [num_pages, page_size, head_dim + 4] or [num_pages, page_size, 1, head_dim + 4]:
-        each page is its rows in float8_e4m3fn, then their float32 scales.
+        Index keys of the complete sequences, new tokens included. Rows of bfloat16, float32,
+        float8_e4m3fn or int8, [num_pages, page_size, head_dim], [num_pages, page_size, 1, head_dim]
+        or [num_slots, 1, head_dim]. Or uint8 [num_pages, page_size * (head_dim + 4)], also as
+        [num_pages, page_size, head_dim + 4] or [num_pages, page_size, 1, head_dim + 4]: each page
+        has its rows in float8_e4m3fn, then their float32 scales.
     weights : tensor [rows, num_heads] or [rows, num_heads, 1], float32 or bfloat16
-        With quantised queries their scales belong in here.
+        Factor of each head, times the scale of quantised queries.
     metadata : ContextParallelMetadata
         Metadata of the batch and this rank, from `cpattn.build_cp_metadata`.
     block_tables : ints [batch, pages]
-        The pages of each sequence, its prefix first; further entries are never read.
+        Pages of each sequence, its prefix first; further entries are never read.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     topk : int
-        Keys for each row, at least 1.
+        Keys per row, at least 1.
     prefix_lens : ints [batch], optional
-        The cached prefix of each sequence, in tokens. With metadata of the "bare" convention it
-        must be given if there is a prefix, and be that of the metadata; "baked" metadata counts
-        the prefix in its lengths, and giving it again is an error.
+        Cached prefix of each sequence, in tokens. Required with "bare" metadata of a batch with a
+        prefix; it must match the metadata. Forbidden with "baked" metadata, whose lengths include
+        it.
     k_scale : tensor of the shape of `index_k_cache` without its last dimension, float32, optional
-        One factor per key; not with uint8, which has them inside.
+        Factor of each key; not with uint8, which includes scales.
     sorted : bool
-        Whether rows are by score, descending, ties to the smaller index. Otherwise, and in rows
-        with no more than topk keys, they are by index, ascending.
+        Whether rows are by descending score, ties by ascending index. Otherwise, and in rows with
+        at most topk keys, they are by ascending index.
     num_threads : int, optional
         Default: `set_num_threads`, ``CPATTN_NUM_THREADS``, or all CPUs.
 
@@ -77,9 +77,9 @@ def cp_indexer_topk(
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For fewer rows than the metadata has, a prefix counted twice, not at all or differently, a
-        token beyond the block table, page ids outside the cache, and shapes or dtypes that do not
-        fit.
+        If there are fewer rows than in the metadata, a prefix is counted twice, not at all or
+        differently, a token is beyond the block table, page ids are outside the cache, or shapes or
+        dtypes do not fit.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def cp_indexer_topk(
     function = "cp_indexer_topk"
     rows = _core.shape_of(q, function, "q", 3)[0]
     topk = _core.integer(topk, function, "topk")
-    out = empty(function, q, (rows, max(topk, 0)), "int32")  # the core refuses those below 1
+    out = empty(function, q, (rows, max(topk, 0)), "int32")  # the core refuses topk < 1
     _core.cp_indexer_topk(
         q, index_k_cache, weights, metadata, block_tables, page_size, topk, prefix_lens, k_scale,
         sorted, num_threads, out,
@@ -108,19 +108,19 @@ def cp_indexer_topk(
 def dcp_local_indices(
     indices: TensorT, *, dcp_rank: int, dcp_size: int, interleave_size: int = 1
 ) -> TensorT:
-    """Keep those of global top-k indices that one rank of decode context parallelism owns.
+    """Select those global top-k indices that one rank of decode context parallelism owns.
 
-    Position ``p`` of a sequence lies on rank ``p // interleave_size % dcp_size``, which holds its
-    positions in order. Over all ranks every index comes out once.
+    Position ``p`` of a sequence lies on rank ``p // interleave_size % dcp_size``, which stores its
+    positions in order. Each index appears on exactly one rank.
 
     Parameters
     ----------
     indices : tensor [num_tokens, topk], int32
         Positions within the sequence; negative ones are skipped.
     dcp_rank, dcp_size : int
-        The rank, and how many there are.
+        This rank, and the number of ranks.
     interleave_size : int
-        Consecutive positions that lie on one rank.
+        Consecutive positions per rank.
 
     Returns
     -------
@@ -138,7 +138,7 @@ def dcp_local_indices(
 
     Examples
     --------
-    Rank 1 of 2 holds the odd positions, so that position 9 is its fifth key:
+    Rank 1 of 2 holds the odd positions, so position 9 is its fifth key:
 
     >>> import numpy as np, cpattn
     >>> indices = np.array([[9, 4, 7, 2, -1]], np.int32)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integers of a sparse-attention (DSA) batch: which keys each query may select, and where
-they are."""
+"""The integers of a sparse-attention (DSA) batch: selectable keys of each query, and places."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def build_dsa_metadata(
     cp_metadata: ContextParallelMetadata | None = None,
     num_rows: int | None = None,
 ) -> DsaMetadata:
-    """Compute what indexer, top-k transform and sparse attention need to know of a batch.
+    """Compute the lengths and tables that indexer, top-k transform and sparse attention need.
 
     Parameters
     ----------
@@ -37,33 +36,34 @@ def build_dsa_metadata(
         New tokens of each sequence. None: one each in decode, `num_draft_tokens` each in verify
         and draft batches.
     seq_lens : ints [bs]
-        Cached prefix plus new tokens in every mode, draft tokens included. Below `extend_lens`
-        in verify and draft batches only, where the first rows then see nothing.
+        Cached prefix plus new tokens in every mode, draft tokens included. May be below
+        `extend_lens` only in verify and draft batches, where the first rows then see no key.
     forward_mode : ForwardMode
-        Kind of the batch.
+        Mode of the batch.
     topk : int
-        Keys that a row attends to at most.
+        Most keys that a row attends to.
     fp8_kv_cache : bool
-        The argument of `get_topk_transform_method`.
+        Argument of `get_topk_transform_method`.
     prefill_impl : str
-        The argument of `get_topk_transform_method`.
+        Argument of `get_topk_transform_method`.
     page_size : int
-        Tokens of a page of ``real_page_table``.
+        Tokens per page of ``real_page_table``.
     req_to_token : ints [requests, slots], optional
-        The slot of every token of every request. Without it there are no page tables.
+        Slot of every token of every request. Without it there are no page tables.
     req_pool_indices : ints [bs], optional
-        The rows of `req_to_token` of this batch; default 0, 1, ...
+        Rows of `req_to_token` of this batch; default 0, 1, ...
     num_draft_tokens : int, optional
-        New tokens of each sequence where `extend_lens` is None, in verify and draft batches.
+        New tokens of each sequence if `extend_lens` is None, in verify and draft batches.
     cp_metadata : ContextParallelMetadata, optional
-        Metadata of the same batch: only rows of q on its rank count, and sequences that have any.
+        Metadata of the same batch; restricts the result to its rank's rows of q, and to sequences
+        with such rows.
     num_rows : int, optional
-        Rows of q with padding; default those of the batch or of `cp_metadata`.
+        Rows of q with padding. Default: the rows of the batch or of `cp_metadata`.
 
     Returns
     -------
     DsaMetadata
-        A printable, comparable value; see there for its arrays.
+        Printable, comparable value; see its class for the arrays.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def build_dsa_metadata(
     )  # fmt: skip
 
 
-# Not a subclass, as `KVLayout` is: the core makes these values, and would have to know it.
+# No subclass like `KVLayout`: the core makes these values and would have to know the subclass.
 DsaMetadata.forward_mode = property(  # type: ignore[assignment]
     lambda self: ForwardMode(self._forward_mode), doc="ForwardMode"
 )
@@ -96,49 +96,49 @@ DsaMetadata.topk_transform_method = property(  # type: ignore[assignment]
 DsaMetadata.__module__ = "cpattn.sparse"
 DsaMetadata.__doc__ = """The integers of a sparse-attention (DSA) batch.
 
-A printable, comparable value of read-only int32 arrays, for n sequences and T rows of q, that
-`build_dsa_metadata` makes. It can be hashed and pickled, and ``to_dict()`` has every field by
+`build_dsa_metadata` makes it: a printable, comparable value of read-only int32 arrays, for n
+sequences and T rows of q. It can be hashed and pickled, and ``to_dict()`` returns every field by
 name, as int, list of int or None.
 
 Attributes
 ----------
 bs_idx, extend_lens, cache_seqlens : array [n], int32
-    Each sequence's index in the batch, rows of q here, and keys.
+    Index in the batch, rows of q here, and keys of each sequence.
 cu_seqlens_q : array [n + 1], int32, or None
-    Running sums of ``extend_lens``. None where rows of a sequence lie apart, under zigzag;
-    ``token_to_batch_idx`` serves as `batch_idx_list` then.
+    Running sums of ``extend_lens``. None if rows of a sequence lie apart, as under zigzag;
+    ``token_to_batch_idx`` then serves as `batch_idx_list`.
 cu_seqlens_k : array [n + 1], int32
     Running sums of ``cache_seqlens``.
 seqlens_expanded : array [T], int32
-    Keys that each row sees: ``seq_len - extend_len + 1, ..., seq_len``.
+    Visible keys of each row: ``seq_len - extend_len + 1, ..., seq_len``.
 token_to_batch_idx : array [T], int32
-    The sequence of each row, as a position in ``bs_idx``.
+    Sequence of each row, as a position in ``bs_idx``.
 ks, ke : array [T], int32
-    The keys of each row where those of all n sequences are concatenated.
+    Range of each row's keys in the concatenated keys of all n sequences.
 topk_indices_offset : array [T], int32, or None
     ``ks``, if the method is RAGGED; else None.
 dsa_cache_seqlens : array [num_rows], int32
     ``min(seqlens_expanded, topk)``, not below 0, and 0 in padding.
 dsa_cu_seqlens_k : array [num_rows + 1], int32, or None
-    Running sums of these. None if they leave int32.
+    Running sums of ``dsa_cache_seqlens``. None if they exceed int32.
 page_table_1 : array [n, max_seqlen_k], int32, or None
-    Slots of the keys; rows are of sequences in every mode. Entries behind a sequence's keys say
-    nothing. None without `req_to_token`.
+    Slots of the keys, a row per sequence in every mode. Entries after a sequence's keys have no
+    meaning. None without `req_to_token`.
 real_page_table : array [n, pages], int32, or None
-    Pages of ``page_size`` tokens, likewise.
+    Pages of ``page_size`` tokens, in the form of ``page_table_1``.
 page_table_1_flattened : array [sum(cache_seqlens)], int32, or None
-    Slots of the concatenated keys, if the method is RAGGED and they are not just the new
-    tokens of the batch.
+    Slots of the concatenated keys, if the method is RAGGED and some keys are not new tokens of the
+    batch.
 forward_mode : ForwardMode
 topk_transform_method : TopkTransformMethod
 topk, page_size : int
     The arguments.
 max_seqlen_q, max_seqlen_k : int
-    The largest of ``extend_lens`` and of ``cache_seqlens``.
+    Largest of ``extend_lens`` and of ``cache_seqlens``.
 
 Examples
 --------
-Two sequences in decode, whose second has no third key yet:
+Two sequences in decode; the second has no third key yet:
 
 >>> batch = build_dsa_metadata(None, [3, 2], forward_mode=ForwardMode.DECODE, topk=2,
 ...                            fp8_kv_cache=False, prefill_impl="fa3",

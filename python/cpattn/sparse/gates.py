@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates: may the prefill of a sparse-attention (DSA) model be split over ranks?"""
+"""Gates that tell whether the prefill of a sparse-attention (DSA) model may be split over ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def can_dsa_prefill_cp_interleave(
 ) -> bool:
     """Tell whether a sparse-attention (DSA) model may split this prefill token by token.
 
-    It may for strategy ``interleave``, a mode whose new tokens may be split (`ForwardMode.EXTEND`
-    and `ForwardMode.MIXED`), and ``sum(extend_lens) >= cp_size > 1``.
+    The conditions are strategy ``interleave``, a mode whose new tokens may be split
+    (`ForwardMode.EXTEND` or `ForwardMode.MIXED`), and ``sum(extend_lens) >= cp_size > 1``.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def can_dsa_prefill_cp_interleave(
         A strategy of `cpattn.build_cp_metadata` or one of its other names, such as
         ``"round-robin-split"`` for ``"interleave"``.
     forward_mode : ForwardMode or None
-        Kind of the batch. None may not be split.
+        Mode of the batch. None may not be split.
 
     Returns
     -------
@@ -39,7 +39,7 @@ def can_dsa_prefill_cp_interleave(
     TypeError
         If an argument is of another type than stated.
     ValueError
-        For negative lengths, a `cp_size` out of range, and an unknown strategy or mode.
+        If a length is negative, `cp_size` is out of range, or the strategy or mode is unknown.
 
     Examples
     --------
@@ -56,13 +56,13 @@ def dsa_use_prefill_cp(
 ) -> bool:
     """Tell whether this forward pass of a sparse-attention (DSA) model is split over ranks.
 
-    It is if context parallelism is enabled, the batch got metadata for it, and its mode is one
-    whose new tokens may be split.
+    The conditions are that context parallelism is enabled, the batch has metadata for it, and the
+    mode allows splitting new tokens.
 
     Parameters
     ----------
     forward_mode : ForwardMode or None
-        Kind of the batch. None is never split.
+        Mode of the batch. None is never split.
     has_cp_metadata : bool
         Whether the batch has context-parallel metadata.
     enabled : bool

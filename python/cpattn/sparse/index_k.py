@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys of the indexer before it scores them: rotated, quantised, cached."""
+"""Preparation of indexer queries and keys: rotation, quantisation, and the cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NUMBERS = ("float32", "float16", "bfloat16")
 def hadamard_transform(x: TensorT, scale: float | None = None) -> TensorT:
     """Multiply the last dimension by the Hadamard matrix of its size: ``x @ H * scale``.
 
-    ``H[i, j] = (-1) ** popcount(i & j)``, which is its own transpose and, with the default scale,
-    its own inverse. Sums are in float32, with one rounding at the end.
+    ``H[i, j] = (-1) ** popcount(i & j)`` is its own transpose and, with the default scale, its own
+    inverse. Sums are in float32, with one rounding at the end.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def hadamard_transform(x: TensorT, scale: float | None = None) -> TensorT:
     TypeError
         If x is no tensor, or `scale` no number.
     ValueError
-        For another dtype, and a D that is no power of two.
+        If `x` has another dtype, or D is no power of two.
 
     Examples
     --------
@@ -84,9 +84,9 @@ def quantize_index(
     TypeError
         If x is no tensor, or another argument no str.
     ImportError
-        For e4m3fn codes of a NumPy array without ml_dtypes.
+        If codes are e4m3fn in a NumPy array and ml_dtypes is missing.
     ValueError
-        For another dtype or format, "ue8m0" with int8, and a D that is no multiple of 128.
+        If a dtype or format is unknown, "ue8m0" meets int8, or D is no multiple of 128.
 
     Notes
     -----
@@ -130,22 +130,23 @@ def write_index_k_cache(
     *,
     scale_fmt: str | None = None,
 ) -> None:
-    """Write keys of the indexer into its paged cache, 132 bytes a token.
+    """Write index keys into their paged cache, 132 bytes per token.
 
-    A page holds the 128-byte codes of its tokens one after the other, then their float32 scales.
-    A cache of single rows, code and scale together, is one whose pages hold one token.
+    A page holds the 128-byte codes of its tokens, then their float32 scales. A cache of single rows
+    with code and scale together is a cache with pages of one token.
 
     Parameters
     ----------
     cache : tensor [num_pages, page_size * 132], uint8
-        Written in place.
+        Cache, written in place.
     slots : ints [num_tokens]
-        ``page * page_size + offset``; -1 skips the token. Of a slot given twice the last counts.
+        ``page * page_size + offset``; -1 skips the token. If tokens share a slot, the last one
+        counts.
     k : tensor [num_tokens, 128] or [num_tokens, 1, 128]
         Codes (float8_e4m3fn, int8 or uint8) with `k_scale`, or numbers (float32, float16 or
-        bfloat16) without, which become e4m3fn by `quantize_index`.
+        bfloat16) without it; numbers become e4m3fn by `quantize_index`.
     k_scale : tensor of num_tokens elements, float32, optional
-        The scale of each token's codes.
+        Scale of each token's codes.
     scale_fmt : str, optional
         See `quantize_index`; only without `k_scale`.
 
@@ -154,7 +155,7 @@ def write_index_k_cache(
     TypeError
         If a tensor is of another type than stated, or a slot no integer.
     ValueError
-        For shapes and dtypes that do not fit and slots beyond the cache; nothing is written then.
+        If shapes or dtypes do not fit, or the cache lacks a slot; nothing is written then.
 
     Examples
     --------
@@ -196,9 +197,9 @@ def read_index_k_cache(
     cache : tensor [num_pages, page_size * 132], uint8
         Cache as in `write_index_k_cache`.
     slots : ints [n]
-        They may repeat; -1 is refused.
+        Slots to read; they may repeat. -1 is refused.
     dtype : str
-        What the codes are, ``"float8_e4m3fn"`` or ``"int8"``.
+        Dtype of the codes, ``"float8_e4m3fn"`` or ``"int8"``.
 
     Returns
     -------
@@ -210,9 +211,9 @@ def read_index_k_cache(
     TypeError
         If `cache` is no tensor, a slot no integer, or `dtype` no str.
     ImportError
-        For e4m3fn codes of a NumPy array without ml_dtypes.
+        If codes are e4m3fn in a NumPy array and ml_dtypes is missing.
     ValueError
-        For slots outside the cache, another dtype, and pages that are no multiple of 132 bytes.
+        If the cache lacks a slot, `dtype` is unknown, or pages are no multiple of 132 bytes.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lightning indexer of sparse attention: which keys a query attends to."""
+"""Lightning indexer of sparse attention, which selects the keys that a query attends to."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def indexer_logits(
     Parameters
     ----------
     q : tensor [num_tokens, num_heads, head_dim], bfloat16, float32, float8_e4m3fn or int8
-        Scales of quantised queries belong into `weights`. ``head_dim`` is a multiple of 16, of 32
-        for float8_e4m3fn, up to 256.
+        Queries; multiply scales of quantised queries into `weights`. ``head_dim`` is a multiple of
+        16 (32 for float8_e4m3fn), up to 256.
     k : tensor [num_keys, head_dim], of the dtype of q
         Keys of all sequences, one after the other.
     weights : tensor [num_tokens, num_heads] or [num_tokens, num_heads, 1], float32 or bfloat16
-        The factor of each head.
+        Factor of each head.
     ks, ke : ints [num_tokens]
-        0 <= ks and ke <= num_keys; ke <= ks is a query without keys.
+        Range of keys of each query, 0 <= ks and ke <= num_keys; empty if ke <= ks.
     k_scale : tensor [num_keys] or [num_keys, 1], float32, optional
         Scales of quantised keys.
 
@@ -37,14 +37,14 @@ def indexer_logits(
     -------
     logits : tensor [num_tokens, num_keys], float32
         ``k_scale[j] * sum(weights[i, h] * relu(q[i, h] @ k[j]) for h in heads)``, and -inf outside
-        [ks, ke). Its bits depend on the query and the key alone.
+        [ks, ke). Its bits depend only on the query and the key.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For ranges beyond the keys, and shapes or dtypes that do not fit.
+        If ranges exceed the keys, or shapes or dtypes do not fit.
 
     Examples
     --------
@@ -76,35 +76,35 @@ def indexer_topk(
 ) -> TensorT:
     """Select the ``topk`` keys of [ks[i], ke[i]) with the largest scores, for every query i.
 
-    The selection is exact, and the scores are never stored: memory does not depend on the number
-    of keys.
+    The selection is exact, and scores are never stored: memory does not depend on the number of
+    keys.
 
     Parameters
     ----------
     q, k, weights, ks, ke, k_scale
-        As in `indexer_logits`; the scores are its, bit for bit.
+        See `indexer_logits`; scores are bitwise those of `indexer_logits`.
     topk : int
-        From 1 to 2**20.
+        Keys per query, from 1 to 2**20.
     sorted : bool
-        Whether to sort by score, descending, or else by index, ascending, which costs less.
+        Whether to sort by descending score; False sorts by ascending index, which costs less.
 
     Returns
     -------
     indices : tensor [num_tokens, topk], int32
-        Relative to ks[i]. Of equal scores the smaller index comes first; NaN counts as -inf. A
-        query with at most ``topk`` keys has all of them, ascending, then -1.
+        Indices relative to ks[i]. Ties go to the smaller index; NaN counts as -inf. A query with at
+        most ``topk`` keys has all of them, ascending, then -1.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For ranges beyond the keys, and shapes or dtypes that do not fit.
+        If ranges exceed the keys, or shapes or dtypes do not fit.
 
     Notes
     -----
-    int8 takes little more than half the time of bfloat16 where the processor has VNNI. From
-    `quantize_index` it found 99 % of the 512 best of 8192 keys that bfloat16 finds.
+    On processors with VNNI, int8 takes little more than half the time of bfloat16. With
+    `quantize_index`, it found 99 % of the 512 best of 8192 keys that bfloat16 finds.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the FP8 cache of multi-head latent attention: 656 bytes a token."""
+"""Rows of the FP8 cache of multi-head latent attention: 656 bytes per token."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROW_BYTES = 656  # and 64 bfloat16 numbers
 def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None) -> TensorT:
     """Quantise latent keys for the FP8 cache of multi-head latent attention.
 
-    A row is 512 e4m3fn codes of `nope`, 4 little-endian float32 scales, one per 128 elements, and
-    the 64 numbers of `rope` as bfloat16. Each group has ``scale = amax / 448`` and the codes
-    ``x * (1 / scale)``, in float32, rounded to nearest even.
+    A row has 512 e4m3fn codes of `nope`, 4 little-endian float32 scales, one per 128 elements, and
+    the 64 numbers of `rope` as bfloat16. Each group has ``scale = amax / 448`` and codes ``x * (1 /
+    scale)``, in float32, rounded to nearest even.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None)
     rope : tensor [num_tokens, 64] or [num_tokens, 1, 64], of the dtype of `nope`
         The part with positions.
     out : tensor [num_tokens, 1, 656], uint8, optional
-        Written and returned.
+        Receives the rows and is returned.
 
     Returns
     -------
@@ -39,11 +39,11 @@ def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None)
     TypeError
         If an argument is no tensor.
     ValueError
-        For other dimensions or dtypes, and if the numbers of tokens differ.
+        If dimensions or dtypes do not fit, or the numbers of tokens differ.
 
     Notes
     -----
-    A group whose scale would be below 2^-126, such as one of zeros, has scale 0 and zero bytes.
+    A group whose scale would be below 2^-126, such as a group of zeros, has scale 0 and zero bytes.
     A group with an infinity or NaN has scale NaN and codes 0x7f, and reads back as NaN.
 
     Examples
@@ -67,7 +67,7 @@ def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None)
 def quantize_kv_rows_separate(nope: TensorT, rope: Tensor) -> tuple[TensorT, TensorT]:
     """Quantise latent keys as `quantize_kv_rows` does, into two tensors.
 
-    Joined along the last dimension they are its rows.
+    Concatenated along the last dimension, they are the rows of `quantize_kv_rows`.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def quantize_kv_rows_separate(nope: TensorT, rope: Tensor) -> tuple[TensorT, Ten
     TypeError
         If an argument is no tensor.
     ValueError
-        For other dimensions or dtypes, and if the numbers of tokens differ.
+        If dimensions or dtypes do not fit, or the numbers of tokens differ.
 
     Examples
     --------
@@ -118,7 +118,7 @@ def dequantize_kv_rows(
     indices : ints [n], optional
         Rows to read, ``block * block_size + offset`` if paged; they may repeat. Default: all.
     out : tensor [n, 1, 576], bfloat16, optional
-        Written and returned. New memory costs more than filling it where there are many rows.
+        Receives the result and is returned. For many rows, new memory costs more than filling it.
 
     Returns
     -------
@@ -130,9 +130,9 @@ def dequantize_kv_rows(
     TypeError
         If `rows` is no tensor, or an index no integer.
     ImportError
-        For a NumPy array without ml_dtypes.
+        If the result is a NumPy array and ml_dtypes is missing.
     ValueError
-        For another width or dtype, and for indices that are not there, -1 included.
+        If width or dtype does not fit, or an index is not in the rows, -1 included.
 
     Examples
     --------

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selections and tables of indices with the names and arguments of sglang 0.5.23.
+"""Selections and index tables with the names and arguments of sglang 0.5.23.
 
-``fast_topk`` and what is fused with it are those of its package of kernels; they follow the rules
-of `cpattn.sparse.topk`, for all selections. The others turn indices into slots, as the metadata of
-its sparse-attention backend does.
+``fast_topk`` and its fused variants have the names of sglang's kernel package; they follow the
+rules of `cpattn.sparse.topk` for all selections. The other functions map indices to slots, as the
+metadata of sglang's sparse-attention backend does.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ def fast_topk(
     score : tensor [num_rows, num_scores], float32
         Any row stride, contiguous columns. Columns outside the candidates are never read.
     lengths : ints [num_rows]
-        Zero and negative ones are rows without candidates.
+        Zero and negative lengths are rows without candidates.
     topk : int
         1 to 2**28.
     row_starts : ints [num_rows], optional
         Default 0.
     sorted : bool
-        Whether to sort by score, descending, ties to the smaller index; else by index, ascending.
+        Whether to sort by descending score, ties by ascending index; False: by ascending index.
 
     Returns
     -------
     tensor [num_rows, topk], int32
-        In the container of score. A row with at most `topk` candidates lists all, ascending, then
-        -1.
+        Indices in the container of score. A row with at most `topk` candidates lists all,
+        ascending, then -1.
 
     Raises
     ------
     TypeError
         If `score` is no tensor, or a length or a start no integer.
     ValueError
-        For candidates outside the row, and shapes that do not fit.
+        If candidates are outside the row, or shapes do not fit.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def fast_topk_transform_fused(
     page_size: int = 1,
     sorted: bool = True,
 ) -> TensorT:
-    """Select as `fast_topk` does, and turn the indices into slots of the cache.
+    """Select as `fast_topk` does, and map the indices to slots of the cache.
 
     With ``cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]``, an index of row ``i`` becomes::
 
@@ -100,12 +100,12 @@ def fast_topk_transform_fused(
     score, lengths, topk, row_starts, sorted
         As in `fast_topk`.
     page_table_size_1 : ints [num_sequences, pages]
-        Slots with a page size of 1, else page ids. The candidates of a row must be within its
-        width, and the entries that are read >= 0.
+        Slots with a page size of 1, else page ids. It must cover the candidates of a row, and
+        entries that are read must be >= 0.
     cu_seqlens_q : ints [num_sequences + 1], or None
-        Rises from 0 to num_rows. None: a table row for each row of score, as in decode.
+        Running sums from 0 to num_rows. None: a table row for each row of score, as in decode.
     page_size : int
-        Tokens of a page of the table; sglang's function has pages of one token only.
+        Tokens per page of the table; sglang's function only has pages of one token.
 
     Returns
     -------
@@ -117,8 +117,8 @@ def fast_topk_transform_fused(
     TypeError
         If `score` is no tensor, or another argument holds no integers.
     ValueError
-        For what `fast_topk` refuses, candidates beyond the page table, negative entries that are
-        read, and query lengths that do not add up to the rows.
+        If `fast_topk` refuses an argument, candidates exceed the page table, an entry that is read
+        is negative, or query lengths do not add up to the rows.
 
     Examples
     --------
@@ -149,26 +149,26 @@ def fast_topk_transform_ragged_fused(
 ) -> TensorT:
     """Select as `fast_topk` does, and add ``topk_indices_offset[i]`` to the indices of row ``i``.
 
-    They are rows of concatenated keys and values then.
+    The results are rows of concatenated keys and values.
 
     Parameters
     ----------
     score, lengths, topk, row_starts, sorted
         As in `fast_topk`.
     topk_indices_offset : ints [num_rows]
-        Where the sequence of each row begins in the concatenation.
+        Begin of each row's sequence in the concatenation.
 
     Returns
     -------
     tensor [num_rows, topk], int32
-        In the container of score; -1 behind the last index stays -1.
+        Rows in the container of score; -1 after the last index stays -1.
 
     Raises
     ------
     TypeError
         If `score` is no tensor, or another argument holds no integers.
     ValueError
-        For what `fast_topk` refuses, and offsets that are negative or leave int32.
+        If `fast_topk` refuses an argument, or an offset is negative or exceeds int32.
 
     Examples
     --------
@@ -191,7 +191,7 @@ def fast_topk_transform_ragged_fused(
 def transform_index_page_table_decode(
     page_table: TensorT, topk_indices: Tensor, page_size: int = 1
 ) -> TensorT:
-    """Turn indices that are selected already into slots, row by row of the page table.
+    """Map selected indices to slots, row by row of the page table.
 
     Parameters
     ----------
@@ -200,20 +200,19 @@ def transform_index_page_table_decode(
     topk_indices : tensor [num_sequences, topk], int32 or int64
         Positions within the sequence; negative ones become -1.
     page_size : int
-        Tokens of a page of the table.
+        Tokens per page of the table.
 
     Returns
     -------
     tensor [num_sequences, topk], int32
-        In the container of page_table.
+        Slots in the container of page_table.
 
     Raises
     ------
     TypeError
         If an argument is no tensor, or not of int32 or int64.
     ValueError
-        For indices beyond the page table, negative entries that are read, and shapes that do not
-        fit.
+        If indices exceed the page table, an entry that is read is negative, or shapes do not fit.
 
     Examples
     --------
@@ -230,7 +229,7 @@ def transform_index_page_table_decode(
 def transform_index_page_table_prefill(
     page_table: TensorT, topk_indices: Tensor, extend_lens_cpu: Indices, page_size: int = 1
 ) -> TensorT:
-    """Turn indices that are selected already into slots, for several rows of each sequence.
+    """Map selected indices to slots, for several rows of each sequence.
 
     Parameters
     ----------
@@ -241,20 +240,20 @@ def transform_index_page_table_prefill(
     extend_lens_cpu : ints [num_sequences]
         Rows of each sequence; they add up to num_tokens.
     page_size : int
-        Tokens of a page of the table.
+        Tokens per page of the table.
 
     Returns
     -------
     tensor [num_tokens, topk], int32
-        In the container of page_table.
+        Slots in the container of page_table.
 
     Raises
     ------
     TypeError
-        If a tensor is none or not of int32 or int64, or a length no integer.
+        If an argument is no tensor or not of int32 or int64, or a length is no integer.
     ValueError
-        For lengths that do not add up, indices beyond the page table, negative entries that are
-        read, and shapes that do not fit.
+        If lengths do not add up, indices exceed the page table, an entry that is read is negative,
+        or shapes do not fit.
 
     Examples
     --------
@@ -282,7 +281,7 @@ def page_table_to_topk(
     num_rows: int | None = None,
     page_size: int = 1,
 ) -> TensorT:
-    """List the slots of whole sequences, where no selection is needed.
+    """List the slots of whole sequences, when no selection is needed.
 
     Row ``i`` has the slots of the first ``min(lengths[i], topk)`` tokens of sequence ``i``, then
     -1; rows from the number of sequences up to `num_rows` are all -1.
@@ -292,26 +291,26 @@ def page_table_to_topk(
     page_table : tensor [num_sequences, pages], int32 or int64
         Slots with a page size of 1, else page ids.
     lengths : ints [num_sequences]
-        Tokens of each sequence; negative ones count as 0.
+        Tokens of each sequence; negative lengths count as 0.
     topk : int
         At least 1.
     num_rows : int, optional
         At least num_sequences, the default.
     page_size : int
-        Tokens of a page of the table.
+        Tokens per page of the table.
 
     Returns
     -------
     tensor [num_rows, topk], int32
-        In the container of page_table.
+        Slots in the container of page_table.
 
     Raises
     ------
     TypeError
         If `page_table` is no tensor or not of int32 or int64, or a length no integer.
     ValueError
-        For sequences longer than the table, negative entries that are read, fewer rows than
-        sequences, and shapes that do not fit.
+        If a sequence is longer than the table, an entry that is read is negative, there are fewer
+        rows than sequences, or shapes do not fit.
 
     Examples
     --------
@@ -343,21 +342,21 @@ def pad_topk_indices(topk_indices: TensorT, num_tokens: int) -> TensorT:
     Parameters
     ----------
     topk_indices : tensor [num_rows, topk], int32 or int64
-        On any device.
+        Selected indices, on any device.
     num_tokens : int
         At least the number of rows.
 
     Returns
     -------
     tensor [num_tokens, topk]
-        Of the dtype of `topk_indices`; itself if there is nothing to append.
+        Indices in the dtype of `topk_indices`; `topk_indices` itself if there is nothing to append.
 
     Raises
     ------
     TypeError
         If `topk_indices` is no tensor or not of int32 or int64, or `num_tokens` no integer.
     ValueError
-        For another number of dimensions, and fewer tokens than rows.
+        If the number of dimensions is not two, or there are fewer tokens than rows.
 
     Examples
     --------

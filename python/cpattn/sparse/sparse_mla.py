@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention over keys that were selected for each token."""
+"""Multi-head latent attention over the selected keys of each token."""
 
 from __future__ import annotations
 
@@ -22,56 +22,55 @@ def flash_mla_sparse_fwd(
     out: TensorT | None = None,
     num_threads: int | None = None,
 ) -> tuple[TensorT, TensorT, TensorT]:
-    """Attend with each token to the rows of `kv` that its indices name.
+    """Attend with each token to the rows of `kv` that its indices select.
 
-    One latent row serves all heads as key, and its first `d_v` elements as value. Slots of a
-    pool (PAGED indices) and rows of a flat buffer (RAGGED) are the same to it: there is no
-    causal mask, what a token sees are its indices alone, and rows that are not named are never
-    read. Results do not depend on the other tokens of the call.
+    One latent row serves all heads as key, and its first `d_v` elements as value. Slots of a pool
+    (PAGED indices) and rows of a flat buffer (RAGGED) work alike. There is no causal mask: a token
+    sees exactly its indices, and other rows are never read. Results do not depend on the other
+    tokens of the call.
 
-    The names and the order of arguments are FlashMLA's, up to `topk_length`.
+    Names and order of the arguments up to `topk_length` are those of FlashMLA.
 
     Parameters
     ----------
     q : tensor [s_q, num_heads, head_dim], float32, float16 or bfloat16
-        ``head_dim`` is 576 in DeepSeek-V3.2; any other up to that will do.
+        Queries; ``head_dim`` is 576 in DeepSeek-V3.2, and may be any number up to 576.
     kv : tensor [s_kv, 1, head_dim], of the dtype of q
-        Or pages that follow each other, [pages, page_size, 1, head_dim], which indices count
-        row by row. Or, for q in bfloat16 and ``head_dim`` 576, the FP8 rows of
-        `quantize_kv_rows`: uint8 or float8_e4m3fn with 656 in place of ``head_dim``. They give
-        the bits that `dequantize_kv_rows` of them would.
+        Or adjacent pages, [pages, page_size, 1, head_dim]; indices count their rows. Or, for q in
+        bfloat16 and ``head_dim`` 576, the FP8 rows of `quantize_kv_rows`: uint8 or float8_e4m3fn
+        with 656 instead of ``head_dim``. They give the same bits as their `dequantize_kv_rows`.
     indices : tensor [s_q, 1, topk] or [s_q, topk], int32 or int64
-        Rows of `kv`. What is below 0 or beyond them is no key, wherever it stands. A row that
-        is named twice counts twice.
+        Rows of `kv`. Entries below 0 or beyond the rows are skipped, at any place. A row that comes
+        twice counts twice.
     sm_scale : float
-        Multiplies q . k.
+        Factor of q . k.
     d_v : int
         At most ``head_dim``.
     attn_sink : tensor [num_heads], float32, optional
-        One more logit in the denominator of each row of that head.
+        Extra logits, one for each head, in the denominator of each row.
     topk_length : ints [s_q], optional
-        How many entries of each row of `indices` count; all by default. The others may hold
-        anything.
+        Number of valid entries in each row of `indices`; default: all. Other entries may have any
+        value.
     out : tensor [s_q, num_heads, d_v], of the dtype of q, optional
-        Where to put the result; it may not overlap an input.
+        Receives the result; must not overlap an input.
     num_threads : int, optional
-        Results do not depend on it.
+        Number of threads; results do not depend on it.
 
     Returns
     -------
     out : tensor [s_q, num_heads, d_v], of the container and dtype of q
         Zeros for a token without keys.
     max_logits : tensor [s_q, num_heads], float32
-        The largest ``sm_scale`` q . k; -inf for a token without keys.
+        Largest ``sm_scale`` q . k; -inf for a token without keys.
     lse : tensor [s_q, num_heads], float32
-        Natural logarithm of the sum of exponentials, likewise. The sink is in neither.
+        Natural log-sum-exp; -inf for a token without keys. Neither includes the sink.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For shapes, dtypes and lengths other than these. Indices are never an error.
+        If shapes, dtypes or lengths do not fit. Indices are never an error.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latent projection of multi-head latent attention, split and normalised."""
+"""Latent projection of multi-head latent attention, split and normalised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split_qk_norm(
     """Split a projection into query and key parts, and normalise both.
 
     ``RMS(y) = y / sqrt(mean(y^2) + eps) * weight + bias``, all in float32 and rounded once at the
-    end. (Norm modules of models may round before the weight; then the last bit differs.)
+    end. Norm modules of models may round before the weight; the last bit then differs.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def split_qk_norm(
     qk_rope_head_dim : int
         Columns of the key part that carries positions; may be 0.
     q_eps, kv_eps : float
-        Each norm's own, at least 0.
+        Epsilon of each norm, at least 0.
     q_bias : tensor [q_lora_rank], float32 or the dtype of x, optional
         Default: none.
     kv_bias : tensor [kv_lora_rank], float32 or the dtype of x, optional
@@ -48,22 +48,22 @@ def split_qk_norm(
     Returns
     -------
     q : tensor [num_rows, q_lora_rank]
-        RMS of the first columns; it and the others in the container and dtype of x.
+        RMS of the first columns; all results have the container and dtype of x.
     k_nope : tensor [num_rows, 1, kv_lora_rank]
         RMS of the next columns.
     k_pe : tensor [num_rows, 1, qk_rope_head_dim]
-        The last columns, as they are.
+        The last columns, unchanged.
     latent_cache : tensor [num_rows, 1, kv_lora_rank + qk_rope_head_dim]
-        The columns behind q as they are, in memory of their own: where context parallelism puts
-        the finished keys of this rank and gathers those of all.
+        The columns after q, unchanged, in new memory: context parallelism puts this rank's finished
+        keys there and gathers the keys of all ranks.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For sizes that do not add up to the columns of x, negative eps, and shapes or dtypes that
-        do not fit.
+        If sizes do not add up to the columns of x, an eps is negative, or shapes or dtypes do not
+        fit.
 
     Examples
     --------
@@ -102,8 +102,8 @@ def fused_split_qk_norm(
 ) -> tuple[TensorT, TensorT, TensorT]:
     """Split and normalise as `split_qk_norm` does, with one eps and without `latent_cache`.
 
-    Ask `can_fuse_split_qk_norm` first: under context parallelism the keys of the other ranks
-    arrive in `latent_cache`, so without it each rank would attend to its own alone.
+    Ask `can_fuse_split_qk_norm` first: under context parallelism, keys of other ranks arrive in
+    `latent_cache`; without it each rank would attend only to its own keys.
 
     Parameters
     ----------
@@ -115,14 +115,14 @@ def fused_split_qk_norm(
     Returns
     -------
     q, k_nope, k_pe : tensors
-        Bit for bit those of `split_qk_norm` with ``q_eps = kv_eps = eps``.
+        Bitwise the results of `split_qk_norm` with ``q_eps = kv_eps = eps``.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For what `split_qk_norm` refuses.
+        If `split_qk_norm` refuses an argument.
 
     Examples
     --------
@@ -144,17 +144,17 @@ def fused_split_qk_norm(
 
 
 def can_fuse_split_qk_norm(num_rows: int, *, neox_rope: bool, uses_prefill_cp: bool) -> bool:
-    """Tell whether `fused_split_qk_norm` may stand for `split_qk_norm` in a model's forward pass.
+    """Tell whether `fused_split_qk_norm` may replace `split_qk_norm` in a model's forward pass.
 
-    It may not with neox rope, from 65535 rows on (on an NPU they are a launch grid), and where
-    context parallelism splits the prefill.
+    It may not with neox rope, from 65535 rows on (the launch grid of an NPU), or if context
+    parallelism splits the prefill.
 
     Parameters
     ----------
     num_rows : int
         Rows of x.
     neox_rope : bool
-        Whether the model's rotary embedding is of the neox style, in halves.
+        Whether the model's rotary embedding has the neox style, in halves.
     uses_prefill_cp : bool
         Whether context parallelism splits this forward pass; see `dsa_use_prefill_cp`.
 
@@ -184,7 +184,7 @@ def can_fuse_split_qk_norm(num_rows: int, *, neox_rope: bool, uses_prefill_cp: b
 def _sizes(
     function: str, x: Tensor, q_lora_rank: int, kv_lora_rank: int, qk_rope_head_dim: int
 ) -> tuple[int, int, int, int]:
-    """Return the rows of x, and the sizes within its columns; the core refuses the others."""
+    """Return the rows of x, and sizes within its columns; the core refuses other sizes."""
     rows, columns = _core.shape_of(x, function, "x", 2)
 
     def size(value: int, argument: str) -> int:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The top-k selection of sparse attention, and what becomes of the selected indices.
+"""Top-k selection of sparse attention, and the transform of selected indices.
 
 The indexer of a sparse-attention (DSA) model scores the keys of every query; attention then reads
-the ``topk`` best ones. Where it reads them says the transform method: ``PAGED`` turns indices
-into slots of the cache, ``RAGGED`` into rows of the concatenated keys and values of a batch.
+the ``topk`` best ones. The transform method gives the unit of the indices: ``PAGED`` maps them to
+slots of the cache, ``RAGGED`` to rows of the concatenated keys and values of a batch.
 
 All selections are exact. Ties go to the smaller index, NaN counts as -inf, +0 equals -0, and -1
-stands in the tail of a row and nowhere else. ``sorted=True`` orders by score, descending, then by
-index; ``sorted=False`` by index, which is cheaper and reads the cache in order. A row with at most
+fills only the tail of a row. ``sorted=True`` orders by descending score, then by index;
+``sorted=False`` by index, which is cheaper and reads the cache in order. A row with at most
 ``topk`` candidates always lists them all in ascending order, and its scores are not read.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["TopkTransformMethod", "get_topk_transform_method", "topk_transform"]
 
 
 class TopkTransformMethod(IntEnum):
-    """The unit in which transformed top-k indices count."""
+    """Unit of transformed top-k indices."""
 
     PAGED = 1  # slots of the cache
     RAGGED = 2  # rows of the concatenated keys and values of the batch
@@ -36,10 +36,10 @@ TopkTransformMethod.__module__ = "cpattn"
 def get_topk_transform_method(
     forward_mode: ForwardMode | None = None, *, fp8_kv_cache: bool, prefill_impl: str
 ) -> TopkTransformMethod:
-    """Tell what the attention of a batch expects of its top-k indices.
+    """Tell the unit in which the attention of a batch expects its top-k indices.
 
     Only a plain extend has the concatenated keys and values that RAGGED counts; every other mode,
-    and None, is PAGED whatever the implementation::
+    and None, is PAGED for any implementation::
 
         RAGGED if forward_mode is EXTEND and
             (fp8_kv_cache and prefill_impl in ("flashmla_sparse", "triton_sparse_mla")
@@ -50,9 +50,9 @@ def get_topk_transform_method(
     Parameters
     ----------
     forward_mode : ForwardMode, optional
-        Kind of the batch.
+        Mode of the batch.
     fp8_kv_cache : bool
-        Whether the KV cache is of 8-bit floats.
+        Whether the KV cache has 8-bit floats.
     prefill_impl : str
         ``"aiter"``, ``"fa3"``, ``"flashinfer_sparse_mla"``, ``"flashmla_auto"``,
         ``"flashmla_kv"``, ``"flashmla_sparse"``, ``"flashmla_sparse_q8"``, ``"intel_xpu"``,
@@ -67,7 +67,7 @@ def get_topk_transform_method(
     TypeError
         If `fp8_kv_cache` is no bool, `prefill_impl` no str, or the mode no integer.
     ValueError
-        For another implementation or mode.
+        If the implementation or mode is unknown.
 
     Examples
     --------
@@ -103,46 +103,46 @@ def topk_transform(
     logits : tensor [num_tokens, num_keys], float32
         Scores of the keys.
     topk : int
-        Keys for each query, at least 1.
+        Keys per query, at least 1.
     method : TopkTransformMethod or None
         PAGED: `fast_topk_transform_fused`. RAGGED: `fast_topk_transform_ragged_fused`. None:
-        `fast_topk`, without a transform. Arguments a method does not need are ignored.
+        `fast_topk`, without a transform. Arguments that the method does not need are ignored.
     lengths : ints [num_tokens]
         Candidates of each row: ``seqlens_expanded``, or the key ends of a chunk.
     page_table : ints [num_sequences, pages]
-        PAGED must have it.
+        Required for PAGED.
     cu_seqlens_q : ints [num_sequences + 1], optional
         Cumulative query lengths, for PAGED. None: a sequence for each row.
     topk_indices_offset : ints [num_tokens]
-        RAGGED must have it. The first row of the keys of a query's sequence, which is not to be
-        had from query lengths: `cu_seqlens_q` is no substitute.
+        Required for RAGGED: first row of the keys of each query's sequence. Query lengths
+        (`cu_seqlens_q`) do not determine it.
     row_starts : ints [num_tokens], optional
         First candidate column of each row; indices are relative to it.
     batch_idx_list : ints [num_sequences], optional
-        The rows of `page_table` that the sequences of `cu_seqlens_q` have; without
-        `cu_seqlens_q`, that each row of logits has.
+        Rows of `page_table` for the sequences of `cu_seqlens_q`; without `cu_seqlens_q`, for each
+        row of logits.
     page_size : int
-        Tokens of a page of `page_table`.
+        Tokens per page of `page_table`.
     sorted : bool
-        Whether to sort by score, descending, or else by index, ascending.
+        Whether to sort by descending score; False sorts by ascending index.
 
     Returns
     -------
     tensor [num_tokens, topk], int32
-        In the container of logits; -1 behind the last key of a row.
+        Indices in the container of logits; -1 after the last key of a row.
 
     Raises
     ------
     TypeError
         If an argument is of another type than stated.
     ValueError
-        For PAGED without `page_table`, and for what the function of the method refuses.
+        If PAGED comes without `page_table`, or the function of the method refuses an argument.
     RuntimeError
-        For RAGGED without `topk_indices_offset`: metadata of a batch that is not a plain extend.
+        If RAGGED comes without `topk_indices_offset`: metadata of a batch that is no plain extend.
 
     Examples
     --------
-    The best keys of a query are 2 and 0. Slots of a cache, then rows of concatenated keys:
+    The best keys of a query are 2 and 0. Their slots in a cache, then rows of concatenated keys:
 
     >>> import numpy as np, cpattn
     >>> logits = np.array([[5, 1, 7, 3]], np.float32)
@@ -166,5 +166,5 @@ def topk_transform(
 def result_like(function: str, argument: str, score: TensorT, topk: int) -> TensorT:
     """Make an int32 tensor in the container of `score`, shape [rows of score, topk]."""
     rows = _core.shape_of(score, function, argument, 2)[0]
-    # The core refuses those below 1.
+    # The core refuses sizes below 1.
     return empty(function, score, (rows, max(topk, 0)), "int32")
