@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV-cache transfer between prefill and decode servers: what is sent, in which order.
+"""KV-cache transfer between prefill and decode servers: blocks to send, and their order.
 
     plan = plan_kv_transfer(KVLayout.from_pool(pool), peer_layout, src_pages, dst_pages)
     with register(engine, pool):
         plan.execute(engine, session)
 
-``layout`` (with ``entry``, ``layout_sources``) says which layer, kind and tokens a buffer holds;
-``planner`` makes plans of two layouts, ``plan`` is one, ``execute`` runs it. ``engine`` says what
-moves bytes, ``local`` is one within a process; ``registration`` and ``regions`` are for memory
-that engines may touch. ``wire`` has the messages between servers,
-``handshake`` one that names where they differ; ``digests`` tell whether both sides hold the same.
-``sglang_0_5_23`` alone has the functions of that release under its names. Imports the core, and no
-engine (`cpattn.integrations`).
+``layout`` (with ``entry``, ``layout_sources``) describes layer, kind and tokens of buffers;
+``planner`` plans a transfer between two layouts, ``plan`` has the result, ``execute`` runs it.
+``engine`` is the interface that moves bytes, ``local`` an engine within a process; ``registration``
+and ``regions`` manage memory that engines may touch. ``wire`` has the messages between servers,
+``handshake`` one that names differences; ``digests`` tell whether both sides hold the same. Only
+``sglang_0_5_23`` has functions under the names of that release. Imports the core, and no engine
+(`cpattn.integrations`).
 """
 
 from . import sglang_0_5_23 as sglang_0_5_23

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls into engines that may hang, waited for only so long."""
+"""Calls into engines that may hang, with a limit on the wait."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 
 
 class CallHangs(RuntimeError):
-    """A call has not returned within its limit, or another one for the same key still hangs."""
+    """A call has not returned within its limit, or a previous call for its key still hangs."""
 
 
 class BoundedCalls:
     """Calls on other threads, each for a key such as a session.
 
-    Nothing can end a call into foreign code. One that outlasts its limit is given up: its result
-    is dropped, and until it returns no other call for its key begins. The threads are daemons, so
-    that the process can end meanwhile; those that are free take the next calls.
+    No call into foreign code can be ended. A call that exceeds its limit is given up: its result is
+    dropped, and until it returns no other call for its key begins. The threads are daemons, so the
+    process can end meanwhile; free threads take the next calls.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()  # guards all that follows
-        self._deadlines: dict[Future[Any], float] = {}  # of calls that have not returned
+        self._lock = threading.Lock()  # guards all fields below
+        self._deadlines: dict[Future[Any], float] = {}  # of running calls
         self._hanging: dict[str, Future[Any]] = {}
         self._free: list[SimpleQueue[Callable[[], None] | None]] = []  # of threads
         self._closed = False
 
     def run(self, key: str, seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return or raise what the call does; CallHangs if it does neither in that many seconds."""
-        seconds = min(seconds, threading.TIMEOUT_MAX)  # as long as a thread can wait
+        """Return or raise the outcome of the call; CallHangs if it takes more than `seconds`."""
+        seconds = min(seconds, threading.TIMEOUT_MAX)  # the longest wait of a thread
         future: Future[Any] = Future()
 
         def work() -> None:
@@ -56,7 +56,7 @@ class BoundedCalls:
             thread = self._free.pop() if self._free else self._start()
         thread.put(work)
         try:
-            return future.result(seconds)  # which Ctrl-C ends
+            return future.result(seconds)  # Ctrl-C ends this wait
         except FutureTimeoutError:
             with self._lock:
                 if not future.done():
@@ -81,13 +81,13 @@ class BoundedCalls:
             self._deadlines.pop(future, None)
 
     def _start(self) -> SimpleQueue[Callable[[], None] | None]:
-        """A thread that runs what is put into its queue."""
+        """Run the works put into its queue; the body of a thread."""
         queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
         def serve() -> None:
             while (work := queue.get()) is not None:
                 work()
-                del work  # and with it the arguments
+                del work  # and its arguments
                 with self._lock:
                     if self._closed:
                         return

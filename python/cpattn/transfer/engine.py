@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines, which move the bytes of a plan."""
+"""Engines that move the bytes of a plan."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .._arguments import integer
 
 
 class TransferEngine(Protocol):
-    """One side of transfers: memory that peers may write to, and writes into theirs.
+    """Interface of one side of transfers: memory that peers may write to, and writes to peers.
 
-    Any object with these members will do; `cpattn.transfer.LocalEngine`,
-    `cpattn.integrations.mooncake.MooncakeEngine` and `cpattn.integrations.nixl.NixlEngine` are
-    three. Codes are the engine's own, 0 is success;
-    nobody translates them; ``TransferPlan.execute`` and `cpattn.transfer.register` raise
-    `TransferError` for any other. An engine may raise by itself, and that passes through.
+    Any object with these members qualifies, such as `cpattn.transfer.LocalEngine`,
+    `cpattn.integrations.mooncake.MooncakeEngine` and `cpattn.integrations.nixl.NixlEngine`. Codes
+    are the engine's own and are not translated; 0 is success. ``TransferPlan.execute`` and
+    `cpattn.transfer.register` raise `TransferError` for any other code. Exceptions of an engine
+    pass through.
 
     Attributes
     ----------
     session_id : str
         Name by which peers address their writes.
     max_blocks : int
-        Blocks that one write carries safely.
+        Most blocks that one write safely carries.
     """
 
     @property
@@ -33,18 +33,18 @@ class TransferEngine(Protocol):
 
     @property
     def max_blocks(self) -> int:
-        """Blocks that one write carries safely."""
+        """Most blocks that one write safely carries."""
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``. The memory must outlive that.
 
-        The engines of cpattn keep memory of pools until `unregister`; whose else it is, the caller
-        keeps it. What is no memory of this process, they refuse with ValueError: a code would not
-        say which of the ranges it is for.
+        The engines of cpattn keep memory of pools until `unregister`; the caller must keep any
+        other memory. They raise ValueError for memory that this process does not have, as a code
+        would not tell which range is meant.
         """
 
     def unregister(self, addrs: Sequence[int]) -> int:
-        """End that for the ranges that start at `addrs`."""
+        """Take the ranges that start at `addrs` from peers again."""
 
     def write(
         self,
@@ -55,35 +55,34 @@ class TransferEngine(Protocol):
     ) -> int:
         """Copy blocks from memory of this process to that of the peer `session`.
 
-        0: all bytes are there. Anything else, and any exception: some of them may be there, in any
-        pattern. The same write may be made again, for it changes nothing that is right already.
+        With 0, all bytes are there. With any other code or an exception, some bytes may be there,
+        in any pattern. Repeating the write is safe: it does not change correct bytes.
         """
 
     def close(self) -> None:
-        """Release what is registered and end. A second call does nothing."""
+        """Release registered memory and end. A second call does nothing."""
 
 
 class TransferStatus(int):
-    """The engine's return code of a transfer, 0 for success, and how far it came.
+    """Return code of an engine for a transfer, 0 for success, with the progress.
 
-    It is an int. Of a registration, it is the code alone.
+    The status is an int. For a registration, it is only the code.
 
     Attributes
     ----------
     num_batches : int
-        Batches the plan was cut into.
+        Number of batches of the plan.
     first_failed_batch : int or None
-        The batch whose code this is, counted from 0, or at which an exception ended the transfer.
-        It may be partly written, in any pattern; those before it are complete, those behind it
-        were not begun.
+        Index of the batch that returned the code or ended with an exception. It may be partly
+        written, in any pattern; earlier batches are complete, and later ones were not begun.
     blocks_done, bytes_done : int
-        What the complete batches hold.
+        Blocks and bytes of the complete batches.
     attempts : int
-        Writes asked of the engine, repeated ones included.
+        Number of writes given to the engine, repeated ones included.
 
     Examples
     --------
-    Nobody has registered this memory, so that the first of two writes fails:
+    The destination is not registered, so the first of two writes fails:
 
     >>> from cpattn.transfer import LocalEngine, TransferPlan
     >>> plan = TransferPlan([4096, 8192], [16384, 20480], [512, 512])
@@ -122,12 +121,12 @@ class TransferStatus(int):
 
 
 class TransferError(RuntimeError):
-    """An engine has answered with a failure code.
+    """An engine has returned a failure code.
 
     Attributes
     ----------
     status : TransferStatus
-        The code, and how far a transfer came.
+        Code, and progress of the transfer.
 
     Examples
     --------
@@ -150,7 +149,7 @@ class TransferError(RuntimeError):
 
 
 def checked_code(method: str, code: Any) -> int:
-    """Return the answer of an engine's method if it can be a code: False would be success."""
+    """Return the result of an engine's method if it can be a code: False would be success."""
     if isinstance(code, bool) or not hasattr(code, "__index__"):
         raise TypeError(
             f"TransferEngine.{method} must return an integer code, 0 for success, got "

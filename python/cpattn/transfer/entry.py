@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A buffer of a KV cache, with what it holds."""
+"""Buffer of a KV cache, with a description of its contents."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ __all__ = ["KVEntry"]
 
 
 class KVEntry(NamedTuple):
-    """A registered buffer: the pages of one kind of one layer.
+    """Registered buffer with the pages of one kind of one layer.
 
     Attributes
     ----------
     layer_id : int
-        Of the whole model, whatever stage or subset of layers is here; draft layers count from
+        Layer number in the whole model, for any stage or subset of layers; draft layers count from
         0 again.
     kind : str
         "k", "v", "index_k", "state", "k_scale" or "v_scale". An MLA latent is "k", its rope part
-        "v"; scales of codes, one for each token and head, are "k_scale" and "v_scale".
+        "v"; scales of codes, one per token and head, are "k_scale" and "v_scale".
     is_draft : bool
-        Of a draft (MTP, EAGLE) model.
+        Whether the layer is of a draft (MTP, EAGLE) model.
     addr, nbytes : int
-        Where its first page begins, and how many bytes it is from there to the end of the last.
+        Address of the first page, and bytes from there to the end of the last page.
     item_len : int
-        Bytes of a page. 0, and no `nbytes`, if this side left the buffer out, as it may "index_k"
-        and "state": for layers that use the top-k of an earlier one. Nothing is sent for a pair of
-        which either side is left out.
+        Bytes of a page. 0, with no `nbytes`, if this side left the buffer out, which is allowed for
+        "index_k" and "state", in layers that reuse the top-k of an earlier layer. A pair of buffers
+        is skipped if either side left it out.
     token_rows : bool
-        Whether a page is a row for each of its tokens, in order, or with ``kv_layout="HND"`` for
-        each head and token. If not (pages of FP8 index keys with their scales behind), pages are
-        sent whole or the plan is refused.
+        Whether a page has a row for each of its tokens, in order, or with ``kv_layout="HND"`` for
+        each head and token. If not (pages of FP8 index keys followed by scales), plans send whole
+        pages or refuse.
     dtype : str
-        What the bytes are, such as "int8"; "" if nobody says. Where both sides of a transfer say
-        it they must agree.
+        Type of the numbers, such as "int8"; "" if unknown. If both sides of a transfer give it,
+        they must agree.
     page_stride : int, optional
-        Bytes from page to page, where other buffers lie between them, as V between the pages of
-        K in a cache ``[pages, 2, page_size, num_kv_heads, head_dim]``; default: `item_len`.
+        Bytes from page to page, if other buffers lie between, as V between the pages of K in a
+        cache ``[pages, 2, page_size, num_kv_heads, head_dim]``; default: `item_len`.
     kv_layout : {"NHD", "HND"}
-        The order of a page: ``[page_size, num_kv_heads, head_dim]``, or with heads first
-        ``[num_kv_heads, page_size, head_dim]``, as of `cpattn.paged_attention`. HND needs
+        Axis order of a page: ``[page_size, num_kv_heads, head_dim]``, or with heads first
+        ``[num_kv_heads, page_size, head_dim]``, as in `cpattn.paged_attention`. HND needs
         `KVLayout.total_kv_heads`.
     layout_tag : str
-        A name for the order of bytes where pages are no rows of tokens, such as the tiles that a
-        kernel wants; "" for all others. Plans refuse sides whose names differ.
+        Name of the byte order if pages are no rows of tokens, such as tiles of a kernel; else "".
+        Plans refuse sides with different names.
 
     Examples
     --------
@@ -85,21 +85,21 @@ class KVEntry(NamedTuple):
         is_draft: bool = False,
         layout_tag: str = "",
     ) -> KVEntry:
-        """Describe the pages of a tensor, which may be a view with others between its pages.
+        """Describe the pages of a tensor, which may be a view with gaps between its pages.
 
-        The entry has an address: whoever uses it keeps the tensor, as `register` does with the
-        cache that the tensor is a view of.
+        The entry has only an address: the caller must keep the tensor alive, as `register` does
+        with the cache behind the tensor.
 
         Parameters
         ----------
         layer_id, kind, is_draft, layout_tag
-            As of `KVEntry`. With a `layout_tag` pages are no rows of tokens, whatever the shape.
+            See `KVEntry`. With a `layout_tag`, pages count as no rows of tokens, for any shape.
         tensor : tensor of torch or NumPy, shape [num_pages, ...]
-            With ``[page_size, num_kv_heads, head_dim]``, without the heads for latents, or
-            without the dimension for scales; with heads first for ``kv_layout="HND"``. A page
-            is contiguous in either order of tokens and heads, whichever the shape has.
+            Pages of ``[page_size, num_kv_heads, head_dim]``, without the heads for latents, or
+            without the dimension for scales; with heads first for ``kv_layout="HND"``. A page must
+            be contiguous in either order of tokens and heads, not only in the order of its shape.
         kv_layout : {"NHD", "HND"}
-            The order of the shape. The entry has that of the memory.
+            Axis order of the shape. The entry has the order in memory.
 
         Returns
         -------
@@ -108,9 +108,9 @@ class KVEntry(NamedTuple):
         Raises
         ------
         TypeError
-            If `tensor` is no tensor of torch or NumPy, or another argument of another type.
+            If `tensor` is no tensor of torch or NumPy, or another argument has another type.
         ValueError
-            For pages that are empty, not contiguous or not apart, and another `kv_layout`.
+            If pages are empty, not contiguous or overlap, or `kv_layout` is unknown.
 
         Examples
         --------
@@ -145,7 +145,7 @@ class KVEntry(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """The memory of a tensor: strides are in bytes."""
+    """Memory of a tensor: strides are in bytes."""
 
     addr: int
     dtype: str
@@ -154,7 +154,7 @@ class _Memory(NamedTuple):
     strides: tuple[int, ...]
 
     def order(self, kv_layout: str, has_heads: bool, function: str) -> str:
-        """Return the order of pages in memory, of a shape that has the order `kv_layout`."""
+        """Return the page order in memory for a shape with the order `kv_layout`."""
         axes = list(zip(self.shape, self.strides, strict=True))[1:]
         if self._is_dense(axes):
             return kv_layout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan, executed over an engine."""
+"""Execution of a plan over an engine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .layout import KVLayout
 
 _FUNCTION = "TransferPlan.execute"
-# A batch ends here, too, so that progress, timeout and a retry never wait for many gigabytes.
+# A batch also ends here, so progress, timeout and retries never wait for many gigabytes.
 _MAX_BATCH_BYTES = 256 << 20
-_MAX_NAMED = 64  # blocks that differ and are looked up for the message
+_MAX_NAMED = 64  # blocks with differences that the message describes
 
 
 def execute(
@@ -40,52 +40,51 @@ def execute(
 ) -> TransferStatus:
     """Write the blocks of a plan into the memory of a peer, batch by batch and in order.
 
-    The first batch that fails ends it with a `TransferError`, whose ``status`` is the engine's code
-    and the state of the transfer. An exception of the engine or of `progress`, or Ctrl-C, passes
-    through with that state as its ``transfer_status`` (code -1) and, from Python 3.11 on, as a
-    note. Either way the failed batch may be partly written.
+    The first batch that fails ends the call with a `TransferError`, whose ``status`` has the
+    engine's code and the progress. An exception of the engine or of `progress`, or Ctrl-C, passes
+    through with that progress as its ``transfer_status`` (code -1) and, from Python 3.11 on, as a
+    note. In all cases the failed batch may be partly written.
 
     Parameters
     ----------
     self : TransferPlan
-        Sources in this process, destinations at the peer. Without blocks nothing is called.
+        Sources in this process, destinations at the peer. An empty plan makes no call.
     engine : TransferEngine
     session : str
         The peer's ``session_id``.
     max_blocks : int, optional
-        Blocks of a batch at most; default ``engine.max_blocks``, else 512. Batches also end at
-        256 MiB.
+        Most blocks of a batch; default ``engine.max_blocks``, else 512. Batches also end at 256
+        MiB.
     timeout : float, optional
-        Seconds after which no other batch is begun. The one in flight runs to its end, which is
-        the engine's to bound: memory must not be reused under a write. 0 begins none.
+        Seconds after which no further batch begins. The batch in flight runs to its end, which the
+        engine must bound: memory must not be reused during a write. 0 begins no batch.
     retries : int
-        How often a batch with a non-zero code is written again, for the whole plan. Writing a block
-        twice is writing it once, but an engine may leave the failed write in flight (Mooncake does
-        after its timeout): then neither side may reuse its pages yet, even if the retry succeeds.
+        Number of repeated writes of batches with a non-zero code, for the whole plan. Repeating a
+        write is safe, but an engine may leave the failed write in flight (Mooncake does after its
+        timeout): neither side may then reuse its pages yet, even if the retry succeeds.
     progress : callable, optional
         Called as ``progress(blocks_done, bytes_done)`` after each batch.
     check : bool, optional
-        False to have the code of a failed batch returned instead of raised, for engines that look
-        at codes themselves.
+        Whether to raise the code of a failed batch. False returns it, for callers that check codes.
     verify : bool, optional
-        Compare every byte with its source in the end, which takes an engine with ``differing``, as
-        `LocalEngine` has. Over a network both sides compare digests, see `cpattn.transfer.digest`.
-        Both memories must rest until this has returned.
+        Whether to compare every byte with its source in the end. This needs an engine with
+        ``differing``, such as `LocalEngine`; over a network, both sides can compare digests, see
+        `cpattn.transfer.digest`. Both memories must not change until the call returns.
 
     Returns
     -------
     TransferStatus
-        The engine's code, and how far the transfer came: 0 and all blocks, unless `check` is off.
+        Engine's code and progress: 0 and all blocks, unless `check` is off.
 
     Raises
     ------
     TransferError
-        The engine answered with a code other than 0.
+        If the engine returns a code other than 0.
     KVMismatch
-        `verify` found other bytes. It names the buffers and pages of plans of `plan_kv_transfer`
-        and `plan_kv_links`, and blocks and addresses of other plans.
+        If `verify` finds other bytes. The message names buffers and pages for plans of
+        `plan_kv_transfer` and `plan_kv_links`, and blocks and addresses for other plans.
     TimeoutError
-        Batches remained after `timeout`. It has a ``transfer_status``, too.
+        If batches remain after `timeout`. It has a ``transfer_status``, too.
     """
     write = part(engine, "write", _FUNCTION, "engine")
     if max_blocks is None:
@@ -149,7 +148,7 @@ def execute(
 
 def _seconds(timeout: float) -> float:
     seconds = real(timeout, _FUNCTION, "timeout")
-    if not seconds >= 0:  # refuses nan, too, which would never pass
+    if not seconds >= 0:  # also refuses nan, which would never pass
         raise ValueError(f"{_FUNCTION}: timeout must be >= 0, got {timeout}")
     return seconds
 
@@ -163,7 +162,7 @@ def _failure(session: str, status: TransferStatus) -> str:
 
 
 def _batch_bounds(ends: NDArray[np.uint64], max_blocks: int) -> list[int]:
-    """Return where batches begin, and the end, for blocks whose lengths add up to `ends`."""
+    """Return the begins of batches, and the end, for blocks whose lengths add up to `ends`."""
     bounds = [0]
     while (begin := bounds[-1]) < len(ends):
         sent = int(ends[begin - 1]) if begin else 0
@@ -183,7 +182,7 @@ def _annotate(error: BaseException, status: TransferStatus, batches_done: int) -
 
 
 def _mismatch(plan: TransferPlan, blocks: Sequence[int]) -> KVMismatch:
-    """Name what the blocks that differ are of, as far as the plan knows."""
+    """Describe the blocks that differ, as far as the plan knows their buffers."""
     found: dict[str, None] = {}  # an ordered set
     for block in blocks[:_MAX_NAMED]:
         src, dst = int(plan.src_addrs[block]), int(plan.dst_addrs[block])
@@ -203,7 +202,7 @@ def _mismatch(plan: TransferPlan, blocks: Sequence[int]) -> KVMismatch:
 
 
 def _place(layout: KVLayout, addr: int) -> tuple[str, int]:
-    """Name of the buffer that has an address, and the page."""
+    """Return the name of the buffer that contains an address, and the page."""
     for entry in layout.entries:
         page, byte = divmod(addr - entry.addr, entry.page_stride or entry.item_len or 1)
         if 0 <= addr - entry.addr < entry.nbytes and byte < entry.item_len:

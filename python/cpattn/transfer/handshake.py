@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handshakes of two servers before they transfer, and the fields in which they differ."""
+"""Handshake of two servers before they transfer, and the fields in which they differ."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Difference(NamedTuple):
 
 
 class KVHandshakeError(ValueError):
-    """Two servers differ in fields that have to be the same.
+    """Two servers differ in fields that must be equal.
 
     Attributes
     ----------
     differences : tuple of (field, here, there)
-        Every field, with the values of both sides; None for what a side does not say.
+        Each such field with the values of both sides; None if a side does not give the field.
 
     Examples
     --------
@@ -58,19 +58,19 @@ class KVHandshakeError(ValueError):
 
 @dataclass(frozen=True)
 class KVHandshake:
-    """Message of a server about itself, before plans are made: buffers, and facts of its engine.
+    """Message of a server about its buffers and its engine, sent before planning.
 
-    Sides may have other pages, page sizes, strides, orders of heads and tokens, ranks and stages:
-    plans see to these. Of layers that both answer for, kinds, dtypes and bytes of a token and head
-    must be the same, and so must every fact.
+    Sides may differ in pages, page sizes, strides, orders of heads and tokens, ranks and stages,
+    which plans handle. For layers of both sides, kinds, dtypes and bytes per token and head must be
+    equal, and so must all facts.
 
     Attributes
     ----------
     layout : KVLayout
-        Its buffers.
+        Buffers of the server.
     facts : mapping of str to str, number or bool
-        What else has to be the same, under names that the servers agree on: model, revision,
-        version of the engine, rope scaling. What one side alone says is a difference.
+        Further values that must be equal, under agreed names: model, revision, version of the
+        engine, rope scaling. A fact of only one side is a difference.
 
     Examples
     --------
@@ -99,7 +99,7 @@ class KVHandshake:
         object.__setattr__(self, "facts", dict(self.facts))
 
     def differences(self, peer: KVHandshake) -> tuple[_Difference, ...]:
-        """Return every (field, here, there) that differs, fields of the layout first."""
+        """Return each (field, here, there) that differs, fields of the layout first."""
         if not isinstance(peer, KVHandshake):
             raise TypeError(
                 f"KVHandshake.differences: peer must be a KVHandshake, got {type(peer).__name__}"
@@ -111,7 +111,7 @@ class KVHandshake:
         return tuple(found)
 
     def check(self, peer: KVHandshake) -> None:
-        """Raise `KVHandshakeError`, which names each field and both values, if any differ."""
+        """Raise `KVHandshakeError`, with each field and both values, if any differ."""
         if found := self.differences(peer):
             many = "1 field differs" if len(found) == 1 else f"{len(found)} fields differ"
             raise KVHandshakeError(
@@ -119,12 +119,12 @@ class KVHandshake:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a message of types that JSON has."""
+        """Return the message as JSON types."""
         return {"schema": SCHEMA, "layout": self.layout.to_dict(), "facts": dict(self.facts)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> KVHandshake:
-        """Read the message of `to_dict`; ValueError for one of another schema or without a part."""
+        """Read the message of `to_dict`; ValueError for another schema or a missing part."""
         names = ("schema", "layout", "facts")
         if not isinstance(fields, Mapping) or not all(name in fields for name in names):
             raise ValueError(f"KVHandshake.from_dict: fields must have {', '.join(names)}")
@@ -136,7 +136,7 @@ class KVHandshake:
 
 
 def _of_layouts(here: KVLayout, there: KVLayout) -> list[_Difference]:
-    """Compare layer by layer; layers that differ alike are one field."""
+    """Compare layer by layer; layers with the same difference are one field."""
     found: dict[tuple[str, Fact | None, Fact | None], list[_Layer]] = {}
     mine, theirs = _layers(here), _layers(there)
     both_draft = any(draft for draft, _ in mine) and any(draft for draft, _ in theirs)
@@ -149,7 +149,7 @@ def _of_layouts(here: KVLayout, there: KVLayout) -> list[_Difference]:
         names = [name for name in one if name in two] if one and two else ["kinds"]
         for name in names:
             values = one.get(name), two.get(name)
-            if values[0] != values[1] and "" not in values:  # a dtype that nobody says
+            if values[0] != values[1] and "" not in values:  # "" is an unknown dtype
                 found.setdefault((name, *values), []).append(layer)
     differences = [
         _Difference(f"{name}, {_named(layers)}", one, two)
@@ -166,7 +166,7 @@ def _answers(layout: KVLayout, layer: int) -> bool:
 
 
 def _layers(layout: KVLayout) -> dict[_Layer, dict[str, Fact]]:
-    """Fields of each layer that has buffers."""
+    """Return the fields of each layer that has buffers."""
     layers: dict[_Layer, dict[str, Fact]] = {}
     heads = max(1, (layout.total_kv_heads or 1) // layout.tp_size)
     for entry in layout.entries:
@@ -188,7 +188,7 @@ def _layers(layout: KVLayout) -> dict[_Layer, dict[str, Fact]]:
 
 
 def _named(layers: Iterable[_Layer]) -> str:
-    """Layers as ``layers 0-3, 7``."""
+    """Format layers as ``layers 0-3, 7``."""
     parts = []
     for kind in (False, True):
         numbers = [number for draft, number in layers if draft == kind]

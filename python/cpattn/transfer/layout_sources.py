@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a layout from what servers have: pools, and the flat lists of an engine."""
+"""Entries of a layout from a server's data: pools, and the flat lists of an engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .entry import KVEntry
 
 FUNCTION = "KVLayout.from_kv_args"
 KINDS = ("k", "v", "index_k")
-DRAFT_IDS = 1_000_000  # engines that number buffers begin those of the draft model here
+DRAFT_IDS = 1_000_000  # engines that number buffers begin draft layers here
 
 
 OF_A_POOL = ("kinds", "start_layer", "num_layers", "num_kv_heads", "page_size")
 
 
 def fields_of(entry: Any) -> tuple[Any, ...]:
-    """Return the fields of what a `KVLayout` is given as an entry."""
+    """Return the fields of an entry that a `KVLayout` was given."""
     try:
         return tuple(KVEntry(*entry))
     except Exception as error:
@@ -33,7 +33,7 @@ def fields_of(entry: Any) -> tuple[Any, ...]:
 
 
 def _shown(entry: Any) -> str:
-    """A tuple with its first items, of something else its type."""
+    """Show a tuple by its first items, any other object by its type."""
     if not isinstance(entry, tuple):
         return repr(type(entry).__name__)
     shown = Repr()
@@ -42,7 +42,7 @@ def _shown(entry: Any) -> str:
 
 
 def check_pool(name: str, pool: Any) -> None:
-    """Raise TypeError for what is no pool."""
+    """Raise TypeError if an object is no pool."""
     missing = [name for name in (*OF_A_POOL, "get_contiguous_buf_infos") if not has(pool, name)]
     if missing:
         raise TypeError(
@@ -52,7 +52,7 @@ def check_pool(name: str, pool: Any) -> None:
 
 
 def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
-    """The buffers of a pool, in the order in which it lists them."""
+    """Return the buffers of a pool, in the pool's order."""
     first = 0 if is_draft else pool.start_layer
     infos = zip(*pool.get_contiguous_buf_infos(), strict=True)
     dtypes = _optional(pool, "dtypes", {}, Mapping, "a dict of the dtype of each kind")
@@ -72,7 +72,7 @@ def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
 
 
 def _optional(pool: Any, name: str, default: Any, kind: Any, rule: str) -> Any:
-    """Return an attribute that other people's pools need not have."""
+    """Return an attribute that pools of other packages may lack."""
     value = getattr(pool, name, default)
     if not isinstance(value, kind):
         raise TypeError(
@@ -82,7 +82,7 @@ def _optional(pool: Any, name: str, default: Any, kind: Any, rule: str) -> Any:
 
 
 class Stage(NamedTuple):
-    """The target layers that a server holds, of how many, and its draft layers."""
+    """Target layers of a server, their total number, and draft layers."""
 
     start: int
     end: int
@@ -91,7 +91,7 @@ class Stage(NamedTuple):
 
     @property
     def layers(self) -> tuple[int, int] | None:
-        """Range of layers for `KVLayout`, or None if it is all of them."""
+        """Range of layers for `KVLayout`, or None for all layers."""
         return None if (self.start, self.end) == (0, self.total) else (self.start, self.end)
 
 
@@ -102,7 +102,7 @@ def stage_of(
     total_layers: int | None,
     draft_layers: int | None,
 ) -> Stage:
-    """Find the layers of a stage in an engine's arguments, or in what the caller knows better."""
+    """Find the layers of a stage in an engine's arguments, or in arguments of the caller."""
     if total_layers is not None:
         total_layers = integer(total_layers, FUNCTION, "total_layers")
     total = total_layers or number(args, "hidden_kv_layers", "total_kv_layers")
@@ -133,7 +133,7 @@ def stage_of(
 
 
 def args_entries(args: Any, num_groups: int, stage: Stage) -> list[KVEntry]:
-    """The buffers of an engine's arguments, by their ids if it has any, else in groups."""
+    """Return the buffers of an engine's arguments, by their ids if any, else in groups."""
     names = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
     lists = [
         _core.address_list(f"{FUNCTION}: {name}", values)
@@ -174,7 +174,7 @@ def args_entries(args: Any, num_groups: int, stage: Stage) -> list[KVEntry]:
 def entries_with_ids(
     infos: Sequence[tuple[int, int, int]], ids: Sequence[int], stage: Stage
 ) -> list[KVEntry]:
-    """The n-th buffer of a layer is of the n-th kind."""
+    """Return entries in which the n-th buffer of a layer has the n-th kind."""
     if len(ids) != len(infos):
         refuse(f"kv_layer_ids must have an id for each of {len(infos)} buffers, got {len(ids)}")
     seen: dict[int, int] = {}
@@ -193,7 +193,7 @@ def entries_with_ids(
 
 
 def attribute(args: Any, *names: str) -> Any:
-    """The first of the attributes that is there and not None."""
+    """Return the first of the attributes that is present and not None."""
     try:
         values = [getattr(args, name, None) for name in names]
     except Exception as error:
@@ -204,13 +204,13 @@ def attribute(args: Any, *names: str) -> Any:
 
 
 def number(args: Any, *names: str) -> int | None:
-    """Return the first of the attributes that is there as an int, or None."""
+    """Return the first attribute that is present as an int, or None."""
     value = attribute(args, *names)
     return None if value is None else integer(value, FUNCTION, " or ".join(names))
 
 
 def ids_of(args: Any) -> list[int]:
-    """`kv_layer_ids`, where they are set."""
+    """Return `kv_layer_ids`, if set."""
     ids = attribute(args, "kv_layer_ids")
     return [] if ids is None else _core.ints(ids, FUNCTION, "kv_layer_ids")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine within one process, for tests and for stages that share it."""
+"""Engine within one process, for tests and for stages that share a process."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from .. import _core
 from .._arguments import at_least
 from .registration import forget
 
-_OUTSIDE = -1  # the code of Mooncake for memory nobody registered, and for nobody's session
+_OUTSIDE = -1  # Mooncake's code for memory that is not registered, and for unknown sessions
 
 _numbers = itertools.count(1)
-_changed = threading.Condition()  # guards all that follows, and the fields of all engines
+_changed = threading.Condition()  # guards all variables below, and the fields of all engines
 _engines: dict[str, LocalEngine] = {}
 
 
 class LocalEngine:
-    """Copies between memory of this process; the engines of a process are each other's peers.
+    """Engine that copies between memory of this process; its engines are each other's peers.
 
-    The codes are those of Mooncake, but nothing is written unless all of a write is allowed. Safe
-    to use from several threads; the copy runs on ``num_threads`` of them without the GIL, and
+    Codes are those of Mooncake, but a write is refused as a whole unless all of it is allowed. Safe
+    to use from several threads; the copy runs on ``num_threads`` threads without the GIL, and
     Ctrl-C ends it in the middle.
 
-    Memory of pools stays as long as it is registered, whoever else has let go of it. Any other
-    memory belongs to the caller, who keeps it until `unregister` or `close` has returned;
-    `cpattn.transfer.register` does so for tensors.
+    Memory of pools stays alive while it is registered. The caller must keep any other memory until
+    `unregister` or `close` has returned; `cpattn.transfer.register` does so for tensors.
 
     Parameters
     ----------
     num_threads : int, optional
-        Default: that of the library.
+        Threads of a copy. Default: that of the library.
     max_blocks : int
-        Blocks per write of ``TransferPlan.execute``.
+        Most blocks per write of ``TransferPlan.execute``.
 
     Examples
     --------
@@ -61,8 +60,9 @@ class LocalEngine:
         self.max_blocks = at_least(1, max_blocks, "LocalEngine", "max_blocks")
         self._num_threads = num_threads
         self._memory = _core.MemoryRanges()
-        # What keeps registered memory of pools, by address. Replaced, never changed: a write in
-        # flight holds the dict that was there when it began.
+        # Owners of registered memory of pools, by address. The dict is replaced, never changed: a
+        # write
+        # in flight holds the dict of its begin.
         self._owners: dict[int, list[_core.PoolMemory]] = {}
         self._writes: set[_Write] = set()  # in flight, from or to this engine
         with _changed:
@@ -71,8 +71,8 @@ class LocalEngine:
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let this engine and its peers use memory: all ranges, or none.
 
-        0; -1 for an empty range; -7 where a range overlaps another, of this call or before. What
-        is not memory of this process, or cannot be written, is ValueError.
+        The code is 0, -1 for an empty range, or -7 if a range overlaps another one of this or an
+        earlier call. Memory that the process does not have or cannot write raises ValueError.
         """
         addrs, sizes, owners = _core.ranges_to_register("LocalEngine.register", addrs, sizes)
         with _changed:
@@ -82,9 +82,9 @@ class LocalEngine:
             return code
 
     def unregister(self, addrs: Sequence[int]) -> int:
-        """End that, for all the ranges that start at `addrs` or, with -3, for none.
+        """Take all ranges that start at `addrs` from the engine, or none with -3.
 
-        Waits for the writes in flight, so that the memory can be freed.
+        The call waits for writes in flight, so the memory can be freed afterwards.
         """
         addrs = _core.address_list("LocalEngine.unregister: addrs", addrs)
         with _changed:
@@ -106,9 +106,9 @@ class LocalEngine:
     ) -> int:
         """Copy ``lengths[i]`` bytes from ``src_addrs[i]`` to ``dst_addrs[i]``.
 
-        0; -1, with nothing written, where no engine has that session or a block does not lie
-        inside one range that is registered here and at the peer, respectively. A destination must
-        overlap no source and no other destination.
+        The code is 0, or -1 with nothing written if no engine has that session, or a block does not
+        lie inside one registered range on either side. A destination must overlap no source and no
+        other destination.
         """
         with self._blocks("LocalEngine.write", session, src_addrs, dst_addrs, lengths) as blocks:
             if blocks is None:
@@ -123,9 +123,9 @@ class LocalEngine:
         dst_addrs: Sequence[int],
         lengths: Sequence[int],
     ) -> list[int]:
-        """Return the numbers of the blocks whose bytes are not those of their sources.
+        """Return the indices of blocks whose bytes differ from their sources.
 
-        ValueError where `write` returns -1.
+        ValueError if `write` would return -1.
         """
         name = "LocalEngine.differing"
         with self._blocks(name, session, src_addrs, dst_addrs, lengths) as blocks:
@@ -140,7 +140,7 @@ class LocalEngine:
     def _blocks(
         self, name: str, session: str, *lists: Sequence[int]
     ) -> Iterator[_core.Blocks | None]:
-        """The blocks of a call, whose memory stays within; None if not all of it is registered."""
+        """Yield the blocks of a call with their memory kept; None if some is not registered."""
         if not isinstance(session, str):
             raise TypeError(f"{name}: session must be a str, got {type(session).__name__}")
         blocks = _core.Blocks(name, *lists)
@@ -154,7 +154,7 @@ class LocalEngine:
                     own._writes.add(write)
                     peer._writes.add(write)
             yield blocks if inside else None
-        finally:  # also of a Ctrl-C at any line above: `close` would wait for the write for ever
+        finally:  # even after Ctrl-C at any line above: else `close` would wait forever
             if write is not None and peer is not None:
                 with _changed:
                     self._writes.discard(write)
@@ -175,7 +175,7 @@ class LocalEngine:
         return self
 
     def _wait(self) -> None:
-        """Wait until the writes in flight now have ended; later ones have seen what changed."""
+        """Wait until the writes now in flight have ended; later writes see the change."""
         now = set(self._writes)
         _changed.wait_for(lambda: now.isdisjoint(self._writes))
 
@@ -192,7 +192,7 @@ class LocalEngine:
 
 
 class _Write:
-    """A write in flight. It keeps the memory of pools that it touches."""
+    """Write in flight, which keeps its memory of pools alive."""
 
     def __init__(self, *owners: object) -> None:
         self._owners = owners

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan of a transfer: the blocks to copy, and what they are."""
+"""Plan of a transfer: the blocks to copy, and a description of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def summary(self: _core.TransferPlan) -> str:
     Returns
     -------
     str
-        A line for each kind of buffer (target, then draft, as they occur), and one for all.
+        A line for each kind of buffer (target, then draft, as they occur), and a total.
 
     Examples
     --------
@@ -32,7 +32,7 @@ def summary(self: _core.TransferPlan) -> str:
 
 
 def rows_of(plan: _core.TransferPlan) -> list[tuple[str, ...]]:
-    """The lines of the parts that have a name."""
+    """Return the lines of the parts that have a name."""
     parts: dict[str, list[int]] = {}
     begin = 0
     for name, num_entries, num_blocks in plan.parts:
@@ -49,13 +49,13 @@ def rows_of(plan: _core.TransferPlan) -> list[tuple[str, ...]]:
 
 
 def cells(num_blocks: int, num_bytes: int) -> tuple[str, str, str]:
-    """Blocks, bytes and mean block."""
+    """Format blocks, bytes and mean block."""
     mean = num_bytes / num_blocks if num_blocks else 0
     return f"{num_blocks:,}", human_bytes(num_bytes), human_bytes(mean)
 
 
 def human_bytes(number: float) -> str:
-    """Bytes in the unit that leaves less than 1024 of them."""
+    """Format bytes in the unit that leaves less than 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -64,7 +64,7 @@ def human_bytes(number: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they have to be, the first one left-aligned, others right-aligned."""
+    """Format columns as narrow as possible, the first left-aligned, others right-aligned."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
@@ -76,8 +76,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-# Not a subclass, as `KVLayout` is: the core makes plans, and would have to know it. Type checkers
-# are told of one, so that they know the methods.
+# No subclass like `KVLayout`: the core makes plans and would have to know the subclass. Type
+# checkers are told of a subclass, so that they know the methods.
 if TYPE_CHECKING:
     from .layout import KVLayout
 
@@ -91,39 +91,39 @@ if TYPE_CHECKING:
 else:
     TransferPlan = _core.TransferPlan
     TransferPlan.execute, TransferPlan.summary = execute, summary
-    TransferPlan.layouts = None  # of a class that keeps those of plans of a planner
+    TransferPlan.layouts = None  # of a class that keeps the layouts of a planner
     TransferPlan.__module__ = "cpattn.transfer"
 
 TransferPlan.__doc__ = """Blocks to copy from one memory to another.
 
-A plan is a value of three equally long arrays. It can be compared and pickled; ``len`` counts its
-blocks. Planners make plans; blocks of other origin become one by their three lists.
+A plan is a value of three equally long arrays: comparable and picklable; ``len`` counts its blocks.
+Planners make plans; other blocks become a plan by their three lists.
 
 Parameters
 ----------
 src_addrs, dst_addrs, lengths : sequences of int
-    Where to read, where to write, and how many bytes, of each block.
+    Source address, destination address and number of bytes of each block.
 parts : list of (str, int, int), optional
-    Blocks that are alike, in order: their name, such as ``"k"``, the entries (buffers) they are
-    of, and how many they are. Together they are all blocks.
+    Runs of similar blocks, in order: name, such as ``"k"``, number of entries (buffers), and number
+    of blocks. Together they cover all blocks.
 
 Attributes
 ----------
 src_addrs, dst_addrs, lengths : array [blocks], uint64
     Read-only.
 total_bytes : int
-    The sum of ``lengths``.
+    Sum of ``lengths``.
 parts : list of (str, int, int)
     The argument.
 layouts : pair of KVLayout, or None
-    Source and destination, where a planner was given them; pickles forget them.
+    Source and destination, if a planner had them; pickles drop them.
 
 Raises
 ------
 TypeError
-    If a number is no integer, or `parts` no list of such tuples.
+    If a number is no integer, or `parts` is no list of such tuples.
 ValueError
-    For arrays of unequal lengths, numbers outside [0, 2^64), and parts that are not all blocks.
+    If arrays differ in length, a number is outside [0, 2^64), or parts do not cover all blocks.
 
 Examples
 --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans from two layouts: buffers are paired by what they hold, never by their position."""
+"""Plans from two layouts: buffers pair by their contents, never by position."""
 
 from __future__ import annotations
 
@@ -31,52 +31,51 @@ def plan_kv_transfer(
     cp_size: int = 1,
     cp_share: str = "pages",
 ) -> TransferPlan:
-    """Plan what a source has to write into a destination, for tokens of one sequence.
+    """Plan the writes of a source into a destination, for tokens of one sequence.
 
-    Buffers are paired by layer, kind and draft flag. Target layers that both sides answer for
-    (`KVLayout.layers`) must have the same kinds on both; others belong to other links. Draft
+    Buffers pair by layer, kind and draft flag. Target layers that both sides answer for
+    (`KVLayout.layers`) must have the same kinds on both; other layers belong to other links. Draft
     layers are sent if both sides have any, and must then be the same on both. Of K and V, and of
-    their scales, the heads that both have are sent; of ranks with the same heads, number
-    ``dst.tp_rank % replicas`` sends. Nothing is sent for entries that either side left out.
+    their scales, the plan sends the heads that both sides have; among ranks with the same heads,
+    number ``dst.tp_rank % replicas`` sends. Entries that either side left out are skipped.
 
     Parameters
     ----------
     src, dst : KVLayout
-        The buffers of this process, and those of the peer.
+        Buffers of this process, and of the peer.
     src_pages, dst_pages : ints [pages]
-        The pages of the sequence, in its order; where ranks stripe pages, those of the group, of
-        which the plan has what both sides hold. Page sizes may differ.
+        Pages of the sequence, in its order. If ranks stripe pages, pages of the group; the plan
+        takes the pages that both sides hold. Page sizes may differ.
     num_tokens : int, optional
-        How many are sent; default: to the end of both lists, which then must be the same.
+        Number of tokens to send. Default: to the end of both lists, which then must be the same.
     first_token : int, optional
-        The first one, earlier ones being there already; default: the first of both lists.
+        First token to send, if earlier ones are there already. Default: the first of both lists.
     src_start, dst_start : int
-        The token with which each list begins, the first of a page. Tokens are numbered in the
-        sequence, also for a destination that keeps those of its DCP rank only.
+        Token at which the first page of each list begins. Token numbers count in the sequence, even
+        for a destination that keeps only the tokens of its DCP rank.
     cp_rank, cp_size : int
-        Of a context-parallel group of senders that all have all KV.
+        Rank and size of a context-parallel group of senders that all have all KV.
     cp_share : str
-        What these divide evenly: "pages" (of both sides, so whole ones) or "layers".
+        Unit that these senders divide evenly: "pages" (whole pages of both sides) or "layers".
 
     Returns
     -------
     TransferPlan
-        Buffers in the order of `src`, and for each the least number of blocks, ascending in the
-        destination. Empty if the two have nothing to do with each other.
+        Buffers in the order of `src`, each with the fewest possible blocks, ascending in the
+        destination. Empty if the sides have no layer, head or token in common.
 
-        Whole pages, also the last one, where both sides have pages of one size, with the same
-        heads in one order, and the tokens begin at a page; otherwise exactly the rows of these
-        tokens, head by head where a side has heads first.
+        Blocks are whole pages, including the last one, if both sides have the same page size and
+        the same heads in one order, and the tokens begin at a page. Otherwise blocks are exactly
+        the rows of the tokens, head by head if a side has heads first.
 
     Raises
     ------
     TypeError
-        If a layout is no KVLayout, or a page or a number no integer.
+        If a layout is no KVLayout, or a page or number is no integer.
     ValueError
-        A missing buffer, different dtypes or bytes for each token and head, tokens that a list does
-        not hold, a page outside its buffer, a page of the destination that occurs twice,
-        destination buffers that overlap, part of a page that is not made of rows. Names side,
-        kind, layer and lengths.
+        If a buffer is missing, dtypes or bytes per token and head differ, a list lacks tokens, a
+        page is outside its buffer, a page of the destination occurs twice, destination buffers
+        overlap, or a partial page is not made of rows. Names side, kind, layer and lengths.
 
     Examples
     --------
@@ -103,14 +102,14 @@ def plan_kv_transfer(
 
 
 class KVLink(NamedTuple):
-    """The plan of one source and one destination.
+    """Plan of one source and one destination.
 
     Attributes
     ----------
     source, destination : int
-        Positions in the lists that `plan_kv_links` was given.
+        Positions in the lists of `plan_kv_links`.
     plan : TransferPlan
-        What the source writes into the destination.
+        Blocks that the source writes into the destination.
 
     Examples
     --------
@@ -146,12 +145,12 @@ class KVLinks(tuple[KVLink, ...]):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all plans."""
+        """Total bytes of all plans."""
 
         return sum(link.plan.total_bytes for link in self)
 
     def summary(self) -> str:
-        """Format a line for each link and one for all: buffers, blocks, bytes, the mean block."""
+        """Format a line for each link and a total: buffers, blocks, bytes, the mean block."""
         rows = []
         for source, destination, plan in self:
             parts = ", ".join(f"{layers} × {name}" for name, layers, *_ in rows_of(plan))
@@ -182,39 +181,39 @@ def plan_kv_links(
     cp_size: int = 1,
     cp_share: str = "pages",
 ) -> KVLinks:
-    """Plan all links between two groups of servers, which together are complete.
+    """Plan all links between two groups of servers, and check that they are complete.
 
-    Every head and token of every buffer of every destination is written by exactly one source,
-    draft buffers where any source has some; and every target layer of a source is received.
+    Exactly one source writes each head and token of each buffer of each destination (draft buffers
+    if any source has some), and some destination receives every target layer of a source.
 
     Parameters
     ----------
     sources, destinations : sequences of KVLayout
-        Of every process: pipeline stages, TP ranks, CP ranks, ranks that stripe pages or divide
-        layers; and at the destination DCP ranks.
+        Layouts of all processes: pipeline stages, TP ranks, CP ranks, ranks that stripe pages or
+        divide layers; at the destination also DCP ranks.
     src_pages, dst_pages : sequences of ints, one for each process
-        As of `plan_kv_transfer`.
+        See `plan_kv_transfer`.
     num_tokens, first_token, src_start, dst_start, cp_size, cp_share
-        As of `plan_kv_transfer`, the same for all.
+        See `plan_kv_transfer`, the same for all.
     cp_ranks : ints, one for each source, optional
-        Its rank in its context-parallel group; needed with ``cp_size > 1``.
+        Context-parallel rank of each source; required with ``cp_size > 1``.
 
     Returns
     -------
     KVLinks
-        A tuple of ``(source, destination, plan)`` without those that send nothing.
+        Tuple of ``(source, destination, plan)`` without empty plans.
 
     Raises
     ------
     TypeError
-        If a layout is no KVLayout, or a page or a number no integer.
+        If a layout is no KVLayout, or a page or number is no integer.
     ValueError
-        What nobody or more than one source sends, with layer, heads and tokens; and whatever
-        `plan_kv_transfer` refuses, with the link.
+        If no source or several sources send the same data (names layer, heads and tokens), or if
+        `plan_kv_transfer` refuses a link (names the link).
 
     Examples
     --------
-    Two ranks with a head each send to one that has both:
+    Two ranks with one head each send to a rank that has both:
 
     >>> from cpattn.transfer import KVEntry, KVLayout, plan_kv_links
     >>> ranks = [
@@ -234,7 +233,7 @@ def plan_kv_links(
             raise ValueError(f"{function}: cp_ranks must be given with cp_size {cp_size}")
         cp_ranks = [0] * len(peers)
     links = _core.plan_kv_links(
-        peers,  # which no other thread can change while the plans are made
+        peers,  # a copy that no other thread can change while the plans are made
         items(destinations, function, "destinations"),
         items(src_pages, function, "src_pages"),
         items(dst_pages, function, "dst_pages"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory to register with an engine, of the buffers that a server lists."""
+"""Memory regions to register with an engine for the buffers that a server lists."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ def registration_regions(
 ) -> tuple[list[int], list[int]]:
     """List addresses and sizes for one ``engine.register``, and the addresses for ``unregister``.
 
-    Buffers of no bytes, which hold the place of a layer in a list, are left out, and buffers that
-    have bytes in common are one region: one that is listed twice (as KV and as state), or those
-    with pages between each other's. The lists that peers are told remain as they are.
+    Empty buffers, which hold the place of a layer in a list, are left out. Overlapping buffers
+    become one region, such as a buffer listed twice (as KV and as state), or buffers with
+    interleaved pages. The lists for peers do not change.
 
     Parameters
     ----------
     ptrs, lens : sequences of int
         Address and bytes of all buffers: KV, aux, state.
     alignment : int
-        Bytes. If above 1, what the engine rounds ranges to (2 MiB: MemFabric). Ranges that overlap
-        or touch once rounded become one, from the first byte of them to the last.
+        Bytes. If above 1, the granularity to which the engine rounds ranges (2 MiB: MemFabric).
+        Ranges that overlap or touch after rounding become one, from their first byte to their last.
 
     Returns
     -------
     addrs, sizes : lists of int
-        Of the regions to register; ascending if `alignment` is above 1 or any buffers overlap.
+        Regions to register; ascending if `alignment` is above 1 or any buffers overlap.
 
     Raises
     ------
     TypeError
         If a number is no integer.
     ValueError
-        For lists of unequal length, numbers outside [0, 2^64), bytes at address 0 or beyond 2^64,
-        and an alignment below 1.
+        If lists differ in length, a number is outside [0, 2^64), bytes lie at address 0 or beyond
+        2^64, or `alignment` is below 1.
 
     Examples
     --------

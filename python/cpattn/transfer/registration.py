@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory registered with an engine: what is registered is known, held, and given back."""
+"""Memory registered with an engine: recorded, kept alive, and released."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from .regions import registration_regions
 
 __all__ = ["Registration", "register"]
 
-# What registrations hold, by engine and registration. An engine that is gone holds nothing.
+# Owners of registered memory, by engine and registration. An ended engine has no entry.
 _held: dict[int, dict[int, tuple[object, ...]]] = {}
 _numbers = itertools.count(1)
 
 
 def register(engine: TransferEngine, *what: Any) -> Registration:
-    """Let peers of an engine write into memory, or let it send from there: all of it, or none.
+    """Let peers of an engine write into memory, or send from it: all of it, or none.
 
     Parameters
     ----------
     engine : TransferEngine
     *what : KVLayout, pool or tensor
-        A layout stands for all its buffers, a pool (``MHATokenToKVPool``, ``MLATokenToKVPool`` or
-        anything with their ``get_contiguous_buf_infos()``) likewise. Tensors are contiguous ones of
-        torch or NumPy that can be written. Memory that is named twice is registered once, and
+        A layout stands for all its buffers, and so does a pool (``MHATokenToKVPool``,
+        ``MLATokenToKVPool`` or any object with ``get_contiguous_buf_infos()``). Tensors must be
+        contiguous, writable, and of torch or NumPy. Memory that comes twice is registered once, and
         empty buffers are left out (`cpattn.transfer.registration_regions`).
 
     Returns
     -------
     Registration
-        A context manager whose exit, like its ``close()``, ends the registration. Servers register
-        what they have for as long as they live, so that a registration lasts as well if nobody
-        keeps it: then it ends with the engine. As long as it lasts, all of `what` is held.
+        Context manager whose exit, like its ``close()``, ends the registration. Without a reference
+        to it, the registration lasts until the engine ends, as servers register for their lifetime.
+        While it lasts, it keeps `what` alive.
 
     Raises
     ------
     TransferError
-        The engine answers with a failure code, which is the error's ``status``.
+        If the engine returns a failure code, the error's ``status``.
     TypeError, ValueError
-        For anything else, and for tensors that are not contiguous or cannot be written.
+        If an argument has another type, or a tensor is not contiguous or not writable.
 
     Examples
     --------
@@ -72,28 +72,28 @@ def register(engine: TransferEngine, *what: Any) -> Registration:
 class Registration:
     """Memory that peers of an engine may write to, until `close` or the end of the engine.
 
-    `cpattn.transfer.register` makes registrations, and checks what it is given. As a context
-    manager it ends with its block.
+    `cpattn.transfer.register` makes registrations and checks its arguments. As a context manager,
+    the registration ends with its block.
 
     Parameters
     ----------
     engine : TransferEngine
-        The engine that is asked to register the ranges.
+        Engine that registers the ranges.
     addrs, sizes : lists of int
         Address and bytes of the ranges.
     owners : tuple of objects
-        Objects that have the memory; held as long as the registration lasts.
+        Objects that own the memory; kept alive while the registration lasts.
 
     Attributes
     ----------
     engine : TransferEngine
     addrs, sizes : tuple of int
-        The ranges as the engine has them.
+        Ranges as registered with the engine.
 
     Raises
     ------
     TransferError
-        The engine answers with a failure code.
+        If the engine returns a failure code.
 
     Examples
     --------
@@ -114,7 +114,7 @@ class Registration:
         self.sizes = tuple(sizes)
         self._lock = threading.Lock()
         self._number = next(_numbers)
-        _hold(engine, self._number, owners)  # before it is written to
+        _hold(engine, self._number, owners)  # before a peer can write to it
         try:
             code = checked_code("register", enroll(addrs, sizes)) if addrs else 0
             if code:
@@ -127,10 +127,11 @@ class Registration:
             raise
 
     def close(self) -> None:
-        """End the registration, and let go of the memory.
+        """End the registration, and release the memory.
 
-        TransferError if the engine answers with a failure code: the memory is held on then, for it
-        may still be registered. Nothing happens if it has ended, alone or with its engine.
+        If the engine returns a failure code, the call raises TransferError and keeps the memory,
+        which may still be registered. A registration that has ended, alone or with its engine, is
+        left alone.
         """
         with self._lock:
             if self._number not in _held.get(id(self.engine), ()):
@@ -162,7 +163,7 @@ class Registration:
 
 
 def infos_of(item: Any) -> tuple[list[int], list[int]]:
-    """Addresses and bytes of the buffers that an argument of `register` stands for."""
+    """Return addresses and bytes of the buffers of an argument of `register`."""
     if isinstance(item, KVLayout):
         entries = item.entries
         return [entry.addr for entry in entries], [entry.nbytes for entry in entries]
@@ -193,14 +194,14 @@ def infos_of(item: Any) -> tuple[list[int], list[int]]:
 
 
 def forget(engine: object) -> None:
-    """Let go of everything that is registered with an engine: it has ended."""
+    """Release all memory registered with an engine that has ended."""
     _held.pop(id(engine), None)
 
 
 def _hold(engine: object, number: int, owners: tuple[object, ...]) -> None:
     key, new = id(engine), dict[int, tuple[object, ...]]()
     if _held.setdefault(key, new) is new:  # of several threads, the first
-        with contextlib.suppress(TypeError):  # of a class whose end cannot be seen: until `close`
+        with contextlib.suppress(TypeError):  # class whose end is not observed: until `close`
             weakref.finalize(engine, _held.pop, key, None).atexit = False
     _held[key][number] = owners
 

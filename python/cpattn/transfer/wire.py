@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between servers that plan a transfer, in the byte formats of today's engines.
+"""Messages between servers that plan a transfer, in the byte formats of current engines.
 
 A message is a list of frames, sent as one ZeroMQ multipart message. Decode sends prefill a
 `KVRegistration` once, and a `KVTransferRequest` for each prompt. Numbers are decimal ASCII; arrays
-are little-endian, without a header; lists of lists are `pack_int_lists`.
+are little-endian, without a header; `pack_int_lists` packs lists of lists.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ IntLists = Sequence[Sequence[int]]
 def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
     """Pack lists of integers as one frame of sglang 0.5.23.
 
-    It holds their number and the bytes of each as u32, then the integers, little-endian.
+    The frame, little-endian, has the number of lists, the bytes of each as u32, then the integers.
 
     Parameters
     ----------
     lists : sequence of sequences of int
-        No lists at all are an empty frame.
+        Lists to pack. An empty sequence gives an empty frame.
     fmt : str
         Format of the integers, as in `struct`: "I", "i" or "Q".
 
@@ -49,9 +49,9 @@ def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
     Raises
     ------
     TypeError
-        If `lists` holds something else than lists, or `fmt` is no str.
+        If an element of `lists` is no list, or `fmt` is no str.
     ValueError
-        For another format, and integers that do not fit.
+        If `fmt` is unknown, or an integer does not fit it.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
     Parameters
     ----------
     buf : bytes
-        The frame; an empty one holds no lists.
+        Frame to unpack; an empty frame has no lists.
     fmt : str
         Format of the integers when they were packed.
 
@@ -88,7 +88,7 @@ def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
     TypeError
         If `buf` is no bytes, or `fmt` no str.
     ValueError
-        For another format, and a frame that does not end where its lists do.
+        If `fmt` is unknown, or the frame is longer or shorter than its lists.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
         )
     if (broken := np.flatnonzero(sizes % WIDTHS[fmt])).size:
         _unpack_ints(fmt, bytes(sizes[broken[0]]), f"unpack_int_lists: list {broken[0]} ")
-    # All integers at once: a frame may hold millions of empty lists.
+    # All integers at once: a frame may have millions of empty lists.
     ints = _unpack_ints(fmt, buf[begin:])
     ends = (sizes.cumsum(dtype=np.int64) // WIDTHS[fmt]).tolist()
     return [ints[begin:end] for begin, end in pairwise([0, *ends])]
@@ -171,7 +171,7 @@ def _unpack_number(frame: bytes) -> int:
     return int(frame)
 
 
-Codec = Mapping[str, Callable[[Any], Any]]  # "pack" and "unpack": the metadata of a field
+Codec = Mapping[str, Callable[[Any], Any]]  # "pack" and "unpack" of a field's metadata
 
 TEXT: Codec = {
     "pack": lambda text: text.encode("ascii"),
@@ -197,9 +197,9 @@ M = TypeVar("M", bound="_Message")
 
 
 class _Message:
-    """A dataclass whose fields are the frames behind `_HEAD`, in order.
+    """Dataclass whose fields are the frames after `_HEAD`, in order.
 
-    An empty frame is the default of its field, if it has one; None is written so.
+    An empty frame stands for the default of its field, if any; None is written as an empty frame.
     """
 
     _HEAD: ClassVar[list[bytes]] = []
@@ -207,16 +207,16 @@ class _Message:
     def to_frames(self) -> list[bytes]:
         """Return the frames, in the number and order of sglang 0.5.23.
 
-        TypeError and ValueError name the field whose value is not of its type or does not fit.
+        TypeError or ValueError names a field with a value of another type or out of range.
         """
         return self._HEAD + [self._pack(item) for item in fields(self)]  # type: ignore[arg-type]
 
     @classmethod
     def from_frames(cls: type[M], frames: Sequence[bytes]) -> M:
-        """Read the message of frames; those that older servers do not send have their defaults.
+        """Read a message from frames; frames that older servers do not send have defaults.
 
-        Frames behind the known ones, as newer servers may send, are ignored. Missing or malformed
-        ones are ValueError, what is no bytes is TypeError.
+        Extra frames of newer servers are ignored. A missing or malformed frame raises ValueError,
+        an element that is no bytes TypeError.
         """
         known: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
         given = items(frames, f"{cls.__name__}.from_frames", "frames")
@@ -273,31 +273,31 @@ def _has_default(item: Field[Any]) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class KVRegistration(_Message):
-    """The message of a decode process to each prefill process of itself and of its buffers, once.
+    """Message of a decode process, sent once to each prefill process, about its buffers.
 
     Parameters
     ----------
     host, port : str and int
-        Where it listens for messages.
+        Address at which the decode process listens for messages.
     session_id : str
-        Session of its engine, which the buffers are registered with.
+        Session of the engine that registered the buffers.
     kv_data_ptrs, aux_data_ptrs, state_data_ptrs, engine_rank
-        As of `cpattn.transfer.sglang_0_5_23.KVArgs`, buffers of no bytes included, as peers pair
-        them by position.
+        See `cpattn.transfer.sglang_0_5_23.KVArgs`; empty buffers are included, as peers pair by
+        position.
     attn_tp_size : int
-        Size of its attention group.
+        Size of the attention group.
     kv_item_len : int
-        Bytes of a page of the first KV buffer, 0 if there is none. `kv_item_lens` has them all.
+        Bytes of a page of the first KV buffer, 0 if there is none. `kv_item_lens` has all.
     state_item_lens, state_dim_per_tensor : lists of lists of int
         Parallel to ``state_data_ptrs``.
     kv_layer_ids, state_layer_ids : list of int, and list of lists of int
-        Layers of the buffers, empty where order says it.
+        Layers of the buffers, empty if their order determines them.
     staging_ptr, staging_bytes : int or None
-        A buffer to gather heads in, for ranks that hold different heads.
+        Buffer in which to gather heads, for ranks that hold different heads.
     dcp_size, dcp_rank : int
-        Its group of decode context parallelism, and its place there.
+        Size of the decode context-parallel group, and rank in it.
     staging_layer_ids : list of int
-        Layers of the slots of that buffer.
+        Layers of the slots of the staging buffer.
     kv_item_lens : list of int
         Bytes of a page of each KV buffer.
 
@@ -314,7 +314,7 @@ class KVRegistration(_Message):
     True
     """
 
-    _HEAD: ClassVar[list[bytes]] = [b"None"]  # in place of a room
+    _HEAD: ClassVar[list[bytes]] = [b"None"]  # instead of a room
 
     host: str = field(metadata=TEXT)
     port: int = field(metadata=NUMBER)
@@ -339,27 +339,27 @@ class KVRegistration(_Message):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class KVTransferRequest(_Message):
-    """The message of a decode process that says where it wants the KV of one prompt.
+    """Message of a decode process that requests the KV of one prompt.
 
     Parameters
     ----------
     room : int
-        The number of the prompt that both servers were given.
+        Number of the prompt, known to both servers.
     host, port, session_id
-        As of the `KVRegistration` before it.
+        Values of the earlier `KVRegistration`.
     page_indices : ints [num_pages]
-        Pages for the tokens behind ``decode_prefix_len``, in order; may be none.
+        Pages for the tokens after ``decode_prefix_len``, in order; may be empty.
     aux_index : int or None
-        The row of the aux buffers. None makes it a dummy, of a process that only has to be
-        counted: pages and indices of state must be empty then, else ValueError.
+        Row of the aux buffers. None makes the message a dummy of a process that only has to be
+        counted: pages and state indices must then be empty, else ValueError.
     state_indices : lists of ints
         Indices for each component of state.
     required_count : int
-        Processes whose requests prefill waits for before it sends.
+        Number of processes whose requests prefill awaits before it sends.
     decode_prefix_len : int
-        Leading tokens that decode has.
+        Leading tokens that decode has already.
     device_page_indices : ints
-        Pages on the device, where `page_indices` are of another memory.
+        Pages on the device, if `page_indices` are of other memory.
 
     Examples
     --------

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV transfer with the names, lists and arguments of sglang 0.5.23, and its earlier rules.
 
-``pages``       tokens to pages, pages to runs, and what of a prompt is sent when
-``shards``      what ranks send that hold every N-th page, or divide pages or layers
-``sender``      which of these applies to a rank, and where its pages go
-``pointers``    which destination buffer receives which source buffer
-``targets``     which ranks of prefill a decode rank pulls from
-``args``        `KVArgs`: what a server says of its buffers
-``send``        the plans of the senders: lists of buffers in, the blocks that are sent out
-``send_state``  the same of states and metadata, which follow the KV cache
+``pages``       tokens to pages, pages to runs, and the part of a prompt that is sent when
+``shards``      parts of ranks that hold every N-th page, or divide pages or layers
+``sender``      choice among these parts for a rank, and the destination of its pages
+``pointers``    pairs of source and destination buffers
+``targets``     prefill ranks from which a decode rank pulls
+``args``        `KVArgs`: a server's description of its buffers
+``send``        plans of the senders: lists of buffers in, blocks to send out
+``send_state``  plans of states and metadata, which follow the KV cache
 
-Imports `cpattn.transfer`'s plans, and nothing of sglang. With ``compat=True`` functions answer as
-sglang does, bug for bug; without, right or with a ValueError. Start at ``send``; plans of
-buffers that say what they hold are `cpattn.transfer.plan_kv_transfer`.
+Imports `cpattn.transfer`'s plans, and no sglang. With ``compat=True`` functions answer as sglang
+does, bug for bug; without it, they answer correctly or raise ValueError. Start at ``send``;
+`cpattn.transfer.plan_kv_transfer` plans for buffers that describe their contents.
 """
 
 from .args import KVArgs, fill_kv_args, setup_state_kv_args

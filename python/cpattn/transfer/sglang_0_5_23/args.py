@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVArgs`: the buffers of a server of sglang 0.5.23, as those who plan transfers know them."""
+"""`KVArgs`: buffers of a server of sglang 0.5.23, as transfer planners see them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["KVArgs", "fill_kv_args", "setup_state_kv_args"]
 
 
 class KVArgs(SimpleNamespace):
-    """The buffers and the place of a server: a bag of attributes, as engines fill it.
+    """Buffers and ranks of a server: a set of attributes that engines fill in.
 
-    What was not set is absent, except for the attributes below that have a value for everybody.
-    Lists are parallel, an entry per registered buffer.
+    Attributes that were not set are absent, except those below with a default value. Lists are
+    parallel, with an entry per registered buffer.
 
     Attributes
     ----------
@@ -24,18 +24,18 @@ class KVArgs(SimpleNamespace):
     kv_data_ptrs, kv_data_lens, kv_item_lens : list of int
         Address, bytes, and bytes of a page of each KV buffer.
     aux_data_ptrs, aux_data_lens, aux_item_lens : list of int
-        Buffers of metadata, an item for each request.
+        Buffers of metadata, with an item for each request.
     state_types : list of str
-        Kinds of components of state: "mamba", "swa", "dsa", ...
+        Kinds of state components: "mamba", "swa", "dsa", ...
     state_data_ptrs, state_data_lens, state_item_lens : list of lists of int
-        Buffers of the state of each component.
+        State buffers of each component.
     kv_head_num, total_kv_head_num : int
         Heads of this rank, and of the model; not with MLA.
     page_size : int
     pp_rank, prefill_start_layer, prefill_end_layer : int
-        Pipeline stage; its layers, the end exclusive.
+        Pipeline stage, and its layers with an exclusive end.
     kv_buf_groups, total_kv_layers, hidden_kv_layers, draft_kv_layers : int
-        Numbers as `setup_state_kv_args` sets them.
+        Counts as set by `setup_state_kv_args`.
     swa_page_size, mla_compression_ratios : None
     dcp_size, dcp_rank : int, 1 and 0
 
@@ -65,26 +65,25 @@ KVArgs.__module__ = "cpattn.transfer.sglang_0_5_23"
 def fill_kv_args(
     kv_args: Any, pool: Any, draft_pool: Any = None, *, total_kv_layers: int | None = None
 ) -> None:
-    """Describe the buffers of a KV pool in `kv_args`, those of a draft pool behind them.
+    """Describe the buffers of a KV pool in `kv_args`, followed by those of a draft pool.
 
-    Sets ``kv_data_ptrs``, ``kv_data_lens`` and ``kv_item_lens``; ``page_size``,
-    ``prefill_start_layer`` and ``prefill_end_layer`` of the pool; and ``total_kv_layers`` if given,
-    without which strict planners refuse K and V of a stage for a larger destination.
+    The call sets ``kv_data_ptrs``, ``kv_data_lens`` and ``kv_item_lens``; ``page_size``,
+    ``prefill_start_layer`` and ``prefill_end_layer`` of the pool; and ``total_kv_layers`` if given.
+    Without the last, strict planners refuse K and V of a stage for a larger destination.
 
     Parameters
     ----------
     kv_args : KVArgs, or any object that takes attributes
         Changed in place.
     pool, draft_pool : MHATokenToKVPool, MLATokenToKVPool, or alike
-        With ``get_contiguous_buf_infos()``, ``page_size``, ``start_layer`` and ``layer_num``.
+        Pools with ``get_contiguous_buf_infos()``, ``page_size``, ``start_layer`` and ``layer_num``.
     total_kv_layers : int, optional
         Layers of the whole model without drafts.
 
     Raises
     ------
     TypeError
-        For pools without these members, a number that is no integer, and an object that takes no
-        attributes.
+        If a pool lacks an attribute, a number is no integer, or `kv_args` does not take attributes.
 
     Examples
     --------
@@ -121,7 +120,7 @@ def fill_kv_args(
 
 
 def _set(kv_args: Any, fields: dict[str, Any], function: str) -> None:
-    """Set attributes; TypeError for an object that takes none."""
+    """Set attributes; TypeError if an object does not take them."""
     for name, value in fields.items():
         try:
             setattr(kv_args, name, value)
@@ -134,10 +133,10 @@ def _set(kv_args: Any, fields: dict[str, Any], function: str) -> None:
 def setup_state_kv_args(
     kv_args: Any, pool: Any, draft_pool: Any = None, total_kv_layers: int = 0
 ) -> None:
-    """Say how the KV buffers of an MLA pool are grouped, and reset the lists of state.
+    """Describe the grouping of an MLA pool's KV buffers, and reset the lists of state.
 
-    All lists of state become empty: keys of an indexer go with the KV buffers. If the pool has
-    ``get_state_buf_infos``, as MLA pools have and MHA pools have not, these are set as well::
+    All lists of state become empty: index keys go with the KV buffers. If the pool has
+    ``get_state_buf_infos``, as MLA pools do and MHA pools do not, the call also sets::
 
         kv_buf_groups = 2 if pool.index_head_dim is None else 3
         hidden_kv_layers = total_kv_layers
@@ -150,15 +149,15 @@ def setup_state_kv_args(
     kv_args : KVArgs, or any object that takes attributes
         Changed in place.
     pool, draft_pool : MLATokenToKVPool, MHATokenToKVPool, or alike
-        Pool of the model, and of its draft model where there is one.
+        Pool of the model, and of its draft model if there is one.
     total_kv_layers : int, optional
         Layers of the whole model without drafts.
 
     Raises
     ------
     TypeError
-        For a draft pool without ``layer_num``, a number that is no integer, and an object that
-        takes no attributes.
+        If a draft pool lacks ``layer_num``, a number is no integer, or `kv_args` does not take
+        attributes.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens to pages, pages to runs, and which of them a chunk of a prompt sends.
+"""Tokens to pages, pages to runs, and the pages that a chunk of a prompt sends.
 
-As sglang 0.5.23 does it, with the names of its functions.
+Functions have the names and the rules of sglang 0.5.23.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = [
 
 
 def kv_to_page_num(num_tokens: int, page_size: int) -> int:
-    """Count the pages that hold `num_tokens` tokens: ``ceil(num_tokens / page_size)``.
+    """Return the number of pages for `num_tokens` tokens: ``ceil(num_tokens / page_size)``.
 
     Parameters
     ----------
     num_tokens : int
         At least 0.
     page_size : int
-        Tokens of a page, at least 1.
+        Tokens per page, at least 1.
 
     Returns
     -------
@@ -58,16 +58,16 @@ def kv_to_page_num(num_tokens: int, page_size: int) -> int:
 def kv_to_page_indices(kv_indices: Indices, page_size: int) -> NDArray[np.int32]:
     """Find the pages of a request's token slots: ``kv_indices[::page_size] // page_size``.
 
-    The slots start on a page boundary and fill their pages in order, as allocators of pages hand
-    them out; only the last page may be partial. Nothing checks that: the slots in between are not
-    looked at.
+    The slots must begin a page and fill pages in order, as page allocators assign them; only the
+    last page may be partial. The function does not check it: it reads only the first slot of each
+    page.
 
     Parameters
     ----------
     kv_indices : ints [num_tokens]
         Slots of consecutive tokens.
     page_size : int
-        Tokens of a page, at least 1.
+        Tokens per page, at least 1.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def kv_to_page_indices(kv_indices: Indices, page_size: int) -> NDArray[np.int32]
     TypeError
         If a slot or `page_size` is no integer.
     ValueError
-        For a negative slot, and a `page_size` below 1.
+        If a slot is negative, or `page_size` is below 1.
 
     Examples
     --------
@@ -93,13 +93,13 @@ def group_concurrent_contiguous(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Split two index lists wherever either of them is not consecutive.
 
-    Indices that descend or repeat always split, so the groups are the fewest that can be copied
-    as one block each.
+    Descending or repeated indices always split. The groups are the fewest that can each be copied
+    as one block.
 
     Parameters
     ----------
     src_indices, dst_indices : ints [n]
-        What is read, and where it goes. If either is empty there are no groups.
+        Source and destination indices. If either is empty, there are no groups.
 
     Returns
     -------
@@ -110,7 +110,7 @@ def group_concurrent_contiguous(
     TypeError
         If an index is no integer.
     ValueError
-        For lists of unequal lengths, neither of which is empty.
+        If the lists differ in length and neither is empty.
 
     Examples
     --------
@@ -122,24 +122,24 @@ def group_concurrent_contiguous(
 
 @dataclass(frozen=True)
 class KVChunk:
-    """A chunk of a prompt: the tokens of the request and the pages of the transfer that it sends.
+    """Chunk of a prompt: tokens of the request, and the pages of the transfer that it sends.
 
     Parameters
     ----------
     token_start, token_end : int
         Tokens [token_start, token_end) of the request.
     page_start, page_end : int
-        Their pages, counted from the first page of the transfer.
+        Pages of the chunk, counted from the first page of the transfer.
     is_last : bool
-        Whether all pages are sent with this chunk; the aux buffers and states go with it.
+        Whether this chunk completes the pages; the aux buffers and states go with it.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     compat : bool
-        The argument of `KVSendCursor`.
+        Argument of `KVSendCursor`.
 
     Examples
     --------
-    Tokens 4 to 9 of ten, on pages of four, are the second and the third page:
+    Tokens 4 to 9 of ten, in pages of four, are on the second and third page:
 
     >>> cursor = KVSendCursor(num_tokens=10, page_size=4)
     >>> _, chunk = cursor.advance(6), cursor.advance(10, last_chunk=True)
@@ -165,7 +165,7 @@ class KVChunk:
         Parameters
         ----------
         kv_indices : ints [num_tokens]
-            The slots of the request's tokens, from token 0.
+            Slots of the request's tokens, from token 0.
         dst_page_indices : ints [num_pages]
             The destination's pages for the whole transfer.
 
@@ -173,8 +173,7 @@ class KVChunk:
         -------
         src_pages : array [n], int32
         dst_pages : of the type of `dst_page_indices`, [n]
-            With compat, where these are fewer than the chunk's pages, the source's are cut to
-            as many.
+            With compat and too few pages of the destination, both are as long as the destination's.
 
         Raises
         ------
@@ -199,7 +198,7 @@ class KVChunk:
 
 
 def as_listed(indices: Indices, function: str, argument: str) -> AnyTensor:
-    """Return indices that can be cut: an array as it is, of a list what it holds now."""
+    """Return indices that can be sliced: an array itself, or the current elements of a list."""
     if isinstance(indices, (list, tuple)) or not has(indices, "__getitem__"):
         return _core.ints(indices, function, argument)
     _core.index_count(indices, function, argument)
@@ -208,38 +207,38 @@ def as_listed(indices: Indices, function: str, argument: str) -> AnyTensor:
 
 @dataclass
 class KVSendCursor:
-    """A position in the sending of a prompt; one chunk follows the other.
+    """Position in the sending of a prompt, chunk by chunk.
 
-    Full pages are sent as soon as they are computed, the partial one with the last chunk. What is
-    "last" say the pages, not the caller: the chunk that completes them.
+    Full pages are sent as soon as they are computed, the partial page with the last chunk. The last
+    chunk is the one that completes the pages, whatever the caller passes.
 
     Parameters
     ----------
     num_tokens : int
         Length of the prompt.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     decode_prefix_len : int, optional
-        Leading tokens that the destination has already. They end on a page boundary, else
-        ValueError (compat: the pages behind are then misplaced).
+        Leading tokens that the destination has already. They must end at a page border, else
+        ValueError (compat: later pages are misplaced).
     compat : bool, optional
-        Whether to do as engines: destinations that are short of pages get as many as they have.
+        Whether to follow engines: a destination with too few pages gets as many as it has.
 
     Attributes
     ----------
     start_send_idx : int
-        The next token to send.
+        Next token to send.
     curr_idx : int
-        The next page of the transfer.
+        Next page of the transfer.
     num_pages : int
-        All pages of the transfer.
+        Number of pages of the transfer.
 
     Raises
     ------
     TypeError
         If a number is no integer, or `compat` no bool.
     ValueError
-        For numbers out of range, and a prefix longer than the prompt or within a page.
+        If a number is out of range, or the prefix is longer than the prompt or ends within a page.
 
     Examples
     --------
@@ -279,17 +278,17 @@ class KVSendCursor:
     def advance(
         self, num_computed: int, *, last_chunk: bool = False, end: int | None = None
     ) -> KVChunk | None:
-        """Return the chunk to send now that `num_computed` tokens are there, and step behind it.
+        """Return the chunk to send once `num_computed` tokens are computed, and advance past it.
 
         Parameters
         ----------
         num_computed : int
-            Tokens of the prompt whose KV is there.
+            Computed tokens of the prompt.
         last_chunk : bool
-            Whether no other follows. A last chunk takes the partial page along and is returned even
-            without pages, because metadata goes with it.
+            Whether this is the last call. A last chunk includes the partial page and is returned
+            even without pages, because metadata goes with it.
         end : int, optional
-            Bounds the chunk instead of ``min(num_computed, num_tokens)``.
+            End of the chunk, instead of ``min(num_computed, num_tokens)``.
 
         Returns
         -------
@@ -301,7 +300,7 @@ class KVSendCursor:
         TypeError
             If a number is no integer, or `last_chunk` no bool.
         ValueError
-            For a negative number, and an `end` behind the prompt.
+            If a number is negative, or `end` is beyond the prompt.
         """
         function = "KVSendCursor.advance"
         last_chunk = flag(last_chunk, function, "last_chunk")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of buffers: those of a prefill stage, and those of the decode server for them.
+"""Pairs of buffers of a prefill stage and of the decode server that receives them.
 
-The lists that servers register hold groups of layers: all K, then all V, then all index-K if there
-are any, and behind them the same for the layers of a draft model. A pipeline stage holds a range
-of the model's layers, the decode server usually all of them. A destination with at least as many
-layers as the model is taken for that.
+The lists that servers register have groups of layers: all K, then all V, then all index-K if there
+are any, followed by the same groups for the layers of a draft model. A pipeline stage holds a range
+of the model's layers; the decode server usually holds all. A destination with at least as many
+layers as the model counts as one with all layers.
 
-Functions answer right or raise ValueError. With ``compat=True`` they answer as sglang 0.5.23 does
-(where they say so, an earlier release), bug for bug: slices are clipped at the end of a list, and
-for some layouts the wrong buffers come out.
+Functions answer correctly or raise ValueError. With ``compat=True`` they answer as sglang 0.5.23
+(or an earlier release, if stated), bug for bug: slices are clipped at the end of a list, and for
+some layouts the pairs are wrong.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def get_mha_kv_ptrs_with_pp(
     total_kv_layers: int | None = 0,
     compat: bool = False,
 ) -> tuple[list[int], list[int], list[int], list[int], int]:
-    """List the buffers of K and V that a prefill stage sends, and those that receive them.
+    """List the K and V buffers that a prefill stage sends, and the buffers that receive them.
 
     Parameters
     ----------
     src_kv_ptrs : list of int or integer array, length 2 * n
-        K and then V of layers [prefill_start_layer, prefill_start_layer + n). Anything that
-        belongs to a buffer will do: pointers, lengths.
+        K and then V of layers [prefill_start_layer, prefill_start_layer + n). Elements may be any
+        value per buffer: pointers, lengths.
     dst_kv_ptrs : list of int or integer array, length 2 * (total_kv_layers + drafts)
-        K of the model's layers, V of them, then the drafts; or the same stage as the source.
+        K of the model's layers, their V, then the drafts; or the same stage as the source.
     prefill_start_layer : int
-        The first layer of the stage, in the model.
+        First layer of the stage, in the model.
     total_kv_layers : int, optional
-        Layers of the whole model without drafts. 0 or None for unknown; a longer destination is
-        ValueError then, because its drafts cannot be told from layers.
+        Layers of the whole model without drafts; 0 or None if unknown. A longer destination then
+        raises ValueError, as drafts look like layers.
     compat : bool, optional
         Whether to ignore `total_kv_layers` and guess drafts by a remainder, as sglang 0.5.23 does.
 
@@ -67,11 +67,11 @@ def get_mha_kv_ptrs_with_pp(
     TypeError
         If an argument is of another type than stated.
     ValueError
-        For lists that are no such groups, and a stage that ends behind the model.
+        If the lists do not have these groups, or the stage ends beyond the model.
 
     Examples
     --------
-    The second of two stages, three of five layers before it; the decode server has a draft, too:
+    The second of two stages starts after three of five layers; the decode server has a draft, too:
 
     >>> decode = ["K0", "K1", "K2", "K3", "K4", "V0", "V1", "V2", "V3", "V4", "dK", "dV"]
     >>> stage = ["K3", "K4", "V3", "V4"]
@@ -105,40 +105,40 @@ def get_mla_kv_ptrs_with_pp(
     num_draft_entries: int | None = None,
     compat: bool = False,
 ) -> tuple[list[int], list[int], int]:
-    """List the buffers of a stage with several groups per layer, and those that receive them.
+    """List the buffers of a stage with several groups per layer, and the buffers that receive them.
 
     Parameters
     ----------
     src_kv_ptrs : list of int or integer array
-        Per group the stage's layers; on the last stage then per group the drafts.
+        The stage's layers group by group; on the last stage then the drafts group by group.
     dst_kv_ptrs : list of int or integer array
-        Per group the model's layers, then per group the drafts; or the same stage as the source.
+        The model's layers group by group, then the drafts; or the same stage as the source.
     prefill_start_layer : int
-        The first layer of the stage, in the model.
+        First layer of the stage, in the model.
     kv_buf_groups : int, optional
         2 for K and V, 3 with index-K.
     total_kv_layers : int, optional
-        Layers of the whole model without drafts, 0 or None for unknown. The rule of sglang up to
-        0.5.19 (#23893), which knows no drafts at the source.
+        Layers of the whole model without drafts, 0 or None if unknown. It selects the rule of
+        sglang up to 0.5.19 (#23893), which knows no drafts at the source.
     hidden_kv_layers : int, optional
-        The same number; given, it selects the rule of sglang 0.5.20 to 0.5.23, which does.
+        The same number. It selects the rule of sglang 0.5.20 to 0.5.23, which knows such drafts.
     draft_kv_layers : int, optional
         Draft layers of the last stage.
     is_last_rank : bool, optional
         Whether the source is the last stage.
     num_draft_entries : int, optional
-        Drafts at the end of `src_kv_ptrs`; given, it selects the rule of lists with one entry for
-        each layer (engines other than Ascend's), with one group and no other number of drafts.
+        Number of drafts at the end of `src_kv_ptrs`. It selects the rule for lists with one entry
+        per layer (engines other than Ascend's), with one group and the same drafts on both sides.
     compat : bool, optional
-        Exactly one of these three rules, clipped slices included. By the last, drafts take the end
-        of a list even where that holds target layers, or more drafts.
+        Whether to follow exactly one of these rules, with clipped slices. With the last rule,
+        drafts take the end of a list even if it has target layers or more drafts.
 
     Returns
     -------
     src : list of int
         All of `src_kv_ptrs`.
     dst : list of int
-        Pointers in the same order, as many (compat: any number).
+        Destination pointers in the same order, equally many (compat: any number).
     num_entries : int
         ``len(src)``.
 
@@ -147,8 +147,8 @@ def get_mla_kv_ptrs_with_pp(
     TypeError
         If an argument is of another type than stated.
     ValueError
-        For lists that are no such groups, a stage that ends behind the model, and a number of
-        layers that is needed and not given.
+        If the lists do not have these groups, the stage ends beyond the model, or a required number
+        of layers is missing.
 
     Examples
     --------
@@ -177,12 +177,12 @@ def get_mla_kv_ptrs_with_pp(
 
 
 def listed(ptrs: Any, function: str, argument: str) -> list[Any]:
-    """Return a new list; of plain ints from an array."""
+    """Return a new list, with plain ints from an array."""
     plain = isinstance(ptrs, (list, tuple))
     array = has(ptrs, "tolist") and not isinstance(ptrs, (memoryview, np.ma.MaskedArray))
     try:
         values = list(ptrs) if plain else ptrs.tolist() if array else None
-    except Exception:  # of a tensor without elements to look at
+    except Exception:  # such as a tensor without accessible elements
         values = None
     if not isinstance(values, list):
         raise TypeError(
@@ -204,13 +204,13 @@ def build_transfer_entry_pairs(
     Parameters
     ----------
     src_layer_ids, dst_layer_ids : list of int, or None
-        Global layer id of every entry; None or empty if the side does not say. An id that occurs
-        several times, once per group, is paired in order of occurrence.
+        Global layer id of every entry; None or empty if the side gives none. Equal ids, one per
+        group, pair in order of occurrence.
     n_src, n_dst : int
-        Entries of each side.
+        Number of entries of each side.
     allow_positional_fallback : bool, optional
-        Without ids, let the destination have more entries than the source; with ids on one side
-        only, pair by position.
+        Whether the destination may have more entries than the source if there are no ids; and
+        whether entries pair by position if only one side has ids.
 
     Returns
     -------
@@ -219,11 +219,11 @@ def build_transfer_entry_pairs(
     Raises
     ------
     RuntimeError
-        The sides cannot be paired; sglang raises it, too.
+        If the sides cannot be paired; sglang raises it, too.
     TypeError
         If an argument is of another type than stated.
     ValueError
-        For a negative number of entries.
+        If a number of entries is negative.
 
     Examples
     --------
@@ -236,26 +236,26 @@ def build_transfer_entry_pairs(
 
 
 def kv_start_layer(start_layer: int, kv_layer_ids: Any) -> int:
-    """Count the layers with a KV cache before a stage: its ``prefill_start_layer`` among those.
+    """Return a stage's ``prefill_start_layer`` among the layers with a KV cache.
 
     Parameters
     ----------
     start_layer : int
-        The stage's first layer, in the model.
+        First layer of the stage, in the model.
     kv_layer_ids : list of int
         Ascending ids of the layers with a KV cache.
 
     Returns
     -------
     int
-        How many of them stand before the stage.
+        Number of layers with a KV cache before the stage.
 
     Raises
     ------
     TypeError
         If a number is no integer.
     ValueError
-        For a negative layer, and ids that do not ascend.
+        If the layer is negative, or ids do not ascend.
 
     Examples
     --------
@@ -268,20 +268,20 @@ def kv_start_layer(start_layer: int, kv_layer_ids: Any) -> int:
 
 
 class DecodeTargets(NamedTuple):
-    """Prefill ranks a decode rank talks to.
+    """Prefill ranks that a decode rank contacts.
 
     Attributes
     ----------
     ranks : range
         Ranks that send the KV cache.
     dummy_ranks : range
-        Ranks that only learn that nothing is wanted of them.
+        Ranks that only learn that they have nothing to send.
     required_dst_info_num : int
-        Decode ranks for which each of `ranks` waits.
+        Number of decode ranks that each of `ranks` waits for.
 
     Examples
     --------
-    Decode has half the ranks, so that each takes its heads from two:
+    Decode has half as many ranks, so each takes its heads from two:
 
     >>> decode_targets(1, prefill_tp_size=4, decode_tp_size=2, is_mla=False)
     DecodeTargets(ranks=range(2, 4), dummy_ranks=range(4, 4), required_dst_info_num=1)
@@ -300,17 +300,16 @@ def decode_targets(
 ) -> DecodeTargets:
     """Find the prefill ranks that serve a decode rank, both numbered within their attention group.
 
-    Equal sizes pair one to one. Several decode ranks share a prefill rank, or a decode rank takes
-    its heads from several prefill ranks; of these only the first sends with MLA, where all hold
-    the same.
+    Equal sizes pair one to one. Otherwise several decode ranks share a prefill rank, or a decode
+    rank takes its heads from several prefill ranks; with MLA, where all of them hold the same, only
+    the first sends.
 
     Parameters
     ----------
     engine_rank : int
-        Rank in the decode server; the rank in the attention group is the remainder by
-        `decode_tp_size`.
+        Rank in the decode server; modulo `decode_tp_size`, the rank in the attention group.
     prefill_tp_size, decode_tp_size : int
-        Sizes of the attention groups, of which one divides the other.
+        Sizes of the attention groups; one must divide the other.
     is_mla : bool
         Whether all ranks hold the same latent.
 
@@ -323,7 +322,7 @@ def decode_targets(
     TypeError
         If a number is no integer, or `is_mla` no bool.
     ValueError
-        For a negative rank, and sizes of which neither divides the other.
+        If a rank is negative, or neither size divides the other.
 
     Examples
     --------

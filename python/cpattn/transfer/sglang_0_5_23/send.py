@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of the senders of sglang 0.5.23: lists of KV buffers in, the blocks they would send out.
+"""Plans of the senders of sglang 0.5.23: lists of KV buffers in, blocks to send out.
 
-Functions check what lists can tell and raise ValueError: entries that do not match, items outside
-their buffer, negative indices. With ``compat=True`` they plan what sglang would send, right or
-wrong, unchecked; where it runs off the end of a list it is IndexError. Plans that know by
-themselves which layer and kind a buffer holds are made by `cpattn.transfer.plan_kv_transfer`.
+Functions check the lists and raise ValueError for entries that do not match, items outside their
+buffer, and negative indices. With ``compat=True`` they plan what sglang would send, right or wrong,
+without checks; if sglang would read beyond the end of a list, they raise IndexError.
+`cpattn.transfer.plan_kv_transfer` plans from buffers that state their layer and kind.
 """
 
 from __future__ import annotations
@@ -37,36 +37,37 @@ def plan_send_kvcache(
 ) -> TransferPlan:
     """Plan the blocks of whole pages that a prefill stage sends to a decode server.
 
-    With ``dst_layer_ids`` entries pair by the layers they hold, as `build_transfer_entry_pairs`
-    says: K and V of a layer in the order of the lists, other layers and drafts wherever they lie.
-    Without, and with one stage, entries pair by position, and a draft tail of the destination is
-    left alone; with more stages as `get_mla_kv_ptrs_with_pp` and `get_mha_kv_ptrs_with_pp` say.
-    Ranks that divide the layers (`get_layer_shard_range`) are stages, too: as many as they are.
+    With ``dst_layer_ids`` entries pair by layer, as in `build_transfer_entry_pairs`: K and V of a
+    layer in list order, other layers and drafts at any place. Without ids, entries of a single
+    stage pair by position, and the plan ignores a draft tail of the destination; with more stages
+    the rules are those of `get_mla_kv_ptrs_with_pp` and `get_mha_kv_ptrs_with_pp`. Ranks that
+    divide the layers (`get_layer_shard_range`) count as stages, too.
 
     Parameters
     ----------
     kv_args : KVArgs, or any object with these attributes
-        ``kv_data_ptrs`` and ``kv_item_lens``; with several stages ``prefill_start_layer``, unless
-        entries pair by layer, then ``kv_layer_ids``; and where they are set ``kv_data_lens``,
+        ``kv_data_ptrs`` and ``kv_item_lens``. Several stages also need ``kv_layer_ids`` if entries
+        pair by layer, else ``prefill_start_layer``. Optional are ``kv_data_lens``,
         ``prefill_end_layer``, ``kv_buf_groups``, ``total_kv_layers``, ``hidden_kv_layers`` and
         ``draft_kv_layers``.
     dst_ptrs : list of int
         The destination's ``kv_data_ptrs``.
     src_pages, dst_pages : ints [num_pages]
-        Page ``src_pages[i]`` becomes page ``dst_pages[i]``. If either is empty so is the plan.
+        Page ``src_pages[i]`` becomes page ``dst_pages[i]``. If either list is empty, so is the
+        plan.
     pp_size : int
         Pipeline stages of the prefill.
     is_mla : bool
-        Whether the buffers are groups of a latent; else they are K and V.
+        Whether the buffers are groups of a latent; False: they are K and V.
     is_last_rank : bool, optional
-        Whether this is the last stage, the one that has the drafts.
+        Whether this is the last stage, which has the drafts.
     dst_item_lens : list of int, optional
-        The destination's ``kv_item_lens``, to be compared with the source's.
+        The destination's ``kv_item_lens``, which must equal the source's.
     dst_layer_ids : ints, optional
         The destination's ``kv_layer_ids``: the layer of each of its entries. sglang's senders for
-        GPUs use them; those for NPUs do for latents of hybrid models with several stages alone.
+        GPUs use them; its senders for NPUs only for latents of hybrid models with several stages.
     compat : bool, optional
-        Whether to do as sglang 0.5.23, unchecked.
+        Whether to plan what sglang 0.5.23 sends, without checks.
 
     Returns
     -------
@@ -76,14 +77,14 @@ def plan_send_kvcache(
     Raises
     ------
     TypeError
-        For missing attributes, and arguments of another type than stated.
+        If `kv_args` lacks an attribute, or an argument has another type than stated.
     ValueError
-        For entries that do not match, other item lengths, pages that are negative or outside their
-        buffer, and unequally many pages.
+        If entries do not match, item lengths differ, a page is negative or outside its buffer, or
+        the lists of pages differ in length.
     RuntimeError
-        For layer ids that cannot be paired, and where one side alone has them with several stages.
+        If layer ids cannot be paired, or only one side has ids with several stages.
     IndexError
-        With compat, where sglang runs off the end of a list.
+        With compat, if sglang would read beyond the end of a list.
 
     Examples
     --------
@@ -114,15 +115,15 @@ class HeadSlice(NamedTuple):
     Attributes
     ----------
     src_start, dst_start : int
-        The first of them within the source's page, and within the destination's.
+        First sent head within the source's page, and within the destination's.
     num_heads : int
-        How many are sent.
+        Number of sent heads.
     src_heads, dst_heads : int
-        All heads of the source's page, and of the destination's.
+        Number of heads in the source's page, and in the destination's.
 
     Examples
     --------
-    Rank 1 of 2 has heads 2 and 3 of four, and rank 2 of 4 wants head 2:
+    Rank 1 of 2 has heads 2 and 3 of four, and rank 2 of 4 needs head 2:
 
     >>> slice_heads(4, prefill_tp_size=2, prefill_rank=1, decode_tp_size=4, decode_rank=2)
     HeadSlice(src_start=0, dst_start=0, num_heads=1, src_heads=2, dst_heads=1)
@@ -157,22 +158,22 @@ def slice_heads(
     total_kv_heads : int
         KV heads of the whole model.
     prefill_tp_size, prefill_rank, decode_tp_size, decode_rank : int
-        Within the attention groups.
+        Sizes of the attention groups, and ranks within them.
     compat : bool, optional
-        Answer whether or not the numbers fit each other.
+        Whether to answer even if the numbers do not fit each other.
 
     Returns
     -------
     HeadSlice
-        Their place in a page of either side.
+        Place of the heads in a page of either side.
 
     Raises
     ------
     TypeError
         If a number is no integer, or `compat` no bool.
     ValueError
-        Without compat: unless one size divides the other, heads divide evenly, and the two ranks
-        have heads in common.
+        Without compat, if neither size divides the other, heads do not divide evenly, or the two
+        ranks have no head in common.
 
     Examples
     --------
@@ -201,15 +202,15 @@ def plan_send_kvcache_slice(
     dst_layer_ids: Indices | None = None,
     compat: bool = False,
 ) -> TransferPlan:
-    """Plan the blocks of K and V that go to a rank with other heads; MLA never needs it.
+    """Plan the blocks of K and V for a rank with other heads; MLA never needs it.
 
     Parameters
     ----------
     kv_args : KVArgs, or any object with these attributes
-        ``engine_rank``, ``page_size``, ``kv_head_num`` or ``total_kv_head_num``, and those of
-        `plan_send_kvcache`. All ``kv_item_lens`` are equal.
+        ``engine_rank``, ``page_size``, ``kv_head_num`` or ``total_kv_head_num``, and the attributes
+        of `plan_send_kvcache`. All ``kv_item_lens`` are equal.
     dst_ptrs, src_pages, dst_pages, pp_size, is_last_rank, dst_layer_ids
-        As of `plan_send_kvcache`.
+        See `plan_send_kvcache`.
     dst_tp_rank, dst_attn_tp_size : int
         The destination's rank and the size of its attention group.
     dst_kv_item_len : int
@@ -217,19 +218,18 @@ def plan_send_kvcache_slice(
     attn_tp_size : int
         Size of the source's attention group.
     compat : bool, optional
-        Whether to do as engines with layers: with one stage `get_mha_kv_ptrs_with_pp` decides, too,
-        where no side has layer ids, so that ``prefill_start_layer`` is needed.
+        Whether to follow engines in layers: without layer ids, `get_mha_kv_ptrs_with_pp` then
+        decides even for one stage, which needs ``prefill_start_layer``.
 
     Returns
     -------
     TransferPlan
-        A block per entry, page and token, those of whole runs joined where all heads of both
-        sides go.
+        A block per entry, page and token; whole runs are joined if all heads of both sides go.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, IndexError
-        As `plan_send_kvcache`, and for the heads as `slice_heads`.
+        As for `plan_send_kvcache`, and for the heads as for `slice_heads`.
 
     Examples
     --------
@@ -284,7 +284,7 @@ def kv_buffers(
     dst_item_lens: Lengths,
     dst_layer_ids: Indices | None,
 ) -> tuple[Any, ...]:
-    """Return the lists that plans of buffers read."""
+    """Return the buffer lists for a plan."""
     ptrs, item_lens = part(kv_args, ("kv_data_ptrs", "kv_item_lens"), function, "kv_args")
     src_layer_ids = None if dst_layer_ids is None else getattr(kv_args, "kv_layer_ids", None)
     return (
@@ -299,21 +299,21 @@ def kv_buffers(
 
 
 def as_now(indices: Any, function: str, argument: str) -> list[int]:
-    """Return what is checked and then sent: a list may change in between."""
+    """Return a copy of indices, as a list may change between check and sending."""
     return [] if indices is None else _core.ints(indices, function, argument)
 
 
 def has_layer_ids(lists: tuple[Any, ...]) -> bool:
-    """Tell whether a side of `kv_buffers` says which layers its entries hold."""
+    """Tell whether a side of `kv_buffers` gives the layers of its entries."""
     return bool(lists[-2] or lists[-1])
 
 
 def stage_fields(
     function: str, kv_args: Any, is_last_rank: bool, pp_size: int, is_mla: bool, has_ids: bool
 ) -> tuple[Any, ...]:
-    """Return the sender's place in the model, absent attributes filled in.
+    """Return the sender's place in the model, with defaults for absent attributes.
 
-    Only the first layer of a stage without layer ids cannot be: 0 would send it to another's
+    The first layer of a stage without layer ids has no default: 0 would send it to another stage's
     buffers.
     """
     pp_size = integer(pp_size, function, "pp_size")

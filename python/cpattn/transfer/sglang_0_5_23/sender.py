@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of a chunk that a prefill rank sends, and their places in the list of decode.
 
-The rank's place and its server's flags select one of the filters of ``shards``.
+The rank's place and its server's flags select a filter of ``shards``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class KVSender:
     Parameters
     ----------
     attn_cp_rank, attn_cp_size : int, optional
-        The rank's place in its attention context-parallel group.
+        Rank and size of the attention context-parallel group.
     kv_shard_rank, kv_shard_size : int, optional
-        Its place in the group that stripes the pages of the KV cache; a size of 1 for none.
+        Rank and size of the group that stripes the pages of the KV cache; size 1 for no striping.
     enable_dsa_cache_layer_split : bool, optional
         Whether each context-parallel rank keeps a range of the layers.
     all_cp_ranks_transfer : bool, optional
@@ -38,18 +38,18 @@ class KVSender:
     is_hybrid_mla_backend : bool, optional
         Whether the pool is of a hybrid model with MLA.
     enable_cp_tp_group_sharing : bool, optional
-        Whether context-parallel ranks act as tensor-parallel ones in transfers.
+        Whether context-parallel ranks act as tensor-parallel ranks in transfers.
 
     Raises
     ------
     TypeError
         If a number is no integer, or a flag no bool.
     ValueError
-        For ranks outside their groups.
+        If a rank is outside its group.
 
     Examples
     --------
-    Of four ranks that hold the same, the first sends alone, or by the switch each a share:
+    If four ranks hold the same, only the first sends, or with the switch each sends a share:
 
     >>> [KVSender(attn_cp_rank=r, attn_cp_size=4).is_dummy_cp_rank for r in range(4)]
     [False, True, True, True]
@@ -83,7 +83,7 @@ class KVSender:
 
     @property
     def enable_all_cp_ranks_for_transfer(self) -> bool:
-        """Whether all context-parallel ranks take part in transfers, not the first alone."""
+        """Whether all context-parallel ranks take part in transfers, not only the first."""
         divided = self.is_hybrid_mla_backend or self.enable_dsa_cache_layer_split
         return not self.enable_cp_tp_group_sharing and (
             self.all_cp_ranks_transfer
@@ -104,8 +104,8 @@ class KVSender:
     def sends_replicated_state(self) -> bool:
         """Whether the rank sends state that all ranks of its context-parallel group hold.
 
-        The first one does. Where ranks hold different layers or pages of it, or act as
-        tensor-parallel ones, each does.
+        Only the first rank does, unless ranks hold different layers or pages of it or act as
+        tensor-parallel ranks; then each rank does.
         """
         return (
             self.attn_cp_rank == 0
@@ -123,15 +123,15 @@ class KVSendIndices(NamedTuple):
     kv_indices : ints [n]
         Pages of the rank's pool.
     index_slice : slice, or array [n], int64
-        Their places in the list of pages that the destination announced: positions for a rank that
-        holds every N-th page.
+        Places of the pages in the destination's announced list; an array for a rank that holds
+        every N-th page.
     is_last_chunk : bool
-        Whether the transfer is complete with this chunk; metadata and states go with it.
+        Whether this chunk completes the transfer; metadata and states go with it.
     should_skip : bool
-        Whether the rank sends nothing of it. Where that is the last chunk, the rank is done and
-        reports success.
+        Whether the rank sends nothing of it. If it is the last chunk, the rank then reports
+        success.
     compat : bool
-        The argument of `plan_send_indices`.
+        Argument of `plan_send_indices`.
 
     Examples
     --------
@@ -149,7 +149,7 @@ class KVSendIndices(NamedTuple):
     compat: bool = False
 
     def select(self, dst_kv_indices: Indices) -> tuple[Indices, Indices]:
-        """Select the pages of both sides, nothing of a chunk that is skipped.
+        """Select the pages of both sides, or none for a skipped chunk.
 
         Parameters
         ----------
@@ -159,7 +159,7 @@ class KVSendIndices(NamedTuple):
         Returns
         -------
         src_pages : of the type of ``kv_indices``, [n]
-            With compat, where a slice finds fewer pages of the destination, cut to as many.
+            With compat, cut to the number of destination pages in the slice.
         dst_pages : of the type of `dst_kv_indices`, or a list of int, [n]
 
         Raises
@@ -167,9 +167,9 @@ class KVSendIndices(NamedTuple):
         TypeError
             If a page is no integer.
         ValueError
-            If the destination has fewer pages than are sent to it.
+            If the destination has fewer pages than the rank sends.
         IndexError
-            With compat, for a position behind the destination's pages.
+            With compat, if a position is beyond the destination's pages.
         """
         function = "KVSendIndices.select"
         src = as_listed(self.kv_indices, function, "kv_indices")
@@ -204,9 +204,9 @@ KVSender.__module__ = KVSendIndices.__module__ = "cpattn.transfer.sglang_0_5_23"
 def plan_send_indices(
     sender: Any, kv_indices: Indices, *, curr_idx: int, num_kv_indices: int, compat: bool = False
 ) -> KVSendIndices:
-    """Decide what a rank sends of a chunk of a request, and where it goes.
+    """Decide which pages of a chunk a rank sends, and where they go.
 
-    The first of these that applies::
+    The first matching rule applies::
 
         the pages are striped      its own pages; a chunk without any is skipped, unless it is last
         all ranks send             its share of the request's pages, an empty one too
@@ -220,14 +220,14 @@ def plan_send_indices(
         ``enable_all_cp_ranks_for_transfer``, ``enable_dsa_cache_layer_split``,
         ``is_dummy_cp_rank``.
     kv_indices : ints [num_pages]
-        Pages of the chunk, logical ones if they are striped.
+        Pages of the chunk; logical pages if they are striped.
     curr_idx : int
         Pages of the transfer before this chunk.
     num_kv_indices : int
         All pages of the transfer; the chunk that ends there is the last.
     compat : bool, optional
-        Whether to do as sglang 0.5.23 if the destination announced too few pages: positions behind
-        its list end in an IndexError, slices are cut.
+        Whether to follow sglang 0.5.23 if the destination announced too few pages: a position
+        beyond its list raises IndexError, slices are cut.
 
     Returns
     -------
@@ -236,14 +236,13 @@ def plan_send_indices(
     Raises
     ------
     TypeError
-        If `sender` lacks an attribute, or an argument is of another type than stated.
+        If `sender` lacks an attribute, or an argument has another type than stated.
     ValueError
-        For pages that are negative or behind the end of the transfer, and ranks outside their
-        groups.
+        If a page is negative, the chunk exceeds the transfer, or a rank is outside its group.
 
     Examples
     --------
-    Three ranks divide five pages, of which this chunk has the last three:
+    Three ranks divide five pages; this chunk has the last three:
 
     >>> for rank in range(3):
     ...     sender = KVSender(rank, 3, all_cp_ranks_transfer=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shards of a chunk, by pages or by layers, for ranks that do not send all of it.
 
-Prefill ranks may stripe the pages of the KV cache over their group, each holding every N-th; or
-all hold all pages and divide them for the transfer; or each persists a range of layers. The
+Prefill ranks may stripe the pages of the KV cache over their group, so each holds every N-th page;
+or all hold all pages and divide them for the transfer; or each keeps a range of layers. The
 functions have the names and the arguments of sglang 0.5.23.
 """
 
@@ -31,34 +31,34 @@ __all__ = [
 def filter_kv_indices_for_shard_rank(
     *, kv_indices: Indices, index_slice: slice, shard_rank: int, shard_size: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Select the pages of a chunk that a rank holds, where ranks stripe them.
+    """Select the pages of a chunk that a rank holds, if ranks stripe pages.
 
-    Logical page ``l`` lives on rank ``l % shard_size``, there as page ``l // shard_size``. What
-    a rank holds is not consecutive in the transfer, so positions take the place of the slice.
+    Logical page ``l`` lives on rank ``l % shard_size`` as page ``l // shard_size``. The rank's
+    pages are not consecutive in the transfer, so the result has positions instead of a slice.
 
     Parameters
     ----------
     kv_indices : ints [num_pages]
         Logical pages of the chunk.
     index_slice : slice
-        Which pages of the transfer these are, as many; start and stop both given.
+        Range of the pages in the transfer, equally long; start and stop are required.
     shard_rank, shard_size : int
-        The rank, and the ranks of the group.
+        Rank and size of the group.
 
     Returns
     -------
     kv_indices : array [n], int32
         Pages of the rank's own pool, in the order given.
     positions : array [n], int64
-        Their places in the list of pages that the destination announced.
+        Places of these pages in the destination's announced list.
 
     Raises
     ------
     TypeError
         If a page or a number is no integer, or `index_slice` no slice with both ends.
     ValueError
-        For pages that are negative or not as many as the slice, a rank outside its group, and a
-        slice that begins before 0, ends before it begins, or has steps.
+        If a page is negative, pages and slice differ in length, a rank is outside its group, or the
+        slice begins before 0, ends before it begins, or has steps.
 
     Examples
     --------
@@ -74,42 +74,43 @@ def filter_kv_indices_for_shard_rank(
 def filter_kv_indices_for_cp_rank(
     kv_mgr: Any, kv_indices: Indices, index_slice: slice, total_pages: int | None = None
 ) -> tuple[Indices, slice]:
-    """Select the pages of a chunk that a context-parallel rank sends, where all ranks hold all.
+    """Select the pages of a chunk that a context-parallel rank sends, if all ranks hold all pages.
 
-    The pages of the whole transfer are divided in order, equally but for one page, the larger
-    shares first; a rank sends what of its share is in the chunk.
+    The ranks divide the pages of the whole transfer in order, evenly up to one page, larger shares
+    first; a rank sends the part of its share that is in the chunk.
 
     Parameters
     ----------
     kv_mgr : object
-        With ``attn_cp_rank`` and ``attn_cp_size``, as `KVSender` and engines' managers have.
+        Object with ``attn_cp_rank`` and ``attn_cp_size``, such as `KVSender`.
     kv_indices : ints [num_pages]
         Pages of the chunk.
     index_slice : slice
-        Which pages of the transfer these are, as many. Without a start from 0; without a stop to
-        the end of the transfer, and pages behind that are nobody's.
+        Range of the pages in the transfer, equally long. The start defaults to 0 and the stop to
+        the end of the transfer; no rank sends pages beyond it.
     total_pages : int, optional
-        Pages of the transfer; default: as many as are given.
+        Pages of the transfer; default: the number of given pages.
 
     Returns
     -------
     kv_indices : of the type given, [n]
-        The rank's part of them.
+        The rank's part of the pages.
     index_slice : slice
-        Its pages of the transfer; empty, at the start of the chunk, if there are none. With a
-        group of one both are returned as given.
+        Range of this part in the transfer; empty, at the start of the chunk, if there are none. A
+        group of one rank returns both arguments unchanged.
 
     Raises
     ------
     TypeError
-        If `kv_mgr` lacks these, a page or a number is no integer, or `index_slice` no slice.
+        If `kv_mgr` lacks an attribute, a page or number is no integer, or `index_slice` is no
+        slice.
     ValueError
-        For pages that are not as many as the slice, a rank outside its group, a negative
-        `total_pages`, and a slice that begins before 0, ends before it begins, or has steps.
+        If pages and slice differ in length, a rank is outside its group, `total_pages` is negative,
+        or the slice begins before 0, ends before it begins, or has steps.
 
     Examples
     --------
-    Rank 1 of 2 has pages 3 and 4 of five, the second of which is in the next chunk:
+    Rank 1 of 2 has pages 3 and 4 of five; page 4 is in the next chunk:
 
     >>> from cpattn.transfer.sglang_0_5_23 import KVSender
     >>> sender = KVSender(attn_cp_rank=1, attn_cp_size=2)
@@ -133,7 +134,7 @@ def filter_kv_indices_for_cp_rank(
 
 
 def _ends(index_slice: slice, function: str) -> tuple[Any, Any]:
-    """Start and stop of a slice without steps."""
+    """Return start and stop of a slice without steps."""
     if not isinstance(index_slice, slice):
         raise TypeError(
             f"{function}: index_slice must be a slice, got {type(index_slice).__name__}"
@@ -145,13 +146,13 @@ def _ends(index_slice: slice, function: str) -> tuple[Any, Any]:
 
 
 def get_layer_shard_range(rank: int, shard_size: int, total_layers: int) -> tuple[int, int]:
-    """Find the layers that a rank of a layer split keeps: equally many, larger shares first.
+    """Find the layers that a rank of a layer split keeps: even shares, larger ones first.
 
     Parameters
     ----------
     rank : int
     shard_size : int
-        Ranks that divide the layers.
+        Number of ranks that divide the layers.
     total_layers : int
         Layers of the stage.
 
@@ -165,7 +166,7 @@ def get_layer_shard_range(rank: int, shard_size: int, total_layers: int) -> tupl
     TypeError
         If a number is no integer.
     ValueError
-        For a rank outside the group, and numbers out of their range.
+        If a rank is outside the group, or a number out of its range.
 
     Examples
     --------
@@ -181,7 +182,7 @@ def get_layer_owner(local_layer_idx: int, shard_size: int, total_layers: int) ->
     Parameters
     ----------
     local_layer_idx : int
-        The layer, counted from the first of the stage.
+        Layer, counted from the first of the stage.
     shard_size, total_layers : int
         The arguments of `get_layer_shard_range`.
 
@@ -194,7 +195,7 @@ def get_layer_owner(local_layer_idx: int, shard_size: int, total_layers: int) ->
     TypeError
         If a number is no integer.
     ValueError
-        For a layer outside the stage, and numbers out of their range.
+        If the layer is outside the stage, or a number out of its range.
 
     Examples
     --------
@@ -209,17 +210,17 @@ def is_elided_entry(
 ) -> bool:
     """Tell whether a side left a buffer out, so that nothing moves for this pair of entries.
 
-    Layers that reuse the top-k of an earlier layer keep no index keys: they have an entry of item
-    length 0, whose memory is not registered.
+    Layers that reuse the top-k of an earlier layer keep no index keys: their entry has item length
+    0 and no registered memory.
 
     Parameters
     ----------
     src_len : int
         The source's item length.
     dst_lens : list of int, or None
-        The destination's item lengths; None if it does not say.
+        The destination's item lengths; None if unknown.
     dst_index : int
-        The destination's entry; one without a length is not left out.
+        Entry of the destination; an entry without a length is not left out.
     allow_dst_elision : bool, optional
         Whether the destination may leave out entries.
 
@@ -232,7 +233,7 @@ def is_elided_entry(
     TypeError
         If an argument is of another type than stated.
     ValueError
-        For a negative number.
+        If a number is negative.
 
     Examples
     --------

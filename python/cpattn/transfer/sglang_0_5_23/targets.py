@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of prefill that a decode rank pulls from, over all groups of both servers."""
+"""Prefill ranks from which a decode rank pulls, over all groups of both servers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["PullTargets", "pull_targets"]
 
 
 class PullTargets(NamedTuple):
-    """The ranks of prefill that a decode rank pulls from, and the answers on both sides.
+    """Prefill ranks from which a decode rank pulls, and the expected messages on both sides.
 
     Attributes
     ----------
     target_tp_rank : int or None
-        The rank that sends, of those that hold the same latent; others are dummies. None if all of
-        `target_tp_ranks` send, because each holds pages of its own.
+        Sending rank among ranks that hold the same latent; the others are dummies. None if all of
+        `target_tp_ranks` send, because each holds its own pages.
     target_tp_ranks, target_cp_ranks, target_pp_ranks : list of int
         The decode rank registers with all combinations of these.
     required_dst_info_num : int
-        Decode ranks that each of them waits for.
+        Number of decode ranks that each of them waits for.
     required_prefill_response_num : int
-        Answers that the decode rank waits for.
+        Number of answers that the decode rank waits for.
 
     Examples
     --------
@@ -60,30 +60,30 @@ def pull_targets(
     enable_dsa_cache_layer_split: bool = False,
     enable_all_cp_ranks_for_transfer: bool = False,
 ) -> PullTargets:
-    """Find the prefill ranks a decode rank pulls from, over TP, CP and PP of both servers.
+    """Find the prefill ranks from which a decode rank pulls, over TP, CP and PP of both servers.
 
-    Tensor-parallel ranks are those of `decode_targets`, unless these stripe the pages of a latent:
-    then each has pages that nobody else has, and all send. Of a context-parallel group all ranks
-    send where they divide pages or layers, else the first; of a pipeline all stages, or the own
-    one if decode has as many.
+    Tensor-parallel ranks are those of `decode_targets`. If they stripe the pages of a latent, each
+    has its own pages, and all send. Of a context-parallel group, all ranks send if they divide
+    pages or layers, else only the first. Of a pipeline, all stages send, or only the own stage if
+    decode has as many stages.
 
     Parameters
     ----------
     engine_rank, prefill_tp_size, decode_tp_size, is_mla
-        As of `decode_targets`.
+        See `decode_targets`.
     prefill_cp_size, decode_cp_size : int, optional
         Sizes of the attention context-parallel groups; decode's must be 1.
     prefill_pp_size, decode_pp_size : int, optional
         Pipeline stages; decode has one, or as many as prefill.
     pp_rank : int, optional
-        The decode rank's stage.
+        Stage of the decode rank.
     decode_dcp_size : int, optional
-        Decode context parallelism, which goes with no context parallelism and no striped pages of
+        Size of decode context parallelism, which excludes context parallelism and striped pages of
         prefill.
     enable_kv_cache_sharding, enable_dsa_cache_layer_split : bool, optional
         Flags of prefill: whether ranks stripe its pages, or divide its layers.
     enable_all_cp_ranks_for_transfer : bool, optional
-        Flag of decode: whether it pulls from all context-parallel ranks in any case.
+        Flag of decode: whether it always pulls from all context-parallel ranks.
 
     Returns
     -------
@@ -94,8 +94,8 @@ def pull_targets(
     TypeError
         If a number is no integer, or a flag no bool.
     ValueError
-        For ranks and sizes out of their range, tensor-parallel sizes of which neither divides the
-        other, or that differ where a latent is striped over them, and what else has no mapping.
+        If a rank or size is out of range, neither tensor-parallel size divides the other, the sizes
+        differ while a latent is striped over them, or no mapping exists.
 
     Examples
     --------
