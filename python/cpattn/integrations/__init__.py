@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One module for each foreign system, imported only when asked for."""
+"""Integrations with other systems, one module each, imported only on request."""

@@ -13,15 +13,15 @@ from typing import Any, ClassVar, NoReturn
 from .. import _core
 from .._arguments import at_least, real
 
-_MAX_TIMEOUT = 10**6  # seconds, which Mooncake reads as an int
+_MAX_TIMEOUT = 10**6  # seconds; Mooncake reads an int
 _environment_lock = threading.Lock()
 
 
 class PeerEngine:
-    """Checks writes, counts those in flight, and runs them here or on a thread.
+    """Base that checks writes, counts those in flight, and runs them here or on a thread.
 
     A subclass has `session_id`, and the methods `write`, `_write` and `close`, which waits with
-    `_changed` until `_num_writes` is 0. Messages have its name.
+    `_changed` until `_num_writes` is 0. Messages have the name of the subclass.
     """
 
     _name: ClassVar[str]
@@ -29,13 +29,13 @@ class PeerEngine:
     session_id: str
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # guards all fields below
         self._closing = False
-        self._num_writes = 0  # that close has to wait for
-        self._in_doubt: set[_core.PoolMemory] = set()  # that a failed write may still read
+        self._num_writes = 0  # close waits for them
+        self._in_doubt: set[_core.PoolMemory] = set()  # a failed write may still read it
 
     def _limits(self, timeout: Any, max_blocks: Any) -> float:
-        """Check and keep the blocks of a write; return the seconds that it may take."""
+        """Check and keep the blocks of a write; return its time limit in seconds."""
         seconds = real(timeout, self._name, "timeout")
         if not self._min_timeout <= seconds <= _MAX_TIMEOUT:  # refuses nan, too
             raise ValueError(
@@ -46,7 +46,7 @@ class PeerEngine:
         return seconds
 
     def _write(self, session: str, blocks: _core.Blocks) -> int:
-        """The code of a write that has been counted."""
+        """Return the code of a counted write."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class PeerEngine:
     ) -> Future[int]:
         """Start `write` on another thread; ``done()`` and ``result(timeout)`` tell its status.
 
-        It lets work go on beside a transfer; concurrent writes are no faster than one by one.
+        Other work can go on during a transfer; concurrent writes are not faster.
         """
         blocks = self._begin(session, (src_addrs, dst_addrs, lengths))
         future: Future[int] = Future()
@@ -91,11 +91,11 @@ class PeerEngine:
         return future
 
     def _begin(self, session: Any, lists: Sequence[Any]) -> _core.Blocks:
-        """Check a write, and count it."""
+        """Check and count a write."""
         call = f"{self._name}.write"
         if not isinstance(session, str):
             raise TypeError(f"{call}: session must be a str, got {type(session).__name__}")
-        if not session.isprintable():  # an engine may be told less of it, or nothing
+        if not session.isprintable():  # an engine may see only a part of it, or nothing
             raise ValueError(f"{call}: session must be printable, got {session!a}")
         blocks = _core.Blocks(call, *lists)
         with self._changed:
@@ -119,7 +119,7 @@ class PeerEngine:
 
 @contextlib.contextmanager
 def variables(settings: dict[str, str]) -> Iterator[None]:
-    """Engines are set up by variables, read while they start; the process keeps its own."""
+    """Set variables while an engine starts and reads them; restore the process's own afterwards."""
     with _environment_lock:
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)

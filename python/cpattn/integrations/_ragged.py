@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of sequences that lie one after another in a tensor of torch, as pages."""
+"""Pages for keys and values of sequences that lie one after another in a torch tensor."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ._visibility import Lengths
 
 
 class RaggedPages:
-    """Pages of ragged sequences; a page starts at every row and covers those after it.
+    """Pages of ragged sequences; a page starts at every row and covers the rows after it.
 
-    So a sequence has pages wherever it starts, and nothing is copied. The length of a page is the
-    room after the last start: the longest with which the last page of every sequence ends within
-    the tensor. In most batches each sequence is one or a few pages.
+    A sequence thus has pages wherever it starts, without copies. The page length is the number of
+    rows after the last start: the longest for which the last page of every sequence ends within the
+    tensor. In most batches each sequence has one or a few pages.
 
     Parameters
     ----------
     starts : int64 array, shape [batch]
-        The first row of each sequence.
+        First row of each sequence.
     kv_lens : int64 array, shape [batch]
-        Its rows from there that are keys.
+        Number of key rows of each sequence.
     num_rows : int
         Rows of the tensor.
 
@@ -39,7 +39,7 @@ class RaggedPages:
         self.block_tables = starts[:, None] + self.page_size * np.arange(most)
 
     def of(self, rows: AnyTensor) -> AnyTensor:
-        """A view [num_pages, page_size, heads, dim] of rows [num_rows, heads, dim]."""
-        if self.page_size == 1:  # also when there is no row at all, which unfold() refuses
+        """Return rows [num_rows, heads, dim] as a view [num_pages, page_size, heads, dim]."""
+        if self.page_size == 1:  # also without rows, which unfold() refuses
             return rows.unsqueeze(1)
         return rows.unfold(0, self.page_size, 1).movedim(-1, 1)

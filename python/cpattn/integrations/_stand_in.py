@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules under the name of a package that is not installed, for code that imports it."""
+"""Modules under the name of a missing package, for code that imports the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def refuse_to_replace(package: str) -> None:
-    """ImportError if there is a package of this name."""
+    """Raise ImportError if a package of this name exists."""
     if package in sys.modules or find_spec(package) is not None:
         raise ImportError(
             f"cpattn.integrations.{package}.install: a package {package} is there already; "
@@ -22,12 +22,12 @@ def refuse_to_replace(package: str) -> None:
 
 
 class StandIn(AbstractContextManager["StandIn"]):
-    """A package of modules that all have the same names; in place until `remove` or ``with`` ends.
+    """Package of modules that all have the same names, until `remove` or the end of ``with``.
 
     Parameters
     ----------
     package : str
-        Refused if it can be imported: the real one is never hidden.
+        Name of the package; an importable package of this name is never replaced.
     submodules : iterable of str
     names : mapping
     """
@@ -49,7 +49,7 @@ class StandIn(AbstractContextManager["StandIn"]):
         return module
 
     def remove(self) -> None:
-        """Take the modules away again; those who imported from them keep what they have."""
+        """Remove the modules; code that imported from them keeps its names."""
         for name, module in self._modules.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases that cpattn was tried with: one table for docs/support.md, `cpattn doctor` and plug-ins.
+"""Table of releases tried with cpattn, for docs/support.md, `cpattn doctor` and plug-ins.
 
-Tests compare it with the page, with pyproject.toml and with the environments that tests run in.
+Tests compare it with the page, with pyproject.toml and with the environments of tests.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ Verdict = Literal["tried", "not tried", "refused"]
 
 @dataclass(frozen=True)
 class Support:
-    """One thing that cpattn runs on or with, and its releases."""
+    """Supported system or package, with its releases."""
 
     name: str
-    #: Names under which PyPI has it; none for what is no Python package.
+    #: Its names on PyPI; empty if it is no Python package.
     distributions: tuple[str, ...]
-    #: What tests ran with: whole releases or their first numbers; of a processor, instruction sets.
+    #: Tried versions: whole releases or leading numbers; for a processor, instruction sets.
     tried: tuple[str, ...]
-    #: Where the tests are, from the folder of the project.
+    #: Place of the tests, relative to the project folder.
     tests: tuple[str, ...]
-    #: What happens with a release that was not tried, or is refused.
+    #: Consequence of a release that was not tried, or is refused.
     otherwise: str
-    #: The first release that is not refused, and the first that is again; "" for no such bound.
+    #: First accepted release, and first release refused again; "" for no such bound.
     lowest: str = ""
     below: str = ""
-    #: The variable that has a plug-in take over releases that were not tried; "" for none.
+    #: Variable that lets a plug-in take over untried releases; "" for none.
     untried: str = ""
 
     def verdict(self, version: str) -> Verdict:
-        """Whether a release was tried; if not, whether cpattn or pip refuse it.
+        """Tell whether a release was tried, or else whether cpattn or pip refuse it.
 
         >>> [find("torch").verdict(version) for version in ("2.13.0+cpu", "2.7.1", "1.13.1")]
         ['tried', 'not tried', 'refused']
@@ -54,7 +54,7 @@ class Support:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release and of its post-release, without those of what comes before.
+    """Return the numbers of a release and its post-release, without pre-release numbers.
 
     >>> numbers("0.3.13.post1"), numbers("2.13.0+cpu"), numbers("1.5.1rc2"), numbers("")
     ((0, 3, 13, 1), (2, 13, 0), (1, 5, 1), ())
@@ -64,7 +64,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def precedes(version: str, lowest: str) -> bool:
-    """Tell whether a release is older than another; candidates of it and unknown ones are.
+    """Tell whether a release is older than another; its candidates and unknown ones are.
 
     >>> [precedes(version, "1.5.1") for version in ("1.5.0", "1.5.1rc1", "1.5.1.post1", "")]
     [True, True, False, True]
@@ -79,7 +79,7 @@ def _is_final(version: str) -> bool:
 
 
 def _parsed(version: str) -> tuple[str, str, str]:
-    """Split a version into its release, its post-release, and what else stands before a plus."""
+    """Split a version into its release, its post-release, and the rest before a plus."""
     match = re.match(r"\s*v?((?:\d+\.)*\d+)([-._]?(?:post|rev|r)[-._]?\d+)?([^+]*)", version, re.I)
     return (match[1], match[2] or "", match[3].strip()) if match else ("", "", "")
 
@@ -90,7 +90,7 @@ def _without_zeros(found: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def first_installed(distributions: Iterable[str]) -> tuple[str, str] | None:
-    """Name and version of the first of them that is installed, by its metadata alone.
+    """Return name and version of the first installed distribution, from its metadata alone.
 
     >>> first_installed(["no-such-thing"])
     """
@@ -102,7 +102,7 @@ def first_installed(distributions: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-#: What the package itself needs, in any environment.
+#: Requirements of the package itself, in any environment.
 BASIS = (
     Support(
         name="CPython",
@@ -139,7 +139,7 @@ BASIS = (
     ),
 )
 
-#: Engines and libraries around it, each optional.
+#: Optional engines and libraries.
 ENGINES = (
     Support(
         name="torch",
@@ -224,7 +224,7 @@ ENGINES = (
     ),
 )
 
-#: What it is compiled by and runs on.
+#: Compilers and platforms.
 PLATFORMS = (
     Support(
         name="GCC",
@@ -276,7 +276,7 @@ PLATFORMS = (
 
 
 def find(name: str) -> Support:
-    """The entry of that name.
+    """Return the entry of a name.
 
     >>> find("Mooncake").lowest
     '0.3.12'

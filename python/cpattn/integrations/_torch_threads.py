@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on the threads of torch's operators, for all integrations of engines that run on torch."""
+"""Calls on the threads of torch's operators, for all engines that run on torch."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ VARIABLE = "CPATTN_THREAD_POOL"
 
 
 def set_thread_pool(pool: ThreadPool) -> None:
-    """Say whose threads compute besides those that call, in the whole process.
+    """Select the threads that help the calling threads, in the whole process.
 
-    Between two operators of torch its threads are awake, on the CPUs that cpattn's would have to
-    wait for: calls that take turns with operators, as in the layers of a model, are faster on
-    them. A call then has at most as many threads as operators of torch have on the same thread,
-    and waits for all of them, also where others want their CPUs. Results do not depend on it.
+    Between two operators torch's threads stay awake, on CPUs for which cpattn's threads would have
+    to wait. Calls that alternate with operators, as in layers of a model, are therefore faster on
+    torch's threads. A call then uses at most as many threads as torch's operators on the same
+    calling thread, and waits for all of them, even if other processes need their CPUs. Results do
+    not depend on the choice.
 
     Parameters
     ----------
     pool : {"cpattn", "torch"}
         "cpattn": a pool that all calls of the process share, the default. "torch": the threads of
-        OpenMP, of which each thread that calls has a team of its own. A forked child has "cpattn"
-        again, as OpenMP does not survive a fork.
+        OpenMP, with a team for each calling thread. A forked child returns to "cpattn", as OpenMP
+        does not survive a fork.
 
     Raises
     ------
     TypeError, ValueError
-        For what is neither of the two.
+        If `pool` is neither of the two.
     RuntimeError
-        This release of torch does not run on OpenMP.
+        If this release of torch does not run on OpenMP.
 
     Examples
     --------
@@ -57,7 +58,7 @@ def set_thread_pool(pool: ThreadPool) -> None:
 def use_torch_threads() -> None:
     """Run calls on torch's threads if these are as many, or on those that the environment names.
 
-    They are fewer where torchrun started the process: it sets OMP_NUM_THREADS to 1.
+    Torch has fewer threads in processes of torchrun, which sets OMP_NUM_THREADS to 1.
     """
     as_many = torch.get_num_threads() >= _core.default_num_threads()
     pool = os.environ.get(VARIABLE) or ("torch" if as_many else "cpattn")
@@ -69,7 +70,7 @@ def use_torch_threads() -> None:
 def follow_torch_threads() -> None:
     """Run calls of an engine on as many threads as torch has, unless ``CPATTN_NUM_THREADS`` is set.
 
-    They are torch's own, or else on the same CPUs.
+    The threads are torch's own, or else run on the same CPUs.
     """
     if "CPATTN_NUM_THREADS" not in os.environ:
         _core.set_num_threads(torch.get_num_threads())
@@ -79,15 +80,15 @@ def follow_torch_threads() -> None:
 
 
 def _start_own() -> None:
-    """vLLM has OpenMP bind each of torch's threads to a CPU, the caller's too.
+    """Start cpattn's threads from a new thread.
 
-    Threads that cpattn starts from the caller would inherit that one CPU, so they are started from
-    another thread.
+    vLLM has OpenMP bind each of torch's threads to a CPU, including the caller; threads that cpattn
+    started from the caller would inherit that one CPU.
     """
     torch.ones(1 << 20).sum()  # now OpenMP has its threads
     cpus: set[int] = set()
     for thread_id in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             cpus |= os.sched_getaffinity(int(thread_id))
     starter = threading.Thread(target=_start_threads, args=(cpus,))
     starter.start()
@@ -95,8 +96,8 @@ def _start_own() -> None:
 
 
 def _start_threads(cpus: set[int]) -> None:
-    os.sched_setaffinity(0, cpus)  # of this thread, and of those that it starts
-    sequences = _core.default_num_threads()  # long enough for each to be given a thread
+    os.sched_setaffinity(0, cpus)  # of this thread and the threads that it starts
+    sequences = _core.default_num_threads()  # enough to give each thread a sequence
     q = np.zeros((64 * sequences, 1, 16), np.float32)
     cache = np.zeros((1, 64, 1, 16), np.float32)
     lens = [64] * sequences
@@ -104,11 +105,12 @@ def _start_threads(cpus: set[int]) -> None:
 
 
 def _gomp_parallel() -> int:
-    """The address of what starts the threads of OpenMP that torch's operators run on."""
+    """Return the address of the function that starts the OpenMP threads of torch's operators."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if "ATen parallel backend: OpenMP" in torch.__config__.parallel_info():
-        # The order in which the loader looked for torch's own: what was loaded for all, as by
-        # LD_PRELOAD, comes before what torch brings.
+        # The loader's search order for torch: libraries loaded globally, as by LD_PRELOAD, come
+        # before
+        # torch's own.
         for name in (None, str(library)):
             start = getattr(ctypes.CDLL(name), "GOMP_parallel", None)
             if start is not None:

@@ -11,17 +11,17 @@ Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def visibility(left: int, right: int) -> dict[str, Any]:
-    """Arguments for a token at position p that sees keys from p - left to p + right.
+    """Return arguments for a token at position p that sees keys from p - left to p + right.
 
-    Negative means unbounded. The libraries that ask for such windows let the last query meet the
-    last key: of more queries than keys the first see nothing.
+    Negative numbers mean no bound. The last query meets the last key; if there are more queries
+    than keys, the first queries see none.
     """
     sides = tuple(side if side >= 0 else None for side in (left, right))
     return {"causal": False, "window": sides}
 
 
 def check_bits(function: str, packed: Any, q_lens: Lengths, kv_lens: Lengths) -> None:
-    """Refuse what are not the bits of a mask, as `paged_attention` takes them."""
+    """Refuse bits that are no mask in the form of `paged_attention`."""
     bits = np.asarray(packed)
     size = int((-(-q_lens * kv_lens // 8)).sum())
     if bits.dtype != np.uint8 or bits.shape != (size,):

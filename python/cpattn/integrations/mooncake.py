@@ -4,22 +4,22 @@
     pip install 'mooncake-transfer-engine-non-cuda>=0.3.13.post1'
     apt-get install --no-install-recommends libibverbs1 libnuma1 libcurl4
 
-What release 0.3.13.post1 does over TCP, found out by trying:
+Behaviour of release 0.3.13.post1 over TCP, found by trials:
 
-- A write that fails leaves any part of its blocks written. One that fails by *timeout* is still in
-  flight: a peer that was only stopped receives the rest later, read from the source as it is by
-  then. Closing the sender's engine ends it.
-- The peer checks that each target lies inside one range it registered. Nobody checks sources.
-  `unregister` does not wait for writes in flight, whose bytes go on arriving: ask the senders
-  before memory is freed.
-- A peer that is gone fails a write at once, one that does not answer fails it after the timeout.
-  Not so at the first contact: a peer that accepts a connection and does not answer, because it is
-  stopped, is waited for a minute, and so are all other peers, for a lock is held meanwhile. So this
-  module asks a peer for a sign of life (``send_probe``) before the engine is to write there.
-- The engine's ``transfer_check_status`` of a batch looks at its first block only, so nothing can
-  be learnt of a batch in flight; its synchronous call polls without sleeping.
-- Both listeners of an engine bind all interfaces and ask nobody who they are: give engines a
-  network, or a network namespace, of their own.
+- A failed write leaves any part of its blocks written. A write that failed by *timeout* is still in
+flight: a peer that was only stopped receives the rest later, with the contents that the source then
+has. Closing the sender's engine ends it.
+- The peer checks that each target lies inside one range it registered. Sources are not checked.
+`unregister` does not wait for writes in flight, whose bytes still arrive: ask the senders before
+memory is freed.
+- A write fails at once if its peer has ended, and after the timeout if its peer does not answer.
+The first contact differs: if a peer accepts a connection but does not answer, because it is
+stopped, the engine waits a minute, with a lock that blocks writes to all peers. This module
+therefore probes a peer (``send_probe``) before the engine writes there.
+- The engine's ``transfer_check_status`` of a batch checks only its first block, so it says nothing
+about a batch in flight; its synchronous call polls without sleeping.
+- Both listeners of an engine bind all interfaces without authentication: give engines a network, or
+a network namespace, of their own.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ from ._support import first_installed, precedes
 
 __all__ = ["MooncakeEngine"]
 
-_MIN_VERSION = "0.3.12"  # before it, success came when the bytes had left, not arrived
+_MIN_VERSION = "0.3.12"  # earlier ones reported success when bytes had left, not arrived
 _PACKAGE = "mooncake-transfer-engine"
 _VARIANTS = ("-non-cuda", "", "-cuda13", "-npu", "-musa", "-efa-non-cuda", "-efa")
-_DEVICE_FREE = ("-non-cuda", "-efa-non-cuda")  # variants that know no memory but that of the host
-_FAILED = -1  # the engine's code for all that can go wrong with a write
-_UNKNOWN = -3  # and for a range that is not registered
-_GRACE = 2  # seconds that the engine may be late by itself
+_DEVICE_FREE = ("-non-cuda", "-efa-non-cuda")  # variants that know only memory of the host
+_FAILED = -1  # the engine's code for any failure of a write
+_UNKNOWN = -3  # its code for a range that is not registered
+_GRACE = 2  # seconds that the engine itself may be late
 
 
 class MooncakeEngine(PeerEngine):
-    """An engine that peers in other processes and on other machines reach by ``session_id``.
+    """Engine that peers in other processes and on other machines reach by ``session_id``.
 
-    Start processes that use it with *spawn*: it has threads, which do not survive a fork. Safe to
-    use from several threads.
+    Start processes that use it with *spawn*: its threads do not survive a fork. Safe to use from
+    several threads.
 
-    Memory of pools stays as long as it is registered, or as a write that reads it may be in flight.
-    Any other memory belongs to the caller; `cpattn.transfer.register` keeps tensors.
+    Memory of pools stays alive while it is registered, or while a write may still read it. The
+    caller must keep any other memory; `cpattn.transfer.register` keeps tensors.
 
     Parameters
     ----------
     host : str
-        The address of this machine that peers connect to.
+        Address of this machine for peers.
     protocol, device : str
-        "tcp", or what else the installed package offers, and its devices. With "tcp" no other
-        transport is looked for.
+        "tcp", or another protocol of the installed package, and its devices. With "tcp" no other
+        transport is tried.
     timeout : float
-        Seconds, 5 to 10^6, that a peer is waited for at the first contact, and that one write may
-        then take on top of a nanosecond per byte.
+        Seconds, 5 to 10^6, to wait for a peer at the first contact, and for one write in addition
+        to a nanosecond per byte.
     max_blocks : int
-        Blocks per write of ``TransferPlan.execute``: what all releases carry without stalling.
+        Blocks per write of ``TransferPlan.execute``; the default works with all releases.
     metadata_server : str
-        Where engines learn of each other; by default from each other.
+        Place where engines find each other; by default they ask each other.
 
     Raises
     ------
     ImportError
-        The package, or a system library it needs, is missing, or it is older than 0.3.12.
+        If the package, or a system library it needs, is missing, or it is older than 0.3.12.
     RuntimeError
-        The engine does not start, or ``MC_TCP_PROTO=1`` asks for writes that succeed early.
+        If the engine does not start, or ``MC_TCP_PROTO=1`` asks for writes that succeed early.
 
     Examples
     --------
@@ -85,7 +85,7 @@ class MooncakeEngine(PeerEngine):
     """
 
     _name = "MooncakeEngine"
-    _min_timeout = 5  # the engine raises less to this without a word
+    _min_timeout = 5  # the engine silently raises smaller values to this
 
     def __init__(
         self,
@@ -116,15 +116,15 @@ class MooncakeEngine(PeerEngine):
         self._engine: Any = engine
         super().__init__()
         self._calls = BoundedCalls("MooncakeEngine")
-        self._met: set[str] = set()  # sessions whose last write was right
+        self._met: set[str] = set()  # sessions whose last write succeeded
         self._registered: dict[int, list[_core.PoolMemory]] = {}
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``: to all ranges, or none.
 
-        0; -1 for an empty range; -7 where a range overlaps another, of this call or before. What
-        is not memory of this process, or cannot be written, is ValueError, unless the installed
-        package knows devices, whose addresses only it can judge.
+        The code is 0, -1 for an empty range, or -7 if a range overlaps another one of this or an
+        earlier call. Memory that the process does not have or cannot write raises ValueError,
+        unless the installed package knows devices, as only it can check their addresses.
         """
         addrs, sizes, owners = _core.ranges_to_register(
             "MooncakeEngine.register", addrs, sizes, self._on_host
@@ -136,10 +136,10 @@ class MooncakeEngine(PeerEngine):
             return code
 
     def unregister(self, addrs: Sequence[int]) -> int:
-        """End that, for all the ranges that start at `addrs` or, with -3, for none.
+        """Take all ranges that start at `addrs` from peers, or none with -3.
 
-        The engine is not asked for what it does not know: it would drop the other ranges of the
-        call, yet refuse to register them again.
+        The engine is not asked about unknown ranges: it would drop the other ranges of the call,
+        yet refuse to register them again.
         """
         addrs = _core.address_list("MooncakeEngine.unregister: addrs", addrs)
         with self._changed:
@@ -149,7 +149,7 @@ class MooncakeEngine(PeerEngine):
             code: int = engine.batch_unregister_memory(list(ranges))
             for addr in ranges:
                 owners = self._registered.pop(addr)
-                if code:  # who knows whether peers still write there
+                if code:  # peers may still write there
                     self._in_doubt.update(owners)
             return code
 
@@ -162,10 +162,10 @@ class MooncakeEngine(PeerEngine):
     ) -> int:
         """Copy ``lengths[i]`` bytes from ``src_addrs[i]`` here to ``dst_addrs[i]`` at the peer.
 
-        The engine's code: 0 when all bytes are in the peer's memory, -1 for all that can go wrong.
-        A peer that does not answer is -1 after `timeout`, and then at once for as long as the
-        engine itself still waits for it; nothing has been sent to a peer that never answered.
-        Ctrl-C ends the wait, not the write: `close` waits for it.
+        The code is 0 if all bytes are in the peer's memory, and -1 for any failure. A peer that
+        does not answer gives -1 after `timeout`, and then at once while the engine itself still
+        waits for it. A peer that never answered has been sent nothing. Ctrl-C ends the wait, not
+        the write: `close` waits for it.
         """
         return self._write_here(session, src_addrs, dst_addrs, lengths)
 
@@ -177,7 +177,7 @@ class MooncakeEngine(PeerEngine):
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._num_writes)
-            self._calls.close()  # after writes whose callers have left
+            self._calls.close()  # after writes that their callers no longer await
             engine, self._engine = self._engine, None
             if engine is not None:
                 engine.batch_unregister_memory(list(self._registered))
@@ -209,7 +209,7 @@ class MooncakeEngine(PeerEngine):
         return code
 
     def _meets(self, session: str) -> bool:
-        """Whether the peer has shown that it is there: the engine itself would wait a minute."""
+        """Tell whether the peer answers a probe; the engine itself would wait a minute."""
         if not self._probes or session in self._met:
             return True
         answer: int = self._calls.run(session, self._timeout, self._engine.send_probe, session)
@@ -217,7 +217,7 @@ class MooncakeEngine(PeerEngine):
 
 
 def _import_engine() -> Any:
-    """The engine's class, of a release that acknowledges writes when they have been applied."""
+    """Return the engine's class, of a release that acknowledges writes after applying them."""
     try:
         engine = importlib.import_module("mooncake.engine").TransferEngine
     except ImportError as error:
@@ -235,7 +235,7 @@ def _import_engine() -> Any:
 
 
 def _installed() -> tuple[str, str]:
-    """Variant and version of the package."""
+    """Return variant and version of the package."""
     found = first_installed(_PACKAGE + variant for variant in _VARIANTS)
     if found is None:
         return "", "an unknown release"  # no number: refused

@@ -3,29 +3,29 @@
 
     pip install --no-deps nixl-cu12==1.5.1
 
-Neither CUDA nor a package of the system is needed, and torch, which pip would bring, is not
-imported. What release 1.5.1 does over TCP, found out by trying:
+Neither CUDA nor a system package is needed; torch, which pip would install, is not imported.
+Behaviour of release 1.5.1 over TCP, found by trials:
 
-- A sender learns from the peer's listener which ranges it has registered, and **nobody else checks
-  a target**: the peer applies whatever arrives, also where it has unregistered memory. What NIXL
-  has learned it does not forget by asking again. So this module drops it and asks anew before each
-  write, unless it is told not to (``recheck``).
-- A question and its answer take 90 ms on a connection that is in use, where the kernel waits with
-  what follows the length of a message.
-- Sources have to be registered as well. All blocks of a write are looked at before any is sent.
-- A write that fails because the peer was killed leaves any part of its blocks written. One that
-  fails by *timeout* is still in flight, although NIXL is told to cancel it and to disconnect: a
-  peer that was only stopped receives the rest later, read from the source as it is by then, even if
-  that was unregistered. Closing the sender's engine ends it.
-- A peer that was killed in the middle of a write fails it at once. One that is stopped, has closed
-  its engine or was never there does not answer a question, and NIXL does not say why: that write
-  fails after the timeout, with nothing sent.
-- NIXL registers what overlaps, what is empty and what is no memory. The codes of `register` and
-  `unregister` come from this module.
-- The thread that moves bytes spins, a core for each engine, unless a delay is asked for, which
-  NIXL's own wrapper in Python cannot do. This module uses the bindings under it.
-- NIXL's listener binds all interfaces, that of UCX the address of each device, and neither asks
-  anybody who they are: give engines a network, or a network namespace, of their own.
+- A sender learns from the peer's listener which ranges it has registered, and **only the sender
+checks a target**: the peer applies any bytes that arrive, even where it has unregistered memory.
+Asking again does not make NIXL forget old answers. This module therefore drops them and asks anew
+before each write, unless ``recheck`` is off.
+- A question and its answer take 90 ms on a connection in use, as the kernel delays the bytes after
+the length of a message.
+- Sources must be registered as well. All blocks of a write are checked before any is sent.
+- A write that fails because the peer was killed leaves any part of its blocks written. A write that
+failed by *timeout* is still in flight, although NIXL is told to cancel it and to disconnect: a peer
+that was only stopped receives the rest later, with the contents that the source then has, even if
+it was unregistered. Closing the sender's engine ends it.
+- If a peer is killed during a write, the write fails at once. If it is stopped, has closed its
+engine or never existed, it does not answer a question, and NIXL gives no reason: the write fails
+after the timeout, with nothing sent.
+- NIXL registers overlapping ranges, empty ranges and invalid memory. This module computes the codes
+of `register` and `unregister`.
+- The thread that moves bytes spins, a core for each engine, unless a delay is set. NIXL's Python
+wrapper cannot set it, so this module uses the bindings below the wrapper.
+- NIXL's listener binds all interfaces, UCX's the address of each device, both without
+authentication: give engines a network, or a network namespace, of their own.
 """
 
 from __future__ import annotations
@@ -52,46 +52,47 @@ __all__ = ["NixlEngine"]
 
 _MIN_VERSION = "1.5.1"  # by their sources, listeners of older ones throw when a peer goes
 _VARIANTS = ("nixl-cu12", "nixl-cu13")
-_FAILED = -1  # the code for all that can go wrong with a write
+_FAILED = -1  # the code for any failure of a write
 _GONE = "Backend", "Cancelled", "NotFound", "RemoteDisconnect", "Unknown"  # errors of such a write
-_DELAY = 1000  # microseconds between looks of NIXL's threads; 0 would have them spin
-_PAUSES = 20e-6, 1e-3  # seconds between looks of a write, from the first to the last
-_PORT_TRIALS = 16  # somebody else may take a port between its choice and its use
+_DELAY = 1000  # microseconds between polls of NIXL's threads; with 0 they would spin
+_PAUSES = 20e-6, 1e-3  # seconds between polls of a write, from the first to the last
+_PORT_TRIALS = 16  # another process may take a port between its choice and its use
 _SESSION = re.compile(r"(\d+\.\d+\.\d+\.\d+):(\d{1,5})/[0-9a-f]+")
 
 
 class NixlEngine(PeerEngine):
-    """An engine that peers in other processes and on other machines reach by ``session_id``.
+    """Engine that peers in other processes and on other machines reach by ``session_id``.
 
-    Start processes that use it with *spawn*: it has threads, which do not survive a fork. Safe to
-    use from several threads; writes to one peer take turns.
+    Start processes that use it with *spawn*: its threads do not survive a fork. Safe to use from
+    several threads; writes to one peer take turns.
 
-    Memory of pools stays as long as it is registered, or as a write that reads it may be in flight.
-    Any other memory belongs to the caller; `cpattn.transfer.register` keeps tensors.
+    Memory of pools stays alive while it is registered, or while a write may still read it. The
+    caller must keep any other memory; `cpattn.transfer.register` keeps tensors.
 
     Parameters
     ----------
     host : str
-        The IPv4 address of this machine that peers connect to.
+        IPv4 address of this machine for peers.
     transports : str
-        What UCX may use, as its variable ``UCX_TLS`` has it; "" leaves that to the environment, as
-        all other variables of UCX are, such as ``UCX_NET_DEVICES``.
+        Transports that UCX may use, in the form of its variable ``UCX_TLS``; "" leaves them to the
+        environment, which also has all other variables of UCX, such as ``UCX_NET_DEVICES``.
     timeout : float
-        Seconds, 1 to 10^6, that one write may take on top of a nanosecond per byte, with what it
-        asks the peer before.
+        Seconds, 1 to 10^6, that one write may take in addition to a nanosecond per byte, questions
+        to the peer included.
     max_blocks : int
         Blocks per write of ``TransferPlan.execute``.
     recheck : bool
-        Ask the peer before each write what it has registered. False: only where a target is not in
-        what it said before, which saves 90 ms a write, and is for peers that unregister nothing as
-        long as somebody may write to them: **what they unregister is written to all the same**.
+        Whether to ask the peer before each write for its registered ranges. False asks only if a
+        target is not in the last answer, which saves 90 ms per write. Use it only with peers that
+        never unregister while senders may write: **writes to unregistered memory still go
+        through**.
 
     Raises
     ------
     ImportError
-        The package is missing, or older than 1.5.1.
+        If the package is missing, or older than 1.5.1.
     RuntimeError
-        NIXL's agent does not start.
+        If NIXL's agent does not start.
 
     Examples
     --------
@@ -100,7 +101,7 @@ class NixlEngine(PeerEngine):
     """
 
     _name = "NixlEngine"
-    _min_timeout = 1  # to ask a peer takes a tenth, on a busy machine more
+    _min_timeout = 1  # asking a peer takes a tenth, on a busy machine more
 
     def __init__(
         self,
@@ -134,15 +135,15 @@ class NixlEngine(PeerEngine):
         self._gone = tuple(getattr(self._nixl, f"nixl{name}Error") for name in _GONE)
         self._agent: Any = agent
         super().__init__()
-        self._turns: dict[str, threading.Lock] = {}  # of writes to each peer
-        self._memory = _core.MemoryRanges()  # what is registered, for the codes
+        self._turns: dict[str, threading.Lock] = {}  # for writes to each peer
+        self._memory = _core.MemoryRanges()  # registered ranges, for the codes
         self._registered: dict[int, tuple[int, list[_core.PoolMemory]]] = {}
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``: to all ranges, or none.
 
-        0; -1 for an empty range; -7 where a range overlaps another, of this call or before. What
-        is not memory of this process, or cannot be written, is ValueError.
+        The code is 0, -1 for an empty range, or -7 if a range overlaps another one of this or an
+        earlier call. Memory that the process does not have or cannot write raises ValueError.
         """
         addrs, sizes, owners = _core.ranges_to_register("NixlEngine.register", addrs, sizes)
         with self._changed:
@@ -158,10 +159,10 @@ class NixlEngine(PeerEngine):
             return code
 
     def unregister(self, addrs: Sequence[int]) -> int:
-        """End that, for all the ranges that start at `addrs` or, with -3, for none.
+        """Take all ranges that start at `addrs` from peers, or none with -3.
 
-        It does not wait for writes in flight, whose bytes go on arriving, and over TCP nothing but
-        what senders know keeps later ones away: see ``recheck``.
+        The call does not wait for writes in flight, whose bytes still arrive. Over TCP only the
+        senders' knowledge prevents later writes: see ``recheck``.
         """
         addrs = _core.address_list("NixlEngine.unregister: addrs", addrs)
         with self._changed:
@@ -185,10 +186,10 @@ class NixlEngine(PeerEngine):
     ) -> int:
         """Copy ``lengths[i]`` bytes from ``src_addrs[i]`` here to ``dst_addrs[i]`` at the peer.
 
-        0 when all bytes are in the peer's memory; -1 for all that can go wrong, with nothing
-        written where a block does not lie inside one range that is registered here and at the peer,
-        respectively. A peer that does not answer is -1 after `timeout`. Ctrl-C ends the wait, not
-        the write, which `close` ends.
+        The code is 0 if all bytes are in the peer's memory, and -1 for any failure. Nothing is
+        written if a block does not lie inside one registered range on each side. A peer that does
+        not answer gives -1 after `timeout`. Ctrl-C ends the wait, not the write, which `close`
+        ends.
         """
         return self._write_here(session, src_addrs, dst_addrs, lengths)
 
@@ -196,7 +197,7 @@ class NixlEngine(PeerEngine):
         return self
 
     def close(self) -> None:
-        """Wait for writes in flight, at most their timeout, then end those that were given up."""
+        """Wait for writes in flight, at most their timeout, then end writes that were given up."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._num_writes)
@@ -204,7 +205,7 @@ class NixlEngine(PeerEngine):
                 addrs = list(self._registered)
                 sizes = [size for size, _ in self._registered.values()]
                 self._agent.deregisterMem(self._regions(addrs, sizes), [])
-            self._agent = None  # ends it: no frame of a write, nor a traceback, has it as well
+            self._agent = None  # no other reference is left, so this ends it
             self._memory = _core.MemoryRanges()
             self._registered.clear()
             self._in_doubt.clear()
@@ -229,7 +230,7 @@ class NixlEngine(PeerEngine):
         code, owners = _FAILED, blocks.source_owners()
         try:
             sources, targets = self._descriptions(blocks)
-            if sources.isEmpty():  # which NIXL has no transfer for
+            if sources.isEmpty():  # NIXL has no transfer without blocks
                 code = 0
             elif self._meets(session, targets, deadline):
                 handle = self._agent.createXferReq(
@@ -238,7 +239,7 @@ class NixlEngine(PeerEngine):
                 try:
                     code = self._finish(handle, deadline)
                 finally:
-                    with contextlib.suppress(*self._gone):  # what cannot be cancelled
+                    with contextlib.suppress(*self._gone):  # some cannot be cancelled
                         self._agent.releaseXferReq(handle)
         except self._gone:
             pass
@@ -250,17 +251,17 @@ class NixlEngine(PeerEngine):
         return code
 
     def _forget(self, session: str) -> None:
-        """Drop what a peer has told, and the connection to it with what is under way there."""
+        """Drop a peer's answers, and the connection to it with all messages under way."""
         if session != self.session_id:
             self._agent.invalidateRemoteMD(session)
 
     def _meets(self, session: str, targets: Any, deadline: float) -> bool:
-        """Whether the peer has told what it has registered, if that has to be asked for."""
+        """Tell whether the peer has told its registered ranges; ask it if necessary."""
         if session == self.session_id:
             return True
         found = _SESSION.fullmatch(session)
         if found is None or int(found[2]) >= 1 << 16:
-            return False  # no name of such an engine
+            return False  # not the name of such an engine
         known = self._nixl.NIXL_SUCCESS
         if not self._recheck and self._agent.checkRemoteMD(session, targets) == known:
             return True
@@ -280,10 +281,10 @@ class NixlEngine(PeerEngine):
         return 0 if state == self._nixl.NIXL_SUCCESS else _FAILED
 
     def _descriptions(self, blocks: _core.Blocks) -> tuple[Any, Any]:
-        """Sources and targets of the blocks that are not empty, as NIXL has them."""
+        """Return NIXL's descriptions of sources and targets of the non-empty blocks."""
         table = np.array(blocks.lists(), np.uint64).T
         table = table[table[:, 2] > 0]
-        columns = np.zeros((2, len(table), 3), np.uint64)  # address, length, number of a device
+        columns = np.zeros((2, len(table), 3), np.uint64)  # address, length, device number
         columns[:, :, 0] = table[:, :2].T
         columns[:, :, 1] = table[:, 2]
         sources, targets = (self._nixl.nixlXferDList(self._nixl.DRAM_SEG, x) for x in columns)
@@ -295,7 +296,7 @@ class NixlEngine(PeerEngine):
 
 
 def _looks(deadline: float) -> Iterator[None]:
-    """Pauses that grow, until the deadline. What takes microseconds is not kept waiting."""
+    """Yield with growing pauses until the deadline; short writes end before the first long one."""
     pause, longest = _PAUSES
     while True:
         yield
@@ -306,7 +307,7 @@ def _looks(deadline: float) -> Iterator[None]:
 
 
 def _start(nixl: Any, host: str) -> tuple[Any, str]:
-    """An agent with a listener of its own, and its name, which says where that is."""
+    """Start an agent with its own listener; return it and its name, which has the address."""
     config = nixl.nixlAgentConfig()
     config.useProgThread = config.useListenThread = True
     config.pthrDelay = config.lthrDelay = _DELAY
@@ -328,7 +329,7 @@ def _start(nixl: Any, host: str) -> tuple[Any, str]:
 
 
 def _free_port() -> int:
-    """Return a free port of this machine: NIXL would not say which one it was given."""
+    """Return a free port of this machine, as NIXL does not tell the port that it got."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -336,7 +337,7 @@ def _free_port() -> int:
 
 
 def _import_bindings() -> Any:
-    """Import the bindings that NIXL's wrapper calls, without what the wrapper itself imports."""
+    """Import the bindings below NIXL's wrapper, without the imports of the wrapper."""
     name, version = first_installed(_VARIANTS) or (_VARIANTS[0], "an unknown release")
     try:
         bindings = importlib.import_module(f"{name.replace('-', '_')}._bindings")

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library's tensor functions as operators of torch: importing it registers them.
+"""Registers the library's tensor functions as operators of torch when imported.
 
     import cpattn.integrations.torch_ops
     out, lse = torch.ops.cpattn.paged_attention(q, k_cache, v_cache, q_lens=..., ...)
 
-Each ``torch.ops.cpattn.x`` has the arguments of ``cpattn.x``, in their order and with their
-defaults, and always returns all results. Lengths, tables and other arrays of integers are int32 or
-int64 tensors: numbers in a graph would be constants, compiled anew whenever they change. Scales of
+Each ``torch.ops.cpattn.x`` has the arguments of ``cpattn.x``, in the same order and with the same
+defaults, and always returns all results. Lengths, tables and other integer arrays are int32 or
+int64 tensors, as numbers would be constants of a graph, which every change recompiles. Scales of
 caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``. A bias
-is one tensor, and ``causal`` one bool, for all sequences. A window on both sides is two arguments:
-``window``, the left side, None for no limit, and ``window_right``, the right one, -1 for no limit.
-``torch.ops.cpattn.x.out`` writes into tensors that are keywords of the names of the results.
+is one tensor, and ``causal`` one bool, for all sequences. A two-sided window is two arguments:
+``window``, the left side, None for no limit, and ``window_right``, the right side, -1 for no limit.
+``torch.ops.cpattn.x.out`` writes into tensors given as keywords with the names of the results.
 
 Operators run on CPU tensors, trace under `torch.compile` without graph breaks and with dynamic
-shapes, and have no backward: an argument that requires a gradient is TypeError in grad mode.
+shapes, and have no backward: in grad mode, an argument that requires a gradient raises TypeError.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BIASES = "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? relative_bias=N
 
 
 def _with_window(options: dict[str, Any]) -> dict[str, Any]:
-    """Make a pair of ``window`` and ``window_right``, if that is there."""
+    """Combine ``window`` and ``window_right`` into a pair, if the latter is given."""
     right = options.pop("window_right", None)
     if right is not None:
         options["window"] = (options.get("window"), None if right == -1 else right)
@@ -90,7 +90,7 @@ _operators.define_with_out(
 
 
 def _metadata(options: dict[str, Any], page_size: int) -> _core.ContextParallelMetadata:
-    """Built from the arguments that describe the batch, which are taken out."""
+    """Build metadata from the arguments that describe the batch, and remove these arguments."""
     keys = ("cp_rank", "cp_size", "strategy", "num_tokens", "weights")
     given = {key: options.pop(key) for key in keys if key in options}
     given["page_size"] = page_size if options.pop("whole_pages", False) else None

@@ -2,12 +2,12 @@
 """The forward functions of flash-attn 2.8 on CPU tensors.
 
 Arguments, their order, masks aligned to the bottom right corner, and the layouts of the log-sum-exp
-are those of the package: natural logarithm, float32, [heads, tokens] for ragged batches and
-[batch, heads, tokens] for the others, and +inf for a row that sees no key, whose output is zero.
-Keys and values are never copied. There is no backward pass or dropout: what is not supported is
-refused with a ValueError that names it.
+are those of the package. The log-sum-exp is natural, float32, [heads, tokens] for ragged batches
+and [batch, heads, tokens] for others, and +inf for a row that sees no key, whose output is zero.
+Keys and values are never copied. There is no backward pass or dropout: a ValueError names an
+unsupported argument.
 
-`install` puts these functions where ``import flash_attn`` finds them.
+`install` makes ``import flash_attn`` find these functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache
 
 
 def _flash_attn_backward(*_: Any, **__: Any) -> NoReturn:
-    """Exists for libraries that import the name."""
+    """Exist for libraries that import the name."""
     raise NotImplementedError("_flash_attn_backward: cpattn has no backward pass")
 
 
@@ -31,12 +31,12 @@ _flash_attn_varlen_backward = _flash_attn_backward
 
 
 def install() -> StandIn:
-    """Put these functions into modules ``flash_attn`` and ``flash_attn.flash_attn_interface``.
+    """Install these functions as modules ``flash_attn`` and ``flash_attn.flash_attn_interface``.
 
     Returns
     -------
     StandIn
-        A context manager; its ``remove()`` or the end of a ``with`` takes the modules away.
+        Context manager; its ``remove()`` or the end of a ``with`` removes the modules.
 
     Raises
     ------

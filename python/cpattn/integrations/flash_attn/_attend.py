@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over pages for all functions of this package, and what they refuse."""
+"""Attention over pages for all functions of this package, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_supported(
 
 
 def check_axes(function: str, axes: str, **tensors: Any) -> None:
-    """Refuse tensors whose axes are not as many as the words of `axes`."""
+    """Refuse tensors whose number of axes differs from the words of `axes`."""
     for name, x in tensors.items():
         if getattr(x, "ndim", None) != len(axes.split()):
             shape = list(x.shape) if hasattr(x, "shape") else type(x).__name__
@@ -41,7 +41,7 @@ def check_axes(function: str, axes: str, **tensors: Any) -> None:
 
 
 def window_of(function: str, window_size: Any) -> tuple[int, int]:
-    """The keys before and after a token's own, of a pair of ints or of a tensor of two."""
+    """Return the number of keys before and after a token's own, from two ints or a tensor."""
     sides = items(window_size, function, "window_size")
     if len(sides) != 2:
         raise ValueError(
@@ -54,7 +54,7 @@ def window_of(function: str, window_size: Any) -> tuple[int, int]:
 def left_padding(
     function: str, name: str, leftpad: Any, lengths: Lengths, block_table: Any
 ) -> Lengths:
-    """Return the tokens before the first key of each sequence, of `lengths` tokens with them."""
+    """Return the padding tokens before the first key of each sequence; `lengths` include them."""
     if leftpad is None:
         return np.zeros_like(lengths)
     if block_table is not None:
@@ -77,7 +77,7 @@ def rows_contiguous(x: AnyTensor) -> AnyTensor:
 
 
 def _is_by_sequence(function: str, name: str, x: Any, batch: int, **heads: int) -> bool:
-    """Whether there are numbers of each sequence and head, and not of heads alone."""
+    """Tell whether a tensor has numbers per sequence and head, not only per head."""
     if getattr(x, "ndim", 0) < 2:
         return False
     ((axis, count),) = heads.items()
@@ -90,7 +90,7 @@ def _is_by_sequence(function: str, name: str, x: Any, batch: int, **heads: int) 
 
 
 def _scale_of(function: str, name: str, descale: Any, batch: int, kv_heads: int) -> Any:
-    """[batch, kv_heads] as the package has it, or what paged_attention takes for all sequences."""
+    """Return [batch, kv_heads] of the package, or scales of paged_attention for all sequences."""
     if not _is_by_sequence(function, name, descale, batch, kv_heads=kv_heads) or batch == 0:
         return descale
     return descale[0].contiguous() if bool((descale == descale[0]).all()) else descale
@@ -115,7 +115,7 @@ def attend(
     alibi_slopes: AnyTensor | None = None,
     s_aux: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
-    """Attention over pages: out [tokens, heads, dim] and LSE [heads, tokens]."""
+    """Attend over pages; return out [tokens, heads, dim] and LSE [heads, tokens]."""
     need_scales(function, k_pages, k_descale=k_descale, v_descale=v_descale)
     options = (softmax_scale, causal, window_size, softcap, batch_invariant)
     batch, kv_heads = len(q_lens), k_pages.shape[2]
@@ -128,7 +128,7 @@ def attend(
     if any(getattr(scale, "ndim", 0) == 2 for scale in scales):
         out = empty(function, q, (*q.shape[:2], v_pages.shape[-1]))
         end = 0
-        for s, q_len in enumerate(q_lens):  # each has scales of its own
+        for s, q_len in enumerate(q_lens):  # each sequence has its own scales
             rows, end = slice(end, end + q_len), end + q_len
             own = [x[s] if getattr(x, "ndim", 0) == 2 else x for x in (*scales, alibi_slopes)]
             out[rows], lse[:, rows] = attend(
@@ -168,7 +168,7 @@ def attend_batch(
     *options: Any,
     **of_heads: Any,
 ) -> tuple[AnyTensor, AnyTensor]:
-    """Attention over pages for queries of equal lengths: out [batch, tokens, heads, dim] and LSE
+    """Attend for queries of equal lengths; return out [batch, tokens, heads, dim] and LSE
     [batch, heads, tokens]."""
     batch, tokens, heads = q.shape[:3]
     q_lens = np.full(batch, tokens)

@@ -56,12 +56,12 @@ def flash_attn_func(
     ----------
     q : float32, float16 or bfloat16 tensor, shape [batch, tokens, heads, head_dim]
     k, v : tensors, shape [batch, kv_tokens, kv_heads, head_dim]
-        A page each, in place; of the dtype of q, or codes.
+        Keys and values, used in place as one page each; of the dtype of q, or codes.
     softmax_scale : float, default 1/sqrt(head_dim)
     causal : bool
-        Aligned to the bottom right: query i sees keys up to i + kv_tokens - tokens.
+        Whether query i sees only keys up to i + kv_tokens - tokens (bottom right alignment).
     window_size : pair of int, or a tensor of two
-        Keys before and after that one; -1 is no bound.
+        Number of visible keys before and after that key; -1 for no bound.
     softcap : float
         Above 0, scores become softcap * tanh(score / softcap).
     alibi_slopes : float32 tensor, shape [heads] or [batch, heads], optional
@@ -69,14 +69,15 @@ def flash_attn_func(
     dropout_p
         Must be 0.
     deterministic
-        About a backward pass; has no meaning here.
+        No effect; it concerns the backward pass.
     return_attn_probs : bool
-        Also return the LSE, and an empty tensor in place of the probabilities.
+        Whether to return the LSE, and an empty tensor in place of the probabilities, too.
     k_descale, v_descale : float or tensor, optional
-        Factors of keys and values, as a rule because they are codes (float8_e4m3fn, float8_e5m2,
-        int8): [batch, kv_heads], which flash-attn 3 calls so, [kv_heads] or one number.
+        Factors of keys and values, usually of codes (float8_e4m3fn, float8_e5m2, int8): [batch,
+        kv_heads], as in flash-attn 3, [kv_heads] or one number.
     s_aux : tensor of floats, shape [heads], optional
-        Logits of attention sinks, as flash-attn 3 for vLLM calls them: each adds exp(s_aux) to the
+        Logits of attention sinks, under the name of flash-attn 3 for vLLM: each adds exp(s_aux) to
+        the denominators of its head. The LSE does not include them.
         denominators of its head. The LSE is without them.
 
     Returns
@@ -87,7 +88,7 @@ def flash_attn_func(
     Raises
     ------
     TypeError, ValueError
-        For dtypes and shapes that do not fit, and dropout.
+        If dtypes or shapes do not fit, or dropout is requested.
 
     Examples
     --------
@@ -118,9 +119,9 @@ def _flash_attn_forward(
     alibi_slopes: AnyTensor | None,
     return_softmax: bool,
 ) -> tuple[AnyTensor, AnyTensor, AnyTensor, None]:
-    """`flash_attn_func` as libraries call it: out, LSE, no probabilities, no state of a generator.
+    """Call `flash_attn_func` as libraries do: out, LSE, no probabilities, no generator state.
 
-    ``return_softmax`` asks for probabilities after dropout, which there is none of.
+    ``return_softmax`` asks for probabilities after dropout, which is not supported.
     """
     name = "_flash_attn_forward"
     check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p)

@@ -17,7 +17,7 @@ from ._rotary import Rotary
 def _places(
     k_cache: AnyTensor, v_cache: AnyTensor, k: AnyTensor, v: AnyTensor, table: Any, lengths: Lengths
 ) -> tuple[AnyTensor, AnyTensor]:
-    """Return pages and slots of new tokens behind those in the pages, which have room for them."""
+    """Return pages and slots of new tokens after the cached ones; pages must have room."""
     import torch
 
     name = "flash_attn_with_kvcache"
@@ -57,7 +57,7 @@ def _write(cache: AnyTensor, at: tuple[AnyTensor, AnyTensor], new: AnyTensor) ->
 
 
 def _tokens_apart(cache: AnyTensor) -> int:
-    """Return how many tokens a row of a cache is behind the last; 0 if these are not whole."""
+    """Return the distance of two rows of a cache in tokens; 0 if it is no whole number."""
     if len(cache) == 1:
         return max(1, cache.shape[1])
     row, token = cache.stride()[:2]
@@ -67,7 +67,7 @@ def _tokens_apart(cache: AnyTensor) -> int:
 def _padded(
     k_cache: AnyTensor, v_cache: AnyTensor, rows: Lengths, leftpad: Lengths, kv_lens: Lengths
 ) -> tuple[AnyTensor, AnyTensor, Lengths]:
-    """Return pages of keys and values that start behind the padding, and their table."""
+    """Return pages of keys and values that start after the padding, and their table."""
     name, (num_rows, capacity) = "flash_attn_with_kvcache", k_cache.shape[:2]
     apart = _tokens_apart(k_cache)
     if v_cache.shape[:2] != k_cache.shape[:2] or _tokens_apart(v_cache) != apart or apart == 0:
@@ -123,27 +123,26 @@ def flash_attn_with_kvcache(
     k_cache, v_cache : tensors, shape [cache_batch, capacity, kv_heads, head_dim]
         With ``block_table``: [num_pages, page_size, kv_heads, head_dim], any page size.
     k, v : tensors, shape [batch, new_tokens, kv_heads, head_dim], optional
-        Codes like those of the cache, if it is of codes.
+        New keys and values to append; codes of the cache's type if the cache has codes.
     cache_seqlens : int or int tensor, shape [batch]
-        Tokens in the cache without the new ones; default: all that it has room for.
+        Tokens in the cache without the new ones; default: its capacity.
     cache_batch_idx : int tensor, shape [batch], optional
-        The row of the cache that each sequence has; not together with ``block_table``.
+        Row of the cache for each sequence; not together with ``block_table``.
     cache_leftpad : int tensor, shape [batch], optional
-        The first token of each row of the cache that is a key; not together with ``block_table``.
+        First token of each cache row that is a key; not together with ``block_table``.
     rotary_cos, rotary_sin : tensors of floats, shape [num_positions, rotary_dim / 2], optional
-        Turn the first rotary_dim elements of the new keys, at positions cache_seqlens,
-        cache_seqlens + 1 and so on, and of the queries, at the same positions if ``causal`` or a
-        window is asked for, else all at cache_seqlens. Padding counts as tokens do. The new keys
-        are written as they are turned.
+        Rotation of the first rotary_dim elements of new keys, at positions cache_seqlens,
+        cache_seqlens + 1 and so on, and of queries, at the same positions with ``causal`` or a
+        window, else all at cache_seqlens. Padding counts as tokens. The cache gets rotated keys.
     rotary_interleaved : bool
-        Whether elements 2 i and 2 i + 1 are turned together, or i and i + rotary_dim / 2.
+        Whether rotation pairs elements 2 i and 2 i + 1, or i and i + rotary_dim / 2.
     block_table : int tensor, shape [batch, pages], optional
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`.
     return_softmax_lse : bool
         Whether to return the LSE, too.
     num_splits : int
-        1 keeps the keys of a row together, bitwise the same in any batch; else as is fastest.
+        1 keeps the keys of a row together, with the same bits in any batch; else the fastest split.
     k_descale, v_descale, s_aux
         As in `flash_attn_func`.
 
@@ -155,8 +154,8 @@ def flash_attn_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        As `flash_attn_func`, for new tokens without `cache_seqlens`, lengths beyond the cache or
-        the padding, and positions without angles.
+        As `flash_attn_func`; also if new tokens come without `cache_seqlens`, lengths exceed the
+        cache or lie within the padding, or positions have no angles.
 
     Examples
     --------
@@ -214,7 +213,7 @@ def flash_attn_with_kvcache(
         "s_aux": s_aux,
     }  # fmt: skip
     if k is not None:
-        # Attention of no query refuses all that cannot be computed, before anything is written.
+        # Attention of zero queries refuses invalid arguments before anything is written.
         attend_batch(name, q[:, :0], *keys, *options, **of_heads)
         _write(k_cache, at, k)
         _write(v_cache, at, v)

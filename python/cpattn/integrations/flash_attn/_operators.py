@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of torch for the functions of this package, so that a graph can hold them."""
+"""Operators of torch for the functions of this package, for use in graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CACHE = (
     f"{_OPTIONS}, bool rotary_interleaved=True, Tensor? alibi_slopes=None, int num_splits=0, "
     f"bool return_softmax_lse=False, {_OF_HEADS}"
 )
-# Arguments that the functions also take as numbers, and a schema as tensors alone.
+# Arguments that may be numbers for the functions, but only tensors in a schema.
 _NUMBERS = ("cache_seqlens", "k_descale", "v_descale")
 
 
@@ -65,7 +65,7 @@ def _operator(
 ) -> Function:
     """Return the function as a call of its operator, which always has both results.
 
-    ``flag`` is the argument that asks for the second one.
+    ``flag`` is the argument that requests the second one.
     """
     name = function.__name__
 
@@ -105,7 +105,7 @@ def define_operators(namespace: str) -> tuple[Function, Function, Function]:
     Returns
     -------
     flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache : callables
-        As those of the package, in eager code and in graphs; ``window_size`` is a pair of ints.
+        Functions of the package, in eager code and graphs; ``window_size`` is a pair of ints.
     """
     operators = Operators(namespace)
     probabilities = "return_attn_probs"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of many lengths, one after another or in pages."""
+"""Sequences of different lengths, one after another or in pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._attend import (
 
 
 def _ends(function: str, name: str, cu_seqlens: AnyTensor, num_rows: int | None) -> Lengths:
-    """Cumulative lengths as NumPy, checked against the rows that they divide."""
+    """Return cumulative lengths as NumPy, checked against the number of rows."""
     ends = np.asarray(cu_seqlens, np.int64)
     if ends.ndim != 1 or len(ends) == 0 or ends[0] != 0 or np.any(np.diff(ends) < 0):
         raise ValueError(f"{function}: {name} must start at 0 and not decrease, got {ends}")
@@ -102,11 +102,11 @@ def flash_attn_varlen_func(
     Parameters
     ----------
     q : tensor, shape [total_q, heads, head_dim]
-        Sequence after sequence.
+        Queries, sequence after sequence.
     k, v : tensors, shape [total_k, kv_heads, head_dim]
         With ``block_table``: [num_pages, page_size, kv_heads, head_dim], any page size.
     cu_seqlens_q, cu_seqlens_k : int tensors, shape [batch + 1]
-        Where sequences start and end; they may be empty.
+        Begin and end of each sequence, which may be empty.
     max_seqlen_q, max_seqlen_k
         Not needed.
     block_table : int tensor, shape [batch, pages], optional
@@ -115,7 +115,7 @@ def flash_attn_varlen_func(
     k_descale, v_descale, s_aux
         As in `flash_attn_func`.
     dropout_p, deterministic
-        As in `flash_attn_func`, which takes their defaults alone.
+        Only the defaults; see `flash_attn_func`.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def flash_attn_varlen_func(
     Raises
     ------
     TypeError, ValueError
-        As `flash_attn_func`, and for offsets that decrease or leave q, k or the pages.
+        As `flash_attn_func`; also if offsets decrease or exceed q, k or the pages.
 
     Examples
     --------
@@ -165,10 +165,10 @@ def _flash_attn_varlen_forward(
     seqused_k: AnyTensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[AnyTensor, AnyTensor, AnyTensor, None]:
-    """`flash_attn_varlen_func` as libraries call it; see `_flash_attn_forward`.
+    """Call `flash_attn_varlen_func` as libraries do; see `_flash_attn_forward`.
 
-    ``seqused_k`` [batch]: how many of its keys each sequence has, with ``leftpad_k`` [batch] before
-    the first of them that are none. ``zero_tensors`` has no meaning.
+    ``seqused_k`` [batch] is the number of keys of each sequence, after ``leftpad_k`` [batch] rows
+    that are no keys. ``zero_tensors`` has no effect.
     """
     name = "_flash_attn_varlen_forward"
     check_supported(name, q, k, v, alibi_slopes, dropout_p=dropout_p)

@@ -12,13 +12,13 @@ from .._visibility import Lengths
 
 
 class Rotary:
-    """Cosines and sines by position, checked.
+    """Checked cosines and sines by position.
 
     Parameters
     ----------
     cos, sin : tensors of floats, shape [num_positions, rotary_dim / 2]
     interleaved : bool
-        Whether elements 2 i and 2 i + 1 are turned together, or i and i + rotary_dim / 2.
+        Whether rotation pairs elements 2 i and 2 i + 1, or i and i + rotary_dim / 2.
     """
 
     def __init__(self, function: str, cos: Any, sin: Any, interleaved: bool, head_dim: int) -> None:
@@ -41,7 +41,7 @@ class Rotary:
         self._function = function
 
     def check(self, lengths: Lengths, num_tokens: int) -> None:
-        """Refuse tokens behind `lengths` for which there are no angles."""
+        """Refuse tokens after `lengths` that have no angles."""
         needed = int(lengths.max(initial=0)) + num_tokens
         if needed > len(self._tables[0]):
             raise ValueError(
@@ -50,9 +50,9 @@ class Rotary:
             )
 
     def turned(self, x: AnyTensor, lengths: Lengths, *, at_one_position: bool = False) -> AnyTensor:
-        """Return x [batch, tokens, heads, dim] turned, in float32 and rounded once.
+        """Return x [batch, tokens, heads, dim] rotated, in float32 and rounded once.
 
-        Tokens stand behind `lengths`, or all of them just there.
+        Tokens have the positions from `lengths` on, or all have the position `lengths`.
         """
         import torch
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's paged prefill and decode wrappers and its merging of states, on CPU tensors.
+"""FlashInfer's paged prefill and decode wrappers and its merge functions, on CPU tensors.
 
-Arguments and their order are FlashInfer's; so is the log-sum-exp: to base 2, float32,
-[tokens, heads], -inf for a row that sees no key. Caches are used in place, whether K and V are two
-tensors or one. Arguments about graphics processors (workspaces, graphs, backends, dtypes to compile
-for) are accepted and have no meaning here; what would change the result and is not supported is
-refused with a ValueError that names it.
+Arguments and their order are FlashInfer's, and so is the log-sum-exp: to base 2, float32, [tokens,
+heads], -inf for a row that sees no key. Caches are used in place, with K and V in two tensors or
+one. Arguments for GPUs (workspaces, graphs, backends, dtypes to compile for) are accepted without
+effect; a ValueError names an unsupported argument that would change the result.
 
-`install` puts these names where ``import flashinfer`` finds them.
+`install` makes ``import flashinfer`` find these names.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ __all__ = [
 
 
 def install() -> StandIn:
-    """Put these names where ``flashinfer`` and its prefill, decode and cascade are imported.
+    """Install these names as ``flashinfer`` and its prefill, decode and cascade modules.
 
     Returns
     -------
     StandIn
-        A context manager; its ``remove()`` or the end of a ``with`` takes the modules away.
+        Context manager; its ``remove()`` or the end of a ``with`` removes the modules.
 
     Raises
     ------

@@ -13,7 +13,7 @@ from ._merge import LOG2E
 
 
 def slopes_of(num_heads: int) -> AnyTensor:
-    """Return the slope of each head, which FlashInfer lets nobody choose."""
+    """Return the slope of each head, which FlashInfer fixes."""
     import torch
 
     powers = 1 << (num_heads.bit_length() - 1)  # heads before the last power of two
@@ -25,10 +25,10 @@ def slopes_of(num_heads: int) -> AnyTensor:
 def alibi(
     num_heads: int, q_lens: Lengths, kv_lens: Lengths, *, sees_ahead: bool
 ) -> tuple[dict[str, Any], AnyTensor]:
-    """Return the biases of `run_attention`, and what they leave out of the LSE to base 2.
+    """Return the biases of `run_attention`, and the terms missing from the LSE, to base 2.
 
-    They count from the token's own key, FlashInfer's from its place among the new tokens: the
-    weights are the same. Keys ahead of a token have positive biases, for which it takes a table.
+    cpattn counts from the token's own key, FlashInfer from the token's place among the new tokens;
+    the weights are the same. Keys ahead of a token have positive biases, which need a table.
     """
     import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrappers of prefill and decode."""
+"""Wrappers of prefill and decode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._paged import PagedWrapper, page_tables, refuse
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
-    """Attention of new tokens over a paged cache: planned once, run for every layer.
+    """Attention of new tokens over a paged cache, planned once and run for every layer.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     custom_mask_buf, mask_indptr_buf
         Not used.
     kv_layout : "NHD" or "HND"
-        Whether tokens of a page come before heads.
+        Whether tokens ("NHD") or heads ("HND") come first in a page.
     jit_args
         Must be None.
 
@@ -100,29 +100,29 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         ----------
         qo_indptr : int tensor, shape [batch + 1]
         paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : int tensors
-            The pages of each sequence; its last new tokens are the queries.
+            Pages of each sequence; the queries are its last tokens.
         custom_mask : bool tensor, sum(q_len * kv_len) elements, optional
-            True = visible; ``causal`` then has no meaning.
+            True = visible; it overrides ``causal``.
         packed_custom_mask : uint8 tensor, sum(ceil(q_len * kv_len / 8)) elements, optional
-            The mask in bits, as `paged_attention` takes it; ``custom_mask`` then has no meaning.
+            The mask in bits, as in `paged_attention`; it overrides ``custom_mask``.
         window_left : int
-            Keys before a token's own that it sees; -1 is no bound.
+            Number of visible keys before a token's own; -1 for no bound.
         sm_scale : float, default 1/sqrt(head_dim_qk)
         kv_data_type : dtype or str, optional
-            What the bytes of caches of uint8 are: float8_e4m3fn, float8_e5m2 or int8. Caches of
-            these dtypes must be of it.
+            Type of codes in uint8 caches: float8_e4m3fn, float8_e5m2 or int8. Caches of these
+            dtypes must have this dtype.
         fixed_split_size, disable_split_kv
             Either makes a row's result bitwise independent of the batch.
         pos_encoding_mode : {"NONE", "ALIBI"}
-            ALIBI adds slope * (j - i) to the score of new token i and key j, by FlashInfer's slopes
-            of so many heads; without ``logits_soft_cap``.
+            ALIBI adds slope * (j - i) to the score of new token i and key j, with FlashInfer's
+            slopes for the number of heads; not with ``logits_soft_cap``.
         prefix_len_ptr and the rest of multi-item scoring
-            Must be left at their defaults.
+            Must have their defaults.
 
         Notes
         -----
-        Other arguments have no meaning here. Lengths and block tables repeat what the indices say;
-        ``seq_lens`` is compared with them, and ``o_data_type`` with q.
+        Other arguments have no effect. Lengths and block tables repeat the indices; the call
+        compares ``seq_lens`` with them, and ``o_data_type`` with q.
         """
         function = f"{self._name}.plan"
         refuse(
@@ -172,7 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         Not used.
     kv_layout : "NHD" or "HND"
-        Whether tokens of a page come before heads.
+        Whether tokens ("NHD") or heads ("HND") come first in a page.
     jit_args
         Must be None.
 
@@ -228,7 +228,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     ) -> None:
         """Plan a batch; the token of a sequence is the last one in its pages.
 
-        What the arguments mean is said in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        See `BatchPrefillWithPagedKVCacheWrapper.plan` for the arguments.
         """
         function = f"{self._name}.plan"
         kv_lens, table = page_tables(function, indptr, indices, last_page_len, page_size, seq_lens)

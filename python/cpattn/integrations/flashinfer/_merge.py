@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging of states, whose log-sum-exp is to base 2."""
+"""Merge of states with log-sum-exps to base 2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def merge_state(
     Raises
     ------
     TypeError, ValueError
-        As `cpattn.merge_state`.
+        As for `cpattn.merge_state`.
 
     Examples
     --------
@@ -59,12 +59,12 @@ def merge_state_in_place(
     s, s_other : float32 tensors, shape [tokens, heads]
         Log-sum-exp to base 2.
     mask : bool tensor, shape [tokens], optional
-        Tokens that are merged; the others keep their state.
+        Tokens to merge; other tokens keep their state.
 
     Raises
     ------
     TypeError, ValueError
-        As `cpattn.merge_state`.
+        As for `cpattn.merge_state`.
 
     Examples
     --------
@@ -95,7 +95,7 @@ def merge_states(v: AnyTensor, s: AnyTensor) -> tuple[AnyTensor, AnyTensor]:
     Raises
     ------
     TypeError, ValueError
-        As `cpattn.merge_states`, and for no state at all.
+        As for `cpattn.merge_states`, and if there is no state.
 
     Examples
     --------

@@ -30,9 +30,9 @@ def page_tables(
     page_size: int,
     seq_lens: AnyTensor | None,
 ) -> tuple[Lengths, Any]:
-    """The length of each sequence and its pages, from the CSR form.
+    """Return the length of each sequence and its pages, from the CSR form.
 
-    ``seq_lens`` says the lengths once more.
+    ``seq_lens`` repeats the lengths.
     """
     ends, pages, last = (np.asarray(x, np.int64) for x in (indptr, indices, last_page_len))
     counts = np.diff(ends)
@@ -62,13 +62,13 @@ def _name(dtype: Any) -> str:
 
 
 def _code_name(dtype: Any) -> str | None:
-    """Return the name of a dtype of codes; None for other dtypes, which caches say themselves."""
+    """Return the name of a dtype of codes, or None for dtypes that caches state themselves."""
     name = None if dtype is None else _name(dtype)
     return name if name in ("float8_e4m3fn", "float8_e5m2", "int8") else None
 
 
 class PagedWrapper:
-    """Base of the wrappers of prefill and decode: a plan, and running it on a layer's tensors."""
+    """Base of the wrappers of prefill and decode: a plan, and its run on a layer's tensors."""
 
     _name = ""
 
@@ -85,7 +85,7 @@ class PagedWrapper:
         """Do nothing: there is no workspace."""
 
     def end_forward(self) -> None:
-        """Do nothing; FlashInfer keeps the name, too."""
+        """Do nothing; the name is FlashInfer's."""
 
     def _make_plan(
         self,
@@ -115,7 +115,7 @@ class PagedWrapper:
             kv_lens=kv_lens,
             block_tables=table,
             page_size=page_size,
-            num_pages=int(table.max(initial=-1)) + 1,  # of the cache only so many are known of
+            num_pages=int(table.max(initial=-1)) + 1,  # only these pages of the cache are known
             **options,
         )
         if sm_scale is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions of sglang from integers alone: top-k transforms, and receivers of KV buffers.
+"""Decisions of sglang from integers only: top-k transforms, and receivers of KV buffers.
 
-The functions with an `original` go around sglang's own and call it where they have nothing to add.
+Functions with an `original` wrap sglang's own functions and call them if there is nothing to add.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def _from_sglang(module: str, name: str) -> Any:
 
 
 def get_topk_transform_method(self: Any, forward_mode: Any = None) -> Any:
-    """Return the form in which the attention of a batch expects its top-k indices.
+    """Return the unit in which the attention of a batch expects its top-k indices.
 
     Parameters
     ----------
     self : DeepseekSparseAttnBackend
-        Read are ``dsa_kv_cache_store_fp8`` and ``dsa_prefill_impl``.
+        Object with ``dsa_kv_cache_store_fp8`` and ``dsa_prefill_impl``.
     forward_mode : ForwardMode of sglang, optional
 
     Returns
@@ -39,7 +39,7 @@ def get_topk_transform_method(self: Any, forward_mode: Any = None) -> Any:
     Raises
     ------
     TypeError
-        For a mode that is no ForwardMode.
+        If `forward_mode` is no ForwardMode.
 
     Examples
     --------
@@ -62,10 +62,10 @@ def record_kv_layers(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Keep in ``kv_args.total_kv_layers`` what ``setup_state_kv_args`` is told and forgets.
+    """Record in ``kv_args.total_kv_layers`` the number that ``setup_state_kv_args`` drops.
 
-    Of pools with K and V, or a latent, of every layer. A hybrid model has them for some of its
-    layers, and 0 says that it is not known how many.
+    This is for pools with K and V, or a latent, in every layer. A hybrid model has them in some
+    layers only, and 0 stands for an unknown number.
     """
     original(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers, *args, **kwargs)
     kinds = tuple(
@@ -79,7 +79,7 @@ def record_kv_layers(
 def strict_mha_kv_ptrs(
     original: Callable[..., Any], self: Any, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]
 ) -> tuple[list[int], list[int], list[int], list[int], int]:
-    """``get_mha_kv_ptrs_with_pp`` that knows the number of layers and need not guess drafts."""
+    """Run ``get_mha_kv_ptrs_with_pp`` with the known number of layers, without guessing drafts."""
     total = getattr(self.kv_args, "total_kv_layers", 0)
     if not total:
         return original(self, src_kv_ptrs, dst_kv_ptrs)
@@ -98,9 +98,9 @@ def strict_mla_kv_ptrs(
     dst_kv_ptrs: list[int],
     state_type: Any = None,
 ) -> tuple[list[int], list[int], int]:
-    """``get_mla_kv_ptrs_with_pp`` that never crosses from one group of buffers into the next.
+    """Run ``get_mla_kv_ptrs_with_pp`` without crossing from one group of buffers into the next.
 
-    Of lists with one entry for each layer, drafts go to as many drafts, and to nothing else.
+    In lists with one entry for each layer, drafts pair only with as many drafts.
     """
     kv_args = self.kv_args
     groups = getattr(kv_args, "kv_buf_groups", 1)

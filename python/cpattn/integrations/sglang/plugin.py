@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on functions of sglang, and their switch.
 
-All hooks go *around* sglang's functions and call those while their part is off. So `uninstall`
-works at any time, and another plug-in's hooks on the same functions stay in force. (A hook that
-*replaces* must not call the original itself: sglang rebinds every name of it to the hook.)
+All hooks wrap sglang's functions and just call them while their part is off. `uninstall` therefore
+works at any time, and hooks of other plug-ins on the same functions stay in force. (A *replacing*
+hook could not call the original, as sglang rebinds every name of it to the hook.)
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ...captures.recorder import capture_by_environment
 from .._support import find
 from . import cp_cpu, metadata, planners, shards
 
-SGLANG = "0.5.23"  # the release whose results are matched
+SGLANG = "0.5.23"  # the release with matching results
 DEFAULT_PARTS = ("metadata", "topk", "kv", "shards", "attention")
 BACKEND = "cpattn"  # of --attention-backend
 
 _logger = logging.getLogger(__name__)
 _active: set[str] = set()  # parts that are on
-_hooked: set[str] = set()  # targets that sglang's registry has hooks of ours for
+_hooked: set[str] = set()  # targets with our hooks in sglang's registry
 
 
 class _Hook(NamedTuple):
@@ -129,29 +129,29 @@ PARTS = (*dict.fromkeys(hook.part for hook in _HOOKS), "attention")
 
 
 def install(*parts: str) -> None:
-    """Switch parts of the plug-in on. sglang calls this in each of its processes.
+    """Turn on parts of the plug-in. sglang calls this in each of its processes.
 
-    A release of sglang other than 0.5.23 is left alone, and a warning in the log tells of it.
+    For another release of sglang than 0.5.23, the call only logs a warning.
 
-    By hand, call it before the engine starts. A call that names parts switches to exactly these;
-    one that names none leaves what is on already.
+    To call it yourself, do so before the engine starts. A call with parts turns on exactly these
+    parts; a call without parts keeps any parts that are on.
 
     Parameters
     ----------
     *parts : str
-        Some of ``"metadata"``, ``"topk"``, ``"kv"``, ``"shards"``, ``"attention"``,
-        ``"strict_kv"`` and ``"cp_cpu"``. If none are given, those that the environment variable
-        CPATTN_SGLANG_PARTS lists, separated by commas; else all but the last two. With
-        CPATTN_PLUGINS=0 in the environment nothing happens. ``"attention"`` makes the name cpattn
-        one of those that ``--attention-backend`` takes; who does not say it keeps sglang's own.
-        ``"cp_cpu"`` has ``--enable-prefill-cp`` run on a CPU.
+        Some of ``"metadata"``, ``"topk"``, ``"kv"``, ``"shards"``, ``"attention"``, ``"strict_kv"``
+        and ``"cp_cpu"``. Default: the parts in the environment variable CPATTN_SGLANG_PARTS,
+        separated by commas; else all but the last two. With CPATTN_PLUGINS=0 in the environment the
+        call does nothing. ``"attention"`` adds the name cpattn to the values of
+        ``--attention-backend``; without that value, sglang's own backend stays. ``"cp_cpu"`` lets
+        ``--enable-prefill-cp`` run on a CPU.
 
     Raises
     ------
     ValueError
-        There is no such part.
+        If a part is unknown.
     RuntimeError
-        Hooks of others are in force on one of the functions already; sglang would ignore ours.
+        If another plug-in already hooks one of the functions, as sglang would ignore our hook.
 
     Examples
     --------
@@ -178,9 +178,9 @@ def install(*parts: str) -> None:
 
 
 def _is_for(release: str) -> bool:
-    """Tell whether the plug-in was tried with a release of sglang; another one is left alone.
+    """Tell whether the plug-in was tried with a release of sglang.
 
-    Functions of the same names have other arguments and results there.
+    Functions of other releases have other arguments and results under the same names.
     """
     tried = find("sglang").verdict(release) == "tried"
     if not tried:
@@ -193,7 +193,7 @@ def _is_for(release: str) -> bool:
 
 
 def uninstall() -> None:
-    """Switch all parts off: sglang's own functions are called again.
+    """Turn all parts off, so that sglang's own functions run again.
 
     Examples
     --------
@@ -220,13 +220,13 @@ def _register(hooks: list[_Hook]) -> None:
     for hook in hooks:
         registry.register(hook.target, _around(hook), plugins.HookType.AROUND)
         _hooked.add(hook.target)
-    # sglang applies the hooks of all its plug-ins itself, after the last of them.
+    # sglang applies the hooks of all plug-ins itself, after the last plug-in.
     if plugins._current_plugin_source.get() is None:
         registry.apply_hooks()
 
 
 def _name_backend(known: bool) -> None:
-    """Have sglang know the attention backend, or not. Its class is imported when it is used."""
+    """Add the attention backend to sglang's names, or remove it; its class is imported on use."""
     choices = importlib.import_module("sglang.srt.arg_groups.choices").ATTENTION_BACKEND_CHOICES
     if known and BACKEND not in choices:
         choices.append(BACKEND)
@@ -252,10 +252,10 @@ def _make_backend(runner: Any) -> Any:
 
 
 def _is_there(hook: _Hook) -> bool:
-    """Whether this release on this machine has the function: else the others are hooked alone."""
+    """Tell whether the function exists in this release on this machine; else skip its hook."""
     try:
         attrgetter(hook.name)(importlib.import_module(f"sglang.srt.{hook.module}"))
-    except Exception as error:  # not only ImportError: modules look for their devices, too
+    except Exception as error:  # not only ImportError: modules also look for their devices
         _logger.info("cpattn leaves %s alone: %s", hook.target, error)
         return False
     return True

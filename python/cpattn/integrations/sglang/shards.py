@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of KV pools whose pages are striped over ranks (``--enable-kv-cache-sharding``).
 
-sglang makes them of dozens of small tensor operations for each request. Here they are made on the
-host, and one or two arrays are copied to where sglang's tensors are. The state stays in these, so
-that sglang's own functions go on from it at any time.
+sglang makes these plans from dozens of small tensor operations per request. This module makes them
+on the host, and copies one or two arrays to the device of sglang's tensors. The state stays in
+sglang's tensors, so its own functions can continue from it at any time.
 
-The functions go around sglang's own and call it in its debug mode, whose checks are its own.
+The functions wrap sglang's own and call them in its debug mode, for its checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def alloc_extend(
     num_new_pages: int | None = None,
     rotation_bases: Any = None,
 ) -> torch.Tensor | None:
-    """``PageInterleavePoolAllocator.alloc_extend``: the order of all new pages in one plan."""
+    """Run ``PageInterleavePoolAllocator.alloc_extend`` with all new pages from one plan."""
     if self.debug_mode:
         return original(
             self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc,
@@ -67,7 +67,7 @@ def alloc_extend(
 
 
 def free(original: Callable[..., Any], self: Any, free_index: torch.Tensor) -> None:
-    """``PageInterleavePoolAllocator.free``: one copy to the host, and one back."""
+    """Run ``PageInterleavePoolAllocator.free`` with one copy to the host, and one back."""
     if self.debug_mode or self.free_group is not None or free_index.numel() == 0:
         return original(self, free_index)
     shard_size, page_size = self.shard_size, self.page_size
@@ -91,9 +91,9 @@ def begin_shard_extend(
     prefix_lens_cpu: Sequence[int],
     seq_lens_cpu: Sequence[int],
 ) -> None:
-    """``PageInterleaveKVPoolMixin.begin_shard_extend``: the batch's gather by `plan_shard_gather`.
+    """Run ``PageInterleaveKVPoolMixin.begin_shard_extend`` by `plan_shard_gather`.
 
-    A batch with reserved pages among its own, as of a warm-up, is left to sglang.
+    sglang itself handles a batch with reserved pages, as in a warm-up.
     """
     arguments = req_to_token, req_pool_indices, prefix_lens_cpu, seq_lens_cpu
     plan = None if self._debug_plan_checks else _gather_plan(self, *arguments)
@@ -124,7 +124,7 @@ def _gather_plan(
     prefix_lens_cpu: Sequence[int],
     seq_lens_cpu: Sequence[int],
 ) -> _core.ShardGatherPlan | None:
-    """The plan in units of pages: of slots only the first of each page is looked at."""
+    """Return the plan in units of pages; it reads only the first slot of each page."""
     spec, page_size = self.shard_spec, self.shard_spec.page_size
     prefixes, ends = (np.asarray(lens, np.int64) for lens in (prefix_lens_cpu, seq_lens_cpu))
     if (prefixes % page_size).any():
@@ -150,7 +150,7 @@ def _pages(shard_size: int, page_size: int) -> _core.Interleave:
 
 
 def _to(values: Any, device: Any) -> torch.Tensor:
-    """A tensor of the values. Copies from pinned memory wait for nothing on the device."""
+    """Return a tensor of the values. Copies from pinned memory do not wait for the device."""
     tensor = torch.from_numpy(values)
     if torch.device(device).type == "cpu":
         return tensor

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention functions for the models of Hugging Face transformers.
 
-`register` gives them names. A model uses them by ``attn_implementation="cpattn"``, and continuous
-batching by `use_paged`. `absorb_mla` is for models with latent caches, `use_indexer` for sparse
-ones.
+`register` adds their names. A model uses them with ``attn_implementation="cpattn"``, and in
+continuous batching by `use_paged`. `absorb_mla` is for models with latent caches, `use_indexer` for
+sparse models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# Which keys a row sees of those that were chosen is known only when it runs.
+# Only a run shows which of the chosen keys a row sees.
 _dsa_attention = disable(dsa_attention)
 
 
@@ -46,7 +46,7 @@ def attention(
     indices: AnyTensor | None = None,
     **kwargs: Any,
 ) -> tuple[AnyTensor, None]:
-    """Attend for a model: to the chosen keys if it brings any, else to all.
+    """Attend for a model: to the keys that its indexer has chosen, if any, else to all.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        For options that would change the result and are not supported.
+        If an option would change the result and is not supported.
 
     Examples
     --------
@@ -78,17 +78,17 @@ def attention(
 
 
 def register(name: str = "cpattn") -> None:
-    """Register attention under `name`, and that of continuous batching under ``name + "_flash"``.
+    """Register attention under `name`, and for continuous batching under ``name + "_flash"``.
 
-    May be called again. Nothing changes for models of other implementations. A compiled model has
-    attention in its graph as one operator, and leaves the graph for sparse attention alone. All
-    calls of the process run on torch's threads from now on, by `torch_threads.set_thread_pool`,
-    unless these are fewer than cpattn's or ``CPATTN_THREAD_POOL=cpattn`` is set.
+    Repeated calls are allowed. Models with other implementations do not change. A compiled model
+    has attention in its graph as one operator; only sparse attention breaks the graph. All calls of
+    the process run on torch's threads from now on (see `torch_threads.set_thread_pool`), unless
+    torch has fewer threads than cpattn or ``CPATTN_THREAD_POOL=cpattn`` is set.
 
     Parameters
     ----------
     name : str
-        Name that models give as ``attn_implementation``.
+        Name for the ``attn_implementation`` of models.
 
     Raises
     ------
@@ -107,31 +107,31 @@ def register(name: str = "cpattn") -> None:
     use_torch_threads()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, visibility_mask)
-    # No mask function: continuous batching describes its batches by lengths alone.
+    # No mask function: continuous batching describes batches by lengths only.
     AttentionInterface.register(f"{name}_flash", disable(paged_attention_forward))
 
 
 def use_paged(model: Any, name: str = "cpattn") -> ExitStack:
     """Let `model` run continuous batching on the pages of its cache, in place.
 
-    ``model.set_attn_implementation`` takes names with "flash" for packages to load, so this sets
-    the name itself.
+    ``model.set_attn_implementation`` takes names with "flash" as packages to load, so this function
+    sets the name itself.
 
     Parameters
     ----------
     model : PreTrainedModel
     name : str
-        The argument of `register`, which this calls.
+        Argument of `register`, which this function calls.
 
     Returns
     -------
     ExitStack
-        A context manager; its end, or ``close()``, brings the former implementation back.
+        Context manager; its end, or ``close()``, restores the former implementation.
 
     Raises
     ------
     ValueError
-        For a model that calls no attention functions.
+        If the model does not call attention functions.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of single modules of a model, replaced for as long as somebody wants."""
+"""Temporary replacement of methods of single modules of a model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 
 
 class Replaced(AbstractContextManager["Replaced"]):
-    """Methods of some modules; in place until `remove` or the end of ``with``.
+    """Replaced methods of some modules, until `remove` or the end of ``with``.
 
-    Copies of a model made meanwhile keep them.
+    Copies of the model made meanwhile keep the replacements.
 
     Parameters
     ----------
     modules : iterable of torch.nn.Module
-        Modules whose methods of this name are their classes' until now.
+        Modules that still have the method of their class.
     name : str
     function : callable
-        Called as ``function(module, ...)``. The class has the method that it replaces.
+        Called as ``function(module, ...)``; the class's own method stays available.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Replaced(AbstractContextManager["Replaced"]):
             setattr(module, name, MethodType(function, module))
 
     def remove(self) -> None:
-        """Give the modules the methods of their classes again, once."""
+        """Restore the methods of the modules' classes, once."""
         while self._modules:
             vars(self._modules.pop()).pop(self._name, None)
 

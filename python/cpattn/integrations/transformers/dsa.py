@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention of DeepSeek-V3.2 and GLM-5 in transformers: the chosen keys and no others.
+"""Sparse attention of DeepSeek-V3.2 and GLM-5 in transformers, over the chosen keys only.
 
-The eager attention of transformers hides what was not chosen by a dense mask. Here a query reads
-its keys where they lie, and with `use_indexer` they are chosen without a matrix of scores.
+The eager attention of transformers hides other keys by a dense mask. Here a query reads its keys in
+place, and `use_indexer` chooses them without a matrix of scores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def dsa_attention(
     indices: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention to those of the keys named by `indices` that the mask shows.
+    """Attend to the keys that `indices` chooses and the mask shows.
 
     Parameters
     ----------
@@ -42,13 +42,13 @@ def dsa_attention(
         The attention layer.
     query : tensor, shape [batch, heads, queries, head_dim]
     key, value : tensors, shape [batch, heads, keys, dim]
-        Or, where `absorb_mla` holds, the latents and the rotated keys, with one head.
+        Or, with `absorb_mla`, the latents and the rotated keys, with one head.
     attention_mask : tensor, shape [batch or 1, 1, queries, keys]
-        True, or 0 of a float mask, where a key may be seen.
+        Mask with True, or 0 if it has floats, for a visible key.
     scaling : float
     indices : int32 tensor, shape [batch, queries, topk]
-        Positions, each once, in any order; -1 is none. A row with fewer than topk visible keys
-        may name others: those are not seen.
+        Positions, each once, in any order; -1 for none. A row with fewer than topk visible keys may
+        also have invisible positions, which are hidden.
     **kwargs
         Dropout, sinks, caps and biases are refused.
 
@@ -63,7 +63,7 @@ def dsa_attention(
         options=kwargs,
         unsupported=(*UNSUPPORTED, "softcap", "s_aux"),
     )  # fmt: skip
-    if indices.shape[-1] >= key.shape[2]:  # nothing was left out: the mask alone decides
+    if indices.shape[-1] >= key.shape[2]:  # all keys are chosen: the mask alone decides
         dense = mla_attention if keeps_latents(module) else contiguous_attention
         return dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     shape = *indices.shape[:2], key.shape[2]
@@ -103,7 +103,7 @@ def _attend_heads(
     indices: Tensor,
     visible: Tensor,
 ) -> Tensor:
-    """Each query is a sequence of its own, whose pages are the single keys it sees."""
+    """Attend with each query as a sequence of its own, whose pages are its single keys."""
     batch, heads, queries, _ = query.shape
     query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
     out = query.new_empty(batch, queries, heads, value.shape[-1])
@@ -128,25 +128,25 @@ def _attend_heads(
 def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
     """Let the indexers of a DSA model choose keys by `cpattn.sparse.indexer_topk`.
 
-    The scores are those of transformers but for roundings, and are never stored.
+    Scores equal those of transformers up to rounding, and are never stored.
 
     Parameters
     ----------
     model : torch.nn.Module
         DeepSeek-V3.2 or GLM-5 of transformers.
     name : str
-        What `register` was given. While the model runs with another implementation of attention
-        its indexers choose as ever.
+        Name given to `register`. With another attention implementation, the model's own indexers
+        choose.
 
     Returns
     -------
     Replaced
-        Whose ``remove()``, or the end of ``with``, gives back the model's own methods.
+        Its ``remove()``, or the end of ``with``, restores the model's own methods.
 
     Raises
     ------
     ValueError
-        For a model without such indexers, or one whose indexers are replaced already.
+        If the model has no such indexers, or they are replaced already.
 
     Examples
     --------
@@ -154,7 +154,7 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
     ...     model.generate(**inputs)
     """
     rotations = _rotations()
-    choose = disable(_choose)  # a compiled model leaves its graph for it
+    choose = disable(_choose)  # a compiled model breaks its graph here
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         if module.config._attn_implementation != name:
@@ -173,7 +173,7 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
 
 
 def _rotations() -> dict[type, Callable[..., tuple[Tensor, Tensor]]]:
-    """Return the rotation of each indexer: DeepSeek's dimensions are halves, GLM's interleaved."""
+    """Return the rotation of each indexer: DeepSeek's in halves, GLM's interleaved."""
     from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
     from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
@@ -195,10 +195,10 @@ def _choose(
     past_key_values: Any = None,
     cache: Any = None,
 ) -> Tensor:
-    """Choose keys as the indexer's own ``forward``: int32 [batch, queries, topk], ascending.
+    """Choose keys like the indexer's own ``forward``: int32 [batch, queries, topk], ascending.
 
-    -1 stands where that names invisible keys for want of others. The cache is `cache` from
-    transformers 5.24 on.
+    -1 replaces invisible keys, which the original lists if there are too few others. From
+    transformers 5.24 on, the cache is `cache`.
     """
     batch, queries, _ = hidden_states.shape
     rope = module.qk_rope_head_dim
@@ -211,9 +211,9 @@ def _choose(
     if cache is not None:
         k = cache.update_indexer(k, module.layer_idx)
     keys = k.shape[1]
-    if keys <= module.index_topk:  # all are chosen, whatever their scores are
+    if keys <= module.index_topk:  # all keys are chosen, for any scores
         return torch.arange(keys, dtype=torch.int32).expand(batch, queries, keys)
-    # The order does not depend on the positive factors of the scores.
+    # Positive factors of the scores do not change the order.
     weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float()
     shape = batch, queries, keys
     begin, end = visible_ranges(as_bool(attention_mask.unsqueeze(1), shape))
@@ -232,9 +232,9 @@ def _choose(
 
 
 def visible_ranges(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """First visible key of each row of a bool mask [batch, queries, keys], and the end, int64.
+    """Return first visible key and end for each row of a bool mask [batch, queries, keys], int64.
 
-    Rows are refused that have a gap, as padding within a sequence leaves.
+    A row with a gap, as padding within a sequence leaves, is refused.
     """
     bits = mask.view(torch.uint8)
     seen = bits.sum(-1)

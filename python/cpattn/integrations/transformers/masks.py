@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of transformers, and the few numbers that most of them amount to."""
+"""Masks of transformers, and the few numbers that describe most of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FUNCTION = "cpattn.integrations.transformers"
 
 @dataclass(frozen=True)
 class Band:
-    """Keys that the queries of each sequence see: a run of them, or a diagonal band within it.
+    """Keys that the queries of each sequence see: a run of keys, or a diagonal band within it.
 
-    With ``causal``, the last query sees the run up to its end, and each one before it one key less.
-    Without, all see the whole run. A ``window`` (left, right) leaves the keys around the one that
-    is the last of a causal band.
+    With ``causal``, the last query sees the run up to its end, and each earlier query one key less.
+    Without it, all queries see the whole run. A ``window`` (left, right) limits this to keys around
+    the last one that the query would see under ``causal``.
     """
 
     starts: Lengths  # [batch]
@@ -33,14 +33,14 @@ class Band:
 
 
 def band_of(mask: AnyTensor) -> Band | None:
-    """The band that a bool mask [batch, 1, queries, keys] is, to the last bit, or None."""
+    """Return the band that equals a bool mask [batch, 1, queries, keys] exactly, or None."""
     visible = mask[:, 0].numpy()
     queries, keys = visible.shape[1:]
     count = visible.view(np.uint8).sum(2, dtype=np.int64)
     begin = visible.argmax(2)
     seen = count > 0
     if np.any(seen & (keys - visible[:, :, ::-1].argmax(2) - begin != count)):
-        return None  # some query sees keys with a gap between them
+        return None  # some query sees keys with a gap
     stop = (begin + count).max(1)
     start = np.where(seen, begin, stop[:, None]).min(1)
     # The query with most keys fills the window, if there is one.
@@ -61,10 +61,10 @@ def band_of(mask: AnyTensor) -> Band | None:
 
 
 def bands_of(mask: AnyTensor) -> AnyTensor:
-    """The `Band` of a bool mask as a tensor, which a graph can hold.
+    """Return the `Band` of a bool mask as a tensor for graphs.
 
-    int64 [batch, 5], of each sequence its start and its keys, and for all of them 1 if causal, 0 if
-    not, -1 if the mask is no band, and the sides of the window, or -1.
+    int64 [batch, 5]: start and number of keys of each sequence; 1 if causal, 0 if not, -1 if the
+    mask is no band; and the sides of the window, or -1.
     """
     band = band_of(mask)
     bands = torch.full((len(mask), 5), -1)
@@ -105,12 +105,12 @@ def visibility_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> AnyTensor | None:
-    """A mask function of transformers: the mask of ``sdpa`` with its `Band`, or None.
+    """Mask function of transformers: the mask of ``sdpa`` with its `Band`, or None.
 
-    None says that query i sees keys up to i + kv_length - q_length, so that the chunks of a prompt
-    need no mask either, which ``sdpa`` has for them. Models that support ``eager`` but not ``sdpa``
-    get numbers as of the former, with the band all the same: DeepSeek-V4 adds columns of 0 and
-    -inf to them, and makes another mask so.
+    None means that query i sees keys up to i + kv_length - q_length; this also covers chunks of
+    prompts, for which ``sdpa`` makes masks. Models that support ``eager`` but not ``sdpa`` get
+    float masks as in ``eager``, also with a band: DeepSeek-V4 appends columns of 0 and -inf to
+    them, which makes a new mask.
 
     Parameters
     ----------
@@ -119,21 +119,21 @@ def visibility_mask(
     q_offset, kv_offset : int
         Positions of the first query and of the first key.
     config : PreTrainedConfig, optional
-        Configuration of the model that asks; one with an attention of its own is refused.
+        Configuration of the model; a model with its own attention is refused.
 
     Returns
     -------
-    bool tensor, shape [batch, 1, q_length, kv_length], or None; as of ``eager`` a float one
+    bool tensor, shape [batch, 1, q_length, kv_length], or None; a float one as in ``eager``
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    # Compilers, which cannot follow a look at all models, have the answers as constants.
+    # Compilers cannot follow the search of all models, so they get the answers as constants.
     if refusal := _refusal(config.__class__):
         raise ValueError(refusal)
     if mask_function is None:
         mask_function = causal_mask_function
     end = kv_offset + kv_length
-    # Gemma's layers that call themselves not causal would take None as leave to see everything.
+    # Gemma's layers that are not causal would take None as permission to see all keys.
     means_causal = not getattr(config, "use_bidirectional_attention", False)
     if (
         allow_is_causal_skip
@@ -161,7 +161,7 @@ def visibility_mask(
 
 
 def _is_traced(x: Any) -> bool:
-    """Whether this is a number that is known only when a graph runs."""
+    """Tell whether a number is known only when a graph runs."""
     return isinstance(x, torch.Tensor) and torch.compiler.is_compiling()
 
 
@@ -191,9 +191,9 @@ def _model_classes(config_class: Any) -> tuple[Any, ...]:
 
 
 def check_model(model_class: Any) -> None:
-    """Raise ValueError for models that take any attn_implementation but compute it themselves.
+    """Raise ValueError for models that accept any attn_implementation but compute their own.
 
-    Some of them ask for its masks nevertheless, and would see keys that masks like these hide.
+    Some of them use its masks nevertheless, and would see keys that these masks hide.
     """
     if not (model_class._supports_sdpa or model_class._supports_attention_backend):
         raise ValueError(
@@ -204,21 +204,21 @@ def check_model(model_class: Any) -> None:
 
 def _all_tokens(attention_mask: AnyTensor, begin: int, end: int) -> bool:
     if torch.compiler.is_compiling():
-        return False  # nobody knows yet
+        return False  # not known yet
     tokens = attention_mask[:, begin:end]
     return tokens.shape[1] == end - begin and bool(tokens.all())
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """The number at and below which one of a float mask hides a key.
+    """Return the number at and below which an element of a float mask hides a key.
 
-    Half the lowest finite one, which transformers writes and which other numbers were added to.
+    It is half the lowest finite number, which transformers writes, perhaps plus another number.
     """
     return torch.finfo(dtype).min / 2
 
 
 def check_shape(name: str, x: AnyTensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless x has this shape, but for axes of length 1 in front of the last."""
+    """Raise ValueError unless x has this shape; all axes but the last may have length 1."""
     if (
         x.ndim != 4
         or x.shape[3] != shape[3]
@@ -238,10 +238,10 @@ def check_bias(name: str, x: AnyTensor, shape: tuple[int, ...]) -> None:
 
 
 def visible_keys(mask: AnyTensor, shape: tuple[int, int, int, int]) -> AnyTensor | None:
-    """Return where a mask [batch, heads, queries, keys] shows keys, or None if it is a bias.
+    """Return a bool mask [batch, heads, queries, keys] of visible keys, or None for a bias.
 
-    Numbers are a mask if they are 0 for visible keys and the lowest ones for others. Those of
-    several heads are a bias, whatever they are.
+    Numbers are a mask if they are 0 for visible keys and the lowest number for others. A float mask
+    with several heads always counts as a bias.
     """
     if not mask.is_floating_point():
         check_shape("attention_mask", mask, (shape[0], 1, *shape[2:]))
@@ -258,7 +258,7 @@ def visible_keys(mask: AnyTensor, shape: tuple[int, int, int, int]) -> AnyTensor
 
 
 def as_bool(mask: AnyTensor, shape: tuple[int, int, int]) -> AnyTensor:
-    """A mask of any origin as bool [batch, queries, keys]; ValueError for what is a bias."""
+    """Return any mask as bool [batch, queries, keys]; ValueError for a bias."""
     batch, queries, keys = shape
     visible = visible_keys(mask, (batch, 1, queries, keys))
     if visible is None:
@@ -277,10 +277,10 @@ def visibility(
     causal: bool,
     window: int | None,
 ) -> tuple[Band, AnyTensor | None, AnyTensor | None]:
-    """Return what the queries see: a band, and, if needed, a flat mask, or a mask that is a bias.
+    """Return the keys that queries see: a band and, if needed, a flat mask, or a bias.
 
-    `causal` and `window` apply only without a mask; a mask decides alone, by its `bands_of` if they
-    are given. The flat one is [batch, queries, keys].
+    `causal` and `window` apply only without a mask; a mask alone decides, by its `bands_of` if
+    given. The flat mask is [batch, queries, keys].
     """
     batch, _heads, queries, keys = shape
     starts, kv_lens = np.zeros(batch, np.int64), np.full(batch, keys)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention of transformers on the latents, in place of what they expand to.
+"""Multi-head latent attention of transformers on the latents instead of expanded keys.
 
-Its caches hold a latent vector and a rotated key per token, shared by all heads. transformers
+Its caches have a latent vector and a rotated key per token, shared by all heads. transformers
 expands them to keys and values of each head in every call, for all cached tokens::
 
     key[h] = [latent @ w_key[h].T, k_rope]         value[h] = latent @ w_value[h].T
 
-The same scores come from queries that take the up-projection of the keys upon themselves, and the
-same results from a sum of latents that is projected afterwards, as serving engines have it::
+The same scores result from queries multiplied by the up-projection of the keys, and the same
+outputs from a sum of latents that is projected afterwards, as in serving engines::
 
     score[h] = [q_nope[h] @ w_key[h], q_rope[h]] . [latent, k_rope]
     out[h] = (softmax(scale * score[h]) @ latent) @ w_value[h].T
 
-A token then costs more than with expanded keys, but the cached ones nothing besides.
+A token then costs more than with expanded keys, but cached tokens cost nothing extra.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from .masks import FUNCTION
 
 
 def absorb_mla(model: nn.Module, name: str = "cpattn") -> Replaced:
-    """Let the MLA layers of a model attend to their latents wherever that is cheaper.
+    """Let the MLA layers of a model attend to their latents whenever that is cheaper.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A model of transformers. Its layers with ``expand_kv`` are meant: DeepSeek-V2, V3, V3.2,
-        GLM-4 MoE Lite, GLM-5 and others. Weights are neither copied nor changed.
+        Model of transformers with layers that have ``expand_kv``: DeepSeek-V2, V3, V3.2, GLM-4 MoE
+        Lite, GLM-5 and others. Weights are neither copied nor changed.
     name : str
-        What `register` was given. While the model runs with another implementation of attention
-        its layers expand their latents as ever.
+        Name given to `register`. With another attention implementation, layers expand their
+        latents.
 
     Returns
     -------
     Replaced
-        Whose ``remove()``, or the end of ``with``, gives back the model's own methods.
+        Its ``remove()``, or the end of ``with``, restores the model's own methods.
 
     Raises
     ------
     ValueError
-        For a model without such layers, for layers whose ``kv_b_proj`` is another module than
-        `torch.nn.Linear` or has a bias, and for a model that is absorbed already.
+        If the model has no such layers, a layer's ``kv_b_proj`` has a bias or is no
+        `torch.nn.Linear`, or the model is absorbed already.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def absorb_mla(model: nn.Module, name: str = "cpattn") -> Replaced:
 
 
 def keeps_latents(module: Any) -> bool:
-    """Whether an attention function gets the latents of this layer as its key and value."""
+    """Tell whether an attention function gets the latents of this layer as key and value."""
     name = getattr(vars(module).get("expand_kv"), "implementation", None)
     return name is not None and name == module.config._attn_implementation
 
@@ -83,7 +83,7 @@ def keeps_latents(module: Any) -> bool:
 def mla_attention(
     module: Any, query: Tensor, latent: Tensor, k_rope: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Dense attention of a layer that keeps its latents.
+    """Compute dense attention of a layer that keeps its latents.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def mla_attention(
     query : tensor, shape [batch, heads, queries, nope + rope]
     latent, k_rope : tensors, shape [batch, 1, keys, rank], [batch, 1, keys, rope]
     attention_mask, **kwargs
-        As contiguous attention takes them.
+        Arguments of contiguous attention.
 
     Returns
     -------
@@ -119,9 +119,9 @@ def absorbing_is_cheaper(module: Any, queries: int, keys: int) -> bool:
 
 
 def up_projections(module: Any) -> tuple[Tensor, Tensor]:
-    """Views of the weights, [heads, nope, rank] and [heads, v_head_dim, rank].
+    """Return views of the weights, [heads, nope, rank] and [heads, v_head_dim, rank].
 
-    ValueError for a projection that is more than its weights, as with an adapter or quantised.
+    ValueError for a projection with more than weights, such as an adapter or quantisation.
     """
     if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:
         raise ValueError(
@@ -136,11 +136,11 @@ def up_projections(module: Any) -> tuple[Tensor, Tensor]:
 
 
 def absorb(module: Any, query: Tensor) -> Tensor:
-    """Queries of the latents, [batch, heads, queries, rank + rope]."""
+    """Return absorbed queries for latents, [batch, heads, queries, rank + rope]."""
     nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat([torch.einsum("bhsn,hnc->bhsc", nope, up_projections(module)[0]), rope], -1)
 
 
 def project(module: Any, out: Tensor) -> Tensor:
-    """Values of sums of latents: [..., heads, rank] to [..., heads, v_head_dim]."""
+    """Project sums of latents [..., heads, rank] to values [..., heads, v_head_dim]."""
     return torch.einsum("...hc,hvc->...hv", out, up_projections(module)[1])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cpattn as the CPU attention of vLLM, a plug-in of its group ``vllm.general_plugins``.
+"""cpattn as the CPU attention of vLLM, by a plug-in of the group ``vllm.general_plugins``.
 
-Where cpattn is installed, vLLM finds `register` by itself, in every process it starts. To leave it
-out, set ``CPATTN_PLUGINS=0``, or name the wanted plug-ins in ``VLLM_PLUGINS``.
+If cpattn is installed, vLLM finds `register` itself, in every process it starts. To turn it off,
+set ``CPATTN_PLUGINS=0``, or list other plug-ins in ``VLLM_PLUGINS``.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 # mypy: disable-error-code="import-not-found", allow-subclassing-any
 """Attention backend for vLLM, computed by `cpattn.run_attention`.
 
-The KV cache is vLLM's own, used in place: [num_blocks, num_kv_heads, block_size, 2 * head_size],
-of which each (block, head) holds block_size rows of keys and then as many of values, in the model's
-dtype or as codes of FP8 with a scale of the layer. vLLM's own kernels keep keys in another order
-inside a block. So whether a layer is computed here is decided
-once, when it is built; layers that are not covered are left, writes and reads, to the backend that
-these classes derive from. Layers of encoders have no cache: they read the keys of the batch. With
-decode context parallelism a rank reads its share of the cache, and the new keys from the batch.
+The KV cache is vLLM's own, used in place: [num_blocks, num_kv_heads, block_size, 2 * head_size].
+Each (block, head) has block_size rows of keys, then as many rows of values, in the model's dtype or
+as FP8 codes with a scale of the layer. vLLM's own kernels use another key order inside a block, so
+the choice of kernels is made once, when a layer is built: the base classes write and read the cache
+of layers that are not covered. Layers of encoders have no cache: they read the keys of the batch.
+With decode context parallelism a rank reads its share of the cache, and the new keys from the
+batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .._visibility import visibility
 from .cache import CODES, PagedCache
 from .dcp import gather_heads, swap_parts
 
-logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
+logger = init_logger("vllm.cpattn")  # vLLM shows only log records below its own logger
 
 
 class CpattnBackend(CPUAttentionBackend):
@@ -59,22 +59,22 @@ class CpattnBackend(CPUAttentionBackend):
 
 @dataclass
 class CpattnMetadata(CPUAttentionMetadata):
-    """A batch, and its plans: one for all layers of equal heads and windows."""
+    """Batch with its plans: one for all layers with equal heads and windows."""
 
     plans: dict[tuple[int, int, str], AttentionPlan] = field(default_factory=dict)
-    interleave: int = 1  # tokens in a row that a rank keeps
+    interleave: int = 1  # consecutive tokens that a rank keeps
 
     def plan(self, impl: CpattnImpl, k_cache: torch.Tensor) -> AttentionPlan:
         """Return the plan of layers that read pages [blocks, num_kv_heads, block_size, dim]."""
         return self._plan(impl, "cache", self.block_table, k_cache.shape[0], k_cache.shape[2])
 
     def share_plan(self, impl: CpattnImpl, k_cache: torch.Tensor) -> AttentionPlan:
-        """Return the plan of all ranks' heads over this rank's share of what was cached before."""
+        """Return the plan of all ranks' heads over this rank's share of earlier cached tokens."""
         return self._plan(impl, "share", self.block_table, k_cache.shape[0], k_cache.shape[2])
 
     @cached_property
     def has_cached(self) -> bool:
-        """Whether any sequence has cached tokens: the same on each rank, as exchanges need it."""
+        """Whether any sequence has cached tokens, the same on each rank, as exchanges require."""
         return bool(self._cached_lens.any())
 
     @cached_property
@@ -83,7 +83,7 @@ class CpattnMetadata(CPUAttentionMetadata):
 
     @cached_property
     def ragged(self) -> RaggedPages:
-        """The keys of the batch, one sequence after the other, as pages."""
+        """Keys of the batch, one sequence after the other, as pages."""
         ends = self.query_start_loc.numpy().astype(np.int64)
         return RaggedPages(ends[:-1], np.diff(ends), int(ends[-1]))
 
@@ -99,7 +99,7 @@ class CpattnMetadata(CPUAttentionMetadata):
         if key not in self.plans:
             q_lens = np.diff(self.query_start_loc.numpy())
             num_heads, options = impl.num_heads, self._visibility(impl.sliding_window)
-            if keys == "share":  # of which a new token sees each key
+            if keys == "share":  # a new token sees each key of the share
                 ranks = TokenInterleave(shard_size=impl.dcp_world_size, interleave=self.interleave)
                 kv_lens = ranks.local_lens(self._cached_lens, impl.dcp_rank)
                 num_heads, options = num_heads * impl.dcp_world_size, {"causal": False}
@@ -119,9 +119,9 @@ class CpattnMetadata(CPUAttentionMetadata):
         return self.plans[key]
 
     def biases(self, impl: CpattnImpl) -> dict[str, Any]:
-        """Return ALiBi as vLLM's kernels have it, slope * (key - token) on both sides of a token.
+        """Return ALiBi as in vLLM's kernels, slope * (key - token) on both sides of a token.
 
-        Before a token that is the negative distance. Behind it, a key's score rises.
+        Before the token this is minus the distance. After it, the bias is positive.
         """
         slopes = impl.alibi_slopes
         if slopes is None or (self.causal and not impl.is_encoder):
@@ -130,7 +130,7 @@ class CpattnMetadata(CPUAttentionMetadata):
         return {"relative_bias": slopes[:, None] * torch.arange(-most, most + 1)}
 
     def _visibility(self, sliding_window: int) -> dict[str, Any]:
-        """A window counts the token itself; without causality it is as wide on the right."""
+        """Return the sides of a window, which counts the token; symmetric if not causal."""
         left = sliding_window - 1 if sliding_window > 0 else -1
         if self.dynamic_causal is None:
             return visibility(left, 0 if self.causal else left)
@@ -139,7 +139,7 @@ class CpattnMetadata(CPUAttentionMetadata):
 
 
 class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Makes `CpattnMetadata`, and what vLLM's own kernels need only where they are used."""
+    """Builder of `CpattnMetadata`, and of the base metadata if vLLM's own kernels need them."""
 
     def __init__(
         self,
@@ -180,10 +180,10 @@ class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
-    """Return why a layer is left to vLLM's own kernels, if it is; equal if layers share a cache."""
+    """Return why vLLM's own kernels run a layer, or None; equal for layers that share a cache."""
     config = get_current_vllm_config()
     if impl.is_encoder:
-        return None  # it has no cache
+        return None  # such a layer has no cache
     own_dtype = str(config.model_config.dtype).removeprefix("torch.")
     if impl.kv_cache_dtype not in ("auto", own_dtype, *CODES):
         return f"a KV cache in {impl.kv_cache_dtype}"
@@ -193,7 +193,7 @@ def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
 
 
 def _not_shared(impl: CpattnImpl) -> str | None:
-    """Return why ranks cannot share the cache of a layer, if they cannot."""
+    """Return why ranks cannot share the cache of a layer, or None."""
     if impl.sliding_window > 0:
         return "a sliding window"
     if impl.alibi_slopes is not None:
@@ -204,7 +204,7 @@ def _not_shared(impl: CpattnImpl) -> str | None:
 
 
 class CpattnImpl(CPUAttentionBackendImpl):
-    """The attention of one layer."""
+    """Attention of one layer."""
 
     can_return_lse_for_decode = True
     supports_dcp = True
@@ -234,7 +234,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write key and value [num_tokens, num_kv_heads, head_size] to their slots; -1 is none."""
+        """Write key and value [num_tokens, num_kv_heads, head_size] to their slots; -1 skips."""
         if self.is_stock:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         elif not self.is_encoder:
@@ -293,7 +293,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merge what the ranks' shares of the cache give into what new tokens gave, in place."""
+        """Merge the results of the ranks' cache shares into those of the new tokens, in place."""
         cache = self._cache_of(kv_cache)
         share, share_lse = run_attention(
             attn_metadata.share_plan(self, cache.k),
@@ -309,10 +309,10 @@ class CpattnImpl(CPUAttentionBackendImpl):
         merge_states([out, *outs], [lse, *lses], out=out, lse=lse)
 
     def kv_entry(self, layer_id: int, kv_cache: torch.Tensor) -> KVEntry:
-        """Describe the blocks of this layer's cache to a peer that keys and values are sent to.
+        """Describe the blocks of this layer's cache to a peer that receives keys and values.
 
-        A block has the keys and values of each head in turn, so that it is one buffer, sent whole.
-        Its `layout_tag` says whether they are rows, or what vLLM's own kernels make of them.
+        A block has keys and values of each head in turn, so it is one buffer, sent whole. Its
+        `layout_tag` tells rows from the layout of vLLM's own kernels.
         """
         _, _, block_size, width = kv_cache.shape
         order = "rows"
@@ -323,13 +323,13 @@ class CpattnImpl(CPUAttentionBackendImpl):
         return KVEntry.from_tensor(layer_id, "k", blocks, layout_tag=f"vllm cpu {order}")
 
     def _scales(self, layer: Any) -> dict[str, Any]:
-        """Return the scales of codes; a checkpoint may have some that do not concern the cache."""
+        """Return the scales of codes; a checkpoint may have scales without use in the cache."""
         if self._code is None:
             return {}
         return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
 
     def _cache_of(self, kv_cache: torch.Tensor) -> PagedCache:
-        """Made once: vLLM passes a layer the same tensor until it gives it another cache."""
+        """Return the paged views, made once per cache tensor: vLLM keeps passing the same one."""
         if self._cache is None or self._cache.tensor is not kv_cache:
             self._cache = PagedCache(kv_cache, self._code)
         return self._cache

@@ -7,7 +7,7 @@ import torch
 
 from ...kv import write_pages
 
-# What vLLM calls the types of caches whose bytes are codes.
+# vLLM's names for cache types with codes.
 CODES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -16,14 +16,14 @@ CODES = {
 
 
 class PagedCache:
-    """Keys and values of a layer, views of vLLM's tensor.
+    """Keys and values of a layer, as views of vLLM's tensor.
 
     Parameters
     ----------
     tensor : tensor, shape [num_blocks, num_kv_heads, block_size, 2 * head_size]
         Cache of the model's dtype, or of bytes of codes.
     code : dtype of torch, optional
-        What the codes are.
+        Dtype of the codes.
 
     Attributes
     ----------
@@ -44,17 +44,17 @@ class PagedCache:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        """Write the rows of tokens, as the codes nearest to row / scale.
+        """Write the rows of tokens; codes are the nearest ones to row / scale.
 
-        What is too large for a code is the largest one, NaN stays NaN.
+        Numbers beyond the largest code saturate, NaN stays NaN.
 
         Parameters
         ----------
         key, value : tensors of the model's dtype, shape [>= num_tokens, num_kv_heads, head_size]
         slots : int64 tensor, shape [num_tokens]
-            block * block_size + offset of each token, or -1 for one that is not kept.
+            block * block_size + offset of each token; -1 skips a token.
         k_scale, v_scale : float
-            Scales of codes; other caches have none.
+            Scales of codes; unused for other caches.
         """
         rows = len(slots)
         write_pages(

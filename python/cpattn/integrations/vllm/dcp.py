@@ -2,9 +2,9 @@
 # mypy: disable-error-code="import-not-found"
 """Decode context parallelism (DCP) of vLLM on a CPU: ranks share the cached keys of each sequence.
 
-A rank keeps the cached tokens that are its turn, and has the new tokens of a step whole. It attends
-to its share with the queries of all ranks' heads, and the ranks swap these parts, so that each
-merges those of its own heads with what its new tokens give.
+A rank keeps its turns of the cached tokens, and has all new tokens of a step. It attends to its
+share with the queries of all ranks' heads. The ranks then exchange these parts, and each merges the
+parts of its own heads with the result of its new tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def gather_heads(query: torch.Tensor) -> torch.Tensor:
 
 
 def swap_parts(x: torch.Tensor) -> list[torch.Tensor]:
-    """Give each rank the part of its heads of x [num_tokens, num_heads * ranks, ...].
+    """Send each rank the part of its heads of x [num_tokens, num_heads * ranks, ...].
 
-    Returns what the ranks have of the heads of this one, each [num_tokens, num_heads, ...].
+    The result has the parts of all ranks for this rank's heads, each [num_tokens, num_heads, ...].
     """
     group = get_dcp_group()
     parts = x.unflatten(1, (group.world_size, -1)).transpose(0, 1).contiguous()

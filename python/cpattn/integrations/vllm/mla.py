@@ -2,10 +2,10 @@
 # mypy: disable-error-code="import-not-found", allow-subclassing-any
 """Multi-head latent attention of vLLM on CPU, done by `cpattn.run_attention`.
 
-The cache is vLLM's own, used in place: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim],
-a latent and a rotated key for each token. Decoded tokens attend to it with absorbed queries, where
-the latents are the values, too. Prompts attend to their own keys and values, expanded from latents
-that need not be read back: vLLM neither divides prompts of these models nor keeps prefixes.
+The cache is vLLM's own, used in place: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], a
+latent and a rotated key for each token. Decoded tokens attend to it with absorbed queries, for
+which the latents are also the values. Prompts attend to their own expanded keys and values without
+reading the cache: for these models vLLM neither splits prompts nor keeps prefixes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...kv import write_pages
 from .._ragged import RaggedPages
 from .._torch_threads import follow_torch_threads
 
-logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
+logger = init_logger("vllm.cpattn")  # vLLM shows only log records below its own logger
 
 
 class CpattnMLABackend(CPUMLABackend):
@@ -60,7 +60,7 @@ class Prompts:
 
 @dataclass
 class CpattnMLAMetadata(MLACommonMetadata):
-    """A batch, and its plans, which all layers with as many heads share."""
+    """Batch with its plans, which all layers with equally many heads share."""
 
     decode_plans: dict[int, AttentionPlan] = field(default_factory=dict)
     prompts: dict[int, Prompts] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class CpattnMLAMetadata(MLACommonMetadata):
 
 
 class CpattnMLAMetadataBuilder(MLACommonMetadataBuilder[CpattnMLAMetadata]):
-    """Makes `CpattnMLAMetadata`."""
+    """Builder of `CpattnMLAMetadata`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class CpattnMLAMetadataBuilder(MLACommonMetadataBuilder[CpattnMLAMetadata]):
 
 
 class CpattnMLAImpl(CPUMLAImpl):
-    """The attention of one layer."""
+    """Attention of one layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -133,9 +133,9 @@ class CpattnMLAImpl(CPUMLAImpl):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write latents [num_tokens, rank] and keys [num_tokens, 1, dim]; slot -1 is none.
+        """Write latents [num_tokens, rank] and keys [num_tokens, 1, dim]; slot -1 skips.
 
-        vLLM 0.33 has `skip_scale`, of caches of FP8, which these are not.
+        vLLM 0.33 passes `skip_scale` for FP8 caches, which are not used here.
         """
         if kv_cache.numel() == 0:  # a warm-up
             return
@@ -151,7 +151,7 @@ class CpattnMLAImpl(CPUMLAImpl):
         attn_metadata: CpattnMLAMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend to latents for decoded tokens: [num_tokens, num_heads, kv_lora_rank]."""
+        """Attend to latents for decoded tokens; return [num_tokens, num_heads, kv_lora_rank]."""
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         cache = kv_c_and_k_pe_cache.unsqueeze(2)  # one KV head

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of new tokens where ranks of decode context parallelism share a KV cache."""
+"""Slots of new tokens when ranks of decode context parallelism share a KV cache."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def compute_slot_mapping(
     PAD_ID: int = -1,
     BLOCK_SIZE: int = 1024,
 ) -> None:
-    """Write the slot of each new token of a batch, `PAD_ID` where another rank keeps it.
+    """Write the slot of each new token of a batch, or `PAD_ID` if another rank keeps it.
 
-    vLLM has a kernel for this in Triton, and for CPUs a function that refuses more than one
-    rank (``vllm/utils/cpu_triton_utils.py``), whose place this takes; one rank has vLLM's kernel.
+    vLLM has a Triton kernel for this, and for CPUs a function that refuses several ranks
+    (``vllm/utils/cpu_triton_utils.py``), which this one replaces; with one rank it calls vLLM's
+    kernel.
     """
     if TOTAL_CP_WORLD_SIZE == 1:
         torch.ops._C.compute_slot_mapping_kernel_impl(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention layers of a model, for as long as a pass over ranks runs it."""
+"""Attention layers of a model during a pass over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pass(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """Results [rows, num_heads, v_head_dim] of q, k and v [rows, heads, dim]."""
+        """Return results [rows, num_heads, v_head_dim] of q, k and v [rows, heads, dim]."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def attention_over_ranks(
 
 
 class RunningModel:
-    """A model as it is during passes: its layers call one, and none of them makes a mask."""
+    """Model during passes: its layers call a pass, and no layer makes a mask."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -91,7 +91,7 @@ class RunningModel:
         self._has_latents = any(hasattr(type(module), "expand_kv") for module in modules)
 
     def logits(self, a_pass: Pass, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
-        """Run tokens, int64 [rows], at their positions; logits of the rows `keep`."""
+        """Run tokens, int64 [rows], at their positions; return logits of the rows `keep`."""
         before = [config._attn_implementation for config in self._configs]
         token = _RUNNING.set(a_pass)
         try:
@@ -114,7 +114,7 @@ class RunningModel:
 
 
 class _Probe:
-    """Pass that takes down what layers ask for."""
+    """Pass that records what layers request."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -133,9 +133,9 @@ class _Probe:
 
 
 def layer_shapes(model: Any) -> dict[int, LayerShape]:
-    """Run one token through a model; the rows that each of its layers keeps.
+    """Run one token through a model; return the shape of the rows that each layer keeps.
 
-    ValueError, by the name of the model, for what cannot run over ranks.
+    ValueError names a model that cannot run over ranks.
     """
     from transformers import AttentionInterface
 
@@ -168,7 +168,7 @@ def _refused(model: Any, reason: str) -> ValueError:
 
 
 def _refusal(model: Any) -> str:
-    """Return why a model is refused before it is run, or ""."""
+    """Return why a model is refused without a run, or ""."""
     from torch.distributed.tensor import DTensor
 
     config, text = model.config, model.config.get_text_config()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: requests of a model, whose tokens ranks compute together."""
+"""Engine for requests of a model whose tokens ranks compute together."""
 
 from __future__ import annotations
 
@@ -36,34 +36,35 @@ SHARED = "shared"
 
 
 class ContextParallelModel(Requests):
-    """A causal language model of transformers whose prompts ranks compute together.
+    """Causal language model of transformers whose prompts ranks compute together.
 
-    Every rank has the whole model, and embeds, projects and runs the MLP of its own tokens only;
+    Every rank has the whole model, and embeds, projects and runs the MLP of only its own tokens;
     keys and values go to KV pools, and attention runs over ranks. All ranks make the object and its
-    calls, with the same arguments, and get the same results. A prompt whose beginning is in the
-    pools, from this call or an earlier one, is computed from there on.
+    calls with the same arguments, and get the same results. The part of a prompt whose K/V are in
+    the pools, from this call or an earlier one, is not computed again.
 
     Parameters
     ----------
     model : PreTrainedModel
-        On the CPU and in `eval` mode, the same on every rank. Its layers attend through
-        transformers' attention functions: they are not changed.
+        Model on the CPU in `eval` mode, the same on every rank. Its layers must use transformers'
+        attention functions; they are not changed.
     group : torch.distributed.ProcessGroup or DeviceMesh, optional
         Default: the default group. Its timeout bounds every wait for another rank.
     page_size : int
-        Tokens of a page of the pools, and of what prompts share.
+        Tokens per page of the pools, and granularity of shared prefixes.
     num_pages : int
-        Pages of the pools, of all ranks together where these share them.
+        Pages of the pools, or of all ranks together if ranks share them.
     placement : str
-        "replicated": every rank has all keys. "shared": as well, in one pool for all ranks of a
-        host. "page_interleave": a rank has every cp_size-th page; "token_interleave", or
-        "token_interleave:16" for runs of 16: every cp_size-th token, or run.
+        "replicated": every rank has all keys. "shared": every rank has all keys, in one pool per
+        host. "page_interleave": a rank has every cp_size-th page. "token_interleave", or
+        "token_interleave:16" for runs of 16: a rank has every cp_size-th token, or run.
     exchange : str
-        How queries and keys of pools with shares meet, as of `ContextParallel`.
+        Communication of queries and keys of sharded pools, as in `ContextParallel`.
     strategy, weights
-        Which tokens of a batch each rank has, and how fast each rank is, as of `ContextParallel`.
+        Distribution of a batch's tokens, and speed of each rank, as in `ContextParallel`.
     token_budget, max_sequences : int
-        Tokens that are computed in one batch, and requests that are under way, at most: longer
+        Most tokens of one batch, and most requests in progress; longer prompts are computed in
+        chunks.
         prompts are computed in chunks.
 
     Attributes
@@ -71,20 +72,20 @@ class ContextParallelModel(Requests):
     model, placement : as given
     cp : cpattn.distributed.ContextParallel
     cache : cpattn.scheduling.PrefixCache
-        Owners of the pages.
+        Owner of the pages.
     hit_tokens : int
-        Tokens of all prompts so far that were in the pools.
+        Number of prompt tokens so far whose K/V were in the pools.
 
     Raises
     ------
     TypeError
-        For sizes that are no integers.
+        If sizes are no integers.
     ValueError
-        For a model that cannot run so, such as encoder-decoders, layers with a state, images, and
-        tensor-parallel weights, and unknown names; what `ContextParallel` refuses.
+        If the model is not supported (such as encoder-decoders, layers with a state, images, and
+        tensor-parallel weights), a name is unknown, or `ContextParallel` refuses an argument.
     RuntimeError
-        If ranks have different models, releases or arguments, which names them, or one does not
-        answer.
+        If ranks have different models, releases or arguments (named in the message), or a rank does
+        not answer.
 
     Examples
     --------
@@ -172,47 +173,47 @@ class ContextParallelModel(Requests):
         return_logprobs: bool = False,
         **options: Any,
     ) -> Any:
-        """Generate tokens behind prompts; all together, each as if it were alone.
+        """Generate tokens for all prompts together, each as if it were alone.
 
         Parameters
         ----------
         prompts : list of lists of int
-            Token ids; of any lengths.
+            Token ids of prompts of any lengths.
         generation_config : GenerationConfig, optional
-            As of ``model.generate``, greedy or sampling, with logits processors, stop tokens and
-            strings; default: that of the model.
+            Config as for ``model.generate``, greedy or sampling, with logits processors, stop
+            tokens and strings. Default: the config of the model.
         streamer : optional
-            Its ``put`` gets the prompt, then each token as it comes, and ``end`` is called behind
-            the last, as by ``model.generate``; for one prompt. Ranks may have different ones, or
-            none; an error of one is raised when all tokens are there.
+            Receiver for one prompt, as for ``model.generate``: ``put`` gets the prompt, then each
+            token as it comes, and ``end`` follows the last token. Ranks may have different
+            streamers or none; an error of a streamer is raised after all tokens are there.
         logits_processor, stopping_criteria : sequences, tokenizer : optional
-            As of ``model.generate``; called with one sequence at a time, on one of the ranks.
+            See ``model.generate``; called with one sequence at a time, on one of the ranks.
         seed : int
-            Tokens are drawn by it: those of a prompt depend on it, on the prompt and on its place
-            among `prompts` alone.
+            Seed of sampling. Tokens of a prompt depend only on the seed, the prompt and its place
+            among `prompts`.
         return_logprobs : bool
-            Whether to return the logarithms of the tokens' probabilities, too.
+            Whether to return the log-probabilities of the tokens, too.
         **options
             Options of `GenerationConfig`, such as ``max_new_tokens`` and ``do_sample``.
 
         Returns
         -------
         tokens : list of lists of int
-            The new ones of each prompt, a stop token included; the same on every rank.
+            New tokens of each prompt, including a stop token; the same on every rank.
         logprobs : list of lists of float; only with ``return_logprobs``
-            By the logits of the model, before they were processed.
+            Log-probabilities by the model's logits before processing.
 
         Raises
         ------
         TypeError
-            For options that `GenerationConfig` does not know.
+            If `GenerationConfig` does not know an option.
         ValueError
-            For prompts that are no lists of tokens of the model, or do not fit into the pools, and
-            ways of generating that need more than one sequence, such as beams.
+            If a prompt is no list of tokens of the model or does not fit into the pools, or the way
+            of generating needs several sequences, such as beams.
         RuntimeError
-            If ranks are given other arguments, or one does not answer, or fails in the model or in
-            a processor, which names it; all requests and what was cached are gone then, and
-            the engine is of use but for a rank that did not answer.
+            If ranks have different arguments, or a rank does not answer or fails in the model or in
+            a processor; the message names the rank. All requests and cached tokens are then gone,
+            but the engine stays usable unless a rank did not answer.
 
         Examples
         --------
@@ -263,23 +264,23 @@ class ContextParallelModel(Requests):
         seed: int = 0,
         **options: Any,
     ) -> int:
-        """Let a request wait for its turn, for ``step`` to generate its tokens. Local.
+        """Queue a request, whose tokens ``step`` generates. Local.
 
         Parameters
         ----------
         prompt : list of int
         generation_config, logits_processor, stopping_criteria, tokenizer, seed, **options
-            As of ``generate``; all ranks submit the same requests in the same order.
+            See ``generate``; all ranks submit the same requests in the same order.
 
         Returns
         -------
         int
-            The number of the request, for ``free``.
+            Number of the request, for ``free``.
 
         Raises
         ------
         TypeError, ValueError
-            As of ``generate``.
+            See ``generate``.
         """
         (found,) = checked_prompts("submit", [prompt], self._vocab_size)
         config = checked_config(self.model, "submit", generation_config, options)
@@ -288,24 +289,24 @@ class ContextParallelModel(Requests):
         return self._add(self._sequence("submit", found, config, f"{seed} 0", *extras))
 
     def prefill(self, prompts: SequenceOf[Any], *, max_new_tokens: int = 0) -> Prefilled:
-        """Compute prompts, of which the caller chooses what follows.
+        """Compute prompts whose next tokens the caller chooses.
 
         Parameters
         ----------
         prompts : list of lists of int
         max_new_tokens : int
-            Tokens that ``decode`` may add to each.
+            Most tokens that ``decode`` may add to each prompt.
 
         Returns
         -------
         Prefilled
-            Numbers of the requests, and the logits behind their last tokens: the same on every
-            rank. Requests hold their pages until ``free``.
+            Numbers of the requests, and the logits after their last tokens, the same on every rank.
+            Requests hold their pages until ``free``.
 
         Raises
         ------
         ValueError, RuntimeError
-            As of ``generate``, and if requests of ``submit`` are under way.
+            As for ``generate``; also if requests of ``submit`` are in progress.
         """
         with self.cp.agreement() as values:
             found = checked_prompts("prefill", prompts, self._vocab_size)
@@ -339,20 +340,20 @@ class ContextParallelModel(Requests):
         Parameters
         ----------
         tokens : dict of int
-            The token that follows, of each request.
+            Next token of each request.
 
         Returns
         -------
         float tensor [len(tokens), vocab_size]
-            The logits behind these, in their order, the same on every rank.
+            Logits after these tokens, in their order, the same on every rank.
 
         Raises
         ------
         ValueError
-            For a number that is no request of ``prefill``, a token that the model has not, and
-            more than `max_new_tokens` of ``prefill``.
+            If a number is no request of ``prefill``, the model lacks a token, or `max_new_tokens`
+            of ``prefill`` is exceeded.
         RuntimeError
-            As of ``step``.
+            See ``step``.
         """
         self._refuse_others("decode")
         for number, token in tokens.items():
@@ -373,7 +374,7 @@ class ContextParallelModel(Requests):
         return torch.stack([logits[number] for number in tokens])
 
     def _sequence(self, call: str, prompt: Any, config: Any, seed: str, *extras: Any) -> Sequence:
-        """Return a sequence that chooses its tokens, of a prompt that fits."""
+        """Return a sequence with its own sampling, for a prompt that fits."""
         number = new_tokens(config, prompt)
         if number < 1:
             raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of passes: over the tokens of each rank, or over those of a decode step on every rank."""
+"""Kinds of passes: with tokens split over ranks, or with all tokens of a decode step on each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .pools import Pools
 
 
 class OverRanks(ABC):
-    """Pass whose layers exchange rows: of an error in one, all ranks know."""
+    """Pass whose layers exchange rows; all ranks learn of an error in one."""
 
     all_know = False
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """Attend for a layer, as it is told; `Pass`."""
+        """Attend for a layer, as `Pass` says."""
         try:
             return self._attend(layer, q, k, v, options)
         except BaseException:
@@ -37,7 +37,7 @@ class OverRanks(ABC):
 
 
 class SharedOut(OverRanks):
-    """Pass in which each rank has its own tokens, of prompts or behind them."""
+    """Pass in which each rank has its own tokens, of prompts or after them."""
 
     def __init__(self, cp: ContextParallel, pools: Pools, plan: ContextParallelPlan) -> None:
         self._cp, self._pools, self._plan = cp, pools, plan
@@ -45,16 +45,16 @@ class SharedOut(OverRanks):
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """Exchange what is new of a layer, and attend with this rank's rows."""
+        """Exchange new rows of a layer, and attend with this rank's rows."""
         caches = self._pools.caches(layer)
         out: Tensor = self._cp.attend(self._plan, q, *caches, k_local=k, v_local=v, **options)
         return out
 
 
 class OnEveryRank:
-    """Decode step over pools that have all keys: each rank computes all of it, and sends nothing.
+    """Decode step over replicated pools: each rank computes all tokens, and sends nothing.
 
-    Weights are read once for the tokens of all sequences, however these would be shared out.
+    Each rank would read all weights even for a share of the tokens.
     """
 
     all_know = False
@@ -71,7 +71,7 @@ class OnEveryRank:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """Write what is new of a layer, and attend."""
+        """Write new rows of a layer, and attend."""
         self._pools.write(layer, self._slots, k, v)
         k_cache, v_cache = self._pools.caches(layer)
         dim = options.pop("v_head_dim", None)
@@ -80,7 +80,7 @@ class OnEveryRank:
 
 
 class OverShards(OverRanks):
-    """Decode step over shares of the keys: every rank has all queries, and results are merged."""
+    """Decode step over sharded keys: every rank has all queries, and partial results merge."""
 
     def __init__(self, cp: ContextParallel, pools: Pools, batch: Batch) -> None:
         self._cp, self._pools = cp, pools
@@ -89,7 +89,7 @@ class OverShards(OverRanks):
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """Write what this rank keeps of a layer, and attend to what all ranks have."""
+        """Write this rank's rows of a layer, and attend to the rows of all ranks."""
         caches = self._pools.caches(layer)
         self._cp.write_kv(self._plan, k, v, *caches)
         out: Tensor = self._cp.decode(self._plan, q, *caches, **options)

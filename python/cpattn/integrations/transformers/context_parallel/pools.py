@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV pools of a rank: those of layers of one shape together."""
+"""KV pools of a rank; layers with the same shape share a pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layers import LayerShape
 
 
 class Pools:
-    """Pools for all layers of a model, of so many pages beside page 0."""
+    """Pools for all layers of a model, with `num_pages` pages each in addition to page 0."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Pools:
                 self._caches[layer] = keys, values
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Keys and values [num_pages, page_size, num_kv_heads, dim] of a layer; None of latents."""
+        """Return keys and values [num_pages, page_size, num_kv_heads, dim]; latents have no values."""
         return self._caches[layer]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of an engine that are under way, and the batches that they are computed in."""
+"""Requests of an engine in progress, and their batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sequences import NewToken, Sequence
 
 
 class Requests:
-    """Calls of `ContextParallelModel` about requests, whoever chooses their tokens."""
+    """Calls of `ContextParallelModel` on requests, with tokens chosen here or by the caller."""
 
     model: Any
     cp: ContextParallel
@@ -30,19 +30,20 @@ class Requests:
     _num_requests: int
 
     def step(self) -> list[NewToken]:
-        """Compute one batch: a token of each request that has begun, and chunks of waiting prompts.
+        """Compute one batch: a token of each running request, and chunks of waiting prompts.
 
         Returns
         -------
         list of NewToken
-            The same on every rank; empty where the batch ends no prompt, or there is no request.
+            New tokens, the same on every rank; empty if the batch ends no prompt, or without
+            requests.
 
         Raises
         ------
         ValueError
             If prompts wait for pages that requests of ``prefill`` hold.
         RuntimeError
-            As of ``generate``, and if ranks have different requests.
+            As for ``generate``; also if ranks have different requests.
         """
         ready = [n for n, sequence in self._sequences.items() if sequence.is_ready]
         batch = self._scheduler.next_batch(n for n in ready if self._sequences[n].chooser)
@@ -56,16 +57,16 @@ class Requests:
         return self._compute(batch)[0]
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """Tell tokens of the prompt that are computed, and all, of each request. Local."""
+        """Return for each request the number of computed prompt tokens, and of all. Local."""
         return {
             number: (min(s.num_computed, s.num_prompt_tokens), s.num_prompt_tokens)
             for number, s in self._sequences.items()
         }
 
     def free(self, requests: Iterable[int]) -> None:
-        """End requests, at any time; their pages are cached until others need them. Local.
+        """End requests, at any time; their pages stay cached until needed. Local.
 
-        Numbers of requests that are gone are no error.
+        Numbers of ended requests are ignored.
         """
         for number in list(requests):
             sequence = self._sequences.pop(number, None)
@@ -75,7 +76,7 @@ class Requests:
                 self._scheduler.end(number, written=written, hash_ids=hash_ids)
 
     def _begin(self) -> None:
-        """Have no requests, and nothing in the pools."""
+        """Start without requests, and with empty pools."""
         self.cache = PrefixCache(**self._cache_options)
         self._scheduler = Scheduler(self.cache, **self._scheduler_options, function=ENGINE)
         self._sequences = {}
@@ -85,7 +86,7 @@ class Requests:
         return int(self.model.config.get_text_config().vocab_size)
 
     def _check_pages(self, call: str, *lengths: int, held: int = 0) -> None:
-        """Refuse sequences of these lengths that do not fit besides `held` pages."""
+        """Refuse sequences of these lengths that do not fit beside `held` pages."""
         needed = sum(map(self.cache.pages_needed, lengths))
         if (missing := needed + held - self.cache.num_pages) > 0:
             raise ValueError(
@@ -112,7 +113,7 @@ class Requests:
         return number
 
     def _compute(self, batch: Batch) -> tuple[list[NewToken], dict[int, Tensor]]:
-        """Run a batch; the tokens that are chosen by it, or the logits that the caller wants."""
+        """Run a batch; return the chosen tokens, or the logits for the caller."""
         numbers = [chunk.request_index for chunk in batch.chunks]
         sequences = [self._sequences[number] for number in numbers]
         try:
@@ -129,7 +130,7 @@ class Requests:
                 return [], dict(zip(ended, self._batches.all_rows(logits), strict=True))
             choices = self._batches.choices(logits, chosen)
         except BaseException:
-            self._begin()  # others may have been told in the next pass: all begin alike
+            self._begin()  # others may learn of it in the next pass: all restart alike
             raise
         new = []
         for number, sequence, (token, logprob, last) in zip(ended, chosen, choices, strict=True):

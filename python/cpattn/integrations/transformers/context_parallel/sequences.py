@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of an engine, and how the next token of each is chosen."""
+"""Sequences of an engine, and the choice of the next token of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layers import ENGINE
 
 Tokens = NDArray[np.int64]
 
-#: Ways of generating that need more than the logits of one sequence, and the values that are none.
+#: Options that need more than the logits of one sequence, and their allowed values.
 _MORE = {
     "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "penalty_alpha": 0,
     "prompt_lookup_num_tokens": 0, "assistant_early_exit": 0, "dola_layers": 0, "max_time": 0,
@@ -34,9 +34,9 @@ class NewToken(NamedTuple):
         Number of the request.
     token : int
     logprob : float
-        Natural logarithm of its probability by the logits of the model, before they were processed.
+        Natural log-probability by the model's logits before processing.
     finished : bool
-        Whether it is the last one; the request is gone then.
+        Whether it is the last token; the request has then ended.
 
     Examples
     --------
@@ -51,7 +51,7 @@ class NewToken(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """Requests whose prompts are in the pools, and the logits behind them.
+    """Requests whose prompts are in the pools, and the logits after the prompts.
 
     Attributes
     ----------
@@ -69,9 +69,9 @@ class Prefilled(NamedTuple):
 
 
 class Chooser:
-    """Choice of the next tokens of one sequence, as ``model.generate`` makes it of its logits.
+    """Choice of the next tokens of one sequence, as in ``model.generate``.
 
-    A drawn token depends on the seed and its position alone, on no other sequence and no rank.
+    A sampled token depends only on the seed and its position, not on other sequences or ranks.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Chooser:
         )
 
     def choose(self, tokens: Tokens, logits: Tensor) -> tuple[int, float, bool]:
-        """Return the token behind `tokens`, its log-probability, and whether it is the last."""
+        """Return the token after `tokens`, its log-probability, and whether it is the last."""
         ids = torch.from_numpy(tokens)[None]
         logits = logits.float()
         scores: Tensor = self._processors(ids, logits[None].clone())[0]
@@ -118,19 +118,19 @@ class Chooser:
 
 
 class Sequence:
-    """Tokens of one request: a prompt, and at most so many behind it."""
+    """Tokens of one request: a prompt, and a limited number of new tokens."""
 
     def __init__(self, prompt: Tokens, max_new_tokens: int, chooser: Chooser | None) -> None:
         self._tokens = np.empty(len(prompt) + max_new_tokens, np.int64)
         self._tokens[: len(prompt)] = prompt
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         self.max_new_tokens = max_new_tokens
-        self.num_computed = 0  # whose K/V are in the pools
+        self.num_computed = 0  # tokens whose K/V are in the pools
         self.chooser = chooser
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens that are known."""
+        """All known tokens."""
         return self._tokens[: self.num_tokens]
 
     @property
@@ -140,7 +140,7 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its prompt is computed, and a token behind it known that is not."""
+        """Whether its prompt is computed, and a known token after it is not."""
         return self.num_prompt_tokens <= self.num_computed < self.num_tokens
 
     def append(self, token: int) -> None:
@@ -150,7 +150,7 @@ class Sequence:
 
 
 class Stream:
-    """Streamer of a call, or None; other ranks have to go on, so an error of it is raised last."""
+    """Streamer of a call, or None; its error is raised last, as other ranks must go on."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
@@ -165,7 +165,7 @@ class Stream:
                 self._error = error
 
     def end(self) -> None:
-        """Say that there are no more; the first error of the streamer."""
+        """End the stream; return the first error of the streamer."""
         if self._error is not None:
             raise self._error
         if self._streamer is not None:
@@ -173,7 +173,7 @@ class Stream:
 
 
 def checked_prompts(call: str, prompts: Any, vocab_size: int) -> list[Tokens]:
-    """Prompts as arrays; TypeError or ValueError for what is none."""
+    """Return prompts as arrays; TypeError or ValueError for an invalid prompt."""
     found = []
     for i, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
@@ -192,7 +192,7 @@ def checked_prompts(call: str, prompts: Any, vocab_size: int) -> list[Tokens]:
 
 
 def checked_config(model: Any, call: str, given: Any, options: dict[str, Any]) -> Any:
-    """Return the `GenerationConfig` of a call, as ``model.generate`` makes it of its arguments."""
+    """Return the `GenerationConfig` of a call, made from its arguments as in ``model.generate``."""
     config, unknown = model._prepare_generation_config(given, **options)
     for name in ("output_attentions", "output_hidden_states"):
         unknown.pop(name, None)
@@ -206,7 +206,7 @@ def checked_config(model: Any, call: str, given: Any, options: dict[str, Any]) -
 
 
 def new_tokens(config: Any, prompt: Tokens) -> int:
-    """Tokens that may follow a prompt, by the lengths of a config."""
+    """Return how many tokens may follow a prompt, by the lengths of a config."""
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     return int(config.max_length) - len(prompt)
