@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel code of anyone, on any device, refuted or proved.
+"""Tools that refute or prove context-parallel code, of any project and for any device.
 
-``invariants``   what has to hold, each with an id that messages, documents and JSON use
-``findings``     an invariant that does not hold, where, and what to do; the report of a tool
-``requirements`` `require`: invariants that a tool has to decide
-``linting``      `lint`: refutes or proves what all ranks planned, from integers alone
+``invariants``   the rules, each with an id that messages, documents and JSON use
+``findings``     a broken rule with its place and advice; the report of a tool
+``requirements`` `require`: invariants that a tool must decide
+``linting``      `lint`: refutes or proves the plans of all ranks, from integers alone
 ``simulation``   `simulate`: all ranks of a program in one process; needs torch
-``results``      `expect`: results of all ranks, held against float64
-``conformance``  `conform`: an operator, tried on many batches; ``pytest``: as a test
-``captures``     files of `cpattn.captures`, read again: batches, and plans remade for other ranks
-``zoo``          bugs of engines and libraries, rebuilt small, that the tools refute
+``results``      `expect`: compares results of all ranks with float64
+``conformance``  `conform`: tries an operator on many batches; ``pytest``: as a test
+``captures``     reads files of `cpattn.captures`: batches, and plans remade for other ranks
+``zoo``          small rebuilds of bugs of engines and libraries, which the tools refute
 ``page``         reports as a page of HTML; needs jinja2
 
-Importing this needs NumPy alone; tools are imported when they are asked for.
+Importing this package needs only NumPy; tools load on first use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
     "simulate_script",
 ]
 
-#: Tools, each with the module that has it.
+#: Tools, each with its module.
 _TOOLS = {
     "conform": ".conformance.runner",
     "expect": ".results.expect",
@@ -66,6 +66,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         tool = import_module(_TOOLS[name], __name__)
-    except AttributeError as error:  # which `from cpattn_proof import ...` would take for a typo
+    except AttributeError as error:  # `from cpattn_proof import ...` would take it for a typo
         raise ImportError(f"cpattn_proof.{name} cannot be imported: {error}") from error
     return getattr(tool, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings and reports of the tools of this package, for people and for programs."""
+"""Findings and reports of the tools of this package, for people and programs."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ SCHEMA = "cpattn-report/1"
 
 
 class NotUsable(ValueError):
-    """Error that something given to a tool cannot be judged; it says why. Commands exit with 2."""
+    """Input of a tool that cannot be judged, with the reason. Commands exit with 2."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An invariant that does not hold.
+    """Broken invariant.
 
     Attributes
     ----------
     invariant : str
-        Its id, one of `INVARIANTS`.
+        Id of the invariant, one of `INVARIANTS`.
     what : str
-        What is wrong, in one line with the numbers that disagree.
+        The fault, in one line with the numbers that disagree.
     where : str
-        The first token, page, byte or call concerned.
+        First token, page, byte or call concerned.
     ranks : tuple of int
-        Ranks that it concerns.
+        Ranks concerned.
     picture : str
-        The blocks, rows or calls around it, as text; may be empty.
+        Blocks, rows or calls around it, as text; may be empty.
     advice : str
-        What to do; empty for what the invariant itself says.
+        Advice for this fault; empty to use the invariant's own.
     kind : str
-        A name for this very fault where the tool has one, as `lse-base-2`; may be empty.
+        Name of this specific fault if the tool has one, such as `lse-base-2`; may be empty.
     details : mapping
-        The numbers, for programs; JSON.
+        Numbers for programs; JSON.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class Finding:
             )
 
     def text(self) -> str:
-        """Several lines, as a compiler would put it."""
+        """Return the finding as several lines, like a compiler error."""
         invariant = INVARIANTS[self.invariant]
         ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         where = ": ".join(filter(None, (ranks if self.ranks else "", self.where)))
@@ -91,30 +91,30 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The answer of a tool.
+    """Result of a tool.
 
     Attributes
     ----------
     tool : str
         ``"lint"``, ``"simulate"``, ``"conform"`` or ``"replay"``.
     subject : str
-        What was judged, as a person names it.
+        Name of the judged object, for people.
     findings : tuple of Finding
-        None where all that was checked holds.
+        Broken invariants; empty if all checks hold.
     checked : tuple of str
-        Ids of the invariants that were decided.
+        Ids of the decided invariants.
     not_checked : mapping of str to str
-        Ids of those that could not be, each with the reason.
+        Ids of undecided invariants, each with the reason.
     seconds : float
-        What it took.
+        Time of the tool.
     scope : str
-        How much of what was tried the verdict is about; empty where it is about all.
+        Part of the trials that the verdict covers; empty if it covers all.
     undecided : str
-        Why "proved" would promise too much; empty where it does not.
+        Reason why "proved" would promise too much; empty if it does not.
     facts : mapping
-        What else there is to tell, as counts of bytes or cases; JSON.
+        Further results, such as counts of bytes or cases; JSON.
     required : tuple of str
-        Ids that have to be among `checked`, see `require`.
+        Ids that must be among `checked`, see `require`.
 
     Examples
     --------
@@ -136,12 +136,12 @@ class Report:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Ids that are required and were not decided."""
+        """Ids that are required and undecided."""
         return tuple(id for id in self.required if id not in self.checked)
 
     @property
     def verdict(self) -> str:
-        """``"proved"``, ``"refuted"``, or ``"not judged"`` where what had to be decided was not."""
+        """``"proved"``, ``"refuted"``, or ``"not judged"`` if a required decision is missing."""
         if self.findings:
             return "refuted"
         nothing = bool(self.not_checked) and not self.checked
@@ -149,7 +149,7 @@ class Report:
 
     @property
     def proved(self) -> bool:
-        """Whether nothing that was checked is broken, and all that had to be was checked."""
+        """Whether no check failed and all required checks were made."""
         return self.verdict == "proved"
 
     @property
@@ -158,7 +158,7 @@ class Report:
         return {"proved": PROVED, "refuted": REFUTED}.get(self.verdict, NOT_USABLE)
 
     def text(self) -> str:
-        """Return the report as text: findings, then the verdict and what it does not cover."""
+        """Return the report as text: findings, the verdict, and the limits of the verdict."""
         parts = [finding.text() for finding in self.findings]
         many = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
         verdict, checked = self.verdict, " ".join(self.checked)
@@ -178,11 +178,11 @@ class Report:
         return "\n\n".join([*parts, "\n".join(lines)])
 
     def as_dict(self) -> dict[str, Any]:
-        """One JSON document."""
+        """Return one JSON document."""
         return {
             "schema": SCHEMA, "proved": self.proved, "verdict": self.verdict, **asdict(self)
         }  # fmt: skip
 
     def to_json(self) -> str:
-        """`as_dict` as text; a number that is none is refused."""
+        """Return `as_dict` as text; ValueError for NaN and infinity."""
         return json.dumps(self.as_dict(), allow_nan=False, indent=2)

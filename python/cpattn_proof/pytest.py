@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test of an operator, of attention or of a selection of keys, for the repository that has it.
+"""Tests of an operator, of attention or of key selection, for the operator's own repository.
 
 from cpattn_proof.pytest import conforms
 
@@ -24,14 +24,14 @@ def conforms(
     allow: tuple[str, ...] = (),
     **options: Any,
 ) -> Callable[[], None]:
-    """Make a test that fails with the report of `conform` if it has a finding or is not judged.
+    """Make a test that fails with the report of `conform` on a finding or if nothing is judged.
 
     Parameters
     ----------
     fn, signature, options
-        As of `conform`.
+        Arguments of `conform`.
     allow : tuple of str
-        Kinds of findings that are known and not to fail the test.
+        Kinds of known findings that do not fail the test.
 
     Examples
     --------

@@ -11,25 +11,25 @@ from .invariants import INVARIANTS
 
 
 def require(report: Report, ids: str | Iterable[str]) -> Report:
-    """Demand that a report decided some invariants: it is not proved where it did not.
+    """Require that a report decided some invariants; otherwise it is not proved.
 
     Parameters
     ----------
     report : Report
         Report of any tool.
     ids : str or iterable of str
-        Ids of `INVARIANTS`, or these with commas between them.
+        Ids of `INVARIANTS`, as strings that may contain commas.
 
     Returns
     -------
     Report
-        With `Report.required`. Where nothing is refuted, and one of `ids` is not among `checked`,
-        its exit code is 2.
+        The report with `Report.required`. Its exit code is 2 if nothing is refuted and one of `ids`
+        is not among `checked`.
 
     Raises
     ------
     ValueError
-        If an id is none of `INVARIANTS`, or there is none.
+        If an id is not in `INVARIANTS`, or there is no id.
 
     Examples
     --------

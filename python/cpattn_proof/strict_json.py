@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON of which everything is judged."""
+"""JSON in which every member counts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def loads(text: str | bytes) -> Any:
-    """The value of a text in JSON; ValueError also where an object has a name twice.
+    """Return the value of a JSON text; ValueError also if an object has a name twice.
 
-    One of the two would be dropped without a word.
+    JSON parsers would silently drop one of the two members.
     """
     return json.loads(text, object_pairs_hook=_object)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what `cpattn.captures` recorded inside a running engine.
+"""Reads the files that `cpattn.captures` recorded inside a running engine.
 
-``records``   a line of the file: arrays are bounded together
-``fields``    what records of each call have to have, checked when they are read
-``reader``    the calls of all ranks again, and the batches among them
-``remade``    plans once more from what was recorded, compared; needs `cpattn`
+``records``   lines of a file; bounds the bytes of all arrays together
+``fields``    required fields of records of each call, checked on reading
+``reader``    calls of all ranks, and the batches among them
+``remade``    remakes plans from a recording and compares them; needs `cpattn`
 """
 
 from .reader import Capture, RecordedBatch, RecordedCall, read_captures

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that records of each call must have: files come from anywhere, and are checked once."""
+"""Required fields of records of each call, checked once, as files may come from anywhere."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from cpattn_terminal.limits import MAX_BATCH_TOKENS, MAX_INT, MAX_RANKS
 
 #: Sizes of an attention plan, as cpattn.captures writes them.
 PLAN_SIZES = ("page_size", "num_pages", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")
-_MOST_RANKS = 1 << 15  # that a plan can be of
+_MOST_RANKS = 1 << 15  # of a plan
 _MOST_BYTES = 1 << 62
 _MOST_SEQUENCES = 1 << 20  # of a batch; plans of more take minutes
 _MOST_SECONDS = 1e9
 
 
 class Rule(NamedTuple):
-    """Rule that a field has to keep, in words and as a function."""
+    """Rule for a field, in words and as a function."""
 
     text: str
     holds: Callable[[Any], bool]
 
 
 def fault_of(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> str | None:
-    """Return the fault of the first field that breaks its rule, if one does."""
+    """Return the fault of the first field that breaks its rule, or None."""
     for name, rule in rules.items():
         if name not in fields:
             return f"has no {name!r}: read it with the release that recorded it"
@@ -38,10 +38,10 @@ def fault_of(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> str | None
 
 
 def _shown(value: Any) -> str:
-    """A value in a message, no longer than is read."""
+    """Show a value in a message, cut to a readable length."""
     try:
         text = repr(value)
-    except ValueError:  # of integers of thousands of digits
+    except ValueError:  # from integers with thousands of digits
         return f"a very large {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -57,7 +57,7 @@ def _integer(low: int, high: int) -> Rule:
 def _array(
     dimensions: int, low: int = -MAX_INT, most: int | None = None, longest: int | None = None
 ) -> Rule:
-    """Rule for an array of integers from `low`: at most `longest`, together at most `most`."""
+    """Make a rule for integer arrays from `low`: at most `longest`, in total at most `most`."""
 
     def holds(value: Any) -> bool:
         if not isinstance(value, np.ndarray) or value.ndim != dimensions:
@@ -124,15 +124,15 @@ _WINDOW = Rule(
     ),
 )
 
-#: Of the first line.
+#: Rules of the first line.
 HEADER = {"rank": _COUNT, "cpattn": _TEXT, "isa": _TEXT, "host": _TEXT}
-#: Of every other one.
+#: Rules of every other line.
 RECORD = {
     "call": _TEXT,
     "at": Rule("a number of seconds", _is_time),
     "seconds": Rule("a number of seconds from 0", lambda value: _is_time(value) and value >= 0),
 }
-#: What cuts a batch for ranks, besides their number.
+#: Settings besides the number of ranks that decide how a batch is cut.
 _SPLIT = {
     "strategy": _TEXT,
     "weights": _or_none(_list_of(Rule("a number above 0", _is_weight))),
@@ -149,7 +149,7 @@ _METADATA = {
     **_SPLIT,
     "digests": _list_of(_TEXT),
 }
-#: Of a `ContextParallel`; what a rank holds is there where pools are shared out.
+#: Rules of a `ContextParallel`; with sharded pools, the rank's share is there.
 _PLANNED = {
     "cp_rank": _RANK,
     "cp_size": _RANKS,
@@ -160,7 +160,7 @@ _PLANNED = {
     "held_slots": _or_none(_array(1)),
     "held_keys": _or_none(_COUNT),
 }
-#: By the name of a call, whatever reads it; what nothing reads is not checked.
+#: Rules by name of a call, for fields that a reader uses; other fields are not checked.
 CALLS: Mapping[str, Mapping[str, Rule]] = {
     "plan_attention": {
         "q_lens": _NEW_LENS,

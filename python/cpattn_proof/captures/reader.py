@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of one or more processes, read again."""
+"""Reader of captures of one or more processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..findings import NotUsable
 from .fields import CALLS, HEADER, RECORD, Rule, fault_of
 from .records import Room, from_line
 
-SCHEMA = "cpattn-capture/1"  # as cpattn.captures writes it
+SCHEMA = "cpattn-capture/1"  # as written by cpattn.captures
 _OUTER = "ContextParallel.plan"
 _PLANS_OF_BATCHES = (
     _OUTER,
@@ -28,20 +28,20 @@ _PLANS_OF_BATCHES = (
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call in a capture.
+    """Call in a capture.
 
     Attributes
     ----------
     name : str
         Name by which users call it.
     rank : int
-        Rank of the process that made it.
+        Rank of the calling process.
     at, seconds : float
-        When it began, from the begin of the capture, and what it took.
+        Begin, counted from the begin of the capture, and duration.
     fields : mapping
-        What was kept of it.
+        Recorded fields.
     file, line : str, int
-        Where the capture has it.
+        Place in the capture.
     """
 
     name: str
@@ -55,7 +55,7 @@ class RecordedCall:
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """Lengths of a step: new tokens of each sequence, and its cached ones with these."""
+    """Lengths of a step: new tokens of each sequence, and cached tokens including the new ones."""
 
     call: RecordedCall
     extend_lens: list[int]
@@ -64,16 +64,16 @@ class RecordedBatch:
 
 @dataclass(frozen=True)
 class Capture:
-    """Capture of a run: the calls that its processes recorded.
+    """Recorded calls of the processes of a run.
 
     Attributes
     ----------
     headers : tuple of mapping
         Version, instruction set, host, pid and rank of each file.
     calls : tuple of RecordedCall
-        Calls of one process after those of the other, in the order in which they returned.
+        Calls process by process, in the order in which they returned.
     truncated : tuple of Path
-        Files whose last line is not whole: their process ended without closing them.
+        Files with an incomplete last line: their process ended without closing them.
 
     Examples
     --------
@@ -91,15 +91,15 @@ class Capture:
         return tuple(header["rank"] for header in self.headers)
 
     def of(self, *names: str) -> list[RecordedCall]:
-        """The calls of these names."""
+        """Return the calls of these names."""
         return [call for call in self.calls if call.name in names]
 
     @cached_property
     def batches(self) -> tuple[RecordedBatch, ...]:
-        """The batches that were planned, each once, though every rank planned it.
+        """Return the planned batches, each once, though every rank planned it.
 
-        They are those of the lowest rank; where it planned none for context parallelism, those of
-        its attention plans.
+        They are those of the lowest rank; if it planned none for context parallelism, those of its
+        attention plans.
         """
         first = min(self.ranks)
         own = [call for call in self.calls if call.rank == first]
@@ -114,10 +114,10 @@ class Capture:
 
 
 def _not_within_plans(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Calls that are no part of a `ContextParallel.plan`, in their order.
+    """Return calls outside of any `ContextParallel.plan`, in order.
 
-    A part begins no earlier than one, and ends no later. Long captures have a million calls, so
-    that pairs of them cannot be looked at.
+    A call inside begins no earlier than the plan, and ends no later. Long captures have a million
+    calls, too many to compare in pairs.
     """
     plans = sorted((call for call in calls if call.name == _OUTER), key=lambda call: call.at)
     begins = [call.at for call in plans]
@@ -133,31 +133,30 @@ def _not_within_plans(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 def _planned_batch(call: RecordedCall) -> RecordedBatch:
     extends, totals = call.fields["extend_lens"], call.fields["seq_lens"]
     extends = totals if extends is None else extends
-    if extends is None:  # which stands for one sequence
+    if extends is None:  # None stands for one sequence
         return RecordedBatch(call, [call.fields["num_tokens"]], [call.fields["num_tokens"]])
     totals = extends if totals is None or len(totals) != len(extends) else totals
     return RecordedBatch(call, extends.tolist(), totals.tolist())
 
 
 def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
-    """Read what `cpattn.captures.capture` wrote, of one process or several.
+    """Read files of `cpattn.captures.capture`, of one process or several.
 
     Parameters
     ----------
     paths : sequence of paths
-        One file of each process. Files without a call are left out where another has one.
+        One file of each process. Files without a call are left out if another file has one.
 
     Returns
     -------
     Capture
-        In the order of the ranks. Calls that other functions read have no arrays but those that
-        `capture` writes of them.
+        Capture in rank order. It has arrays only for calls and fields that its readers use.
 
     Raises
     ------
     NotUsable
-        If there is no file, two are of one rank, or one cannot be read or is no capture, with its
-        line; or if arrays of all files have more than 2 GiB together.
+        If there is no file, two files are of one rank, a file cannot be read or is no capture
+        (names the line), or the arrays of all files together exceed 2 GiB.
 
     Examples
     --------
@@ -186,7 +185,7 @@ def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
 
 
 def _read(path: Path, room: Room) -> tuple[dict[str, Any], list[RecordedCall], Path | None]:
-    """Header and calls of a file, and its path if it ends within a line."""
+    """Return header and calls of a file, and its path if it ends within a line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the lines of a capture, which `cpattn.captures.lines` writes."""
+"""Reads lines of a capture, as written by `cpattn.captures.lines`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 
 from .. import strict_json
 
-_PACKED = "zlib"  # the member that makes an object an array, as cpattn.captures writes it
+_PACKED = "zlib"  # the member that marks an array, as written by cpattn.captures
 _DTYPES = ("int32", "int64", "uint64")
-_MAX_BYTES = 1 << 31  # of all arrays together, so that a damaged file cannot ask for more
+_MAX_BYTES = 1 << 31  # total of all arrays, so that a damaged file cannot ask for more
 
 
 class Room:
-    """Bytes that arrays may take, all of those of a capture together."""
+    """Bytes left for all arrays of a capture together."""
 
     def __init__(self, num_bytes: int = _MAX_BYTES) -> None:
         self._left = num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Raise ValueError if there are not so many left."""
+        """Raise ValueError if fewer bytes are left."""
         self._left -= num_bytes
         if self._left < 0:
             raise ValueError(f"arrays must have at most {_MAX_BYTES} bytes together, got more")
@@ -34,10 +34,9 @@ class Room:
 def from_line(
     line: bytes, room: Room | None = None, read: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, Any]:
-    """The record of a line. ValueError, if it is none, or its arrays are more than `room` has.
+    """Return the record of a line; ValueError if it is invalid, or its arrays exceed `room`.
 
-    Of calls that are in `read` only these fields have their arrays; others that have some are left
-    out.
+    Calls in `read` get arrays for these fields only; other calls with arrays are left out.
     """
     record = strict_json.loads(line)
     if not isinstance(record, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans made once more from what a capture has of them, and predictions for other ranks."""
+"""Plans remade from a capture, and predictions for other ranks."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _PLANS = ("ContextParallel.plan", _DECODE)
 
 @dataclass
 class Remade:
-    """Plans of one kind of call, made again.
+    """Remade plans of one kind of call.
 
     Attributes
     ----------
     name : str
         Name of the call.
     recorded, here : list of float
-        Seconds of each, then and now.
+        Seconds of each plan in the recording, and now.
     left_out : int
-        Calls that cannot be made again: masks are not recorded.
+        Number of calls that cannot be remade, as masks are not recorded.
     different : list of RecordedCall
-        Calls that divide the work otherwise than they did.
+        Calls whose remade plan divides the work differently.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Remade:
     different: list[RecordedCall] = field(default_factory=list)
 
     def row(self) -> tuple[str, ...]:
-        """Name, plans, medians in microseconds then and now, those left out, those different."""
+        """Return name, plans, medians in microseconds then and now, left out, and different."""
         medians = [f"{1e6 * median(times):.1f}" if times else "-" for times in (
             self.recorded, self.here)]  # fmt: skip
         return (
@@ -74,18 +74,18 @@ class Remade:
 
 
 def remake(capture: Capture) -> tuple[Report, list[Remade]]:
-    """Make each plan of a capture again, and compare what it divides with what was recorded.
+    """Remake each plan of a capture, and compare its division of work with the recording.
 
     Parameters
     ----------
     capture : Capture
-        Capture of any machine: plans do not depend on it.
+        Capture of any machine, as plans do not depend on it.
 
     Returns
     -------
     Report
-        A finding OWN for each kind of plan of which one differs: this version shares out tokens
-        or keys in another way than the one that recorded, so that they cannot work together.
+        A finding OWN for each kind of plan with a difference: this version distributes tokens or
+        keys differently from the recording one, so the two cannot work together.
     list of Remade
         By kind of call.
     """
@@ -195,25 +195,26 @@ def planned_again(
     strategy: str | None = None,
     placement: str | None = None,
 ) -> Capture:
-    """Return the capture that other ranks would have made: each batch planned again for these.
+    """Return the capture that other ranks would have made: plans all batches again for them.
 
     Parameters
     ----------
     capture : Capture
-        With batches of a `ContextParallel`, also decode steps; those of its lowest rank are taken.
+        Capture with batches of a `ContextParallel`, decode steps included; those of its lowest rank
+        count.
     ranks : int, optional
         Number of ranks; default: the recorded one.
     strategy : str, optional
         Strategy that cuts new tokens; default: the recorded one.
     placement : str, optional
-        ``replicated``, ``page_interleave``, ``token_interleave`` or, for I tokens in a row,
-        ``token_interleave:I``; default: the recorded one. Keys lie in the recorded pages. Decode
-        steps are left out where pools are replicated, as they have no plan there.
+        ``replicated``, ``page_interleave``, ``token_interleave`` or, for runs of I tokens,
+        ``token_interleave:I``; default: the recorded one. Keys stay in the recorded pages.
+        Replicated pools have no decode plans, so decode steps are then left out.
 
     Returns
     -------
     Capture
-        Plans alone, of all ranks: what they would send, `cpattn plan` predicts.
+        Only plans, of all ranks; `cpattn plan` predicts their communication.
 
     Raises
     ------
@@ -248,7 +249,7 @@ def planned_again(
 def _by_others(
     call: RecordedCall, size: int, strategy: str | None, other: PlacementName | None
 ) -> Iterator[RecordedCall]:
-    """The plan of a batch by each rank of so many."""
+    """Return the plans of a batch by each of `size` ranks."""
     fields, page_size = call.fields, call.fields["page_size"]
     lens = fields["extend_lens"], fields["seq_lens"]
     given: dict[str, Any] = {"block_tables": fields["block_tables"], "page_size": page_size}
@@ -273,13 +274,13 @@ def _by_others(
     for rank, plan in enumerate(plans):
         told = Call(call.name, 0, 0, (SimpleNamespace(placement=where), *lens), {}, plan)
         kept = TOLD[call.name](told)
-        assert kept is not None  # as of every plan
+        assert kept is not None  # every plan has it
         fields = written(kept)
         yield RecordedCall(call.name, rank, call.at, call.seconds, fields, call.file, call.line)
 
 
 def _recorded_name(placement: str | None) -> PlacementName:
-    """The name of a recorded placement."""
+    """Return the name of a recorded placement."""
     if placement is None:
         return PlacementName(REPLICATED)
     match = re.fullmatch(r"(Page|Token)Interleave\(shard_size=\d+, \w+=(\d{1,10})\)", placement)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents ``cpattn-plan/1``: read from files, held against the published schema."""
+"""Documents ``cpattn-plan/1``: reading, and validation by the published schema."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..findings import NotUsable
 
 SCHEMA = "cpattn-plan/1"
 MOST_TOKENS = 2**24  # of a part; more would take minutes and gigabytes
-MOST_PARTS = 2**18  # objects and lists in others: the schema is held against them one by one
+MOST_PARTS = 2**18  # nested objects and lists, which the schema checks one by one
 _SCHEMA_FILE = Path(__file__).with_name("plan.schema.json")
 
 
 def schema() -> dict[str, Any]:
-    """The published JSON Schema of plans."""
+    """Return the published JSON Schema of plans."""
     return json.loads(_SCHEMA_FILE.read_text(encoding="utf-8"))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A document from a file; `NotUsable` says what it has instead."""
+    """Read a document from a file; `NotUsable` describes other contents."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -43,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A document made in Python as JSON has it: numbers and arrays of NumPy, tuples, mappings."""
+    """Convert a document made in Python to JSON types, from NumPy numbers and arrays and others."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -55,7 +55,7 @@ def plain(value: Any) -> Any:
 
 
 def validated(document: Any, name: str) -> dict[str, Any]:
-    """The document itself, if the schema allows it; `NotUsable` names place, rule and value."""
+    """Return a valid document; `NotUsable` names place, rule and value of a fault."""
     if not isinstance(document, Mapping):
         raise NotUsable(f"{name}: must be an object with schema {SCHEMA!r}")
     if document.get("schema") != SCHEMA:
@@ -64,7 +64,7 @@ def validated(document: Any, name: str) -> dict[str, Any]:
         raise NotUsable(f"{name}: must have at most {MOST_PARTS} objects and lists, got {parts}")
     try:
         error = next(iter(_validator().iter_errors(document)), None)
-    except (RecursionError, ValueError):  # jsonschema shows what it finds, whatever it is
+    except (RecursionError, ValueError):  # jsonschema shows its findings, of any depth
         raise NotUsable(
             f"{name}: must be of schema {SCHEMA!r}, got something too large to be shown"
         ) from None
@@ -77,7 +77,7 @@ def validated(document: Any, name: str) -> dict[str, Any]:
 
 
 def _count_parts(document: Mapping[str, Any]) -> int:
-    """Objects and lists, however deep; no more of them than is needed to know they are many."""
+    """Count objects and lists at any depth, up to the limit."""
     left: list[Any] = [document]
     count = 0
     while left and count <= MOST_PARTS:
@@ -92,7 +92,7 @@ def _count_parts(document: Mapping[str, Any]) -> int:
 
 @cache
 def _validator() -> Any:
-    """A validator that looks at long lists of numbers as a whole."""
+    """Return a validator that checks long lists of numbers as a whole."""
     from jsonschema import Draft202012Validator, ValidationError, validators
 
     slowly = Draft202012Validator.VALIDATORS["items"]
@@ -131,14 +131,14 @@ def _validator() -> Any:
 
     kinds = {"integer": integer, "number": number, "string": printable}
     types = Draft202012Validator.TYPE_CHECKER.redefine_many(kinds)
-    # jsonschema holds no integer against bounds that is beyond float64, and so no number here.
+    # jsonschema cannot compare integers beyond float64 with bounds, so there are none here.
     rules = {"items": items, "minimum": at_least, "maximum": at_most}
     kind = validators.extend(Draft202012Validator, rules, type_checker=types)
     return kind(schema())
 
 
 def _rule(error: Any) -> str:
-    """Describe what the schema wants, and what it got."""
+    """Describe the rule of the schema, and the value."""
     got = _shown(error.instance)
     match error.validator:
         case "type":
@@ -166,7 +166,7 @@ def _rule(error: Any) -> str:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # lists in lists in lists, or thousands of digits
+    except (RecursionError, ValueError):  # deeply nested lists, or thousands of digits
         text = f"a very large {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -176,7 +176,7 @@ _OF_RANKS = ("rows", "positions", "segments", "writes", "selections", "units")
 
 
 def _check_columns(document: Mapping[str, Any], name: str) -> None:
-    """Columns of a part are equally long, which no schema can say."""
+    """Check that columns of a part are equally long, which no schema can express."""
     parts = [("restore", document.get("restore", {}))]
     for number, rank in enumerate(document.get("ranks", ())):
         parts += [(f"ranks[{number}].{part}", rank.get(part, {})) for part in _OF_RANKS]
@@ -195,6 +195,6 @@ def _check_columns(document: Mapping[str, Any], name: str) -> None:
 
 
 def _check_sum(place: str, counts: Iterable[int]) -> None:
-    """Numbers are small enough for arrays of all that they count."""
+    """Check that counts are small enough for arrays of all counted things."""
     if (total := sum(counts)) > MOST_TOKENS:
         raise NotUsable(f"{place}: must be at most {MOST_TOKENS} together, got {total}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of ranges and of tokens shared out to shards, on whole arrays."""
+"""Arithmetic on ranges, and on tokens distributed over shards, for whole arrays."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
-MOST_MEMBERS = 2**24  # of ranges, one by one; more would take minutes and gigabytes
+MOST_MEMBERS = 2**24  # members of ranges; more would take minutes and gigabytes
 
 
 class Absent(Exception):
-    """The document does not say what a check needs; the message names it."""
+    """The document lacks data that a check needs; the message names them."""
 
 
 class Undecided(Absent):
-    """The document says what a check needs, and too much of it, or what it cannot judge."""
+    """The document has the data of a check, but too much, or data that it cannot judge."""
 
 
 def ints(values: Sequence[Any] | Ints) -> Ints:
-    """An array of 64-bit integers."""
+    """Return an array of 64-bit integers."""
     return np.asarray(values, dtype=np.int64).reshape(-1)
 
 
 def offsets(counts: Ints) -> Ints:
-    """Return where each of several ranges that follow each other begins, and where all end."""
+    """Return the begin of each of several adjacent ranges, and the end of all."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def each(counts: Ints) -> tuple[Ints, Ints]:
-    """The members of several ranges: of which range each is, and the how-manieth in it.
+    """Return the members of several ranges: index of the range, and index within it.
 
     `Undecided` if there are more than `MOST_MEMBERS`.
 
@@ -48,9 +48,9 @@ def each(counts: Ints) -> tuple[Ints, Ints]:
 def tally(
     begins: Ints, ends: Ints, expected: Sequence[tuple[int, int]] | Ints = ()
 ) -> tuple[Ints, Ints]:
-    """Count the ranges that each number is in, as edges and the count from each edge to the next.
+    """Count the ranges that contain each number, as edges and the count from edge to edge.
 
-    Ranges in `expected` are subtracted: where exactly these were wanted the count is 0.
+    Ranges in `expected` are subtracted: the count is 0 if exactly these occur.
 
     >>> tally(ints([0, 2]), ints([3, 4]), [(0, 4)])
     (array([0, 2, 3, 4]), array([0, 1, 0, 0]))
@@ -65,7 +65,7 @@ def tally(
 
 
 def first_of(flags: NDArray[Any]) -> int | None:
-    """Return the place of the first flag that is set, if any is."""
+    """Return the index of the first set flag, or None."""
     where = np.flatnonzero(flags)
     return int(where[0]) if len(where) else None
 
@@ -73,7 +73,7 @@ def first_of(flags: NDArray[Any]) -> int | None:
 def shard_length(tokens: Any, shard: Any, shards: int, interleave: int) -> Ints:
     """Count the tokens that one of `shards` keeps of the first `tokens` of a sequence.
 
-    Token t is kept by shard ``t // interleave % shards``.
+    Shard ``t // interleave % shards`` keeps token t.
 
     >>> [int(shard_length(10, s, 2, 4)) for s in range(2)]
     [6, 4]
@@ -88,6 +88,6 @@ def shard_of(tokens: Any, shards: int, interleave: int) -> Ints:
 
 
 def shard_index(tokens: Any, shards: int, interleave: int) -> Ints:
-    """The place of a token among those of its shard."""
+    """Return the index of a token among the tokens of its shard."""
     tokens = np.asarray(tokens, np.int64)
     return tokens // (shards * interleave) * interleave + tokens % interleave

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check of a plan, and the report of them."""
+"""All checks of a plan, and their report."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from .model import Absent, Plan, Undecided
 def lint(
     plan: Mapping[str, Any] | str | Path, *, name: str | None = None, shrink: bool = True
 ) -> Report:
-    """Refute or prove what all ranks planned.
+    """Refute or prove the plans of all ranks.
 
     Parameters
     ----------
     plan : mapping, or the path of a file
         A document ``cpattn-plan/1``, in Python also with integers and arrays of NumPy. The modules
-        in ``cpattn_proof.linting.adapters`` make one of plans of engines and libraries.
+        in ``cpattn_proof.linting.adapters`` make one from plans of engines and libraries.
     name : str, optional
-        As the report calls it; default: its path, its own ``name``, or "plan".
+        Name in the report; default: the path, the document's ``name``, or "plan".
     shrink : bool
-        Whether each finding comes with the smallest part of the document found that still has it,
+        Whether each finding includes the smallest found part of the document with the same fault,
         as ``details["smaller"]``.
 
     Returns
     -------
     Report
-        A finding for each kind of fault. ``not_checked`` says what the document has nothing about.
+        A finding for each kind of fault. ``not_checked`` lists what the document has no data for.
 
     Raises
     ------
     NotUsable
-        If it is no such document: the message names the place, the rule and the value.
+        If the document is invalid: the message names the place, the rule and the value.
 
     Examples
     --------
@@ -69,14 +69,14 @@ def lint(
 
 
 def _judged(plan: Plan, checks: Iterable[Check]) -> tuple[list[Finding], list[str], dict[str, str]]:
-    """Findings, ids that were decided, and of each id what could not be.
+    """Return findings, decided ids, and the undecided parts of each id.
 
-    An id is decided by parts that are there: not where one of them is too large to be judged.
+    An id counts as decided by its present parts, unless one of them is too large to judge.
     """
     findings: list[Finding] = []
     decided: set[str] = set()
     left: set[str] = set()
-    reasons: dict[str, dict[str, list[str]]] = {}  # by id, then by reason, the parts
+    reasons: dict[str, dict[str, list[str]]] = {}  # parts by id, then by reason
     for check in checks:
         try:
             findings += check.run(plan)
@@ -95,7 +95,7 @@ def _judged(plan: Plan, checks: Iterable[Check]) -> tuple[list[Finding], list[st
 
 
 def _with_smaller(found: Finding, document: Mapping[str, Any]) -> Finding:
-    """The finding with a smaller document in its details."""
+    """Add a smaller document to the details of a finding."""
     checks = [check for check in CHECKS if check.invariant == found.invariant]
 
     def shows(candidate: dict[str, Any]) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meanings of addresses in a KV memory: layer, kind, token of the sequence, byte of its row."""
+"""Meaning of addresses in a KV memory: layer, kind, token of the sequence, byte of its row."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from numpy.typing import NDArray
 
 from .intervals import Ints, Undecided, each, first_of, ints, tally
 
-MOST_PAGES = 10_000_000  # that descriptors copy; more would take gigabytes
-_MIDDLE = 2**63  # of the addresses: 64 bits without a sign are kept as their distance from it
+MOST_PAGES = 10_000_000  # copied by descriptors; more would take gigabytes
+_MIDDLE = 2**63  # of the address range: addresses are stored as signed distance from it
 
 
 def addresses(values: Sequence[int]) -> Ints:
-    """Addresses below 2^64 as integers with a sign, in the same order and distances."""
+    """Convert addresses below 2^64 to signed integers with the same order and distances."""
     return (np.asarray(values, np.uint64).reshape(-1) ^ np.uint64(_MIDDLE)).view(np.int64)
 
 
 def address(value: Any) -> int:
-    """The address that one of `addresses` stands for."""
+    """Return the original address of a converted one."""
     return int(value) + _MIDDLE
 
 
 def as_hex(value: Any) -> str:
-    """Return the address as text, as debuggers show it."""
+    """Return the address as text, in the form of debuggers."""
     return f"{address(value):#x}"
 
 
 class Groups(NamedTuple):
-    """Buffers with pages between each other's, which repeat with a stride; most groups are of one.
+    """Buffers with interleaved pages that repeat with a stride; most groups have one buffer.
 
-    ``entry`` has all entries by their ``place``: a group's first address and theirs modulo its
-    stride.
+    ``entry`` has all entries by ``place``: a group's first address, then theirs modulo its stride.
     """
 
     begin: Ints
@@ -48,14 +47,14 @@ class Groups(NamedTuple):
     place: Ints
 
     def before(self, at: Ints) -> tuple[Ints, Ints]:
-        """Return the last group and the last entry that begin before addresses, or the first."""
+        """Return the last group and last entry that begin before the addresses, or the first."""
         group = np.maximum(np.searchsorted(self.begin, at, side="right") - 1, 0)
         begin = self.begin[group]
         folded = begin + (at - begin) % self.stride[group]
         return group, np.searchsorted(self.place, folded, side="right") - 1
 
     def meetings(self, item_len: Ints) -> list[tuple[int, int]]:
-        """Return entries that are not apart modulo the stride of their group, in their order."""
+        """Return, in order, entries that overlap modulo the stride of their group."""
         last = self.first + self.size - 1
         follower, border = np.roll(self.entry, -1), np.roll(self.place, -1)
         follower[last], border[last] = self.entry[self.first], self.begin + self.stride
@@ -67,7 +66,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """One process's buffers, in the order of their addresses."""
+    """Buffers of one process, in address order."""
 
     name: str
     document: Mapping[str, Any]
@@ -112,7 +111,7 @@ class Memory:
 
     @cached_property
     def heads(self) -> tuple[Ints, Ints]:
-        """The first head of each entry, and how many it has."""
+        """First head of each entry, and its number of heads."""
         heads = [entry.get("heads", (0, 1)) for entry in self.entries]
         return ints([h[0] for h in heads]), np.maximum(ints([h[1] for h in heads]), 1)
 
@@ -123,7 +122,7 @@ class Memory:
 
     @cached_property
     def heads_first(self) -> NDArray[np.bool_]:
-        """Whether an entry has all tokens of a head in a page behind each other."""
+        """Whether all tokens of a head are adjacent in a page of an entry."""
         order = np.array([entry.get("kv_layout") == "HND" for entry in self.entries], bool)
         return order & (self.heads[1] > 1)
 
@@ -134,17 +133,17 @@ class Memory:
 
     @cached_property
     def unit(self) -> Ints:
-        """Bytes of a page of each entry in which tokens go on by `step`."""
+        """Bytes of a page of each entry within which tokens follow by `step`."""
         return np.where(self.heads_first, self.head_bytes * self.page_size, self.item_len)
 
     @cached_property
     def skipped(self) -> Ints:
-        """Bytes of the heads before those that an entry has."""
+        """Bytes of the heads before the first head of an entry."""
         return self.heads[0] * self.head_bytes
 
     @cached_property
     def groups(self) -> Groups:
-        """The entries by groups; `Undecided` where a stride does not tell them apart."""
+        """Entries by group; `Undecided` if a stride does not tell them apart."""
         begins = self.addr[1:] >= np.maximum.accumulate(self.end)[:-1]
         first = np.flatnonzero(np.concatenate([[True], begins]))
         count = np.diff(first, append=len(self.addr))
@@ -164,7 +163,7 @@ class Memory:
         return groups
 
     def overlap(self) -> tuple[int, int] | None:
-        """Two entries that have memory in common."""
+        """Two entries that share memory, or None."""
         within = (self.stride == self.item_len)[:-1] & (self.end[:-1] > self.addr[1:])
         if (bad := first_of(within)) is not None:
             return bad, bad + 1
@@ -173,7 +172,7 @@ class Memory:
 
     @cached_property
     def keys(self) -> list[tuple[int, str, bool]]:
-        """Layer and kind of each entry, and whether the layer is a draft's."""
+        """Layer and kind of each entry, and whether it is a draft layer."""
         return [(e["layer"], e["kind"], e.get("draft", False)) for e in self.entries]
 
     def label(self, entry: int) -> str:
@@ -182,7 +181,7 @@ class Memory:
         return f"{kind} of {'draft ' if draft else ''}layer {layer}"
 
     def find(self, begin: Ints, length: Ints) -> Ints:
-        """The entry that has all of each range, in one page unless its pages join, or -1."""
+        """Find the entry that contains each range, in one page or joined pages; else -1."""
         if not len(self.addr):
             return np.full(len(begin), -1, np.int64)
         entry = self.groups.entry[self.groups.before(begin)[1]]
@@ -192,7 +191,7 @@ class Memory:
         return np.where(inside, entry, -1)
 
     def has(self, begin: Ints, length: Ints) -> NDArray[np.bool_]:
-        """Whether all of each range is in one entry, or in some with pages between each other's."""
+        """Tell whether each range is in one entry, or in entries with interleaved pages."""
         inside = self.find(begin, length) >= 0
         if inside.all() or not len(self.addr):
             return inside
@@ -205,9 +204,9 @@ class Memory:
         return inside
 
     def cut(self, begin: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
-        """Parts of ranges in pages and, where these come first, heads: owner, place in it, bytes.
+        """Cut ranges at pages and, if heads come first, at heads; return owner, offset and bytes.
 
-        `has` has all of the ranges.
+        All ranges must satisfy `has`.
         """
         if not len(self.addr):
             return ints([]), ints([]), ints([])
@@ -226,7 +225,7 @@ class Memory:
         return owner[part], moved[part] + low, size
 
     def _heads(self, entry: Ints, begin: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
-        """Parts of ranges within pages, in one head each where entries have these first."""
+        """Cut ranges within pages at heads, for entries with heads first."""
         unit = np.where(self.heads_first, self.unit, self.stride)[entry]
         offset = (begin - self.addr[entry]) % self.stride[entry]
         first = offset // unit
@@ -237,7 +236,7 @@ class Memory:
         return part, low, high - low
 
     def outside_registered(self, begin: Ints, length: Ints) -> np.ndarray:
-        """Ranges that are not within registered memory; none if nobody says what that is."""
+        """Return ranges outside of registered memory; none if the document does not state it."""
         regions: Sequence[Sequence[int]] = self.document.get("registered", ())
         if "registered" not in self.document:
             return np.zeros(len(begin), bool)
@@ -252,7 +251,7 @@ class Memory:
         return (at < 0) | (begin + length > stops[np.maximum(at, 0)])
 
     def meaning(self, entry: Ints, begin: Ints, pages: Ints) -> tuple[Ints, Ints]:
-        """Return the token and the byte at addresses in entries; `pages` are those of a sequence.
+        """Return token and byte for addresses in entries; `pages` are those of a sequence.
 
         The token is -1 on a page that is not in the list.
         """
@@ -269,7 +268,7 @@ class Memory:
 
 
 def _each_page(counts: Ints) -> tuple[Ints, Ints]:
-    """Return `each` of pages or heads; `Undecided` if there are more than `MOST_PAGES`."""
+    """Return `each` for pages or heads; `Undecided` if there are more than `MOST_PAGES`."""
     if int(counts.sum()) > MOST_PAGES:
         raise Undecided(f"descriptors of more than {MOST_PAGES:,} pages")
     return each(counts)

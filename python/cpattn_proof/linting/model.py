@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A document as arrays over all ranks, and how its tokens are called."""
+"""A document as arrays over all ranks, and the numbering of its tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Columns: TypeAlias = dict[str, Ints]
 
 @dataclass(frozen=True)
 class Plan:
-    """The plans of all ranks, as a document has them.
+    """Plans of all ranks from a document.
 
     Attributes
     ----------
     document : mapping
         Validated, in the form of `document.SCHEMA`.
     name : str
-        As reports call it.
+        Name in reports.
     """
 
     document: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Plan:
 
     @cached_property
     def token_base(self) -> Ints:
-        """The number of the first new token of each request among those of all, and their sum."""
+        """Number of the first new token of each request among all new tokens, then their sum."""
         return offsets(self.extend)
 
     @property
@@ -83,12 +83,12 @@ class Plan:
 
     @property
     def window_right(self) -> int | None:
-        """Keys after its own that a query may see; None for all, of which a causal mask hides."""
+        """Number of visible keys after a query's own; None for all, up to a causal mask."""
         return self.document.get("attention", {}).get("window_right")
 
     @cached_property
     def everywhere(self) -> NDArray[np.bool_]:
-        """Flags of the requests of which each rank has every query."""
+        """Flags of the requests for which each rank has every query."""
         common = self.document.get("queries", "split")
         return np.array([r.get("queries", common) == "all" for r in self.requests], bool)
 
@@ -105,7 +105,7 @@ class Plan:
         return int(self.cache.get("interleave", 1))
 
     def shard(self, rank: int) -> int:
-        """Return the rank's share of the keys: its number in turn, unless it says another."""
+        """Return the rank's share of the keys: its index unless the document differs."""
         return int(self.ranks[rank].get("shard", rank % self.shards))
 
     @cached_property
@@ -113,9 +113,10 @@ class Plan:
         return ints([self.shard(rank) for rank in range(len(self.ranks))])
 
     def copy_by_rank(self, part: str) -> Ints:
-        """Count the ranks before each that have its shard and this part.
+        """Count, for each rank, the earlier ranks with its shard and this part.
 
-        Ranks with the same count have one copy of all shards, if every shard has as many ranks.
+        Ranks with the same count hold one copy of all shards, if all shards have equally many
+        ranks.
         """
         before: Counter[int] = Counter()
         copies = []
@@ -130,9 +131,9 @@ class Plan:
 
     @cached_property
     def rows(self) -> Columns:
-        """Runs of rows of all ranks; rows of padding belong to request -1.
+        """Return runs of rows of all ranks; padding rows have request -1.
 
-        ``row`` is the first local row of a run, ``at`` the same among the rows of all ranks.
+        ``row`` is the first local row of a run, ``at`` its index among the rows of all ranks.
         """
         runs = self.gathered("rows", {"request": None, "position": None, "count": None, "step": 1})
         runs = self._without_padding_tokens(runs)
@@ -141,19 +142,19 @@ class Plan:
         return runs
 
     def row_base(self, runs: Columns) -> Ints:
-        """The first row of each rank among those of all, and their sum."""
+        """Return the first row of each rank among the rows of all, and their sum."""
         sums = np.bincount(runs["rank"], weights=runs["count"], minlength=len(self.ranks))
         return offsets(sums.astype(np.int64))
 
     @cached_property
     def segments(self) -> Columns:
-        """Calls of attention of all ranks."""
+        """Attention calls of all ranks."""
         columns: dict[str, int | None] = dict.fromkeys(("request", "row", "rows", "keys"))
         columns |= {"step": 1, "first": 0, "from": -1, "window": -1, "window_right": -1}
         return self.gathered("segments", columns)
 
     def gathered(self, part: str, columns: Mapping[str, int | None]) -> Columns:
-        """A part of all ranks: its columns and ``rank``; a column left out has its default."""
+        """Return a part of all ranks: its columns and ``rank``; missing columns have defaults."""
         if not any(part in rank for rank in self.ranks):
             raise Absent(f"no rank has {part}")
         parts = [rank.get(part, {}) for rank in self.ranks]
@@ -169,7 +170,7 @@ class Plan:
         return table
 
     def _without_padding_tokens(self, runs: Columns) -> Columns:
-        """Cut runs where the padding behind a request begins: from there rows are padding."""
+        """Cut runs where the padding after a request begins; later rows are padding."""
         known = runs["request"] >= 0
         owner = np.where(known, runs["request"], 0)
         if not len(self.requests) or not self.pad.any():
@@ -187,16 +188,16 @@ class Plan:
         return cut
 
     def token_of(self, request: Any, position: Any) -> Ints:
-        """The number of a new token among those of all requests."""
+        """Return the number of a new token among the new tokens of all requests."""
         return self.token_base[request] + np.asarray(position) - self.prefix[request]
 
     def place(self, token: int) -> tuple[int, int]:
-        """Request and position of a token by its number."""
+        """Return request and position of a token number."""
         request = int(np.searchsorted(self.token_base, token, side="right")) - 1
         return request, int(token - self.token_base[request] + self.prefix[request])
 
     def table(self, rank: int) -> list[list[int]] | None:
-        """The pages of each request as this rank has them."""
+        """Return the pages of each request in this rank's tables."""
         return self.ranks[rank].get("tables", self.cache.get("tables"))
 
     @cached_property
@@ -205,16 +206,16 @@ class Plan:
         return numbers, frozenset(numbers)
 
     def group(self, call: Mapping[str, Any]) -> tuple[int, ...]:
-        """The ranks that a collective is of."""
+        """Return the ranks of a collective."""
         return tuple(call["group"]) if "group" in call else self._everyone[0]
 
     def members(self, call: Mapping[str, Any]) -> frozenset[int]:
-        """Return the ranks without an order; for all ranks the same object, hashed once."""
+        """Return the ranks without order; for all ranks the same object, hashed once."""
         return frozenset(call["group"]) if "group" in call else self._everyone[1]
 
     @cached_property
     def meant(self) -> dict[str, dict[int, frozenset[int]]]:
-        """Group of each rank that is in one, under each name of `groups`."""
+        """Group of each rank that is in one, for each name of `groups`."""
         named: Mapping[str, list[list[int]]] = self.document.get("groups", {})
         return {
             name: {rank: members for members in map(frozenset, groups) for rank in members}
@@ -222,7 +223,7 @@ class Plan:
         }
 
     def _check_groups(self) -> None:
-        """Groups of a name have ranks that are there, none of them twice; calls name one."""
+        """Check that groups have existing ranks, each once, and that calls name a group."""
         for name, groups in self.document.get("groups", {}).items():
             members = [rank for group in groups for rank in group]
             self._below(f"groups.{name}", max(members, default=-1), len(self.ranks))
@@ -237,7 +238,7 @@ class Plan:
                     )
 
     def _check_numbers(self) -> None:
-        """Numbers of requests, ranks and memories are of such that are there."""
+        """Check that numbers of requests, ranks and memories exist."""
         limits = {"request": len(self.requests), "from": len(self.ranks), "rank": len(self.ranks)}
         for number, request in enumerate(self.requests):
             if "shares" in request:
@@ -295,7 +296,7 @@ class Plan:
             raise NotUsable(f"{self.name}: {place}: must be below {limit}, got {value}")
 
     def _ends(self, place: str, ranges: Iterable[Sequence[int]]) -> None:
-        """Ranges of bytes end where there are addresses."""
+        """Check that ranges of bytes end within the address range."""
         end = max((begin + size for begin, size in ranges), default=0)
         if end >= 2**64:
             raise NotUsable(f"{self.name}: {place}: must end below {2**64}, got {end}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars of text: where on a line of tokens, keys or bytes something is."""
+"""Bars of text that show ranges on a line of tokens, keys or bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_LINES = 8
 
 
 class Picture(str):
-    """Bars as text, with their numbers for what draws them otherwise."""
+    """Bars as text, with their numbers for other drawings."""
 
     bars: Mapping[str, Any] | None = None
 
@@ -26,9 +26,9 @@ class Bars:
     Attributes
     ----------
     begin, end : int
-        What the scale is from, and up to.
+        Begin and end of the scale.
     mark : int, optional
-        What an arrow points at.
+        Place that an arrow points at.
     """
 
     begin: int
@@ -38,7 +38,7 @@ class Bars:
     _ranges: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, name: str, ranges: Sequence[tuple[int, int]] | np.ndarray) -> None:
-        """A line with half-open ranges, named by their first and last numbers."""
+        """Add a line with half-open ranges, labelled by first and last numbers."""
         known = np.clip(np.asarray(ranges, np.int64).reshape(-1, 2), self.begin, self.end)
         known = known[known[:, 0] < known[:, 1]]
         known = known[np.lexsort((known[:, 1], known[:, 0]))]
@@ -57,7 +57,7 @@ class Bars:
         return max(min(WIDTH, self.end - self.begin), 1)
 
     def _cells(self, numbers: np.ndarray) -> np.ndarray:
-        # In floating point, as bytes times cells may be more than 64 bits have.
+        # In floating point, as bytes times cells may exceed 64 bits.
         cells = (numbers - self.begin) * float(self.width) // max(self.end - self.begin, 1)
         return np.minimum(cells.astype(np.int64), self.width - 1)
 
@@ -65,7 +65,7 @@ class Bars:
         return int(self._cells(np.array([number]))[0])
 
     def picture(self, note: str = "") -> Picture:
-        """The lines, those around the mark if there are many, and a note below them."""
+        """Return the lines, only those around the mark if there are many, and a note below."""
         lines, ranges = self._lines, self._ranges
         if not lines:
             return Picture()
@@ -98,7 +98,7 @@ class Bars:
 
 
 def ranges_of(numbers: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-    """Numbers as half-open ranges.
+    """Return numbers as half-open ranges.
 
     >>> ranges_of([0, 1, 2, 7])
     [(0, 3), (7, 8)]
@@ -111,7 +111,7 @@ def ranges_of(numbers: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
 
 
 def side_by_side(columns: Sequence[tuple[str, Sequence[str]]], mark: int | None) -> str:
-    """Lists beside each other, a line of which is marked."""
+    """Print lists beside each other and mark a line."""
     length = max((len(lines) for _, lines in columns), default=0)
     begin = max((mark or 0) - 2, 0)
     shown = range(begin, min(length, begin + 5))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of queries whose keys grow evenly: what queries see of keys, call by call."""
+"""Ranges of queries whose visible keys grow linearly, call by call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .intervals import Ints, each, ints
 from .model import Columns, Plan, Undecided
 
-MOST_MEETINGS = 2_000_000  # of a call and a run of rows; more would take gigabytes
+MOST_MEETINGS = 2_000_000  # of calls and runs of rows; more would take gigabytes
 _FAR = 2**41  # more keys than any call has
 
 
@@ -20,8 +20,8 @@ _FAR = 2**41  # more keys than any call has
 class Pieces:
     """Ranges of queries and the keys they see; all fields are arrays.
 
-    Query j of a piece is at ``position + j * stride``. It sees ``keys + j * slope`` keys, the first
-    of them at ``first + j * move``, in steps of ``key_step``.
+    Query j of a piece is at ``position + j * stride``. It sees ``keys + j * slope`` keys; the first
+    is at ``first + j * move``, and the next ones follow in steps of ``key_step``.
     """
 
     rank: Ints
@@ -51,19 +51,19 @@ class Pieces:
 
     @property
     def pairs(self) -> NDArray[np.float64]:
-        """Pairs of a query and a key in each piece."""
+        """Number of query-key pairs in each piece."""
         return self.rows * (self.keys + self.slope * (self.rows - 1) / 2)
 
 
 def pieces_of(plan: Plan) -> Pieces:
-    """All that attention computes, but for rows of padding."""
+    """Return all that attention computes, without padding rows."""
     found = _of_rows(plan)
     ring = found.source >= 0
     return without_empty_rows(found[~ring]) + _of_other_ranks(plan, found[ring])
 
 
 def rows_of_segments(plan: Plan) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return where segments meet runs of rows: segment, run, and the range of rows among all."""
+    """Intersect segments with runs of rows: segment, run, and range among all rows."""
     rows, segments = plan.rows, plan.segments
     base = plan.row_base(rows)
     begins = base[segments["rank"]] + segments["row"]
@@ -80,14 +80,14 @@ def rows_of_segments(plan: Plan) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _each(counts: Ints) -> tuple[Ints, Ints]:
-    """`each`, of not too many members."""
+    """Run `each`; `Undecided` for too many members."""
     if int(counts.sum()) > MOST_MEETINGS:
         raise Undecided(f"calls and runs of rows meet more than {MOST_MEETINGS:,} times")
     return each(counts)
 
 
 def _of_rows(plan: Plan) -> Pieces:
-    """Calls, cut where a window begins to hide keys, and where it reaches the last key."""
+    """Return calls, cut where a window begins to hide keys and where it reaches the last key."""
     rows, segments = plan.rows, plan.segments
     segment, run, begin, end = rows_of_segments(plan)
     own = rows["request"][run] == segments["request"][segment]
@@ -97,7 +97,7 @@ def _of_rows(plan: Plan) -> Pieces:
     count, step = end - begin, np.maximum(call["step"], 1)
     causal = call["step"] > 0
     stop = call["first"] + call["keys"]
-    after = stop - (call["rows"] - 1 - into) * step  # the place behind the first row's own key
+    after = stop - (call["rows"] - 1 - into) * step  # one past the first row's own key
     low = after - 1 - np.minimum(call["window"], _FAR)
     high = after + np.where(causal, 0, np.minimum(call["window_right"], _FAR))
     hides = np.where(call["window"] >= 0, _reached(low, step, call["first"], count), count)
@@ -126,16 +126,16 @@ def _of_rows(plan: Plan) -> Pieces:
 
 
 def _reached(value: Ints, slope: Ints, target: Any, rows: Ints) -> Ints:
-    """The first row at which a value that grows by `slope` is `target` or more; `rows` if none."""
+    """Return the first row at which a value that grows by `slope` reaches `target`, or `rows`."""
     at = -(-(target - value) // np.maximum(slope, 1))
     at = np.where(slope > 0, at, np.where(value >= target, 0, rows))
     return ints(np.clip(at, 0, rows))
 
 
 def _between(*points: Ints) -> tuple[Ints, Ints, Ints]:
-    """Ranges of rows between points of each piece, the last of which is its end.
+    """Return ranges of rows between cut points of each piece, whose last point is its end.
 
-    The piece, the first row, and the number of rows of each range that is not empty.
+    The result has piece, first row, and number of rows of each non-empty range.
     """
     edges = np.sort(np.stack([np.zeros_like(points[-1]), *points]), axis=0)
     begin, rows = edges[:-1].ravel(), np.diff(edges, axis=0).ravel()
@@ -145,7 +145,7 @@ def _between(*points: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _of_other_ranks(plan: Plan, pieces: Pieces) -> Pieces:
-    """Turn keys that are rows of ranks, in their order, into positions."""
+    """Convert keys that are rows of ranks, in their order, to positions."""
     if not len(pieces):
         return pieces
     runs, order_key = _key_runs(plan)
@@ -155,9 +155,9 @@ def _of_other_ranks(plan: Plan, pieces: Pieces) -> Pieces:
     piece, place = _each(high - low)
     run = low[piece] + place
     whole, size = pieces[piece], runs["count"][run]
-    begin = whole.first - runs["offset"][run]  # within the run, of the first query
+    begin = whole.first - runs["offset"][run]  # of the first query, within the run
     end, end_slope = begin + whole.keys, whole.move + whole.slope
-    # Between these rows each end of the range is before, within or behind the run.
+    # Between these rows, each end of the range stays before, within or after the run.
     piece, row, rows = _between(
         _reached(begin, whole.move, 0, whole.rows),
         _reached(begin, whole.move, size, whole.rows),
@@ -185,7 +185,7 @@ def _of_other_ranks(plan: Plan, pieces: Pieces) -> Pieces:
 
 
 def _key_runs(plan: Plan) -> tuple[Columns, Ints]:
-    """Runs by rank and request, with the keys before each there; and by what they are sorted."""
+    """Return runs by rank and request, with the number of keys before each; and the sort keys."""
     rows = plan.rows
     real = np.flatnonzero(rows["request"] >= 0)
     group = rows["rank"][real] * len(plan.requests) + rows["request"][real]
@@ -199,7 +199,7 @@ def _key_runs(plan: Plan) -> tuple[Columns, Ints]:
 
 
 def without_empty_rows(pieces: Pieces) -> Pieces:
-    """Leave out the first queries of pieces that see no key yet."""
+    """Drop the first queries of pieces that see no key yet."""
     slope = np.maximum(pieces.slope, 1)
     skipped = np.where(pieces.slope > 0, -(-(1 - pieces.keys) // slope), pieces.rows)
     skipped = ints(np.where(pieces.keys > 0, 0, np.clip(skipped, 0, pieces.rows)))

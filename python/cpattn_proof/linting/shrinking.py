@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a document smaller as long as it still shows a fault.
+"""Makes a document smaller while it still shows a fault.
 
-Requests are left out, then parts that other invariants need, then the ends of sequences. Each step
-leaves a right plan right: what is left of the document still fits together.
+The search drops requests, then parts that other invariants need, then the ends of sequences. Each
+step keeps a correct plan correct: the rest of the document still fits together.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .model import Absent
 
 Document: TypeAlias = dict[str, Any]
 MOST_TRIES = 60
-MOST_WORK = 2**25  # tokens and other parts of all documents that are tried together
+MOST_WORK = 2**25  # tokens and other parts in all tried documents together
 
-#: Parts that each invariant is decided by; others are left out first.
+#: Parts that decide each invariant; other parts are dropped first.
 _OF_RANKS = {
     "OWN": ("rows", "positions", "segments", "writes", "heads", "tables", "shard", "units"),
     "COV": ("rows", "segments", "shard", "units"),
@@ -52,7 +52,7 @@ _COLUMNS = ("rows", "segments", "writes", "selections", "units")
 def shrunk(
     document: Mapping[str, Any], invariant: str, shows: Callable[[Document], bool]
 ) -> Document:
-    """The smallest document found for which `shows` holds, beginning with this one."""
+    """Return the smallest found document for which `shows` holds, starting with this one."""
     search = _Search(shows)
     small = search.better(dict(document), _without_parts(document, invariant))
     small = _without_requests(_without_more_parts(small, search), search)
@@ -60,7 +60,7 @@ def shrunk(
 
 
 class _Search:
-    """Tries candidates, so many and of so much, and no more."""
+    """Tries candidates within limits on their number and total size."""
 
     def __init__(self, shows: Callable[[Document], bool]) -> None:
         self._shows = shows
@@ -68,11 +68,11 @@ class _Search:
         self._work = MOST_WORK
 
     def better(self, now: Document, candidate: Document | None) -> Document:
-        """The candidate if it shows the fault, else what there was."""
+        """Return the candidate if it shows the fault, else the present document."""
         return candidate if candidate is not None and self.holds(candidate) else now
 
     def allows(self, document: Document) -> bool:
-        """Whether another one as large as this may be made and tried."""
+        """Tell whether another document of this size may be made and tried."""
         return self._left > 0 and _work(document) <= self._work
 
     def holds(self, candidate: Document) -> bool:
@@ -87,7 +87,7 @@ class _Search:
 
 
 def _work(document: Document) -> int:
-    """About how much there is to judge: tokens, and objects and lists by their lengths."""
+    """Estimate the work of judging: tokens, and objects and lists by length."""
     requests, ranks = document.get("requests", ()), document.get("ranks", ())
     columns = [rank[part] for rank in ranks for part in (*_COLUMNS, "positions") if part in rank]
     tokens = sum(request["extend"] for request in requests)

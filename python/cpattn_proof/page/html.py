@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of reports: verdicts, findings with their pictures, a timeline, and what was left."""
+"""Page of reports: verdicts, findings with pictures, a timeline, and undecided invariants."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def write_html(
     *,
     stretches: Sequence[Stretch] = (),
 ) -> None:
-    """Write reports as one page, which loads nothing from elsewhere.
+    """Write reports as one self-contained page.
 
     Parameters
     ----------
     reports : sequence of Report
         Reports of any tools.
     path : path
-        The file, which is written anew.
+        File to write; an existing file is overwritten.
     stretches : sequence of Stretch
-        A timeline below the reports.
+        Timeline to draw below the reports.
 
     Raises
     ------
@@ -68,12 +68,12 @@ def write_html(
         num_findings=sum(len(report.findings) for report in reports),
         all_proved=all(report.proved for report in reports),
     )
-    # Names of files and in plans may have halves of characters, which UTF-8 has not.
+    # Names of files and in plans may have lone surrogates, which UTF-8 cannot encode.
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def bars_of(finding: Finding) -> dict[str, Any] | None:
-    """The bars of a picture in pixels; None if it is text alone."""
+    """Return the bars of a picture in pixels; None if it is text only."""
     bars: Mapping[str, Any] | None = getattr(finding.picture, "bars", None)
     if bars is None or bars["end"] <= bars["begin"]:
         return None
@@ -109,7 +109,7 @@ def _title(ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _apart(shapes: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Shapes in their order, as one where they touch: there may be one for each token."""
+    """Return shapes in order, joined where they touch, as there may be one for each token."""
     apart: list[tuple[float, float]] = []
     for x, width in shapes:
         begin, before = apart[-1] if apart else (x, -1.0)

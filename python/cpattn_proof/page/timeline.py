@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_MOST = 4000  # stretches in a page; the longest stay
+_MOST = 4000  # stretches in a page; the longest are kept
 _WIDTH, _ROW, _GAP = 1000, 18, 6
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some time of a rank: it computes, waits, or its link transfers; in seconds."""
+    """Period of a rank, in seconds, in which it computes, waits, or its link transfers."""
 
     rank: int
     name: str
@@ -24,7 +24,7 @@ class Stretch:
 
 
 def drawing(stretches: Sequence[Stretch]) -> dict[str, Any] | None:
-    """Rectangles for the template, rank by rank; None if there is nothing to draw."""
+    """Return rectangles for the template, rank by rank; None if there is nothing to draw."""
     shown = sorted(stretches, key=lambda one: one.begin - one.end)[:_MOST]
     end = max((one.end for one in stretches), default=0.0)
     if end <= 0:

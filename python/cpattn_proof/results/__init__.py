@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of all ranks, put together by positions and held against float64.
+"""Results of all ranks, joined by positions and compared with float64.
 
-``expect``       what programs call: gathers, and says what is wrong
-``rows``         the rows of all ranks as one batch, or why they are none
-``judgement``    where a batch differs from attention, and the finding
-``rings``        ways in which parts that ranks merge go wrong
+``expect``       the call of programs: gathers and judges
+``rows``         rows of all ranks as one batch, or the fault that prevents it
+``judgement``    differences between a batch and attention, and the finding
+``rings``        typical faults in merging partial results of ranks
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a context-parallel program, handed over by every rank to be held against float64."""
+"""Results of a context-parallel program, given by every rank for a comparison with float64."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .rows import Record
 
 
 def _decided(findings: list[Finding]) -> tuple[str, ...]:
-    """Return the invariants that results decide; where rows have no single owner, that alone."""
+    """Return the invariants that results decide; only OWN if rows have no single owner."""
     return ("OWN",) if any(one.kind == "own-token" for one in findings) else ("OWN", "COV", "LSE")
 
 
 class Collector:
-    """Takes what simulated ranks hand over, until all have run.
+    """Collects the results of simulated ranks until all have run.
 
     Parameters
     ----------
     rank : callable
-        The rank whose turn it is.
+        Returns the running rank.
     size : int
-        Ranks.
+        Number of ranks.
     """
 
     def __init__(self, rank: Callable[[], int], size: int) -> None:
@@ -47,7 +47,7 @@ class Collector:
         return any(self._calls)
 
     def findings(self) -> list[Finding]:
-        """Judge the calls in turn, up to the first that is wrong."""
+        """Judge the calls in turn, up to the first wrong one."""
         counts = [len(calls) for calls in self._calls]
         if len(set(counts)) > 1:
             raise NotUsable(
@@ -66,7 +66,7 @@ _collector: Collector | None = None
 
 @contextlib.contextmanager
 def collecting(collector: Collector) -> Iterator[None]:
-    """Hand what ranks expect to a collector for a while."""
+    """Send results of `expect` to a collector while the context lasts."""
     global _collector
     _collector = collector
     try:
@@ -93,53 +93,53 @@ def expect(
     key_sequences: Any = None,
     group: Any = None,
 ) -> Report | None:
-    """Hold the results of all ranks together against attention over whole sequences in float64.
+    """Compare the results of all ranks with attention over whole sequences in float64.
 
-    Every rank calls it with its own rows, before or after they travel; rows of all ranks are put
-    together by their positions. Under `simulate` that happens when all ranks have run, and what is
-    wrong is a finding of its report. Under a launcher such as torchrun it happens here, over the
-    process group.
+    Every rank calls it with its own rows, before or after communication; positions join the rows of
+    all ranks. Under `simulate`, the comparison follows when all ranks have run, and a fault is a
+    finding of its report. Under a launcher such as torchrun, it happens here, over the process
+    group.
 
     Parameters
     ----------
     out : tensor [rows, num_heads, v_head_dim], or [batch, rows, num_heads, v_head_dim]
-        What the program computed for the rows of `q`.
+        Results of the program for the rows of `q`.
     q, k, v : tensors [rows, heads, head_dim], or with a batch in front
-        The rank's rows of queries, and of keys and values; their numbers of rows and heads may
-        differ. Each element of a batch is a sequence.
+        The rank's rows of queries, keys and values; queries and keys may differ in rows and heads.
+        Each element of a batch is a sequence.
     positions : ints [rows]
-        The position of each row of `q` in its sequence; -1 for padding, which is not looked at.
-        Queries may be the last of a sequence, or all.
+        Position of each row of `q` in its sequence; -1 for padding, which is ignored. Queries may
+        be the last tokens of a sequence, or all.
     causal : bool
-        Whether a query sees no key behind its own position.
+        Whether a query sees only keys up to its own position.
     window : int, optional
-        Keys before its own that a query sees; default: all.
+        Number of visible keys before a query's own; default: all.
     scale : float, optional
-        Default: 1 / sqrt(head_dim).
+        Factor of the scores; default: 1 / sqrt(head_dim).
     softcap : float
         Scores are ``softcap * tanh(score / softcap)``; 0 for none.
     sinks : tensor [num_heads], optional
-        A score more for each head, without a value.
+        An extra score for each head, without a value.
     lse : tensor [rows, num_heads], optional
-        Natural logarithms of the sums of exponentials, without sinks, to be compared, too.
+        Natural log-sum-exp without sinks, to compare as well.
     sequences : ints [rows], optional
-        The sequence of each row, without a batch; default: all are of one.
+        Sequence of each row, if there is no batch; default: one sequence.
     key_positions, key_sequences : ints, optional
-        Of the rows of `k`; default: those of `q`.
+        Positions and sequences of the rows of `k`; default: those of `q`.
     group : process group, optional
-        The ranks, under a launcher; default: all.
+        Ranks under a launcher; default: all.
 
     Returns
     -------
     Report or None
-        None under `simulate`, whose report has it.
+        Report of the comparison; None under `simulate`, whose report includes it.
 
     Raises
     ------
     AssertionError
-        Under a launcher, on every rank: the results are wrong. The text is that of the report.
+        If the results are wrong, under a launcher, on every rank. The text is that of the report.
     NotUsable
-        Shapes or options that do not fit together, of a rank or between ranks.
+        If shapes or options do not fit together, on a rank or between ranks.
 
     Examples
     --------
@@ -219,19 +219,19 @@ def _report(records: list[Record]) -> Report:
 
 
 def _array(name: str, value: Any) -> Array:
-    """Numbers of a tensor on any device, or of anything that NumPy reads."""
+    """Return the numbers of a tensor on any device, or of any object that NumPy reads."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = value.float().numpy() if value.is_floating_point() else value.numpy()
     try:
-        array = np.array(value)  # a copy: programs go on
+        array = np.array(value)  # a copy, as the program goes on
     except Exception as error:
         raise NotUsable(f"expect: {name} must be a tensor, got {type(value).__name__}") from error
     return array
 
 
 def _rows(name: str, value: Any) -> tuple[Array, int | None]:
-    """[rows, heads, dim], and the size of the batch that was in front of them."""
+    """Return [rows, heads, dim], and the size of a leading batch axis."""
     array = _array(name, value)
     if array.ndim not in (3, 4) or array.dtype.kind != "f":
         raise NotUsable(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences of gathered results from attention over all keys, and the fault behind them."""
+"""Differences between gathered results and attention over all keys, and their cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..findings import Finding
 from .rings import oracles
 from .rows import Record, Rows, together
 
-# Scores that wrong oracles may compute together, of one call: some seconds.
+# Most scores of all wrong oracles of one call: some seconds.
 _MOST_WORK = 2**27
 _MOST_ORACLES = 64  # of rings
 _VARIANTS = sum(len(fault.variants) for fault in FAULTS.values())
@@ -36,7 +36,7 @@ def judge(records: Sequence[Record]) -> list[Finding]:
 
 
 class _Judged(NamedTuple):
-    """Results beside what is right."""
+    """Results with the correct values."""
 
     rows: Rows
     result: Result
@@ -77,7 +77,7 @@ class _Judged(NamedTuple):
         ]  # fmt: skip
 
     def _of_ring(self, ranks: int) -> tuple[Fault, str] | None:
-        """The first wrong oracle of a ring that explains all ranks with wrong rows."""
+        """Return the first wrong oracle of a ring that explains all ranks with wrong rows."""
         work = self.rows.batch.case.num_heads * sum(
             q * kv for q, kv in zip(*self._lens, strict=True)
         )
@@ -91,12 +91,12 @@ class _Judged(NamedTuple):
         return None
 
     def _of_operator(self) -> tuple[Fault, str]:
-        """The fault that `conform` would name, of one that is wrong on all ranks alike."""
+        """Return the fault that `conform` would name, if all ranks are wrong in the same way."""
         case = self.result.case
         work = case.num_heads * sum(q * kv for q, kv in zip(*self._lens, strict=True))
         if work * _VARIANTS > _MOST_WORK:
             return FAULTS["unknown"], "too large for a diagnosis"
-        from ..conformance.attention import AttentionTrial  # which needs hypothesis
+        from ..conformance.attention import AttentionTrial  # it needs hypothesis
         from ..conformance.diagnosis import diagnose
 
         trial = AttentionTrial(self.result)
@@ -108,7 +108,7 @@ class _Judged(NamedTuple):
         return self.result.case.q_lens, self.result.case.kv_lens
 
     def _picture(self, ranks: list[int]) -> str:
-        """A line for each rank: its first wrong row, and the number that is off most."""
+        """Draw a line for each rank: its first wrong row, and the number with the largest error."""
         lines = []
         for rank in ranks:
             wrong = np.flatnonzero(self.wrong & (self.rows.rank == rank))
@@ -120,7 +120,7 @@ class _Judged(NamedTuple):
         return "\n".join(lines)
 
     def _number(self, row: int) -> str:
-        """The number of a row that is off most."""
+        """Return the number of a row with the largest error."""
         place = f"row {self.rows.row[row]} (position {self.rows.place[row, 1]})"
         found = differences(self.result, self.expected)
         kind, flags = ("out", found.out) if found.out[row].any() else ("lse", found.lse)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways in which parts go wrong that ranks compute over each other's keys and merge."""
+"""Typical faults of partial results that ranks compute over each other's keys and merge."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ALONE = Fault(
 
 
 class Wrong(NamedTuple):
-    """A wrong oracle: the parts of each sequence, and how they are merged."""
+    """Wrong oracle: parts of each sequence, and their merge."""
 
     fault: Fault
     parts: list[Parts]
@@ -42,7 +42,7 @@ class Wrong(NamedTuple):
 
 
 def oracles(rows: Rows, ranks: int) -> Iterator[Wrong]:
-    """Yield wrong oracles, the likeliest first; none where every rank has all keys."""
+    """Yield wrong oracles, the likeliest first; none if every rank has all keys."""
     if ranks < 2 or any((owner < 0).any() for owner in rows.key_rank):
         return
     rings = [_ring(rows, ranks, direction) for direction in (1, -1)][: 2 if ranks > 2 else 1]
@@ -69,7 +69,7 @@ def oracles(rows: Rows, ranks: int) -> Iterator[Wrong]:
 
 
 def _ring(rows: Rows, ranks: int, direction: int) -> list[Parts]:
-    """The keys of each step, for the rank of each row: its own, then those of its neighbours."""
+    """Return the keys of each step, for each row's rank: its own, then its neighbours'."""
     found: list[Parts] = []
     ends = np.cumsum(rows.batch.case.q_lens)
     for owner, begin, end in zip(rows.key_rank, [0, *ends[:-1]], ends, strict=True):

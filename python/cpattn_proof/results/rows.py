@@ -23,13 +23,13 @@ class Record:
     Attributes
     ----------
     site : str
-        The line of the call.
+        Line of the call.
     out, q, k, v : [rows, heads, dim]
     lse, sinks : [rows, heads] and [heads], or None
     places, key_places : int [rows, 2]
         Sequence and position of each row of `q` and of `k`; position -1 is padding.
     dtype : str
-        That of `q`.
+        Dtype of `q`.
     options : dict
         ``causal``, ``window``, ``scale``, ``softcap``.
     """
@@ -48,7 +48,7 @@ class Record:
 
 
 class Rows(NamedTuple):
-    """The batch, and of each row of it who computed it and what came out."""
+    """Batch of whole sequences, with the rank and the result of each row."""
 
     batch: Batch
     out: Array  # NaN in rows that no rank has
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
     rank: Array  # [rows], -1 for none
     row: Array  # [rows], the row of that rank
     place: Array  # [rows, 2], sequence and position
-    key_rank: list[Array]  # of each sequence, the rank of each key; -1 where all have it
+    key_rank: list[Array]  # rank of each key, for each sequence; -1 if all ranks have it
     site: str
 
 
@@ -70,7 +70,7 @@ class _Table(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[Array], only: int | None = None) -> _Table:
-        """Collect the rows of all ranks, or of one alone, that are no padding."""
+        """Collect the rows of all ranks, or of one rank, without padding."""
         known = [np.flatnonzero(place[:, 1] >= 0) for place in places]
         if only is not None:
             known = [rows if rank == only else rows[:0] for rank, rows in enumerate(known)]
@@ -80,7 +80,7 @@ class _Table(NamedTuple):
         return cls(rank[order], np.concatenate(known)[order], place[order])
 
     def fault(self, what: str, first: str) -> Finding | None:
-        """A position that has several rows, or none among those of its sequence.
+        """Return a position with several rows, or a missing position of a sequence.
 
         Sequences begin with position 0, or, with `first` "given", anywhere.
         """
@@ -121,9 +121,9 @@ class _Table(NamedTuple):
 
 
 def together(records: Sequence[Record]) -> list[Rows] | Finding:
-    """Put the rows of all ranks together, or say which position has no single owner.
+    """Join the rows of all ranks, or name a position without a single owner.
 
-    Where every rank has all queries, as in decoding, the rows of each are a batch.
+    If every rank has all queries, as in decoding, the rows of each rank are a batch.
     """
     _check_alike(records)
     places = [record.places for record in records]
@@ -144,7 +144,7 @@ def together(records: Sequence[Record]) -> list[Rows] | Finding:
 
 
 def _all_alike(places: Sequence[Array]) -> bool:
-    """Whether each of several ranks has all rows."""
+    """Tell whether each of several ranks has all rows."""
     sets = [np.unique(place[place[:, 1] >= 0], axis=0) for place in places]
     return len(sets) > 1 and all(np.array_equal(sets[0], one) for one in sets)
 
@@ -195,7 +195,7 @@ def _laid_out(records: Sequence[Record], queries: _Table, keys: _Table, shared: 
             f"expect: rows times keys times heads must be at most {MOST_SCORES:,}, got {scores:,}: "
             "try shorter sequences or fewer heads"
         )
-    # Rows that no rank has stand behind the others, and are compared with nothing.
+    # Rows without a rank come last, and are not compared.
     own = np.searchsorted(sequences, queries.place[:, 0])
     begins = np.cumsum([0, *q_lens[:-1]]) + np.array(q_lens) - np.array(kv_lens)
     at = begins[own] + queries.place[:, 1]
@@ -223,7 +223,7 @@ def _laid_out(records: Sequence[Record], queries: _Table, keys: _Table, shared: 
 
 
 def _gathered(records: Sequence[Record], table: _Table, name: str) -> Array:
-    """Rows of all ranks in the order of a table."""
+    """Return rows of all ranks in the order of a table."""
     parts = [getattr(record, name) for record in records]
     begins = np.cumsum([0, *(len(part) for part in parts[:-1])])
     values: Array = np.concatenate(parts)[begins[table.rank] + table.row]

@@ -157,19 +157,19 @@ class PagedWrapper:
             [pages, num_kv_heads, page_size, dim] ("HND"), or both in [pages, 2, ...].
             Codes (float8_e4m3fn, float8_e5m2, int8), too; in uint8 if planned with their dtype.
         q_scale : float, optional
-            A factor of the scores.
+            Factor of the scores.
         k_scale, v_scale : float or tensor, optional
             Factors of keys and values: positive numbers or tensors [num_kv_heads].
         window_left : int, optional
-            The planned window, if given.
+            Must equal the planned window, if given.
         sinks : float32 tensor, shape [num_qo_heads], optional
-            A logit per head that takes weight but has no value.
+            One logit per head that takes weight but has no value.
 
         Returns
         -------
         out : tensor, shape [tokens, num_qo_heads, head_dim_vo]
         lse : float32 tensor, shape [tokens, num_qo_heads], with ``return_lse``
-            To base 2, sinks not included.
+            Log-sum-exp to base 2, without sinks.
         """
         function = f"{self._name}.run"
         if self._plan is None:

@@ -4,10 +4,9 @@
     pip install .                               # on, in every process of the engine
     CPATTN_PLUGINS=0 sglang serve ...           # off
 
-What sglang plans is then planned by cpattn, and ``--attention-backend cpattn`` has it compute
-attention on a CPU.
+cpattn then makes sglang's plans, and ``--attention-backend cpattn`` computes attention on a CPU.
 
-By hand, before the engine starts, without the entry point:
+Without the entry point, call it before the engine starts:
 
     from cpattn.integrations import sglang
     sglang.install()

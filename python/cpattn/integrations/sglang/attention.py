@@ -2,12 +2,12 @@
 # mypy: disable-error-code="import-not-found", allow-subclassing-any
 """Attention backend for sglang on a CPU, computed by `cpattn.run_attention`.
 
-The KV cache is sglang's own, read in place: of each layer keys and values [slots, num_kv_heads,
-head_dim], in which the slots of a page follow each other. Which slots a request has is a row of
-`req_to_token`; every page_size-th of them says the page. Layers with sliding windows may have a
-smaller pool of their own, with slots of its own. A pool of MLA has latents [slots, 1, kv_lora_rank
-+ qk_rope_head_dim], which begin with the values; prefill is absorbed there like decode. Where there
-is an encoder beside a decoder, the slots of its keys come first in the row of a request.
+The KV cache is sglang's own, read in place: keys and values of each layer are [slots, num_kv_heads,
+head_dim], and the slots of a page are adjacent. A row of `req_to_token` lists the slots of a
+request; every page_size-th slot gives the page. Layers with sliding windows may have a smaller pool
+with its own slots. A pool of MLA has latents [slots, 1, kv_lora_rank + qk_rope_head_dim], which
+begin with the values; prefill is absorbed there like decode. With an encoder beside a decoder, a
+request's row begins with the slots of the encoder's keys.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class CpattnAttnBackend(TorchNativeAttnBackend):
-    """Attention of layers of decoders, of encoders and to them; writing the KV cache is sglang's.
+    """Attention of decoders, encoders and cross attention; sglang itself writes the KV cache.
 
     Parameters
     ----------
@@ -68,8 +68,8 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
     Raises
     ------
     NotImplementedError
-        For what of the model or of the server's arguments cannot be served, by name, before the
-        server takes a request.
+        If the model or an argument of the server is not supported; raised before the first request,
+        with its name.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -79,7 +79,8 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         self._plans: dict[_Kind, AttentionPlan] = {}
         _check_runner(runner)
         if type(self.token_to_kv_pool) is MLATokenToKVPool:
-            # Else models expand the keys of a prompt without a prefix, and cache latents aside.
+            # Else models expand the keys of a prompt without a prefix, and cache latents
+            # separately.
             attention_backend_handler.AttentionBackendRegistry.register(
                 "cpattn", attention_backend_handler._dispatch_mla_subtype
             )
@@ -92,7 +93,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Begin a forward pass: plans are made when the first layer of a kind asks."""
+        """Begin a forward pass; the first layer of each kind makes its plan."""
         super().init_forward_metadata(forward_batch)
         self._plans.clear()
 
@@ -113,10 +114,10 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Attention of q [num_tokens, num_heads * head_dim], [num_tokens, num_heads * v_head_dim].
+        """Attend with q [num_tokens, num_heads * head_dim] to [num_tokens, num_heads * v_head_dim].
 
-        `k` and `v` [num_tokens, num_kv_heads, dim] are written first, if they are given: layers
-        that share the cache of another one have none.
+        Given `k` and `v` [num_tokens, num_kv_heads, dim] are written first; layers that share the
+        cache of another layer have none.
         """
         _check_call(layer, forward_batch, others)
         if k is not None and not save_kv_cache:
@@ -124,7 +125,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         scales = self._scales(layer)
         split = forward_batch.attn_cp_metadata
         if k is not None and v is not None and split is not None:
-            # Those of all ranks, in the order of the tokens: each rank has the whole cache.
+            # Rows of all ranks, in token order: each rank has the whole cache.
             get_cp_strategy().materialize_full_kv(
                 forward_batch, layer, k, v, swa_loc=self.swa_out_cache_loc
             )
@@ -135,7 +136,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, **scales)
         num_heads, v_head_dim = layer.tp_q_head_num, layer.v_head_dim
         result = out = q.new_empty((len(q), num_heads * v_head_dim))
-        if split is not None:  # rows beyond it fill up the share of the rank
+        if split is not None:  # further rows pad the rank's share
             num_tokens = split.total_q_prev_tokens + split.total_q_next_tokens
             result[num_tokens:] = 0
             q, out = q[:num_tokens], out[:num_tokens]
@@ -153,7 +154,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         return result
 
     def _scales(self, layer: Any) -> dict[str, Any]:
-        """Return the scales of codes; a checkpoint may have some that do not concern the cache."""
+        """Return the scales of codes; a checkpoint may have scales without use in the cache."""
         if self.token_to_kv_pool.dtype not in _CODES:
             return {}
         scales = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
@@ -181,7 +182,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         return isinstance(pool, SWAKVPool) and pool.layers_mapping[layer_id][1]
 
     def _make_plan(self, kind: _Kind, layer: Any, forward_batch: Any) -> AttentionPlan:
-        """Plan the whole batch; sglang's window, like ours, does not count the token itself."""
+        """Plan the whole batch; a window of sglang, as of cpattn, excludes the token itself."""
         kv_lens, encoder_lens = forward_batch.seq_lens, forward_batch.encoder_lens
         decodes = forward_batch.forward_mode.is_decode()
         q_lens = torch.ones_like(kv_lens) if decodes else forward_batch.extend_seq_lens
@@ -190,18 +191,19 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             kv_lens, mask = encoder_lens, forward_batch.cross_attention_custom_mask
         elif encoder_lens is not None:
             first = encoder_lens
-            if (first % page_size).any():  # then sequences begin inside of a page
+            if (first % page_size).any():  # then sequences begin within a page
                 page_size = 1
         columns = first[:, None] + torch.arange(0, int(kv_lens.max()), page_size)
         table = self.req_to_token_pool.req_to_token
         columns = columns.clamp(max=table.shape[1] - 1)  # not read beyond the end of a sequence
         slots = table[forward_batch.req_pool_indices[:, None], columns]
         if kind.in_window_pool:
-            # Pages before the window may have been given back: their slots are 0, where nobody's
-            # keys are, and are not seen.
+            # Pages before the window may have been freed: their slots are 0, where there are no
+            # keys, and
+            # are not visible.
             slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
         split = forward_batch.attn_cp_metadata
-        if split is not None:  # the first shares of all requests, then the second ones
+        if split is not None:  # the first shares of all requests, then the second shares
             q_lens = split.actual_seq_q_combined_tensor
             kv_lens = split.kv_len_combined_tensor
             slots = slots.repeat(2, 1)
@@ -229,10 +231,9 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
 
 
 def _reads_encoder(layer: Any, forward_batch: Any) -> bool:
-    """Tell whether the keys are of an encoder beside the decoder.
+    """Tell whether the keys belong to an encoder beside the decoder.
 
-    sglang also calls the layers of encoders alone that transformers computes cross attention, in
-    batches without encoders.
+    sglang also marks layers of pure encoders as cross attention, in batches without encoders.
     """
     return layer.is_cross_attention and forward_batch.encoder_lens is not None
 
@@ -240,9 +241,9 @@ def _reads_encoder(layer: Any, forward_batch: Any) -> bool:
 def _in_chunks(
     q_lens: torch.Tensor, kv_lens: torch.Tensor, tables: torch.Tensor, size: int, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lengths and pages of sequences that are the chunks of `size` tokens with new ones in them.
+    """Return lengths and pages of sequences that are chunks of `size` tokens with new ones in them.
 
-    A token sees those of its chunk up to itself, as in Llama 4.
+    A token sees the tokens of its chunk up to itself, as in Llama 4.
     """
     first = kv_lens - q_lens
     counts = (kv_lens - 1) // size - first // size + 1
@@ -256,13 +257,13 @@ def _in_chunks(
 
 
 def _check_runner(runner: Any) -> None:
-    """Refuse servers that are not covered, by what is known when they start."""
+    """Refuse unsupported servers, by what is known when they start."""
     parallel, config = get_parallel(), runner.model_config
     if str(runner.device) != "cpu":
         _refuse(f"the device {runner.device}")
     if get_spec().speculative_algorithm is not None:
         _refuse("speculative decoding")
-    if get_flags().capture.enable_torch_compile:  # on a CPU that is a graph of each batch size
+    if get_flags().capture.enable_torch_compile:  # on a CPU that is a graph for each batch size
         _refuse("--enable-torch-compile")
     if parallel.attn_cp_size > 1:
         _check_context_parallel(parallel, runner)
@@ -310,7 +311,7 @@ def _check_pool(pool: Any, dtype: torch.dtype) -> None:
 
 
 def _check_call(layer: Any, forward_batch: Any, others: dict[str, Any]) -> None:
-    """Refuse calls that are not covered, by what only a layer or a batch shows."""
+    """Refuse unsupported calls, by what only a layer or a batch shows."""
     if forward_batch.forward_mode not in _SERVED:
         _refuse(f"batches of the mode {forward_batch.forward_mode.name}")
     if layer.is_cross_attention and layer.sliding_window_size >= 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill in context parallel on a CPU: the stream that sglang's runner asks CUDA for.
 
-`EagerRunner._execute_extend_cp` of sglang 0.5.23 asks for the current stream of CUDA on any device,
-which is an AssertionError of a torch without CUDA, and hands it to strategies that do not use it.
+`EagerRunner._execute_extend_cp` of sglang 0.5.23 asks for the current CUDA stream on any device,
+which raises AssertionError in a torch without CUDA, and passes it to strategies that ignore it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 def execute_extend_cp(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run sglang's function; on a CPU the current stream is that of the CPU until it returns."""
+    """Run sglang's function; on a CPU, the current stream is the CPU's until it returns."""
     import torch
 
     if str(runner.model_runner.device) != "cpu":

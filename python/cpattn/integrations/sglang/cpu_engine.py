@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for what sglang imports on a CPU and PyPI has not for one: torchvision, sgl_kernel.
+"""Stand-ins for packages that sglang imports and PyPI lacks for CPUs: torchvision, sgl_kernel.
 
-sglang is released for GPUs. Its engine runs on a CPU without these two, but for a few names that it
-imports at the start and does not use there. `install` supplies these names and nothing else:
-whoever calls one gets a NotImplementedError, whoever asks for another one an AttributeError or an
-ImportError, each with its name. Nothing is computed here, and a package that is installed is never
-hidden.
+sglang is released for GPUs. Its engine runs on a CPU without these two packages, except for a few
+names that it imports at the start and does not use there. `install` supplies only these names:
+calling one raises NotImplementedError, and any other name raises AttributeError or ImportError,
+each with the name. The stand-ins compute nothing, and never hide an installed package.
 
     python -m cpattn.integrations.sglang.cpu_engine serve --model-path ... --device cpu \\
       --attention-backend cpattn
 
 is the command ``sglang serve`` in a process with the stand-ins; processes that sglang starts have
-them, too. Programs of one's own call `install` at their top, outside of any function: sglang starts
+them, too. Your own program must call `install` at its top, outside of any function: sglang starts
 processes that run the top of the program again.
 """
 
@@ -31,7 +30,7 @@ from .._stand_in import StandIn
 
 _logger = logging.getLogger(__name__)
 
-# What sglang 0.5.23 imports of sgl_kernel on a CPU: all for speculative decoding, for moving
+# Names that sglang 0.5.23 imports from sgl_kernel on a CPU: for speculative decoding, for moving
 # entries of a KV cache, or for platforms whose operators sgl_kernel has.
 _KERNELS = (
     "assign_draft_cache_locs_contiguous_cpu",
@@ -46,7 +45,7 @@ _KERNELS = (
 
 
 class InterpolationMode(enum.Enum):
-    """The names of torchvision's ways to resize images; nothing here resizes any."""
+    """Names of torchvision's interpolation modes, without function."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -77,8 +76,8 @@ def _missing(package: str, supplied: list[str]) -> Callable[[str], NoReturn]:
     return missing
 
 
-# Of each package its modules and their names. sgl_kernel.scalar_type is left out: where it cannot
-# be imported sglang has names of its own.
+# Modules of each package with their names. sgl_kernel.scalar_type is left out, as sglang has names
+# of its own if it cannot be imported.
 _PACKAGES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "torchvision": (
         ("transforms", "transforms.functional"),
@@ -91,18 +90,18 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def install() -> ExitStack:
     """Let sglang, imported from now on, run on this CPU; ``with`` or `close` ends it.
 
-    Sets ``SGLANG_USE_CPU_ENGINE=1`` for this process and those that it starts. What sglang has
-    imported stays with it after the end.
+    Sets ``SGLANG_USE_CPU_ENGINE=1`` for this process and its children. sglang keeps the names that
+    it has imported after the end.
 
     Returns
     -------
     contextlib.ExitStack
-        Takes the stand-ins away again.
+        Removes the stand-ins at its end.
 
     Raises
     ------
     RuntimeError
-        sglang has been imported, for another device.
+        If sglang has been imported already, for another device.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1" and "sglang.srt.utils" in sys.modules:
         raise RuntimeError(
@@ -110,7 +109,7 @@ def install() -> ExitStack:
             "imported, and has been called after"
         )
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    # transformers asks once whether there is a torchvision, and must not take this one for it.
+    # transformers checks once for torchvision, and must not find this stand-in.
     importlib.import_module("transformers.utils").is_torchvision_available()
     installed = ExitStack()
     for package, (modules, names) in _PACKAGES.items():

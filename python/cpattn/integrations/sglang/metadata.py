@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel metadata as sglang's own objects, computed by one call of the core.
 
-sglang makes a dozen small tensors one by one. Here they are cut out of one block: one allocation
-and, for a device, one copy. They share its storage but no element of it, so that writing into one,
-which sglang does not, would leave the others alone.
+sglang makes a dozen small tensors one by one. Here all are parts of one block: one allocation and,
+for a device, one copy. They share its storage but no element, so writing into one, which sglang
+does not, would not change the others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention operators of Ascend's torch_npu, for programs that import it on a CPU.
+"""Attention operators of Ascend's torch_npu, for programs that import it on a CPU.
 
     cpattn.integrations.torch_npu.install()
     import torch_npu
     out, _ = torch_npu.npu_fused_infer_attention_score(query, key, value, input_layout="TND", ...)
 
-`install` puts a module ``torch_npu`` in place and registers its operators as ``torch.ops.npu``.
-They have the schemas of torch_npu, run on CPU tensors, and trace under `torch.compile`.
+`install` adds a module ``torch_npu`` and registers its operators as ``torch.ops.npu``. They have
+the schemas of torch_npu, run on CPU tensors, and trace under `torch.compile`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["install"]
 def install() -> StandIn:
     """Let ``import torch_npu`` find the operators here; ``with`` or `remove` ends it.
 
-    The operators themselves stay in ``torch.ops.npu``: torch keeps them, and graphs may hold them.
+    The operators stay in ``torch.ops.npu``: torch keeps them, and graphs may contain them.
 
     Raises
     ------
     ImportError
-        If torch_npu can be imported, or somebody else has registered these operators.
+        If torch_npu can be imported, or another package has registered these operators.
 
     Examples
     --------
@@ -34,7 +34,7 @@ def install() -> StandIn:
     >>> with torch_npu.install():  # doctest: +SKIP
     ...     import sglang
     """
-    refuse_to_replace("torch_npu")  # before operators take the places of its own
+    refuse_to_replace("torch_npu")  # before the operators are registered
     from .operators import SUPPLIED
 
     def missing(name: str) -> NoReturn:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.ops.npu``: importing this module registers the operators, with torch_npu's schemas."""
+"""Registers ``torch.ops.npu`` on import, with torch_npu's schemas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for _name in _NAMES:
         )
 
 _operators = Operators("npu")
-_kernels = Operators("cpattn_npu")  # what operators with other forms are made of
+_kernels = Operators("cpattn_npu")  # parts of operators with other forms
 
 
 # Dense attention.
@@ -166,7 +166,7 @@ _operators.define(
 )
 
 
-# What is done to the KV cache and to the indexer's keys beside attention.
+# Operations on the KV cache and on index keys.
 
 
 def _write_rows(self: Tensor, indices: Tensor, updates: Tensor) -> None:
@@ -216,7 +216,7 @@ def _scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor
     return self
 
 
-# torch traces no operator that returns what it has written, but what such an operator is made of.
+# torch does not trace operators that return a tensor they wrote, but traces their parts.
 _operators.define_composite(
     "npu_scatter_nd_update_(Tensor(a!) self, Tensor indices, Tensor updates) -> Tensor(a!)",
     _scatter_nd_update,
@@ -228,7 +228,7 @@ def _reshape_and_cache(
 ) -> None:
     """Write rows [T, H, D] to slots of caches [blocks, block_size, H, D]."""
     for cache, rows in ((key_cache, key), (value_cache, value)):
-        slots = cache.view(-1, *cache.shape[2:])  # never a copy, as of flatten()
+        slots = cache.view(-1, *cache.shape[2:])  # never a copy, unlike flatten()
         torch.ops.npu.npu_scatter_nd_update_(slots, slot_indices[:, None], rows)
 
 
@@ -245,7 +245,7 @@ _operators.define_composite(
     _rotary_mul,
 )
 
-# By name, all that the module torch_npu has.
+# All names of the module torch_npu.
 SUPPLIED: dict[str, Any] = {
     "_npu_fused_infer_attention_score_get_max_workspace": _get_max_workspace,
     "_npu_reshape_and_cache": _reshape_and_cache,

@@ -82,12 +82,12 @@ class _Batch:
     def _plan(
         self, allocator: Any, num_heads: int, ends: Any, reads: AnyTensor, writes: AnyTensor
     ) -> _Kind:
-        """The pages of each sequence, and the division of work over them.
+        """Return the pages of each sequence, and the division of work over them.
 
-        A sequence of n cached and m new tokens has n + m of `reads`, the rows of the cache in the
-        order of their positions. Of layers with full attention they fill pages from their start.
-        A sliding window is a ring of rows, any of which may come next, so a page is one row there,
-        and in place of new tokens, which may take the rows of others, there are sentinels.
+        A sequence of n cached and m new tokens has n + m of `reads`, the cache rows in the order of
+        positions. With full attention, these fill pages from their start. A sliding window is a
+        ring of rows in any order, so a page is one row there. New tokens, which may reuse rows of
+        others, have sentinels instead.
         """
         kv_lens = np.diff(ends)
         window: Any = getattr(allocator, "sliding_window", None)
@@ -97,7 +97,7 @@ class _Batch:
         table = ends[:-1, None] + page_size * np.arange(most)
         num_pages = int(ends[-1])
         if in_place:
-            # Without cached tokens there are no reads: each sequence is what it writes.
+            # Without cached tokens there are no reads: each sequence reads its writes.
             rows = (reads if len(reads) else writes).numpy().copy()
             np.place(rows, rows == allocator.sentinel_index, np.asarray(writes))
             table = rows[np.minimum(table, len(rows) - 1)] // page_size
@@ -117,7 +117,7 @@ class _Batch:
 
 
 def _batch_of(cu_seq_lens_q: AnyTensor) -> _Batch:
-    """Kept on a tensor that is made for one forward pass, and that all its layers get."""
+    """Return the batch, kept on a tensor that all layers of one forward pass share."""
     if not hasattr(cu_seq_lens_q, "cpattn_batch"):
         cu_seq_lens_q.cpattn_batch = _Batch(cu_seq_lens_q)
     batch: _Batch = cu_seq_lens_q.cpattn_batch
@@ -142,15 +142,15 @@ def paged_attention_forward(
     s_aux: AnyTensor | None = None,
     **options: Any,
 ) -> tuple[AnyTensor, None]:
-    """An attention function of transformers for the batches of ``generate_batch``.
+    """Attention function of transformers for the batches of ``generate_batch``.
 
-    Writes the new keys and values into the pages of the cache and attends to them there. Only a
-    chunk that pushes others out of a sliding window attends to a copy, of the window and the chunk.
+    It writes the new keys and values into the pages of the cache and attends to them there. Only a
+    chunk that pushes tokens out of a sliding window attends to a copy, of window and chunk.
 
     Parameters
     ----------
     query : float32, float16 or bfloat16 tensor, shape [1, num_heads, tokens, head_dim]
-        The new tokens of all sequences, and behind them padding, whose results are zeros.
+        New tokens of all sequences, followed by padding, whose results are zeros.
     key, value : tensors, shape [1, num_kv_heads, tokens, head_dim]
         Or, from transformers 5.24 on, all keys of the sequences, one after another.
     cache : PagedAttentionCache, optional
@@ -161,13 +161,13 @@ def paged_attention_forward(
     read_index, write_index : lists of int64 tensors
         Rows of the cache for each kind of layers: of all tokens, and of the new ones.
     scaling, softcap, s_aux, dropout, **options
-        As in `contiguous_attention`.
+        See `contiguous_attention`.
 
     Returns
     -------
     out : tensor, shape [1, tokens, num_heads, head_dim]
     None
-        In place of the weights.
+        In place of attention weights.
     """
     if cache is None and cu_seq_lens_k is None:
         raise ValueError(
@@ -180,7 +180,7 @@ def paged_attention_forward(
         options=options,
         unsupported=(*UNSUPPORTED, "block_table", "indices"),
     )  # fmt: skip
-    if attention_mask is not None:  # which no mask function of this name has made
+    if attention_mask is not None:  # no mask function of this name makes one
         raise ValueError(
             f"{FUNCTION}: attention_mask must be None in continuous batching, where lengths say "
             "what is visible: a mask or bias that a layer makes is not supported"

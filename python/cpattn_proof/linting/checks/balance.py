@@ -12,7 +12,7 @@ from .check import Check, finding
 
 
 def balance(plan: Plan) -> list[Finding]:
-    """Pairs of queries and keys are even over ranks, or in proportion to their weights."""
+    """Check that pairs of queries and keys are even over ranks, or proportional to weights."""
     if "balance" not in plan.document:
         raise Absent("the document states no bound")
     bound = float(plan.document["balance"]["bound"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks as values, and the findings and phrases that they report with."""
+"""Checks as values, and helpers for their findings and phrases."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..model import Plan
 
 @dataclass(frozen=True)
 class Check:
-    """Decides a part of an invariant.
+    """Check of a part of an invariant.
 
     Attributes
     ----------
     invariant : str
-        Its id.
+        Id of the invariant.
     part : str
-        What of the document it looks at, as reports name it.
+        Part of the document that the check needs, by its name in reports.
     run : callable
-        Takes a plan, gives findings; raises `model.Absent` where the document does not say enough.
+        Takes a plan, returns findings; raises `model.Absent` if the document lacks data.
     """
 
     invariant: str
@@ -38,9 +38,9 @@ def finding(
     picture: str = "",
     **details: Any,
 ) -> list[Finding]:
-    """One finding, as a list; `id_kind` is as ``"own-token"``.
+    """Return one finding, as a list; `id_kind` has the form ``"own-token"``.
 
-    Numbers in details become those of Python, which JSON knows.
+    Numbers in details become Python numbers, which JSON knows.
     """
     plain = {name: _plain(value) for name, value in details.items()}
     invariant = id_kind.partition("-")[0].upper()
@@ -55,10 +55,10 @@ def _plain(value: Any) -> Any:
 
 
 def many(count: int, what: str) -> str:
-    """Return a count with its noun, as "3 ranks" or "no rank"."""
+    """Return a count with its noun, such as "3 ranks" or "no rank"."""
     return f"{count} {what}{'s' * (count != 1)}" if count else f"no {what}"
 
 
 def more(count: int, what: str) -> str:
-    """Return a phrase for the rest of several, as ", and 3 more tokens"; an empty one for none."""
+    """Return a phrase for the rest of several, such as ", and 3 more tokens"; "" for none."""
     return f", and {count} more {what}{'s' * (count != 1)}" if count > 0 else ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SEQ: ranks of a group make the same calls, of sizes that fit, in an order that lets all go on.
+"""SEQ: ranks of a group make the same calls, with sizes that fit, in an order without deadlock.
 
-Sends and receives are matched by sender, receiver and tag, in their order; they are taken not to
-wait for each other, as in a batch of them.
+Sends and receives match by sender, receiver and tag, in order; they count as non-blocking, as in a
+batch of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _calls(plan: Plan) -> list[list[Mapping[str, Any]]]:
 
 
 def _text(call: Mapping[str, Any] | None) -> str:
-    """A call in one line."""
+    """Return a call as one line."""
     if call is None:
         return "(none)"
     numbers = call.get("sends") or call.get("size")
@@ -41,7 +41,7 @@ def _text(call: Mapping[str, Any] | None) -> str:
 
 
 def in_order(plan: Plan) -> list[Finding]:
-    """Let ranks go on call by call, until all are done or some wait for ever."""
+    """Advance ranks call by call, until all are done or some wait forever."""
     calls = _calls(plan)
     queues = [[c for c in of_rank if c["kind"] not in _SENDS] for of_rank in calls]
     at = [0] * len(queues)
@@ -68,14 +68,14 @@ def in_order(plan: Plan) -> list[Finding]:
         group = plan.group(queues[rank][at[rank]])
         heads = _heads(group, at, queues)
         if all(head is None or plan.members(head) == members for head in heads):
-            return _differences(group, heads, at, queues)  # with ranks that have ended
+            return _differences(group, heads, at, queues)  # also for ranks that have ended
     return _stuck(plan, stuck, at, queues) if stuck else []
 
 
 def _heads(
     group: tuple[int, ...], at: list[int], queues: list[list[Mapping[str, Any]]]
 ) -> list[Mapping[str, Any] | None]:
-    """The call that each rank of a group is at; None if it has ended."""
+    """Return the current call of each rank of a group; None if the rank has ended."""
     return [queues[r][at[r]] if at[r] < len(queues[r]) else None for r in group]
 
 
@@ -126,7 +126,7 @@ def _exchanged(
     number: dict[int, int],
     queues: list[list[Mapping[str, Any]]],
 ) -> list[Finding]:
-    """Check that what a rank sends to another in an all-to-all is what that one expects."""
+    """Check that a rank sends in an all-to-all what its receivers expect."""
     sends: dict[tuple[int, int], int] = {}
     receives: dict[tuple[int, int], int] = {}
     for rank, head in zip(group, heads, strict=True):
@@ -170,7 +170,7 @@ def _fault(
 def _stuck(
     plan: Plan, stuck: list[int], at: list[int], queues: list[list[Mapping[str, Any]]]
 ) -> list[Finding]:
-    """Ranks that wait for each other in different groups."""
+    """Report ranks that wait for each other in different groups."""
     heads = {rank: queues[rank][at[rank]] for rank in stuck}
     lines = [
         f"rank {rank}  call {at[rank]}: {_text(head)} of ranks {list(plan.group(head))}"
@@ -189,7 +189,7 @@ def _stuck(
 
 
 def messages(plan: Plan) -> list[Finding]:
-    """Every send has its receive, of the same size and dtype."""
+    """Check that every send has its receive, with the same size and dtype."""
     calls = _calls(plan)
     sent: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
     received: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
@@ -217,7 +217,7 @@ def messages(plan: Plan) -> list[Finding]:
 
 
 def groups(plan: Plan) -> list[Finding]:
-    """A call that says what it is for is made by just the ranks that this takes."""
+    """Check that exactly the required ranks make a call with a stated purpose."""
     named = [
         (rank, index, call)
         for rank, calls in enumerate(_calls(plan))
@@ -226,7 +226,7 @@ def groups(plan: Plan) -> list[Finding]:
     ]
     if not named:
         raise Absent("no call says which of groups it is for")
-    right: set[tuple[frozenset[int], frozenset[int]]] = set()  # seen before
+    right: set[tuple[frozenset[int], frozenset[int]]] = set()  # already checked
     for rank, index, call in named:
         sends = call["kind"] in _SENDS
         group = frozenset((rank, call["peer"])) if sends else plan.members(call)
@@ -248,7 +248,7 @@ def groups(plan: Plan) -> list[Finding]:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order, the first of them if they are many."""
+    """Return ranks in ascending order, only the first if there are many."""
     shown = [
         f"{begin}-{end - 1}" if end - begin > 1 else f"{begin}" for begin, end in ranges_of(ranks)
     ]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COV: what queries see, over all calls of all ranks, is every key that they may see, once.
+"""COV: over all calls of all ranks, each query sees each key that it may see exactly once.
 
-Between two places where calls begin or end, the keys of each call grow evenly from query to query.
-Where they fit at both of its ends they fit within, so few queries of a long sequence are looked at.
+Between two places where calls begin or end, the keys of each call grow linearly from query to
+query. If they fit at both ends they fit between, so the check looks at few queries of a long
+sequence.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from .check import Check, finding, many, more
 
 MOST_VISITS = 8_000_000  # of a query by a call; more would take gigabytes
 
-MOST_BETWEEN = 100_000  # queries that are searched for the first wrong one
+MOST_BETWEEN = 100_000  # queries among which the first wrong one is searched
 
 
 @dataclass(frozen=True)
 class Visits:
-    """Queries that are looked at, each with a range of keys that a call shows it."""
+    """Queries to check, each with the range of keys that a call shows it."""
 
-    query: Ints  # its number times the number of shards, and the shard whose keys these are
+    query: Ints  # its number times the number of shards, plus the shard of these keys
     piece: Ints
     first: Ints
     keys: Ints
@@ -37,7 +38,7 @@ class Visits:
 
 
 def coverage(plan: Plan) -> list[Finding]:
-    """Every query sees every key that it may see once."""
+    """Check that every query sees every visible key once."""
     pieces = _inside(plan, pieces_of(plan))
     if plan.shards > 1 and (pieces.source >= 0).any():
         raise Undecided("keys of other ranks are judged where caches are not shared out")
@@ -59,7 +60,7 @@ def coverage(plan: Plan) -> list[Finding]:
         return judged(calling)
     if None not in heads:
         return next(filter(None, map(judged, _of_equal_heads(calling, heads))), [])
-    # Nobody says whether ranks share out the keys, or each has all of them for heads of its own.
+    # Unknown whether ranks share the keys, or each has all keys for its own heads.
     if not (together := judged(calling)):
         return []
     alone = [judged([rank]) for rank in calling]
@@ -67,7 +68,7 @@ def coverage(plan: Plan) -> list[Finding]:
 
 
 def _of_equal_heads(ranks: list[int], heads: list[Any]) -> list[list[int]]:
-    """Ranks that compute the same heads, which see all keys together."""
+    """Return ranks that compute the same heads, which see all keys together."""
     found: dict[Any, list[int]] = {}
     for rank, mine in zip(ranks, heads, strict=True):
         found.setdefault((mine.get("group", 0), *mine["q"]), []).append(rank)
@@ -75,7 +76,7 @@ def _of_equal_heads(ranks: list[int], heads: list[Any]) -> list[list[int]]:
 
 
 def _of_copies(plan: Plan, pieces: Pieces, requests: NDArray[np.bool_]) -> list[Finding]:
-    """Ranks of one shard compute other heads: those that have the whole cache are a copy."""
+    """Return copies: ranks with the whole cache together, if ranks of a shard split heads."""
     copy, said = plan.copy_by_rank("segments"), np.array(["segments" in r for r in plan.ranks])
     for number in np.unique(copy[said]):
         own = plan.shard_by_rank[said & (copy == number)]
@@ -88,7 +89,7 @@ def _of_copies(plan: Plan, pieces: Pieces, requests: NDArray[np.bool_]) -> list[
 def _judged(
     plan: Plan, pieces: Pieces, requests: NDArray[np.bool_], shards: NDArray[np.bool_]
 ) -> list[Finding]:
-    """Whether the queries of some requests see each key of some shards once."""
+    """Check that the queries of some requests see each key of some shards once."""
     looked = _looked_at(plan, pieces)
     request = np.searchsorted(plan.token_base, looked, side="right") - 1
     looked = looked[requests[request]]
@@ -110,14 +111,14 @@ def _judged(
 
 
 def _looked_at(plan: Plan, pieces: Pieces) -> Ints:
-    """Queries that decide for all: those where a piece or a limit begins or ends, and neighbours.
+    """Return queries that decide for all: begins and ends of pieces and limits, and neighbours.
 
-    All queries where keys do not grow evenly: shards, rows or keys in different steps.
+    If keys do not grow linearly, all queries: shards, rows or keys in different steps.
     """
     long = pieces[pieces.rows > 1]
     strides = np.unique(long.stride)
     step = int(strides[0]) if len(strides) else 1
-    # Ends of ranges that grow by less than `step` could pass each other between two that fit.
+    # Ends of ranges that grow by less than `step` could cross between two queries that fit.
     even = (long.move == 0) | (long.move == step) & ((long.move + long.slope) % step == 0)
     even &= long.key_step == 1
     if plan.shards > 1 or len(strides) > 1 or not (even.all() and (pieces.key_step == 1).all()):
@@ -137,7 +138,7 @@ def _looked_at(plan: Plan, pieces: Pieces) -> Ints:
 
 
 def _bends(plan: Plan) -> list[Ints]:
-    """Positions from which a window hides keys, and up to which it hides some behind."""
+    """Return positions at which a window begins to hide keys, before or behind."""
     bends = [] if plan.window is None else [np.full_like(plan.lengths, plan.window)]
     if not plan.causal and plan.window_right is not None:
         bends.append(plan.lengths - 1 - plan.window_right)
@@ -145,14 +146,14 @@ def _bends(plan: Plan) -> list[Ints]:
 
 
 def _inside(plan: Plan, pieces: Pieces) -> Pieces:
-    """Return the pieces whose queries are all new tokens: others are another fault."""
+    """Return the pieces whose queries are all new tokens; other queries are another fault."""
     last = pieces.position + (pieces.rows - 1) * pieces.stride
     low, high = plan.prefix[pieces.request], plan.lengths[pieces.request]
     return pieces[(pieces.position >= low) & (last < high)]
 
 
 def _visits(plan: Plan, pieces: Pieces, looked: Ints) -> Visits:
-    """The looked at queries of each piece, ascending in `looked`."""
+    """Return the checked queries of each piece, ascending in `looked`."""
     begin = plan.token_of(pieces.request, pieces.position)
     end = begin + (pieces.rows - 1) * pieces.stride + 1
     low, high = np.searchsorted(looked, begin), np.searchsorted(looked, end)
@@ -170,7 +171,7 @@ def _visits(plan: Plan, pieces: Pieces, looked: Ints) -> Visits:
 
 
 def _limits(plan: Plan, query: Ints) -> tuple[Ints, Ints]:
-    """The keys that queries may see of a shard, as it counts them: from, and up to."""
+    """Return begin and end of the keys of a shard that queries may see, in its numbering."""
     token, shard = np.divmod(query, plan.shards)
     request = np.searchsorted(plan.token_base, token, side="right") - 1
     position = token - plan.token_base[request] + plan.prefix[request]
@@ -188,7 +189,7 @@ def _limits(plan: Plan, query: Ints) -> tuple[Ints, Ints]:
 
 
 def _wrong(plan: Plan, visits: Visits, looked: Ints) -> Ints:
-    """The queries that do not see what they may see, or see some of it twice, ascending."""
+    """Return the queries, ascending, that miss visible keys or see some keys twice."""
     step = _common_step(visits.step)
     copies = np.where(visits.step == step, 1, step)
     if int(copies.sum()) > MOST_VISITS:
@@ -206,7 +207,7 @@ def _wrong(plan: Plan, visits: Visits, looked: Ints) -> Ints:
     after = first + keys * step
     chain = query * step + first % step
     follows = np.concatenate([[False], chain[1:] == chain[:-1]])
-    begins = low + (first - low) % step  # the first key of its kind
+    begins = low + (first - low) % step  # the first key in its residue class
     expected = np.where(follows, np.roll(after, 1), begins)
     ends = np.concatenate([chain[1:] != chain[:-1], [True]])[: len(chain)]
     bad = (first != expected) | (ends & ((after - step >= high) | (after < high)))
@@ -226,7 +227,7 @@ def _common_step(steps: Ints) -> int:
 
 
 def _described(plan: Plan, pieces: Pieces, query: int) -> list[Finding]:
-    """Report what is wrong with one query, key by key."""
+    """Report the fault of one query, key by key."""
     request, position = plan.place(query)
     visits = _visits(plan, pieces, np.array([query]))
     low, high = (int(limit[0]) for limit in _limits(plan, np.array([query])))
@@ -287,7 +288,7 @@ def _described_shard(plan: Plan, pieces: Pieces, wrong: Ints) -> list[Finding]:
 
 
 def _showing(plan: Plan, pieces: Pieces, shard: int) -> Ints:
-    """Ranks of a shard whose calls these are; all of the shard where they have none."""
+    """Return the ranks of a shard that make these calls, or all its ranks if none does."""
     ranks = np.flatnonzero(plan.shard_by_rank == shard)
     mine = ranks[np.isin(ranks, pieces.rank)]
     return mine if len(mine) else ranks

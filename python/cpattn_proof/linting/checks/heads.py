@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OWN of heads: each has one rank of a group, with its key/value head and its weights."""
+"""OWN of heads: one rank of a group has each head, with its KV head and its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .check import Check, finding, many
 
 
 def _groups(plan: Plan) -> dict[int, list[int]]:
-    """Ranks by the number of the group that shares the heads out."""
+    """Return ranks by the number of the group that splits the heads."""
     if not plan.ranks or "heads" not in plan.document or any("heads" not in r for r in plan.ranks):
         raise Absent("not every rank, or not the document, has heads")
     groups: dict[int, list[int]] = {}
@@ -31,7 +31,7 @@ def _picture(plan: Plan, ranks: list[int], name: str, mark: int) -> str:
 
 
 def owners(plan: Plan) -> list[Finding]:
-    """Every query head is computed by one rank of a group."""
+    """Check that one rank of a group computes each query head."""
     count = plan.document.get("heads", {}).get("q", 0)
     for ranks in _groups(plan).values():
         held = Counter(head for rank in ranks for head in plan.ranks[rank]["heads"]["q"])
@@ -50,7 +50,7 @@ def owners(plan: Plan) -> list[Finding]:
 
 
 def pairs(plan: Plan) -> list[Finding]:
-    """A rank has the key/value head of each of its query heads."""
+    """Check that a rank has the KV head of each of its query heads."""
     groups, model = _groups(plan), plan.document["heads"]
     kv = model.get("kv")
     if kv is None or not all("kv" in rank["heads"] for rank in plan.ranks):
@@ -77,7 +77,7 @@ def pairs(plan: Plan) -> list[Finding]:
 
 
 def _uneven(rank: int, heads: Mapping[str, Any]) -> list[Finding]:
-    """Kernels take equally many query heads for each head of keys."""
+    """Check that each KV head has equally many query heads, as kernels assume."""
     q, kv = len(heads["q"]), len(heads["kv"])
     if not kv or q % kv == 0:
         return []
@@ -88,7 +88,7 @@ def _uneven(rank: int, heads: Mapping[str, Any]) -> list[Finding]:
 
 
 def _taken_for_another(plan: Plan, rank: int) -> list[Finding]:
-    """Kernels take query heads for the heads of keys in turn, equally many for each."""
+    """Check that query heads follow KV heads in order, equally many each, as kernels assume."""
     model, heads = plan.document["heads"], plan.ranks[rank]["heads"]
     q, kv = heads["q"], heads["kv"]
     for place, head in enumerate(q if kv else ()):
@@ -103,7 +103,7 @@ def _taken_for_another(plan: Plan, rank: int) -> list[Finding]:
 
 
 def weights(plan: Plan) -> list[Finding]:
-    """The rows of the output projection are those of the rank's own heads."""
+    """Check that the rows of the output projection are those of the rank's own heads."""
     _groups(plan)
     if not any("weights" in rank["heads"] for rank in plan.ranks):
         raise Absent("no rank says which weights it has")

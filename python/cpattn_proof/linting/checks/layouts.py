@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAYOUT: who writes a buffer and who reads it agree on the order of its bytes.
+"""LAYOUT: writer and reader of a buffer agree on the order of its bytes.
 
-A side's order is its axes from the outermost, an axis in several pieces where it is tiled. The
-place of an element is then a sum over axes, and so are the places of two sides the same for all
-elements if they are for those of each axis alone.
+A side's order lists its axes from the outermost; a tiled axis appears in several pieces. The place
+of an element is a sum over axes, so two sides agree on all elements if they agree on each axis.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _MOST = 2**22  # indices of an axis
 class _Side(NamedTuple):
     """One side of a buffer."""
 
-    name: str  # as findings call it
+    name: str  # as in findings
     document: Mapping[str, Any]
 
     @property
     def extents(self) -> dict[str, int]:
-        """The indices of each axis, in the order in which they first occur."""
+        """Number of indices of each axis, in the order of first occurrence."""
         found: dict[str, int] = {}
         for piece in self.document["axes"]:
             found[piece["axis"]] = found.get(piece["axis"], 1) * piece["size"]
@@ -37,7 +36,7 @@ class _Side(NamedTuple):
 
     @property
     def places(self) -> dict[str, Ints]:
-        """Bytes from the first element to each of an axis."""
+        """Return bytes from the first element to each index of an axis."""
         step = self.document.get("itemsize", 1)
         extents = self.extents
         places = {axis: np.zeros(extent, np.int64) for axis, extent in extents.items()}
@@ -52,7 +51,7 @@ class _Side(NamedTuple):
 
     @property
     def order(self) -> str:
-        """Axes from the outermost, as ``token/4 dim/8 token/16 dim/16``."""
+        """Return axes from the outermost, such as ``token/4 dim/8 token/16 dim/16``."""
         return " ".join(f"{piece['axis']}/{piece['size']}" for piece in self.document["axes"])
 
 
@@ -70,7 +69,7 @@ def _pairs(plan: Plan) -> Iterator[tuple[str, _Side, _Side]]:
 
 
 def orders(plan: Plan) -> list[Finding]:
-    """Every element is read where it was written."""
+    """Check that every element is read where it was written."""
     for buffer, writer, reader in _pairs(plan):
         theirs = reader.extents
         for axis, extent in writer.extents.items():
@@ -95,7 +94,7 @@ def orders(plan: Plan) -> list[Finding]:
 
 
 def _first_apart(buffer: str, writer: _Side, reader: _Side) -> list[Finding]:
-    """The first element in the writer's order of axes whose places differ."""
+    """Return the first element, in the writer's order, with different places."""
     written, read = writer.places, reader.places
     begins = [side.document.get("offset", 0) for side in (writer, reader)]
     apart = [axis for axis in written if (written[axis] != read[axis]).any()]
@@ -123,7 +122,7 @@ def _picture(writer: _Side, reader: _Side) -> str:
 
 
 def codes(plan: Plan) -> list[Finding]:
-    """Elements are of one dtype, and their scales of one granularity."""
+    """Check that elements have one dtype, and their scales one granularity."""
     for buffer, writer, reader in _pairs(plan):
         types = [side.document.get("dtype", "") for side in (writer, reader)]
         if all(types) and types[0] != types[1]:
@@ -145,7 +144,7 @@ def codes(plan: Plan) -> list[Finding]:
 
 
 def tags(plan: Plan) -> list[Finding]:
-    """Bytes that are sent as they are have the same names of order and dtype on both sides."""
+    """Check that unconverted bytes have the same layout name and dtype on both sides."""
     memories = plan.document.get("memories", {})
     said = False
     for number, transfer in enumerate(plan.document.get("transfers", ())):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LEN: lengths are those of the rank's own keys, rows are there, and pages are its own."""
+"""LEN: a rank uses lengths of its own keys, existing rows, and its own pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..intervals import Ints, each, first_of, ints, offsets, shard_length
 from ..model import Absent, Plan, Undecided
 from .check import Check, finding, more
 
-MOST_PAIRS = 1_000_000  # of requests whose common beginnings are looked up
+MOST_PAIRS = 1_000_000  # of requests whose common prefixes are compared
 MOST_ENTRIES = 50_000_000  # of tables; more take minutes
 
 
 def key_lens(plan: Plan) -> list[Finding]:
-    """The keys that a rank counts of a request are those that its cache has."""
+    """Check that a rank counts exactly the keys of a request that its cache has."""
     if not any("key_lens" in rank for rank in plan.ranks):
         raise Absent("no rank has key_lens")
     for rank, said in enumerate(plan.ranks):
@@ -38,7 +38,7 @@ def key_lens(plan: Plan) -> list[Finding]:
 
 
 def _table(plan: Plan, request: int) -> str:
-    """Return lines with what each of the first ranks counts of a request, and what it keeps."""
+    """Return lines with the key counts of the first ranks for a request, and the kept keys."""
     lines = []
     for rank, said in enumerate(plan.ranks[:8]):
         lens = said.get("key_lens")
@@ -53,7 +53,7 @@ def _table(plan: Plan, request: int) -> str:
 
 
 def segments(plan: Plan) -> list[Finding]:
-    """Calls take rows that are there, and no more keys than the rank has."""
+    """Check that calls take existing rows, and no more keys than the rank has."""
     calls, rows = plan.segments, plan.rows
     have = np.diff(plan.row_base(rows))[calls["rank"]]
     bad = first_of(calls["row"] + calls["rows"] > have)
@@ -74,7 +74,7 @@ def segments(plan: Plan) -> list[Finding]:
 
 
 def _too_many_keys(plan: Plan) -> list[Finding]:
-    """A call that reads more keys than the cache of the rank has."""
+    """Report a call that reads more keys than the cache of the rank has."""
     calls = plan.segments
     shard = plan.shard_by_rank[calls["rank"]]
     whole = (plan.lengths + plan.pad)[calls["request"]]
@@ -94,7 +94,7 @@ def _too_many_keys(plan: Plan) -> list[Finding]:
 
 
 def _more_than_sent(plan: Plan) -> list[Finding]:
-    """A call that takes more keys of another rank than this has rows that are no padding."""
+    """Report a call that takes more keys of another rank than that has rows without padding."""
     calls, rows = plan.segments, plan.rows
     real, count = rows["request"] >= 0, len(plan.requests)
     owner = rows["rank"][real] * count + rows["request"][real]
@@ -118,12 +118,12 @@ def _more_than_sent(plan: Plan) -> list[Finding]:
 
 
 def tables(plan: Plan) -> list[Finding]:
-    """Tables have a page for every key in use, in bounds, and no page for two requests."""
+    """Check that tables have a page for every used key, in bounds, and share no page."""
     if "page_size" not in plan.cache or not any(plan.table(r) for r in range(len(plan.ranks))):
         raise Absent("no rank has tables")
     common = "tables" in plan.cache and not any("tables" in rank for rank in plan.ranks)
     ranks: Iterable[int] = range(len(plan.ranks))
-    if common:  # ranks of one shard have the same
+    if common:  # ranks of one shard have the same pages
         ranks = sorted(np.unique(plan.shard_by_rank, return_index=True)[1].tolist())
         if len(ranks) * sum(map(len, plan.cache["tables"])) > MOST_ENTRIES:
             raise Undecided(f"tables of all shards have more than {MOST_ENTRIES:,} pages")
@@ -169,7 +169,7 @@ def _table_of(plan: Plan, rank: int) -> list[Finding]:
 
 
 def _freed(plan: Plan, rank: int, page_size: int) -> Ints:
-    """Count first pages of each request that no query of the batch sees: a cache may free them."""
+    """Count first pages of each request that no query sees, which a cache may free."""
     if plan.window is None:
         return np.zeros_like(plan.lengths)
     first = np.maximum(plan.prefix - plan.window, 0)
@@ -179,7 +179,7 @@ def _freed(plan: Plan, rank: int, page_size: int) -> Ints:
 def _shared_pages(
     plan: Plan, rank: int, request: np.ndarray, column: np.ndarray, page: np.ndarray
 ) -> list[Finding]:
-    """A page is in one table, unless two requests begin alike up to its end."""
+    """Check that only requests with equal beginnings share a page."""
     order = np.lexsort((request, page))
     same = page[order][1:] == page[order][:-1]
     one, two = order[:-1][same], order[1:][same]
@@ -205,9 +205,9 @@ def _shared_pages(
 
 
 def _alike(plan: Plan, one: int, two: int, known: dict[tuple[int, int], int]) -> int:
-    """Count the first tokens that two requests have alike, as far as the document says.
+    """Count the leading tokens that two requests share, as far as the document tells.
 
-    `known` has what was found for other pairs, which are steps on the way of this one.
+    `known` has the results for other pairs, which are steps of this search.
     """
     steps = []
     alike = int(plan.lengths.max())

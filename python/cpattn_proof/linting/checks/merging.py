@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LSE: partial results have one base, -inf for nothing, the sinks once, and all keys take part."""
+"""LSE: partial results have one base, -inf without keys, sinks once, and no part is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _merges(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _picture(merge: Mapping[str, Any]) -> str:
-    """Describe the first parts of a merge, as far as the document says."""
+    """Describe the first parts of a merge, as far as the document tells."""
     lines = []
     for part in merge["parts"][:8]:
         said = [f"base {part['base']}"] if "base" in part else []
@@ -38,7 +38,7 @@ def _picture(merge: Mapping[str, Any]) -> str:
 
 
 def bases(plan: Plan) -> list[Finding]:
-    """Parts have the base that the merge computes with."""
+    """Check that parts have the base that the merge uses."""
     decided = False
     for where, merge in _merges(plan):
         wanted = merge.get("base", next((p["base"] for p in merge["parts"] if "base" in p), None))
@@ -76,7 +76,7 @@ def sinks(plan: Plan) -> list[Finding]:
 
 
 def empty(plan: Plan) -> list[Finding]:
-    """Rows without keys weigh nothing, alone and among themselves."""
+    """Check that rows without keys have weight zero, alone and among themselves."""
     decided = False
     for where, merge in _merges(plan):
         decided |= "both_empty" in merge
@@ -102,7 +102,7 @@ MOST_MEETINGS = 10_000_000  # of a merge and a shard; more take minutes
 
 
 def parts(plan: Plan) -> list[Finding]:
-    """Every rank that keeps keys of a request gives one part."""
+    """Check that every rank with keys of a request gives one part."""
     shards, of_shard = np.unique(plan.shard_by_rank, return_index=True)
     ranks_of_shards = dict(sorted(zip(of_shard.tolist(), shards.tolist(), strict=True)))
     if len(plan.document.get("merges", ())) * len(shards) > MOST_MEETINGS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OWN of tokens: each has one rank, attention takes it for itself, and all come back in order."""
+"""OWN of tokens: each has one rank, its own position, and its place in the restored order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..model import Absent, Columns, Plan, Undecided
 from ..pictures import Bars
 from .check import Check, finding, many, more
 
-MOST_DRAWN = 100_000  # tokens of all ranks that are drawn one by one
+MOST_DRAWN = 100_000  # tokens of all ranks, drawn one by one
 
 
 def picture_of_rows(plan: Plan, request: int, mark: int | None = None) -> str:
-    """Draw which new tokens of a request each rank has; only those around the mark if many."""
+    """Draw which ranks have the new tokens of a request, only around the mark if many."""
     begin, end = int(plan.prefix[request]), int(plan.lengths[request])
     most = max(MOST_DRAWN // max(len(plan.ranks), 1), 1000)
     if end - begin > most and (plan.rows["step"] > 1).any():
@@ -35,7 +35,7 @@ def picture_of_rows(plan: Plan, request: int, mark: int | None = None) -> str:
 
 
 def tokens(plan: Plan) -> list[Finding]:
-    """Every new token is a row of one rank; of each, where all ranks have all queries."""
+    """Check that each new token is a row of one rank, or of every rank with all queries."""
     rows = plan.rows
     if not plan.requests:
         raise Absent("the document has no requests")
@@ -73,9 +73,9 @@ def tokens(plan: Plan) -> list[Finding]:
 
 
 def _owners(plan: Plan, runs: Columns) -> tuple[Ints, Ints]:
-    """Count how many more ranks than wanted each token has, as edges and counts.
+    """Count the surplus ranks of each token, as edges and counts.
 
-    Tokens of requests that each rank has are counted once for each rank.
+    Tokens of requests that each rank has count once for each rank.
     """
     total, everywhere = plan.num_tokens, plan.everywhere
     begin = plan.token_of(runs["request"], runs["position"])
@@ -97,7 +97,7 @@ def _owners(plan: Plan, runs: Columns) -> tuple[Ints, Ints]:
 
 
 def _outside(plan: Plan, runs: Columns) -> list[Finding]:
-    """A run of tokens that are not new ones of its request."""
+    """Report a run of tokens that are not new tokens of its request."""
     last = runs["position"] + (runs["count"] - 1) * runs["step"]
     low, high = plan.prefix[runs["request"]], plan.lengths[runs["request"]]
     bad = first_of((runs["count"] > 0) & ((runs["position"] < low) | (last >= high)))
@@ -120,7 +120,7 @@ def _flat(runs: Columns, name: str) -> Ints:
 
 
 def positions(plan: Plan) -> list[Finding]:
-    """Attention takes each row for the token that it is."""
+    """Check that attention uses the token's own position for each row."""
     said = plan.gathered("positions", {"position": None, "count": None, "step": 1})
     rows = plan.rows
     for runs in (rows, said):
@@ -152,7 +152,7 @@ def positions(plan: Plan) -> list[Finding]:
 
 
 def restored(plan: Plan) -> list[Finding]:
-    """Rows of all ranks, as they are put together again, are the tokens in order."""
+    """Check that the restored rows of all ranks are the tokens in order."""
     if "restore" not in plan.document:
         raise Absent("the document has no restore")
     given = plan.document["restore"]
@@ -180,7 +180,7 @@ def restored(plan: Plan) -> list[Finding]:
 
 
 def _in_order(plan: Plan, rank: Ints, at: Ints) -> list[Finding]:
-    """Rows, by their numbers among those of all ranks, are all tokens in order."""
+    """Check that rows, by index among the rows of all ranks, are all tokens in order."""
     source, _ = each(plan.rows["count"])
     request, position = plan.rows["request"][source][at], _flat(plan.rows, "position")[at]
     token = np.where(request >= 0, plan.token_of(request, position), -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PAD: attention leaves rows of padding out, and shows nobody keys of padding."""
+"""PAD: attention leaves padding rows out, and no query sees padding keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .check import Check, finding, many
 
 
 def rows(plan: Plan) -> list[Finding]:
-    """No call takes rows of padding."""
+    """Check that no call takes padding rows."""
     segment, run, begin, end = rows_of_segments(plan)
     bad = first_of(plan.rows["request"][run] < 0)
     if bad is None:
@@ -30,7 +30,7 @@ def rows(plan: Plan) -> list[Finding]:
 
 
 def keys(plan: Plan) -> list[Finding]:
-    """No call reads keys of padding."""
+    """Check that no call reads padding keys."""
     calls = plan.segments
     end = calls["first"] + calls["keys"]
     real, whole = plan.lengths[calls["request"]], (plan.lengths + plan.pad)[calls["request"]]
@@ -49,7 +49,7 @@ def keys(plan: Plan) -> list[Finding]:
 
 
 def other_requests(plan: Plan) -> list[Finding]:
-    """A call takes rows of the request whose keys it reads."""
+    """Check that a call takes rows of the request whose keys it reads."""
     segment, run, begin, _ = rows_of_segments(plan)
     owner, wanted = plan.rows["request"][run], plan.segments["request"][segment]
     bad = first_of((owner >= 0) & (owner != wanted))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TOPK: what ranks select together is the top-k, looked up where the rank has it."""
+"""TOPK: ranks together select the top-k, and look keys up in the right place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _selected(plan: Plan) -> tuple[Columns, int]:
 
 
 def lookups(plan: Plan) -> list[Finding]:
-    """A rank looks up keys that it has, where it has them."""
+    """Check that a rank looks up its own keys, in the right place."""
     table, _ = _selected(plan)
     if plan.shards == 1:
         wrong = table["index"] != table["key"]
@@ -51,7 +51,7 @@ def lookups(plan: Plan) -> list[Finding]:
 
 
 def complete(plan: Plan) -> list[Finding]:
-    """Each query selects as many keys as it may, none twice, and none after itself."""
+    """Check that each query selects as many keys as possible, each once, and none after itself."""
     table, k = _selected(plan)
     order = np.lexsort((table["key"], table["position"], table["request"]))
     request, position, key = (table[name][order] for name in ("request", "position", "key"))
@@ -87,7 +87,7 @@ def complete(plan: Plan) -> list[Finding]:
 
 
 def _without_keys(plan: Plan, selecting: set[tuple[int, int]]) -> list[Finding]:
-    """A query that has scores, and selects nothing on any rank."""
+    """Report a query that has scores, and selects no key on any rank."""
     for query in plan.document["topk"].get("scores", ()):
         request, position = query["request"], query["position"]
         if (request, position) not in selecting:
@@ -101,7 +101,7 @@ def _without_keys(plan: Plan, selecting: set[tuple[int, int]]) -> list[Finding]:
 
 
 def best(plan: Plan) -> list[Finding]:
-    """No key that is left out scores more than one that is selected."""
+    """Check that no unselected key has a higher score than a selected key."""
     table, k = _selected(plan)
     scored = plan.document["topk"].get("scores")
     if not scored:
@@ -121,7 +121,7 @@ def best(plan: Plan) -> list[Finding]:
             continue
         worst, missed = chosen[np.argmin(scores[chosen])], rest[np.argmax(scores[rest])]
         if scores[missed] > scores[worst]:
-            least = np.sort(scores)[-len(chosen)]  # of as many that are selected rightly
+            least = np.sort(scores)[-len(chosen)]  # among equally many correct keys
             wrong = int((scores[chosen] < least).sum())
             return finding(
                 "topk-score", f"query {position} of request {request} selects key {worst}, whose "

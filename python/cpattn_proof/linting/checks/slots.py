@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes of new keys: each at its own slot, within the cache, and padding nowhere else."""
+"""Writes of new keys: each to its own slot within the cache, and padding to no other slot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _writes(plan: Plan) -> Columns:
 
 
 def _real(plan: Plan) -> Columns:
-    """Runs of tokens, without padding."""
+    """Return runs of tokens, without padding."""
     runs = _writes(plan)
     real = (runs["request"] >= 0) & (runs["count"] > 0)
     runs = {name: values[real] for name, values in runs.items()}
@@ -32,7 +32,7 @@ def _real(plan: Plan) -> Columns:
 
 
 def _cut(runs: Columns, unit: int) -> Columns:
-    """Runs cut at positions that `unit` divides."""
+    """Cut runs at positions that `unit` divides."""
     last = (runs["position"] + np.maximum(runs["count"], 1) - 1) // unit
     source, place = each(np.where(runs["count"] > 0, last - runs["position"] // unit + 1, 0))
     begin = np.maximum((runs["position"][source] // unit + place) * unit, runs["position"][source])
@@ -51,7 +51,7 @@ def _units(plan: Plan) -> int:
 
 
 def written(plan: Plan) -> list[Finding]:
-    """Every new token is written once: by each rank, by its own shard, or by one of all."""
+    """Check that each new token is written once: by each rank, its shard, or one rank."""
     runs = _cut(_real(plan), _units(plan)) if plan.shards > 1 else _real(plan)
     shard = plan.shard_by_rank[runs["rank"]]
     foreign = shard_of(runs["position"], plan.shards, plan.interleave) != shard
@@ -97,7 +97,7 @@ def written(plan: Plan) -> list[Finding]:
 
 
 def _copies(plan: Plan) -> Ints:
-    """Return the number of the copy of the cache that each rank has, or has a share of."""
+    """Return the index of the cache copy that each rank has, or has a share of."""
     if plan.cache.get("shared", False):
         return np.zeros(len(plan.ranks), np.int64)
     if plan.shards == 1:
@@ -111,7 +111,7 @@ def _copies(plan: Plan) -> Ints:
 
 
 def slots(plan: Plan) -> list[Finding]:
-    """No slot has two tokens, and each token has the slot that the table names."""
+    """Check that no slot has two tokens, and each token has the slot of the table."""
     runs = _real(plan)
     shared = bool(plan.cache.get("shared", False))
     span = int(runs["slot"].max(initial=0) + runs["count"].max(initial=0) + 1)
@@ -152,7 +152,7 @@ def _slots_of_tables(plan: Plan, runs: Columns) -> list[Finding]:
             pages = np.concatenate([*(ints(row) for row in table), ints([-1])])
             before = table
         owner, column = runs["request"][mine], local[mine] // page_size
-        there = base[owner] + column < base[owner + 1]  # else the table is too short, which is LEN
+        there = base[owner] + column < base[owner + 1]  # else too short, which is LEN
         page = pages[np.where(there, base[owner] + column, -1)]
         wanted = page * page_size + local[mine] % page_size
         wrong = there & (wanted != runs["slot"][mine])
@@ -172,7 +172,7 @@ def _slots_of_tables(plan: Plan, runs: Columns) -> list[Finding]:
 
 
 def bounds(plan: Plan) -> list[Finding]:
-    """Nothing is written outside of the cache."""
+    """Check that nothing is written outside of the cache."""
     runs = _real(plan)
     bad = first_of(runs["slot"] < 0)
     if bad is not None:
@@ -198,7 +198,7 @@ def bounds(plan: Plan) -> list[Finding]:
 
 
 def padding(plan: Plan) -> list[Finding]:
-    """Rows of padding are written to the page of padding, or not at all, and no others there."""
+    """Check that padding rows go to the padding page or nowhere, and other rows not there."""
     runs = _writes(plan)
     page_size = int(plan.cache.get("page_size", 1))
     real = runs["request"] >= 0
@@ -226,7 +226,7 @@ def padding(plan: Plan) -> list[Finding]:
 
 
 def _tokens_on_page(plan: Plan, page: int, low: int, high: int) -> list[Finding]:
-    """Tokens that are written to the page of padding, where padding overwrites them."""
+    """Report tokens that are written to the padding page, where padding overwrites them."""
     runs = _real(plan)
     bad = first_of((runs["slot"] < high) & (runs["slot"] + runs["count"] > low))
     if bad is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XFER: descriptors copy each layer, kind, head and token to its own place, all of it, once."""
+"""XFER: descriptors copy each layer, kind, head and token completely, once, to its own place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .check import Check, finding, many, more
 
 @dataclass(frozen=True)
 class Link:
-    """One transfer: its two memories, the pages of the sequence, and the descriptors."""
+    """One transfer: two memories, the pages of the sequence, and the descriptors."""
 
     number: int
     source: Memory
@@ -75,7 +75,7 @@ def inside(plan: Plan) -> list[Finding]:
 
 
 def _around(memory: Memory, begin: int, end: int) -> str:
-    """The range, and the buffers next to it."""
+    """Return the range, and the neighbouring buffers."""
     near = np.flatnonzero((memory.addr <= end) & (memory.end >= begin))[:3]
     low = min([begin, *memory.addr[near].tolist()])
     high = max([end, *memory.end[near].tolist()])
@@ -89,7 +89,7 @@ def _around(memory: Memory, begin: int, end: int) -> str:
 
 
 def _cut(link: Link) -> tuple[Ints, Ints, Ints, Ints]:
-    """Descriptors cut where a side begins a page or a head: number, source, target, length."""
+    """Return descriptors cut at pages and heads: number, source, target, length."""
     number = np.flatnonzero(link.length)
     src, dst, length = link.src[number], link.dst[number], link.length[number]
     for memory, at in ((link.source, "src"), (link.target, "dst")):
@@ -99,7 +99,7 @@ def _cut(link: Link) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def paired(plan: Plan) -> list[Finding]:
-    """Check that each descriptor reads what the place that it writes to is for."""
+    """Check that each descriptor's source and target have the same meaning."""
     for link in _links(plan):
         known = link.source.has(link.src, link.length) & link.target.has(link.dst, link.length)
         if not known[link.length > 0].all():
@@ -128,7 +128,7 @@ def paired(plan: Plan) -> list[Finding]:
 def _rows(
     link: Link, number: Ints, src: Ints, dst: Ints, length: Ints, ours: Ints, theirs: Ints
 ) -> list[Finding]:
-    """Tokens and heads are the same on both sides, from the first byte to the last."""
+    """Check that tokens and heads agree on both sides, from the first byte to the last."""
     read, read_byte = link.source.meaning(ours, src, link.src_pages)
     written, written_byte = link.target.meaning(theirs, dst, link.dst_pages)
     bad = first_of((read < 0) | (written < 0))
@@ -167,7 +167,7 @@ def _rows(
 
 
 def disjoint(plan: Plan) -> list[Finding]:
-    """No byte of a receiver is written twice, over all transfers."""
+    """Check that no byte of a receiver is written twice, over all transfers."""
     for target, links in _by_target(plan).items():
         begin = np.concatenate([link.dst for link in links])
         length = np.concatenate([link.length for link in links])
@@ -194,7 +194,7 @@ def disjoint(plan: Plan) -> list[Finding]:
 
 
 def complete(plan: Plan) -> list[Finding]:
-    """The receiver gets every byte of its pages, of all that senders have."""
+    """Check that the receiver gets every byte of its pages that the senders have."""
     for links in _by_target(plan).values():
         if any(link.document.get("partial") for link in links):
             raise Absent("transfers are partial")
@@ -224,7 +224,7 @@ def complete(plan: Plan) -> list[Finding]:
 
 
 def _too_few_pages(link: Link) -> list[Finding]:
-    """A sequence that is longer than its pages."""
+    """Report a sequence that is longer than its pages."""
     tokens = link.document.get("tokens", 0)
     for memory, pages in ((link.source, link.src_pages), (link.target, link.dst_pages)):
         room = len(pages) * memory.page_size
@@ -238,8 +238,8 @@ def _too_few_pages(link: Link) -> list[Finding]:
 
 
 def _needed(target: Memory, entries: list[int], links: list[Link]) -> tuple[Ints, Ints, Ints]:
-    """The bytes that have to come: of each entry and page, up to the last token."""
-    pages: dict[int, int] = {}  # with the tokens that are wanted of each
+    """Return the required bytes of each entry and page, up to the last token."""
+    pages: dict[int, int] = {}  # with the required tokens of each
     for link in links:
         tokens = link.document.get("tokens", len(link.dst_pages) * target.page_size)
         for place, page in enumerate(link.dst_pages.tolist()):
@@ -267,7 +267,7 @@ def _by_target(plan: Plan) -> dict[str, list[Link]]:
 
 
 def items(plan: Plan) -> list[Finding]:
-    """A buffer is a whole number of pages, and no two of a memory overlap."""
+    """Check that each buffer is a whole number of pages, and no two of a memory overlap."""
     for link in _links(plan):
         for memory in (link.source, link.target):
             bad = first_of(
@@ -297,7 +297,7 @@ def items(plan: Plan) -> list[Finding]:
 
 
 def _pages(memory: Memory) -> list[Finding]:
-    """Check that every buffer has `num_pages` pages, where the document has that number."""
+    """Check that every buffer has `num_pages` pages, if the document states the number."""
     if "num_pages" not in memory.document:
         return []
     wanted = int(memory.document["num_pages"])
@@ -314,7 +314,7 @@ def _pages(memory: Memory) -> list[Finding]:
 
 
 def _heads(memory: Memory) -> list[Finding]:
-    """Pages with heads first are a row for each head and token."""
+    """Check that pages with heads first have a row for each head and token."""
     rows = memory.page_size * memory.heads[1]
     bad = first_of(memory.heads_first & (memory.item_len % rows != 0))
     if bad is None:

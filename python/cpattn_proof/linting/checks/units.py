@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OWN and COV of units made of several rows: each is computed once, of all its rows."""
+"""OWN and COV of units of several rows: each is computed once, from all its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .check import Check, finding, many, more
 
 
 def _given(plan: Plan) -> tuple[Columns, int, int]:
-    """Runs of rows by rank, request and unit, in order, and ratio and window."""
+    """Return runs of rows by rank, request and unit, in order, and ratio and window."""
     if "units" not in plan.document:
         raise Absent("the document has no units")
     names = dict.fromkeys(("request", "unit", "position", "count"))
@@ -23,15 +23,15 @@ def _given(plan: Plan) -> tuple[Columns, int, int]:
 
 
 def _begins(runs: Columns) -> Ints:
-    """Return where the runs of each unit of a rank begin."""
+    """Return the begin of the runs of each unit of a rank."""
     changes = [np.diff(runs[name], prepend=-1) != 0 for name in ("rank", "request", "unit")]
     return np.flatnonzero(np.logical_or.reduce(changes))
 
 
 def owners(plan: Plan) -> list[Finding]:
-    """Every unit that new tokens complete is computed by one rank, and no other unit is.
+    """Check that one rank computes each unit that new tokens complete, and no other unit.
 
-    All ranks compute it where each has all queries of the request.
+    All ranks compute it if each has all queries of the request.
     """
     runs, ratio, _ = _given(plan)
     begins = _begins(runs)
@@ -64,13 +64,13 @@ def owners(plan: Plan) -> list[Finding]:
 
 
 def rows(plan: Plan) -> list[Finding]:
-    """Every unit is computed of all its rows, each once and in order."""
+    """Check that every unit is computed from all its rows, each once and in order."""
     runs, ratio, window = _given(plan)
     begins = _begins(runs)
     sizes = np.diff(np.append(begins, len(runs["unit"])))
     end = (runs["unit"] + 1) * ratio
     source = np.where(runs["source"] < 0, runs["request"], runs["source"])
-    reached = np.roll(runs["position"] + runs["count"], 1)  # by the run before
+    reached = np.roll(runs["position"] + runs["count"], 1)  # by the previous run
     reached[begins] = np.maximum(end - window, 0)[begins]
     last = np.repeat(begins + sizes - 1, sizes)
     wrong = (source != runs["request"]) | (runs["position"] != reached)

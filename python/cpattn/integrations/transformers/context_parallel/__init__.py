@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of transformers over the ranks of a group, in one call.
 
-``model``      the engine: requests, batches, and what it returns
-``sequences``  their tokens, and the choice of the next ones
-``layers``     attention layers: which models can run, and their calls during a pass
-``passes``     what such a call does: exchange and attend
+``model``      the engine: requests, batches, and results
+``sequences``  tokens of requests, and the choice of the next ones
+``layers``     attention layers: supported models, and calls during a pass
+``passes``     exchange and attention of such a call
 ``pools``      keys and values of all layers
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of an engine: a forward pass of the model, and what follows from its logits."""
+"""Batches of an engine: a forward pass of the model, and the use of its logits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .sequences import Sequence
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits of a batch that this rank has: of the last tokens of some sequences."""
+    """Logits of a batch on this rank: of the last tokens of some sequences."""
 
     plan: ContextParallelPlan
-    tokens: Any  # int64: those of the batch that tell the next ones of their sequences
-    mine: list[int]  # which of them `rows` are of
+    tokens: Any  # int64: tokens of the batch that predict the next token of their sequence
+    mine: list[int]  # indices of the tokens of `rows`
     rows: Tensor
 
 
@@ -41,7 +41,7 @@ class Batches:
     shares_memory: bool
 
     def logits(self, batch: Batch, sequences: SequenceOf[Sequence]) -> Logits:
-        """Run a batch, whose chunks are of `sequences`."""
+        """Run a batch with chunks of `sequences`."""
         known = [s.tokens[c.begin : c.end] for s, c in zip(sequences, batch.chunks, strict=True)]
         ids, positions = torch.from_numpy(np.concatenate(known)), torch.from_numpy(batch.positions)
         has_next = [chunk.has_next for chunk in batch.chunks]
@@ -61,7 +61,7 @@ class Batches:
         if self.shares_memory or any(c.begin < c.request.input_length for c in batch.chunks):
             attention = SharedOut(self.cp, self.pools, plan)
             ids, positions = self.cp.shard(plan, ids), self.cp.shard(plan, positions)
-            if not len(ids):  # no layer is made for no rows; what it has of this one is not read
+            if not len(ids):  # layers need a row; its results are not read
                 ids = positions = torch.zeros(1, dtype=torch.int64)
         else:
             keep = mine
@@ -74,15 +74,15 @@ class Batches:
         return Logits(plan, tokens, mine.tolist(), rows)
 
     def all_rows(self, logits: Logits) -> Tensor:
-        """Exchange logits: a row for each of `Logits.tokens`."""
+        """Exchange logits; return a row for each of `Logits.tokens`."""
         return self.cp.gather(logits.plan, logits.rows, tokens=logits.tokens)
 
     def choices(
         self, logits: Logits, sequences: SequenceOf[Sequence]
     ) -> list[tuple[int, float, bool]]:
-        """Choose the next token of each sequence, on the rank that has its logits, for all ranks.
+        """Choose the next token of each sequence, on the rank with its logits, for all ranks.
 
-        `sequences` are those that have one, in the order of `Logits.tokens`.
+        `sequences` are those with a next token, in the order of `Logits.tokens`.
         """
         chosen = np.empty((len(logits.mine), 3))
         with self._telling():
@@ -95,7 +95,7 @@ class Batches:
 
     @contextmanager
     def _telling(self, attention: OverRanks | OnEveryRank | None = None) -> Iterator[None]:
-        """Run steps of this rank alone: of its errors the others hear, which would wait for it."""
+        """Run steps of this rank alone; tell other ranks of an error, as they would wait."""
         try:
             yield
         except Exception as error:

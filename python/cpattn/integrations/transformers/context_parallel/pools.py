@@ -38,7 +38,7 @@ class Pools:
                 self._caches[layer] = keys, values
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return keys and values [num_pages, page_size, num_kv_heads, dim]; latents have no values."""
+        """Return keys and values [num_pages, page_size, num_kv_heads, dim]; latents lack values."""
         return self._caches[layer]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
