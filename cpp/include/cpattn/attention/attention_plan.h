@@ -21,19 +21,19 @@ struct AttentionShape {
   bool operator==(const AttentionShape&) const = default;
 };
 
-/// The dimensions that kernels count with, which are multiples of 16.
+/// `dim` rounded up to a multiple of 16, the dimension that kernels compute with.
 constexpr int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
 
-/// Rows for each KV head up to which attention waits for memory, so that it is faster to read keys
-/// and values in place than to pack them. Wide heads are compute-bound sooner.
+/// The most rows for each KV head for which attention is memory-bound, so that reading keys and
+/// values in place is faster than packing them. Wide heads are compute-bound sooner.
 constexpr int64_t read_bound_rows(int64_t head_dim) { return padded_dim(head_dim) > 256 ? 8 : 16; }
 
-/// Returns `dim` if it is one of attention: from 1 to kMaxHeadDim.
-/// Otherwise throws std::invalid_argument, which names `function` and `name`.
+/// Returns `dim` if it is from 1 to kMaxHeadDim. Otherwise throws std::invalid_argument, which
+/// names `function` and `name`.
 int64_t check_head_dim(const char* function, const char* name, int64_t dim);
 
-/// Checks that kernels can count with queries and keys in two parts, of which the second is the
-/// rope part and may be 0. Otherwise throws std::invalid_argument, which names `function`.
+/// Checks that kernels support queries and keys stored in these two parts; rope_dim may be 0.
+/// Otherwise throws std::invalid_argument, which names `function`.
 void check_head_parts(const char* function, int64_t nope_dim, int64_t rope_dim);
 
 /// Consecutive rows of q that belong to one sequence. Row q_begin + i stands at
@@ -48,7 +48,7 @@ struct AttentionSegment {
   int64_t position_step = 1;
   int64_t table_row = 0;          // the row of the page table whose pages hold the keys
   int64_t first_token = 0;        // of row q_begin among the new tokens of its sequence
-  int64_t left = kUnboundedKeys;  // keys visible before a row's position; that for all
+  int64_t left = kUnboundedKeys;  // keys visible before a row's position; default: all
   int64_t right = 0;              // keys visible after it; 0 is causal
   bool operator==(const AttentionSegment&) const = default;
 };
@@ -66,7 +66,7 @@ struct MaskBits {
 
 /// A box of work: tokens [first_token, first_token + num_tokens) of a segment
 /// times query heads [first_head, first_head + num_heads) times keys
-/// [kv_begin, kv_end). The heads read one KV head, or several if the segment is read-bound.
+/// [kv_begin, kv_end). The heads read one KV head, or several if the segment is memory-bound.
 struct AttentionItem {
   int32_t segment = 0;
   int32_t first_head = 0;
@@ -75,9 +75,9 @@ struct AttentionItem {
   int64_t first_token = 0;
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
-  int32_t split = -1;              // index in AttentionPlan::splits of its split; -1: it is whole
+  int32_t split = -1;              // index in AttentionPlan::splits of its split; -1: none
   bool may_read_in_place = false;  // kernels may read its keys and values without packing them
-  bool precise = false;            // kernels round in bfloat16 in the result alone
+  bool precise = false;            // in bfloat16 kernels round only the result
   bool operator==(const AttentionItem&) const = default;
 };
 
@@ -110,23 +110,23 @@ struct AttentionBatch {
 /// hidden state; it owns its arrays. The division depends on the batch alone,
 /// never on the machine or the number of threads.
 ///
-/// Segments of up to kMaxDecodeTokens tokens are divided along their keys too, at
-/// multiples of part_keys from key 0, so that few long sequences keep many threads
-/// busy. Read-bound ones, with few rows for each KV head, may have their keys read in place. So the
-/// bits of a row depend on the lengths in its batch. With batch_invariant no segment is divided or
-/// read in place, and every row has the bits that it has in any other batch or chunk.
+/// Segments of up to kMaxDecodeTokens tokens are also divided along their keys, at multiples of
+/// part_keys from key 0, so that few long sequences keep many threads busy. Kernels may read the
+/// keys of memory-bound segments, with few rows for each KV head, in place. So the bits of a row
+/// depend on the lengths in its batch. With batch_invariant no segment is divided or read in place,
+/// and a row has the same bits in every batch and chunk.
 ///
-/// In bfloat16 some instruction sets round the weights, too, before they meet the values. With
-/// `precise` none does, nor in segments that wait for memory: short ones of up to read_bound_rows
-/// rows for each KV head, unless the plan is batch_invariant.
+/// In bfloat16 some instruction sets also round the softmax weights before P V. None does so with
+/// `precise`, or, unless the plan is batch_invariant, in memory-bound segments: short ones of up to
+/// read_bound_rows rows for each KV head.
 struct AttentionPlan {
   AttentionBatch batch;
   std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
   std::vector<int64_t> item_costs;   // of each item, in visible (row, key) pairs
   int64_t part_keys = 0;
   std::vector<AttentionSplit> splits;
-  /// Rows of all parts. While the plan runs each takes the padded_dim of v_head_dim +
-  /// kPartialStateFloats floats, all at most kMaxPartialBytes.
+  /// Rows of all parts. While the plan runs, each takes padded_dim(v_head_dim) +
+  /// kPartialStateFloats floats; all take at most kMaxPartialBytes.
   int64_t partial_rows = 0;
   int num_threads = 0;  // 0: default_num_threads() when it runs
   bool operator==(const AttentionPlan&) const = default;
@@ -136,8 +136,8 @@ constexpr int64_t kMaxDecodeTokens = 16;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
 
 /// Divides a batch into items. Throws std::invalid_argument, naming `function`,
-/// for a shape outside AttentionShape's bounds. Segments and pages must be
-/// consistent: that is checked where they are made.
+/// for a shape outside AttentionShape's bounds. Segments and pages must be consistent: they are
+/// checked where they are made.
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads);
 
 /// The number of (row, key) pairs of an item in which window and mask let the row see the key.
@@ -154,8 +154,8 @@ MaskBits pack_mask(
     bool inverted
 );
 
-/// Packs a mask given as bits: bit i is bit i % 8 of bits[i / 8], and a set one means visible.
-/// Segment s starts at bit starts[s] and its rows are row_strides[s] bits apart.
+/// Packs a mask given as bits: bit i is bit i % 8 of bits[i / 8], and 1 means visible. Segment s
+/// starts at bit starts[s] and its rows are row_strides[s] bits apart.
 MaskBits repack_mask(
     std::span<const AttentionSegment> segments,
     const uint8_t* bits,
@@ -169,8 +169,8 @@ std::vector<AttentionSegment> sequence_segments(
     const char* function, std::span<const int64_t> q_lens, std::span<const int64_t> kv_lens
 );
 
-/// Moves the rows of each segment of that batch to begin at positions[r]. Throws for positions
-/// outside (-2^31, 2^31) and another number of them.
+/// Makes segment r of that batch begin at positions[r]. Throws for positions outside (-2^31, 2^31),
+/// and unless there is one for each segment.
 void set_first_positions(
     const char* function, std::span<const int64_t> positions, std::span<AttentionSegment> segments
 );

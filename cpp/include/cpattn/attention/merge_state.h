@@ -17,13 +17,12 @@ namespace cpattn {
 ///                 float16 or bfloat16), last dimension contiguous
 ///   lse_a, lse_b  float32 [num_tokens, num_heads], natural logarithm
 ///
-/// lse = -inf marks a row that saw no keys: it has weight zero whatever its
-/// numbers are, NaN included. If both rows are empty the result is zeros with
-/// lse = -inf. lse = +inf (another library's mark of an empty row) is refused.
+/// lse = -inf marks a row that saw no keys: its weight is zero whatever its numbers are, NaN
+/// included. If both rows are empty the result is zeros with lse = -inf. lse = +inf (another
+/// library's mark of an empty row) is refused.
 ///
-/// Runs on default_num_threads() threads. If the call is interrupted, some of the rows are merged,
-/// each of them wholly, and the others are as they were. Throws std::invalid_argument before
-/// anything is written.
+/// Runs on default_num_threads() threads. After an interrupt each row is either merged or as it
+/// was. Throws std::invalid_argument before anything is written.
 void merge_state(
     const TensorView& out_a,
     const TensorView& lse_a,
@@ -31,9 +30,10 @@ void merge_state(
     const TensorView& lse_b
 );
 
-/// Merges any number of partial results, at least one, into `out` and `lse`. Has the bits of
-/// merge_state() of the first two, of that and the third, and so on, in float32; 16-bit results are
-/// rounded once, at the end. Empty rows, threads, interrupts and errors are those of merge_state().
+/// Merges any number of partial results, at least one, into `out` and `lse`. The bits are those of
+/// merge_state() over the first two parts, then over that result and the third, and so on, in
+/// float32; 16-bit results are rounded once, at the end. Empty rows, threads, interrupts and errors
+/// are those of merge_state().
 ///
 ///   outs   each [num_tokens, num_heads, head_dim], all of one dtype
 ///   lses   as many, each float32 [num_tokens, num_heads]
@@ -42,7 +42,7 @@ void merge_state(
 ///   out    as one of outs: the first of them itself, or memory that no argument shares
 ///   lse    likewise
 ///
-/// Scratch of a thread grows with the number of parts alone.
+/// Scratch of a thread grows only with the number of parts.
 void merge_states(
     std::span<const TensorView> outs,
     std::span<const TensorView> lses,

@@ -9,8 +9,7 @@
 
 namespace cpattn {
 
-/// The pages of every sequence: those of row r are
-/// page_ids[indptr[r] .. indptr[r + 1]).
+/// The pages of every sequence. Row r has page_ids[indptr[r] .. indptr[r + 1]).
 struct PageTable {
   std::vector<int64_t> indptr = {0};
   std::vector<int32_t> page_ids;
@@ -18,10 +17,9 @@ struct PageTable {
   bool operator==(const PageTable&) const = default;
 };
 
-/// Tables of sequences as users give them: a rectangle whose row r holds at
-/// least ceil(kv_lens[r] / page_size) page ids (later entries are never read),
-/// checked against num_pages. Throws std::invalid_argument naming the sequence,
-/// the position and the value.
+/// Reads block tables. Row r has at least ceil(kv_lens[r] / page_size) page ids, which are checked
+/// against num_pages; later entries are never read. Throws std::invalid_argument naming the
+/// sequence, the position and the value.
 PageTable page_table_from_blocks(
     const char* function,
     const IndexTable& block_tables,
@@ -31,10 +29,9 @@ PageTable page_table_from_blocks(
 );
 
 /// The CSR form of FlashInfer: kv_indices[kv_indptr[r] .. kv_indptr[r + 1]) are
-/// the pages of sequence r and last_page_len[r], in [1, page_size], the tokens
-/// on its last page (ignored for a sequence without pages). Writes the number of keys of each
-/// sequence to kv_lens. Throws std::invalid_argument for offsets, pages and lengths that do not
-/// fit.
+/// the pages of sequence r and last_page_len[r], in [1, page_size], is the number of tokens on its
+/// last page (ignored without pages). Writes the number of keys of each sequence to kv_lens. Throws
+/// std::invalid_argument for offsets, pages and lengths that do not fit.
 PageTable page_table_from_csr(
     const char* function,
     std::span<const int64_t> kv_indptr,

@@ -30,7 +30,7 @@ struct PagedCache {
 /// Reads a cache argument: [num_pages, page_size, num_kv_heads, head_dim] (NHD),
 /// [num_pages, num_kv_heads, page_size, head_dim] (HND), or, with page_size and
 /// NHD, [num_slots, num_kv_heads, head_dim] with num_slots a multiple of page_size.
-/// The pages of a 4-D cache must have page_size tokens if that is given. Throws
+/// If page_size is given, the pages of a 4-D cache must have that many tokens. Throws
 /// std::invalid_argument, which names `function` and `name`, for anything else.
 PagedCache paged_cache(
     const char* function,
@@ -40,13 +40,13 @@ PagedCache paged_cache(
     std::optional<int64_t> page_size
 );
 
-/// The factors of a cache: a value is the number in the cache, which may be that of a code, times
-/// its factors. At most one of `heads` and `tokens` is given, beside `tensor`.
+/// The scales of a cache: a value is the cached number, or the number of the cached code, times its
+/// scales. At most one of `heads` and `tokens` is given beside `tensor`.
 struct KVScale {
   double tensor = 1;                // for all of the cache; positive
   std::optional<TensorView> heads;  // float32 [num_kv_heads], positive
-  /// One for each token slot and head, head_dim being 1: float32, float16 or bfloat16, whatever
-  /// they are. For caches of codes only.
+  /// One for each token slot and head, head_dim being 1: float32, float16 or bfloat16, of any
+  /// value. For caches of codes only.
   std::optional<PagedCache> tokens;
 };
 
@@ -70,7 +70,7 @@ struct AttentionArguments {
   const char* function = "run_attention";  // named in errors
   TensorView q;                            // [num_rows, num_heads, head_dim]
   PagedCache k, v;
-  KVScale k_scale, v_scale;          // that of k is k_rope's, too
+  KVScale k_scale, v_scale;          // k_scale is k_rope's, too
   std::optional<TensorView> q_rope;  // [num_rows, num_heads, rope_dim]: the last
   std::optional<PagedCache> k_rope;  // dimensions of q and k, stored apart
   double scale = 1;                  // multiplies q . k
@@ -89,10 +89,10 @@ AttentionShape attention_shape(const AttentionArguments& arguments);
 ///   out = softmax_j(scale * q . k_j + bias_j over the visible keys j, and the sink) v_j
 /// with k_j and v_j times their scales;
 ///   lse = log sum_j exp(scale * q . k_j + bias_j), without the sink, natural logarithm.
-/// Accumulates in float32 and rounds once; AttentionPlan says more of bfloat16. Results of rows
-/// without visible keys and of rows outside all segments are zeros and -inf; the latter rows are
-/// never read. out and lse may not overlap an input. The result does not depend on the number of
-/// threads. Throws std::invalid_argument before anything is written.
+/// Accumulates in float32 and rounds once; see AttentionPlan for bfloat16. Results of rows without
+/// visible keys and of rows outside all segments are zeros and -inf; the latter rows are never
+/// read. out and lse may not overlap an input. The result does not depend on the number of threads.
+/// Throws std::invalid_argument before anything is written.
 void run_attention(const AttentionPlan& plan, const AttentionArguments& arguments);
 
 }  // namespace cpattn

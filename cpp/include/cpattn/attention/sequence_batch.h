@@ -15,9 +15,8 @@ struct CsrPages {
   std::vector<int64_t> kv_indptr, kv_indices, last_page_len;
 };
 
-/// A batch of sequences as callers describe it: sequence r has q_lens[r] new
-/// tokens, consecutive rows of q, at the end of its kv_lens[r] cached keys (its
-/// own new keys included), or from key first_positions[r] on.
+/// A batch of sequences. Sequence r has q_lens[r] new tokens, consecutive rows of q, at the end of
+/// its kv_lens[r] cached keys (its own new keys included), or from key first_positions[r] on.
 struct SequenceBatch {
   AttentionShape shape;
   std::optional<int64_t> num_rows;  // rows of q, if they are known: must be the sum of q_lens
@@ -38,8 +37,8 @@ struct SequenceBatch {
 
 /// Plans the batch. Throws std::invalid_argument, naming `function`,
 /// for negative or mismatched lengths, bad page ids, tables that are too narrow, more new
-/// tokens than keys under causal, and what KeyVisibility does not allow. num_threads 0 stands for
-/// default_num_threads() when the plan runs.
+/// tokens than keys under causal, and visibility that breaks the rules of KeyVisibility.
+/// num_threads 0 stands for default_num_threads() when the plan runs.
 AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, int num_threads);
 
 }  // namespace cpattn

@@ -15,7 +15,7 @@ class AddressSpace {
   static AddressSpace now(const char* function);
 
   /// Returns the first address of [addr, addr + size) that cannot be both read and written, or none
-  /// if all can. The range does not pass 2^64.
+  /// if all can. addr + size must be at most 2^64.
   std::optional<uint64_t> find_gap(uint64_t addr, uint64_t size) const;
 
  private:

@@ -5,12 +5,12 @@
 
 namespace cpattn {
 
-/// The beginning of a message about an argument, "paged_attention: q". It costs nothing until it
-/// is printed.
+/// The prefix of an error message about an argument, such as "paged_attention: q". The text is made
+/// only when it is printed.
 struct ArgumentName {
   ArgumentName(const char* of_function, const char* of_argument)
       : function(of_function), argument(of_argument) {}
-  /// A name that reads "function: argument" already.
+  /// A prefix in the form "function: argument" already.
   ArgumentName(const char* both) : argument(both) {}  // NOLINT: implicit by design
 
   const char* function = nullptr;

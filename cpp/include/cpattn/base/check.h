@@ -9,7 +9,7 @@
 
 namespace cpattn {
 
-/// The parts as text, one after the other.
+/// Returns the parts as text, one after the other.
 template <class... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream text;
@@ -17,9 +17,9 @@ std::string concat(const Parts&... parts) {
   return text.str();
 }
 
-/// Throws std::invalid_argument (ValueError in Python) unless `ok`. The parts
-/// are joined to the message, and only on failure: name the function and the
-/// argument, the rule, and the offending value with its position, e.g.
+/// Throws std::invalid_argument (ValueError in Python) unless `ok`. The parts make up the message
+/// and are joined only on failure. They name the function and the argument, the rule, and the
+/// offending value with its position, e.g.
 ///   check(n >= 0, "build_cp_metadata: extend_lens must be >= 0, got ", n, " at index ", i);
 template <class... Parts>
 void check(bool ok, const Parts&... parts) {
@@ -27,7 +27,7 @@ void check(bool ok, const Parts&... parts) {
     throw std::invalid_argument(concat(parts...));
 }
 
-/// check() in the name of one function: require(ok, parts...) is check(ok, "name: ", parts...).
+/// check() for one function: require(ok, parts...) is check(ok, "name: ", parts...).
 class CheckFor {
  public:
   explicit constexpr CheckFor(const char* function) : function_(function) {}

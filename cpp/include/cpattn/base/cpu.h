@@ -3,18 +3,17 @@
 
 namespace cpattn {
 
-/// The levels of the x86-64 ABI: AVX2, FMA, BMI, F16C and what comes with them,
-/// and AVX-512 F, BW, CD, DQ and VL. True when the processor has all of a level and the
-/// operating system saves their registers.
+/// True when the processor has all of a level of the x86-64 ABI and the operating system saves the
+/// registers. v3 has AVX2, FMA, BMI, F16C and more, v4 also AVX-512 F, BW, CD, DQ and VL.
 bool has_x86_64_v3();
 bool has_x86_64_v4();
 
-/// True when the processor has AVX512_BF16 and AVX512_VNNI besides the last level. All functions
-/// here ask CPUID: `__builtin_cpu_supports` asks the compiler's library, and some libraries answer
-/// no to everything.
+/// True when the processor has AVX512_BF16 and AVX512_VNNI besides level v4. All functions here ask
+/// CPUID: `__builtin_cpu_supports` asks the compiler's library, and some libraries answer no to
+/// everything.
 bool has_avx512_bf16();
 
-/// True when the processor has AVX512_VBMI besides the last level of the ABI.
+/// True when the processor has AVX512_VBMI besides level v4.
 bool has_avx512_vbmi();
 
 /// True when Intel made the processor.
@@ -27,15 +26,15 @@ bool is_intel();
 bool amx_usable();
 
 /// True when CPUID leaf 1DH lists no tile palette. oneDNN configures tiles from
-/// that leaf, so where amx_usable() is true as well, its AMX kernels, and with
-/// them torch's bfloat16 products, are illegal instructions.
+/// that leaf, so where amx_usable() is true as well, its AMX kernels, and with them torch's
+/// bfloat16 products, end in illegal instructions.
 bool amx_palette_missing();
 
 /// True when the processor has AVX512_FP16.
 bool has_avx512_fp16();
 
-/// True when the processor has the BF16 instructions of Armv8 (FEAT_BF16): BFDOT, BFMMLA and the
-/// conversions; and SDOT (FEAT_DotProd), as all do that have those.
+/// True when the processor has FEAT_BF16 of Armv8 (BFDOT, BFMMLA and the conversions) and
+/// FEAT_DotProd (SDOT), which every processor with FEAT_BF16 has.
 bool has_arm_bf16();
 
 }  // namespace cpattn

@@ -58,23 +58,23 @@ struct ExchangeApi {
 
 namespace cpattn {
 
-/// The fault of a description of a tensor that comes from outside.
+/// The fault of a DLPack tensor of a caller.
 enum class DlpackFault : uint8_t {
   none,
   device,       // it is not on the CPU
-  dtype,        // no DType, or several lanes
+  dtype,        // DType lacks it, or it has several lanes
   description,  // it has no extents, or leaves the address space
   storage       // it has elements, but no memory
 };
 
-/// Makes `view`, which may be written to, of a description. Throws std::invalid_argument, which
-/// begins with `name`, for more than 6 dimensions, negative strides and elements that are not
-/// aligned; the other faults are returned, as callers have words of their own for them.
+/// Makes a writable `view` of a DLPack tensor. Throws std::invalid_argument, which begins with
+/// `name`, for more than 6 dimensions, negative strides and unaligned elements. Returns the other
+/// faults, for which callers have their own messages.
 DlpackFault read_dlpack(const ArgumentName& name, const dlpack::Tensor& tensor, TensorView& view);
 
-/// The name of a dtype, such as "float64" or "complex64", also of one that is not taken.
+/// The name of a dtype, such as "float64" or "complex64", also of one that DType lacks.
 std::string dlpack_dtype_name(const dlpack::Tensor& tensor);
-/// The name of a kind of devices, such as "CUDA".
+/// The name of a device type, such as "CUDA".
 std::string dlpack_device_name(int32_t device_type);
 
 }  // namespace cpattn

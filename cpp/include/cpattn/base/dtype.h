@@ -6,7 +6,7 @@
 
 namespace cpattn {
 
-/// The types of elements of tensors.
+/// The element types of tensors.
 enum class DType : uint8_t {
   float32,
   float64,
@@ -23,11 +23,11 @@ enum class DType : uint8_t {
 
 constexpr DType kLastDType = DType::float8_e5m2;
 
-/// Whether elements are codes of 8 bits, which stand for numbers: float8 of either kind, or int8.
+/// Whether elements are 8-bit codes of quantised numbers: either float8 type, or int8.
 bool is_code(DType dtype);
 /// Bytes of one element.
 int64_t element_size(DType dtype);
-/// The name of the enumerator, but "bool" for bool8.
+/// The name of the enumerator, except "bool" for bool8.
 const char* dtype_name(DType dtype);
 std::ostream& operator<<(std::ostream& out, DType dtype);
 

@@ -9,7 +9,7 @@
 
 namespace cpattn {
 
-/// The numbers of a tensor of int32 or int64 with one dimension.
+/// The numbers of a one-dimensional tensor of int32 or int64.
 inline std::vector<int64_t> index_values(const TensorView& tensor) {
   std::vector<int64_t> values(tensor.dim(0));
   for (int64_t i = 0; i < tensor.dim(0); ++i) {
@@ -19,7 +19,7 @@ inline std::vector<int64_t> index_values(const TensorView& tensor) {
   return values;
 }
 
-/// A tensor of int32 or int64 with two dimensions as a table.
+/// A two-dimensional tensor of int32 or int64 as a table.
 inline IndexTable index_table(const TensorView& tensor) {
   return {
       .data = tensor.data,

@@ -21,14 +21,13 @@ std::vector<Isa> compiled_isas();
 /// The compiled_isas() that this machine can run, slowest first.
 /// The order is by speed, not by feature: vdpbf16ps runs at twice the float32
 /// rate on AMD and at half of it on Intel, where avx512 therefore comes after avx512bf16.
-/// amx comes last for the rates of a prototype of its kernels, measured on Emerald
-/// Rapids: 40 % of 2350 GFLOP/s a core, where float32 has 176 at most. The
-/// kernels themselves are proved bit for bit by the twin.
+/// amx comes last because a prototype of its kernels reached 40 % of 2350 GFLOP/s a core on Emerald
+/// Rapids, where float32 has at most 176. The twin proves the kernels themselves bit for bit.
 const std::vector<Isa>& supported_isas();
 
 /// The instruction set in use: the last of supported_isas(), unless the
 /// environment variable CPATTN_ISA (read once) or set_isa() names another.
-/// Throws std::invalid_argument when CPATTN_ISA names none of them.
+/// Throws std::invalid_argument when CPATTN_ISA names no supported one.
 Isa active_isa();
 
 /// Forces an instruction set for the whole process; for tests. Throws

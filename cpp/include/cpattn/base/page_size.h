@@ -18,7 +18,7 @@ inline void check_page_size(const char* function, int64_t page_size) {
 }
 
 /// The tokens that a row of `columns` page ids has room for. At most 2^31 - 1 columns are counted,
-/// as a row that is broadcast may have any number. page_size has passed check_page_size().
+/// because a broadcast row may have any number. page_size has passed check_page_size().
 inline int64_t tokens_per_row(int64_t columns, int64_t page_size) {
   return std::min<int64_t>(columns, INT32_MAX) * page_size;
 }

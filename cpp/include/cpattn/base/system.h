@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Systems have these under names of their own: another one needs a file like system_linux.cc alone.
+// Functions that each operating system names differently. A port needs only a file like
+// system_linux.cc.
 #pragma once
 
 #include <atomic>
@@ -13,7 +14,7 @@ namespace cpattn::system {
 /// CPUs that this process may run on; 0 where the system does not say.
 int usable_cpus();
 
-/// A number of the calling thread that tools of the system show, too.
+/// The number of the calling thread that tools of the system show.
 int64_t thread_id();
 
 /// Names the calling thread for debuggers and profilers.
@@ -26,13 +27,13 @@ struct Stack {
 /// The stack of the calling thread; empty where the system does not say.
 Stack stack_of_this_thread();
 
-/// Whether the processor is one of Arm with BF16 and DotProd.
+/// Whether the processor is an Arm one with BF16 and DotProd.
 bool has_arm_bf16();
 
-/// Whether this process may use tiles of AMX, for which it asks.
+/// Asks the system for AMX tiles and returns whether this process may use them.
 bool request_tiles();
 
-/// Waits at most so long while a word, which processes may share, has a value. May return early.
+/// Waits at most `longest` while `word`, which processes may share, is `value`. May return early.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds longest);
 void wake_all(std::atomic<uint32_t>& word);
 
@@ -42,11 +43,11 @@ int open_process(int pid);
 /// Asks for huge pages, where the system has them on request.
 void advise_huge_pages(void* data, std::size_t num_bytes);
 
-/// Places the pages of memory that nobody wrote to yet on NUMA nodes, by turns where there are
+/// Places pages of memory that has not been written yet on NUMA nodes, in turn if there are
 /// several; returns 0 or a value of errno.
 int place_on_nodes(void* data, std::size_t num_bytes, std::span<const int> nodes);
 
-/// Finds the memory of a mapped part of a file now; returns 0 or a value of errno.
+/// Allocates the memory of a mapped part of a file now; returns 0 or a value of errno.
 int take_memory(void* data, std::size_t num_bytes, int fd, int64_t offset);
 
 }  // namespace cpattn::system

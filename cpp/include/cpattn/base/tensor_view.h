@@ -37,7 +37,7 @@ struct TensorView {
   /// Whether the elements are one block without gaps, in row-major order.
   bool is_contiguous() const;
   /// Whether neighbours in the last dimension are neighbours in memory. Strides of axes of size one
-  /// and of empty tensors have no meaning and are not looked at.
+  /// and of empty tensors have no meaning and are ignored.
   bool last_dim_contiguous() const;
   template <class T>
   T* as() const {
@@ -67,8 +67,8 @@ void check_result(const ArgumentName& name, const TensorView& result);
 void check_tensor(const char* function, const char* name, const TensorView& tensor, int rank);
 
 /// Returns views of the first `left` elements of the last dimension and of the `right` ones that
-/// follow. Throws std::invalid_argument, which names `function` and `name`, if it has not exactly
-/// left + right.
+/// follow. Throws std::invalid_argument, which names `function` and `name`, unless that dimension
+/// is left + right.
 std::pair<TensorView, TensorView> split_last_dim(
     const char* function, const char* name, const TensorView& tensor, int64_t left, int64_t right
 );

@@ -10,9 +10,8 @@
 namespace cpattn {
 
 /// The activity of a thread. The scopes up to `wait` exclude each other on a thread, with one
-/// exception: of calls that run at the same time and share workers, one may wait for a thread that
-/// works for another. The scopes `item`, a unit of work, and `call`, a public function, enclose the
-/// others.
+/// exception: a call may wait for a worker that a concurrent call is using. The scopes `item`, a
+/// unit of work, and `call`, a public function, enclose the others.
 enum class TraceScope : uint8_t {
   pack,     // bringing Q, K and V into the order that the products read
   qk,       // Q K^T
@@ -51,14 +50,14 @@ struct Trace {
   std::vector<std::string> functions = {""};  // names of calls
 };
 
-/// Starts to record at most max_events (>= 1) events of each thread, of 40 bytes each; what is
-/// beyond is counted as dropped. A thread keeps its buffer until it records for another trace
-/// or ends. A process has one trace at a time: throws
-/// std::runtime_error while there is another. A forked child records nothing.
+/// Starts to record at most max_events (>= 1) events of each thread, of 40 bytes each; further
+/// events are counted as dropped. A thread keeps its buffer until it records for another trace or
+/// ends. A process has one trace at a time: throws std::runtime_error while another is on. A forked
+/// child records nothing.
 void start_trace(int64_t max_events);
 
-/// Ends the trace. Scopes that have not ended are left out. Throws
-/// std::runtime_error when there is none.
+/// Ends the trace. Scopes that have not ended are left out. Throws std::runtime_error when no trace
+/// is on.
 Trace stop_trace();
 
 /// Whether a trace is on. It costs one relaxed load.
