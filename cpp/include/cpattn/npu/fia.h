@@ -19,9 +19,9 @@ class Antiquant;
 }
 
 /// Scales and offsets of int8 codes, which stand for (code + offset) * scale. The operator's modes
-/// have one number for each channel or one for all (0), for each token (1), head (2), token and
-/// head (3), and 4 and 5 are 1 and 3 with tokens by their place in blocks. Numbers of modes 0 and 2
-/// are of the dtype of query, others float32.
+/// have a number for each channel or for all (0), for each token (1), head (2), token and head (3);
+/// modes 4 and 5 are 1 and 3 with tokens by their place in blocks. Numbers of modes 0 and 2 have
+/// the dtype of query, others float32.
 struct FiaAntiquant {
   int64_t mode = 0;
   std::optional<TensorView> scale;
@@ -29,16 +29,16 @@ struct FiaAntiquant {
 };
 
 /// The arguments of npu_fused_infer_attention_score that have a meaning on a
-/// CPU, under the operator's own names. Layouts are named by their axes; what
-/// follows an underscore is the layout of the output. B is the batch, T all tokens of
-/// the batch in a row, S the tokens of a sequence (S1 of queries, S2 of keys), N heads,
-/// D the dimension of a head, H = N * D. Packed layouts are those with T.
+/// CPU, under the operator's own names. Layouts are named by their axes; an underscore precedes the
+/// layout of the output. B is the batch, T all tokens of the batch in a row, S the tokens of a
+/// sequence (S1 of queries, S2 of keys), N heads, D the dimension of a head, H = N * D. Packed
+/// layouts are those with T.
 ///
 /// `query` has the axes of input_layout: [B, S1, H], [B, S1, N, D], [B, N, S1, D], [T, N, D] or
-/// [N, T, D]. So have key and value, with num_key_value_heads for N and S2 for S1; or they are
-/// paged, [blocks, block_size, H] and, under BNSD and packed layouts, [blocks, N, block_size, D].
-/// They are float32, float16 or bfloat16, all of one dtype; or key and value are int8, under
-/// layouts that are not packed and without rope.
+/// [N, T, D]. key and value have the same axes, with num_key_value_heads for N and S2 for S1; or
+/// they are paged, [blocks, block_size, H] and, under BNSD and packed layouts, [blocks, N,
+/// block_size, D]. They are float32, float16 or bfloat16, all of one dtype; or key and value are
+/// int8, under layouts that are not packed and without rope.
 struct FiaArguments {
   TensorView query, key, value;                    // value may have another D
   std::optional<TensorView> query_rope, key_rope;  // more dimensions of query and key: their
@@ -83,10 +83,9 @@ struct FiaPlan {
   bool expands = false;
 };
 
-/// Checks the arguments and plans the work. Throws std::invalid_argument for
-/// whatever the meaning of the operator's documentation rules out: missing
-/// arguments, lengths, mask shapes, modes that a layout does not have, page ids (which the
-/// NPU does not look at). Limits of the chip are not enforced.
+/// Checks the arguments and plans the work. Throws std::invalid_argument for whatever the
+/// operator's documentation rules out: missing arguments, lengths, mask shapes, modes that a layout
+/// does not have, page ids (which the NPU does not check). Limits of the chip are not enforced.
 FiaPlan plan_fia(const FiaArguments& arguments);
 
 /// Computes into contiguous out and lse of the planned shapes. lse is the

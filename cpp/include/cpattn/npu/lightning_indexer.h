@@ -33,16 +33,16 @@ struct LightningIndexerArguments {
   std::optional<TensorView> values;  // float32, contiguous, the shape of indices: their scores
 };
 
-/// The sparse_count keys with the largest sum_n weights[n] relu(query[n] . key)
-/// for each query, as positions within its sequence: query i of S1 chooses among
-/// all S2 keys in mode 0, and among keys [0, i + S2 - S1] in mode 3, S1 and S2
-/// being the lengths of its sequence. They stand in descending order of score, ties in
-/// that of the index, or in ascending order if all keys are chosen. Behind them, and in rows
-/// past the length of their sequence, indices are -1 and values -inf.
+/// Selects the sparse_count keys with the largest sum_n weights[n] relu(query[n] . key) for each
+/// query and writes their positions within its sequence: query i of S1 chooses among all S2 keys in
+/// mode 0, and among keys [0, i + S2 - S1] in mode 3, S1 and S2 being the lengths of its sequence.
+/// Keys stand in descending order of score, ties by ascending index, or all in ascending order if
+/// all keys are chosen. After them, and in rows past the length of their sequence, indices are -1
+/// and values -inf.
 ///
-/// Throws std::invalid_argument for whatever the meaning of the operator's documentation
-/// rules out: layouts, mandatory arguments, lengths, modes, block ids. Limits
-/// of the chip (head counts, D, block sizes, sparse_count) are not enforced.
+/// Throws std::invalid_argument for whatever the operator's documentation rules out: layouts,
+/// mandatory arguments, lengths, modes, block ids. Limits of the chip (head counts, D, block sizes,
+/// sparse_count) are not enforced.
 void npu_lightning_indexer(const LightningIndexerArguments& arguments);
 
 }  // namespace cpattn

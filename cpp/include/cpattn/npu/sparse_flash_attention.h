@@ -48,8 +48,8 @@ struct SparseFlashArguments {
 /// softmax_max). They are -inf and 0, and out is zeros, for a query that sees no key or lies past
 /// the length of its sequence.
 ///
-/// Throws std::invalid_argument for whatever the meaning of the operator's documentation rules
-/// out. Limits of the chip (head counts, D, block sizes) are not enforced.
+/// Throws std::invalid_argument for whatever the operator's documentation rules out. Limits of the
+/// chip (head counts, D, block sizes) are not enforced.
 void npu_sparse_flash_attention(const SparseFlashArguments& arguments);
 
 }  // namespace cpattn

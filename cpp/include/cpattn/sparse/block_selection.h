@@ -10,11 +10,12 @@
 namespace cpattn {
 
 /// Blocks of keys that queries attend to, as MiniMax-M3 selects them. The score of a block is the
-/// largest score of the keys in it that the query may see; the first and the last blocks that it
-/// may see have infinity instead. A block without a score above -infinity is never selected, NaN
-/// counts as -infinity, and of equal blocks the earlier one is selected.
+/// largest score of its keys that the query may see; the first init_blocks and the last
+/// local_blocks that the query may see have infinity instead. A block without a score above
+/// -infinity is never selected, NaN counts as -infinity, and of equal blocks the earlier one is
+/// selected.
 ///
-/// Under decode context parallelism block b is on rank b mod dcp_size, which has the keys of its
+/// Under decode context parallelism block b is on rank b mod dcp_size, which keeps the keys of its
 /// blocks one after the other.
 struct BlockSelection {
   const char* function;
@@ -29,13 +30,14 @@ struct BlockSelection {
   TensorView block_scores;  // float32 [T, topk]
 };
 
-/// Writes the selected blocks of each query among those of the rank, ascending, and their scores;
-/// -1 and -infinity behind the last. Throws std::invalid_argument, before anything is written, for
-/// what does not fit.
+/// Selects among the rank's blocks and writes the blocks of each query in ascending order with
+/// their scores, then -1 and -infinity. Throws std::invalid_argument, before anything is written,
+/// for arguments that do not fit.
 void select_blocks(const BlockSelection& given);
 
-/// Selects among blocks that were selected of parts, such as those of ranks: of all parts together
-/// if each had `topk`. A block that is named twice counts once, with the larger score.
+/// Merges selections of parts of the keys, such as those of ranks. The result is the selection over
+/// all parts if each part selected `topk` blocks. A block that occurs twice counts once, with the
+/// larger score.
 struct BlockMerge {
   const char* function;
   IndexTable blocks;        // [T, n]; below 0 is none
@@ -45,7 +47,7 @@ struct BlockMerge {
   TensorView out_scores;    // float32 [T, topk]
 };
 
-/// Writes what select_blocks() would of all keys, and throws as it does.
+/// Writes what select_blocks() would write for all keys, and throws like it.
 void merge_blocks(const BlockMerge& given);
 
 }  // namespace cpattn

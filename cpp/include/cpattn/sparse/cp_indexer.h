@@ -12,8 +12,8 @@
 
 namespace cpattn {
 
-/// One layer of the indexer on one rank. The cache has P pages of page_size rows, in one of
-/// the forms of engines:
+/// One layer of the indexer on one rank. The cache has P pages of page_size rows, in one of the
+/// forms that engines use:
 ///
 ///   rows    [P, page_size, D], [P, page_size, 1, D] or, by slots,
 ///           [P * page_size, 1, D]; bfloat16, float32, float8_e4m3fn or int8
@@ -39,17 +39,16 @@ struct CpIndexerArguments {
   const char* k_scale_name = "k_scale";
 };
 
-/// The topk keys of each of a rank's tokens among all keys of its sequence up to
-/// its own, cached prefix included, as positions within the sequence; see
-/// indexer_topk for their order. One call of indexer_topk takes all rows of all sequences, for
-/// any strategy, so a row has the same result on every rank and without context parallelism. Pad
-/// rows are never read and come out as -1.
+/// Selects topk keys for each of a rank's tokens among all keys of its sequence up to its own,
+/// cached prefix included. Writes positions within the sequence in the order of indexer_topk. One
+/// call of indexer_topk takes all rows of all sequences, for any strategy, so a row has the same
+/// result on every rank and without context parallelism. Pad rows are never read and come out as
+/// -1.
 ///
-/// The prefix counts once: baked metadata has it, and prefix_lens beside it is an
-/// error; bare metadata of a batch with a prefix needs prefix_lens, equal to
-/// those that it was built with. Throws std::invalid_argument for a prefix that is
-/// counted twice or not at all, for fewer rows than the metadata has, for a row that
-/// sees keys beyond the block table, and for shapes and dtypes that do not fit.
+/// The prefix counts once: baked metadata includes it and refuses prefix_lens; bare metadata of a
+/// batch with a prefix needs the prefix_lens that it was built with. Throws std::invalid_argument
+/// for a prefix that is counted twice or not at all, for fewer rows than the metadata has, for a
+/// row that sees keys beyond the block table, and for shapes and dtypes that do not fit.
 void cp_indexer_topk(const ContextParallelMetadata& metadata, const CpIndexerArguments& arguments);
 
 }  // namespace cpattn

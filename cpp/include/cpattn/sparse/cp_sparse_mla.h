@@ -17,8 +17,8 @@ struct CpSparseMlaArguments {
 /// rank's tokens. Results have the bits of these two calls, and so of a single rank. The indexer
 /// never reads pad rows; they come out as rows without keys.
 ///
-/// Throws std::invalid_argument before anything is written: for what each of the two refuses, for
-/// another number of rows of q, and for a selected slot beyond kv.
+/// Throws std::invalid_argument before anything is written: for arguments that either function
+/// refuses, for another number of rows of q, and for a selected slot beyond kv.
 void cp_sparse_mla(const ContextParallelMetadata& metadata, const CpSparseMlaArguments& arguments);
 
 }  // namespace cpattn

@@ -19,7 +19,7 @@ namespace cpattn {
 struct DsaBatch {
   using Lens = std::span<const int64_t>;
 
-  ForwardMode forward_mode = ForwardMode::extend;  // not prebuilt, which is not computed
+  ForwardMode forward_mode = ForwardMode::extend;  // any mode except prebuilt
   Lens seq_lens;                                   // [bs] >= 0
   std::optional<Lens> extend_lens;  // [bs]; default: 1 in decode, num_draft_tokens in others
   std::optional<int64_t> num_draft_tokens;  // of verify and draft batches
@@ -36,7 +36,7 @@ struct DsaBatch {
 /// The integers that indexer, top-k transform and sparse attention read. n is the number of
 /// sequences: under context parallelism of those with rows on this rank, else of all. T is the
 /// number of rows of q. A row sees keys [0, seqlens_expanded) of its sequence. [ks, ke) and
-/// topk_indices_offset count keys in the concatenation of all sequences, one after the other.
+/// topk_indices_offset count keys in the concatenation of all sequences.
 struct DsaMetadata {
   using Ints = std::vector<int32_t>;
 
@@ -69,7 +69,7 @@ struct DsaMetadata {
 
 /// The metadata of a batch. Throws std::invalid_argument, which names argument, index and value,
 /// for a batch that breaks the rules of DsaBatch, a `cp` that was built for another batch, and sums
-/// that pass int32.
+/// that exceed int32.
 DsaMetadata build_dsa_metadata(const DsaBatch& batch);
 
 /// The numbers that determine a DsaMetadata: enough to store it and make it again.

@@ -38,8 +38,8 @@ void quantize_index(
 /// Writes keys of the indexer into pages: codes of page_size tokens, 128 bytes each, then
 /// their page_size float32 scales. A page of one token is a row of 132 bytes.
 ///   cache  uint8 [num_pages, page_size * 132]
-///   slots  page * page_size + offset for each token; -1: not written. Of tokens with the same
-///          slot the last one stays.
+///   slots  page * page_size + offset for each token; -1: not written. If tokens share
+///          a slot, the last one stays.
 ///   codes  float8_e4m3fn, int8 or uint8 [T, 128] or [T, 1, 128]
 ///   scale  float32 [T] or [T, 1]
 void write_index_k_cache(
@@ -49,7 +49,7 @@ void write_index_k_cache(
     const TensorView& scale
 );
 
-/// Reads keys back that write_index_k_cache wrote: codes float8_e4m3fn, int8 or uint8 [n, 128] and
+/// Reads back keys that write_index_k_cache wrote: codes float8_e4m3fn, int8 or uint8 [n, 128] and
 /// scale float32 [n, 1] of n slots, each >= 0.
 void read_index_k_cache(
     const TensorView& cache,

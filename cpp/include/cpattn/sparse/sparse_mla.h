@@ -29,10 +29,10 @@ struct SparseMlaArguments {
 /// Computes, for every token and head, over the rows of kv that its indices name:
 ///   out = softmax_j(scale * q . k_j, and the sink) v_j,   v_j the start of k_j
 ///   lse = log sum_j exp(scale * q . k_j), max_logits = max_j scale * q . k_j
-/// both without the sink. An index below 0 or beyond the rows is no key, wherever it
-/// stands; one that occurs twice counts twice. Without keys out is zeros, lse and
-/// max_logits are -inf. Rows that are not named are never read. The results of FP8 rows have the
-/// bits that they have if the rows are expanded to bfloat16 before.
+/// both without the sink. An index below 0 or beyond the rows is no key, wherever it stands; an
+/// index that occurs twice counts twice. Without keys out is zeros, lse and max_logits are -inf.
+/// Rows that are not named are never read. FP8 rows give the same bits as these rows expanded to
+/// bfloat16 before.
 ///
 /// Throws std::invalid_argument before anything is written.
 void flash_mla_sparse_fwd(const SparseMlaArguments& arguments);

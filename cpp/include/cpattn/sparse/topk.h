@@ -22,9 +22,9 @@ struct SlotTable {
 /// Row i selects among the columns [row_starts[i], row_starts[i] + lengths[i]) of score, its
 /// candidates. Indices are relative to row_starts[i].
 ///
-/// All functions of this header throw std::invalid_argument for what does not fit, before anything
-/// is written. Only an entry of a page table, and an index that is looked up in it, may be found
-/// wrong when rows of the result have been written.
+/// All functions of this header throw std::invalid_argument for arguments that do not fit, before
+/// anything is written. Only a wrong entry of a page table, or a wrong index into it, may be found
+/// after rows of the result have been written.
 struct TopkArguments {
   using Ints = std::span<const int64_t>;
 
@@ -46,8 +46,8 @@ constexpr int64_t kMaxTopk = int64_t{1} << 28;
 void fast_topk(const TopkArguments& arguments, const TensorView& indices);
 
 /// The slots of the sequence of each row. The sequences are rows batch_idx_list of the
-/// table (default: all of them). Rows cu_seqlens_q[q] up to cu_seqlens_q[q + 1] have sequence q.
-/// cu_seqlens_q rises from 0 to B; without it every row has a sequence of its own.
+/// table (default: all of them). Rows cu_seqlens_q[q] up to cu_seqlens_q[q + 1] belong to sequence
+/// q. cu_seqlens_q rises from 0 to B; without it every row has a sequence of its own.
 struct TopkSlots {
   SlotTable table;
   std::optional<std::span<const int64_t>> cu_seqlens_q;    // [num_sequences + 1]
@@ -66,9 +66,9 @@ void fast_topk_transform_ragged_fused(
     const TopkArguments& arguments, std::span<const int64_t> offsets, const TensorView& out
 );
 
-/// Calls one of the three functions above, fast_topk if there is no method. What the method does
-/// not need is ignored. RAGGED without offsets throws std::runtime_error in the words that engines
-/// know.
+/// Calls one of the three functions above, fast_topk if there is no method. Arguments that the
+/// method does not need are ignored. RAGGED without offsets throws std::runtime_error with the
+/// engines' own message.
 void topk_transform(
     const TopkArguments& arguments,
     std::optional<TopkTransformMethod> method,
@@ -92,7 +92,7 @@ void transform_index_page_table_prefill(
     const TensorView& out
 );
 
-/// Writes out [rows, topk] int32, of short sequences: the slots of the first min(lengths[i], topk)
+/// Writes out [rows, topk] int32 for short sequences: the slots of the first min(lengths[i], topk)
 /// tokens in table row i, then -1. Rows beyond the table are all -1.
 void page_table_to_topk(
     const SlotTable& table, std::span<const int64_t> lengths, const TensorView& out

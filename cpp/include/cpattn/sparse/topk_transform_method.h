@@ -14,7 +14,7 @@ namespace cpattn {
 enum class TopkTransformMethod : uint8_t { paged = 1, ragged };
 
 /// The method of a number, if one is given. Throws std::invalid_argument, which names `function`,
-/// for another than 1 and 2.
+/// for any number but 1 and 2.
 std::optional<TopkTransformMethod> parse_topk_transform_method(
     const char* function, std::optional<int64_t> method
 );
