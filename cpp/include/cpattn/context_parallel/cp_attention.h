@@ -14,10 +14,10 @@
 
 namespace cpattn {
 
-/// One layer of context-parallel attention on one rank, flat as engines hold it. Caches are
+/// One layer of context-parallel attention on one rank, with flat tensors. Flat caches are
 /// contiguous, with num_pages * page_size * num_kv_heads * dim elements; the sizes imply the
-/// dimensions of keys and values. Those with all axes may have any strides but the last, as some
-/// heads of larger ones have.
+/// dimensions of keys and values. Caches with all axes may have any strides except the last, such
+/// as some heads of a larger cache.
 struct CpAttentionArguments {
   TensorView q;        // [rows, num_heads * head_dim]: this rank's logical rows (zigzag: all prev
                        // blocks, then all next blocks), then any number of pad rows
@@ -26,7 +26,7 @@ struct CpAttentionArguments {
   std::optional<int64_t> v_head_dim;  // dimensions of keys in k_cache. Given if v_cache is null
   std::optional<TensorView> q_rope;   // [rows, num_heads * rope_dim]: the last dimensions of
   std::optional<TensorView> k_rope;   // queries and keys, stored apart; of rope_dim
-  KVScale k_scale, v_scale;  // as of run_attention; without v_cache values have that of keys
+  KVScale k_scale, v_scale;  // as of run_attention; without v_cache k_scale is that of values, too
   IndexTable block_tables;   // [bs, pages]: the pages of each sequence, prefix included
   int64_t page_size = 0;
   int64_t num_heads = 0;
@@ -35,18 +35,18 @@ struct CpAttentionArguments {
   KeyVisibility visibility;  // masks are those of the whole sequences: extend_lens by prefix +
                              // extend_lens, the same on every rank
   double softcap = 0;        // c > 0: c * tanh(scaled score / c)
-  ScoreBias bias;            // of the whole sequences, as masks
+  ScoreBias bias;            // of the whole sequences, like masks
   std::optional<TensorView> sinks;  // float32 [num_heads], one more logit a row
-  bool precise = false;             // bfloat16 is rounded in the result alone
+  bool precise = false;             // in bfloat16 only the result is rounded
   TensorView out;                   // [rows, num_heads * v_head_dim]
   std::optional<TensorView> lse;    // float32 [rows, num_heads]
 };
 
 /// Attention of a rank's tokens over the whole paged sequences, prefix included:
-/// what sglang's AscendAttnBackend.do_cp_attn_fia computes, for any batch size
-/// and strategy. All blocks of all sequences go through one plan. Under
-/// interleave the rows of a sequence stand cp_size positions apart. Pad rows are
-/// never read and come out as zeros with LSE -inf. A row has the bits that it has on a single rank.
+/// the result of sglang's AscendAttnBackend.do_cp_attn_fia, for any batch size and strategy. All
+/// blocks of all sequences go through one plan. Under interleave the rows of a sequence stand
+/// cp_size positions apart. Pad rows are never read and come out as zeros with LSE -inf. A row's
+/// bits are those of a single rank.
 ///
 /// Padding tokens of the metadata are tokens of the last sequence: without `causal` its other
 /// tokens see their keys, too.

@@ -8,7 +8,7 @@
 
 namespace cpattn {
 
-// The fields of ContextParallelMetadata by the names that engines give them, which every face has.
+// The fields of ContextParallelMetadata under the engines' names, for all bindings.
 
 /// A field that is stored.
 struct CpArrayField {
@@ -71,7 +71,8 @@ inline constexpr CpIntField kCpInts[] = {
     {"max_seqlen_q_next", &ContextParallelMetadata::max_seqlen_q_next},
 };
 
-/// The contiguous strategy has empty "next" lists, but a [0] as every "next" tensor.
+/// The values of a tensor field. The contiguous strategy has empty "next" lists, but [0] for
+/// tensors.
 inline ContextParallelMetadata::Ints cp_tensor_values(
     const ContextParallelMetadata& metadata, const CpArrayField& field
 ) {

@@ -50,11 +50,11 @@ struct PcpLayout {
 
 /// Divides a batch. A prefill of L tokens is cut into 2 P chunks of ceil(L / (2 P)), of which the
 /// last ones may be short or empty, and rank r has chunks r and 2 P - 1 - r. A decode is whole: on
-/// one rank in turn with shard_decode, else on all of them. Where dcp_size > 1, ranks share out
-/// keys, so decodes are on all ranks whatever shard_decode is, and so are prefills too short to
-/// fill 2 P chunks. On each rank decodes come first, then prefills, both by request.
+/// one rank in turn with shard_decode, else on all of them. With dcp_size > 1 ranks share out keys,
+/// so decodes, and prefills too short to fill 2 P chunks, are on all ranks whatever shard_decode
+/// is. On each rank decodes come first, then prefills, both by request.
 ///
-/// Without is_prefill, requests with one new token behind cached ones are decodes. Throws
+/// Without is_prefill, requests with one new token after cached ones are decodes. Throws
 /// std::invalid_argument, which begins with `function`, for a batch that breaks the rules of
 /// PcpBatch, and a padded_num_tokens below the rows of a rank.
 PcpLayout build_pcp_layout(const PcpBatch& batch, const char* function);
@@ -62,13 +62,13 @@ PcpLayout build_pcp_layout(const PcpBatch& batch, const char* function);
 /// The token of each row of a rank in [0, pcp_size), without padding.
 std::vector<int64_t> local_q_indices(const PcpLayout& layout, int64_t rank);
 
-// The next three functions compute on each call. They are about the padded rows of all ranks, one
+// The next three functions compute on each call. They describe the padded rows of all ranks, one
 // rank after the other: [pcp_size padded_num_tokens].
-/// The row of each token of the batch [num_tokens]; of a replicated one that of rank 0.
+/// The row of each token of the batch [num_tokens]; a replicated token has the row of rank 0.
 std::vector<int64_t> hidden_restore_idx(const PcpLayout& layout);
 /// The token of each row; 0 for padding.
 std::vector<int64_t> padded_gather_idx(const PcpLayout& layout);
-/// Whether a row's keys and values are written: of each token those of one row, and no padding.
+/// Whether a row's keys and values are written: those of one row for each token, and no padding.
 std::vector<uint8_t> gathered_kv_write_mask(const PcpLayout& layout);
 
 }  // namespace cpattn

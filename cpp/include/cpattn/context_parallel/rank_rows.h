@@ -25,16 +25,16 @@ struct RankRows {
   int64_t num_rows(int64_t of_rank) const;
   /// The segments of each request, in the order of their positions.
   std::vector<Ints> by_request() const;
-  /// Whether each rank has the same rows of a request, which a layout alone has, for each.
+  /// Whether each rank has a request whole, for each request. Only a PcpLayout has such requests.
   std::vector<uint8_t> whole_on_each_rank() const;
 };
 
-/// The logical rows of all ranks. No segment is empty. A request of a layout may be whole on each
-/// rank.
+/// The logical rows of all ranks. No segment is empty. A request of a PcpLayout may be whole on
+/// each rank.
 RankRows rank_rows(const ContextParallelMetadata& metadata);
 RankRows rank_rows(const PcpLayout& layout);
 
-/// Rows with step 1 that are these: a row of another step is a segment of its own.
+/// Returns the same rows in segments of step 1: a row of another step becomes a segment of its own.
 RankRows consecutive(const RankRows& rows);
 
 }  // namespace cpattn

@@ -11,7 +11,7 @@
 namespace cpattn {
 
 /// The pages of a batch that hold keys: those of request i are ids[indptr[i]] .. ids[indptr[i +
-/// 1]], and position p of it is slot ids[indptr[i] + p / page_size] * page_size + p % page_size.
+/// 1]], and its position p is slot ids[indptr[i] + p / page_size] * page_size + p % page_size.
 struct BatchPages {
   int64_t page_size = 1;
   std::vector<int64_t> kv_lens;  // [bs]
@@ -34,8 +34,8 @@ BatchPages read_batch_pages(
     int64_t page_size
 );
 
-/// The pages as a table [bs, columns], -1 behind the last of each request. The last request has
-/// `padding` tokens more, for which its first page, or else page 0, serves again; there are as many
+/// The pages as a table [bs, columns], -1 after the last of each request. The last request gets
+/// `padding` more tokens, for which its first page, or else page 0, is repeated; there are as many
 /// columns as the longest row needs.
 struct PaddedTable {
   int64_t columns = 0;
@@ -43,17 +43,17 @@ struct PaddedTable {
 };
 PaddedTable padded_table(const BatchPages& pages, int64_t padding);
 
-/// New tokens of a batch: the last q_lens[i] ones of request i.
+/// New tokens of a batch: the last q_lens[i] tokens of request i.
 struct NewTokens {
   std::span<const int64_t> q_lens;  // [bs]
-  int64_t padding = 0;              // tokens behind those of the last request, which have no slot
+  int64_t padding = 0;              // tokens after those of the last request, without slots
 };
 
-/// The slot of each new token, request after request; -1 of padding.
+/// The slot of each new token, request after request; -1 for padding.
 std::vector<int64_t> new_slots(const BatchPages& pages, const NewTokens& tokens);
 
-/// Request and position of each new token, those of padding behind the last ones. Token i is at
-/// rows[i], of which each number below that of the tokens is one; without rows, at i.
+/// Request and position of each new token, with padding after the last ones. Token i is at rows[i],
+/// where rows is a permutation; without rows, at i.
 struct TokenRows {
   std::vector<int64_t> request, position;
 };
@@ -66,12 +66,12 @@ TokenRows token_rows(
 /// Throws std::invalid_argument, in the name of `function`, where two new tokens have one slot.
 void refuse_shared_slots(const char* function, const BatchPages& pages, const NewTokens& tokens);
 
-/// Whether a request's cached tokens, those before its new ones, have slots of new tokens.
+/// Whether a cached token, one before its request's new tokens, is in the slot of a new token.
 bool caches_new_tokens(const BatchPages& pages, const NewTokens& tokens);
 
-/// Checks slots that a caller gives new tokens: -1, or the token's own, or of padding anything >=
-/// 0; no two alike but of padding. Returns a digest of those that differ from new_slots, 0 for
-/// none.
+/// Checks the slots that a caller gives new tokens: -1, the token's own slot, or for padding any
+/// slot >= 0; only padding may share one. Returns a digest of the slots that differ from new_slots,
+/// 0 for none.
 uint64_t check_slots(
     const char* function,
     const BatchPages& pages,
@@ -79,7 +79,7 @@ uint64_t check_slots(
     std::span<const int64_t> slots
 );
 
-/// 64 bits for the values: the same on every machine. Not for values of an adversary.
+/// A 64-bit digest of the values, equal on every machine. It does not withstand an adversary.
 uint64_t digest_of(std::span<const int32_t> values);
 
 }  // namespace cpattn

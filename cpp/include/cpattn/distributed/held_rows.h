@@ -10,14 +10,14 @@
 
 namespace cpattn {
 
-/// The first key of each request that a query sees of whose own position a window shows so many
-/// before; the length of a request without queries, padding ones counted.
+/// The position of the first key of each request that a query sees, with a window of so many keys
+/// before the query; for a request without queries, padding ones counted, its length.
 std::vector<int64_t> first_seen(
     const BatchPages& pages, const NewTokens& tokens, std::optional<int64_t> window
 );
 
-/// Counts the rows of each rank, of which `rows_per_rank` has those that it computes, and `owners`
-/// the rank that keeps each of these, rank after rank; -1 for none.
+/// Counts the rows of each rank. `rows_per_rank` has the number of rows that each rank computes,
+/// `owners` the rank that keeps each of these rows, rank after rank; -1 for none.
 HeldRows held_rows(
     const std::shared_ptr<const BatchKeys>& keys,
     const NewTokens& tokens,

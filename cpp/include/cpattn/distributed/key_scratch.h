@@ -18,8 +18,8 @@ struct KeyPart {
   bool new_rows = false;  // new ones, which are in no pool yet, from the ranks that compute them
 };
 
-/// Keys that all ranks send, and pages of scratch that hold those of each request in order. Rows
-/// of a rank are those of its pool, then those that are in none.
+/// The keys that all ranks send, and the pages of scratch that hold the keys of each request in
+/// order. A rank sends rows of its pool first, then rows that are in no pool.
 struct KeyScratch {
   PaddedTable block_tables;  // of scratch
   int64_t num_slots = 0;
@@ -28,7 +28,7 @@ struct KeyScratch {
   std::vector<int64_t> new_rows;  // which of these are in no pool
 };
 
-/// Plans scratch for a part of the keys, without those that no query sees: whose position is more
+/// Plans scratch for a part of the keys, without keys that no query sees: their position is more
 /// than `window` before the first query's. `rows` has the new tokens of all ranks, rank after rank.
 KeyScratch plan_key_scratch(
     const std::shared_ptr<const BatchKeys>& keys,

@@ -11,23 +11,23 @@
 
 namespace cpattn {
 
-/// Places of the slots of some pages by any placement: the rank of each, and the row of its pool.
+/// Places of the slots of some pages: the rank of each slot, and its row in that rank's pool.
 struct PlacedSlots {
   std::span<const int64_t> pages;   // ascending
   std::span<const int64_t> owners;  // [pages, page_size]
   std::span<const int64_t> rows;    // the same, >= 0
 };
 
-/// The keys of a batch, and which rank's pool has each in which row. A value.
+/// The keys of a batch, with the rank and the row in its pool of each key. A value.
 ///
-/// Keys lie in runs: positions that follow each other on one rank, in rows that do. `run_len`
-/// divides page_size, and runs begin at multiples of it, as positions and as rows.
+/// Keys lie in runs: consecutive positions in consecutive rows of one rank. `run_len` divides
+/// page_size, and runs begin at multiples of it, as positions and as rows.
 class BatchKeys {
  public:
-  /// Slots are dealt out to ranks by an interleave, of which nothing is stored.
+  /// An interleave distributes slots over ranks; it is computed, never stored.
   BatchKeys(std::shared_ptr<const BatchPages> pages, const Interleave& interleave);
-  /// Slots are where `placed` has them, which must have every page of the batch. Its longest runs
-  /// are found here, and stored.
+  /// `placed`, which must have every page of the batch, has the places of slots. The constructor
+  /// finds its longest runs and stores them.
   BatchKeys(std::shared_ptr<const BatchPages> pages, int64_t num_ranks, const PlacedSlots& placed);
 
   const BatchPages& pages() const { return *pages_; }
@@ -37,7 +37,7 @@ class BatchKeys {
  private:
   friend class KeyShare;
 
-  /// Rows of a rank's pool below that of a slot: by an interleave, rows count the rank's slots.
+  /// Rows of a rank's pool below that of a slot: with an interleave, rows count the rank's slots.
   int64_t rows_below(int64_t rank, int64_t slot) const;
 
   std::shared_ptr<const BatchPages> pages_;
@@ -46,20 +46,20 @@ class BatchKeys {
   std::vector<int64_t> owners_, rows_;  // of each run of each page; empty for an interleave
 };
 
-/// Keys one after the other: request after request, in ascending positions.
+/// A list of keys, request after request, in ascending positions.
 struct LocalKeys {
   std::vector<int64_t> request, position, row;
 };
 
-/// Pages of a pool with a share of keys, as attention reads them; request i has ids from indptr[i]
-/// on.
+/// Pages of a pool that hold a share of keys, as attention reads them; request i has ids from
+/// indptr[i] on.
 struct LocalPages {
   int64_t page_size = 1;
   std::vector<int64_t> indptr;  // [bs + 1]
   std::vector<int64_t> ids;
 };
 
-/// The keys of a batch that some of the ranks hold, counted in O(1) once this is made.
+/// The keys of a batch that some of the ranks hold. The constructor prepares counts in O(1).
 class KeyShare {
  public:
   /// Throws std::invalid_argument unless ranks are ascending and each in [0, num_ranks).
@@ -76,11 +76,11 @@ class KeyShare {
 
   /// All keys of the share. Rows are those of their own rank's pool.
   LocalKeys local_keys() const;
-  /// Pages as large as the runs allow, or twice, four times ... that, up to 64 rows, where runs lie
-  /// in a row. Of one rank only.
+  /// Pages as large as the runs allow, or larger by a power of two, up to 64 rows, where runs
+  /// follow each other. For a share of one rank only.
   LocalPages local_pages() const;
-  /// The row of the key at a position of a request; -1 if the share does not have it. Of one rank
-  /// only.
+  /// The row of the key at a position of a request; -1 if the share lacks it. For a share of one
+  /// rank only.
   int64_t row_of(int64_t request, int64_t position) const;
 
  private:
@@ -100,7 +100,7 @@ class KeyShare {
   std::shared_ptr<const BatchKeys> keys_;
   std::vector<int64_t> ranks_;
   std::vector<uint8_t> is_member_;  // by rank
-  // Keys are counted by units: pages by an interleave, runs of what was placed.
+  // Keys are counted in units: pages of an interleave, runs of placed slots.
   int64_t unit_len_ = 1;
   int64_t uniform_ = 0;          // keys of the share in each unit, if all have as many; or 0
   std::vector<int64_t> before_;  // [units + 1] keys of the share before each; empty if uniform

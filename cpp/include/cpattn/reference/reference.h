@@ -23,7 +23,7 @@ struct Scale {
   std::optional<TensorView> numbers;
 };
 
-/// A batch of sequences whose last q_lens[r] of kv_lens[r] tokens ask.
+/// A batch of sequences. The last q_lens[r] of the kv_lens[r] tokens of sequence r are queries.
 struct PagedAttention {
   TensorView q;        // [sum(q_lens), num_heads, head_dim]
   TensorView k_cache;  // [num_pages, page_size, num_kv_heads, head_dim]; if hnd,
@@ -40,14 +40,13 @@ struct PagedAttention {
   IndexTable block_tables;  // row r: the pages of sequence r, then anything
   double scale = 1;
   bool causal = true;                                  // key j is visible from position p if j <= p
-  std::optional<std::vector<uint8_t>> causal_of_each;  // that of each sequence, instead
+  std::optional<std::vector<uint8_t>> causal_of_each;  // overrides causal for each sequence
   std::optional<KeyWindow> window;                     // and if p - left <= j <= p + right
-  std::optional<TensorView> custom_mask;  // and if its bool says so: [sum(q_lens * kv_lens)],
+  std::optional<TensorView> custom_mask;  // and if this is true: bool [sum(q_lens * kv_lens)],
                                           // row-major within each sequence
   double softcap = 0;                     // c > 0: c * tanh(score / c) after the scale
-  /// Added to scores after that: [batch, num_heads, queries, keys] with 1 for axes of which all
-  /// indices have the same, or [num_heads, queries, keys] for each sequence if bias_of_each. A key
-  /// for which it is -inf is not seen.
+  /// Added to scores after softcap: [batch, num_heads, queries, keys] with length 1 for broadcast
+  /// axes, or [num_heads, queries, keys] for each sequence if bias_of_each. -inf hides the key.
   std::vector<TensorView> bias;
   bool bias_of_each = false;
   std::optional<TensorView> alibi_slopes;   // [num_heads] or [batch, num_heads]: -slope * |j - p|
@@ -60,15 +59,14 @@ struct PagedAttention {
 /// the sink. Query i of sequence r stands at p = kv_lens[r] - q_lens[r] + i; if it
 /// sees no key its results are zeros and -inf. Invisible keys and values are never
 /// part of a computation, so they may hold NaN.
-/// Throws std::invalid_argument for shapes that do not fit and pages that are
-/// not there.
+/// Throws std::invalid_argument for shapes that do not fit and for missing pages.
 void paged_attention(const PagedAttention& batch, const TensorView& out, const TensorView& lse);
 
 /// Attention of every token over rows of kv that are named for it.
 struct SparseMla {
   TensorView q;        // [num_tokens, num_heads, head_dim]
   TensorView kv;       // [num_rows, 1, head_dim]; a value is the start of its key
-  IndexTable indices;  // [num_tokens, topk]; what names no row is skipped
+  IndexTable indices;  // [num_tokens, topk]; others than rows are skipped
   double scale = 1;
   int64_t v_head_dim = 0;
   std::optional<std::vector<int64_t>> topk_length;  // [num_tokens]: entries that count
