@@ -136,8 +136,8 @@ uint64_t last_byte(const KVEntry& entry) { return entry.addr + (entry.num_bytes 
 
 using Pair = std::pair<uint32_t, uint32_t>;
 
-/// Two of a group of entries, ascending in their addresses, that are not apart modulo the strides
-/// of all. An entry of one page has no stride.
+/// Returns two entries of a group, in ascending addresses, that overlap modulo the greatest common
+/// divisor of all strides. An entry of one page has no stride.
 std::optional<Pair> find_overlap(
     const std::vector<KVEntry>& entries, std::span<const uint32_t> group
 ) {
@@ -162,7 +162,7 @@ std::optional<Pair> find_overlap(
   return std::nullopt;
 }
 
-/// Looks for an overlap within each group of entries of which no byte of others lies between.
+/// Looks for an overlap within each group of entries whose address ranges intersect.
 std::optional<Pair> find_overlap(const std::vector<KVEntry>& entries) {
   std::vector<uint32_t> order;
   for (std::size_t i = 0; i < entries.size(); ++i) {

@@ -18,8 +18,8 @@ namespace cpattn {
 class KVBuffer {
  public:
   /// All sizes are >= 1. Throws std::invalid_argument, which names `function`, if they are not
-  /// or if their product exceeds 2^63 - 1 bytes, and a std::bad_alloc that says how much was
-  /// asked for if the system has no such address space. `nodes` are those of PoolMemory::make.
+  /// or if their product exceeds 2^63 - 1 bytes, and a std::bad_alloc with the requested size if
+  /// the system lacks address space. `nodes` are those of PoolMemory::make.
   KVBuffer(
       const char* function,
       int64_t num_layers,
@@ -28,7 +28,7 @@ class KVBuffer {
       DType dtype,
       std::span<const int> nodes = {}
   );
-  /// Lays the buffer into `memory`, which must not be smaller.
+  /// Places the buffer in `memory`, which must not be smaller.
   KVBuffer(
       const char* function,
       int64_t num_layers,

@@ -12,11 +12,11 @@ namespace cpattn {
 /// sources[i] had before, whatever the order of the moves. A source may
 /// have several targets; a pair with a -1 is skipped. Caches are [num_pages, num_heads, page_size,
 /// dim] of any dtype and strides with a contiguous last dimension; slot s is offset s % page_size
-/// of page s / page_size. Besides the slots a copy of one row of each head at work is kept.
+/// of page s / page_size. Scratch holds the slots, and one row of each head at work.
 ///
 /// Throws std::invalid_argument, which names `function`, for lists of different lengths, slots that
-/// a cache does not have, a target that comes twice and caches that may have rows in common.
-/// Nothing is written then.
+/// a cache does not have, a repeated target and caches that may share rows. Nothing is written
+/// then.
 void move_page_rows(
     const char* function,
     std::span<const int64_t> sources,

@@ -27,7 +27,7 @@ struct Interleave {
 };
 
 /// Throws std::invalid_argument, in the name of `function`, where a size is out of bounds.
-/// `run_len` is what the caller calls the length of a run.
+/// `run_len` is the caller's name for the length of a run.
 void check_interleave(const Interleave& interleave, const char* function, const char* run_len);
 
 /// The indices of a call, with the names that its errors have.
@@ -59,7 +59,7 @@ struct LocalShare {
 };
 LocalShare local_share(const Interleave& interleave, const IndexArgument& indices, int64_t rank);
 
-/// The index of each local index of a rank, which must fit int64: the inverse of the above.
+/// The index of each local index of a rank, which must fit int64: the inverse of local_indices().
 void global_indices(
     const Interleave& interleave,
     int64_t rank,

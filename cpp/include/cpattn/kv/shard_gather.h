@@ -14,8 +14,8 @@ namespace cpattn {
 /// The pages of plans are numbered in int32, and each plan has a number for every page.
 constexpr int64_t kMaxGatherPages = int64_t{1} << 28;
 
-/// Memory that all ranks lay out alike: the striped pool, and the scratch that attention reads of
-/// one layer, [prefix | chunk | one trash page].
+/// Memory that all ranks lay out alike: the striped pool, and the scratch from which attention
+/// reads one layer, [prefix | chunk | one trash page].
 struct ShardScratch {
   Interleave placement;           // run_len is the page size
   int64_t size = 0;               // slots of each rank, without those of its reserved page
@@ -43,8 +43,8 @@ struct ShardBatch {
 };
 
 /// The places of the keys and values of a batch in the scratch, equal on every rank. Each rank
-/// sends `block_pages` of its pages; all that are sent, rank after rank, are the prefix. A
-/// value: equal to another of the same scratch and pages.
+/// sends `block_pages` of its pages; the sent pages, rank after rank, are the prefix. A value:
+/// plans of the same scratch and pages are equal.
 struct ShardGatherPlan {
   using Ints = std::vector<int32_t>;
 
@@ -63,11 +63,11 @@ struct ShardGatherPlan {
 
 /// Plans the gather of a batch. A page that several prefixes share is gathered once. Throws
 /// std::invalid_argument for sizes that contradict each other, prefixes that are no whole pages or
-/// whose pages do not lie on the ranks in turn, slots that do not begin a page of the pool behind
+/// whose pages do not lie on the ranks in turn, slots that do not begin a page of the pool after
 /// the reserved ones, a new page that occurs twice, and more pages than the scratch has.
 ShardGatherPlan plan_shard_gather(const ShardScratch& scratch, const ShardBatch& batch);
 
-/// Makes a plan again from these fields of it. Throws std::invalid_argument if no plan has them.
+/// Restores a plan from these of its fields. Throws std::invalid_argument if no plan has them.
 ShardGatherPlan restore_shard_gather(
     const ShardScratch& scratch,
     int64_t block_pages,
@@ -81,8 +81,9 @@ void translate_slots(
     const ShardGatherPlan& plan, std::span<const int64_t> slots, std::span<int64_t> rows
 );
 
-/// The slots of `slots`, which a batch writes, that are on `rank`, with their rows in its pool;
-/// padding with slot 0 is row 0 of rank 0. Throws std::invalid_argument for slots outside the pool.
+/// Returns the entries of `slots`, which a batch writes, that `rank` holds, with their rows in its
+/// pool; padding with slot 0 is row 0 of rank 0. Throws std::invalid_argument for slots outside the
+/// pool.
 LocalShare plan_shard_write(
     const ShardGatherPlan& plan, std::span<const int64_t> slots, int64_t rank
 );

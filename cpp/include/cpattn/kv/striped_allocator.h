@@ -35,14 +35,14 @@ struct StripedPages {
 };
 
 /// Splits freed slots. Throws std::invalid_argument for slots of reserved pages, the first
-/// shard_size, and for slots at `end` or behind.
+/// shard_size, and for slots from `end` on.
 StripedPages split_striped_pages(
     const Interleave& pages, std::span<const int64_t> slots, int64_t end
 );
 
 /// Allocates the pages of a pool that is striped by pages over a group of ranks: `Interleave` with
-/// run_len = page_size. Each rank runs the same calls on its own allocator, and so all have the
-/// same state without a word between them.
+/// run_len = page_size. Each rank runs the same calls on its own allocator, so all ranks have the
+/// same state without communication.
 ///
 /// The pages of rank r are class r: logical pages q * shard_size + r for q = 1 .. size / page_size.
 /// Local page 0 of every rank is reserved for padding. Each class has a list of free pages, which
@@ -66,19 +66,18 @@ class StripedAllocator {
   /// Throws std::invalid_argument for sizes out of bounds.
   explicit StripedAllocator(const Config& config);
 
-  /// The slots of the new tokens prefix_lens[i] .. seq_lens[i] of each request, in positions, one
-  /// request after the other; none, and nothing is taken, if the pages of some class do not
-  /// suffice. Prefixes are whole pages, and a request has at least one new page. A base that is not
-  /// given becomes the class with the most free pages, the lowest of several, as the requests
-  /// before leave them; also if there are no slots. Throws std::invalid_argument, before anything
-  /// is written, for lists of different lengths and lengths that break these rules or do not fit
-  /// int32.
+  /// The slots of the new tokens prefix_lens[i] .. seq_lens[i] of each request, by request and
+  /// position. If the pages of some class do not suffice, returns none and takes nothing. Prefixes
+  /// are whole pages, and a request has at least one new page. A missing base becomes the class
+  /// with the most free pages after the earlier requests, the lowest of several, even if no slots
+  /// are returned. Throws std::invalid_argument, before anything is written, for lists of different
+  /// lengths and lengths that break these rules or do not fit int32.
   std::optional<std::vector<int64_t>> alloc_extend(
       Ints prefix_lens, Ints seq_lens, std::span<std::optional<int64_t>> rotation_bases
   );
 
   /// The slots of a sequence of num_slots >= 1 tokens whose rotation base is start_class, any
-  /// integer; none if they are not there.
+  /// integer; none if pages do not suffice.
   std::optional<std::vector<int64_t>> alloc_cyclic(int64_t start_class, int64_t num_slots);
 
   /// Frees the pages of the slots: one slot of a page is enough. Throws std::invalid_argument, and
@@ -102,7 +101,7 @@ class StripedAllocator {
   /// The pages of one rank, by their local numbers.
   struct PageClass {
     std::vector<int64_t> returned;  // the front of the list of free pages, last first
-    int64_t next_unused = 1;        // behind them come all that were never taken, ascending
+    int64_t next_unused = 1;        // after them come all that were never taken, ascending
     std::vector<int64_t> released;  // the second list, in any order
     std::vector<bool> in_use;       // of each page below next_unused
   };

@@ -11,7 +11,7 @@
 
 namespace cpattn {
 
-/// Tokens that are neighbours in a sequence and in the pages of a side.
+/// Tokens that are consecutive in a sequence and in the pages of a side.
 struct HeldTokens {
   int64_t token = 0;  // the first one's position in the sequence
   int64_t slot = 0;   // page * page_size + row, of this side's own pages
@@ -20,7 +20,7 @@ struct HeldTokens {
   bool operator==(const HeldTokens&) const = default;
 };
 
-/// The pages of a sequence, and the tokens of it that somebody asks for.
+/// The pages of a sequence, and a range of its tokens.
 struct KVTokenRange {
   std::span<const int64_t> pages;
   int64_t start = 0;                   // the token of row 0 of the first page
@@ -33,10 +33,10 @@ struct KVTokenRange {
 /// for, and DCP without num_tokens.
 IndexRange tokens_of(const char* function, const KVLayout& layout, const KVTokenRange& range);
 
-/// Returns those of the tokens that a side holds: all, or the share of its DCP rank or of its
-/// striped pages. With a `peer`, those that it holds, too; its pages are not striped. Ascending in
-/// their slots. Throws std::invalid_argument, which names `function`, as tokens_of() does, for
-/// pages outside of an entry, and for a page in two places.
+/// Returns the tokens that a side holds, in ascending slots: all, or the share of its DCP rank or
+/// of its striped pages. With a `peer`, only tokens that the peer also holds; its pages are not
+/// striped. Throws std::invalid_argument, which names `function`, like tokens_of(), for pages
+/// outside an entry, and for a page in two places.
 std::vector<HeldTokens> held_tokens(
     const char* function,
     const KVLayout& layout,

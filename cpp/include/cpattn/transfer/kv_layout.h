@@ -29,22 +29,22 @@ struct KVEntry {
   bool is_draft = false;
   uint64_t addr = 0;
   uint64_t num_bytes = 0;  // to the end of its last page
-  uint64_t item_len = 0;   // bytes of a page; 0: this side left the buffer out
+  uint64_t item_len = 0;   // bytes of a page; 0: this side elided the buffer
   // Whether a page is a row for each of its tokens, or, if heads come first, for each head and
   // token. If not, pages are sent whole or not at all.
   bool token_rows = true;
-  // What the bytes are, such as "int8"; empty if nobody says. Both sides of a pair that say it
-  // must say the same.
+  // Name of the elements, such as "int8"; empty if unknown. Both sides of a pair that name them
+  // must agree.
   std::string dtype;
-  // Bytes from page to page; none: item_len. What lies between pages may be those of other entries.
+  // Bytes from page to page; none: item_len. Pages of other entries may lie between.
   std::optional<uint64_t> page_stride;
   KVAxisOrder kv_layout = KVAxisOrder::nhd;
-  // Name of the order of bytes in pages that are no rows, such as the tiles of a kernel; empty for
-  // any other. Both sides of a pair must say the same.
+  // Name of the order of bytes in pages without token rows, such as the tiles of a kernel; empty
+  // for any other. Both sides of a pair must agree.
   std::string layout_tag;
 
-  /// Layers that use the top-k of an earlier one need no index keys. For a pair of which either
-  /// side is left out nothing moves.
+  /// Layers that use the top-k of an earlier one need no index keys. Nothing moves for a pair if
+  /// either side is elided.
   bool is_elided() const { return item_len == 0; }
   uint64_t stride() const { return page_stride.value_or(item_len); }
   int64_t num_pages() const {
@@ -55,14 +55,14 @@ struct KVEntry {
 /// Writes an entry as "k of layer 3" or "index_k of draft layer 0".
 std::ostream& operator<<(std::ostream& out, const KVEntry& entry);
 
-/// Sizes that the entries of a side have in common, and the part of the model that they are.
+/// The common sizes of the entries of a side, and the part of the model that the entries hold.
 struct KVPlacement {
   int64_t page_size = 0;  // tokens
   int64_t tp_rank = 0;
   int64_t tp_size = 1;
   // Heads of K and V of the whole model, 1 for an MLA latent. None: this side has all heads. Ranks
-  // hold equal shares in order, or, where tp_size is larger, tp_size / total_kv_heads
-  // neighbours hold the same one.
+  // hold equal shares in order; if tp_size is larger, tp_size / total_kv_heads neighbours share a
+  // head.
   std::optional<int64_t> total_kv_heads;
   // The target layers this side answers for: it has all their buffers. None: all layers.
   std::optional<IndexRange> layers;
@@ -83,9 +83,9 @@ class KVLayout {
  public:
   /// Throws std::invalid_argument for ranks and sizes that contradict each other, two entries of
   /// the same layer, kind and draft flag, entries outside `layers`, entries whose bytes are no
-  /// whole number of pages or wrap past 2^64, entries that are left out, but for index keys and
-  /// states without bytes, entries of order HND whose pages are no rows of a known number of
-  /// heads, and rows of tokens with a layout_tag.
+  /// whole number of pages or wrap past 2^64, elided entries other than index keys and states
+  /// without bytes, HND entries without token rows or a known number of heads, and token rows with
+  /// a layout_tag.
   KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement);
 
   std::span<const KVEntry> entries() const { return entries_; }
@@ -94,19 +94,19 @@ class KVLayout {
   const KVEntry* find(const KVEntry& like) const;
   bool has_draft() const;
   /// Returns the heads, out of total_heads() of a kind, that this side has. index_k and state have
-  /// one head, scales those of what they scale.
+  /// one head, scales the heads of what they scale.
   IndexRange heads(KVKind kind) const;
   int64_t total_heads(KVKind kind) const;
   /// Count of ranks that hold the same heads, and the place of this one among them.
   int64_t num_replicas(KVKind kind) const;
   int64_t replica(KVKind kind) const { return placement_.tp_rank % num_replicas(kind); }
-  /// Whether heads come before tokens in pages of an entry, and not both orders are the same.
+  /// Whether heads come before tokens in pages of an entry, and the two orders differ.
   bool heads_first(const KVEntry& entry) const {
     return entry.kv_layout == KVAxisOrder::hnd && placement_.page_size > 1 &&
            heads(entry.kind).size() > 1;
   }
-  /// Two entries that have memory in common, if any have. Of entries between each other's pages
-  /// all must lie apart modulo the strides of all, which they may share.
+  /// Two entries that share memory, if any do. Entries with pages between each other's pages must
+  /// lie apart modulo the divisor of all their strides.
   std::optional<std::pair<const KVEntry*, const KVEntry*>> overlap() const;
   bool answers_for(const KVEntry& entry) const {
     return entry.is_draft || !placement_.layers || placement_.layers->contains(entry.layer_id);

@@ -18,7 +18,7 @@ std::vector<int32_t> kv_to_page_indices(std::span<const int64_t> kv_indices, int
 
 /// Returns the fewest runs that are consecutive on both sides, in the order given: a new run starts
 /// wherever either index does not follow its predecessor. There are none if either side is empty.
-/// Other lists of unequal lengths throw std::invalid_argument, in the words that engines know.
+/// Other lists of unequal lengths throw std::invalid_argument, with the engines' own message.
 std::vector<TransferRun> group_runs(
     std::span<const int64_t> src_indices, std::span<const int64_t> dst_indices
 );

@@ -12,12 +12,13 @@
 namespace cpattn {
 
 // The lists of buffers that prefill and decode servers register hold groups of layers: all K,
-// then all V, then all index-K if there are any; behind them the groups of the draft layers. A
+// then all V, then all index-K if there are any; after them the groups of the draft layers. A
 // pipeline stage holds a range of the model's layers, a decode server usually all of them. The
-// functions here say which entries of the destination's list receive those of the source's.
+// functions here return the entries of the destination's list that receive the source's entries.
 //
-// By default they are strict: they answer right or throw std::invalid_argument. With `compat`
-// they answer as engines do: ranges are clipped like slices in Python, and wrong for some layouts.
+// By default they are strict: they return correct ranges or throw std::invalid_argument. With
+// `compat` they return the engines' ranges, clipped like slices in Python, which are wrong for some
+// layouts.
 
 /// Ranges of entries of two lists that belong together.
 struct MhaEntries {
@@ -36,7 +37,7 @@ MhaEntries mha_kv_entries(
     bool compat
 );
 
-/// Facts about its buffers that a prefill server knows.
+/// Facts that a prefill server knows about its buffers.
 struct KVStage {
   int64_t prefill_start_layer = 0;
   int64_t kv_buf_groups = 1;
@@ -53,8 +54,9 @@ std::vector<IndexRange> match_kv_entries(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 );
 
-/// The ranges of match_kv_entries or, with `compat`, those of the three rules of engines: with
-/// num_draft_entries that of lists of one group, which looks for drafts at the end of the list.
+/// The ranges of match_kv_entries or, with `compat`, those of the engines' three rules. With
+/// num_draft_entries this is the rule for lists of one group, which looks for drafts at the end of
+/// the list.
 std::vector<IndexRange> mla_kv_entries(
     int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 );
@@ -62,8 +64,8 @@ std::vector<IndexRange> mla_kv_entries(
 /// Pairs (source entry, destination entry) that hold the same layer. A layer id that occurs
 /// several times (K and V) is paired in order of occurrence; num_src == 0 gives no pairs. Without
 /// ids, entries pair by position if there are equally many, or at least as many destination
-/// entries and allow_positional_fallback. What cannot be paired throws std::runtime_error, which
-/// engines catch.
+/// entries and allow_positional_fallback. Entries that cannot be paired throw std::runtime_error,
+/// which engines catch.
 std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
     std::span<const int64_t> src_layer_ids,
     std::span<const int64_t> dst_layer_ids,

@@ -7,8 +7,8 @@
 
 namespace cpattn {
 
-/// Memory that a transfer engine may touch: disjoint ranges of addresses. A call changes all that
-/// it names or, if it returns a code, nothing. Codes are those of the Mooncake transfer engine.
+/// Memory that a transfer engine may touch: disjoint ranges of addresses. A call changes all ranges
+/// that it names or, if it returns a code, none. Codes are those of the Mooncake transfer engine.
 /// Lists of unequal length throw std::invalid_argument.
 class MemoryRanges {
  public:

@@ -10,13 +10,13 @@
 
 namespace cpattn {
 
-// The plans of the senders of engines: lists of buffers in, blocks out, each buffer of the source
-// into the one that kv_pointers.h finds for it. An item is a page of a KV buffer or a slot of
-// another one; the source's length of an item addresses both sides.
+// The plans of the engines' senders. They take lists of buffers and return blocks, from each source
+// buffer to the destination buffer that kv_pointers.h finds for it. An item is a page of a KV
+// buffer or a slot of another buffer; the source's item length addresses both sides.
 //
-// By default functions are strict: they check everything that lists can tell, and throw
-// std::invalid_argument that names side and entry. With `compat` nothing is checked; where
-// engines run off the end of a list, std::out_of_range is thrown (IndexError in Python).
+// By default functions are strict: they check everything that the lists determine, and throw
+// std::invalid_argument that names side and entry. With `compat` nothing is checked; where engines
+// run off the end of a list, std::out_of_range is thrown (IndexError in Python).
 
 /// Lists of one call, parallel on each side.
 struct SendBuffers {
@@ -25,11 +25,11 @@ struct SendBuffers {
   std::span<const uint64_t> src_item_lens;  // bytes of an item
   std::span<const uint64_t> dst_addrs;
   std::span<const uint64_t> dst_item_lens;  // bytes of an item; empty if unknown
-  std::span<const int64_t> src_layer_ids;  // the layer of an entry; empty where a side does not say
+  std::span<const int64_t> src_layer_ids;   // the layer of an entry; empty if unknown
   std::span<const int64_t> dst_layer_ids;
 };
 
-/// The destination's entry of a source entry of which nothing moves.
+/// The destination entry of a source entry that is not sent.
 constexpr int64_t kElided = -1;
 
 /// The i-th source item becomes the i-th destination item.
@@ -48,10 +48,10 @@ struct SendStage {
 };
 
 /// Plans one block for each entry and run of pages, entry-major in the order of the source's list.
-/// If either list of pages is empty there is nothing to send. Entries pair by layer ids where both
-/// sides give them, whatever the stage; where one side does, by position with one stage, else
-/// std::runtime_error is thrown as by build_transfer_entry_pairs. Strict plans also ask that the
-/// destination has a layer of the source as often as the source.
+/// If either list of pages is empty there is nothing to send. If both sides give layer ids, entries
+/// pair by them in any stage; if one side does, by position with one stage, else std::runtime_error
+/// is thrown as by build_transfer_entry_pairs. Strict plans require that the destination has a
+/// layer of the source as often as the source.
 TransferPlan plan_send_kvcache(
     const SendBuffers& buffers, const SendItems& pages, const SendStage& stage, bool compat
 );
@@ -68,7 +68,7 @@ struct HeadSlice {
 /// Returns the heads that src_rank sends to dst_rank. Ranks have equal shares of the heads in
 /// order; with more ranks than heads, neighbours have the same head. Throws std::invalid_argument
 /// unless one size divides the other, heads divide evenly and the two ranks have heads in common;
-/// with `compat` that is not asked.
+/// with `compat` nothing is checked.
 HeadSlice slice_heads(
     int64_t total_kv_heads,
     int64_t src_tp_size,
@@ -90,7 +90,7 @@ TransferPlan plan_send_kvcache_slice(
     bool compat
 );
 
-/// Plans a request's metadata: items of buffers that pair by position. With `compat`, as many
+/// Plans a request's metadata: items of buffers that pair by position. With `compat` only as many
 /// buffers as the shorter list has.
 TransferPlan plan_send_aux(const SendBuffers& buffers, const SendItems& items, bool compat);
 
