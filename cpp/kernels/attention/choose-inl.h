@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// This file alone decides which loop of attention takes a tile. It needs no vector layer, so that
-// the choice of every instruction set can be tested on any machine.
+// Only this file decides which loop of attention takes a tile. It needs no vector layer, so that
+// tests on any machine can check the choice of every instruction set.
 #include "kernels/rows/tile-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// Rows of a KV head that are no more work for vectors than unpacking codes is for tiles.
+/// Rows of a KV head that cost vectors no more than unpacking codes costs tiles.
 constexpr int kLoneRows = 2;
-/// Rows of a KV head that kInPlaceTiles takes, at most: those of one tile.
+/// The most rows of a KV head that kInPlaceTiles takes: those of one tile.
 constexpr int kInPlaceTileRows = 16;
-/// Rows of a KV head that kFewRowTiles takes, at most; kTiles is faster beyond.
+/// The most rows of a KV head that kFewRowTiles takes; kTiles is faster with more.
 constexpr int kFewTileRows = 64;
 
-/// Loops that an instruction set has for an element type, and where one is slower.
+/// Loops that an instruction set has for an element type, and the limit of kInPlace.
 struct LoopLimits {
   /// Whether there are kTiles and kFewRowTiles, and whether there is kInPlaceTiles.
   bool tiles = false, in_place_tiles = false;
-  /// Rows of a KV head up to which kInPlace is no slower than what packs.
+  /// The most rows of a KV head for which kInPlace is no slower than loops that pack.
   int in_place_rows = INT32_MAX;
 };
 
-/// Whether a tile is for kInPlace and kPacked: they alone read rows that are padded and add biases.
+/// Whether a tile is for kInPlace or kPacked: only they read padded rows and add biases.
 inline bool needs_vectors(const AttentionTile& tile) { return is_padded(tile) || has_bias(tile); }
 
 /// Whether kInPlaceTiles can take a tile: rows of whole tiles, as they are in memory.

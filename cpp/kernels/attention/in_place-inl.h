@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention loop of decode: it reads K and V where they are, once, so that
-// memory sets the pace. Needs the vector layer and the engines included first.
+// The attention loop of decode: it reads K and V in place, once, and is memory-bound. Needs the
+// vector layer and the engines included first.
 //
-// The KV heads of a token lie next to each other in memory (NHD), and a single
-// one is too short a run to stream: a tile takes several, one after the other for
-// each block of keys, while the next keys or values of all of them are fetched in
-// the order of memory.
+// The KV heads of a token lie next to each other in memory (NHD), and a single head is too short a
+// run to stream: a tile takes several heads, one after the other for each block of keys, while the
+// next keys or values of all heads are prefetched in the order of memory.
 #include "kernels/attention/in_place_workspace-inl.h"
 #include "kernels/engines/unpacked-inl.h"
 #include "kernels/rows/row_factors-inl.h"
@@ -17,12 +16,11 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Bytes by which keys and values are fetched before their turn, so that memory has
-/// answered. They go to the L2, which waits for more of them at once than the L1 does:
-/// one core of Zen 4 reads half as much again from memory that way.
+/// Prefetch distance of keys and values in bytes. They go to the L2, which has more misses in
+/// flight than the L1: one core of Zen 4 reads half as much again from memory that way.
 constexpr int64_t kBytesAhead = 8 * 1024;
 constexpr int kFetchLocality = 2;
-/// Keys that are fetched ahead, at least: as many as are multiplied at once.
+/// The fewest keys that are fetched ahead: as many as are multiplied at once.
 constexpr int kMinKeysAhead = 8;
 
 /// Q is of type T, K and V are of type Stored.
@@ -144,8 +142,7 @@ class InPlaceLoop {
     });
   }
 
-  /// Attends from all rows to the block of keys from `first` on, as far as keys
-  /// [begin, end) are in it.
+  /// Attends from all rows to those of keys [begin, end) that are in the block from `first` on.
   void attend(int64_t first, int64_t begin, int64_t end) {
     const int n = static_cast<int>(smaller(kInPlaceKeys, end - first));
     if (!any_shown(tile_.seen, 0, tile_.num_tokens, first, n)) return;
@@ -203,7 +200,7 @@ class InPlaceLoop {
     }
   }
 
-  /// The weights of a row, those of each part behind each other.
+  /// The weights of a row, part after part.
   Operand* weights_of(int64_t slot) const {
     return work_.probabilities + slot * kParts * kInPlaceKeys;
   }
@@ -214,7 +211,7 @@ class InPlaceLoop {
     if (has_factors(source)) read_factors(tile_, source, head, first, n, hidden, factors);
   }
 
-  /// Probabilities of keys that a row does not see stay zero, whatever their factor is.
+  /// Probabilities of keys that a row does not see stay zero for any factor.
   static void multiply_probabilities(float* p, const float* factors, int n) {
     for (int i = 0; i < n; i += kLanes) {
       const Vector x = load(p + i);
@@ -223,8 +220,8 @@ class InPlaceLoop {
     }
   }
 
-  /// Addresses of the n keys from `first` on, and of those after them that are to
-  /// be fetched. No token sees the first `hidden` ones.
+  /// Addresses of the n keys from `first` on, and of the keys after them to prefetch. No token sees
+  /// the first `hidden` keys.
   void locate_block(int64_t first, int n, int hidden, int64_t end) {
     const int known = static_cast<int>(smaller(kInPlaceKeys + ahead_, end - first));
     const auto locate = [&](const PagedRows& source, const char** rows) {
@@ -272,8 +269,8 @@ class InPlaceLoop {
     return wide;
   }
 
-  /// Scores of a tile of queries with a tile of keys. On its own, so that the
-  /// addresses of all keys have registers.
+  /// Scores of a tile of queries with a tile of keys. Not inlined, so that the addresses of all
+  /// keys have registers.
   [[gnu::noinline]] void score_tile(
       const Operand* queries, const Operand* const* keys, const Operand* const* rope, float* scores
   ) const {
@@ -325,7 +322,7 @@ class InPlaceLoop {
   }
 
   /// O += P V for a head's rows and `count` keys from `key` of the block that starts at `first`.
-  /// Rows that see different keys take their own alone: 0 times another's infinity is NaN.
+  /// Rows that see different keys take only their own: 0 times another's infinity is NaN.
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kInPlaceKeys + 1];
     for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
@@ -352,8 +349,7 @@ class InPlaceLoop {
     }
   }
 
-  /// Whether each row of the head at `slot` gives weight to each of `count` keys, so that it sees
-  /// it.
+  /// Whether each row of the head at `slot` gives weight to each of `count` keys, and so sees it.
   [[gnu::noinline]] bool all_have_weight(int64_t slot, int key, int count) const {
     bool all = true;
     for (int row = 0; row < head_rows_; ++row) {
@@ -383,13 +379,13 @@ class InPlaceLoop {
 
   const AttentionTile& tile_;
   const int head_rows_;    // of one KV head
-  const int padded_rows_;  // those, filled up to whole tiles of queries
+  const int padded_rows_;  // padded to whole tiles of queries
   const int qk_dim_;
   const int v_dim_;
   const InPlaceWorkspace<Engine> work_;
   const PaddedRows k_, k_rope_, v_;
   int first_head_, end_head_;  // at work
-  int ahead_;                  // keys and values are fetched this many before their turn
+  int ahead_;                  // prefetch distance in keys
   // The addresses of the block's keys and values, for the first KV head.
   const char* keys_[2 * kInPlaceKeys];
   const char* rope_keys_[2 * kInPlaceKeys];

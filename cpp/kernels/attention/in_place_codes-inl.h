@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The loop that reads K and V of codes where they are. Needs the vector layer and the engines
-// included first.
+// The loop that reads K and V of codes in place. Needs the vector layer and the engines included
+// first.
 #include "kernels/attention/in_place-inl.h"
 #include "kernels/softmax/results-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// Reads K and V that are codes, with queries of type T: in float32, so that there is one
-/// loop for each type of codes. Its results go through those of a part, from which merge_parts()
-/// makes those of T.
+/// Reads K and V that are codes, with queries of type T: in float32, so that there is one loop for
+/// each type of codes. It writes the results of a part, which merge_parts() turns into T.
 template <class T, class Code>
 class InPlaceCodes {
-  /// The loop computes in float32, and so with the exponential of float32.
+  /// The loop computes in float32, with its exponential.
   using Loop = InPlaceLoop<float, Float32Engine, 6, Code>;
 
   struct Workspace {
@@ -67,7 +66,7 @@ class InPlaceCodes {
   }
 };
 
-/// Runs the loop for what K and V are stored as: Loop if they are no codes.
+/// Runs the loop for the type of K and V: Loop if they are no codes.
 template <class T, class Loop>
 bool run_in_place(const AttentionTile* tile, void* scratch) {
   if (tile->codes.expand == nullptr) return Loop::run(tile, scratch);

@@ -12,20 +12,20 @@ namespace {
 
 /// Keys of one block.
 constexpr int kInPlaceKeys = 64;
-/// Queries of one vector or more, and keys that are multiplied with them at once:
-/// as many as keep eight sums.
+/// Queries of one vector or more, and keys multiplied with them at once: as many as keep eight
+/// sums.
 constexpr int kQueryTile = 4;
 constexpr int kTileVectors = 4 * kQueryTile / kLanes;
 constexpr int kKeyTile = kTileVectors == 1 ? 8 : 4;
 
-/// Buffers of one tile. The rows of a head are filled up to whole tiles.
+/// Buffers of one tile. The rows of a head are padded to whole tiles.
 template <class Engine>
 struct InPlaceWorkspace {
   using Operand = typename Engine::Operand;
   Operand* queries;        // [tiles of rows][quads of qk_dim][kQueryTile][quad]
   Operand* row;            // [qk_dim]
   Operand* keys;           // [kKeyTile][qk_dim]
-  char* padded_keys;       // [kKeyTile][qk_dim], as stored; of padded tiles, like the next
+  char* padded_keys;       // [kKeyTile][qk_dim], as stored; for padded tiles, like the next
   char* padded_values;     // [kInPlaceKeys][v_head_dim]
   float* scores;           // [rows][kInPlaceKeys]
   Operand* probabilities;  // [rows][part][kInPlaceKeys]

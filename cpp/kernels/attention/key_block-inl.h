@@ -34,8 +34,8 @@ class KeyBlock {
         expanded_values_(expanded_ropes_ + int64_t{kKeyGranule} * tile.rope_dim),
         zeros_(reinterpret_cast<const char*>(zeros)) {}
 
-  /// Packs keys [first, first + n) of a KV head, and starts to fetch those that come next below
-  /// `end`. No token sees the first `hidden` of them.
+  /// Packs keys [first, first + n) of a KV head, and prefetches the next keys below `end`. No token
+  /// sees the first `hidden` keys.
   void pack(int head, int64_t first, int n, int hidden, int64_t end) {
     first_ = first;
     count_ = n;
@@ -76,8 +76,8 @@ class KeyBlock {
   const Operand* values() const { return values_; }
   int64_t values_panel() const { return values_panel_; }
 
-  /// Keys whose values are not all finite. They are packed as zeros, because zero
-  /// times an infinity is NaN and they must not meet rows that do not see them.
+  /// Keys whose values are not all finite. They are packed as zeros: zero times an infinity is NaN,
+  /// and rows that do not see them must not meet them.
   int num_special() const { return num_special_; }
   int special_key(int i) const { return special_keys_[i]; }
   /// Valid until the next call.
@@ -97,7 +97,7 @@ class KeyBlock {
   }
 
  private:
-  /// Whether K, its rope part and V become numbers of all dimensions before they are packed.
+  /// Whether K, its rope part and V are expanded to numbers of all dimensions before packing.
   bool reads_rows() const {
     return tile_.codes.expand != nullptr || (tile_.expand == nullptr && is_padded(tile_));
   }
@@ -138,8 +138,8 @@ class KeyBlock {
     read_rows(rows, n, tile_.stored.v_head_dim, tile_.v_head_dim, factors, expanded_values_);
   }
 
-  /// numbers[i * dim + j] = dimension j of rows[i], times factors[i] if it is a code and there
-  /// are factors. Of padded tiles memory has the first stored_dim alone.
+  /// numbers[i * dim + j] = dimension j of rows[i], times factors[i] if it is a code and there are
+  /// factors. For padded tiles memory has only the first stored_dim.
   void read_rows(
       const char* const* rows, int n, int stored_dim, int dim, const float* factors, T* numbers
   ) const {
@@ -202,7 +202,7 @@ class KeyBlock {
   int64_t first_ = 0;
   int count_ = 0;
   int known_ = 0;  // keys of the block and after it whose rows are known
-  // Addresses of rows, with those of one granule more, which engines may fetch ahead.
+  // Addresses of rows, and of one granule more, which engines may prefetch.
   const char* k_[kMaxBlockKeys + kKeyGranule];
   const char* k_rope_[kMaxBlockKeys + kKeyGranule];
   const char* v_[kMaxBlockKeys + kKeyGranule];

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention loop: for each block of keys, pack K and V once, then take a few
-// query rows at a time through Q K^T, softmax and P V, one chunk of the block after
-// the other, while the scores stay in L1. Needs the vector layer and an engine
-// included first.
+// The attention loop: for each block of keys, pack K and V once, then run Q K^T, softmax and P V
+// for a few query rows at a time, one chunk of the block after the other, while the scores stay in
+// L1. Needs the vector layer and an engine included first.
 //
-// Blocks and chunks start at multiples of their length from key 0, whatever part of a
-// sequence is asked for, so a row's result does not depend on its neighbours.
+// Blocks and chunks start at multiples of their length from key 0 for any part of a sequence, so a
+// row's result does not depend on its neighbours.
 #include "kernels/attention/key_block-inl.h"
 #include "kernels/softmax/results-inl.h"
 #include "kernels/softmax/score_bias-inl.h"
@@ -19,7 +18,7 @@ namespace {
 
 /// Rows that go through the three steps together.
 constexpr int kRowGroup = 24;
-/// Packed K and V of a block stay below this, half of a 1 MB L2.
+/// Limit of packed K and V of a block, half of a 1 MB L2.
 constexpr int kBlockBytes = 512 * 1024;
 /// Keys whose scores are computed at a time.
 constexpr int kMaxChunkKeys = 256;
@@ -40,7 +39,7 @@ template <class Engine, int kParts>
 struct PackedWorkspace {
   using Operand = typename Engine::Operand;
   Operand* queries;  // [rows][qk_dim]
-  Operand* keys;     // as KeyBlock has them
+  Operand* keys;     // panels of KeyBlock
   Operand* values;
   Operand* expanded;       // [kKeyGranule][qk_dim + v_head_dim]
   Operand* probabilities;  // [kRowGroup][kParts][kMaxChunkKeys]
@@ -48,7 +47,7 @@ struct PackedWorkspace {
   float* output;           // [rows][v_head_dim]
   float* zeros;            // [v_head_dim]
   RowState* states;        // [rows]
-  bool* started;           // [heads][row groups], whether output and states hold anything
+  bool* started;           // [heads][row groups], whether output and states are set
   int64_t bytes;
 
   PackedWorkspace(char* base, int64_t heads, int64_t head_rows, int qk_dim, int v_head_dim) {
@@ -129,8 +128,8 @@ class PackedLoop {
     }
   }
 
-  /// Finds Q in the form that the engine takes: in the caller's memory, if rows are at equal
-  /// distances there, or packed.
+  /// Prepares Q for the engine: in the caller's memory, if rows are at equal distances there, or
+  /// packed.
   void prepare_queries() {
     constexpr int kTokensAhead = 8;
     if constexpr (Engine::template kTakesQueries<T>) {
@@ -175,7 +174,7 @@ class PackedLoop {
   /// The query head of a row of the KV head.
   int64_t head_of(int row) const { return int64_t{head_} * tile_.group + row % tile_.group; }
 
-  /// Whether O and states of rows [row, row + kRowGroup) of a head hold anything.
+  /// Whether O and states of rows [row, row + kRowGroup) of a head are set.
   bool& started(int head, int row) const {
     return work_.started[head * groups_of(head_rows_) + row / kRowGroup];
   }
@@ -236,11 +235,11 @@ class PackedLoop {
     }
   }
 
-  /// The weights of a row of the group, those of each part behind each other.
+  /// The weights of a row of the group, part after part.
   Operand* weights_of(int row) const { return work_.probabilities + int64_t{row} * kWeightStride; }
 
-  /// Whether biases hide the keys of a chunk from rows [row, row + count) of the head: of others
-  /// this is known from the first keys of the first row.
+  /// Whether biases hide the keys of a chunk from rows [row, row + count) of the head. For other
+  /// chunks the first keys of the first row tell.
   bool hidden_by_biases(int row, int count, int64_t first, int begin, int end) const {
     for (int i = row; i < row + count; ++i) {
       if (!biases_hide(tile_, i / tile_.group, head_of(i), first, begin, end)) {

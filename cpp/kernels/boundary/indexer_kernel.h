@@ -6,8 +6,8 @@
 
 namespace cpattn::kernels {
 
-/// Key j of a sequence is row j % page_size of page pages[j / page_size]; a page or a
-/// row further are so many bytes. Its score is multiplied by its scale.
+/// Key j of a sequence is row j % page_size of page pages[j / page_size]; pages and rows are
+/// page_bytes and row_bytes apart. Its score is multiplied by its scale.
 struct IndexerKeys {
   const void* data;
   int64_t page_bytes, row_bytes;
@@ -22,7 +22,8 @@ struct IndexerQuery {
   const void* q;         // num_heads rows of `dim`, head_stride elements apart
   const float* weights;  // one per head
   int64_t begin, end;
-  /// Gets the scores, that of key `begin` first. If null, the best keys are selected instead.
+  /// Gets the scores, beginning with that of key `begin`. If null, the best keys are selected
+  /// instead.
   float* logits = nullptr;
   /// Gets IndexerTile::topk indices relative to `origin`: of the keys with the largest
   /// scores, or of all and then -1 if there are no more.
@@ -48,7 +49,7 @@ struct IndexerTile {
   void* stop_context;
 };
 
-/// Sums of so many products of int8 are exact in float32 too: below 2^24.
+/// Sums of this many int8 products stay below 2^24, so they are exact in float32.
 constexpr int32_t kMaxIndexerDim = 256;
 
 /// Element types of queries and keys, as indices into the tables.
@@ -57,11 +58,11 @@ enum IndexerType { kIndexFloat32, kIndexBfloat16, kIndexFloat8, kIndexInt8, kNum
 struct IndexerKernel {
   /// Scratch for tiles of up to num_queries queries; topk 0: for logits.
   int64_t (*scratch_bytes)(int32_t num_queries, int32_t num_heads, int32_t dim, int32_t topk);
-  /// Returns false when should_stop() ended it early. `scratch` is 64-byte aligned.
+  /// Returns false if should_stop() ended it early. `scratch` is 64-byte aligned.
   bool (*run)(const IndexerTile* tile, void* scratch);
 };
 
-/// The results of one query over parts of its keys: of each part `topk` indices, ascending, and
+/// The results of one query over parts of its keys: `topk` ascending indices of each part, and
 /// their values.
 struct IndexerParts {
   const int32_t* indices;

@@ -26,7 +26,7 @@ enum GroupFormat : int32_t {
 };
 constexpr int64_t kGroup = 128;
 
-/// Numbers that hadamard() takes at least.
+/// The fewest numbers that hadamard() takes.
 constexpr int64_t kHadamardLeast = 16;
 
 /// A group that holds a number that is not finite gets a scale of NaN, and codes that are NaN
@@ -44,8 +44,8 @@ struct RowKernels {
       const void* x, int64_t n, GroupFormat format, void* codes, float* scales
   );
   /// A row of n numbers, n a power of two, times the Hadamard matrix of n (in the order of
-  /// Sylvester) and `scale`; below kHadamardLeast as many rows as have that many numbers
-  /// together: count = max(n, kHadamardLeast). `scratch` holds count floats.
+  /// Sylvester) and `scale`; if n is below kHadamardLeast, kHadamardLeast / n rows: count = max(n,
+  /// kHadamardLeast). `scratch` holds count floats.
   void (*hadamard[kNumElementTypes])(
       const void* x, int64_t count, int64_t n, float scale, void* out, float* scratch
   );

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The boundary between ops and the kernels of rows on their way into a cache.
+// The boundary between ops and the kernels that write rows into a cache.
 #include <stdint.h>
 
 #include "kernels/boundary/attention_kernel.h"
@@ -19,15 +19,16 @@ enum CastType : int32_t {
 constexpr int64_t kStreamBytes = 64;
 
 struct ScatterKernels {
-  /// Casts n numbers: x / scale in float32, rounded to nearest even. What is beyond the largest
-  /// number of a code, 448 of e4m3fn, 57344 of e5m2 and 127 of int8, becomes that number, and so
-  /// do infinities, but for those of e5m2, which stay. NaN stays NaN, and is -128 in int8, which
-  /// has none.
+  /// Casts n numbers: x / scale in float32, rounded to nearest even. Magnitudes above the largest
+  /// number of a code (448 of e4m3fn, 57344 of e5m2, 127 of int8) become that number, infinities
+  /// too, except in e5m2, which keeps them. NaN stays NaN, and becomes -128 in int8, which has no
+  /// NaN.
   void (*cast[kNumElementTypes][kNumCastTypes])(const void* x, int64_t n, float scale, void* out);
   /// The largest |x| of n > 0 numbers; NaN if any is NaN or infinite.
   float (*largest[kNumElementTypes])(const void* x, int64_t n);
-  /// Copies past the caches, to memory that is not read soon. `to` and `bytes` are multiples of
-  /// kStreamBytes. Other threads see the copy after this thread has called finish_stream().
+  /// Copies bypassing the CPU caches, to memory that is not read soon. `to` and `bytes` are
+  /// multiples of kStreamBytes. Other threads see the copy after this thread has called
+  /// finish_stream().
   void (*stream)(const void* from, int64_t bytes, void* to);
   void (*finish_stream)();
 };

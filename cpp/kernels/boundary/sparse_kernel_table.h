@@ -2,8 +2,8 @@
 #pragma once
 
 // The kernels of sparse attention, in a table of their own: they are compiled apart
-// from those of dense attention. As attention_kernel.h, it includes nothing of the
-// project but other boundaries.
+// from those of dense attention. Like attention_kernel.h, it includes only other boundaries of the
+// project.
 #include <stdint.h>
 
 #include "kernels/boundary/indexer_kernel.h"

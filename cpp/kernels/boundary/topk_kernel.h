@@ -5,7 +5,7 @@
 
 namespace cpattn::kernels {
 
-/// One row of scores of which the `topk` largest are wanted.
+/// One row of scores, whose `topk` largest are selected.
 struct TopkRow {
   const float* scores;  // [length]
   int32_t length;
@@ -18,7 +18,7 @@ struct TopkKernel {
   /// Bytes of scratch, aligned to 64, that a row needs.
   int64_t (*scratch_bytes)(int32_t topk);
   void (*select)(const TopkRow* row, void* scratch);
-  /// Writes the largest of each `block_size` scores, the last block may be shorter, to `maxima`.
+  /// Writes the largest score of each block of `block_size` (the last may be shorter) to `maxima`.
   /// NaN counts as -inf.
   void (*block_maxima)(const float* scores, int64_t length, int64_t block_size, float* maxima);
 };

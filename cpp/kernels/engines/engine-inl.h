@@ -52,20 +52,21 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Softmax finds no function by the type float: this one is declared before it.
+/// Argument-dependent lookup finds no function for float: this one is declared before softmax.
 inline void store_probabilities(float* p, Vector a, Vector b) {
   store(p, a);
   store(p + kLanes, b);
 }
 
-/// Parts of a weight that is not rounded to an operand: they add up to it, but for 2^-15 of it.
+/// Parts of a weight that is not rounded to an operand: they add up to the weight, except for 2^-15
+/// of it.
 template <class Engine>
 constexpr int kWeightParts = sizeof(typename Engine::Operand) < sizeof(float) ? 2 : 1;
 
-/// The place of weights that are sums of two bfloat16 operands, the second one `distance` behind
-/// the first. The first is what is nearest to the weight times `room`: 1, or kRoomAbove, with which
-/// both are above zero where the weight is, so that infinite values stay so. Rounding adds 2^-8 of
-/// it at most.
+/// The place of weights that are sums of two bfloat16 operands, the second `distance` after the
+/// first. The first is nearest to the weight times `room`: 1, or kRoomAbove, with which both
+/// operands of a positive weight are positive, so that infinite values stay infinite. Rounding adds
+/// at most 2^-8 of it.
 template <class Operand>
 struct TwoParts {
   Operand* first;
@@ -82,7 +83,7 @@ void store_probabilities(TwoParts<Operand> p, Vector a, Vector b) {
   store_probabilities(rest, sub(a, load(p.first)), sub(b, load(p.first + kLanes)));
 }
 
-/// The place of weights of kParts parts, which are `distance` apart.
+/// The place of weights of kParts parts that are `distance` apart.
 template <int kParts, class Operand>
 auto weights_at(Operand* p, int64_t distance, float room = 1) {
   if constexpr (kParts == 1) {
@@ -110,7 +111,7 @@ concept ProductEngine = requires {
   static_cast<typename Engine::Pack (*)(const typename Engine::Operand*)>(&Engine::splat_row);
 };
 
-/// An engine that has the product of several rows and a panel itself.
+/// An engine with its own product of several rows and a panel.
 template <class Engine>
 concept HasTileProduct = requires(typename Engine::Operand* p, float* c, int64_t stride, int n) {
   Engine::template multiply<1, 1, false>(p, stride, p, n, c, stride);

@@ -17,15 +17,15 @@ constexpr int kPanel = kPanelVectors * kLanes;
 constexpr int kProductRows = 6;
 /// Keys are masked, exponentiated and multiplied in groups of this many.
 constexpr int kKeyGranule = 32;
-/// Bytes of a panel that all rows are multiplied with before the next; they stay in L1.
+/// Bytes of a panel that all rows are multiplied with before the next bytes; they stay in L1.
 constexpr int kPieceBytes = 32 * 1024;
 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-/// Starts to bring the rows a granule after `key` to L2, the line that begins with
-/// byte `offset`, if one does. In a cache of many heads the rows of one lie too far
-/// apart for the hardware to do so, and whole rows at once would wait for miss
-/// buffers. Always inlined: GCC drops calls of functions that only prefetch.
+/// Prefetches to L2, of the rows a granule after `key`, the cache line that begins with byte
+/// `offset`, if one does. In a cache of many heads the rows of one head lie too far apart for
+/// hardware prefetch, and whole rows at once would wait for miss buffers. Always inlined: GCC drops
+/// calls of functions that only prefetch.
 [[gnu::always_inline]] inline void fetch_ahead(
     const char* const* rows, int key, int n, int offset
 ) {
@@ -33,7 +33,7 @@ inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple 
   for (int i = 0; i < n; ++i) __builtin_prefetch(rows[key + kKeyGranule + i] + offset, 0, 2);
 }
 
-/// p[0 .. 2 * kLanes) as float32. A layer may have a function of its own for a type.
+/// p[0 .. 2 * kLanes) as float32. A layer may have its own function for a type.
 template <class T>
 void load_two(const T* p, Vector& first, Vector& second) {
   first = load(p);
@@ -230,7 +230,7 @@ void multiply_rows(
     c += kRows * ldc;
     rows -= kRows;
   };
-  // One or two rows would wait for their own sums: the last seven or eight divide better.
+  // Tiles of one or two rows would wait for their sums: the last seven or eight rows divide better.
   while (rows >= kProductRows + 3 || rows == kProductRows) take.template operator()<kProductRows>();
   if (rows > kProductRows) take.template operator()<4>();
   switch (rows) {

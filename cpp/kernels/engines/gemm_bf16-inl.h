@@ -12,9 +12,8 @@ inline void store_probabilities(Bfloat16* p, Vector a, Vector b) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
 }
 
-/// Dimensions [d, d + 32), as far as there are `dim`, of the sixteen keys from
-/// `key` on, those from n on being zeros: block[i] holds pair i of every key.
-/// Returns the number of pairs.
+/// Loads dimensions [d, d + 32) below `dim` of the sixteen keys from `key` on, zeros for keys from
+/// n on: block[i] holds pair i of every key. Returns the number of pairs.
 inline int load_key_pairs(const char* const* rows, int key, int n, int d, int dim, __m512i* block) {
   const bool half = dim - d < 32;
   const __mmask16 present = half ? 0x00ff : 0xffff;
@@ -79,7 +78,7 @@ struct Bfloat16Engine : Bfloat16Pairs {
       Bfloat16* panels,
       int* not_finite
   ) {
-    // These take elements of two rows in turn: those from 0 to 15, and those from 16 on.
+    // Orders that take elements of two rows in turn: elements 0 to 15, and elements from 16 on.
     const __m512i order = interleaved(0);
     const __m512i upper_order = interleaved(16);
     int count = 0;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Matrix products in bfloat16. Attention takes BFMMLA, which multiplies two rows by two columns
-// and four operands of each; scores of the indexer take BFDOT: one row, four columns, two operands.
+// Matrix products in bfloat16. Attention uses BFMMLA, which multiplies two rows by two columns with
+// four operands of each; scores of the indexer use BFDOT: one row, four columns, two operands.
 //
 // BFDOT adds a pair's products to each other, then to the lane, rounds both sums
 // to odd and counts subnormals as zeros; BFMMLA does so twice for each sum. A chain of n products
-// thus makes half as many roundings as in float32, each at most twice as large: its error has
-// the same bound, n + 2 times 2^-24 of the sum of the magnitudes.
+// thus has half as many roundings as in float32, each at most twice as large, and the same error
+// bound: (n + 2) * 2^-24 of the sum of the magnitudes.
 #include "kernels/engines/gemm-inl.h"
 
 namespace cpattn::kernels {
@@ -183,7 +183,7 @@ struct Bfloat16PairEngine : Bfloat16Pairs {
   static Pack load_two_rows(const Bfloat16* first, const Bfloat16* second) {
     return vreinterpretq_bf16_u16(vcombine_u16(vld1_u16(&first->bits), vld1_u16(&second->bits)));
   }
-  /// Four columns, of each a pair of `upper` and one of `lower`.
+  /// Stores four columns: a pair of `upper` and a pair of `lower` for each.
   static void store_columns(uint16_t* cell, uint16x8_t upper, uint16x8_t lower) {
     const auto a = vreinterpretq_u32_u16(upper);
     const auto b = vreinterpretq_u32_u16(lower);

@@ -10,8 +10,8 @@ namespace {
 
 /// An engine's loads from rows of type T that are not packed, which InPlaceLoop needs beside
 /// a MatrixEngine. Q K^T works on quads, the operands of four products, which are 16 bytes of
-/// neighbouring dimensions: one of a key, repeated in a vector, meets one of each of four
-/// queries. P V works on values as they stand in memory.
+/// neighbouring dimensions: a key's quad, repeated in a vector, meets the quads of four queries. P
+/// V works on values in memory order.
 ///
 ///   kWidens             whether keys have to become operands, by pack_query(), before they are
 ///                       used. If not, T is the engine's Operand.
@@ -50,8 +50,8 @@ struct InPlace<T, Float32Engine> {
   }
 };
 
-/// o += p v for kRows rows, kVectors vectors of columns from d on, and n values. The parts of p
-/// are ldp apart, and its rows as many times that as there are parts. values[n] is readable too.
+/// o += p v for kRows rows, kVectors vectors of columns from d on, and n values. The parts of p are
+/// ldp apart, its rows ldp times the number of parts. values[n] is readable too.
 template <class T, class Engine, int kRows, int kVectors>
 void add_columns(
     const typename Engine::Operand* p,

@@ -16,8 +16,8 @@ struct InPlace<Bfloat16, Bfloat16Engine> {
     return reinterpret_cast<__m512bh>(kernels::load_quad(reinterpret_cast<const float*>(p)));
   }
 
-  /// Two vectors of columns are made from one load of each value; of a last one half as much is
-  /// there to be read.
+  /// Two vectors of columns are made from one load of each value; for a single last vector only
+  /// half a load is readable.
   template <int kVectors>
   static void load_values(const char* const* rows, int d, __m512bh* columns) {
 #pragma GCC unroll 2

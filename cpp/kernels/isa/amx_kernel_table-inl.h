@@ -14,7 +14,7 @@ namespace {
 static_assert(kFewTileRows == kGroupRows, "kFewRowTiles takes one group of rows");
 static_assert(kInPlaceTileRows == kTileRows);
 
-/// The loops of an element type on tiles and, up to kInPlaceRows of a KV head where keys may be
+/// The loops of an element type on tiles and, for up to kInPlaceRows of a KV head whose keys may be
 /// read in place, on vectors in float32.
 template <class T, class Engine, int kInPlaceRows>
 struct TileLoops {
@@ -42,14 +42,14 @@ struct TileLoops {
   }
 
  private:
-  /// The loop for tiles whose results kInPlaceTiles finds not to be finite.
+  /// The loop for tiles whose results are not finite in kInPlaceTiles.
   static AttentionLoop without_in_place(const AttentionTile* tile) {
     LoopLimits limits = kLimits;
     limits.in_place_tiles = false;
     return choose(*tile, limits);
   }
 
-  /// Scratch of all loops but kInPlaceTiles.
+  /// Scratch of the loops other than kInPlaceTiles.
   static int64_t scratch_bytes_of_others(AttentionLoop loop, const AttentionTile* tile) {
     switch (loop) {
       case kTiles:
@@ -63,7 +63,7 @@ struct TileLoops {
     }
   }
 
-  /// Runs all loops but kInPlaceTiles.
+  /// Runs a loop other than kInPlaceTiles.
   static bool run_others(AttentionLoop loop, const AttentionTile* tile, char* scratch) {
     switch (loop) {
       case kTiles:
@@ -104,10 +104,10 @@ struct TileLoops {
   }
 };
 
-/// float16 is three products where float32 is one: its speed is measured against the
-/// latter, and more rows are needed before tiles are faster than vectors: on a Xeon they take
-/// 1.7 times as long with 16 rows of head dimension 128 as in bfloat16, where the vectors keep up
-/// with the memory for 4 rows.
+/// float16 takes three products for one of float32: its speed is compared with float32, and it
+/// needs more rows before tiles are faster than vectors. On a Xeon tiles with 16 rows of head
+/// dimension 128 take 1.7 times as long as in bfloat16, where the vectors keep up with the memory
+/// for 4 rows.
 constexpr KernelTable amx_kernel_table(const char* name) {
   return kernel_table(
       name, attention_kernel<TileLoops<Bfloat16, Bfloat16Engine, 4>>(&tile_peak_flops),

@@ -12,7 +12,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// The loops of an element type on vectors; unpacked operands may have another engine.
+/// The loops of an element type on vectors. Unpacked operands may have another engine.
 template <class T, class Engine, int kExp2Degree, class UnpackedEngine = Engine>
 struct VectorLoops {
   using Element = T;
@@ -53,7 +53,7 @@ constexpr AttentionKernel vector_kernel() {
   return attention_kernel<VectorLoops<T, Engine, kExp2Degree, UnpackedEngine>>(&peak_flops<Engine>);
 }
 
-/// All kernels of an instruction set. Sets differ in those of the 16-bit types alone.
+/// All kernels of an instruction set. Sets differ only in the kernels of the 16-bit types.
 constexpr KernelTable kernel_table(
     const char* name,
     AttentionKernel bfloat16,

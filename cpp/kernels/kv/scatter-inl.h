@@ -12,8 +12,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// x, brought to what store() takes for `Code`: for e4m3fn numbers of at most 448 in size, and
-/// -480, which becomes NaN, for NaN; for int8 of at most 127, and -128 for NaN.
+/// x, clamped for store() of `Code`: for e4m3fn to magnitudes of at most 448, with -480, which
+/// becomes NaN, for NaN; for int8 to at most 127, with -128 for NaN.
 template <class Code>
 Vector storable(Vector x) {
   return x;
@@ -35,7 +35,7 @@ inline Vector storable<Float8E5M2>(Vector x) {
   return select(greater(x, most) | greater(least, x), x, finite);
 }
 
-/// Casts numbers without float32, as far as there is a way; returns how many it has cast.
+/// Casts numbers without float32 if there is a way; returns how many it has cast.
 template <class T, class Code>
 int64_t cast_directly(const T* /*from*/, int64_t /*n*/, Code* /*to*/) {
   return 0;
@@ -96,7 +96,7 @@ template <class T>
 float largest(const void* x, int64_t n) {
   const T* from = static_cast<const T*>(x);
   const Vector zero = splat(0.0F);
-  Vector sizes = zero, poison = zero;  // which infinities and NaN turn into NaN
+  Vector sizes = zero, poison = zero;  // infinities and NaN turn both into NaN
   for (int64_t i = 0; i < n; i += kLanes) {
     const Vector v = load_some(from + i, n - i);
     sizes = max(sizes, max(sub(zero, v), v));

@@ -14,8 +14,8 @@ inline int expand_quickly(const Float8* codes, int dim, Bfloat16* out) {
   return quick;
 }
 
-/// Expands codes times a factor, as far as there is a faster way than one vector after the other;
-/// returns how many of `dim` it has expanded.
+/// Expands codes times a factor if there is a faster way than one vector after the other; returns
+/// how many of `dim` it has expanded.
 template <class T, class Code>
 int expand_scaled_quickly(const Code* /*codes*/, int /*dim*/, Vector /*factor*/, T* /*out*/) {
   return 0;

@@ -31,8 +31,8 @@ inline void locate_rows(
   }
 }
 
-/// Addresses of the rows of keys [begin, begin + n) of a tile. Decode is 2 % slower where this loop
-/// is shared with the one above.
+/// Addresses of the rows of keys [begin, begin + n) of a tile. Decode is 2 % slower if this loop
+/// shares its code with the one above.
 inline void locate_rows(
     const PagedRows& source,
     const AttentionTile& tile,
@@ -52,7 +52,8 @@ inline void locate_rows(
   }
 }
 
-/// No token sees keys [from, to): they may hold anything, NaN too, so a visible one stands in.
+/// No token sees keys [from, to): they may hold anything, NaN too, so a visible key stands in for
+/// them.
 inline void stand_in(const char** rows, int from, int to, int visible) {
   for (int i = from; i < to; ++i) rows[i] = rows[visible];
 }
@@ -77,8 +78,8 @@ inline PagedRows rows_of_head(PagedRows source, int head, int element_bytes) {
   return source;
 }
 
-/// Starts to bring a row to the L2 (kLocality 2) or the L1 (3). Always inlined: GCC
-/// drops calls of functions that only prefetch.
+/// Prefetches a row to the L2 (kLocality 2) or the L1 (3). Always inlined: GCC drops calls of
+/// functions that only prefetch.
 template <int kLocality>
 [[gnu::always_inline]] inline void fetch_row(const void* row, int64_t bytes) {
   const char* line = static_cast<const char*>(row);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Rows that have fewer dimensions in memory than kernels count with, which take sixteen at a
-// time: each is copied on its way, with zeros behind. Nothing here depends on the instruction set.
+// Rows with fewer dimensions in memory than kernels compute with, which is a multiple of sixteen:
+// each row is copied and padded with zeros. Nothing here depends on the instruction set.
 #include "kernels/rows/tile-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// Copies a row of stored_bytes bytes, and fills it up to `bytes` with zeros.
+/// Copies a row of stored_bytes bytes, and pads it to `bytes` with zeros.
 inline void copy_padded(const void* row, int64_t stored_bytes, int64_t bytes, void* copy) {
   __builtin_memcpy(copy, row, stored_bytes);
   __builtin_memset(static_cast<char*>(copy) + stored_bytes, 0, bytes - stored_bytes);
@@ -29,8 +29,8 @@ void pack_padded_query(
   Engine::pack_query(copy, dim, packed);
 }
 
-/// Rows of keys or values of `dim` dimensions, for kernels that read them where they are. If memory
-/// has fewer dimensions, kernels read filled-up copies.
+/// Rows of keys or values of `dim` dimensions, for kernels that read them in place. If memory has
+/// fewer dimensions, kernels read padded copies.
 class PaddedRows {
  public:
   /// `copies` has room for all rows that are read together.
@@ -48,7 +48,7 @@ class PaddedRows {
   }
 
  private:
-  char* const copies_;  // null where memory has all dimensions
+  char* const copies_;  // null if memory has all dimensions
   const int stored_bytes_, bytes_;
 };
 

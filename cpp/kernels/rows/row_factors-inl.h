@@ -33,8 +33,8 @@ void read_factors(
   }
 }
 
-/// Reads the factors of keys [first, first + n) of a KV head; those up to the next multiple of 32
-/// become zeros. No token sees the first `hidden` of the keys.
+/// Reads the factors of keys [first, first + n) of a KV head; factors up to the next multiple of 32
+/// become zeros. No token sees the first `hidden` keys.
 inline void read_factors(
     const AttentionTile& tile,
     const RowFactors& source,
@@ -56,8 +56,7 @@ inline void read_factors(
   }
 }
 
-/// Whether the factors of n keys leave scores finite that are so without them: none is NaN or above
-/// 1.
+/// Whether the factors of n keys keep finite scores finite: none is NaN or above 1.
 inline bool are_moderate(const float* factors, int n) {
   bool moderate = true;
   for (int i = 0; i < n; ++i) moderate &= __builtin_fabsf(factors[i]) <= 1.0F;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Answers of an AttentionTile to its loops, whatever the instruction set.
+// Properties of an AttentionTile for the loops of every instruction set.
 #include "kernels/boundary/attention_kernel.h"
 
 namespace cpattn::kernels {

@@ -38,7 +38,7 @@ inline bool sees(const TileVisibility& seen, int64_t token, int64_t key) {
          (seen.mask[token * seen.mask_stride + key / 8] >> key % 8 & 1) != 0;
 }
 
-/// 32 bits of a token's mask, those of keys [key, key + 32); key is a multiple of 32.
+/// The 32 bits of a token's mask for keys [key, key + 32); key is a multiple of 32.
 inline uint32_t mask_word(const TileVisibility& seen, int64_t token, int64_t key) {
   uint32_t word;
   __builtin_memcpy(&word, seen.mask + token * seen.mask_stride + key / 8, sizeof word);
@@ -59,8 +59,8 @@ inline bool any_shown(
   return false;
 }
 
-/// Narrows the range of keys first + begin to first + end, multiples of 32, to what
-/// the mask does not hide from all of the tokens.
+/// Narrows the range of keys first + begin to first + end, multiples of 32, to the words of the
+/// mask that show a key to some token.
 inline void drop_hidden(
     const TileVisibility& seen,
     int64_t token,

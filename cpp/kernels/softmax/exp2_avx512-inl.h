@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// 2^x for the softmax on tiles, which runs beside products: there only one port does
-// multiplications, and the clock falls with every instruction. Needs
-// vector/avx512-inl.h included first.
+// 2^x for the softmax on tiles, which runs beside products. There only one port multiplies, and
+// every instruction lowers the clock. Needs vector/avx512-inl.h included first.
 //
 // GCC 12 loads constants again after every assembly statement between two slices
 // of this work. The objects here hold them in registers.
@@ -22,9 +21,9 @@ alignas(64) constexpr float kSixteenths[] = {
     1.68179286F, 1.75625217F, 1.8340081F,  1.91520655F,
 };
 
-/// 2^x to 5.4e-7 for any x from the least exponent on: 0 below it, +inf for +inf. The sixteenths of
-/// x are looked up, with a shuffle, and a quadratic does for the rest of it: five operations on the
-/// busy port instead of the six of exp2_less_half<4>.
+/// 2^x to 5.4e-7 for any x from the least exponent on: 0 below it, +inf for +inf. A shuffle looks
+/// up the sixteenths of x, and a quadratic computes the rest: five operations on the busy port
+/// instead of the six of exp2_less_half<4>.
 class ExactExp2 {
  public:
   ExactExp2() {
@@ -54,7 +53,7 @@ class ExactExp2 {
 
 /// 2^x rounded to the nearest bfloat16, as its bits: those of 2^n (1 + m) are
 /// 128 (n + 127 + m). With n the floor of x and f = x - n they are 128 (x + 127) and
-/// 128 times 2^f - 1 - f, which a cubic is to 8.6e-5 of 2^f: a fortieth of the rounding.
+/// 128 times 2^f - 1 - f, which a cubic approximates to 8.6e-5 of 2^f: a fortieth of the rounding.
 class RoundedExp2 {
  public:
   RoundedExp2() {
@@ -65,8 +64,8 @@ class RoundedExp2 {
     pin(bits_of_zero_);
   }
 
-  /// The bits, in elements of 32: below 0 for 2^x below 2^-127 and for some NaN, above 0xffff
-  /// for an infinity and the other NaN. Those below 2^-126 are subnormal and cost nothing: tiles
+  /// The bits, in 32-bit elements: below 0 for 2^x below 2^-127 and for some NaN, above 0xffff for
+  /// an infinity and the other NaN. Results below 2^-126 are subnormal and cost nothing: tiles
   /// count them as 0.
   [[gnu::always_inline]] __m512i operator()(Vector x) const {
     constexpr int kToOnes = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;

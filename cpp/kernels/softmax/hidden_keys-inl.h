@@ -7,8 +7,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Sets those of the scores of keys first + begin to first + end that the token does
-/// not see to -inf. first + begin is a multiple of kKeyGranule.
+/// Sets the scores of the keys among first + begin to first + end that the token does not see to
+/// -inf. first + begin is a multiple of kKeyGranule.
 inline void hide_keys(
     const TileVisibility& visibility,
     float* scores,

@@ -11,7 +11,7 @@ namespace cpattn::kernels {
 namespace {
 
 /// log(1 + w) for w in [0, 1], by the series of the inverse hyperbolic tangent of w / (2 + w),
-/// which is at most 1/3: what is left out is below the rounding of float32.
+/// which is at most 1/3: the omitted terms are below the rounding of float32.
 inline Vector log1p_of_weight(Vector w) {
   const Vector z = div(w, add(splat(2.0F), w));
   const Vector base = max(splat(0x1p-50F), z);  // whose square is a normal number
@@ -48,7 +48,7 @@ inline void merge_lse(
   }
 }
 
-/// Merges kVectors vectors, whose sums stay in registers; part(i) points to those of a part.
+/// Merges kVectors vectors, whose sums stay in registers; part(i) points to the vectors of part i.
 template <int kVectors, class T, class Part>
 void merge_vectors(Part part, const MergeWeights* weights, int64_t num_parts, T* out) {
   Vector sum[kVectors];

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The end of the loop over the keys of a row: its result is written, or its partial result
-// if the keys were one part of what it sees. Needs the vector layer included first.
+// The end of the loop over the keys of a row: its result is written, or its partial result if the
+// keys were one part of its keys. Needs the vector layer included first.
 #include "kernels/boundary/attention_kernel.h"
 #include "kernels/rows/padded_rows-inl.h"
 #include "kernels/softmax/softmax-inl.h"
@@ -51,7 +51,7 @@ void write_row(const AttentionTile& tile, int64_t row, RowState state, const flo
   }
 }
 
-/// The outputs of a part, [rows][v_head_dim], and behind them the states.
+/// The outputs of a part, [rows][v_head_dim], and after them the states.
 template <class Float>
 Float* partial_output(const AttentionTile& tile, Float* partial, int64_t row) {
   return partial + row * tile.v_head_dim;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Scores on their way to softmax, and their biases: numbers in memory, slopes over distance
-// (ALiBi), tables over distance (T5). Needs the vector layer included first.
+// Biases of scores before softmax: numbers in memory, slopes over distance (ALiBi), tables over
+// distance (T5). Needs the vector layer included first.
 #include "kernels/softmax/hidden_keys-inl.h"
 #include "kernels/softmax/softmax-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// Adds n numbers, `stride` apart, to sums; behind these kLanes floats are writable.
+/// Adds n numbers, `stride` apart, to sums; after these kLanes floats are writable.
 template <class T>
 void add_numbers(const T* numbers, int64_t stride, int n, float* sums) {
   for (int i = 0; i < n; i += kLanes) {
@@ -50,7 +50,7 @@ inline int count_neighbours(const TileBias& bias, int64_t key, int n) {
   return count;
 }
 
-/// Adds the biases of a row for keys [key, key + n), which follow each other, to sums; behind these
+/// Adds the biases of a row for keys [key, key + n), which follow each other, to sums; after these
 /// kLanes floats are writable.
 inline void add_biases_of_neighbours(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t key, int n, float* sums
@@ -72,7 +72,7 @@ inline void add_biases_of_neighbours(
     }
   }
   if (bias.relative_bias == nullptr) return;
-  // Distances below the least one of the table, those that it has, and those above.
+  // Distances below the least one of the table, distances in the table, and distances above.
   const int64_t most = bias.max_distance;
   const auto begin = static_cast<int>(larger(0, smaller(n, -most - distance)));
   const auto end = static_cast<int>(larger(begin, smaller(n, most + 1 - distance)));
@@ -82,7 +82,7 @@ inline void add_biases_of_neighbours(
   for (int j = end; j < n; ++j) sums[j] += numbers[most];
 }
 
-/// Adds the biases of a row for keys [key, key + n) to sums; behind these kLanes floats are
+/// Adds the biases of a row for keys [key, key + n) to sums; after these kLanes floats are
 /// writable. The row's window shows the keys.
 inline void add_biases(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t key, int n, float* sums
@@ -94,8 +94,8 @@ inline void add_biases(
   }
 }
 
-/// Sets the biases of a row for kKeyGranule keys from `key` on, behind which kLanes floats are
-/// writable. Returns which of them the row's window shows; those of the others are 0.
+/// Sets the biases of a row for kKeyGranule keys from `key` on; after them kLanes floats are
+/// writable. Returns the keys that the row's window shows; the other biases are 0.
 inline KeyRange set_biases(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t key, float* biases
 ) {
@@ -107,8 +107,8 @@ inline KeyRange set_biases(
   return {from, to};
 }
 
-/// Whether biases hide keys first + begin to first + end, multiples of kKeyGranule, from a row, as
-/// far as its window shows them.
+/// Whether biases hide keys first + begin to first + end, multiples of kKeyGranule, from a row,
+/// among those that its window shows.
 [[gnu::noinline]] inline bool biases_hide(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t first, int begin, int end
 ) {
@@ -123,8 +123,7 @@ inline KeyRange set_biases(
 }
 
 /// Makes scores of keys first + begin to first + end, multiples of kKeyGranule, scale * score +
-/// bias; -inf, whatever the score is, where the bias is. What the row's window hides becomes
-/// anything.
+/// bias; a bias of -inf makes any score -inf. Scores that the row's window hides become anything.
 [[gnu::noinline]] inline void bias_scores(
     const AttentionTile& tile,
     float* scores,
@@ -144,7 +143,7 @@ inline KeyRange set_biases(
     set_biases(tile, token, head, first + begin, biases);
     for (int j = 0; j < kKeyGranule; j += kLanes) {
       const Vector bias = load(biases + j);
-      // A score of finite numbers has a finite product with log2(e), however low they are.
+      // A score of finite numbers keeps a finite product with log2(e), however low it is.
       const Vector score = max(lowest, fma(load(scores + begin + j), factor, bias));
       store(scores + begin + j, select(greater(least, bias), hidden, score));
     }
@@ -174,8 +173,8 @@ inline void finish_scores(
   if (!all_visible) hide_keys(tile.seen, scores, token, first, begin, end);
 }
 
-/// Whether a row sees a key: bias, window and mask let it. On its own, as it is rarely asked in
-/// loops that registers are short in.
+/// Whether bias, window and mask let a row see a key. Not inlined, because loops that are short of
+/// registers call it rarely.
 [[gnu::noinline]] inline bool sees(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t key
 ) {

@@ -11,7 +11,7 @@ namespace {
 /// probabilities stay far inside every format, and O is rarely rescaled.
 constexpr float kRescaleAbove = 8.0F;
 
-/// A reference beyond this, in base-2 units, is off by so much that 2^(score - reference) could
+/// The rounding error of a reference beyond this, in base-2 units, could make 2^(score - reference)
 /// overflow, or vanish for all keys.
 constexpr float kSteepReference = 0x1p24F;
 inline bool is_steep(float reference) { return __builtin_fabsf(reference) > kSteepReference; }
@@ -49,8 +49,8 @@ inline Vector exp2_less_half(Vector x) {
 }
 
 /// tanh(y) / y as a quotient of two polynomials in y^2, minimax in relative error on
-/// [-9, 9], 2.1e-8: below the rounding of float32. Beyond 9 tanh is 1 in float32. Unlike
-/// 1 - 2 / (e^2y + 1) it cancels nowhere, and for small y it is 1 exactly.
+/// [-9, 9], 2.1e-8: below the rounding of float32. Beyond 9 tanh is 1 in float32. Unlike 1 - 2 /
+/// (e^2y + 1) it never cancels, and for small y it is 1 exactly.
 constexpr float kTanhNumerator[] = {
     1.0F, 0.133810252F, 0.00349558843F, 2.06090863e-05F, 1.33546676e-08F
 };
@@ -106,8 +106,8 @@ struct RowPass {
   float sum;      // of the probabilities
 };
 
-/// Probabilities 2^(factor * score - reference) of scores [begin, end). Without
-/// meaning, but harmless, where a score exceeds the reference by 2^127.
+/// Probabilities 2^(factor * score - reference) of scores [begin, end). If a score exceeds the
+/// reference by 2^127 the results are meaningless but harmless.
 template <int kDegree, class Weights>
 inline RowPass exponentiate(
     const float* scores, Weights probabilities, int begin, int end, float factor, float reference
@@ -132,7 +132,7 @@ inline RowPass exponentiate(
   return {reduce_max(max(maximum_a, maximum_b)), reduce_add(add(sum_a, sum_b))};
 }
 
-/// Multiplies what a row has summed up by 2^-growth.
+/// Multiplies the sums of a row by 2^-growth.
 inline void shrink_row(RowState& state, float growth, float* output, int v_head_dim) {
   const float shrink = shrink_by(-growth);
   for (int d = 0; d < v_head_dim; d += kLanes) {
@@ -141,8 +141,8 @@ inline void shrink_row(RowState& state, float growth, float* output, int v_head_
   state.sum *= shrink;
 }
 
-/// softmax_row() where the reference is steep. Scores are taken against the maximum before they
-/// are multiplied: the products of huge scores are coarser than any exponent.
+/// softmax_row() for a steep reference. Scores are taken against the maximum before they are
+/// multiplied: the products of huge scores are coarser than any exponent.
 template <int kDegree, class Weights>
 [[gnu::noinline]] void softmax_steep_row(
     const float* scores,
@@ -177,8 +177,8 @@ template <int kDegree, class Weights>
 /// Turns scores [begin, end) of a row into probabilities 2^(factor * score -
 /// reference) and adds them to the state; `output` (v_head_dim floats) is
 /// rescaled when the reference moves. begin and end are multiples of
-/// kKeyGranule, so that which accumulator takes a key depends on its position
-/// alone and results do not depend on how rows were grouped.
+/// kKeyGranule, so that a key's accumulator depends only on its position, and results do not depend
+/// on the grouping of rows.
 template <int kDegree, class Weights>
 inline void softmax_row(
     const float* scores,

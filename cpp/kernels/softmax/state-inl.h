@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The softmax of a row on its way through the keys.
+// The running softmax of a row.
 #include "kernels/boundary/attention_kernel.h"
 #include "kernels/vector/elements-inl.h"
 
@@ -14,12 +14,12 @@ constexpr float kLn2 = 0.693147181F;
 /// 2^x, by which results are scaled, with the least exponent of the weights.
 inline float shrink_by(float x) { return x < kLeastExponent ? 0.0F : __builtin_exp2f(x); }
 
-/// The running softmax of a row, in base-2 units. It begins as that of a row that saw nothing.
+/// The running softmax of a row, in base-2 units. It begins as the state before the first key.
 struct RowState {
   float reference = -__builtin_inff();  // of the weights; -inf before the first visible key
   float sum = 0;                        // of 2^(score - reference)
   float maximum = -__builtin_inff();    // of the scores, without their factor
-  /// Sums of rounded probabilities, which P V is divided by, times this are the exact ones.
+  /// Exact sums of probabilities are the rounded sums, which divide P V, times this.
   float rounding = 1;
 
   /// The state that save() wrote.
@@ -36,8 +36,8 @@ struct RowState {
   /// The largest score times `scale`; -inf if the row saw nothing, NaN if its sum is.
   float max_logit(float scale) const { return sum != sum ? sum : maximum * scale; }
 
-  /// The factor of O: 1 / sum, the logit at `sink` counted in unless it is null. Zero for a row
-  /// that saw nothing.
+  /// The factor of O: 1 / sum, including the logit at `sink` unless it is null. Zero for a row that
+  /// saw nothing.
   float output_scale(const float* sink) const {
     if (sum == 0) return 0.0F;
     if (sink == nullptr) return 1.0F / sum;

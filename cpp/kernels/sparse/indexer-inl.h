@@ -65,8 +65,8 @@ class IndexerLoop {
     return true;
   }
 
-  /// Scores keys [first, first + kIndexerBlock), as far as queries see them; others follow up
-  /// to `last`.
+  /// Scores the keys in [first, first + kIndexerBlock) that queries see; more keys follow up to
+  /// `last`.
   void score_block(int64_t first, int64_t last) {
     const char* const* next =
         kBlocks == 1 ? blocks_.locate_next(first + kIndexerBlock, last) : nullptr;
@@ -145,8 +145,8 @@ constexpr IndexerKernel indexer_kernel() {
 template <class T>
 using Float32Scorer = PanelScorer<T, FloatScores<Float32Engine>>;
 
-/// Instruction sets have scorers of their own for bfloat16, which take float8_e4m3fn too, and
-/// for int8.
+/// Instruction sets have their own scorers for bfloat16, which take float8_e4m3fn too, and for
+/// int8.
 template <
     template <class> class Bfloat16Scorer = Float32Scorer,
     template <class> class Int8Scorer = Float32Scorer>

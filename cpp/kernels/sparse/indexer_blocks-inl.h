@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The blocks of keys that the indexer packs, and what packs and scores them. Needs the vector
-// layer and the engines included first.
+// The blocks of keys that the indexer packs, and the contract of scorers. Needs the vector layer
+// and the engines included first.
 #include "kernels/boundary/indexer_kernel.h"
 #include "kernels/rows/key_rows-inl.h"
 #include "kernels/sparse/indexer_scores-inl.h"
@@ -51,7 +51,7 @@ concept IndexerScorer = requires(
 /// Bytes of the scores, or the scales, of a block.
 constexpr int64_t kIndexerRowBytes = kIndexerBlock * sizeof(float);
 
-/// Whether a query wants all of its keys, which then need no scores.
+/// Whether a query takes all of its keys, which then need no scores.
 inline bool takes_all_keys(const IndexerTile& tile, const IndexerQuery& asked) {
   return asked.logits == nullptr && asked.values == nullptr && asked.end - asked.begin <= tile.topk;
 }
@@ -67,13 +67,13 @@ inline KeyRange clipped(KeyRange range, int64_t first) {
   return {larger(range.begin, first), smaller(range.end, first + kIndexerBlock)};
 }
 
-/// The least range that has the keys of both.
+/// The smallest range with the keys of both.
 inline KeyRange widened(KeyRange range, KeyRange other) {
   if (other.begin >= other.end) return range;
   return {smaller(range.begin, other.begin), larger(range.end, other.end)};
 }
 
-/// The blocks that the scorer has packed at a time, which take turns.
+/// The blocks that the scorer has packed at a time; they take turns.
 template <class Scorer>
 class IndexerBlocks {
   static_assert(IndexerScorer<Scorer>);
@@ -92,14 +92,14 @@ class IndexerBlocks {
     }
   }
 
-  /// The end of what the blocks take of scratch.
+  /// The end of the blocks in scratch.
   char* end() const { return end_; }
 
   /// The packed keys and the scales of the block that begins with key `first`.
   char* keys(int64_t first) const { return blocks_[index_of(first)].keys; }
   const float* scales(int64_t first) const { return blocks_[index_of(first)].scales; }
 
-  /// Packs keys [first, first + kIndexerBlock), as far as queries see them.
+  /// Packs the keys in [first, first + kIndexerBlock) that queries see.
   void pack(int64_t first, Scorer& scorer) {
     KeyRange seen = {INT64_MAX, 0};
     for (int i = 0; i < tile_.num_queries; ++i) {
@@ -139,7 +139,7 @@ class IndexerBlocks {
   struct Block {
     char* keys;
     float* scales;
-    // Addresses of keys, with those of one granule more, which scorers may fetch ahead.
+    // Addresses of keys, and of one granule more, which scorers may prefetch.
     const char* rows[kIndexerBlock + kKeyGranule];
   };
 

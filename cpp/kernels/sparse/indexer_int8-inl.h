@@ -8,14 +8,14 @@
 namespace cpattn::kernels {
 namespace {
 
-/// The instruction takes one operand without a sign: queries are stored with 128 added,
-/// and the sums of a key start at -128 times the sum of its dimensions.
+/// The instruction takes one unsigned operand: queries are stored with 128 added, and the sums of a
+/// key start at -128 times the sum of its dimensions.
 struct Int8Engine {
   using Operand = int8_t;
   using Pack = __m512i;
   using Sum = __m512i;
   static constexpr int kDepthStep = 4;
-  static constexpr int kStartRows = 4;  // rows of a panel that hold where sums start
+  static constexpr int kStartRows = 4;  // rows of a panel with the starts of sums
 
   static Pack load_columns(const int8_t* p) { return _mm512_loadu_si512(p); }
   static Pack splat_row(const int8_t* p) {

@@ -14,8 +14,8 @@ namespace {
 /// Keys that are packed together: 128 KiB of 128 dimensions in bfloat16.
 constexpr int kIndexerBlock = 512;
 
-/// Heads that are multiplied at once: with the columns of a panel and their scores,
-/// their sums fill the registers.
+/// Heads that are multiplied at once: their sums, the columns of a panel and the scores fill the
+/// registers.
 constexpr int kScoreHeads = 4;
 
 /// scores += weights[i] relu(q[i] . key) for kHeads heads and the keys of a panel.
@@ -62,15 +62,15 @@ template <class Engine, int kHeads>
   }
 }
 
-/// Rows that are brought to the L2 while others are multiplied, a few after each product: all at
-/// once they would wait for miss buffers.
+/// Rows that are prefetched to the L2 during products, a few after each: all at once they would
+/// wait for miss buffers.
 struct FetchedRows {
   const char* const* rows = nullptr;  // [kPanel] or null
   int row_bytes = 0;
 };
 
-/// Writes the scores of one query with the keys of a panel. Not inlined: the sums stay
-/// in registers only where nothing else wants them.
+/// Writes the scores of one query with the keys of a panel. Not inlined, so that nothing else
+/// competes with the sums for registers.
 template <class Engine>
 [[gnu::noinline]] void score_panel(
     const typename Engine::Operand* q,
@@ -132,11 +132,11 @@ concept ScoreEngine = ProductEngine<Engine> && requires(
   Engine::template pack_keys<T>(rows, n, n, n, n, panel_size, operands);
 };
 
-/// A matrix engine as one of scores: its sums are in float32, from zero on.
+/// A matrix engine as an engine of scores: its sums are in float32 and start at zero.
 template <class Base>
 struct FloatScores : Base {
   using Operand = typename Base::Operand;
-  static constexpr int kStartRows = 0;  // rows of a panel that hold where sums start
+  static constexpr int kStartRows = 0;  // rows of a panel with the starts of sums
   using Sum = Vector;
   static Sum start(const Operand* /*panel*/) { return splat(0.0F); }
   static Vector value(Sum sum) { return sum; }
@@ -164,7 +164,7 @@ struct FloatScores : Base {
       Operand expanded[kKeyGranule][kMaxIndexerDim];
       const char* found[2 * kKeyGranule];
       for (int i = 0; i < kKeyGranule; ++i) {
-        // The base fetches what follows its rows.
+        // The base prefetches the addresses that follow its rows.
         found[kKeyGranule + i] = rows[begin + kKeyGranule + i];
         found[i] = reinterpret_cast<const char*>(expanded[i]);
         if (begin + i >= end) continue;
@@ -178,14 +178,14 @@ struct FloatScores : Base {
   }
 
  private:
-  /// Codes become the operands of an engine for bfloat16 row by row; that for float32
-  /// loads them itself.
+  /// Codes become the operands of a bfloat16 engine row by row; the float32 engine loads codes
+  /// itself.
   template <class T>
   static constexpr bool kExpands = sizeof(T) == 1 && sizeof(Operand) == 2;
 };
 
-/// A request to a Scorer: scores of keys [begin, end) of a block, key j's at
-/// scores[j]; those before and behind up to multiples of 64 may be anything.
+/// A request to a Scorer: scores of keys [begin, end) of a block, key j's at scores[j]; scores
+/// before and after, up to multiples of 64, may be anything.
 struct ScoreTask {
   int index;  // of the query
   char* query;

@@ -11,8 +11,8 @@ namespace {
 
 inline int64_t align_bytes(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/// More than streams need: scores come in small pieces, and to make a buffer smaller
-/// takes longer than to fill it.
+/// Larger than streams need: scores come in small pieces, and shrinking a buffer takes longer than
+/// filling it.
 inline int64_t stream_capacity(int32_t topk) { return 2 * topk_capacity(topk); }
 
 /// Bytes of the two buffers of a stream.
@@ -109,7 +109,7 @@ inline void merge_indexer_parts(const IndexerParts* parts, void* scratch) {
     while (n < parts->topk && indices[n] >= 0) ++n;
     append_entries(stream, parts->values + part * parts->stride, indices, n);
   }
-  // A part may have dropped keys, and others have none.
+  // A part may have dropped keys while others have none.
   stream.admits_all = parts->num_keys <= parts->topk;
   finish_stream(
       stream, parts->sorted, parts->out_indices, parts->out_values,

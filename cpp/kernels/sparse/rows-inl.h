@@ -31,7 +31,7 @@ inline void expand_kv_row(const void* row, void* out) {
 inline void expand_kv_row_float32(const void* row, float* out) {
   const char* bytes = static_cast<const char*>(row);
   expand_kv_codes(bytes, out);
-  Bfloat16 rope[kKvRope];  // where it is it need not be aligned
+  Bfloat16 rope[kKvRope];  // in the row it need not be aligned
   __builtin_memcpy(rope, bytes + kKvCodeBytes, sizeof rope);
   for (int64_t i = 0; i < kKvRope; i += kLanes) store(out + kKvCodes + i, load(rope + i));
 }

@@ -11,7 +11,7 @@ namespace {
 constexpr float kLargestCode = 448.0F;
 constexpr float kSmallestNormal = 0x1p-126F;
 
-/// The largest of a group in size, NaN if one is not finite.
+/// The largest magnitude of a group, NaN if a number is not finite.
 template <class T>
 float largest_of_group(const T* x) {
   Vector high = splat(0.0F);
@@ -36,7 +36,7 @@ void quantize_group(const T* x, Vector factor, Code* codes) {
   for (int64_t i = 0; i < kGroup; i += kLanes) store(codes + i, mul(load(x + i), factor));
 }
 
-/// All scales come before the first code: the divisions take long, but run side by side.
+/// All scales come before the first code: the divisions are slow but overlap.
 template <class T>
 void quantize_kv_row(const void* nope, const void* rope, void* codes, void* rope_out) {
   constexpr int kGroups = kKvCodes / kGroup;
@@ -64,7 +64,7 @@ void quantize_kv_row(const void* nope, const void* rope, void* codes, void* rope
   __builtin_memcpy(rope_out, rounded, sizeof rounded);
 }
 
-/// x > 0, normal: the smallest power of two that is not below it.
+/// The smallest power of two not below x, which is normal and > 0.
 inline float power_of_two_above(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);

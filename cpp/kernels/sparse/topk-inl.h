@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Exact selection of the k largest scores of a stream. A buffer collects what exceeds a
-// threshold; when it is full, the k best stay and the smallest of them becomes the
-// threshold. Indices must ascend: then a later score that equals the threshold has
-// lost against k earlier ones, and every tie goes to the smaller index.
+// Exact selection of the k largest scores of a stream. A buffer collects scores above a threshold;
+// when it is full, the k best stay and the smallest of these becomes the threshold. Indices must
+// ascend: then a later score equal to the threshold loses against k earlier ones, and every tie
+// goes to the smaller index.
 //
 // Needs a vector layer included first.
 #include <stdint.h>
@@ -13,7 +13,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Scores looked at together; capacities and loops are multiples of it.
+/// Scores that are compared together; capacities and loop counts are multiples of it.
 constexpr int kTopkStep = 4 * kLanes;
 
 /// One below the key (see topk_key) of -inf, and so of every score.
@@ -27,10 +27,10 @@ struct TopkStream {
   int32_t count = 0;
   float threshold = -__builtin_inff();
   bool admits_all = true;       // until a threshold is known: -inf competes, too
-  int64_t below = kTopkBottom;  // the key of a score that a full buffer has k scores above
+  int64_t below = kTopkBottom;  // the key of the threshold: k scores of a full buffer exceed it
 };
 
-/// Entries of the buffers of a stream. A larger buffer is made smaller less often.
+/// Entries of the buffers of a stream. A larger buffer shrinks less often.
 inline int64_t topk_capacity(int64_t k) {
   return (k + k / 2 + kTopkStep - 1) / kTopkStep * kTopkStep + kTopkStep;
 }
@@ -53,7 +53,7 @@ inline float topk_value(int32_t key) {
 
 inline int32_t topk_padded(int32_t count) { return (count + kTopkStep - 1) & -kTopkStep; }
 
-/// Fills up the last step, for loops without a remainder.
+/// Pads the last step, for loops without a remainder.
 inline void topk_pad(float* scores, int32_t count) {
   for (int32_t i = count; i < topk_padded(count); ++i) scores[i] = -__builtin_inff();
 }
@@ -105,11 +105,11 @@ struct TopkCut {
 /// The search for a cut: at least k scores exceed key `below`, fewer exceed `above`.
 struct TopkSearch {
   int64_t below, above;
-  float excess, deficit;  // by how many these exceed k and fall short of it, to interpolate with
+  float excess, deficit;  // how far these counts exceed k and fall short of it
 };
 
 /// The next key to cut at: by interpolation (regula falsi, in its Illinois variant), which takes
-/// seven steps or so for scores that are spread smoothly; by bisection if it takes many.
+/// about seven steps for smoothly spread scores; by bisection if it takes many.
 inline int64_t topk_next_pivot(const TopkSearch& search, int step) {
   constexpr int kInterpolations = 12;
   const int64_t middle = search.below + (search.above - search.below) / 2;
@@ -121,7 +121,7 @@ inline int64_t topk_next_pivot(const TopkSearch& search, int step) {
 }
 
 /// The cut of the first `count` scores, which topk_pad has padded; at least k of them
-/// exceed `below`. At most 44 counts, whatever the scores are.
+/// exceed `below`. Takes at most 44 counts for any scores.
 inline TopkCut topk_cut(const float* scores, int32_t count, int32_t k, int64_t below) {
   const int32_t padded = topk_padded(count);
   const int64_t above = topk_key(topk_maximum(scores, padded));
@@ -135,7 +135,7 @@ inline TopkCut topk_cut(const float* scores, int32_t count, int32_t k, int64_t b
     const float pivot = topk_value(static_cast<int32_t>(middle));
     const int32_t num_greater = topk_count_greater(scores, padded, pivot);
     if (num_greater == k) return {pivot, k, middle};
-    // The end that stays put for two steps counts half, lest it stay forever.
+    // An end that stays for two steps counts half, so that it does not stay forever.
     if (num_greater > k) {
       search.below = middle;
       search.excess = static_cast<float>(num_greater - k);
@@ -187,7 +187,7 @@ inline void topk_shrink(TopkStream& stream) {
   stream.admits_all = false;
 }
 
-/// Takes scores without a threshold while there is room; returns how many it took.
+/// Takes scores without a threshold while there is room; returns their number.
 inline int topk_push_all(TopkStream& stream, const float* scores, int n, int32_t first_index) {
   const int room = stream.capacity - stream.count;
   n = n < room ? n : room;
@@ -207,7 +207,7 @@ inline int topk_push_all(TopkStream& stream, const float* scores, int n, int32_t
   return n;
 }
 
-/// Takes those of kTopkStep scores that exceed the threshold.
+/// Takes the scores out of kTopkStep that exceed the threshold.
 inline void topk_push_step(TopkStream& stream, const float* scores, int32_t first_index) {
   const Vector threshold = splat(stream.threshold);
   uint32_t bits[4];
@@ -252,8 +252,8 @@ inline void topk_sort_pass(
   for (int32_t i = 0; i < n; ++i) sorted[begins[entries[i] >> shift & mask]++] = entries[i];
 }
 
-/// The indices by score, descending, keeping the order of ties: a radix sort by as many
-/// bits as the keys differ in, in digits of up to eleven.
+/// The indices by score, descending, keeping the order of ties: a radix sort by the bits in which
+/// the keys differ, in digits of up to eleven.
 inline void topk_sort(const TopkStream& stream, int32_t* out, uint64_t* scratch) {
   const int32_t n = stream.count;
   const float top = topk_maximum(stream.scores, topk_padded(n));
@@ -279,9 +279,9 @@ inline void topk_sort(const TopkStream& stream, int32_t* out, uint64_t* scratch)
   for (int32_t i = 0; i < n; ++i) out[i] = static_cast<int32_t>(entries[i]);
 }
 
-/// Ends a stream. out [k]: the indices of the k largest scores, ascending, or by score,
-/// descending, if `sorted`; at most k scores all ascending, then -1. `scratch`:
-/// topk_sort_bytes(k), if sorted.
+/// Ends a stream. out [k]: the indices of the k largest scores, ascending, or by descending score
+/// if `sorted`; at most k scores are all listed, ascending, then -1. `scratch`: topk_sort_bytes(k),
+/// if sorted.
 inline void topk_finish(TopkStream& stream, bool sorted, int32_t* out, void* scratch) {
   if (stream.count > stream.k) topk_shrink(stream);
   if (sorted && !stream.admits_all) {

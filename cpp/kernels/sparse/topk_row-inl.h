@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Top-k of a row that lies in memory: a sample of it says from where on to collect.
+// Top-k of a row in memory: a sample of the row gives the first threshold.
 #include "kernels/boundary/topk_kernel.h"
 #include "kernels/sparse/topk-inl.h"
 
@@ -19,8 +19,8 @@ inline int64_t topk_scratch_bytes(int32_t k) {
   return topk_row_capacity(k) * entry_bytes + topk_sort_bytes(k);
 }
 
-/// A threshold that about 1.5 k scores of the row are expected to exceed, going by evenly
-/// spaced ones. Leaves the stream as it is if it would be -inf.
+/// A threshold that about 1.5 k scores of the row are expected to exceed, estimated from evenly
+/// spaced scores. Leaves the stream as it is if it would be -inf.
 inline void topk_guess_threshold(TopkStream& stream, const TopkRow& row) {
   float sample[kTopkSample];
   const int64_t spacing = row.length / kTopkSample;
@@ -32,7 +32,7 @@ inline void topk_guess_threshold(TopkStream& stream, const TopkRow& row) {
     if (++offset == spacing) offset = 0;
   }
   const double expected = static_cast<double>(row.topk) * kTopkSample / row.length;
-  // Three standard deviations of how many of the sample are among the k largest.
+  // Adds three standard deviations of the number of sampled scores among the k largest.
   const auto rank = static_cast<int32_t>(expected + 3 * __builtin_sqrt(expected) + 1);
   if (rank >= kTopkSample) return;
   stream.below = topk_cut(sample, kTopkSample, rank, kTopkBottom).below;

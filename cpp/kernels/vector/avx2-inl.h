@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The vector layer of AVX2 with FMA and F16C: eight lanes. What its functions promise is in
-// contract-inl.h.
+// The vector layer of AVX2 with FMA and F16C: eight lanes. contract-inl.h has the contract of its
+// functions.
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -28,7 +28,7 @@ inline Vector load(const Bfloat16* p) {
 inline Vector load(const Float8* p) {
   const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   // The code is read as float16, whose exponent is then too small by 8. Bit 14 repeats the sign
-  // and is cleared; adding 0x80 sets it again for NaN alone, which makes a NaN of float16.
+  // and is cleared; adding 0x80 sets it again only for NaN, which makes a NaN of float16.
   const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(~0x4000));
   const __m128i nan =
       _mm_and_si128(_mm_add_epi16(half, _mm_set1_epi16(0x80)), _mm_set1_epi16(0x4000));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The vector layer of AVX-512 F/BW/DQ/VL: sixteen lanes. What its functions promise is in
-// contract-inl.h.
+// The vector layer of AVX-512 F/BW/DQ/VL: sixteen lanes. contract-inl.h has the contract of its
+// functions.
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -29,7 +29,7 @@ inline Vector load(const Bfloat16* p) {
 inline Vector load(const Float8* p) {
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   // The code is read as float16, whose exponent is then too small by 8. Bit 14 repeats the sign
-  // and is cleared; adding 0x80 sets it again for NaN alone, which makes a NaN of float16.
+  // and is cleared; adding 0x80 sets it again only for NaN, which makes a NaN of float16.
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(~0x4000));
   const __m256i nan =
       _mm256_and_si256(_mm256_add_epi16(half, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
@@ -39,7 +39,7 @@ inline Vector load(const Float8E5M2* p) {
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 8));
 }
-/// Two vectors of codes as float32, by two thirds of the work of one after the other.
+/// Loads two vectors of codes as float32, with two thirds of the work of two loads.
 inline void load_two(const Float8* p, Vector& first, Vector& second) {
   const __m512i wide =
       _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -129,7 +129,7 @@ inline Vector split_exponent(Vector x, Vector& rest) {
   return x;
 }
 /// x * 2^exponent, which vscalefps rounds down to an integer itself; it underflows gradually. A NaN
-/// is not less than the least exponent, and kept.
+/// is kept, because it is not less than the least exponent.
 inline Vector scale_by_power(Vector x, Vector exponent) {
   const __mmask16 kept = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(kLeastExponent), _CMP_NLT_UQ);
   return _mm512_maskz_scalef_ps(kept, x, exponent);
@@ -231,8 +231,8 @@ inline void expand(const Float8* p, Bfloat16* out) {
 inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
   const __m512i pairs = expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000U));
-  // The bits above are rounded; NaN stays one, as that of the table has no low bits and that
-  // of a product is the table's, the scale's or the processor's.
+  // Rounds to the upper bits. NaN stays NaN: the table's has no low bits, and the NaN of a product
+  // is the table's, the scale's or the processor's.
   const auto rounded = [scale](__m512i factor) {
     const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(factor), scale));
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -262,7 +262,7 @@ inline Integers count_greater(Integers counts, Vector a, Vector b) {
 }
 inline Vector without_nan(Vector x) { return max(x, splat(-__builtin_inff())); }
 
-// Not vcompressps to memory, which Zen 4 runs as microcode.
+// Avoids vcompressps to memory, which Zen 4 runs as microcode.
 inline void store_compressed(float* p, uint32_t bits, Vector x) {
   store(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), x));
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The contract of a vector layer: the functions that portable-inl.h, avx2-inl.h, avx512-inl.h and
-// neon-inl.h each write for their registers, and that all other kernels are written in. A file
-// that is compiled for one instruction set includes one layer first; this header, which comes
-// with everything that needs a layer, then holds it to the list below, by name and type.
+// The contract of a vector layer: portable-inl.h, avx2-inl.h, avx512-inl.h and neon-inl.h each
+// implement its functions for their registers, and all other kernels use them. A file that is
+// compiled for one instruction set includes one layer first; this header, which all users of a
+// layer include, then checks the layer against the list below, by name and type.
 //
 // A layer includes elements-inl.h and C headers only, and puts into the namespace:
 //
@@ -26,10 +26,9 @@
 // - Bit i of a mask belongs to lane i. Functions that return a mask leave the bits from kLanes on
 //   zero, and store_compressed() needs them so; select() ignores them.
 //
-// All functions are needed: those of the last two groups by kernels/sparse and kernels/kv only,
-// the rest by kernels/attention too. avx512-inl.h has more: transpose() of integers and expand() of
-// a register of codes, for the engines and tiles that are written for AVX-512 alone, and
-// load_two().
+// All functions are needed: the last two groups only by kernels/sparse and kernels/kv, the rest by
+// kernels/attention too. avx512-inl.h has more: transpose() of integers and expand() of a register
+// of codes, for engines and tiles written only for AVX-512, and load_two().
 #include <stdint.h>
 
 #include "kernels/vector/elements-inl.h"
@@ -41,19 +40,19 @@ static_assert(kLanes == 4 || kLanes == 8 || kLanes == 16);
 static_assert(kPanelVectors == 2 || kPanelVectors == 4);
 static_assert(32 % kCodes == 0);
 
-/// The functions of the layer, each by its type: a layer that lacks one does not compile.
+/// The functions of the layer with their types: a layer that lacks one does not compile.
 struct VectorLayer {
   // --- To and from memory.
 
   /// x in every lane.
   Vector (*splat)(float x) = &kernels::splat;
   /// Numbers of every storage type as float32, exact. The thread's handling of subnormal numbers
-  /// does not change what 16 bits or 8 become.
+  /// does not change the results for 8 and 16 bits.
   Vector (*load_float32)(const float* p) = &kernels::load;
   Vector (*load_float16)(const Half* p) = &kernels::load;
   Vector (*load_bfloat16)(const Bfloat16* p) = &kernels::load;
   void (*store_float32)(float* p, Vector x) = &kernels::store;
-  /// Rounded to nearest even. What is beyond the largest number becomes an infinity, and a NaN
+  /// Rounded to nearest even. Magnitudes beyond the largest number become infinities, and a NaN
   /// stays one.
   void (*store_float16)(Half* p, Vector x) = &kernels::store;
   void (*store_bfloat16)(Bfloat16* p, Vector x) = &kernels::store;
@@ -72,15 +71,15 @@ struct VectorLayer {
   /// max(bound, x) keeps a NaN of x, and max(x, sum) may drop it.
   Vector (*max)(Vector a, Vector b) = &kernels::max;
   Vector (*min)(Vector a, Vector b) = &kernels::min;
-  /// The sum of all lanes, in an order of the layer's own, always the same.
+  /// The sum of all lanes, in an order that each layer fixes.
   float (*reduce_sum)(Vector x) = &kernels::reduce_add;
-  /// The largest lane; any number, or NaN, where a lane is NaN.
+  /// The largest lane; any number, or NaN, if a lane is NaN.
   float (*reduce_max)(Vector x) = &kernels::reduce_max;
-  /// Together 2^x times something, for x <= 127: p * 2^(x - rest) is
+  /// Two functions that together scale p by a power of two, for x <= 127: p * 2^(x - rest) is
   /// scale_by_power(p, split_exponent(x, rest)), with rest in [0, 1]. For x below kLeastExponent
   /// the result is 0, so that no p from 2^-20 on makes a subnormal number, and for x = NaN rest is
-  /// NaN. Above 127 the result has no meaning, and x = +inf must not trap. What stands between the
-  /// two functions is the layer's own business: an integer, or x itself.
+  /// NaN. Above 127 the result has no meaning, and x = +inf must not trap. The layer chooses the
+  /// value between them: an integer, or x itself.
   Vector (*split_exponent)(Vector x, Vector& rest) = &kernels::split_exponent;
   Vector (*scale_by_power)(Vector p, Vector exponent) = &kernels::scale_by_power;
 
@@ -103,10 +102,10 @@ struct VectorLayer {
   Vector (*load_float8_e5m2)(const Float8E5M2* p) = &kernels::load;
   Vector (*load_int8)(const int8_t* p) = &kernels::load;
   /// Rounds to nearest even, for numbers of at most 448 in size (from -128 to 127). Results for
-  /// others, NaN among them, are not stated, but for -480, which becomes a NaN of Float8.
+  /// other numbers and NaN are unspecified, except that -480 becomes a NaN of Float8.
   void (*store_float8)(Float8* p, Vector x) = &kernels::store;
   void (*store_int8)(int8_t* p, Vector x) = &kernels::store;
-  /// Rounds to nearest even. Magnitudes from 61440 on, half-way from the largest one to 2^16,
+  /// Rounds to nearest even. Magnitudes from 61440 on, half-way from the largest number to 2^16,
   /// become infinities, and a NaN stays one.
   void (*store_float8_e5m2)(Float8E5M2* p, Vector x) = &kernels::store;
   /// kCodes codes as bfloat16: exact, or times `scale` in float32 and rounded to nearest even. A
@@ -121,15 +120,15 @@ struct VectorLayer {
   /// first, first + 1, ...
   Integers (*ascending)(int32_t first) = &kernels::ascending;
   int32_t (*reduce_integers)(Integers x) = &kernels::reduce_add;
-  /// A mask of the lanes in which a > b (a >= b), which is so in none with a NaN.
+  /// A mask of the lanes in which a > b (a >= b); lanes with a NaN are not in it.
   uint32_t (*greater)(Vector a, Vector b) = &kernels::greater;
   uint32_t (*greater_equal)(Vector a, Vector b) = &kernels::greater_equal;
   /// counts, plus 1 in the lanes in which a > b.
   Integers (*count_greater)(Integers counts, Vector a, Vector b) = &kernels::count_greater;
   /// x, with -inf for NaN.
   Vector (*without_nan)(Vector x) = &kernels::without_nan;
-  /// Stores the lanes of the mask without gaps, in their order. What follows them in p[0..kLanes)
-  /// becomes anything.
+  /// Stores the lanes of the mask without gaps, in their order. The rest of p[0..kLanes) becomes
+  /// anything.
   void (*store_compressed_floats)(float* p, uint32_t mask, Vector x) = &kernels::store_compressed;
   void (*store_compressed_integers)(int32_t* p, uint32_t mask, Integers x) =
       &kernels::store_compressed;

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Storage types of Q, K, V and out, and of quantised rows, and the least power of two. The types
-// are distinct structs, so that overloads tell the formats apart.
+// Storage types of Q, K, V, out and quantised rows, and the least power of two. The types are
+// distinct structs, so that overloads tell the formats apart.
 #include <stdint.h>
 
 namespace cpattn::kernels {
 namespace {
 
-/// Powers of two below 2^-100 count as 0. Float32 holds smaller ones, but what is made of them
-/// soon falls below the normal numbers, where each operation takes a hundred times as long on many
-/// processors: their products with values, their sums, their rests after a rounding. Beside the
-/// largest weight of a row, which is 2^-7 or more, no result shows them.
+/// Powers of two below 2^-100 count as 0. Float32 has smaller ones, but their products with values,
+/// sums and rounding rests soon become subnormal, and each operation on subnormal numbers takes a
+/// hundred times as long on many processors. Beside the largest weight of a row, which is 2^-7 or
+/// more, they change no result.
 constexpr float kLeastExponent = -100.0F;
 
 struct Half {

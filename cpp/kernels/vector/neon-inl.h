@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The vector layer of Advanced SIMD (NEON), which every 64-bit Arm processor has: four lanes. What
-// its functions promise is in contract-inl.h.
+// The vector layer of Advanced SIMD (NEON), which every 64-bit Arm processor has: four lanes.
+// contract-inl.h has the contract of its functions.
 #include <arm_neon.h>
 #include <stdint.h>
 
@@ -30,7 +30,7 @@ inline uint8x8_t load_bytes(const void* p) {
   return vcreate_u8(bytes);
 }
 /// Codes as float16, whose exponent is too small by 8. Bit 14 repeats the sign and is cleared;
-/// adding 0x80 sets it again for NaN alone, which makes a NaN of float16.
+/// adding 0x80 sets it again only for NaN, which makes a NaN of float16.
 inline float16x8_t halves_of_e4m3(uint8x8_t codes) {
   const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(codes));
   const uint16x8_t half =
@@ -47,7 +47,7 @@ inline void load_two(const Float8* p, Vector& first, Vector& second) {
   second = vmulq_n_f32(vcvt_high_f32_f16(halves), 256.0F);
 }
 inline Vector load(const Float8E5M2* p) {
-  const uint8x8_t halves = vzip1_u8(vdup_n_u8(0), load_bytes(p));  // of which codes are the upper
+  const uint8x8_t halves = vzip1_u8(vdup_n_u8(0), load_bytes(p));  // codes are the upper bytes
   return vcvt_f32_f16(vreinterpret_f16_u8(halves));
 }
 inline Vector load(const int8_t* p) {

@@ -2,7 +2,7 @@
 #pragma once
 
 // The vector layer in the compiler's vector extension, four lanes: SSE on x86-64, NEON on Arm,
-// correct anywhere. What its functions promise is in contract-inl.h.
+// correct anywhere. contract-inl.h has the contract of its functions.
 #include <stdint.h>
 #include <string.h>
 
@@ -33,8 +33,8 @@ inline float widen(Half x) {
   const uint32_t sign = (x.bits & 0x8000U) << 16;
   const uint32_t magnitude = x.bits & 0x7fffU;
   if (magnitude >= 0x7c00) return from_bits(sign | 0x7f800000U | (magnitude & 0x3ffU) << 13);
-  // Shifted into place the exponent is off by 112; the product mends that for
-  // normal and subnormal numbers alike.
+  // Shifted into place the exponent is off by 112; the product corrects that for normal and
+  // subnormal numbers.
   return from_bits(sign | to_bits(from_bits(magnitude << 13) * 0x1p112F));
 }
 inline float widen(Float8 x) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Vectors of which fewer numbers are left than a vector has. Needs the vector layer included first.
+// Loads of the last numbers, which fill less than a vector. Needs the vector layer included first.
 #include "kernels/vector/elements-inl.h"
 
 namespace cpattn::kernels {

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention loop on AMX tiles for up to 64 rows of a KV head, where most of the time goes to
-// reading keys and values. Keys are left-hand tiles: rows of memory as they are, instead of
-// columns, which would have to be packed; the scores, which are few, are transposed instead. Keys,
-// scores and probabilities of a chunk of 32 keys follow each other, so that what was read is still
-// in the L1. Heads, which are neighbours in memory, take turns with each block of keys: its pages
-// are then still known to the TLB.
+// The attention loop on AMX tiles for up to 64 rows of a KV head, which is memory-bound. Keys are
+// left-hand tiles, rows of memory as they are, because right-hand columns would have to be packed;
+// the few scores are transposed instead. Keys, scores and probabilities of a chunk of 32 keys
+// follow each other, so that the keys are still in the L1. Heads, which are neighbours in memory,
+// take turns with each block of keys, whose pages are then still in the TLB.
 //
-// Every sum has the order that it has in packed-inl.h, and with it its bits.
+// Every sum has the order of packed-inl.h, and so its bits.
 #include "kernels/attention/amx/few_rows_values-inl.h"
 #include "kernels/attention/amx/scores-inl.h"
 #include "kernels/softmax/results-inl.h"
@@ -74,7 +73,7 @@ class AmxFewRows {
   }
 
  private:
-  /// Turns to the rows of a head.
+  /// Switches to the rows of a head.
   void take_head(int head) {
     head_ = head;
     scale_ = scale_of_head(tile_, head);
@@ -95,7 +94,7 @@ class AmxFewRows {
   }
 
   void prepare() {
-    // Dimensions that fill up the last tiles take part in everything.
+    // Padding dimensions of the last tiles take part in all products.
     if (tile_.nope_dim + tile_.rope_dim < depth_) {
       __builtin_memset(work_.tiles.keys, 0, sizeof(Bfloat16) * kParts * 2 * kTileDepth * depth_);
     }
@@ -111,7 +110,7 @@ class AmxFewRows {
     bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
   }
 
-  /// Sets the rows of the head, filled up to whole tiles, to the state of having seen no key.
+  /// Sets the rows of the head, padded to whole tiles, to the state before the first key.
   void clear_rows() const {
     const int rows = row_tiles_ * kTileRows;
     states_.clear(tile_, rows);
@@ -120,7 +119,7 @@ class AmxFewRows {
     }
   }
 
-  /// Locates the keys of a head to take next: those of the block from `first` on.
+  /// Locates the next keys of a head: those of the block from `first` on.
   void locate_keys(int head, int64_t first) {
     const int n = keys_.begin < keys_.end
                       ? static_cast<int>(larger(0, smaller(kBlockKeys, keys_.end - first)))
@@ -129,7 +128,7 @@ class AmxFewRows {
   }
 
   /// Attends from the rows of the head to a block of keys. While the tiles multiply, the vector
-  /// units fill those of the next chunk and take the scores of the last one through softmax.
+  /// units pack the next chunk and apply softmax to the scores of the last one.
   void attend(const SourceRows<T>& rows) {
     int begin = static_cast<int>(larger(0, keys_.begin - rows.first())) / kTileDepth * kTileDepth;
     int end = round_up(rows.count(), kTileDepth);
@@ -167,7 +166,7 @@ class AmxFewRows {
     next_->fetch(next_->count());
     mark(tile_.hooks, kMarkPv, flops * v_dim_);
     if (row_tiles_ == 1) {
-      // A reference that was raised changed the probabilities of earlier chunks.
+      // Raising a reference changed the probabilities of earlier chunks.
       if (__builtin_memcmp(references, group_.references, sizeof references) != 0) {
         values_.add_chunks_again(group_, rows, first_chunk, end_chunk);
       }
@@ -260,7 +259,7 @@ class AmxFewRows {
   const FewRowsWorkspace<T> work_;
   PendingSums pending_;
   SourceRows<T> sources_[2];
-  SourceRows<T>* next_ = &sources_[0];  // comes after what is at work
+  SourceRows<T>* next_ = &sources_[0];  // comes after the current rows
   TileRows<T> packed_;
   FewRowsValues<T> values_;
   bool bounded_queries_ = false;

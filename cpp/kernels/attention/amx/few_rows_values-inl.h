@@ -19,8 +19,8 @@ struct FewRowsValues {
   PendingSums& pending;
   int column_tiles;  // tiles of a row of V
 
-  /// Adds P V of a chunk, and the sums of its rows, to those of the block. For sixteen rows, whose
-  /// sums are few enough to stay in the L1.
+  /// Adds P V and row sums of a chunk to those of the block, for sixteen rows, whose sums fit in
+  /// the L1.
   void add_chunk(const SoftmaxGroup<T>& group, int chunk, bool first) const {
     const Bfloat16* p = group.probabilities_of(0, chunk);
     const Bfloat16* values = packed.values_of(chunk);
@@ -45,7 +45,7 @@ struct FewRowsValues {
     }
   }
 
-  /// Packs and adds all chunks of the block again, from zero on.
+  /// Packs and adds all chunks of the block again, starting from zero.
   [[gnu::noinline]] void add_chunks_again(
       const SoftmaxGroup<T>& group, const SourceRows<T>& rows, int first_chunk, int end_chunk
   ) const {
@@ -91,7 +91,7 @@ struct FewRowsValues {
       const Bfloat16* values[kColumns];
       int64_t strides[kColumns];
       for (int i = 0; i < kColumns; ++i) {
-        // Columns behind the last are the last once more.
+        // Columns after the last repeat it.
         const int place = static_cast<int>(smaller(column + i, count - 1)) - kSums;
         values[i] =
             place < 0 ? work.ones : packed.values_of(first_chunk) + place * packed.column_stride();

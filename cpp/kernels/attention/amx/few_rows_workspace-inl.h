@@ -17,7 +17,7 @@ struct FewRowsWorkspace {
   Bfloat16* ones;           // a tile whose first column sums rows
   float* scores;            // [2 chunks][2 row pairs][2 key tiles][2 row tiles][16][16]
   float* product;           // [4][16][16]
-  float* block_sums;        // [1 + v_head_dim / 16][16][16]: P V of a block, where rows are 16
+  float* block_sums;        // [1 + v_head_dim / 16][16][16]: P V of a block, for 16 rows
   float* output;            // of a head: [v_head_dim / 16][64][16]
   RowStates<T> states;      // of a head: [64]
   int64_t bytes;

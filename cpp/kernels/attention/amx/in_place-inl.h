@@ -2,16 +2,16 @@
 #pragma once
 
 // Decode on AMX tiles: up to sixteen rows of a KV head, whose results need not have the bits of a
-// prompt. Keys and values of bfloat16 become tiles where they are in memory, by the loads alone.
+// prompt. Tile loads read bfloat16 keys and values in place.
 //
-// Sixteen keys are a left-hand tile as they stand, and the scores, which are few, are transposed. A
-// right-hand tile wants the values of two keys interleaved, which packing would have to do. Here a
-// row of it is one value, whose neighbouring dimensions are then pairs: of the two probabilities
-// that meet a pair one is zero, so that a product is the sums of its even or of its odd dimensions.
-// Half of the work is for zeros, which costs nothing while memory is waited for. Nor do the rests
-// of probabilities, which are a second part of each.
+// Sixteen keys are a left-hand tile as they are, and the few scores are transposed. A right-hand
+// tile needs the values of two keys interleaved, which would mean packing. Here a row of it is one
+// value, whose neighbouring dimensions form pairs: one of the two probabilities that meet a pair is
+// zero, so that a product sums the even or the odd dimensions. Half of the work is on zeros, which
+// costs nothing while the loop waits for memory; neither does the second part of each probability,
+// its rest.
 //
-// Codes of 8 bits become rows of such tiles, which is cheaper than interleaving them, too.
+// 8-bit codes become rows of such tiles, which is also cheaper than interleaving them.
 #include "kernels/attention/amx/in_place_workspace-inl.h"
 #include "kernels/attention/amx/scores-inl.h"
 #include "kernels/attention/amx/source_rows-inl.h"
@@ -51,7 +51,7 @@ class AmxInPlace {
         v_dim_(tile.v_head_dim),
         work_(scratch, tile) {}
 
-  /// Returns false when should_stop() ended it early. Writes nothing unless all sums are finite.
+  /// Returns false if should_stop() ended it early. Writes nothing unless all sums are finite.
   bool run() {
     mark(tile_.hooks, kMarkPack);
     prepare();
@@ -62,7 +62,7 @@ class AmxInPlace {
       next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
       take_head(rows.head());
       if (head_ == 0) {
-        // No tile holds anything between two turns.
+        // Tiles are empty between two turns.
         if (should_stop(tile_.hooks)) return false;
         tiles_.configure();
       }
@@ -81,8 +81,8 @@ class AmxInPlace {
     return true;
   }
 
-  /// Whether run() wrote the results. Infinities and NaN of values have met the zeros of rows that
-  /// do not see them, and of neighbouring dimensions, and made them NaN.
+  /// Whether run() wrote the results. Infinities and NaN of values turn the zeros of other
+  /// dimensions, and of rows that do not see these values, into NaN.
   bool finite() const { return finite_; }
 
  private:
@@ -117,7 +117,7 @@ class AmxInPlace {
     }
   }
 
-  /// Locates the keys of a head to take next: those of the turn from `first` on.
+  /// Locates the next keys of a head: those of the turn from `first` on.
   void locate_keys(int head, int64_t first) {
     const int n = keys_.begin < keys_.end
                       ? static_cast<int>(larger(0, smaller(kTileDepth, keys_.end - first)))
@@ -141,7 +141,7 @@ class AmxInPlace {
     next_->fetch(kTileDepth / 4);
     TileSource values[2];
     values[0] = rows_of(rows, rows.v, tile_.v.row_stride, 0, v_dim_, work_.values);
-    // Nothing behind the last key has a weight.
+    // Keys after the last have no weight.
     values[1] = rows.count() <= kTileRows ? values[0]
                                           : rows_of(
                                                 rows, rows.v, tile_.v.row_stride, kTileRows, v_dim_,
@@ -174,7 +174,7 @@ class AmxInPlace {
     return {staged, kTileDepth * int64_t{sizeof(T)}, kTileElements * int64_t{sizeof(T)}};
   }
 
-  /// Copies n rows of `dim` dimensions to tiles [dim / 32][16][32]; zeros stand behind them.
+  /// Copies n rows of `dim` dimensions to tiles [dim / 32][16][32]; then zeros.
   void stage(const char* const* rows, int n, int dim, Bfloat16* tiles) const {
     const char* all[kTileRows];
     for (int i = 0; i < kTileRows; ++i) all[i] = i < n ? rows[i] : kZeroRow;
@@ -196,7 +196,7 @@ class AmxInPlace {
       TileSource keys[2];
       keys[0] = rows_of(rows, places, source.row_stride, 0, dim, staged);
       staged += int64_t{kTileRows} * dim;
-      // Nobody looks at the scores of keys behind the last.
+      // The scores of keys after the last are never read.
       keys[1] = rows.count() <= kTileRows
                     ? keys[0]
                     : rows_of(rows, places, source.row_stride, kTileRows, dim, staged);
@@ -259,7 +259,7 @@ class AmxInPlace {
     _mm512_store_si512(cell + kTileElements, _mm512_slli_epi32(even, 16));
   }
 
-  /// O += P V for kTiles times 32 dimensions, from those of tile `d` on.
+  /// O += P V for kTiles times 32 dimensions, from tile `d` on.
   template <int kTiles>
   void multiply_values(const TileSource* values, int d) {
     float* output = group_.output + int64_t{2} * d * kTileFloats;
@@ -334,7 +334,7 @@ class AmxInPlace {
   const int v_dim_;
   const AmxInPlaceWorkspace work_;
   SourceRows<T> sources_[2] = {SourceRows<T>(tile_), SourceRows<T>(tile_)};
-  SourceRows<T>* next_ = &sources_[0];  // comes after what is at work
+  SourceRows<T>* next_ = &sources_[0];  // comes after the current rows
   KeyRange keys_{};                     // that any token sees
   bool finite_ = false;
   int head_ = 0;  // at work

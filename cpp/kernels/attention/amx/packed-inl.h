@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention loop on AMX tiles, for bfloat16 and, in two parts, float16: pack K
-// and V of a few blocks of keys, then take 64 rows at a time through them: for
-// each block through Q K^T and softmax, in steps of 32 rows and 32 keys, and
-// through P V. Tiles and vector units work at the same time, on different steps.
+// The attention loop on AMX tiles, for bfloat16 and, in two parts, float16: pack K and V of a few
+// blocks of keys, then process 64 rows at a time: for each block Q K^T and softmax, in steps of 32
+// rows and 32 keys, then P V. Tiles and vector units work on different steps at the same time.
 //
-// Fewer rows have a loop of their own (few_rows-inl.h), whose results have the same bits.
+// Few rows have their own loop (few_rows-inl.h), with the same bits.
 //
 // Blocks of kAmxBlockKeys keys, in chunks of 32, begin at fixed positions of the sequence, as in
 // attention/packed-inl.h, so that a row's bits do not depend on which rows it is
@@ -51,7 +50,7 @@ class AmxPacked {
     const auto [begin, end] = keys_of_tile(tile_);
     locate_keys(begin / kBlockKeys * kBlockKeys, begin, end);
     while (next_.count() > 0) {
-      // Between two calls of attend() no tile holds anything.
+      // Tiles are empty between two calls of attend().
       if (should_stop(tile_.hooks)) return false;
       tiles_.configure();
       const int64_t first = next_.first();
@@ -78,7 +77,7 @@ class AmxPacked {
     const int qk_dim = tile_.nope_dim + tile_.rope_dim;
     constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
     const int64_t padded = round_up(rows_, kGroupRows);
-    // Rows and dimensions that fill up the last tiles take part in everything.
+    // Padding rows and dimensions of the last tiles take part in all products.
     __builtin_memset(work_.queries, 0, kElementBytes * padded * depth_);
     if (qk_dim < depth_)
       __builtin_memset(work_.tiles.keys, 0, kElementBytes * work_.packed * depth_);
@@ -105,20 +104,20 @@ class AmxPacked {
     bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
   }
 
-  /// The tiles of the sixteen rows that `row` is one of.
+  /// The tiles of the sixteen rows with `row`.
   Bfloat16* queries_of(int row) const {
     return work_.queries + int64_t{row / kTileRows} * kTileRows * depth_ * kParts;
   }
 
-  /// Locates the keys to pack next: those from `first` on, as far as they are in [begin, end).
+  /// Locates the next keys to pack: those from `first` on within [begin, end).
   void locate_keys(int64_t first, int64_t begin, int64_t end) {
     const int n = begin < end ? static_cast<int>(larger(0, smaller(work_.packed, end - first))) : 0;
     next_.locate(head_, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
   }
 
-  /// Attends from all rows to keys [first, first + n), which are packed; next_ has those
-  /// after them. While the tiles compute the scores of a step, the vector units take
-  /// those of the step two before through softmax.
+  /// Attends from all rows to keys [first, first + n), which are packed; next_ has the keys after
+  /// them. While the tiles compute the scores of a step, the vector units apply softmax to those of
+  /// the step two before.
   void attend(int64_t first, int n) {
     const int steps = plan_steps<T>(tile_, rows_, first, n, work_.steps);
     const auto no_slice = [] {};
@@ -173,7 +172,7 @@ class AmxPacked {
     rows.take_rest();
   }
 
-  /// The sums on their way to O come first: a reference that is raised rescales O.
+  /// Pending sums are added to O first, because raising a reference rescales O.
   void start_scores_beside_sum(int index, StepRows<T> rows) {
     PendingRows sum = sum_;
     start_scores(
@@ -192,9 +191,8 @@ class AmxPacked {
 
   float* scores_of(int step) const { return work_.scores + step % 2 * 4 * kTileFloats; }
 
-  /// Flops per dimension of the product of a group of rows with all the keys it sees in a
-  /// block. Scores are started two steps ahead and softmax runs beside them: a trace shows both as
-  /// QK.
+  /// Flops per dimension of the product of a group of rows with all keys that it sees in a block.
+  /// Scores are started two steps ahead and softmax runs beside them: a trace shows both as QK.
   int64_t flops_per_dim(const Step& step) const {
     const int64_t rows = smaller(kGroupRows, rows_ - step.row / kGroupRows * kGroupRows);
     return 2 * rows * (step.end_chunk - step.first_chunk) * kTileDepth;
@@ -204,7 +202,7 @@ class AmxPacked {
     return depth_ / kTileDepth * Format::kProducts * (step.count > kTileRows ? 4 : 2);
   }
 
-  /// The part of `work` that each of so many slices takes.
+  /// The part of `work` that each of `slices` slices takes.
   static int share_of(int work, int slices) { return (work + slices - 1) / slices; }
 
   template <class FirstSlice, class Slice>
@@ -265,8 +263,8 @@ class AmxPacked {
     }
   }
 
-  /// The sums start at zero and reach O one column tile later, by vector adds
-  /// between the products: reading O into the tiles would wait for their stores.
+  /// The sums start at zero, and vector adds between the products bring them to O one column tile
+  /// later: reading O into the tiles would wait for their stores.
   template <int kRowTiles>
   void add_values(const Step& step) {
     const int chunks = step.chunk + 1 - step.first_chunk;
@@ -329,7 +327,7 @@ class AmxPacked {
   const AttentionTile& tile_;
   const int head_;
   const int rows_;
-  const int depth_;  // of the products Q K^T: qk_dim, filled up to whole tiles
+  const int depth_;  // of the products Q K^T: qk_dim, padded to whole tiles
   const int v_dim_;
   const float scale_;
   const float factor_;

@@ -9,9 +9,9 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Keys packed at a time: one block, or as many as fit a quarter of a 2 MB L2
-/// together with the next ones, which are fetched to it meanwhile. Q and O of
-/// 1500 rows of head dimension 128 take half of it.
+/// Keys packed at a time: one block, or as many as fit a quarter of a 2 MB L2 together with the
+/// next ones, which are prefetched to it. Q and O of 1500 rows of head dimension 128 take half of
+/// it.
 template <class T>
 int64_t packed_keys(int depth, int v_head_dim) {
   constexpr int64_t kBytes = 512 * 1024;
@@ -21,15 +21,14 @@ int64_t packed_keys(int depth, int v_head_dim) {
   return kAmxBlockKeys<T> * larger(1, smaller(kMaxBlocks, kBytes / block_bytes));
 }
 
-/// Buffers of one tile of work; rows are padded to whole groups. They take at most
-/// 720 KB and, a row, what Q and O do and less than 172 bytes: 1 KB for head
-/// dimension 128 in bfloat16.
+/// Buffers of one tile of work; rows are padded to whole groups. They take at most 720 KB and, for
+/// each row, its Q and O and less than 172 bytes: 1 KB for head dimension 128 in bfloat16.
 template <class T>
 struct AmxPackedWorkspace {
   TileBuffers<T> tiles;
   Bfloat16* queries;        // [rows / 16][part][depth / 32][16][32]
   Bfloat16* probabilities;  // [chunks][part][64][32]
-  Bfloat16* ones;           // a tile whose first column sums rows; where sums are products
+  Bfloat16* ones;           // a tile whose first column sums rows; if sums are products
   float* scores;            // [2 steps][2 key tiles][2 row tiles][16][16]
   float* product;           // [64][16]
   float* output;            // [groups][v_head_dim / 16][64][16]

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Products on their way to sums, which slices of vector work take. Needs the vector layer included
-// first.
+// Products that slices of vector work add to sums. Needs the vector layer included first.
 #include "kernels/vector/contract-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// The first column of a product with ones, on its way to the sums of rows: a slice of other
-/// work take()s the next kRows of them.
+/// The first column of a product with ones, pending for the sums of rows: a slice of other work
+/// take()s the next kRows sums.
 struct PendingColumn {
   const float* product;  // [row][16]
   float* sums;           // [row]
@@ -30,8 +29,8 @@ struct PendingColumn {
   }
 };
 
-/// Sixteen columns of P V on their way to O, [row][16] both: a slice of other work take()s the
-/// next kRows rows.
+/// Sixteen columns of P V, pending for O, both [row][16]: a slice of other work take()s the next
+/// kRows rows.
 struct PendingRows {
   const float* product;
   float* output;

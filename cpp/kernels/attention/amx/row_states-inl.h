@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Softmax of rows on their way through the keys. Needs the vector layer and the tiles included
-// first.
+// Running softmax of rows. Needs the vector layer and the tiles included first.
 #include "kernels/attention/amx/softmax-inl.h"
 #include "kernels/vector/scratch-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// The softmax states of rows on their way through the keys.
+/// The running softmax states of rows.
 template <class T>
 struct RowStates {
   static constexpr bool kSumsByProducts = TileFormat<T>::kSumsByProducts;
 
-  float* sums;        // [rows], of the probabilities as P V has them
+  float* sums;        // [rows], of the probabilities that P V takes
   float* exact_sums;  // [rows][16], of the probabilities before they were rounded
   float* references;  // [rows], scores; -inf before the first visible key
   float* biases;      // [rows], which make a score the exponent of its probability
-  float* maxima;      // [rows][16], of the scores; where max_logits are wanted
+  float* maxima;      // [rows][16], of the scores; if max_logits are wanted
 
   /// The LSE is that of exact exponentials, though P V may have rounded ones.
   static bool wants_exact_sums(const AttentionTile& tile) {
@@ -40,7 +39,7 @@ struct RowStates {
     };
   }
 
-  /// Sets n rows to the state of having seen no key.
+  /// Sets n rows to the state before the first key.
   void clear(const AttentionTile& tile, int64_t n) const {
     __builtin_memset(sums, 0, sizeof(float) * n);
     __builtin_memset(exact_sums, 0, sizeof(float) * n * kLanes);

@@ -3,9 +3,8 @@
 
 // Online softmax for tiles: each score is read once, straight from the product.
 //
-// There is no pass that finds the maximum first. A row's scores are taken
-// against a reference from its earlier keys, and the rare one that outgrows it
-// is found by what its probability became.
+// No pass finds the maximum first. A row's scores are taken against a reference from its earlier
+// keys; the rare score that outgrows it shows in its probability.
 #include "kernels/engines/amx/pack-inl.h"
 #include "kernels/engines/gemm_bf16-inl.h"
 #include "kernels/softmax/softmax-inl.h"
@@ -13,34 +12,31 @@
 namespace cpattn::kernels {
 namespace {
 
-/// The score that is a row's reference has probability 2^-7, so that others are
-/// below 2 unless they outgrow it by 2^8. From 2 on, infinity and NaN included,
-/// probabilities have one of these bits of their bfloat16 set: exponents that it cannot
-/// hold carry into the sign.
+/// The score that is a row's reference has probability 2^-7, so that other probabilities are below
+/// 2 unless scores outgrow it by 2^8. From 2 on, infinity and NaN included, probabilities have one
+/// of these bits of their bfloat16 set: exponents that it cannot hold carry into the sign.
 constexpr float kHeadroom = 7.0F;
 inline bool outgrown(__m512i probabilities) {
   constexpr auto kTwoOrMore = static_cast<int16_t>(0xc000);
   return _mm512_test_epi16_mask(probabilities, _mm512_set1_epi16(kTwoOrMore)) != 0;
 }
 
-/// The bias of a row whose scores all outgrow it, because it has seen none yet, or
-/// because they are steep.
+/// The bias of a row that has seen no scores yet, or has steep ones: all scores outgrow it.
 constexpr float kNoBias = 0x1p100F;
-/// The bias of a row whose reference is beyond this, in base-2 units, could be off by whole powers
-/// of two.
+/// A reference beyond this, in base-2 units, could make a row's bias wrong by whole powers of two.
 constexpr float kSteep = 0x1p20F;
 
-/// The exponent, in base 2, of what the probabilities of a row have been divided by.
+/// The exponent, in base 2, of the divisor of a row's probabilities.
 inline float reference_exponent(float reference, float bias, float factor) {
   return bias == kNoBias ? reference * factor + kHeadroom : -bias;
 }
 
 /// The place of row i in the 2 x 2 tiles of a step's scores, for the first 16 keys; the scores for
-/// the next 16 are kNextKeys behind.
+/// the next 16 are kNextKeys further.
 constexpr int kNextKeys = 2 * kTileFloats;
 inline int score_offset(int i) { return i * kLanes; }
 
-/// A group of up to 64 rows on their way through a block of keys.
+/// The running softmax of a group of up to 64 rows in a block of keys.
 template <class T>
 struct SoftmaxGroup {
   using Format = TileFormat<T>;
@@ -49,7 +45,7 @@ struct SoftmaxGroup {
 
   float factor;                             // from scores to base-2 units
   int column_tiles;                         // of output
-  int column_stride = kGroupRows * kLanes;  // floats from one of them to the next
+  int column_stride = kGroupRows * kLanes;  // floats from one column tile to the next
   int first_chunk;                          // that the rows see of the block
   float* references;                        // [row], scores; -inf before the first visible key
   float* biases;            // [row], which make a score the exponent of its probability
@@ -58,7 +54,7 @@ struct SoftmaxGroup {
   float* output;            // [column tile][rows][16]
   Bfloat16* probabilities;  // [chunk][part][64 rows][32]
 
-  /// The first parts of the probabilities; the rests are kPartElements behind.
+  /// The first parts of the probabilities; the rests are kPartElements further.
   Bfloat16* probabilities_of(int row, int chunk) const {
     return probabilities + chunk % kAmxChunks<T> * kParts * kPartElements + row * kTileDepth;
   }
@@ -72,8 +68,8 @@ struct SoftmaxGroup {
     return sum;
   }
 
-  /// Sixteen of the probabilities, from a cell of their first parts on. Subnormal bits, which tiles
-  /// count as 0, are 0.
+  /// Sixteen of the probabilities, from a cell of their first parts on. Subnormal bits read as 0,
+  /// as tiles count them.
   static Vector load_parts(const Bfloat16* cells) {
     Vector sum = load(cells);
     if constexpr (kParts == 2) return add(sum, load(cells + kPartElements));
@@ -140,7 +136,7 @@ struct SoftmaxGroup {
     }
   }
 
-  /// Scales what was computed under the old reference, in this block as well.
+  /// Scales results under the old reference, in this block as well.
   void raise_reference(int row, int chunk, float reference) const {
     const float top = reference * factor;
     const float bias = __builtin_fabsf(top) <= kSteep ? -top - kHeadroom : kNoBias;

@@ -40,8 +40,8 @@ class SourceRows {
     read_factors(tile_, source, head_, first_, count_, hidden_, factors);
   }
 
-  /// Brings the next n keys and their values to L2. They are too far apart in a
-  /// cache of many heads for hardware to do so, and packing would wait for them.
+  /// Prefetches the next n keys and their values to the L2. In a cache of many heads they are too
+  /// far apart for hardware prefetch, and packing would wait for them.
   void fetch(int n) {
     const int bytes = element_bytes<T>(tile_);
     for (; n > 0 && fetched_ < count_; --n, ++fetched_) {

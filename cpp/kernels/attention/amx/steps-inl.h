@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The steps in which rows meet the keys of a block, and their softmax, which is handed out in
-// slices between products. Needs the vector layer and the tiles included first.
+// The steps in which rows meet the keys of a block, and their softmax in slices between products.
+// Needs the vector layer and the tiles included first.
 #include "kernels/attention/amx/softmax-inl.h"
 #include "kernels/engines/amx/products-inl.h"
 #include "kernels/rows/visibility-inl.h"
@@ -53,9 +53,8 @@ int plan_steps(const AttentionTile& tile, int rows, int64_t first, int n, Step* 
   return steps;
 }
 
-/// The rows of a step on their way through softmax, handed out in slices. Everything is
-/// inlined, so that its members stay in registers whatever memory the assembly between
-/// slices may change.
+/// The softmax of the rows of a step, in slices. Everything is inlined, so that its members stay in
+/// registers although assembly between slices may change memory.
 template <class T>
 class StepRows {
   using Group = SoftmaxGroup<T>;
@@ -79,7 +78,7 @@ class StepRows {
 
   int count() const { return end_ - row_; }
 
-  /// Takes the next kRows rows: 1, 2 or 4. Rows that fill up the last few may hold anything.
+  /// Takes the next kRows rows: 1, 2 or 4. Padding rows after the last may hold anything.
   template <int kRows>
   [[gnu::always_inline]] void take() {
     if (row_ >= end_) return;

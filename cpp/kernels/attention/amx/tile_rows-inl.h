@@ -9,8 +9,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// The order of the tiles of values of a block: by sixteen columns, as products take them; by
-/// chunks, as they are packed; or those of one chunk alone.
+/// The order of the tiles of values of a block: by sixteen columns, for products; by chunks, as
+/// they are packed; or one chunk only.
 enum class ValueOrder { kColumns, kChunks, kOneChunk };
 
 /// Packs the rows of a block in chunks of 32 keys.
@@ -19,7 +19,7 @@ class TileRows {
   static constexpr int kParts = TileFormat<T>::kParts;
 
  public:
-  /// `depth` is the dimension of keys, filled up to whole tiles.
+  /// `depth` is the dimension of keys, padded to whole tiles.
   TileRows(const AttentionTile& tile, const TileBuffers<T>& work, int depth, ValueOrder order)
       : tile_(tile), work_(work), depth_(depth), order_(order) {}
 
@@ -42,7 +42,7 @@ class TileRows {
     }
   }
 
-  /// Begins with rows of which chunks will be packed.
+  /// Begins with rows whose chunks will be packed.
   void begin(const SourceRows<T>& rows) {
     num_special_ = 0;
     magnitude_ = {};
@@ -92,7 +92,7 @@ class TileRows {
     place_values(v, n, chunk, stored, each);
   }
 
-  /// Whether scores of the packed keys and queries as bounded are finite.
+  /// Whether scores of the packed keys with equally bounded queries are finite.
   bool bounded() const { return magnitude_.below(kBoundOfFiniteScores); }
 
   Bfloat16* keys_of(int chunk) const {
@@ -145,7 +145,7 @@ class TileRows {
     return has_factors(tile_.codes.v_factors) ? v_factors_ + key : nullptr;
   }
 
-  /// Whether codes become tiles at once, without being rows of numbers before.
+  /// Whether codes become tiles directly, without rows of numbers in between.
   bool takes_codes_of(int dim, int first) const {
     return kParts == 1 && tile_.codes.expand != nullptr && takes_codes(dim, first);
   }
@@ -227,7 +227,7 @@ class TileRows {
     place_keys<kSide>(ropes, n, tile_.rope_dim, tile_.nope_dim, tiles, [] {});
   }
 
-  /// Packs the n values of a chunk; `stored` is where they come from.
+  /// Packs the n values of a chunk from `stored`.
   template <class Each>
   void place_values(const char** v, int n, int chunk, const char* const* stored, Each each) {
     int special[kTileDepth];

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Codes of 8 bits as tiles of bfloat16, which holds the numbers of all of them. Needs
+// 8-bit codes as tiles of bfloat16, which represents the numbers of all codes exactly. Needs
 // vector/avx512-inl.h and the tiles included first, and AVX512_VBMI.
 //
-// A code becomes the two bytes of its bfloat16, each looked up in a table of 128, by its bits less
-// the sign. Bytes of 64 codes are looked up at a time and then interleaved.
+// A code becomes the two bytes of its bfloat16, each looked up in a table of 128 by the code's bits
+// without the sign. Bytes of 64 codes are looked up at a time and then interleaved.
 #include "kernels/engines/amx/pack-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// The bits of a number as bfloat16, which has it exactly.
+/// The bits of a number that bfloat16 represents exactly.
 constexpr uint16_t bfloat16_bits(float x) {
   return static_cast<uint16_t>(__builtin_bit_cast(uint32_t, x) >> 16);
 }
 
-/// The number of a float8 without a sign, of so many bits of fraction. Beyond the codes of numbers
-/// it is not used.
+/// The number of an unsigned float8 code with `fraction_bits` bits of fraction. Not used for
+/// infinities and NaN.
 constexpr float float8_number(int code, int fraction_bits, int bias) {
   const int exponent = code >> fraction_bits;
   const int fraction = code & ((1 << fraction_bits) - 1);
@@ -111,8 +111,8 @@ bool pack_code_rows(
     const char* const* rows, int dim, int first, int depth, Bfloat16* tiles, Each each
 ) {
   const CodeExpander<Code> expander;
-  // The order of 64 codes in which unpack takes, of every sixteen, the first eight for a row of the
-  // first tile, and the others for one of the second.
+  // The order of 64 codes in which unpack takes the first eight of every sixteen for a row of the
+  // first tile and the other eight for a row of the second.
   alignas(64) constexpr auto kOrder = [] {
     struct {
       uint8_t bytes[64];

@@ -4,11 +4,10 @@
 // Turns elements into bfloat16, the only operands that tiles multiply. Needs
 // vector/avx512-inl.h included first.
 //
-// bfloat16 goes in as it is. float16 has 11 significant bits, bfloat16 8: it is
-// the sum of two parts, the nearest bfloat16 and the rest, which is below 2^-8 of
-// it and exact. Of the four products of two such numbers the three that matter
-// are computed; without that of the rests the result is exact to 2^-16. The weights of attention
-// may be such sums, too, where the values are whole.
+// bfloat16 is used as it is. float16 has 11 significant bits, bfloat16 8: a float16 becomes the sum
+// of two parts, the nearest bfloat16 and the rest, which is exact and below 2^-8 of it. Three of
+// the four products of two such numbers are computed; without the product of the rests the result
+// is exact to 2^-16. The weights of attention may also be such sums if the values have one part.
 #include "kernels/softmax/exp2_avx512-inl.h"
 #include "kernels/vector/elements-inl.h"
 
@@ -18,8 +17,7 @@ namespace {
 /// bfloat16 in memory, for loops that do not round the weights to it.
 struct PreciseBfloat16 : Bfloat16 {};
 
-/// Writes the sums of two parts that thirty-two numbers are: `nearest`, to which they are rounded,
-/// and the rests.
+/// Writes thirty-two numbers as sums of two parts: `nearest`, the rounded numbers, and the rests.
 inline void split_in_two(Vector a, Vector b, __m512i nearest, __m512i* parts) {
   const auto widened = [](__m256i bits) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -30,8 +28,8 @@ inline void split_in_two(Vector a, Vector b, __m512i nearest, __m512i* parts) {
   parts[1] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(rest_b, rest_a));
 }
 
-/// Elements of type T, and weights that meet values of it, as operands of tiles: kParts and
-/// kWeightParts are those of the sum that each is. Precise is the type that rounds no weights.
+/// Elements of type T, and weights of values of type T, as operands of tiles: each is a sum of
+/// kParts or kWeightParts parts. Precise is the type that rounds no weights.
 template <class T>
 struct TileFormat;
 
@@ -42,7 +40,7 @@ struct TileFormat<Bfloat16> {
   static constexpr int kWeightParts = 1;
   static constexpr int kProducts = 1;
   static constexpr int16_t kInfinity = 0x7f80;
-  /// Sums of probabilities are products with ones: of the rounded ones, as P V is.
+  /// Sums of probabilities are products with ones, of the rounded probabilities like P V.
   static constexpr bool kSumsByProducts = true;
   static constexpr bool kHidesNan = true;
   using Exponential = RoundedExp2;
@@ -116,8 +114,8 @@ struct TileFormat<Half> {
   }
 
   /// Sixteen numbers and sixteen more, to 16 bits each. The first part of an
-  /// infinity is finite and its rest infinite: rests may be zero or of the other
-  /// sign, so an infinity that meets them would be NaN or lose its sign.
+  /// infinity is finite and its rest infinite: rests may be zero or of the other sign, so their
+  /// product with an infinite first part would be NaN or have the wrong sign.
   static void split(Vector a, Vector b, __m512i* parts) {
     const __m512bh first = _mm512_cvtne2ps_pbh(bounded(b), bounded(a));
     split_in_two(a, b, reinterpret_cast<__m512i>(first), parts);

@@ -5,9 +5,8 @@
 // vector/avx512-inl.h and tiles-inl.h or twin-inl.h included first.
 //
 // A left-hand tile is 16 rows of 32 elements. A right-hand tile has 16 columns
-// and 32 rows of the matrix, two of them interleaved to a row of 16 pairs. Where
-// an element has two parts (format-inl.h), so has a run of tiles: all first
-// parts, then all rests.
+// and 32 rows of the matrix, two of them interleaved to a row of 16 pairs. If an element has two
+// parts (format-inl.h), a run of tiles has them too: all first parts, then all rests.
 #include "kernels/boundary/attention_kernel.h"
 #include "kernels/engines/amx/format-inl.h"
 #include "kernels/engines/gemm_bf16-inl.h"
@@ -28,7 +27,7 @@ template <class T>
 constexpr int kAmxBlockKeys = 256 / TileFormat<T>::kWeightParts;
 template <class T>
 constexpr int kAmxChunks = kAmxBlockKeys<T> / kTileDepth;
-/// Keys packed at a time, at most.
+/// The most keys that are packed at a time.
 constexpr int kMaxPackedKeys = 1024;
 
 /// The side of products on which keys stand: the right one, as columns, or the left one, as rows
@@ -37,14 +36,14 @@ enum class KeySide { kRight, kLeft };
 
 /// The roles of tiles. Sums are in tiles 0 to 3, and stay there from one product to the next.
 /// Operands are in tiles 4 to 7, and stay there until the next packing call at most, which
-/// multiplies into one of them: loops load theirs again behind it.
+/// multiplies into one of them: loops load their operands again after it.
 constexpr int kFirstOperandTile = 4;
 template <int kSum, int kLeft, int kRight>
 constexpr bool kTilesHaveRoles =
     kSum < kFirstOperandTile && kLeft >= kFirstOperandTile && kRight >= kFirstOperandTile;
 
-/// The tile unit falls asleep when it has no product for 300 ns and is slow to
-/// wake. Vector work of its own calls this every few hundred cycles. It overwrites an operand.
+/// The tile unit falls asleep after 300 ns without a product and is slow to wake. Long vector work
+/// calls this every few hundred cycles. It overwrites an operand.
 inline void keep_tiles_awake() {
   constexpr int kOverwritten = 5;
   static_assert(kOverwritten >= kFirstOperandTile, "sums survive packing");
@@ -151,7 +150,7 @@ inline void pack_tile_columns(
 }
 
 /// Packs the queries of a KV head as columns, into [rows / 16][part][depth / 32][16 pairs][16 rows]
-/// [2]. Dimensions from the last of them up to `depth` stay as they are.
+/// [2]. Dimensions from theirs up to `depth` stay unchanged.
 template <class T>
 inline void pack_query_columns(
     const AttentionTile& tile, int kv_head, int depth, Bfloat16* tiles, Magnitude& magnitude
@@ -198,8 +197,8 @@ inline void pack_tile_keys(
 }
 
 /// Loads kColumns times 32 elements of four rows, from `offset` bytes on: all of them before
-/// anything is stored. A load that comes after a store waits where the addresses of both have the
-/// same last twelve bits, as rows of a cache often have, twice as long as all the rest takes.
+/// anything is stored. A load after a store whose address has the same last twelve bits, as is
+/// common for rows of a cache, waits twice as long as all the rest takes.
 template <int kColumns>
 [[gnu::always_inline]] inline void load_four_rows(
     const char* const* rows, int offset, __m512i (&x)[4][kColumns]
@@ -260,8 +259,8 @@ inline void pack_tile_rows(
 
 /// Packs up to 32 values rows[0..n) as rows into [dim / 16][part][16 pairs of keys][16
 /// dimensions][2], column tiles being `column_stride` elements apart, the keys in the order of
-/// their probabilities; those behind the last are zeros. Lists the keys that hold an infinity or
-/// NaN; returns their number. Calls each() after every four keys.
+/// their probabilities; keys after the last are zeros. Lists the keys that hold an infinity or NaN;
+/// returns their number. Calls each() after every four keys.
 template <class T, class Each>
 inline int pack_tile_values(
     const char* const* rows,

@@ -5,21 +5,21 @@
 //
 // Tiles 0 to 3 accumulate: four sums hide the latency of a product. 4 and 5 hold
 // left-hand operands, 6 and 7 right-hand ones. Tiles are not renamed, so storing
-// finished sums and starting new ones would wait for the last product: each sum
-// is stored right before its tile's next use instead, by the product that
-// follows. Products also leave the vector units idle: the caller's `slice` of
-// other work follows each of them in the instruction stream. The slice is always inlined,
-// which GCC 12 would not do by itself, because a call costs as much as a slice.
+// finished sums and starting new ones would wait for the last product: each sum is stored right
+// before its tile's next use instead, by the next product. Products also leave the vector units
+// idle: the caller's `slice` of other work follows each product in the instruction stream. The
+// slice is always inlined, which GCC 12 would not do by itself, because a call costs as much as a
+// slice.
 #include "kernels/engines/amx/pack-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// The sums in tiles 0 to 3, on their way to memory, one tile after the other: they go there
-/// with the next product or with flush(). Tiles that hold no sums are stored too.
+/// The pending sums in tiles 0 to 3: the next product or flush() stores them, one tile after the
+/// other. Tiles without sums are stored too.
 class PendingSums {
  public:
-  /// `idle` is memory for what the tiles hold while no sums are pending.
+  /// `idle` receives the contents of tiles while no sums are pending.
   explicit PendingSums(float* idle) : idle_(idle), target_(idle) {}
 
   /// Makes room in one tile for a new sum, which starts at zero.
@@ -99,7 +99,7 @@ template <KeySide kSide, int kRowTiles, bool kFirst, class Slice>
 /// Starts scores of 16 kRowTiles rows against 32 keys: they will be at `scores`
 /// as [2 key tiles][2 row tiles][16 rows][16 keys], or, with keys on the left-hand side, as [2 key
 /// tiles][2 row tiles][16 keys][16 rows], with the same bits. The first four slices are
-/// `first_slice`, which comes when one more tile of what was pending is stored.
+/// `first_slice`: each comes after one more pending tile is stored.
 template <KeySide kSide, int kParts, int kRowTiles, class FirstSlice, class Slice>
 [[gnu::always_inline]] inline void multiply_queries(
     const Bfloat16* queries,
@@ -176,8 +176,8 @@ template <class Format, int kRowTiles, int kRight, bool kFirst, class Slice>
 
 /// Starts sixteen columns of P V for 16 kRowTiles rows: they will be at `product`
 /// as [row tile][16 rows][16]. P is [chunk of 32 keys][part][4 row tiles][16 rows][32],
-/// V is [part][16 pairs][16][2], `stride` elements from one chunk to the next. No slice
-/// comes before what was pending is stored.
+/// V is [part][16 pairs][16][2], `stride` elements from one chunk to the next. All pending sums are
+/// stored before the first slice.
 template <class Format, int kRowTiles, class Slice>
 [[gnu::always_inline]] inline void multiply_values(
     const Bfloat16* p,
@@ -265,8 +265,8 @@ inline void multiply_value_columns(
 }
 
 /// Adds up to four times sixteen columns of P V, for sixteen rows and a chunk of 32 keys, to
-/// `sums`, [column][16 rows][16]; to zeros if `first`. P is as multiply_values() has it. Tiles hold
-/// nothing before and after.
+/// `sums`, [column][16 rows][16]; to zeros if `first`. P is as multiply_values() has it. Tiles are
+/// empty before and after.
 template <class Format>
 inline void add_product(
     const Bfloat16* p, const Bfloat16* const* columns, int count, bool first, float* sums
@@ -308,8 +308,8 @@ inline void add_product(
   end.template operator()<3>();
 }
 
-/// Does for tiles what peak_flops() does for engines: `rounds` of four products. The operands
-/// are random, because on zeros the processor clocks higher than on any data.
+/// peak_flops() for tiles: `rounds` of four products. The operands are random, because on zeros the
+/// processor clocks higher than on any data.
 inline int64_t tile_peak_flops(int64_t rounds) {
   const TileScope tiles;
   alignas(64) uint16_t operands[4][kTileElements];

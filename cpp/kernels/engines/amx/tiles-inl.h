@@ -2,8 +2,8 @@
 #pragma once
 
 // The AMX instructions that the kernels use. Every tile is whole: 16 rows of 64
-// bytes, contiguous in memory if nothing else is said, which is 16 x 32 bfloat16, 16 x 64 int8 or
-// 16 x 16 float32 or int32. twin-inl.h has the same functions in plain C++; include one of the two.
+// bytes, contiguous in memory unless stated otherwise: 16 x 32 bfloat16, 16 x 64 int8 or 16 x 16
+// float32 or int32. twin-inl.h has the same functions in plain C++; include one of the two.
 //
 // The functions are in assembly because the compilers' intrinsics want literal register numbers
 // and, in GCC 12, do not tell the compiler which memory they touch.
@@ -12,7 +12,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Configures the tiles, all zero, for its lifetime. Then it releases the thread's tile
+/// Configures the tiles, all zero, for its lifetime. Its destructor releases the thread's tile
 /// state, so that other AMX code configures its own.
 class TileScope {
  public:
@@ -21,8 +21,7 @@ class TileScope {
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
 
-  /// Configures the tiles once more, after other code of this thread may have used them: all are
-  /// zero then.
+  /// Configures the tiles again, all zero, after other code of this thread may have used them.
   void configure() const {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The functions of tiles-inl.h without AMX, bit for bit as the hardware, so
-// that everything written with tiles is tested on machines that have none.
+// The functions of tiles-inl.h without AMX, with the bits of the hardware, so that code written
+// with tiles is tested on machines without AMX.
 #include <immintrin.h>
 #include <stdint.h>
 
 namespace cpattn::kernels {
 namespace {
 
-/// The tile registers of a thread. Outside a TileScope any use of them is an
-/// illegal instruction, as it is on the hardware.
+/// The tile registers of a thread. Outside a TileScope any use of them is an illegal instruction,
+/// as on the hardware.
 struct TileRegisters {
   bool configured;
   uint8_t rows[8][16][64];
@@ -88,9 +88,9 @@ inline void multiply_tile_rows(float* sum, const uint8_t* left_row, const uint8_
 
 template <int kSum, int kLeft, int kRight>
 inline void multiply_tiles() {
-  // Whatever MXCSR says, tiles round to nearest even, take subnormal inputs for
-  // zero and flush subnormal results. Arithmetic must not move out of between
-  // the two writes, which compilers do not know to matter to it.
+  // Tiles ignore MXCSR: they round to nearest even, take subnormal inputs for zero and flush
+  // subnormal results. Compilers do not know that the two writes matter to arithmetic, which must
+  // stay between them.
   constexpr unsigned kFlushSubnormalsMaskAll = 0x9fc0;
   const unsigned before = _mm_getcsr();
   _mm_setcsr(kFlushSubnormalsMaskAll);

@@ -9,8 +9,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// The way of rows of T into operands of the tiles. load() returns the kElements elements
-/// from `from` on, with zeros behind the n that are there.
+/// The conversion of rows of T to operands of the tiles. load() returns the kElements elements from
+/// `from` on, with zeros after the first n.
 template <class T>
 struct IndexerFormat;
 
@@ -42,14 +42,14 @@ struct IndexerFormat<int8_t> {
   }
 };
 
-/// Dimensions of packed operands, in Bfloat16: two of int8 are one.
+/// Dimensions of packed operands, in Bfloat16: two int8 count as one.
 template <class T>
 int64_t tile_depth(int dim) {
   constexpr int kElements = IndexerFormat<T>::kElements;
   return int64_t{(dim + kElements - 1) / kElements} * kTileDepth;
 }
 
-/// Keys on their way into tiles, as columns [16 keys][depth / 32][16 pairs][16 keys][2].
+/// Keys that are being packed into tiles, as columns [16 keys][depth / 32][16 pairs][16 keys][2].
 template <class T>
 class KeyPacker {
   using Format = IndexerFormat<T>;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Scores of the indexer on tiles: 32 heads of a token are the rows of a product, 32 keys
+// Scores of the indexer on tiles: 32 heads of a token are the rows of a product, and 32 keys are
 // its columns. Needs the vector layer and the tiles included first.
 //
 // While the tiles multiply one block, the vector units weight and add the heads of the
@@ -17,8 +17,8 @@ constexpr int kHeadBlock = kScoreRows;
 constexpr int kKeyBlock = 2 * kTileRows;
 constexpr int kBlockScores = kHeadBlock * kKeyBlock;
 
-/// The products that tiles compute. Packed operands count in Bfloat16 whatever they hold: two
-/// signed bytes take the room of one, and are packed and multiplied in its place.
+/// The products that tiles compute. Packed operands are counted in Bfloat16 for every type: two
+/// signed bytes take the place of one.
 struct Bfloat16Product {
   template <int kSum, int kLeft, int kRight>
   static void multiply() {
@@ -42,9 +42,9 @@ struct Int8Product {
   }
 };
 
-/// The weighted sums over heads of one token for 32 keys. Blocks of 32 heads come one
-/// after the other; of each, heads below 16 are added up apart from those above, which
-/// makes four chains of dependent adds: fewer would be slower than the products.
+/// The weighted sums over heads of one token for 32 keys. Blocks of 32 heads come one after the
+/// other. Heads below 16 of a block are added up apart from the others, which makes four chains of
+/// dependent adds: fewer would be slower than the products.
 template <class Product>
 class HeadSums {
  public:
@@ -54,7 +54,7 @@ class HeadSums {
     left_ = kTileRows;
   }
 
-  /// Adds the next so many heads below 16, and as many from 16 on.
+  /// Adds the next kHeads heads below 16, and as many from 16 on.
   template <int kHeads>
   [[gnu::always_inline]] void take() {
     if (left_ == 0) return;
@@ -97,11 +97,11 @@ struct HeadBlocks {
   const Bfloat16* queries;  // [heads / 16][depth / 32][16][32]
   const float* weights;     // [heads]
   const Bfloat16* keys;     // [keys / 16][depth / 32][16 pairs][16][2]
-  int num_heads;            // their rows and weights are filled up to a multiple of 32
+  int num_heads;            // their rows and weights are padded to a multiple of 32
   int64_t depth;            // a multiple of 32
   int query;                // the query's number
   int begin, end;           // of the blocks of keys
-  float* sums;              // the scores of `keys`, those outside of the blocks left alone
+  float* sums;              // the scores of `keys`; scores outside the blocks stay unchanged
 };
 
 /// Starts (kFirst) or continues the scores of 32 heads and 32 keys.
@@ -131,15 +131,15 @@ template <class Product, bool kFirst, class Slice>
   slice();
 }
 
-/// Scores of one query after the other. What is started when a call returns ends while
-/// the next one's first products are under way, or with finish().
+/// Scores of one query after the other. Scores that a call has started end during the first
+/// products of the next call, or with finish().
 template <class Product>
 class HeadProducts {
  public:
   HeadProducts() : pending_(scores_[0]) {}
 
-  /// Tells done(x.query) when all scores are there. While other work is pending(), each
-  /// block of products has the vector units take() some.
+  /// Tells done(x.query) when all scores are there. While `other` work is pending(), the vector
+  /// units take() some of it during each block of products.
   template <class Done, class Work>
   void multiply(const HeadBlocks& x, Done done, Work& work) {
     // The slices of a block's products are for 16 pairs of heads.
@@ -162,7 +162,7 @@ class HeadProducts {
   }
 
  private:
-  /// Scores in tiles or memory, and what comes with their end.
+  /// Scores in tiles or memory, and the actions at their end.
   struct Block {
     float* scores = nullptr;  // null: no block
     const float* weights = nullptr;
@@ -206,18 +206,19 @@ class HeadProducts {
     heads_ = heads;
   }
 
-  /// Takes all that is left of a block.
+  /// Takes the rest of a block.
   template <class Done>
   [[gnu::always_inline]] void complete(HeadSums<Product>& heads, Done& done) {
     heads.take_rest();
     if (added_.sums == nullptr) return;
     heads.write(added_.sums);
     if (added_.query >= 0) done(added_.query);
-    // This comes after the call: sums that live across a call are kept in memory everywhere.
+    // This comes after the call: the compiler would keep sums that live across a call in memory
+    // everywhere.
     heads.clear();
   }
 
-  /// Turns to the block that was started last, whose scores are in memory now.
+  /// Switches to the block that was started last, whose scores are in memory now.
   [[gnu::always_inline]] void turn_to_next(HeadSums<Product>& heads) {
     added_ = started_;
     started_ = {};
@@ -226,7 +227,7 @@ class HeadProducts {
     heads.start(added_.scores, added_.weights);
   }
 
-  /// Rows that fill up the block: zero times an infinity has left NaN there.
+  /// Clears the padding rows of the block: zero times an infinity has left NaN there.
   static void clear_heads(float* scores, int from) {
     for (int head = from; head < kHeadBlock; ++head) {
       float* row = scores + head / kTileRows * 2 * kTileFloats + head % kTileRows * kLanes;
