@@ -55,7 +55,7 @@ std::optional<DType> dtype_of(uint8_t code, uint8_t bits) {
   return std::nullopt;
 }
 
-/// Whether a description of memory from outside has extents and stays within the address space.
+/// Whether a caller's description of memory has extents and stays within the address space.
 bool is_plausible(const dlpack::Tensor& tensor, int64_t element_bytes) {
   if (tensor.ndim < 0 || (tensor.ndim > 0 && tensor.shape == nullptr)) return false;
   int64_t span = 1;
@@ -112,7 +112,7 @@ DlpackFault read_dlpack(const ArgumentName& name, const dlpack::Tensor& tensor, 
     );
   }
   if (tensor.data == nullptr && contiguous != 0) return DlpackFault::storage;
-  // Not by pointer arithmetic: the data of an empty tensor may be null.
+  // No pointer arithmetic, because the data of an empty tensor may be null.
   const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
   view.data = reinterpret_cast<void*>(address);
   check(contiguous == 0 || address % bytes == 0, name, " is not aligned to its element size");

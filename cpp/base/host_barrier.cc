@@ -24,7 +24,7 @@ namespace cpattn {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
-constexpr auto kSlice = std::chrono::milliseconds(20);  // of a sleep, until the next look around
+constexpr auto kSlice = std::chrono::milliseconds(20);  // of a sleep between two checks
 
 [[noreturn]] void throw_errno(const std::string& what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -48,18 +48,18 @@ std::string ranks_text(const std::vector<int>& ranks) {
 
 }  // namespace
 
-/// The page of a rank. All zeros: it has not arrived yet.
+/// The page of a rank, all zeros before its first arrival.
 struct HostBarrier::Page {
   alignas(64) std::atomic<uint64_t> arrivals;
   std::atomic<uint64_t> left_at;          // the first meeting that it did not complete; 0 for none
-  std::atomic<uint32_t> left_as_others;   // 1: it left because others were lost; errors name those
+  std::atomic<uint32_t> left_as_others;   // 1: it left because of lost ranks, which errors name
   std::atomic<uint32_t> left_because_of;  // the lost rank, its number in the group plus 1; 0: none
   // Used on rank 0's page only: completions changes when a meeting is complete, and sleepers counts
   // the ranks that sleep on it.
   alignas(64) std::atomic<uint32_t> completions;
   std::atomic<uint32_t> sleepers;
-  // Terms of the last two meetings: a rank at the next one keeps those of this one, which others
-  // may still read. No rank is two meetings ahead.
+  // Terms of the last two meetings: a rank at the next meeting keeps the terms of this one, which
+  // others may still read. No rank is two meetings ahead.
   alignas(64) int64_t terms[2][kMaxTerms];
 
   static Page* map(int rank, int fd) {
@@ -206,7 +206,8 @@ std::vector<int64_t> HostBarrier::meet(
   std::copy(terms.begin(), terms.end(), own.terms[count % 2]);
   own.arrivals.store(count);
   try {
-    // Sequentially consistent: the last of all to store sees that all have, and wakes the others.
+    // Sequentially consistent: the last rank to store sees that all have stored, and wakes the
+    // others.
     if (all_have_arrived(count)) {
       Page& first = *pages_[0];
       first.completions.fetch_add(1);
@@ -232,10 +233,10 @@ std::vector<int64_t> HostBarrier::meet(
   return all;
 }
 
-/// Whether all arrive before it is time to sleep. If ranks share CPUs, the awaited one may need
-/// this one's.
+/// Whether all arrive before it is time to sleep. If ranks share CPUs, the awaited rank may need
+/// the CPU of this one.
 bool HostBarrier::spin(uint64_t count) const {
-  const int pauses = size() <= num_cpus_ ? 32 : 1;  // a microsecond or two, or one look
+  const int pauses = size() <= num_cpus_ ? 32 : 1;  // one or two microseconds, or one check
   const auto end = SteadyClock::now() + std::chrono::microseconds(spin_us());
   while (SteadyClock::now() < end) {
     for (int i = 0; i < pauses; ++i) {
@@ -256,7 +257,7 @@ void HostBarrier::wait(
     refuse_lost(call, count);
     first.sleepers.fetch_add(1);
     const uint32_t seen = first.completions.load();
-    // A rank that completes the meeting after this look sees the sleeper, or changes `seen`.
+    // A rank that completes the meeting after this check sees the sleeper, or changes `seen`.
     const bool complete = all_have_arrived(count);
     if (!complete) system::wait_while(first.completions, seen, kSlice);
     first.sleepers.fetch_sub(1);

@@ -21,7 +21,7 @@ struct CompiledSet {
 
 bool always() { return true; }
 
-/// All of them, slowest first.
+/// All compiled instruction sets, slowest first.
 constexpr CompiledSet kCompiledSets[] = {
     {Isa::portable, always},
 #ifdef CPATTN_HAVE_AMXTWIN

@@ -3,9 +3,8 @@
 
 namespace cpattn {
 
-/// While alive, calls of this thread are nested ones, with scratch of their own: a call that is in
-/// the middle of its work looks for Ctrl-C, and a signal handler or the garbage collector may make
-/// another.
+/// While alive, calls of this thread are nested, with their own scratch: while a call polls for
+/// Ctrl-C, a signal handler or the garbage collector may make another call.
 class NestedCalls {
  public:
   NestedCalls();
@@ -14,8 +13,8 @@ class NestedCalls {
   NestedCalls& operator=(const NestedCalls&) = delete;
 };
 
-/// While alive, this thread works at items that may hold its scratch. At the end of the outermost
-/// one scratch far above the usual is freed.
+/// While alive, this thread runs items that may hold its scratch. The outermost scope frees
+/// unusually large scratch at its end.
 class ScratchUse {
  public:
   ScratchUse();

@@ -39,7 +39,7 @@ class Job final : public StopToken {
         num_threads_(num_helpers + 1),
         seats_(num_helpers),
         function_(function) {
-    // Threads that leave must not have to allocate.
+    // Threads that finish must not allocate.
     if (posted_.session != 0) waiting_.reserve(num_threads_);
   }
 
@@ -56,9 +56,9 @@ class Job final : public StopToken {
     return true;
   }
 
-  /// All threads round, and take subnormal numbers, as the caller does, so that results do not
-  /// depend on the thread. The library sets nothing of its own: the caller's hook may run any code
-  /// in the middle, and callers that ask for subnormal numbers get them.
+  /// All threads round and treat subnormal numbers like the caller, so that results do not depend
+  /// on the thread. The library sets no mode of its own: the caller's hook may run any code during
+  /// a call, and callers that ask for subnormal numbers get them.
   void work() {
     const FloatControlScope control(control_);
     const ScratchUse scratch;
@@ -85,7 +85,7 @@ class Job final : public StopToken {
     if (start.session == posted_.session) trace_wait(start);
   }
 
-  /// Records that a thread has no more items while others are still at theirs.
+  /// Records that a thread has run out of items while others still work.
   void note_end(const TracePoint& done) {
     if (done.session == 0 || lost_) return;
     const std::scoped_lock lock(mutex_);
@@ -97,8 +97,8 @@ class Job final : public StopToken {
     for (const TracePoint& since : waiting_) trace_wait(since);
   }
 
-  /// Forgets the helpers, in a forked child: threads that were at items are gone, with what they
-  /// had begun and with the mutex, if they held it.
+  /// Forgets the helpers, in a forked child: threads that ran items are gone, with their unfinished
+  /// work and with the mutex, if they held it.
   void lose_helpers() {
     lost_ = running_ != 0;
     if (lost_) stop_.store(true, std::memory_order_relaxed);
@@ -118,7 +118,7 @@ class Job final : public StopToken {
   }
 
   int64_t num_items_;
-  int num_threads_;              // the caller's among them
+  int num_threads_;              // including the caller's
   int seats_;                    // helpers that may still join; guarded by the pool's mutex
   std::atomic<int> running_{0};  // helpers inside work(); changed under the pool's mutex
 
@@ -147,8 +147,8 @@ void relax() {
 #endif
 }
 
-/// Looks at `condition` until it is true or the time has come; whether it is true. Other threads
-/// that want this CPU get it after a microsecond or two, and not after a slice of the scheduler.
+/// Polls `condition` until it is true or time is up; returns whether it is true. Other threads that
+/// want this CPU get it after one or two microseconds instead of a scheduler's time slice.
 template <class Condition>
 bool spin_until(Clock::time_point end, Condition condition) {
   while (Clock::now() < end) {
@@ -161,13 +161,13 @@ bool spin_until(Clock::time_point end, Condition condition) {
   return condition();
 }
 
-/// Never destroyed: threads that wait in it at exit must not outlive it, and a forked child leaks
-/// its parent's.
+/// The pool of worker threads. It is never destroyed: threads that wait in it at exit must not
+/// outlive it, and a forked child leaks its parent's.
 ///
-/// A worker that runs out of items spins for a while before it sleeps, as the next job may be
-/// microseconds away, and waking takes longer than many a job. What keeps a job from being missed
-/// in between: under the mutex a worker remembers how many jobs were posted when it found none, and
-/// under the mutex it sleeps only if there are no more by then.
+/// A worker that runs out of items spins for a while before it sleeps: the next job may be
+/// microseconds away, and waking takes longer than many jobs. No job is missed in between: under
+/// the mutex a worker remembers the number of posted jobs when it finds none, and under the mutex
+/// it sleeps only if that number has not changed.
 class Pool {
  public:
   void run(Job& job) {
@@ -202,15 +202,15 @@ class Pool {
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
-  /// Ends what was going on in the parent of a fork, under the mutex, which is unlocked: only the
-  /// caller that forked in the middle of its own calls will look at the pool again.
+  /// Ends the parent's jobs in a forked child and unlocks the mutex: only a caller that forked
+  /// during its own calls looks at this pool again.
   void lose_workers() {
     for (Job* job : jobs_) job->lose_helpers();
     mutex_.unlock();
   }
 
  private:
-  /// The mutex is held for less time than it takes to fall asleep.
+  /// Spins for the mutex, which is held for less time than falling asleep takes.
   std::unique_lock<std::mutex> locked() {
     std::unique_lock lock(mutex_, std::try_to_lock);
     for (int i = 0; i < kPausesPerLook && !lock.owns_lock(); ++i) {
@@ -221,13 +221,13 @@ class Pool {
     return lock;
   }
 
-  /// Starts fewer if the system is out of threads or memory: those we have do the work. The job is
-  /// published, so nothing may leave here.
+  /// Starts fewer workers if the system is out of threads or memory: the others do the work. The
+  /// job is published, so no exception may leave.
   void start_workers(int wanted) {
     while (num_workers_ < wanted && start_worker()) ++num_workers_;
   }
 
-  /// Whether it could be started.
+  /// Returns whether a worker could be started.
   bool start_worker() {
     pthread_attr_t attributes;
     if (pthread_attr_init(&attributes) != 0) return false;
@@ -243,8 +243,8 @@ class Pool {
     return started;
   }
 
-  /// The number of sleeping workers that open seats need, beside the workers that will look for
-  /// one by themselves.
+  /// The number of sleeping workers that open seats need, besides the workers that look for a seat
+  /// by themselves.
   int needed_sleepers() const {
     int seats = -looking_;
     for (const Job* job : jobs_) seats += job->has_open_items() ? job->seats_ : 0;
@@ -259,11 +259,11 @@ class Pool {
     }
   }
 
-  /// Threads that want a CPU. A caller may be in the pool no more, but it has not ended.
+  /// The number of threads that want a CPU. A caller may have left the pool, but it has not ended.
   int num_awake() const { return std::max(callers_.load(), 1) + num_workers_ - sleeping_; }
 
-  /// Waits until a job is posted, spinning if the threads of the last job and all that are awake
-  /// have a CPU each.
+  /// Waits until a job is posted, spinning if there is a CPU for each thread of the last job and
+  /// each thread that is awake.
   void wait_for_jobs(std::unique_lock<std::mutex>& lock, Clock::time_point spin_end, int threads) {
     const uint64_t seen = posted_;
     const auto news = [&] { return posted_.load(std::memory_order_acquire) != seen; };
@@ -271,7 +271,7 @@ class Pool {
       ++looking_;
       threads = std::max(threads, num_awake());
       lock.unlock();
-      // A worker knows the CPUs of the pool best: engines bind the caller alone to one of them.
+      // A worker knows the CPUs of the pool best: engines bind only the caller to one of them.
       num_cpus_ = usable_cpus();
       if (threads <= num_cpus_) spin_until(spin_end, news);
       lock = locked();
@@ -307,7 +307,7 @@ class Pool {
       spin_end = Clock::now() + std::chrono::microseconds(spin_us());
       job.note_end(done);
       lock = locked();
-      // The last that this worker does with the job: its caller may be looking.
+      // The worker's last use of the job, whose caller may be waiting.
       if (job.running_.fetch_sub(1, std::memory_order_acq_rel) == 1) idle_.notify_all();
     }
   }
@@ -342,8 +342,8 @@ Pool& pool() {
   return *shared_pool;
 }
 
-/// Runs a job on the caller's thread and on those of a team that it has seats for; the others of
-/// the team return at once.
+/// Runs a job on the caller's thread and on the threads of a team that it has seats for; the other
+/// threads of the team return at once.
 void run_in_team(Job& job, GompParallel start) {
   struct Team {
     Job& job;

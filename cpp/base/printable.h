@@ -7,7 +7,7 @@
 namespace cpattn {
 
 /// Text of the environment as an error may show it: "?" for each byte that is not printable ASCII,
-/// as Python takes messages as UTF-8 only.
+/// because Python takes only UTF-8 messages.
 inline std::string printable(std::string_view text) {
   std::string shown(text);
   for (char& byte : shown) {

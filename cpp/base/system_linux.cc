@@ -47,7 +47,7 @@ Stack stack_of_this_thread() {
   if (!known) return {};
   const uintptr_t end = reinterpret_cast<uintptr_t>(begin) + size;
 #if !defined(__GLIBC__)
-  // musl tells how much of the main thread's stack is mapped by now; it grows up to the limit.
+  // musl returns the mapped part of the main thread's stack, which grows up to the limit.
   rlimit limit{};
   if (getpid() == thread_id() && getrlimit(RLIMIT_STACK, &limit) == 0) {
     size = std::min<std::size_t>(std::max<rlim_t>(size, limit.rlim_cur), end);
@@ -75,7 +75,7 @@ bool request_tiles() {
 #endif
 }
 
-// FUTEX_PRIVATE_FLAG is left out, as processes share the word.
+// FUTEX_PRIVATE_FLAG is left out, because processes share the word.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds longest) {
   const timespec time{.tv_sec = 0, .tv_nsec = longest.count()};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &time, nullptr, 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled by clang for macOS, and never run.
+// This file is compiled by clang for macOS, but has never been run.
 #include <pthread.h>
 #include <sys/event.h>
 #include <sys/sysctl.h>
@@ -64,7 +64,7 @@ void advise_huge_pages(void*, std::size_t) {}
 
 int place_on_nodes(void*, std::size_t, std::span<const int>) { return ENOTSUP; }
 
-// Without a call that says whether there is memory, pages are made by writing what they hold.
+// No call tells whether there is memory, so pages are allocated by writing their own contents.
 int take_memory(void* data, std::size_t num_bytes, int, int64_t) {
   const auto page = static_cast<std::size_t>(getpagesize());
   auto* const bytes = static_cast<volatile char*>(data);

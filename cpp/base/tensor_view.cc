@@ -22,7 +22,7 @@ std::pair<uintptr_t, uintptr_t> byte_range(const TensorView& tensor) {
 }  // namespace
 
 int64_t TensorView::num_elements() const {
-  // First the axes of size 0: a product of the others need not fit into int64.
+  // Axes of size 0 come first: a product of the others need not fit into int64.
   for (int axis = 0; axis < rank; ++axis) {
     if (shape[axis] == 0) return 0;
   }

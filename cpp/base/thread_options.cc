@@ -16,9 +16,9 @@ namespace cpattn {
 namespace {
 
 constexpr int kUsualSpin = 50;
-constexpr int kLongestSpin = 1000000;  // what a worker may burn after its last job
+constexpr int kLongestSpin = 1000000;  // the longest spin of a worker after its last job
 
-/// The number that an environment variable has as its text; -1 if it is not set.
+/// The number in an environment variable's text; -1 if it is not set.
 int number_of(const char* variable, const char* text, long least, long most) {
   if (text == nullptr || *text == '\0') return -1;
   char* end = nullptr;
@@ -48,7 +48,7 @@ std::atomic<int>& configured_spin_us() {
 
 std::atomic<GompParallel> chosen_openmp{nullptr};
 
-/// The number of threads for calls of this thread; 0 for that of the process.
+/// The number of threads for calls of this thread; 0 for the number of the process.
 thread_local int thread_default = 0;
 
 }  // namespace

@@ -13,8 +13,8 @@
 namespace cpattn {
 namespace {
 
-/// A thread keeps at most this much between calls. Kernels of attention want a few megabytes; a
-/// top-k of millions wants hundreds, once.
+/// A thread keeps at most this much between calls. Kernels of attention need a few megabytes; a
+/// top-k of millions needs hundreds, once.
 constexpr std::size_t kKeptBytes = std::size_t{16} << 20;
 
 class NoScratch final : public std::bad_alloc {
@@ -27,7 +27,7 @@ class NoScratch final : public std::bad_alloc {
   std::string text_;
 };
 
-/// A buffer that grows with what is asked for.
+/// A buffer that grows on request.
 class Scratch {
  public:
   Scratch() = default;
@@ -61,7 +61,7 @@ class Scratch {
   std::size_t bytes_ = 0;
 };
 
-/// The scratch of calls that are not nested, and of those that are, by their depth.
+/// The scratch of outer calls, and of nested calls by their depth.
 thread_local Scratch outer_scratch;
 thread_local std::vector<std::unique_ptr<Scratch>> nested_scratch;
 
@@ -72,7 +72,7 @@ thread_local int scratch_uses = 0;
 
 NestedCalls::NestedCalls() { ++call_depth; }
 
-/// Nested calls are rare: what they used is not kept.
+/// Nested calls are rare: their scratch is not kept.
 NestedCalls::~NestedCalls() {
   --call_depth;
   if (nested_scratch.size() > static_cast<std::size_t>(call_depth))

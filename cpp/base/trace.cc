@@ -20,7 +20,7 @@
 namespace cpattn {
 namespace {
 
-/// Nonzero while a trace is on; another number for each trace.
+/// Nonzero while a trace is on; each trace has another number.
 std::atomic<uint64_t> active_session{0};
 
 int64_t now() {
@@ -30,7 +30,7 @@ int64_t now() {
       .count();
 }
 
-/// A TraceEvent with times of the clock and the name itself.
+/// A TraceEvent with clock times and the name itself.
 struct Record {
   int64_t begin, end, flops;
   const char* function;
@@ -39,7 +39,7 @@ struct Record {
   uint16_t thread;
 };
 
-/// Written by one thread, read by the one that ends the trace.
+/// One thread writes a buffer; the thread that ends the trace reads it.
 class Buffer {
  public:
   Buffer(int64_t capacity, uint16_t thread)
@@ -127,8 +127,8 @@ struct ThreadState {
   }
 };
 
-/// The state of this thread, with a buffer for trace `id`. Null if that trace is not on (any
-/// more), or there is no memory for a buffer: then the thread is missing from the trace.
+/// The state of this thread, with a buffer for trace `id`. Null if that trace is not on, or if
+/// there is no memory for a buffer: the thread is then missing from the trace.
 ThreadState* state_in(uint64_t id) {
   if (id == 0) return nullptr;
   thread_local ThreadState state;
