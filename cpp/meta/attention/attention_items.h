@@ -10,7 +10,7 @@ namespace cpattn {
 /// Packing K and V costs about as much as this many rows of arithmetic.
 constexpr int64_t kPackingRows = 12;
 
-/// Counts of what a mask and the window let tokens see.
+/// Counts of keys that a mask and the window let tokens see.
 struct ShownKeys {
   int64_t pairs = 0;  // (token, key) pairs
   int64_t keys = 0;   // keys that any of the tokens sees, in whole words of the mask
@@ -40,10 +40,10 @@ bool is_read_bound(const AttentionBatch& batch, const AttentionSegment& segment)
 /// Whether kernels may read the keys and values of a segment in place: it is short and read-bound.
 bool may_read_in_place(const AttentionBatch& batch, const AttentionSegment& segment);
 
-/// Whether weights of a segment are not rounded to bfloat16: see AttentionPlan.
+/// Whether softmax weights of a segment stay unrounded: see AttentionPlan.
 bool is_precise(const AttentionBatch& batch, const AttentionSegment& segment);
 
-/// KV heads that an item of a read-bound segment takes together, at most.
+/// The most KV heads that an item of a read-bound segment takes together.
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys);
 
 /// Appends the items of a read-bound segment. plan.part_keys has been set.
@@ -51,8 +51,8 @@ void append_read_bound_items(
     const AttentionBatch& batch, int32_t segment, int64_t heads_per_run, AttentionPlan& plan
 );
 
-/// Appends an item, that of a short segment as one part or more, and their costs; sets the keys
-/// of each. plan.part_keys has been set.
+/// Appends an item with its keys and cost; the item of a short segment becomes one part or more.
+/// plan.part_keys has been set.
 void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan& plan);
 
 }  // namespace cpattn

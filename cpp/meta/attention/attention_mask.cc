@@ -10,7 +10,7 @@
 namespace cpattn {
 namespace {
 
-/// Makes room for the rows of all segments, in which nothing is visible yet.
+/// Makes a mask with rows for all segments, in which no key is visible.
 MaskBits hidden_rows(std::span<const AttentionSegment> segments) {
   MaskBits mask;
   int64_t bytes = 0;
@@ -24,7 +24,7 @@ MaskBits hidden_rows(std::span<const AttentionSegment> segments) {
 }
 
 /// Copies `count` bits, the first of which is bit first % 8 of from[first / 8], to the first ones
-/// of `to`. Reads no byte that holds none of them.
+/// of `to`. Reads only bytes with some of these bits.
 void copy_bits(const uint8_t* from, int64_t first, int64_t count, uint8_t* to) {
   if (count == 0) return;
   from += first / 8;
@@ -41,7 +41,7 @@ void copy_bits(const uint8_t* from, int64_t first, int64_t count, uint8_t* to) {
 
 constexpr int64_t kWordKeys = 32;
 
-/// Word `index` of a row, those of its bits that are keys of [begin, end).
+/// Word `index` of a row, with only the bits of keys [begin, end).
 uint32_t word_of(const uint8_t* row, int64_t index, int64_t begin, int64_t end) {
   uint32_t word = 0;
   std::memcpy(&word, row + index * 4, sizeof(word));

@@ -13,24 +13,22 @@ namespace cpattn {
 namespace {
 
 constexpr int32_t kMaxHeads = 1 << 16;
-/// Rows of an item share one packing of K and V, which costs as much as a dozen
-/// rows of arithmetic from a cache and thirty from memory: beyond this many there
-/// is little left to gain.
+/// Most rows of an item. They share one packing of K and V, which costs as much as a dozen rows of
+/// arithmetic from a cache and thirty from memory: more rows gain little.
 constexpr int64_t kMaxItemRows = 2048;
-/// Items are smaller, down to kMinItemRows rows, if there were fewer than kBalancedItems to share
-/// out.
+/// Items are smaller, down to kMinItemRows rows, if there were fewer than kBalancedItems.
 constexpr int64_t kBalancedItems = 64;
 constexpr int64_t kMinItemRows = 384;
 constexpr int64_t kRowGranule = 24;
-/// Queries and accumulators of an item, in float32, stay below this.
+/// Limit of the queries and accumulators of an item, in float32.
 constexpr int64_t kItemBytes = 4 << 20;
-/// Items that a plan may have. They are far above any batch, as a million tokens of 128 heads
-/// make a tenth of them; planning so many takes a second.
+/// Most items of a plan, far above any batch: a million tokens of 128 heads make a tenth of them,
+/// and planning them takes a second.
 constexpr int64_t kMaxItems = int64_t{1} << 21;
 
 int64_t max_item_rows(const AttentionBatch& batch) {
   const AttentionShape& shape = batch.shape;
-  // More tokens change nothing, and may be so many that their rows pass int64.
+  // More tokens change nothing, and their rows might exceed int64.
   constexpr int64_t kEnough = kMaxItemRows * kBalancedItems;
   int64_t tokens = 0;
   for (const AttentionSegment& segment : batch.segments) {
@@ -57,8 +55,7 @@ int64_t sum_clamped(int64_t first, int64_t step, int64_t count, int64_t limit) {
   return ramp + (count - negative - inside) * limit;
 }
 
-/// Visible (token, key) pairs of tokens [first, first + count) of a segment, as far
-/// as the keys are below kv_end.
+/// Visible (token, key) pairs of tokens [first, first + count) of a segment with keys below kv_end.
 int64_t visible_pairs(
     const AttentionBatch& batch,
     const AttentionSegment& segment,
@@ -104,7 +101,7 @@ void append_items(
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
   const int64_t heads = std::min(group, max_rows);
   const int64_t max_tokens = std::max<int64_t>(1, max_rows / heads);
-  // Pieces of equal size: a short last one would pack its keys for few rows.
+  // Pieces have equal sizes: a short last piece would pack its keys for few rows.
   const int64_t pieces = (segment.q_len + max_tokens - 1) / max_tokens;
   const int64_t num_items = pieces * ((batch.shape.num_heads + heads - 1) / heads);
   check_num_items(function, std::ssize(plan.items) + num_items);
@@ -136,10 +133,9 @@ void append_items(
   }
 }
 
-/// Items that read the same keys, those of one sequence and KV head, stay
-/// together: the keys then come from memory once, whatever the number of query
-/// blocks. Groups, and the items of each, are sorted by falling cost, so that the last items to
-/// finish are short ones.
+/// Items that read the same keys, of one sequence and KV head, stay together: the keys then come
+/// from memory once for any number of query blocks. Groups, and the items of each, are sorted by
+/// falling cost, so that the last items to finish are short ones.
 void sort_items(AttentionPlan& plan) {
   const AttentionBatch& batch = plan.batch;
   const int64_t group_size = batch.shape.num_heads / batch.shape.num_kv_heads;
@@ -147,7 +143,7 @@ void sort_items(AttentionPlan& plan) {
     return batch.segments[item.segment].table_row * batch.shape.num_kv_heads +
            item.first_head / group_size;
   };
-  // First by their keys, so that memory is that of items, however many sequences are empty.
+  // Sorted by keys first, so that memory grows with items, however many sequences are empty.
   std::vector<std::array<int64_t, 4>> order(plan.items.size());
   for (std::size_t i = 0; i < order.size(); ++i) {
     order[i] = {0, keys_of(plan.items[i]), -plan.item_costs[i], static_cast<int64_t>(i)};

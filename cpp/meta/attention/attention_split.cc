@@ -9,7 +9,7 @@ namespace {
 /// Neighbouring KV heads are read together until a token has this many elements: in the order
 /// NHD they are 2 KB in a row, enough for memory to stream.
 constexpr int64_t kRunElements = 1024;
-/// Runs that a batch should have. With fewer, each takes fewer heads, so that more threads have
+/// Runs that a batch should have. With fewer runs each takes fewer heads, so that more threads have
 /// work.
 constexpr int64_t kWantedRuns = 16;
 /// Runs that a batch should have if segments are not divided, so that only runs are parallel.
@@ -38,7 +38,7 @@ bool is_short(const AttentionBatch& batch, const AttentionSegment& segment) {
 int64_t part_keys(const AttentionBatch& batch) {
   int64_t keys = 0;
   int64_t rows = 1;
-  int64_t granule = kInPlaceGranule;  // shorter parts cost more to merge than they are worth
+  int64_t granule = kInPlaceGranule;  // shorter parts are not worth their merge
   for (const AttentionSegment& segment : batch.segments) {
     if (!is_short(batch, segment)) continue;
     const VisibleKeys range = keys_of(segment);
@@ -46,8 +46,8 @@ int64_t part_keys(const AttentionBatch& batch) {
     rows = std::max(rows, segment.q_len * batch.shape.num_heads);
     if (!may_read_in_place(batch, segment)) granule = kMaxBlockKeys;
   }
-  // A split segment, which has more keys than a part, has less than three times as many
-  // parts as they are worth.
+  // A split segment, which has more keys than a part, has less than three times as many parts as
+  // pay off.
   const int64_t part_bytes =
       rows * (padded_dim(batch.shape.v_head_dim) + kPartialStateFloats) * int64_t{sizeof(float)};
   const int64_t parts = std::clamp<int64_t>(kMaxPartialBytes / part_bytes / 3, 1, kWantedParts);

@@ -24,8 +24,8 @@ struct DividedLens {
   }
 };
 
-// The splits below cut every sequence into blocks, of which each rank owns `halves`; `before`
-// counts the tokens of sequence s in front of a block.
+// The splits below cut every sequence into blocks; each rank owns `halves` blocks of it. `before`
+// counts the tokens of sequence s before a block.
 
 struct ZigzagSplit {
   static constexpr int32_t halves = 2;
@@ -63,7 +63,7 @@ struct CutSplit {
   int32_t size(int32_t s, int32_t block) const { return before(s, block + 1) - before(s, block); }
 };
 
-/// Calls visit(split) with the split of metadata with another strategy than interleave.
+/// Calls visit(split) with the split of metadata whose strategy is not interleave.
 template <class Visit>
 auto with_split(const ContextParallelMetadata& metadata, Visit visit) {
   assert(metadata.strategy != CpStrategy::interleave);

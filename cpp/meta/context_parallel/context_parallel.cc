@@ -32,7 +32,7 @@ class Arena {
   MutableInts free_;
 };
 
-/// Writes 0 and the running sums of `lens` to `out` and returns them; null if they pass int32.
+/// Writes 0 and the running sums of `lens` to `out` and returns them; null if they exceed int32.
 Ints running_sums(Ints lens, MutableInts out) {
   int64_t total = 0;
   out[0] = 0;
@@ -43,7 +43,7 @@ Ints running_sums(Ints lens, MutableInts out) {
   return total <= INT32_MAX ? Ints(out) : Ints();
 }
 
-/// Checks a batch, then lays out what all ranks share and what each adds.
+/// Checks a batch, then lays out the common arrays and those of each rank.
 class Builder {
  public:
   Builder(const char* function, const CpBatch& batch);
@@ -61,7 +61,7 @@ class Builder {
   const CpBatch& batch_;
   CpBatch::Lens extend_lens_;
   int32_t halves_ = 0;              // blocks per rank and sequence: prev and next, prev, or none
-  ContextParallelMetadata common_;  // what does not depend on the rank
+  ContextParallelMetadata common_;  // fields that do not depend on the rank
 };
 
 Builder::Builder(const char* function, const CpBatch& batch) : function_(function), batch_(batch) {
@@ -292,7 +292,7 @@ ContextParallelMetadata pad_to_physical(const ContextParallelMetadata& metadata)
 }
 
 bool ContextParallelMetadata::operator==(const ContextParallelMetadata& other) const {
-  // Everything else follows from these.
+  // All other fields follow from these.
   const bool same_weights = weights == nullptr || other.weights == nullptr
                                 ? weights == other.weights
                                 : *weights == *other.weights;

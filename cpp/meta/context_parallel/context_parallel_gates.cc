@@ -12,7 +12,7 @@ namespace {
 
 using Lens = std::span<const int64_t>;
 
-/// Every name a strategy goes by in serving engines, its own first.
+/// Every name of a strategy in serving engines, after its own name.
 constexpr std::array<std::pair<std::string_view, CpStrategy>, 6> kStrategyNames = {{
     {"zigzag", CpStrategy::zigzag},
     {"interleave", CpStrategy::interleave},

@@ -65,7 +65,7 @@ Counts by_all_to_all(const ExchangedLayer& e) {
   return plus(received_of(moved), written(e));
 }
 
-/// Counts without the rest of pages on the ring.
+/// Counts without the padding of pages on the ring.
 Counts by_usp(const ExchangedLayer& e) {
   Counts bytes = written(e);
   const std::size_t columns = e.mesh[0].size();
@@ -143,7 +143,7 @@ Traffic send_rows(std::span<const int64_t> rows, int64_t row_bytes, bool by_ring
   check_bytes("send_rows", {as_real(all), as_real(size), as_real(row_bytes)});
   Traffic moved;
   for (int64_t rank = 0; rank < size; ++rank) {
-    // A rank of a ring passes on all rows but those of the next one.
+    // A rank of a ring passes on all rows except those of the next rank.
     moved.sent.push_back(
         row_bytes * (by_ring ? all - rows[(rank + 1) % size] : (size - 1) * rows[rank])
     );

@@ -34,7 +34,7 @@ void check_ranks(const ExchangedLayer& e) {
   kCheck(e.mesh.empty() || placed == size, "mesh must have ", size, " ranks, got ", placed);
 }
 
-/// Whether so many ranks have as many heads each, and as many KV heads.
+/// Whether `size` ranks have equally many heads and KV heads.
 bool is_even(const LayerBytes& layer, int64_t size) {
   return layer.num_heads % size == 0 &&
          (layer.num_kv_heads % size == 0 || size % layer.num_kv_heads == 0);
@@ -51,7 +51,7 @@ int64_t of_name(const Bytes& bytes, const std::string& name) {
   return found == bytes.end() ? 0 : found->second;
 }
 
-/// The name of the fewest bytes, of equal ones the first.
+/// The name with the fewest bytes, the first of equals.
 std::string cheapest(const Bytes& cost) {
   return std::ranges::min_element(cost, {}, &Bytes::value_type::second)->first;
 }
@@ -64,7 +64,7 @@ std::string listed(const Bytes& bytes) {
   return text;
 }
 
-/// Says what is received by a choice, and by the others of `names`.
+/// States the bytes received by a choice, and by the others of `names`.
 std::string reason_of(const std::string& name, Bytes received) {
   const int64_t least = of_name(received, name);
   std::erase_if(received, [&](const auto& each) { return each.first == name; });
@@ -108,7 +108,7 @@ ExchangeChoice choose_exchange(const ExchangedLayer& e, int64_t max_scratch_byte
         e.held.tokens.size(), " ranks"
     );
   }
-  // Arriving for the next round, arrived, and in their places.
+  // Copies that arrive for the next round, that have arrived, and in their places.
   const int64_t copies = e.layer.num_kv_heads == 1 ? 2 : 3;
   const int64_t scratch = copies * sum_of(e.held.keys) * e.layer.key;
   if (choice.exchange == "gather" && scratch > max_scratch_bytes) {

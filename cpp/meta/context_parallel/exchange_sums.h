@@ -16,8 +16,8 @@ double as_real(Int value) {
   return static_cast<double>(value);
 }
 
-/// Throws std::invalid_argument, in the name of `function`, where as many bytes as the product of
-/// the factors might not fit into int64.
+/// Throws std::invalid_argument, in the name of `function`, if the product of the factors, a number
+/// of bytes, might not fit into int64.
 inline void check_bytes(const char* function, std::initializer_list<double> factors) {
   double bytes = 1;
   for (const double factor : factors) bytes *= std::max(factor, 1.0);

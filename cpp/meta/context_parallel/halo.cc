@@ -36,7 +36,7 @@ class HaloPlanner {
         before_(rows_.num_segments(), -1) {
     for (const HaloInts& segments : by_request_) {
       for (std::size_t i = 1; i < segments.size(); ++i) {
-        // A request that each rank has whole has no segment in front of another.
+        // A request that each rank has whole has no segment before another.
         const bool follows = end_of(segments[i - 1]) <= rows_.position[segments[i]];
         before_[segments[i]] = follows ? segments[i - 1] : before_[segments[i - 1]];
       }
@@ -47,7 +47,7 @@ class HaloPlanner {
 
  private:
   int64_t end_of(int64_t i) const { return rows_.position[i] + rows_.count[i]; }
-  /// The end of the first unit whose last row is in a segment or behind it.
+  /// The end of the first unit whose last row is in a segment or after it.
   int64_t first_unit_end(int64_t i) const { return (rows_.position[i] / ratio_ + 1) * ratio_; }
   /// The first position that a segment needs.
   int64_t halo_begin(int64_t i) const {
@@ -64,7 +64,7 @@ class HaloPlanner {
   RankRows rows_;  // with step 1
   int64_t window_, ratio_;
   std::vector<HaloInts> by_request_;
-  HaloInts before_;  // the segment in front of each in its request, -1 for none
+  HaloInts before_;  // the segment before each in its request, -1 for none
 };
 
 /// The rows of a segment from position `low` on.
@@ -79,7 +79,7 @@ HaloPiece HaloPlanner::piece_from(int64_t segment, int64_t low) const {
   };
 }
 
-/// The new rows that a segment needs in front of it, in the order of their positions.
+/// The new rows that a segment needs before it, in the order of their positions.
 std::vector<HaloPiece> HaloPlanner::pieces_before(int64_t segment) const {
   const int64_t low = std::max(halo_begin(segment), rows_.prefix_lens[rows_.request[segment]]);
   std::vector<HaloPiece> pieces;
@@ -90,14 +90,14 @@ std::vector<HaloPiece> HaloPlanner::pieces_before(int64_t segment) const {
   return pieces;
 }
 
-/// The rows that a rank receives of owners for which is_wanted(owner), in the order in which it
-/// does, each once.
+/// The rows that a rank receives from owners for which is_wanted(owner), each once, in the order in
+/// which they arrive.
 template <class Wanted>
 std::vector<HaloPiece> HaloPlanner::received(int64_t rank, Wanted is_wanted) const {
   std::vector<HaloPiece> pieces;
   for (const HaloInts& segments : by_request_) {
-    std::size_t from = 0;  // segments before end before all that is needed from now on
-    int64_t done = 0;      // rows before are planned
+    std::size_t from = 0;  // segments before it end before all rows still needed
+    int64_t done = 0;      // rows before it are planned
     for (std::size_t i = 0; i < segments.size(); ++i) {
       const int64_t needing = segments[i], request = rows_.request[needing];
       if (rows_.rank[needing] != rank || halo_begin(needing) >= rows_.position[needing]) continue;
@@ -115,7 +115,7 @@ std::vector<HaloPiece> HaloPlanner::received(int64_t rank, Wanted is_wanted) con
   return pieces;
 }
 
-/// Adds the units whose last row is in a segment, whose rows are the last extended ones.
+/// Adds the units whose last row is in a segment; the segment's rows are the last extended ones.
 void HaloPlanner::add_units(int64_t segment, HaloPlan& plan) const {
   const int64_t first = plan.extended_indptr.end()[-2];
   const int64_t begin = halo_begin(segment);
@@ -160,7 +160,7 @@ HaloPlan HaloPlanner::plan(int64_t rank) const {
     }
     for (const HaloPiece& piece : pieces_before(i)) {
       int64_t first = piece.row;
-      if (piece.owner != rank) {  // the last run that begins no later has it
+      if (piece.owner != rank) {  // it is in the last run that begins no later
         const auto run = std::ranges::upper_bound(arriving, piece.key(), {}, &HaloPiece::key) - 1;
         first = first_rows[run - arriving.begin()] + piece.begin - run->begin;
       }

@@ -55,7 +55,7 @@ void check_pcp_batch(const PcpBatch& batch, const char* function) {
   check(sum <= INT32_MAX, function, ": the sum of extend_lens must fit into int32, got ", sum);
 }
 
-/// Adds segments to a layout that has none.
+/// Adds segments to an empty layout.
 class SegmentWriter {
  public:
   explicit SegmentWriter(PcpLayout& layout) : layout_(layout), base_(layout.extend_lens.size()) {
@@ -115,7 +115,7 @@ PcpLayout build_pcp_layout(const PcpBatch& batch, const char* function) {
       .dcp_size = batch.dcp_size,
       .shard_decode = batch.shard_decode && batch.dcp_size == 1,
   };
-  PcpLayout::Ints chunk(bs), owner(bs, -1);  // of a decode that one rank has
+  PcpLayout::Ints chunk(bs), owner(bs, -1);  // for a decode that one rank has
   int64_t num_owned = 0;
   for (std::size_t s = 0; s < bs; ++s) {
     const int64_t len = layout.extend_lens[s];

@@ -8,16 +8,16 @@
 namespace cpattn {
 namespace {
 
-/// Tokens of a segment that a segment of another layout has, too.
+/// Tokens of a segment that are also in a segment of another layout.
 struct CommonRows {
   int64_t other_rank;
   int64_t row, row_step;              // in the layout of the first
-  int64_t other_row, other_row_step;  // in that of the second
+  int64_t other_row, other_row_step;  // in the layout of the second
   int64_t count;
 };
 
-/// The tokens that segment i of one layout and j of another both have. Where both have steps, these
-/// are equal.
+/// The tokens that segment i of one layout and j of another both have. If both have steps above 1,
+/// these are equal.
 CommonRows common_rows(const RankRows& a, int64_t i, const RankRows& b, int64_t j) {
   const int64_t step = std::max(a.step[i], b.step[j]);
   const int64_t low = std::max(a.position[i], b.position[j]);
@@ -39,7 +39,7 @@ CommonRows common_rows(const RankRows& a, int64_t i, const RankRows& b, int64_t 
   };
 }
 
-/// The rows of a rank that each rank of another layout has, by these ranks.
+/// The rows that a rank has in common with each rank of another layout, by the latter's ranks.
 std::vector<CommonRows> common_of_rank(const RankRows& rows, int64_t rank, const RankRows& other) {
   const std::vector<RankRows::Ints> segments = other.by_request();
   std::vector<CommonRows> common;

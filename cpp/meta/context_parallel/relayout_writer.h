@@ -9,8 +9,8 @@
 
 namespace cpattn {
 
-/// Writes the plan of a rank. Rows are added in an order that sender and receiver both know, those
-/// that it receives by their ranks.
+/// Writes the plan of a rank. Rows are added in an order that sender and receiver both know;
+/// received rows are added by rank.
 class RelayoutWriter {
  public:
   explicit RelayoutWriter(int64_t cp_size) : sent_(cp_size) {

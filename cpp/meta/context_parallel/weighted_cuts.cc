@@ -21,8 +21,8 @@ int64_t part_of(int64_t value, int64_t share) {
   return high * share + ((low * share) >> kShareBits);
 }
 
-/// The shares of the ranks of all blocks before each, in parts of 2^30: [num_blocks + 1]. Sums
-/// and one division, which every machine rounds alike.
+/// The total shares of the blocks before each block, in parts of 2^30: [num_blocks + 1]. Sums and
+/// one division are rounded alike on every machine.
 std::vector<int64_t> share_sums(const ContextParallelMetadata& metadata, int32_t num_blocks) {
   const std::vector<double>& weights = metadata.weights->weights;
   const double largest = weights.empty() ? 1 : std::ranges::max(weights);
@@ -49,14 +49,14 @@ class PagedTokens {
     return len_ == 0 ? 0 : (skipped_ + len_ + page_size_ - 1) / page_size_;
   }
   int64_t pairs_before(int64_t tokens) const { return pairs_of_first(prefix_, tokens); }
-  /// The pairs of a share of all tokens in parts of 2^30, which may end with a part of a token.
+  /// The pairs of the first `share` / 2^30 of all tokens, which may end within a token.
   int64_t pairs_before_share(int64_t share) const {
     const int64_t tokens = (len_ * share) >> kShareBits;
     const int64_t part = (len_ * share) & ((int64_t{1} << kShareBits) - 1);
     return pairs_before(tokens) + part_of(prefix_ + tokens + 1, part);
   }
 
-  /// The tokens before the page whose pairs before it are nearest to a number of pairs.
+  /// The tokens before the page at which the pairs before it are nearest to `pairs`.
   int64_t nearest_cut(int64_t pairs) const {
     int64_t low = 0, high = num_pages();
     while (low < high) {  // the last page with no more pairs before it
@@ -122,7 +122,7 @@ void fill_weighted_cuts(
   const int32_t num_blocks = (zigzag ? 2 : 1) * metadata.cp_size;
   const std::vector<int64_t> shares = share_sums(metadata, num_blocks);
   const int32_t page_size = metadata.weights->page_size;
-  std::vector<int64_t> owed(num_blocks);  // pairs that the blocks before each one lack so far
+  std::vector<int64_t> owed(num_blocks);  // pairs that the blocks before each block still lack
   int64_t num_pages = 0;
   for (int32_t s = 0; s < metadata.bs; ++s) {
     const int64_t len = metadata.extend_lens[s];
@@ -133,7 +133,7 @@ void fill_weighted_cuts(
     out[0] = 0;
     for (int32_t block = 1; block < num_blocks; ++block) {
       // The halves of a zigzag lie around the middle, so that ranks with a share of the tokens have
-      // that share of the pairs.
+      // the same share of the pairs.
       owed[block] += zigzag ? tokens.pairs_before_share(shares[block])
                             : part_of(tokens.pairs_before(len), shares[block]);
       cut = std::max(cut, tokens.nearest_cut(owed[block]));

@@ -10,7 +10,7 @@
 namespace cpattn {
 namespace {
 
-/// The first new token of each request, and the number of them all.
+/// The first new token of each request, then the number of new tokens.
 std::vector<int64_t> token_offsets(const NewTokens& tokens) {
   std::vector<int64_t> offsets{0};
   offsets.reserve(tokens.q_lens.size() + 1);
@@ -61,7 +61,7 @@ class NewPages {
     place.first = std::min(place.first, token);
     return is_added;
   }
-  /// The first new token of a page, counted from its begin; INT64_MAX for none.
+  /// The first new token of a page, counted from the page's begin; INT64_MAX for none.
   int64_t first(int64_t page) const { return places_[place_of(page)].first; }
 
  private:
@@ -94,8 +94,8 @@ std::pair<NewPages, bool> new_pages(const BatchPages& pages, const NewTokens& to
   return {std::move(written), is_shared};
 }
 
-/// Copies the first pages of a row, and returns all their bits: negative and large ones have high
-/// ones.
+/// Copies the first pages of a row, and returns the OR of their bits: negative and large pages set
+/// high bits.
 template <class Int>
 uint64_t read_row(const IndexTable& table, int64_t row, int64_t count, int32_t* ids) {
   const Int* values = static_cast<const Int*>(table.data) + row * table.row_stride;

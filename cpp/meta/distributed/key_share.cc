@@ -15,7 +15,8 @@ constexpr CheckFor check_keys("BatchKeys");
 constexpr CheckFor check_share("KeyShare");
 constexpr int64_t kLargestPage = 64;  // rows; kernels gain nothing from larger ones
 
-/// Whether runs of so many slots lie on one rank, one row behind the other, from a multiple on.
+/// Whether runs of run_len slots lie on one rank in consecutive rows, from a multiple of run_len
+/// on.
 bool are_runs(const PlacedSlots& placed, int64_t run_len) {
   const auto size = static_cast<int64_t>(placed.owners.size());
   for (int64_t i = 0; i < size; ++i) {
@@ -118,7 +119,7 @@ KeyShare::KeyShare(std::shared_ptr<const BatchKeys> keys, std::vector<int64_t> r
   }
 }
 
-/// The rank that has all slots of a unit, or -1 where several have some.
+/// The rank that has all slots of a unit, or -1 if several ranks have some.
 inline int64_t KeyShare::owner_of(int64_t unit) const {
   if (!keys_->owners_.empty()) return keys_->owners_[unit];
   const auto [size, run_len] = keys_->interleave_;
@@ -148,7 +149,7 @@ int64_t KeyShare::count_below(int64_t request, int64_t position) const {
   const int64_t first = pages.indptr[request] * (pages.page_size / unit_len_);
   const int64_t unit = first + position / unit_len_, rest = position % unit_len_;
   const int64_t whole = units_before(unit) - units_before(first);
-  return rest == 0 ? whole : whole + unit_count(unit, rest);  // behind the last one is no unit
+  return rest == 0 ? whole : whole + unit_count(unit, rest);  // no unit follows the last
 }
 
 /// Calls visit(position, count, row) for keys of the share that follow each other on one rank.
@@ -180,8 +181,8 @@ void KeyShare::for_each_run(int64_t request, Visit visit) const {
   }
 }
 
-/// Calls visit(row, count) for keys of one rank, those of a unit, that lie in a row. By an
-/// interleave those of a page do.
+/// Calls visit(row, count) for keys of one rank and one unit in consecutive rows. With an
+/// interleave the keys of a page are consecutive.
 template <class Visit>
 void KeyShare::for_each_block(int64_t request, Visit visit) const {
   const BatchPages& pages = keys_->pages();
@@ -220,13 +221,13 @@ LocalKeys KeyShare::local_keys() const {
   return keys;
 }
 
-/// Whether a rank has as many rows of every page, one page's behind the other's, in pages of its
-/// own of so many rows.
+/// Whether a rank's rows of every page fill whole pages of page_size rows of its own pool.
 bool KeyShare::divides(int64_t page_size) const {
   return keys_->owners_.empty() && uniform_ > 0 && uniform_ % page_size == 0;
 }
 
-/// Whether every page of so many rows, a multiple of two of the runs', lies in a row.
+/// Whether every page of page_size rows, the runs' length times a power of two, has consecutive
+/// rows.
 bool KeyShare::fits(int64_t page_size) const {
   if (divides(page_size)) return true;
   for (int64_t i = 0; i < keys_->pages().bs(); ++i) {

@@ -9,8 +9,8 @@ namespace cpattn {
 namespace {
 
 constexpr std::size_t kBlockRows = 64;
-/// Keys before a block of masked rows are left out by so many: where the kernels' blocks of keys
-/// begin, so that the bits of a row do not depend on which rows share its block.
+/// Keys before a block of masked rows are left out in multiples of this, where the kernels' blocks
+/// of keys begin, so that the bits of a row do not depend on the rows that share its block.
 constexpr int64_t kBlockKeys = 1024;
 
 /// Sets `count` bits from `begin` on.

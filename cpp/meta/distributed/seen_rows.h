@@ -27,7 +27,7 @@ class CallBuilder {
   void add_row(const SeenRow& row) { call_.rows.push_back(row.row); }
 
   /// Ends the sequence of the rows added since the last one, over the keys [first, last) of its
-  /// request, of which the first begins a page.
+  /// request; `first` begins a page.
   void end_sequence(int64_t request, int64_t first, int64_t last) {
     const int64_t size = pages_.page_size;
     const int64_t begin = pages_.indptr[request] + first / size;
@@ -36,7 +36,7 @@ class CallBuilder {
         end <= pages_.indptr[request + 1], "pages must have the ", last, " keys of request ",
         request
     );
-    // Once, as a growing list would touch new memory again and again.
+    // Reserved once, because a growing list would touch new memory again and again.
     if (call_.q_lens.empty()) call_.kv_indices.reserve(pages_.ids.size());
     call_.q_lens.push_back(static_cast<int64_t>(call_.rows.size()) - num_rows_);
     num_rows_ = static_cast<int64_t>(call_.rows.size());

@@ -18,7 +18,7 @@ bool is_ascending(const std::vector<SeenRow>& rows) {
   return std::is_sorted(rows.begin(), rows.end(), comes_before);
 }
 
-/// Sorts rows that are in few ascending stretches, as those of ranks are.
+/// Sorts rows that consist of few ascending stretches, like the rows of ranks.
 void sort_rows(std::vector<SeenRow>& rows) {
   if (is_ascending(rows)) return;
   using Stretch = std::pair<std::size_t, std::size_t>;  // of one request
@@ -79,7 +79,7 @@ std::vector<SeenRow> seen_rows(
 struct Group {
   int64_t request, keys;
   std::size_t begin, size;  // in the rows
-  bool is_linked = false;   // to the group before: that sees one key less
+  bool is_linked = false;   // to the group before, which sees one key less
   bool is_in_chain = false;
 };
 
@@ -101,9 +101,9 @@ std::vector<Group> groups_of(const std::vector<SeenRow>& rows) {
   return groups;
 }
 
-/// Whether the rows of groups but for the first of each make fewer sequences where each sees one
-/// key more than the one before, as where tokens are dealt out one by one, than where all see the
-/// same.
+/// Whether the rows of groups, without the first of each, make fewer causal sequences, in which
+/// each row sees one key more than the previous one (as with tokens dealt out one by one), than
+/// sequences whose rows all see the same keys.
 bool rise_together(const std::vector<Group>& groups) {
   std::size_t rising = 0, equal = 0;
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -115,7 +115,7 @@ bool rise_together(const std::vector<Group>& groups) {
   return rising < equal;
 }
 
-/// Adds the n-th row of groups of one request, in as few causal sequences as there can be.
+/// Adds the n-th row of groups of one request, in as few causal sequences as possible.
 void add_rising(
     const std::vector<SeenRow>& rows,
     const std::vector<const Group*>& groups,
@@ -133,8 +133,8 @@ void add_rising(
 void add_plain_calls(
     const LocalPages& pages, const std::vector<SeenRow>& rows, std::vector<SequenceCall>& calls
 ) {
-  // The first of the rows that see the same keys make causal sequences: one for each request, of
-  // the tokens that the rank holds itself. The others become sequences of equal rows, or causal
+  // The first rows of groups that see the same keys make causal sequences: one for each request, of
+  // the tokens that the rank holds itself. The other rows become sequences of equal rows, or causal
   // ones again, whichever are fewer.
   const std::vector<Group> groups = groups_of(rows);
   const bool all_rise = rise_together(groups);

@@ -7,8 +7,8 @@
 
 namespace cpattn {
 
-/// The run of one index after the other. Indices follow each other within runs as a rule, so that
-/// most need no division.
+/// The run of the current index. Successive indices mostly stay within a run, so most need no
+/// division.
 class RunCursor {
  public:
   explicit RunCursor(const Interleave& interleave) : interleave_(interleave) {}

@@ -55,15 +55,15 @@ class PlanBuilder {
     plan_.page_pos.assign(scratch.num_pages(), trash_);
   }
 
-  /// A page of a prefix. One that was added before stays where it is.
+  /// Adds a page of a prefix. A page that was added before stays where it is.
   void add_prefix(int64_t page) {
     int32_t& place = plan_.page_pos[page];
     if (place != trash_) return;
-    place = 0;  // the right one is known once all pages are
+    place = 0;  // the final place is known once all pages are
     owned_[page % shard_size_].push_back(static_cast<int32_t>(page));
   }
 
-  /// A page of new tokens; false for one that was added before.
+  /// Adds a page of new tokens; returns false for a page that was added before.
   bool add_chunk(int64_t page) {
     int32_t& place = plan_.page_pos[page];
     if (place != trash_) return false;
@@ -79,7 +79,7 @@ class PlanBuilder {
     return static_cast<int64_t>(most);
   }
 
-  /// The plan of all pages, of which each rank has at most block_pages in prefixes.
+  /// The plan of all pages; each rank has at most block_pages of the prefixes.
   ShardGatherPlan finish(int64_t block_pages) {
     assert(most_owned() <= block_pages);
     plan_.block_pages = block_pages;
@@ -195,7 +195,7 @@ ShardGatherPlan plan_shard_gather(const ShardScratch& scratch, const ShardBatch&
   check_scratch(scratch);
   const BatchReader requests(scratch, batch);
   const auto [shard_size, page_size] = scratch.placement;
-  // Counted before anything is read, and so before pages that several requests share are one.
+  // Counted before anything is read, so pages that several requests share count several times.
   int64_t block_pages = 0, num_chunk_pages = 0;
   for (std::size_t i = 0; i < requests.size(); ++i) {
     block_pages += (requests.prefix_pages(i) + shard_size - 1) / shard_size;

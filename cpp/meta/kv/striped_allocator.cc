@@ -105,7 +105,7 @@ std::optional<std::vector<PageRun>> draw_runs(
   return runs;
 }
 
-/// The slots of the tokens of runs, with `next_page` for the page that is taken next of a class.
+/// The slots of the tokens of runs; `next_page` returns the next page of a class.
 template <class NextPage>
 std::vector<int64_t> slots_of(
     std::span<const PageRun> runs, const Interleave& pages, NextPage next_page
@@ -219,7 +219,7 @@ std::optional<std::vector<int64_t>> StripedAllocator::alloc_cyclic(
 
 void StripedAllocator::free(Ints slots) {
   const std::vector<int64_t> pages = pages_to_free(slots);
-  // The last first, so that they stand in ascending order in front of their lists.
+  // In reverse order, so that pages stand ascending at the front of their lists.
   for (auto page = pages.rbegin(); page != pages.rend(); ++page) {
     PageClass& of_rank = classes_[*page % config_.shard_size];
     const int64_t local = *page / config_.shard_size;
@@ -262,7 +262,8 @@ int64_t StripedAllocator::free_pages(const PageClass& pages) const {
   return listed(pages) + static_cast<int64_t>(pages.released.size());
 }
 
-/// Makes one list of two in all classes, if in some the first is shorter than what leaves `counts`.
+/// Joins the two lists of all classes if some first list has too few pages to take until `counts`
+/// are left.
 void StripedAllocator::merge_if_short(const std::vector<int64_t>& counts) {
   bool is_short = false;
   for (std::size_t r = 0; r < classes_.size(); ++r) {

@@ -35,7 +35,7 @@ void check_pools(const UnitPools& pools, const RankRows& rows, const char* funct
   );
 }
 
-/// The slot of the n-th unit that the table of a request has pages for.
+/// The slot of the n-th unit in the table of a request.
 int64_t slot_of(const UnitPools& pools, int64_t request, int64_t n, const char* function) {
   const int64_t column = n / pools.page_size;
   check(

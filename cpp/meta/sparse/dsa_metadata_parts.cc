@@ -12,7 +12,7 @@ namespace {
 constexpr char kFunction[] = "build_dsa_metadata";
 using Ints = std::vector<int32_t>;
 
-/// Returns 0 and the running sums, or nothing if they pass int32.
+/// Returns 0 and the running sums, or nothing if they exceed int32.
 std::optional<Ints> running_sums(const Ints& lens) {
   Ints sums(lens.size() + 1);
   int64_t sum = 0;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr char kFunction[] = "plan_kv_links";
 
-/// Part of an entry of the destination that one source writes: these heads of these tokens.
+/// The part of a destination entry that one source writes: these heads of these tokens.
 struct Patch {
   std::size_t source = 0;
   IndexRange heads;
@@ -47,7 +47,7 @@ std::string names(const std::vector<std::size_t>& sources) {
   return text;
 }
 
-/// Part of an entry that all sources together have to write.
+/// The part of an entry that all sources together must write.
 struct Whole {
   std::size_t destination = 0;
   const KVEntry* entry = nullptr;
@@ -55,8 +55,8 @@ struct Whole {
   IndexRange tokens;
 };
 
-/// Checks that of these heads, which all patches have, every token is in exactly one. Between two
-/// neighbouring cuts nothing changes: one token stands for all.
+/// Checks that every token of these heads, which all patches have, is in exactly one patch. Nothing
+/// changes between two neighbouring cuts, so one token stands for all.
 void check_tokens_once(const Whole& whole, IndexRange heads, std::vector<Patch> patches) {
   std::vector<IndexRange> ranges;
   for (const Patch& patch : patches) {
@@ -105,9 +105,9 @@ struct PlannedLink {
 void check_destination(
     std::size_t index, const KVLayout& dst, const std::vector<PlannedLink>& links, bool with_draft
 ) {
-  Whole whole = {.destination = index, .tokens = {0, 1}};  // for the message, if nothing comes
+  Whole whole = {.destination = index, .tokens = {0, 1}};  // for the message, if no source sends
   for (const PlannedLink& link : links) whole.tokens = link.spec.all_tokens;
-  std::vector<Patch> checked;  // of an entry before: those of layers of one kind are the same
+  std::vector<Patch> checked;  // of an earlier entry: layers of one kind have equal patches
   IndexRange checked_heads;
   for (const KVEntry& entry : dst.entries()) {
     if (entry.is_draft && !with_draft) continue;
@@ -138,7 +138,7 @@ void check_sources(std::span<const KVPeer> sources, std::span<const KVPeer> dest
   }
 }
 
-/// Returns what `make` returns; errors of `make` get the name of the link, too.
+/// Returns the result of `make`, and adds the name of the link to its errors.
 template <class Make>
 auto of_link(std::size_t source, std::size_t destination, Make make) {
   try {

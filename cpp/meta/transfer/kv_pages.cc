@@ -48,8 +48,8 @@ std::vector<TransferRun> group_runs(
   std::vector<TransferRun> runs(src_indices.size());
   TransferRun* run = runs.data();
   *run = {src_indices[0], dst_indices[0], 1};
-  // No branch, because nobody can predict where the pages of a used cache are contiguous: the
-  // run that i belongs to is written again with every i.
+  // No branch, because contiguous pages of a used cache cannot be predicted: every i writes its run
+  // again.
   std::size_t first = 0;
   for (std::size_t i = 1; i < src_indices.size(); ++i) {
     const bool splits = ((step(src_indices, i) ^ 1) | (step(dst_indices, i) ^ 1)) != 0;

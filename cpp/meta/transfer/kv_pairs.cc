@@ -42,7 +42,7 @@ bool has_layer(const KVLayout& layout, const KVEntry& like) {
   });
 }
 
-/// Checks that `to` has the counterpart of every entry of `from` that it has to have.
+/// Checks that `to` has every required counterpart of the entries of `from`.
 void check_counterparts(const Side& from, const Side& to, bool with_draft) {
   for (const KVEntry& entry : from.layout.entries()) {
     const bool shared = entry.is_draft ? with_draft : to.layout.answers_for(entry);
@@ -87,8 +87,8 @@ bool has_all_heads(const KVLayout& layout, KVKind kind) {
   return layout.heads(kind).size() == layout.total_heads(kind);
 }
 
-/// Sets the heads of a pair. Two sides with all heads, behind each other in the rows of tokens,
-/// need not agree on what a head is.
+/// Sets the heads of a pair. Two sides with all heads next to each other in token rows need not
+/// agree on the size of a head.
 void set_heads(KVPair& pair, const KVLayout& src, const KVLayout& dst) {
   const KVKind kind = pair.src->kind;
   const bool all = has_all_heads(src, kind) && has_all_heads(dst, kind);
@@ -106,7 +106,7 @@ void set_heads(KVPair& pair, const KVLayout& src, const KVLayout& dst) {
   pair.heads = all ? dst.heads(kind) : intersect(src.heads(kind), dst.heads(kind));
 }
 
-/// Checks that no two buffers of the destination overlap, those included that other links write.
+/// Checks that no two buffers of the destination overlap, including buffers that other links write.
 void check_apart(const KVLayout& dst) {
   const auto overlap = dst.overlap();
   if (!overlap) return;

@@ -8,7 +8,7 @@
 
 namespace cpattn {
 
-/// An entry of the source, that of the destination which receives it, and the heads that go.
+/// An entry of the source, the destination entry that receives it, and the heads that are sent.
 struct KVPair {
   const KVEntry* src = nullptr;
   const KVEntry* dst = nullptr;
@@ -17,19 +17,19 @@ struct KVPair {
   bool src_heads_first = false;
   bool dst_heads_first = false;
 
-  /// Whether a page of one side, if pages of both have so many tokens, is one of the other.
+  /// Whether a page of one side is a page of the other, if pages of both have equally many tokens.
   bool whole_pages() const { return whole_rows && src_heads_first == dst_heads_first; }
   bool by_heads() const { return src_heads_first || dst_heads_first; }
 
-  /// Whether a side left the buffer out: then it is a pair, and nothing moves.
+  /// Whether a side elided the buffer: then it is a pair, and nothing moves.
   bool is_elided() const { return src->is_elided() || dst->is_elided(); }
 };
 
 /// The pairs of a link, in the order of the source's entries. Layers that only one side answers
-/// for, and heads that another replica sends, have none. Errors are those of plan_kv_transfer.
+/// for, and heads that another replica sends, have no pair. Errors are those of plan_kv_transfer.
 std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst);
 
-/// Keeps the layers that this rank sends where ranks divide the layers evenly.
+/// Keeps the layers that this rank sends if ranks share out the layers.
 void keep_layer_share(std::vector<KVPair>& pairs, int64_t cp_rank, int64_t cp_size);
 
 }  // namespace cpattn

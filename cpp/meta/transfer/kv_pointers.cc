@@ -12,7 +12,7 @@ namespace {
 /// Far above any pool, which has three. The rules of engines give a range for each, empty or not.
 constexpr int64_t kMaxGroups = 1 << 16;
 
-/// Two lists of buffers whose layers are to be matched, and the words to refuse them with.
+/// Two lists of buffers whose layers are matched, and the names for errors.
 struct Match {
   const char* function = "";
   int64_t num_src = 0;
@@ -87,7 +87,7 @@ std::vector<IndexRange> match_entries(const Match& match, int64_t total_layers) 
       match.num_drafts == 0 || total_layers == 0 || match.end_layer() == total_layers,
       match.function, ": the stage with drafts must end at layer ", total_layers, "; ", match
   );
-  // Both sides hold the whole model or, at a destination too small for that, the same stage.
+  // Both sides hold the whole model or, if the destination is too small for that, the same stage.
   if (match.src_layers() == held && (match.first_layer == 0 || held < total_layers)) {
     return {{0, match.num_src}};
   }
@@ -119,7 +119,7 @@ std::vector<IndexRange> match_entries(const Match& match, int64_t total_layers) 
   return ranges;
 }
 
-/// Range that list[begin:end] takes of a Python list of `size`.
+/// The range of list[begin:end] for a Python list of `size`.
 IndexRange slice(int64_t begin, int64_t end, int64_t size) {
   const auto clip = [size](int64_t i) {
     return std::clamp<int64_t>(i < 0 ? i + size : i, 0, size);

@@ -37,8 +37,8 @@ class Cursor {
     return list_.dcp_size == 1 || token / list_.dcp_interleave % list_.dcp_size == list_.dcp_rank;
   }
 
-  /// The first token after `token` that is not beside it here, or, if this side does not hold
-  /// it, that this side does hold.
+  /// The first token after `token` that is not next to it on this side or, if this side does not
+  /// hold `token`, the next token that it holds.
   int64_t next(int64_t token) const {
     if (list_.dcp_size > 1 && !holds(token)) {
       const int64_t own = token / cycle_ * cycle_ + list_.dcp_rank * list_.dcp_interleave;
@@ -262,7 +262,7 @@ std::vector<TransferRun> runs_of(const KVPageList& list, IndexRange tokens) {
   return token_runs(sequence, list, tokens);
 }
 
-/// The tokens that a peer holds, whatever pages it has for them.
+/// The tokens that a peer holds, in any pages.
 std::vector<IndexRange> tokens_of_peer(
     const char* function, const KVLayout& peer, IndexRange tokens
 ) {
@@ -327,7 +327,7 @@ std::vector<HeldTokens> held_tokens(
   const auto wanted = peer ? tokens_of_peer(function, *peer, tokens) : std::vector{tokens};
   for (const TransferRun& run : runs_of(list, tokens)) {
     const IndexRange own = {run.src, run.src + run.count};
-    // The first range that ends behind the begin of the run: they ascend, and are apart.
+    // The first range that ends after the begin of the run; ranges ascend and are disjoint.
     auto range_of = std::upper_bound(
         wanted.begin(), wanted.end(), own.begin,
         [](int64_t token, IndexRange other) { return token < other.end; }

@@ -22,7 +22,7 @@ void check_rank(
   );
 }
 
-/// Share `rank` of things that `size` ranks divide in order, the larger shares first.
+/// The share of `rank` among `total` items that `size` ranks divide in order, larger shares first.
 IndexRange even_share(int64_t rank, int64_t size, int64_t total) {
   const int64_t begin = rank * (total / size) + std::min(rank, total % size);
   return {begin, begin + total / size + (rank < total % size)};

@@ -95,7 +95,7 @@ IndexRange page_share(IndexRange tokens, int64_t page, int64_t cp_rank, int64_t 
   return intersect(tokens, {border(cp_rank), border(cp_rank + 1)});
 }
 
-/// Whether every page that the ranks of the source touch goes as a whole.
+/// Whether every page that the source ranks send is sent whole.
 bool goes_by_pages(const KVLinkSpec& link) {
   const int64_t page = link.from.page_size;
   return page == link.to.page_size && link.all_tokens.begin % page == 0 &&
@@ -105,7 +105,7 @@ bool goes_by_pages(const KVLinkSpec& link) {
          });
 }
 
-/// Makes pages the units of a link that goes by them.
+/// Makes pages the units of a link that sends whole pages.
 void count_in_pages(KVLinkSpec& link) {
   const int64_t page = link.from.page_size;
   link.tokens = {link.tokens.begin / page, (link.tokens.end + page - 1) / page};
@@ -137,10 +137,10 @@ TransferEntry page_entry(const KVPair& pair) {
   };
 }
 
-/// The bytes of one side that a pair sends: where they begin in the first page, and how they go on.
+/// The bytes of one side that a pair sends: their begin in the first page, and their strides.
 struct SentRows {
   uint64_t addr = 0;
-  uint64_t head_bytes = 0;  // of all heads, if these go together
+  uint64_t head_bytes = 0;  // of all heads, if these are sent together
   PageShape shape;
 };
 
@@ -159,11 +159,11 @@ SentRows sent_rows(const KVLayout& layout, const KVEntry& entry, const KVPair& p
   return rows;
 }
 
-/// Runs of bytes, of pairs whose units are no slots.
+/// Runs of bytes, for pairs whose units are not slots.
 using ByteRuns = std::map<PairShape, std::vector<TransferRun>>;
 
-/// A pair whose units are the shared heads of a token, or, if these are apart or pages have bytes
-/// of others between them, single bytes.
+/// A pair whose units are the shared heads of a token or, if these lie apart or other bytes lie
+/// between pages, single bytes.
 TransferEntry token_entry(
     const KVPair& pair,
     const KVLayout& src,

@@ -18,7 +18,7 @@ int MemoryRanges::add(std::span<const uint64_t> addrs, std::span<const uint64_t>
   for (std::size_t i = 0; i < addrs.size(); ++i) {
     const uint64_t first = addrs[i], last = first + sizes[i] - 1;
     if (sizes[i] == 0 || last < first) return kInvalid;
-    const auto next = ranges.upper_bound(last);  // starts behind this range
+    const auto next = ranges.upper_bound(last);  // starts after this range
     if (next != ranges.begin() && std::prev(next)->second >= first) return kOverlap;
     ranges.emplace_hint(next, first, last);
   }
@@ -43,7 +43,7 @@ bool MemoryRanges::contain(
       "MemoryRanges.contain: addrs and lengths must be equally many, got ", addrs.size(), " and ",
       lengths.size()
   );
-  uint64_t first = 1, last = 0;  // the range of the block before, often that of the next, too
+  uint64_t first = 1, last = 0;  // the range of the previous block, often that of the next, too
   for (std::size_t i = 0; i < addrs.size(); ++i) {
     if (lengths[i] == 0) continue;
     const uint64_t end = addrs[i] + lengths[i] - 1;

@@ -25,7 +25,7 @@ struct Axis {
   uint64_t dst = 0;
 };
 
-/// Tokens of one page on both sides: blocks along two axes, the last of them inside.
+/// Tokens of one page on both sides: blocks along two axes, the last axis innermost.
 struct Piece {
   TransferRun first;  // block, in bytes
   Axis outer;

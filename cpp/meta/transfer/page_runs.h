@@ -10,8 +10,8 @@
 
 namespace cpattn {
 
-/// The places of tokens and heads in one side's buffer: token t of slot page * page_size + t and
-/// its h-th head are page * page_stride + t * token_stride + h * head_stride behind the first.
+/// The places of tokens and heads in one side's buffer: head h of slot page * page_size + t is page
+/// * page_stride + t * token_stride + h * head_stride after the first.
 struct PageShape {
   int64_t page_size = 1;
   uint64_t page_stride = 0;
@@ -21,7 +21,7 @@ struct PageShape {
   auto operator<=>(const PageShape&) const = default;
 };
 
-/// The places of both sides, and what is sent of a token: `bytes` of each of its heads.
+/// The places of both sides. `bytes` of each head of a token are sent.
 struct PairShape {
   PageShape src;
   PageShape dst;
@@ -32,8 +32,8 @@ struct PairShape {
 };
 
 /// Returns the bytes of runs of slots as the least number of runs of bytes, ascending in the
-/// destination; the slots of each side are distinct. Throws std::invalid_argument if they are in
-/// more than 2^24 pieces.
+/// destination; the slots of each side are distinct. Throws std::invalid_argument for more than
+/// 2^24 runs.
 std::vector<TransferRun> byte_runs(const PairShape& shape, std::span<const TransferRun> slots);
 
 }  // namespace cpattn

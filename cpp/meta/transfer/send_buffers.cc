@@ -26,8 +26,8 @@ std::vector<IndexRange> mha_as_engines_do(
   };
 }
 
-/// Returns the stage with the number of groups that its lists have: senders of MHA have K and V,
-/// and never say so.
+/// Returns the stage with the number of groups in its lists: MHA senders have K and V, but never
+/// declare them.
 KVStage grouped(const SendStage& stage) {
   KVStage kv = stage.kv;
   if (!stage.is_mla) {
@@ -37,7 +37,7 @@ KVStage grouped(const SendStage& stage) {
   return kv;
 }
 
-/// Draft layers of a sender that has the whole model, as far as it says.
+/// The declared draft layers of a sender that has the whole model.
 int64_t num_drafts(int64_t num_src, const KVStage& stage) {
   const int64_t targets = stage.hidden_kv_layers.value_or(stage.total_kv_layers);
   const int64_t beyond = targets > 0 ? num_src / stage.kv_buf_groups - targets : 0;
@@ -60,7 +60,7 @@ std::vector<IndexRange> by_position(
   return {{0, std::min(num_src, num_dst)}};
 }
 
-/// Groups that were not declared make a stage look longer than it is.
+/// Undeclared groups make a stage look longer than it is.
 void check_end_layer(
     const char* function, int64_t num_src, const KVStage& kv, std::optional<int64_t> end_layer
 ) {
@@ -91,8 +91,8 @@ std::vector<IndexRange> destination_ranges(
   return mha_as_engines_do(function, num_src, num_dst, stage.kv);
 }
 
-/// K and V of a layer have one id. Of a layer that the source has less often, the destination would
-/// be told that all of it had come.
+/// K and V of a layer have one id. If the source had a layer less often, the destination would be
+/// told that the whole layer had come.
 void check_equally_often(const char* function, const SendBuffers& buffers) {
   std::unordered_map<int64_t, int64_t> missing;
   for (const int64_t layer : buffers.src_layer_ids) --missing[layer];
@@ -174,7 +174,7 @@ std::vector<int64_t> destination_entries(
   const int64_t groups = grouped(stage).kv_buf_groups;
   check(groups >= 1, function, ": kv_buf_groups must be >= 1, got ", groups);
   const bool both_say = !buffers.src_layer_ids.empty() && !buffers.dst_layer_ids.empty();
-  // With one stage a strict plan asks of lists that pair by position what it asks without any ids.
+  // With one stage a strict plan checks lists that pair by position like lists without ids.
   if (has_layer_ids(buffers) && (both_say || compat || stage.pp_size > 1)) {
     std::vector<int64_t> entries = entries_by_ids(buffers, stage.pp_size);
     if (!compat) check_equally_often(function, buffers);

@@ -27,25 +27,25 @@ void check_list_sizes(const char* function, const SendBuffers& buffers);
 /// Checks what check_list_sizes() does, and that no item length is zero.
 void check_buffers(const char* function, const SendBuffers& buffers);
 
-/// Whether a side says which layers its entries hold.
+/// Whether a side gives the layers of its entries.
 inline bool has_layer_ids(const SendBuffers& buffers) {
   return !buffers.src_layer_ids.empty() || !buffers.dst_layer_ids.empty();
 }
 
-/// Returns for every source entry that of the destination by the layer ids that both sides or one
-/// have, as build_transfer_entry_pairs with its fallback for one stage.
+/// Returns the destination entry of every source entry by the layer ids of one or both sides, like
+/// build_transfer_entry_pairs with its fallback for one stage.
 std::vector<int64_t> entries_by_ids(const SendBuffers& buffers, int64_t pp_size);
 
-/// Returns for every source entry that of the destination.
+/// Returns the destination entry of every source entry.
 std::vector<int64_t> destination_entries(
     const char* function, const SendBuffers& buffers, const SendStage& stage, bool compat
 );
 
-/// Names what the i-th of the source's KV entries holds, for readers of the plan.
+/// Names the contents of the source's i-th KV entry, for readers of the plan.
 const char* part_of(std::size_t i, std::size_t num_src, const SendStage& stage);
 
-/// Checks that all items lie within their buffers: between 0 and the end that is known, or else
-/// that of the address space. dst_entries[i] receives entry i, none if it is negative.
+/// Checks that all items lie within their buffers: between 0 and the end of the buffer if known, or
+/// else of the address space. dst_entries[i] receives entry i, none if it is negative.
 void check_items(
     const char* function,
     const SendBuffers& buffers,

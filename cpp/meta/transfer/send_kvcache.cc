@@ -29,7 +29,7 @@ void check_dst_item_lens(
 }
 
 /// Drops entries without a length from lists with layer ids: engines send nothing for them. Strict
-/// plans have none.
+/// plans have no such entries.
 void leave_out_elided(const SendBuffers& buffers, std::vector<int64_t>& dst_entries) {
   if (!has_layer_ids(buffers)) return;
   const std::size_t known = std::min(dst_entries.size(), buffers.src_item_lens.size());

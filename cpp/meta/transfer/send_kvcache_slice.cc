@@ -7,7 +7,7 @@
 namespace cpattn {
 namespace {
 
-/// Heads of a rank; a rank of its own for each head has neighbours with the same.
+/// The number of heads of a rank; with more ranks than heads, neighbours share a head.
 int64_t heads_of(const char* side, int64_t total_kv_heads, int64_t tp_size, bool compat) {
   check(
       compat || total_kv_heads % tp_size == 0 || tp_size % total_kv_heads == 0,

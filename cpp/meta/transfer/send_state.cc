@@ -13,8 +13,8 @@ namespace {
 constexpr char kFunction[] = "plan_send_state";
 constexpr CheckFor require(kFunction);
 
-/// Engines cut lists of pointers and of lengths by this rule, each for itself: as many entries as
-/// the source has are its own, of more those from the stage's first layer on.
+/// Engines cut lists of pointers and lists of lengths separately by this rule: a list as long as
+/// the source's is its own; of a longer list, entries from the stage's first layer on are.
 IndexRange cut(int64_t num_src, int64_t num_dst, int64_t start) {
   if (num_src == num_dst) return {0, num_dst};
   return {std::min(start, num_dst), std::min(start + num_src, num_dst)};
@@ -26,7 +26,7 @@ int64_t start_layer(const StateEntries& entries) {
   return narrow_to_int32(start, "plan_send_state: prefill_start_layer");
 }
 
-/// Drafts are the tail of both lists, on the last stage, and as many on both sides.
+/// Drafts are the tail of both lists, on the last stage, and equally many on both sides.
 void check_cut(int64_t num_src, int64_t num_dst, const StateEntries& entries) {
   require(
       entries.is_flat, "state buffers must be as many on both sides, got ", num_src,
@@ -52,7 +52,7 @@ void check_cut(int64_t num_src, int64_t num_dst, const StateEntries& entries) {
   );
 }
 
-/// The destination's entry of each source entry, of lists without ids.
+/// The destination entry of each source entry, for lists without ids.
 std::vector<int64_t> by_position(
     int64_t num_src, int64_t num_dst, const StateEntries& entries, bool compat
 ) {

@@ -9,7 +9,7 @@
 namespace cpattn {
 namespace {
 
-constexpr int64_t kMaxEntries = 1 << 24;  // far above any model, far below all memory
+constexpr int64_t kMaxEntries = 1 << 24;  // far above any model, far below any memory
 
 /// Throws the error that engines catch by its text, so the text is theirs.
 template <class... Parts>

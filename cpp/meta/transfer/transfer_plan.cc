@@ -41,14 +41,14 @@ void fill(const Blocks& out, const TransferEntry& entry, std::span<const Transfe
   }
 }
 
-/// Writes the blocks of an entry from those of one with the same units, right before them.
+/// Writes the blocks of an entry by shifting the preceding blocks, which have the same units.
 void shift(const Blocks& out, std::size_t num_blocks, uint64_t src, uint64_t dst) {
   for (std::size_t i = 0; i < num_blocks; ++i) out.src[i] = (out.src - num_blocks)[i] + src;
   for (std::size_t i = 0; i < num_blocks; ++i) out.dst[i] = (out.dst - num_blocks)[i] + dst;
   std::copy_n(out.length - num_blocks, num_blocks, out.length);
 }
 
-/// Counts the blocks of an entry, in a plan with so many runs, and units in them.
+/// Counts the blocks of an entry in a plan with num_runs runs of num_units units.
 std::size_t count_blocks(const TransferEntry& entry, std::size_t num_runs, std::size_t num_units) {
   if (entry.runs) return entry.runs->size();
   return is_contiguous(entry) ? num_runs : num_units;
