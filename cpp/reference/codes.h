@@ -8,7 +8,7 @@
 namespace cpattn::reference {
 
 /// Reads an e4m3fn code: sign, four bits of exponent with bias 7, three of mantissa. The largest
-/// exponent is one like the others, but for its last code, which is NaN.
+/// exponent is like the others, except that its last code is NaN.
 double float8_e4m3fn(uint8_t code);
 
 /// Reads an e5m2 code: sign, five bits of exponent with bias 15, two of mantissa. The largest

@@ -59,7 +59,7 @@ class KeyBiases {
 
   bool any() const { return !batch_.bias.empty() || batch_.alibi_slopes || batch_.relative_bias; }
 
-  /// The biases of those of the visible keys that are not hidden by -inf; these become `seen`.
+  /// The biases of the visible keys that no -inf hides; `seen` becomes these keys.
   Eigen::ArrayXd of_row(
       int64_t sequence,
       int64_t query,

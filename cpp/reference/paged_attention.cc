@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kName = "reference.paged_attention: ";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-/// The factors of the keys or values of a cache, by strides of page, slot and head.
+/// The factors of the keys or values of a cache, with strides of page, slot and head.
 class Factors {
  public:
   Factors(
@@ -81,7 +81,7 @@ class Factors {
   int64_t page_stride_ = 0, slot_stride_ = 0, head_stride_ = 0;
 };
 
-/// A cache in any of its forms, as strides of page, slot and head.
+/// A cache in any of its forms, with strides of page, slot and head.
 struct Cache {
   const TensorView& tensor;
   int64_t num_pages, num_heads, head_dim;
@@ -144,7 +144,7 @@ Row attend(
   if (softcap > 0) scores = softcap * (scores / softcap).tanh();
   if (biases.size() > 0) scores += biases;
   const double max = scores.maxCoeff();
-  // Eigen's own exp of -inf is above 0, under which an infinite value would not give NaN.
+  // Eigen's own exp of -inf is above 0, so an infinite value would not give NaN.
   const Eigen::ArrayXd weights = (scores - max).unaryExpr([](double x) { return std::exp(x); });
   const double sum = weights.sum();
   return {
@@ -172,7 +172,7 @@ std::vector<int64_t> visible_keys(
   return keys;
 }
 
-/// The pages that a sequence has keys in are there.
+/// Checks that the pages with keys of a sequence exist.
 void check_pages(const PagedAttention& batch, int64_t sequence, int64_t num_pages) {
   const int64_t kv_len = batch.kv_lens[sequence];
   const int64_t pages = (kv_len + batch.page_size - 1) / batch.page_size;
@@ -189,7 +189,7 @@ void check_pages(const PagedAttention& batch, int64_t sequence, int64_t num_page
   }
 }
 
-/// Tokens of all sequences, and their pairs with keys.
+/// Numbers of tokens of all sequences, and of their pairs with keys.
 struct Totals {
   int64_t rows = 0, pairs = 0;
 };

@@ -49,7 +49,7 @@ double default_scale(const char* function, int64_t head_dim) {
       head_dim <= 256, function, ": scale must be given for head_dim > 256, got head_dim ",
       head_dim, " (absorbed MLA scales by the unabsorbed width)"
   );
-  // Dimensions below 1 are refused where shapes are.
+  // The check of shapes refuses dimensions below 1.
   return 1 / std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1)));
 }
 

@@ -21,7 +21,7 @@ inline void set_dims(
   }
 }
 
-/// Lets the kernel of a tile poll `stop`, and, while a trace is taken, tell which step it is at.
+/// Lets the kernel of a tile poll `stop` and, while a trace is on, report its step.
 inline void hook_tile(kernels::AttentionTile& tile, StopToken& stop, const DType& dtype) {
   static_assert(static_cast<int>(TraceScope::pack) == kernels::kMarkPack);
   static_assert(static_cast<int>(TraceScope::qk) == kernels::kMarkQk);

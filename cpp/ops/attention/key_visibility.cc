@@ -26,7 +26,7 @@ MaskLayout layout_of(std::span<const SequenceLens> sequences, int64_t granule, i
   return layout;
 }
 
-/// The values of a mask that each segment begins with, and how far its rows are apart.
+/// The first value of each segment in a mask, and the distance between its rows.
 struct MaskRows {
   std::vector<int64_t> starts, strides;
 };

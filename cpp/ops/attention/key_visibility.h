@@ -9,8 +9,8 @@
 
 namespace cpattn {
 
-/// Sets left, right and mask of a batch whose segments are there. A segment has tokens of
-/// sequences[segment.table_row]; their positions say which rows of its mask they have. Throws
+/// Sets left, right and mask of a batch whose segments are set. A segment has tokens of
+/// sequences[segment.table_row]; their positions give their rows of the mask. Throws
 /// std::invalid_argument, naming `function`, for options that exclude each other, and a mask of
 /// another dtype or size.
 void set_visibility(

@@ -25,8 +25,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 enum class Form { pair, list, stacked };
 
-/// Names of arguments in errors, by their kind, "out" or "lse"; those of parts are made on failure
-/// only.
+/// Names of arguments in errors, by their kind, "out" or "lse"; names of parts are made only on
+/// failure.
 struct Names {
   const char* function;
   Form form;
@@ -120,7 +120,8 @@ kernels::ElementType check_arguments(const Names& names, const Merged& merged) {
   return type;
 }
 
-/// Checks that a result shares memory with no argument, but for `own`, which it may be itself.
+/// Checks that a result shares memory with no argument, except `own`, which may be the result
+/// itself.
 void check_apart(
     const Names& names,
     const Merged& merged,
@@ -291,7 +292,7 @@ void merge_states(
   constexpr char kFunction[] = "merge_states";
   check_tensor(kFunction, "outs", outs, 4);
   check_shape(kFunction, "lses", lses, {outs.shape[0], outs.shape[1], outs.shape[2]});
-  // Tensors without elements may claim any number of parts: one has all that there is to check.
+  // Tensors without elements may have any number of parts: checking one is enough.
   const int64_t most = lses.num_elements() == 0 ? 1 : lses.shape[1];
   const int64_t num_parts = std::min(lses.shape[1], most);
   const std::vector<TensorView> parts = unstack(outs, num_parts);

@@ -51,7 +51,7 @@ void check_cache(
   );
 }
 
-/// Checks the scales of a cache, which kernels apply in float32, those of K together with
+/// Checks the scales of a cache, which kernels apply in float32, scales of K together with
 /// `factor`.
 void check_kv_scale(
     const AttentionArguments& arguments,

@@ -30,7 +30,7 @@ void read_slots(
   paged.num_pages = cache.shape[0] / *page_size;
   paged.page_size = *page_size;
   paged.num_kv_heads = cache.shape[1];
-  // A stride from page to page means nothing with less than two of them.
+  // A stride from page to page means nothing with fewer than two pages.
   paged.page_stride = paged.num_pages > 1 ? cache.strides[0] * *page_size : 0;
   paged.row_stride = cache.strides[0];
   paged.head_stride = cache.strides[1];
@@ -60,7 +60,7 @@ void read_pages(
   );
 }
 
-/// The element of a tensor of one.
+/// The element of a tensor with one element.
 double number_of(const char* function, const char* name, const TensorView& tensor) {
   if (tensor.dtype == DType::float64) return tensor.as<double>()[0];
   const kernels::ElementType type = element_type(function, name, tensor.dtype);
@@ -122,7 +122,7 @@ KVScale kv_scale(
     return result;
   }
   element_type(function, name, scale.dtype);
-  // A cache whose heads have one dimension.
+  // Scales are a cache whose heads have one dimension.
   TensorView cache = scale;
   cache.shape[cache.rank] = 1;
   cache.strides[cache.rank++] = 1;

@@ -14,8 +14,8 @@
 namespace cpattn {
 namespace {
 
-/// Heads of a token that threads take apart when there are more threads than
-/// tokens: all of them pack its keys again, which takes as long as so many heads.
+/// The fewest heads of a token that a thread takes when there are more threads than tokens: each
+/// thread packs the token's keys again, which takes as long as this many heads.
 constexpr int64_t kMinHeads = 16;
 
 int64_t heads_per_item(int64_t num_tokens, int64_t num_heads, int num_threads) {
@@ -60,7 +60,7 @@ kernels::AttentionTile make_tile(
       .stored_bytes = attention.stored_bytes,
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
-      // All heads of the call decide, so that bits do not depend on how threads share them.
+      // All heads of the call decide, so that bits do not depend on the sharing between threads.
       .precise = q.shape[2] <= read_bound_rows(q.shape[3]),
       .seen = {.kv_len = num_keys, .left = kUnboundedKeys, .right = kUnboundedKeys},
       .scale = static_cast<float>(attention.scale),

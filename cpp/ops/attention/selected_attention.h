@@ -16,15 +16,14 @@ struct FlatRows {
 };
 
 /// Reads [rows, 1, width] or [pages, page_size, 1, width] as rows at equal distances. Throws
-/// std::invalid_argument for another shape, and where pages do not follow each other.
+/// std::invalid_argument for another shape, and for pages that do not follow each other.
 FlatRows flat_rows(const char* function, const char* name, const TensorView& tensor, int64_t width);
 
 /// Returns [B, S, heads, dim]: packed tokens, [T, heads, dim], become those of one batch entry.
 TensorView as_batch(const TensorView& tensor);
 
-/// Attention of single tokens, each over keys that were selected for it, with all
-/// heads on one KV head: what the operators of sparse attention have in common. Callers
-/// have checked everything.
+/// Attention of single tokens, each over keys that were selected for it, with all heads on one KV
+/// head: the common part of the operators of sparse attention. Callers have checked everything.
 struct SelectedAttention {
   const char* function;              // in traces
   TensorView q;                      // [B, S, num_heads, head_dim]; token t is (t / S, t % S)
@@ -45,8 +44,8 @@ struct SelectedAttention {
 };
 
 /// Non-owning reference to a callable int64_t(int64_t token, int32_t* rows) that
-/// writes the rows of a token's keys and returns their number, up to max_keys. A row
-/// may occur again, and counts again.
+/// writes the rows of a token's keys and returns their number, up to max_keys. A row that occurs
+/// twice counts twice.
 class SelectKeys {
  public:
   template <class F>

@@ -24,7 +24,7 @@ float* SplitResults::results_of(const AttentionItem& item) const {
 }
 
 const float* SplitResults::finish(const AttentionItem& item) {
-  // The last one sees what the others wrote before they counted down.
+  // The last part sees the writes of the others before they counted down.
   if (item.split < 0 || parts_left_[item.split].fetch_sub(1, std::memory_order_acq_rel) > 1) {
     return nullptr;
   }

@@ -10,7 +10,7 @@
 namespace cpattn {
 
 /// The results of the parts of split items while a plan runs. Any thread may run
-/// any part; the thread that ends the last part of a split merges them all, in their order.
+/// any part; the thread that finishes the last part of a split merges all its parts in order.
 class SplitResults {
  public:
   explicit SplitResults(const AttentionPlan& plan);
@@ -18,8 +18,8 @@ class SplitResults {
   /// The memory for the results of a part; null for an item that is whole.
   float* results_of(const AttentionItem& item) const;
 
-  /// Notes that an item is done. Returns the results of all parts of its split if it was the
-  /// last of them, else null.
+  /// Notes that an item is done. Returns the results of all parts of its split if it was the last
+  /// part, else null.
   const float* finish(const AttentionItem& item);
 
  private:

@@ -109,7 +109,8 @@ void check_slopes(
   }
 }
 
-/// Lengths that a batch reads of its sequences, after checking that rows and keys have positions.
+/// Checks that rows and keys have positions; returns the lengths that a batch reads of its
+/// sequences.
 std::vector<SequenceLens> placed_lens(
     const char* function, const BiasPositions& positions, const AttentionBatch& batch
 ) {

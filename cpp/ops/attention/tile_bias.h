@@ -21,7 +21,7 @@ void for_tensors(const ScoreBias& bias, Function function) {
   function("key_positions", bias.positions->keys);
 }
 
-/// The bias of an item, as kernels take it.
+/// The bias of an item in the form of the kernels.
 kernels::TileBias tile_bias(
     const ScoreBias& bias, const AttentionBatch& batch, const AttentionItem& item
 );

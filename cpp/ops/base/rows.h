@@ -10,7 +10,7 @@
 
 namespace cpattn {
 
-/// The rows of a tensor: its last dimension, as often as the others say.
+/// The number of rows of a tensor: the product of all dimensions but the last.
 inline int64_t num_rows(const TensorView& tensor) {
   int64_t count = 1;
   for (int axis = 0; axis + 1 < tensor.rank; ++axis) count *= tensor.dim(axis);

@@ -8,8 +8,8 @@
 
 namespace cpattn {
 
-/// Checks the shape alone: strides are free. This and the other functions here throw
-/// std::invalid_argument that names the function and the argument.
+/// Checks only the shape: strides are free. All functions here throw std::invalid_argument that
+/// names the function and the argument.
 void check_shape(
     const char* function,
     const char* name,
@@ -33,7 +33,7 @@ void check_scale(const char* function, const char* name, double scale);
 /// Checks a bound of scores, which kernels apply in float32; 0 stands for none.
 void check_softcap(const char* function, double softcap);
 
-/// The memory of a table, as check_no_overlap() takes it.
+/// The memory of a table, for check_no_overlap().
 TensorView view_of(const IndexTable& table);
 
 /// Checks that a result and an argument share no memory.

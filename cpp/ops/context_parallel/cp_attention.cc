@@ -74,7 +74,7 @@ int64_t checked_rope_dim(const CpAttentionArguments& arguments) {
   return check_head_dim(kFunction, "the dimension of q_rope", columns / arguments.num_heads);
 }
 
-/// The new tokens of each sequence, and its keys.
+/// The numbers of new tokens and keys of each sequence.
 std::vector<SequenceLens> sequence_lens(const ContextParallelMetadata& metadata) {
   std::vector<SequenceLens> lens;
   for (std::size_t s = 0; s < metadata.extend_lens.size(); ++s) {
@@ -84,7 +84,7 @@ std::vector<SequenceLens> sequence_lens(const ContextParallelMetadata& metadata)
   return lens;
 }
 
-/// The rows of this rank, and which keys they see.
+/// The rows of this rank, and the keys that they see.
 AttentionBatch batch_of(
     const ContextParallelMetadata& metadata,
     const CpAttentionArguments& arguments,
@@ -97,7 +97,7 @@ AttentionBatch batch_of(
       .page_size = arguments.page_size,
       .num_pages = num_pages,
       .segments = cp_segments(metadata, arguments.visibility.causal),
-      .batch_invariant = true,  // of how the sequences are split over ranks
+      .batch_invariant = true,  // of the split of sequences over ranks
       .precise = arguments.precise,
   };
   const std::vector<int64_t> kv_lens =

@@ -29,8 +29,8 @@ class FlatCache {
     return elements / page_elements;
   }
 
-  /// The dimension of a cache whose number of pages is known; of an empty one that which another
-  /// argument has.
+  /// The dimension of a cache whose number of pages is known; an empty cache has the dimension of
+  /// another argument.
   int64_t dim(int64_t num_pages, int64_t dim_elsewhere) const {
     const int64_t elements = cache_.num_elements();
     if (num_pages == 0 && elements == 0 && dim_elsewhere > 0) return dim_elsewhere;
@@ -63,10 +63,10 @@ class FlatCache {
   }
 
  private:
-  /// Reads the strides of a view into a larger cache, such as some of its heads. Of its axes only
-  /// those of pages and their tokens may be joined.
+  /// Reads the strides of a view into a larger cache, such as some of its heads. Only the axes of
+  /// pages and their tokens may be joined.
   void set_strides(int64_t dim, PagedCache& paged) const {
-    const int heads = cache_.rank - 2;  // this axis, with that of dim behind it
+    const int heads = cache_.rank - 2;  // this axis; the axis of dim follows it
     const bool apart =
         (cache_.rank == 3 || (cache_.rank == 4 && cache_.shape[1] == arguments_.page_size)) &&
         cache_.shape[heads] == arguments_.num_kv_heads && cache_.shape[heads + 1] == dim;
@@ -81,13 +81,13 @@ class FlatCache {
         cache_.rank == 4 ? cache_.strides[0] : arguments_.page_size * paged.row_stride;
   }
 
-  /// Throws if the axes contradict [num_pages, page_size, num_kv_heads, dim]: each must be one of
-  /// those, or several of them joined.
+  /// Throws if the axes contradict [num_pages, page_size, num_kv_heads, dim]: each axis must be one
+  /// of these, or several of these joined.
   void check_axes(int64_t dim) const {
     const int64_t token = arguments_.num_kv_heads * dim;
     const int64_t page = arguments_.page_size * token;
     const int64_t elements = cache_.num_elements();
-    int64_t behind = 1;  // elements of the axes behind the one in turn
+    int64_t behind = 1;  // elements of the axes after the current one
     bool fits = true;
     for (int axis = cache_.rank - 1; axis > 0; --axis) {
       behind *= cache_.shape[axis];
@@ -107,7 +107,7 @@ class FlatCache {
   const CpAttentionArguments& arguments_;
 };
 
-/// The first v_head_dim dimensions of the keys, where they are.
+/// A view of the first v_head_dim dimensions of the keys.
 PagedCache start_of_keys(
     const char* function, const CpAttentionArguments& arguments, const PagedCache& keys
 ) {

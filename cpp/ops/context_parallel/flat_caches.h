@@ -9,7 +9,7 @@
 
 namespace cpattn {
 
-/// The caches of a call as the kernels take them.
+/// The caches of a call in the form of the kernels.
 struct FlatCaches {
   PagedCache k, v;
   std::optional<PagedCache> k_rope;

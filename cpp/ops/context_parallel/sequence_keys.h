@@ -7,8 +7,8 @@
 
 namespace cpattn {
 
-/// Keys that are read of each of num_sequences sequences: the most of what keys_of(row) says
-/// for the rows, or segments, of sequence row.table_row.
+/// The number of keys that are read of each of num_sequences sequences: the largest keys_of(row) of
+/// the rows, or segments, of sequence row.table_row.
 template <class Row, class KeysOf>
 std::vector<int64_t> keys_per_sequence(
     const std::vector<Row>& rows, int64_t num_sequences, KeysOf keys_of

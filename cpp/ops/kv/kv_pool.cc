@@ -8,7 +8,7 @@
 namespace cpattn {
 namespace {
 
-/// The product of the sizes, all of them checked.
+/// Checks all sizes and returns their product.
 int64_t buffer_bytes(
     const char* function, int64_t layers, int64_t slots, int64_t elements, int64_t element_bytes
 ) {

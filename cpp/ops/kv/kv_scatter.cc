@@ -16,7 +16,7 @@
 namespace cpattn {
 namespace {
 
-/// Checks that no rows and scales lie where any are written.
+/// Checks that no rows or scales overlap written memory.
 void check_no_overlap(
     const char* function, int64_t layer, std::span<const KVRows> parts, const KVRows& written
 ) {

@@ -21,7 +21,7 @@ struct Move {
   int64_t source, target;
 };
 
-/// The moves in an order in which none overwrites a row that another one is still to read.
+/// The moves in an order in which none overwrites a row that a later move reads.
 class MoveOrder {
  public:
   MoveOrder(
@@ -43,8 +43,8 @@ class MoveOrder {
   const std::vector<Move>& moves() const { return moves_; }
 
  private:
-  /// Appends the move to a slot that no move reads any more, then that to the slot it came from,
-  /// and so on.
+  /// Appends the move to a slot that no later move reads, then the move to its source slot, and so
+  /// on.
   void append_chain(int64_t slot) {
     auto move = source_of_.find(slot);
     while (move != source_of_.end() && readers_[move->first] == 0) {
@@ -68,15 +68,13 @@ class MoveOrder {
     }
   }
 
-  std::unordered_map<int64_t, int64_t>
-      source_of_;                                 // by target; moves that are not in the order yet
-  std::unordered_map<int64_t, int64_t> readers_;  // how many of them read a slot
+  std::unordered_map<int64_t, int64_t> source_of_;  // by target; moves not yet in the order
+  std::unordered_map<int64_t, int64_t> readers_;    // how many of them read a slot
   std::vector<Move> moves_;
 };
 
-/// Whether two caches may have rows in common. Those that one allocation has by turns, as keys and
-/// values of a page, have none: they have the same strides, and one begins within a gap of the
-/// other.
+/// Whether two caches may share rows. Caches that alternate in one allocation, like keys and values
+/// of a page, share none: they have the same strides, and one begins within a gap of the other.
 bool may_share_rows(const TensorView& a, const TensorView& b) {
   if (a.num_elements() == 0 || b.num_elements() == 0) return false;
   const int64_t size = element_size(a.dtype);

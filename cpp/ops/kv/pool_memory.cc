@@ -24,7 +24,7 @@ namespace cpattn {
 namespace {
 
 constexpr int64_t kLargePage = int64_t{2} << 20;
-constexpr int64_t kTakenAtOnce = int64_t{64} << 20;  // between looks for Ctrl-C, some milliseconds
+constexpr int64_t kTakenAtOnce = int64_t{64} << 20;  // between checks for Ctrl-C, some milliseconds
 
 class OutOfMemory final : public std::bad_alloc {
  public:
@@ -53,7 +53,7 @@ LiveMemory& live_memory() {
 
 std::string error_text(int error) { return std::generic_category().message(error); }
 
-/// The bytes of all parts, each of which is checked.
+/// Checks each part and returns the bytes of all parts.
 int64_t checked_bytes(const char* function, std::span<const SharedPart> parts) {
   check(!parts.empty(), function, ": shared memory must have a part");
   const int64_t page = sysconf(_SC_PAGESIZE);
@@ -81,7 +81,7 @@ int64_t checked_bytes(const char* function, std::span<const SharedPart> parts) {
   return sum;
 }
 
-/// Address space that begins at a large page, with nothing behind it yet.
+/// Reserves address space from the begin of a large page, without memory.
 char* reserve(const char* function, int64_t num_bytes) {
   const int64_t more = num_bytes > INT64_MAX - kLargePage ? 0 : kLargePage;
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -96,7 +96,7 @@ char* reserve(const char* function, int64_t num_bytes) {
   return begin + before;
 }
 
-/// Makes the system find the memory of a part now, near this thread. Later it could only fail by a
+/// Makes the system allocate the memory of a part now, near this thread. A later failure would be a
 /// signal that ends the process.
 void take(const char* function, char* data, const SharedPart& part) {
   for (int64_t done = 0; done < part.num_bytes; done += kTakenAtOnce) {
@@ -142,7 +142,7 @@ std::shared_ptr<PoolMemory> PoolMemory::make(
     throw OutOfMemory(concat(function, ": the system has no ", num_bytes, " bytes for a buffer"));
   }
   std::shared_ptr<PoolMemory> memory(new PoolMemory(static_cast<char*>(data), num_bytes));
-  system::advise_huge_pages(data, num_bytes);  // where the system has none, small pages do
+  system::advise_huge_pages(data, num_bytes);  // else pages are small
   if (!nodes.empty()) place(function, *memory, nodes);
   return remember(std::move(memory));
 }
@@ -166,7 +166,7 @@ std::shared_ptr<PoolMemory> PoolMemory::map(
   }
   system::advise_huge_pages(
       data, num_bytes
-  );  // before memory is taken, which decides about its pages
+  );  // before memory is taken, because this decides about its pages
   at = data;
   for (const SharedPart& part : parts) {
     if (part.own) take(function, at, part);
@@ -192,7 +192,7 @@ PoolMemory::~PoolMemory() {
 }
 
 std::vector<std::shared_ptr<PoolMemory>> PoolMemory::find(uint64_t addr, uint64_t size) {
-  std::vector<std::shared_ptr<PoolMemory>> found;  // outlives the lock, which letting go takes too
+  std::vector<std::shared_ptr<PoolMemory>> found;  // outlives the lock, which release takes too
   if (size == 0) return found;
   const uint64_t last = addr + (size - 1);
   LiveMemory& live = live_memory();
@@ -203,7 +203,7 @@ std::vector<std::shared_ptr<PoolMemory>> PoolMemory::find(uint64_t addr, uint64_
     if (next->second.last < addr) continue;
     found.emplace_back();
     found.back() = next->second.memory.lock();
-    if (!found.back()) found.pop_back();  // its last owner is just letting go
+    if (!found.back()) found.pop_back();  // its last owner is just releasing it
   }
   return found;
 }

@@ -183,7 +183,7 @@ float RowWriter::largest_of(int64_t first) const {
   return largest;
 }
 
-/// Writes the scales of a row, and gives them back as they are stored.
+/// Writes the scales of a row, and returns the stored numbers.
 void RowWriter::write_scales(int64_t row, int64_t slot, float* scales) const {
   const int64_t num_heads = computed_->num_heads;
   char* const to = computed_->layer + slot * num_heads * computed_->bytes;
@@ -208,7 +208,7 @@ void RowWriter::write(int64_t row, int64_t slot) const {
       std::memcpy(to + i, computed_->given->at(row * row_bytes + i), piece);
     }
   } else if (computed_) {
-    // Threads write whole rows, so that codes and scales of a slot are those of one row.
+    // Threads write whole rows, so that codes and scales of a slot come from one row.
     auto* const room =
         static_cast<float*>(thread_scratch(function_, computed_->num_heads * sizeof(float)));
     write_scales(row, slot, room);

@@ -14,8 +14,8 @@ namespace cpattn {
 /// Casts n numbers, divided by `scale`; null where rows are copied.
 using RowCast = void (*)(const void* x, int64_t n, float scale, void* out);
 
-/// The cast of rows, the argument `name`, to what is kept in `to_name`. Throws
-/// std::invalid_argument for dtypes that have none.
+/// The cast of rows, the argument `name`, to the dtype of `to_name`. Throws std::invalid_argument
+/// for dtypes that have none.
 RowCast row_cast(const char* function, const char* name, DType from, const char* to_name, DType to);
 
 /// A tensor as runs of bytes without gaps, in row-major order.
@@ -31,29 +31,29 @@ class Runs {
  private:
   const char* data_;
   int64_t run_bytes_;
-  int rank_ = 0;  // of what is outside a run, innermost first
+  int rank_ = 0;  // of dimensions outside a run, innermost first
   std::array<int64_t, TensorView::kMaxRank> sizes_{}, strides_{};
 };
 
 /// One part of write_kv_rows(), checked: rows in pieces that have no gaps and lie in one head.
 class RowWriter {
  public:
-  /// Throws as write_kv_rows() does for what is wrong with one part by itself.
+  /// Throws like write_kv_rows() for faults of this part alone.
   RowWriter(const char* function, int64_t layer, int64_t num_rows, const KVRows& part);
 
-  /// Bytes written for a row, and also read.
+  /// Bytes written for a row, and bytes read.
   int64_t written() const { return row_elements_ * to_bytes_; }
   int64_t traffic() const { return row_elements_ * (from_bytes_ + to_bytes_); }
 
-  /// Whether pieces may go past the caches.
+  /// Whether pieces may bypass the CPU caches.
   bool can_stream() const;
 
-  /// Writes a row to a slot, past the caches or not.
+  /// Writes a row to a slot; kStream bypasses the CPU caches.
   template <bool kStream>
   void write(int64_t row, int64_t slot) const;
 
  private:
-  /// The scales of each token and head, on their way.
+  /// The scales of each token and head that are written.
   struct Scales {
     char* layer;
     int64_t num_heads, bytes;      // of one

@@ -20,7 +20,7 @@ using fia::kFunction;
 using fia::Layout;
 using fia::require;
 
-/// Segments and pages of the sequences [first, last): what one run computes.
+/// Segments and pages of the sequences [first, last), which one run computes.
 AttentionBatch make_batch(
     const fia::Sequences& sequences,
     const PageTable& pages,
@@ -49,7 +49,7 @@ AttentionBatch make_batch(
   return batch;
 }
 
-/// Lets the keys of the only sequence of a batch be a page of their own.
+/// Makes the keys of a batch's only sequence one page.
 void use_one_page(AttentionBatch& batch) {
   const int64_t kv_len = batch.segments[0].kv_len;
   batch.page_size = std::max<int64_t>(kv_len, 1);
@@ -60,7 +60,7 @@ void use_one_page(AttentionBatch& batch) {
 
 bool wants_lse(const FiaPlan& plan) { return plan.lse_shape.size() > 1; }
 
-/// Whether one stride leads from row to row through query, out and lse.
+/// Whether query, out and lse each have one stride from row to row.
 bool runs_together(const FiaPlan& plan) {
   const bool several = plan.query.shape[0] > 1 && plan.query.shape[1] > 1;
   const bool heads_outside = plan.out_axes == "BNSD" || wants_lse(plan);
@@ -170,7 +170,7 @@ AttentionShape read_tensors(const FiaArguments& arguments, const Layout& layout,
   const auto checked_dim = [](const char* name, int64_t dim) {
     return static_cast<int32_t>(check_head_dim(kFunction, name, dim));
   };
-  // Pages of no rows are never read, but a plan has none of that size.
+  // Pages without rows are never read, but a plan needs a page_size of at least 1.
   for (PagedCache* cache : {&plan.arguments.k, &plan.arguments.v}) {
     cache->page_size = std::max<int64_t>(cache->page_size, 1);
   }
@@ -226,7 +226,7 @@ FiaPlan plan_fia(const FiaArguments& arguments) {
     batch.page_size = key.page_size;
     batch.num_pages = key.num_pages;
     if (plan.expands) use_one_page(batch);
-    batch.batch_invariant = true;  // do_cp_attn_fia and two calls of this agree bit for bit
+    batch.batch_invariant = true;  // do_cp_attn_fia and two calls of run_fia agree bit for bit
     if (mask) batch.mask = mask->pack(batch.segments, first);
     plan.plans.push_back(plan_attention(kFunction, std::move(batch), /*num_threads=*/0));
   }

@@ -15,7 +15,7 @@ namespace {
 /// The unit that has one number, by the values of key_antiquant_mode.
 enum AntiquantMode { kChannel, kToken, kHead, kTokenOfHead, kSlot, kSlotOfHead };
 
-/// One of the arguments: its tensor, under the name that errors give it.
+/// One argument: its tensor, and its name in errors.
 struct NamedNumbers {
   const char* name;
   TensorView tensor;
@@ -27,7 +27,7 @@ struct AntiquantSide {
   std::optional<NamedNumbers> offset;
 };
 
-/// The half of a tensor [2, ...] that is about key or value.
+/// The half of a tensor [2, ...] for key or value.
 NamedNumbers half(const char* name, const TensorView& both, int index) {
   require(
       both.rank >= 1 && both.shape[0] == 2, name, " must be [2, ...], of key and value, got shape ",
@@ -43,7 +43,7 @@ NamedNumbers half(const char* name, const TensorView& both, int index) {
   return {name, tensor};
 }
 
-/// The arguments of key (0) or value (1); those of both count unless they have their own.
+/// The arguments of key (0) or value (1); the common arguments count unless they have their own.
 AntiquantSide read_side(const FiaArguments& arguments, int index) {
   if (!arguments.key_antiquant.scale) {
     AntiquantSide side{
@@ -83,7 +83,7 @@ std::vector<float> widened(const char* name, const TensorView& tensor) {
   return numbers;
 }
 
-/// Numbers of channels or heads, which are few and of the dtype of query.
+/// Numbers of channels or heads: few, in the dtype of query.
 AntiquantNumbers read_channels(
     const NamedNumbers& given, int64_t mode, DType dtype, const PagedCache& cache
 ) {
@@ -114,7 +114,7 @@ AntiquantNumbers read_channels(
   return numbers;
 }
 
-/// Numbers of tokens, which stay where they are.
+/// Numbers of tokens, which are not copied.
 AntiquantNumbers read_tokens(
     const NamedNumbers& given,
     int64_t mode,
@@ -167,7 +167,7 @@ AntiquantCache read_cache_numbers(
   return result;
 }
 
-/// The scale of codes that nothing is added to, if one factor for a head or a row of memory is all.
+/// The scale of codes without offsets, if it has one factor for each head or row of memory.
 std::optional<KVScale> as_scale(const AntiquantCache& cache, bool paged) {
   const AntiquantNumbers& scale = cache.scale;
   const bool by_row = scale.tokens != nullptr && (scale.by_block || !paged);
@@ -218,7 +218,7 @@ void expand_rows(
   const int32_t* page_ids = pages.page_ids.data() + pages.indptr[sequence];
   const auto run = [&](int64_t item, StopToken& stop) {
     std::vector<float> scales(dim), offsets(dim);
-    // A row of numbers: those of the channels, or one number everywhere.
+    // A row of numbers: one for each channel, or one number everywhere.
     const auto row = [dim](
                          const AntiquantNumbers& numbers, int64_t outer, int64_t token,
                          int64_t head, std::vector<float>& filled

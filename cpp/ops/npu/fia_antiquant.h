@@ -41,7 +41,7 @@ struct AntiquantCache {
 };
 
 /// Turns codes into numbers. If one factor for each head or token suffices, attention reads the
-/// codes as they are. Otherwise (factors of channels, offsets, or factors of the tokens of a
+/// codes themselves. Otherwise (factors of channels, offsets, or factors of the tokens of a
 /// sequence whose codes are in blocks) the keys and values of one sequence after the other are
 /// written out in the dtype of query, as the operator is defined.
 class Antiquant {
@@ -54,7 +54,7 @@ class Antiquant {
       const PagedCache& value
   );
 
-  /// Sets the scales in `arguments` and returns true, if they suffice.
+  /// Sets the scales in `arguments` and returns true if they suffice.
   bool set_scales(AttentionArguments& arguments) const;
 
   /// Keys and values of one sequence as a page of their own, which `memory` holds.

@@ -24,9 +24,9 @@ struct Layout {
 /// any other. The result points into `name`.
 Layout parse_layout(std::string_view name);
 
-/// The tensor with axes in the order [B, S, N, D], whatever their order in
-/// memory: `axes` names those it has, H being N and D in one, and T all tokens
-/// of a single B. Checks the rank and that there are num_heads heads.
+/// The tensor with axes in the order [B, S, N, D], for any order in memory. `axes` names the
+/// tensor's axes: H is N and D in one, T all tokens of a single B. Checks the rank and that there
+/// are num_heads heads.
 TensorView as_bsnd(
     const char* name, const TensorView& tensor, std::string_view axes, int64_t num_heads
 );
@@ -38,8 +38,8 @@ bool has_uniform_rows(const TensorView& bsnd);
 /// only if has_uniform_rows().
 TensorView rows_of(const TensorView& bsnd, int64_t first, int64_t count);
 
-/// key, value or key_rope as a cache of pages: [blocks, block_size, H], or, where
-/// `by_head` allows it, [blocks, N, block_size, D].
+/// key, value or key_rope as a cache of pages: [blocks, block_size, H], or, with `by_head`,
+/// [blocks, N, block_size, D].
 PagedCache paged_blocks(
     const char* name, const TensorView& cache, int64_t num_heads, int64_t block_size, bool by_head
 );

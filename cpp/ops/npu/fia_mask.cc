@@ -7,7 +7,7 @@
 namespace cpattn::fia {
 namespace {
 
-/// The side of the triangular template that modes 2 to 4 ask for and nobody reads.
+/// The side of the triangular template that modes 2 to 4 require but never read.
 constexpr int64_t kTemplateSize = 2048;
 
 enum SparseMode { kDefaultMask, kAllMask, kLeftUpCausal, kRightDownCausal, kBand };
@@ -82,7 +82,7 @@ ReadMask::ReadMask(const FiaArguments& arguments, const Sequences& sequences, in
   const bool paged = arguments.block_table.has_value();
   const int64_t batch = sequences.size(), max_kv_len = sequences.max_kv_len;
   const int64_t rows = mask_.shape[mask_.rank - 2], columns = mask_.shape[mask_.rank - 1];
-  // Engines pass the template here for a prompt of one token, whose pair is its first element.
+  // For a prompt of one token engines pass the template, whose first element is the only pair.
   const bool one_pair = max_q_len == 1 && max_kv_len == 1 && rows > 0 && columns > 0;
   const bool columns_fit =
       one_pair || (paged ? columns >= max_kv_len : is_rounded(columns, max_kv_len));

@@ -14,7 +14,7 @@ namespace {
 
 using Lengths = std::optional<std::vector<int64_t>>;
 
-/// Lengths of `batch` sequences: one for all, or the first of at least so many.
+/// Lengths of `batch` sequences: one for all, or the first `batch` of a longer list.
 std::vector<int64_t> plain_lengths(
     const char* name, const Lengths& given, int64_t batch, int64_t limit
 ) {

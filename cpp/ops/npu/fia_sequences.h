@@ -17,8 +17,8 @@ struct Sequences {
 };
 
 /// Reads actual_seq_lengths and actual_seq_lengths_kv of a query with elements. In packed layouts
-/// these are running sums, of keys too unless they are paged; in others lengths, one for all or one
-/// for each sequence, and by default those of the tensors.
+/// both are running sums, except lengths of paged keys; in other layouts lengths, one for all or
+/// one for each sequence, by default those of the tensors.
 Sequences read_sequences(
     const FiaArguments& arguments,
     const Layout& layout,

@@ -61,8 +61,7 @@ TensorView join_tokens(const char* name, const TensorView& tensor, bool packed) 
   return joined;
 }
 
-/// The keys, and where those of each sequence are: from begins[b] on in row b of
-/// the page table.
+/// The keys. Those of sequence b are in row b of the page table, from begins[b] on.
 struct KeySequences {
   IndexKeys keys;
   PageTable pages;
@@ -82,7 +81,7 @@ IndexKeys keys_of(const LightningIndexerArguments& arguments, int64_t page_size)
     pages.shape = {1, key.shape[0], 1, dim};
     pages.strides = {key.shape[0] * key.strides[0], key.strides[0], key.strides[1], 1};
   }
-  if (pages.shape[1] == 0) {  // one token that nobody reads
+  if (pages.shape[1] == 0) {  // one token that is never read
     pages.shape[1] = page_size;
     pages.strides[3] = 1;  // which means nothing in an empty tensor
   }
@@ -133,8 +132,8 @@ TokenSequences read_queries(const LightningIndexerArguments& arguments) {
              : padded_sequences(kFunction, kName, lengths, query.shape[0], query.shape[1]);
 }
 
-/// The row of the page table for each sequence. Engines make a sequence of every token; those
-/// that read the same pages, or the first of them, take one row, and are scored together.
+/// The row of the page table for each sequence. Engines make a sequence of every token; sequences
+/// that read the same pages, or the first of these, share a row and are scored together.
 std::vector<int64_t> shared_table_rows(const PageTable& pages) {
   const auto pages_of = [&](int64_t row) {
     return std::span(pages.page_ids)
@@ -172,7 +171,7 @@ std::vector<IndexerRow> make_rows(
   return rows;
 }
 
-/// A result, whatever its axes, as a matrix.
+/// A result with any axes, as a matrix.
 TensorView as_matrix(const char* name, const TensorView& tensor, int64_t rows, int64_t columns) {
   int64_t elements = 0;
   require(

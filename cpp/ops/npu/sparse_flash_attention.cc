@@ -42,7 +42,7 @@ void check_modes(const SparseFlashArguments& arguments) {
   check_scale(kFunction, "scale_value", arguments.scale_value);
 }
 
-/// A tensor with the axes of query but for its heads and their dimension.
+/// A tensor with the axes of query except its heads and their dimension.
 TensorView read_like_query(
     const SparseFlashArguments& arguments, const char* name, const TensorView& tensor, int64_t heads
 ) {
@@ -203,10 +203,10 @@ class Selection {
 
   TensorView indices_;  // [B, S1, 1, K]
   TokenSequences queries_, keys_;
-  PageTable pages_;  // empty but for PA_BSND
+  PageTable pages_;  // empty except for PA_BSND
   int64_t tokens_per_entry_;
   bool packed_, causal_;
-  int64_t block_ = 1;  // keys of a block; longer ones hold no more than a sequence has
+  int64_t block_ = 1;  // keys of a block, at most those of the longest sequence
   int64_t page_size_ = 1;
   int64_t max_len_ = 0;
 };

@@ -11,8 +11,8 @@
 namespace cpattn {
 
 /// Queries and keys are BSND or TND; only with a block table keys are PA_BSND, in pages.
-/// key_layout_name is how the operator calls the layout of keys. This and the other functions
-/// here throw std::invalid_argument in the name of `function`.
+/// key_layout_name is the operator's name for the layout of keys. All functions here throw
+/// std::invalid_argument in the name of `function`.
 void check_layouts(
     const char* function,
     std::string_view query_layout,
@@ -21,8 +21,8 @@ void check_layouts(
     bool has_block_table
 );
 
-/// Queries see all keys (sparse_mode 0) or those up to their own position (3); the two
-/// other limits must be left at their largest value.
+/// Queries see all keys (sparse_mode 0) or keys up to their own position (3); the two other limits
+/// must have their largest value.
 void check_window(
     const char* function, int64_t sparse_mode, int64_t pre_tokens, int64_t next_tokens
 );
@@ -41,8 +41,8 @@ TokenSequences packed_sequences(
     const char* function, const char* name, const SequenceLengths& sums, int64_t total
 );
 
-/// `batch` sequences of at most `limit` tokens, which is also where the next begins;
-/// all of them if there are no lengths.
+/// `batch` sequences of at most `limit` tokens, which begin `limit` tokens apart; without lengths
+/// all have `limit`.
 TokenSequences padded_sequences(
     const char* function,
     const char* name,

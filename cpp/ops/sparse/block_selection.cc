@@ -18,7 +18,7 @@ namespace {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kForced = std::numeric_limits<float>::infinity();
-/// Scores for which another thread is worth waking.
+/// Scores that make another thread worth waking.
 constexpr int64_t kBlockScoresPerThread = int64_t{1} << 16;
 
 /// A row of each of the two results, which is filled from the front.
@@ -28,7 +28,7 @@ class SelectedBlocks {
       : blocks_(blocks.as<int32_t>() + row * blocks.strides[0]),
         scores_(scores.as<float>() + row * scores.strides[0]),
         topk_(blocks.shape[1]) {}
-  /// The row of blocks, in which a kernel may leave indices that add() then reads in order.
+  /// The row of blocks. A kernel may write indices into it, which add() then reads in order.
   int32_t* indices() const { return blocks_; }
   void add(int64_t block, float score) {
     if (!(score > kNone)) return;
@@ -63,7 +63,7 @@ void check_results(
   check_rows(function, "block_scores", scores, {rows, topk});
 }
 
-/// Checks all, and returns how many keys each query may see of those that the rank has.
+/// Checks all arguments, and returns how many of the rank's keys each query may see.
 std::vector<int64_t> checked_lengths(const BlockSelection& given) {
   const char* function = given.function;
   check_dtype(function, "score", given.score.dtype, DType::float32);
@@ -129,7 +129,7 @@ void select_blocks(const BlockSelection& given) {
       return (length + given.block_size - 1) / given.block_size;
     };
     const int64_t num_blocks = blocks_of(given.lengths[row]), own = blocks_of(own_lengths[row]);
-    // Scratch of the kernel, which must be aligned to 64 bytes, is behind the scores.
+    // The kernel's scratch, which must be aligned to 64 bytes, is after the scores.
     const int64_t bytes = (own * static_cast<int64_t>(sizeof(float)) + 63) / 64 * 64;
     const auto topk = static_cast<int32_t>(given.topk);
     const int64_t more = own > given.topk ? kernel.scratch_bytes(topk) : 0;
@@ -137,7 +137,8 @@ void select_blocks(const BlockSelection& given) {
     auto* scores = reinterpret_cast<float*>(scratch);
     const float* keys = given.score.as<float>() + row * given.score.strides[0];
     kernel.block_maxima(keys, own_lengths[row], given.block_size, scores);
-    // Own blocks below `first` are among the first of the sequence, from `last` on among the last.
+    // Own blocks below `first` are among the first of the sequence, blocks from `last` on among the
+    // last.
     const auto own_below = [&](int64_t block) {
       return std::clamp((block - rank + ranks - 1) / ranks, int64_t{0}, own);
     };

@@ -55,7 +55,7 @@ IndexKeys packed_keys(
 }
 
 /// The strides from page to page and from row to row, in elements. Slots are counted along
-/// dimension 0 alone, pages and rows along dimensions 0 and 1.
+/// dimension 0, pages and rows along dimensions 0 and 1.
 struct RowStrides {
   int64_t page, row;
   RowStrides(const TensorView& rows, bool slots, int64_t page_size)
@@ -87,7 +87,7 @@ void add_scales(
   keys.scale_row_bytes = strides.row * kScaleBytes;
 }
 
-/// Whether a cache that is not packed counts slots, not pages. Throws for another form.
+/// Whether a cache that is not packed counts slots, not pages. Throws for any other form.
 bool counts_slots(const char* function, const TensorView& cache, int64_t page_size, int64_t dim) {
   check(
       cache.dtype == DType::bfloat16 || cache.dtype == DType::float32 ||

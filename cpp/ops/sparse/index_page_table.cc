@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Page-table slots of indices that were selected before, without a score.
+// Page-table slots of indices that are already selected, without scores.
 #include <algorithm>
 #include <vector>
 

@@ -18,7 +18,7 @@ using kernels::kHadamardLeast;
 
 constexpr int64_t kTokenBytes = kGroup + int64_t{sizeof(float)};
 
-/// Checks that a tensor is `count` numbers one after the other, whatever its shape.
+/// Checks that a tensor of any shape is `count` contiguous numbers.
 void check_dense(const char* function, const char* name, const TensorView& tensor, int64_t count) {
   check(
       tensor.num_elements() == count && tensor.is_contiguous(), function, ": ", name,
@@ -89,7 +89,7 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
       }
       return;
     }
-    // The kernel takes kHadamardLeast numbers at least: short rows are brought together first.
+    // The kernel takes at least kHadamardLeast numbers: short rows are joined first.
     alignas(float) char together[kHadamardLeast * sizeof(float)] = {};
     for (int64_t taken = 0; row < end; row += taken, to += taken * row_bytes) {
       taken = std::min(count / dim, end - row);
@@ -130,8 +130,7 @@ void quantize_index(
                       : power_of_two ? kernels::kGroupFloat8PowerOfTwo
                                      : kernels::kGroupFloat8;
   const auto quantize = active_sparse_kernels().rows.quantize_groups[type];
-  // Rows that lie one after the other are taken several at a time, which hides how long their
-  // scales take.
+  // Contiguous rows are taken several at a time, which hides the latency of their scales.
   const int64_t together = x.is_contiguous() ? std::max<int64_t>(1, 8 * kGroup / dim) : 1;
   parallel_rows(num_rows(x), dim * element_size(x.dtype), [&](int64_t row, int64_t end) {
     for (; row < end; row += together) {

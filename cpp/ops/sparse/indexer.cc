@@ -62,8 +62,8 @@ class Call {
     return others;
   }
 
-  /// Runs the kernel on all items; direct(item, i, query) says where results of row i of
-  /// an item go.
+  /// Runs the kernel on all items; direct(item, i, query) sets the destination of the results of
+  /// row i of an item.
   template <class Direct>
   void run(bool sorted, Direct direct) const {
     const auto& kernel =
@@ -85,7 +85,7 @@ class Call {
   }
 
  private:
-  /// `weights` keeps those of the queries.
+  /// `weights` keeps the weights of the queries alive.
   std::vector<kernels::IndexerQuery> queries_of(
       const IndexerItem& item, std::vector<float>& weights
   ) const {
@@ -134,7 +134,7 @@ class Call {
     };
   }
 
-  /// The flops of an item's products, while a trace is taken; those of integers do not count.
+  /// The flops of an item's products while a trace is on; integer operations do not count.
   int64_t flops(const IndexerItem& item) const {
     if (!tracing() || arguments_.keys.dtype == DType::int8) return 0;
     return 2 * item.cost * arguments_.q.shape[1] * arguments_.q.shape[2];

@@ -6,10 +6,10 @@
 
 namespace cpattn {
 
-/// Throws std::invalid_argument for all that is wrong with the arguments, the result aside.
+/// Throws std::invalid_argument for every fault of the arguments except the result.
 void check_indexer_arguments(const IndexerArguments& arguments);
 
-/// Checks a result, which has so many columns for each query of the arguments.
+/// Checks a result, which has `columns` columns for each query of the arguments.
 void check_indexer_result(
     const IndexerArguments& arguments,
     const char* name,

@@ -11,13 +11,13 @@ namespace {
 /// query of 64 heads.
 constexpr int64_t kItemQueries = 32;
 constexpr int64_t kFewerQueries = 16;
-/// Items of one thread: so many that it waits for others for little of its time.
+/// Items of one thread: enough that it spends little of its time waiting for others.
 constexpr int64_t kThreadItems = 8;
-/// Keys of a part, at least: merging what it selects then costs 2 % of its scores.
+/// The fewest keys of a part: merging its selection then costs 2 % of its scores.
 constexpr int64_t kPartKeys = 8192;
 /// A part that selects most of its keys would only cost memory.
 constexpr int64_t kPartKeysPerSelected = 4;
-/// Keys that the queries of an item select, at most: each takes 24 bytes of buffers.
+/// The most keys that the queries of an item select: each takes 24 bytes of buffers.
 constexpr int64_t kItemSelected = int64_t{1} << 17;
 
 std::vector<IndexerItem> group_rows(std::span<const IndexerRow> rows, int64_t most) {

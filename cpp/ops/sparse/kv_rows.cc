@@ -17,7 +17,7 @@ using kernels::kKvDim;
 using kernels::kKvRope;
 using kernels::kKvRowBytes;
 
-/// Rows that are fetched ahead: the processor cannot foresee indices.
+/// Rows that are prefetched: the processor cannot predict indices.
 constexpr int64_t kRowsAhead = 4;
 
 void fetch_row(const char* row) {

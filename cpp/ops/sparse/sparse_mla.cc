@@ -16,7 +16,7 @@ namespace {
 
 bool is_byte(DType dtype) { return dtype == DType::uint8 || dtype == DType::float8_e4m3fn; }
 
-/// Reads kv and how it is stored into `attention`; returns the number of its rows.
+/// Reads kv and its storage format into `attention`; returns the number of its rows.
 int64_t read_kv(const TensorView& kv, SelectedAttention& attention) {
   const char* function = attention.function;
   const CheckFor require{function};
@@ -105,16 +105,16 @@ void check_results(const SparseMlaArguments& arguments) {
   check_no_overlap(function, "lse", arguments.lse, "max_logits", arguments.max_logits);
 }
 
-/// Writes those of n indices that name one of num_rows rows; returns their number.
+/// Writes those of n indices that are in [0, num_rows); returns their number.
 template <class Index>
 int64_t valid_rows(const void* indices, int64_t n, int64_t num_rows, int32_t* rows) {
   const auto* index = static_cast<const Index*>(indices);
   const auto limit = static_cast<std::make_unsigned_t<Index>>(num_rows);
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
-    // Read once: what another thread writes meanwhile must not pass for what was checked.
+    // Read once: a number that another thread writes meanwhile must not pass for the checked one.
     const Index value = __atomic_load_n(index + i, __ATOMIC_RELAXED);
-    rows[count] = static_cast<int32_t>(value);  // overwritten by the next unless it counts
+    rows[count] = static_cast<int32_t>(value);  // overwritten by the next index unless it counts
     count += static_cast<std::make_unsigned_t<Index>>(value) < limit ? 1 : 0;
   }
   return count;

@@ -15,7 +15,7 @@
 namespace cpattn {
 namespace {
 
-/// Scores for which another thread is worth waking.
+/// Scores that make another thread worth waking.
 constexpr int64_t kScoresPerThread = int64_t{1} << 16;
 
 void check_size(const char* function, const char* name, std::size_t size, int64_t rows) {
@@ -63,7 +63,7 @@ int useful_threads(const TopkArguments& arguments) {
   return static_cast<int>(std::min<int64_t>(default_num_threads(), 1 + work / kScoresPerThread));
 }
 
-/// Selects in every row, and lets transform(i, indices, n) change the n that there are.
+/// Selects in every row, and lets transform(i, indices, n) change its n selected indices.
 template <class Transform>
 void select_rows(
     const TopkArguments& arguments, const TensorView& out, const Transform& transform

@@ -24,12 +24,12 @@ struct Rows {
   KVEntryDigest* digest = nullptr;
   uint64_t first = 0;
   std::vector<uint64_t> keys;  // of each head
-  int64_t unit_tokens = 1;     // page_size where a page is one row
+  int64_t unit_tokens = 1;     // page_size if a page is one row
   uint64_t token_step = 0;
   uint64_t head_step = 0;
 };
 
-/// Tokens of one run, some of which an item of work has.
+/// Tokens of one run, for an item of work.
 struct Piece {
   int64_t token, slot, count;
 };
@@ -84,7 +84,7 @@ struct Blocks {
   int64_t first;
 
   int64_t of(int64_t token) const { return token / tokens - first; }
-  /// Tokens from this one on, of at most `count`, that are in its block.
+  /// The number of tokens out of `count` from `token` on that are in its block.
   int64_t left(int64_t token, int64_t count) const {
     return std::min(count, tokens - token % tokens);
   }
@@ -152,7 +152,7 @@ void check_peer(const KVLayout& layout, const KVLayout& peer, const KVEntry& ent
   );
 }
 
-/// The pieces into which threads divide the tokens: whole pages, of about the same bytes.
+/// The pieces into which threads divide the tokens: whole pages, of about equal bytes.
 std::vector<Piece> pieces_of(
     std::span<const HeldTokens> held, const std::vector<Rows>& all, int64_t page_size
 ) {

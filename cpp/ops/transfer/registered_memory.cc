@@ -13,7 +13,7 @@ namespace {
 /// Whether pools own every byte of the range.
 bool covered(const MemoryOwners& owners, uint64_t addr, uint64_t size) {
   const uint64_t last = addr + (size - 1);
-  uint64_t next = addr;  // the first byte that is not known to be owned
+  uint64_t next = addr;  // the first byte not known to be owned
   for (const auto& memory : owners) {
     if (memory->addr() > next) return false;
     const uint64_t end = memory->addr() + memory->num_bytes();

@@ -8,8 +8,8 @@
 
 namespace cpattn {
 
-// The hash of the digests. Peers compare its values, so it never changes under this name of
-// the digest's format; the words are binary digits of pi, as in no one's choice.
+// The hash of the digests. Peers compare its values, so it never changes under this name of the
+// digest's format. The words are binary digits of pi, a choice without intent.
 inline constexpr uint64_t kHashWords[] = {
     0x243f6a8885a308d3, 0x13198a2e03707344, 0xa4093822299f31d0, 0x082efa98ec4e6c89,
     0x452821e638d01377, 0xbe5466cf34e90c6c, 0xc0ac29b7c97c50dd, 0x3f84d5b5b5470917,
@@ -31,8 +31,8 @@ inline uint64_t head_key(uint64_t entry_key, int64_t head) {
   return fold(entry_key ^ kHashWords[6], static_cast<uint64_t>(head) ^ kHashWords[7]);
 }
 
-/// Four chains over the stripes of a row, 64 bytes each: as many products are on their way at once,
-/// which is as fast as memory is read.
+/// Four chains over the stripes of a row, 64 bytes each: four products in flight keep up with
+/// reading memory.
 class StripeChains {
  public:
   static constexpr std::size_t kBytes = 64;
@@ -54,7 +54,7 @@ class StripeChains {
   uint64_t chains_[4] = {kHashWords[4], kHashWords[5], kHashWords[6], kHashWords[7]};
 };
 
-/// The hash of a row, the last stripe of it padded with zeros.
+/// The hash of a row, its last stripe padded with zeros.
 inline uint64_t row_hash(
     const unsigned char* bytes, std::size_t num_bytes, uint64_t head_key, int64_t position
 ) {
