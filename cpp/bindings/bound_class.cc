@@ -10,7 +10,7 @@ namespace {
 
 std::string name_of(py::handle type) { return py::str(type.attr("__name__")); }
 
-/// Sets a method that raises TypeError(message), whatever it is called with.
+/// Sets a method that raises TypeError(message) for any arguments.
 void set_raising(py::handle type, const char* method, const std::string& message) {
   const py::cpp_function raise(
       [message](const py::args&, const py::kwargs&) { throw py::type_error(message); },
@@ -21,7 +21,7 @@ void set_raising(py::handle type, const char* method, const std::string& message
 
 void close_class(py::handle type) {
   const py::object own = type.attr("__dict__");
-  // A class without py::init has the one that pybind11 gives all classes, in a slot.
+  // A class without py::init has pybind11's default __init__, in a slot.
   if (Py_TYPE(py::object(own["__init__"]).ptr()) == &PyWrapperDescr_Type) {
     set_raising(type, "__new__", name_of(type) + " has no constructor; functions make its objects");
   }
@@ -31,13 +31,13 @@ void close_class(py::handle type) {
         name_of(type) + " cannot be pickled or copied: it belongs to this process"
     );
   }
-  // By these other extensions would take its objects, and this one those of another copy of itself,
-  // whose classes may have other members.
+  // These attributes would let other extensions take its objects, and this one take objects of
+  // another copy of itself, whose classes may have other members.
   for (const char* way : {PYBIND11_MODULE_LOCAL_ID, "_pybind11_conduit_v1_"}) {
     py::delattr(type, way);
   }
   auto* raw_type = reinterpret_cast<PyTypeObject*>(type.ptr());
-  // pybind11 calls it where a function is given an object without a value.
+  // pybind11 calls it if a function is given an object without a value.
   py::detail::get_type_info(raw_type)->operator_new = [](std::size_t) -> void* {
     throw py::type_error("this object has no value: it was never constructed");
   };

@@ -14,7 +14,7 @@
 
 namespace cpattn::bindings {
 
-/// Closes what pybind11 leaves open in the classes of a module. These become a TypeError:
+/// Closes loopholes that pybind11 leaves in the classes of a module. These become a TypeError:
 ///
 /// - cls.__new__(cls) of a class without a constructor;
 /// - uses of what cls.__new__(cls) returns for other classes: functions would be given
@@ -22,7 +22,7 @@ namespace cpattn::bindings {
 /// - pickle and copy of objects without a __reduce__ of their own: protocols 0 and 1 crash.
 void close_classes(const pybind11::module_& module);
 
-/// Makes copies of a class's objects the object itself, for values that nothing can change.
+/// Makes copies of a class's objects the object itself, for immutable values.
 void copy_by_reference(pybind11::handle type);
 
 /// Adds to values a method _state, which returns a tuple of num_fields fields, and to the module a

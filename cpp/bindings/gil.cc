@@ -21,8 +21,8 @@ bool interpreter_is_ending() {
 #endif
 }
 
-/// Runs `take`, which takes the GIL. Where the interpreter has begun to end on another thread it
-/// does not return, and neither does this.
+/// Runs `take`, which takes the GIL. If the interpreter has begun to end on another thread, neither
+/// returns.
 template <class Take>
 void take_gil(Take take) {
   try {
@@ -33,7 +33,7 @@ void take_gil(Take take) {
 }
 
 /// True when a signal handler raised in Python (Ctrl-C); the Python error is then set on this
-/// thread. Takes the GIL for the look.
+/// thread. Takes the GIL for the check.
 bool python_signal_pending() {
   if (interpreter_is_ending()) return false;
   PyGILState_STATE state{};

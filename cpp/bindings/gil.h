@@ -17,7 +17,7 @@ inline constexpr bool kHasGil = true;
 ///
 /// A daemon thread may want the GIL back when the interpreter has begun to end. CPython then ends
 /// the thread (before 3.14) by unwinding its stack, which no destructor allows: the process would
-/// abort. Here such a thread waits for the end of the process instead, as CPython 3.14 has it.
+/// abort. Here such a thread waits for the end of the process instead, as in CPython 3.14.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}

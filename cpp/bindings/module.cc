@@ -5,18 +5,19 @@
 
 namespace py = pybind11;
 
-// PyInit__core below looks at the interpreter first: in a sub-interpreter pybind11 would wait for
-// ever for the GIL of the main one.
+// PyInit__core below looks at the interpreter first: in a sub-interpreter pybind11 would wait
+// forever for the GIL of the main interpreter.
 // NOLINTNEXTLINE(bugprone-reserved-identifier): the name is what Python looks for.
 #define PyInit__core cpattn_init_core
 
-// The module works without the GIL: what the bindings keep is thread_local, as threads that wait
-// for a static variable hold others up, or a mutex guards it while nothing of Python is called.
-// Other objects do not change, but for those that one thread has (spans, barriers) or Python
+// The module works without the GIL. Caches of the bindings are thread_local, because threads that
+// wait for a static variable hold up others, or a mutex guards them while no Python code runs.
+// Other objects do not change, except those of one thread (spans, barriers) and those that Python
 // guards.
 //
 // A process may hold two copies of the module, one of them in a folder for the library `kernels`:
-// all classes are py::module_local(), as pybind11 refuses a second global one of the same C++ type.
+// all classes are py::module_local(), because pybind11 refuses a second global class of the same
+// C++ type.
 PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   namespace bindings = cpattn::bindings;
   m.doc() = "Compiled core of cpattn. Private: import cpattn.";

@@ -14,7 +14,7 @@ namespace {
 
 thread_local std::string last_error;
 
-// One description of memory under two names: of users, who need no dlpack.h, and of the core.
+// One description of memory under two names: for users, who need no dlpack.h, and for the core.
 static_assert(sizeof(cpattn_tensor) == sizeof(dlpack::Tensor));
 static_assert(offsetof(cpattn_tensor, data) == offsetof(dlpack::Tensor, data));
 static_assert(offsetof(cpattn_tensor, device_type) == offsetof(dlpack::Tensor, device_type));

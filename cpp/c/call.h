@@ -76,19 +76,19 @@ class Call {
   static std::optional<int64_t> optional_int(int64_t given) {
     return given == CPATTN_NONE ? std::nullopt : std::optional(given);
   }
-  /// The option num_threads: 0, that of the process, for CPATTN_NONE.
+  /// The option num_threads: for CPATTN_NONE 0, the default of the process.
   int threads(int32_t num_threads) const {
     return num_threads == CPATTN_NONE ? 0 : check_num_threads(function_, num_threads);
   }
 
-  /// Refuses a null pointer to what the call needs.
+  /// Refuses a null pointer to an object that the call needs.
   template <class Object>
   Object& object(Object* given, const char* argument) const {
     check(given != nullptr, function_, ": ", argument, " must not be NULL");
     return *given;
   }
 
-  /// A struct of options. What a caller with an older header cannot know has its default.
+  /// A struct of options. Fields that a caller's older header lacks have their defaults.
   template <class Options>
   Options options(const Options* given, const char* argument) const {
     const std::size_t size = checked_size<Options>(object(given, argument).struct_size, argument);
@@ -97,7 +97,7 @@ class Call {
     return read;
   }
 
-  /// Fills a struct of options with the defaults, as far as the caller's header has it.
+  /// Fills the part of a struct of options that the caller's header has with defaults.
   template <class Options>
   void initialise(Options* options, std::size_t struct_size, const char* argument) const {
     Options defaults = Defaults<Options>::value();

@@ -13,7 +13,7 @@
 
 struct cpattn_cp_metadata {
   cpattn::ContextParallelMetadata metadata;
-  // Arrays that are computed when they are first asked for, by any thread.
+  // Arrays that any thread computes on first access.
   mutable std::mutex mutex;
   mutable std::map<std::string_view, std::vector<int32_t>> computed;
 };
@@ -57,13 +57,13 @@ Metadata::Ints computed_array(const cpattn_cp_metadata& owner, const CpComputedF
   auto found = owner.computed.find(field.name);
   if (found == owner.computed.end()) {
     std::vector<int32_t> values = field.compute(owner.metadata);
-    values.reserve(1);  // an array without elements is no null, which stands for no array
+    values.reserve(1);  // an empty array is not null: null means no array
     found = owner.computed.emplace(field.name, std::move(values)).first;
   }
   return found->second;
 }
 
-/// The array of that name; its data() is null where the strategy has no such field.
+/// The array of that name; its data() is null if the strategy has no such field.
 Metadata::Ints array_of(const Call& call, const cpattn_cp_metadata& owner, std::string_view name) {
   for (const CpArrayField& field : kCpLists) {
     if (name == field.name) return owner.metadata.*field.values;

@@ -34,7 +34,7 @@ namespace {
 
 constexpr Call kCall("digest");
 
-/// The pages of a tensor, each of which is contiguous; they may lie apart.
+/// The pages of a tensor: each is contiguous, and they may lie apart.
 KVEntry entry_of(const cpattn_kv_digest& given, const TensorView& tensor) {
   int64_t elements = 1;
   bool contiguous = true;

@@ -5,7 +5,7 @@
 #include "cpattn/base/isa.h"
 #include "cpattn/base/parallel.h"
 
-// The header is what users compile with; the project is what they install.
+// Users compile with the header's version and install the project's.
 static_assert(std::string_view(CPATTN_VERSION) == CPATTN_PROJECT_VERSION);
 
 using cpattn::c::Call;

@@ -10,7 +10,7 @@
 
 namespace cpattn::bindings {
 
-/// The name of an object's type, as messages have it.
+/// The name of an object's type, for messages.
 std::string type_name(pybind11::handle object);
 
 template <class... Parts>
@@ -19,7 +19,7 @@ template <class... Parts>
 }
 
 /// Raises TypeError(message), caused by the error that Python code of an argument has raised. A
-/// MemoryError, and errors that are no Exception, such as KeyboardInterrupt, go on as they are.
+/// MemoryError, and errors that are no Exception, such as KeyboardInterrupt, propagate unchanged.
 [[noreturn]] void refuse_for_python_error(const std::string& message);
 
 }  // namespace cpattn::bindings

@@ -24,9 +24,9 @@
 
 namespace cpattn::bindings {
 
-/// Reads the arguments of a call of `function`. What cannot be read is TypeError, and ValueError
-/// what does not fit; both begin with the names of function and argument, and their texts are made
-/// on failure only.
+/// Reads the arguments of a call of `function`. Throws TypeError for an argument that cannot be
+/// read and ValueError for one that does not fit; both begin with the names of function and
+/// argument, and texts are made only on failure.
 ///
 /// The name must be a constant: the functions of the core keep the pointer.
 class Arguments {
@@ -110,7 +110,7 @@ class Arguments {
     return parse_kv_layout(function_, text(object, "kv_layout"));
   }
 
-  /// num_threads: as the core wants it, 0 for None.
+  /// num_threads in the form of the core: 0 for None.
   int threads(pybind11::handle object) const {
     if (object.is_none()) return 0;
     return check_num_threads(function_, integer<int32_t>(object, "num_threads"));

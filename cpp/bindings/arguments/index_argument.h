@@ -21,7 +21,7 @@ std::vector<int64_t> index_list(pybind11::handle object, const ArgumentName& nam
 std::optional<std::vector<int64_t>> optional_index_list(
     pybind11::handle object, const ArgumentName& name
 );
-/// The number of values that index_list would read, whatever they are.
+/// The number of values that index_list would read, without reading them.
 int64_t index_count(pybind11::handle object, const ArgumentName& name);
 
 /// A list or tuple of bools, or a one-dimensional tensor of them, each as 0 or 1; one bool is such

@@ -13,7 +13,7 @@ namespace cpattn::bindings {
 /// " at index 3"; nothing if index < 0: not in a list.
 std::string at_index(Py_ssize_t index);
 
-/// The digits of an int, or how long it is if they are many.
+/// The digits of an int, or their number if they are many.
 std::string describe_int(pybind11::handle exact);
 
 /// The items of a list or tuple at this moment, in a tuple that keeps them: a list can change

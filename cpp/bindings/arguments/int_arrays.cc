@@ -8,10 +8,10 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-/// A reference to the int. Those below the bound are made once, when they first
-/// occur, and kept (at most 20 MB): filling a list of token counts and block
-/// numbers then only counts references. Without the GIL none are kept: nothing would
-/// guard them, and threads would wait for each other to count.
+/// A reference to the int. Numbers below the bound are made once, when they first occur, and kept
+/// (at most 20 MB): filling a list of token counts and block numbers then only counts references.
+/// Without the GIL no number is kept: nothing would guard them, and threads would wait for each
+/// other to count.
 PyObject* new_int(int32_t value) {
   constexpr int32_t kKept = 1 << 19;
   static PyObject* kept[kKept];

@@ -25,7 +25,7 @@ pybind11::array int_view(std::span<const Int> values, pybind11::handle owner) {
   return array;
 }
 
-/// Moves the values to a capsule, and says where they are.
+/// Moves the values to a capsule, and returns their address.
 template <class Int>
 std::pair<std::span<const Int>, pybind11::capsule> in_capsule(std::vector<Int> values) {
   auto kept = std::make_unique<std::vector<Int>>(std::move(values));
@@ -44,7 +44,7 @@ pybind11::array int_array(std::vector<Int> values) {
   return int_view(view, owner);
 }
 
-/// A NumPy array that owns `values` and can be written: a result that is the caller's.
+/// A writable NumPy array that owns `values`: a result that the caller may change.
 pybind11::array own_array(std::vector<int64_t> values);
 
 }  // namespace cpattn::bindings

@@ -11,7 +11,7 @@ namespace cpattn::bindings {
 /// The kind of codes that kv_dtype names; null for None.
 std::optional<DType> kv_dtype_value(const Arguments& read, pybind11::handle kv_dtype);
 
-/// A scale of a cache: None, a number or a tensor of them, which it keeps alive.
+/// A scale of a cache: None, a number or a tensor of numbers, which it keeps alive.
 class ScaleArgument {
  public:
   ScaleArgument(const Arguments& read, pybind11::handle scale, const char* name);

@@ -11,17 +11,17 @@
 
 namespace cpattn::bindings {
 
-/// Whether it is a bool, of Python or NumPy.
+/// Whether an object is a bool, of Python or NumPy.
 bool is_bool(pybind11::handle object);
 
-/// Whether real_value() takes it, or refuses it as the wrong kind of number.
+/// Whether real_value() takes an object, or refuses it as the wrong kind of number.
 bool is_number(pybind11::handle object);
 
-/// A float, an int or a number of NumPy. A bool is TypeError, and so is what has a length, such as
-/// an array of one element.
+/// A float, an int or a number of NumPy. Throws TypeError for a bool, and for objects with a
+/// length, such as an array of one element.
 double real_value(pybind11::handle object, const ArgumentName& name);
 
-/// A bool, of Python or NumPy; whatever else has a truth value is TypeError.
+/// A bool, of Python or NumPy; other objects with a truth value are a TypeError.
 bool flag_value(pybind11::handle object, const ArgumentName& name);
 
 /// A window of keys: None, a pair of sides, each an int of at least 0 or None, or the left side

@@ -9,9 +9,8 @@
 
 namespace cpattn::bindings {
 
-/// The bias of a call, kept alive: None, or a tuple of `bias`, which may be one tensor or a list of
-/// one for each sequence, `alibi_slopes` and `relative_bias`; a tuple of `BiasPositions` may
-/// follow.
+/// The bias of a call, kept alive: None, or a tuple of `bias` (one tensor, or a list with one for
+/// each sequence), `alibi_slopes` and `relative_bias`; a tuple of `BiasPositions` may follow.
 class ScoreBiasArgument {
  public:
   ScoreBiasArgument(const Arguments& read, pybind11::handle score_bias) {

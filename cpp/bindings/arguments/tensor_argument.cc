@@ -83,7 +83,7 @@ struct TensorArgument::Source {
 
 TensorArgument::TensorArgument(py::handle object, const ArgumentName& name, const char* dtypes) {
   const Source source{object, name, dtypes};
-  // NumPy before the attribute lookup: a failed lookup costs 300 ns.
+  // NumPy is tried before the attribute lookup: a failed lookup costs 300 ns.
   if (!try_numpy(source) && !try_exchange_api(source)) from_capsule(source);
 }
 

@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-/// An attribute as text, or nothing: an object that is refused may do anything when it is asked.
+/// An attribute as text, or nothing: attribute access of a refused object may do anything.
 std::string text_of(py::handle object, const char* attribute) {
   try {
     return py::str(object.attr(attribute));

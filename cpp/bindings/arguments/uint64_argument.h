@@ -11,12 +11,12 @@
 namespace cpattn::bindings {
 
 /// An int or NumPy integer scalar in [0, 2^64), such as an address. TypeError for anything
-/// else, bool and float included, and ValueError beyond.
+/// else, bool and float included, and ValueError for other numbers.
 uint64_t uint64_value(pybind11::handle object, const ArgumentName& name);
 
-/// A list or tuple of such values, or a one-dimensional integer array of NumPy or torch; of a list
-/// the elements that it has at the call, whatever reading them does to it. TypeError for anything
-/// else, masked arrays included.
+/// A list or tuple of such values, or a one-dimensional integer array of NumPy or torch; elements
+/// of a list are those at the start of the call, even if reading them changes the list. TypeError
+/// for anything else, masked arrays included.
 std::vector<uint64_t> uint64_list(pybind11::handle object, const ArgumentName& name);
 
 /// Blocks to copy: equally long lists, whose lengths add up to less than 2^64.

@@ -74,7 +74,7 @@ py::list flags(
 py::object key_window(
     py::handle value, py::handle causal, const py::str& function, const py::str& argument
 ) {
-  const bool is_causal = causal.ptr() != Py_False;  // whoever attends checks that it is a bool
+  const bool is_causal = causal.ptr() != Py_False;  // the attention call checks that it is a bool
   const auto window = key_window_value(value, is_causal, *PythonName(function, argument));
   const auto [left, right] = window.value_or(KeyWindow{});
   if (!left && (is_causal || !right)) return py::none();
@@ -97,7 +97,7 @@ int64_t count(py::handle values, const py::str& function, const py::str& argumen
 
 }  // namespace
 
-/// Registers readers for functions in Python that touch an argument before they pass it on.
+/// Registers readers for Python functions that use an argument before they pass it on.
 void register_arguments(py::module_& module) {
   const auto def = [&module](const char* name, auto* read, const char* doc) {
     module.def(name, read, "value"_a, "function"_a, "argument"_a, doc);

@@ -17,7 +17,7 @@ namespace {
 
 using Metadata = ContextParallelMetadata;
 
-/// Returns None for the combined maximum where there are no combined fields.
+/// Returns the combined maximum, or None without combined fields.
 py::object max_seqlen_q_combined(const Metadata& metadata) {
   if (metadata.kv_len_combined.data() == nullptr) return py::none();
   return py::int_(metadata.max_seqlen_q_combined);
@@ -177,8 +177,8 @@ py::tuple shard_per_request(const Metadata& metadata) {
 }
 
 /// The *_tensor fields in their order, each at a multiple of `alignment` elements
-/// of one new array, and the sizes to cut it into: of each field and, unless
-/// alignment is 1, of the gap behind it.
+/// of one new array, and the sizes to cut it into: of each field and, unless alignment is 1, of the
+/// gap after it.
 py::tuple packed_tensors(const Metadata& metadata, std::size_t alignment) {
   check(alignment >= 1, "_packed_tensors: alignment must be >= 1, got ", alignment);
   std::vector<int32_t> packed, sizes;

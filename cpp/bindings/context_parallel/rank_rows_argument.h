@@ -13,7 +13,7 @@
 
 namespace cpattn::bindings {
 
-/// The rows of all ranks, and the rank that is meant: metadata has one, a layout needs it said.
+/// The rows of all ranks, and the rank of the call: metadata has one, a layout needs one given.
 inline std::pair<RankRows, int64_t> rank_rows_value(
     const Arguments& read, pybind11::handle rows, pybind11::handle rank
 ) {

@@ -74,7 +74,7 @@ py::tuple rows(const BatchPages& self, py::handle q_lens, py::handle padding, py
   return py::make_tuple(own_array(std::move(rows.request)), own_array(std::move(rows.position)));
 }
 
-/// The digest of slots, which are None for those of the pages.
+/// The digest of slots; None stands for the slots of the pages.
 int64_t checked_slots(
     const BatchPages& self,
     py::handle given,

@@ -136,7 +136,7 @@ LocalPages make_local_pages(py::handle page_size, py::handle indptr, py::handle 
   return pages;
 }
 
-/// Checks a request of a share, and a position in it that is `beyond` below its length at most.
+/// Checks a request of a share, and that a position is at most its length less `beyond`.
 void check_position(const KeyShare& share, int64_t request, int64_t position, int64_t beyond) {
   const std::vector<int64_t>& lens = share.keys().pages().kv_lens;
   check(
@@ -181,7 +181,8 @@ py::tuple local_keys(const KeyShare& self) {
   );
 }
 
-/// int32 rows of the positions [n, k] of requests [n]; -1 for those that the share does not have.
+/// int32 rows of the positions [n, k] of requests [n]; -1 for positions that the share does not
+/// have.
 py::array rows_of(const KeyShare& self, py::handle request, py::handle positions) {
   const Arguments read("KeyShare");
   const std::vector<int64_t> requests = read.ints(request, "request");

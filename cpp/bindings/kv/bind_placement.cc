@@ -16,8 +16,8 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-/// The arguments of a call of a method of a placement, which tells its own name and those of its
-/// arguments.
+/// The arguments of a method call of a placement; the method gives its own name and its arguments'
+/// names.
 class PlacementCall {
  public:
   PlacementCall(

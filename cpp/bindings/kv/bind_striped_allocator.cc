@@ -36,7 +36,7 @@ StripedAllocator make_allocator(
   });
 }
 
-/// A list of int or None, whose None are to be replaced.
+/// A list of int or None, whose None are replaced.
 class BasesArgument {
  public:
   BasesArgument(const Arguments& read, py::handle object)
@@ -56,7 +56,7 @@ class BasesArgument {
   }
   std::vector<std::optional<int64_t>>& operator*() { return bases_; }
 
-  /// Must be called before any change of state: code of arguments may have changed the list.
+  /// Must be called before any change of state: Python code of arguments may have changed the list.
   void check_length() const {
     check(
         PyList_GET_SIZE(list_.ptr()) == static_cast<Py_ssize_t>(bases_.size()), name_,
@@ -147,7 +147,7 @@ py::tuple split_pages(const Interleave& pages, py::handle slots, py::handle end)
 
 }  // namespace
 
-// The GIL stays held: calls take microseconds, and of two threads one waits for the other.
+// The GIL stays held: calls take microseconds, and the GIL serialises two threads.
 void register_striped_allocator(py::module_& module) {
   module.def("plan_striped_draw", &plan_draw);
   module.def("split_striped_pages", &split_pages);

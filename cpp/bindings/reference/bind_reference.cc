@@ -57,7 +57,7 @@ TensorView read_cache(
   return view;
 }
 
-/// A scale of a cache: None, a number or a tensor of them, which it keeps alive.
+/// A scale of a cache: None, a number or a tensor of numbers, which it keeps alive.
 class FloatScaleArgument {
  public:
   FloatScaleArgument(const Arguments& read, py::handle scale, const char* name) {

@@ -161,7 +161,7 @@ Metadata restore(const py::tuple& fields) {
   });
 }
 
-/// Keeps the GIL, as functions of register_context_parallel do.
+/// Keeps the GIL, like the functions of register_context_parallel.
 Metadata build(
     py::handle extend_lens,
     py::handle seq_lens,

@@ -57,7 +57,7 @@ void hadamard(py::handle x, py::handle scale, py::handle out) {
   hadamard_transform(*x_view, factor, *out_view);
 }
 
-/// A function that quantises, and the name of what it quantises.
+/// A function that quantises, and the name of its input.
 struct Quantized {
   Arguments read;
   const char* argument;

@@ -15,7 +15,7 @@ namespace {
 
 using OptionalInts = std::optional<std::vector<int64_t>>;
 
-/// Owns what a TopkArguments borrows, and the result.
+/// Owns the memory that a TopkArguments borrows, and the result.
 class TopkCall {
  public:
   TopkCall(

@@ -18,7 +18,7 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-/// Owners of the memory of a layout, which has to be of this process.
+/// The owners of a layout's memory, which must belong to this process.
 std::vector<MemoryOwners> memory_of(const Arguments& read, const KVLayout& layout) {
   std::vector<uint64_t> addrs, sizes;
   for (const KVEntry& entry : layout.entries()) {

@@ -97,7 +97,7 @@ KVLayout make_layout(
   );
 }
 
-/// Reads which tokens are sent, from the arguments that both planners have.
+/// Reads the range of sent tokens from the arguments that both planners have.
 KVTransferRange range_of(const Arguments& read, const py::dict& arguments) {
   const std::string share = read.text(arguments["cp_share"], "cp_share");
   check(
@@ -115,8 +115,8 @@ KVTransferRange range_of(const Arguments& read, const py::dict& arguments) {
   };
 }
 
-/// A plan that keeps its source, which may keep a pool: engines read there unasked. (Not by
-/// py::keep_alive, which looks at a result even where the call was refused.)
+/// A plan that keeps its source alive, which may keep a pool: engines read from it at any time.
+/// (py::keep_alive does not fit: it reads a result even if the call was refused.)
 py::object with_layouts(TransferPlan plan, py::handle src, py::handle dst) {
   py::object made = py::cast(std::move(plan));
   py::detail::keep_alive_impl(made, src);

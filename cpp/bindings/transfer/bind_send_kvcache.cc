@@ -23,8 +23,9 @@ std::vector<int64_t> layer_ids(const char* function, const char* argument, py::h
   return index_list(object, {function, argument});
 }
 
-/// Owns what SendBuffers borrow. Given as (src addresses, src data lengths or None, src item
-/// lengths, dst addresses, dst item lengths or None, src layer ids or None, dst layer ids or None).
+/// Owns the memory that SendBuffers borrow. Given as (src addresses, src data lengths or None, src
+/// item lengths, dst addresses, dst item lengths or None, src layer ids or None, dst layer ids or
+/// None).
 class Buffers {
  public:
   Buffers(const char* function, const py::tuple& lists)
@@ -46,7 +47,7 @@ class Buffers {
   std::vector<int64_t> src_layer_ids_, dst_layer_ids_;
 };
 
-/// Owns what SendItems borrow.
+/// Owns the memory that SendItems borrow.
 class Items {
  public:
   Items(const Arguments& read, py::handle src, py::handle dst)

@@ -144,7 +144,7 @@ void register_transfer_plan(py::module_& module) {
   );
   type.def("to_dict", &to_dict, "The three arrays by name, as lists of int; without the parts.");
   type.def("__reduce__", &reduce);
-  // A value, and one that keeps what it reads from.
+  // A value that keeps the memory it reads alive.
   type.def("__copy__", [](py::object self) { return self; });
   type.def("__deepcopy__", [](py::object self, const py::object&) { return self; });
   type.def("__len__", &TransferPlan::num_blocks);
