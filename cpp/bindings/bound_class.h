@@ -26,7 +26,7 @@ void close_classes(const pybind11::module_& module);
 void copy_by_reference(pybind11::handle type);
 
 /// Adds to values a method _state, which returns a tuple of num_fields fields, and to the module a
-/// function `restore_name`, which makes an equal value of it. A wrong state is a ValueError.
+/// function `restore_name`, which makes an equal value from them. A wrong state is a ValueError.
 template <class Value>
 void define_state(
     pybind11::module_& module,

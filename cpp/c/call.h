@@ -17,7 +17,7 @@
 
 namespace cpattn::c {
 
-/// Sets the message of this thread to that of the exception in flight, and returns its status.
+/// Sets this thread's message from the exception in flight, and returns its status.
 cpattn_status status_of_exception() noexcept;
 
 /// Runs the body of a function of the interface: no exception leaves it.

@@ -24,8 +24,8 @@ std::optional<std::vector<int64_t>> optional_index_list(
 /// The number of values that index_list would read, without reading them.
 int64_t index_count(pybind11::handle object, const ArgumentName& name);
 
-/// A list or tuple of bools, or a one-dimensional tensor of them, each as 0 or 1; one bool is such
-/// a list of itself. Anything else is TypeError.
+/// A list or tuple of bools, or a one-dimensional tensor of bools, each as 0 or 1; a single bool is
+/// a list of one. Anything else is TypeError.
 std::vector<uint8_t> flag_list(pybind11::handle object, const ArgumentName& name);
 
 /// A list or tuple of floats, or a one-dimensional tensor of float32 or float64. Anything else is

@@ -34,7 +34,7 @@ auto read_int(PyObject* object, const ArgumentName& name, Py_ssize_t index, Read
 /// An int as int64, ValueError if it does not fit; index < 0: not in a list.
 int64_t int64_element(PyObject* object, const ArgumentName& name, Py_ssize_t index);
 
-/// An int, a NumPy integer scalar or whatever else has __index__. Anything else is TypeError,
+/// An int, a NumPy integer scalar or another object with __index__. Anything else is TypeError,
 /// float and bool included.
 int64_t index_value(pybind11::handle object, const ArgumentName& name);
 

@@ -6,14 +6,14 @@
  * documentation says more about each option.
  *
  * Every function that can fail returns a cpattn_status; cpattn_last_error() then has the message.
- * Arguments are checked first: after CPATTN_INVALID_ARGUMENT no result has been written. Nothing is
- * kept of the caller's memory after a call. Functions may be called from several threads at once,
+ * Arguments are checked first: after CPATTN_INVALID_ARGUMENT no result has been written. No pointer
+ * to the caller's memory outlives a call. Functions may be called from several threads at once,
  * also with the same plan or metadata; a handle is destroyed by one thread, after its last use.
- * There is no state beside the threads of the library and what cpattn_set_num_threads() sets.
+ * The only other state is the library's threads and the number that cpattn_set_num_threads() sets.
  *
  * Structs of options begin with their size and are filled with the defaults by their ..._init
- * function, so that a program runs with later libraries, whose structs may be longer. In them NULL,
- * and CPATTN_NONE for a number, is what None is in Python: not given. Flags are 0 or 1. */
+ * function, so that a program runs with later libraries, whose structs may be longer. NULL,
+ * and CPATTN_NONE for a number, mean "not given" like None in Python. Flags are 0 or 1. */
 #ifndef CPATTN_H
 #define CPATTN_H
 
@@ -49,8 +49,8 @@ typedef enum cpattn_status {
 /* The version of the library, such as "0.1.0". */
 CPATTN_API const char* cpattn_version(void);
 
-/* What was wrong in the last call of this thread that failed; "" before any has. It names function,
- * argument, rule and value, and is valid until the next call of this thread that fails. */
+/* The error of this thread's last call that failed; "" before any. It names function, argument,
+ * rule and value, and is valid until the next call of this thread that fails. */
 CPATTN_API const char* cpattn_last_error(void);
 
 /* --- tensors --------------------------------------------------------------------------------- */
@@ -65,7 +65,7 @@ enum {
   CPATTN_UINT8 = 0x0108,
   CPATTN_FLOAT16 = 0x0210,
   CPATTN_FLOAT32 = 0x0220,
-  CPATTN_FLOAT64 = 0x0240, /* for scales alone */
+  CPATTN_FLOAT64 = 0x0240, /* only for scales */
   CPATTN_BFLOAT16 = 0x0410,
   CPATTN_BOOL = 0x0608,
   CPATTN_FLOAT8_E4M3FN = 0x0a08,
@@ -108,8 +108,8 @@ static inline cpattn_tensor cpattn_tensor_of(
 
 /* --- attention over pages -------------------------------------------------------------------- */
 
-/* A batch of sequences, their pages, and which keys a token sees. Lengths, positions and page ids
- * are tensors of int32 or int64. */
+/* A batch of sequences, their pages, and the keys that a token sees. Lengths, positions and page
+ * ids are tensors of int32 or int64. */
 typedef struct cpattn_batch {
   size_t struct_size;
   const cpattn_tensor* q_lens;          /* [batch]: new tokens of each sequence */
@@ -122,23 +122,23 @@ typedef struct cpattn_batch {
   int64_t page_size;                    /* a plan and caches of three dimensions need it */
   const cpattn_tensor* causal_of_each;  /* bool [batch], instead of `causal` */
   int64_t window_left;                  /* keys before a token's own that it sees; NONE: all */
-  int64_t window_right;                 /* keys behind it */
+  int64_t window_right;                 /* keys after it */
   const cpattn_tensor* custom_mask;     /* bool [sum(q_lens * kv_lens)]: 1 is visible */
   const cpattn_tensor* packed_custom_mask; /* uint8 [sum(ceil(q_lens * kv_lens / 8))]: as bits */
   int32_t causal;                          /* 1: a token sees keys up to its own position */
   int32_t allow_short_kv;                  /* 0: under causal, kv_lens are at least q_lens */
   int32_t batch_invariant;                 /* 0: bits of a row may depend on the batch's lengths */
   int32_t num_threads;                     /* NONE: cpattn_get_num_threads() */
-  int32_t precise;                         /* 1: bfloat16 is rounded in the result alone */
+  int32_t precise;                         /* 1: in bfloat16 only the result is rounded */
 } cpattn_batch;
 
-/* What a plan has to know of the layers that it is run for. */
+/* The facts that a plan needs about the layers that it runs for. */
 typedef struct cpattn_attention_shape {
   size_t struct_size;
   int64_t num_pages;
   int32_t num_heads;
   int32_t num_kv_heads;
-  int32_t head_dim;   /* of q_rope, too, where there is one */
+  int32_t head_dim;   /* with that of q_rope, if given */
   int32_t v_head_dim; /* NONE: head_dim */
 } cpattn_attention_shape;
 
@@ -209,7 +209,7 @@ CPATTN_API cpattn_status cpattn_merge_states(
 
 /* --- writes into caches ---------------------------------------------------------------------- */
 
-/* Keys and values of tokens on their way into caches, which may have any dtype of caches. */
+/* Keys and values of tokens to write into caches, which may have any dtype of caches. */
 typedef struct cpattn_page_writes {
   size_t struct_size;
   const cpattn_tensor* slots;   /* ints [num_tokens]: page * page_size + offset; -1 skips a token */
@@ -218,7 +218,7 @@ typedef struct cpattn_page_writes {
   const cpattn_tensor* v;
   const cpattn_tensor* v_pages;
   const char* kv_layout; /* "NHD" or "HND" */
-  double k_scale;        /* 1: what numbers are divided by on their way to codes */
+  double k_scale;        /* 1: divides numbers that become codes */
   double v_scale;
 } cpattn_page_writes;
 
@@ -255,19 +255,19 @@ typedef struct cpattn_cp_metadata cpattn_cp_metadata;
 
 CPATTN_API cpattn_status
 cpattn_build_cp_metadata(const cpattn_cp_batch* batch, cpattn_cp_metadata** metadata);
-/* The share with as many rows on every rank, as a new object. */
+/* A new object with equally many rows on every rank. */
 CPATTN_API cpattn_status
 cpattn_cp_metadata_pad_to_physical(const cpattn_cp_metadata* metadata, cpattn_cp_metadata** padded);
 CPATTN_API void cpattn_cp_metadata_destroy(cpattn_cp_metadata* metadata); /* NULL is nothing */
 
 /* A number: cp_rank, cp_size, bs, total_seq_lens, total_q_prev_tokens, total_q_next_tokens,
- * max_seqlen_q_prev, max_seqlen_q_next, max_seqlen_q_combined. CPATTN_NONE where the strategy has
+ * max_seqlen_q_prev, max_seqlen_q_next, max_seqlen_q_combined. CPATTN_NONE if the strategy has
  * no such field. */
 CPATTN_API cpattn_status
 cpattn_cp_metadata_int(const cpattn_cp_metadata* metadata, const char* name, int64_t* value);
-/* An array of a list or tensor of Python's, such as "zigzag_index", "kv_len_prev_tensor",
- * "split_list", "local_q_indices" or "rows_per_request". It lives as long as the metadata. `values`
- * is NULL where the strategy has no such field. */
+/* The array of a list or tensor field in Python, such as "zigzag_index",
+ * "kv_len_prev_tensor", "split_list", "local_q_indices" or "rows_per_request". It lives as long as
+ * the metadata. `values` is NULL if the strategy has no such field. */
 CPATTN_API cpattn_status cpattn_cp_metadata_array(
     const cpattn_cp_metadata* metadata, const char* name, const int32_t** values, int64_t* size
 );
@@ -297,7 +297,7 @@ CPATTN_API cpattn_status cpattn_topk_transform(const cpattn_topk_options* option
 
 /* --- transfers of caches --------------------------------------------------------------------- */
 
-/* Which tokens of a buffer are digested, and where the buffer stands in the model. */
+/* The tokens of a buffer to digest, and the place of the buffer in the model. */
 typedef struct cpattn_kv_digest {
   size_t struct_size;
   const cpattn_tensor* tensor; /* a cache of four dimensions, as of cpattn_layer; pages may lie */
@@ -322,16 +322,16 @@ typedef struct cpattn_kv_digest {
 } cpattn_kv_digest;
 
 CPATTN_API cpattn_status cpattn_kv_digest_init(cpattn_kv_digest* digest, size_t struct_size);
-/* Writes a sum for each block of positions: `num_sums` are those of the blocks from that of the
- * first token to that of the last one. Two sides that hold the same bytes have the same sums,
- * wherever they keep them; sums of ranks with other heads or tokens add up, modulo 2^64.
+/* Writes a sum for each block of positions, from the block of the first token to that of the last:
+ * num_sums in all. Two sides that hold the same bytes have the same sums, wherever they keep them;
+ * sums of ranks with other heads or tokens add up, modulo 2^64.
  * `num_rows`, if it is not NULL, is the number of rows of a token and a head. */
 CPATTN_API cpattn_status
 cpattn_digest(const cpattn_kv_digest* digest, uint64_t* sums, int64_t num_sums, int64_t* num_rows);
 
 /* --- the machine ----------------------------------------------------------------------------- */
 
-/* Threads of calls that name no number, the caller's among them. Results do not depend on it. */
+/* Threads of calls that give no number, including the caller's. Results do not depend on it. */
 CPATTN_API cpattn_status cpattn_set_num_threads(int32_t num_threads);
 CPATTN_API cpattn_status cpattn_get_num_threads(int32_t* num_threads);
 

@@ -359,7 +359,7 @@ class InPlaceLoop {
     return all;
   }
 
-  /// The value of key `key` of the block, the i-th of those that are added together.
+  /// The value of key `key` of the block, the i-th of the values that are added together.
   const char* value_row(int head, int key, int i) const {
     return v_.read(row_of_head(tile_.v, head, values_[key]), i);
   }

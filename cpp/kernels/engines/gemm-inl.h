@@ -40,8 +40,8 @@ void load_two(const T* p, Vector& first, Vector& second) {
   second = load(p + kLanes);
 }
 
-/// float32 operands, whatever the storage type: 16-bit inputs are widened while
-/// they are packed, and probabilities keep their full precision.
+/// float32 operands for any storage type: 16-bit inputs are widened while they are packed, and
+/// probabilities keep their full precision.
 struct Float32Engine {
   using Operand = float;
   using Pack = Vector;

@@ -2,7 +2,7 @@
 #include "kernels/vector/avx512-inl.h"
 // The vector layer comes first.
 #include "kernels/engines/amx/tiles-inl.h"
-// Then the tiles, then what is made of both.
+// Then the tiles, then the kernels over them.
 #include "kernels/isa/amx_kernel_table-inl.h"
 
 namespace cpattn::kernels {

@@ -10,7 +10,7 @@
 namespace cpattn::kernels {
 namespace {
 
-/// A Scorer as IndexerLoop needs it: it packs queries and keys and multiplies.
+/// The Scorer of an IndexerLoop packs queries and keys and multiplies.
 ///
 ///   kBlocks   blocks of keys that are packed at a time: 1, or 2, one beside the other's scores
 ///   query_bytes(num_heads, dim), block_bytes(dim)   of what it packs, multiples of 64

@@ -24,7 +24,7 @@ CommonRows common_rows(const RankRows& a, int64_t i, const RankRows& b, int64_t 
   const int64_t high = std::min(
       a.position[i] + (a.count[i] - 1) * a.step[i], b.position[j] + (b.count[j] - 1) * b.step[j]
   );
-  // The first position that both have is that of the segment with the step.
+  // The first common position belongs to the segment with the larger step.
   const int64_t phase = a.step[i] >= b.step[j] ? a.position[i] : b.position[j];
   const int64_t first = phase + (low - phase + step - 1) / step * step;
   const bool meet =

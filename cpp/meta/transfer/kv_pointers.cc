@@ -87,7 +87,8 @@ std::vector<IndexRange> match_entries(const Match& match, int64_t total_layers) 
       match.num_drafts == 0 || total_layers == 0 || match.end_layer() == total_layers,
       match.function, ": the stage with drafts must end at layer ", total_layers, "; ", match
   );
-  // Both sides hold the whole model or, if the destination is too small for that, the same stage.
+  // The two sides hold the whole model or, if the destination is too small for that, the same
+  // stage.
   if (match.src_layers() == held && (match.first_layer == 0 || held < total_layers)) {
     return {{0, match.num_src}};
   }

@@ -233,7 +233,7 @@ class Merge {
   const char* const function_;
   const Merged& merged_;
   const int64_t num_parts_;
-  const int64_t num_steps_;  // with that of a sink
+  const int64_t num_steps_;  // including the sink's
   const KernelTable& kernels_;
   const kernels::ElementType type_;
 };

@@ -38,8 +38,8 @@ void merge_state(
 ///   outs   each [num_tokens, num_heads, head_dim], all of one dtype
 ///   lses   as many, each float32 [num_tokens, num_heads]
 ///   sinks  float32 [num_heads], or nothing: the logit of a key without value, which takes its
-///          weight after the merge, all of it for +inf; it has no part in lse
-///   out    as one of outs: the first of them itself, or memory that no argument shares
+///          weight after the merge, all of it for +inf; lse leaves it out
+///   out    like one of outs: outs[0] itself, or memory that no argument shares
 ///   lse    likewise
 ///
 /// Scratch of a thread grows only with the number of parts.

@@ -15,7 +15,8 @@ enum class Isa { portable, avx2, avx512, avx512bf16, amx_twin, amx, neon, neonbf
 /// The name that CPATTN_ISA takes, such as "amx-twin".
 std::string_view isa_name(Isa isa);
 
-/// The instruction sets that this build has kernels for, whatever this machine can run.
+/// The instruction sets that this build has kernels for, including sets that this machine cannot
+/// run.
 std::vector<Isa> compiled_isas();
 
 /// The compiled_isas() that this machine can run, slowest first.

@@ -53,7 +53,7 @@ struct RelayoutPlan {
   Ints send_counts, recv_counts;  // [cp_size] rows to and from each rank, this one included
 };
 
-/// Plans the exchange for a rank in [0, cp_size). Both layouts have the same requests and ranks.
+/// Plans the exchange for a rank in [0, cp_size). The layouts have the same requests and ranks.
 RelayoutPlan plan_relayout(const RankRows& source, const RankRows& target, int64_t rank);
 
 /// Plans how new rows that later units need go to the ranks that keep them, as the state of a

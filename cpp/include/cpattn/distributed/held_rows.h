@@ -10,7 +10,7 @@
 
 namespace cpattn {
 
-/// The position of the first key of each request that a query sees, with a window of so many keys
+/// The position of the first key of each request that a query sees, with a window of `window` keys
 /// before the query; for a request without queries, padding ones counted, its length.
 std::vector<int64_t> first_seen(
     const BatchPages& pages, const NewTokens& tokens, std::optional<int64_t> window

@@ -88,8 +88,8 @@ class StripedAllocator {
   std::vector<int64_t> class_free_page_counts() const;
   /// The class with the most free pages, the lowest of several.
   int64_t least_full_class() const;
-  /// The slots that a single sequence is sure to get, whatever its rotation base: as many pages of
-  /// each class as the class with the fewest has.
+  /// The slots that a single sequence is sure to get, for any rotation base: as many pages of each
+  /// class as the class with the fewest has.
   int64_t available_size() const;
   /// The slots of all free pages.
   int64_t aggregate_free_size() const;

@@ -24,11 +24,11 @@ struct UnitPools {
   Interleave placement;  // over the ranks of the rows; for slots by pages of page_size
 };
 
-/// Plans how units go from the ranks that compute them, as HaloPlan has them, to those that keep
-/// them. The source is the units of a rank in the order of its HaloPlan, the target the slots of
-/// its pool. Units that every rank computes are not sent. Throws std::invalid_argument, which names
-/// `function`, for a ratio outside [1, 2^31), and pools that do not fit the rows or lack the page
-/// of a unit that this rank keeps (with shared slots: of any unit).
+/// Plans how units go from the ranks that compute them, in the order of HaloPlan, to the ranks that
+/// keep them. The source is the units of a rank in the order of its HaloPlan, the target the slots
+/// of its pool. Units that every rank computes are not sent. Throws std::invalid_argument, which
+/// names `function`, for a ratio outside [1, 2^31), and pools that do not fit the rows or lack the
+/// page of a unit that this rank keeps (with shared slots: of any unit).
 RelayoutPlan plan_units(
     const RankRows& rows, int64_t rank, int64_t ratio, const UnitPools& pools, const char* function
 );

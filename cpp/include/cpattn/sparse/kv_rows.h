@@ -14,7 +14,7 @@ namespace cpattn {
 ///   [512, 528)  4 little-endian float32 scales
 ///   [528, 656)  64 bfloat16 numbers of rope, not quantised
 ///
-/// Both functions throw std::invalid_argument, before anything is written, for shapes, dtypes and
+/// All functions throw std::invalid_argument, before anything is written, for shapes, dtypes and
 /// indices that do not fit and for results that overlap an input.
 
 /// Writes T rows in two parts, which may lie together in rows of 656 bytes or apart:

@@ -33,14 +33,14 @@ struct KVEntry {
   // Whether a page is a row for each of its tokens, or, if heads come first, for each head and
   // token. If not, pages are sent whole or not at all.
   bool token_rows = true;
-  // Name of the elements, such as "int8"; empty if unknown. Both sides of a pair that name them
-  // must agree.
+  // Name of the elements, such as "int8"; empty if unknown. Sides of a pair that name them must
+  // agree.
   std::string dtype;
   // Bytes from page to page; none: item_len. Pages of other entries may lie between.
   std::optional<uint64_t> page_stride;
   KVAxisOrder kv_layout = KVAxisOrder::nhd;
   // Name of the order of bytes in pages without token rows, such as the tiles of a kernel; empty
-  // for any other. Both sides of a pair must agree.
+  // for any other. The sides of a pair must agree.
   std::string layout_tag;
 
   /// Layers that use the top-k of an earlier one need no index keys. Nothing moves for a pair if

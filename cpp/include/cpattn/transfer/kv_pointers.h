@@ -81,8 +81,8 @@ int64_t kv_start_layer(int64_t start_layer, std::span<const int64_t> kv_layer_id
 /// Prefill ranks that send to a decode rank of another tensor-parallel size.
 struct DecodeTargets {
   IndexRange ranks;                   // within the prefill's tensor-parallel group
-  int64_t num_real = 0;               // the first of them hold data; the others get dummies
-  int64_t required_dst_info_num = 0;  // decode ranks that each of them waits for
+  int64_t num_real = 0;               // the first num_real ranks hold data; the others get dummies
+  int64_t required_dst_info_num = 0;  // decode ranks that each rank waits for
 };
 
 /// The prefill ranks that send to a decode rank. Throws std::invalid_argument unless one size

@@ -30,7 +30,7 @@ std::vector<int64_t> state_entries(
     const SendBuffers& buffers, const StateEntries& entries, bool compat
 );
 
-/// Plans the items of a component of state, entry-major, without those that are elided.
+/// Plans the items of a component of state, entry-major, without elided entries.
 TransferPlan plan_send_state(
     const SendBuffers& buffers, const SendItems& items, const StateEntries& entries, bool compat
 );

@@ -63,7 +63,7 @@ class TransferPlan {
   std::span<uint64_t> dst_addrs() { return {words_.get() + num_blocks_, num_blocks_}; }
   std::span<uint64_t> lengths() { return {words_.get() + 2 * num_blocks_, num_blocks_}; }
 
-  /// Whether the same blocks are copied in the same order, whatever parts they belong to.
+  /// Whether the same blocks are copied in the same order, ignoring parts.
   bool operator==(const TransferPlan& other) const;
 
  private:

@@ -19,7 +19,7 @@ struct RowStates {
   float* biases;      // [rows], which make a score the exponent of its probability
   float* maxima;      // [rows][16], of the scores; if max_logits are wanted
 
-  /// The LSE is that of exact exponentials, though P V may have rounded ones.
+  /// The LSE sums exact exponentials, although P V may have rounded ones.
   static bool wants_exact_sums(const AttentionTile& tile) {
     return !kSumsByProducts || tile.results.lse.data != nullptr;
   }
