@@ -18,7 +18,7 @@ namespace cpattn {
 ///   rows    [P, page_size, D], [P, page_size, 1, D] or, by slots,
 ///           [P * page_size, 1, D]; bfloat16, float32, float8_e4m3fn or int8
 ///   packed  uint8 [P, page_size * (D + 4)], [P, page_size, D + 4] or
-///           [P, page_size, 1, D + 4], with any split of the last axes: a page is
+///           [P, page_size, 1, D + 4], in all three forms: a page is
 ///           page_size rows of D float8_e4m3fn, then their page_size float32 scales
 struct CpIndexerArguments {
   TensorView q;        // [rows, H, D]: this rank's logical rows in the order of the metadata, then
