@@ -3,8 +3,8 @@
 
     python bench/bench_attention.py [--quick] [--resume] [--only TEXT] [--trace FILE]
 
-Rows are kept as they come; ``--resume`` goes on after the last complete case. The peers run in
-the environment that ``make bench-env`` makes; those not installed are rows that say so.
+Rows are kept as they come; ``--resume`` continues after the last complete case. The peers run in
+the environment of ``make bench-env``; missing peers are rows that say so.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Run:
-    """The cases of a run: those to do, and the rows of those done."""
+    """The cases of a run, and the rows of finished ones."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.kept = not (arguments.quick or arguments.only or arguments.peers)
         self.environment = environment()
-        # With AMX the peak is another one, and so are the bars: both are kept.
+        # AMX has another peak and other bars: results with and without it are kept.
         amx = "-amx" if self.environment["isa"] == "amx" else ""
         self.results = RESULTS / f"attention{amx}.jsonl"
         self.unfinished = self.results.with_suffix(".jsonl.part")
@@ -100,7 +100,7 @@ class Run:
         return contenders(modules, num_threads, str(python))
 
     def add(self, case: Case, rows: list[Row]) -> list[Row]:
-        """Complete the rows of a case with what it is, and keep them."""
+        """Add the description of a case to its rows, and keep them."""
         work = case.workload
         common = {
             "bench": "attention",
@@ -137,7 +137,7 @@ class Run:
 
 
 def peak_of(case: Case, num_threads: int) -> Callable[[], float]:
-    """flop/s of the multiply-add for the dtype, or bytes/s where memory is the limit."""
+    """flop/s of the multiply-add for the dtype, or bytes/s if memory is the limit."""
     work = case.workload
     if work.is_decode:
         return partial(_core.measure_read_bandwidth, num_threads)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a capture costs a step of an engine: a plan, and attention of every layer.
+"""Cost of a capture for a step of an engine: a plan, and attention of every layer.
 
     python bench/bench_capture.py [--quick] [--threads N]
 
-Steps with and without a capture in turns, which compute the same. Prints figures and keeps none.
-Twenty seconds.
+Equal steps with and without a capture take turns. Prints figures and keeps none. Twenty seconds.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Steps:
         return out
 
     def seconds(self, path: Path | None, times: int) -> float:
-        """Of a step, with all that a capture takes to begin and end left out."""
+        """Seconds of a step, without the begin and the end of a capture."""
         with capture(path) if path else nullcontext():
             begin = time.perf_counter()
             for _ in range(times):
@@ -74,7 +73,7 @@ class Steps:
 
 
 def check(steps: Steps, path: Path) -> None:
-    """A captured step has the bits of another one, and is in the file."""
+    """Check that a captured step has the bits of an uncaptured one, and is in the file."""
     expected = steps.run()
     with capture(path):
         assert np.array_equal(steps.run(), expected)

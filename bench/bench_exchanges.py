@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on two hosts behind a limited link: every exchange, against what the model predicts.
+"""Every exchange of ranks on two hosts with a limited link, against the model's prediction.
 
     python bench/bench_exchanges.py [--quick] [--gbps 0.5,1,2.5] [--ranks 2,4]
 
 Hosts are network namespaces, the link between them is limited by tc; that needs root, or the right
 to make namespaces. Ranks have one thread each and are pinned to CPUs in turn. A layer is timed
 from new keys and values on each rank to attention of its rows, as the slowest rank sees it; results
-are checked before. `compute` is attention alone on all ranks at once, `transfer` what the link
-takes for the bytes of the exchange at the rate measured beside it. "one layer ahead" is a layer of
-four by `ContextParallel.prefetch`, the first one's cached keys with it. ``CPATTN_RING_FLASH_ATTN``
-names a folder with the wheel of ring-flash-attn, which then runs on the same kernels. Three rounds,
-fewer where one takes over a minute; a quarter of an hour on AMX, three on two cores of Zen 4.
+are checked before. `compute` is attention alone on all ranks at once, `transfer` the time of the
+link for the bytes of the exchange at the rate measured beside it. "one layer ahead" is a layer of
+four by `ContextParallel.prefetch`, including the first layer's cached keys.
+``CPATTN_RING_FLASH_ATTN`` names a folder with the wheel of ring-flash-attn, which then runs on the
+same kernels. Three rounds, fewer where one takes over a minute; a quarter of an hour on AMX, three
+on two cores of Zen 4.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ QUICK = (Shape(256, 0), Shape(64, 1024))
 def rows_of(
     answer: dict[str, Any], shape: Shape, size: int, gbps: float, settings: Settings, rates: Rates
 ) -> list[dict[str, Any]]:
-    """What was measured of a shape, a row for each way, and what was predicted."""
+    """Measured and predicted times of a shape, a row for each way."""
     times = medians(answer, shape)
     rate = link_bytes_per_second(answer, size)
     compute = times.pop("compute")
@@ -94,7 +95,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def of_shards(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those among which the model chooses: the ways over sharded pools, in one call each."""
+    """The ways among which the model chooses: over sharded pools, in one call each."""
     names = {way.name for way in WAYS if way.sharded and way.overlapped}
     return [row for row in rows if row["implementation"] in names]
 

@@ -5,9 +5,9 @@
 
 The roofline is the smaller of the peak of products and the bandwidth of reading times the flop for
 each byte, both measured beside the samples. Each cache is queried by 1 to 256 new tokens of each
-sequence, in turns by cpattn and the peers in the environment that ``make bench-env`` makes. Cases
-whose cache is too large for four copies are rows that say so. ``--only "batch 16, KV heads 8"``
-takes caches with this text in their names.
+sequence, in turns by cpattn and the peers in the environment of ``make bench-env``. Cases whose
+cache is too large for four copies are rows that say so. ``--only "batch 16, KV heads 8"`` takes
+caches with this text in their names.
 """
 
 from __future__ import annotations

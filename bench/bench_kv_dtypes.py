@@ -4,8 +4,8 @@
     python bench/bench_kv_dtypes.py [--quick] [--only TEXT] [--budget SECONDS]
 
 cpattn in bfloat16 takes its turns beside the 8-bit caches, on other tensors of the same lengths.
-vLLM has FP8 with one scale; OpenVINO its u8 with scales of its own, whatever our format. The peers
-run in the environment that ``make bench-env`` makes. Results are checked before they are timed.
+vLLM has FP8 with one scale; OpenVINO its u8 with its own scales for each of our formats. The peers
+run in the environment of ``make bench-env``. Results are checked before they are timed.
 """
 
 from __future__ import annotations

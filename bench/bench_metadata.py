@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel metadata and plans: cpattn against what engines compute in Python.
+"""Context-parallel metadata and plans: cpattn against the engines' Python code.
 
     python bench/bench_metadata.py [--quick] [--only TEXT]
 

@@ -7,10 +7,11 @@
 Six layers of Qwen3-0.6B's width, random weights in bfloat16, or float32 where that is faster. One
 process with two threads has transformers' sdpa, or cpattn's attention; the engine has one rank with
 two threads, or two ranks with one. Answers are compared before anything is timed; then all take
-turns. Beside each time of the engine is what the cost model predicts, with what is not attention
-measured. sdpa is left out of the longest prompt, which takes it minutes, but for --long. With
---trace its first requests also go through `submit` and `step`. Needs transformers; some minutes on
-two idle cores with instructions for bfloat16, several times as many without: --longest shortens it.
+turns. Beside each time of the engine is the cost model's prediction, with a measured remainder
+without attention. sdpa skips the longest prompt, which takes it minutes, except with --long. With
+--trace the first requests of the trace also go through `submit` and `step`. Needs transformers;
+some minutes on two idle cores with instructions for bfloat16, several times as many without:
+--longest shortens it.
 """
 
 from __future__ import annotations

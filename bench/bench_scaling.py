@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism over 1, 2, 4 and 8 processes, against what `cpattn plan` predicts.
+"""Context parallelism over 1, 2, 4 and 8 processes, against the prediction of `cpattn plan`.
 
-Every rank has one thread, pinned to a CPU. The CPU time of a rank is its work whoever shares its
-CPU. Where ranks outnumber CPUs, the wall time of the slowest one is also that of those it waits
-for: there the rates of a rank are divided by the ranks of a CPU. Times are of the slowest rank,
+Every rank has one thread, pinned to a CPU. The CPU time of a rank is its work even if others share
+its CPU. If ranks outnumber CPUs, the wall time of the slowest rank includes the ranks that it waits
+for: the rates of a rank are then divided by the ranks of a CPU. Times are of the slowest rank,
 those of attention above 20 ms are to be within 10 %; balance is the slowest over the mean. Rates
-are measured first, those of attention also with all CPUs at work, for as many ranks or more: cores
+are measured first, rates of attention also with all CPUs at work, for as many ranks or more: cores
 slow each other down. The network is the loopback device.
 """
 
@@ -54,7 +54,7 @@ def new_table() -> Table:
 
 
 def crowded(rates: Rates, size: int, cpus: int) -> Rates:
-    """Those of a rank that waits for the others of its CPU."""
+    """The rates of a rank that waits for the others of its CPU."""
     ranks = max(1.0, size / cpus)
     return replace(
         rates,
@@ -68,7 +68,7 @@ def crowded(rates: Rates, size: int, cpus: int) -> Rates:
 
 @dataclass(frozen=True)
 class Error:
-    """How far a prediction of the slowest rank's attention is off, and of how many seconds."""
+    """The error of a prediction of the slowest rank's attention, and the seconds that it is for."""
 
     case: str
     kind: str
@@ -77,7 +77,7 @@ class Error:
 
 
 def verdict(errors: list[Error]) -> list[str]:
-    """How many times are within the bar, and which are not."""
+    """The number of times within the bar, and the cases outside."""
     long = [error for error in errors if error.seconds > LONG]
     missed = [error for error in long if abs(error.relative) > BAR]
     lines = [

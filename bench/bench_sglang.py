@@ -3,7 +3,7 @@
 
     python bench/bench_sglang.py [--quick] [--only TEXT]
 
-Needs sglang 0.5.23 (docs/how_to/sglang.md); without it there is nothing to compare with.
+Needs sglang 0.5.23 (docs/how_to/sglang.md); without it there is no peer.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
     python bench/bench_sglang_engine.py [--quick] [--parts steps,trace] [--only TEXT]
     python bench/bench_sglang_engine.py --parts trace [--trace FILE] [--requests N]
 
-Wants an environment with sglang for a CPU (docs/how_to/sglang.md) and cpattn. The model has six
+Needs an environment with sglang for a CPU (docs/how_to/sglang.md) and cpattn. The model has six
 layers of Qwen3-0.6B's width, random weights in bfloat16 and a vocabulary of 8,192. Two engines,
-each in a process of its own, take turns.
+each in its own process, take turns.
 
 `steps` times prompts that are not in the cache, each one step, and steps that decode a batch behind
 contexts; before, tokens and log probabilities of both are compared, on the same prompts. `trace`
 sends requests of a trace to the OpenAI endpoint of two servers, which stream: all at once, then as
 they arrive in the trace, at a pace that keeps torch_native busy for `--load` of the time. Lengths
-are divided by `--scale-lengths`, tokens are random, but equal where the trace says that they are.
+are divided by `--scale-lengths`; tokens are random, but equal where the trace marks them as equal.
 
 A run of both parts keeps its results; a quarter of an hour on two cores, most of it torch_native's.
 """

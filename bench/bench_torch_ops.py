@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs besides its work: operators of torch, functions, and the core they call.
+"""Overhead of a call: operators of torch, functions, and the core that they call.
 
     python bench/bench_torch_ops.py [--quick]
 
-Inputs are so small that little else is left. The core is given the outputs and all defaults; where
-the function makes its output, so does what it is compared with. Prints figures and keeps none.
+Inputs are so small that the overhead dominates. The core is given the outputs and all defaults; if
+the function makes its output, so does its counterpart. Prints figures and keeps none.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
     python bench/bench_transformers.py [--quick] [--only TEXT] [--parts PART ...]
 
-Whole models and the attention of one layer alone, with the arguments it had in the model, and the
-functions of the folder for Hugging Face's `kernels`. Results are checked before anything is timed;
+Whole models, the attention of one layer alone with its arguments in the model, and the functions of
+the folder for Hugging Face's `kernels`. Results are checked before anything is timed;
 implementations run in turns, in this process, on the same threads and weights. Needs transformers,
 `pip install transformers`; 5 minutes on two cores.
 """

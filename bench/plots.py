@@ -96,12 +96,12 @@ def draw_roofline(rows: list[Row]) -> Figure:
 
 
 def shown(row: Row) -> bool:
-    """Not the cases that are there for a curve."""
+    """Whether a case is shown: not if it only belongs to a curve."""
     return "bar" in row or not row["series"]
 
 
 def draw_speedups(rows: list[Row]) -> Figure:
-    """How many times faster cpattn is than each peer, case by case."""
+    """Draw the speed-up of cpattn over each peer, case by case."""
     cases = []
     for case, group in groupby(rows, key=lambda row: row["case"]):
         of = {row["implementation"]: row for row in group}
@@ -229,7 +229,7 @@ def draw_lines(axes: Axes, rows: list[Row], x: str, y: str = "ns_per_item") -> N
 
 
 def show_numbers(axes: Axes, values: list[float]) -> None:
-    """Plain ones on a logarithmic y axis, 1, 2 and 5 of each decade."""
+    """Label a logarithmic y axis with plain numbers, 1, 2 and 5 of each decade."""
     steps = [m * 10.0**e for e in range(-2, 4) for m in (1, 2, 5)]
     shown = [t for t in steps if min(values) / 2.5 <= t <= max(values) * 2.5]
     axes.set_yticks(shown, [f"{t:g}" for t in shown])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_attention.py measures: workloads, and the engines that take part, in `peers`."""
+"""Parts of bench_attention.py: workloads, and the engines that take part, in `peers`."""

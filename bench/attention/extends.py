@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few new tokens behind many cached ones, as a share of the roofline, and what of it is asked.
+"""Few new tokens behind many cached ones, as a share of the roofline, with bars.
 
 All numbers of new tokens query one cache: contenders take turns at all of them.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit caches in decode and prefill: against bfloat16 of cpattn's own, and 8 bits of the peers."""
+"""8-bit caches in decode and prefill: against cpattn's bfloat16 and the peers' 8 bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders in processes of their own; who fails is a row, not the end of the run."""
+"""Contenders in separate processes; a failure is a row, not the end of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.harness.sampling import OURS, Lane
 
 
 def contenders(modules: list[str], num_threads: int, python: str) -> dict[str, Contender]:
-    """cpattn in this interpreter, the peers in theirs; all begin to start at once."""
+    """cpattn in this interpreter, the peers in theirs; all start at once."""
     made = {
         module: contender(module, num_threads, sys.executable if module == "ours" else python)
         for module in modules
@@ -41,10 +41,10 @@ def contender(module: str, num_threads: int, python: str) -> Contender:
 def race(
     case: Case, contenders: Mapping[str, Contender], peak: Callable[[], float], budget: float
 ) -> list[Row]:
-    """The rows of a case: who runs it, checked, and sampled in turns with the others.
+    """The rows of a case: each contender checked, then sampled in turns with the others.
 
-    `budget` is the seconds that a peer's samples may take; cpattn, the first, has more. The peak is
-    in units of work per second.
+    A peer's samples may take `budget` seconds; those of cpattn, the first, more. The peak is in
+    units of work per second.
     """
     rows: list[Row] = []
     lanes: list[Lane] = []
@@ -67,7 +67,7 @@ def race(
 
 
 def measured(lane: Lane, peaks: list[float], work: Workload) -> Row:
-    """The row of a contender that ran, with what it told of its first call."""
+    """The row of a contender that ran, with the report of its first call."""
     row = sampling.measured(lane, peaks, work.work)
     if lane.failed is None:
         row |= {name: lane.first[name] for name in ("version", "extra_memory", "note")}
@@ -95,8 +95,8 @@ def check(
 ) -> float:
     """The largest relative error of a token's output; Failed if no rounding explains it.
 
-    cpattn, which comes first, is compared with the float64 oracle on some tokens of each sequence;
-    the others with cpattn on all tokens. Each rounds its probabilities and its output, once.
+    cpattn, the first, is compared with the float64 oracle on some tokens of each sequence, the
+    others with cpattn on all tokens. Each rounds its probabilities and its output once.
     """
     if expected is None:
         rows, expected = oracle(inputs.load(work, folder))

@@ -40,7 +40,7 @@ class Entrant:
     which: str = ""  # of the workloads that the contender holds, if there are several
 
     def prepare(self) -> tuple[Row, torch.Tensor]:
-        """What it says of its first call, and the result of that."""
+        """The report and the result of its first call."""
         out = self.folder / "out"
         out.unlink(missing_ok=True)
         asked = {"work": asdict(self.work), "folder": str(self.folder), "which": self.which}
@@ -53,7 +53,7 @@ class Entrant:
 
 @dataclass
 class Roofline:
-    """Products and bytes a second, measured whenever it is called."""
+    """Products and bytes a second, measured at each call."""
 
     num_threads: int
     points: list[tuple[float, float]] = field(default_factory=list)  # flop/s, bytes/s
@@ -70,7 +70,7 @@ class Roofline:
         return min(self.points[-1])
 
     def flops(self, intensity: float) -> list[float]:
-        """The most flop/s of work with so many flop for each byte, at each measurement."""
+        """The attainable flop/s of work with this many flop for each byte, at each measurement."""
         limits = [min(peak, bandwidth * intensity) for peak, bandwidth in self.points]
         return [*limits, limits[-1]]  # as `sampling.sample` has its peaks
 
@@ -80,7 +80,7 @@ class Roofline:
 
 
 def peer_contenders(modules: Sequence[str], num_threads: int, quick: bool) -> dict[str, Contender]:
-    """cpattn in this interpreter, the peers in theirs; all begin to start at once."""
+    """cpattn in this interpreter, the peers in theirs; all start at once."""
     made = {}
     for module in modules:
         theirs = module.split(":")[0] != "ours" and PEER_PYTHON.exists() and not quick
@@ -93,7 +93,7 @@ def peer_contenders(modules: Sequence[str], num_threads: int, quick: bool) -> di
 
 @dataclass
 class Turns:
-    """What came of entrants that took turns."""
+    """The results of entrants that took turns."""
 
     lanes: list[tuple[Entrant, Lane]]
     failed: list[tuple[Entrant, Row]]
@@ -128,11 +128,11 @@ def take_turns(
     long: float = sampling.LONG,
     patience: float = math.inf,
 ) -> Turns:
-    """All that give a right result, timed in turns.
+    """All entrants with a right result, timed in turns.
 
-    cpattn, wherever it is, is compared with the oracle on some rows; the others with the result of
-    cpattn before them on the same tensors, or with the oracle if there is none. A peer that took
-    longer than `patience` seconds for a call is out of the workloads that follow.
+    cpattn, at any place, is compared with the oracle on some rows; the others with the preceding
+    result of cpattn on the same tensors, or with the oracle if there is none. A peer that took
+    longer than `patience` seconds for a call skips later workloads.
     """
     turns = Turns([], [], Roofline(num_threads))
     expected: dict[tuple[Path, Workload], torch.Tensor] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contender in a process of its own: ``python -m bench.attention.worker MODULE THREADS``."""
+"""One contender in its own process: ``python -m bench.attention.worker MODULE THREADS``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Worker:
     def prepare(self, work: Row, folder: str, out: str, which: str = "") -> Row:
         """Set a workload up, run it once, and leave the result in the file `out`.
 
-        With `which`, beside the others on the same cache; else there is only one.
+        With `which` it joins the others on the same cache; else it is the only one.
         """
         from bench.attention.peers import inputs  # and torch, not before the threads are bound
 
@@ -68,7 +68,7 @@ class Worker:
         return {}
 
     def sample(self, calls: int, which: str = "") -> Row:
-        """Mean seconds of `calls` calls; before many short ones, one that warms the caches."""
+        """Mean seconds of `calls` calls; a warm-up call precedes many short ones."""
         if calls > 1:
             self.call(which)
         times = [self.call(which)[:2] for _ in range(calls)]

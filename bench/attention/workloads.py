@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_attention.py measures: shapes, and the bars each shape has to reach.
+"""Shapes that bench_attention.py measures, and the bars that each shape has to reach.
 
 Only useful work counts: the products of visible scores, and for one query a sequence the bytes of
 visible keys and values.
@@ -20,7 +20,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """A batch of sequences over one paged cache; everything a contender has to know."""
+    """A batch of sequences over one paged cache: all facts that a contender needs."""
 
     name: str
     new: tuple[int, ...]  # query tokens of each sequence, whose keys are cached already
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def stored_lens(self) -> list[int]:
-        """Tokens of each sequence that the cache has."""
+        """The number of cached tokens of each sequence."""
         return [max(length, self.capacity) for length in self.kv_lens]
 
     @property
@@ -108,7 +108,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """Those, the queries and the output: the least traffic, for the roofline."""
+        """The least traffic, for the roofline: keys and values, the queries and the output."""
         width = self.num_heads * (self.head_dim + self.v_head_dim)
         return self.kv_bytes + sum(self.new) * width * ITEM_BYTES[self.dtype]
 
@@ -123,7 +123,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """A workload with who runs it, on how many threads, and what it has to reach."""
+    """A workload with its contenders, its number of threads and its bars."""
 
     workload: Workload
     all_threads: bool = True  # or one
@@ -161,7 +161,7 @@ ABSORBED: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 51
 
 
 def traffic(trace: Path | None, divisor: int = 4, budget: int = 8192) -> Iterator[Workload]:
-    """Two batches of prefills as serving traffic mixes them: a trace's lengths over `divisor`.
+    """Two batches of prefills from serving traffic: a trace's lengths divided by `divisor`.
 
     Requests in order of arrival, prefixes found in an unbounded cache, up to `budget` new tokens:
     the batch of the most requests, and the one with the longest prefixes.

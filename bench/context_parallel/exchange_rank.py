@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of bench_exchanges.py, a process of its own on its host.
+"""One rank of bench_exchanges.py, a process on its host.
 
     python -m bench.context_parallel.exchange_rank RANK SIZE STORE HOST SETTINGS
 
-HOST is a path of `cpattn_lab.processes.hosts.Hosts`, SETTINGS are those of `exchanges.Settings` as
-JSON; the answer is a line of JSON.
+HOST is a path of `cpattn_lab.processes.hosts.Hosts`, SETTINGS is `exchanges.Settings` as JSON; the
+answer is a line of JSON.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Layer:
         return cp.attend(plan, self.q, *pools)
 
     def run_ahead(self) -> torch.Tensor:
-        """Layers whose cached keys are gathered while the layer before is computed."""
+        """Layers whose cached keys are gathered during the previous layer."""
         cp, plan = self.sharded["gather"], self.sharded_plans["gather"]
         prefixes = cp.prefetch(plan, [tuple(self.shards)] * AHEAD_LAYERS)
         for _ in range(AHEAD_LAYERS):
@@ -89,7 +89,7 @@ class Layer:
         return out
 
     def compute(self) -> torch.Tensor:
-        """Attention alone, of pools that hold everything."""
+        """Attention alone, on pools with all keys."""
         return self.replicated.attend(self.plan, self.q, *self.whole)
 
 
@@ -103,7 +103,7 @@ def choice_of(layer: Layer, settings: Settings) -> str:
 
 
 def check_rows(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """Refuse rows that are further apart than roundings, of which each side has its own."""
+    """Refuse rows that differ by more than the roundings of each side."""
     apart = (out.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     bound = 2 * accuracy.attention("bfloat16", "cpattn", None)
     if not (len(out) == len(expected) and float(apart.max()) <= bound):
@@ -121,7 +121,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def probe_link() -> None:
-    """Send PROBE_BYTES from each rank to the one of the same number on the other host."""
+    """Send PROBE_BYTES from each rank to its counterpart on the other host."""
     rank, size = dist.get_rank(), dist.get_world_size()
     peer = (rank + size // 2) % size
     sent, received = torch.zeros(2, PROBE_BYTES, dtype=torch.uint8)
@@ -132,9 +132,9 @@ def probe_link() -> None:
 
 
 def peers_of(shape: Shape, settings: Settings, layer: Layer) -> dict[str, Callable[[], Any]]:
-    """ring-flash-attn on these kernels, where it is and can do the job: prompts without a prefix.
+    """ring-flash-attn on these kernels, if installed and capable: prompts without a prefix.
 
-    Rows are those of this rank by its own division, of the same tokens.
+    Rows are this rank's by ring-flash-attn's own division of the same tokens.
     """
     if shape.cached or not settings.ring_flash_attn:
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to bring queries and keys of two hosts together: what is run, and what is predicted."""
+"""Ways to bring queries and keys of two hosts together: runs and predictions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ AHEAD = Way("gather, one layer ahead", "gather", sharded=True, ahead=True)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a world of ranks measures."""
+    """The measurements of a world of ranks."""
 
     shapes: tuple[Shape, ...]
     rounds: int
@@ -101,16 +101,16 @@ def run_world(hosts: Hosts, size: int, settings: Settings) -> dict[str, Any]:
 
 
 def link_bytes_per_second(answer: dict[str, Any], size: int) -> float:
-    """Of a host, in one direction."""
+    """The rate of a host, in one direction."""
     return size // 2 * PROBE_BYTES / float(answer["link"])
 
 
 def rates_of(rates: Rates, way: Way, size: int, cpus: int, bytes_per_second: float) -> Rates:
-    """Those of a rank where `size` ranks are on two hosts and share CPUs and the link.
+    """The rates of a rank if `size` ranks are on two hosts and share CPUs and the link.
 
-    The model has hosts of one rank each. Of 4 ranks two are on a host, and of the 3 others to which
-    each sends 2 are behind the link: both send 4/3 of what they would send with a link each. In a
-    ring only one of the two sends over the link.
+    The model has hosts of one rank each. With 4 ranks two are on a host, and each sends to 3
+    others, 2 of them over the link: both send 4/3 of the bytes that they would send with a link
+    each. In a ring only one of the two sends over the link.
     """
     crowd = max(1.0, size / cpus)
     share = 1.0 if size == 2 or way.exchange == "ring" else 0.75
@@ -126,7 +126,7 @@ def rates_of(rates: Rates, way: Way, size: int, cpus: int, bytes_per_second: flo
 def predicted(
     shape: Shape, way: Way, size: int, settings: Settings, rates: Rates
 ) -> tuple[float, float]:
-    """Seconds of a layer, and those for which the link is busy."""
+    """Seconds of a layer, and the seconds for which the link is busy."""
     batch = [shape.new], [shape.new + shape.cached]
     placement = "page_interleave" if way.sharded else "replicated"
     overlap = "ahead" if way.ahead else "full" if way.overlapped else "none"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of one rank, built as an engine builds it in every forward pass, then read.
+"""Metadata of one rank, built like an engine's in every forward pass, then read.
 
 All arrays, or all lists. The peer for arrays makes the tensors that the engine makes, the peer for
 lists does not.

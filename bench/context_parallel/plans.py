@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans over sharded pools, with the calls of a rank, and the merge of partial results.
 
-The peer lists the rows that a rank holds token by token, as engines do in NumPy.
+The peer lists the rows that a rank holds token by token, like engines in NumPy.
 """
 
 from __future__ import annotations

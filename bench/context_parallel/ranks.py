@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in processes of their own, one thread each and pinned to a CPU, and how long they take."""
+"""Times of ranks in separate processes, one thread each and pinned to a CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Measured:
 def run_rank(
     rank: int, size: int, store: str, layer: AttentionLayer, batches: dict[str, Any], repeats: int
 ) -> dict[tuple[str, str], Measured]:
-    """All cases on one rank, in a process of its own."""
+    """All cases on one rank, in its own process."""
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ring-flash-attn from its wheel, on the kernels here: what of it can do a causal prompt."""
+"""ring-flash-attn from its wheel, on the kernels here: its methods for a causal prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def methods(
 ) -> dict[str, Callable[[], Any]]:
     """Zigzag ring and Llama 3's gather, of this rank's rows, whose results are checked.
 
-    Zigzag rows are in the order that `ContextParallel.shard` gives them.
+    Zigzag rows are in the order of `ContextParallel.shard`.
     """
     package = load(folder)
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine computes before every context-parallel forward pass, in plain Python.
+"""The engine's computation before every context-parallel forward pass, in plain Python.
 
 A restatement of sglang 0.5.23 in our own words, with the same steps and the same cost:
 the peer of the benchmark and an oracle for the tests. Fields are lists, under the
@@ -66,7 +66,7 @@ def zigzag(
 def interleave_shard_per_request(
     extend_lens: list[int], *, cp_rank: int, cp_size: int
 ) -> tuple[list[int], list[int]]:
-    """Local rows of the sequences that have any, and which these are, with a carried phase."""
+    """Local rows of the sequences that have any, and these sequences, with a carried phase."""
     q_lens, bs_idx, first = [], [], cp_rank
     for s, length in enumerate(extend_lens):
         rows = max(-(-(length - first) // cp_size), 0)

@@ -82,7 +82,7 @@ def step(
     prefixes: list[torch.Tensor],
     times: dict[str, list[float]],
 ) -> tuple[Any, ...]:
-    """One chunk of all requests; what it plans, as plain values."""
+    """One chunk of all requests; its plan, as plain values."""
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
@@ -99,5 +99,5 @@ def step(
     rows = torch.arange(len(cached))
     timed("begin_shard_extend", lambda: pool.begin_shard_extend(table, rows, cached, given[3]))
     timed("free", lambda: allocator.free(slots))
-    # Freed pages come in another order the next time, of which their number is left.
+    # Freed pages come in another order the next time, so only their number is compared.
     return pool._block_pages, pool._send_pages.tolist(), allocator.class_free_page_counts()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with a KV pool of their own and with one that they share: what each of them measures."""
+"""Measurements of ranks with separate KV pools and with a shared one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, by transport; seconds of every round, for agreements the median call.
+    """Times of one rank, by transport: seconds of every round, for agreements the median call.
 
-    Where vLLM is installed, `write_kv` also has what its all-gather takes to bring the same rows to
-    all ranks: into a tensor of each, not yet into a pool.
+    If vLLM is installed, `write_kv` also has the time of its all-gather of the same rows to all
+    ranks: into a tensor of each rank, not into a pool.
     """
 
     write_kv: dict[str, list[float]]
@@ -164,7 +164,7 @@ def _in_turns(
 
 
 def _memory_of(pool: Any) -> int:
-    """Memory behind the buffers of a pool, of what others map too this process's share."""
+    """Memory of the buffers of a pool; for memory that others also map, this process's share."""
     addrs, sizes, _ = pool.get_contiguous_buf_infos()
     total, within = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():

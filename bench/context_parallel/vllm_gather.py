@@ -16,7 +16,7 @@ def is_there() -> bool:
 
 
 def make_communicator(identity: str) -> Any:
-    """Its `CpuCommunicator` of all ranks, which have the same identity and no others have."""
+    """A `CpuCommunicator` of all ranks, with an identity that only these ranks share."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the results that are timed may be from right ones: the only place with such numbers.
+"""Tolerances of timed results: the only place with such numbers.
 
-Each engine rounds in other places, so that these are no bounds of errors, as those of the tests
-are. They tell roundings from mistakes.
+Each engine rounds in other places, so these are no error bounds, unlike those of the tests. They
+tell roundings from mistakes.
 """
 
 #: Of a row's norm, in spacings of the dtype. Probabilities and output are rounded once each.
@@ -24,6 +24,6 @@ FIRST_TOKENS = 0.25
 
 
 def attention(dtype: str, module: str, kv_dtype: str | None) -> float:
-    """Of a row's norm: how far the module's result may be off."""
+    """The largest error of the module's result, as a share of a row's norm."""
     spacing = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
     return ATTENTION[dtype] * spacing + (OWN_CODES.get(module, 0.0) if kv_dtype else 0.0)

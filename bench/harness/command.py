@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command lines of the benchmarks have in common; standard library only."""
+"""The common part of the benchmarks' command lines; standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def parser(description: str | None, quick: str) -> argparse.ArgumentParser:
-    """With ``--quick``, which every benchmark has; `quick` says what it does."""
+    """A parser with ``--quick``, which every benchmark has; `quick` is its help."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implementations of one job, how their results are checked, and the bars they have to reach."""
+"""Implementations of one job, the checks of their results, and their bars."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Comparison:
 
     @property
     def threads(self) -> int:
-        """One where the case does not say."""
+        """The threads of a case, by default one."""
         threads: int = self.case.get("threads", 1)
         return threads
 
     @property
     def has_share(self) -> bool:
-        """Whether the work is a part of the peak, which else only tells of busy neighbours."""
+        """Whether the work is a share of the peak, which otherwise only shows busy neighbours."""
         return self.work is not None and (self.peak is not None or self.work[1] == "GFLOP")
 
 
@@ -81,7 +81,7 @@ def percent_of_peak(of: str, limit: float) -> Bar:
 
 
 def times_as_fast(of: str, name: str, limit: float, *peers: str) -> Bar:
-    """Against the fastest of the peers, which all have to be there."""
+    """A bar against the fastest peer; all peers must be present."""
 
     def value(timed: Timed) -> float:
         return min(timed[peer]["median"] for peer in peers) / timed[of]["median"]
@@ -90,7 +90,7 @@ def times_as_fast(of: str, name: str, limit: float, *peers: str) -> Bar:
 
 
 def ahead_of_all(of: str) -> Bar:
-    """Against the fastest of those that are not cpattn; missed only if one is there and ahead."""
+    """A bar against the fastest peer; missed only if a peer is present and ahead."""
 
     def value(timed: Timed) -> float:
         times = [row["median"] for row in timed.values() if not is_ours(row)]
@@ -106,7 +106,7 @@ def nanoseconds(of: str, item: str, limit: float) -> Bar:
 
 
 def percent_longer(of: str, than: str, limit: float) -> Bar:
-    """How much longer `of` takes than another implementation."""
+    """The percentage by which `of` takes longer than another implementation."""
 
     def value(timed: Timed) -> float:
         return 100 * (timed[of]["median"] / timed[than]["median"] - 1)
@@ -119,7 +119,7 @@ def microseconds(of: str, limit: float) -> Bar:
 
 
 def equal(assert_same: Callable[[Any, Any], None], expected: Any) -> Callable[[str, Any], float]:
-    """A check by an assertion that two results are the same, with no error but none."""
+    """A check by an assertion that two results are the same; the error is zero."""
 
     def check(name: str, result: Any) -> float:
         try:

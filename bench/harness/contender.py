@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implementations in child processes, asked over pipes: who crashes takes nothing else along."""
+"""Implementations in child processes, asked over pipes: a crash affects nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_SECONDS = 180.0
 
 
 class Failed(Exception):
-    """Why a contender has no time: a status and a reason."""
+    """The reason for which a contender has no time, with a status."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ class Failed(Exception):
 
 
 class Contender:
-    """A child process with one implementation on a number of threads, started when first asked.
+    """A child process with one implementation on a number of threads, started on first use.
 
     `command` runs a program that ends in `worker.serve`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure depends on, and where figures are kept."""
+"""The environment of a figure, and the place where figures are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on: machine, instruction set, compiler, versions, commit."""
+    """The environment of a figure: machine, instruction set, compiler, versions, commit."""
     return {
         "machine": cpu_name(),
         "isa": cpattn.active_isa(),

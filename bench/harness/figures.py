@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rows of bench/results say, in words and units; standard library only."""
+"""The rows of bench/results in words and units; standard library only."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ def time_per_item(row: Row) -> str:
 
 
 def best_peer(rows: list[Row]) -> Row | None:
-    """The fastest that is not cpattn, of the rows of a case of bench_sparse.py."""
+    """The fastest peer among the rows of a case of bench_sparse.py."""
     peers = [row for row in rows if "median" in row and not is_ours(row)]
     return min(peers, key=lambda row: row["median"], default=None)
 
 
 def is_ours(row: Row) -> bool:
-    """Of bench_sparse.py, where cpattn runs in several dtypes."""
+    """Whether a row of bench_sparse.py, in which cpattn runs in several dtypes, is cpattn's."""
     return row["implementation"].startswith("cpattn")
 
 
 def is_auxiliary(row: Row) -> bool:
-    """Not an implementation of the job, but there to tell what a part of it costs."""
+    """Whether a row is no implementation of the job, but the cost of a part of it."""
     return ", " in row["implementation"]
 
 
 def bar_verdict(bar: Row) -> str:
-    """One of several bars of a row: what was reached, of what, and whether that is enough."""
+    """One of several bars of a row: the figure, its reference, and whether it is enough."""
     sign = "≥" if bar["at_least"] else "≤"
     verdict = "met" if bar["met"] else "MISSED"
     return f"{bar['name']}: {bar['value']:.3g}, bar {sign} {bar['limit']:g} {verdict}"
 
 
 def bars_of(row: Row) -> list[Row]:
-    """All bars of a row, also of results where it has one by itself."""
+    """All bars of a row, also in results with a single bar."""
     alone = [{"limit": row["bar"], "met": not row["missed"]}] if "bar" in row else []
     return [*alone, *row.get("bars", ())]
 
 
 def amx_bar(row: Row) -> str:
-    """What AMX hardware has to reach in this case, where this is none."""
+    """The bar of AMX hardware in this case, for a machine without AMX."""
     if row["isa"] == "amx" or not row["amx_bar"]:
         return ""
     return f"{row['amx_bar']:g} %: not measured here"
@@ -75,7 +75,7 @@ def limit(percent: float, bar: float) -> str:
 
 
 def findings(rows: list[Row]) -> Iterator[str]:
-    """What compares cases: threads, page sizes, ranks, and whether any peer was ahead."""
+    """Comparisons of cases: threads, page sizes, ranks, and whether any peer was ahead."""
     ours = of_cpattn(rows)
     cases = {(row["case"]["workload"], row["case"]["threads"]): row for row in ours}
     for (name, threads), row in cases.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a benchmark that is made of comparisons, whose parts are modules of a package."""
+"""The program of a benchmark of comparisons, whose parts are modules of a package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bench.harness.figures import Row, case_label
 def parse_arguments(
     description: str | None, budget: float = 0.8, parts: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Parse the command line; with `parts`, those that are to be measured."""
+    """Parse the command line; with `parts`, also the parts to measure."""
     parser = command.parser(description, quick="small cases, results not kept")
     parser.add_argument("--only", default="", help="cases with this text, not kept")
     parser.add_argument("--budget", type=float, default=budget, help="seconds of samples per peer")
@@ -57,8 +57,8 @@ def measure(
 ) -> int:
     """Run, print and keep all cases; 1 if a bar is missed, or a row is neither ok nor excused.
 
-    `others` are the rows of cases that are not timed here. Small cases have no bars. Unless the
-    run is of the `whole` benchmark, rows of parts that it has not are kept from earlier ones.
+    `others` are the rows of cases that are not timed here. Small cases have no bars. Unless the run
+    is of the `whole` benchmark, rows of missing parts are kept from earlier runs.
     """
     begin, rows = time.monotonic(), []
     about = {"bench": bench} | environment()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of comparisons: one per case as it is done, and the bars at the end."""
+"""The tables of comparisons: one after each case, and the bars at the end."""
 
 from __future__ import annotations
 

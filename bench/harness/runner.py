@@ -19,7 +19,7 @@ from bench.harness.sampling import OURS, Lane
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """A peer may fail in any way and takes nothing else along: all are Failed."""
+    """Turn any failure of a peer into Failed, so that it affects nothing else."""
     try:
         yield
     except Failed:
@@ -32,7 +32,7 @@ def failures() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Local:
-    """A function of this process, where others are children."""
+    """A function of this process; other contenders are child processes."""
 
     name: str
     function: Callable[[], Any]
@@ -47,9 +47,9 @@ class Local:
 
 
 def run(comparison: Comparison, budget: float) -> list[Row]:
-    """A row for each implementation, those that failed last, with the bars they have.
+    """A row for each implementation with its bars, failed ones last.
 
-    `budget` is the seconds that a peer's samples may take; those of cpattn have more.
+    A peer's samples may take `budget` seconds, those of cpattn more.
     """
     rows: list[Row] = []
     lanes: list[Lane] = []
@@ -76,7 +76,7 @@ def run(comparison: Comparison, budget: float) -> list[Row]:
 
 
 def checked(contender: Local, comparison: Comparison, budget: float) -> Lane:
-    """The first call, whose result is checked. Failed if there is none, or a wrong one."""
+    """The first call, whose result is checked. Failed if it has no result or a wrong one."""
     with failures():
         begin = time.perf_counter()
         result = contender.function()

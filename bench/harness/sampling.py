@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples in turns, beside measurements of the machine's peak; what they amount to.
+"""Samples in turns, beside measurements of the machine's peak, and their statistics.
 
 The peak is measured around the samples, and samples whose neighbourhood fell short of the best are
 dropped.
@@ -25,13 +25,13 @@ OURS = 4  # times as many seconds of samples as a peer
 
 
 class Sampled(Protocol):
-    """An implementation, wherever it runs."""
+    """An implementation, in any process."""
 
     @property
     def name(self) -> str: ...
 
     def ask(self, do: str, *, calls: int) -> Row:
-        """Mean seconds of so many calls, to "stage" and to "run"; Failed if there are none."""
+        """Mean seconds of some calls, to "stage" and to "run"; Failed if there are none."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Lane:
 
     @property
     def calls(self) -> int:
-        """Of the next sample."""
+        """The number of calls of the next sample."""
         if self.first["compiled"] and not self.samples:
             return 1
         stage, run = (
@@ -72,7 +72,7 @@ class Lane:
 
 
 def sample(lanes: list[Lane], peak: Callable[[], float]) -> list[float]:
-    """Rounds of one sample each until all are finished. The peaks, in order of measurement."""
+    """Take rounds of one sample each until all are finished; return the peaks in order."""
     peaks = [peak()]
     for lane in lanes:
         if not lane.first["compiled"] and lane.first["stage"] + lane.first["run"] >= lane.long:
@@ -96,7 +96,7 @@ def sample(lanes: list[Lane], peak: Callable[[], float]) -> list[float]:
 def measured(lane: Lane, peaks: list[float], work: tuple[float, str] | None) -> Row:
     """The row of an implementation. If no sample was quiet, all count, and the row says so.
 
-    `work` is what a call does, in units of 10^9 as in the peaks; None where that says nothing.
+    `work` is the work of a call, in units of 10^9 like the peaks; None if it is meaningless.
     """
     if lane.failed:
         return lane.failed.row(lane.contender.name)

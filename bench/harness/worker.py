@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that does what its parent asks: a command a line in, an answer a line out, JSON both.
+"""A process that serves its parent: a line of JSON in for a command, one out for its answer.
 
-Standard library only: it runs in environments of others.
+Standard library only: it runs in the peers' environments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def end_with_parent() -> None:
 
 
 def answers_only() -> Callable[[Mapping[str, Any]], None]:
-    """Sends an answer. From now on, whatever a library prints does not look like one."""
+    """Return a function that sends answers. From now on, output of libraries is no answer."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lambda message: print(json.dumps(message), file=answers, flush=True)
@@ -56,7 +56,7 @@ def resident_bytes() -> int:
 
 
 def extra_memory(run: Callable[[], Any]) -> tuple[int, Any]:
-    """The most bytes that a call takes beyond what was there before, and its result."""
+    """The peak of memory that a call adds, in bytes, and its result."""
     LIBC.malloc_trim(0)
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
@@ -65,7 +65,7 @@ def extra_memory(run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _memory(field: str) -> int:
-    """Bytes, from this process's status."""
+    """Bytes of memory, from this process's status."""
     found = re.search(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])

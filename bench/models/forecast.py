@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions of the cost model for a whole pass of an engine.
 
-It knows attention, the exchange and the store of keys. The rest of a layer is measured in the same
-processes, in passes whose attention does nothing.
+The model covers attention, the exchange and the store of keys. The rest of a layer is measured in
+the same processes, in passes whose attention does nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def layer_of(dtype: str, *, quick: bool) -> AttentionLayer:
 
 @dataclass(frozen=True)
 class Forecasts:
-    """Rates of a rank, alone with both threads and one of two, and the layers they are of."""
+    """Rates of a rank, alone with both threads and as one of two, and their layers."""
 
     layer: AttentionLayer
     rates: dict[int, Rates]  # by the number of ranks
@@ -47,7 +47,7 @@ class Forecasts:
         return cls(layer, {1: alone, CORES: one})
 
     def of(self, peers: Sequence[Peer], case: Case) -> dict[str, float]:
-        """Predicted seconds of what is timed, of each engine."""
+        """Predicted seconds of each engine's timed call."""
         found = {}
         for peer in peers:
             if peer.name in ENGINES:
@@ -93,7 +93,7 @@ def chunks(case: Case) -> list[tuple[int, int]]:
 
 
 def passes(case: Case, size: int) -> list[tuple[int, int]]:
-    """Rows of a rank in each kind of pass, and how many there are of it."""
+    """Rows of a rank in each kind of pass, and the number of these passes."""
     if case.steps:  # every rank has all rows
         return [(case.batch, 1)]
     lengths = [-(-new // size) for _, new in chunks(case)]

@@ -22,7 +22,7 @@ ALONE = {"cpattn": "cpattn", SDPA: "sdpa"}
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of an engine, where they keep keys, and the link between them if each has a host."""
+    """Ranks of an engine, their placement of keys, and the link between them if each has a host."""
 
     size: int
     placement: str = "replicated"
@@ -38,7 +38,7 @@ ENGINES = {
 
 
 class Peer(Contender):
-    """Peer in processes of its own, the first of which is asked."""
+    """A peer in its own processes, the first of which is asked."""
 
     answer_seconds = 1200.0
 
@@ -51,7 +51,7 @@ class Peer(Contender):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths that are tried, and what the model is made with."""
+    """Lengths that are tried, and the sizes of the model."""
 
     long: int = 32768
     short: int = 8192
@@ -70,7 +70,7 @@ QUICK = Sizes(long=320, short=160, new=48, requests=2, steps=3, quick=True)
 
 
 def fastest_dtype() -> str:
-    """Return bfloat16, or float32 where torch, which has the weights, multiplies that faster."""
+    """Return bfloat16, or float32 if torch, which has the weights, multiplies it faster."""
     return min(("bfloat16", "float32"), key=_seconds_of_products)
 
 
@@ -103,7 +103,7 @@ def engines(folder: Path, dtype: str, num_pages: int) -> list[Peer]:
 
 
 def can_be_started(name: str, ranks: Ranks) -> bool:
-    """Whether there can be the hosts that an engine needs; prints why not."""
+    """Whether the hosts that an engine needs can be made; prints the reason if not."""
     reason = two_hosts.why_not(ranks.link_gbps) if ranks.link_gbps else ""
     if reason:
         print(f"{name}: left out, {reason}")

@@ -3,7 +3,7 @@
 
     python -m bench.models.process '{"kind": "engine", "size": 2, ...}' [rank store host]
 
-Rank 0 is asked over its pipes, and has the others do the same.
+Rank 0 is asked over its pipes, and makes the others do the same.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ PREFIX = 1_000_000  # seed of tokens that are cached
 
 
 def tokens_of(length: int, seed: int) -> list[int]:
-    """Random tokens, of which no others share the beginning."""
+    """Random tokens with a beginning of their own."""
     return random.Random(f"{length} {seed}").choices(range(1, VOCABULARY), k=length)
 
 
 def answers_of(logits: torch.Tensor) -> list[Row]:
-    """Tokens that follow, and the log probabilities of the best, as `compare_tokens` takes them."""
+    """Tokens that follow, and log probabilities of the best, in the form of `compare_tokens`."""
     best = logits.float().log_softmax(-1).topk(TOP)
     return [
         {"tokens": [tokens[0]], "best": [dict(zip(tokens, logprobs, strict=True))]}
@@ -74,7 +74,7 @@ class Alone:
         return {"seconds": seconds, "answers": answers_of(logits), "kept": [kept]}
 
     def decode(self, batch: int, cached: int, steps: int, seed: int) -> Row:
-        """Mean seconds of a step of so many sequences."""
+        """Mean seconds of a step of a batch of sequences."""
         cache = self._behind(batch, cached)
         ids = torch.tensor([tokens_of(batch, seed + step) for step in range(steps)])
 
@@ -114,7 +114,7 @@ class Engine:
         self._engine = ContextParallelModel(self._model, num_pages=num_pages, placement=placement)
 
     def prefill(self, new: int, cached: int, seed: int) -> Row:
-        """Seconds of one prompt behind cached tokens, and what each rank has grown by."""
+        """Seconds of one prompt behind cached tokens, and the growth of each rank's memory."""
         prefix = tokens_of(cached, PREFIX)
         if cached:
             self._engine.free(self._engine.prefill([prefix]).requests)
@@ -127,7 +127,7 @@ class Engine:
         return {"seconds": seconds, "answers": answers_of(logits), "kept": kept}
 
     def decode(self, batch: int, cached: int, steps: int, seed: int) -> Row:
-        """Mean seconds of a step of so many requests."""
+        """Mean seconds of a step of a batch of requests."""
         prompts = [tokens_of(cached, PREFIX + i) for i in range(batch)]
         requests, _ = self._engine.prefill(prompts, max_new_tokens=steps)
         ids = [tokens_of(batch, seed + step) for step in range(steps)]
@@ -142,7 +142,7 @@ class Engine:
         return {"seconds": seconds / steps, "answers": answers_of(logits), "kept": []}
 
     def rest(self, rows: int) -> Row:
-        """Seconds of a pass over so many rows without attention, on the slowest rank."""
+        """Seconds of a pass without attention over some rows, on the slowest rank."""
         from cpattn.integrations.transformers.context_parallel.layers import RunningModel
 
         ids = torch.tensor(tokens_of(rows, 0))
@@ -155,7 +155,7 @@ class Engine:
         return {"seconds": max(of_all_ranks(median(taken[1:])))}
 
     def serve(self, load: str) -> Row:
-        """Send all requests at once; when the first token of each came, and all tokens."""
+        """Send all requests at once; return the time of each first token, and all tokens."""
         work = Load.read(load)
         self._engine.generate([tokens_of(64, PREFIX)], max_new_tokens=4, do_sample=False)
         hits, first = self._engine.hit_tokens, dict[int, float]()
@@ -189,7 +189,7 @@ class _Zeros:
 
 
 class Leader:
-    """Rank 0: what it is asked to do the others do, too."""
+    """Rank 0, which passes each command on to the others."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.version = engine, engine.version
@@ -204,7 +204,7 @@ class Leader:
 
 
 def follow(engine: Engine) -> None:
-    """Do what rank 0 is asked, until it ends."""
+    """Follow the commands of rank 0, until it ends."""
     while True:
         asked: list[Any] = [None, None]
         dist.broadcast_object_list(asked)

@@ -35,7 +35,7 @@ class Case:
 
     @property
     def items(self) -> int:
-        """Tokens that are computed in what is timed: a prompt, or a step."""
+        """Tokens that the timed call computes: a prompt, or a step."""
         return self.batch if self.steps else self.new
 
     @property
@@ -57,7 +57,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @dataclass
 class Turns:
-    """A peer in a case, whose prompts are new ones each time, the same for all peers."""
+    """A peer in a case, with new prompts each time, equal for all peers."""
 
     peer: Peer
     case: Case
@@ -122,7 +122,7 @@ def measure(
 
 
 def add_efficiency(rows: Sequence[Row]) -> None:
-    """Say of engines on two ranks how long one rank takes on both cores, as a share."""
+    """Add to engines on two ranks the time of one rank on both cores, as a share."""
     one, *others = (name for name in ENGINES)
     times = {row["implementation"]: row["median"] for row in rows if "median" in row}
     for row in rows:

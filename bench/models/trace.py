@@ -21,7 +21,7 @@ from bench.serving.report import ninetieth
 
 
 def serve(peers: Sequence[Peer], work: Load, folder: Path, about: argparse.Namespace) -> list[Row]:
-    """The rows of engines that had the requests in turn, those on two ranks first."""
+    """The rows of engines that served the requests in turn, engines on two ranks first."""
     path = folder / "load.json"
     work.write(path)
     rows: list[Row] = []
@@ -36,7 +36,7 @@ def serve(peers: Sequence[Peer], work: Load, folder: Path, about: argparse.Names
 
 
 def shares(expected: Sequence[list[int]], tokens: Sequence[list[int]]) -> tuple[float, float]:
-    """How many answers, and first tokens, are others. Failed if roundings cannot be the reason."""
+    """The numbers of different answers and first tokens. Failed if they are beyond roundings."""
     pairs = list(zip(expected, tokens, strict=True))
     others = sum(a != b for a, b in pairs) / len(pairs)
     first = sum(a[0] != b[0] for a, b in pairs) / len(pairs)

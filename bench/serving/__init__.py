@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_vllm.py and bench_sglang_engine.py serve: models of random weights, loads, engines."""
+"""Parts of bench_vllm.py and bench_sglang_engine.py: random models, loads, engines."""

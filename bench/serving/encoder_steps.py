@@ -23,7 +23,7 @@ FEW_ROUNDS, LONG = 5, 4096
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt of `length` tokens; `model` is one that `bench.serving.model` writes."""
+    """A prompt of `length` tokens; `bench.serving.model` writes the model."""
 
     model: str
     task: str
@@ -73,7 +73,7 @@ def measure(engines: Sequence[Contender], case: Case, rounds: int, threads: int)
 
 
 def difference(expected: Sequence[float], found: Sequence[float]) -> float:
-    """Return how far a vector is off, by the length of the right one; refuse more than rounding."""
+    """Return the relative error of a vector; refuse more than rounding."""
     right, off = np.array(expected), np.subtract(found, expected)
     share = float(np.linalg.norm(off) / np.linalg.norm(right))
     if not share <= accuracy.TRANSFORMERS["model"]:

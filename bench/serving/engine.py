@@ -4,8 +4,8 @@
     python -m bench.serving.engine BACKEND MODEL BLOCK_SIZE MAX_TOKENS KV_CACHE_DTYPE
 
 The engine runs in the main thread of the process: requests are added when they are due, between
-two steps. So the time to first token has the wait for the step in progress, as with any server,
-but no network and no text.
+two steps. So the time to first token includes the wait for the step in progress, as with any
+server, but no network and no text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPUTING = {"CPU_ATTN": ("forward",), "CPU_MLA": ("forward_mha", "forward_mqa")
 
 
 class Stopwatch:
-    """Seconds that are spent inside some methods."""
+    """Seconds spent inside some methods."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -57,9 +57,9 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def rounded_codes() -> Iterator[None]:
-    """Have vLLM's own kernels round keys and values to the nearest code, where they cut off.
+    """Make vLLM's own kernels, which truncate, round keys and values to the nearest code.
 
-    They are given numbers that are codes: the model here has no scales.
+    They get numbers that are codes already: the model here has no scales.
     """
     from vllm.v1.attention.backends.cpu_attn import (  # type: ignore[import-not-found]
         CPUAttentionBackendImpl,
@@ -84,7 +84,7 @@ def rounded_codes() -> Iterator[None]:
 
 @dataclass
 class Watched:
-    """What is known of one request."""
+    """The record of one request."""
 
     due: float
     first: float = math.nan
@@ -186,9 +186,9 @@ class Engine:
         }
 
     def decode(self, batch: int, length: int, steps: int) -> Row:
-        """Of steps that decode a token for each of a batch behind so many: medians of the seconds.
+        """Median seconds of steps that decode a token for each of a batch behind a context.
 
-        In attention of a layer, its cache and its plan included, and in the whole step.
+        Seconds in attention of a layer, cache and plan included, and in the whole step.
         """
         engine = self.llm.llm_engine
         self._add(self._prompts(batch, length), steps + 1)

@@ -37,7 +37,7 @@ class Load:
 
     @property
     def max_tokens(self) -> int:
-        """Of a prompt and its answer."""
+        """The most tokens of a prompt with its answer."""
         return max(map(sum, zip(map(len, self.prompts), self.output_lengths, strict=True)))
 
     def write(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class Load:
 
 
 def from_arguments(arguments: argparse.Namespace, vocab_size: int) -> Load:
-    """The beginning of the trace that a benchmark was given, or one that is made up."""
+    """The beginning of the given trace, or of a generated one."""
     if arguments.trace:
         requests = read_trace(arguments.trace, limit=arguments.requests)
     else:
@@ -77,9 +77,9 @@ def from_trace(requests: Sequence[Request], divisor: int, *, vocab_size: int, se
 
 
 def spread(stamps: Sequence[float]) -> tuple[list[float], float]:
-    """Arrivals from time stamps that many requests share, and the seconds they are from.
+    """Arrivals from time stamps that many requests share, and their span in seconds.
 
-    Those with one stamp are spread evenly over the time to the next one.
+    Requests with one stamp are spread evenly over the time to the next stamp.
     """
     groups = [(stamp - stamps[0], len(list(group))) for stamp, group in groupby(stamps)]
     groups.append((groups[-1][0] + TICK, 0))

@@ -13,8 +13,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 VOCABULARY = 8192
 Sizes = dict[str, Any]
-# Per token of context attention costs eight times as much of the whole as in Llama 3 8B: with
-# prompts of an eighth of the length its share is the same.
+# Attention per token of context has eight times the share of Llama 3 8B's: with prompts of an
+# eighth of the length its share is the same.
 FULL: Sizes = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -51,13 +51,13 @@ NUM_HEADS, NUM_KV_HEADS = 16, 4
 
 
 def write(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
-    """Write config.json and bfloat16 weights; no tokenizer, as prompts are token ids."""
+    """Write config.json and bfloat16 weights; no tokenizer, because prompts are token ids."""
     heads = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_KV_HEADS}
     return _write(folder, "llama", (QUICK if quick else FULL) | heads, max_tokens, seed)
 
 
 def write_qwen3(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
-    """Of Qwen3-0.6B's width, of fewer layers and words; with a tokenizer of one word a token."""
+    """Write a model of Qwen3-0.6B's width with fewer layers and words, and a word tokenizer."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
     _write(folder, "qwen3", (QUICK if quick else QWEN3) | heads, max_tokens, seed)
     return _write_tokenizer(folder)
@@ -83,7 +83,7 @@ def _write_tokenizer(folder: Path) -> Path:
 
 
 def write_deepseek(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
-    """Latents and heads as DeepSeek V2 Lite has them, under fewer layers, without experts."""
+    """Write a model with DeepSeek V2 Lite's latents and heads, fewer layers and no experts."""
     latents = {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of bench_vllm.py, and of bench_sglang_engine.py what a server did."""
+"""The tables of bench_vllm.py, and the server's tables of bench_sglang_engine.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ninetieth(values: Sequence[float]) -> float:
 
 
 def print_served(title: str, work: Load, rows: Sequence[Row]) -> None:
-    """A load that servers of sglang took in turns; rows are those that are kept."""
+    """Print a load that servers of sglang took in turns, from the kept rows."""
     about = (
         f"{title}: {len(work.prompts)} requests of the trace {rows[0]['trace']}, lengths divided "
         f"by {rows[0]['lengths_divided_by']}: prompts of {work.prompt_tokens} tokens in all, "

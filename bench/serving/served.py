@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a load that two servers, or engines, took in turns."""
+"""Kept results of a load that two servers, or engines, took in turns."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Turn(Protocol):
     def wall(self) -> float: ...
     @property
     def first(self) -> list[float]:
-        """Of each request, to its first token."""
+        """The time of each request to its first token."""
         ...
 
 
 def about(arguments: argparse.Namespace, work: Load) -> Row:
-    """Tell how a load differs from what was recorded."""
+    """Describe the differences between a load and the recorded trace."""
     return {
         "requests": len(work.prompts),
         "lengths_divided_by": arguments.scale_lengths,
@@ -39,7 +39,7 @@ def about(arguments: argparse.Namespace, work: Load) -> Row:
 def rows_of(
     workload: str, work: Load, turns: Mapping[str, Sequence[Turn]], threads: int, about: Row
 ) -> list[Row]:
-    """As the harness writes rows, the last one's first; of first tokens those of all turns."""
+    """Rows in the harness's form, the last server's first, with first tokens of all turns."""
     rows = []
     for name in reversed([*turns]):
         walls = [turn.wall for turn in turns[name]]

@@ -3,9 +3,9 @@
 
     python -m bench.serving.sglang_engine BACKEND MODEL PAGE_SIZE MAX_TOKENS
 
-The engine computes in a process of its own, which runs the top of this module again. Times are
-those that a program sees that calls the engine: scheduling and what the processes say to each other
-count for both.
+The engine computes in its own process, which runs the top of this module again. Times are those of
+a program that calls the engine: for both backends they include scheduling and the messages between
+processes.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Engine:
         return {"seconds": taken[0]}
 
     def decode(self, batch: int, length: int, steps: int) -> Row:
-        """Seconds of a step that decodes one token for each of a batch behind so many.
+        """Seconds of a step that decodes one token for each sequence of a batch behind a context.
 
-        The difference of two calls for prompts that are in the cache, so that their last page,
-        which is computed again, is in neither.
+        The result is the difference of two calls for cached prompts, so that it excludes their last
+        page, which is computed again.
         """
         prompts = prompts_of(batch, length, self._vocab_size)
         self._engine.flush_cache()

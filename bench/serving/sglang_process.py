@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process of sglang on a CPU needs before sglang is imported; as a program, its server.
+"""Preparations before sglang is imported on a CPU; as a program, sglang's server.
 
     python -m bench.serving.sglang_process serve --attention-backend=BACKEND [more of sglang serve]
 
-Processes that sglang starts run the top of the program again, and find the same arguments there.
+Processes that sglang starts run the top of the program again with the same arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 
 def install(backend: str) -> None:
-    """The stand-ins of sglang's CPU engine, and for cpattn the backend, as its plug-in does it."""
+    """Install the stand-ins of sglang's CPU engine and, for cpattn, the plug-in's backend."""
     from cpattn.integrations.sglang import cpu_engine
 
     cpu_engine.install()
@@ -30,10 +30,11 @@ def install(backend: str) -> None:
 
 
 def started_by(pid: int) -> list[int]:
-    """The processes of sglang that are to be ended with one, whose memory is no longer shared.
+    """The processes of sglang to end with one process; their memory is no longer shared.
 
-    At its end sglang also kills the process of Python's that would give that memory back, so that
-    it is taken out of /dev/shm here: who has it mapped keeps it. Python's is not listed.
+    At its end sglang also kills Python's process that would free that memory, so this function
+    removes the memory from /dev/shm: processes that have it mapped keep it. Python's process is not
+    listed.
     """
     import psutil  # type: ignore[import-untyped]  # where sglang is
 

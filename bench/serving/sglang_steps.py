@@ -34,7 +34,7 @@ class Engine(Contender):
         super().__init__(backend, [*command, *map(str, arguments)], num_threads, variables)
 
     def stop(self) -> None:
-        """With the processes that sglang started, one of which would not notice."""
+        """Stop it with the processes that sglang started, one of which would not notice."""
         started = [] if self._process is None else started_by(self._process.pid)
         super().stop()
         for pid in started:

@@ -73,7 +73,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Until it answers; Failed with the last line of its log if it does not."""
+        """Wait until it answers; Failed with the last line of its log if it does not."""
         end = time.monotonic() + START_SECONDS
         while self._process.poll() is None and time.monotonic() < end:
             try:
@@ -102,7 +102,7 @@ class Server:
         return Turn(time.perf_counter() - begin, first)
 
     def stop(self) -> None:
-        """Ask it to end, and then all that are left of it."""
+        """Ask it to end, then end its remaining processes."""
         if self._process.poll() is None:
             started_by(self._process.pid)
             self._process.send_signal(signal.SIGTERM)
@@ -114,7 +114,7 @@ class Server:
         self._log.close()
 
     def _stream(self, prompt: list[int], num_tokens: int) -> float:
-        """When the first text came. Failed if there are not as many tokens as asked for."""
+        """Return the time of the first text. Failed for another number of tokens than requested."""
         body = {
             "model": "default",
             "prompt": prompt,
@@ -139,7 +139,7 @@ class Server:
         return first
 
     def _request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """The response, which ends the connection with itself; OSError if it is no success."""
+        """The response, whose end closes the connection; OSError if it is no success."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
         headers = {"Content-Type": "application/json", "Connection": "close"}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -152,7 +152,7 @@ class Server:
 def take_turns(
     servers: Sequence[Server], rounds: int, work: Load, pace: float
 ) -> dict[str, list[Turn]]:
-    """For each server its turns, by name."""
+    """The turns of each server, by name."""
     turns: dict[str, list[Turn]] = {server.name: [] for server in servers}
     for _ in range(rounds):
         for server in servers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of serving engines: prompts of a length, and decoding behind others, by two in turns."""
+"""Steps of two serving engines in turns: prompts of a length, and decoding behind contexts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of what is timed: a step, or the prompts."""
+        """The tokens of the timed call: a step, or the prompts."""
         return self.batch if self.steps else self.batch * self.length
 
     @property
     def max_tokens(self) -> int:
-        """In the cache at once, with a page to spare for each sequence."""
+        """The most tokens in the cache at once, with a spare page for each sequence."""
         return self.batch * (self.length + self.steps + 1)
 
 
@@ -54,7 +54,7 @@ def prompts_of(batch: int, length: int, vocab_size: int) -> list[list[int]]:
 
 @contextmanager
 def seconds() -> Iterator[list[float]]:
-    """A list that has the seconds of its block after it."""
+    """A list that gets the seconds of the block when it ends."""
     taken: list[float] = []
     begin = perf_counter()
     yield taken
@@ -70,10 +70,9 @@ def measure(
     part: str = "steps",
     around: str = "",
 ) -> list[Row]:
-    """The rows of a case, cpattn's first: of an engine with its own attention, and with cpattn's.
+    """The rows of a case, cpattn's first: an engine with cpattn's attention, and with its own.
 
-    `around` is what else is to be said of the case. Failed if an engine is, or if their answers
-    differ.
+    `around` has further fields of the case. Failed if an engine is, or if their answers differ.
     """
     greedy = {"batch": case.batch, "length": case.length, "num_tokens": CHECKED_TOKENS}
     answers = [engine.ask("greedy", **greedy)["answers"] for engine in engines]
@@ -87,7 +86,7 @@ def measure(
 
 
 class Timed(Protocol):
-    """Return the fields of a case that its rows have."""
+    """Return the fields of a case for its rows."""
 
     @property
     def name(self) -> str: ...
@@ -109,7 +108,7 @@ def in_turns(
     part: str,
     around: str = "",
 ) -> list[Row]:
-    """The rows of a case that was compared: what engines take for the command `do`, in turns."""
+    """The rows of a compared case: the engines' seconds for the command `do`, in turns."""
     taken: list[list[float]] = [[] for _ in engines]
     for warm in (False, *(True for _ in range(rounds))):
         for engine, own in zip(engines, taken, strict=True):
@@ -129,7 +128,7 @@ def in_turns(
 
 
 def row_of(name: str, case: Timed, taken: list[float], threads: int, around: str) -> Row:
-    """As the harness writes those of comparisons; the error is one of log probabilities."""
+    """A row in the harness's form; the error is one of log probabilities."""
     return {
         "case": {"workload": ", ".join(filter(None, (case.name, around))), "threads": threads},
         "implementation": name,
@@ -148,7 +147,7 @@ def row_of(name: str, case: Timed, taken: list[float], threads: int, around: str
 def largest_difference(
     expected: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> float:
-    """Of log probabilities of the first tokens, those best in both. Failed if it is no rounding."""
+    """The largest difference of first tokens' best log probabilities. Failed beyond rounding."""
     largest = 0.0
     for number, (one, other) in enumerate(zip(expected, answers, strict=True)):
         right, found = one["best"][0], other["best"][0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines in processes of their own: their tokens compared, then the same load in turns."""
+"""Two engines in separate processes: their tokens compared, then the same load in turns."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Engine(Contender):
 
 @dataclass(frozen=True)
 class Turn:
-    """What one engine needed for one load, in seconds."""
+    """The times of one engine for one load, in seconds."""
 
     wall: float
     busy: float  # in steps of the engine
@@ -62,7 +62,7 @@ class Turn:
 
 
 def compare_tokens(stock: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> int:
-    """How many answers are the same; in the others the first difference is a near tie, or Failed.
+    """The number of equal answers. Failed if another's first difference is no near tie.
 
     An answer has "tokens", and "best": for each its rivals, with log probabilities.
     """
@@ -81,7 +81,7 @@ def compare_tokens(stock: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[st
 
 
 def take_turns(engines: Sequence[Engine], rounds: int, load: str, pace: float) -> list[list[Turn]]:
-    """For each engine its turns; arrivals are stretched by `pace`."""
+    """The turns of each engine; arrivals are stretched by `pace`."""
     turns: list[list[Turn]] = [[] for _ in engines]
     for _ in range(rounds):
         for engine, own in zip(engines, turns, strict=True):
@@ -92,7 +92,7 @@ def take_turns(engines: Sequence[Engine], rounds: int, load: str, pace: float) -
 def decode_in_turns(
     engines: Sequence[Engine], rounds: int, **sizes: int
 ) -> list[tuple[float, float]]:
-    """For each engine the seconds in attention of a layer and of a step, medians of the rounds."""
+    """The seconds of each engine in attention of a layer and in a step, medians of the rounds."""
     rows: list[list[Mapping[str, float]]] = [[] for _ in engines]
     for _ in range(rounds):
         for engine, own in zip(engines, rows, strict=True):

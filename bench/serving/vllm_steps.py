@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of vLLM's engine, with its own attention and with cpattn, alone or in company."""
+"""Steps of vLLM's engine, with its own attention and with cpattn, alone or beside other work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUICK_CASES: tuple[Case, ...] = (Case(1, 96), Case(2, 100, 4))
 
 @contextlib.contextmanager
 def busy_neighbour() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that wants a core all the time, as other work on the machine does."""
+    """A process that keeps a core busy, like other work on the machine."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             yield process

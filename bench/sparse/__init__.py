@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_sparse.py measures: one module for each part of sparse attention.
+"""Parts of bench_sparse.py: one module for each part of sparse attention.
 
 A module has ``comparisons(quick)``, which gives the `Comparison` objects of its part.
 """

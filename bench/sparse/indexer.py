@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer: 512 queries at the end of a sequence, their scores for all keys before them.
 
-torch multiplies 16 queries at a time, as more would not fit a cache, in bfloat16: whole rows of
-scores, or 1024 keys at a time into a buffer that is used again.
+torch multiplies 16 queries at a time in bfloat16, because more would not fit a CPU cache: whole
+rows of scores, or 1024 keys at a time into a reused buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Inputs:
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """Both signs, as a projection gives them; bfloat16 values, so that none of torch rounds."""
+        """Weights of both signs, like a projection's; bfloat16 values, which torch never rounds."""
         shape = (self.num_tokens, self.num_heads)
         return (self._normal(2, *shape) * self.num_heads**-0.5).bfloat16().float()
 
@@ -133,7 +133,7 @@ def score_rows(inputs: Inputs) -> Callable[[int], torch.Tensor]:
 
 
 def score_einsum(inputs: Inputs) -> Callable[[int], torch.Tensor]:
-    """As it is written in papers, also 16 queries at a time."""
+    """The formula of papers, also 16 queries at a time."""
 
     def run(first: int) -> torch.Tensor:
         length = int(inputs.ke[first + QUERIES - 1])
@@ -200,7 +200,7 @@ class Checker:
         return worst
 
     def topk(self, name: str, result: Any, topk: int) -> float:
-        """How far the worst chosen score is below the best one that was left out."""
+        """The distance of the worst chosen score below the best one left out."""
         worst = 0.0
         for row in self.rows:
             expected, chosen = self.exact(name, row), np.asarray(result[row])
@@ -294,9 +294,9 @@ def topk_bars() -> tuple[Bar, ...]:
 
 
 def share_of_topk(timed: Timed) -> float:
-    """What it adds to the scores: to written ones, or to a choice that hardly costs anything.
+    """The time of top-k beyond the scores: written ones, or with a choice that costs little.
 
-    The cheaper of the two is taken, as writing large matrices costs, too.
+    The cheaper of the two counts, because writing large matrices costs time as well.
     """
     scores = min(timed[SCORES]["median"], timed[FEW]["median"])
     return max(0.0, 100 * (1 - scores / timed["cpattn bf16"]["median"]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that the indexer takes beyond inputs and outputs, each call in a process of its own.
+"""Memory that the indexer takes beyond inputs and outputs, each call in its own process.
 
 ``python -m bench.sparse.memory IMPLEMENTATION TOKENS KV THREADS`` prints the bytes of one.
 """
@@ -42,8 +42,10 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def growth(first: Row, row: Row) -> Row:
-    """The memory of the indexer is to be independent of the length, once there are more keys than
-    its buffers of candidates hold: at the shortest length these are not full."""
+    """The bar of the indexer: memory that does not grow with the length of full buffers.
+
+    Its buffers of candidates are not full at the shortest length.
+    """
     more = (row["extra_memory"] - first["extra_memory"]) / 2**20
     name = f"MiB more than at KV {first['case']['KV']}"
     return {"name": name, "value": more, "limit": 1, "at_least": False, "met": more <= 1}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an attention backend has to know of a batch before its first layer, in every forward pass.
+"""The metadata of an attention backend for a batch before its first layer, in every pass.
 
-The peer is a restatement, in our own words, of what sglang 0.5.23 does with torch: the same tensors
-by the same steps. Both copy a page table, which takes most of the time of large batches.
+The peer restates sglang 0.5.23's torch code in our own words: the same tensors by the same steps.
+Each copies a page table, which takes most of the time of large batches.
 """
 
 from __future__ import annotations

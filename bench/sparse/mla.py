@@ -96,7 +96,7 @@ def pool(num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compress(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """What quantize_kv_rows does, in torch: 512 codes, 4 scales, 64 bfloat16."""
+    """quantize_kv_rows in torch: 512 codes, 4 scales, 64 bfloat16."""
     groups = nope.float().unflatten(-1, (-1, 128))
     scales = groups.abs().amax(-1) / 448
     inverse = torch.where(scales > 0, 1 / scales, 0)
@@ -106,7 +106,7 @@ def compress(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 def expand(rows: torch.Tensor) -> torch.Tensor:
-    """What dequantize_kv_rows does, in torch: bfloat16 [n, 576]."""
+    """dequantize_kv_rows in torch: bfloat16 [n, 576]."""
     codes = rows[:, :LATENT].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 128))
     scales = rows[:, LATENT : LATENT + 16].view(torch.float32)
     nope = (codes * scales[..., None]).flatten(-2).bfloat16()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of the bfloat16 top-k the one-byte indexers find: a figure of quality, not of speed."""
+"""Share of the bfloat16 top-k that the one-byte indexers find: quality, not speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class Structured(Inputs):
-    """Queries and keys as trained projections give them: a few directions, and loud channels."""
+    """Queries and keys like those of trained projections: a few directions, and loud channels."""
 
     @cached_property
     def q(self) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Structured(Inputs):
 
 
 class Rotated(Structured):
-    """The same after the Hadamard transform, as the reference system does it."""
+    """Structured inputs after the Hadamard transform, as in the reference system."""
 
     def _shaped(self, x: torch.Tensor) -> torch.Tensor:
         return cpattn.sparse.hadamard_transform(super()._shaped(x))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to each new token: rows of the FP8 cache, and the split with its two norms."""
+"""Work for each new token: rows of the FP8 cache, and the split with its two norms."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_threads.py measures: short calls of several threads, and products of torch beside."""
+"""Parts of bench_threads.py: short calls of several threads, and products of torch."""

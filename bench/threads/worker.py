@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short calls on several threads, and products of torch, in a process of its own.
+"""Short calls on several threads, and products of torch, in a separate process.
 
     python -m bench.threads.worker THREADS POOL
 
-POOL is one of `set_thread_pool`; ``CPATTN_SPIN_US`` of its environment says how threads of
-cpattn's own wait.
+POOL is one of `set_thread_pool`; ``CPATTN_SPIN_US`` of its environment sets how long cpattn's own
+threads spin.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Worker:
         self._rows = torch.randn(rows, inner).bfloat16()
 
     def after_pauses(self, call: str, pause: float, times: int) -> Row:
-        """Of calls with so long a pause before each, in which the caller is busy."""
+        """Times of calls with a pause before each, in which the caller is busy."""
         return spread_of([taken(self._calls[call], pause) for _ in range(times)])
 
     def in_turn(self, call: str, times: int) -> Row:
-        """Of calls, and of the products of torch between them, as in the layers of a model."""
+        """Times of calls, and of torch's products between them, as in the layers of a model."""
         calls, products = [], []
         for _ in range(times):
             products.append(taken(self._product))
@@ -58,7 +58,7 @@ class Worker:
         }
 
     def products(self, seconds: float) -> Row:
-        """How many a second."""
+        """The number of products a second."""
         count, end = 0, time.perf_counter() + seconds
         while time.perf_counter() < end:
             self._product()
@@ -66,7 +66,7 @@ class Worker:
         return {"rate": count / seconds}
 
     def calls_for(self, seconds: float, call: str, pause: float) -> Row:
-        """Of calls until so much time is over."""
+        """Times of calls for a number of seconds."""
         times, end = [], time.perf_counter() + seconds
         while time.perf_counter() < end:
             times.append(taken(self._calls[call], pause))

@@ -34,7 +34,7 @@ class Job:
         return 1 + 0.1 * len(self.tensors)  # µs
 
     def check(self) -> None:
-        """All three give the same."""
+        """Check that all three give the same."""
         results = []
         for form in (self.operator, self.function, self.core):
             tensors = [tensor.clone() for tensor in self.tensors]

@@ -30,7 +30,7 @@ def forms(name: str, *arguments: Any, **options: Any) -> tuple[Form, Form]:
 
 
 def attention(batch: int, as_tensors: bool) -> tuple[Form, Form]:
-    """One query of each sequence, as sglang passes them."""
+    """One query of each sequence, in sglang's form."""
     q, cache = torch.ones(batch, HEADS, DIM), torch.ones(4, PAGE, DIM)
     lengths = {"actual_seq_lengths": range(1, batch + 1), "actual_seq_lengths_kv": [1] * batch}
     return forms(
@@ -94,7 +94,7 @@ def jobs() -> Iterator[tuple[str, Form, Form]]:
 
 
 def measure(function: Form, operator: Form, rounds: int) -> list[float]:
-    """Microseconds: of the function, what the operator adds, and adds in inference mode."""
+    """Microseconds of the function, and those that the operator adds, also in inference mode."""
     torch.testing.assert_close(operator(), function(), rtol=0, atol=0)
     pair = {"function": function, "operator": operator}
     times = in_turns(pair, rounds)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_transfer.py measures: one module for each part of moving a KV cache.
+"""Parts of bench_transfer.py: one module for each part of moving a KV cache.
 
-A module has ``comparisons(quick)``, which gives the `Comparison` objects of its part. Where
-something is not installed, the implementation raises `contender.Failed`, with the reason.
+A module has ``comparisons(quick)``, which gives the `Comparison` objects of its part. An
+implementation that is not installed raises `contender.Failed`, with the reason.
 """
 
 from __future__ import annotations

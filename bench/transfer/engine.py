@@ -30,7 +30,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def in_runs(num_pages: int, run: int) -> np.ndarray:
-    """Runs of so many pages, with a hole behind each."""
+    """Runs of some pages, with a hole after each."""
     begins = np.arange(num_pages // run) * 2 * run
     return (begins[:, None] + np.arange(run)).ravel()
 
@@ -38,7 +38,7 @@ def in_runs(num_pages: int, run: int) -> np.ndarray:
 def of_pages(
     job: str, pages: np.ndarray, about: dict[str, Any], at_least: float | None
 ) -> Comparison:
-    """The same page ids on both sides: the receiver's memory becomes like the sender's there."""
+    """The same page ids on both sides: the receiver's memory becomes the sender's there."""
     pages = pages.astype(np.int32)
     sent = np.zeros_like(source())
     in_pages = BUFFERS, PAGES, PAGE_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages to another pool of the same process, as fast as memory is copied."""
+"""Pages to another pool of the same process, against the speed of copying memory."""
 
 from __future__ import annotations
 

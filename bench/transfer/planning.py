@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From two lists of pages to blocks: the pages grouped into runs, then those of every buffer.
+"""Plans from two lists of pages to blocks: pages grouped into runs, then blocks of each buffer.
 
 The peers are the best that NumPy offers, whole arrays at a time, and a restatement of the loops of
-sglang 0.5.23 in our own words: groups of NumPy arrays, then a tuple for each buffer and group. Both
-take the pages as they are given; cpattn sorts them, for the least number of blocks, in its time.
+sglang 0.5.23 in our own words: groups of NumPy arrays, then a tuple for each buffer and group. The
+peers take the pages in the given order; cpattn also sorts them, for the least number of blocks.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def pointers(side: cpattn.transfer.KVLayout) -> np.ndarray:
 
 
 def joined(blocks: Sequence[Any]) -> np.ndarray:
-    """Blocks in the order of the destination, those that are one put together, as columns."""
+    """Blocks in the order of the destination, adjacent ones joined, as columns."""
     src, dst, lengths = (np.ravel(np.asarray(part, np.uint64)) for part in blocks)
     order = np.argsort(dst)
     src, dst, lengths = src[order], dst[order], lengths[order]

@@ -2,7 +2,7 @@
 """A process to send to: a decode server with nothing but memory, registered with the engine.
 
 ``python -m bench.transfer.receiver FILE`` is that process: it shares the file's memory with its
-parent, says where it is, and ends with its standard input.
+parent, sends its address, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MARK = "receiver: "
 
 
 class Receiver(NamedTuple):
-    """What the sender knows, its own engine included."""
+    """The sender's view, including its own engine."""
 
     engine: Any
     session: str
@@ -43,7 +43,7 @@ atexit.register(_started.close)
 
 @functools.cache
 def receiver(size: int) -> Receiver:
-    """Starts it, once. Failed where there is no engine."""
+    """Start the receiver once. Failed without an engine."""
     from cpattn.integrations.mooncake import MooncakeEngine
 
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # the engine's log would tear up the tables
@@ -71,20 +71,20 @@ def receiver(size: int) -> Receiver:
 
 
 def _folder(size: int) -> Path | None:
-    """Where so much fits, if possible into memory: a page that finds no room there is SIGBUS."""
+    """A folder with enough room, in memory if possible: a page without room there is SIGBUS."""
     shared = Path("/dev/shm")
     fits = shared.is_dir() and shutil.disk_usage(shared).free >= 2 * size
     return shared if fits else None
 
 
 def end() -> None:
-    """End the one that runs, if any; the next call of `receiver` starts another."""
+    """End the running receiver, if any; the next call of `receiver` starts another."""
     _started.close()
     receiver.cache_clear()
 
 
 def _stop(engine: Any, process: subprocess.Popen[str], file: IO[bytes]) -> None:
-    """Both engines end before what they may write to does."""
+    """End both engines before the memory that they may write to."""
     engine.close()
     process.communicate()
     file.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_transformers.py measures: a model, and its attention alone.
+"""Parts of bench_transformers.py: a model, and its attention alone.
 
 A module has ``comparisons(quick)``, which gives the `Comparison` objects of its part.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of the folder for Hugging Face's `kernels`, as transformers call them.
+"""The functions of the folder for Hugging Face's `kernels`, with transformers' arguments.
 
-The Hub's own kernel for CPUs is not on PyPI; torch's `scaled_dot_product_attention`, to which the
-same tensors are given, stands for it.
+The Hub's own kernel for CPUs is not on PyPI; torch's `scaled_dot_product_attention` on the same
+tensors takes its place.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(attend: Attend) -> Attend:
-    """Without gradients; a row of the result is that of a token."""
+    """The rows of the result, one for each token, without gradients."""
 
     def run() -> torch.Tensor:
         with torch.inference_mode():
@@ -94,7 +94,7 @@ def rows_of(attend: Attend) -> Attend:
 
 @cache
 def kernel() -> Any:
-    """The folder's package, on the threads of torch, which `kernels` would load."""
+    """The package of the folder that `kernels` would load, on the threads of torch."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(_SCRIPT), "--out", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

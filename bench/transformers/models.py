@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that is measured, the calls of its attention, and when two results are the same."""
+"""The measured model, the calls of its attention, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prompt(length: int, seed: int = 1) -> torch.Tensor:
 def attention_of(run: Callable[[], Any], implementation: str) -> Callable[[], torch.Tensor]:
     """The attention function alone, with the arguments of its call in `run` with most queries.
 
-    `run` is that of a model with one layer.
+    `run` is the call of a model with one layer.
     """
     interface = AttentionInterface()
     calls: list[tuple[int, int, tuple[Any, ...], dict[str, Any]]] = []
@@ -74,13 +74,13 @@ def attention_of(run: Callable[[], Any], implementation: str) -> Callable[[], to
 
 
 def attention_gflop(config: Any, new: int, cached: int) -> float:
-    """Of one layer: four operations for each pair of a query and a key it sees, and dimension."""
+    """Gflop of one layer: four for each visible pair of query and key, and dimension."""
     pairs = new * cached + new * (new + 1) // 2
     return 4e-9 * pairs * config.num_attention_heads * config.head_dim
 
 
 class Agreement:
-    """A check that results are equal but for roundings: to the first one."""
+    """A check that results equal the first one except for roundings."""
 
     def __init__(self, kind: str) -> None:
         self._bound = accuracy.TRANSFORMERS[kind]

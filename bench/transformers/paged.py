@@ -30,7 +30,7 @@ BARS = (times_as_fast(OURS, PEER, 1, PEER),)
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts, new tokens for each, and how many tokens a forward pass takes at most."""
+    """Prompts, new tokens for each, and the most tokens of a forward pass."""
 
     lengths: tuple[int, ...]
     new: int
@@ -59,7 +59,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def last_chunk(network: Any, load: Load) -> Comparison:
-    """The attention alone, writing into the cache included, of a single prompt's last chunk."""
+    """Attention alone, with its write into the cache, of a single prompt's last chunk."""
     cached = load.lengths[0] - load.chunk
     return Comparison(
         "paged",
@@ -101,7 +101,7 @@ def serve(network: Any, name: str, load: Load) -> Callable[[], torch.Tensor]:
 class SameTokens:
     """A check that most first tokens are those of the first result.
 
-    Roundings may decide between two tokens, and all that follow are others then.
+    Roundings may decide between two tokens, and all later tokens then differ.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of others on a CPU, one module each, and cpattn's own beside them.
+"""Attention of other engines on a CPU, one module each, and cpattn's own.
 
-A module has ``prepare(work, inputs, num_threads) -> Prepared`` and raises Unsupported where its
-engine cannot do the workload. What an engine keeps across calls, such as its own cache layout or
-a mask, is made in `prepare` and not counted; what it needs in every call is counted and told apart
-from the rest. A module with ``KEPT`` keeps its cache there for other workloads on the same tensors.
+A module has ``prepare(work, inputs, num_threads) -> Prepared`` and raises Unsupported if its engine
+cannot do the workload. `prepare` makes objects that an engine keeps across calls, such as its own
+cache layout or a mask; they are not timed. The staging of every call is timed separately. A module
+with ``KEPT`` keeps its cache there for other workloads on the same tensors.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ QUICK = ("ours", "torch_flash", "torch_sdpa")
 
 
 class Unsupported(Exception):
-    """What of a workload the engine does not do."""
+    """The part of a workload that the engine does not support."""
 
 
 class Kept:
-    """What an engine made of the cache that it saw last: several workloads query one."""
+    """An engine's form of the last cache, which several workloads query."""
 
     def __init__(self) -> None:
         self.forget()
@@ -56,7 +56,7 @@ class Kept:
         self._cache = self._made = None
 
     def get(self, cache: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes of this cache, or made before."""
+        """The result of `make` for this cache, kept from the last call."""
         if cache is not self._cache:
             self.forget()
             self._made = make()

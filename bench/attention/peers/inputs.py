@@ -58,7 +58,7 @@ class Inputs:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of some tokens of a sequence, [end - begin, Hk, D].
 
-        Of 8-bit caches they are what the codes stand for, in this dtype, or that of the queries.
+        Codes of 8-bit caches become numbers in `dtype`, or the dtype of the queries.
         """
         size = self.work.page_size
         first = begin // size
@@ -103,8 +103,9 @@ class Inputs:
         return k, v
 
     def masks(self) -> list[torch.Tensor | None]:
-        """Say for each batch what it may see: bool [new, length], or ALiBi's numbers [num_heads,
-        new, length] of the dtype of q; None where that is everything.
+        """The mask of each batch; None if all is visible.
+
+        bool [new, length], or ALiBi's numbers [num_heads, new, length] of the dtype of q.
         """
         if self.slopes is not None:
             numbers = (biases(batch, self.work, self.slopes) for batch in self.batches())
@@ -132,10 +133,10 @@ def biases(batch: Batch, work: Workload, slopes: torch.Tensor) -> torch.Tensor:
 def values(
     cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What pages of a cache stand for."""
+    """The numbers of pages of a cache."""
     if scale is None:
         return cache[pages].to(dtype)
-    # Codes of 8 bits are gathered as bytes, for which torch has all it takes.
+    # 8-bit codes are gathered as bytes, for which torch has all operators.
     codes = cache.view(torch.uint8)[pages].view(cache.dtype).float()
     return (codes * (scale if scale.numel() == 1 else scale[pages].unsqueeze(-1))).to(dtype)
 
@@ -166,8 +167,8 @@ def make(work: Workload, folder: Path) -> Inputs:
 class Numbers:
     """Normal random numbers.
 
-    Of a large cache that several workloads query most are old ones in another order of rows: new
-    ones would take longer than all that is timed.
+    Most numbers of a large cache that several workloads query are reused in another order of rows:
+    new ones would take longer than all timed work.
     """
 
     def __init__(self, work: Workload) -> None:
@@ -186,7 +187,7 @@ class Numbers:
 
 
 def fill(x: torch.Tensor, scale: torch.Tensor | None, numbers: Numbers) -> None:
-    """Write random numbers, or the codes that come nearest to them, with their scales."""
+    """Write random numbers, or the nearest codes with their scales."""
     rows = x.view(-1, x.shape[-1])
     scales = None if scale is None or scale.numel() == 1 else scale.view(-1)
     if scale is not None and scales is None:
@@ -204,7 +205,7 @@ def fill(x: torch.Tensor, scale: torch.Tensor | None, numbers: Numbers) -> None:
 
 
 def load(work: Workload, folder: Path, loaded: Inputs | None = None) -> Inputs:
-    """A private copy of what `make` made; of the queries alone where the rest is loaded."""
+    """A private copy of the tensors of `make`; of the queries only if the rest is loaded."""
     files = mapped(work, folder)
     if loaded is not None:
         return replace(loaded, work=work, q=files.q.clone())
@@ -220,7 +221,7 @@ def load(work: Workload, folder: Path, loaded: Inputs | None = None) -> Inputs:
 
 
 def mapped(work: Workload, folder: Path) -> Inputs:
-    """What `make` made, to read it and no more."""
+    """The tensors of `make`, read-only."""
     *table, num_pages = map(int, (folder / "shape").read_text().split())
     return _mapped(work, folder, table, num_pages)
 

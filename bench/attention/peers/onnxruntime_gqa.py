@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ONNX Runtime's GroupQueryAttention on its own dense cache, to which it appends in place.
 
-It has no bfloat16 on the CPU: such workloads run in float32, prepared so.
+It has no bfloat16 on the CPU: such workloads are prepared and run in float32.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _session(work: Workload, dtype: torch.dtype, num_threads: int) -> ort.Infere
 
 
 def _calls(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """A batch in one call for decode, else by sequence: it takes no batch behind prefixes."""
+    """A batch in one call for decode, else by sequence: it takes no batch with prefixes."""
     q = tensors[0]
     yield from [tensors] if q.shape[2] == 1 else zip(*(x.split(1) for x in tensors), strict=True)
 

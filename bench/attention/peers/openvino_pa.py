@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVINO's PagedAttention in a model of its own: pages of 32 tokens, new tokens written by it.
+"""OpenVINO's PagedAttention in a model: pages of 32 tokens, new tokens written by the operator.
 
-Its 8-bit cache is u8 with scales and zero points of its own: keys have them for each channel of a
-page, values for each token. It stands against each of our 8-bit formats.
+Its 8-bit cache is u8 with its own scales and zero points, for keys per channel of a page, for
+values per token. It is compared with each of our 8-bit formats.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cache:
 
     @staticmethod
     def filled(inputs: Inputs, num_threads: int) -> Cache:
-        """All tokens, written by the operator itself: each page as if it were a sequence."""
+        """All tokens, written by the operator itself as one sequence for each page."""
         work = inputs.work
         dtype = TYPES[work.dtype]
         stored = ov.Type.u8 if work.kv_dtype else dtype

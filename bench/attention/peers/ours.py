@@ -13,7 +13,7 @@ from bench.attention.workloads import Workload
 
 def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
     q, caches, tables = inputs.q, (inputs.k_cache, inputs.v_cache), inputs.block_tables
-    # One scale is a number, as engines have it.
+    # A single scale is a number, as in engines.
     scales: dict[str, Any] = {
         name: scale.item() if scale.numel() == 1 else scale
         for name, scale in (("k_scale", inputs.k_scale), ("v_scale", inputs.v_scale))

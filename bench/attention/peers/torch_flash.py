@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two calls of torch's flash kernel, cached keys and new keys, merged by their LSE.
 
-Without a mask it skips what is hidden: the fairest form of a prefix that torch has.
+Without a mask it skips hidden keys: torch's fairest form of a prefix.
 """
 
 from __future__ import annotations

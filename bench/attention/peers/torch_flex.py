@@ -17,7 +17,7 @@ compiled = torch.compile(flex_attention, dynamic=True)
 
 
 def graphs() -> int:
-    """How often it has compiled so far: for some of the shapes, not for each."""
+    """The number of compilations so far: one for several shapes."""
     return counters["stats"]["unique_graphs"]
 
 

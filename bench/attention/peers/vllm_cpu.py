@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU attention on its own cache, in which keys are packed as they are written.
+"""vLLM's CPU attention on its own cache, which packs keys when they are written.
 
-Counted: writing the new tokens and the division of work, both part of every step of the engine.
-The extension is loaded without vLLM's Python, most of whose requirements are not needed here.
+Writing the new tokens and the division of work are timed, because every step of the engine has
+them. The extension is loaded without vLLM's Python, most of whose requirements are not needed here.
 """
 
 from __future__ import annotations
