@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that tests share: what is of every subject, and a folder for a subject or an engine;
-`api` has a good call of every public function, and what may not stand for arguments."""
+"""Modules that tests share: some for every subject, and a folder for each subject or engine; `api`
+has a valid call of every public function, and values that arguments refuse."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libcpattn as ctypes sees it, and the cases of the program in C."""
+"""libcpattn through ctypes, and the cases of the C program."""

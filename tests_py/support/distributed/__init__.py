@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in processes of their own, and the batches that they share."""
+"""Ranks in separate processes, and the batches that they share."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups on several hosts, as ranks of one machine say that they are."""
+"""Groups of ranks on one machine that claim to be on several hosts."""

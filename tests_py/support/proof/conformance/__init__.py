@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators for the conformance runner, and how it tries them at the edges alone."""
+"""Operators for the conformance runner, and its settings for edge cases only."""
 
 # Every edge is tried all the same, no case is made smaller: findings do not depend on the clock.
 AT_EDGES = {"examples": 0, "seconds": 0.001}
