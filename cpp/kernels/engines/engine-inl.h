@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The contract of a matrix engine: a struct of static functions over one format of operands, with
-// which the loops of attention do their two products. Float32Engine (gemm-inl.h) is the shortest;
-// Bfloat16Engine is written for AVX-512 (gemm_bf16-inl.h) and for NEON (gemm_neonbf16-inl.h).
-// PackedLoop and InPlaceLoop hold their engine to these concepts.
+// The contract of a matrix engine: a struct of static functions over one format of operands, for
+// the two products of attention. Float32Engine (gemm-inl.h) is the shortest; Bfloat16Engine is
+// written for AVX-512 (gemm_bf16-inl.h) and for NEON (gemm_neonbf16-inl.h). PackedLoop and
+// InPlaceLoop check their engine against these concepts.
 //
-// A product takes kDepthStep neighbours along the depth at once, which therefore stand together
+// A product takes kDepthStep neighbours along the depth at once, which therefore are contiguous
 // in a panel: with k = kDepthStep, row r and column c of a panel are at
 // panel[r / k * k * kPanel + c * k + r % k].
 //
@@ -19,34 +19,33 @@
 //   multiply_add(a, b, sum)
 //       In every lane: sum, plus the products of the kDepthStep pairs. `a` is of queries or
 //       probabilities, `b` of keys or values. A chain of n products is off by no more than
-//       (n + 2) * 2^-24 of the sum of their magnitudes, as one of float32 is; numbers below the
-//       normal floats may count as 0. NaN and infinities come out as they do in float32. No lane
-//       depends on another.
-//   kTakesQueries<T>        whether numbers of type T are operands as they are in memory
+//       (n + 2) * 2^-24 of the sum of their magnitudes, as in float32; subnormal numbers may
+//       count as 0. NaN and infinities give the results of float32. Lanes are independent.
+//   kTakesQueries<T>        whether numbers of type T in memory are operands
 //   pack_query<T>(source, dim, row)
 //       `dim` numbers as operands, dim being a multiple of 16. An engine is used for types T
-//       whose numbers are all operands: nothing is rounded here or in what follows.
+//       whose numbers are all operands: this function and those below round nothing.
 //   pack_keys<T>(rows, begin, end, dim, first_row, panel_size, panels)
 //       Packs the keys rows[begin .. end) as columns begin, begin + 1, ... of the panels, which
 //       are panel_size operands apart: their `dim` numbers become the panel rows from first_row
 //       on. begin is a multiple of kKeyGranule. Columns from `end` up to the next multiple of
-//       kKeyGranule become zeros. Rows are readable as far as `dim` and need the alignment of
-//       their bytes only. Behind the last granule rows[] has the addresses of one granule more,
-//       which may be fetched, not read.
+//       kKeyGranule become zeros. Rows are readable up to `dim` and need no alignment. After the
+//       last granule rows[] has the addresses of one granule more, to prefetch, not to read.
 //   pack_values<T>(rows, begin, end, dim, panel_size, panels, not_finite)
 //       Packs the values rows[begin .. end) as panel rows begin, begin + 1, ...: their `dim`
-//       numbers become the columns. Otherwise as pack_keys(). Lists in not_finite the keys that
-//       hold an infinity or NaN, and returns how many these are, at most kKeyGranule.
+//       numbers become the columns. Otherwise like pack_keys(). Lists the keys with an infinity
+//       or NaN in not_finite, and returns their number, at most kKeyGranule.
 //   multiply<kRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc)
-//       Only where a product is of several rows and columns, so that the three functions above
-//       can not say it: the product of `multiply` in gemm-inl.h. A product of theirs then has as
-//       many operations as one whose lanes are columns; packed loops alone take such an engine.
-//   probability(p)          the number that an operand is, as float32
+//       Only for an instruction that multiplies several rows and columns, which the three
+//       functions above cannot express: the product of `multiply` in gemm-inl.h. A product
+//       of the three then has as many operations as if its lanes were columns. Only packed loops
+//       take such an engine.
+//   probability(p)          the number of an operand, as float32
 //
-// Beside the struct stands store_probabilities(p, a, b), which stores the 2 * kLanes numbers of
-// two vectors as operands from p on, rounded to nearest even; a NaN stays one. Softmax finds it
-// by the type of p, which for weights of two parts is TwoParts. load(p) of the vector layer then
-// reads operands back.
+// Beside the struct is store_probabilities(p, a, b), which stores the 2 * kLanes numbers of two
+// vectors as operands from p on, rounded to nearest even; NaN stays NaN. Softmax finds it by the
+// type of p, which is TwoParts for weights of two parts. load(p) of the vector layer reads
+// operands back.
 #include "kernels/vector/contract-inl.h"
 
 namespace cpattn::kernels {

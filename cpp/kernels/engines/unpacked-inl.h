@@ -10,17 +10,16 @@ namespace {
 
 /// An engine's loads from rows of type T that are not packed, which InPlaceLoop needs beside
 /// a MatrixEngine. Q K^T works on quads, the operands of four products, which are 16 bytes of
-/// neighbouring dimensions: a key's quad, repeated in a vector, meets the quads of four queries. P
-/// V works on values in memory order.
+/// neighbouring dimensions: a key's quad, repeated in a vector, meets the quads of four queries.
+/// P V works on values in memory order.
 ///
 ///   kWidens             whether keys have to become operands, by pack_query(), before they are
 ///                       used. If not, T is the engine's Operand.
 ///   load_quad(p)        the 4 * kDepthStep operands from p on, in every four lanes
 ///   load_values<kVectors>(rows, d, columns)
 ///       kVectors * kLanes columns, from dimension d on, of the kDepthStep values whose
-///       addresses are in rows[]: columns[j] is what load_columns() would load of them from a
-///       panel. kVectors is at most kPanelVectors. No more is read of a row than
-///       its columns up to a multiple of 16.
+///       addresses are in rows[]: columns[j] equals the result of load_columns() on a panel.
+///       kVectors is at most kPanelVectors. Of a row only columns up to a multiple of 16 are read.
 template <class T, class Engine>
 struct InPlace;
 

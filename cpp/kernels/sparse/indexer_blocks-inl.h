@@ -13,17 +13,16 @@ namespace {
 /// The Scorer of an IndexerLoop packs queries and keys and multiplies.
 ///
 ///   kBlocks   blocks of keys that are packed at a time: 1, or 2, one beside the other's scores
-///   query_bytes(num_heads, dim), block_bytes(dim)   of what it packs, multiples of 64
+///   query_bytes(num_heads, dim), block_bytes(dim)   sizes of packed data, multiples of 64
 ///   Scorer(tile)
 ///   pack_query(asked, query)
 ///   pack_keys(rows, begin, end, block)   keys rows[begin..end) of a block, begin a
-///       multiple of 32; 32 rows more are there to be fetched. Either at once, or, where
-///       kBlocks is 2 and not 1, by the end of finish(), beside the scores of another block
-///   score(task, done)   tells done(task.index) when the scores are there: at once, or
+///       multiple of 32, followed by 32 addresses to prefetch. It packs at once or, if kBlocks
+///       is 2, until the end of finish(), during the scores of another block
+///   score(task, done)   calls done(task.index) when the scores are there: at once, or
 ///       during the next call
-///   finish(done)   ends what is under way
-///   resume()   after other code of this thread may have used any register; nothing is
-///       under way
+///   finish(done)   completes pending work
+///   resume()   after other code of this thread may have used any register; no work is pending
 ///
 /// A score must not depend on the block that its key is in.
 template <class Scorer>

@@ -107,10 +107,9 @@ template <class Engine>
 /// An engine as PanelScorer needs it, for queries and keys of type T: the operands, panels and
 /// packing of engine-inl.h, and sums that need not be floats.
 ///
-///   Sum                     what a product is added to: a number for every lane
-///   kStartRows              rows of a panel, behind those of the dimensions, that hold where the
-///                           sums of its columns start: pack_keys() writes them. A multiple of
-///                           kDepthStep
+///   Sum                     the accumulator of products: a number for every lane
+///   kStartRows              rows of a panel, after those of the dimensions, with the starts of
+///                           its columns' sums: pack_keys() writes them. A multiple of kDepthStep
 ///   start(p)                the sums to start from, of the columns whose start rows are at p
 ///   multiply_add(a, b, sum) `a` is of queries, `b` of keys
 ///   value(sum)              the score of each column: q . key, as floats

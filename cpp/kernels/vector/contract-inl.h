@@ -17,14 +17,13 @@
 //
 // Rules that hold unless a function says otherwise:
 //
-// - Pointers need the alignment of their element only. Every load reads, and every store writes,
+// - Pointers need only the alignment of their element. Every load reads, and every store writes,
 //   kLanes elements.
-// - Arithmetic is that of float32, rounded to nearest even as the processor is set by default;
-//   results below the normal floats may become 0, and operands below them may count as 0, where
-//   the calling thread has set the processor so.
+// - Arithmetic is float32, rounded to nearest even, the processor's default. Subnormal results
+//   may become 0, and subnormal operands may count as 0, if the calling thread has set that mode.
 // - A NaN operand makes a NaN result, of any sign and payload.
 // - Bit i of a mask belongs to lane i. Functions that return a mask leave the bits from kLanes on
-//   zero, and store_compressed() needs them so; select() ignores them.
+//   zero, which store_compressed() requires; select() ignores these bits.
 //
 // All functions are needed: the last two groups only by kernels/sparse and kernels/kv, the rest by
 // kernels/attention too. avx512-inl.h has more: transpose() of integers and expand() of a register

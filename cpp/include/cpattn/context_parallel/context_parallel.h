@@ -121,7 +121,7 @@ struct ContextParallelMetadata {
   Ints cu_seqlens_kv_prev, cu_seqlens_kv_next, cu_seqlens_kv_combined;
 
   std::shared_ptr<const CpWeights> weights;  // null without weights and page_size
-  Ints cuts;  // [bs, S + 1] new tokens before each block, then all; null if weights is
+  Ints cuts;  // [bs, S + 1] new tokens before each block, then all; null without weights
 
   std::shared_ptr<const int32_t[]> storage;  // what the spans point into
   Ints physical_rows;                        // per_rank_actual_token of pad_to_physical
