@@ -41,7 +41,7 @@ def slowest(ranks: list[Measured], times: Callable[[Measured], list[float]]) -> 
 
 
 def figures(ranks: list[Measured]) -> dict[str, tuple[float, float, str]]:
-    """Of every quantity: over gloo, in shared memory, and its unit."""
+    """The figures of every quantity: over gloo, in shared memory, and its unit."""
 
     def both(value: Callable[[str], float]) -> tuple[float, float]:
         first, second = map(value, WAYS)

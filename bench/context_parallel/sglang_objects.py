@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata of one forward pass of sglang: its own builders, and the plug-in called in their place.
 
-Both make sglang's objects, tensors on the CPU included, and ours is called through sglang's hooks,
-as the engine calls it.
+The two make sglang's objects, tensors on the CPU included, and ours is called through sglang's
+hooks, like in the engine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def of_batch(strategy: str, implementations: dict[str, Callable[..., Any]], bs: 
 
 @cache
 def builders() -> dict[str, dict[str, Callable[..., Any]]]:
-    """By strategy: cpattn's, through sglang's hooks, and sglang's own, taken before them."""
+    """The builders of each strategy: cpattn's, through sglang's hooks, and sglang's own."""
     sglang = sglang_planning.load()
     classes = (sglang.zigzag.ZigzagCPStrategy, sglang.interleave.InterleaveCPStrategy)
     strategies = [type("OfRank", (base,), {"cp_rank": CP_RANK})(CP_SIZE) for base in classes]

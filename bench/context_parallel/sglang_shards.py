@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk of prefill on pools that 8 ranks stripe: its pages, its gather, and its pages freed.
 
-Both do the same to sglang's objects, tensors on the CPU, and ours is called through sglang's hooks.
+The two do the same to sglang's objects, tensors on the CPU, and ours is called through sglang's
+hooks.
 """
 
 from __future__ import annotations

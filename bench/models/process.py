@@ -88,7 +88,7 @@ class Alone:
         return {"seconds": seconds / steps, "answers": answers_of(logits), "kept": []}
 
     def _behind(self, batch: int, cached: int) -> Any:
-        """Return the cache of so many tokens of each sequence, computed once."""
+        """Return the cache of some tokens of each sequence, computed once."""
         if not cached:
             return transformers.DynamicCache(config=self._model.config)
         if (batch, cached) not in self._staged:

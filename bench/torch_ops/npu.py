@@ -94,7 +94,7 @@ def jobs() -> Iterator[tuple[str, Form, Form]]:
 
 
 def measure(function: Form, operator: Form, rounds: int) -> list[float]:
-    """Microseconds of the function, and those that the operator adds, also in inference mode."""
+    """Microseconds of the function, and of the operator's overhead, also in inference mode."""
     torch.testing.assert_close(operator(), function(), rtol=0, atol=0)
     pair = {"function": function, "operator": operator}
     times = in_turns(pair, rounds)

@@ -19,7 +19,7 @@ namespace {
 ///   load_values<kVectors>(rows, d, columns)
 ///       kVectors * kLanes columns, from dimension d on, of the kDepthStep values whose
 ///       addresses are in rows[]: columns[j] equals the result of load_columns() on a panel.
-///       kVectors is at most kPanelVectors. Of a row only columns up to a multiple of 16 are read.
+///       kVectors is at most kPanelVectors. Row columns are read up to a multiple of 16.
 template <class T, class Engine>
 struct InPlace;
 

@@ -29,8 +29,8 @@ inline TopkStream make_stream(char* buffers, int32_t topk) {
   };
 }
 
-/// Takes scores with their indices, which exceed those of earlier calls and ascend. Both
-/// are readable up to a multiple of kLanes.
+/// Takes scores with their indices, which exceed those of earlier calls and ascend. Scores and
+/// indices are readable up to a multiple of kLanes.
 inline void append_entries(TopkStream& stream, const float* scores, const int32_t* indices, int n) {
   for (int i = 0; i < n; i += kLanes) {
     if (stream.count > stream.capacity - kLanes) topk_shrink(stream);

@@ -271,7 +271,7 @@ void StripedAllocator::merge_if_short(const std::vector<int64_t>& counts) {
   }
   if (!is_short) return;
   for (PageClass& pages : classes_) {
-    // Both lists were ascending or are sorted here; pages that were never taken are larger.
+    // The lists were ascending or are sorted here; pages that were never taken are larger.
     pages.returned.insert(pages.returned.end(), pages.released.begin(), pages.released.end());
     pages.released.clear();
     std::sort(pages.returned.begin(), pages.returned.end(), std::greater<>());

@@ -56,7 +56,7 @@ std::vector<IndexRange> tokens_of_shard(const KVPageList& list, IndexRange token
 void check_pages_distinct(const KVPageList& dst, IndexRange tokens);
 
 /// Returns the tokens that both sides hold, as the least number of runs of slots (page * page_size
-/// + row of each side's own pages), ascending in the destination. Both lists have room for these
+/// + row of each side's own pages), ascending in the destination. The lists have room for these
 /// tokens, and `src` holds all tokens of its pages (dcp_size 1). Throws std::invalid_argument for
 /// page ids outside the buffers, and a slot of the destination that gets two tokens.
 std::vector<TransferRun> token_runs(

@@ -16,9 +16,9 @@ namespace cpattn {
 // pipeline stage holds a range of the model's layers, a decode server usually all of them. The
 // functions here return the entries of the destination's list that receive the source's entries.
 //
-// By default they are strict: they return correct ranges or throw std::invalid_argument. With
-// `compat` they return the engines' ranges, clipped like slices in Python, which are wrong for some
-// layouts.
+// Functions are strict unless `compat` is set: they return correct ranges or throw
+// std::invalid_argument. With `compat` they return the engines' ranges, clipped like slices in
+// Python, which are wrong for some layouts.
 
 /// Ranges of entries of two lists that belong together.
 struct MhaEntries {

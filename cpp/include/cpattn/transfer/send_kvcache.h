@@ -14,9 +14,9 @@ namespace cpattn {
 // buffer to the destination buffer that kv_pointers.h finds for it. An item is a page of a KV
 // buffer or a slot of another buffer; the source's item length addresses both sides.
 //
-// By default functions are strict: they check everything that the lists determine, and throw
-// std::invalid_argument that names side and entry. With `compat` nothing is checked; where engines
-// run off the end of a list, std::out_of_range is thrown (IndexError in Python).
+// Functions are strict unless `compat` is set: they check everything that the lists determine, and
+// throw std::invalid_argument that names side and entry. With `compat` nothing is checked; where
+// engines run off the end of a list, std::out_of_range is thrown (IndexError in Python).
 
 /// Lists of one call, parallel on each side.
 struct SendBuffers {
