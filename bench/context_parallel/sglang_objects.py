@@ -55,7 +55,7 @@ def of_batch(strategy: str, implementations: dict[str, Callable[..., Any]], bs: 
 
 @cache
 def builders() -> dict[str, dict[str, Callable[..., Any]]]:
-    """The builders of each strategy: cpattn's, through sglang's hooks, and sglang's own."""
+    """Builders by strategy: cpattn's, through sglang's hooks, and sglang's, taken before."""
     sglang = sglang_planning.load()
     classes = (sglang.zigzag.ZigzagCPStrategy, sglang.interleave.InterleaveCPStrategy)
     strategies = [type("OfRank", (base,), {"cp_rank": CP_RANK})(CP_SIZE) for base in classes]
