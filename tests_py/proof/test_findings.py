@@ -86,7 +86,8 @@ def test_a_finding_reads_like_an_error_of_a_compiler():
         "   = rule: Every token, head and slot has one owner, and its position travels with it.",
         "   = why:  Rows are lost, computed twice or attended to at a wrong position: "
         "fluent nonsense.",
-        "   = do:   Compare the code that splits tokens over ranks with the code that reassembles them.",
+        "   = do:   Compare the code that splits tokens over ranks with the code that reassembles "
+        "them.",
         "   = see:  docs/proof/invariants.md#own",
     ]
     named = Finding("LSE", "rows differ", kind="lse-base-2", ranks=(3,), advice="Take base e.")
