@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context-parallel plan as text: which rank owns which tokens, and how even the work is."""
+"""A context-parallel plan as text: tokens of each rank, and balance of work."""
 
 from __future__ import annotations
 
@@ -34,30 +34,29 @@ def block_map(
     extend_lens : ints [bs]
         New tokens of each sequence.
     seq_lens : ints [bs], optional
-        Cached prefix plus new tokens. Without it there is no prefix.
+        Cached prefix plus new tokens. Default: no prefix.
     cp_size : int
         Number of ranks.
     strategy : str
         ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
     width : int
-        Columns that the text may take, at least 20. A bar with fewer columns than tokens is scaled;
-        the table of the ranks takes what its numbers need.
+        Most columns of the text, at least 20. A bar with fewer columns than tokens is scaled; the
+        table of the ranks is as wide as its numbers.
 
     Returns
     -------
     str
-        For every sequence a bar of its new tokens, each marked with the rank that owns it
-        (0-9, a-z, then +), and the runs of tokens; then one line per rank with its tokens,
-        its visible (query, key) pairs, both also in relation to the mean over the ranks,
-        and its rows after physical padding.
+        For every sequence a bar of its new tokens, each marked with its rank (0-9, a-z, then +),
+        and the runs of tokens; then one line per rank with its tokens and its visible (query, key)
+        pairs, both also relative to the mean over the ranks, and its rows after physical padding.
 
     Raises
     ------
     TypeError
-        For a width that is no int.
+        If `width` is no int.
     ValueError
-        For a width below 20, lengths that do not match, sequences shorter than their new tokens,
-        and an unknown strategy.
+        If `width` is below 20, lengths do not match, a sequence is shorter than its new tokens, or
+        the strategy is unknown.
 
     Examples
     --------
@@ -113,7 +112,7 @@ def block_map(
 
 
 def _sequence_lines(owners: np.ndarray, width: int) -> list[str]:
-    """The bar of a sequence and the runs of tokens that each rank owns, indented."""
+    """Return the bar of a sequence and each rank's runs of tokens, indented."""
     indent = "  "
     num_cells = min(len(owners), width - len(indent))
     cells = owners[np.arange(num_cells) * len(owners) // max(num_cells, 1)]
@@ -156,7 +155,7 @@ def _rank_table(plans: list[ContextParallelMetadata]) -> list[str]:
 
 
 def _shares(values: np.ndarray) -> list[str]:
-    """Return the values in relation to their mean, as text."""
+    """Return the values relative to their mean, as text."""
     mean = values.mean()
     return [f"{value / mean if mean else 1:.2f}x" for value in values]
 

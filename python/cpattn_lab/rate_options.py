@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured rates, in the form that `cpattn plan` takes."""
+"""Measured rates as options of `cpattn plan`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def as_options(rates: Mapping[str, float]) -> str:
-    """Rates as options of `cpattn plan`, to give them another time."""
+    """Return rates as options of `cpattn plan`, for later use."""
     return " ".join(
         f"--{name.replace('_', '-')} {value:{'.3g' if value < 100 else '.0f'}}"
         for name, value in rates.items()

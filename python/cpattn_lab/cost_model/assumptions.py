@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assumptions of `cpattn plan` on a rank, where nothing is given and nothing measured.
+"""Rates that `cpattn plan` assumes if none are given or measured.
 
-These are constants, not rates of the machine that asks: the same question has the same answer on
-every machine and on every day.
+They are constants and independent of the machine in use: the same question always has the same
+answer.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 THREADS = 32
-#: 10^9 flop/s of one thread, by the dtype of queries, keys and values: causal attention to 8192 new
+#: 10^9 flop/s of one thread, by dtype of queries, keys and values: causal attention up to 8192 new
 #: tokens (4096 in float16 and float32), on two threads of an AMD EPYC with AVX512_BF16.
 THREAD_GFLOPS = {"bfloat16": 440.0, "float16": 230.0, "float32": 230.0}
 
 
 def describe(dtype: str, assumed: Collection[str]) -> str:
-    """Describe the machines that the assumed rates (fields of `Rates`) are of; "" for none."""
+    """Describe the machines behind the assumed rates (fields of `Rates`); "" if none is assumed."""
     parts = []
     if {"threads", "gflops"} & set(assumed):
         parts.append(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rates of this machine: calls of attention timed and fitted, and two processes over gloo."""
+"""Rates of this machine, fitted to timed attention calls and two processes over gloo."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PATIENCE = 120.0  # seconds for two processes on a busy machine
 
 
 class Sample(NamedTuple):
-    """One call of attention: what it did, and the seconds that it took."""
+    """One call of attention: its work, and its seconds."""
 
     products: float  # flops of visible scores
-    packing: float  # flops of a row with every key that is packed
+    packing: float  # flops of a row with every packed key
     rows: float  # flops of every row with one key
     seconds: float
 
@@ -41,18 +41,18 @@ def calibrate(
 ) -> Rates:
     """Measure the rates of this machine: attention here, the exchange between two processes.
 
-    Takes a few seconds; needs torch. Between two machines, `cpattn_lab.check` measures the
-    exchange.
+    The call takes a few seconds and needs torch. `cpattn_lab.check` measures the exchange between
+    two machines.
 
     Parameters
     ----------
     layer : AttentionLayer
     threads : int, optional
-        Threads of a rank. Default: those of a call that does not say.
+        Threads of a rank. Default: those of a call without `num_threads`.
     progress : callable
-        Told what is measured next.
+        Called with the name of the next measurement.
     """
-    # Rates are those of any keys, with what is added to their scores.
+    # Rates are for any keys, including biases of their scores.
     layer = replace(layer, window=None, latent=False)
     threads = _core.default_num_threads() if threads is None else threads
     check_integer("calibrate", "threads", threads)
@@ -64,17 +64,17 @@ def calibrate(
 
 
 def num_steps(threads: int) -> int:
-    """Count how often `calibrate` tells what is measured next."""
+    """Return the number of calls of `progress` in `calibrate`."""
     return _NUM_SHAPES + _NUM_LONG + (_NUM_LONG if threads > 1 else 0) + 2
 
 
 def attention_rates(
     layer: AttentionLayer, threads: int, progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, float]:
-    """``gflops`` of all threads, ``pack_rows``, ``row_keys``, ``call_us`` and ``lse_share``.
+    """Return ``gflops`` of all threads, ``pack_rows``, ``row_keys``, ``call_us`` and ``lse_share``.
 
-    What is beside the products is measured on one thread: short batches have too few items of work
-    for many, and would tell of idle ones.
+    Costs other than products are measured on one thread: short batches have too few items for many
+    threads, so idle threads would distort them.
     """
 
     def timed(
@@ -98,14 +98,14 @@ def attention_rates(
 
 
 def _gflops(samples: list[Sample], rates: dict[str, float]) -> float:
-    """Return the rate of products that the samples leave, where the other rates are known."""
+    """Return the rate of products that fits the samples, given the other rates."""
     products, packing, rows, seconds = np.sum(samples, axis=0)
     flops = products + rates["pack_rows"] * packing + rates["row_keys"] * rows
     return float(flops / (seconds - len(samples) * 1e-6 * rates["call_us"]) / 1e9)
 
 
 def lse_share(without: list[Sample], with_lse: list[Sample]) -> float:
-    """Return what an LSE adds to the products of the same calls, as a share of their time."""
+    """Return the extra time of an LSE as a share of the products' time of the same calls."""
     seconds = sum(sample.seconds for sample in without)
     return max(sum(sample.seconds for sample in with_lse) / seconds - 1, 0.0)
 
@@ -120,14 +120,14 @@ def _merge_rate(layer: AttentionLayer, threads: int) -> float:
 
 
 def fit(samples: list[Sample]) -> dict[str, float]:
-    """The rates that come closest to all samples, each weighted by its length::
+    """Return the rates that fit all samples best, each weighted by its length::
 
     seconds = (products + pack_rows * packing + row_keys * rows) / flops + call
     """
     table = np.array(samples)
     terms = np.column_stack([table[:, :-1], np.ones(len(table))])
     chosen = list(range(terms.shape[1]))
-    while True:  # a term that comes out negative is none
+    while True:  # a negative term is dropped
         relative = terms[:, chosen] / table[:, -1:]
         values = np.linalg.lstsq(relative, np.ones(len(table)), rcond=None)[0]
         if values.min() >= 0:
@@ -184,7 +184,7 @@ def _sample(
         numbers = torch.zeros(1, 1, max(extends), max(lens), dtype=getattr(torch, layer.bias))
         biases["bias"] = numbers.expand(-1, layer.num_heads, -1, -1)
     times = []
-    for _ in range(5):  # with the plan, as every layer of an engine would make it
+    for _ in range(5):  # with the plan, as every layer of an engine makes it
         begin = time.perf_counter()
         plan = plan_attention(
             q_lens=extends,
@@ -244,7 +244,7 @@ class ExchangeRank:
         dist.destroy_process_group()
 
     def measure(self) -> dict[str, float]:
-        """See `measure_exchange`."""
+        """Run `measure_exchange`."""
         import torch.distributed as dist
 
         from ..check.measure import measure_exchange

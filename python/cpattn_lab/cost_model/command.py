@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `cpattn plan` as numbers of ranks, batches, a layer and rates."""
+"""Options of `cpattn plan` converted to numbers of ranks, batches, a layer and rates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .layer import AttentionLayer
 from .prediction import Batch, Prediction, predict
 from .rates import Rates
 
-_MAX_THREADS = 256  # that are measured, or as many as there are CPUs if that is more
+_MAX_THREADS = 256  # most threads to measure, or the number of CPUs if larger
 _TOKENS, _REQUESTS = 32768, 64
 _STRATEGIES = ("zigzag", "interleave", "contiguous")
 
@@ -49,9 +49,9 @@ def forecasts(
     progress: Progress = lambda done, total, what: None,
     **options: Any,
 ) -> tuple[list[Prediction] | list[DecodePrediction], Rates, dict[str, str]]:
-    """A prediction for every number of ranks and strategy, the rates, and where each is from.
+    """Return a prediction for every number of ranks and strategy, the rates, and their sources.
 
-    With `decode`, of a step of so many sequences; strategies then say nothing.
+    With `decode`, predict a step of so many sequences; strategies then have no effect.
     """
     layer = AttentionLayer(
         **{field.name: options.pop(field.name) for field in fields(AttentionLayer)}
@@ -106,7 +106,7 @@ def _decoded(
     prefix_lens: list[int] | None,
     **others: Any,
 ) -> list[int]:
-    """Lengths of sequences that decode, each with its new token."""
+    """Return lengths of decoding sequences, each with its new token."""
     if "overlap" in placing:
         raise ValueError("--overlap is of new tokens of a prefill; --decode has none")
     if any(value is not None for value in others.values()):
@@ -124,7 +124,7 @@ def _decoded(
 def _rates(
     layer: AttentionLayer, given: dict[str, Any], *, measure: bool, progress: Progress
 ) -> tuple[Rates, dict[str, str]]:
-    """Return rates, measured only on demand: the same question has the same answer everywhere."""
+    """Return rates, measured only on demand, so that answers do not depend on the machine."""
     given = {name: value for name, value in given.items() if value is not None}
     if measure:
         threads = given.get("threads") or _core.default_num_threads()
@@ -197,7 +197,7 @@ def _added(prefix_lens: list[int], extend_lens: list[int]) -> list[int]:
 
 
 def parse_cp_sizes(text: str) -> list[int]:
-    """``8..1024`` (doubling), ``8,16,48``, or one number. ValueError if it is none of these.
+    """Parse ``8..1024`` (doubling), ``8,16,48``, or one number; ValueError for other text.
 
     >>> parse_cp_sizes("8..64"), parse_cp_sizes("3..7")
     ([8, 16, 32, 64], [3, 6, 7])
@@ -215,7 +215,7 @@ def parse_cp_sizes(text: str) -> list[int]:
 
 
 def trace_batches(requests: Sequence[Request], *, page_size: int, token_budget: int) -> list[Batch]:
-    """The prefill batches of a trace, behind a prefix cache that forgets nothing."""
+    """Return the prefill batches of a trace after a prefix cache without eviction."""
     pages = sum(-(-request.input_length // page_size) + 1 for request in requests)
     cache = PrefixCache(pages, page_size=page_size, block_tokens=TRACE_BLOCK_TOKENS)
     batches = prefill_batches(requests, cache, token_budget=token_budget)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and counts that all ways to place and exchange the keys of one batch have in common."""
+"""Checks and counts that all placements and exchanges of one batch share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layer import ITEM_BYTES, AttentionLayer, Ints
 from .placement import Shards, pairs_by_owner, shards, stripe_size, stripes
 from .work import RankWork, Shares, checked_batch, work_of_plans
 
-Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which share out the heads
+Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which split the heads
 
 
 def check_placing(
@@ -29,7 +29,7 @@ def check_placing(
     state_dtype: str,
     exchanges: Sequence[str] = ON_ALL_RANKS,
 ) -> None:
-    """Raise ValueError unless keys can be placed and exchanged as the arguments say."""
+    """Raise ValueError unless placement and exchange of keys are possible."""
     parsed = PlacementName.parse(placement) if isinstance(placement, str) else None
     for name, value, known in (
         ("placement", parsed.kind if parsed else placement, tuple(PLACEMENTS)),
@@ -60,7 +60,7 @@ def check_mesh(
     ranks_per_host: int,
     mesh: Sequence[int] | None,
 ) -> Mesh | None:
-    """The mesh as two numbers; ValueError unless ranks can be exchanged by so."""
+    """Return the mesh as two numbers; ValueError unless ranks can exchange in it."""
     if mesh is None:
         if exchange == "usp":
             raise ValueError(f"{function}: mesh must be given where exchange is usp, got None")
@@ -83,7 +83,7 @@ def check_mesh(
 
 
 def possible_exchanges(placement: str, mesh: Mesh | None = None) -> tuple[str, ...]:
-    """Return the exchanges that a placement allows, with "usp" if the ranks are in a mesh."""
+    """Return the exchanges that a placement allows, including "usp" with a mesh."""
     return tuple(
         name
         for name, exchange in EXCHANGES.items()
@@ -93,7 +93,7 @@ def possible_exchanges(placement: str, mesh: Mesh | None = None) -> tuple[str, .
 
 
 class BatchCounts:
-    """Counts of one batch for all ways to exchange it, each made when first asked for."""
+    """Counts of one batch for all exchanges, each made on demand."""
 
     def __init__(
         self,
@@ -122,21 +122,21 @@ class BatchCounts:
 
     @cached_property
     def own(self) -> RankWork:
-        """Work of a gather: each rank attends from its own tokens to all keys."""
+        """Work of a gather: each rank attends with its own tokens to all keys."""
         return work_of_plans(self.plans, self.layer)
 
     @cached_property
     def own_by_host(self) -> RankWork:
-        """Work of ranks that attend from their own tokens to the keys of one host after another."""
+        """Work of ranks that attend with their own tokens to the keys of each host in turn."""
         return work_of_plans(self.plans, self.layer, self._shares(self.ranks_per_host))
 
     @cached_property
     def alone_by_rank(self) -> RankWork:
-        """One rank attends from all tokens to the keys of one rank after another."""
+        """Work of one rank that attends with all tokens to the keys of each rank in turn."""
         return work_of_plans(self._plan_alone, self.layer, self._shares(1))
 
     def _shares(self, ranks: int) -> Shares | None:
-        """Return the keys as shares, each of so many ranks; None where every pool has all."""
+        """Return the keys as shares of so many ranks each; None if every pool has all keys."""
         if not self.sharded:
             return None
         size = stripe_size(self.placement, self.layer.page_size)
@@ -144,11 +144,11 @@ class BatchCounts:
 
     @cached_property
     def alone(self) -> RankWork:
-        """One rank attends from all tokens to all keys."""
+        """Work of one rank that attends with all tokens to all keys."""
         return work_of_plans(self._plan_alone, self.layer)
 
     def alone_with(self, num_heads: int, num_kv_heads: int) -> RankWork:
-        """One rank does so with some of the heads, of which it makes items of fewer rows."""
+        """Return this work with only some heads, which gives items with fewer rows."""
         layer = replace(self.layer, num_heads=num_heads, num_kv_heads=num_kv_heads)
         return work_of_plans(self._plan_alone, layer)
 
@@ -160,13 +160,13 @@ class BatchCounts:
 
     @cached_property
     def owner_pairs(self) -> Ints:
-        """[cp_size] pairs of all new tokens and the keys of each rank."""
+        """Pairs [cp_size] of all new tokens and the keys of each rank."""
         laid = stripes(self.placement, self.seq_lens, self.cp_size, self.layer.page_size)
         return pairs_by_owner(self.extends, self.seq_lens, self.layer, laid).sum(1)
 
     @cached_property
     def shards(self) -> Shards:
-        if not self.sharded:  # ranks bring what they compute, and nothing travels for pools alone
+        if not self.sharded:  # ranks send what they compute, and no row travels only for pools
             own = self.own.tokens
             return Shards(own, 0 * own, own, own)
         laid = stripes(self.placement, self.seq_lens, self.cp_size, self.layer.page_size)
@@ -175,5 +175,5 @@ class BatchCounts:
         )
 
     def by_host(self, values: Ints) -> Ints:
-        """[cp_size] as [num_hosts, ranks_per_host]; a column is a rail, along which ranks send."""
+        """Return [cp_size] as [num_hosts, ranks_per_host]; the ranks of a column exchange rows."""
         return values.reshape(self.num_hosts, self.ranks_per_host)

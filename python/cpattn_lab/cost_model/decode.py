@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of decoding over pools that are shared out: one token of each sequence."""
+"""Step of decoding over sharded pools: one token of each sequence."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ _EXCHANGES = ("all_to_all", "gather")
 
 @dataclass(frozen=True)
 class DecodePrediction:
-    """A step of decoding over ranks that share the keys; seconds and bytes of one layer.
+    """Prediction of a decode step over ranks with sharded keys; seconds and bytes of one layer.
 
     Attributes
     ----------
     placement, out_heads : str
-        The arguments of `predict_decode`.
+        Arguments of `predict_decode`.
     exchange : str
-        The argument, or what "auto" took.
+        The argument, or the choice of "auto".
     cp_size, ranks_per_host : int
-        Number of ranks, and those of a host.
+        Number of ranks, and ranks per host.
     layer : AttentionLayer
-        What the work was counted for.
+        Layer of the prediction.
     num_sequences : int
-        Sequences, each with one new token.
+        Number of sequences, each with one new token.
     pool_bytes : int
-        Pages of all sequences, in all layers, in the pool of the rank that has most.
+        Bytes of the pages of all sequences, in all layers, in the fullest pool of a rank.
     keys : array [cp_size], int64
-        Keys that the rank keeps and attends to, of all sequences.
+        Keys of all sequences that each rank keeps and attends to.
     attention_seconds, exchange_seconds : arrays [cp_size], float64
-        Seconds of each rank; partial results are merged in the exchange.
+        Seconds of each rank; the exchange includes merging partial results.
     sent_bytes, received_bytes : arrays [cp_size], int64
-        States of attention between hosts.
+        Bytes of attention states between hosts.
     bias_bytes : array [cp_size], int64
-        Bytes of numbers added to scores that each rank reads.
+        Bytes of biases that each rank reads.
     imbalance : float
         Keys of the most loaded rank over the mean.
     store_seconds : float
-        Seconds for the new keys and values of the rank that keeps most.
+        Seconds to store new keys and values, on the rank that keeps most.
     single_rank_seconds : float
-        Attention and store of the same layer, by one rank alone.
+        Seconds of attention and store of the same layer on a single rank.
     alternatives : dict of str to float
-        Seconds of the slowest rank by each exchange, for "auto".
+        For "auto", the seconds of the slowest rank with each exchange.
 
     Examples
     --------
@@ -90,23 +90,23 @@ class DecodePrediction:
 
     @property
     def layer_seconds(self) -> float:
-        """Attention, exchange and store of one layer, on the slowest ranks, in seconds."""
+        """Seconds of attention, exchange and store of one layer, on the slowest ranks."""
         slowest = self.attention_seconds.max() + self.exchange_seconds.max()
         return float(slowest) + self.store_seconds
 
     @property
     def model_seconds(self) -> float:
-        """A step through all layers, in seconds."""
+        """Seconds of a step through all layers."""
         return self.layer_seconds * self.layer.num_layers
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all sequences in a second of such steps."""
+        """New tokens of all sequences per second of such steps."""
         return self.num_sequences / self.model_seconds
 
     @property
     def speedup(self) -> float:
-        """The seconds of one rank alone over those of all ranks."""
+        """Seconds of a single rank over those of all ranks."""
         return self.single_rank_seconds / self.layer_seconds
 
 
@@ -123,12 +123,12 @@ def predict_decode(
     exchange: str = "all_to_all",
     out_heads: str = "own",
 ) -> DecodePrediction:
-    """Predict a step of decoding over pools that are shared out.
+    """Predict a step of decoding over sharded pools.
 
-    Every rank has the queries of all sequences, attends to the keys that it keeps, and sends each
-    other rank the states of that one's heads, which that one merges; or, by "gather", those of all
-    heads. With B sequences, h_r of the query heads on rank r and N ranks, in bytes and seconds,
-    where each host has one rank::
+    Every rank has the queries of all sequences and attends to the keys that it keeps. It sends
+    every other rank the states of that rank's heads, and the receiver merges them; with "gather",
+    it sends the states of all heads. With B sequences, h_r query heads of rank r and N ranks, one
+    per host, the bytes and seconds are::
 
         state      = v_head_dim * item + 4               item of state_dtype, and an LSE in float32
         sent_r     = B * (num_heads - h_r) * state       gather: B * num_heads * (N - 1) * state
@@ -137,31 +137,30 @@ def predict_decode(
         exchange   = 2 * (latency + (N - 1) * message) + max(sent, received) / gather_gb_per_s
                      + merged_r * v_head_dim * merge
 
-    If every rank is to have all heads, those of "all_to_all" are sent on in another round, merged,
-    in the dtype of the layer: ``B * h_r * (N - 1)`` outputs with LSE from rank r, which receives
-    ``B * (num_heads - h_r)``.
+    If every rank needs all heads, "all_to_all" has another round with merged outputs and LSE in the
+    dtype of the layer: rank r sends ``B * h_r * (N - 1)`` and receives ``B * (num_heads - h_r)``.
 
-    Ranks of a host merge theirs first: N, r are then hosts, and rank k of one sends to rank k of
-    every other, by "gather" its share of the heads. Keys of the new token stay with the rank that
-    keeps them.
+    Ranks of a host merge their states first: N, r then count hosts, and rank k of a host sends to
+    rank k of every other host, with "gather" its share of the heads. Keys of a new token stay on
+    the rank that keeps them.
 
     Parameters
     ----------
     seq_lens : ints [bs]
-        Tokens of each sequence with the new one, at least 1.
+        Tokens of each sequence including the new one, at least 1.
     layer : AttentionLayer
-        Sizes of the layers, and how many there are.
+        Sizes and number of the layers.
     rates : Rates
-        What a rank computes and sends in a second.
+        Speed of a rank.
     cp_size : int
         Number of ranks.
     placement : {"page_interleave", "token_interleave", "token_interleave:I"}
-        Which rank keeps which keys.
+        Placement of keys on ranks.
     ranks_per_host : int
-        Ranks that share memory, and the wire of their host; a divisor of `cp_size`.
+        Ranks that share the memory and wire of a host; a divisor of `cp_size`.
     cpus : int, optional
-        CPUs of a host. If its ranks have more threads, computing takes so much longer. Default:
-        enough.
+        CPUs of a host. If its ranks have more threads, computation slows down in proportion.
+        Default: enough.
     state_dtype : {"float32", "bfloat16", "float16"}
         Dtype of the outputs that are sent to be merged.
     exchange : {"all_to_all", "gather", "auto"}
@@ -261,7 +260,7 @@ def predict_decode(
 
 
 def _attention(pairs: Ints, layer: AttentionLayer, rates: Rates, *, lse: bool = False) -> Seconds:
-    """Seconds of each rank, by the keys [ranks, bs] of it that each sequence sees."""
+    """Return the seconds of each rank, from its keys [ranks, bs] that each sequence sees."""
     keys, group = pairs.sum(1), layer.num_heads // layer.num_kv_heads
     return attention_seconds(
         rates,
@@ -286,9 +285,9 @@ def _exchanged(
     all_heads: bool,
     slower: float,
 ) -> tuple[Ints, Ints, Seconds]:
-    """[cp_size] bytes that each rank sends to other hosts, receives from them, and its seconds.
+    """Return bytes [cp_size] sent to and received from other hosts, and seconds, of each rank.
 
-    Rank k of a host sends what it merged to rank k of another.
+    Rank k of a host sends its merged states to rank k of another host.
     """
     state = num_sequences * (layer.v_dim * ITEM_BYTES[state_dtype] + LSE_BYTES)
     if exchange == "gather":
@@ -311,18 +310,18 @@ def _exchanged(
 
 
 def _parts(number: int) -> int:
-    """Partial results to be merged: one alone is not."""
+    """Return the number of partial results to merge: a single one needs no merge."""
     return number if number > 1 else 0
 
 
 def _to_all(heads: Ints, state: int) -> tuple[Ints, Ints]:
-    """Return bytes sent and received, [hosts, ranks of a host], if heads go to all other hosts."""
+    """Return sent and received bytes [hosts, ranks of a host] if all hosts get all heads."""
     sent, received = along_rails(lambda rail: _core.send_rows(rail, state, False), heads)
     return sent, received
 
 
 def _seconds(rounds: Sequence[tuple[Ints, Ints]], rates: Rates, slower: float) -> Seconds:
-    """Digests, then each round of states; over the wire that the ranks of a host share."""
+    """Return the seconds of digests and each round of states, on the wire that a host shares."""
     num_hosts, ranks_per_host = rounds[0][0].shape
     peers = num_hosts - 1
     if not peers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of what each rank computes, sends and keeps by each way to exchange: integers, exact."""
+"""Counts of computation, communication and memory of each rank and exchange: exact integers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ def exchange_work(
 ) -> ExchangeWork:
     """Count what each of `cp_size` ranks computes, sends and keeps for a batch.
 
-    Rank r of N computes T_r of T new tokens. Where pools are shared out it first sends the M_r of
-    their rows that others keep, ``M_r * row`` bytes, and brings the K_r of all K rows, cached and
-    new, that new tokens see in its pool. Replicated pools have M_r = 0, K_r = T_r and K = T. By
-    ``"gather"`` M_r = 0, too: of its pool a rank brings the C_r cached rows, and new ones from
-    where they are computed, of which the others keep theirs. Then it sends, in bytes, where each
-    host has one rank::
+    Rank r of N computes T_r of T new tokens. With sharded pools it first sends the M_r of their
+    rows that other ranks keep, ``M_r * row`` bytes. Of the K rows, cached and new, that new tokens
+    see, its pool has K_r. Replicated pools have M_r = 0, K_r = T_r and K = T. With ``"gather"`` M_r
+    = 0, too: a rank sends the C_r cached rows of its pool and the T_r new rows that it computes,
+    and receivers keep their own new rows. The following bytes are for one rank per host::
 
         gather      (N - 1) * (C_r + T_r) * row
         ring        (K - K_s) * row, s the next rank
@@ -50,40 +49,39 @@ def exchange_work(
                     + (K - K_s) * KV heads of r * row / num_kv_heads
                     + (T_w - T_r) * heads of r * result
 
-    ``row`` is `AttentionLayer.kv_row_bytes`, ``q`` a query and ``output`` a row of attention in one
-    head, in the dtype of the layer, ``state`` an output in `state_dtype` with its LSE in float32,
-    ``result`` one in that of the layer. By ``"usp"`` r shares out heads with the others of its row
-    w of the mesh, which have T_w tokens, and K_s are the keys of the next row; ranks pad what goes
-    round to 16 tokens of each sequence.
-    KV heads of others are counted as often as ranks have them: where there are fewer than ranks,
-    each is sent to several. By ``"all_to_all"`` replicated pools have all tokens, in the KV heads
-    of their host. Where hosts have several ranks, N, r and s are hosts, and rank k of one exchanges
-    with rank k of every other: a row crosses each wire once.
+    ``row`` is `AttentionLayer.kv_row_bytes`. Per head, ``q`` is a query and ``output`` an attention
+    row in the dtype of the layer, ``state`` an output in `state_dtype` with a float32 LSE,
+    ``result`` one in the layer's dtype. With ``"usp"``, r splits heads with its row w of the mesh,
+    which has T_w tokens, and K_s are the keys of the next row; ranks pad ring blocks to 16 tokens
+    of each sequence. KV heads of others count once per rank that has them: if there are fewer than
+    ranks, each goes to several. With ``"all_to_all"``, replicated pools have all tokens, in the KV
+    heads of their host. If hosts have several ranks, N, r and s count hosts, and rank k of a host
+    exchanges with rank k of every other host: a row crosses each wire once.
 
     Parameters
     ----------
     extend_lens, seq_lens : ints [bs]
-        New tokens of each sequence, and these with the cached ones before them.
+        New tokens of each sequence, and its length including them and cached tokens.
     cp_size : int
         Number of ranks.
     strategy : str
-        Which rank computes which tokens, as for `build_cp_metadata`.
+        Distribution of tokens over ranks, as for `build_cp_metadata`.
     layer : AttentionLayer, default one with all defaults
-        Which sizes work and bytes are counted for.
+        Sizes for the counts.
     placement : {"replicated", "page_interleave", "token_interleave", "token_interleave:I"}
-        Which rank keeps the keys and values of which tokens: all of them, or those of every
-        `cp_size`-th page or token of a sequence.
+        Placement of keys and values: all tokens on each rank, or every `cp_size`-th page or token
+        of a sequence.
     exchange : {"gather", "ring", "pass_q", "all_to_all", "usp"}
-        What ranks send: keys and values to all, or step by step round a ring; queries to the keys,
-        and states of attention back; all by heads; or by heads in rows of a mesh, and round a ring
-        of these.
+        Communication: keys and values to all ranks, or step by step round a ring; queries to the
+        keys, with attention states back; everything split by heads; or by heads within rows of a
+        mesh, and round a ring of rows.
     ranks_per_host : int
         Ranks that share memory; a divisor of `cp_size`.
     state_dtype : {"float32", "bfloat16", "float16"}
-        Of the outputs that ``"pass_q"`` sends back to be merged.
+        Dtype of the outputs that ``"pass_q"`` sends back to be merged.
     mesh : (int, int), optional
-        For ``"usp"``, which needs it: rows on the ring, and ranks of a row. Rank r is in the row
-        ``r // mesh[1]``, as in a `DeviceMesh` of that shape with the dimensions ring and heads.
+        Required for ``"usp"``: rows on the ring, and ranks of a row. Rank r is in row ``r //
+        mesh[1]``, as in a `DeviceMesh` of that shape with the dimensions ring and heads.
 
     Returns
     -------
@@ -93,11 +91,11 @@ def exchange_work(
     Raises
     ------
     TypeError
-        For lengths and numbers that are no integers, and a strategy that is no str.
+        If lengths or numbers are no integers, or `strategy` is no str.
     ValueError
-        For lengths that do not match, unknown names, a `ranks_per_host` that does not divide
-        `cp_size`, ``"pass_q"`` where all pools have all keys, and ``"usp"`` without a mesh of all
-        ranks, or over hosts of several.
+        If lengths do not match, a name is unknown, `ranks_per_host` does not divide `cp_size`,
+        ``"pass_q"`` meets replicated pools, or ``"usp"`` has no mesh of all ranks or hosts with
+        several ranks.
 
     Examples
     --------
@@ -132,7 +130,7 @@ def exchange_work(
 def work_of(
     counts: BatchCounts, exchange: str, state_dtype: str, mesh: Mesh | None = None
 ) -> ExchangeWork:
-    """See `exchange_work`."""
+    """Count for `exchange_work`."""
     if exchange == "usp":
         assert mesh is not None  # `check_mesh`
         return by_mesh(counts, mesh)
@@ -147,9 +145,9 @@ def work_of(
 
 
 def exchange_taken(counts: BatchCounts, mesh: Mesh | None = None) -> str:
-    """Return what "auto" of `ContextParallel` is for a layer whose new rows it writes, too.
+    """Return the choice of "auto" of `ContextParallel` for a layer that also writes its new rows.
 
-    There every rank counts as a host of its own.
+    Each rank then counts as its own host.
     """
     if not counts.sharded:
         return "gather"
@@ -164,9 +162,9 @@ def exchange_taken(counts: BatchCounts, mesh: Mesh | None = None) -> str:
 
 
 def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
-    """Keys and values go to every host: at once, or step by step from each to the next."""
+    """Count an exchange of keys and values to every host, at once or round a ring."""
     own, layer, hosts = counts.own, counts.layer, counts.num_hosts
-    shards = counts.shards  # of which a gather brings new rows from where they are computed
+    shards = counts.shards  # a gather takes new rows of these from the ranks that compute them
     brought = shards.seen_rows if ring else shards.seen_cached_rows + own.tokens
     blocks = counts.by_host(brought) * layer.kv_row_bytes
     rails = np.broadcast_to(blocks.sum(0), blocks.shape)
@@ -209,15 +207,15 @@ def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
 
 
 def _wire_of_gather(blocks: Ints) -> Ints:
-    """Return the bytes that keep the wire of each host busy while rail ranks gather `blocks`."""
+    """Return the bytes on the wire of each host while ranks of a rail gather `blocks`."""
     sent, received = blocks * (len(blocks) - 1), blocks.sum(0) - blocks
     return np.maximum(sent.sum(1), received.sum(1))
 
 
 def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
-    """Queries go to every host, and states of attention to the keys there go back.
+    """Count an exchange of queries to every host, with attention states back.
 
-    Ranks of a host merge theirs first.
+    Ranks of a host merge their states first.
     """
     own, layer, hosts, new = counts.own, counts.layer, counts.num_hosts, counts.shards
     moving = bytes_of(layer)
@@ -256,7 +254,7 @@ def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
 
 
 def _by_heads(counts: BatchCounts) -> ExchangeWork:
-    """Queries, keys and values go to the hosts that have their heads, and outputs go back."""
+    """Count an exchange of queries, keys and values by heads, with outputs back."""
     own, layer, hosts, new = counts.own, counts.layer, counts.num_hosts, counts.shards
     moving, group = bytes_of(layer), layer.num_heads // layer.num_kv_heads
     heads, kv_heads = heads_of(layer.num_heads, layer.num_kv_heads, counts.cp_size)

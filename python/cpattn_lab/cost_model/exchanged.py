@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of one exchange: its value, and what all ways to exchange put into it."""
+"""Work of one exchange: its value, and fields common to all exchanges."""
 
 from __future__ import annotations
 
@@ -26,50 +26,49 @@ class ExchangeWork:
     placement, exchange : str
         As given.
     num_hosts : int
-        Hosts; ranks r and r + 1 are of the same one unless a multiple of the ranks of a host lies
-        between them.
+        Number of hosts; each has consecutive ranks.
     tokens : array [cp_size], int64
-        New tokens that the rank computes queries, keys and values of.
+        New tokens whose queries, keys and values the rank computes.
     pairs : array [cp_size], int64
         Query-key pairs in one of the query heads that the rank attends with.
     heads, kv_heads : arrays [cp_size], int64
-        That the rank attends with: all, but for ``"all_to_all"``.
+        Heads that the rank attends with: all, except for ``"all_to_all"``.
     rows : array [cp_size], int64
-        Rows of queries in one head, each as often as it is attended with.
+        Rows of queries in one head, counted once per use.
     packed_keys : array [cp_size], float64
         Keys that items pack, summed over the rank's KV heads.
     longest_item : array [cp_size], float64
-        The most expensive item, in products of a row with a key.
+        Cost of the most expensive item, in products of a row with a key.
     calls : int
-        Of attention in a layer: one for each block of keys of a ring.
+        Attention calls in a layer: one for each block of keys of a ring.
     mesh : (int, int) or None
-        Rows and ranks of a row, of ``"usp"``.
+        Rows and ranks per row, for ``"usp"``.
     parts : int
-        Into which exchange and attention can be cut to run side by side: KV heads of a rank, of
-        the block of each host in a ring, or of each row of a mesh.
+        Number of parts of exchange and attention that can overlap: KV heads of a rank, of the block
+        of each host in a ring, or of each row of a mesh.
     sent_bytes, received_bytes : arrays [cp_size], int64
-        Between hosts, without the digests that ranks compare before.
+        Bytes between hosts, without digests.
     wire_bytes : array [3, num_hosts], int64
-        For which the wire of each host is busy with new rows that go to the ranks that keep them,
-        then before attention, and after it: the larger of what its ranks send and receive. In a
-        ring all hosts wait for the largest block at every step.
+        Bytes that keep the wire of each host busy: with new rows to the ranks that keep them,
+        before attention, and after attention. It is the larger of the bytes that its ranks send and
+        receive. In a ring all hosts wait for the largest block at every step.
     swapped_bytes : array [num_hosts], int64
-        Of those before attention, what ``"usp"`` has to bring to the ranks of the heads before the
+        Part of the bytes before attention that ``"usp"`` sends to the ranks of the heads before the
         ring begins; else 0.
     cached_bytes : array [num_hosts], int64
-        Of those before attention, what a gather brings of shared-out pools: cached rows, which may
-        come while the layer before is computed, by `ContextParallel.prefetch`; else 0.
+        Part of the bytes before attention that a gather of sharded pools sends for cached rows,
+        which may come ahead by `ContextParallel.prefetch`; else 0.
     merged_rows : array [cp_size], int64
-        Rows of partial results, each of one head, that the rank merges. 0 where it attends to all
-        keys at once: then nobody needs an LSE.
+        Rows of partial results, each of one head, that the rank merges. 0 if it attends to all keys
+        at once: no LSE is then needed.
     stored_bytes : array [cp_size], int64
-        That the rank copies into the pool, and into its scratch, from what it computed or received.
+        Bytes that the rank copies into the pool and its scratch, computed or received.
     pool_bytes : int
-        Pages of the batch in the pool of a rank, in all layers; of the rank that has most.
+        Bytes of the batch's pages in the pool of a rank, in all layers; of the fullest rank.
     scratch_bytes : int
-        That a rank needs beside the pool for one layer; of the rank that needs most.
+        Bytes that a rank needs beside the pool for one layer; of the rank that needs most.
     ahead_bytes : int
-        Of scratch besides, if cached rows of the next layer come meanwhile.
+        Extra scratch if cached rows of the next layer arrive meanwhile.
 
     Examples
     --------
@@ -118,14 +117,14 @@ def bytes_of(layer: AttentionLayer) -> _core.LayerBytes:
 
 
 def heads_of(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Ints, Ints]:
-    """[ranks] query heads and KV heads of each rank."""
+    """Return query heads and KV heads of each rank, [ranks]."""
     shares = _core.share_heads(num_heads, num_kv_heads, ranks)
     counts = [(share.num_heads, share.num_kv_heads) for share in shares]
     return tuple(np.array(counts, np.int64).T)
 
 
 def along_rails(moved: Callable[..., tuple[Ints, ...]], *values: Ints) -> list[Ints]:
-    """Return what is moved among the ranks of each column of [hosts, ranks of a host]."""
+    """Return the bytes moved among the ranks of each column of [hosts, ranks of a host]."""
     rails = [moved(*columns) for columns in zip(*(x.T for x in values), strict=True)]
     return [np.stack(parts, axis=1) for parts in zip(*rails, strict=True)]
 
@@ -144,7 +143,7 @@ def exchanged(
     ahead_bytes: int = 0,
     **fields: Any,
 ) -> ExchangeWork:
-    """Return the work of an exchange: attention as in a gather unless `fields` say otherwise."""
+    """Return the work of an exchange, with attention as in a gather unless `fields` differ."""
     own, layer, size = counts.own, counts.layer, counts.cp_size
     pages = int(pages_per_rank(counts.placement, counts.seq_lens, size, layer.page_size).max())
     if not counts.sharded:  # one pool for the ranks of a host

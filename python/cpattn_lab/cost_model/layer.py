@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention layer of a model, by sizes."""
+"""Sizes of the attention layer of a model."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The attention of one model: sizes of a layer, and how many layers there are.
+    """Attention of one model: sizes of a layer, and number of layers.
 
     Parameters
     ----------
     num_heads, num_kv_heads : int
-        Heads of the queries, a multiple of those of keys and values.
+        Query heads, a multiple of the KV heads.
     head_dim : int
         Elements of a key, up to 576.
     v_head_dim : int, optional
-        Elements of a value, likewise. Default: head_dim.
+        Elements of a value, up to 576. Default: head_dim.
     dtype : {"bfloat16", "float16", "float32"}
         Dtype of queries, keys and values.
     num_layers : int
         At least 1.
     page_size : int
-        Tokens of a page, at least 1.
+        Tokens per page, at least 1.
     window : int or (int or None, int or None), optional
-        Keys before a token's own that it sees, under a causal mask; or keys before and behind it
+        Number of visible keys before a token's own, under a causal mask; or before and behind it
         without one, None for all of a side. Default: all before it.
     latent : bool
-        Whether values are the first `v_head_dim` elements of the keys, as in absorbed MLA: they
-        are neither sent nor stored besides.
+        Whether values are the first `v_head_dim` elements of the keys, as in absorbed MLA: they are
+        neither sent nor stored separately.
     bias : {"alibi", "float32", "float16", "bfloat16"}, optional
-        What is added to scores: distances, or numbers of this dtype for each query head.
+        Bias of scores: distances, or numbers of this dtype for each query head.
 
     Raises
     ------
     TypeError
-        For sizes that are no integers.
+        If a size is no integer.
     ValueError
-        For sizes out of range, by name and rule, and other dtypes.
+        If a size is out of range, or a dtype is unknown; names the argument and the rule.
 
     Examples
     --------
@@ -104,7 +104,7 @@ class AttentionLayer:
 
     @property
     def dims(self) -> int:
-        """Elements of a key and a value of one head, together."""
+        """Total elements of a key and a value of one head."""
         return self.head_dim + (self.v_head_dim or self.head_dim)
 
     @property
@@ -120,23 +120,23 @@ class AttentionLayer:
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes that a query head reads of a bias for a key."""
+        """Bytes of a bias that a query head reads for a key."""
         return ITEM_BYTES.get(self.bias or "", 0)
 
     @property
     def most_keys(self) -> int:
-        """The keys up to its own that a token sees at most."""
+        """Most keys that a token sees up to its own."""
         left = self.window[0] if isinstance(self.window, tuple) else self.window
         return UNBOUNDED if left is None else min(left, UNBOUNDED - 1) + 1
 
     @property
     def keys_behind(self) -> int:
-        """The keys behind its own that a token sees at most: none under a causal mask."""
+        """Most keys that a token sees behind its own: none under a causal mask."""
         right = self.window[1] if isinstance(self.window, tuple) else 0
         return UNBOUNDED if right is None else min(right, UNBOUNDED)
 
     def pool_bytes(self, seq_lens: Ints) -> int:
-        """Count the bytes of the pages that sequences take up, in all layers.
+        """Return the bytes of the pages of sequences, in all layers.
 
         Every rank keeps all of them.
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of keys and values on ranks, and what each rank then attends to: integers.
+"""Placement of keys and values on ranks, and the resulting attention work: integers.
 
 Stripes of tokens go round the ranks. With ``page_interleave`` a stripe is a page, and page P of a
-sequence belongs to rank ``(base + P) % cp_size``, where the base is the rank that keeps the fewest
-pages when the sequence comes, the lowest of them on ties. With ``token_interleave`` a stripe is a
-token, or I of them by ``token_interleave:I``, and every base is rank 0. Sequences come in the
-order of the batch, into empty pools.
+sequence belongs to rank ``(base + P) % cp_size``. The base is the rank with the fewest pages when
+the sequence arrives, the lowest on ties. With ``token_interleave`` a stripe is a token, or I tokens
+with ``token_interleave:I``, and every base is rank 0. Sequences arrive in batch order, into empty
+pools.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .layer import AttentionLayer, Ints
 
 @dataclass(frozen=True)
 class Stripes:
-    """Tokens of sequences in stripes over ranks, as a placement says.
+    """Stripes of sequences over ranks, by a placement.
 
     Attributes
     ----------
     size : int
-        Tokens of a stripe.
+        Tokens per stripe.
     cp_size : int
         Number of ranks.
     bases : array [bs], int64
-        The rank that has the first stripe of each sequence.
+        Rank of the first stripe of each sequence.
     """
 
     size: int
@@ -42,16 +42,16 @@ class Stripes:
 
     @property
     def places(self) -> Ints:
-        """[cp_size, bs]: which stripe of every `cp_size` is the rank's, counted from 0."""
+        """Return [cp_size, bs]: the rank's index among every `cp_size` stripes, from 0."""
         return (np.arange(self.cp_size)[:, None] - self.bases) % self.cp_size
 
     def count_below(self, end: Ints) -> Ints:
-        """[cp_size, bs]: tokens of the rank before position `end` of each sequence."""
+        """Return [cp_size, bs]: tokens of the rank before position `end` of each sequence."""
         rounds, rest = np.divmod(end, self.size * self.cp_size)
         return rounds * self.size + self._within(rest)
 
     def sum_below(self, end: Ints) -> Ints:
-        """[cp_size, bs]: the sum of their positions."""
+        """Return [cp_size, bs]: the sum of their positions."""
         size, around = self.size, self.size * self.cp_size
         rounds, rest = np.divmod(end, around)
         first, within = self.places * size, self._within(rest)
@@ -60,7 +60,7 @@ class Stripes:
         return whole + within * (rounds * around + first) + within * (within - 1) // 2
 
     def owners(self, positions: Ints, sequences: Ints) -> Ints:
-        """The rank of each token, by its position and its sequence."""
+        """Return the rank of each token, by its position and its sequence."""
         return (positions // self.size + self.bases[sequences]) % self.cp_size
 
     def _within(self, rest: Ints) -> Ints:
@@ -69,14 +69,14 @@ class Stripes:
 
 
 def stripe_size(placement: str, page_size: int) -> int:
-    """Tokens of a stripe."""
+    """Return the tokens per stripe."""
     name = PlacementName.parse(placement)
-    assert name is not None  # `check_placing` has seen to it
+    assert name is not None  # checked by `check_placing`
     return page_size if name.kind == BY_PAGES else name.interleave
 
 
 def stripes(placement: str, seq_lens: Ints, cp_size: int, page_size: int) -> Stripes:
-    """Lay sequences out over ranks; `placement` is one that shards."""
+    """Lay sequences out over ranks; `placement` must be a sharded one."""
     if placement != BY_PAGES:
         size = stripe_size(placement, page_size)
         return Stripes(size, cp_size, np.zeros(len(seq_lens), np.int64))
@@ -90,10 +90,10 @@ def stripes(placement: str, seq_lens: Ints, cp_size: int, page_size: int) -> Str
 
 
 def pages_per_rank(placement: str, seq_lens: Ints, cp_size: int, page_size: int) -> Ints:
-    """[cp_size]: pages of sequences in the pool of each rank.
+    """Return [cp_size]: pages of sequences in the pool of each rank.
 
-    By ``token_interleave`` a page holds every `cp_size`-th token or run of them, and all ranks have
-    the same block table: of as many pages as rank 0 fills.
+    With ``token_interleave`` a page holds every `cp_size`-th token or run, and all ranks have the
+    same block table, with as many pages as rank 0 fills.
     """
     if placement == BY_PAGES:
         laid = stripes(placement, seq_lens, cp_size, page_size)
@@ -102,20 +102,20 @@ def pages_per_rank(placement: str, seq_lens: Ints, cp_size: int, page_size: int)
         return around.count_below(pages).sum(1)
     run = stripe_size(placement, page_size)
     turn = run * (1 if placement == REPLICATED else cp_size)
-    kept = seq_lens // turn * run + np.minimum(seq_lens % turn, run)  # by rank 0, which has most
+    kept = seq_lens // turn * run + np.minimum(seq_lens % turn, run)  # of rank 0, which has most
     return np.full(cp_size, (-(-kept // page_size)).sum(), np.int64)
 
 
 def first_seen(extends: Ints, seq_lens: Ints, most_keys: int) -> Ints:
-    """[bs]: the first position that a new token of the sequence sees; its end if it has none."""
+    """Return [bs]: the first position that a new token of a sequence sees, or its end if none."""
     return np.where(extends > 0, np.maximum(seq_lens - extends - most_keys + 1, 0), seq_lens)
 
 
 def pairs_by_owner(extends: Ints, seq_lens: Ints, layer: AttentionLayer, laid: Stripes) -> Ints:
-    """[cp_size, bs]: pairs of any new token and a key that it sees and the rank keeps.
+    """Return [cp_size, bs]: pairs of any new token and a visible key of the rank.
 
-    Key k is seen by the new tokens from ``max(k - keys_behind, prefix)`` up to, not including,
-    ``min(k + most_keys, seq_len)``.
+    New tokens from ``max(k - keys_behind, prefix)`` up to, not including, ``min(k + most_keys,
+    seq_len)`` see key k.
     """
     prefix, most = seq_lens - extends, layer.most_keys
     begin = first_seen(extends, seq_lens, most)
@@ -135,19 +135,19 @@ def pairs_by_owner(extends: Ints, seq_lens: Ints, layer: AttentionLayer, laid: S
 class Shards:
     """Rows of keys and values in the pools of ranks, for one layer of one batch.
 
-    Rank k of a host exchanges with rank k of every other host; ranks of a host read what the
-    others of it have. With a rank for each host these are all ranks.
+    Rank k of a host exchanges with rank k of every other host; ranks of a host read each other's
+    rows. With one rank per host, all ranks exchange.
 
     Attributes
     ----------
     seen_rows : array [cp_size], int64
         Rows, cached and new, that the rank keeps and a new token sees.
     seen_cached_rows : array [cp_size], int64
-        Cached ones of them.
+        Number of cached rows among them.
     kept_at_home : array [cp_size], int64
-        New rows that the rank computes, and its host keeps.
+        New rows that the rank computes and its host keeps.
     arriving_rows : array [cp_size], int64
-        New rows that the rank puts into the pool of its host: it computes or receives them.
+        New rows, computed or received, that the rank puts into the pool of its host.
     """
 
     seen_rows: Ints
@@ -164,7 +164,7 @@ def shards(
     laid: Stripes,
     ranks_per_host: int,
 ) -> Shards:
-    """Count the rows of pools, and the new ones that go to other hosts."""
+    """Count the rows of pools, and the new rows that go to other hosts."""
     num_hosts = laid.cp_size // ranks_per_host
     home = np.zeros(laid.cp_size, np.int64)
     arriving = np.zeros((num_hosts, ranks_per_host), np.int64)

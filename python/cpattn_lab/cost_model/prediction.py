@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds, from what ranks have to do and how fast they do it."""
+"""Predicted seconds, from the work of ranks and their rates."""
 
 from __future__ import annotations
 
@@ -27,59 +27,60 @@ OVERLAPS = ("none", "full", "ahead")
 
 @dataclass(frozen=True)
 class Prediction:
-    """One strategy over one number of ranks; seconds and bytes of one layer, summed over batches.
+    """Prediction for one strategy and number of ranks; seconds and bytes of a layer over batches.
 
     Ranks wait for each other in every exchange, so a layer takes as long as its slowest rank.
 
     Attributes
     ----------
     strategy : str
-        The argument of `predict`.
+        Argument of `predict`.
     cp_size : int
         Number of ranks.
     layer : AttentionLayer
-        What the work was counted for.
+        Layer of the prediction.
     num_batches, new_tokens : int
-        Batches, and the new tokens of all their sequences.
+        Number of batches, and new tokens of all their sequences.
     pool_bytes : int
-        Pages of the largest batch, in all layers, in the pool of the rank that has most of them.
+        Bytes of the pages of the largest batch, in all layers, in the fullest pool of a rank.
         Replicated pools are the same on every rank; ranks of a host share one.
     pairs : array [cp_size], int64
-        Pairs of a query token and a key that it sees, in one query head, of each rank.
+        Pairs of a query token and a visible key, in one query head, of each rank.
     attention_seconds, gather_seconds : arrays [cp_size], float64
-        Seconds of each rank, merges of partial results with attention; a gather is what `exchange`
-        says.
+        Seconds of each rank for attention, with merges of partial results, and for the exchange,
+        whichever `exchange` names.
     sent_bytes, received_bytes : arrays [cp_size], int64
-        Bytes of each rank, without the digests that ranks compare before.
+        Bytes of each rank, without digests.
     bias_bytes : array [cp_size], int64
-        Bytes of numbers added to scores that each rank reads, in its heads. Times have them where
-        rates were measured with them, as `calibrate` does.
+        Bytes of biases that each rank reads, in its heads. Seconds include them if the rates were
+        measured with biases, as `calibrate` does.
     imbalance : float
         Pairs of the most loaded rank of each batch over the mean of the ranks.
     store_seconds : float
-        Seconds to write keys and values into the pool of a rank, and where it gathers sharded ones,
+        Seconds to write keys and values into the pool of a rank and, for a gather of sharded pools,
         into its scratch; of the rank that writes most.
     slowest_attention_seconds, slowest_gather_seconds : float
-        Seconds of the slowest rank of each batch, added up.
+        Seconds of the slowest rank of each batch, summed.
     single_rank_seconds : float
-        Attention and store of the same layer, by one rank alone; the longer one with overlap.
+        Seconds of attention and store of the same layer on a single rank; with overlap, the longer.
     placement, exchange, overlap : str
-        The arguments of `predict`; for the exchange ``"auto"`` the one it chose, or several with
-        ``/`` between them where it differs between batches.
+        Arguments of `predict`. With ``"auto"``, exchange is the choice, or several choices
+        separated by ``/`` if batches differ.
     ranks_per_host : int
         The argument.
     cpus : int or None
         The argument.
     scratch_bytes : int
-        Bytes that a rank needs beside its pool for one layer of the largest batch: rows received,
+        Bytes that a rank needs beside its pool for one layer of the largest batch: received rows,
         blocks of a ring, queries and states of others.
     hidden_seconds : float
-        What attention, exchange and store take together beyond the layer, as they overlap.
+        Seconds of attention, exchange and store that overlap hides.
     mesh : (int, int) or None
         The argument.
     alternatives : dict
-        Seconds of a layer by each exchange, if all batches took it; empty without ``"auto"``.
+        Seconds of a layer with each exchange for all batches; empty without ``"auto"``.
     reason : str
+        Difference between ``"auto"`` and the best other exchange; empty without ``"auto"``.
         What ``"auto"`` takes less, or more, than the best other one; empty without it.
 
     Examples
@@ -121,33 +122,33 @@ class Prediction:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts that the ranks are on, which share memory only within each."""
+        """Number of hosts; ranks share memory only within a host."""
         return self.cp_size // self.ranks_per_host
 
     @property
     def layer_seconds(self) -> float:
-        """Attention, exchange and store of one layer, on the slowest ranks, in seconds."""
+        """Seconds of attention, exchange and store of one layer, on the slowest ranks."""
         parts = self.slowest_attention_seconds + self.slowest_gather_seconds + self.store_seconds
         return parts - self.hidden_seconds
 
     @property
     def model_seconds(self) -> float:
-        """Attention, exchange and store of all layers, in seconds."""
+        """Seconds of attention, exchange and store of all layers."""
         return self.layer_seconds * self.layer.num_layers
 
     @property
     def speedup(self) -> float:
-        """The seconds of one rank alone over those of all ranks."""
+        """Seconds of a single rank over those of all ranks."""
         return self.single_rank_seconds / self.layer_seconds
 
     @property
     def efficiency(self) -> float:
-        """The speed-up over the number of ranks."""
+        """Speed-up over the number of ranks."""
         return self.speedup / self.cp_size
 
     @property
     def attention_share(self) -> float:
-        """The part of the time of a layer that is attention, from 0 to 1."""
+        """Attention's fraction of the time of a layer, from 0 to 1."""
         return self.slowest_attention_seconds / self.layer_seconds
 
 
@@ -166,16 +167,16 @@ def predict(
     state_dtype: str = "float32",
     mesh: tuple[int, int] | None = None,
 ) -> Prediction:
-    """Predict the time of attention, and of exchanging its keys and values, over `cp_size` ranks.
+    """Predict the time of attention and of its exchange over `cp_size` ranks.
 
     Parameters
     ----------
     batches : sequence of (extend_lens, seq_lens)
-        New tokens of each sequence of a batch, and these with the cached ones before them.
+        New tokens of each sequence of a batch, and its length including them and cached tokens.
     layer : AttentionLayer
-        Sizes of the layers, and how many there are.
+        Sizes and number of the layers.
     rates : Rates
-        What a rank computes and sends in a second.
+        Speed of a rank.
     cp_size : int
         Number of ranks.
     strategy : str
@@ -183,26 +184,25 @@ def predict(
     placement : {"replicated", "page_interleave", "token_interleave", "token_interleave:I"}
         Whether the pool of each rank has all tokens, or every `cp_size`-th page or token.
     exchange : {"gather", "ring", "pass_q", "all_to_all", "usp", "auto"}
-        What ranks send each other, as `exchange_work` counts it; ``"auto"`` is what
-        `ContextParallel` takes for each batch, by its rule: the fewest bytes, merging converted
-        to bytes, no rates; pools that are replicated are gathered. `Prediction.alternatives`
-        says what others take.
+        Communication, as in `exchange_work`. ``"auto"`` is the choice of `ContextParallel` for each
+        batch, by its rule: the fewest bytes, with merging converted to bytes and without rates;
+        replicated pools are gathered. `Prediction.alternatives` has the seconds of other exchanges.
     overlap : {"none", "full", "ahead"} or bool
-        Whether ranks exchange one part while they attend to another, and store meanwhile. Then a
-        layer takes the longer of both, and what nothing hides: the first part of the one, the last
-        of the other. ``"ahead"`` is that and `ContextParallel.prefetch`: of shared-out pools that
-        are gathered, the cached rows of a layer come while the one before is computed. True is
+        Whether ranks exchange one part while they attend to another, and store meanwhile. A layer
+        then takes the longer of both, plus the parts that cannot overlap: the first part of one,
+        the last of the other. ``"ahead"`` adds `ContextParallel.prefetch`: for a gather of sharded
+        pools, the cached rows of a layer come while the previous layer is computed. True is
         ``"full"``.
     ranks_per_host : int
-        Ranks that share memory, and the wire of their host, whose rate is `Rates.gather_gb_per_s`.
-        Nothing is sent within a host; of a barrier there, nothing is counted.
+        Ranks that share the memory and wire of a host, whose rate is `Rates.gather_gb_per_s`.
+        Communication within a host, barriers included, counts as free.
     cpus : int, optional
-        CPUs of a host. If its ranks have more threads, computing takes so much longer. Default:
-        enough.
+        CPUs of a host. If its ranks have more threads, computation slows down in proportion.
+        Default: enough.
     state_dtype : {"float32", "bfloat16", "float16"}
         Dtype of the outputs that ``"pass_q"`` sends back to be merged.
     mesh : (int, int), optional
-        Rows on the ring and ranks of a row, for ``"usp"``: ``"auto"`` compares it then, too.
+        Rows on the ring and ranks of a row, for ``"usp"``; ``"auto"`` then considers it, too.
 
     Returns
     -------
@@ -212,11 +212,11 @@ def predict(
     Raises
     ------
     TypeError
-        For lengths or a number of ranks that are no integers, and a strategy that is no str.
+        If lengths or the number of ranks are no integers, or `strategy` is no str.
     ValueError
-        For no batches or batches without new tokens, lengths that do not match, a number of ranks
-        outside [1, 32768], unknown names, ``"pass_q"`` where pools are replicated, and a
-        `ranks_per_host` that does not divide `cp_size`.
+        If there are no batches or a batch has no new tokens, lengths do not match, the number of
+        ranks is outside [1, 32768], a name is unknown, ``"pass_q"`` meets replicated pools, or
+        `ranks_per_host` does not divide `cp_size`.
 
     Examples
     --------
@@ -226,7 +226,7 @@ def predict(
     >>> forecast.imbalance, int(forecast.sent_bytes.max())
     (1.0, 117440512)
 
-    Few new tokens behind a long prefix, whose pages are shared out: it is the queries that move.
+    With few new tokens after a long prefix in sharded pools, the queries travel.
 
     >>> batch = [([256], [131072])]
     >>> sharded = {"cp_size": 8, "placement": "page_interleave", "exchange": "auto"}
@@ -314,7 +314,7 @@ def _overlap_name(overlap: bool | str) -> str:
 
 
 class _Total:
-    """The work and seconds of batches, added up; of memory the most."""
+    """Work and seconds summed over batches; for memory the largest."""
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
@@ -349,7 +349,7 @@ class _Total:
 
 
 def _compared(auto: Prediction, others: Sequence[Prediction]) -> Prediction:
-    """Add the seconds of the other ways, and what is saved, or lost, against the best of them."""
+    """Add the seconds of the other exchanges, and the difference from the best of them."""
     alternatives = {each.exchange: each.layer_seconds for each in others}
     named = [each for each in others if each.exchange != auto.exchange]
     best = min(named, key=lambda each: each.layer_seconds)
@@ -367,7 +367,7 @@ def _compared(auto: Prediction, others: Sequence[Prediction]) -> Prediction:
 
 
 def _costs(prediction: Prediction) -> dict[str, float]:
-    """The seconds of a layer by what they go into."""
+    """Return the seconds of a layer by cause."""
     attention = prediction.slowest_attention_seconds
     if prediction.overlap != "none":
         return {"attention": attention, "unhidden exchange": prediction.layer_seconds - attention}

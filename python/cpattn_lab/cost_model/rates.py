@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates at which a rank computes and exchanges, and the seconds that work takes at them."""
+"""Speed of a rank's computation and exchange, and the resulting seconds of work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates at which a rank computes and exchanges, and the seconds that work takes at them.
+    """Speed of a rank's computation and exchange, and the resulting seconds of work.
 
     The defaults of the exchange are those of gloo over 10 Gbit/s.
 
@@ -28,32 +28,33 @@ class Rates:
         Floating-point operations of the products of attention, by all threads of a rank, in
         10^9 per second.
     threads : int
-        Threads of a rank, at least 1. Fewer items of work than threads leave some of them idle.
+        Threads of a rank, at least 1. With fewer items of work than threads, some threads are idle.
     pack_rows : float
-        What packing one key and value costs, as rows of products with them.
+        Cost of packing one key and value, as rows of products with them.
     row_keys : float
-        What one row of queries costs besides its products (loading, masking, writing), as keys.
+        Cost of one row of queries besides its products (loading, masking, writing), as keys.
     call_us : float
-        What a call of attention costs before any product, in microseconds.
+        Cost of an attention call before any product, in microseconds.
     lse_share : float
-        What the LSE of rows costs, as a share of their products. Partial results need it.
+        Cost of the LSE of rows, as a share of their products. Partial results need it.
     merge_ns : float
-        Nanoseconds in which one thread merges an element of a partial result, and copies it before.
+        Nanoseconds of one thread to copy and merge an element of a partial result.
     gather_gb_per_s : float
-        10^9 bytes per second into a rank, and at the same time out of it, all peers together.
+        10^9 bytes per second into a rank and, at the same time, out of it, over all peers.
     latency_us : float
         Microseconds of one exchange among all ranks; a gather is two, of digests and of rows.
     message_us : float
-        Microseconds for every peer in an exchange: there is one message to and one from it.
+        Microseconds per peer in an exchange, for one message to and one from it.
     store_gb_per_s : float
         10^9 bytes of keys and values per second from the receive buffer into the pool.
 
     Raises
     ------
     TypeError
-        For rates that are no numbers, and threads that are no integer.
+        If a rate is no number, or `threads` is no integer.
     ValueError
-        For threads below 1, negative costs, and rates per second that are not positive and finite.
+        If `threads` is below 1, a cost is negative, or a rate per second is not positive and
+        finite.
 
     Examples
     --------
@@ -67,10 +68,10 @@ class Rates:
 
     gflops: float
     threads: int = 1
-    pack_rows: float = 2 * PACKING_ROWS  # from memory they cost twice as much
+    pack_rows: float = 2 * PACKING_ROWS  # memory doubles their cost
     row_keys: float = 75.0
     call_us: float = 6.0
-    lse_share: float = 0.0  # sums are a part of the products where kernels have no tiles
+    lse_share: float = 0.0  # sums are part of the products if kernels have no tiles
     merge_ns: float = 2.7  # one thread of an AMD EPYC
     gather_gb_per_s: float = 1.25
     latency_us: float = 200.0
@@ -88,14 +89,14 @@ class Rates:
     def attention_seconds(self, work: RankWork, layer: AttentionLayer) -> Seconds:
         """Predict the attention of one layer.
 
-        That is ``call + max(all rows * keys, threads * the longest item) / flops``.
+        The time is ``call + max(all rows * keys, threads * the longest item) / flops``.
 
         Parameters
         ----------
         work : RankWork
-            The work of one batch.
+            Work of one batch.
         layer : AttentionLayer
-            The one that the work was counted for.
+            Layer for which the work was counted.
 
         Returns
         -------
@@ -118,7 +119,7 @@ class Rates:
         Parameters
         ----------
         work : RankWork
-            The work of one batch.
+            Work of one batch.
 
         Returns
         -------
@@ -132,19 +133,19 @@ class Rates:
         return wire + 2e-6 * (self.latency_us + peers * self.message_us)
 
     def store_seconds(self, work: RankWork, layer: AttentionLayer) -> float:
-        """Predict how long a rank writes the new keys and values of one layer into its pool.
+        """Predict the time to write the new keys and values of one layer into the pool of a rank.
 
         Parameters
         ----------
         work : RankWork
-            The work of one batch.
+            Work of one batch.
         layer : AttentionLayer
-            The one that the work was counted for.
+            Layer for which the work was counted.
 
         Returns
         -------
         float
-            Seconds, the same on every rank: each one writes those of all ranks.
+            Seconds, the same on every rank, as each writes the rows of all ranks.
         """
         return float(work.tokens.sum()) * layer.kv_row_bytes / (1e9 * self.store_gb_per_s)
 
@@ -161,12 +162,12 @@ def attention_seconds(
     calls: int = 1,
     lse: bool = False,
 ) -> Seconds:
-    """Seconds of each rank: ``calls * call + max(work, threads * longest) * flop / gflops``.
+    """Return seconds of each rank: ``calls * call + max(work, threads * longest) * flop / gflops``.
 
-    ``work = (pairs + row_keys * rows) * heads + pack_rows * packed`` is counted in products of a
-    row with a key, each ``flop = 2 * (head_dim + v_head_dim)``. `pairs` and `rows` are those of one
-    of the rank's query `heads`, `packed` are keys of all its KV heads. With `lse` pairs and the
-    longest item count ``1 + lse_share`` times. 0 for a rank without rows.
+    ``work = (pairs + row_keys * rows) * heads + pack_rows * packed`` counts products of a row with
+    a key, each ``flop = 2 * (head_dim + v_head_dim)``. `pairs` and `rows` are for one of the rank's
+    query `heads`, `packed` are keys of all its KV heads. With `lse`, pairs and the longest item
+    count ``1 + lse_share`` times. 0 for a rank without rows.
     """
     per_pair = 2 * layer.dims / (1e9 * rates.gflops)  # on all threads
     summed = 1 + rates.lse_share * lse
@@ -177,6 +178,6 @@ def attention_seconds(
 
 
 def merge_seconds(rates: Rates, layer: AttentionLayer, merged_rows: Numbers) -> Seconds:
-    """Seconds of all threads for so many rows of partial results, each of one head."""
+    """Return the seconds of all threads to merge rows of partial results, each of one head."""
     each = 1e-9 * rates.merge_ns * layer.v_dim / rates.threads
     return np.asarray(each * merged_rows, np.float64)

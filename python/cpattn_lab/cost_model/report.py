@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of `cpattn plan`: a table for people, JSON for programs."""
+"""Output of `cpattn plan`: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .layer import AttentionLayer
 from .prediction import Prediction
 from .rates import Rates
 
-#: Of every table of a prefill: the name of a column, and its cell.
+#: Columns of every table of a prefill: name, and function of the cell.
 _COLUMNS: dict[str, Callable[[Prediction], str]] = {
     "ranks": lambda p: str(p.cp_size),
     "strategy": lambda p: p.strategy,
@@ -34,7 +34,7 @@ _COLUMNS: dict[str, Callable[[Prediction], str]] = {
     "speed-up": lambda p: f"{p.speedup:.1f} x",
     "efficiency": lambda p: f"{p.efficiency:.1%}",
 }
-#: Where keys are placed or exchanged otherwise than by gathering them into every pool.
+#: Columns for sharded pools or an exchange other than gathering into every pool.
 _PLACED: dict[str, Callable[[Prediction], str]] = {
     "ranks": _COLUMNS["ranks"],
     "hosts": lambda p: str(p.num_hosts),
@@ -104,7 +104,7 @@ def print_plan(
     rates: Rates,
     sources: dict[str, str],
 ) -> None:
-    """The table on stdout, with what it rests on below; `sources` says where each rate is from."""
+    """Print the table with its assumptions below; `sources` names the origin of each rate."""
     first = predictions[0]
     title, columns, legend = _layout(predictions)
     if all(prediction.ranks_per_host == 1 for prediction in predictions):
@@ -149,7 +149,7 @@ def print_plan(
 def _layout(
     predictions: Sequence[Prediction] | Sequence[DecodePrediction],
 ) -> tuple[str, dict[str, Callable[[Any], str]], dict[str, str]]:
-    """The title, columns and legend of a table."""
+    """Return the title, columns and legend of a table."""
     first = predictions[0]
     shape = first.layer
     model = (
@@ -186,7 +186,7 @@ def write_json(
     rates: Rates,
     sources: dict[str, str],
 ) -> None:
-    """Everything predicted, with the values of each rank, and the rates."""
+    """Write all predictions, with the values of each rank, and the rates."""
     report = {
         "rates": dataclasses.asdict(rates),
         "sources": sources,
@@ -232,7 +232,7 @@ def _bytes(number: int) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, and all of larger numbers: never 1e+03."""
+    """Format three digits, or all digits of larger numbers: never 1e+03."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 

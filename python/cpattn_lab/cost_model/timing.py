@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seconds of a layer, from the work of an exchange: one thing after another, or side by side.
+"""Seconds of a layer, from the work of an exchange, in sequence or with overlap.
 
-Everything is in seconds, bytes and bytes per second; a host has one wire, which its ranks share::
+Units are seconds, bytes and bytes per second; ranks of a host share its one wire::
 
     digests = latency + peers * message           peers = hosts - 1
     rows    = wire_bytes to other pools / gather_gb_per_s + latency + peers * message
@@ -9,28 +9,28 @@ Everything is in seconds, bytes and bytes per second; a host has one wire, which
     after   = wire_bytes after it / gather_gb_per_s + latency + peers * message
     layer   = attention + digests + rows + before + after + store
 
-Attention is with the merge of partial results, where there are any, and with the LSE for it.
+Attention includes the merge of partial results and the LSE for it, if there are any.
 
-Rows go to the ranks that keep them only where pools are shared out, and with ``"gather"`` among
-others. A ring has a step for each peer, all others one. ``"usp"`` swaps heads within the rows of
-its mesh, queries and keys before the ring and results after it: swaps have the others of a row as
-peers. Besides it only ``"pass_q"`` and ``"all_to_all"`` have something to send back. With
-overlap, parts of attention take turns with parts of the exchange, as
-`overlapped_seconds` says, and nobody waits for the store::
+Rows go to the ranks that keep them only with sharded pools; with ``"gather"`` they go among others.
+A ring has a step for each peer, other exchanges have one. ``"usp"`` swaps heads within the rows of
+its mesh, queries and keys before the ring and results after it; peers of a swap are the other ranks
+of a row. Otherwise only ``"pass_q"`` and ``"all_to_all"`` send results back. With overlap, parts of
+attention alternate with parts of the exchange (see `overlapped_seconds`), and no rank waits for the
+store::
 
     layer = max(digests + rows + overlapped, store)      or the sum above, if that is less
 
-where rows are among what overlaps, but in ``"usp"``.
+where rows are part of the overlap, except in ``"usp"``.
 
-With overlap a layer ahead, cached rows of shared-out pools that a gather brings are on the wire
-while the layer before is computed, behind the new rows of that layer::
+With overlap a layer ahead, cached rows of sharded pools for a gather travel while the previous
+layer is computed, after the new rows of that layer::
 
     layer = max(digests + overlapped without them, digests + before + latency + messages, store)
 
-This is a layer among others: before the first one its cached rows are waited for.
+This holds for a layer after others: the first layer waits for its cached rows.
 
-Where a host has fewer CPUs than its ranks have threads, attention, store, latencies and messages
-take ``ranks_per_host * threads / cpus`` times as long; the wire does not.
+If a host has fewer CPUs than its ranks have threads, attention, store, latencies and messages take
+``ranks_per_host * threads / cpus`` times as long; the wire does not.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from .rates import Rates, Seconds, attention_seconds, merge_seconds
 
 
 class LayerSeconds(NamedTuple):
-    """One layer of one batch; `hidden` is what its parts take longer than the whole."""
+    """Seconds of one layer of one batch; `hidden` is the sum of its parts minus the whole."""
 
-    attention: Seconds  # [cp_size], merges among it
+    attention: Seconds  # [cp_size], merges included
     exchange: Seconds  # [cp_size]
     store: float
     hidden: float
@@ -59,14 +59,14 @@ class LayerSeconds(NamedTuple):
 
 
 def crowding(rates: Rates, ranks_per_host: int, cpus: int | None) -> float:
-    """Return how much longer a rank computes because its host has fewer CPUs than threads."""
+    """Return the slow-down of a rank on a host with fewer CPUs than threads."""
     return 1.0 if cpus is None else max(1.0, ranks_per_host * rates.threads / cpus)
 
 
 def layer_seconds(
     work: ExchangeWork, layer: AttentionLayer, rates: Rates, *, overlap: str, slower: float
 ) -> LayerSeconds:
-    """Seconds of one layer; `overlap` is that of `predict`, `slower` that of `crowding`."""
+    """Return the seconds of one layer; `overlap` as in `predict`, `slower` from `crowding`."""
     merge = slower * merge_seconds(rates, layer, work.merged_rows)
     attending = slower * attention_seconds(
         rates,
@@ -89,7 +89,7 @@ def layer_seconds(
         first = 1e-6 * slower * peers * (rates.latency_us + rates.message_us)
     if work.exchange not in ("pass_q", "all_to_all"):
         last = 0.0
-    swaps = 0.0  # of queries, and of keys and values, to ranks of their heads
+    swaps = 0.0  # swaps of queries, and of keys and values, to the ranks of their heads
     if work.mesh is not None:
         steps, others = work.mesh[0] - 1, work.mesh[1] - 1
         last = 1e-6 * slower * (rates.latency_us + others * rates.message_us) if others else 0.0
@@ -126,7 +126,7 @@ def layer_seconds(
             once=once,
         )
     )
-    if ahead.any():  # the same wire, and an exchange more
+    if ahead.any():  # the same wire, and one more exchange
         whole = max(whole, once + float(before.max()) + 2 * first)
     return seconds._replace(hidden=max(seconds.whole - max(whole, store), 0.0))
 
@@ -142,7 +142,7 @@ def overlapped_seconds(
     after: float,
     once: float,
 ) -> float:
-    """Seconds of attention and exchange that run side by side, in parts.
+    """Return the seconds of attention and exchange that overlap in parts.
 
     ::
 
@@ -152,26 +152,25 @@ def overlapped_seconds(
         pass_q      b + (n - 1) * max(a, b + c) + a + c + merge
                     routed + max(n * a, before + a) + c + merge     with one KV head
 
-    with n parts, each of a seconds of attention, b of what comes before and c of what comes after.
-    A ring begins with what the host has, of which the new rows of the first KV head must be there,
-    in r seconds; the part that comes last is attended to behind all others. The others go by KV
-    heads, of which the first must be there and the last is waited for; ``"pass_q"`` with one head
-    by hosts, the own queries first. Each of their parts is an exchange and a call of its own, with
-    a latency and messages.
+    with n parts, each with a seconds of attention, b seconds of exchange before it and c seconds
+    after it. A ring begins with the host's keys, whose first KV head must have its new rows, after
+    r seconds; the part that arrives last is attended to last. The other exchanges go by KV heads:
+    the first must have arrived, and the last is waited for. ``"pass_q"`` with one head goes by
+    hosts, the own queries first. Each part is an exchange and a call, with latency and messages.
 
     Parameters
     ----------
     work : ExchangeWork
-        Its `parts` are n.
+        Work with n `parts`.
     attention, call, before, after : float
-        Seconds of the slowest rank: attention in `work.calls` calls, each of which costs `call`,
-        and the exchange before and after it.
+        Seconds of the slowest rank: attention in `work.calls` calls, the cost of each call, and the
+        exchange before and after it.
     merge : float
         Seconds of the rank that merges most.
     routed : float
-        Seconds of new rows on their way to the ranks that keep them, where they go by parts, too.
+        Seconds of new rows to the ranks that keep them, if they go by parts, too.
     once : float
-        Latency and messages that `routed`, `before` and `after` have.
+        Latency and messages in `routed`, `before` and `after`.
 
     Returns
     -------
