@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operator of attention, or one that selects keys, tried on many batches; faults have names.
+"""Tries an operator of attention or of key selection on many batches, and names its faults.
 
 ``runner``       `conform`, and the report
-``trials``       cases tried and judged; the smallest that shows a fault; what kinds differ in
-``attention``    the kind of attention
-``strategies``   which cases: those at every edge, and any by Hypothesis
-``cases``        what a case is, and its memory; ``tensors``: the same for torch
-``signatures``   how operators are called
-``selection``    the kind of operators that select keys
-``child``        the process that the operator runs in; ``forms``: what it may return
-``oracle``       attention in float64 that can be wrong; by ``switches``, on wrong ``memory``
-``faults``       the wrong ways that have names
-``verdict``      reports, and what they promise
-``diagnosis``    which of them explains results; ``judgement`` and ``tolerances``: what differs
+``trials``       runs and judges cases; finds the smallest one with a fault
+``attention``    trials of attention
+``strategies``   choice of cases: all edges, and more by Hypothesis
+``cases``        a case and its memory; ``tensors``: as torch tensors
+``signatures``   calling conventions of operators
+``selection``    trials of operators that select keys
+``child``        process that runs the operator; ``forms``: checks of what it returns
+``oracle``       float64 attention with deliberate faults, by ``switches`` and wrong ``memory``
+``faults``       the faults with names
+``verdict``      reports, and the extent of their promise
+``diagnosis``    finds the fault that explains results; ``judgement``, ``tolerances``: differences
 """
 
 from .cases import Case

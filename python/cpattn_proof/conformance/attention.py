@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention tried: what is right, faults that no single oracle tells, and errors as text."""
+"""Trials of attention: judgement, faults beyond single oracles, and errors as text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VISIBLE_CHANGE = 0.01  # of a weight
 
 @dataclass(frozen=True, eq=False)
 class AttentionTrial(Trial):
-    """A result of attention; its oracles are `Switches`."""
+    """Result of attention; its oracles are `Switches`."""
 
     @cached_property
     def batch(self) -> Batch:
@@ -38,12 +38,12 @@ class AttentionTrial(Trial):
 
     @cached_property
     def found(self) -> Differences:
-        """Returns where it differs."""
+        """Return the differences from the oracle."""
         return differences(self.result, self.expected)
 
     @cached_property
     def verdict(self) -> str:
-        """ "right", "out" or "lse" for what is wrong, a side effect, or why there is no answer."""
+        """Return "right", "out" or "lse" for a fault, a side effect, or why there is no answer."""
         if self.result.status != "answered":
             return self.result.status
         if self.found.out.any():
@@ -52,12 +52,12 @@ class AttentionTrial(Trial):
 
     @property
     def wrong_rows(self) -> Array:
-        """[rows, heads], bool."""
+        """Return the wrong rows, bool [rows, heads]."""
         rows: Array = self.found.out.any(axis=-1) | self.found.lse
         return rows
 
     def agrees_with(self, oracle: Switches) -> bool:
-        """Whether a wrong oracle gives the same outputs, and log-sum-exps beside right ones."""
+        """Tell whether a wrong oracle gives the same outputs, or the LSE beside right outputs."""
         return super().agrees_with(oracle if can_matter(oracle, self.case) else RIGHT)
 
     def _compare(self, oracle: Switches) -> bool:
@@ -70,7 +70,7 @@ class AttentionTrial(Trial):
         return not fits(right, attend(self.batch, oracle), "lse", oracle)
 
     def name_of_form(self, right: Sequence[Trial]) -> str:
-        """Tells values as wide as keys from others, if none of the others came out right."""
+        """Tell values as wide as keys from others, if no other case came out right."""
         if self.verdict == "wrong-form" and self.case.v_head_dim != self.case.head_dim:
             widths = {trial.case.v_head_dim == trial.case.head_dim for trial in right}
             return "v-head-dim" if widths == {True} else self.verdict
@@ -87,7 +87,7 @@ class AttentionTrial(Trial):
 
 
 def _rule(wrong: Sequence[AttentionTrial], right: Sequence[AttentionTrial]) -> str:
-    """Names a fault that no single oracle tells, or returns ""."""
+    """Name a fault that no single oracle explains, or return ""."""
     if wrong[0].verdict != "out":
         return ""
     if _only_poison(wrong, right):
@@ -100,10 +100,10 @@ def _rule(wrong: Sequence[AttentionTrial], right: Sequence[AttentionTrial]) -> s
 
 
 def _only_poison(wrong: Sequence[AttentionTrial], right: Sequence[AttentionTrial]) -> bool:
-    """Whether all that is wrong is NaN, and only where what nobody may read is.
+    """Tell whether the only errors are NaN, in places explained by poisoned hidden keys.
 
-    Kernels that skip pages for some rows, and multiply what other rows may not read by weights of
-    0, give NaN in rows of which no oracle knows.
+    Kernels that skip pages for some rows, and multiply the hidden keys of other rows by weight 0,
+    give NaN in rows that no oracle predicts.
     """
     return any(not trial.case.poison for trial in right) and all(
         trial.case.poison and np.isnan(_given(trial)[trial.found.out]).all() for trial in wrong
@@ -111,13 +111,13 @@ def _only_poison(wrong: Sequence[AttentionTrial], right: Sequence[AttentionTrial
 
 
 def _given(trial: AttentionTrial) -> Array:
-    """The output of an operator that answered."""
+    """Return the output of an operator that answered."""
     assert trial.result.out is not None
     return trial.result.out
 
 
 def _looks_accumulated(trial: AttentionTrial) -> bool:
-    """Whether errors are of the size that a sum in 16 bits has."""
+    """Tell whether errors have the size of a 16-bit sum."""
     simulated = attend(trial.batch, replace(RIGHT, accumulator=trial.case.dtype)).out
     error, predicted = _given(trial) - trial.expected.out, simulated - trial.expected.out
     if not np.isfinite(error).all():
@@ -138,14 +138,14 @@ def _covers(tried: Sequence[AttentionTrial]) -> dict[str, bool]:
 
 
 def _picture(trial: AttentionTrial) -> str:
-    """A line for each of the first wrong rows, and which keys weigh otherwise than they should."""
+    """Draw a line for each of the first wrong rows, with the keys of wrong weight."""
     rows, heads = np.nonzero(trial.wrong_rows)
     lines = [_row(trial, int(r), int(h)) for r, h in zip(rows[:3], heads[:3], strict=True)]
     return "\n".join([*lines, _pattern(trial), *_weights(trial, int(heads[0]))])
 
 
 def _pattern(trial: AttentionTrial) -> str:
-    """Says which rows and heads are wrong, in a line."""
+    """Describe which rows and heads are wrong, in a line."""
     wrong = trial.wrong_rows
     by_row, by_head = wrong.any(axis=1), wrong.any(axis=0)
     return (
@@ -162,7 +162,7 @@ def _some(flags: Any, name: str) -> str:
 
 
 def _row(trial: AttentionTrial, row: int, head: int) -> str:
-    """The numbers of a row that disagree most."""
+    """Return the numbers of a row with the largest errors."""
     assert trial.result.out is not None
     if trial.found.out[row, head].any():
         i = int(np.argmax(trial.found.out[row, head]))
@@ -174,9 +174,9 @@ def _row(trial: AttentionTrial, row: int, head: int) -> str:
 
 
 def _weights(trial: AttentionTrial, head: int) -> list[str]:
-    """Keys that have more or less weight than they should, found from the outputs.
+    """Return keys with more or less weight than they should have, computed from the outputs.
 
-    Values of few keys are linearly independent, so that outputs tell the weights.
+    Values of few keys are linearly independent, so outputs determine the weights.
     """
     case = trial.case
     lines: list[str] = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch to try an operator on: what it is, and the memory it lies in.
+"""Batch to try an operator on: its description, and its memory.
 
-A `Case` is a few numbers, so that it can be printed, sent and made smaller. `make_batch` lays it
-out: every number that an operator may read comes from the seed, and all that nobody may read is NaN
-if the case is poisoned.
+A `Case` is a few numbers, so it can be printed, sent and made smaller. `make_batch` lays it out:
+the seed gives every number that an operator may read; all other memory is NaN if the case is
+poisoned.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 
 from .numbers import Array, rounded
 
-FAR_ELEMENTS = 2**31  # what a signed 32-bit offset cannot say any more
-FAR_PAGES = 2**16  # what an unsigned 16-bit id of a page cannot say any more
-SPARE_PAGES = 3  # pages that no sequence has
+FAR_ELEMENTS = 2**31  # beyond signed 32-bit offsets
+FAR_PAGES = 2**16  # beyond unsigned 16-bit page ids
+SPARE_PAGES = 3  # pages of no sequence
 
 
 class Told:
-    """A dataclass of numbers, the first two of them lengths, for people and programs."""
+    """Dataclass of numbers that begins with two lengths, for people and programs."""
 
-    far = 0  # unless it is one of the numbers
+    far = 0  # unless it is a field
 
     def text(self) -> str:
-        """The first two fields, and those of the others that are not as by default."""
+        """Return the first two fields, and the others that differ from their defaults."""
         told = []
         for i, field in enumerate(fields(self)):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -40,41 +40,41 @@ class Told:
         return asdict(self)  # type: ignore[call-overload]
 
     def extras(self) -> int:
-        """Count the fields behind the first two that are not as by default."""
+        """Count the fields after the first two that differ from their defaults."""
         others = fields(self)[2:]  # type: ignore[arg-type]
         return sum(getattr(self, field.name) != field.default for field in others)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Cases that calls of a signature can express; no others are made.
+    """Cases that calls of a signature can express; others are not made.
 
     Attributes
     ----------
     layouts : tuple of {"paged", "ragged", "padded"}
-        Where keys may lie.
+        Possible places of keys.
     kv_layouts, page_sizes : tuple
         Layouts and sizes of pages.
     head_dims : tuple of int
-        Dimensions of heads, 64 among them; `v_head_dim` says whether values may have another.
+        Dimensions of heads, 64 among them; `v_head_dim` tells whether values may have another.
     causal : tuple of bool
-        Whether there are causal masks, and whether there is attention without.
+        Whether attention is possible with a causal mask, and without one.
     same_q_lens : bool
-        Whether all sequences of a batch have equally many new tokens, at least one.
+        Whether all sequences of a batch must have equally many new tokens, at least one.
     prefix, short_kv, empty : bool
         Sequences with cached tokens; with more queries than keys; rows that see no key.
     groups : bool
         Query heads that share KV heads.
     window, window_without_causal, window_right : bool
-        Windows before a query's own key; without a causal mask, too, and with a right side then.
+        Windows before a query's own key; also without a causal mask; then with a right side.
     alibi, softcap, sinks, v_head_dim, lse, pad_rows, append : bool
-        Whether there are such arguments or results; `Case` says what they are.
+        Whether these arguments or results exist; see `Case`.
     alibi_lse : bool
-        Whether the log-sum-exp is looked at with `alibi`, too.
+        Whether to check the log-sum-exp with `alibi`, too.
     far : bool
         Whether caches may be so large that page ids exceed 16 bits, and offsets 31 bits.
     poison : bool
-        Whether what is hidden may be NaN. A mask that is added to scores hides finite keys only.
+        Whether hidden numbers may be NaN. A mask that is added to scores hides only finite keys.
     """
 
     layouts: tuple[str, ...] = ("paged",)
@@ -110,24 +110,24 @@ class Case(Told):
     Attributes
     ----------
     q_lens, kv_lens : tuple of int
-        New tokens of each sequence, and all of it.
+        New tokens, and all tokens, of each sequence.
     layout : {"paged", "ragged", "padded"}
-        Where keys lie: in pages, sequence after sequence, or in a batch of the longest length.
+        Place of keys: in pages, sequence after sequence, or in a batch of the longest length.
     window, window_right, softcap
-        Keys before and after a query's own that it sees, None and 0 for none.
+        Number of visible keys before and after a query's own; softcap. None and 0 for none.
     alibi : bool
-        Whether slopes times distances are taken off scores, after softcap.
+        Whether slopes times distances are subtracted from scores, after softcap.
     values : {"normal", "one_hot", "even"}
-        Random numbers; values that have a single 1, under queries that look for one key; or values
-        between 1 and 2 of which all keys have about the same weight.
+        Random numbers; values with a single 1, under queries that look for one key; or values
+        between 1 and 2 under nearly equal weights.
     pad_rows : int
-        Rows of q behind those of all sequences.
+        Rows of q after those of all sequences.
     far : {0, 16, 31}
         Bits that ids of pages (16) or offsets (31) exceed.
     append : bool
-        Whether new keys are handed over beside the cache.
+        Whether new keys are passed beside the cache.
     poison : bool
-        Whether what nobody may read is NaN; finite otherwise.
+        Whether memory that must not be read is NaN; else it is finite.
     """
 
     q_lens: tuple[int, ...] = (3,)
@@ -142,7 +142,7 @@ class Case(Told):
     page_size: int = 4
     causal: bool = True
     window: int | None = None
-    window_right: int | None = None  # 0 where it is causal
+    window_right: int | None = None  # 0 if causal
     alibi: bool = False
     softcap: float = 0.0
     sinks: bool = False
@@ -156,24 +156,24 @@ class Case(Told):
 
     @property
     def size(self) -> int:
-        """A measure of how much a person has to look at."""
+        """Return a measure of how much a person has to look at."""
         pairs = sum((q + 1) * (kv + 1) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
         return pairs * self.num_heads + 8 * self.extras() + 4 * len(self.q_lens)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A case laid out. Arrays are float32, with values that the dtype of the case has.
+    """Case in memory. Arrays are float32, with values of the case's dtype.
 
     Attributes
     ----------
     q : [sum(q_lens) + pad_rows, num_heads, head_dim]
     k, v : [slots, num_kv_heads, dim]
-        All memory, in which `slots` says where tokens are.
+        Whole memory; `slots` has the places of tokens.
     slots : tuple of int arrays
         Slots of the tokens of each sequence, and of what follows them in its memory.
     block_tables : [batch, pages]
-        Under "paged"; of what is beyond a sequence's pages, one that is nobody's.
+        For "paged"; entries beyond a sequence's pages are a page of no sequence.
     sinks, slopes : [num_heads] or None
     """
 
@@ -188,21 +188,21 @@ class Batch:
 
     @cached_property
     def q_starts(self) -> Array:
-        """Rows at which the sequences begin, and the one at which the last ends."""
+        """Begin row of each sequence, and end of the last."""
         return np.concatenate([[0], np.cumsum(self.case.q_lens)]).astype(np.int64)
 
     @property
     def num_tokens(self) -> int:
-        """Rows that belong to sequences."""
+        """Number of rows that belong to sequences."""
         return sum(self.case.q_lens)
 
     def tokens_of(self, memory: Array, sequence: int) -> Array:
-        """Its rows of `k` or `v`."""
+        """Return the rows of a sequence in `k` or `v`."""
         return memory[self.slots[sequence][: self.case.kv_lens[sequence]]]
 
 
 def make_batch(case: Case) -> Batch:
-    """Lay a case out."""
+    """Lay a case out in memory."""
     rng = np.random.default_rng(case.seed)
     table, slots, num_slots = _place(case, rng)
     q, k, v = (
@@ -230,7 +230,7 @@ def make_batch(case: Case) -> Batch:
 
 
 def _place(case: Case, rng: np.random.Generator) -> tuple[Array, tuple[Array, ...], int]:
-    """Block tables, the slots of each sequence, and how many slots there are."""
+    """Return block tables, the slots of each sequence, and the number of slots."""
     if case.layout == "paged":
         counts = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
         num_pages = sum(counts) + SPARE_PAGES
@@ -255,7 +255,7 @@ def _place(case: Case, rng: np.random.Generator) -> tuple[Array, tuple[Array, ..
 def _look_for_one(
     case: Case, q: Array, k: Array, v: Array, slots: tuple[Array, ...], rng: np.random.Generator
 ) -> None:
-    """Have each query look for one key that it sees, by far the best; the values say which."""
+    """Make each query look for one visible key, clearly the best; the values tell which."""
     k[:] = np.sign(k)
     v[:] = 0
     row, group = 0, case.num_heads // case.num_kv_heads

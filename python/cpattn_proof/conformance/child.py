@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that an operator runs in: it may crash, hang or write without harm to others."""
+"""Process that runs an operator, which may crash, hang or write without harm to others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .forms import WrongForm
 from .judgement import Result
 
 SECONDS_TO_START = 120.0
-_ROOM_OF_FAR_CASE = 14 << 30  # two caches of 4 GiB that are not touched, and no copy of them
+_ROOM_OF_FAR_CASE = 14 << 30  # two untouched caches of 4 GiB, without copies
 _REFUSALS = (NotImplementedError, ValueError, MemoryError)
 _REFUSING_WORDS = (
     "support", "not implemented", "not compiled", "unexpected keyword", "positional argument",
@@ -34,10 +34,10 @@ Operator = str | Callable[..., Any]
 
 
 class Calls(Protocol):
-    """Signature of an operator: how it is called, and what its answers are."""
+    """Signature of an operator: how to call it, and what it answers."""
 
     def answer(self, fn: Any, case: Any, device: str) -> Result:
-        """Call it on a case. What it raises is for the caller."""
+        """Call the operator on a case; its errors are left to the caller."""
 
 
 class Child:
@@ -69,13 +69,13 @@ class Child:
                 return result
         except (EOFError, OSError):
             return Result(case, "crash", message=f"the process ended{self._cause()}")
-        if not self._process.is_alive():  # what it had forked keeps the pipe open
+        if not self._process.is_alive():  # a process that it forked keeps the pipe open
             return Result(case, "crash", message=f"the process ended{self._cause()}")
         self._end()
         return Result(case, "hang", message=f"no answer within {self._time_limit:g} seconds")
 
     def _start(self) -> None:
-        # Modules of signatures may use a device as they are imported, after which none can fork.
+        # Modules of signatures may use a device on import; afterwards a fork is impossible.
         begins_anew = self._device != "cpu" and isinstance(self._operator, str)
         context: Any = multiprocessing.get_context("spawn" if begins_anew else "fork")
         self._pipe, theirs = context.Pipe()
@@ -84,9 +84,9 @@ class Child:
             target=_serve, args=(*arguments, os.getpid()), name="cpattn conform", daemon=True
         )
         with warnings.catch_warnings():
-            # The child of a process with threads has none of them and takes no lock of theirs.
+            # A child of a process with threads has no threads and takes none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
-            # Else the child does: a process group of gloo would wait for threads of the parent.
+            # Else the child does: a gloo process group would wait for threads of the parent.
             gc.collect()
             self._process.start()
         theirs.close()
@@ -94,7 +94,7 @@ class Child:
             message = self._first_words()
             if message:
                 raise NotUsable(message)
-        except BaseException:  # Ctrl-C while it imports, too
+        except BaseException:  # also Ctrl-C during the import
             self._end()
             raise
 
@@ -123,7 +123,7 @@ class Child:
         if process is None:
             return
         self._pipe.close()
-        with suppress(ProcessLookupError):  # what the operator started is of its group
+        with suppress(ProcessLookupError):  # processes of the operator are in its group
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
@@ -135,7 +135,7 @@ def _name(operator: Operator) -> str:
 
 
 def load(path: str, form: str = "an operator must be named MODULE:FUNCTION") -> Any:
-    """Return what ``module:name`` stands for; modules of the working directory are found."""
+    """Return the object of ``module:name``; the working directory is searched, too."""
     module, colon, name = path.partition(":")
     if not module or not colon or not name:
         raise NotUsable(f"conform: {form}, got {path!r}")
@@ -157,8 +157,8 @@ def _serve(
     pipe: Connection, parents: Connection, operator: Operator, signature: Calls, device: str,
     parent: int,
 ) -> None:  # fmt: skip
-    """Answer until the pipe closes."""
-    import resource  # of POSIX systems alone
+    """Answer requests until the pipe closes."""
+    import resource  # POSIX only
 
     gc.freeze()
     os.setsid()
@@ -167,14 +167,14 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.current_process().daemon = False  # a daemon may start no processes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.disable()  # the stack would be that of this tool, for each of many crashes
+    faulthandler.disable()  # its stack would be that of this tool, for each of many crashes
     with suppress(OSError, ValueError):
         os.dup2(2, 1)  # the parent's standard output is for the report
     try:
         fn = load(operator) if isinstance(operator, str) else operator
         if not callable(fn):
             raise NotUsable(f"conform: {_name(operator)} must be callable, got {type(fn).__name__}")
-        load("torch:set_num_threads")(1)  # threads of the parent are not here
+        load("torch:set_num_threads")(1)  # threads of the parent do not exist here
     except NotUsable as error:
         pipe.send(str(error))
         return
@@ -184,7 +184,7 @@ def _serve(
         warnings.simplefilter("ignore")
         while True:
             answer = _answer(fn, signature, pipe.recv(), device)
-            if os.getpid() != own:  # a copy that the operator forked, whose answer is one too many
+            if os.getpid() != own:  # a forked copy, whose answer is one too many
                 os._exit(0)
             pipe.send(answer)
 
@@ -206,7 +206,7 @@ def _answer(fn: Any, signature: Calls, case: Any, device: str) -> Result:
     except BaseException as error:
         said = str(error).lower()
         refuses = isinstance(error, _REFUSALS) or any(word in said for word in _REFUSING_WORDS)
-        refuses = refuses and "to unpack" not in said  # a ValueError of what takes a result apart
+        refuses = refuses and "to unpack" not in said  # a ValueError from unpacking a result
         return Result(case, "refused" if refuses else "raised", message=_said(error))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diagnosis of an operator: the known fault that explains its wrong results.
+"""Diagnosis of an operator: the known fault that explains its wrong results.
 
-A wrong oracle names a fault only if no trial that came out right speaks against it.
+A wrong oracle names a fault only if no correct trial contradicts it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from .faults import FAULTS, Fault
 from .trials import Trial
 
-_SAMPLE = 16  # wrong trials, of which one must be explained by an oracle that is worth more time
+_SAMPLE = 16  # wrong trials; an oracle must explain one to be tried further
 _AT_ONCE = 4  # of them, the smallest first
 
 
@@ -27,12 +27,12 @@ class Diagnosis:
     channel : str
         What is wrong: "form", or one of `Kind.channels`.
     oracle : optional
-        The one that fits, of those of the fault.
+        The oracle of the fault that fits.
     also : list of str
-        Other faults that explain the same trials as well.
+        Other faults that explain the same trials equally well.
     contradicted : dict of str to int
-        Under what is unknown, a fault that explains all of the trials, and how many others came out
-        right against it.
+        For an unknown fault: a fault that explains all the trials, and the number of correct trials
+        that contradict it.
     others : list
         Oracles of the other diagnoses, which explain other trials.
     """
@@ -46,7 +46,7 @@ class Diagnosis:
     others: list[Any] = field(default_factory=list)
 
     def shown_by(self, trial: Trial) -> bool:
-        """Whether a trial shows the same fault."""
+        """Tell whether a trial shows the same fault."""
         if self.fault.name in _FAR and not trial.case.far:
             return False
         if self.channel == "form":
@@ -62,7 +62,7 @@ _FAR = ("overflow-32-bit", "page-id-16-bit")
 
 
 def diagnose(trials: Sequence[Trial]) -> list[Diagnosis]:
-    """One diagnosis for each fault; together they are about all trials that went wrong."""
+    """Return one diagnosis for each fault; together they cover all wrong trials."""
     right = [t for t in trials if t.verdict == "right" or t.verdict == t.result.side_effect]
     right.sort(key=lambda t: t.case.size)
     failed = [t for t in trials if t.verdict not in ("right", "refused")]
@@ -80,13 +80,13 @@ def diagnose(trials: Sequence[Trial]) -> list[Diagnosis]:
         if far and channel != "lse" and _only_far(far, right):
             found.append(Diagnosis(of_far, channel, None, far))
             far = []
-        near = near or far  # pages that are wrong near by, too, tell less where they are far
+        near = near or far  # if near pages are wrong, too, far pages tell less
         found += _of_values(near, right, channel) if near else []
     return found
 
 
 def _of_form(trials: Sequence[Trial], right: Sequence[Trial], of_far: Fault) -> list[Diagnosis]:
-    """Diagnose trials that gave no answer, one of a wrong form, or a side effect."""
+    """Diagnose trials without an answer, with a wrong form, or with a side effect."""
     found: dict[str, Diagnosis] = {}
     for trial in trials:
         name = trial.verdict
@@ -100,13 +100,13 @@ def _of_form(trials: Sequence[Trial], right: Sequence[Trial], of_far: Fault) -> 
 
 
 def _only_far(wrong: Sequence[Trial], right: Sequence[Trial]) -> bool:
-    """Whether pages fail where they are far, and only there."""
+    """Tell whether only far pages fail."""
     near = {replace(trial.case, far=0) for trial in wrong}
     return all(t.case.far for t in wrong) and near <= {trial.case for trial in right}
 
 
 def _of_values(wrong: list[Trial], right: list[Trial], channel: str) -> list[Diagnosis]:
-    """The fault that explains most, then that which explains most of the rest, and so on."""
+    """Find the fault that explains most, then the one that explains most of the rest, and so on."""
     kind, rest = wrong[0].kind, wrong
     found: dict[str, Diagnosis] = {}
     while rest:
@@ -154,7 +154,7 @@ class _Candidate:
     explained: list[Trial]
 
     def holds(self, wrong: list[Trial], right: list[Trial]) -> bool:
-        """Whether no right trial speaks against it, and it explains more than chance would."""
+        """Tell whether no correct trial contradicts it, and it explains more than chance would."""
         if not all(trial.agrees_with(self.oracle) for trial in right):
             return False
         most = wrong[0].kind.chance * len(self.explained)
@@ -165,7 +165,7 @@ class _Candidate:
 
 
 def _sample(wrong: list[Trial]) -> Iterable[list[Trial]]:
-    """The smallest trials, and some of all sizes, a few at a time."""
+    """Return the smallest trials, and some of all sizes, a few at a time."""
     by_size = sorted(wrong, key=lambda trial: trial.case.size)
     few, others = by_size[: _SAMPLE - _AT_ONCE], by_size[_SAMPLE - _AT_ONCE :]
     few += others[:: -(-len(others) // _AT_ONCE)] if others else []
@@ -173,7 +173,7 @@ def _sample(wrong: list[Trial]) -> Iterable[list[Trial]]:
 
 
 def _candidates(part: list[Trial], wrong: list[Trial]) -> list[_Candidate]:
-    """Each oracle that explains one of a part, those that explain most first, then in order."""
+    """Return oracles that explain one trial of a part, most explaining first, then in order."""
     found: list[_Candidate] = []
     for fault in part[0].kind.faults.values() if part else ():
         for oracle in fault.variants:
@@ -184,7 +184,7 @@ def _candidates(part: list[Trial], wrong: list[Trial]) -> list[_Candidate]:
 
 
 def _equals(candidates: list[_Candidate], best: _Candidate, right: list[Trial]) -> list[str]:
-    """Other faults that explain as much, and are contradicted as little."""
+    """Return other faults that explain as much, and are contradicted as little."""
     names = {
         other.fault.name
         for other in candidates
@@ -196,7 +196,7 @@ def _equals(candidates: list[_Candidate], best: _Candidate, right: list[Trial]) 
 
 
 def _contradicted(wrong: list[Trial], right: list[Trial]) -> dict[str, int]:
-    """The fault that explains all that is wrong, with fewest right trials against it."""
+    """Return the fault that explains all wrong trials with the fewest contradictions."""
     against = {
         candidate.fault.name: sum(not t.agrees_with(candidate.oracle) for t in right)
         for candidate in _candidates(wrong[:1], wrong)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faults that have a name: what each means and breaks, and its wrong oracles."""
+"""Faults with a name: meaning, broken invariant, and wrong oracles."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _BEYOND = ("one", "page", "all")
 
 @dataclass(frozen=True)
 class Fault:
-    """A way to be wrong.
+    """A named fault.
 
     Attributes
     ----------
     name : str
-        The kind of findings.
+        Kind of the findings.
     invariant : str
-        What it breaks.
+        Broken invariant.
     means : str
         What the operator does, as the end of a sentence that begins with its name.
     advice : str
-        What to do.
+        Advice for the fix.
     variants : tuple
-        Oracles that are wrong so; none where something else than an oracle tells.
+        Oracles with this fault; empty if another check finds it.
     """
 
     name: str
@@ -363,7 +363,7 @@ _FORMS = (
     ),
 )  # fmt: skip
 
-#: By name. Where several explain the same results, the first does.
+#: By name. If several explain the same results, the first counts.
 FAULTS = {
     fault.name: fault
     for fault in (*_MASKS, *_LOG_SUMS, *_SCORES, *_LENGTHS, *_MEMORY, *_MERGES, *_FORMS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of what an operator returned, in the process that it runs in."""
+"""Form of an operator's result, checked in its own process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .judgement import Result
 
 
 class WrongForm(Exception):
-    """Error of a result that has not the form of the signature; the message says in what."""
+    """A result without the form of the signature, with the difference."""
 
 
 def returned(result: Any, **dims: int | None) -> tuple[Any, ...]:
     """Check that a result is so many tensors with these dimensions, and return them.
 
-    Whatever follows them is left out. Unpacking anything else would raise a ValueError, which would
-    pass for a refusal of the operator. None is for what nobody looks at; a log-sum-exp may be None.
+    Further results are dropped. Unpacking anything else would raise a ValueError, which would pass
+    for a refusal of the operator. None stands for an unchecked result; a log-sum-exp may be None.
     """
     import torch
 
@@ -40,7 +40,7 @@ def returned(result: Any, **dims: int | None) -> tuple[Any, ...]:
 
 
 def checked(case: Case, out: Any, lse: Any, *, has_lse: bool, device: str) -> Result:
-    """The answer as arrays, or what is wrong with its form; `has_lse`: whether `lse` counts."""
+    """Return the answer as arrays, or the fault of its form; `has_lse`: whether `lse` counts."""
     rows, heads = sum(case.q_lens), case.num_heads
     try:
         _check_form("out", out, (rows, heads, case.v_head_dim), (case.dtype,), device)
@@ -63,13 +63,13 @@ def _check_form(
     if dtype not in dtypes:
         as_queries = " as the queries are" if name == "out" else ""
         raise WrongForm(f"{name} must be {dtypes[0]}{as_queries}, got {dtype or type(x).__name__}")
-    place = getattr(getattr(x, "device", None), "type", "")  # arrays of NumPy have none
+    place = getattr(getattr(x, "device", None), "type", "")  # NumPy arrays have none
     if place and place != device.partition(":")[0]:
         raise WrongForm(f"{name} must be on {device} as the queries are, got one on {place}")
 
 
 def array_of(x: Any) -> Any:
-    """float64, of a torch or NumPy tensor."""
+    """Return a torch or NumPy tensor as float64."""
     if hasattr(x, "detach"):
         x = x.detach().cpu().double().numpy()
     return np.asarray(x, np.float64).copy()

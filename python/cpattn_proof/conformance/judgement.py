@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of operators, and the judgement of those of attention by an oracle."""
+"""Results of operators, and judgement of attention results by an oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tolerances import FIT, allowed_lse, allowed_out
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a case: the answer of an operator, or why there is none.
+    """Outcome of a case: the answer of an operator, or the reason why there is none.
 
     Attributes
     ----------
@@ -25,9 +25,9 @@ class Result:
     indices, if_confused : int64 arrays, or None
         Fields of `SelectionAnswer`.
     message : str
-        Why there is no answer, or what the side effect is.
+        Reason why there is no answer, or the side effect.
     side_effect : {"", "changes-inputs", "new-keys-unwritten"}
-        What an operator that answered did, or did not do, to its arguments.
+        Forbidden change, or missing change, of the arguments by an operator that answered.
     """
 
     case: Any
@@ -41,10 +41,10 @@ class Result:
 
 
 class Differences(NamedTuple):
-    """Elements that differ by more than roundings explain."""
+    """Elements that differ by more than rounding explains."""
 
     out: Array  # [rows, heads, dim], bool
-    lse: Array  # [rows, heads], bool; nowhere if there is none
+    lse: Array  # [rows, heads], bool; all False without LSE
 
 
 def differences(result: Result, expected: Attended, slack: float = 1.0) -> Differences:
@@ -71,7 +71,7 @@ def fits(result: Result, wrong: Attended, channel: str, switches: Switches) -> b
 
 
 def _differ(actual: Array, expected: Array, allowed: Array) -> Array:
-    """Infinities and NaN first, then values."""
+    """Compare infinities and NaN first, then values."""
     with np.errstate(invalid="ignore"):
         finite = np.isfinite(expected)
         same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
@@ -81,7 +81,7 @@ def _differ(actual: Array, expected: Array, allowed: Array) -> Array:
 
 
 def off_by(result: Result, expected: Attended, channel: str) -> str:
-    """Say how far an answer is off at most, or what stands in it that is no number."""
+    """Describe the largest error of an answer, or its numbers that are not finite."""
     actual, right = (result.out, expected.out) if channel == "out" else (result.lse, expected.lse)
     if actual is None:
         return "is missing"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is read for the keys of a sequence, rightly or not."""
+"""Memory read as the keys of a sequence, correctly or not."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .switches import Switches
 
 
 class Reading(NamedTuple):
-    """The keys of a sequence, as an operator takes them.
+    """Keys of a sequence, as an operator reads them.
 
     Attributes
     ----------
     slots : [keys]
-        Where they are read.
+        Slots that are read.
     positions : [keys]
-        Where they stand in the sequence.
+        Positions in the sequence.
     is_key : [keys]
-        False for what is read but never counted.
+        False for slots that are read but never counted.
     q_len, end_of_queries : int
-        New tokens, and the position behind the last of them.
+        New tokens, and the position after the last of them.
     """
 
     slots: Array
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 
 
 def reading_of(batch: Batch, sequence: int, switches: Switches) -> Reading:
-    """Return what is read for a sequence."""
+    """Return the slots that are read for a sequence."""
     case = batch.case
     owner = owner_of(sequence, switches.order, case.kv_lens)
     lengths_of = owner if switches.order.endswith("with lengths") else sequence
@@ -66,17 +66,17 @@ def reading_of(batch: Batch, sequence: int, switches: Switches) -> Reading:
 
 
 def _pads(batch: Batch, sequence: int) -> int:
-    """Rows of padding behind a sequence."""
+    """Return the padding rows after a sequence."""
     return batch.case.pad_rows if sequence == len(batch.case.q_lens) - 1 else 0
 
 
 def _beyond(end: int, page_size: int, capacity: int, beyond: str) -> int:
-    """Return how many slots behind the last key are read."""
+    """Return how many slots after the last key are read."""
     return {"": 0, "one": 1, "page": -end % page_size, "all": max(capacity - end, 0)}[beyond]
 
 
 def owner_of(sequence: int, order: str, lengths: tuple[int, ...]) -> int:
-    """The sequence whose keys are read."""
+    """Return the sequence whose keys are read."""
     count = len(lengths)
     if order.startswith("reversed"):
         return count - 1 - sequence
@@ -88,7 +88,7 @@ def owner_of(sequence: int, order: str, lengths: tuple[int, ...]) -> int:
 
 
 def _slots(batch: Batch, sequence: int, switches: Switches) -> Array:
-    """Return the slots taken for the tokens of a sequence, up to all that it has room for."""
+    """Return the slots read for the tokens of a sequence, up to its room."""
     case, own = batch.case, batch.slots[sequence]
     if case.layout != "paged":
         return own
@@ -124,7 +124,7 @@ def _page_size(true_size: int, taken: str) -> int:
 
 
 def keys_of(batch: Batch, reading: Reading, switches: Switches) -> tuple[Array, Array]:
-    """Keys and values of a reading, in float64."""
+    """Return keys and values of a reading, in float64."""
     case = batch.case
     k, v = batch.k, batch.v
     if switches.layout == "swapped" and case.layout == "paged":
@@ -142,7 +142,7 @@ def keys_of(batch: Batch, reading: Reading, switches: Switches) -> tuple[Array, 
 
 
 def _other_layout(memory: Array, page_size: int, kv_layout: str) -> Array:
-    """Slots as they look to who takes NHD for HND, or the other way round."""
+    """Return slots as seen by a reader that confuses NHD and HND."""
     _, heads, dim = memory.shape
     pages = memory.reshape(-1, page_size, heads, dim)
     if kv_layout == "NHD":
@@ -154,7 +154,7 @@ def _other_layout(memory: Array, page_size: int, kv_layout: str) -> Array:
 
 
 def _by_dim(v: Array, dim: int) -> Array:
-    """Values as they look to who steps by the dimension of keys."""
+    """Return values as seen by a reader that steps by the dimension of keys."""
     slots, heads, width = v.shape
     flat = v.ravel()
     starts = (np.arange(slots * heads) * dim)[:, None] + np.arange(width)

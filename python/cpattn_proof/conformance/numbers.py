@@ -12,12 +12,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: The spacing of each dtype at 1.
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
-#: What may be flushed to zero, as no normal number is as small.
+#: Numbers that may be flushed to zero, smaller than any normal number.
 SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126}
 
 
 def rounded(x: Array, dtype: str) -> Array:
-    """The nearest numbers that a dtype has, as float32.
+    """Return the nearest numbers of a dtype, as float32.
 
     >>> rounded(np.array([1 + 2.0**-9]), "bfloat16"), rounded(np.array([1 + 2.0**-9]), "float16")
     (array([1.], dtype=float32), array([1.0019531], dtype=float32))
@@ -34,7 +34,7 @@ def rounded(x: Array, dtype: str) -> Array:
 
 
 def first_of(values: Array, most: int = 6) -> str:
-    """The first of some numbers, as text.
+    """Return the first of some numbers, as text.
 
     >>> first_of(np.arange(9), 2)
     '0, 1, ...'

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in float64 that can be wrong in known ways.
 
-The right one does the same as `cpattn.reference.paged_attention` and shares no code with it or with
-any kernel. Each field of `Switches` is one thing that an operator may do otherwise; a fault is a
-handful of them.
+The correct oracle equals `cpattn.reference.paged_attention` and shares no code with it or any
+kernel. Each field of `Switches` is one possible deviation of an operator; a fault is a combination
+of few.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .switches import RIGHT, Switches
 
 
 class Attended(NamedTuple):
-    """Results of attention, and what their errors are measured in; rows are those of sequences."""
+    """Results of attention, with the units of their errors; rows are those of sequences."""
 
     out: Array  # [rows, heads, v_head_dim]
     lse: Array  # [rows, heads], natural logarithm; -inf for a row that sees no key
     magnitude: Array  # sum_j w_j |v_j|, as out
     score_size: Array  # largest |q| |k| scale of a row, as lse
-    num_keys: Array  # that a row sees, [rows, 1]
+    num_keys: Array  # visible to a row, [rows, 1]
 
 
-#: Keys of each part whose results are merged, each [keys] or [rows, keys].
+#: Keys of each part to merge, each [keys] or [rows, keys].
 Parts: TypeAlias = Sequence[Array]
 
 
 def attend(
     batch: Batch, switches: Switches = RIGHT, parts: Sequence[Parts] | None = None
 ) -> Attended:
-    """Attention over a batch; `parts` of each sequence take the place of those of `switches`."""
+    """Attend over a batch; `parts` of each sequence replace those of `switches`."""
     sequences = [
         _sequence(batch, s, switches, None if parts is None else parts[s])
         for s in range(len(batch.case.q_lens))
@@ -62,7 +62,7 @@ def _sequence(batch: Batch, sequence: int, switches: Switches, given: Parts | No
             scores = _capped(products, case, switches) + biases
         keys = _parts(reading, case, switches) if given is None else given
         parts = [_part(scores, products, sees & part, v, batch, switches) for part in keys]
-        padded = case.layout == "padded" and max(case.kv_lens) > 1  # so that no half is without
+        padded = case.layout == "padded" and max(case.kv_lens) > 1  # so that no half is empty
         filled = [bool(part.any()) or padded for part in keys]
         out, lse, magnitude = _merged(parts, switches, filled)
         score_size = np.linalg.norm(q, axis=-1) * case.scale * _longest(k)
@@ -106,7 +106,7 @@ def visible(num_rows: int, reading: Reading, case: Case, switches: Switches) -> 
 
 
 def _alibi(num_rows: int, reading: Reading, batch: Batch, switches: Switches) -> Array:
-    """Return what is added to scores, [rows, heads, keys]."""
+    """Return the bias of scores, [rows, heads, keys]."""
     if batch.slopes is None or switches.alibi == "none":
         return np.zeros((num_rows, 1, len(reading.positions)))
     first = 0 if switches.alibi == "top left" else reading.end_of_queries - reading.q_len
@@ -115,7 +115,7 @@ def _alibi(num_rows: int, reading: Reading, batch: Batch, switches: Switches) ->
 
 
 def _kv_heads(num_heads: int, num_kv_heads: int, switches: Switches) -> Array:
-    """The head of keys and values of each head of queries."""
+    """Return the KV head of each query head."""
     heads = np.arange(num_heads)
     if switches.heads == "strided":
         return heads % num_kv_heads
@@ -135,7 +135,7 @@ def _capped(products: Array, case: Case, switches: Switches) -> Array:
 
 
 def _parts(reading: Reading, case: Case, switches: Switches) -> list[Array]:
-    """The keys of each part whose results are merged; one part has all."""
+    """Return the keys of each part to merge; a single part has all keys."""
     positions, total = reading.positions, reading.end_of_queries
     if switches.split is None:
         return [np.ones(len(positions), bool)]
@@ -151,7 +151,7 @@ def _parts(reading: Reading, case: Case, switches: Switches) -> list[Array]:
 def _part(
     scores: Array, products: Array, sees: Array, v: Array, batch: Batch, switches: Switches
 ) -> tuple[Array, Array, Array]:
-    """Return out, LSE and magnitude of attention over the keys that rows see."""
+    """Return out, LSE and magnitude of attention over visible keys."""
     seen = np.where(sees[:, None, :], scores, -np.inf)
     most = seen.max(axis=-1, initial=-np.inf)
     if batch.sinks is not None and switches.sinks != "none":
@@ -174,7 +174,7 @@ def _part(
 
 
 def _weighted(share: Array, v: Array, sees: Array, accumulator: str | None) -> Array:
-    """Sum of values by weight; NaN of values that a row does not see does not matter."""
+    """Return the weighted sum of values; NaN in hidden values has no effect."""
     if accumulator is not None:
         total = np.zeros((*share.shape[:2], v.shape[-1]))
         for j in range(len(v)):
@@ -189,17 +189,17 @@ def _weighted(share: Array, v: Array, sees: Array, accumulator: str | None) -> A
 
 
 def _matmul(rows: Array, matrices: Array) -> Array:
-    """[rows, heads, n] by [heads, n, m], head by head.
+    """Multiply [rows, heads, n] by [heads, n, m], head by head.
 
-    Not by BLAS, whose threads wait for each other without sleeping: on a busy machine that takes
-    ten times as long as these small products do on one.
+    BLAS is avoided: its threads wait for each other without sleeping, so on a busy machine these
+    small products take ten times as long as on one thread.
     """
     product: Array = np.einsum("qhn,hnm->qhm", rows, np.ascontiguousarray(matrices))
     return product
 
 
 def _mixed(share: Array, v: Array) -> Array:
-    """[rows, heads, keys] by [keys, heads, dim]."""
+    """Multiply [rows, heads, keys] by [keys, heads, dim]."""
     return _matmul(share, v.swapaxes(0, 1))
 
 
@@ -225,7 +225,7 @@ def _lse_as(
 def _merged(
     parts: list[tuple[Array, Array, Array]], switches: Switches, filled: list[bool]
 ) -> tuple[Array, Array, Array]:
-    """Results of parts weighed by their LSE, to whatever base; as the first if it is alone."""
+    """Merge parts weighted by their LSE, to any base; a single part is unchanged."""
     if len(parts) == 1:
         return parts[0]
     outs, lses, magnitudes = (np.stack(x) for x in zip(*parts, strict=True))
@@ -252,7 +252,7 @@ def _merged(
 
 
 def _swapped(weights: Array) -> Array:
-    """Shares of parts, [parts, rows, heads], where each merge of two exchanges their weights."""
+    """Return shares of parts, [parts, rows, heads], if each merge swaps its two weights."""
     shares = np.zeros_like(weights)
     shares[0], total = 1, weights[0]
     for i in range(1, len(weights)):
@@ -264,7 +264,7 @@ def _swapped(weights: Array) -> Array:
 
 
 def _longest(k: Array) -> Array:
-    """The length of the longest key of each head, NaN aside."""
+    """Return the length of the longest key of each head, ignoring NaN."""
     lengths = np.nan_to_num(np.linalg.norm(k, axis=-1))
     longest: Array = lengths.max(axis=0, initial=0.0)
     return longest

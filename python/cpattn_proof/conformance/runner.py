@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try an operator, and report."""
+"""Run of the conformance test, and its report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .signatures.signature import narrowed
 from .trials import Budget, Progress, Trial, smallest, sweep
 from .verdict import answered, check_usable, finding_of, report_of
 
-_SHARE_OF_SWEEP = 0.65  # of the time; diagnosing and making cases smaller take the rest
+_SHARE_OF_SWEEP = 0.65  # of the time; diagnosis and shrinking take the rest
 
 
 def conform(
@@ -39,40 +39,41 @@ def conform(
     """Try an attention operator on many batches, and say what is wrong with it; or one that selects
     keys, on many scores.
 
-    It runs in a process of its own. Results are held against attention in float64, and where they
-    differ, against attention that is wrong in known ways: the report names the one that fits.
+    The operator runs in a process of its own. Its results are compared with float64 attention and,
+    if they differ, with attention that is wrong in known ways: the report names the fault that
+    fits.
 
     Parameters
     ----------
     fn : callable or str
-        The operator, or ``"module:function"``, which only the other process imports.
+        Operator, or ``"module:function"``, which only the other process imports.
     signature : str, Signature or SelectionSignature
-        How it is called: one of `SIGNATURES` or `SELECTION_SIGNATURES`, or an adapter; as a str
+        Calling convention: one of `SIGNATURES` or `SELECTION_SIGNATURES`, or an adapter; as a str
         also ``"module:adapter"``.
     without : names
-        What the operator does not claim to do, of what its signature can say: fields of `Features`
-        or `SelectionFeatures`, and dtypes and layouts. Else an argument that it swallows without
+        Abilities of the signature that the operator does not claim: fields of `Features` or
+        `SelectionFeatures`, and dtypes and layouts. Otherwise, accepting such an argument without
         effect is a finding.
     examples : int
-        Cases to make besides those at the edges.
+        Number of cases besides those at the edges.
     seconds : float
-        Time for all of it, about; cases at the edges are tried all the same.
+        Approximate total time; cases at the edges always run.
     seed : int
-        Seed of the cases: with the same one a program makes the same cases, as far as time goes.
+        Seed of the cases: equal seeds give equal cases, as far as time allows.
     device : str
-        Where tensors live, as torch names it.
+        Device of the tensors, as torch names it.
     time_limit : float
         Seconds that a call may take.
     require : sequence of str
-        Ids of invariants without which nothing is proved, see `cpattn_proof.require`.
-    progress : function of the number done, the number of all and what is being done
+        Ids of invariants that must be decided for a proof, see `cpattn_proof.require`.
+    progress : function of the number done, the number of all and the current work
 
     Returns
     -------
     Report
-        Its findings have the names of `FAULTS` and `SELECTION_FAULTS` as their kinds. It is not
-        judged, exit code 2, if nothing is wrong but fewer than half of the cases were answered,
-        or a required invariant was not checked.
+        Findings have the names of `FAULTS` and `SELECTION_FAULTS` as their kinds. The verdict is
+        "not judged" (exit code 2) if nothing is wrong but fewer than half of the cases were
+        answered, or a required invariant was not checked.
 
     Raises
     ------
@@ -94,7 +95,7 @@ def conform(
     begin = time.monotonic()
     _check(examples=examples, seconds=seconds, time_limit=time_limit)
     if require:
-        requiring(Report("conform", ""), require)  # refuses unknown ids before anything is tried
+        requiring(Report("conform", ""), require)  # refuses unknown ids before any trial
     chosen = narrowed(_signature(signature), without)
     subject = fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
     budget = Budget(examples, begin + seconds * _SHARE_OF_SWEEP, seed)
@@ -108,7 +109,7 @@ def _conform(
     subject: str, child: Child, signature: Signature | SelectionSignature, budget: Budget,
     until: float, progress: Progress,
 ) -> Report:  # fmt: skip
-    """Try cases, diagnose what went wrong, and find the smallest case of each fault."""
+    """Try cases, diagnose faults, and find the smallest case of each fault."""
     kind = signature.kind
     edges = list(kind.edge_cases(signature.features))
 
@@ -177,7 +178,7 @@ def _finding(subject: str, diagnosis: Diagnosis, least: Trial, trials: Sequence[
 
 
 def _only_when(wrong: Sequence[Trial], trials: Sequence[Trial]) -> dict[str, object]:
-    """Return the values that all wrong cases have, and not all right ones."""
+    """Return the values that all wrong cases share, and some correct case lacks."""
     right = [trial.case for trial in trials if trial.verdict == "right"]
     found: dict[str, object] = {}
     for name in (field.name for field in fields(trials[0].case) if field.name != "seed"):

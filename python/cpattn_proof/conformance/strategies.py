@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases that a signature can say: those at every edge, and any by Hypothesis."""
+"""Cases that a signature can express: all edges, and more by Hypothesis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADS = ((1, 1), (2, 2), (4, 2), (4, 1), (6, 2), (6, 3))
 
 
 def edge_cases(features: Features) -> Iterator[Case]:
-    """A case for each thing that can go wrong alone, small ones first."""
+    """Return a case for each thing that can go wrong alone, small ones first."""
     layout, page = features.layouts[0], features.page_sizes[0]
     start = Case(
         layout=layout, page_size=page, causal=features.causal[0], dtype=features.dtypes[0],
@@ -33,10 +33,10 @@ def edge_cases(features: Features) -> Iterator[Case]:
         prefix = replace(plain, kv_lens=tuple(q + n for q, n in zip(one, (9, 4), strict=False)))
         batch = replace(batch, kv_lens=(8, 14, 21))
     groups = replace(batch, num_heads=4 if features.groups else 2)
-    square = replace(batch, q_lens=(5, 5), kv_lens=(5, 5))  # needs no mask, or a causal one alone
+    square = replace(batch, q_lens=(5, 5), kv_lens=(5, 5))  # needs no mask, or only a causal one
     one_empty = (0, *batch.kv_lens[1:])
     not_causal = False in features.causal
-    narrow = features.head_dims[-2:][0]  # than the last, unless there is no other
+    narrow = features.head_dims[-2:][0]  # narrower than the last, if possible
     changes: tuple[tuple[bool, Case, dict[str, object]], ...] = (
         (True, plain, {}),
         (features.prefix, prefix, {}),
@@ -85,7 +85,7 @@ def edge_cases(features: Features) -> Iterator[Case]:
 
 
 def _by_memory(features: Features, batch: Case) -> Iterator[Case]:
-    """Each layout, page size and dtype, and lengths around a page."""
+    """Return each layout, page size and dtype, and lengths around a page."""
     for layout in features.layouts[1:]:
         yield replace(batch, layout=layout)
         yield replace(batch, layout=layout, poison=features.poison)
@@ -105,7 +105,7 @@ def _by_memory(features: Features, batch: Case) -> Iterator[Case]:
 
 
 def _long(features: Features, start: Case) -> Iterator[Case]:
-    """Many rows behind many keys; keys of which one counts or all do; and pages far away."""
+    """Return many rows after many keys; keys of which one or all count; and far pages."""
     behind = _PREFIX if features.prefix else 0
     chunk = replace(start, q_lens=(_CHUNK,), kv_lens=(_CHUNK + behind,))
     yield chunk
@@ -131,9 +131,9 @@ def _long(features: Features, start: Case) -> Iterator[Case]:
 
 @st.composite
 def cases(draw: st.DrawFn, features: Features, like: Case | None = None) -> Case:
-    """Any case that a signature can say. Hypothesis makes it smaller towards the first choices.
+    """Draw any case that a signature can express; Hypothesis shrinks towards the first choices.
 
-    If it is to be like another, it may have prefixes as long as sequences of that one.
+    If it shall be like another case, prefixes may be as long as sequences of that case.
     """
     layout = draw(st.sampled_from(features.layouts))
     page_size = draw(st.sampled_from(features.page_sizes)) if layout == "paged" else 4

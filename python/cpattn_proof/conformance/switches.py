@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deviations of an operator from what it should do, one thing at a time."""
+"""Switches for deviations of an operator from correct attention, one each."""
 
 from __future__ import annotations
 
@@ -13,73 +13,74 @@ from .cases import Case
 
 @dataclass(frozen=True)
 class Switches:
-    """Positions of switches; with those by default, attention is right.
+    """Positions of switches; the defaults give correct attention.
 
     Attributes
     ----------
     mask : {"bottom right", "top left", "none"}
-        Which corner of the causal mask is that of the last query and the last key.
+        Corner of the causal mask at which the last query and the last key meet.
     chunk, chunk_mask : int, {"", "top left", "bottom right", "prefix", "own keys"}
-        Rows of queries that are attended at a time. Each chunk has a causal mask of its own, which
-        begins at the first key or behind the prefix, or ends at the last key of all; or a chunk
-        sees its own keys alone.
+        Rows of queries per chunk. Each chunk has a causal mask of its own, which begins at the
+        first key or after the prefix, or ends at the last key of all; or a chunk sees only its own
+        keys.
     mask_shift, window_shift, window_right_shift : int
-        Keys that are seen past a query's own; keys at both ends of the window that are not.
+        Keys visible past a query's own; keys hidden at both ends of the window.
     window, window_right : bool
         Whether there are windows, and right sides of them.
     window_block : {"", "page"} or a number
-        Windows begin with the block of so many keys that their first key is in.
+        Windows begin with the block of so many keys that contains their first key.
     alibi : {"right", "none", "before scale", "top left"}
         "before scale": added to products; "top left": query i stands at key i.
     scale : {"given", "none", "twice", "root"}
-        "root": 1 / sqrt(head_dim), whatever is given.
+        "root": 1 / sqrt(head_dim) instead of any given scale.
     softcap : {"after scale", "before scale", "none"}
-        Scores that the hyperbolic tangent is taken of.
+        Scores in the hyperbolic tangent.
     sinks : {"once", "none"}
-        Whether they count.
+        Whether sinks count.
     sink_count : int
-        How often the sink is counted in a part.
+        Number of times that a part counts the sink.
     split : str, optional
-        Where results of parts are merged: "new" between prefix and new tokens, "half" of the keys,
-        or of those that the longest sequence is padded to, "page", or a number of keys.
+        Borders of merged parts: "new" between prefix and new tokens, "half" of the keys, or of
+        those that the longest sequence is padded to, "page", or a number of keys.
     merge_factor : float
-        LSE are multiplied with it before the merge takes them as exponents of e.
+        Factor of LSE before the merge takes them as exponents of e.
     merge_swapped : bool
-        The weight of what is merged so far goes to the next part, and that of the part to it.
+        Whether the next part gets the weight of the merged result, and vice versa.
     lse : str
         "right", "with sink", "unscaled", "unscaled maximum"; or for a row that sees no key "nan on
         empty", "free on empty", which is any finite number, or "any on empty".
     lse_factor : float
         Factor of the LSE, such as that of another base.
     heads : {"grouped", "strided"}
-        Whether query heads of one KV head are neighbours.
+        Whether query heads of one KV head are adjacent.
     nan_of_empty_part : {"", "some", "any", "first", "later", "masked"}
         NaN of merged rows for which some parts but not all, any parts, the first or one of the
-        later parts have no key; or a part has keys, all of which are "masked".
+        later parts have no key; or a part has keys that are all "masked".
     empty : {"zero", "nan", "mean"}
         Output of rows that see no key; the mean is over the values of all keys that are read.
     lengths : {"all", "without new", "without new, aligned", "first", "last"}
-        Which of a sequence's keys are read: those before the new ones, with or without queries
-        moving along; as many as it has new tokens, from the begin or the end.
+        Keys of a sequence that are read: those before the new ones, with or without moving the
+        queries along; or as many as it has new tokens, from the begin or the end.
     beyond : {"", "one", "page", "all"}
-        What is read after the last key; `beyond_aligned`: and counts as keys before the last query.
+        Slots read after the last key; `beyond_aligned`: whether they count as keys before the last
+        query.
     zero_times_nan : bool
-        Values that have no weight are still multiplied.
+        Whether values without weight are still multiplied.
     table : {"right", "ignored", "sorted", "reversed", "first page alone"}
-        Which pages are taken for those of a sequence.
+        Pages that are read for a sequence.
     page_size, page_stride
-        "right", "half", "double" or a number; and whether pages are so far apart, too.
+        "right", "half", "double" or a number; and whether the distance of pages changes, too.
     order : str
-        Whose keys a sequence reads: "right", or "reversed", "rolled" or "longest first", which may
+        Sequence whose keys are read: "right", or "reversed", "rolled" or "longest first", which may
         go "with lengths".
     values : {"right", "of key dim", "padded to key dim"}
-        The dimension that values are taken to have.
+        Assumed dimension of values.
     layout : {"right", "swapped"}
-        Whether NHD is taken for HND.
+        Whether NHD and HND are confused.
     pads : {"", "queries", "keys"}
-        Rows of padding that count as queries of the last sequence, or have keys.
+        Whether padding rows count as queries of the last sequence, or have keys.
     accumulator : str, optional
-        The dtype of the sum over keys.
+        Dtype of the sum over keys.
     """
 
     mask: str = "bottom right"
@@ -123,13 +124,13 @@ RIGHT = Switches()
 
 @cache
 def changed_by(switches: Switches) -> Mapping[str, Any]:
-    """The positions of a wrong oracle that are not those of the right one."""
+    """Return the positions of a wrong oracle that differ from the correct one."""
     values = {field.name: getattr(switches, field.name) for field in fields(switches)}
     return {name: value for name, value in values.items() if value != getattr(RIGHT, name)}
 
 
 def can_matter(switches: Switches, case: Case) -> bool:
-    """Whether a wrong oracle may differ from the right one on a case; saves computing most."""
+    """Tell whether a wrong oracle may differ from the correct one on a case; saves most work."""
     return any(_NEEDS.get(name, _always)(case) for name in changed_by(switches))
 
 
@@ -157,7 +158,7 @@ def _has_sinks(case: Case) -> bool:
     return case.sinks
 
 
-#: What of a case a switch is about; others are about any.
+#: Conditions on a case under which a switch matters; others always matter.
 _NEEDS: dict[str, Callable[[Case], bool]] = {
     **dict.fromkeys(("mask", "mask_shift", "chunk", "chunk_mask"), _is_masked),
     **dict.fromkeys(("window", "window_shift", "window_block"), _has_window),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches as torch tensors, for the process of an operator."""
+"""Batches as torch tensors, in the operator's process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it
 
 
 class Tensors:
-    """The tensors of a case, on a device.
+    """Tensors of a case, on a device.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class Tensors:
     def __init__(self, case: Case, device: str = "cpu") -> None:
         self.case, self.device = case, device
         self._batch: Batch = make_batch(case)
-        self._given: list[tuple[Any, Any, Any]] = []  # a tensor, a copy, and what it may become
+        self._given: list[tuple[Any, Any, Any]] = []  # a tensor, a copy, and its allowed new value
         self.q = self.tensor(self._batch.q)
         self.q_lens, self.kv_lens = list(case.q_lens), list(case.kv_lens)
         self.sinks, self.slopes = (
@@ -39,7 +39,7 @@ class Tensors:
         )
 
     def tensor(self, x: Array, dtype: str = "") -> Any:
-        """An array on the device, in the dtype of the case or another."""
+        """Return an array on the device, in the dtype of the case or another."""
         import torch
 
         wanted = getattr(torch, dtype or self.case.dtype)
@@ -61,16 +61,16 @@ class Tensors:
         return "", ""
 
     def indices(self, values: Iterable[int]) -> Any:
-        """An int32 tensor on the device."""
+        """Return an int32 tensor on the device."""
         return self.tensor(np.asarray(list(values), np.int32), "int32")
 
     def ends(self, lengths: list[int]) -> Any:
-        """[n + 1], from 0: where sequences begin and end."""
+        """Return [n + 1], from 0: begins of sequences, and the end."""
         return self.indices([0, *np.cumsum(lengths, dtype=np.int64)])
 
     @property
     def page_counts(self) -> list[int]:
-        """Pages of each sequence."""
+        """Number of pages of each sequence."""
         return [-(-kv_len // self.case.page_size) for kv_len in self.kv_lens]
 
     @property
@@ -86,7 +86,7 @@ class Tensors:
         return {0: 0, 16: FAR_PAGES, 31: FAR_ELEMENTS // stride + 1}[case.far]
 
     def caches(self, without_new: bool = False) -> tuple[Any, ...]:
-        """K and V in pages; `without_new`: new tokens are still to be written."""
+        """Return K and V in pages; `without_new`: new tokens are still to be written."""
         return tuple(self._cache(memory, without_new) for memory in (self._batch.k, self._batch.v))
 
     def _cache(self, memory: Array, without_new: bool) -> Any:
@@ -112,11 +112,11 @@ class Tensors:
         return self.tensor(pages)
 
     def new(self) -> tuple[Any, Any]:
-        """K and V of the new tokens, [rows, num_kv_heads, dim]."""
+        """Return K and V of the new tokens, [rows, num_kv_heads, dim]."""
         return self._of_sequences(lambda q_len, kv_len: range(kv_len - q_len, kv_len))
 
     def ragged(self) -> tuple[Any, Any]:
-        """K and V sequence after sequence; what follows is nobody's. Of pages, all their slots."""
+        """Return K and V sequence after sequence, then unused rows; for pages, all their slots."""
         return self.tensor(self._batch.k), self.tensor(self._batch.v)
 
     def _of_sequences(self, tokens: Any) -> tuple[Any, Any]:
@@ -128,7 +128,7 @@ class Tensors:
         return self.tensor(self._batch.k[chosen]), self.tensor(self._batch.v[chosen])
 
     def padded(self) -> tuple[Any, Any, Any]:
-        """Q, K and V [batch, longest, heads, dim]; queries and keys begin at 0."""
+        """Return Q, K and V [batch, longest, heads, dim]; queries and keys begin at 0."""
         case, batch = self.case, self._batch
         q = np.zeros((len(self.q_lens), max(self.q_lens), *batch.q.shape[1:]), np.float32)
         for s, q_len in enumerate(self.q_lens):
@@ -137,7 +137,7 @@ class Tensors:
         return self.tensor(q), self.tensor(k), self.tensor(v)
 
     def visible(self) -> Any:
-        """[batch, rows, keys], bool: what each row of `padded` sees."""
+        """Return the visible keys of each row of `padded`, bool [batch, rows, keys]."""
         case, (queries, keys) = self.case, (max(self.q_lens), self._batch.k.shape[0])
         keys //= len(self.kv_lens)
         sees = np.zeros((len(self.q_lens), queries, keys), bool)
@@ -155,7 +155,7 @@ class Tensors:
         return self.tensor(sees, "bool")
 
     def rows_of(self, padded: Any) -> Any:
-        """The rows of sequences out of [batch, longest, ...]."""
+        """Return the rows of sequences from [batch, longest, ...]."""
         import torch
 
         wanted = (len(self.q_lens), max(self.q_lens))
@@ -168,12 +168,12 @@ class Tensors:
 
 
 def _same(given: Any, wanted: Any) -> bool:
-    """Whether two tensors are equal, NaN to NaN."""
+    """Tell whether two tensors are equal, with NaN equal to NaN."""
     return bool(((given == wanted) | (given.isnan() & wanted.isnan())).all())
 
 
 def reserved(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Zeros on the CPU of which only those that are touched take memory."""
+    """Return zeros on the CPU that take memory only once touched."""
     import torch
 
     size = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()

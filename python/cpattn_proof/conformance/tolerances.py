@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on how far a correct operator may be from the oracle; the tool has no others.
+"""Bounds on the distance of a correct operator from the oracle; the tool has no others.
 
-They are not about one implementation, as those of this library's own tests are, but grant what any
-sensible one does: 16-bit weights and scores, sums of float32 in any order. A unit is the spacing
-eps of the dtype at 1. Errors of outputs are in proportion to sum_j w_j |v_j|, the magnitude, and
-relative errors of a weight are absolute errors of its score.
+Unlike the bounds of this library's own tests, they fit any sensible implementation: 16-bit weights
+and scores, float32 sums in any order. A unit is the spacing eps of the dtype at 1. Output errors
+are proportional to sum_j w_j |v_j|, the magnitude; relative errors of a weight are absolute errors
+of its score.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks of a program of `torch.distributed` in one process, one at a time.
 
-``simulate``         runs a function or a script in several orders; the report
-``scheduler``        ranks as threads that pass a baton on
-``process``          what is replaced in torch and Python meanwhile, and what each rank has alone
-``process_group``    the groups that programs get: what each call gives and takes
-``fabric``           which calls belong together, ``differences`` what they disagree in
-``memory``           what tensors of a call have to be like, ``in_flight`` between it and its wait
-``stuck``            why nobody can go on
-``comparison``       whether results depend on the order of arrival
-``recorded``         issues recorded ``steps`` again, or those ``remade`` for other ranks
-``link``, ``timeline``   what time messages take
+``simulate``         runs a function or a script in several orders, and reports
+``scheduler``        ranks as threads that take turns
+``process``          temporary replacements in torch and Python, and the private state of each rank
+``process_group``    groups of the programs: data given and taken in each call
+``fabric``           matches calls of ranks; ``differences`` reports disagreements
+``memory``           checks tensors of a call, ``in_flight`` those between a call and its wait
+``stuck``            explains deadlocks
+``comparison``       tells whether results depend on the order of arrival
+``recorded``         replays recorded ``steps``, or those ``remade`` for other ranks
+``link``, ``timeline``   times of messages
 """
 
 from .recorded import simulate_capture

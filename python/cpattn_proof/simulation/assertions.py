@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assertions of a program on its own results that do not hold."""
+"""Failed assertions of a program on its own results."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _LIBRARIES = (PACKAGE, *{sysconfig.get_path(name) for name in ("purelib", "platl
 
 
 def finding_of(error: BaseException, rank: int, text: str) -> Finding | None:
-    """The finding of an AssertionError of the program's own; None for other errors.
+    """Return the finding of the program's own AssertionError; None for other errors.
 
-    Assertions of libraries are about what they are given, and those of torch about its state.
+    Assertions of libraries concern their arguments, and those of torch its state.
 
     Parameters
     ----------
     error : BaseException
-        What the rank raised.
+        Error of the rank.
     rank : int
-        Which rank.
+        Number of the rank.
     text : str
-        What the error says.
+        Text of the error.
     """
     if not isinstance(error, AssertionError):
         return None
@@ -56,7 +56,7 @@ def finding_of(error: BaseException, rank: int, text: str) -> Finding | None:
 
 
 def _checks(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of functions that assert for others."""
+    """Tell whether a frame belongs to functions that assert for others."""
     file = frame.filename
     return file.startswith(_CHECKS) or "/numpy/testing/" in file
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a rank to others: which tensors it gives to whom, and takes from whom."""
+"""Calls of a rank to other ranks: the tensors that it gives to each, and takes from each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 #: Files of this library.
 PACKAGE = str(Path(__file__).parents[2])
 _HERE = str(Path(__file__).parent)
-# Files whose lines are not the program's: calls pass through them.
+# Files that are not the program's: calls pass through their lines.
 _NOT_PROGRAMS = (
     _HERE,
     str(Path(torch.__file__).parent),
@@ -44,7 +44,7 @@ _OF_THREAD = threading.local()
 
 @contextlib.contextmanager
 def at_site(site: Site) -> Iterator[None]:
-    """Attribute this thread's calls in the block to a line of a record, whose code is not run."""
+    """Attribute this thread's calls in the block to a recorded line, whose code does not run."""
     _OF_THREAD.site = site
     try:
         yield
@@ -53,12 +53,12 @@ def at_site(site: Site) -> Iterator[None]:
 
 
 def is_program(file: str) -> bool:
-    """Whether lines of a file are neither torch's nor of this package."""
+    """Tell whether a file belongs neither to torch nor to this package."""
     return not file.startswith(_NOT_PROGRAMS)
 
 
 def site_of_caller() -> Site:
-    """The innermost line that is neither torch's nor of this package, or that of `at_site`."""
+    """Return the innermost line outside of torch and this package, or the line of `at_site`."""
     site: Site | None = getattr(_OF_THREAD, "site", None)
     if site is not None:
         return site
@@ -70,11 +70,11 @@ def site_of_caller() -> Site:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of the world that communicate, by the name that torch gave the group."""
+    """Ranks of the world that communicate, with torch's name of the group."""
 
     name: str
     ranks: tuple[int, ...]
-    generation: int = 0  # of its rank's default groups, after which torch gives names anew
+    generation: int = 0  # counts its rank's default groups; each restarts torch's names
 
     def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]
@@ -90,19 +90,19 @@ class Call:
     Attributes
     ----------
     kind : str
-        The name of the function in `torch.distributed`.
+        Name of the function in `torch.distributed`.
     group, rank : Group, int
-        Where, and which rank of the group.
+        Group, and rank within the group.
     site : Site
-        The line of the program.
+        Line of the program.
     terms : dict
-        What has to be the same on all ranks, as the root or the operator.
+        Values that must be equal on all ranks, such as the root or the operator.
     gives, takes : dict
-        Tensors by the rank of the group that gets them, or that they come from.
+        Tensors by the rank of the group that receives or sends them.
     reduces : list of tensors
-        Filled with what all ranks give to this one, reduced; in place of `takes`.
+        Instead of `takes`: filled with the reduction of the tensors that all ranks give.
     peer, tag : int
-        Rank and tag of point-to-point calls; -1 for receives from anyone.
+        Rank and tag of point-to-point calls; -1 to receive from any rank.
     """
 
     kind: str
@@ -117,7 +117,7 @@ class Call:
     peer: int | None = None
     tag: int = 0
     number: int = 0  # of this rank's calls
-    given: Blocks = field(default_factory=dict)  # as `gives` were when the call was made
+    given: Blocks = field(default_factory=dict)  # copy of `gives` at the call
     kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # and each once
     partners: dict[int, Call] = field(default_factory=dict)  # all of a collective, or the other end
     sums: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # theirs together
@@ -136,22 +136,22 @@ class Call:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is between two ranks."""
+        """Whether the call is between two ranks."""
         return self.peer is not None
 
     @cached_property
     def outputs(self) -> list[torch.Tensor]:
-        """All that the call fills."""
+        """All tensors that the call fills."""
         return [*(tensor for block in self.takes.values() for tensor in block), *self.reduces]
 
     @cached_property
     def inputs(self) -> list[torch.Tensor]:
-        """All that the call reads, each once."""
+        """All tensors that the call reads, each once."""
         tensors = {id(tensor): tensor for block in self.gives.values() for tensor in block}
         return list(tensors.values())
 
     def let_go(self) -> None:
-        """Keep no tensor that nobody will take any more: long programs make many calls."""
+        """Drop tensors that no rank will take any more, as long programs make many calls."""
         if self.partners and all(other.delivered for other in self.partners.values()):
             for call in (self, *self.partners.values()):
                 call._forget()
@@ -164,17 +164,17 @@ class Call:
         self.forget_lists()
 
     def forget_lists(self) -> None:
-        """Forget lists that were made of the tensors, after another choice of these."""
+        """Drop lists made from the tensors, after the tensors have changed."""
         for name in ("inputs", "outputs"):
             self.__dict__.pop(name, None)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it gives all ranks the same as it takes: then it agrees with all or with none."""
+        """Whether it gives and takes the same for all ranks: it then fits all calls or none."""
         return self.kind.startswith("all_reduce")
 
     def expected_from(self, source: int) -> list[torch.Tensor]:
-        """Return what the call takes from a rank of the group, reduced or not."""
+        """Return the tensors expected from a rank of the group, reduced or not."""
         return self.reduces or self.takes.get(source, [])
 
     def __str__(self) -> str:
@@ -190,7 +190,7 @@ class Call:
 
 
 def sizes_text(tensors: list[torch.Tensor]) -> str:
-    """Sizes and dtypes for a person."""
+    """Describe sizes and dtypes for people."""
     return (
         ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
         or "nothing"

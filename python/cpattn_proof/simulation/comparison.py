@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what ranks gave and returned, by which runs are compared."""
+"""Digests of given and returned values of ranks, for comparing runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPARED = (bool, int, float, complex, str, bytes, type(None))
 
 @dataclass(frozen=True)
 class Step:
-    """A call of a rank, or its end."""
+    """Call of a rank, or its end."""
 
     rank: int
     what: str
@@ -33,7 +33,7 @@ Trace = list[list[Step]]  # of each rank
 
 
 def trace_of(history: Sequence[Sequence[Call]], results: Sequence[Any]) -> Trace:
-    """All that a run can be told from another by."""
+    """Return all steps that distinguish a run from another."""
     return [
         [*map(_step, calls), Step(rank, "what it returns", None, _digest_of(results[rank]))]
         for rank, calls in enumerate(history)
@@ -41,7 +41,7 @@ def trace_of(history: Sequence[Sequence[Call]], results: Sequence[Any]) -> Trace
 
 
 def difference(one: Trace, other: Trace) -> tuple[Step, Step] | None:
-    """The first steps that differ, of the lowest rank."""
+    """Return the first steps that differ, of the lowest rank."""
     for steps, others in zip(one, other, strict=True):
         for step, another in zip(steps, others, strict=False):
             if (step.what, step.digest) != (another.what, another.digest):
@@ -50,7 +50,7 @@ def difference(one: Trace, other: Trace) -> tuple[Step, Step] | None:
 
 
 def finding_of(step: Step, seeds: tuple[int, int], ranks: int) -> Finding:
-    """Results that depend on who comes first."""
+    """Return the finding of results that depend on the order of arrival."""
     first, second = seeds
     return Finding(
         "SEQ",
@@ -70,7 +70,7 @@ def _step(call: Call) -> Step:
 
 
 def digest_of_given(call: Call) -> bytes:
-    """Return the digest of all that a call gives."""
+    """Return the digest of all tensors that a call gives."""
     return _digest_of([copy for _, copy in call.kept])
 
 
@@ -97,6 +97,6 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Whether its values can be compared; of others, as sparse ones, it is known what they are."""
+    """Tell whether values can be compared; of others, such as sparse tensors, only metadata."""
     dense = type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_nested
     return dense and tensor.device.type == "cpu"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of ranks that do not belong together, as findings."""
+"""Findings of calls of ranks that do not fit together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .calls import Call, Group, sizes_text
 
 
 def picture_of(calls: Iterable[Call], marks: dict[int, str] | None = None) -> str:
-    """A line for each call: rank, place, what it is."""
+    """Draw a line for each call: rank, place, call."""
     rows = [
         (f"rank {call.world_rank}", str(call.site), str(call), (marks or {}).get(call.rank, ""))
         for call in calls
@@ -29,7 +29,7 @@ def picture_of(calls: Iterable[Call], marks: dict[int, str] | None = None) -> st
 def _finding(
     kind: str, what: str, calls: Sequence[Call], beside: Iterable[Call] = (), **marks: Any
 ) -> Finding:
-    """A finding of some calls; those beside them are in its picture."""
+    """Return a finding of some calls, with those beside them in its picture."""
     ordered = sorted(calls, key=lambda call: call.world_rank)
     shown = sorted({*calls, *beside}, key=lambda call: call.world_rank)
     return Finding(
@@ -55,7 +55,7 @@ def _finding(
 
 
 def between(one: Call, other: Call, position: int, calls: Iterable[Call]) -> Finding | None:
-    """Return how two calls differ that should belong together, if they do.
+    """Return the difference of two calls that should fit together, or None.
 
     `calls` are those of all ranks that have made one at this position.
     """
@@ -90,7 +90,7 @@ def _nth(call: Call, position: int) -> str:
 
 
 def _of_sizes(giver: Call, taker: Call, position: int, calls: Iterable[Call]) -> Finding:
-    """Return the finding that a rank gives another size or dtype than another one takes."""
+    """Return the finding that one rank gives another size or dtype than the other takes."""
     given, taken = giver.gives.get(taker.rank, []), taker.expected_from(giver.rank)
     marks = {giver.rank: f"gives {sizes_text(given)}", taker.rank: f"takes {sizes_text(taken)}"}
     return _finding(
@@ -117,7 +117,7 @@ def _name_of_difference(given: Sequence[torch.Tensor], taken: Sequence[torch.Ten
 
 
 def of_message(send: Call, receive: Call) -> Finding | None:
-    """Return how a send and its receive differ, if they do."""
+    """Return the difference of a send and its receive, or None."""
     given, taken = send.inputs, receive.outputs
     if _fit(given, taken):
         return None
@@ -131,7 +131,7 @@ def of_message(send: Call, receive: Call) -> Finding | None:
 
 
 def of_groups(calls: dict[int, Call], known: Group, call: Call) -> Finding:
-    """A group whose ranks do not agree on who is in it."""
+    """Report a group whose ranks disagree on its members."""
     other = next(iter(calls.values()))
     return _finding(
         "other-group",
@@ -143,12 +143,12 @@ def of_groups(calls: dict[int, Call], known: Group, call: Call) -> Finding:
 
 
 def left_over(call: Call, why: str, kind: str) -> Finding:
-    """A message with one end."""
+    """Report a message with only one end."""
     return _finding(kind, f"rank {call.world_rank}: {call}: {why}", (call,))
 
 
 def not_joined(calls: dict[int, Call], missing: Sequence[int]) -> Finding:
-    """A collective that some ranks began, and others never did."""
+    """Report a collective that some ranks began, and others never did."""
     made = list(calls.values())
     who = ", ".join(map(str, missing))
     return _finding(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meetings of calls of ranks: which belong together, and whether they agree."""
+"""Matching of ranks' calls, and check that matching calls agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Key = tuple[int, str]
 
 @dataclass
 class Round:
-    """The calls of a group that belong together: the first of each rank, the second, ..."""
+    """Matching calls of a group: the first of each rank, the second, ..."""
 
     number: int
     calls: dict[int, Call] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Round:
 
 
 class Refuted(Exception):
-    """Error of a call that, with those of other ranks, breaks an invariant."""
+    """A call and those of other ranks break an invariant together."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.what)
@@ -41,8 +41,8 @@ class Refuted(Exception):
 class Fabric:
     """All calls of a run.
 
-    Collectives of a group belong together by their order on each rank, messages by group, ranks and
-    tag. A call is complete once all that it needs have been made; sends need their receive, unless
+    Collectives of a group match by their order on each rank, messages by group, ranks and tag. A
+    call is complete once all calls that it needs have been made; a send needs its receive, unless
     `buffered_sends`.
     """
 
@@ -57,7 +57,7 @@ class Fabric:
         self._receives: list[Call] = []
 
     def post(self, call: Call) -> None:
-        """Add a call; `Refuted` if it contradicts those of other ranks."""
+        """Add a call; `Refuted` if it contradicts calls of other ranks."""
         calls = self.history[call.world_rank]
         call.number, call.sent_bytes = len(calls), sent_bytes(call)
         calls.append(call)
@@ -116,7 +116,7 @@ class Fabric:
             call.complete = True
 
     def unmatched(self) -> Iterator[Finding]:
-        """Report what is left over when all ranks have returned."""
+        """Report unmatched calls when all ranks have returned."""
         for send in self._sends:
             yield differences.left_over(send, "nobody receives it", "send-not-received")
         for receive in self._receives:
@@ -127,7 +127,7 @@ class Fabric:
                     yield differences.not_joined(one.calls, missing)
 
     def waits_for(self, call: Call) -> list[int]:
-        """World ranks without which a call cannot complete; for a receive from any, all others."""
+        """Return the world ranks that a call waits for; all others for a receive from any rank."""
         if not call.is_message:
             return self.round_of(call).missing(call.group)
         if call.peer == -1:
@@ -137,12 +137,12 @@ class Fabric:
 
 
 def _key_of(group: Group) -> _Key:
-    """Return the key of a group's calls: groups of one rank may have the name of another one's."""
+    """Return the key of a group's calls: groups of one rank may share a name."""
     return group.generation, group.name if len(group.ranks) > 1 else str(group)
 
 
 def _fit(call: Call, other: Call) -> bool:
-    """Whether a send and a receive belong together."""
+    """Tell whether a send and a receive match."""
     return (
         _key_of(call.group) == _key_of(other.group)
         and call.tag == other.tag
@@ -152,7 +152,7 @@ def _fit(call: Call, other: Call) -> bool:
 
 
 def results_of(call: Call) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Each output with what belongs there, as the others gave it."""
+    """Yield each output with its expected contents, as given by the other ranks."""
     for source, blocks in call.takes.items():
         given = _given_by(call, source)
         yield from zip(blocks, given, strict=True)

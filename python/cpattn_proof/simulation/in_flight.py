@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors between the start of a call and its wait: who reads or changes them meanwhile."""
+"""Tensors between the start of a call and its wait, and accesses to them meanwhile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .fabric import results_of
 
 _POISON = 0x5A  # of integers; floats get NaN
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-# Operators that only look at where a tensor is, or wait for it themselves.
+# Operators that only look at a tensor's place, or wait for it themselves.
 _HARMLESS_NAMESPACES = ("_c10d_functional", "c10d", "_c10d_functional_autograd", "profiler", "prim")
 
 
 def start(call: Call) -> None:
-    """Keep what is given as it is now, and fill what is to come with what nobody expects."""
+    """Copy the given tensors, and fill the outputs with poison."""
     copies = {id(block): _copy(block) for block in call.inputs}
     call.kept = [(block, copies[id(block)]) for block in call.inputs]
     for rank, blocks in call.gives.items():
@@ -32,7 +32,7 @@ def start(call: Call) -> None:
 
 
 def note_writers(call: Call, begun: Iterable[Call]) -> None:
-    """Note which of a call and those in flight fills memory of the other."""
+    """Record, for a call and those in flight, which fills memory of the other."""
     for other in begun:
         if _any_overlap(call.outputs, [*other.inputs, *other.outputs]):
             other.written_by = other.written_by or call
@@ -45,7 +45,7 @@ def _any_overlap(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 
 
 def faults_of(call: Call) -> Iterator[Finding]:
-    """Find what was changed between the start of a call and its wait."""
+    """Find changes between the start of a call and its wait."""
     outputs = call.outputs
     for block, copy in call.kept:
         if not any(_overlap(block, output) for output in outputs) and not _same(block, copy):
@@ -56,7 +56,7 @@ def faults_of(call: Call) -> Iterator[Finding]:
 
 
 def deliver(call: Call) -> None:
-    """Fill the outputs with what the others gave."""
+    """Fill the outputs with the tensors that the other ranks gave."""
     for output, value in results_of(call):
         with torch.inference_mode(output.is_inference()), torch.no_grad():
             output.detach().copy_(value.view_as(output))
@@ -122,7 +122,7 @@ def _changed(call: Call, which: str, kind: str) -> Finding:
 
 
 def _only_looks(func: Any) -> bool:
-    """Whether an operator touches no values: views, sizes."""
+    """Tell whether an operator touches no values, such as views and sizes."""
     if func.namespace in _HARMLESS_NAMESPACES:
         return True
     return func.is_view or func._opname in ("empty_like", "alias", "detach", "_to_copy_meta")
@@ -137,7 +137,7 @@ def _by_argument(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a dense tensor in the order of its elements, whatever its strides."""
+    """Return the bytes of a dense tensor in element order, for any strides."""
     values = tensor.detach().resolve_conj().resolve_neg()
     return values.contiguous().view(-1).view(torch.uint8)
 
@@ -167,7 +167,7 @@ def _is_poisoned(tensor: torch.Tensor) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses from the first byte to behind the last one."""
+    """Return the addresses of the first byte and past the last byte."""
     if not tensor.numel():
         return 0, 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -176,19 +176,19 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may share bytes."""
+    """Tell whether two tensors may share bytes."""
     begin, end = _span(one)
     other_begin, other_end = _span(other)
     return begin < other_end and other_begin < end
 
 
 def surely_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share bytes; columns beside each other do not."""
+    """Tell whether two tensors share bytes; adjacent columns do not."""
     dense = is_dense(one) and is_dense(other)
     return dense and _overlap(one, other)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills the memory between its first and last element."""
+    """Tell whether a tensor fills the memory between its first and last element."""
     begin, end = _span(tensor)
     return end - begin == tensor.numel() * tensor.element_size()

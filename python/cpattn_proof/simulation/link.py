@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model of the links between ranks, by which calls begin and end."""
+"""Model of the links between ranks, which determines when calls begin and end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from .calls import Call
 
-# Steps over a ring, and what of its bytes a rank sends meanwhile, by the number of ranks.
+# Steps of a ring, and the fraction of its bytes that a rank sends, by the number of ranks.
 _ROUNDS_OF_A_RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
 
 @dataclass
 class Event:
-    """A stretch of the timeline."""
+    """Period of the timeline."""
 
     rank: int
     name: str
@@ -31,10 +31,10 @@ class Event:
 
 @dataclass
 class Link:
-    """One link of each rank, on which its transfers follow each other.
+    """Model with one link per rank, on which its transfers are sequential.
 
-    Time of a rank goes on by the CPU time of its thread; messages take `latency` seconds a step and
-    `bytes_per_second`. Collectives are modelled as rings.
+    A rank's time advances by the CPU time of its thread; messages take `latency` seconds per step
+    and `bytes_per_second`. Collectives are modelled as rings.
     """
 
     size: int
@@ -48,11 +48,11 @@ class Link:
         self._cpu = [0.0] * self.size
 
     def resume(self, rank: int) -> None:
-        """The rank runs from here on."""
+        """Start the CPU time of a rank."""
         self._cpu[rank] = time.thread_time()
 
     def pause(self, rank: int) -> None:
-        """Add the CPU time of what the rank has computed since it went on."""
+        """Add the CPU time of the rank since `resume`."""
         spent = time.thread_time() - self._cpu[rank]
         begin = self.now[rank]
         self.now[rank] += spent
@@ -61,7 +61,7 @@ class Link:
         self._cpu[rank] = time.thread_time()
 
     def carry(self, calls: Sequence[Call]) -> None:
-        """Say when calls that belong together begin and end."""
+        """Determine when matching calls begin and end."""
         ranks = [call.world_rank for call in calls]
         begin = max([call.begin for call in calls] + [self._free[rank] for rank in ranks])
         steps = _steps(calls)
@@ -83,7 +83,7 @@ class Link:
             )
 
     def await_end(self, call: Call) -> None:
-        """The rank has waited for a call."""
+        """Advance the rank's time to the end of a call."""
         begin = self.now[call.world_rank]
         if call.end > begin:
             self.now[call.world_rank] = call.end
@@ -97,7 +97,7 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def sent_bytes(call: Call) -> int:
-    """Bytes that the rank sends in a call, of collectives by a ring."""
+    """Return the bytes that the rank sends in a call; collectives are rings."""
     others = len(call.group.ranks) - 1
     if call.kind.startswith("all_reduce"):
         return 2 * others * _nbytes(call.inputs) // (others + 1)
@@ -109,7 +109,7 @@ def sent_bytes(call: Call) -> int:
 
 
 def _steps(calls: Sequence[Call]) -> int:
-    """Messages that follow each other."""
+    """Return the number of sequential messages."""
     call = calls[0]
     others = len(call.group.ranks) - 1
     if call.is_message:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demands of backends on tensors: dense memory, and nothing given that is filled meanwhile."""
+"""Requirements of backends on tensors: dense memory, and no overlap of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..findings import Finding
 from .calls import Blocks, Call
 from .in_flight import is_dense, surely_overlap
 
-# gloo copies their tensors; of all others it takes memory as it lies, as NCCL does of messages.
+# gloo copies tensors of these; for all others it uses memory as is, as NCCL does for messages.
 _ANY_STRIDES = ("all_gather", "all_gather_coalesced", "gather")
-# Sums are formed in place of what was given.
+# Calls that form sums in place of their inputs.
 _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "reduce")
 
 
@@ -27,7 +27,7 @@ def fault_of(call: Call) -> Finding | None:
 
 
 def take_as_it_lies(call: Call) -> None:
-    """Have the call see transposed tensors in the order of their memory, as backends do."""
+    """Make the call see transposed tensors in memory order, as backends do."""
     if call.kind not in _ANY_STRIDES and not all(
         tensor.is_contiguous() for tensor in (*call.inputs, *call.outputs)
     ):
@@ -59,7 +59,7 @@ def _with_gaps(call: Call, tensor: torch.Tensor) -> Finding:
 
 
 def _given_and_filled(call: Call) -> Iterator[Finding]:
-    """Memory that a call fills and gives, other than by each rank its own block to itself."""
+    """Return memory that a call both fills and gives, except a rank's own block to itself."""
     if call.kind in _IN_PLACE or not _share_storage(call):
         return
     own = [_place(block) for block in call.gives.get(call.rank, [])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group that programs talk to: every call of c10d, as what ranks give and take."""
+"""Process group for the programs: every call of c10d as data given and taken by ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CUTS_ROWS = (
 
 
 class Runtime(Protocol):
-    """Runtime that carries calls out."""
+    """Interface that carries calls out."""
 
     def begin(self, call: Call) -> dist.Work: ...
     def refute(self, finding: Finding) -> NoReturn: ...
 
 
 class _Backend:
-    """Stands for the backend of a device, whose name is none of torch's."""
+    """Stand-in for the backend of a device, with a name unknown to torch."""
 
     supports_coalescing = supports_splitting = False
 
@@ -39,10 +39,10 @@ class _Backend:
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """A group of a rank, whose calls the simulation carries out.
+    """Group of a rank, whose calls the simulation carries out.
 
     Methods have the names and arguments that `torch.distributed` and torch's functional collectives
-    call; the stubs of torch know others besides.
+    call; torch's stubs have more.
     """
 
     def __init__(self, group: Group, rank: int, backend: str, runtime: Runtime) -> None:
@@ -58,14 +58,14 @@ class SimulatedGroup(dist.ProcessGroup):
     name = getBackendName  # until torch 2.6
 
     def _get_backend(self, device: Any) -> Any:
-        """A backend that can do nothing: since torch 2.14 messages in a batch ask what it can."""
+        """Return a backend without abilities: since torch 2.14, batched messages ask for them."""
         return _Backend()
 
     def _has_hooks(self) -> bool:
         return False
 
     def set_timeout(self, timeout: Any) -> None:
-        """Waits end when nobody can go on."""
+        """Ignore it: waits end when no rank can go on."""
 
     def size(self) -> int:
         return len(self.group.ranks)
@@ -74,7 +74,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._rank
 
     @property
-    def group_name(self) -> Any:  # a type of its own, of strings, from torch 2.10 on
+    def group_name(self) -> Any:  # a special string type from torch 2.10 on
         return self.group.name
 
     @property
@@ -267,7 +267,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def _cut(
         self, kind: str, tensor: torch.Tensor, splits: Any = None, name: str = "tensor"
     ) -> list[torch.Tensor]:
-        """Blocks of a tensor, of as many elements for each rank or as many rows as `splits`."""
+        """Cut a tensor into blocks, with equally many elements or as many rows as `splits`."""
         size = self.size()
         if not tensor.is_contiguous():
             raise ValueError(f"{kind}: {name} must be contiguous")

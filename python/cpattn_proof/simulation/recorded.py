@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded runs issued once more: sizes and order of what ranks sent, without values."""
+"""Replay of recorded runs: sizes and order of messages, without values."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class CaptureOptions:
     Attributes
     ----------
     ranks : int, optional
-        Number of ranks in place of the recorded ones; 1 to 64.
+        Number of ranks instead of the recorded one; 1 to 64.
     strategy : str, optional
-        Strategy that divides the recorded batches in place of the recorded one.
+        Strategy for the recorded batches instead of the recorded one.
     time_limit : float
         Seconds.
     buffered_sends : bool
         Whether a send ends before its receive.
     latency_us, gbps : float
-        Latency and rate of a rank's link: microseconds of a message, 10^9 bits per second.
+        Latency and rate of a rank's link: microseconds per message, 10^9 bits per second.
     trace, html : path, optional
-        Where the timeline goes, for Perfetto, and report and timeline, as a page.
+        Files for the timeline (for Perfetto), and for report and timeline (as a page).
     require : sequence of str
-        Ids of invariants without which nothing is proved, see `cpattn_proof.require`.
+        Ids of invariants that must be decided for a proof, see `cpattn_proof.require`.
     """
 
     ranks: int | None = None
@@ -65,29 +65,29 @@ class CaptureOptions:
 
 
 def simulate_capture(capture: Capture, **options: Any) -> Report:
-    """Issue what ranks of a `ContextParallel` planned and sent once more, and predict its time.
+    """Replay what ranks of a `ContextParallel` planned and sent, and predict its time.
 
     Parameters
     ----------
     capture : Capture
         Capture of all ranks of one group, by `cpattn_proof.read_captures`.
     **options
-        Attributes of `CaptureOptions`: ``ranks``, ``strategy``, ``time_limit``,
-        ``buffered_sends``, ``latency_us``, ``gbps``, ``trace``, ``html``, ``require``. With
-        ``ranks`` or ``strategy`` the recorded batches are planned again for these: rows go where
-        the new plans have them, and attention takes its recorded time per pair of query and key.
+        Attributes of `CaptureOptions`: ``ranks``, ``strategy``, ``time_limit``, ``buffered_sends``,
+        ``latency_us``, ``gbps``, ``trace``, ``html``, ``require``. With ``ranks`` or ``strategy``
+        the recorded batches are planned again: rows go where the new plans place them, and
+        attention takes its recorded time per query-key pair.
 
     Returns
     -------
     Report
-        Findings are of SEQ: plans that differ between ranks, messages of other sizes or with one
-        end. Facts have calls, bytes and predicted seconds of each rank.
+        Findings are of SEQ: plans that differ between ranks, messages with different sizes or with
+        only one end. Facts have calls, bytes and predicted seconds of each rank.
 
     Raises
     ------
     NotUsable
-        If nothing was exchanged, a rank is missing, or other ranks are asked for of exchanges that
-        depend on where keys are kept.
+        If no rank communicated, a rank is missing, or other ranks are requested for exchanges that
+        depend on the placement of keys.
 
     Examples
     --------
@@ -150,7 +150,7 @@ def _recorded_seconds(capture: Capture) -> list[float]:
 
 
 class _NoState:
-    """Recorded ranks share nothing that a process would have to itself."""
+    """Empty state: recorded ranks have nothing that a process keeps private."""
 
     def enter(self) -> None: ...
     def leave(self) -> None: ...
@@ -158,7 +158,7 @@ class _NoState:
 
 @dataclass
 class _RecordedLink(Link):
-    """Computation takes what was recorded, not the CPU time of this process."""
+    """Link with recorded computation times instead of CPU times."""
 
     def resume(self, rank: int) -> None:
         pass
@@ -173,13 +173,13 @@ class _RecordedLink(Link):
         self.events.append(Event(rank, span.name, begin, self.now[rank], "compute", 0, place))
 
     def carry(self, calls: Sequence[Call]) -> None:
-        if calls[0].kind not in Planned.KINDS:  # which send nothing
+        if calls[0].kind not in Planned.KINDS:  # other kinds send nothing
             super().carry(calls)
 
 
 @dataclass
 class _Program:
-    """Program in which each rank does its recorded steps."""
+    """Program in which each rank makes its recorded steps."""
 
     run: Run
     steps: Sequence[Sequence[Step]]
@@ -204,7 +204,7 @@ class _Program:
         works = []
         for direction, sizes in (("recv", step.receives), ("send", step.sends)):
             for peer, size in sizes.items():
-                if size:  # empty ones do not travel
+                if size:  # empty blocks do not travel
                     blocks = {peer: [_block(size)]}
                     parts = {"takes" if direction == "recv" else "gives": blocks, "peer": peer}
                     call = Call(direction, self.group, rank, step.site, **parts)  # type: ignore[arg-type]

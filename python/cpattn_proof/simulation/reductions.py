@@ -26,17 +26,17 @@ _PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def kind_of(op: Any) -> Any:
-    """The enumerator of an operator, which may bring a factor besides."""
+    """Return the enumerator of an operator, which may also have a factor."""
     return getattr(op, "op", op)
 
 
 def name_of(op: Any) -> str:
-    """Return the name of an operator as programs write it."""
+    """Return the name of an operator in programs."""
     return str(kind_of(op)).rpartition(".")[2]
 
 
 def reduced(op: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor from those of all ranks, in rank order."""
+    """Reduce the tensors of all ranks, in rank order."""
     kind = kind_of(op)
     if kind not in _PAIRWISE:
         raise NotUsable(f"simulate: the operator {name_of(op)} is not known")

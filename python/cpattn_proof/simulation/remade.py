@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded batches over other ranks: planned again, with the rows that then travel."""
+"""Recorded batches on other ranks: planned again, with the resulting rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_m
 from ..findings import NotUsable
 from .steps import Exchange, Planned, Span, Step
 
-_AGREEMENT = " (agreement)"  # of exchanges whose sizes do not depend on rows
+_AGREEMENT = " (agreement)"  # exchanges whose sizes do not depend on rows
 _ATTENTION = ("ContextParallel.attend", "run_attention")
 
 Batch = list[list[Step]]  # of each rank
@@ -21,11 +21,11 @@ Batch = list[list[Step]]  # of each rank
 def remade_steps(
     steps: Sequence[Sequence[Step]], ranks: int | None, strategy: str | None
 ) -> tuple[list[list[Step]], str]:
-    """Return the batches on other ranks or by another strategy, and how a report names that.
+    """Return the batches on other ranks or by another strategy, and a phrase for the report.
 
-    What every rank sends to all others, rows of its own or words of an agreement, is sent by the
-    new ranks to all others: as many bytes a row, or as many. Attention takes the recorded seconds
-    for a pair of query and key, all else what it took on average.
+    Data that every rank sends to all others (its rows, or words of an agreement) also go to all
+    others on the new ranks, with the same bytes per row or per message. Attention takes the
+    recorded seconds per query-key pair, and all other steps their average.
     """
     size = len(steps) if ranks is None else ranks
     made: list[list[Step]] = [[] for _ in range(size)]
@@ -39,7 +39,7 @@ def remade_steps(
 
 
 def _batches(steps: Sequence[Sequence[Step]]) -> Iterator[Batch]:
-    """Steps from one plan to the next, of all ranks; the plan is the first of each."""
+    """Split steps into batches, each from one plan to the next, for all ranks."""
     cut = [list(_cut(of_rank)) for of_rank in steps]
     if len({len(batches) for batches in cut}) > 1 or not cut[0]:
         raise NotUsable(
@@ -106,7 +106,7 @@ def _remade(batch: Batch, size: int, strategy: str) -> Iterator[list[Step]]:
 
 
 class _Template:
-    """A step that all ranks of a batch took, for ranks of any number."""
+    """Step that all ranks of a batch took, for any number of ranks."""
 
     def __init__(self, step: Step, batch: Batch, number: int, rows: Sequence[int]) -> None:
         self.step = step
@@ -124,7 +124,7 @@ class _Template:
             self.seconds = sum(spans) / len(spans)
 
     def _read(self, exchanges: Sequence[Step], rows: Sequence[int]) -> None:
-        """Find how many bytes, or bytes a row, every rank sends to all others."""
+        """Find the bytes, or bytes per row, that every rank sends to all others."""
         sizes = []
         for rank, one in enumerate(exchanges):
             assert isinstance(one, Exchange)
@@ -152,7 +152,7 @@ class _Template:
         )
 
     def on(self, rank: int, rows: Sequence[int], seconds_of_attention: float) -> Step:
-        """The step of a new rank."""
+        """Return the step of a new rank."""
         if isinstance(self.step, Exchange):
             others = [other for other in range(len(rows)) if other != rank]
             sizes = [self.bytes + self.bytes_a_row * count for count in rows]
@@ -177,12 +177,12 @@ def _metadata(fields: Any, size: int, strategy: str) -> list[ContextParallelMeta
 
 
 def _pairs(plan: ContextParallelMetadata) -> int:
-    """Pairs of query and key of a rank under a causal mask."""
+    """Return the query-key pairs of a rank under a causal mask."""
     return int(plan.query_cache_lengths.sum())
 
 
 def _seconds_a_pair(batch: Batch, plans: Sequence[ContextParallelMetadata]) -> float:
-    """Return the seconds of attention for a pair in one layer, from all records of the batch."""
+    """Return the seconds of attention per pair in one layer, from all records of the batch."""
     spans = [
         (step.seconds, _pairs(plan))
         for of_rank, plan in zip(batch, plans, strict=True)

@@ -22,20 +22,20 @@ from .work import SimulatedWork
 
 
 class Run:
-    """Ranks, what they call, and what is wrong with that.
+    """One run: ranks, their calls, and the faults found.
 
     Parameters
     ----------
     size : int
-        Ranks.
+        Number of ranks.
     seed : int
-        Seed of the order in which they run.
+        Seed of the order in which ranks run.
     link : Link
-        What time their messages take.
+        Model of message times.
     buffered_sends : bool
         Whether a send ends without its receive.
     has_values : bool
-        Whether tensors have values, which are moved and watched; sizes alone have none.
+        Whether tensors have values, which are moved and watched; else only sizes.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class Run:
         self._stores: dict[object, SimulatedStore] = {}
         self.num_calls = 0
         self.expected = Collector(lambda: self.rank, size)
-        self.text_of_failure = ""  # what the error of `failure` says
+        self.text_of_failure = ""  # text of the error `failure`
         self._scheduler = Scheduler(seed, self._on_stuck)
         self._watches = [in_flight.Watch() for _ in range(size)]
         self._waiting: dict[int, Waiting] = {}
 
     @property
     def rank(self) -> int:
-        """Rank whose turn it is."""
+        """Running rank."""
         return self._scheduler.current
 
     @property
     def rank_of_failure(self) -> int:
-        """The rank that raised it."""
+        """Rank that raised `failure`."""
         return self._scheduler.failed_rank
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the run, if one did."""
+        """Error that ended the run, or None."""
         return self._scheduler.failure
 
     def execute(
@@ -81,7 +81,7 @@ class Run:
         states: Sequence[RankState],
         limit: float,
     ) -> None:
-        """Run the program on all ranks; `findings` and `failure` say what was wrong."""
+        """Run the program on all ranks; see `findings` and `failure` for the faults."""
 
         def body(rank: int) -> Callable[[], None]:
             def live() -> None:
@@ -99,7 +99,7 @@ class Run:
             self._note(*self.fabric.unmatched())
 
     def begin(self, call: Call) -> dist.Work:
-        """Start a call of the rank whose turn it is."""
+        """Start a call of the running rank."""
         self._scheduler.check()
         watch = self._watches[call.world_rank]
         self.link.pause(call.world_rank)
@@ -120,7 +120,7 @@ class Run:
         return SimulatedWork(call, self._wait, self._poll)
 
     def refute(self, finding: Finding) -> NoReturn:
-        """Note what is wrong, and end the run."""
+        """Record a finding, and end the run."""
         self._note(finding)
         self._scheduler.stop()
         raise Stopped
@@ -131,15 +131,15 @@ class Run:
         raise Stopped
 
     def store_of(self, key: object) -> SimulatedStore:
-        """The store of a name; torch keeps no reference to what is written in Python."""
+        """Return the store of a name; torch keeps no reference to stores written in Python."""
         return self._stores.setdefault(key, SimulatedStore(self))
 
     def is_rank(self) -> bool:
-        """Whether the thread that asks is the rank whose turn it is."""
+        """Tell whether the calling thread is the running rank."""
         return self._scheduler.is_turn()
 
     def block(self, ready: Callable[[], bool], what: str = "a key of the store") -> None:
-        """Wait for something other than a call."""
+        """Wait for an event other than a call."""
         self._scheduler.check()
         rank = self.rank
         self._waiting[rank] = Waiting(site_of_caller(), what)
@@ -147,7 +147,7 @@ class Run:
         del self._waiting[rank]
 
     def give_way(self) -> None:
-        """Let others run: whoever asks for something again and again waits for it."""
+        """Let other ranks run, as repeated polling is a wait."""
         self._scheduler.give_way()
 
     def _wait(self, call: Call) -> None:

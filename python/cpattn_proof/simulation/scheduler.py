@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of which one runs at a time, in an order that a seed decides."""
+"""Ranks as threads; one runs at a time, in an order that a seed decides."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _AFTER_THE_END = 2.0  # seconds for a rank that is asked to end
 
 
 class Stopped(BaseException):
-    """Ends a rank whose simulation is over; programs that catch `Exception` do not catch it."""
+    """Ends a rank when the simulation is over; `except Exception` does not catch it."""
 
 
 class RankState(Protocol):
-    """State that a rank has to itself although all share one process."""
+    """Private state of a rank, although all ranks share one process."""
 
     def enter(self) -> None: ...
     def leave(self) -> None: ...
@@ -37,7 +37,7 @@ class _Rank:
     body: Callable[[], None]
     state: RankState
     gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    ready: Callable[[], bool] | None = None  # of what it waits for; None: it can run
+    ready: Callable[[], bool] | None = None  # condition that it waits for; None: it can run
     thread: threading.Thread | None = None
     over: bool = False
 
@@ -45,15 +45,15 @@ class _Rank:
 class Scheduler:
     """Runs ranks one at a time.
 
-    A rank runs until it waits for something that is not there. With the seed 0 the next one in
-    rank order goes on then; with others any that can, drawn at every call.
+    A rank runs until it must wait. With seed 0, the next rank in rank order then runs; with other
+    seeds, any rank that can run, drawn at every call.
 
     Parameters
     ----------
     seed : int
-        Decides the order; the same seed gives the same one.
+        Seed of the order; equal seeds give equal orders.
     on_stuck : callable
-        Called once nobody can go on; `stop` is what it leads to.
+        Called once no rank can go on; it must lead to `stop`.
     """
 
     def __init__(self, seed: int, on_stuck: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ class Scheduler:
     def run(
         self, bodies: Sequence[Callable[[], None]], states: Sequence[RankState], limit: float
     ) -> None:
-        """Run all to their end, or until something is wrong: then `failure` says what."""
+        """Run all ranks to their end, or until a fault, which `failure` holds."""
         self._ranks = [_Rank(*pair) for pair in zip(bodies, states, strict=True)]
         for number, rank in enumerate(self._ranks):
             rank.thread = _RankThread(
@@ -92,7 +92,7 @@ class Scheduler:
         self._abandon()
 
     def block(self, ready: Callable[[], bool]) -> None:
-        """Wait until `ready`, while others run."""
+        """Wait until `ready`, while other ranks run."""
         self.check()
         if self._random is None and ready():
             return
@@ -102,19 +102,19 @@ class Scheduler:
         rank.ready = None
 
     def offer(self) -> None:
-        """Let another rank go first, if the seed says so."""
+        """Let another rank go first, if the seed selects it."""
         self.check()
         if self._random is not None:
             self._hand_over(self._ranks[self.current])
 
     def give_way(self) -> None:
-        """Let another rank go on, whatever the seed."""
+        """Let another rank go on, for any seed."""
         self.check()
         self._hand_over(self._ranks[self.current])
 
     def check(self) -> None:
-        """Whether whoever calls is the rank whose turn it is, and the simulation goes on."""
-        if self._abandoned:  # of a rank that catches everything, again and again
+        """Check that the caller is the running rank and that the simulation goes on."""
+        if self._abandoned:  # a rank that keeps catching every exception
             threading.Event().wait()
         if not self.is_turn():
             self.stop(
@@ -128,7 +128,7 @@ class Scheduler:
             raise Stopped
 
     def is_turn(self) -> bool:
-        """Whether the thread that asks is the rank whose turn it is."""
+        """Tell whether the calling thread is the running rank."""
         mine = self._ranks[self.current].thread if self._ranks else None
         return threading.current_thread() is mine
 
@@ -138,7 +138,7 @@ class Scheduler:
         self.stopping = True
 
     def is_over(self, number: int) -> bool:
-        """Whether a rank has returned."""
+        """Tell whether a rank has returned."""
         return self._ranks[number].over
 
     def _live(self, number: int) -> None:
@@ -173,7 +173,7 @@ class Scheduler:
             raise Stopped
 
     def _pass_on(self) -> None:
-        """Wake the rank whose turn it is; that may be the one that calls."""
+        """Wake the next rank, which may be the caller."""
         following = self._following()
         if following is None and not all(rank.over for rank in self._ranks):
             self._on_stuck()
@@ -209,7 +209,7 @@ class Scheduler:
         self._interrupt()
 
     def _interrupt(self) -> None:
-        """End the rank that runs, and with it all others, as far as Python can."""
+        """End the running rank, and with it all others, as far as Python can."""
         self.stopping = True
         ended = ctypes.py_object(Stopped)
         for _ in range(len(self._ranks)):
@@ -221,7 +221,7 @@ class Scheduler:
                 return
 
     def _abandon(self) -> None:
-        """Take what a rank has to itself away from one that cannot be ended, as in a call of C."""
+        """Detach the private state of a rank that cannot be ended, as in a call of C."""
         with self._leaving:
             if not self._done.is_set():
                 self._abandoned = True
@@ -229,7 +229,7 @@ class Scheduler:
 
 
 def are_left() -> bool:
-    """Whether ranks go on that could not be ended."""
+    """Tell whether some ranks could not be ended."""
     return any(isinstance(thread, _RankThread) for thread in threading.enumerate())
 
 

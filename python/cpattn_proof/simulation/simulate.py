@@ -36,9 +36,9 @@ SEEDS = (0, 1, 2)
 _RESULTS = (
     "no rank calls cpattn_proof.expect; compared between orders, and by what the program asserts"
 )
-# What of torch and Python is exchanged for a while is there once in a process.
+# The temporary replacements in torch and Python exist once per process.
 _ALONE = threading.Lock()
-# Packages that no process can import twice.
+# Packages that a process cannot import twice.
 _SHARED = ("cpattn", "numpy", "sys", "torch")
 
 
@@ -49,27 +49,27 @@ class Options:
     Attributes
     ----------
     ranks : int
-        1 to 64.
+        Number of ranks, 1 to 64.
     seeds : sequence of int
-        Orders in which ranks run: with 0 each goes on until it waits.
+        Orders in which ranks run; with 0, each runs until it waits.
     time_limit : float
         Seconds for each order.
     buffered_sends : bool
-        Whether a send ends before its receive, as gloo's do while they are small.
+        Whether a send ends before its receive, as small sends of gloo do.
     latency_us, gbps : float
-        Latency and rate of a rank's link: microseconds of a message, 10^9 bits per second.
+        Latency and rate of a rank's link: microseconds per message, 10^9 bits per second.
     trace : path, optional
-        Where the timeline goes, for Perfetto.
+        File for the timeline, for Perfetto.
     html : path, optional
-        Where report and timeline go, as a page.
+        File for a page with report and timeline.
     own_modules : sequence of str
-        Packages that every rank imports for itself, as processes do; others are there once, and
-        their globals are shared by all ranks. `fn` has to import them while it runs.
+        Packages that every rank imports separately, as processes do; all other modules are shared,
+        with their globals. `fn` must import them while it runs.
     cuda_as_cpu : bool, optional
-        Whether the CPU does what is asked of CUDA: tensors, streams, events, devices. None: on a
-        machine without a device, if a rank fails for want of one.
+        Whether the CPU does the work of CUDA: tensors, streams, events, devices. None: on a machine
+        without a device, if a rank fails for lack of one.
     require : sequence of str
-        Ids of invariants without which nothing is proved, see `cpattn_proof.require`.
+        Ids of invariants that must be decided for a proof, see `cpattn_proof.require`.
     """
 
     ranks: int = 8
@@ -134,12 +134,12 @@ def _is_there(name: str) -> bool:
 
 
 class _Exited(NotUsable):
-    """A rank has ended itself by a status."""
+    """A rank has exited with a status."""
 
 
 @dataclass
 class Program:
-    """Program that each rank runs, and what it starts with."""
+    """Program that each rank runs, and its start values."""
 
     name: str
     body: Callable[[ProcessState], Any]
@@ -156,33 +156,33 @@ def simulate(
     backend: str | None = "gloo",
     **options: Any,
 ) -> Report:
-    """Run a function on all ranks at once, and say what is wrong with their calls.
+    """Run a function on all ranks at once, and report faults of their calls.
 
     Parameters
     ----------
     fn : callable
-        What each rank runs; it learns which one it is from `torch.distributed`, or from RANK in the
+        Function that each rank runs; it gets its rank from `torch.distributed`, or from RANK in the
         environment.
     ranks : int
-        How many; 1 to 64.
+        Number of ranks, 1 to 64.
     args : sequence
         Arguments of `fn`, the same objects on all ranks.
     backend : str or None
-        Backend of the group that `fn` finds. None: `fn` calls ``init_process_group``.
+        Backend of the group that exists when `fn` starts. None: `fn` calls ``init_process_group``.
     **options
         Attributes of `Options`: ``seeds``, ``time_limit``, ``buffered_sends``, ``latency_us``,
-        ``gbps``, ``trace``, ``html``, ``own_modules``, ``cuda_as_cpu``,
-        ``require``.
+        ``gbps``, ``trace``, ``html``, ``own_modules``, ``cuda_as_cpu``, ``require``.
 
     Returns
     -------
     Report
-        Its findings are of SEQ, calls that do not fit together, or of OWN, rows that no rank gets.
+        Findings are of SEQ, for calls that do not fit together, or of OWN, for rows without a
+        receiver.
 
     Raises
     ------
     NotUsable
-        The program raises by itself, never communicates, forks, or does not end.
+        If the program itself raises an error, never communicates, forks, or does not end.
 
     Examples
     --------
@@ -219,28 +219,28 @@ def simulate_script(
 ) -> Report:
     """Run a script on all ranks, as `torchrun` would start it.
 
-    Every rank has a ``__main__`` of its own, and modules beside the script of its own.
+    Every rank has its own ``__main__``, and its own modules beside the script.
 
     Parameters
     ----------
     path : path
-        The script.
+        Script to run.
     arguments : sequence of str
         Arguments of the script, the same on all ranks.
     quiet : bool
-        Whether to hide what ranks print. If False, each line has its rank in front.
+        Whether to hide the output of ranks. If False, each line begins with its rank.
     **options
         Attributes of `Options`, as in `simulate`.
 
     Returns
     -------
     Report
-        As of `simulate`.
+        See `simulate`.
 
     Raises
     ------
     NotUsable
-        If there is no such script, it is no Python, or as `simulate` does.
+        If the script is missing or no Python, or for a reason of `simulate`.
 
     Examples
     --------
@@ -286,7 +286,7 @@ def _first_on_path(folder: str) -> Iterator[None]:
 
 
 def judge(program: Program, options: Options) -> Report:
-    """Run a program in all orders; the report of what is wrong."""
+    """Run a program in all orders, and report the faults."""
     if not _ALONE.acquire(blocking=False):
         raise RuntimeError("simulate: there is a simulation in this process already")
     try:
@@ -356,7 +356,7 @@ def _checked(run: Run) -> tuple[str, ...]:
 
 
 def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
-    """Return the finding with how to see it again, if the first order did not show it."""
+    """Return the finding with a way to reproduce it, if the first order did not show it."""
     if seed == options.seeds[0]:
         return finding
     replay = f"--seed {seed} replays it"
@@ -372,7 +372,7 @@ def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
 def _run_once(
     program: Program, options: Options, seed: int, cuda: CudaAsCpu, *, quiet: bool
 ) -> tuple[Run, comparison.Trace]:
-    """One order; again where a rank lacks a device for which the CPU may stand in."""
+    """Run one order; again with the CPU as stand-in if a rank lacks a device."""
     run, results = _run(program, options, seed, cuda, quiet=quiet)
     may_lack_a_device = not isinstance(run.failure, NotUsable) or isinstance(run.failure, _Exited)
     if may_lack_a_device and cuda.should_turn_on(run.failure):
@@ -419,7 +419,7 @@ def _run(
                 if ending.code:
                     raise _Exited(f"simulate: rank {rank} exits with {ending.code}") from None
             except Exception as error:
-                texts[rank] = _message_of(error)  # here, where it is within the limit of time
+                texts[rank] = _message_of(error)  # here, within the time limit
                 raise
 
         try:
@@ -437,7 +437,7 @@ def _environment(rank: int, size: int) -> dict[str, str]:
 
 
 def _check_usable(run: Run) -> None:
-    """Raise why a run cannot be judged; what was found in it holds, however it ended."""
+    """Raise the reason why a run cannot be judged, unless it has findings."""
     if run.findings:
         return
     if isinstance(run.failure, NotUsable):

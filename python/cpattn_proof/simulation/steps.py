@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of ranks in a recorded run, in order: plans, messages, and computation between them."""
+"""Steps of ranks in a recorded run, in order: plans, messages, and computation between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .calls import Site
 
 _POST = "RowExchange.post"
 _MOST_RANKS = 64
-#: Calls whose fields all ranks have to give alike.
+#: Calls whose fields must be equal on all ranks.
 _BATCH = ("extend_lens", "seq_lens", "page_size", "cp_size", "placement", "block_tables", "slots")
 _ALIKE = {
     "ContextParallel.plan": (*_BATCH, "strategy"),
@@ -27,7 +27,7 @@ _ALIKE = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A batch that all ranks have to plan alike; it sends nothing."""
+    """Batch that all ranks must plan alike; it sends nothing."""
 
     KINDS: ClassVar = tuple(_ALIKE)
 
@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Bytes to and from ranks, waited for before what follows."""
+    """Bytes to and from ranks, which later steps wait for."""
 
     name: str
     sends: Mapping[int, int]
@@ -49,7 +49,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Span:
-    """Computation: a call during which nothing was sent, with all calls within it."""
+    """Computation: a call without communication, including all calls within it."""
 
     name: str
     seconds: float
@@ -60,7 +60,7 @@ Step = Planned | Exchange | Span
 
 
 def recorded_steps(capture: Capture) -> list[list[Step]]:
-    """Return the steps of each rank by its number; NotUsable if one is missing or double."""
+    """Return the steps of each rank by number; NotUsable if a rank is missing or comes twice."""
     by_rank: dict[int, list[Step]] = {}
     sizes = set()
     for rank in capture.ranks:
@@ -97,7 +97,7 @@ def recorded_steps(capture: Capture) -> list[list[Step]]:
 
 
 def check_usable(steps: Sequence[Sequence[Step]]) -> None:
-    """Raise where there is nothing that ranks could disagree in."""
+    """Raise NotUsable if the steps have nothing to compare between ranks."""
     if not any(isinstance(step, (Planned, Exchange)) for of_rank in steps for step in of_rank):
         raise NotUsable(
             "simulate_capture: no rank planned or sent anything by a ContextParallel; "
@@ -109,7 +109,7 @@ def _steps_of(calls: Sequence[RecordedCall]) -> list[Step]:
     calls = sorted(calls, key=lambda call: (call.at, -call.seconds))
     posts = [call.at for call in calls if call.name == _POST]
     steps: list[Step] = []
-    computed = float("-inf")  # until when
+    computed = float("-inf")  # end of the computation so far
     for call in calls:
         site = Site(call.file, call.line, call.name.rpartition(".")[2])
         end = call.at + call.seconds
@@ -135,7 +135,7 @@ def _exchange(call: RecordedCall, site: Site) -> Exchange:
 
 
 def _told(value: Any) -> object:
-    """A field as a finding shows it: short lists, or a digest."""
+    """Show a field in a finding: a short list, or a digest."""
     if not isinstance(value, np.ndarray):
         return value
     if value.size <= 16:

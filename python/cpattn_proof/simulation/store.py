@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value store through which processes find each other."""
+"""Key-value store through which processes find each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 
 class Turns(Protocol):
-    """Turns of ranks, of which one runs at a time."""
+    """Interface of the ranks' turns, one rank at a time."""
 
     def block(self, ready: Callable[[], bool], what: str = ...) -> None: ...
     def give_way(self) -> None: ...
@@ -22,12 +22,12 @@ def _bytes(value: str | bytes | Sequence[int]) -> bytes:
 
 
 class SimulatedStore(Store):
-    """One dictionary for all ranks; who asks for what is not there lets others run.
+    """One dictionary for all ranks; asking for a missing key lets other ranks run.
 
     Parameters
     ----------
     turns : Turns
-        Lets others run.
+        Lets other ranks run.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -80,4 +80,4 @@ class SimulatedStore(Store):
             self.set(key, value)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Waits end when nobody can go on."""
+        """Ignore it: waits end when no rank can go on."""

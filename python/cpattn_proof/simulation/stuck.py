@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlocks: why nobody can go on."""
+"""Deadlocks, with the reason why no rank can go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .fabric import Fabric
 
 @dataclass(frozen=True)
 class Waiting:
-    """Line at which a rank waits, and what for."""
+    """Line at which a rank waits, and the event that it waits for."""
 
     site: Site
     what: str
@@ -21,7 +21,7 @@ class Waiting:
 
 
 def finding_of(waiting: Mapping[int, Waiting], over: Sequence[int], fabric: Fabric) -> Finding:
-    """Return the finding that ranks wait: where each does, for what, and why that will not come."""
+    """Return the finding of a deadlock: where each rank waits, for what, and why in vain."""
     awaited = {
         rank: fabric.waits_for(one.call) if one.call else [] for rank, one in waiting.items()
     }
@@ -77,7 +77,7 @@ def _why(
 
 
 def _circle(awaited: Mapping[int, Sequence[int]]) -> list[int]:
-    """Ranks each of which needs the next, and the last of which the first."""
+    """Return ranks in a circle, each of which waits for the next."""
     path = [min(awaited)]
     while following := [other for other in awaited.get(path[-1], ()) if other in awaited]:
         if following[0] in path:

@@ -17,7 +17,7 @@ _TRACKS = {"compute": 0, "wait": 0, "transfer": 1}
 
 
 def counts_of(run: Run) -> dict[str, Any]:
-    """Calls and bytes by name and rank, and the predicted time."""
+    """Return calls and bytes by name and rank, and the predicted time."""
     calls: dict[str, list[int]] = defaultdict(lambda: [0] * run.size)
     sent: dict[str, list[int]] = defaultdict(lambda: [0] * run.size)
     for rank, history in enumerate(run.fabric.history):
@@ -34,7 +34,7 @@ def counts_of(run: Run) -> dict[str, Any]:
 
 
 def write_trace(link: Link, path: str | os.PathLike[str]) -> None:
-    """The timeline in the format of Chrome's trace viewer: two tracks of each rank."""
+    """Write the timeline in the format of Chrome's trace viewer, with two tracks per rank."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}}
         for rank in range(link.size)
@@ -61,7 +61,7 @@ def write_trace(link: Link, path: str | os.PathLike[str]) -> None:
 
 
 def write_page(report: Report, link: Link, path: str | os.PathLike[str]) -> None:
-    """The report and the timeline as a page."""
+    """Write report and timeline as a page."""
     from ..page import Stretch, write_html
 
     names = ("rank", "name", "begin", "end", "kind", "place")

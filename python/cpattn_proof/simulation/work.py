@@ -13,24 +13,24 @@ from .calls import Call
 
 
 class SimulatedWork(dist.Work):
-    """The handle of a call.
+    """Handle of a call in flight.
 
     Parameters
     ----------
     call : Call
         The call.
     wait : callable
-        Returns once the call is complete and its outputs are there.
+        Returns once the call is complete and its outputs are filled.
     poll : callable
-        Tells whether that is so, after others had a turn.
+        Tells whether the call is complete, after other ranks had a turn.
     """
 
-    #: A wait ends by Ctrl-C, and only in the thread of the rank.
+    #: Ctrl-C ends a wait, but only in the thread of the rank.
     waits_in_own_thread = True
 
     def __init__(self, call: Call, wait: Callable[[Call], None], poll: Callable[[Call], bool]):
         super().__init__()
-        self._outputs = call.outputs  # which the call itself lets go of
+        self._outputs = call.outputs  # the call itself drops them
         self._call, self._wait, self._poll = call, wait, poll
 
     def wait(self, timeout: Any = None) -> bool:
@@ -54,13 +54,13 @@ class SimulatedWork(dist.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """The rank of the group that a message came from."""
+        """Return the rank of the group that sent a message."""
         return self._call.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done: C++ waits for one without letting others run."""
+        """Return a finished future: C++ waits for one without letting other ranks run."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.result())
         return future
