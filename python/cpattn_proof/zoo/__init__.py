@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs of real engines and libraries, rebuilt small, that the tools of this package refute.
+"""Small rebuilds of bugs of engines and libraries, which the tools of this package refute.
 
     cpattn zoo
 
-``entry`` says what a bug here is, ``registry`` finds them: a module in ``lint``, ``simulate`` or
-``conform`` has a list ``ENTRIES``, and needs no line elsewhere.
+``entry`` describes a bug, ``registry`` finds them: each module in ``lint``, ``simulate`` or
+``conform`` has a list ``ENTRIES``, and needs no other registration.
 """
 
 from .entry import TOOLS, Outcome, ZooEntry, visit

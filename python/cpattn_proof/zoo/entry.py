@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bug in the zoo, and what became of it."""
+"""Bug in the zoo, and the result of the tools on it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ TOOLS = ("lint", "simulate", "conform")
 
 @dataclass(frozen=True)
 class Shipped:
-    """Verdict of the same tool on the code of a release itself, run as it was published.
+    """Verdict of the same tool on the published code of a release.
 
     Attributes
     ----------
     release : str
         Name and version, such as ``"sglang 0.5.23"``.
     ran : str
-        The part of it that was run.
+        Part of the release that was run.
     says : str
-        The finding, or its beginning where figures follow.
+        Finding, or its beginning if figures follow.
     mend : str
-        The change with which it is proved.
+        Change that makes the tool prove it.
     test : str
-        The test that runs it and compares what is said, a path in the repository.
+        Test that runs it and compares the finding, a path in the repository.
     """
 
     release: str
@@ -41,24 +41,24 @@ class Shipped:
 
 @dataclass(frozen=True)
 class ZooEntry:
-    """A bug of somebody's context-parallel code, rebuilt in a few lines of our own.
+    """Bug of context-parallel code of others, rebuilt in a few lines of our own.
 
     Attributes
     ----------
     bug : str
         Repository and number, as ``"vllm-project/vllm#48003"``; one name for each entry of a tool.
     link : str
-        Where it was reported.
+        Address of the report.
     tool : str
-        What refutes it, one of `TOOLS`.
+        Tool that refutes it, one of `TOOLS`.
     invariant : str
-        The id that the tool names.
+        Id that the tool names.
     story : str
-        What broke, in one sentence.
+        The bug in one sentence.
     broken, mended : callables without arguments
         Run the tool on the bug, and on the same code without it; each returns a `Report`.
     shipped : Shipped, optional
-        Where the code of a release was run, too.
+        Verdict on the code of a release, if it was run, too.
     """
 
     bug: str
@@ -82,7 +82,7 @@ class ZooEntry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of the tool on an entry.
+    """Result of the tool on an entry.
 
     Attributes
     ----------
@@ -91,11 +91,11 @@ class Outcome:
     refuted : bool
         Whether a finding on the broken code has the entry's id.
     proved : bool
-        Whether the mended code has no finding, and the invariant was among those decided.
+        Whether the mended code has no finding and the invariant was decided.
     says : str
-        The finding with the id; else the first one, or that there is none.
+        Finding with the id; else the first finding, or a note that there is none.
     seconds : float
-        What both runs took.
+        Time of both runs.
     """
 
     entry: ZooEntry
@@ -106,7 +106,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether the tool tells the broken code from the mended one."""
+        """Whether the tool distinguishes the broken code from the mended code."""
         return self.refuted and self.proved
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Outcome:
 
 
 def visit(entry: ZooEntry) -> Outcome:
-    """Run the tool of an entry on what is broken, and on what is mended."""
+    """Run the tool of an entry on the broken and on the mended code."""
     begin = time.perf_counter()
     broken, mended = entry.broken(), entry.mended()
     named = [found for found in broken.findings if found.invariant == entry.invariant]

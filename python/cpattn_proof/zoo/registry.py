@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the bugs of the zoo: every module in the folder of a tool has some."""
+"""Finds the bugs of the zoo in all modules in the folders of the tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def all_entries(tools: Sequence[str] = TOOLS) -> tuple[ZooEntry, ...]:
     """Collect ``ENTRIES`` of the modules in the folders of tools beside this one.
 
     Only these modules are imported: those of ``lint`` need neither torch nor hypothesis. A tool
-    without such a folder has none; two entries of one name and tool are refused.
+    without a folder has no entries; two entries with the same name and tool are refused.
     """
     entries: list[ZooEntry] = []
     for tool in tools:

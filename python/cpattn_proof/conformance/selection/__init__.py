@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that select keys for sparse attention, tried on scores.
+"""Trials of operators that select keys for sparse attention.
 
-``signatures``   how they are called
-``cases``        scores at every edge, and any by Hypothesis; what calls can say
-``rows``         what is right: any order, any choice among equal scores
-``faults``       the wrong ways that have names
-``trials``       results beside scores, for the parent to run and to diagnose
+``signatures``   calling conventions
+``cases``        scores: all edges, and more by Hypothesis; abilities of calls
+``rows``         correct results: any order, any choice among equal scores
+``faults``       the faults with names
+``trials``       results with their scores, for the parent to run and to diagnose
 """
 
 from .cases import SelectionFeatures

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores to select keys by: what they are, and the numbers."""
+"""Scores for key selection: description and numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..numbers import Array
 VALUES = ("normal", "ties", "equal", "rising", "falling")
 EXTREMES = ("low", "-inf", "nan")
 _LOW = -65_600  # below any number of float16
-_HIDDEN = 0.9  # of the scores, that are -inf or NaN
+_HIDDEN = 0.9  # fraction of the scores that are -inf or NaN
 _SPARE_COLUMNS = 3
 _NEAR = 2.0**-18  # between scores that share the first bits
-_HIGH = 1e30  # what nobody may select, and everybody would
+_HIGH = 1e30  # must not be selected, but is larger than all others
 _LENGTHS = (0, 1, 2, 3, 7, 8, 9, 31, 32, 33, 64, 100, 255, 257)
 _TOPKS = (1, 2, 4, 8, 32, 64)
 _LONG, _LONGEST = 5000, 20_000
@@ -26,7 +26,7 @@ _LONG, _LONGEST = 5000, 20_000
 
 @dataclass(frozen=True)
 class SelectionFeatures:
-    """Cases that calls of a signature can express; no others are made.
+    """Cases that calls of a signature can express; others are not made.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class SelectionFeatures:
     nan : bool
         Scores of candidates that are NaN, which count as -inf.
     ranks : bool
-        Keys that are dealt out to ranks.
+        Keys that are distributed over ranks.
     """
 
     starts: bool = False
@@ -61,16 +61,16 @@ class SelectionCase(Told):
     lengths : tuple of int
         Candidates of each row.
     topk : int
-        How many are selected of them.
+        Number of selected candidates.
     starts : tuple of int
-        The first candidate of each row; empty where all begin at 0.
+        First candidate of each row; empty if all begin at 0.
     values : {"normal", "ties", "equal", "rising", "falling", "low", "-inf", "nan"}
-        Scores far from each other; of four values; of one; and close to each other, in order;
-        below the numbers of float16; or most of them -inf, or NaN, which counts as -inf.
+        Scores far from each other; of four values; of one; close to each other, in order; below the
+        numbers of float16; or mostly -inf or NaN, which counts as -inf.
     high : bool
         Whether scores outside of a row's candidates are larger than all of theirs.
     ranks, interleave : int
-        Ranks that keys are dealt out to, so many in a row to each.
+        Number of ranks with shares of the keys, and consecutive keys per rank.
     """
 
     lengths: tuple[int, ...] = (8,)
@@ -89,12 +89,12 @@ class SelectionCase(Told):
 
     @property
     def first_columns(self) -> tuple[int, ...]:
-        """Returns `starts`, of each row."""
+        """Return `starts` for each row."""
         return self.starts or (0,) * len(self.lengths)
 
 
 def make_scores(case: SelectionCase, *, shared: bool = False) -> Array:
-    """Scores [rows, columns], float32; `shared`: all rows have the same ones."""
+    """Return scores [rows, columns], float32; `shared`: all rows have the same ones."""
     rng = np.random.default_rng(case.seed)
     ends = [start + n for start, n in zip(case.first_columns, case.lengths, strict=True)]
     rows, columns = len(case.lengths), max(ends) + _SPARE_COLUMNS
@@ -123,24 +123,24 @@ def make_scores(case: SelectionCase, *, shared: bool = False) -> Array:
 
 
 def candidates_of(case: SelectionCase, scores: Array) -> list[Array]:
-    """The scores of each row's candidates, -inf for NaN."""
+    """Return the scores of each row's candidates, -inf for NaN."""
     rows = zip(scores, case.first_columns, case.lengths, strict=True)
     return [compared(row[start : start + n]) for row, start, n in rows]
 
 
 def compared(scores: Array) -> Array:
-    """Returns scores as they count: -inf for NaN."""
+    """Return scores as they count: -inf for NaN."""
     return np.where(np.isnan(scores), -np.inf, scores)
 
 
 def values_of(features: SelectionFeatures) -> tuple[str, ...]:
-    """Kinds of scores that a signature can say."""
+    """Return the kinds of scores that a signature can express."""
     can = (features.low, features.low, features.nan)
     return (*VALUES, *(values for values, yes in zip(EXTREMES, can, strict=True) if yes))
 
 
 def edge_cases(features: SelectionFeatures) -> Iterator[SelectionCase]:
-    """A case for each thing that can go wrong alone, small ones first."""
+    """Return a case for each thing that can go wrong alone, small ones first."""
     ranks = 2 if features.ranks else 1
     small = SelectionCase((9,), 4, ranks=ranks)
     batch = SelectionCase((40, 17, 33), 8, ranks=ranks)
@@ -174,7 +174,7 @@ def edge_cases(features: SelectionFeatures) -> Iterator[SelectionCase]:
 def cases(
     draw: st.DrawFn, features: SelectionFeatures, like: SelectionCase | None = None
 ) -> SelectionCase:
-    """Any case that a signature can say; or of the kind of another, and as long."""
+    """Draw any case that a signature can express; or one like another, and as long."""
     topk = draw(st.sampled_from(_TOPKS))
     length, values = st.sampled_from((*_LENGTHS, topk - 1, topk, topk + 1)), values_of(features)
     if like is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faults of selections that have a name, and what an operator with one may select of a row."""
+"""Named faults of selections, and the possible selections from a row with each."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .rows import Row, is_best, is_topk
 
 
 class Way(NamedTuple):
-    """A way to select: a switch that a fault turns, its option, and whether a row may be so."""
+    """Wrong way to select: switch of the fault, its option, and a test of a row."""
 
     switch: str
     option: Any
     permits: Callable[[Row, Any], bool]
 
 
-#: One may select each row in any of the ways.
+#: Wrong ways; an operator may select each row in any of them.
 Oracle = tuple[Way, ...]
 
 RIGHT: Oracle = (Way("", None, lambda row, _: row.is_right),)
 
 
 def _ways(switch: str, permits: Callable[[Row, Any], bool], *options: Any) -> tuple[Oracle, ...]:
-    """Makes an oracle of each option."""
+    """Make an oracle of each option."""
     return tuple((Way(switch, option, permits),) for option in options)
 
 
@@ -39,7 +39,7 @@ def _confused(row: Row, _: str) -> bool:
 
 
 def _filled(row: Row, _: str) -> bool:
-    """All candidates are there, and something else than -1 behind them."""
+    """Test whether all candidates are there, followed by something else than -1."""
     if row.count == row.topk:
         return row.is_right
     whole = len(row.chosen) == row.topk and is_best(row.chosen[: row.count], row.scores)
@@ -47,13 +47,13 @@ def _filled(row: Row, _: str) -> bool:
 
 
 def _gaps(row: Row, _: str) -> bool:
-    """All candidates are there, and -1 anywhere."""
+    """Test whether all candidates are there, with -1 at any place."""
     whole = len(row.chosen) == row.topk and len(row.selected) == row.count
     return whole and is_best(row.selected, row.scores)
 
 
 def _lost(row: Row, kinds: tuple[str, ...]) -> bool:
-    """Candidates whose score is -inf, or NaN, are missing, and nothing else."""
+    """Test whether only candidates with score -inf or NaN are missing."""
     finite = int(np.isfinite(row.scores).sum())
     if row.values not in kinds or finite >= row.count:
         return row.is_right
@@ -61,7 +61,7 @@ def _lost(row: Row, kinds: tuple[str, ...]) -> bool:
 
 
 def _other_count(row: Row, count: int | str) -> bool:
-    """The best are there, so many of them, in a tensor of any width."""
+    """Test whether exactly so many of the best are there, in a tensor of any width."""
     relative = {"one less": -1, "as many": 0, "one more": 1}
     wanted = count if isinstance(count, int) else row.topk + relative[count]
     count = min(wanted, len(row.scores))
@@ -69,14 +69,14 @@ def _other_count(row: Row, count: int | str) -> bool:
 
 
 def _twice(row: Row, _: str) -> bool:
-    """Some candidates are there again, which may not come up where there are no ties."""
+    """Test whether some candidates come again, which may need ties to show."""
     chosen = row.selected
     inside = ((chosen >= 0) & (chosen < len(row.scores))).all() and len(chosen) <= row.count
     return row.is_right or bool(inside and len(np.unique(chosen)) < len(chosen))
 
 
 def _smallest(row: Row, nan: str) -> bool:
-    """NaN is the smallest, or remains so when signs are turned."""
+    """Test whether NaN counts as the smallest, also with signs turned."""
     turned = -row.scores if nan == "NaN first" else compared(-row.columns[: len(row.scores)])
     return is_topk(row.chosen, turned, row.topk)
 
@@ -87,7 +87,7 @@ def _rounded(row: Row, dtype: str) -> bool:
 
 
 def _by_part(row: Row, parts: tuple[int, str]) -> bool:
-    """The best are there of each part of the keys, consecutive or dealt out in turn."""
+    """Test whether the best of each part of the keys are there, consecutive or in turn."""
     count, order = parts
     share, place, chosen = row.topk // count, np.arange(len(row.scores)), row.selected
     if not share:
@@ -101,7 +101,7 @@ def _by_part(row: Row, parts: tuple[int, str]) -> bool:
 
 
 def _is_best_of(chosen: Array, own: Array, scores: Array, share: int) -> bool:
-    """Whether what is selected of some keys is the best `share` of them."""
+    """Tell whether the selection from some keys is the best `share` of them."""
     mine = np.searchsorted(own, chosen[np.isin(chosen, own)])
     return len(mine) == min(share, len(own)) and is_best(mine, scores[own])
 
@@ -112,19 +112,19 @@ def _of_another_row(row: Row, order: str) -> bool:
 
 
 def _to(row: Row, end: str) -> bool:
-    """Columns behind the last candidate are candidates, too, with the scores that they have."""
+    """Test whether columns after the last candidate count, with their scores."""
     last = {"last column": None, "longest row": max(map(len, row.every))}
     stop = last[end] if end in last else len(row.scores) + 1
     return is_topk(row.chosen, compared(row.columns[:stop]), row.topk)
 
 
 def _hidden(row: Row, _: str) -> bool:
-    """Columns behind the last candidate have a low score, which is above extreme ones."""
+    """Test whether columns after the last candidate have a low score, above extreme ones."""
     beyond = row.values in EXTREMES and bool((row.chosen >= len(row.scores)).any())
     return row.is_right or beyond
 
 
-#: By name. Where several explain the same rows, the first does.
+#: By name. If several explain the same rows, the first counts.
 SELECTION_FAULTS = {
     name: Fault(name, "TOPK", means, advice, oracles)
     for name, means, advice, oracles in (

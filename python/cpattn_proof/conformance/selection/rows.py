@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row with what an operator selected of it, and whether that is right.
+"""A row with an operator's selection, and whether the selection is correct.
 
-Any order and any choice among equal scores is right: a row must have the -1 behind the others, and
-as its selected scores those of its best candidates.
+Any order and any choice among equal scores is correct: a row must have -1 only at its end, and its
+selected scores must be those of its best candidates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..numbers import Array
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A row of a case, and what was selected of it.
+    """Row of a case, and the selection from it.
 
     Attributes
     ----------
@@ -24,12 +24,12 @@ class Row:
     confused : [topk] or None
         `SelectionAnswer.if_confused`.
     columns : [length and more]
-        Scores from the first candidate to the last column, as they are.
+        Scores from the first candidate to the last column, unchanged.
     topk, index : int
     values : str
         `SelectionCase.values`.
     every : list
-        The scores of the candidates of all rows, -inf for NaN.
+        Scores of the candidates of all rows, -inf for NaN.
     """
 
     chosen: Array
@@ -47,12 +47,12 @@ class Row:
 
     @property
     def count(self) -> int:
-        """Number of keys that are to be selected."""
+        """Number of keys to select."""
         return min(self.topk, len(self.scores))
 
     @property
     def selected(self) -> Array:
-        """All but padding."""
+        """Selected keys, without padding."""
         return self.chosen[self.chosen != -1]
 
     @property
@@ -61,7 +61,7 @@ class Row:
 
 
 def is_topk(chosen: Array, scores: Array, topk: int) -> bool:
-    """Whether a row is the top-k of its candidates."""
+    """Tell whether a row is the top-k of its candidates."""
     count = min(topk, len(scores))
     if len(chosen) != topk or (chosen[count:] != -1).any():
         return False
@@ -69,7 +69,7 @@ def is_topk(chosen: Array, scores: Array, topk: int) -> bool:
 
 
 def is_best(chosen: Array, scores: Array) -> bool:
-    """Whether positions are different ones of the candidates, and none left is better."""
+    """Tell whether positions are distinct candidates, and no other candidate is better."""
     inside = ((chosen >= 0) & (chosen < len(scores))).all()
     if not inside or len(np.unique(chosen)) != len(chosen):
         return False

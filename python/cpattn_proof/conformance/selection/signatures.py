@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures of operators that select keys: of scores, of an indexer, and of a rank."""
+"""Signatures of operators that select keys: from scores, from an indexer, and on a rank."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DIM, _HEADS = 32, 2
 
 
 class SelectionAnswer(NamedTuple):
-    """A selection, in one form.
+    """Selection in a standard form.
 
     Attributes
     ----------
     indices : tensor [rows, topk] of integers
-        Positions among the candidates of a row, in any order; -1 behind the last.
+        Positions among the candidates of a row, in any order; -1 after the last.
     if_confused : tensor [rows, topk], optional
-        What `indices` would be if the operator had taken positions of a sequence for those of
-        a part of it, or the other way round.
+        `indices` under the assumption that the operator confuses positions of a sequence with those
+        of a part of it.
     """
 
     indices: Any
@@ -38,12 +38,12 @@ class SelectionAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectionSignature:
-    """Signature of operators that select keys: how to call one and read its answer.
+    """Signature of operators that select keys: calls one and reads its answer.
 
     Attributes
     ----------
     name : str
-        Name that `conform` is given.
+        Name for `conform`.
     features : SelectionFeatures
     call : function of the operator, a case and a device, which returns a `SelectionAnswer`
     shared : bool
@@ -57,7 +57,7 @@ class SelectionSignature:
     kind: ClassVar[Kind] = SELECTION
 
     def answer(self, fn: Any, case: Any, device: str) -> Result:
-        """Call an operator on a case, and look at the form of what it returns."""
+        """Call an operator on a case, and check the form of its result."""
         indices, confused = self.call(fn, case, device)
         form = (len(case.lengths), case.topk)
         return Result(
@@ -67,7 +67,7 @@ class SelectionSignature:
 
 
 def integers_of(x: Any, rows: int, topk: int) -> Array:
-    """int64, of a torch or NumPy tensor of integers; another number of columns is for the judge."""
+    """Return a torch or NumPy tensor of integers as int64; the judge checks its columns."""
     found = x.detach().cpu().numpy() if hasattr(x, "detach") else x
     is_array = isinstance(found, np.ndarray)
     if not is_array or found.dtype.kind not in "iu" or found.ndim != 2 or len(found) != rows:
@@ -83,14 +83,14 @@ def _tensor(x: Array, device: str) -> Any:
 
 
 def _among_candidates(indices: Any, case: SelectionCase) -> SelectionAnswer:
-    """The answer, and what it would be if it had columns."""
+    """Return the answer, and its meaning if it had columns."""
     found = integers_of(indices, len(case.lengths), case.topk)
     starts = np.asarray(case.first_columns)[:, None]
     return SelectionAnswer(found, np.where(found < 0, found, found - starts))
 
 
 def _call_topk(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
-    """``fn(scores, lengths, topk)``, and ``row_starts=`` where rows do not begin at 0."""
+    """Call ``fn(scores, lengths, topk)``, with ``row_starts=`` if rows do not begin at 0."""
     lengths = _tensor(np.asarray(case.lengths, np.int32), device)
     options = {}
     if case.starts:
@@ -100,12 +100,12 @@ def _call_topk(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
 
 
 def _call_indexer(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
-    """``fn(q, k, weights, ks, ke, topk=)``; a head has the score, and the other none."""
+    """Call ``fn(q, k, weights, ks, ke, topk=)``; one head has the score, the other none."""
     rows, scores = len(case.lengths), make_scores(case, shared=True)[0]
     q = np.zeros((rows, _HEADS, _DIM), np.float32)
     q[:, 0, 3] = q[:, 1, 5] = 1
     k = np.zeros((len(scores), _DIM), np.float32)
-    k[:, 3], k[:, 5] = scores, -1  # of which relu leaves nothing
+    k[:, 3], k[:, 5] = scores, -1  # relu turns these into 0
     weights = np.ones((rows, _HEADS), np.float32)
     starts = np.asarray(case.first_columns, np.int32)
     ends = starts + np.asarray(case.lengths, np.int32)
@@ -114,10 +114,10 @@ def _call_indexer(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
 
 
 def _call_ranks(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
-    """``fn(indices, dcp_rank=, dcp_size=, interleave_size=)`` of each rank: all of them together.
+    """Call ``fn(indices, dcp_rank=, dcp_size=, interleave_size=)`` for each rank, and join results.
 
-    It gets the top-k of a sequence, and returns the places of those that the rank has, among the
-    keys of the rank.
+    The operator gets the top-k of a sequence, and returns the places of the rank's own indices
+    among the keys of the rank.
     """
     chosen = np.full((len(case.lengths), case.topk), -1, np.int32)
     for row, own in zip(chosen, candidates_of(case, make_scores(case)), strict=True):
@@ -143,7 +143,7 @@ def _call_ranks(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
 
 
 def _together(parts: list[Array], topk: int) -> Array:
-    """Joins what ranks selected, by row, -1 behind the last; wider than `topk` if it is more."""
+    """Join selections of ranks by row, -1 after the last; wider than `topk` if needed."""
     rows = [np.concatenate(row) for row in zip(*parts, strict=True)]
     found = [row[row != -1] for row in rows]
     width = max(topk, *(len(row) for row in found))
@@ -165,5 +165,5 @@ _SIGNATURES = (
     ),
 )  # fmt: skip
 
-#: Signatures by the names that `conform` takes.
+#: Signatures by their names in `conform`.
 SELECTION_SIGNATURES = MappingProxyType({signature.name: signature for signature in _SIGNATURES})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selections tried, each held against the scores."""
+"""Trials of selections, each compared with the scores."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .cases import SelectionCase, candidates_of, cases, edge_cases, make_scores
 from .faults import RIGHT, SELECTION_FAULTS, Oracle
 from .rows import Row
 
-_CROWDED = 1024  # candidates that a bucket of any sensible size has room for
+_CROWDED = 1024  # candidates that fit into a bucket of any sensible size
 
 
 @dataclass(frozen=True, eq=False)
 class SelectionTrial(Trial):
-    """A result of a selection; `shared`: all rows have the same scores."""
+    """Result of a selection; `shared`: all rows have the same scores."""
 
     shared: bool = False
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Each of the case, of an operator that answered."""
+        """Rows of the case, for an operator that answered."""
         case, indices, confused = self.case, self.result.indices, self.result.if_confused
         assert indices is not None
         scores = make_scores(case, shared=self.shared)
@@ -41,7 +41,7 @@ class SelectionTrial(Trial):
 
     @cached_property
     def wrong_rows(self) -> list[Row]:
-        """Rows of an answer that are not right."""
+        """Wrong rows of an answer."""
         return [row for row in self.rows if not row.is_right]
 
     @cached_property
@@ -55,7 +55,7 @@ class SelectionTrial(Trial):
         return all(any(way.permits(row, way.option) for way in oracle) for row in self.rows)
 
     def picture(self) -> str:
-        """Shows what is selected of the first wrong row, and what is missing."""
+        """Draw the selection from the first wrong row, and the missing keys."""
         if self.verdict != "wrong":
             return super().picture()
         row = self.wrong_rows[0]
@@ -75,9 +75,9 @@ class SelectionTrial(Trial):
 
 
 def _rule(wrong: Sequence[SelectionTrial], right: Sequence[SelectionTrial]) -> str:
-    """Tells many candidates that go wrong where they are close, and only there.
+    """Name the fault of many candidates that go wrong only if their scores are close.
 
-    Close scores are equal in 16 bits, so that an oracle of such scores explains too much.
+    Close scores are equal in 16 bits, so an oracle with such scores explains too much.
     """
     apart = {t.case.lengths for t in right if t.case.values == "normal"}
     few = {t.case.values for t in right if not _is_crowded(t.case)}
@@ -88,7 +88,7 @@ def _rule(wrong: Sequence[SelectionTrial], right: Sequence[SelectionTrial]) -> s
 
 
 def _is_crowded(case: SelectionCase) -> bool:
-    """Whether so many candidates are so close that a bucket may be too small for them."""
+    """Tell whether so many candidates are so close that a bucket may be too small for them."""
     return case.values != "normal" and max(case.lengths) > _CROWDED
 
 

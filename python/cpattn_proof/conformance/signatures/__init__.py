@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signatures of attention operators, a module for each library that has one.
 
-``signature``   what one is, for adapters of your own
+``signature``   their interface, for your own adapters
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .signature import Answer, Signature
 
 __all__ = ["SIGNATURES", "Answer", "Features", "Signature"]
 
-#: Signatures by the names that `conform` takes.
+#: Signatures by their names in `conform`.
 SIGNATURES = MappingProxyType(
     {
         signature.name: signature

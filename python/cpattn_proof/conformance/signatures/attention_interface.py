@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention functions of transformers: ``fn(module, query, key, value, attention_mask, scaling)``.
 
-Their masks are added to scores and hide by the smallest finite number, under which a row without
-keys is a mean of all of them: such rows are not tried.
+Their masks are added to scores and hide keys by the smallest finite number, which makes a row
+without keys the mean of all keys: such rows are not tried.
 """
 
 from __future__ import annotations

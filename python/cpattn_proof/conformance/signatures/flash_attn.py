@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash-attn: `flash_attn_varlen_func` and `flash_attn_with_kvcache`.
 
-Arguments that are at their defaults are left out. The log-sum-exp of a row without keys may be
-either infinity, as releases differ. With ALiBi it is not looked at: where a causal mask is the only
-one, kernels of flash-attn count distances from the first key, which outputs do not show.
+Arguments with default values are left out. The log-sum-exp of a row without keys may be either
+infinity, as releases differ. It is not checked with ALiBi: if the only mask is causal, flash-attn
+counts distances from the first key, which outputs do not show.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _options(tensors: Tensors) -> dict[str, Any]:
 
 
 def _natural(lse: Any) -> Any:
-    """[batch, heads, rows] or [heads, rows]; -inf where +inf says that there is no key."""
+    """Return [batch, heads, rows] or [heads, rows], with -inf if +inf marks a row without keys."""
     if lse is None:
         return None
     return lse.masked_fill(lse == float("inf"), float("-inf")).transpose(-1, -2)

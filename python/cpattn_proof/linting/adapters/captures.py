@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded runs: a document for each batch that all ranks planned, with what they sent.
+"""Recorded runs: a document for each batch that all ranks planned, with their messages.
 
-Of vLLM's GPU worker these are the segments of prefill context parallelism, and the local lengths
-and block tables of decode context parallelism.
+For vLLM's GPU worker they have segments of prefill context parallelism, and local lengths and block
+tables of decode context parallelism.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _STEP = "GPUModelRunner.prepare_attn"
 def from_capture(capture: Capture) -> list[dict[str, Any]]:
     """Make a document of each batch in the captures of all ranks of a `ContextParallel`.
 
-    Where there is none, but ranks of vLLM's ``PCPManager`` laid batches out, of each of these, with
-    the segments of a rank from its own record; and of each step of decode context parallelism, with
-    the local lengths and block tables of each rank. Ranks of tensor parallelism, which have the
-    same rank of context parallelism, give documents of their own.
+    Without a `ContextParallel`, each batch that ranks of vLLM's ``PCPManager`` laid out gives a
+    document, with the segments of each rank from its own record; and so does each step of decode
+    context parallelism, with the local lengths and block tables of each rank. Tensor-parallel ranks
+    with the same context-parallel rank give separate documents.
 
     Parameters
     ----------
     capture : Capture
-        Of `cpattn_proof.read_captures`.
+        Result of `cpattn_proof.read_captures`.
 
     Returns
     -------
     list of dict
-        Documents of the schema `SCHEMA`: rows, tables, slots and, in their order, what ranks sent
+        Documents of the schema `SCHEMA`: rows, tables, slots and, in order, the messages of ranks
         until the next batch was planned.
 
     Raises
     ------
     NotUsable
-        If no batch was planned by `ContextParallel.plan`, a rank is missing, or the ranks planned
-        unequal numbers of batches, or laid out batches of other lengths.
+        If no batch was planned by `ContextParallel.plan`, a rank is missing, or ranks planned
+        different numbers of batches, or laid out batches of different lengths.
     """
     layouts, shares = capture.of(_LAYOUT), list(_shares(capture))
     if not capture.of(*_BATCHES) and (layouts or shares):
@@ -72,7 +72,7 @@ def from_capture(capture: Capture) -> list[dict[str, Any]]:
 
 
 def _laid_out(layouts: list[RecordedCall]) -> list[dict[str, Any]]:
-    """Documents of what vLLM's ranks laid out, for each set of ranks of context parallelism."""
+    """Return documents of vLLM's layouts, for each set of context-parallel ranks."""
     if not layouts:
         return []
     processes: dict[int, list[RecordedCall]] = {}
@@ -130,7 +130,7 @@ def _layout(calls: tuple[RecordedCall, ...]) -> dict[str, Any]:
 
 
 def _shares(capture: Capture) -> Iterator[RecordedCall]:
-    """Each step of DCP, once for each cache that is shared out, with its block tables."""
+    """Return each step of DCP, once for each sharded cache, with its block tables."""
     for rank in capture.ranks:
         tables: dict[str, Any] = {}
         blocks: dict[int, list[list[int]]] = {}  # by request, for each cache
@@ -166,7 +166,7 @@ def _shares(capture: Capture) -> Iterator[RecordedCall]:
 
 
 def _steps(capture: Capture, rank: int) -> Iterator[tuple[RecordedCall, list[RecordedCall]]]:
-    """Each batch of a rank, and what was posted until the next."""
+    """Return each batch of a rank, and its messages until the next."""
     batch: RecordedCall | None = None
     posts: list[RecordedCall] = []
     for call in capture.calls:
@@ -229,7 +229,7 @@ def _document(
 def _loads(
     of_ranks: tuple[tuple[RecordedCall, list[RecordedCall]], ...], batch: tuple[Ints, Ints]
 ) -> str:
-    """Pairs of query and key of causal attention, and keys that ranks hold: most to the mean."""
+    """Return the largest load over the mean, for query-key pairs and for kept keys."""
     fields = [call.fields for call, _ in of_ranks]
     loads = {"keys": [one["held_keys"] for one in fields]}
     if "local_q_indices" in fields[0]:
@@ -258,7 +258,7 @@ def _rank(
 
 
 def _messages(post: RecordedCall) -> Iterator[dict[str, Any]]:
-    """Bytes to and from each rank; empty tensors do not travel."""
+    """Return the bytes to and from each rank; empty tensors do not travel."""
     for kind, peers in (("recv", post.fields["receives"]), ("send", post.fields["sends"])):
         for peer, size in peers.items():
             if size:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel metadata of all ranks: cpattn's own, and sglang's with the same names.
+"""Context-parallel metadata of all ranks: cpattn's own, or sglang's with the same names.
 
-Fields that an object has not, or that are None, are left out: what they say is not checked.
+Missing fields, and fields that are None, are left out and not checked.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def from_metadata(
     metadata : sequence of objects
         `ContextParallelMetadata`, or sglang's objects of the same fields.
     extend_lens, prefix_lens : ints [bs]
-        New and cached tokens of each sequence; without the latter none are cached.
+        New and cached tokens of each sequence. Default of the latter: none are cached.
     causal : bool
-        Whether attention is called with a causal mask; without it a query may see its sequence.
+        Whether attention has a causal mask; without it a query may see its whole sequence.
     window : int or pair, optional
-        Keys before its own that a query may see, or before and behind, which is also what attention
-        is called with: of `do_cp_attn_fia`, whose rows stand where the metadata has them. Where
-        calls pass another window, or none, write it into ``segments`` of the document.
+        Number of visible keys before a query's own, or before and behind; attention gets the same
+        window. Rows are placed as in `do_cp_attn_fia`, where the metadata has them. For calls with
+        another window, or none, change ``segments`` of the document.
 
     Returns
     -------
@@ -49,7 +49,7 @@ def from_metadata(
     Raises
     ------
     NotUsable
-        If the metadata has no field that says which tokens are whose.
+        If the metadata has no field with the tokens of each rank.
 
     Examples
     --------
@@ -63,7 +63,7 @@ def from_metadata(
     prefix = np.zeros_like(extend) if prefix_lens is None else ints(prefix_lens)
     total = getattr(metadata[0], "total_seq_lens", None) or int(extend.sum())
     if len(extend):
-        extend[-1] += max(total - int(extend.sum()), 0)  # padding counts as its tokens
+        extend[-1] += max(total - int(extend.sum()), 0)  # padding counts, too
     batch = (extend, prefix)
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -88,12 +88,12 @@ def from_plans(
     Parameters
     ----------
     plans : sequence of ContextParallelPlan
-        One of each rank, in their order, without masks.
+        Plans of all ranks in order, without masks.
     num_pages : int, optional
-        Of the pool; without it, bounds of pages are not checked.
+        Pages of the pool; without it, bounds of pages are not checked.
     causal, window
-        As `from_metadata`: what `ContextParallel.attend` is called with. Pages wholly before the
-        window need not exist.
+        Arguments of `ContextParallel.attend`, as in `from_metadata`. Pages wholly before the window
+        need not exist.
 
     Returns
     -------
@@ -103,7 +103,7 @@ def from_plans(
     Raises
     ------
     NotUsable
-        As `from_metadata`, and if plans have masks.
+        As for `from_metadata`, and if plans have masks.
     """
     if plans[0].packed_custom_mask is not None:
         raise NotUsable("from_plans: plans must have no masks")
@@ -128,9 +128,9 @@ def from_plans(
 
 
 def set_padding(document: dict[str, Any], padding: int) -> None:
-    """Make the last tokens of the batch padding: nobody reads what attention makes of their rows.
+    """Mark the last tokens of the batch as padding, whose attention results are never read.
 
-    Their keys are in no page of their own, where tables are.
+    With tables, keys of padding have no pages of their own.
     """
     if not padding:
         return
@@ -154,7 +154,7 @@ def set_padding(document: dict[str, Any], padding: int) -> None:
 
 
 def _blocks(metadata: Any) -> tuple[Ints, Ints] | None:
-    """The blocks of the batch, and those of this rank, where the metadata has them."""
+    """Return the blocks of the batch, and those of this rank, if the metadata has them."""
     lengths, mine = getattr(metadata, "split_list", None), getattr(metadata, "zigzag_index", None)
     if not lengths or mine is None:
         return None
@@ -162,7 +162,7 @@ def _blocks(metadata: Any) -> tuple[Ints, Ints] | None:
 
 
 def _rank(metadata: Any, rank: int, size: int, batch: tuple[Ints, Ints]) -> dict[str, Any]:
-    """One rank's rows and calls."""
+    """Return one rank's rows and calls."""
     blocks = _blocks(metadata)
     if blocks is None:
         return _interleaved(metadata, rank, size, batch)
@@ -186,7 +186,7 @@ def _rank(metadata: Any, rank: int, size: int, batch: tuple[Ints, Ints]) -> dict
 
 
 def _interleaved(metadata: Any, rank: int, size: int, batch: tuple[Ints, Ints]) -> dict[str, Any]:
-    """Rows in turn: every one a sequence of its own, whose keys the metadata may name."""
+    """Return interleaved rows, each a sequence of its own; the metadata may name its keys."""
     total = int(batch[0].sum())
     flat = getattr(metadata, "local_q_indices", None)
     if flat is None:
@@ -210,7 +210,7 @@ def _interleaved(metadata: Any, rank: int, size: int, batch: tuple[Ints, Ints]) 
 
 
 def rows_apart(request: Ints, keys: Ints, step: int) -> dict[str, list[int]]:
-    """Calls of rows that each have keys of their own, together where these grow by `step`."""
+    """Return calls of rows with keys of their own, joined where the keys grow by `step`."""
     if not len(request):
         return {"request": [], "row": [], "rows": [], "keys": []}
     begins = np.flatnonzero((np.diff(request) != 0) | (np.diff(keys) != step)) + 1
@@ -226,11 +226,11 @@ def rows_apart(request: Ints, keys: Ints, step: int) -> dict[str, list[int]]:
 
 
 def _restored(metadata: Any, size: int) -> dict[str, list[int]] | None:
-    """Return the runs of all ranks' rows that are the batch in order; None without such fields."""
+    """Return the runs of all ranks' rows that restore the batch; None without such fields."""
     counts = getattr(metadata, "per_rank_logical_token", None)
     counts = counts or getattr(metadata, "per_rank_actual_token", None)
     pieces, order = (getattr(metadata, n, None) for n in ("reverse_split_len", "cp_reverse_index"))
-    if counts is None or not pieces or order is None:  # as of interleaved rows
+    if counts is None or not pieces or order is None:  # as with interleaved rows
         return None
     begins, ranks = offsets(ints(pieces)), offsets(ints(counts))
     at = begins[ints(order)]

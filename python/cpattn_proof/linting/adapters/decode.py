@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode context parallelism (DCP): lengths and block tables of all ranks, as vLLM has them."""
+"""Decode context parallelism (DCP): lengths and block tables of all ranks, as in vLLM."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def from_local_lens(
     row_lens: Sequence[Sequence[int]] | None = None,
     num_blocks: int | None = None,
 ) -> dict[str, Any]:
-    """Make a document of a decode step whose keys are shared out over ranks.
+    """Make a document of a decode step with keys sharded over ranks.
 
     Parameters
     ----------
     seq_lens : ints [bs]
         Tokens of each sequence, the new ones included.
     local_seq_lens : sequence of ints [bs]
-        What each rank counts of them (``dcp_local_seq_lens``).
+        Number of each sequence's tokens on each rank (``dcp_local_seq_lens``).
     block_tables : sequence of ints [bs, blocks], optional
-        The local blocks of each rank; those beyond what a sequence needs are not looked at.
+        Local blocks of each rank; entries beyond a sequence's need are ignored.
     block_size, interleave : int
-        Tokens of a block, and tokens in a row on one rank (``cp_kv_cache_interleave_size``).
+        Tokens per block, and consecutive tokens per rank (``cp_kv_cache_interleave_size``).
     query_lens : ints [bs], optional
-        New tokens of each sequence; default 1. Attention is checked where each has one, or with
+        New tokens of each sequence; default 1. Attention is checked if each has one, or with
         `row_lens`.
     row_lens : sequence of ints [sum of query_lens] or [bs, steps], optional
-        How many of its keys each rank shows each new token, sequence after sequence, as masks of
-        several new tokens have it; default: the local lengths, where each sequence has one. What
-        they have to be is ``TokenInterleave.local_lens`` of `cpattn.kv` of positions + 1.
+        Number of each rank's keys visible to each new token, sequence after sequence, as in masks
+        of several new tokens; default: the local lengths, if each sequence has one new token.
+        Correct are ``TokenInterleave.local_lens`` of `cpattn.kv` of positions + 1.
     num_blocks : int, optional
-        Of a rank's cache; without it, bounds of blocks are not checked.
+        Blocks of a rank's cache; without it, bounds of blocks are not checked.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def from_local_lens(
     Raises
     ------
     NotUsable
-        By the linter, where numbers of requests or ranks differ.
+        If numbers of requests or ranks differ; raised by the linter.
 
     Examples
     --------

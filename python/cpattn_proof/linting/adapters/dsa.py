@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of DSA layers that has a line for each local row, as sglang's on Ascend."""
+"""Metadata of DSA layers with a line for each local row, as in sglang on Ascend."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def from_row_metadata(
     *,
     page_size: int,
 ) -> dict[str, Any]:
-    """Make a document of the metadata of all ranks, in which every row is a sequence of its own.
+    """Make a document of the metadata of all ranks, with every row as a sequence of its own.
 
     Parameters
     ----------
     metadata : sequence of objects
-        Of each rank, with ``block_tables`` [rows, pages] and ``actual_seq_lengths_kv`` [rows], as
-        sglang's ``prepare_dsa_cp_metadata`` leaves them; rows of padding are behind the others.
+        For each rank, ``block_tables`` [rows, pages] and ``actual_seq_lengths_kv`` [rows], as
+        sglang's ``prepare_dsa_cp_metadata`` leaves them; padding rows come last.
     local_q_indices : sequence of ints
-        Which new tokens of the batch the rows of each rank are, without padding.
+        New tokens of the batch that the rows of each rank are, without padding.
     extend_lens, prefix_lens : ints [bs]
         New and cached tokens of each sequence.
     tables : ints [bs, pages]
-        The pages of each sequence. Those of a row say whose keys it sees.
+        Pages of each sequence. The pages of a row identify the sequence whose keys it sees.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def from_row_metadata(
     Raises
     ------
     NotUsable
-        If a rank has fewer lines than rows, or the pages of a row are those of no sequence.
+        If a rank has fewer lines than rows, or the pages of a row belong to no sequence.
 
     Examples
     --------
@@ -87,12 +87,12 @@ def from_row_metadata(
 
 
 def _used(row: Any) -> list[int]:
-    """Pages up to the first that is none."""
+    """Return the pages up to the first entry that is none."""
     return [int(page) for page in row if page >= 0]
 
 
 def _requests(rank: int, lines: Any, keys: Ints, tables: Any, page_size: int) -> Ints:
-    """Return the request whose pages each row has, as far as the row sees keys."""
+    """Return the request that owns each row's pages, as far as the row sees keys."""
     found = np.full(len(lines), -1, np.int64)
     for row, (line, count) in enumerate(zip(lines, -(-keys // page_size), strict=True)):
         same = np.zeros(len(tables), bool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences (cu_seqlens) over ranks, as ring-flash-attn and Megatron cut them."""
+"""Packed sequences (cu_seqlens) over ranks, as in ring-flash-attn and Megatron."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def from_llama3(
     *,
     window: int | None = None,
 ) -> dict[str, Any]:
-    """Make a document of consecutive rows that attend to gathered keys.
+    """Make a document of consecutive rows with gathered keys.
 
     Parameters
     ----------
     cu_seqlens : ints [n + 1]
-        Of the whole batch.
+        Offsets of the whole batch.
     ranks : sequence of (cu_seqlens_q, cu_seqlens_k, local_k_slice)
-        Of each rank, as ``llama3_flash_attn_prepare_cu_seqlens`` of ring-flash-attn returns them
-        (without the maxima).
+        Arguments of each rank, as ``llama3_flash_attn_prepare_cu_seqlens`` of ring-flash-attn
+        returns them (without the maxima).
     window : int, optional
-        Keys before its own that a query may see, as ``window_size[0]`` of the calls is.
+        Number of visible keys before a query's own, ``window_size[0]`` of the calls.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def from_llama3(
     Raises
     ------
     NotUsable
-        If a rank has as many queries as it has not keys: its offsets differ in length.
+        If the offsets of queries and keys of a rank differ in length.
 
     Examples
     --------
@@ -83,22 +83,22 @@ def from_zigzag_ring(
     cu_seqlens_padded: Sequence[int] | None = None,
     key_lens: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Make a document of a zigzag ring: each rank has two blocks, keys go round.
+    """Make a document of a zigzag ring: each rank has two blocks, and keys go round.
 
-    As ``zigzag_ring_flash_attn_varlen_func`` of ring-flash-attn has it, and Megatron's packed
-    sequences (THD) with padding.
+    The rule is that of ``zigzag_ring_flash_attn_varlen_func`` of ring-flash-attn, and of Megatron's
+    packed sequences (THD) with padding.
 
     Parameters
     ----------
     cu_seqlens : ints [n + 1]
         Offsets of the sequences, without padding.
     cp_size : int
-        Ranks; twice as many must divide the padded length of each sequence.
+        Number of ranks; twice the number must divide the padded length of each sequence.
     cu_seqlens_padded : ints [n + 1], optional
-        With padding behind each sequence; default: there is none.
+        Offsets with padding after each sequence; default: no padding.
     key_lens : sequence of ints [n], optional
-        How many keys of each sequence a rank sends, as its own code counts them; default: those
-        that are no padding.
+        Number of keys of each sequence that a rank sends, as its own code counts them; default:
+        keys without padding.
 
     Returns
     -------
@@ -139,7 +139,7 @@ def from_zigzag_ring(
 
 
 def _real_keys(real: Ints, block: Ints, rank: int, cp_size: int) -> Ints:
-    """Tokens of a rank that are no padding."""
+    """Return the tokens of a rank without padding."""
     first = np.clip(real - rank * block, 0, block)
     return first + np.clip(real - (2 * cp_size - 1 - rank) * block, 0, block)
 
@@ -147,7 +147,7 @@ def _real_keys(real: Ints, block: Ints, rank: int, cp_size: int) -> Ints:
 def _ring_rank(
     rank: int, block: Ints, have: list[Ints], sent: list[Ints], cp_size: int
 ) -> dict[str, Any]:
-    """Rows of both blocks of every sequence, and a call for each rank that keys come from."""
+    """Return rows of both blocks of every sequence, and a call for each source of keys."""
     count = len(block)
     both = np.stack([rank * block, (2 * cp_size - 1 - rank) * block], axis=1)
     rows = {
@@ -163,7 +163,7 @@ def _ring_rank(
             calls.append(((begin, own, keys), 1, source))
         elif source < rank:  # both blocks see the first block of that rank
             calls.append(((begin, own, np.minimum(keys, block)), 0, source))
-        else:  # the second block sees all that it has
+        else:  # the second block sees all keys of that rank
             calls.append(((begin + block, np.maximum(own - block, 0), keys), 0, source))
     names = ("row", "rows", "keys")
     segments = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill context parallelism (PCP) as in vLLM: segments of all ranks, and what is gathered."""
+"""Prefill context parallelism (PCP) as in vLLM: segments of all ranks, and gathered rows."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def from_segments(
     extend_lens, prefix_lens : ints [bs]
         New and cached tokens of each request.
     seq_lens : sequence of ints [n], for each rank, optional
-        The keys that the last token of each segment sees, as vLLM's rank-local batch has them;
-        default: all up to its own.
+        Number of keys that the last token of each segment sees, as in vLLM's rank-local batch;
+        default: all keys up to its own.
     replicated : bools [bs], optional
-        Whether each rank has all new tokens of each request; default: where each has.
+        Whether each rank has all new tokens of each request; default: derived from the segments.
     hidden_restore_idx : ints [sum of extend_lens], optional
-        The padded row of each token; needs `padded_gather_idx`.
+        Padded row of each token; needs `padded_gather_idx`.
     padded_gather_idx : ints [ranks * padded rows], optional
-        The token of each padded row.
+        Token of each padded row.
     gathered_slots : ints [ranks * padded rows], optional
-        The slot of each padded row, as ``_convert_to_gathered_slot_mappings`` returns them for one
-        group of caches; below 0 where nothing is written. Every rank writes all of them into a
-        cache of its own. Needs `padded_gather_idx`.
+        Slot of each padded row, as ``_convert_to_gathered_slot_mappings`` returns them for one
+        group of caches; below 0 for rows that are not written. Every rank writes all of them into
+        its own cache. Needs `padded_gather_idx`.
     window : int, optional
-        Keys before its own that a query may see, which is also what attention is called with.
+        Number of visible keys before a query's own; attention gets the same window.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def from_segments(
     Raises
     ------
     NotUsable
-        If padded rows are given without `padded_gather_idx`, or are no multiple of the ranks.
+        If padded rows come without `padded_gather_idx`, or are no multiple of the ranks.
 
     Examples
     --------
@@ -120,7 +120,7 @@ def segment_columns(rank: Any) -> list[Ints]:
 
 
 def _rank(columns: list[Ints], extend: Ints, prefix: Ints, seq_lens: Ints | None) -> dict[str, Any]:
-    """Rows of a rank, and a call for each segment."""
+    """Return the rows of a rank, and a call for each segment."""
     request, begin, end, row, stop = columns
     position = begin - offsets(extend)[request] + prefix[request]
     order = np.argsort(row, kind="stable")
@@ -139,7 +139,7 @@ def _rank(columns: list[Ints], extend: Ints, prefix: Ints, seq_lens: Ints | None
 
 
 def _padded(padded_gather_idx: Any, size: int) -> int:
-    """Rows of each rank with padding."""
+    """Return the rows of each rank with padding."""
     rows = 0 if padded_gather_idx is None else len(padded_gather_idx)
     if not rows or rows % size:
         raise NotUsable(

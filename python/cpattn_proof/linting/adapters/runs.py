@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of tokens and slots as runs, which is how documents have them."""
+"""Conversion of lists of tokens and slots to runs, the form in documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..intervals import Ints, ints, offsets
 
 
 def row_runs(request: Any, position: Any, step: int = 1) -> dict[str, list[int]]:
-    """The columns ``rows`` of tokens in the order of a rank's rows.
+    """Return the columns ``rows`` of tokens in the order of a rank's rows.
 
     >>> row_runs([0, 0, 1], [4, 5, 0])
     {'request': [0, 1], 'position': [4, 0], 'count': [2, 1], 'step': [1, 1]}
@@ -30,7 +30,7 @@ def row_runs(request: Any, position: Any, step: int = 1) -> dict[str, list[int]]
 
 
 def write_runs(request: Any, position: Any, slot: Any) -> dict[str, list[int]]:
-    """The columns ``writes`` of tokens and their slots; those below 0 are not written."""
+    """Return the columns ``writes`` of tokens and slots; slots below 0 are not written."""
     request, position, slot = (ints(values) for values in (request, position, slot))
     real = slot >= 0
     request, position, slot = request[real], position[real], slot[real]
@@ -46,12 +46,12 @@ def write_runs(request: Any, position: Any, slot: Any) -> dict[str, list[int]]:
 
 
 def _breaks(*changes: NDArray[np.bool_]) -> Ints:
-    """Return the places where runs begin; flags between neighbours say where another one does."""
+    """Return the begins of runs; flags between neighbours mark where a new run begins."""
     return ints([0, *(np.flatnonzero(np.logical_or.reduce(changes)) + 1)])
 
 
 def tokens_of(flat: Any, extend_lens: Any, prefix_lens: Any) -> tuple[Ints, Ints]:
-    """Request and position of tokens that are numbered over the whole batch."""
+    """Return request and position of tokens that are numbered over the whole batch."""
     flat, base = ints(flat), offsets(ints(extend_lens))
     request = np.searchsorted(base, flat, side="right") - 1
     return request, flat - base[request] + ints(prefix_lens)[request]
@@ -63,6 +63,6 @@ def parts_sent(rows: Ints, plan: Any) -> list[Ints]:
 
 
 def requests_of(extend_lens: Any, prefix_lens: Any) -> list[dict[str, int]]:
-    """The requests of a document."""
+    """Return the requests of a document."""
     pairs = zip(ints(prefix_lens).tolist(), ints(extend_lens).tolist(), strict=True)
     return [{"prefix": prefix, "extend": extend} for prefix, extend in pairs]

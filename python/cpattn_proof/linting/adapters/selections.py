@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that sparse attention selects on each rank: of cpattn, of sglang's DSA layers, of others."""
+"""Keys that sparse attention selects on each rank: in cpattn, in sglang's DSA layers, in others."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ def from_topk(
     extend_lens, prefix_lens : ints [bs]
         New and cached tokens of each sequence.
     rows : sequence of (ints [rows], ints [rows])
-        For each rank the request and the position of each of its queries, as
-        ``query_request_indices`` and ``query_cache_lengths - 1`` of metadata have them; queries may
-        be on several ranks, if each selects among keys of its own.
+        For each rank, the request and the position of each of its queries, as in
+        ``query_request_indices`` and ``query_cache_lengths - 1`` of metadata. Queries may be on
+        several ranks if each selects among its own keys.
     indices : sequence of ints [rows, n]
-        For each rank what its queries select, -1 for nothing: positions within the sequence, as
+        For each rank, the selection of its queries, -1 for none: positions within the sequence, as
         `cpattn.sparse.cp_indexer_topk` and sglang's indexer on Ascend return them, or, with
-        ``shards``, places among the keys that the rank has of it.
+        ``shards``, places among the rank's keys of the sequence.
     topk : int
-        How many keys a query selects, over all ranks.
+        Number of keys that a query selects, over all ranks.
     scores : sequence of float arrays [rows, keys], optional
-        For each rank the scores of all keys of a query's sequence; of queries that are on several
-        ranks those of one count. Without them the number of keys is checked, not which they are.
+        For each rank, the scores of all keys of a query's sequence; for a query on several ranks,
+        one rank's scores suffice. Without scores only the number of keys is checked, not the
+        choice.
     shards, interleave : int
-        How many ranks share the keys, rank after rank, and tokens in a row on one of them.
+        Number of ranks that share the keys, rank after rank, and consecutive tokens per rank.
 
     Returns
     -------
@@ -109,7 +110,7 @@ def from_topk(
 
 
 def _keys(index: Any, rank: int, shards: int, interleave: int) -> Any:
-    """The positions that places on a rank stand for."""
+    """Return the positions of places on a rank."""
     if shards == 1:
         return index
     round_, within = np.divmod(index, interleave)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV pools that ranks share: cpattn's sharded plans, and striped pools such as sglang's.
+"""Sharded KV pools: cpattn's sharded plans, and striped pools such as sglang's.
 
-Documents have one cache of logical slots, as block tables name them: where a rank writes or reads a
-row of its own pool, the placement says which logical slot that is. Which rank keeps a token is
-thereby whatever the placement says.
+Documents have one cache of logical slots, as in block tables: the placement maps a row of a rank's
+own pool to its logical slot. It therefore decides which rank keeps a token.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .runs import requests_of, row_runs, tokens_of, write_runs
 from .selections import from_topk
 from .windows import Window, attention_rule
 
-MOST_PAIRS = 4_000_000  # of a query and a key that a document is made of
+MOST_PAIRS = 4_000_000  # query-key pairs in a document
 _Calls = Sequence[tuple[int, Any]]
 
 
@@ -35,23 +34,23 @@ def from_striped_writes(
     page_size: int,
     num_pages: int | None = None,
 ) -> dict[str, Any]:
-    """Make a document of what ranks write into pools that they share.
+    """Make a document of the writes of ranks into sharded pools.
 
     Parameters
     ----------
     extend_lens, prefix_lens : ints [bs]
         New and cached tokens of each sequence.
     tables : sequence of ints [bs, pages]
-        The logical pages of each sequence.
+        Logical pages of each sequence.
     writes : sequence of (ints, ints)
-        For each rank the numbers of the new tokens that it writes, counted over the batch, and the
+        For each rank, the numbers of the new tokens that it writes, counted over the batch, and the
         rows of its own pool, as sglang's ``_get_write_plan`` returns them.
     placement : cpattn.kv.Placement
-        Which logical slot a row of a rank is.
+        Map from a rank's rows to logical slots.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     num_pages : int, optional
-        Logical pages of all pools together; without it, their bounds are not checked.
+        Logical pages of all pools together; without it, bounds are not checked.
 
     Returns
     -------
@@ -93,14 +92,14 @@ def from_sharded_plans(
     Parameters
     ----------
     plans : sequence of ShardedPlan or of DecodePlan
-        Of `ContextParallel.plan` or `ContextParallel.plan_decode`, one of each rank, in their
+        Results of `ContextParallel.plan` or `ContextParallel.plan_decode`, one of each rank, in
         order, without masks.
     num_pages : int, optional
-        Logical pages of all pools together; without it, their bounds are not checked.
+        Logical pages of all pools together; without it, bounds are not checked.
     causal : bool
-        Whether attention is called with a causal mask.
+        Whether attention has a causal mask.
     window : int or pair, optional
-        Keys before its own that a query may see, or before and after; None for all.
+        Number of visible keys before a query's own, or before and after; None for all.
 
     Returns
     -------
@@ -111,7 +110,7 @@ def from_sharded_plans(
     Raises
     ------
     NotUsable
-        If plans have masks, or rows and keys are more than `MOST_PAIRS` pairs.
+        If plans have masks, or rows and keys make more than `MOST_PAIRS` pairs.
 
     Examples
     --------
@@ -175,18 +174,18 @@ def from_sharded_plans(
 def from_sharded_topk(
     plans: Sequence[Any], indices: Sequence[Any], *, topk: int, scores: Any = None
 ) -> dict[str, Any]:
-    """Make a document of what queries select of keys that ranks share, in a decode step.
+    """Make a document of the keys that queries select from sharded keys, in a decode step.
 
     Parameters
     ----------
     plans : sequence of DecodePlan
-        Of `ContextParallel.plan_decode`, one of each rank, in their order.
+        Results of `ContextParallel.plan_decode`, one of each rank, in order.
     indices : sequence of ints [num_tokens, n]
-        For each rank the rows of its own pool that each query attends to, -1 for none.
+        For each rank, the rows of its own pool that each query attends to, -1 for none.
     topk : int
-        How many keys a query selects, over all ranks.
+        Number of keys that a query selects, over all ranks.
     scores : float array [num_tokens, keys], optional
-        Of each query the scores of all keys of its sequence, as `from_topk` takes them.
+        For each query, the scores of all keys of its sequence, as in `from_topk`.
 
     Returns
     -------
@@ -196,7 +195,7 @@ def from_sharded_topk(
     Raises
     ------
     NotUsable
-        As `from_topk`.
+        As for `from_topk`.
 
     Examples
     --------
@@ -236,20 +235,20 @@ def from_sharded_topk(
 
 
 def _new_tokens(plans: Sequence[Any], lengths: Ints) -> Ints:
-    """Count the new tokens of each request, without padding behind the last."""
+    """Count the new tokens of each request, without padding after the last."""
     rows = plans[0].batch.rows
     real = rows.position < lengths[rows.request]
     return ints(np.bincount(rows.request[real], minlength=len(lengths)))
 
 
 def _tables(shares: Any) -> list[list[int]]:
-    """The logical pages of each request."""
+    """Return the logical pages of each request."""
     pages = shares.pages
     return [ids.tolist() for ids in np.split(pages.ids, pages.indptr[1:-1])]
 
 
 def _cache(tables: Sequence[Any], page_size: int, num_pages: int | None) -> dict[str, Any]:
-    """One cache of logical pages, which all ranks have together."""
+    """Return one cache of logical pages, shared by all ranks."""
     cache = {
         "page_size": page_size,
         "shared": True,
@@ -276,14 +275,14 @@ def _slots_of(placement: Any, rank: int, rows: Ints) -> Ints:
 
 
 class _Slots:
-    """Positions of requests that logical slots stand for."""
+    """Positions of logical slots in their requests."""
 
     def __init__(self, tables: list[list[int]], lengths: Ints, page_size: int) -> None:
         self._lengths, self._page_size = lengths, page_size
         self._page = [{page: i for i, page in enumerate(row)} for row in tables]
 
     def positions(self, request: int, slots: Ints) -> Ints:
-        """The length of the request for slots that are none of its own."""
+        """Return positions; slots of other requests give the length of the request."""
         pages = self._page[request]
         index = ints([pages.get(int(slot) // self._page_size, -1) for slot in slots])
         found = index * self._page_size + slots % self._page_size
@@ -293,12 +292,12 @@ class _Slots:
 def _segments(
     calls: _Calls, request: Ints, real: Any, slots: _Slots, placement: Any
 ) -> dict[str, list[int]]:
-    """A line for each row that is no padding, and each run of positions that it sees."""
+    """Return a line for each row without padding, and each run of its visible positions."""
     lines: list[tuple[int, int, int, int]] = []
     pairs = 0
     for source, call in calls:
         q_begin, kv_begin = offsets(ints(call.q_lens)), ints(call.kv_indptr)
-        first_byte = 0  # of the mask of a sequence
+        first_byte = 0  # of a sequence's mask
         for number in range(len(q_begin) - 1):
             rows = ints(call.rows)[q_begin[number] : q_begin[number + 1]]
             pages = ints(call.kv_indices)[kv_begin[number] : kv_begin[number + 1]]

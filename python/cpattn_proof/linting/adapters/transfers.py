@@ -21,28 +21,28 @@ def from_transfer(
     partial: bool = False,
     names: tuple[str, str] = ("source", "target"),
 ) -> dict[str, Any]:
-    """Make a document of what one process writes into another.
+    """Make a document of the writes of one process into another.
 
     Parameters
     ----------
     source, target : KVLayout, or a memory in the form of the schema
-        The buffers of both sides; `memory_of_lists` makes one of lists of pointers,
-        `memory_of_pool` one of a KV pool.
+        Buffers of both sides; `memory_of_lists` makes a memory from lists of pointers,
+        `memory_of_pool` from a KV pool.
     blocks : TransferPlan, or three sequences of ints
         Source and target addresses and lengths of the descriptors.
     src_pages, dst_pages : ints [pages]
-        The pages of the sequence on both sides.
+        Pages of the sequence on both sides.
     num_tokens : int, optional
-        Of the sequence; default: all of the pages.
+        Tokens of the sequence; default: all tokens of the pages.
     partial : bool
-        Whether other processes write the rest of the pages, which are then not asked for.
+        Whether other processes write the rest of the pages, which is then not required.
     names : pair of str
-        What the two sides are called.
+        Names of the two sides.
 
     Returns
     -------
     dict
-        A document of the schema `SCHEMA`; `joined` puts those of several processes together.
+        Document of the schema `SCHEMA`; `joined` merges those of several processes.
 
     Examples
     --------
@@ -67,22 +67,22 @@ def from_transfer(
 
 
 def joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Put documents of `from_transfer` together, as of the stages of a pipeline.
+    """Merge documents of `from_transfer`, such as those of the stages of a pipeline.
 
     Parameters
     ----------
     documents : sequence of dict
-        Memories of one name are one memory.
+        Documents to merge. Memories with the same name are one memory.
 
     Returns
     -------
     dict
-        A document of the schema `SCHEMA`, in which all transfers together have to be complete.
+        Document of the schema `SCHEMA`; all transfers together must be complete.
 
     Raises
     ------
     NotUsable
-        If two memories of one name differ.
+        If two memories with the same name differ.
 
     Examples
     --------
@@ -117,22 +117,22 @@ def memory_of_lists(
     kv_layout: str = "NHD",
     heads: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Describe buffers that are lists of pointers, bytes and bytes of a page, as KVArgs has them.
+    """Describe buffers given as lists of pointers, bytes and bytes per page, as in KVArgs.
 
     Parameters
     ----------
     ptrs, lens, item_lens : ints [buffers]
         ``kv_data_ptrs``, ``kv_data_lens`` and ``kv_item_lens``; all of it counts as registered.
     labels : iterable of (int, str)
-        The layer and the kind of each.
+        Layer and kind of each buffer.
     page_size : int
-        Tokens of a page.
+        Tokens per page.
     page_strides : ints [buffers], optional
-        Bytes from page to page of each, as of `cpattn.transfer.KVEntry`.
+        Bytes from page to page of each buffer, as in `cpattn.transfer.KVEntry`.
     kv_layout : {"NHD", "HND"}
-        The order of tokens and heads in a page.
+        Order of tokens and heads in a page.
     heads : pair of int, optional
-        The first head of the buffers, and how many they have; HND needs it.
+        First head of the buffers, and number of heads; required for HND.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def memory_of_lists(
 
 
 def _pages(stride: int | None, kv_layout: str, heads: tuple[int, int] | None) -> dict[str, Any]:
-    """The members of an entry that most have not."""
+    """Return the members of an entry that most entries lack."""
     pages: dict[str, Any] = {}
     if stride is not None:
         pages["page_stride"] = int(stride)
@@ -168,16 +168,16 @@ def _pages(stride: int | None, kv_layout: str, heads: tuple[int, int] | None) ->
 
 
 def memory_of_pool(pool: Any, kinds: Sequence[str] = ("k", "v")) -> dict[str, Any]:
-    """Describe the buffers of a KV pool: cpattn's, or sglang's of the same methods.
+    """Describe the buffers of a KV pool: cpattn's, or sglang's with the same methods.
 
     Parameters
     ----------
     pool : object
-        With ``get_contiguous_buf_infos``, ``start_layer`` and ``page_size``; optional are
-        ``page_strides``, a dict by kind, and ``kv_layout``, which as "HND" needs ``num_kv_heads``.
+        Pool with ``get_contiguous_buf_infos``, ``start_layer`` and ``page_size``; optional are
+        ``page_strides``, a dict by kind, and ``kv_layout``; "HND" needs ``num_kv_heads``.
     kinds : sequence of str
-        Groups of buffers in their order; each has one of every layer. Latents of MLA are
-        ``("k", "v", "index_k")`` on an NPU.
+        Groups of buffers in order, each with a buffer per layer. Latents of MLA are ``("k", "v",
+        "index_k")`` on an NPU.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def memory_of_pool(pool: Any, kinds: Sequence[str] = ("k", "v")) -> dict[str, An
     Raises
     ------
     NotUsable
-        If the buffers are not as many of each kind.
+        If kinds differ in the number of buffers.
 
     Examples
     --------
@@ -215,7 +215,7 @@ def memory_of_pool(pool: Any, kinds: Sequence[str] = ("k", "v")) -> dict[str, An
 
 
 def _memory(side: Any) -> dict[str, Any]:
-    """A memory of a KVLayout; a mapping is one already."""
+    """Return the memory of a KVLayout; a mapping is one already."""
     if isinstance(side, dict):
         return side
     entries = []
@@ -224,7 +224,7 @@ def _memory(side: Any) -> dict[str, Any]:
         if entry.kind not in ("k", "v", "k_scale", "v_scale"):
             total = 1
         heads = side.tp_rank * total // side.tp_size, max(total // side.tp_size, 1)
-        order = entry.kv_layout if total > 1 else "NHD"  # the same of one head
+        order = entry.kv_layout if total > 1 else "NHD"  # both orders agree for one head
         part = {
             "layer": entry.layer_id, "kind": entry.kind, "draft": bool(entry.is_draft),
             "addr": int(entry.addr), "nbytes": int(entry.nbytes), "item_len": int(entry.item_len),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units made of several rows: as ranks compute them, and as they write them into pools."""
+"""Units of several rows: their computation by ranks, and their writes into pools."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def from_halos(
 ) -> dict[str, Any]:
     """Make a document of the halo plans of all ranks, in their order.
 
-    Rows travel as the plans say: the tokens that a rank sends arrive at the other one, and each
-    unit is said to be made of the tokens that lie where the rank looks for its rows.
+    Rows travel by the plans: the tokens that a rank sends arrive at the other one. Each unit counts
+    as made of the tokens at the places where the rank looks for its rows.
 
     Parameters
     ----------
     metadata : sequence of objects, or layout
-        As of `context_parallel.from_metadata`, with ``local_q_indices``; or one object with
-        ``segments`` of all ranks as of `pcp.from_segments`, such as a ``PCPLayout``.
+        Metadata as for `context_parallel.from_metadata`, with ``local_q_indices``; or one object
+        with ``segments`` of all ranks as for `pcp.from_segments`, such as a ``PCPLayout``.
     halos : sequence of objects
-        `cpattn.context_parallel.halo.HaloPlan` of each rank, or objects of the same fields.
+        `cpattn.context_parallel.halo.HaloPlan` of each rank, or objects with the same fields.
     extend_lens, prefix_lens : ints [bs]
-        New and cached tokens of each request; without the latter none are cached.
+        New and cached tokens of each request. Default of the latter: none are cached.
     window, ratio : int
-        Rows that a unit is made of, and from one unit to the next.
+        Rows of a unit, and rows from one unit to the next.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def from_halos(
     Raises
     ------
     NotUsable
-        As `context_parallel.from_metadata` and `pcp.from_segments`.
+        As for `context_parallel.from_metadata` and `pcp.from_segments`.
 
     Examples
     --------
@@ -98,30 +98,31 @@ def from_unit_writes(
     placement: Any = None,
     num_pages: int | None = None,
 ) -> dict[str, Any]:
-    """Make a document of what ranks write into pools of compressed units.
+    """Make a document of the writes of ranks into pools of compressed units.
 
-    Units are the tokens of the document: those that a rank sends arrive at the other one, and are
-    written to the slots that this one has for them.
+    Units are the tokens of the document: the units that a rank sends arrive at the other one, which
+    writes them to its slots for them.
 
     Parameters
     ----------
     halos : sequence of objects
-        As of `from_halos`; ``unit_request`` and ``unit_ids`` are read.
+        Plans as for `from_halos`; ``unit_request`` and ``unit_ids`` are read.
     plans : sequence of objects
-        `cpattn.context_parallel.halo.RelayoutPlan` of each rank, as `cpattn.kv.plan_units` makes
-        it, or objects of the same fields.
+        `cpattn.context_parallel.halo.RelayoutPlan` of each rank, from `cpattn.kv.plan_units`, or
+        objects with the same fields.
     extend_lens, prefix_lens : ints [bs]
         New and cached tokens of each request.
     ratio : int
         Tokens from one unit to the next.
     block_tables : sequence of ints [bs, pages]
-        Of each rank the pages of each request, as `cpattn.kv.plan_units` takes them.
+        For each rank, the pages of each request, as for `cpattn.kv.plan_units`.
     page_size : int
-        Units of a page.
+        Units per page.
     placement : cpattn.kv.TokenInterleave or PageInterleave, optional
-        Which rank keeps which unit, or objects of the same fields; without it, all keep each.
+        Placement of units, or an object with the same fields; without it, all ranks keep each unit.
     num_pages : int, optional
-        Of a pool, or with stripes of pages of all together; without it, bounds are not checked.
+        Pages of a pool, or of all pools together with striped pages; without it, bounds are not
+        checked.
 
     Returns
     -------
@@ -131,8 +132,8 @@ def from_unit_writes(
     Raises
     ------
     NotUsable
-        If a rank receives other numbers of units than it awaits or has slots for, sends units that
-        it has not, or lengths or ranks do not agree.
+        If a rank receives another number of units than it expects or has slots for, sends units
+        that it lacks, or lengths or ranks disagree.
 
     Examples
     --------
@@ -203,13 +204,13 @@ def from_unit_writes(
 
 
 def _tokens(start: Ints, stop: Ints) -> Ints:
-    """Return the tokens of segments, in their order."""
+    """Return the tokens of segments, in order."""
     segment, into = each(stop - start)
     return start[segment] + into
 
 
 def _unit_runs(halo: Any, request: Ints, position: Ints) -> dict[str, list[int]]:
-    """Runs of the tokens that each unit is made of, given those of the extended rows."""
+    """Return runs of the tokens of each unit, from the tokens of the extended rows."""
     starts, lens = ints(halo.unit_starts), ints(halo.unit_lens)
     follows = np.zeros(len(position) + 1, bool)
     follows[1:-1] = (np.diff(position) == 1) & (np.diff(request) == 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of attention that pass a window, as documents have them."""
+"""Attention calls with a window, in the form of documents."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from ..intervals import Ints, each, ints
 
-#: Keys before a query's own that it sees, or before and behind; None for all of a side.
+#: Number of visible keys before a query's own, or before and behind; None for all of a side.
 Window: TypeAlias = int | tuple[int | None, int | None] | None
 
 
 def attention_rule(window: Window, *, causal: bool) -> dict[str, Any]:
-    """The part ``attention`` of a document: what queries may see; all where nothing is said."""
+    """Return the part ``attention`` of a document, the rule of visible keys; default: all keys."""
     left, right = window if isinstance(window, tuple) else (window, None)
     rule = {
         "causal": None if causal else False,
@@ -25,11 +25,10 @@ def attention_rule(window: Window, *, causal: bool) -> dict[str, Any]:
 
 
 def pass_window(document: dict[str, Any], window: Window, *, causal: bool) -> None:
-    """Say in a document of causal calls that attention is called with a window, or not causal.
+    """Change a document of causal calls to calls with a window, or without causality.
 
-    A row of a call that is not causal still stands where its causal call has it. Rows whose window
-    ends before the last key of their sequence see one key more from one to the next, the others
-    all up to the last one.
+    A row of a non-causal call keeps the position of its causal call. Rows whose window ends before
+    the last key of their sequence see one key more from row to row, others all up to the last.
     """
     rule = attention_rule(window, causal=causal)
     if not rule:
@@ -47,14 +46,14 @@ def pass_window(document: dict[str, Any], window: Window, *, causal: bool) -> No
 
 
 def _not_causal(calls: dict[str, Ints], lengths: Ints, rule: dict[str, int]) -> dict[str, Any]:
-    """Calls whose rows stand as in causal ones, and see keys behind their own, too."""
+    """Return calls with rows placed as in causal ones that also see keys behind their own."""
     left, right = rule.get("window"), rule.get("window_right")
     length, step = lengths[calls["request"]], calls.get("step", np.ones_like(calls["rows"]))
     begin = calls["keys"] - 1 - (calls["rows"] - 1) * step  # the position of the first row
     inner = np.zeros_like(begin)  # rows whose window ends before the last key
     if right is not None:
         inner = np.clip((length - 1 - right - begin) // step + 1, 0, calls["rows"])
-    # A call that is not causal moves its window by one key from row to row.
+    # A non-causal call moves its window by one key from row to row.
     outer = calls["rows"] - inner
     apart = np.where((step > 1) & (left is not None), outer, np.minimum(outer, 1))
     call, place = each(apart)
