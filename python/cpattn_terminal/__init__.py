@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `cpattn` and what all its subcommands share: streams, progress, tables, exit codes.
+"""The command `cpattn`, and common parts of its subcommands, such as tables and exit codes.
 
-``main``           the entry point, which says what is not installed
-``commands``       the command; ``subcommands`` names the module and the package of each
-``command_group``  how commands end, and the overview of all
-``options``        values of options; ``limits``, the largest that are accepted
-``streams``, ``progress``, ``tables``, ``exit_codes``  what is printed
+``main``           entry point, which reports missing packages
+``commands``       the command; ``subcommands`` names module and package of each subcommand
+``command_group``  errors of commands, and the overview of all
+``options``        values of options; ``limits``, their largest values
+``streams``, ``progress``, ``tables``, ``exit_codes``  output
+``distributions``  version and installation of distributions; ``end_with``, to end with a parent
 
-``distributions``  their version, and how to install them; ``end_with``, to end with a parent
-
-The distribution `cpattn-proof` ships it. It knows other packages by the names in ``subcommands``
-alone, and imports the subcommands of those that are installed when the command starts.
+The distribution `cpattn-proof` includes it. It knows other packages only by their names in
+``subcommands``, and imports the installed ones when the command starts.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cpattn_terminal`` is the `cpattn` command."""
+"""``python -m cpattn_terminal`` runs the `cpattn` command."""
 
 from .main import main
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of commands: one line on stderr, and the exit code of the cause."""
+"""Errors of commands: one line on stderr, and an exit code for each cause."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .distributions import how_to_install
 from .exit_codes import CANNOT_TELL, CLOSED_PIPE, INTERRUPTED
 from .subcommands import SUBCOMMANDS
 
-#: The object of click's context where the process is that of the command alone.
+#: Object of click's context in a process that runs only the command.
 OWN_PROCESS = object()
 
 
 class CommandGroup(click.Group):
-    """Commands whose errors are one line, and whose overview has an example of each."""
+    """Commands with one-line errors, and with an overview that has an example of each."""
 
-    #: Of each command one that shows what it is for.
+    #: An example for each command.
     examples: ClassVar[dict[str, str]] = {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """List commands in the order of their table, which shows first what the library is for."""
+        """List commands in the order of their table, which begins with the library's purpose."""
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a subcommand, or say which distribution would bring it."""
+        """Return a subcommand, or name the distribution that includes it."""
         known = SUBCOMMANDS.get(cmd_name)
         if known is not None and cmd_name not in self.commands:
             ctx.fail(
@@ -42,7 +42,7 @@ class CommandGroup(click.Group):
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write every command with its purpose, an example below it, and what is not installed."""
+        """Write every command with its purpose and an example, then the missing distributions."""
         width = max(map(len, self.commands))
         with formatter.section("Commands"):
             for name, command in self.commands.items():
@@ -66,12 +66,12 @@ class CommandGroup(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a command as click does, but end as this module says."""
+        """Run a command as click does, but with the exit codes of this module."""
         run = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         return sys.exit(_status_of(run)) if standalone_mode else run()
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what click itself writes at Ctrl-C has a line too many."""
+        """Run a command; click itself would write an extra line at Ctrl-C."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -80,13 +80,13 @@ class CommandGroup(click.Group):
 
 
 def _status_of(run: Callable[[], Any]) -> int:
-    """The exit code of a command, after its line on stderr if it has one."""
+    """Return the exit code of a command, after its line on stderr if it has one."""
     try:
         status = _outcome(run)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
         streams.abandon(sys.stdout)
         return CLOSED_PIPE
     except OSError as error:
@@ -117,7 +117,7 @@ class _Interrupted(click.ClickException):
 
 
 def _said(line: str, status: int) -> int:
-    """The status, after the line; that nobody can read it changes nothing."""
+    """Print the line if possible, and return the status."""
     try:
         click.echo(line, err=True)
     except OSError:
@@ -129,8 +129,8 @@ def _said(line: str, status: int) -> int:
 def refusals_by_option(**names: str) -> Iterator[None]:
     """Turn the ValueError of a function into an error of the command.
 
-    It names function and argument; a user of the command line knows the options. `names` has those
-    that are not called like the arguments.
+    The error names function and argument, but a user of the command line knows the options. `names`
+    maps arguments to options with other names.
     """
     try:
         yield
@@ -141,11 +141,11 @@ def refusals_by_option(**names: str) -> Iterator[None]:
 
 
 def _by_option(message: str, options: dict[str, str]) -> str:
-    """``Rates: call_us must be ...`` as ``--call-us must be ...``."""
-    text = re.sub(r"^\w+: ", "", message)  # the function
+    """Return ``Rates: call_us must be ...`` as ``--call-us must be ...``."""
+    text = re.sub(r"^\w+: ", "", message)  # drop the function
 
     def option(match: re.Match[str]) -> str:
         return options.get(match[0], match[0])
 
-    # Names without an underscore are words of sentences, too.
+    # Names without an underscore also occur as words of sentences.
     return re.sub(r"(?<![-\w])(?:[a-z]+(?:_[a-z]+)+|[a-z]+(?= must ))", option, text)

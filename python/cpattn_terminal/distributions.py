@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Version and folders of the distributions that bring subcommands: no index has them yet."""
+"""Version and folders of the distributions with subcommands, which no index has yet."""
 
 #: The version of all three distributions.
 VERSION = "0.1.0"
@@ -12,5 +12,5 @@ _FOLDERS = {
 
 
 def how_to_install(distribution: str) -> str:
-    """Return the command that installs a distribution, and where to call it."""
+    """Return the command that installs a distribution, and the folder to run it in."""
     return f"pip install {_FOLDERS[distribution]} in the folder of cpattn's sources"

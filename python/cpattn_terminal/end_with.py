@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that end with the one that started them; on Linux alone."""
+"""Processes that end with their parent; on Linux only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process with the one that started it, whatever it is waiting for.
+    """Make the kernel end this process together with its parent, even during a wait.
 
-    Ranks that meet would wait for each other until a timeout, and keep their host as long.
+    Otherwise, ranks in a meeting would wait for each other until a timeout, and block their host.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit codes of commands: of those without a verdict, and, as shells have them, of signals."""
+"""Exit codes of commands without a verdict and, in the form of shells, of signals."""
 
-CANNOT_TELL = 2  # 1 is "refuted", or that a check failed
+CANNOT_TELL = 2  # 1 is "refuted", or a failed check
 INTERRUPTED = 130  # 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE

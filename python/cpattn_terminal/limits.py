@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Largest numbers that commands accept: beyond, no machine exists or counting takes minutes."""
+"""Largest numbers that commands accept, beyond which no machine exists or counts take minutes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BATCH_TOKENS = 1 << 24  # new tokens: some arrays of a plan have an entry fo
 def check_batch(
     lens_option: str, lens: Sequence[int], prefix_option: str, prefix: Sequence[int]
 ) -> None:
-    """Raise ValueError if lists of a batch do not match, or if it is too large.
+    """Raise ValueError if lists of a batch do not match, or if the batch is too large.
 
     Messages name the command-line options.
     """

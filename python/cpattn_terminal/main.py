@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `cpattn` command: runs `commands`, or says in one line what is not installed."""
+"""The `cpattn` command: runs `commands`, or reports missing packages in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXTRA_PACKAGES = ("click", "hypothesis", "jinja2", "jsonschema", "matplotlib", "
 
 
 def _end(number: int, _: object) -> None:
-    """End as other errors do: processes and files of the command end with it."""
+    """Raise SystemExit, like other errors, so that the command's processes and files end."""
     sys.exit(128 + number)
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     streams.prepare()
     for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
         number = getattr(signal, name, None)
-        # nohup has one of them ignored.
+        # nohup ignores one of them.
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
     try:
@@ -39,10 +39,10 @@ def main() -> None:
             sys.exit(f"cpattn: {name} is not installed: pip install {name}")
         if isinstance(error, ModuleNotFoundError) and error.name == "cpattn":
             sys.exit("cpattn: its library is not installed: " + how_to_install("cpattn"))
-        traceback.print_exc()  # a fault of the command is no verdict, which 1 would be
+        traceback.print_exc()  # a fault of the command must not exit with 1, a verdict
         sys.exit(CANNOT_TELL)
-    except KeyboardInterrupt:  # while modules are imported; later `CommandGroup` has it
+    except KeyboardInterrupt:  # during imports; later `CommandGroup` handles it
         print("cpattn: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     finally:
-        gc.freeze()  # else Python would look once more through all that torch has made
+        gc.freeze()  # else Python would scan all objects of torch once more

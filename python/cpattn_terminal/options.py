@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of options: each says its rule and what it got, and refuses what no machine could do."""
+"""Values of options, which state their rule and the value, and refuse impossible numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .limits import MAX_INT
 
 
 class _Bounded(click.ParamType):  # type: ignore[type-arg]
-    """A value of one type from `low` to `high`; `rule` says so."""
+    """Value of one type from `low` to `high`, with the text of this rule."""
 
     def __init__(self, kind: type, low: float, high: float, rule: str) -> None:
         self._kind, self._low, self._high, self._rule = kind, low, high, rule
@@ -48,7 +48,7 @@ class Number(_Bounded):
 
 
 class IntegerList(click.ParamType):  # type: ignore[type-arg]
-    """Integers from 0, with commas between them."""
+    """Integers from 0, separated by commas."""
 
     name = "N,N,..."
 
@@ -91,7 +91,7 @@ class PoolPlacement(click.ParamType):  # type: ignore[type-arg]
 
 
 class OutputPath(click.Path):
-    """A file to write; that it cannot be is said before the run."""
+    """File to write, checked before the run."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True)
@@ -115,7 +115,7 @@ class OutputPath(click.Path):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say in one line that a file could not be written after all."""
+    """Report in one line that a file could not be written after all."""
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def parsed(kind: type, text: Any) -> Any:
-    """The number that a text stands for; None if it is none, or not finite."""
+    """Return the number of a text; None if it is no number, or not finite."""
     try:
         number = kind(text)
     except ValueError:
@@ -132,6 +132,6 @@ def parsed(kind: type, text: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in an error message, which is to stay one line."""
+    """Show a value in an error message of one line."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:40]}... ({len(str(value))} characters)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a long command on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a long command on stderr: a bar on a terminal, else occasional lines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-SECONDS_TO_FIRST_LINE = 1.0  # what ends before says nothing
+SECONDS_TO_FIRST_LINE = 1.0  # shorter work prints nothing
 SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_OF_PACE = 60.0
 
 
 class Pace:
-    """Speed of some work over its last minute, and when it will end."""
+    """Speed of some work over its last minute, and its expected end."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()  # when so much was done
+        self._seen: deque[tuple[float, float]] = deque()  # times and amounts of work done
 
     def note(self, done: float, now: float) -> None:
-        """Note the work done until now. Time before the first of it does not count."""
+        """Record the work done until now. Time before the first work does not count."""
         if self._seen and (done <= 0 or done < self._seen[-1][1]):
             self._seen.clear()
         self._seen.append((now, done))
@@ -30,7 +30,7 @@ class Pace:
             self._seen.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Return the work done in a second; None until it can be told."""
+        """Return the work done per second; None if unknown."""
         if len(self._seen) < 2:
             return None
         begin, first = self._seen[0]
@@ -38,13 +38,13 @@ class Pace:
         return done / (now - begin) if done and now - begin >= 0.5 else None
 
     def seconds_left(self, total: float | None, now: float) -> float | None:
-        """Return the seconds until all of `total` is done; None if nobody knows."""
+        """Return the seconds until all of `total` is done; None if unknown."""
         rate = self.rate(now)
         return max(total - self._seen[-1][1], 0.0) / rate if rate and total else None
 
 
 class State(NamedTuple):
-    """Work done, all work, and a name for what is being done."""
+    """Work done, all work, and the name of the current work."""
 
     done: int
     total: int | None
@@ -52,7 +52,7 @@ class State(NamedTuple):
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Format hours, minutes and seconds.
 
     >>> duration(8.4), duration(83), duration(4000)
     ('0:08', '1:23', '1:06:40')
@@ -67,9 +67,9 @@ def _rate_text(rate: float) -> str:
 
 
 class ProgressLines:
-    """A line after a second and then about every ten, for logs; a context manager.
+    """Line after a second and then about every ten seconds, for logs; a context manager.
 
-    The lines come from a thread of their own: what takes long need not say that it does.
+    A thread writes the lines, even during long work without reports.
     """
 
     def __init__(self, command: str, unit: str = "") -> None:
@@ -93,7 +93,7 @@ class ProgressLines:
         self._end.set()
 
     def __call__(self, done: int, total: int | None, what: str) -> None:
-        """Note what is being done, and how much of it all is."""
+        """Record the current work, and its share of all work."""
         self._pace.note(done, time.monotonic())
         self._state = State(done, total, what)
 
@@ -101,7 +101,7 @@ class ProgressLines:
         wait = SECONDS_TO_FIRST_LINE
         while not self._end.wait(wait):
             wait = SECONDS_BETWEEN_LINES
-            with suppress(OSError, ValueError, AttributeError):  # nobody can read it
+            with suppress(OSError, ValueError, AttributeError):  # no reader
                 print(f"{self._command}: {self._line()}", file=sys.stderr, flush=True)
 
     def _line(self) -> str:
@@ -110,7 +110,7 @@ class ProgressLines:
         parts = [f"{now - self._begin:.0f} s: {what}"]
         if total:
             parts.append(f"{done:,} of {total:,} {self._unit}".rstrip())
-        with suppress(IndexError):  # another thread notes what is done
+        with suppress(IndexError):  # another thread updates the state
             rate, left = self._pace.rate(now), self._pace.seconds_left(total, now)
             if rate and left is not None:
                 parts += [_rate_text(rate), f"about {duration(left)} left"]
@@ -118,10 +118,10 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """A bar that moves, on a terminal; a context manager, and gone when it ends.
+    """Moving bar on a terminal; a context manager that removes the bar at its end.
 
-    With what is done it shows how fast that goes and how long it will take, as far as there is
-    room: what is being done and the time that is left come first.
+    The bar shows work done, speed and time left if there is room: the current work and the time
+    left come first.
     """
 
     def __init__(self, console: Any, unit: str = "") -> None:
@@ -153,7 +153,7 @@ class ProgressBar:
         columns: list[Any] = [spinner, TextColumn("{task.description}", markup=False)]
         if unit and width >= 50:
             columns.append(BarColumn(bar_width=None))
-        numbers = Numbers(Column(no_wrap=True))  # the bar has what the others leave
+        numbers = Numbers(Column(no_wrap=True))  # the bar has the rest of the line
         self._bar = Progress(
             *columns, numbers, console=console, transient=True, redirect_stdout=False
         )
@@ -167,20 +167,20 @@ class ProgressBar:
         self.stop()
 
     def stop(self) -> None:
-        """Take the bar away; something else will be shown."""
+        """Remove the bar before other output."""
         self._bar.stop()
 
     def __call__(self, done: int, total: int | None, what: str) -> None:
-        """Show what is being done, and how much of it all is."""
+        """Show the current work, and its share of all work."""
         self._pace.note(done, time.monotonic())
         self._bar.update(self._task, completed=done, total=total, description=what)
 
 
 def make_progress(command: str, unit: str = "") -> ProgressBar | ProgressLines:
-    """A bar if stderr is a terminal that can show one, else lines; `unit` is what is counted."""
+    """Make a bar if stderr is a capable terminal, else lines; `unit` is the counted unit."""
     try:
         from rich.console import Console
-    except ModuleNotFoundError:  # `cpattn_lab.check` does without it
+    except ModuleNotFoundError:  # `cpattn_lab.check` works without it
         return ProgressLines(command, unit)
     console = Console(stderr=True)
     if console.is_terminal and not console.is_dumb_terminal:

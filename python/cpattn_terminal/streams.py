@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The standard streams of a command: closed ones, encodings without × and µ, widths, full disks."""
+"""Standard streams of a command: closed ones, encodings without × and µ, widths, full disks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _PLAIN = {
 
 
 def prepare() -> None:
-    """Make the standard streams usable, whatever the process was started with.
+    """Make the standard streams usable, however the process was started.
 
-    A closed one gets a descriptor that cannot be used: else the next file or pipe that is opened
-    would take its number, and what is meant for the terminal would be written there. Characters
-    that the encoding of a stream does not have are written in plain letters.
+    A closed stream gets an unusable descriptor: else the next opened file or pipe would take its
+    number, and receive output for the terminal. Characters that a stream's encoding lacks are
+    written in plain letters.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # Opened the wrong way round: reading and writing fail, as on a closed descriptor.
+            # Opened in the wrong direction: reading and writing fail, as on a closed descriptor.
             opened = os.open(os.devnull, os.O_WRONLY if mode == "r" else os.O_RDONLY)
             if opened != number:
                 os.dup2(opened, number)
@@ -46,7 +46,7 @@ def prepare() -> None:
 
 
 def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
-    """Return plain text for characters that an encoding lacks: ``\\u2248`` if nothing better."""
+    """Return plain text for characters that an encoding lacks; ``\\u2248`` as a last resort."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end]
@@ -55,7 +55,7 @@ def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
 
 
 def abandon(stream: TextIO | None) -> None:
-    """Forget what a stream still holds, which could not be written and would be tried again."""
+    """Drop the buffered output of a stream, which could not be written and would be retried."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
@@ -64,14 +64,14 @@ def abandon(stream: TextIO | None) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether standard output is one that understands colours."""
+    """Tell whether standard output is a terminal with colours."""
     with suppress(OSError, ValueError, AttributeError):
         return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     return False
 
 
 def width() -> int | None:
-    """Columns of standard output: those of `COLUMNS`, or of the terminal; else None."""
+    """Return the columns of standard output, by `COLUMNS` or the terminal; else None."""
     with suppress(OSError, ValueError, AttributeError):
         given = int(os.environ.get("COLUMNS", "0"))
         if given > 0:

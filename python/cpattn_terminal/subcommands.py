@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Subcommands of `cpattn`, the module that has each, and the distribution that brings it."""
+"""Subcommands of `cpattn`, with module and distribution of each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import click
 
 
 class Subcommand(NamedTuple):
-    """Module with a command of click, which has the name of the subcommand."""
+    """Module with a click command of the subcommand's name."""
 
     module: str
     distribution: str
 
     def is_installed(self) -> bool:
-        """Whether the package of the module can be imported."""
+        """Tell whether the package of the module can be imported."""
         return find_spec(self.module.partition(".")[0]) is not None
 
     def load(self, name: str) -> click.Command:
@@ -27,7 +27,7 @@ class Subcommand(NamedTuple):
         return command
 
 
-#: What shows first what the library is about comes first.
+#: The subcommands that best show the library's purpose come first.
 SUBCOMMANDS = {
     "explain": Subcommand("cpattn_lab.commands.explain", "cpattn-lab"),
     "plan": Subcommand("cpattn_lab.commands.plan", "cpattn-lab"),

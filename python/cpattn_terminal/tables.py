@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on standard output, as wide as it is: columns that do not fit are left out, and named."""
+"""Tables on standard output, as wide as it is; columns that do not fit are left out and named."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ASCII_HEAD = box.Box(str(box.SIMPLE_HEAD).replace("─", "-"), ascii=True)
 
 
 class _Console(Console):
-    """Leaves a closed pipe to whoever prints; rich would exit here, with a code of its own."""
+    """Console that leaves a closed pipe to the caller; rich would exit with its own code."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class Row(NamedTuple):
-    """Cells of a table; a line below them if another section follows, and a style."""
+    """Cells of a table, with a style, and a line below if another section follows."""
 
     cells: Sequence[str]
     ends_section: bool = False
@@ -47,7 +47,7 @@ def print_table(
     Parameters
     ----------
     less_important : names of columns
-        Left out where they do not fit, in this order.
+        Columns to leave out if they do not fit, in this order.
     left : names of columns
         Columns that are justified left, not right.
     console : Console, optional
@@ -56,7 +56,7 @@ def print_table(
     Returns
     -------
     console, header
-        What was printed on, for the text below, and the columns that were.
+        Console of the table, for the text below, and the printed columns.
     """
     widths = {
         name: max(len(name), *(len(row.cells[i]) for row in rows)) for i, name in enumerate(header)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torchrun -m cpattn_lab.check`` checks the ranks that it starts."""
+"""``torchrun -m cpattn_lab.check`` checks the started ranks."""
 
 import sys
 

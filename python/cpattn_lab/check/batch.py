@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches that `cpattn_lab.check` attends to, in every way there is."""
+"""Batches of `cpattn_lab.check`, for every way to compute a layer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PLACEMENTS: dict[str, Callable[[int], Any]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """Way to compute a layer; without an exchange, on pools that every rank has whole."""
+    """Way to compute a layer; without an exchange, on replicated pools."""
 
     strategy: str = "zigzag"
     placement: str = "page_interleave"
     exchange: str | None = None
-    one_call: bool = False  # that writes new rows and attends
+    one_call: bool = False  # writes new rows and attends
 
     def __str__(self) -> str:
         if self.exchange:
@@ -42,7 +42,7 @@ class Way:
 
 
 def all_ways() -> Iterator[Way]:
-    """Every strategy, then every placement with every exchange."""
+    """Return every strategy, then every placement with every exchange."""
     yield from (Way(strategy) for strategy in STRATEGIES)
     yield Way(one_call=True)
     for placement in PLACEMENTS:
@@ -51,10 +51,10 @@ def all_ways() -> Iterator[Way]:
 
 
 class CheckBatch:
-    """A batch with the same random inputs on all ranks; the pools of this rank hold the prefixes.
+    """Batch with the same random inputs on all ranks; this rank's pools hold the prefixes.
 
-    k and v are the whole pools as they should be, k_cache and v_cache those of this rank, which are
-    a share of them if there is an exchange.
+    k and v are the correct whole pools, k_cache and v_cache the pools of this rank, a share of them
+    if there is an exchange.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class CheckBatch:
         self._q = self.cp.shard(self.plan, self.q)
 
     def write_kv(self) -> None:
-        """The new rows of all ranks, into the pools."""
+        """Write the new rows of all ranks into the pools."""
         k, v = self._rows
         self.cp.write_kv(self.plan, k, v, self.k_cache, self.v_cache)
 
     def attend(self) -> torch.Tensor:
-        """Attend with this rank's rows, once new rows are written."""
+        """Attend with this rank's rows, after new rows are written."""
         out: torch.Tensor = self.cp.attend(self.plan, self._q, self.k_cache, self.v_cache)
         return out
 
@@ -122,7 +122,7 @@ class CheckBatch:
 
 
 def largest_error(group: dist.ProcessGroup, way: Way, dtype: str) -> float:
-    """Error on a small ragged batch, in units of a rounding; a merge adds a second rounding."""
+    """Return the error on a small ragged batch, in units of a rounding; a merge adds another."""
     size = dist.get_world_size(group)
     extends = np.array([2 * size + 5, 1, 7 * size + 3, 0, 3])
     prefixes = np.array([0, 40, 19, 8, PAGE])
@@ -136,6 +136,6 @@ def largest_error(group: dist.ProcessGroup, way: Way, dtype: str) -> float:
     expected, _ = reference.paged_attention(batch.q, batch.k, batch.v, **sequences)
     magnitude, _ = reference.paged_attention(batch.q, batch.k, batch.v.abs(), **sequences)
     error = error_in_units(gathered.double().numpy(), expected, magnitude, dtype)
-    # Partial results are rounded, and so is what they are merged to.
+    # Partial results are rounded, and so is their merge.
     twice = way.exchange is not None and EXCHANGES[way.exchange].rounds_twice
     return error / 2 if twice else error

@@ -43,7 +43,7 @@ Progress = ProgressBar | ProgressLines
 
 
 def main() -> int:
-    """Run the check; the exit code."""
+    """Run the check; return the exit code."""
     streams.prepare()
     try:
         options = _parse()
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _progress() -> Progress:
-    """Rank 0 may have a bar; others are not to draw over it, and have lines until they have met."""
+    """Give rank 0 a bar; other ranks must not overwrite it, and have lines until they have met."""
     name = "cpattn_lab.check"
     return (
         ProgressLines(name) if os.environ.get("RANK", "0") != "0" else make_progress(name, "steps")
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> int:
         return _failed("this process", f"{_first_line(error)}{hint}")
     rank = dist.get_rank()
     if rank:
-        progress.stop()  # one of them tells
+        progress.stop()  # only rank 0 goes on
     try:
         passed = _check(options, progress)
         progress(0, None, "waiting for the other ranks")
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> int:
 
 
 def _interruptible(wait: Callable[[], object]) -> None:
-    """Have a thread wait for other processes: within torch, Ctrl-C would come after the timeout."""
+    """Wait for other processes in a thread, as Ctrl-C within torch would wait for the timeout."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait)
         try:
@@ -101,7 +101,7 @@ def _interruptible(wait: Callable[[], object]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Parser with one-line errors, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"cpattn_lab.check: {message}\n")
@@ -126,7 +126,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _up_to(most: float, kind: type) -> Callable[[str], Any]:
-    """Parses a positive number up to `most`."""
+    """Parse a positive number up to `most`."""
 
     def parse(text: str) -> Any:
         try:
@@ -144,7 +144,7 @@ def _up_to(most: float, kind: type) -> Callable[[str], Any]:
 
 
 def _check(options: argparse.Namespace, progress: Progress) -> bool:
-    """Whether all rows of all ranks are right; rank 0 prints."""
+    """Return whether all rows of all ranks are correct; rank 0 prints."""
     group = dist.group.WORLD
     assert group is not None
     errors = []
@@ -161,7 +161,7 @@ def _check(options: argparse.Namespace, progress: Progress) -> bool:
         "cpus": _cpus(),
         "threads": _core.default_num_threads(),
         "isa": active_isa(),
-        "error": float(np.max(errors)),  # NaN if one is
+        "error": float(np.max(errors)),  # NaN if one is NaN
         **timed,
     }
     progress(steps - 2, steps, "timing the network")
@@ -179,7 +179,7 @@ def _check(options: argparse.Namespace, progress: Progress) -> bool:
 
 
 def _timed(group: dist.ProcessGroup, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of attend and write_kv of this rank, and the rate of attend."""
+    """Return seconds of attend and write_kv on this rank, and the rate of attend."""
     tokens = options.tokens * dist.get_world_size(group)
     batch = CheckBatch(group, Way(), np.array([tokens]), np.array([0]), options.dtype)
     write, attend = (
@@ -192,7 +192,7 @@ def _timed(group: dist.ProcessGroup, options: argparse.Namespace) -> dict[str, f
 
 
 def _timed_exchanges(group: dist.ProcessGroup, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a layer with new rows, on the slowest rank, by each way to exchange."""
+    """Return seconds of a layer with new rows on the slowest rank, for each exchange."""
     new, cached = (
         np.array([n * dist.get_world_size(group)]) for n in (options.tokens, options.cached)
     )
@@ -200,7 +200,7 @@ def _timed_exchanges(group: dist.ProcessGroup, options: argparse.Namespace) -> d
     found = {}
     for exchange, name in names.items():
         batch = CheckBatch(group, Way(exchange=exchange, one_call=True), new, cached, options.dtype)
-        batch.layer()  # connections and buffers
+        batch.layer()  # set up connections and buffers
         times = []
         for _ in range(options.repeats):
             dist.barrier(group)
@@ -218,7 +218,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _cpus() -> str:
-    """The CPUs this process may use, as taskset has them."""
+    """Return the CPUs that this process may use, in the form of taskset."""
     cpus = np.array(sorted(os.sched_getaffinity(0)))
     runs = np.split(cpus, np.flatnonzero(np.diff(cpus) > 1) + 1)
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates at which a group exchanges rows and a rank merges, for `cpattn_lab.cost_model.Rates`."""
+"""Communication rates of a group and merge rates, for `cpattn_lab.cost_model.Rates`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure_exchange(
         return {}
 
     def seconds(function: Callable[[], object]) -> float:
-        function()  # connections and buffers
+        function()  # set up connections and buffers
         times = []
         for _ in range(repeats):
             dist.barrier(group)
@@ -56,7 +56,7 @@ def measure_exchange(
     one_row, all_rows = exchanging(1), exchanging(rows)
     message = seconds(lambda: _messages(group, _MESSAGES)) - seconds(lambda: _messages(group, 1))
     message = max(message, 0.0) / (_MESSAGES - 1) / peers
-    # Half of it at least is bytes on their way, whatever a busy machine made of a single row.
+    # At least half of it is transfer time, even if a busy machine delayed a single row.
     wire = max(all_rows - one_row, all_rows / 2)
     return {
         "gather_gb_per_s": rows * _ROW_BYTES * peers / wire / 1e9,
@@ -69,9 +69,9 @@ def measure_exchange(
 def measure_merge(
     num_heads: int, v_head_dim: int, dtype: torch.dtype, threads: int, *, repeats: int = 5
 ) -> float:
-    """Nanoseconds of each thread for an element of a partial result: copied, then merged.
+    """Return nanoseconds per thread and element to copy and merge a partial result.
 
-    So a layer does it: each part goes into the order of the rows, and is merged in float32.
+    A layer does the same: each part is copied into row order, and merged in float32.
     """
     rows = -(-_MERGED_ELEMENTS // (num_heads * v_head_dim))
     part = torch.zeros(rows, num_heads, v_head_dim, dtype=dtype)

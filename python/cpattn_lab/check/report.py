@@ -14,23 +14,23 @@ from cpattn.context_parallel.exchanges import ON_ALL_RANKS
 from ..rate_options import as_options
 from .batch import PLACEMENTS, STRATEGIES
 
-REPLICATED = "replicated"  # the way without pools that are shared out
+REPLICATED = "replicated"  # the way without sharded pools
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The answers of all ranks.
+    """Answers of all ranks.
 
     Attributes
     ----------
     passed : bool
-        Whether all rows of all ranks are right.
+        Whether all rows of all ranks are correct.
     ranks : list of dict
         Host, versions, largest error and rates of each rank.
     network : dict
         Rates of the exchange; empty for one rank.
     exchanges : dict of str to float
-        Seconds of a layer by each way.
+        Seconds of a layer for each way.
     options : dict
         Options of the command.
     """
@@ -43,11 +43,11 @@ class CheckReport:
 
     @property
     def fastest(self) -> str:
-        """The exchange of pools that are shared out that takes least."""
+        """Fastest exchange of sharded pools."""
         return min(ON_ALL_RANKS, key=lambda name: self.exchanges[name])
 
     def to_json(self) -> str:
-        """One document; an error that is no number is null."""
+        """Return one document; a NaN error is null."""
         document = asdict(self) | {"fastest": self.fastest}
         document["ranks"] = [
             {key: None if value != value else value for key, value in rank.items()}

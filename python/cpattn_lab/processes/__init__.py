@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that are started together and ended together.
+"""Processes that start and end together.
 
 ``workers``  worker processes, each with a role, which answer calls
-``hosts``    hosts on one machine: network namespaces that workers run in
+``hosts``    hosts on one machine: network namespaces for workers
 
-The cost model, the replay and the conformance runner start their processes with these.
+The cost model, the replay and the conformance runner start their processes by these modules.
 """

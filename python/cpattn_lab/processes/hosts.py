@@ -4,9 +4,9 @@
     with Hosts(2, link_gbps=1.0) as hosts:
         Role("rank 0", "package.module.Class", 0, config, namespace=hosts.path(0))
 
-Nothing has a name that could stay behind: the namespaces are file descriptors of this process, and
-the kernel takes them down, cables and all, when the last process that has one is gone, whatever
-ended it. No interface of the machine itself is touched.
+The namespaces have no name: they are file descriptors of this process. The kernel removes them with
+their cables when the last process in them ends, in any way. No interface of the machine itself
+changes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ INTERFACE = "eth0"  # of each host, beside its loopback
 MAX_HOSTS = 64
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "switch"
-_QUEUE = "100ms"  # what waits at most for its turn on a cable
-_BURST_SECONDS, _LEAST_BURST = 1e-3, 128 << 10  # bytes: two packets as large as the kernel makes
+_QUEUE = "100ms"  # longest wait of a packet for its turn on a cable
+_BURST_SECONDS, _LEAST_BURST = 1e-3, 128 << 10  # bytes: two of the kernel's largest packets
 Result = TypeVar("Result")
 
 
 class HostsError(RuntimeError):
-    """Error of a process that may not make hosts, or cannot; the message says what is missing."""
+    """A process may not or cannot make hosts; the message names what is missing."""
 
 
 class Hosts:
-    """Hosts, from `address` to `address`; a context manager, on whose exit none is left.
+    """Hosts, from `address` to `address`; a context manager that removes them at its end.
 
-    `link_gbps` is the rate of each cable in either direction; None: what the machine does.
+    `link_gbps` is the rate of each cable per direction; None: no limit.
     """
 
     def __init__(self, num_hosts: int, *, link_gbps: float | None = None) -> None:
@@ -69,15 +69,15 @@ class Hosts:
         self._close()
 
     def path(self, host: int) -> str:
-        """Return the path that `enter` takes, in a process that this one has started."""
+        """Return the path for `enter`, in a process started by this one."""
         return f"/proc/{os.getpid()}/fd/{self._hosts[host]}"
 
     def address(self, host: int) -> str:
-        """Return the address of a host in their network, which is one for benchmarks (RFC 2544)."""
+        """Return the address of a host in their network, a range for benchmarks (RFC 2544)."""
         return f"198.18.0.{host + 1}"
 
     def received_bytes(self) -> list[int]:
-        """Return the bytes that each host has received over its cable, headers included."""
+        """Return the bytes that each host has received over its cable, with headers."""
         return [_in_namespace(host, _received_bytes) for host in self._hosts]
 
     def _make(self) -> None:
@@ -101,7 +101,7 @@ class Hosts:
         _run(namespace, ["ip", *arguments], "hosts need bridges and veth cables")
 
     def _limit(self, namespace: int, interface: str, gbps: float) -> None:
-        """Limit the rate of what leaves by an interface."""
+        """Limit the rate of outgoing data of an interface."""
         burst = max(int(gbps * 1e9 / 8 * _BURST_SECONDS), _LEAST_BURST)
         command = ["tc", "qdisc", "add", "dev", interface, "root", "tbf"]
         command += ["rate", f"{int(gbps * 1e9)}bit", "burst", str(burst), "latency", _QUEUE]
@@ -116,7 +116,7 @@ class Hosts:
 
 
 def enter(path: str) -> None:
-    """Put this thread, and those that it starts from now on, on a host."""
+    """Move this thread, and threads that it starts later, to a host."""
     namespace = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _set_namespace(namespace)
@@ -125,7 +125,7 @@ def enter(path: str) -> None:
 
 
 def _new_namespace() -> int:
-    """A file descriptor of a network namespace that nobody else has; of this thread from now on."""
+    """Return a descriptor of a new network namespace, which this thread enters."""
     if _libc().unshare(_CLONE_NEWNET):
         reason = os.strerror(ctypes.get_errno())
         raise HostsError(
@@ -148,7 +148,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _run(namespace: int, command: list[str], need: str) -> None:
-    """Run a command on a host; `need` is what is missing if it fails."""
+    """Run a command on a host; `need` names what is missing if it fails."""
 
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -160,7 +160,7 @@ def _run(namespace: int, command: list[str], need: str) -> None:
 
 
 def _in_namespace(namespace: int, function: Callable[[], Result]) -> Result:
-    """The result of a function that runs on a host."""
+    """Return the result of a function that runs on a host."""
 
     def run() -> Result:
         _set_namespace(namespace)
@@ -170,7 +170,7 @@ def _in_namespace(namespace: int, function: Callable[[], Result]) -> Result:
 
 
 def _in_thread(function: Callable[[], Result]) -> Result:
-    """Run a function in a new thread: a namespace is entered for a thread, and ends with it."""
+    """Run a function in a new thread, as a thread enters a namespace until it ends."""
     with ThreadPoolExecutor(1, "cpattn hosts") as pool:
         return pool.submit(function).result()
 

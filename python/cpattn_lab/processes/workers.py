@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes: started together, ended together, whatever happens.
+"""Worker processes that start together and end together, in any case.
 
     with Workers([Role("a worker", "package.module.Class", 0, config)]) as workers:
         workers.call([0], "method")
@@ -40,20 +40,20 @@ class Role:
     target: str  # module.name
     rank: int
     config: Any
-    namespace: str | None = None  # of the host that it runs on, as `Hosts.path` says; None: here
+    namespace: str | None = None  # of its host, from `Hosts.path`; None: here
 
 
 class WorkerError(RuntimeError):
-    """A worker ended, or failed; the message names it and says how."""
+    """A worker ended or failed; the message names it and the reason."""
 
 
 class Workers:
-    """A process for each role; a context manager, on whose exit none of them is left.
+    """Process for each role; a context manager that leaves no process behind.
 
-    Ctrl-C reaches the parent alone, which ends the workers; a worker whose parent is gone finds
-    its pipe closed and ends itself. Workers are numbered in the order of their roles.
+    Only the parent receives Ctrl-C, and ends the workers; a worker whose parent has ended finds its
+    pipe closed and ends itself. Worker numbers follow the order of the roles.
 
-    `told` is called with what a worker tells while its answer is waited for.
+    `told` receives reports of a worker while its answer is awaited.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Workers:
             self._start()
             for i in range(len(self._roles)):
                 self.told(f"{i} of {len(self._roles)} processes are ready", 0.0)
-                self.answers([i])  # each says that it is
+                self.answers([i])  # each reports its start
         except BaseException:
             with _interrupts_blocked():
                 self._end(patience=0.0)
@@ -87,19 +87,19 @@ class Workers:
             self._end(patience=5.0 if kind is None else 0.0)
 
     def numbered(self, target: str) -> list[int]:
-        """The numbers of the workers that have this role."""
+        """Return the numbers of the workers with this role."""
         return [i for i, role in enumerate(self._roles) if role.target == target]
 
     def call(self, workers: Iterable[int], method: str, *arguments: Any) -> None:
-        """Have workers call a method. Each answers, and takes its next call when it has."""
+        """Call a method of workers. Each answers, and takes its next call after the answer."""
         for i in workers:
             try:
                 self._pipes[i].send((method, arguments))
             except OSError:
-                break  # a dead reader; `answers` says which
+                break  # a dead reader, which `answers` names
 
     def answers(self, workers: Iterable[int]) -> list[Any]:
-        """The answer of each to its oldest call. WorkerError if any worker at all has failed."""
+        """Return the answer of each to its oldest call. WorkerError if any worker has failed."""
         workers = list(workers)
         answers: dict[int, Any] = {}
         while len(answers) < len(workers):
@@ -121,8 +121,9 @@ class Workers:
     def _start(self) -> None:
         context = get_context("spawn")
         store = Path(self._directory.name) / "store"
-        # A blocked signal stays blocked in the workers from their first instruction on, where a
-        # handler would come too late. The tracker process would unblock it if it came second.
+        # A signal blocked here stays blocked in the workers from the start; a handler would come
+        # too
+        # late. The tracker process would unblock it if it started later.
         resource_tracker.ensure_running()
         with _interrupts_blocked():
             for role in self._roles:
@@ -147,7 +148,7 @@ class Workers:
             self._check_alive()
             raise WorkerError(f"{name} closed its pipe") from None
         if kind == "failed":
-            # Losing a peer is an error in the others: what ended the peer is the better message.
+            # Losing a peer is an error in the others: the error of the peer is the better message.
             deadline = time.monotonic() + 1.0
             while time.monotonic() < deadline:
                 self._check_alive()
@@ -164,7 +165,7 @@ class Workers:
                 raise WorkerError(f"{role.name} (process {process.pid}) {how}{detail}")
 
     def _end(self, patience: float) -> None:
-        """Ask, then terminate, then kill; reap all."""
+        """Ask the workers to end, then terminate, then kill; reap all."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + patience
@@ -182,11 +183,10 @@ class Workers:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Ctrl-C, and other signals that have a handler, wait until the end of the block.
+    """Delay Ctrl-C, and other signals with a handler, until the end of the block.
 
-    Processes that are started in the block have Ctrl-C blocked for ever. For this one that is not
-    enough: a thread that does not block a signal may take it, and its handler runs here all the
-    same.
+    Processes started in the block keep Ctrl-C blocked. For this process, blocking is not enough: a
+    thread without the block may take a signal, and its handler still runs here.
     """
     waiting: list[tuple[int, FrameType | None]] = []
     handlers: dict[int, Any] = {}
@@ -206,11 +206,11 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
-    """A worker's life: set up, then answer calls until the pipe closes."""
+    """Run a worker: set up, then answer calls until the pipe closes."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if role.namespace:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the parent says what happened
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the parent reports what happened
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the engine is imported
     try:
         if role.namespace:
@@ -229,10 +229,11 @@ def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
                 method, arguments = pipe.recv()
                 pipe.send(("done", getattr(worker, method)(*arguments)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The parent has closed the pipe: the end. Without this, Python would look once more through
-        # all that torch has made, half a second long.
+        # The parent has closed the pipe: the end. Otherwise, Python would scan all objects of torch
+        # once
+        # more, for half a second.
         gc.freeze()
-    except Exception as error:  # the parent reports it; a traceback of each rank would be noise
+    except Exception as error:  # the parent reports it; tracebacks of all ranks would be noise
         summary = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         with suppress(EOFError, OSError):
             pipe.send(("failed", summary))

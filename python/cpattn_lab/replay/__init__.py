@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving traffic replayed through context-parallel prefill: `cpattn replay`.
+"""Replay of serving traffic through context-parallel prefill: `cpattn replay`.
 
-``command``         the options of the command, and the memory that they need (``footprint``)
-``driver``          the loop over batches: where to start
-``rank``            one rank of a pipeline stage, context-parallel with the others of it
-``model``           a small decoder with random weights; its attention is of ``dense`` or ``dsa``
-``shards``          which rank's pool holds which keys; ``comparison`` with replicated pools
-``pools``           KV pools before anything is written
-``messages``        what the ranks' processes are told, and say
-``disaggregation``  the decode processes, and what is sent to them
-``side_by_side``    what the check computes at once
-``phases``          where the time of a pass goes
-``records``         what a replay is told, and what it writes down; ``report`` shows it
+``command``         options of the command, and their memory (``footprint``)
+``driver``          loop over batches; start here
+``rank``            one rank of a context-parallel pipeline stage
+``model``           small decoder with random weights; its attention is ``dense`` or ``dsa``
+``shards``          placement of keys in the pools; ``comparison`` with replicated pools
+``pools``           empty KV pools
+``messages``        messages to and from the ranks' processes
+``disaggregation``  decode processes, and data sent to them
+``side_by_side``    parallel work of the check
+``phases``          times of the parts of a pass
+``records``         settings and results of a replay; ``report`` shows them
 
 Imports torch, rich, jinja2 and matplotlib. Requests: `cpattn_lab.traffic`; batches:
 `cpattn.scheduling`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `cpattn replay` as requests and settings, and the memory that they will need."""
+"""Options of `cpattn replay` as requests and settings, and the memory that these need."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .model import DecoderConfig
 from .records import ReplayOptions
 
 CHECK_ROWS, DECODE_TOKENS = 16, 8
-MAX_THREADS = 1024  # of all processes together, or four for each CPU if that is more
+MAX_THREADS = 1024  # of all processes together, or four per CPU if that is more
 _START_SECONDS = 4.0  # CPU time until a process has imported torch and made its part of the model
 _PAGES = [2**i for i in range(10)]
 
 
 def read_requests(trace: Path | None, num_requests: int, seed: int) -> list[Request]:
-    """The first requests of a trace, or generated ones."""
+    """Return the first requests of a trace, or generated ones."""
     if trace:
         return read_trace(trace, limit=num_requests)
     return generate_trace(num_requests, seed=seed)
@@ -45,7 +45,7 @@ def settings_of(
     weights: Sequence[int] | None,
     **options: Any,
 ) -> ReplayOptions:
-    """Return the settings of options; a ValueError names those that do not go together."""
+    """Return the settings of options; a ValueError names options that exclude each other."""
     if decode_tokens and not disaggregate:
         raise ValueError(f"--decode-tokens {decode_tokens} needs --disaggregate")
     if decode_ranks and not disaggregate:
@@ -79,7 +79,7 @@ def settings_of(
 
 
 def _model(model: str, dtype: str, seed: int, options: dict[str, Any]) -> DecoderConfig:
-    """The model that the options describe, which are taken out of them."""
+    """Return the model of the options, and remove its options."""
     kinds: dict[str, Any] = {"dense": DenseConfig, "dsa": DsaConfig}
     fields = {kind: {f.name for f in dataclasses.fields(kinds[kind])} for kind in kinds}
     sizes = {}
@@ -93,7 +93,7 @@ def _model(model: str, dtype: str, seed: int, options: dict[str, Any]) -> Decode
             raise ValueError(f"--{option} is an option of --model {other}, not of --model {model}")
         sizes[name] = value
     if sizes.get("kv_dtype") == "auto":
-        del sizes["kv_dtype"]  # the pools are as the model
+        del sizes["kv_dtype"]  # the pools have the model's dtype
     if model == "dsa":
         if sizes.get("kv_dtype", "fp8") not in ("bf16", "fp8"):
             raise ValueError(
@@ -132,7 +132,7 @@ def _check_pages(page_size: int, scale_lengths: int, pool_tokens: int) -> None:
 
 
 def _check_processes(options: ReplayOptions) -> None:
-    """Threads beyond some thousands end in an error of OpenMP, which ends the process."""
+    """Raise ValueError for too many threads, as OpenMP would end the process."""
     processes, each = options.num_processes, max(options.num_threads, 1)
     most = max(MAX_THREADS, 4 * num_cpus())
     if processes > most:
@@ -155,7 +155,7 @@ def check_room(requests: Sequence[Request], options: ReplayOptions) -> str | Non
     Returns
     -------
     str or None
-        What somebody should know before the processes start; None if they fit.
+        Warning before the processes start; None if they fit.
     """
     lengths = [r.input_length for r in scale_lengths(requests, options.scale_lengths)]
     _check_longest(max(lengths), options)
@@ -191,7 +191,7 @@ def check_sharded(options: ReplayOptions) -> None:
 
 
 def _check_longest(num_tokens: int, options: ReplayOptions) -> None:
-    """The longest prompt must fit into the pool; its hash blocks have pages of their own."""
+    """Check that the longest prompt fits into the pool; hash blocks have their own pages."""
     page_size, block = options.page_size, options.block_tokens
     blocks, rest = divmod(num_tokens, block)
     pages = blocks * (block // page_size) + -(-rest // page_size)
@@ -205,7 +205,7 @@ def _check_longest(num_tokens: int, options: ReplayOptions) -> None:
 
 
 def num_cpus() -> int:
-    """CPUs that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison with replicated pools: what shards save, and that results are the same."""
+"""Comparison with replicated pools: savings of sharded pools, and equality of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .records import ReplayOptions, ReplayReport, ReplicatedRecord
 
 
 class SampledRows:
-    """Final hidden states of the rows that are compared, by request and position."""
+    """Final hidden states of the compared rows, by request and position."""
 
     def __init__(self) -> None:
         self.of: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
@@ -23,20 +23,20 @@ class SampledRows:
     def add(
         self, batch: Batch, rows: npt.NDArray[np.int64], hidden: npt.NDArray[np.float32]
     ) -> None:
-        """Take the hidden states [len(rows), hidden_size] of some rows of a batch."""
+        """Add the hidden states [len(rows), hidden_size] of some rows of a batch."""
         requests = np.repeat([c.request_index for c in batch.chunks], batch.extend_lens)[rows]
         keys = zip(requests.tolist(), batch.positions[rows].tolist(), strict=True)
         self.of.update(zip(keys, hidden, strict=True))
 
     def difference(self, other: SampledRows) -> tuple[int, float]:
-        """Return how many rows both have, the last of each prompt among them, and how far apart."""
+        """Return the number of common rows, each prompt's last included, and their distance."""
         common = self.of.keys() & other.of.keys()
         differences = [float(np.abs(self.of[key] - other.of[key]).max()) for key in common]
         return len(common), max((np.inf if np.isnan(d) else d for d in differences), default=0.0)
 
 
 def replicated(options: ReplayOptions) -> ReplayOptions:
-    """Return options of the replay with all keys on every rank, without measures beside passes."""
+    """Return options of the replay with replicated pools, without side measurements."""
     return replace(
         options,
         placement=REPLICATED,

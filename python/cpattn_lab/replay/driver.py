@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of `cpattn replay`: schedule a batch, run it on all ranks, check it, write it down."""
+"""Loop of `cpattn replay`: schedules a batch, runs it on all ranks, checks and records it."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def replay(
 ) -> ReplayReport:
     """Replay `requests` over `options.num_processes` processes.
 
-    `sampled` gets the rows that are compared; without `oracle` nobody else does. `progress` is
-    called with the prompt tokens that are done, those there are, and what is being done.
-    WorkerError if a process dies; ImportError if there is no engine for `decode_tokens`;
-    `HostsError` if `options.hosts` cannot be made.
+    `sampled` gets the rows to compare; without `oracle` there is no other check. `progress` is
+    called with the number of finished prompt tokens, their total, and the current work. WorkerError
+    if a process dies; ImportError if there is no engine for `decode_tokens`; `HostsError` if
+    `options.hosts` cannot be made.
     """
     begin = time.perf_counter()
     if options.decode_tokens:
-        require_engine()  # that it is not installed is said before any process starts
+        require_engine()  # a missing engine is reported before any process starts
     requests = scale_lengths(requests, options.scale_lengths)
     total = sum(request.input_length for request in requests)
     cache = PrefixCache(
@@ -64,7 +64,7 @@ def replay(
     batches = prefill_batches(
         requests, cache, token_budget=options.token_budget, max_sequences=options.max_sequences
     )
-    batch: Batch | None = next(batches)  # refuses what can never run before any process starts
+    batch: Batch | None = next(batches)  # refuses impossible requests before any process starts
     checker = _make_checker(options) if oracle else None
     report = ReplayReport(
         options=options,
@@ -111,7 +111,7 @@ def replay(
 
 
 class _Telling:
-    """Progress within a batch, of which ranks and check do a part each; it never goes back."""
+    """Progress within a batch, with parts for ranks and check; it never decreases."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Telling:
         self._reached, self._begin, self._size = done, done, size
 
     def of_part(self, first: float, length: float) -> Callable[[str, float], None]:
-        """Return a function of (what, share) that tells progress in a part from `first`."""
+        """Return a function of (what, share) that reports progress in a part from `first`."""
 
         def tell(what: str, share: float) -> None:
             tokens = self._begin + int(self._size * (first + length * share))
@@ -143,7 +143,7 @@ def _step(
     decoding: Disaggregation | None,
     sampled: SampledRows | None,
 ) -> None:
-    """Run one batch, compare what it says, and add it to the report."""
+    """Run one batch, compare its results, and add it to the report."""
     rows = np.empty(0, dtype=np.int64)
     if checker or sampled is not None:
         options = report.options
@@ -179,7 +179,7 @@ def _add_check(report: ReplayReport, checker: Checker) -> None:
 
 
 def fast_dtype() -> str:
-    """bfloat16 where the kernels have an instruction for its products, else float32."""
+    """Return bfloat16 if kernels have an instruction for its products, else float32."""
     return "bfloat16" if active_isa() in ("avx512bf16", "amx", "neonbf16") else "float32"
 
 
@@ -192,7 +192,7 @@ def _make_checker(options: ReplayOptions) -> Checker | None:
 
 
 def num_threads(options: ReplayOptions) -> int:
-    """Threads of each process."""
+    """Return the number of threads of each process."""
     return options.num_threads or max(1, len(os.sched_getaffinity(0)) // options.num_processes)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a replay will take, and that there is."""
+"""Memory that a replay will need, and available memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .dsa.model import DsaConfig
 from .model import DecoderConfig, DecoderLayer
 from .records import ReplayOptions
 
-_PROCESS_BYTES = 160 << 20  # of a process that has imported torch, beside what all of them share
+_PROCESS_BYTES = 160 << 20  # of a process with torch imported, without shared memory
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of all processes together."""
 
-    arrays: int  # pools and weights, which are there from the beginning
-    total: int  # and the processes themselves, and what a batch needs
+    arrays: int  # pools and weights, allocated at the start
+    total: int  # with the processes themselves, and the memory of a batch
 
 
 def footprint(options: ReplayOptions, batch_tokens: int) -> Footprint:
-    """An estimate, by the sizes of the model; low rather than high.
+    """Estimate the memory from the sizes of the model; low rather than high.
 
     batch_tokens : int
         New tokens of the largest batch.
@@ -35,7 +35,7 @@ def footprint(options: ReplayOptions, batch_tokens: int) -> Footprint:
     model = options.model
     weights = _num_weights(model)
     decode_ranks = options.decode_ranks if options.decode_tokens else 0
-    copies = options.cp_size + decode_ranks  # stages share out the layers
+    copies = options.cp_size + decode_ranks  # stages split the layers
     arrays = weights * (copies * model.torch_dtype.itemsize + 4 * bool(options.check_rows))
     slots = options.rank_pages * options.page_size * options.cp_size
     if options.decode_tokens:
@@ -73,7 +73,7 @@ def _num_weights(model: DecoderConfig) -> int:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of this machine or container, and those of them that are free; 0: unknown."""
+    """Return total and free bytes of this machine or container; 0: unknown."""
     sizes = {}
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
