@@ -78,19 +78,19 @@ _ALL = (
     ),
     Invariant(
         "LAYOUT",
-        "Who writes a cache and who reads it agree on the order of its bytes, dtype and scales.",
+        "Writer and reader of a cache agree on the order of its bytes, dtype and scales.",
         "Reads mix up heads, tokens or tiles: noise, or the same token forever.",
         "Give each layout a name, and reject buffers with another layout name.",
     ),
     Invariant(
         "TOPK",
-        "What ranks select together is the top-k of all keys.",
+        "Ranks together select the top-k of all keys.",
         "Sparse attention reads wrong tokens; longer prompts get worse answers.",
         "Check whether code takes indices as positions in the sequence or on the rank.",
     ),
     Invariant(
         "ADDR",
-        "No address overflows 32 bits, and nothing is written outside of what it belongs to.",
+        "No address overflows 32 bits, and no write goes outside of its buffer.",
         "Long contexts crash, or overwrite memory of other buffers.",
         "Cast offsets to 64 bits before multiplying; size buffers for the largest batch.",
     ),

@@ -72,7 +72,7 @@ def quantize_kv_rows_separate(nope: TensorT, rope: Tensor) -> tuple[TensorT, Ten
     Parameters
     ----------
     nope, rope
-        As in `quantize_kv_rows`.
+        See `quantize_kv_rows`.
 
     Returns
     -------

@@ -98,7 +98,7 @@ def fast_topk_transform_fused(
     Parameters
     ----------
     score, lengths, topk, row_starts, sorted
-        As in `fast_topk`.
+        See `fast_topk`.
     page_table_size_1 : ints [num_sequences, pages]
         Slots with a page size of 1, else page ids. It must cover the candidates of a row, and
         entries that are read must be >= 0.
@@ -154,7 +154,7 @@ def fast_topk_transform_ragged_fused(
     Parameters
     ----------
     score, lengths, topk, row_starts, sorted
-        As in `fast_topk`.
+        See `fast_topk`.
     topk_indices_offset : ints [num_rows]
         Begin of each row's sequence in the concatenation.
 

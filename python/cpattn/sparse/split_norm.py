@@ -108,7 +108,7 @@ def fused_split_qk_norm(
     Parameters
     ----------
     x, q_weight, kv_weight, q_lora_rank, kv_lora_rank, qk_rope_head_dim, q_bias, kv_bias
-        As in `split_qk_norm`.
+        See `split_qk_norm`.
     eps : float
         Epsilon of both norms, at least 0.
 

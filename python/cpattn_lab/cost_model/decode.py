@@ -164,10 +164,10 @@ def predict_decode(
     state_dtype : {"float32", "bfloat16", "float16"}
         Dtype of the outputs that are sent to be merged.
     exchange : {"all_to_all", "gather", "auto"}
-        Whether states go to the ranks of their heads, or all to every rank; "auto" is what
-        `ContextParallel.decode` takes, by the bytes that ranks receive.
+        Whether states go to the ranks of their heads, or all to every rank; "auto" is the choice
+        of `ContextParallel.decode`, by received bytes.
     out_heads : {"own", "all"}
-        Whether a rank is to have its share of the heads, or all.
+        Whether a rank gets its share of the heads, or all heads.
 
     Returns
     -------
@@ -177,10 +177,10 @@ def predict_decode(
     Raises
     ------
     TypeError
-        For lengths and numbers that are no integers.
+        If a length or number is no integer.
     ValueError
-        For no sequences or empty ones, unknown names, replicated pools, and a `ranks_per_host`
-        that does not divide `cp_size`.
+        If there are no sequences, one is empty, a name is unknown, pools are replicated, or
+        `ranks_per_host` does not divide `cp_size`.
 
     Examples
     --------

@@ -19,12 +19,12 @@ from .placement import pages_per_rank
 
 @dataclass(frozen=True)
 class ExchangeWork:
-    """The work of each rank for one layer of one batch, as `exchange_work` counts it.
+    """Work of each rank for one layer of one batch, as counted by `exchange_work`.
 
     Attributes
     ----------
     placement, exchange : str
-        As given.
+        The arguments.
     num_hosts : int
         Number of hosts; each has consecutive ranks.
     tokens : array [cp_size], int64

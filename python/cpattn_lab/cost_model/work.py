@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of every rank for one layer of one batch, computing and sending: integers, exact."""
+"""Computation and communication of every rank for one layer of one batch: exact integers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_m
 
 from .layer import UNBOUNDED, AttentionLayer, Ints
 
-# How `plan_attention` cuts the rows of a segment into items, each of which packs its keys once.
-PACKING_ROWS = 12  # rows of arithmetic that packing a key is counted as
+# The rule by which `plan_attention` cuts rows of a segment into items, which pack their keys once.
+PACKING_ROWS = 12  # cost of packing a key, in rows of arithmetic
 _MAX_ITEM_ROWS, _MIN_ITEM_ROWS, _ROW_GRANULE = 2048, 384, 24
 _BALANCED_ITEMS = 64
 _ITEM_BYTES = 4 << 20
@@ -28,18 +28,18 @@ Numbers = Any  # an array of whole or of real numbers
 
 @dataclass(frozen=True)
 class Shares:
-    """Keys in stripes over ranks, each share of which is attended to apart.
+    """Keys in stripes over ranks; attention runs on each share separately.
 
-    Rows are then cut into sequences. Those of the share's own tokens, each of which sees one key
-    more than the one before, are one; so are those between two of its stripes, which see the same.
-    Where stripes are of one token, every `number`-th row sees one key more.
+    It then cuts rows into sequences: a sequence has rows of the share's own tokens, each of which
+    sees one key more than the previous, or rows between two stripes, which see the same keys. With
+    stripes of one token, every `number`-th row sees one key more.
     """
 
     stripe: int  # tokens
     number: int
 
     def pieces(self, rows: Ints, step: int, item_tokens: Ints) -> Numbers:
-        """Return how many pieces rows, `step` tokens apart, are cut into: the mean over shares."""
+        """Return the number of pieces of rows `step` tokens apart, averaged over shares."""
         if self.number == 1:
             return -(-rows // item_tokens)
         if self.stripe == 1:
@@ -48,34 +48,34 @@ class Shares:
         within = max(self.stripe // step, 1)  # rows of a stripe
         between = within * (self.number - 1)
         rounds = rows / (within * self.number)
-        # Of rows that are apart each sees several more keys of its stripe than the one before.
+        # Each separate row sees several more keys of its stripe than the previous row.
         own = rounds * within
-        if step == 1:  # few rows are of few of the shares
+        if step == 1:  # few rows meet few of the shares
             own = np.minimum(rounds, 1) * -(-rows // (self.number * item_tokens))
         return own + rounds * -(-np.minimum(between, rows) // item_tokens)
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work of each rank, for one layer of one batch, as `rank_work` counts it.
+    """Work of each rank for one layer of one batch, as counted by `rank_work`.
 
-    A pair is a query token and a key that it sees. An item is what one thread takes: some tokens
-    of one sequence with the heads of one KV head.
+    A pair is a query token and a visible key. An item is the work of one thread: some tokens of one
+    sequence with the heads of one KV head.
 
     Attributes
     ----------
     tokens : array [cp_size], int64
         New tokens of each rank.
     pairs : array [cp_size], int64
-        Pairs in one query head; every head has as many.
+        Pairs in one query head, equal for all heads.
     packed_keys : array [cp_size], float64
-        Keys that items pack before they multiply, summed over the items of one KV head. Up to one
-        token per item, for where it is cut. Keys outside the window of all its tokens are left out.
+        Keys that items pack before products, summed over the items of one KV head; exact up to one
+        token per item. Keys outside the window of all tokens of an item are left out.
     longest_item : array [cp_size], float64
-        The most expensive item, as (row, key) pairs with packing at 12 rows for a key. A row is a
-        token in one query head.
+        Cost of the most expensive item in (row, key) pairs, with packing at 12 rows per key. A row
+        is a token in one query head.
     sent_bytes, received_bytes : arrays [cp_size], int64
-        Bytes of `ContextParallel.write_kv`, without the digests that ranks compare before.
+        Bytes of `ContextParallel.write_kv`, without digests.
 
     Examples
     --------
@@ -96,16 +96,16 @@ class RankWork:
 
     @property
     def imbalance(self) -> float:
-        """The pairs of the most loaded rank over their mean: 1 is perfect, cp_size the worst.
+        """Pairs of the most loaded rank over the mean: 1 is perfect, cp_size the worst.
 
-        1 for a batch without new tokens.
+        The value is 1 for a batch without new tokens.
         """
         mean = self.pairs.mean()
         return float(self.pairs.max() / mean) if mean else 1.0
 
 
 def checked_batch(function: str, extend_lens: Any, seq_lens: Any) -> tuple[Ints, Ints]:
-    """The lengths of a batch as arrays, checked."""
+    """Return the checked lengths of a batch as arrays."""
     extends = np.array(_core.ints(extend_lens, function, "extend_lens"), np.int64)
     lengths = np.array(_core.ints(seq_lens, function, "seq_lens"), np.int64)
     check_seq_lens(function, lengths.tolist(), extends.tolist())
@@ -120,18 +120,18 @@ def rank_work(
     strategy: str = "zigzag",
     layer: AttentionLayer | None = None,
 ) -> RankWork:
-    """Count what each of `cp_size` ranks computes and sends for a batch.
+    """Count the computation and communication of each of `cp_size` ranks for a batch.
 
     Parameters
     ----------
     extend_lens, seq_lens : ints [bs]
-        New tokens of each sequence, and these with the cached ones before them.
+        New tokens of each sequence, and its length including them and cached tokens.
     cp_size : int
         Number of ranks.
     strategy : str
         ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
     layer : AttentionLayer, default one with all defaults
-        Which sizes work and bytes are counted for.
+        Sizes for the counts.
 
     Returns
     -------
@@ -141,10 +141,10 @@ def rank_work(
     Raises
     ------
     TypeError
-        For lengths or a number of ranks that are no integers, and a strategy that is no str.
+        If lengths or the number of ranks are no integers, or `strategy` is no str.
     ValueError
-        For lengths that do not match, sequences shorter than their new tokens, a number of ranks
-        outside [1, 32768], and an unknown strategy.
+        If lengths do not match, a sequence is shorter than its new tokens, the number of ranks is
+        outside [1, 32768], or the strategy is unknown.
 
     Examples
     --------
@@ -163,7 +163,7 @@ def rank_work(
 def work_of_plans(
     plans: Sequence[ContextParallelMetadata], layer: AttentionLayer, shares: Shares | None = None
 ) -> RankWork:
-    """See `rank_work`; `plans` are those of all ranks, `shares` are attended to one by one."""
+    """Count work for all ranks' `plans`; attention runs on each of `shares` separately."""
     cp_size = len(plans)
     rows, first, step = _segments(plans)
     tokens = rows.sum(1)
@@ -207,9 +207,9 @@ def _segments(plans: Sequence[ContextParallelMetadata]) -> tuple[Ints, Ints, int
 def _last_keys(
     plans: Sequence[ContextParallelMetadata], rows: Ints, layer: AttentionLayer
 ) -> Numbers:
-    """The end of the keys that rows of each segment see: of the sequence, if they see behind."""
+    """Return the end of keys for each segment: that of the sequence if rows see behind."""
     if not layer.keys_behind:
-        return UNBOUNDED  # a row's own key is there
+        return UNBOUNDED  # a row's own key exists
     prefixes = np.asarray(plans[0].prefix_lens, np.int64)
     of_halves = rows.reshape(len(plans), -1, len(prefixes))
     return np.tile(prefixes + of_halves.sum((0, 1)), of_halves.shape[1])
@@ -218,14 +218,14 @@ def _last_keys(
 def _pairs(
     layer: AttentionLayer, last: Numbers, first: Numbers, step: int, rows: Numbers
 ) -> Numbers:
-    """Keys of rows, summed: those up to the last that each sees, without those before its first."""
+    """Return the sum of visible keys over rows, from the first to the last that each row sees."""
     hidden = _sum_up_to(UNBOUNDED, first, step, rows)
     hidden = hidden - _sum_up_to(layer.most_keys, first, step, rows)
     return _sum_up_to(last, first + layer.keys_behind, step, rows) - hidden
 
 
 def _sum_up_to(limit: Numbers, first: Numbers, step: Numbers, rows: Numbers) -> Numbers:
-    """Sum of ``min(first + i * step, limit)`` over the rows i."""
+    """Return the sum of ``min(first + i * step, limit)`` over the rows i."""
     below = np.clip((limit - first) // step + 1, 0, rows)
     return below * first + step * (below * (below - 1) // 2) + (rows - below) * limit
 
@@ -263,7 +263,7 @@ def _items(
     apart = np.maximum(step * size, 1e-9)  # from one piece to the next
     packed = _sum_up_to(last, first - step + apart + layer.keys_behind, apart, pieces)
     packed = packed - _hidden_before(layer.most_keys, first, step * size, pieces)
-    # The last piece sees most, or one before it, whose window does not end with the sequence.
+    # The last piece sees most, or an earlier one whose window does not end with the sequence.
     first_of_last = first + step * (rows - size)
     items: Numbers = 0
     for before in (first_of_last, np.maximum(first_of_last - layer.keys_behind, first)):
@@ -271,5 +271,5 @@ def _items(
         packed_keys = np.minimum(before + step * (size - 1) + layer.keys_behind, last)
         packed_keys = packed_keys - np.maximum(before - layer.most_keys, 0)
         items = np.maximum(items, pairs * heads[:, None] + PACKING_ROWS * packed_keys)
-    splits = -(-group // heads)  # of the heads of one KV head: each packs for itself
+    splits = -(-group // heads)  # heads of one KV head are split: each item packs for itself
     return np.where(rows > 0, packed, 0).sum(1) * splits, np.where(rows > 0, items, 0).max(1)

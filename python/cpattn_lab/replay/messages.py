@@ -26,7 +26,7 @@ RANK = "cpattn_lab.replay.rank.Rank"
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Configuration of a rank, which every rank is told once."""
+    """Configuration that every rank gets once."""
 
     model: DecoderConfig
     cp_size: int
@@ -51,7 +51,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class Work:
-    """Work for one batch, which every rank is told."""
+    """Work of one batch that every rank gets."""
 
     batch: Batch
     token_ids: npt.NDArray[Any]  # int64 [new tokens]
@@ -82,14 +82,14 @@ class RankResult:
 
 
 def ranks_of(config: WorkerConfig) -> list[Role]:
-    """The ranks of all pipeline stages, stage by stage."""
+    """Return the ranks of all pipeline stages, stage by stage."""
     return [
         Role(f"rank {rank}", RANK, rank, config) for rank in range(config.pp_size * config.cp_size)
     ]
 
 
 def on_hosts(roles: Sequence[Role], hosts: Hosts | None) -> list[Role]:
-    """Place roles on hosts, as many in a row on each; None: all where this process is."""
+    """Place roles on hosts, equally many consecutive ones on each; None: all on this host."""
     if hosts is None:
         return list(roles)
     placed = []
@@ -101,7 +101,7 @@ def on_hosts(roles: Sequence[Role], hosts: Hosts | None) -> list[Role]:
 
 
 def run(workers: Workers, work: Work) -> list[RankResult]:
-    """Run one batch on all ranks; the results in rank order. WorkerError if one fails."""
+    """Run one batch on all ranks; return results in rank order. WorkerError if a rank fails."""
     ranks = workers.numbered(RANK)
     workers.call(ranks, "run", work)
     return workers.answers(ranks)

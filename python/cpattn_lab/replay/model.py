@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small decoder with random weights, in the shape of the models that serving engines run."""
+"""Small decoder with random weights, shaped like the models of serving engines."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Attention = Callable[..., Tensor]
 class DecoderConfig(ABC):
     """Sizes of any decoder; `query_gain` is the standard deviation of its attention scores.
 
-    Random queries and keys of unit gain would attend to all keys nearly alike, and average the
-    values to nothing: K/V of a wrong page would pass unnoticed. From 2 on few keys dominate.
+    Random queries and keys of unit gain would attend to all keys nearly alike and average the
+    values to nothing, which would hide K/V of a wrong page. From 2 on, few keys dominate.
     """
 
     kind: ClassVar[str]
@@ -66,21 +66,21 @@ class DecoderConfig(ABC):
     @property
     @abstractmethod
     def rope_dim(self) -> int:
-        """Elements of a head that are rotated."""
+        """Number of rotated elements of a head."""
 
     @abstractmethod
     def make_attention(self) -> nn.Module:
-        """The attention of a layer: module(normed, rotation, attention, rows) -> [rows, hidden]."""
+        """Make a layer's attention: module(normed, rotation, attention, rows) -> [rows, hidden]."""
 
 
 class Decoder(nn.Module):
-    """Embedding, `num_layers` blocks, final norm, or one pipeline stage of them.
+    """Embedding, `num_layers` blocks, final norm; or one pipeline stage of them.
 
-    The stage of `layers` (default: all of them) embeds if it has the first layer, and normalises
-    if it has the last one. Equal configurations have equal weights, however layers are staged.
+    The stage of `layers` (default: all) embeds if it has the first layer, and normalises if it has
+    the last one. Equal configurations have equal weights, for any division into stages.
 
-    Weights have unit gain; the two products that end in the residual stream are smaller by
-    sqrt(2 * num_layers), as GPT-2's, so that depth does not blow it up.
+    Weights have unit gain; as in GPT-2, the two products that end in the residual stream are
+    divided by sqrt(2 * num_layers), so that depth does not increase its size.
     """
 
     def __init__(self, config: DecoderConfig, layers: range | None = None) -> None:
@@ -113,18 +113,18 @@ class Decoder(nn.Module):
         attention: Any,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [tokens, hidden_size] of new tokens; normalised by the last stage.
+        """Return hidden states [tokens, hidden_size] of new tokens; the last stage normalises them.
 
         x : int64, shape [tokens], or [tokens, hidden_size]
-            Token ids for the first stage; what the stage before returned for the others.
+            Token ids for the first stage; the result of the previous stage for the others.
         positions : int64, shape [tokens]
-            They count within each sequence; the tokens may be any subset in any order.
+            Positions within each sequence; the tokens may be any subset in any order.
         attention
-            What the layers' attention modules call; sees the new keys and values, and finds the
-            older ones itself.
+            Function that the layers' attention modules call; it gets the new keys and values, and
+            finds the older ones itself.
         rows : int64, shape [n], optional
-            Compute only these rows of the last layer, which then returns, and calls `attention`
-            with, n rows.
+            Rows of the last layer to compute; the layer then returns n rows, and calls `attention`
+            with n rows.
         """
         rotation = make_rotation(positions, self.config)
         *layers, last = self.layers.values()
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
 class Head(nn.Module):
     """Logits of hidden states, in float32. Equal configurations have equal weights.
 
-    It is not the embedding's transpose, with which a random decoder would repeat its last token.
+    The transposed embedding is not used, as a random decoder would then repeat its last token.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -151,17 +151,17 @@ class Head(nn.Module):
         self.register_buffer("weight", weight.to(config.torch_dtype).float())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """float32 [rows, vocab_size] of [rows, hidden_size]; of unit variance."""
+        """Return float32 [rows, vocab_size] of [rows, hidden_size]; of unit variance."""
         return F.linear(hidden.float(), self.get_buffer("weight"))
 
 
 def _generator_of(config: DecoderConfig, name: str) -> torch.Generator:
-    """A stream of its own for each weight: a stage need not draw those of the others."""
+    """Return a separate random stream for each weight, so that a stage draws only its own."""
     return torch.Generator().manual_seed(crc32(f"{config.seed} {name}".encode()))
 
 
 def stage_layers(num_layers: int, pp_size: int) -> list[range]:
-    """The layers of each pipeline stage; the first stages have one more if it does not divide."""
+    """Return the layers of each pipeline stage; the first stages have one more if necessary."""
     share, more = divmod(num_layers, pp_size)
     bounds = [stage * share + min(stage, more) for stage in range(pp_size + 1)]
     return [range(begin, end) for begin, end in pairwise(bounds)]
@@ -193,9 +193,9 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def make_rotation(positions: Tensor, config: DecoderConfig) -> Rotation:
-    """The rotation of tokens at `positions`.
+    """Return the rotation of tokens at `positions`.
 
-    The angles are products in float64: float32 would lose them at positions beyond 10^5.
+    Angles are products in float64: float32 would lose them at positions beyond 10^5.
     """
     half = config.rope_dim // 2
     exponent = torch.arange(half, dtype=torch.float64) / half
@@ -204,9 +204,9 @@ def make_rotation(positions: Tensor, config: DecoderConfig) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
-    """Rotary embedding of [tokens, heads, rope_dim].
+    """Apply the rotary embedding to [tokens, heads, rope_dim].
 
-    The halves are the pairs (NeoX style), or neighbours if `interleaved`.
+    Pairs are the halves (NeoX style), or neighbours if `interleaved`.
     """
     cos, sin = rotation
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.float().chunk(2, -1)

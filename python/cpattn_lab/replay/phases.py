@@ -8,24 +8,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: Phases that are part of attention where pools are shared out, as one call does all of it.
+#: Phases that are part of attention with sharded pools, as one call does all of it.
 _OVER_ONE_POOL = ("indexer", "top-k")
 
 
 def over_pools(phases: tuple[str, ...], *, is_sharded: bool) -> tuple[str, ...]:
-    """Return the phases that are told apart where each pool has a share of the keys, or all."""
+    """Return the phases measured separately, with sharded or replicated pools."""
     return tuple(phase for phase in phases if not (is_sharded and phase in _OVER_ONE_POOL))
 
 
 def pass_phases(of_model: tuple[str, ...], pp_size: int) -> tuple[str, ...]:
-    """The phases of a pass: those of the model, and the wait for the stages before and after."""
+    """Return the phases of a pass: those of the model, and the wait for other stages."""
     return of_model if pp_size == 1 else (*of_model[:-1], "stage", of_model[-1])
 
 
 class PhaseClock:
-    """Adds up the seconds of named phases, which do not nest: ``with clock("gather"): ...``
+    """Sums the seconds of named phases, which do not nest: ``with clock("gather"): ...``
 
-    `begun` is called with the name of every phase when it begins, outside of its time.
+    `begun` is called with the name of every phase at its begin, outside of its time.
     """
 
     def __init__(self, begun: Callable[[str], None] = lambda phase: None) -> None:
@@ -41,7 +41,7 @@ class PhaseClock:
         self.seconds[phase] += time.perf_counter() - start
 
     def stop(self, phases: tuple[str, ...]) -> dict[str, float]:
-        """The seconds of each of `phases`; the last gets all the time that none was running."""
+        """Return the seconds of each of `phases`; the last gets the time outside of all phases."""
         total = time.perf_counter() - self._start
         self.seconds[phases[-1]] = total - sum(self.seconds.values())
         return {phase: self.seconds[phase] for phase in phases}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of serving traffic, read from a file or generated, and the tokens they stand for.
+"""Requests of serving traffic, read from a file or generated, and their tokens.
 
     requests = generate_trace(64, seed=1)
     batches = prefill_batches(requests, cache, token_budget=4096)  # of cpattn.scheduling

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces in the shape of Mooncake's: lengths and prefix hashes, no text."""
+"""Request traces in the format of Mooncake's: lengths and prefix hashes, no text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cpattn._limits import check_integer
 from cpattn.scheduling.request import Request, checked_requests
 
-TRACE_BLOCK_TOKENS = 512  # input tokens that one entry of `hash_ids` stands for
+TRACE_BLOCK_TOKENS = 512  # input tokens per entry of `hash_ids`
 _FIELDS = ("timestamp", "input_length", "output_length")
 
 
@@ -27,21 +27,21 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
     Parameters
     ----------
     path : str or Path
-        Lines of JSON, each with the fields of `Request`, as Mooncake publishes them.
+        Lines of JSON with the fields of `Request`, as Mooncake publishes them.
     limit : int, optional
-        How many requests to read, at least 1.
+        Number of requests to read, at least 1.
 
     Returns
     -------
     list of Request
-        In the order of the file.
+        Requests in the order of the file.
 
     Raises
     ------
     OSError
         If the file cannot be read.
     ValueError
-        For a line that is no request, by file, line and field, and a file without any.
+        If a line is no request (names file, line and field), or the file has none.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
 def _parse(line: str, where: str) -> Request:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also what Python refuses of true JSON
+    except (ValueError, RecursionError) as error:  # also limits of Python on valid JSON
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {line.strip()[:40]}")
@@ -102,12 +102,12 @@ def _check_integer(value: Any, least: int, name: str) -> None:
 def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
     """Generate chat traffic that resembles an hour of Mooncake's conversation trace.
 
-    Every prompt starts with the same system block. Two of three requests open a conversation, with
-    a log-normal length (median about 6,000 tokens, a tenth above 28,000, none above 123,000); the
-    others continue one, whose full blocks they repeat before some hundreds of new tokens; a few
-    repeat a prompt word for word. Turns follow each other faster than people type, so that a short
-    trace has the prefix hits of a long one: about a third of the input tokens. Equal arguments give
-    equal traces.
+    Every prompt starts with the same system block. Two of three requests open a conversation with a
+    log-normal length: median about 6,000 tokens, a tenth above 28,000, none above 123,000. The
+    others continue a conversation: they repeat its full blocks, followed by some hundreds of new
+    tokens. A few requests repeat a whole prompt. Turns follow each other faster than people type,
+    so a short trace has the prefix hits of a long one: about a third of the input tokens. Equal
+    arguments give equal traces.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
     Raises
     ------
     TypeError, ValueError
-        For a number or seed that is no integer, or too small.
+        If a number or seed is no integer, or too small.
 
     Examples
     --------
@@ -142,7 +142,7 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
     for i in range(num_requests):
         output = int(np.clip(rng.lognormal(5.9, 0.8), 1, 2000))
         kind = rng.random() if conversations else 1.0
-        # Recent conversations are the likely ones to go on.
+        # Recent conversations are likely to continue.
         recent = -1 - min(int(rng.exponential(8.0)), len(conversations) - 1)
         if kind < 0.03:
             length, shared = conversations[recent].input_length, conversations[recent].hash_ids
@@ -164,10 +164,10 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
 
 
 def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
-    """Divide the lengths of requests by `divisor`; their hash blocks are of 512/divisor tokens.
+    """Divide the lengths of requests by `divisor`; hash blocks then have 512/divisor tokens.
 
-    `divisor` divides 512, so that block boundaries stay block boundaries: the number of blocks,
-    the sharing and (nearly) the hit rate of the trace are those of the full lengths.
+    `divisor` must divide 512, so that block borders stay block borders: the number of blocks, the
+    sharing and (nearly) the hit rate of the trace do not change.
 
     Parameters
     ----------
@@ -178,12 +178,12 @@ def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
     Returns
     -------
     list of Request
-        Lengths are rounded up; the rest is as it was.
+        Requests with lengths rounded up and all else unchanged.
 
     Raises
     ------
     TypeError, ValueError
-        For a divisor that is no integer, or does not divide 512, and for what are no requests.
+        If `divisor` is no integer or does not divide 512, or `requests` has other elements.
 
     Examples
     --------
@@ -208,8 +208,8 @@ def block_tokens_of(
 ) -> npt.NDArray[np.int64]:
     """Make the token ids of positions begin ... end - 1 of a prompt.
 
-    A token is a hash of its block's id, its place in the block and `seed`: equal blocks are equal
-    text, in every process.
+    A token is a hash of its block's id, its place in the block and `seed`: equal blocks give equal
+    tokens, in every process.
 
     Parameters
     ----------
@@ -217,11 +217,11 @@ def block_tokens_of(
     begin, end : int
         Positions within the prompt.
     block_tokens : int
-        Tokens of a hash block: 512, or 512/divisor after `scale_lengths`.
+        Tokens per hash block: 512, or 512/divisor after `scale_lengths`.
     vocab_size : int
-        Ids are below it.
+        Upper bound of the ids, exclusive.
     seed : int
-        Another seed is another text.
+        Seed of the tokens.
 
     Returns
     -------
@@ -230,7 +230,7 @@ def block_tokens_of(
     Raises
     ------
     IndexError
-        For positions beyond the blocks of the prompt.
+        If positions are beyond the blocks of the prompt.
 
     Examples
     --------
@@ -250,7 +250,7 @@ def block_tokens_of(
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of SplitMix64: a bijection in which every input bit reaches all."""
+    """Apply the output function of SplitMix64, a bijection that mixes every input bit into all."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
@@ -259,23 +259,23 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def unbounded_hits(requests: Sequence[Request], block_tokens: int) -> Iterator[int]:
-    """Count the tokens of each prompt that an unbounded prefix cache would hold on its arrival.
+    """Count the tokens of each prompt that an unbounded prefix cache would have on its arrival.
 
     Parameters
     ----------
     requests : sequence of Request
     block_tokens : int
-        Tokens of a hash block: 512, or 512/divisor after `scale_lengths`.
+        Tokens per hash block: 512, or 512/divisor after `scale_lengths`.
 
     Returns
     -------
     iterator of int
-        One number for each request, in their order.
+        A number for each request, in order.
 
     Raises
     ------
     TypeError
-        For what are no requests, when the first number is asked for.
+        If `requests` has other elements; raised when the first number is asked for.
 
     Examples
     --------

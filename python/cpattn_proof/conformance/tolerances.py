@@ -25,8 +25,8 @@ SCORE_ROUNDINGS = 3 * 0.5 * 2
 # other, 0.21 eps sqrt(n / 3) of its size; bounds are six deviations.
 DEVIATIONS = 6 * 0.21
 
-# What else a weight goes through in float32: an exponential to 24 units, as fast ones are, a
-# division, and tanh.
+# Further float32 steps of a weight: an exponential to 24 units, as fast ones are, a division, and
+# tanh.
 WEIGHT_UNITS = 32
 
 # Exponentials that keep clear of subnormal numbers, which are slow, take weights for 0 that are so

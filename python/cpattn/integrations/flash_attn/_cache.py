@@ -138,13 +138,13 @@ def flash_attn_with_kvcache(
         Whether rotation pairs elements 2 i and 2 i + 1, or i and i + rotary_dim / 2.
     block_table : int tensor, shape [batch, pages], optional
     softmax_scale, causal, window_size, softcap, alibi_slopes
-        As in `flash_attn_func`.
+        See `flash_attn_func`.
     return_softmax_lse : bool
         Whether to return the LSE, too.
     num_splits : int
         1 keeps the keys of a row together, with the same bits in any batch; else the fastest split.
     k_descale, v_descale, s_aux
-        As in `flash_attn_func`.
+        See `flash_attn_func`.
 
     Returns
     -------

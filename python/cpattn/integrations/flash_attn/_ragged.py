@@ -111,9 +111,9 @@ def flash_attn_varlen_func(
         Not needed.
     block_table : int tensor, shape [batch, pages], optional
     softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-        As in `flash_attn_func`.
+        See `flash_attn_func`.
     k_descale, v_descale, s_aux
-        As in `flash_attn_func`.
+        See `flash_attn_func`.
     dropout_p, deterministic
         Only the defaults; see `flash_attn_func`.
 

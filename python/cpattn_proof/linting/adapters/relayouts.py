@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of rows from one layout of a batch to another, as between layers of two kinds."""
+"""Rows on their way from one layout of a batch to another, as between layers of two kinds."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def from_relayouts(
 ) -> dict[str, Any]:
     """Make a document of the rows that arrive where another kind of layers computes.
 
-    Rows travel as the plans say. A rank is said to have the tokens that arrive in the places where
-    the metadata of its target has tokens, and one all-to-all to send as many rows as each plan has.
+    Rows travel by the plans. A rank counts as having the tokens that arrive in the places where its
+    target metadata has tokens. One all-to-all sends as many rows as each plan has.
 
     Parameters
     ----------
     plans : sequence of objects
-        `cpattn.context_parallel.halo.RelayoutPlan` of each rank, or objects of the same fields.
+        `cpattn.context_parallel.halo.RelayoutPlan` of each rank, or objects with the same fields.
     source, target : sequences of objects
-        Of each rank what `context_parallel.from_metadata` takes, with ``local_q_indices``.
+        Metadata of each rank, as for `context_parallel.from_metadata`, with ``local_q_indices``.
     extend_lens, prefix_lens : ints [bs]
-        New and cached tokens of each request; without the latter none are cached.
+        New and cached tokens of each request. Default of the latter: none are cached.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def from_relayouts(
     Raises
     ------
     NotUsable
-        As `context_parallel.from_metadata`.
+        See `context_parallel.from_metadata`.
 
     Examples
     --------
@@ -68,9 +68,9 @@ def from_relayouts(
         arrived = np.concatenate([parts[rank] for parts in sent])
         places = ints(plan.recv_indices)
         rows = np.full(len(ints(target[rank].local_q_indices)), -1)
-        both = min(len(arrived), len(places))  # the rest is a difference of the counts
+        both = min(len(arrived), len(places))  # other rows show as a difference of the counts
         rows[places[:both]] = arrived[:both]
-        request = np.searchsorted(base, rows, side="right") - 1  # -1: no row came
+        request = np.searchsorted(base, rows, side="right") - 1  # -1 for a missing row
         position = np.where(request < 0, 0, rows - base[request] + prefix[request])
         document["ranks"][rank]["rows"] = row_runs(request, position)
         counts = {"sends": plan.send_counts, "receives": plan.recv_counts}
