@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank: its part of every batch, through the layers of its pipeline stage."""
+"""One rank: its share of every batch, through the layers of its pipeline stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .messages import RankResult, Work, WorkerConfig
 from .model import Decoder, Head, stage_layers
 from .phases import PhaseClock
 
-_PASS_SHARE = 0.4  # of the time of a batch, where the torch baseline takes the rest
+_PASS_SHARE = 0.4  # of the time of a batch; the torch baseline takes the rest
 _ATTENTION: dict[tuple[str, bool], Any] = {  # by kind of model, and whether pools are sharded
     ("dense", False): DenseAttention,
     ("dense", True): DenseAttention,
@@ -36,10 +36,10 @@ _ATTENTION: dict[tuple[str, bool], Any] = {  # by kind of model, and whether poo
 
 
 class Rank:
-    """A process with its copy of a stage's weights and its KV pools.
+    """Process with its copy of a stage's weights and its KV pools.
 
-    Ranks are numbered stage by stage; those of a stage share out tokens, and each passes the
-    hidden states of its own on to the rank in its place in the next stage.
+    Rank numbers go stage by stage. The ranks of a stage split the tokens, and each passes its
+    hidden states to the rank in its place in the next stage.
     """
 
     def __init__(self, rank: int, config: WorkerConfig, init_method: str) -> None:
@@ -86,7 +86,7 @@ class Rank:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank tells the result, which all ranks of the last stage have."""
+        """Whether this rank reports the result, which all ranks of the last stage have."""
         return self._model.is_last and not self._cp.cp_rank
 
     def __enter__(self) -> Rank:
@@ -100,13 +100,13 @@ class Rank:
         dist.destroy_process_group()
 
     def connect(self, *peers: Peer) -> None:
-        """The decode processes that KV goes to."""
+        """Connect to the decode processes that receive KV."""
         assert self._link
         self._link.connect(*peers)
 
     @torch.inference_mode()
     def run(self, work: Work) -> RankResult:
-        """One forward pass, and then, off its clock, KV transfer and attention by the baseline."""
+        """Run one forward pass, then, off its clock, KV transfer and attention by the baseline."""
         cp, batch, attention = self._cp, work.batch, self._attention
         sent_bytes = cp.sent_bytes
         clock = PhaseClock(self._announcer())
@@ -164,7 +164,7 @@ class Rank:
         )
 
     def _announcer(self) -> Callable[[str], None]:
-        """Return a function that tells phases as they begin; one rank of a stage does, for all."""
+        """Return a function that announces phases; one rank of a stage does it for all."""
         if self._cp.cp_rank:
             return lambda phase: None
         config, begun = self._config, 0
@@ -180,7 +180,7 @@ class Rank:
         return announce
 
     def _deliver(self, delivery: Delivery, x: Tensor) -> Transfer:
-        """Send this rank's pages behind a batch, and the first tokens of prompts that end in it."""
+        """Send this rank's pages after a batch, and the first tokens of prompts that end in it."""
         assert self._link
         is_sharded = self._config.placement is not None
         transfer = self._link.send_pages(
@@ -194,7 +194,7 @@ class Rank:
         return transfer
 
     def _receive(self, num_rows: int) -> Tensor:
-        """Hidden states [num_rows, hidden_size] of the stage before."""
+        """Receive hidden states [num_rows, hidden_size] of the previous stage."""
         model = self._config.model
         x = torch.empty(num_rows, model.hidden_size, dtype=model.torch_dtype)
         if num_rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a replay, and what it records."""
+"""Options of a replay, and its records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .dense.model import DenseConfig
 from .model import DecoderConfig
 from .phases import over_pools, pass_phases
 
-# By kind of model: the name of the baseline, and what it does.
+# By kind of model: name of the baseline, and its description.
 TORCH_BASELINE = {
     "dense": ("torch SDPA", "gathers the pages of a sequence first"),
     "dsa": ("torch", "multiplies 16 queries by all keys, topk, gathers the keys of each row"),
@@ -55,39 +55,39 @@ class ReplayOptions:
 
     @property
     def placement_name(self) -> PlacementName:
-        """`placement`, read."""
+        """`placement`, parsed."""
         name = PlacementName.parse(self.placement)
         assert name
         return name
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank's pool holds a part of the keys."""
+        """Whether a rank's pool has only a part of the keys."""
         return self.placement != REPLICATED
 
     @property
     def num_pages(self) -> int:
-        """Pages that prompts can have, of one pool or of those of all ranks together."""
+        """Pages available for prompts, in one pool or in those of all ranks together."""
         return self.placement_name.whole_pages(self.pool_tokens // self.page_size, self.cp_size)
 
     @property
     def rank_pages(self) -> int:
-        """Pages of the pool of one rank, beside its page 0."""
+        """Pages of the pool of one rank, without its page 0."""
         return self.placement_name.rank_pages(self.num_pages, self.cp_size, self.page_size)
 
     @property
     def page_shards(self) -> int:
-        """Ranks that share out whole pages; 1 if they share none, or tokens."""
+        """Number of ranks that split whole pages; 1 if they split none, or tokens."""
         return self.cp_size if self.placement_name.kind == BY_PAGES else 1
 
     @property
     def num_ranks(self) -> int:
-        """Processes that prefill."""
+        """Number of prefill processes."""
         return self.pp_size * self.cp_size
 
     @property
     def title(self) -> str:
-        """Description in a few words: ranks, stages, hosts and pools."""
+        """Short description: ranks, stages, hosts and pools."""
         stages = f" in each of {self.pp_size} stages" if self.pp_size > 1 else ""
         over = f" over {self.decode_ranks} ranks" if self.decode_ranks > 1 else ""
         decode = f", decoding apart{over}" if self.decode_tokens else ""
@@ -100,17 +100,17 @@ class ReplayOptions:
 
     @property
     def num_processes(self) -> int:
-        """The ranks, and those that decode."""
+        """Number of prefill and decode processes."""
         return self.num_ranks + (self.decode_ranks if self.decode_tokens else 0)
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Phases of the time of a pass; the last one is all the rest."""
+        """Phases of the time of a pass; the last one is the rest."""
         return pass_phases(over_pools(self.model.phases, is_sharded=self.is_sharded), self.pp_size)
 
     @property
     def attention_phases(self) -> tuple[str, ...]:
-        """Phases that the torch baseline does, too."""
+        """Phases that the torch baseline has, too."""
         return over_pools(self.model.attention_phases, is_sharded=self.is_sharded)
 
     @property
@@ -214,7 +214,7 @@ class ReplayOptions:
 
 @dataclass
 class BatchRecord:
-    """One line of the report; times in seconds, the slowest rank's total being the batch's."""
+    """One line of the report; times in seconds; the slowest rank's total is the batch's."""
 
     index: int
     num_sequences: int
@@ -240,7 +240,7 @@ class BatchRecord:
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """Transfer to the decode process behind one batch; times are those of the slowest rank."""
+    """Transfer to the decode process after one batch; times of the slowest rank."""
 
     num_pages: int
     num_blocks: int  # contiguous on both sides, of all layers
@@ -251,7 +251,7 @@ class TransferRecord:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """The way of one request to its second token, the first one that is decoded; in seconds."""
+    """Times of one request until its second token, the first decoded one; in seconds."""
 
     index: int
     tokens: list[int]  # the first one is prefill's
@@ -279,13 +279,13 @@ class DecodeReport:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were decoded: without the first ones, which are prefill's."""
+        """Number of decoded tokens, without the first ones, which prefill computes."""
         return sum(len(request.tokens) - 1 for request in self.requests)
 
 
 @dataclass(frozen=True)
 class ReplicatedRecord:
-    """Record of the same traffic over replicated pools; bytes are those of the rank with most."""
+    """Record of the same traffic over replicated pools; bytes of the rank with most."""
 
     run_seconds: float
     new_tokens: int
@@ -298,7 +298,7 @@ class ReplicatedRecord:
 
 @dataclass
 class ReplayReport:
-    """Everything that was measured; `dataclasses.asdict` of it is the JSON report."""
+    """All measurements; `dataclasses.asdict` of it is the JSON report."""
 
     options: ReplayOptions
     environment: dict[str, Any]
@@ -323,10 +323,10 @@ class ReplayReport:
 
     @property
     def passed(self) -> bool:
-        """Every row compared is within the tolerance, every token right (also if none was)."""
+        """Whether all compared rows are within the tolerance, if any, and all tokens correct."""
         if self.tolerance is None:
             return True
-        # Both replays are within the tolerance of the check, or ought to be.
+        # Both replays should be within the tolerance of the check.
         if self.replicated and not self.replicated.difference <= 2 * self.tolerance:
             return False
         if self.decode and (self.decode.wrong_tokens or self.decode.max_error > self.tolerance):
@@ -348,5 +348,5 @@ class ReplayReport:
 
     @property
     def run_seconds(self) -> float:
-        """Forward passes only: neither set-up nor check nor baseline."""
+        """Seconds of forward passes only, without set-up, check and baseline."""
         return sum(batch.seconds for batch in self.batches)

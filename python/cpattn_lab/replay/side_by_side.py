@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several computations by torch at once, each on its share of the CPUs."""
+"""Parallel computations by torch, each on its share of the CPUs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def side_by_side(
     at_once: int,
     stop: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """The results of `function` for all items, in their order.
+    """Return the results of `function` for all items, in order.
 
-    Threads that each compute an item alone do not wait for each other within it, which costs more
-    than half of the time where other processes have some of the CPUs.
+    Threads that each compute one item alone do not wait for each other within it; such waits cost
+    more than half of the time if other processes use some of the CPUs.
 
     Parameters
     ----------
     sizes : ints
-        How large each item is; the largest come first.
+        Size of each item; the largest come first.
     at_once : int
-        The sizes of items that are computed at the same time add up to no more, but for a single
-        one: what each needs of memory is there at once.
+        Limit on the total size of items computed at the same time, except for a single item; it
+        bounds their memory.
     stop : callable
-        Called when an item has failed or Ctrl-C has come; what is being computed is waited for.
+        Called when an item has failed or on Ctrl-C; running computations are awaited.
     """
     cpus = torch.get_num_threads()
     workers = min(len(items), cpus, max(at_once // max(sizes, default=1), 1))
@@ -48,7 +48,7 @@ def side_by_side(
         with num_threads(share):
             return function(item)
 
-    # Where torch has OpenMP, this is the number of the thread that says it, and of new ones.
+    # With OpenMP, torch sets the number for this thread, and for new ones.
     pool = ThreadPoolExecutor(workers, "cpattn check", lambda: torch.set_num_threads(share))
     try:
         order = sorted(range(len(items)), key=lambda i: -sizes[i])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with dense attention over grouped heads: ``kind = "dense"``.
+"""Model with dense attention over grouped heads: ``kind = "dense"``.
 
-``model`` is the decoder's part of it, and where to start; ``attention`` what a rank keeps of the
-tokens, and its calls of the library; ``decode`` a decode step; ``baseline`` the same by torch;
-``check`` the same prompts in one process, the frame of all checks. Imports torch, `cpattn.kv` and
-`cpattn.distributed`.
+``model`` has the decoder's part, start there; ``attention`` the pools of a rank and its calls of
+the library; ``decode`` a decode step; ``baseline`` the same by torch; ``check`` recomputes prompts
+in one process, and is the base of all checks. Imports torch, `cpattn.kv` and `cpattn.distributed`.
 """

@@ -27,7 +27,7 @@ from .whole_pages import WholePages
 
 
 def make_pool(config: DenseConfig, num_pages: int, page_size: int, layers: range) -> Any:
-    """Make the pool of a rank, or of a process that decodes."""
+    """Make the pool of a rank, or of a decode process."""
     return make_nan_pool(
         MHATokenToKVPool,
         num_pages,
@@ -44,7 +44,7 @@ def make_pool(config: DenseConfig, num_pages: int, page_size: int, layers: range
 class DenseAttention:
     """Paged attention of one rank; called by the layers of a `Decoder`.
 
-    `num_pages` are those of this rank's pool, which has all keys or, with a placement, its own.
+    `num_pages` counts this rank's pool, which has all keys or, with a placement, its share.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DenseAttention:
         self.pool = make_pool(config, num_pages, cp.page_size, layers)
 
     def begin(self, batch: Batch, plan: ContextParallelPlan, clock: PhaseClock) -> None:
-        """Take up a batch; its calls follow, one per layer."""
+        """Begin a batch; its calls follow, one per layer."""
         self._batch, self._plan, self._clock = batch, plan, clock
         self._calls: list[tuple[Tensor, Tensor]] = []  # of each layer q and the output
 
@@ -75,7 +75,7 @@ class DenseAttention:
         return out
 
     def _write_codes(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Exchange rows as they are; every rank makes the same codes of them."""
+        """Exchange unconverted rows; every rank makes the same codes of them."""
         k, v = self._cp.gather(self._plan, torch.stack([k, v], 1)).unbind(1)
         slots: Any = self._plan.slots
         if self._cp.placement is not None:
@@ -85,14 +85,14 @@ class DenseAttention:
 
     @property
     def exchange(self) -> str:
-        """Exchange of this batch: how its queries and keys met."""
+        """Exchange of queries and keys in this batch."""
         plan, config = self._plan, self._config
         if not isinstance(plan, ShardedPlan):
             return "gather"
         if plan.exchange != "auto":
             return plan.exchange
         if config.scale_dtype:
-            return "pass_q"  # which alone takes scales of each token
+            return "pass_q"  # the only one with scales of each token
         query = config.head_dim * config.torch_dtype.itemsize
         key = 2 * config.head_dim * getattr(torch, config.pool_dtype).itemsize
         sizes = _core.LayerBytes(
@@ -101,7 +101,7 @@ class DenseAttention:
         return choose(plan, sizes).exchange
 
     def _whole_pages(self) -> WholePages | None:
-        """The batch's pages in one piece, where they lie on several ranks."""
+        """Gather the batch's pages, if they lie on several ranks."""
         if self._cp.placement is None:
             return None
         return WholePages(self._cp, self.pool, self._batch)
@@ -127,18 +127,18 @@ class DenseAttention:
 
     @property
     def chosen(self) -> None:
-        """Dense attention chooses no keys."""
+        """Return no keys, as dense attention chooses none."""
 
     def flops(self) -> dict[str, int]:
-        """Useful work of the batch on this rank: two products of head_dim per pair and head."""
+        """Return the useful work on this rank: two products of head_dim per pair and head."""
         c = self._config
         pairs = int(np.sum(self._plan.metadata.query_cache_lengths, dtype=np.int64))
         return {"attention": 4 * pairs * c.num_heads * c.head_dim * len(self._layers)}
 
     def baseline(self) -> tuple[dict[str, float], float]:
-        """Seconds of the same attention by torch, by phase, and how far apart results are.
+        """Return seconds of the same attention by torch, by phase, and the distance of results.
 
-        Where keys lie on several ranks, torch gathers them first, as attention does that is timed.
+        If keys lie on several ranks, torch gathers them first, like the attention that is timed.
         """
         whole = self._whole_pages()
         tables = self._batch.block_tables if whole is None else whole.tables

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention without a paged kernel: gather the pages, then torch SDPA with a mask."""
+"""Paged attention without a paged kernel: gathers the pages, then torch SDPA with a mask."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Segment:
 
     rows: slice
     slots: Tensor  # int64 [kv_len of the last row]: what to gather
-    lens: Tensor  # int64 [rows]: keys that each row sees
-    mask: Tensor | None  # bool [rows, kv_len]; None where SDPA's own causal mask says the same
+    lens: Tensor  # int64 [rows]: number of visible keys of each row
+    mask: Tensor | None  # bool [rows, kv_len]; None if SDPA's own causal mask is the same
 
 
 def make_segments(
@@ -35,15 +35,15 @@ def make_segments(
     stride: int = 1,
     masks: bool = True,
 ) -> list[Segment]:
-    """Cut local rows into segments; a mask depends on lengths only, so every layer shares it.
+    """Cut local rows into segments; masks depend on lengths only, so all layers share them.
 
     request_indices, kv_lens : int, shape [rows]
-        Sequence of each row, and the keys that it sees: its position + 1.
+        Sequence of each row, and number of its visible keys: its position + 1.
     block_tables : int32, shape [sequences, pages]
     stride
         Distance of neighbouring rows of a sequence: the number of ranks under interleave, else 1.
     masks
-        Whether the segments are to have masks at all.
+        Whether segments have masks.
     """
     broken = (np.diff(request_indices) != 0) | (np.diff(kv_lens) != stride)
     cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), len(kv_lens)]
@@ -67,7 +67,7 @@ def make_segments(
 def segments_of(
     plan: ContextParallelPlan, tables: npt.NDArray[np.int32], *, masks: bool = True
 ) -> list[Segment]:
-    """Segments of the rows of a plan, whose keys lie in the pages of `tables`."""
+    """Return segments of the rows of a plan; `tables` has the pages of their keys."""
     metadata: Any = plan.metadata
     return make_segments(
         metadata.query_request_indices,
@@ -82,7 +82,7 @@ def segments_of(
 def gathered_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, segments: list[Segment], *, scale: float
 ) -> Tensor:
-    """Attention [rows, Hq, D] of q [rows, Hq, D] over caches [slots, Hk, D]."""
+    """Return attention [rows, Hq, D] of q [rows, Hq, D] over caches [slots, Hk, D]."""
     out = torch.empty_like(q)
     for segment in segments:
         k, v = k_cache[segment.slots], v_cache[segment.slots]
@@ -93,7 +93,7 @@ def gathered_attention(
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None = None
 ) -> Tensor:
-    """Attention [rows, Hq, D] of q [rows, Hq, D] to k, v [keys, Hk, D]; causal without `mask`."""
+    """Return attention [rows, Hq, D] of q to k, v [keys, Hk, D]; causal without `mask`."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of results: each prompt again, in one process, whole, in float32, by torch's attention."""
+"""Check of results: recomputes each whole prompt in one process, in float32, with torch."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from .baseline import sdpa
 from .model import DenseConfig
 
 Array = npt.NDArray[Any]
-# What the chunks of a prompt gave: batch, positions, hidden states, and keys of a sparse model.
+# Results of a prompt's chunks: batch, positions, hidden states, and keys of a sparse model.
 Pending = list[tuple[int, Array, Array, Array]]
-# A prompt all of whose chunks are there: its number, the request, and what its chunks gave.
+# Prompt with all its chunks: its number, the request, and the results of its chunks.
 Prompt = tuple[int, Request, Pending]
-_TOKENS_AT_ONCE = 32768  # of prompts that are computed at the same time; their memory is in GiB
+_TOKENS_AT_ONCE = 32768  # of prompts computed at the same time; their memory is in GiB
 
 
 class Checker:
-    """Compares sampled rows of every chunk, once the last chunk of its prompt is there.
+    """Compares sampled rows of every chunk, once the last chunk of its prompt has arrived.
 
-    ``errors[batch]`` is the largest absolute error of the final hidden states (which have unit
-    root mean square) over the rows of a batch that were compared; inf if one is not finite.
-    ``tell(what, share)`` is called now and then with the part of a comparison that is done.
+    ``errors[batch]`` is the largest absolute error of the final hidden states (which have unit root
+    mean square) over the compared rows of a batch; inf if one is not finite. ``tell(what, share)``
+    is called now and then with the finished share of a comparison.
 
-    Prompts of a batch are computed side by side, each by itself.
+    Prompts of a batch are computed in parallel, each by itself.
     """
 
     def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
@@ -58,12 +58,12 @@ class Checker:
             layer.register_forward_hook(self._layer_done)
         self._share = self._layer_share = 0.0  # of a comparison: done, and what a layer adds
         self._pending: dict[int, Pending] = defaultdict(list)  # by request
-        self._lock = threading.Lock()  # of what is counted while prompts are computed
+        self._lock = threading.Lock()  # guards counts while prompts are computed
         self._stopped = False
 
     @staticmethod
     def tolerance_of(config: Any) -> float:
-        """Return the bound on ``errors`` that roundings explain.
+        """Return the bound on ``errors`` that rounding explains.
 
         The roundings of v and the output are norm, v, weights, output and o_proj; those of q and
         of k norm, projection, norm and rotation.
@@ -76,7 +76,7 @@ class Checker:
         return error_bound(config, value, score)
 
     def sample_rows(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """Rows of the batch to compare: of each chunk the first, the last and some between."""
+        """Return rows to compare: the first and last of each chunk, and some between."""
         return sample_rows(batch, seed=self._config.seed, rows_per_chunk=self._rows_per_chunk)
 
     def compare(
@@ -86,10 +86,10 @@ class Checker:
         hidden: Array,
         chosen: Array | None = None,
     ) -> None:
-        """Take the hidden states [len(rows), hidden_size] of `rows`; check prompts that end.
+        """Add the hidden states [len(rows), hidden_size] of `rows`; check finished prompts.
 
         chosen : int32, shape [len(rows), topk], optional
-            The positions of the keys that each row attended to, -1 in the tail.
+            Positions of the keys that each row attended to, -1 in the tail.
         """
         starts = np.cumsum([0, *batch.extend_lens])
         cuts = np.searchsorted(rows, starts)
@@ -109,7 +109,7 @@ class Checker:
         self._finish(prompts)
 
     def _finish(self, prompts: list[Prompt]) -> None:
-        """Check prompts of which all sampled rows are there."""
+        """Check prompts with all their sampled rows."""
         begin = time.perf_counter()
         lengths = [request.input_length for _, request, _ in prompts]
         expected = side_by_side(
@@ -120,7 +120,7 @@ class Checker:
         self.seconds += time.perf_counter() - begin
 
     def _expected(self, prompt: Prompt) -> Array:
-        """Compute what the sampled rows of a prompt should be."""
+        """Compute the correct sampled rows of a prompt."""
         _, request, pending = prompt
         _, positions, _, chosen = zip(*pending, strict=True)
         return self._reference(
@@ -131,7 +131,7 @@ class Checker:
         self._stopped = True
 
     def _compare_rows(self, pending: Pending, expected: Array) -> None:
-        """Compare the sampled rows of a prompt with what they should be."""
+        """Compare the sampled rows of a prompt with the correct ones."""
         batches, _, hidden, _ = zip(*pending, strict=True)
         errors = np.abs(np.concatenate(hidden) - expected).max(axis=1)
         errors[~np.isfinite(errors)] = np.inf
@@ -140,7 +140,7 @@ class Checker:
         self.num_rows += len(errors)
 
     def _reference(self, tokens: Array, positions: Array, chosen: Array) -> Array:
-        """Hidden states that rows of a sequence should have."""
+        """Return the correct hidden states of rows of a sequence."""
         rows = torch.from_numpy(positions)
         return self._forward(tokens, lambda _, q, k, v: dense_attention(q, k, v, rows), rows)
 
@@ -162,7 +162,7 @@ class Checker:
         )
 
     def _forward(self, tokens: npt.NDArray[np.int64], attention: Any, rows: Tensor) -> Array:
-        """A whole sequence through the decoder; hidden states of `rows`."""
+        """Run a whole sequence through the decoder; return hidden states of `rows`."""
         with torch.inference_mode():
             positions = torch.arange(len(tokens))
             hidden = self._model(torch.from_numpy(tokens), positions, attention, rows=rows)
@@ -171,7 +171,7 @@ class Checker:
 
 
 def sample_rows(batch: Batch, *, seed: int, rows_per_chunk: int) -> npt.NDArray[np.int64]:
-    """Rows of the batch to compare: of each chunk the first, the last and some between."""
+    """Return rows to compare: the first and last of each chunk, and some between."""
     rng = np.random.default_rng((seed, batch.index))
     rows, start = [], 0
     for length in batch.extend_lens:
@@ -184,15 +184,15 @@ def sample_rows(batch: Batch, *, seed: int, rows_per_chunk: int) -> npt.NDArray[
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-    """Causal attention over whole sequences; q are all rows of k, or those at `rows`."""
+    """Compute causal attention over whole sequences; q has all rows of k, or those at `rows`."""
     return sdpa(q, k, v, None if len(q) == len(k) else torch.arange(len(k)) <= rows[:, None])
 
 
 def stored_variance(config: DenseConfig) -> float:
-    """Relative variance of the error of keys and values in a pool of 8 bits; 0 of other pools.
+    """Return the relative error variance of keys and values in an 8-bit pool; else 0.
 
-    A rounding to float8 as to any dtype. A step of int8 is the largest number of a token and head,
-    of which four times the root of the mean square is allowed for, divided by 127.
+    Rounding to float8 is like rounding to any dtype. A step of int8 is the largest number of a
+    token and head, assumed to be four times the root mean square, divided by 127.
     """
     if config.kv_dtype == "int8":
         return (4 / 127) ** 2 / 12
@@ -200,12 +200,12 @@ def stored_variance(config: DenseConfig) -> float:
 
 
 def rounding_variance(dtype: torch.dtype) -> float:
-    """Relative variance of a rounding to dtype, whose error is of rms eps / (2 sqrt 3)."""
+    """Return the relative variance of rounding to a dtype, with rms error eps / (2 sqrt 3)."""
     return torch.finfo(dtype).eps ** 2 / 12
 
 
 def rounding_variances(config: DecoderConfig) -> tuple[float, float]:
-    """Relative variances of a rounding to dtype, and of a float32 sum per term.
+    """Return the relative variances of rounding to a dtype, and of a float32 sum per term.
 
     A product that sums K terms in float32, in at least 16 partial sums, adds K / 32 roundings of
     float32 (the sums are random walks).
@@ -214,19 +214,18 @@ def rounding_variances(config: DecoderConfig) -> tuple[float, float]:
 
 
 def error_bound(config: DecoderConfig, value: float, score: float) -> float:
-    """Bound on the error of a final hidden state, of what the roundings of attention bring in.
+    """Return the bound on the error of a final hidden state due to rounding in attention.
 
-    Relative variance e2 of the residual stream through one layer (s = 1 / (2 layers), the share of
-    what a sublayer adds; g = query_gain, the deviation of the scores, by which relative errors of
-    q and of k enter the logarithm of the weights):
+    e2 is the relative error variance of the residual stream through one layer. s = 1 / (2 layers)
+    is the share of a sublayer's output; g = query_gain is the deviation of the scores, with which
+    relative errors of q and of k enter the logarithm of the weights:
 
         attention  e2 <- e2 (1 + s (1 + 2 g^2)) + s (value + 2 g^2 score) + rho^2
         MLP        e2 <- e2 (1 + 2 s)           + s gated                 + rho^2
 
-    where value, score and gated are the variances that the roundings of v and the output, of q and
-    of k, and of the MLP (norm, gate, up, silu, product, down) bring in. The bound is six
-    deviations: a Gaussian stays below it over 10^8 values, and measured errors of dense attention
-    are a fifth of it.
+    where value, score and gated are the variances from rounding v and the output, q and k, and the
+    MLP (norm, gate, up, silu, product, down). The bound is six deviations: a Gaussian stays below
+    it over 10^8 values, and measured errors of dense attention are a fifth of it.
     """
     rho2, sum2 = rounding_variances(config)
     gated = 6 * rho2 + (3 * config.hidden_size + config.intermediate_size) * sum2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of 8 bits: the numbers that codes stand for, and the oracle's attention to them."""
+"""Pools of 8 bits: the numbers of their codes, and the oracle's attention to these."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cpattn import reference
 
 from .model import DenseConfig
 
-# Units of the output's spacing, times what weights and |values| come to: the rounding of an output
-# and in narrow dtypes of the weights, half a unit each, and a little for the sums; in float32 the
-# roundings of scores, which enter the weights.
+# Error units of the output, times attention over |values|: rounding the output and, in narrow
+# dtypes, the weights, half a unit each, and a little for the sums; in float32 rounding of scores,
+# which enter the weights.
 _UNITS = {"bfloat16": 1.1, "float16": 1.1, "float32": 40.0}
 
 
 def scales_of(pool: Any, layer: int) -> dict[str, Any]:
-    """Return the scales that attention takes beside the buffers of a layer."""
+    """Return the scales for attention over the buffers of a layer."""
     if pool.scale_dtype is None:
         return {}
     return {
@@ -31,7 +31,7 @@ def scales_of(pool: Any, layer: int) -> dict[str, Any]:
 
 
 def numbers_of(pool: Any, layer: int, pages: Any = slice(None)) -> tuple[Tensor, Tensor]:
-    """Keys and values of pages of a layer, exactly: float64 [pages, page_size, heads, dim]."""
+    """Return exact keys and values of pages of a layer, float64 [pages, page_size, heads, dim]."""
     numbers = [buffer[pages].to(torch.float64) for buffer in pool.get_kv_buffer(layer)]
     scales = scales_of(pool, layer).values()
     for x, scale in zip(numbers, scales, strict=False):
@@ -48,11 +48,11 @@ def error_over_codes(
     tables: npt.NDArray[np.int32],
     kv_lens: npt.NDArray[Any],
 ) -> float:
-    """Return the error against the oracle on the same cache, in parts of what roundings explain.
+    """Return the error against the oracle on the same cache, in units of expected rounding.
 
     q, out : [rows, heads, head_dim]
     tables : [rows, pages], of the sequence of each row
-    kv_lens : [rows], the keys that each row sees
+    kv_lens : [rows], the number of visible keys of each row
     """
     if not len(q):
         return 0.0

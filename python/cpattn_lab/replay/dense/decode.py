@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense attention of a decode step, over a pool that prefill ranks have written into."""
+"""Dense attention of a decode step, over a pool that prefill ranks have written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .model import DenseConfig
 
 
 class DecodeAttention:
-    """One step: the new keys and values into the pool, then attention of one query each."""
+    """One step: writes new keys and values into the pool, then attends with one query each."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DecodeAttention:
 
 
 class ShardedDecodeAttention:
-    """Decode step of one of several ranks, each with a share of the keys; all have all queries."""
+    """Decode step of one of several ranks with shares of the keys; all have all queries."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ShardedDecodeAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         caches = self._pool.get_kv_buffer(layer)
-        if self._has_codes:  # which the pool makes of rows
+        if self._has_codes:  # the pool makes them from rows
             self._pool.set_kv_buffer(layer, self._own_slots, k[self._kept], v[self._kept])
         else:
             self._cp.write_kv(self._plan, k, v, *caches)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder with dense attention over grouped heads (GQA)."""
+"""Decoder with dense attention over grouped heads (GQA)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..model import Attention, DecoderConfig, Rotation, rotate
 
 @dataclass(frozen=True)
 class DenseConfig(DecoderConfig):
-    """A decoder with dense attention over grouped heads."""
+    """Decoder with dense attention over grouped heads."""
 
     kind = "dense"
     phases = ("metadata", "gather", "attention", "rest")
     attention_phases = ("attention",)
 
-    # What a pool keeps codes as; not of "bf16", which is a pool of the model's dtype.
+    # Dtypes of pools with codes; "bf16" is a pool of the model's dtype instead.
     CODES: ClassVar[dict[str, str]] = {
         "fp8": "float8_e4m3fn",
         "fp8_e5m2": "float8_e5m2",
@@ -58,7 +58,7 @@ class DenseConfig(DecoderConfig):
 
     @property
     def has_codes(self) -> bool:
-        """Whether keys and values are kept in 8 bits."""
+        """Whether keys and values are stored in 8 bits."""
         return self.kv_dtype in self.CODES
 
     @property
@@ -98,7 +98,7 @@ class GroupedAttention(nn.Module):
         rows: Tensor | None,
     ) -> Tensor:
         config = self.config
-        # A rank may have no rows at all, so every size is written out: -1 of nothing is undefined.
+        # A rank may have no rows, so every size is explicit: -1 is undefined for empty tensors.
         kv_shape = len(normed), 2, config.num_kv_heads, config.head_dim
         k, v = self.kv_proj(normed).view(kv_shape).unbind(1)
         k = rotate(F.rms_norm(k, k.shape[-1:]), rotation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a batch from the shards of all ranks, for what is not to exchange by itself."""
+"""Pages of a batch gathered from the shards of all ranks, for code without an exchange."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cpattn.scheduling.scheduler import Batch
 class WholePages:
     """Copies of the pages that a batch sees, gathered by torch from the pools of all ranks.
 
-    Read as a pool of one layer, whose pages `tables` has in place of the batch's. Made, and given
-    another layer, by all ranks of a stage at the same time.
+    They read like a pool of one layer; `tables` has its pages instead of the batch's. All ranks of
+    a stage make it, and set its layer, at the same time.
     """
 
     def __init__(self, cp: ContextParallel, pool: Any, batch: Batch) -> None:
@@ -47,19 +47,19 @@ class WholePages:
         return self
 
     def get_kv_buffer(self, _: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values as a pool does, of the layer that was gathered."""
+        """Return keys and values of the gathered layer, like a pool."""
         return self._k, self._v
 
     def get_key_scale_buffer(self, _: int) -> Tensor:
-        """Return the scales of keys as a pool does, of the layer that was gathered."""
+        """Return the scales of keys of the gathered layer, like a pool."""
         return self._k_scale
 
     def get_value_scale_buffer(self, _: int) -> Tensor:
-        """Return the scales of values as a pool does, of the layer that was gathered."""
+        """Return the scales of values of the gathered layer, like a pool."""
         return self._v_scale
 
     def _gathered(self, buffer: Tensor) -> Tensor:
-        """[pages, page_size, ...] of this rank's buffer and those of the others."""
+        """Gather [pages, page_size, ...] from this rank's buffer and those of the others."""
         rows = buffer.flatten(0, 1).flatten(1).view(torch.uint8)
         most = max(len(places) for places in self._places)
         own = rows.new_zeros(most, rows.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of disaggregated serving: are the decoded tokens those of one process?"""
+"""Check of disaggregated serving: compares decoded tokens with those of one process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Array = npt.NDArray[Any]
 
 
 class DecodeChecker(Checker):
-    """Checks prompts as `Checker` does, once their tokens are decoded, and then the tokens.
+    """Checks prompts like `Checker`, once their tokens are decoded, and then the tokens.
 
     One process computes the prompt and its decoded tokens at once. Each token must be the best one
-    there; another one whose logit is behind by less than roundings explain is a near tie.
+    there; another token whose logit is lower by less than rounding explains is a near tie.
 
-    Whole pages of a prompt that changed places pass, and rightly: positions are in the rotated
-    keys, so dense attention reads the same.
+    Whole pages of a prompt that swapped places pass, correctly: the rotated keys include positions,
+    so dense attention reads the same.
     """
 
     def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
@@ -39,17 +39,17 @@ class DecodeChecker(Checker):
         self.num_tokens = 0
         self.num_wrong = 0
         self.num_near_ties = 0
-        self.decode_error = 0.0  # of the hidden states of decoded tokens, as `errors`
+        self.decode_error = 0.0  # of the hidden states of decoded tokens, as in `errors`
         # A difference of two logits has sqrt(2) times the deviation of a hidden state's error: the
         # rows of the head have unit length.
         self.margin = math.sqrt(2) * self.tolerance
 
     def _finish(self, prompts: list[Prompt]) -> None:
-        """Keep the sampled rows of prompts until their tokens are there."""
+        """Keep the sampled rows of prompts until their tokens have arrived."""
         self._prompts |= {index: (request, pending) for index, request, pending in prompts}
 
     def compare_tokens(self, continued: Continued) -> None:
-        """Compare a request whose tokens are decoded."""
+        """Compare a request with decoded tokens."""
         begin = time.perf_counter()
         request, pending = self._prompts.pop(continued.request_index)
         count, length = len(continued.tokens), request.input_length
@@ -77,4 +77,4 @@ class DecodeChecker(Checker):
 
 
 class SparseDecodeChecker(DecodeChecker, SparseChecker):
-    """Check of decoding by sparse models: decoded tokens' keys are checked as those of prompts."""
+    """Check of decoding by sparse models, with the keys of decoded tokens."""

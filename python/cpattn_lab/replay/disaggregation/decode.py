@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode process: all layers over a pool of its own, which prefill ranks write into.
+"""Decode process: all layers over its own pool, which prefill ranks write.
 
-Several of them are ranks that have a share of the pages each, and compute the same tokens.
+Several of them are ranks with a share of the pages each, and compute the same tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .handover import Continuation
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Configuration of the decode process, which it is told once."""
+    """Configuration that the decode process gets once."""
 
     model: DecoderConfig
     page_size: int
@@ -49,7 +49,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Continued:
-    """The tokens of one request."""
+    """Tokens of one request."""
 
     request_index: int
     tokens: list[int]  # the first one is prefill's
@@ -69,9 +69,9 @@ class DecodeResult:
 
 
 class DecodeRank:
-    """Decodes requests greedily, all that it is given as one batch.
+    """Decodes all given requests greedily, as one batch.
 
-    Made as any worker; several have a group of their own, beside that of `init_method`.
+    It is made like any worker; several have their own group, besides that of `init_method`.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class DecodeRank:
             dist.destroy_process_group()
 
     def peer(self) -> Peer:
-        """Return the peer that prefill ranks send to."""
+        """Return the peer for prefill ranks."""
         return self._link.peer()
 
     @torch.inference_mode()
     def decode(self, continuations: tuple[Continuation, ...]) -> DecodeResult:
-        """Decode all of them to their ends; their prompts are in the pool."""
+        """Decode all requests to their ends; their prompts are in the pool."""
         first = self._link.first_tokens
         sent_bytes = self._sent_bytes
         tokens = {c.request_index: [int(first[c.slot, 0])] for c in continuations}
