@@ -27,8 +27,7 @@ def set_thread_pool(pool: ThreadPool) -> None:
     Between two operators torch's threads stay awake, on CPUs for which cpattn's threads would have
     to wait. Calls that alternate with operators, as in layers of a model, are therefore faster on
     torch's threads. A call then uses at most as many threads as torch's operators on the same
-    calling thread, and waits for all of them, even if other processes need their CPUs. Results do
-    not depend on the choice.
+    calling thread, and waits for all, even if others need their CPUs. Results do not change.
 
     Parameters
     ----------

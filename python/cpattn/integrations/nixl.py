@@ -83,9 +83,8 @@ class NixlEngine(PeerEngine):
         Blocks per write of ``TransferPlan.execute``.
     recheck : bool
         Whether to ask the peer before each write for its registered ranges. False asks only if a
-        target is not in the last answer, which saves 90 ms per write. Use it only with peers that
-        never unregister while senders may write: **writes to unregistered memory still go
-        through**.
+        target is not in the last answer, which saves 90 ms per write. Only for peers that never
+        unregister while senders may write: **writes to unregistered memory still go through**.
 
     Raises
     ------

@@ -140,8 +140,7 @@ def write_index_k_cache(
     cache : tensor [num_pages, page_size * 132], uint8
         Cache, written in place.
     slots : ints [num_tokens]
-        ``page * page_size + offset``; -1 skips the token. If tokens share a slot, the last one
-        counts.
+        ``page * page_size + offset``; -1 skips the token. The last token of a slot counts.
     k : tensor [num_tokens, 128] or [num_tokens, 1, 128]
         Codes (float8_e4m3fn, int8 or uint8) with `k_scale`, or numbers (float32, float16 or
         bfloat16) without it; numbers become e4m3fn by `quantize_index`.

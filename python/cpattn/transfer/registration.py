@@ -129,9 +129,8 @@ class Registration:
     def close(self) -> None:
         """End the registration, and release the memory.
 
-        If the engine returns a failure code, the call raises TransferError and keeps the memory,
-        which may still be registered. A registration that has ended, alone or with its engine, is
-        left alone.
+        On a failure code of the engine, the call raises TransferError and keeps the memory, which
+        may still be registered. It does nothing if the registration has ended, as by its engine.
         """
         with self._lock:
             if self._number not in _held.get(id(self.engine), ()):

@@ -53,8 +53,7 @@ class Rates:
     TypeError
         If a rate is no number, or `threads` is no integer.
     ValueError
-        If `threads` is below 1, a cost is negative, or a rate per second is not positive and
-        finite.
+        If `threads` is below 1, a cost is negative, or a rate is not positive and finite.
 
     Examples
     --------

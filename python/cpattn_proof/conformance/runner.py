@@ -40,8 +40,7 @@ def conform(
     keys, on many scores.
 
     The operator runs in a process of its own. Its results are compared with float64 attention and,
-    if they differ, with attention that is wrong in known ways: the report names the fault that
-    fits.
+    if they differ, with attention that is wrong in known ways: the report names the fault.
 
     Parameters
     ----------

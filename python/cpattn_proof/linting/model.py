@@ -115,8 +115,7 @@ class Plan:
     def copy_by_rank(self, part: str) -> Ints:
         """Count, for each rank, the earlier ranks with its shard and this part.
 
-        Ranks with the same count hold one copy of all shards, if all shards have equally many
-        ranks.
+        Ranks with one count hold a copy of all shards, if all shards have equally many ranks.
         """
         before: Counter[int] = Counter()
         copies = []

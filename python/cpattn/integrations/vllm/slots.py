@@ -27,8 +27,7 @@ def compute_slot_mapping(
     """Write the slot of each new token of a batch, or `PAD_ID` if another rank keeps it.
 
     vLLM has a Triton kernel for this, and for CPUs a function that refuses several ranks
-    (``vllm/utils/cpu_triton_utils.py``), which this one replaces; with one rank it calls vLLM's
-    kernel.
+    (``vllm/utils/cpu_triton_utils.py``), which this one replaces; one rank has vLLM's kernel.
     """
     if TOTAL_CP_WORLD_SIZE == 1:
         torch.ops._C.compute_slot_mapping_kernel_impl(

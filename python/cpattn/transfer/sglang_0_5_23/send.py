@@ -53,8 +53,7 @@ def plan_send_kvcache(
     dst_ptrs : list of int
         The destination's ``kv_data_ptrs``.
     src_pages, dst_pages : ints [num_pages]
-        Page ``src_pages[i]`` becomes page ``dst_pages[i]``. If either list is empty, so is the
-        plan.
+        Page ``src_pages[i]`` becomes page ``dst_pages[i]``. An empty list gives an empty plan.
     pp_size : int
         Pipeline stages of the prefill.
     is_mla : bool

@@ -100,8 +100,7 @@ def plan_send_state(
     Source and destination buffers pair by layer id, as in `build_transfer_entry_pairs`. Without
     ids, equally many buffers pair by position. A destination with the whole model has more buffers
     than a pipeline stage or layer split; index keys ("nsa", "dsa") and MLA states then pair with
-    its buffers from ``prefill_start_layer`` on. An item length of 0 marks a buffer that a side left
-    out; the plan sends nothing for it.
+    its buffers from ``prefill_start_layer`` on. Item length 0 marks a left out buffer: not sent.
 
     Parameters
     ----------

@@ -2,8 +2,7 @@
 """COV: over all calls of all ranks, each query sees each key that it may see exactly once.
 
 Between two places where calls begin or end, the keys of each call grow linearly from query to
-query. If they fit at both ends they fit between, so the check looks at few queries of a long
-sequence.
+query. If they fit at both ends they fit between, so few queries of a long sequence are checked.
 """
 
 from __future__ import annotations
