@@ -120,9 +120,9 @@ def do_cp_attn_fia(
         See `paged_attention`. Without `causal` a token sees its whole sequence, and padding tokens
         of the metadata count as tokens of the last sequence.
     bias, custom_mask, packed_custom_mask : tensors, optional
-        See `paged_attention`; for the whole sequences: ``extend_lens[s]`` rows of ``prefix_lens[s]
-        + extend_lens[s]`` values for each sequence, with lengths of the metadata. Every rank passes
-        the same tensors and reads the rows of its tokens.
+        See `paged_attention`; for the whole sequences: ``extend_lens[s]`` rows of
+        ``prefix_lens[s] + extend_lens[s]`` values for each sequence, with lengths of the metadata.
+        Every rank passes the same tensors and reads the rows of its tokens.
     q_rope, k_rope : tensors, optional
         The last dimensions of queries [rows, num_heads * rope_dim] and keys, if stored apart;
         `k_rope` has the form of `k_cache`.

@@ -131,8 +131,8 @@ class TokenInterleave:
     """Placement of sequences in runs: rank ``p // interleave % shard_size`` keeps position p.
 
     The rule is that of decode context parallelism in vLLM. A rank stores its positions of a
-    sequence without gaps: position p has the local index ``p // (interleave * shard_size) *
-    interleave + p % interleave``. A value.
+    sequence without gaps: position p has the local index
+    ``p // (interleave * shard_size) * interleave + p % interleave``. A value.
 
     Parameters
     ----------

@@ -89,8 +89,8 @@ def plan_shard_gather(
         Slots of each rank's pool, without its reserved page.
     max_prefix_tokens : int
         Tokens of the first part of the scratch, a multiple of ``shard_size * page_size``. The
-        blocks of all ranks must fit: each is as long as the sum over requests of ``ceil(pages of
-        the prefix / shard_size)``, even if requests share pages.
+        blocks of all ranks must fit: each is as long as the sum over requests of
+        ``ceil(pages of the prefix / shard_size)``, even if requests share pages.
     chunk_tokens : int
         Tokens of the second part, a multiple of the page size. Each request begins a page.
 

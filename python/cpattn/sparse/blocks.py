@@ -85,8 +85,8 @@ def select_blocks(
         If an argument is of another type than stated.
     ValueError
         If `score` is not float32 with two dimensions or lacks visible keys of the rank, a number is
-        too small, more blocks than `topk` are always selected, or the rank is outside ``[0,
-        dcp_size)``.
+        too small, more blocks than `topk` are always selected, or the rank is outside
+        ``[0, dcp_size)``.
 
     Examples
     --------

@@ -18,8 +18,8 @@ def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None)
     """Quantise latent keys for the FP8 cache of multi-head latent attention.
 
     A row has 512 e4m3fn codes of `nope`, 4 little-endian float32 scales, one per 128 elements, and
-    the 64 numbers of `rope` as bfloat16. Each group has ``scale = amax / 448`` and codes ``x * (1 /
-    scale)``, in float32, rounded to nearest even.
+    the 64 numbers of `rope` as bfloat16. Each group has ``scale = amax / 448`` and codes
+    ``x * (1 / scale)``, in float32, rounded to nearest even.
 
     Parameters
     ----------

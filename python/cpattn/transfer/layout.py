@@ -36,9 +36,9 @@ class KVLayout(_core.KVLayout):
         Decode context parallelism of a destination: only rank ``t // dcp_interleave % dcp_size``
         keeps token t of a sequence; a rank stores its tokens without gaps.
     shard_rank, shard_size : int
-        Striping of pools by pages (`cpattn.kv.PageInterleave`): page l of the group is page ``l //
-        shard_size`` of rank ``l % shard_size``. Page lists then name pages of the group and are the
-        same for all its ranks. Not with DCP.
+        Striping of pools by pages (`cpattn.kv.PageInterleave`): page l of the group is page
+        ``l // shard_size`` of rank ``l % shard_size``. Page lists then name pages of the group and
+        are the same for all its ranks. Not with DCP.
 
     Raises
     ------
@@ -109,11 +109,11 @@ class KVLayout(_core.KVLayout):
             `KVEntry.layout_tag`; ``kv_layout`` as in `KVEntry`; an int ``kv_lora_rank``, which
             marks a pool of latents with one KV head.
         tp_rank, tp_size, total_kv_heads
-            See `KVLayout`. Default of total_kv_heads: the heads of the pool; MHA with ``tp_size >
-            1`` requires it.
+            See `KVLayout`. Default of total_kv_heads: the heads of the pool; MHA with
+            ``tp_size > 1`` requires it.
         layers
-            See `KVLayout`. A pipeline stage must state its layers, usually ``(pool.start_layer,
-            pool.end_layer)``. Default: the pool is the whole model.
+            See `KVLayout`. A pipeline stage must state its layers, usually
+            ``(pool.start_layer, pool.end_layer)``. Default: the pool is the whole model.
         dcp_rank, dcp_size, dcp_interleave, shard_rank, shard_size
             See `KVLayout`.
 

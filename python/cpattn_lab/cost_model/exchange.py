@@ -80,8 +80,8 @@ def exchange_work(
     state_dtype : {"float32", "bfloat16", "float16"}
         Dtype of the outputs that ``"pass_q"`` sends back to be merged.
     mesh : (int, int), optional
-        Required for ``"usp"``: rows on the ring, and ranks of a row. Rank r is in row ``r //
-        mesh[1]``, as in a `DeviceMesh` of that shape with the dimensions ring and heads.
+        Required for ``"usp"``: rows on the ring, and ranks of a row. Rank r is in row
+        ``r // mesh[1]``, as in a `DeviceMesh` of that shape with the dimensions ring and heads.
 
     Returns
     -------

@@ -114,8 +114,8 @@ def first_seen(extends: Ints, seq_lens: Ints, most_keys: int) -> Ints:
 def pairs_by_owner(extends: Ints, seq_lens: Ints, layer: AttentionLayer, laid: Stripes) -> Ints:
     """Return [cp_size, bs]: pairs of any new token and a visible key of the rank.
 
-    New tokens from ``max(k - keys_behind, prefix)`` up to, not including, ``min(k + most_keys,
-    seq_len)`` see key k.
+    New tokens from ``max(k - keys_behind, prefix)`` up to, not including,
+    ``min(k + most_keys, seq_len)`` see key k.
     """
     prefix, most = seq_lens - extends, layer.most_keys
     begin = first_seen(extends, seq_lens, most)

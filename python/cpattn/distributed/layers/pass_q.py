@@ -5,8 +5,8 @@ Queries of some KV heads travel while the previous heads are computed and earlie
 return. With a single KV head, as for latents, the ranks' queries take turns instead. New keys first
 go to the ranks that keep them, in the same way. Scratch of a rank: the queries of all ranks, or of
 two rounds of heads, with their partial results, and the partial results of its own rows from each
-rank. For equal numbers of rows these are about ``2 * num_tokens * num_heads * (head_dim +
-v_head_dim)`` elements, for any context length.
+rank. For equal numbers of rows these are about
+``2 * num_tokens * num_heads * (head_dim + v_head_dim)`` elements, for any context length.
 """
 
 from __future__ import annotations

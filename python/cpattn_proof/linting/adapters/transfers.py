@@ -176,8 +176,8 @@ def memory_of_pool(pool: Any, kinds: Sequence[str] = ("k", "v")) -> dict[str, An
         Pool with ``get_contiguous_buf_infos``, ``start_layer`` and ``page_size``; optional are
         ``page_strides``, a dict by kind, and ``kv_layout``; "HND" needs ``num_kv_heads``.
     kinds : sequence of str
-        Groups of buffers in order, each with a buffer per layer. Latents of MLA are ``("k", "v",
-        "index_k")`` on an NPU.
+        Groups of buffers in order, each with a buffer per layer. Latents of MLA are
+        ``("k", "v", "index_k")`` on an NPU.
 
     Returns
     -------
