@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill context parallelism (PCP) with the rule and the names of vLLM 0.32.
 
-The rule cuts every prefill of L new tokens into ``2 * pcp_size`` chunks of ``ceil(L / (2 *
-pcp_size))`` tokens; the last chunks may be short or empty. Rank r has chunks r and ``2 * pcp_size -
-1 - r``. ``strategy="zigzag"`` of `cpattn.build_cp_metadata` differs: its blocks have equal sizes up
-to one token. For 18 tokens and two ranks, chunks have 5, 5, 5, 3 tokens here and 5, 5, 4, 4 there.
-Decodes are not cut: one rank in turn has each, or all ranks; their rows come first.
+The rule cuts a prefill of L new tokens into ``2 * pcp_size`` chunks of
+``ceil(L / (2 * pcp_size))`` tokens; the last ones may be short or empty. Rank r has chunks r and
+``2 * pcp_size - 1 - r``. ``strategy="zigzag"`` of `cpattn.build_cp_metadata` differs: its blocks
+have equal sizes up to one token. For 18 tokens and two ranks, chunks have 5, 5, 5, 3 tokens here
+and 5, 5, 4, 4 there. One rank in turn has a whole decode, or all ranks; decode rows come first.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ class StripedAllocator:
     Slots count in the whole group, as in `PageInterleave`. Every rank has its own allocator and
     makes the same calls, so all allocators have the same state without communication.
 
-    The pages of rank r are *class* r: logical pages ``q * shard_size + r`` for ``q = 1, ..., size
-    // page_size``. The pages of a sequence lie on the ranks in turn: page P of a sequence has class
-    ``(b + P) % shard_size``, where b is its *rotation base*. Ranks therefore differ by at most one
-    page of a sequence.
+    The pages of rank r are *class* r: logical pages ``q * shard_size + r`` for
+    ``q = 1, ..., size // page_size``. The pages of a sequence lie on the ranks in turn: page P has
+    class ``(b + P) % shard_size``, where b is its *rotation base*. Ranks therefore differ by at
+    most one page of a sequence.
 
     Each class has a list of free pages, ascending at first; pages are taken from its front. Freed
     pages go to the front, in ascending order. With `need_sort` they wait in a second list until a
