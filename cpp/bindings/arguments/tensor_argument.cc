@@ -11,7 +11,7 @@
 #include "bindings/arguments/tensor_refusal.h"
 #include "cpattn/base/check.h"
 
-// What is kept here each thread has for itself; see module.cc.
+// Each thread has caches of its own here; see module.cc.
 
 namespace py = pybind11;
 
