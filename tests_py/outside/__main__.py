@@ -16,7 +16,8 @@ def main() -> int:
     add("--write", action="store_true", help=f"run nothing, and write {page.PAGE.name}")
     add("--all", action="store_true", help="run all cases of suites that have a sample, uncounted")
     add("--seed", type=int, default=0, help="run another sample, such as that of a date, uncounted")
-    add("--size", type=int, default=4, help="cases of each test in that sample (default: 4)")
+    size = suite.COUNTED.size
+    add("--size", type=int, default=size, help=f"cases of each test in it (default: {size})")
     options = parser.parse_args()
     if unknown := set(options.suites) - set(expected):
         parser.error(f"no suite {', '.join(sorted(unknown))}")

@@ -3,6 +3,7 @@
 
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bindings/arguments/arguments.h"
@@ -18,10 +19,11 @@ namespace {
 /// Guards the allocators. The GIL does, too, where there is one.
 std::mutex allocators;
 
-template <auto read>
-auto guarded_read(const StripedAllocator& self) {
+/// Calls a member function of an allocator; nothing of Python is called meanwhile.
+template <auto call, class Allocator, class... Args>
+auto guarded(Allocator& self, Args&&... args) {
   const std::scoped_lock lock(allocators);
-  return (self.*read)();
+  return (self.*call)(std::forward<Args>(args)...);
 }
 
 StripedAllocator make_allocator(
@@ -94,9 +96,7 @@ py::object alloc_extend(
   const std::vector<int64_t> lens = read.ints(seq_lens, "seq_lens");
   BasesArgument bases(read, rotation_bases);
   bases.check_length();
-  std::unique_lock lock(allocators);
-  auto slots = self.alloc_extend(prefixes, lens, *bases);
-  lock.unlock();
+  auto slots = guarded<&StripedAllocator::alloc_extend>(self, prefixes, lens, *bases);
   bases.write_back();
   return array_or_none(std::move(slots));
 }
@@ -105,17 +105,12 @@ py::object alloc_cyclic(StripedAllocator& self, py::handle start_class, py::hand
   const Arguments read("StripedAllocator.alloc_cyclic");
   const int64_t start = read.integer(start_class, "start_class");
   const int64_t slots = read.integer(num_slots, "num_slots");
-  std::unique_lock lock(allocators);
-  auto allocated = self.alloc_cyclic(start, slots);
-  lock.unlock();
-  return array_or_none(std::move(allocated));
+  return array_or_none(guarded<&StripedAllocator::alloc_cyclic>(self, start, slots));
 }
 
 void free_slots(StripedAllocator& self, py::handle slots) {
   const Arguments read("StripedAllocator.free");
-  const std::vector<int64_t> freed = read.ints(slots, "slots");
-  const std::scoped_lock lock(allocators);
-  self.free(freed);
+  guarded<&StripedAllocator::free>(self, read.ints(slots, "slots"));
 }
 
 /// Plans for an engine that has its free pages in tensors: (pages of each class, rows), or None.
@@ -156,10 +151,18 @@ void register_striped_allocator(py::module_& module) {
       .def("alloc_extend", &alloc_extend)
       .def("alloc_cyclic", &alloc_cyclic)
       .def("free", &free_slots)
-      .def("class_free_page_counts", &guarded_read<&StripedAllocator::class_free_page_counts>)
-      .def("least_full_class", &guarded_read<&StripedAllocator::least_full_class>)
-      .def("available_size", &guarded_read<&StripedAllocator::available_size>)
-      .def("aggregate_free_size", &guarded_read<&StripedAllocator::aggregate_free_size>)
+      .def(
+          "class_free_page_counts",
+          &guarded<&StripedAllocator::class_free_page_counts, const StripedAllocator>
+      )
+      .def(
+          "least_full_class", &guarded<&StripedAllocator::least_full_class, const StripedAllocator>
+      )
+      .def("available_size", &guarded<&StripedAllocator::available_size, const StripedAllocator>)
+      .def(
+          "aggregate_free_size",
+          &guarded<&StripedAllocator::aggregate_free_size, const StripedAllocator>
+      )
       .def_property_readonly(
           "size", [](const StripedAllocator& self) { return self.config().size; }
       )
