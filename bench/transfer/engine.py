@@ -38,7 +38,7 @@ def in_runs(num_pages: int, run: int) -> np.ndarray:
 def of_pages(
     job: str, pages: np.ndarray, about: dict[str, Any], at_least: float | None
 ) -> Comparison:
-    """The same page ids on both sides: the receiver's memory becomes the sender's there."""
+    """Compare transfers of pages to the same ids: the receiver's pages become the sender's."""
     pages = pages.astype(np.int32)
     sent = np.zeros_like(source())
     in_pages = BUFFERS, PAGES, PAGE_BYTES

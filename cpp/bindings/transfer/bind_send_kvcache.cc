@@ -23,9 +23,8 @@ std::vector<int64_t> layer_ids(const char* function, const char* argument, py::h
   return index_list(object, {function, argument});
 }
 
-/// Owns the memory that SendBuffers borrow. Given as (src addresses, src data lengths or None, src
-/// item lengths, dst addresses, dst item lengths or None, src layer ids or None, dst layer ids or
-/// None).
+/// Owns the memory that SendBuffers borrow. The tuple has src addresses, src data lengths or None,
+/// src item lengths, dst addresses, dst item lengths or None, and layer ids of src and dst or None.
 class Buffers {
  public:
   Buffers(const char* function, const py::tuple& lists)

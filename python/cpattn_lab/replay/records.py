@@ -326,7 +326,7 @@ class ReplayReport:
         """Whether all compared rows are within the tolerance, if any, and all tokens correct."""
         if self.tolerance is None:
             return True
-        # Both replays should be within the tolerance of the check.
+        # Each of the two replays may be off by the tolerance.
         if self.replicated and not self.replicated.difference <= 2 * self.tolerance:
             return False
         if self.decode and (self.decode.wrong_tokens or self.decode.max_error > self.tolerance):
