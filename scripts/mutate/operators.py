@@ -79,7 +79,7 @@ class Mutant:
     path: str
     function: str
     line: str
-    """The line of the source where it begins."""
+    """The line of the source where it begins, without a comment behind it."""
     original: str
     mutated: str
     nth: int
@@ -229,6 +229,7 @@ def mutants(path: Path, root: Path) -> list[Mutant]:
     source = path.read_bytes()
     tree = Parser(_LANGUAGES[path.suffix]).parse(source)
     lines = source.decode().split("\n")
+    comment = "  #" if path.suffix == ".py" else "  //"
     name = str(path.relative_to(root))
     seen: Counter[tuple[str, str, str, str]] = Counter()
     found: list[Mutant] = []
@@ -240,7 +241,7 @@ def mutants(path: Path, root: Path) -> list[Mutant]:
         if path.suffix == ".py" and "#" in original:
             return
         row, column = node.start_point
-        line = lines[row].strip()
+        line = lines[row].split(comment)[0].strip()
         key = (_function_name(node), line, _one_line(original), _one_line(mutated))
         seen[key] += 1
         place = (node.start_byte, node.end_byte, row + 1, column, is_statement)
