@@ -62,6 +62,12 @@ def measure(
     """
     begin, rows = time.monotonic(), []
     about = {"bench": bench} | environment()
+    path = RESULTS / f"{bench}.jsonl"
+    unfinished = path.with_suffix(".jsonl.part")  # a run that is stopped leaves its rows there
+    is_kept = not arguments.quick and not arguments.only
+    if is_kept:
+        RESULTS.mkdir(exist_ok=True)
+        unfinished.write_text("")
     budget = 0.01 if arguments.quick else arguments.budget
     for case in chain((run(comparison, budget) for comparison in compared), others):
         if arguments.quick:
@@ -69,16 +75,21 @@ def measure(
                 row.pop("bars", None)
         report.print_case(case, f"{time.monotonic() - begin:.0f} s")
         rows += [row | about for row in case]
-    if not arguments.quick and not arguments.only:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{bench}.jsonl"
+        if is_kept:
+            unfinished.write_text(_lines(rows))
+    if is_kept:
         parts = {row["part"] for row in rows}
         earlier: Iterable[Row] = (
             [] if whole or not path.exists() else map(json.loads, path.read_text().splitlines())
         )
         kept = [*(row for row in earlier if row["part"] not in parts), *rows]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        path.write_text(_lines(kept))
+        unfinished.unlink()
     if not arguments.quick:
         report.print_bars(rows)
     missed = any(not bar["met"] for row in rows for bar in row.get("bars", ()))
     return int(missed or any(row["status"] not in ("ok", *excused) for row in rows))
+
+
+def _lines(rows: Iterable[Row]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)

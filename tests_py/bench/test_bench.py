@@ -118,20 +118,31 @@ def test_samples_beside_a_fallen_peak_are_dropped():
     assert "percent_of_peak" not in row  # without work
 
 
-def test_rows_of_parts_that_were_not_measured_stay(tmp_path, monkeypatch):
+def test_rows_of_parts_that_were_not_measured_and_of_stopped_runs_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "RESULTS", tmp_path)
     options = Namespace(quick=False, only="", budget=0.0)
+    row = {"case": {}, "implementation": "us", "status": "absent", "reason": ""}
+
+    def found(name):
+        rows = map(json.loads, (tmp_path / name).read_text().splitlines())
+        return [(row["part"], row["of"]) for row in rows]
 
     def kept(*parts, whole):
-        row = {"case": {}, "implementation": "us", "status": "absent", "reason": "", "of": whole}
-        rows = [[row | {"part": part}] for part in parts]
+        rows = [[row | {"part": part, "of": whole}] for part in parts]
         program.measure("b", options, (), rows, ("absent",), whole)
-        found = map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
-        return [(row["part"], row["of"]) for row in found]
+        return found("b.jsonl")
+
+    def stopped():
+        yield [row | {"part": "steps", "of": "stopped"}]
+        raise KeyboardInterrupt
 
     assert kept("steps", "trace", whole=True) == [("steps", True), ("trace", True)]
     assert kept("steps", whole=False) == [("trace", True), ("steps", False)]
     assert kept("steps", whole=True) == [("steps", True)]
+    with pytest.raises(KeyboardInterrupt):
+        program.measure("b", options, (), stopped())
+    assert found("b.jsonl") == [("steps", True)]
+    assert found("b.jsonl.part") == [("steps", "stopped")]
 
 
 # What fits into a page beside its navigation.
