@@ -4,13 +4,13 @@
 // The attention loop on AMX tiles for up to 64 rows of a KV head, which is memory-bound. Keys are
 // left-hand tiles, rows of memory as they are, because right-hand columns would have to be packed;
 // the few scores are transposed instead. Keys, scores and probabilities of a chunk of 32 keys
-// follow each other, so that the keys are still in the L1. Heads, which are neighbours in memory,
-// take turns with each block of keys, whose pages are then still in the TLB.
+// follow each other, so that the keys are still in the L1. Heads take turns with each block of
+// keys.
 //
 // Every sum has the order of packed-inl.h, and so its bits.
 #include "kernels/attention/amx/few_rows_values-inl.h"
+#include "kernels/attention/amx/head_turns-inl.h"
 #include "kernels/attention/amx/scores-inl.h"
-#include "kernels/softmax/results-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -34,7 +34,7 @@ class AmxFewRows {
         v_dim_(tile.v_head_dim),
         work_(scratch, tile),
         pending_(work_.product),
-        sources_{SourceRows<T>(tile), SourceRows<T>(tile)},
+        turns_(tile),
         packed_(
             tile, work_.tiles, depth_, row_tiles_ == 1 ? ValueOrder::kOneChunk : ValueOrder::kChunks
         ),
@@ -43,31 +43,20 @@ class AmxFewRows {
   bool run() {
     mark(tile_.hooks, kMarkPack);
     prepare();
-    keys_ = keys_of_tile(tile_);
-    locate_keys(0, keys_.begin / kBlockKeys * kBlockKeys);
-    while (next_->count() > 0) {
-      // Between two blocks no tile holds anything.
+    while (turns_.advance()) {
+      // Between two turns no tile holds anything.
       if (should_stop(tile_.hooks)) return false;
       tiles_.configure();
-      const SourceRows<T>& rows = *next_;
-      next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
-      const int64_t after = rows.first() + kBlockKeys;
-      if (!any_shown(tile_.seen, 0, tile_.num_tokens, rows.first(), rows.count())) {
-        locate_keys(0, after);
-        continue;
-      }
-      take_head(rows.head());
-      if (head_ + 1 < tile_.num_kv_heads) {
-        locate_keys(head_ + 1, rows.first());
-      } else {
-        locate_keys(0, after);
-      }
-      attend(rows);
+      take_head(turns_.rows().head());
+      attend(turns_.rows());
     }
     mark(tile_.hooks, kMarkWrite);
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       take_head(head);
-      for (int row = 0; row < rows_; ++row) finish(row);
+      for (int row = 0; row < rows_; ++row) {
+        const RowState state = states_.finished(tile_, row, group_.factor);
+        finish_row(tile_, group_, row, int64_t{head} * rows_ + row, state);
+      }
     }
     return true;
   }
@@ -75,21 +64,10 @@ class AmxFewRows {
  private:
   /// Switches to the rows of a head.
   void take_head(int head) {
-    head_ = head;
     scale_ = scale_of_head(tile_, head);
     const int64_t row = int64_t{head} * kGroupRows;
     states_ = work_.states.from(row);
-    group_ = {
-        .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
-        .column_tiles = v_dim_ / 16,
-        .first_chunk = 0,
-        .references = states_.references,
-        .biases = states_.biases,
-        .sums = states_.sums,
-        .exact_sums = RowStates<T>::wants_exact_sums(tile_) ? states_.exact_sums : nullptr,
-        .output = work_.output + row * v_dim_,
-        .probabilities = work_.probabilities,
-    };
+    group_ = states_.group(tile_, scale_, work_.output + row * v_dim_, work_.probabilities);
     queries_ = work_.queries + int64_t{head} * row_tiles_ * kTileRows * depth_ * kParts;
   }
 
@@ -119,23 +97,15 @@ class AmxFewRows {
     }
   }
 
-  /// Locates the next keys of a head: those of the block from `first` on.
-  void locate_keys(int head, int64_t first) {
-    const int n = keys_.begin < keys_.end
-                      ? static_cast<int>(larger(0, smaller(kBlockKeys, keys_.end - first)))
-                      : 0;
-    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, keys_.begin - first)));
-  }
-
   /// Attends from the rows of the head to a block of keys. While the tiles multiply, the vector
   /// units pack the next chunk and apply softmax to the scores of the last one.
   void attend(const SourceRows<T>& rows) {
-    int begin = static_cast<int>(larger(0, keys_.begin - rows.first())) / kTileDepth * kTileDepth;
+    int begin = rows.hidden() / kTileDepth * kTileDepth;
     int end = round_up(rows.count(), kTileDepth);
     drop_hidden(tile_.seen, 0, tile_.num_tokens, rows.first(), begin, end);
     const int first_chunk = begin / kTileDepth;
     const int end_chunk = end / kTileDepth;
-    if (first_chunk >= end_chunk) return next_->fetch(next_->count());
+    if (first_chunk >= end_chunk) return turns_.fetch_rest();
     group_.first_chunk = first_chunk;
     packed_.begin(rows);
     if (has_factors(tile_.codes.k_factors))
@@ -152,10 +122,10 @@ class AmxFewRows {
       } else {
         pending_.flush();
       }
-      packed_.pack_values(rows, chunk, [&] { next_->fetch(1); });
-      next_->fetch(8);
+      packed_.pack_values(rows, chunk, [&] { turns_.fetch(1); });
+      turns_.fetch(8);
       take_softmax(rows.first(), chunk);
-      next_->fetch(8);
+      turns_.fetch(8);
       if (row_tiles_ > 1) continue;
       if (chunk == first_chunk) {
         __builtin_memcpy(references, group_.references, sizeof references);
@@ -163,7 +133,7 @@ class AmxFewRows {
       pending_.flush();
       values_.add_chunk(group_, chunk, chunk == first_chunk);
     }
-    next_->fetch(next_->count());
+    turns_.fetch_rest();
     mark(tile_.hooks, kMarkPv, flops * v_dim_);
     if (row_tiles_ == 1) {
       // Raising a reference changed the probabilities of earlier chunks.
@@ -174,13 +144,17 @@ class AmxFewRows {
     } else {
       values_.add_values(group_, row_tiles_, first_chunk, end_chunk);
     }
-    add_special_values(rows.first());
+    for (int i = 0; i < packed_.num_special(); ++i) {
+      add_special_value(
+          tile_, group_, 0, rows_, rows.first(), packed_.special_key(i), packed_.special_value(i)
+      );
+    }
   }
 
   /// Packs the keys of a chunk and starts their scores.
   void start_scores(const SourceRows<T>& rows, int chunk) {
     Bfloat16* keys = packed_.keys_of(chunk % 2);
-    packed_.template pack_keys<KeySide::kLeft>(rows, chunk, keys, [&] { next_->fetch(1); });
+    packed_.template pack_keys<KeySide::kLeft>(rows, chunk, keys, [&] { turns_.fetch(1); });
     const auto no_slice = [] {};
     for (int row = 0; row < rows_; row += kScoreRows) {
       const Bfloat16* queries = queries_ + int64_t{row} * depth_ * kParts;
@@ -224,32 +198,6 @@ class AmxFewRows {
     }
   }
 
-  /// O += P V for keys that were packed as zeros, in the rows that see them.
-  void add_special_values(int64_t first) const {
-    for (int i = 0; i < packed_.num_special(); ++i) {
-      const int key = packed_.special_key(i);
-      const T* value = packed_.special_value(i);
-      for (int row = 0; row < rows_; ++row) {
-        if (!sees(tile_.seen, row / tile_.group, first + key)) continue;
-        const Vector p = splat(group_.probability_of(row, key));
-        float* output = group_.output + row * kLanes;
-        for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
-          store(output, fma(p, load(value + d), load(output)));
-        }
-      }
-    }
-  }
-
-  void finish(int row) const {
-    const RowState state = states_.finished(tile_, row, group_.factor);
-    const float* output = group_.output + row * kLanes;
-    float columns[kMaxHeadDim];
-    for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
-      store(columns + d, load(output));
-    }
-    finish_row<T>(tile_, int64_t{head_} * rows_ + row, state, columns);
-  }
-
   const TileScope tiles_;
   const AttentionTile& tile_;
   const int rows_;  // of a head
@@ -258,15 +206,12 @@ class AmxFewRows {
   const int v_dim_;
   const FewRowsWorkspace<T> work_;
   PendingSums pending_;
-  SourceRows<T> sources_[2];
-  SourceRows<T>* next_ = &sources_[0];  // comes after the current rows
+  HeadTurns<T, kBlockKeys> turns_;
   TileRows<T> packed_;
   FewRowsValues<T> values_;
   bool bounded_queries_ = false;
   bool moderate_factors_ = true;
-  KeyRange keys_{};  // that any token sees
-  int head_ = 0;     // at work
-  float scale_ = 0;
+  float scale_ = 0;  // of the head at work, as the members below
   SoftmaxGroup<T> group_{};
   RowStates<T> states_{};
   Bfloat16* queries_ = nullptr;

@@ -12,10 +12,9 @@
 // its rest.
 //
 // 8-bit codes become rows of such tiles, which is also cheaper than interleaving them.
+#include "kernels/attention/amx/head_turns-inl.h"
 #include "kernels/attention/amx/in_place_workspace-inl.h"
 #include "kernels/attention/amx/scores-inl.h"
-#include "kernels/attention/amx/source_rows-inl.h"
-#include "kernels/softmax/results-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -49,34 +48,29 @@ class AmxInPlace {
         rows_(tile.num_tokens * tile.group),
         depth_(tile.nope_dim + tile.rope_dim),
         v_dim_(tile.v_head_dim),
-        work_(scratch, tile) {}
+        work_(scratch, tile),
+        turns_(tile) {}
 
   /// Returns false if should_stop() ended it early. Writes nothing unless all sums are finite.
   bool run() {
     mark(tile_.hooks, kMarkPack);
     prepare();
-    keys_ = keys_of_tile(tile_);
-    locate_keys(0, keys_.begin / kTileDepth * kTileDepth);
-    while (next_->count() > 0) {
-      const SourceRows<T>& rows = *next_;
-      next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
-      take_head(rows.head());
-      if (head_ == 0) {
+    while (turns_.advance()) {
+      take_head(turns_.rows().head());
+      if (turns_.rows().head() == 0) {
         // Tiles are empty between two turns.
         if (should_stop(tile_.hooks)) return false;
         tiles_.configure();
       }
-      const bool last = head_ + 1 == tile_.num_kv_heads;
-      locate_keys(last ? 0 : head_ + 1, rows.first() + (last ? kTileDepth : 0));
-      if (any_shown(tile_.seen, 0, tile_.num_tokens, rows.first(), rows.count())) attend(rows);
-      next_->fetch(next_->count());
+      attend(turns_.rows());
+      turns_.fetch_rest();
     }
     finite_ = all_finite();
     if (!finite_) return true;
     mark(tile_.hooks, kMarkWrite);
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       take_head(head);
-      for (int row = 0; row < rows_; ++row) finish(row);
+      for (int row = 0; row < rows_; ++row) finish(head, row);
     }
     return true;
   }
@@ -87,22 +81,11 @@ class AmxInPlace {
 
  private:
   void take_head(int head) {
-    head_ = head;
     scale_ = scale_of_head(tile_, head);
     const int64_t row = int64_t{head} * kTileRows;
     states_ = work_.states.from(row);
-    group_ = {
-        .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
-        .column_tiles = v_dim_ / 16,
-        .column_stride = kTileFloats,
-        .first_chunk = 0,
-        .references = states_.references,
-        .biases = states_.biases,
-        .sums = states_.sums,
-        .exact_sums = RowStates<T>::wants_exact_sums(tile_) ? states_.exact_sums : nullptr,
-        .output = work_.output + row * v_dim_,
-        .probabilities = work_.probabilities,
-    };
+    group_ = states_.group(tile_, scale_, work_.output + row * v_dim_, work_.probabilities);
+    group_.column_stride = kTileFloats;
     queries_ = work_.queries + row * depth_;
   }
 
@@ -117,14 +100,6 @@ class AmxInPlace {
     }
   }
 
-  /// Locates the next keys of a head: those of the turn from `first` on.
-  void locate_keys(int head, int64_t first) {
-    const int n = keys_.begin < keys_.end
-                      ? static_cast<int>(larger(0, smaller(kTileDepth, keys_.end - first)))
-                      : 0;
-    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, keys_.begin - first)));
-  }
-
   /// Attends from the rows of the head to the keys of a turn.
   void attend(const SourceRows<T>& rows) {
     if (has_factors(tile_.codes.k_factors))
@@ -134,11 +109,11 @@ class AmxInPlace {
     const int64_t flops = int64_t{2} * rows_ * rows.count();
     mark(tile_.hooks, kMarkQk, flops * depth_);
     multiply_keys(rows);
-    next_->fetch(kTileDepth / 4);
+    turns_.fetch(kTileDepth / 4);
     take_softmax(rows.first());
     mark(tile_.hooks, kMarkPv, flops * v_dim_);
     weigh();
-    next_->fetch(kTileDepth / 4);
+    turns_.fetch(kTileDepth / 4);
     TileSource values[2];
     values[0] = rows_of(rows, rows.v, tile_.v.row_stride, 0, v_dim_, work_.values);
     // Keys after the last have no weight.
@@ -179,7 +154,7 @@ class AmxInPlace {
     const char* all[kTileRows];
     for (int i = 0; i < kTileRows; ++i) all[i] = i < n ? rows[i] : kZeroRow;
     if constexpr (kCodes) {
-      pack_code_rows<Code, kTileRows>(all, dim, 0, dim, tiles, [&] { next_->fetch(1); });
+      pack_code_rows<Code, kTileRows>(all, dim, 0, dim, tiles, [&] { turns_.fetch(1); });
     } else {
       Magnitude magnitude;
       pack_tile_rows<T, kTileRows>(all, dim, 0, dim, tiles, magnitude, [] {});
@@ -282,7 +257,7 @@ class AmxInPlace {
           multiply_tiles<3, 5, 7>();
         }
       }
-      next_->fetch(4);
+      turns_.fetch(4);
     }
     store_tile<0>(output);
     store_tile<1>(output + kTileFloats);
@@ -309,14 +284,14 @@ class AmxInPlace {
     return finite;
   }
 
-  void finish(int row) const {
+  void finish(int head, int row) const {
     const RowState state = states_.finished(tile_, row, group_.factor);
     const float* output = group_.output + row * kLanes;
     float columns[kMaxHeadDim];
     for (int d = 0; d < v_dim_; d += kTileDepth, output += 2 * kTileFloats) {
       interleave(load(output), load(output + kTileFloats), columns + d);
     }
-    finish_row<T>(tile_, int64_t{head_} * rows_ + row, state, columns);
+    finish_row<T>(tile_, int64_t{head} * rows_ + row, state, columns);
   }
 
   /// Puts even and odd dimensions in their order.
@@ -333,12 +308,9 @@ class AmxInPlace {
   const int depth_;
   const int v_dim_;
   const AmxInPlaceWorkspace work_;
-  SourceRows<T> sources_[2] = {SourceRows<T>(tile_), SourceRows<T>(tile_)};
-  SourceRows<T>* next_ = &sources_[0];  // comes after the current rows
-  KeyRange keys_{};                     // that any token sees
+  HeadTurns<T, kTileDepth> turns_;
   bool finite_ = false;
-  int head_ = 0;  // at work
-  float scale_ = 0;
+  float scale_ = 0;  // of the head at work, as the members below
   Group group_{};
   RowStates<T> states_{};
   Bfloat16* queries_ = nullptr;

@@ -14,7 +14,6 @@
 #include "kernels/attention/amx/pending-inl.h"
 #include "kernels/attention/amx/scores-inl.h"
 #include "kernels/attention/amx/tile_rows-inl.h"
-#include "kernels/softmax/results-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -38,7 +37,6 @@ class AmxPacked {
         depth_(round_up(tile.nope_dim + tile.rope_dim, kTileDepth)),
         v_dim_(tile.v_head_dim),
         scale_(scale_of_head(tile, head)),
-        factor_(tile.softcap > 0 ? kLog2E : scale_ * kLog2E),
         work_(scratch, tile),
         pending_(work_.product),
         next_(tile),
@@ -68,7 +66,12 @@ class AmxPacked {
       attend(first, n);
     }
     mark(tile_.hooks, kMarkWrite);
-    for (int row = 0; row < rows_; ++row) finish(row);
+    for (int row = 0; row < rows_; ++row) {
+      const SoftmaxGroup<T> group = group_of(row);
+      const int i = row % kGroupRows;
+      const RowState state = work_.states.finished(tile_, row, group.factor);
+      finish_row(tile_, group, i, int64_t{head_} * rows_ + row, state);
+    }
     return true;
   }
 
@@ -221,20 +224,17 @@ class AmxPacked {
     }
   }
 
+  /// The softmax of the group of 64 rows with `row`.
+  SoftmaxGroup<T> group_of(int row) const {
+    const int64_t first = row / kGroupRows * kGroupRows;
+    float* output = work_.output + first * v_dim_;
+    return work_.states.from(first).group(tile_, scale_, output, work_.probabilities);
+  }
+
   SoftmaxGroup<T> softmax_of(const Step& step) const {
-    const int64_t group = step.row / kGroupRows * kGroupRows;
-    const RowStates<T> states = work_.states.from(group);
-    return {
-        .factor = factor_,
-        .column_tiles = v_dim_ / 16,
-        .first_chunk = step.first_chunk,
-        .references = states.references,
-        .biases = states.biases,
-        .sums = states.sums,
-        .exact_sums = RowStates<T>::wants_exact_sums(tile_) ? states.exact_sums : nullptr,
-        .output = work_.output + group * v_dim_,
-        .probabilities = work_.probabilities,
-    };
+    SoftmaxGroup<T> softmax = group_of(step.row);
+    softmax.first_chunk = step.first_chunk;
+    return softmax;
   }
 
   /// O += P V for the group of rows that ends with this step.
@@ -258,7 +258,10 @@ class AmxPacked {
     for (int i = 0; i < packed_.num_special(); ++i) {
       const int key = packed_.special_key(i);
       if (key / kBlockKeys == step.chunk / kChunks) {
-        add_special_value(step, count, first, key, packed_.special_value(i));
+        const int row = step.row / kGroupRows * kGroupRows;
+        add_special_value(
+            tile_, softmax_of(step), row, count, first, key, packed_.special_value(i)
+        );
       }
     }
   }
@@ -296,33 +299,6 @@ class AmxPacked {
     sum_ = {work_.product, output + (d / 16 - 1) * kGroupRows * kLanes, kRows};
   }
 
-  /// O += P V for a key that was packed as zeros, in the rows that see it.
-  [[gnu::noinline]] void add_special_value(
-      const Step& step, int count, int64_t first, int key, const T* value
-  ) const {
-    const SoftmaxGroup<T> softmax = softmax_of(step);
-    const int group = step.row / kGroupRows * kGroupRows;
-    for (int i = 0; i < count; ++i) {
-      if (!sees(tile_.seen, (group + i) / tile_.group, first + key)) continue;
-      const Vector p = splat(softmax.probability_of(i, key));
-      float* output = softmax.output + i * kLanes;
-      for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
-        store(output, fma(p, load(value + d), load(output)));
-      }
-    }
-  }
-
-  void finish(int row) const {
-    const RowState state = work_.states.finished(tile_, row, factor_);
-    const float* output =
-        work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
-    float columns[kMaxHeadDim];
-    for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
-      store(columns + d, load(output));
-    }
-    finish_row<T>(tile_, int64_t{head_} * rows_ + row, state, columns);
-  }
-
   const TileScope tiles_;
   const AttentionTile& tile_;
   const int head_;
@@ -330,7 +306,6 @@ class AmxPacked {
   const int depth_;  // of the products Q K^T: qk_dim, padded to whole tiles
   const int v_dim_;
   const float scale_;
-  const float factor_;
   const Workspace work_;
   bool bounded_queries_ = false;
   bool moderate_factors_ = true;

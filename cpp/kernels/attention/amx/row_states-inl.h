@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Running softmax of rows. Needs the vector layer and the tiles included first.
+// Running softmax of rows, from the state before the first key to the results. Needs the vector
+// layer and the tiles included first.
 #include "kernels/attention/amx/softmax-inl.h"
+#include "kernels/rows/visibility-inl.h"
+#include "kernels/softmax/results-inl.h"
 #include "kernels/vector/scratch-inl.h"
 
 namespace cpattn::kernels {
@@ -51,6 +54,24 @@ struct RowStates {
     }
   }
 
+  /// The softmax of these rows in a block of keys; `scale` is that of their head. The caller sets
+  /// what depends on the block.
+  SoftmaxGroup<T> group(
+      const AttentionTile& tile, float scale, float* output, Bfloat16* probabilities
+  ) const {
+    return {
+        .factor = tile.softcap > 0 ? kLog2E : scale * kLog2E,
+        .column_tiles = tile.v_head_dim / kLanes,
+        .first_chunk = 0,
+        .references = references,
+        .biases = biases,
+        .sums = sums,
+        .exact_sums = wants_exact_sums(tile) ? exact_sums : nullptr,
+        .output = output,
+        .probabilities = probabilities,
+    };
+  }
+
   /// The state of a row that has seen all its keys; `factor` is SoftmaxGroup's.
   RowState finished(const AttentionTile& tile, int64_t row, float factor) const {
     const float exact_sum = reduce_add(load(exact_sums + row * kLanes));
@@ -63,6 +84,45 @@ struct RowStates {
     return state;
   }
 };
+
+/// O += P V for a key that was packed as zeros, in those of `count` rows from `row` of a head on
+/// that see it. The softmax is that of these rows; `key` counts from `first`, the first packed one.
+template <class T>
+[[gnu::noinline]] void add_special_value(
+    const AttentionTile& tile,
+    const SoftmaxGroup<T>& softmax,
+    int row,
+    int count,
+    int64_t first,
+    int key,
+    const T* value
+) {
+  for (int i = 0; i < count; ++i) {
+    if (!sees(tile.seen, (row + i) / tile.group, first + key)) continue;
+    const Vector p = splat(softmax.probability_of(i, key));
+    float* output = softmax.output + i * kLanes;
+    for (int d = 0; d < tile.v_head_dim; d += kLanes, output += softmax.column_stride) {
+      store(output, fma(p, load(value + d), load(output)));
+    }
+  }
+}
+
+/// Finishes row `i` of a softmax group, which is `row` of the tile.
+template <class T>
+void finish_row(
+    const AttentionTile& tile,
+    const SoftmaxGroup<T>& softmax,
+    int i,
+    int64_t row,
+    const RowState& state
+) {
+  const float* output = softmax.output + i * kLanes;
+  float columns[kMaxHeadDim];
+  for (int d = 0; d < tile.v_head_dim; d += kLanes, output += softmax.column_stride) {
+    store(columns + d, load(output));
+  }
+  finish_row<T>(tile, row, state, columns);
+}
 
 }  // namespace
 }  // namespace cpattn::kernels
