@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check on these machines: does it work, and how fast? For `torchrun`, on all of them at once::
+"""Check that ranks work on these machines, and time them; run by `torchrun` on all of them::
 
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr 192.0.2.1 \\
         -m cpattn_lab.check
 
 Every rank plans a ragged batch with cached prefixes, writes KV, attends and gathers, for every
-strategy, then with pools that the ranks share for every placement and exchange, and compares with
-the float64 oracle; then times larger ones. Rank 0 prints a line for each rank, the rates of the
-network as options of `cpattn plan`, and what a layer takes by each exchange. Exit code 1 on all
-ranks if a row is wrong, a rank is lost, or the ranks disagree.
+strategy, then with shared pools for every placement and exchange. It compares results with the
+float64 oracle, then times larger batches. Rank 0 prints a line for each rank, the rates of the
+network as options of `cpattn plan`, and the time of a layer with each exchange. The exit code is 1
+on all ranks if a row is wrong, a rank is lost, or the ranks disagree.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _progress() -> Progress:
-    """Give rank 0 a bar; other ranks must not overwrite it, and have lines until they have met."""
+    """Give rank 0 a bar; other ranks must not overwrite it, and print lines until all have met."""
     name = "cpattn_lab.check"
     return (
         ProgressLines(name) if os.environ.get("RANK", "0") != "0" else make_progress(name, "steps")
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> int:
 
 
 def _interruptible(wait: Callable[[], object]) -> None:
-    """Wait for other processes in a thread, as Ctrl-C within torch would wait for the timeout."""
+    """Wait for other processes in a thread, since Ctrl-C within torch waits for the timeout."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait)
         try:

@@ -16,7 +16,7 @@ from cpattn.distributed.transport.exchange import RowExchange
 _HEADS, _DIM = 8, 128
 _ROW_BYTES = 2 * _HEADS * _DIM * 2  # keys and values in bfloat16
 _MESSAGES = 32
-_MERGED_ELEMENTS, _MERGED_PARTS = 16 << 20, 2  # 64 MiB in float32, as of a prompt
+_MERGED_ELEMENTS, _MERGED_PARTS = 16 << 20, 2  # 64 MiB in float32, like a prompt's
 
 
 def measure_exchange(

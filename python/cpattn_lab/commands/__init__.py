@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommands `explain`, `plan` and `replay`, with click."""
+"""Subcommands `explain`, `plan` and `replay`, declared with click."""

@@ -25,24 +25,24 @@ OUTPUT = OutputPath()
 
 
 def option(names: str, default: Any, text: str, kind: Any = None) -> Callable[[Any], Any]:
-    """An option whose help shows its default; `names` are separated by blanks."""
+    """Make an option whose help shows its default; `names` are separated by blanks."""
     return click.option(*names.split(), default=default, help=text, type=kind, show_default=True)
 
 
 def of_model(names: str, default: str, text: str, kind: Any = SIZE) -> Callable[[Any], Any]:
-    """An option that each kind of model has a default of its own for, or does not have."""
+    """Make an option for which a kind of model has its own default, or which it lacks."""
     return click.option(*names.split(), help=text, type=kind, show_default=default)
 
 
 def is_given(name: str) -> bool:
-    """Whether the command was given an option that has a default."""
+    """Return whether the user gave an option that has a default."""
     source = click.get_current_context().get_parameter_source(name)
     return source is not ParameterSource.DEFAULT
 
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """Turn what may fail at run time into one line: a process that died, an engine not there."""
+    """Turn failures at run time into one line: a process that died, a missing engine."""
     from ..processes.workers import WorkerError
 
     try:
@@ -56,7 +56,7 @@ def failures() -> Iterator[None]:
 
 
 def write_file(what: str, path: Path, write: Callable[[], None]) -> None:
-    """Write a file and say so; or in one line that it failed."""
+    """Write a file and say so; a failure is one line."""
     with writing(path):
         write()
     click.echo(f"{what} written to {path}")

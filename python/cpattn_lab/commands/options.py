@@ -12,7 +12,7 @@ from cpattn_terminal.options import parsed, shown
 
 
 class CpSizes(click.ParamType):  # type: ignore[type-arg]
-    """Numbers of ranks, see `parse_cp_sizes`."""
+    """Numbers of ranks; see `parse_cp_sizes`."""
 
     name = "N | N,N,... | N..N"
 
@@ -70,7 +70,7 @@ class MeshShape(click.ParamType):  # type: ignore[type-arg]
 
 
 class DecodedSequences(click.ParamType):  # type: ignore[type-arg]
-    """A number of sequences that decode, or those of a capture."""
+    """Number of sequences that decode, or "recorded": the lengths of a capture."""
 
     name = "sequences"
 

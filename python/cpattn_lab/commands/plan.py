@@ -40,7 +40,7 @@ CommandGroup.examples["plan"] = "cpattn plan --cp-size 8..64 --tokens 131072"
 
 
 def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable[[Any], Any]:
-    """A rate of `cpattn_lab.cost_model.Rates`."""
+    """Make the option of a rate of `cpattn_lab.cost_model.Rates`."""
     return click.option(*names.split(), help=text, type=kind, show_default=default)
 
 
@@ -174,7 +174,7 @@ def plan(json_path: Path | None, captures: tuple[Path, ...], **options: Any) -> 
     recorded = options["decode"] == "recorded"
     if recorded and (not captures or is_given("prefix") or is_given("prefix_lens")):
         raise click.UsageError("--decode recorded takes lengths of a --capture, not of --prefix")
-    importlib.import_module("rich")  # what is missing is said before anything is measured
+    importlib.import_module("rich")  # if it is missing, the error comes before any measurement
     from cpattn_terminal.progress import make_progress
 
     from ..cost_model.command import forecasts

@@ -156,7 +156,7 @@ def replay(
           --topk 2048 --q-lora-rank 1536 --no-torch-baseline
     """
     for name in ("rich", "jinja2", "matplotlib") if html_path else ("rich",):
-        importlib.import_module(name)  # what is missing is said at once, not after the run
+        importlib.import_module(name)  # a missing package is an error now, not after the run
     if json_path and html_path and json_path.absolute() == html_path.absolute():
         raise click.UsageError(f"--json and --html must be two files, both are {json_path}")
     if captures:
@@ -178,7 +178,7 @@ def replay(
         asked = [settings]
         if against_replicated:
             check_sharded(settings)
-            asked.insert(0, replicated(settings))  # whose pools take more
+            asked.insert(0, replicated(settings))  # its pools take more memory
         warnings = [check_room(requests, each) for each in asked]
     for line in filter(None, (message, warnings[0] or warnings[-1])):
         click.echo(line, err=True)

@@ -19,7 +19,7 @@ from .layer import AttentionLayer
 from .rates import Rates
 from .work import rank_work
 
-_LONGEST_CALL = 0.1  # seconds, about
+_LONGEST_CALL = 0.1  # about so many seconds
 _NUM_SHAPES, _NUM_LONG = 8, 2  # batches that are timed on one thread, and on many
 _PATIENCE = 120.0  # seconds for two processes on a busy machine
 
@@ -48,7 +48,7 @@ def calibrate(
     ----------
     layer : AttentionLayer
     threads : int, optional
-        Threads of a rank. Default: those of a call without `num_threads`.
+        Threads of a rank. Default: the threads of a call without `num_threads`.
     progress : callable
         Called with the name of the next measurement.
     """
@@ -145,7 +145,7 @@ def fit(samples: list[Sample]) -> dict[str, float]:
 
 
 def _shapes(layer: AttentionLayer, peak: float) -> list[tuple[list[int], int]]:
-    """Batches (extend_lens, prefix) from long chunks to single rows."""
+    """Return batches (extend_lens, prefix) from long chunks to single rows."""
     budget = _LONGEST_CALL * peak / (2 * layer.dims * layer.num_heads)  # pairs
     tokens = int(np.clip(2 ** np.floor(np.log2(np.sqrt(2 * budget))), 256, 8192))
     return [
@@ -184,7 +184,7 @@ def _sample(
         numbers = torch.zeros(1, 1, max(extends), max(lens), dtype=getattr(torch, layer.bias))
         biases["bias"] = numbers.expand(-1, layer.num_heads, -1, -1)
     times = []
-    for _ in range(5):  # with the plan, as every layer of an engine makes it
+    for _ in range(5):  # a call includes its plan, as in every layer of an engine
         begin = time.perf_counter()
         plan = plan_attention(
             q_lens=extends,

@@ -164,7 +164,7 @@ def exchange_taken(counts: BatchCounts, mesh: Mesh | None = None) -> str:
 def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
     """Count an exchange of keys and values to every host, at once or round a ring."""
     own, layer, hosts = counts.own, counts.layer, counts.num_hosts
-    shards = counts.shards  # a gather takes new rows of these from the ranks that compute them
+    shards = counts.shards  # a gather takes their new rows from the ranks that compute them
     brought = shards.seen_rows if ring else shards.seen_cached_rows + own.tokens
     blocks = counts.by_host(brought) * layer.kv_row_bytes
     rails = np.broadcast_to(blocks.sum(0), blocks.shape)
@@ -224,7 +224,7 @@ def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
         for each in (moving.query, layer.v_dim * state_item_bytes + LSE_BYTES)
     )
     tokens = counts.by_host(own.tokens)
-    others = tokens.sum(0) - tokens  # of the rail
+    others = tokens.sum(0) - tokens  # tokens of other ranks of the rail
     sent, received, returned, merged = along_rails(
         lambda rail: _core.send_queries(rail, query, state), tokens
     )
@@ -273,7 +273,7 @@ def _by_heads(counts: BatchCounts) -> ExchangeWork:
     rails = keys.sum(0) * host_kv_heads * key
     total = int(own.tokens.sum())
     used = heads > 0
-    most_kv_heads = int(kv_heads.max())  # each with as many of the rank's query heads
+    most_kv_heads = int(kv_heads.max())  # each has equally many of the rank's query heads
     group = -(-int(heads.max()) // most_kv_heads)
     attended = counts.alone_with(most_kv_heads * group, most_kv_heads)
     return exchanged(

@@ -64,9 +64,9 @@ class ExchangeWork:
     stored_bytes : array [cp_size], int64
         Bytes that the rank copies into the pool and its scratch, computed or received.
     pool_bytes : int
-        Bytes of the batch's pages in the pool of a rank, in all layers; of the fullest rank.
+        Bytes of the batch's pages in the fullest pool of a rank, in all layers.
     scratch_bytes : int
-        Bytes that a rank needs beside the pool for one layer; of the rank that needs most.
+        Most bytes that a rank needs beside the pool for one layer.
     ahead_bytes : int
         Extra scratch if cached rows of the next layer arrive meanwhile.
 

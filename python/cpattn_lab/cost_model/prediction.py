@@ -81,7 +81,6 @@ class Prediction:
         Seconds of a layer with each exchange for all batches; empty without ``"auto"``.
     reason : str
         Difference between ``"auto"`` and the best other exchange; empty without ``"auto"``.
-        What ``"auto"`` takes less, or more, than the best other one; empty without it.
 
     Examples
     --------

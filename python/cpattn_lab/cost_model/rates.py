@@ -144,7 +144,7 @@ class Rates:
         Returns
         -------
         float
-            Seconds, the same on every rank, as each writes the rows of all ranks.
+            Seconds, equal on every rank, since each writes the rows of all ranks.
         """
         return float(work.tokens.sum()) * layer.kv_row_bytes / (1e9 * self.store_gb_per_s)
 

@@ -19,7 +19,7 @@ from .work import Shares, work_of_plans
 
 
 def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
-    """Ranks of a row bring each other the queries and keys of their heads; keys then go round.
+    """Count an exchange by heads among ranks of a row, then of keys round the rows.
 
     Arrays are [rows of the mesh, ranks of a row].
     """
@@ -69,17 +69,17 @@ def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
 
 
 def _by_rank(values: Ints) -> Ints:
-    """Return values in the shape [hosts, 1], of one rank for each host."""
+    """Return values in the shape [hosts, 1], with one rank per host."""
     return values.reshape(-1, 1)
 
 
 def _of_rows(values: Any, mesh: Mesh) -> Any:
-    """[cp_size]: the sum of a rank's row of the mesh."""
+    """Return [cp_size]: the sum over each rank's row of the mesh."""
     return np.repeat(values.reshape(mesh).sum(1), mesh[1])
 
 
 def _attended(counts: BatchCounts, mesh: Mesh) -> tuple[Any, Any]:
-    """[cp_size] packed keys of a KV head and the longest item, of the queries of the rank's row."""
+    """Return [cp_size]: packed keys of a KV head, and the longest item, of the rank's row."""
     ring, columns = mesh
     heads, kv_heads = heads_of(counts.layer.num_heads, counts.layer.num_kv_heads, columns)
     most_kv_heads = int(kv_heads.max())

@@ -21,7 +21,7 @@ PACKING_ROWS = 12  # cost of packing a key, in rows of arithmetic
 _MAX_ITEM_ROWS, _MIN_ITEM_ROWS, _ROW_GRANULE = 2048, 384, 24
 _BALANCED_ITEMS = 64
 _ITEM_BYTES = 4 << 20
-_MASKED_ROWS = 64  # of a sequence with a window, where keys are shared out
+_MASKED_ROWS = 64  # most rows of an item if there is a window and ranks share out the keys
 
 Numbers = Any  # an array of whole or of real numbers
 
@@ -181,8 +181,8 @@ def work_of_plans(
 
 
 def _segments(plans: Sequence[ContextParallelMetadata]) -> tuple[Ints, Ints, int]:
-    """Runs of rows that attention takes from one sequence: [ranks, segments] rows, the keys that
-    the first row sees; and how many more each further row sees."""
+    """Return [ranks, segments] rows of each segment and keys that its first row sees, and the step:
+    how many more keys each further row sees. Attention takes a segment from one sequence."""
     if plans[0].strategy == "interleave":
         rows = np.array([plan.rows_per_request() for plan in plans], dtype=np.int64)
         begin = np.cumsum(plans[0].per_rank_actual_token)
@@ -207,7 +207,7 @@ def _segments(plans: Sequence[ContextParallelMetadata]) -> tuple[Ints, Ints, int
 def _last_keys(
     plans: Sequence[ContextParallelMetadata], rows: Ints, layer: AttentionLayer
 ) -> Numbers:
-    """Return the end of keys for each segment: that of the sequence if rows see behind."""
+    """Return the end of keys for each segment: its sequence's end if rows see keys behind."""
     if not layer.keys_behind:
         return UNBOUNDED  # a row's own key exists
     prefixes = np.asarray(plans[0].prefix_lens, np.int64)
@@ -231,8 +231,8 @@ def _sum_up_to(limit: Numbers, first: Numbers, step: Numbers, rows: Numbers) -> 
 
 
 def _hidden_before(limit: int, first: Ints, step: Numbers, pieces: Ints) -> Numbers:
-    """The keys before the window of the first row of each piece, which sees `step` keys more than
-    that of the piece before, summed over the pieces."""
+    """Return the keys before the window of the first row of each piece, summed over the pieces; the
+    row sees `step` keys more than the first row of the previous piece."""
     within = np.clip(np.ceil((limit - first) / np.maximum(step, 1e-9)), 0, pieces)
     beyond = pieces - within
     return beyond * (first - limit) + step * beyond * (within + pieces - 1) / 2
@@ -271,5 +271,5 @@ def _items(
         packed_keys = np.minimum(before + step * (size - 1) + layer.keys_behind, last)
         packed_keys = packed_keys - np.maximum(before - layer.most_keys, 0)
         items = np.maximum(items, pairs * heads[:, None] + PACKING_ROWS * packed_keys)
-    splits = -(-group // heads)  # heads of one KV head are split: each item packs for itself
+    splits = -(-group // heads)  # items that split the heads of a KV head each pack its keys
     return np.where(rows > 0, packed, 0).sum(1) * splits, np.where(rows > 0, items, 0).max(1)

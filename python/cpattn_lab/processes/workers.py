@@ -121,9 +121,8 @@ class Workers:
     def _start(self) -> None:
         context = get_context("spawn")
         store = Path(self._directory.name) / "store"
-        # A signal blocked here stays blocked in the workers from the start; a handler would come
-        # too
-        # late. The tracker process would unblock it if it started later.
+        # A signal blocked here stays blocked in the workers from the start; a handler in them would
+        # come too late. The tracker process would unblock it if it started later.
         resource_tracker.ensure_running()
         with _interrupts_blocked():
             for role in self._roles:
@@ -229,9 +228,8 @@ def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
                 method, arguments = pipe.recv()
                 pipe.send(("done", getattr(worker, method)(*arguments)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The parent has closed the pipe: the end. Otherwise, Python would scan all objects of torch
-        # once
-        # more, for half a second.
+        # The parent has closed the pipe, so the worker ends. Without freeze, Python would scan all
+        # objects of torch once more, for half a second.
         gc.freeze()
     except Exception as error:  # the parent reports it; tracebacks of all ranks would be noise
         summary = f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -132,7 +132,7 @@ def _check_pages(page_size: int, scale_lengths: int, pool_tokens: int) -> None:
 
 
 def _check_processes(options: ReplayOptions) -> None:
-    """Raise ValueError for too many threads, as OpenMP would end the process."""
+    """Raise ValueError for too many threads, with which OpenMP would end the process."""
     processes, each = options.num_processes, max(options.num_threads, 1)
     most = max(MAX_THREADS, 4 * num_cpus())
     if processes > most:

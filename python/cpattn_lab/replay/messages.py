@@ -32,16 +32,16 @@ class WorkerConfig:
     cp_size: int
     strategy: str
     page_size: int
-    num_pages: int  # of the KV pool of a rank, beside its dummy page
+    num_pages: int  # pages in the KV pool of a rank, without its dummy page
     num_threads: int
     torch_baseline: bool
     timeout_seconds: float
     pp_size: int = 1
-    num_slots: int = 0  # of first tokens for a decode process; 0: there is none
+    num_slots: int = 0  # slots for first tokens of a decode process; 0: there is none
     placement: Placement | None = None  # which rank's pool has which keys; None: all have all
     exchange: str = "auto"
     weights: tuple[int, ...] | None = None  # speeds of ranks; None: equal ones
-    address: str = "127.0.0.1"  # of the host of this rank
+    address: str = "127.0.0.1"  # address of this rank's host
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Work:
 
     batch: Batch
     token_ids: npt.NDArray[Any]  # int64 [new tokens]
-    rows: npt.NDArray[Any]  # int64: rows of the result that are wanted back
+    rows: npt.NDArray[Any]  # int64: rows of the result to return
     delivery: Delivery | None = None  # what to send to the decode process
 
 
@@ -67,18 +67,18 @@ class RankResult:
     flops: dict[str, int]  # useful work of the phases that attention consists of
     num_rows: int  # query rows of this rank
     num_pairs: int  # query-key pairs of this rank, in one head of one layer
-    peak_bytes: int  # resident memory, the most so far, without the baseline's
+    peak_bytes: int  # peak of resident memory so far, without the baseline's
     rows: npt.NDArray[Any] | None  # float32 [wanted rows, hidden_size], from one rank
-    chosen: npt.NDArray[Any] | None  # int32 [wanted rows, topk], from that of a sparse model
+    chosen: npt.NDArray[Any] | None  # int32 [wanted rows, topk], of a sparse model, from that rank
     torch_seconds: dict[str, float] | None  # attention of all layers by the baseline, by phase
     torch_difference: float | None  # largest |attention - baseline|
     transfer: Transfer | None  # to the decode process, if there is one
-    # Of attention over codes, in the wanted rows that are here: the largest error against the
-    # oracle on the same codes, in parts of what roundings explain.
+    # Largest error of attention over codes, in the wanted rows of this rank, against the oracle on
+    # the same codes; in units of expected rounding.
     error_over_codes: float | None = None
     sent_bytes: int = 0  # to other ranks of the stage, in the pass
     pool_bytes: int = 0  # of the KV pool
-    exchange: str = "gather"  # how queries and keys met
+    exchange: str = "gather"  # exchange of queries and keys
 
 
 def ranks_of(config: WorkerConfig) -> list[Role]:

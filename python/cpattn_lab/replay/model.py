@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from cpattn._limits import check_integer, check_number
 
-# What the attention module of a layer calls with its number and the projected tensors. Dense:
-# attention(layer, q, k, v) -> out: q and out [rows, Hq, D], k and v [tokens, Hk, D], the new ones.
+# A layer's attention module calls this with its number and the projected tensors. Dense:
+# attention(layer, q, k, v) -> out: q and out [rows, Hq, D], new k and v [tokens, Hk, D].
 Attention = Callable[..., Tensor]
 
 
@@ -30,8 +30,8 @@ class DecoderConfig(ABC):
     """
 
     kind: ClassVar[str]
-    phases: ClassVar[tuple[str, ...]]  # of the time of a pass; the last one is all the rest
-    attention_phases: ClassVar[tuple[str, ...]]  # those that the torch baseline does, too
+    phases: ClassVar[tuple[str, ...]]  # phases of a pass; the last one is the rest of its time
+    attention_phases: ClassVar[tuple[str, ...]]  # phases that the torch baseline also has
 
     num_layers: int = 4
     hidden_size: int = 512
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
 class Head(nn.Module):
     """Logits of hidden states, in float32. Equal configurations have equal weights.
 
-    The transposed embedding is not used, as a random decoder would then repeat its last token.
+    It is not the transposed embedding, with which a random decoder would repeat its last token.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -151,7 +151,7 @@ class Head(nn.Module):
         self.register_buffer("weight", weight.to(config.torch_dtype).float())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, vocab_size] of [rows, hidden_size]; of unit variance."""
+        """Return float32 [rows, vocab_size] of [rows, hidden_size], with unit variance."""
         return F.linear(hidden.float(), self.get_buffer("weight"))
 
 

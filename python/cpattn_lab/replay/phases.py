@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: Phases that are part of attention with sharded pools, as one call does all of it.
+#: Phases that are part of attention with sharded pools, where one call does everything.
 _OVER_ONE_POOL = ("indexer", "top-k")
 
 

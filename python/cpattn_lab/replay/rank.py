@@ -26,7 +26,7 @@ from .messages import RankResult, Work, WorkerConfig
 from .model import Decoder, Head, stage_layers
 from .phases import PhaseClock
 
-_PASS_SHARE = 0.4  # of the time of a batch; the torch baseline takes the rest
+_PASS_SHARE = 0.4  # share of the pass in the time of a batch; the rest is the torch baseline
 _ATTENTION: dict[tuple[str, bool], Any] = {  # by kind of model, and whether pools are sharded
     ("dense", False): DenseAttention,
     ("dense", True): DenseAttention,
@@ -86,7 +86,7 @@ class Rank:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank reports the result, which all ranks of the last stage have."""
+        """Whether this rank reports the result; all ranks of the last stage have it."""
         return self._model.is_last and not self._cp.cp_rank
 
     def __enter__(self) -> Rank:

@@ -21,7 +21,7 @@ from .dense.model import DenseConfig
 from .model import DecoderConfig
 from .phases import over_pools, pass_phases
 
-# By kind of model: name of the baseline, and its description.
+# Name and description of the baseline, by kind of model.
 TORCH_BASELINE = {
     "dense": ("torch SDPA", "gathers the pages of a sequence first"),
     "dsa": ("torch", "multiplies 16 queries by all keys, topk, gathers the keys of each row"),
@@ -30,7 +30,7 @@ TORCH_BASELINE = {
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Options of a replay; lengths in tokens are those after scaling."""
+    """Options of a replay; lengths are in tokens, after scaling."""
 
     model: DecoderConfig = field(default_factory=DenseConfig)
     cp_size: int = 2
@@ -41,17 +41,17 @@ class ReplayOptions:
     pool_tokens: int = 32768
     scale_lengths: int = 8
     max_sequences: int = 64
-    num_threads: int = 0  # of each rank; 0: the machine's cores divided among the ranks
-    check_rows: int = 16  # of each chunk; 0: no check
+    num_threads: int = 0  # threads of each rank; 0: the machine's cores divided among the ranks
+    check_rows: int = 16  # rows to check of each chunk; 0: no check
     torch_baseline: bool = True
     timeout_seconds: float = 300.0
     pp_size: int = 1
-    decode_tokens: int = 0  # of each request, at most; 0: nothing is decoded
-    placement: str = REPLICATED  # which rank's pool holds which keys
-    exchange: str = "auto"  # how queries and keys of different ranks meet
+    decode_tokens: int = 0  # most tokens to decode of each request; 0: nothing is decoded
+    placement: str = REPLICATED  # placement of keys in the ranks' pools
+    exchange: str = "auto"  # exchange of queries and keys between ranks
     decode_ranks: int = 1  # processes that decode, each with a share of the pages
-    hosts: int = 1  # on which ranks are, as many in a row on each: network namespaces
-    link_gbps: float | None = None  # of the cable of each host; None: what the machine does
+    hosts: int = 1  # network namespaces, each with equally many consecutive ranks
+    link_gbps: float | None = None  # rate of each host's cable; None: no limit
 
     @property
     def placement_name(self) -> PlacementName:
@@ -214,7 +214,7 @@ class ReplayOptions:
 
 @dataclass
 class BatchRecord:
-    """One line of the report; times in seconds; the slowest rank's total is the batch's."""
+    """One line of the report; times are in seconds; the slowest rank's total is the batch's."""
 
     index: int
     num_sequences: int
@@ -226,16 +226,16 @@ class BatchRecord:
     flops: dict[str, int]  # useful work by phase, of all ranks
     rank_rows: list[int]
     rank_pairs: list[int]
-    rank_attention_seconds: list[float]  # all phases of it
+    rank_attention_seconds: list[float]  # sum of its phases
     torch_seconds: dict[str, float] | None  # attention by phase: mean over ranks
     torch_difference: float | None
     max_error: float | None = None  # against the check; None if unchecked
-    # Of attention over a cache of codes, against the oracle on the same codes, in parts of what
-    # roundings explain: without the error of the codes themselves.
+    # Largest error of attention over codes against the oracle on the same codes, in units of
+    # expected rounding; the error of the codes themselves is not part of it.
     error_over_codes: float | None = None
-    # What each rank has sent to other ranks of its stage.
+    # Bytes that each rank has sent to other ranks of its stage.
     rank_sent_bytes: list[int] = field(default_factory=list)
-    exchange: str = "gather"  # how queries and keys met, of which "auto" may choose another
+    exchange: str = "gather"  # exchange of queries and keys; "auto" may choose one per batch
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,9 @@ class RequestRecord:
 
     index: int
     tokens: list[int]  # the first one is prefill's
-    prefill_seconds: float  # all batches that it has a part in
-    transfer_seconds: float  # behind these
-    step_seconds: float  # 0 if prefill's is its only token
+    prefill_seconds: float  # of all batches with tokens of the prompt
+    transfer_seconds: float  # of the transfers after these batches
+    step_seconds: float  # 0 if prefill computes the only token
 
 
 @dataclass
@@ -266,15 +266,15 @@ class DecodeReport:
 
     transfers: list[TransferRecord] = field(default_factory=list)  # by batch
     requests: list[RequestRecord] = field(default_factory=list)
-    cached_tokens: int = 0  # of prompts: in the decode pool already, so not sent
+    cached_tokens: int = 0  # prompt tokens that the decode pool already had; they are not sent
     num_steps: int = 0
     step_seconds: float = 0.0  # of all steps
-    peak_bytes: int = 0  # of the process that has held most
-    pool_bytes: list[int] = field(default_factory=list)  # by rank that decodes
-    sent_bytes: int = 0  # from one rank that decodes to another, all together
+    peak_bytes: int = 0  # of the process with most
+    pool_bytes: list[int] = field(default_factory=list)  # by decode rank
+    sent_bytes: int = 0  # sum over all decode ranks, between them
     checked_tokens: int = 0
     wrong_tokens: int = 0
-    near_ties: int = 0  # tokens as good as the check's but for roundings
+    near_ties: int = 0  # tokens as good as the check's, up to rounding
     max_error: float = 0.0  # of hidden states of decoded tokens
 
     @property
@@ -293,7 +293,7 @@ class ReplicatedRecord:
     peak_bytes: int
     sent_bytes: int  # by all ranks
     compared_rows: int
-    difference: float  # the largest between hidden states of these
+    difference: float  # largest difference of their hidden states
 
 
 @dataclass
@@ -310,16 +310,16 @@ class ReplayReport:
     hit_tokens: int = 0
     evictions: int = 0
     checked_rows: int = 0
-    checked_keys: int = 0  # that the indexer of a sparse model chose in these rows
-    swapped_keys: int = 0  # of these, others than the check chose, as good but for rounding
+    checked_keys: int = 0  # keys that the indexer of a sparse model chose in these rows
+    swapped_keys: int = 0  # keys among them that the check did not choose, equal up to rounding
     peak_bytes: list[int] = field(default_factory=list)  # by rank
     pool_bytes: list[int] = field(default_factory=list)  # by rank: of the KV pool of its layers
-    link_bytes: list[int] = field(default_factory=list)  # by host: what came by its cable
+    link_bytes: list[int] = field(default_factory=list)  # by host: received over its cable
     check_peak_bytes: int = 0  # of the parent, which runs the check
     check_seconds: float = 0.0
-    wall_seconds: float = 0.0  # all of it, set-up too
+    wall_seconds: float = 0.0  # of the whole replay, with set-up
     decode: DecodeReport | None = None  # of disaggregated serving
-    replicated: ReplicatedRecord | None = None  # what it was compared with
+    replicated: ReplicatedRecord | None = None  # the replay compared with this one
 
     @property
     def passed(self) -> bool:
@@ -338,7 +338,7 @@ class ReplayReport:
 
     @property
     def torch_seconds(self) -> dict[str, float]:
-        """Attention of all batches by torch, by phase; empty without the baseline."""
+        """Seconds of torch's attention in all batches, by phase; empty without the baseline."""
         batches = [batch.torch_seconds for batch in self.batches if batch.torch_seconds]
         return {phase: sum(b[phase] for b in batches) for phase in (batches[0] if batches else ())}
 

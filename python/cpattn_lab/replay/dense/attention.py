@@ -92,7 +92,7 @@ class DenseAttention:
         if plan.exchange != "auto":
             return plan.exchange
         if config.scale_dtype:
-            return "pass_q"  # the only one with scales of each token
+            return "pass_q"  # other exchanges have no scales of each token
         query = config.head_dim * config.torch_dtype.itemsize
         key = 2 * config.head_dim * getattr(torch, config.pool_dtype).itemsize
         sizes = _core.LayerBytes(

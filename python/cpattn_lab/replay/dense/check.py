@@ -72,7 +72,7 @@ class Checker:
         hidden, head = config.hidden_size, config.head_dim
         stored = stored_variance(config)
         value = 5 * rho2 + stored + (2 * hidden + config.num_heads * head) * sum2
-        score = 4 * rho2 + stored / 2 + (2 * hidden + head) * sum2  # of q and of k; q is not kept
+        score = 4 * rho2 + stored / 2 + (2 * hidden + head) * sum2  # mean of q and the stored k
         return error_bound(config, value, score)
 
     def sample_rows(self, batch: Batch) -> npt.NDArray[np.int64]:

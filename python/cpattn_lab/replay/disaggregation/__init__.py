@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill here, decoding in another process, with KV pages sent over an engine.
+"""Disaggregated serving: ranks prefill, and send KV pages over an engine to a decode process.
 
-``driver`` has the driver's part, start there; ``handover`` selects the pages to send, ``endpoint``
+``driver`` has the driver's part; start there. ``handover`` selects the pages to send, ``endpoint``
 sends and receives them; ``decode`` is the decode process; ``check`` compares its tokens with those
 of one process. Imports torch, `cpattn.transfer` and the engine of Mooncake.
 """

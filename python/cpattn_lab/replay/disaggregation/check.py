@@ -28,8 +28,8 @@ class DecodeChecker(Checker):
     One process computes the prompt and its decoded tokens at once. Each token must be the best one
     there; another token whose logit is lower by less than rounding explains is a near tie.
 
-    Whole pages of a prompt that swapped places pass, correctly: the rotated keys include positions,
-    so dense attention reads the same.
+    If whole pages of a prompt swap places, the check passes, and rightly so: rotated keys include
+    their positions, so the result of dense attention is unchanged.
     """
 
     def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode process: all layers over its own pool, which prefill ranks write.
 
-Several of them are ranks with a share of the pages each, and compute the same tokens.
+If there are several, they are ranks with a share of the pages each, and compute equal tokens.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class DecodeConfig:
     num_pages: int
     num_slots: int
     num_threads: int
-    num_ranks: int = 1  # that share out the pages; `num_pages` are those of one
+    num_ranks: int = 1  # ranks that share out the pages; `num_pages` are the pages of one
     timeout_seconds: float = 300.0
-    address: str = "127.0.0.1"  # of the host of this process
+    address: str = "127.0.0.1"  # address of this process's host
 
 
 @dataclass(frozen=True)
 class Continued:
-    """Tokens of one request."""
+    """Decoded tokens of one request."""
 
     request_index: int
     tokens: list[int]  # the first one is prefill's
-    hidden: npt.NDArray[Any]  # float32 [len(tokens) - 1, hidden_size]: of the inputs decoded here
-    chosen: list[npt.NDArray[Any]]  # of each of these: int32 [topk], [0] of dense attention
+    hidden: npt.NDArray[Any]  # float32 [len(tokens) - 1, hidden_size]: one row per step
+    chosen: list[npt.NDArray[Any]]  # keys of each row: int32 [topk], or [0] for dense attention
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DecodeResult:
 class DecodeRank:
     """Decodes all given requests greedily, as one batch.
 
-    It is made like any worker; several have their own group, besides that of `init_method`.
+    It is made like any worker; several decode ranks have a group of their own.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class DecodeRank:
         return self._cp.sent_bytes if self._cp else 0
 
     def _step(self, running: list[Continuation], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Hidden states [len(running), hidden_size] of the last token of each request, and keys."""
+        """Return hidden states [len(running), hidden_size] of last tokens, and chosen keys."""
         page_size = self._config.page_size
         position = np.array(
             [c.prompt_tokens + len(t) - 1 for c, t in zip(running, tokens, strict=True)]
@@ -170,7 +170,7 @@ class DecodeRank:
 
 
 def _decode_group(rank: int, config: DecodeConfig, init_method: str) -> ContextParallel:
-    """The ranks that decode, which meet beside those that prefill."""
+    """Join the group of the decode ranks, which is separate from the group of prefill ranks."""
     dist.init_process_group(
         "gloo",
         init_method=f"{init_method}-decode",
@@ -184,7 +184,7 @@ def _decode_group(rank: int, config: DecodeConfig, init_method: str) -> ContextP
     return ContextParallel(group, page_size=config.page_size, placement=placement)
 
 
-# How a pool and the attention of a step are made, by kind of model.
+# Functions that make the pool and the attention of a step, by kind of model.
 _MODELS: dict[str, tuple[Any, Any]] = {
     "dense": (make_dense_pool, DecodeAttention),
     "dsa": (make_sparse_pool, SparseDecodeAttention),

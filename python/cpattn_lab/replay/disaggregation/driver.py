@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disaggregated serving as the driver sees it: a decode process continues what ranks prefill.
+"""Driver's part of disaggregated serving: has a decode process continue the ranks' prompts.
 
 Decoding the prompts of one batch overlaps with the prefill of the next one.
 """
@@ -23,7 +23,7 @@ DECODE_RANK = "cpattn_lab.replay.disaggregation.decode.DecodeRank"
 
 
 def decode_roles(options: ReplayOptions, num_threads: int) -> list[Role]:
-    """The decode process, or several that share out the pages."""
+    """Return the role of the decode process, or of several that share out the pages."""
     size = options.decode_ranks
     config = DecodeConfig(
         model=options.model,
@@ -39,7 +39,7 @@ def decode_roles(options: ReplayOptions, num_threads: int) -> list[Role]:
 
 
 class Disaggregation:
-    """The decode processes and their pool, behind the ranks of `workers`."""
+    """Decode processes among `workers`, and their pool."""
 
     def __init__(
         self, options: ReplayOptions, workers: Workers, checker: DecodeChecker | None
@@ -67,7 +67,7 @@ class Disaggregation:
         workers.answers(ranks)
 
     def prepare(self, batch: Batch) -> Delivery:
-        """Find room for the prompts of `batch`, and say what to send behind it."""
+        """Find room for the prompts of `batch`, and return what to send after it."""
         for chunk in batch.chunks:
             if not self._handover.reserve(chunk):
                 self.wait()
@@ -76,7 +76,7 @@ class Disaggregation:
         return self._handover.deliver(batch)
 
     def hand_over(self, batch: Batch, delivery: Delivery, results: Sequence[RankResult]) -> None:
-        """`batch` has run and is delivered: have its complete prompts decoded."""
+        """Have the complete prompts of `batch` decoded, which has run and is delivered."""
         transfers = [result.transfer for result in results if result.transfer]
         record = TransferRecord(
             num_pages=len(delivery.src_pages),
@@ -96,7 +96,7 @@ class Disaggregation:
             self._workers.call(self._decode, "decode", self._running)
 
     def wait(self) -> None:
-        """Wait until all that is being decoded has its tokens."""
+        """Wait until all running requests have their tokens."""
         if not self._running:
             return
         self._record(self._workers.answers(self._decode))
@@ -105,7 +105,7 @@ class Disaggregation:
         self._running = ()
 
     def _record(self, results: Sequence[DecodeResult]) -> None:
-        """Record the results of all ranks that decode, which differ in times and bytes alone."""
+        """Record the results of all decode ranks, which differ only in times and bytes."""
         result, *others = results
         tokens = [request.tokens for request in result.requests]
         for rank, other in enumerate(others, start=1):
@@ -134,7 +134,7 @@ class Disaggregation:
 
 
 def decode_pages(options: ReplayOptions) -> int:
-    """Pages of the pool of the decode process, or of those of all ranks that decode."""
+    """Return the number of pages in the pools of all decode processes."""
     pages = decode_pool_pages(
         options.num_pages,
         page_size=options.page_size,
@@ -142,11 +142,11 @@ def decode_pages(options: ReplayOptions) -> int:
         decode_tokens=options.decode_tokens,
         max_sequences=options.max_sequences,
     )
-    if options.decode_ranks > 1:  # a prompt may need a page more of one rank than of another
+    if options.decode_ranks > 1:  # a prompt may need one page more on one rank than on another
         pages += options.max_sequences * options.decode_ranks
     return -(-pages // options.decode_ranks) * options.decode_ranks
 
 
 def num_slots(options: ReplayOptions) -> int:
-    """Return the slots for prompts of one batch while those of the batch before are decoded."""
+    """Return the slots for prompts of two batches: one is decoded while the next arrives."""
     return 2 * options.max_sequences

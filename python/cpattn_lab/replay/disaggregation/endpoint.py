@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ends of KV transfer: a decode process that receives, prefill ranks that send."""
+"""Two ends of KV transfer: a decode process that receives, and prefill ranks that send."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from cpattn.transfer.sglang_0_5_23.send_state import plan_send_aux
 
 from .handover import Delivery
 
-AUX_BYTES = 64  # of a slot: the first token as int64, and room that engines align to
+AUX_BYTES = 64  # bytes of a slot: the first token as int64, and padding for alignment
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Receiving end in a decode process: all that a sender needs to know of it."""
+    """Receiving end in a decode process: everything that a sender needs to know about it."""
 
     session: str
-    layout: dict[str, Any]  # of its KV buffers
+    layout: dict[str, Any]  # layout of its KV buffers
     aux_addr: int
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Record of what one rank has sent behind one batch."""
+    """Record of a transfer from one rank after one batch."""
 
     num_blocks: int
     num_bytes: int
@@ -47,13 +47,13 @@ class Transfer:
 
 
 def start_engine(address: str) -> MooncakeEngine:
-    """An engine of this process, which peers reach at an address of its host."""
+    """Start an engine of this process, which peers reach at an address of its host."""
     with _quiet():
         return MooncakeEngine(host=address)
 
 
 def require_engine() -> None:
-    """ImportError, or RuntimeError, if `start_engine` would fail."""
+    """Raise ImportError or RuntimeError if `start_engine` would fail."""
     with _quiet():
         MooncakeEngine().close()
 
@@ -72,10 +72,10 @@ def _quiet() -> Iterator[None]:
 
 
 class Endpoint:
-    """A pool and a buffer of first tokens, registered with an engine until the exit.
+    """Pool and buffer of first tokens, registered with an engine until the exit.
 
-    Pages have the numbers that they have in the pools of all ranks together, where those of one
-    rank are a share of them (`PageInterleave`).
+    Page numbers count the pages in the pools of all ranks together; a rank may have a share of them
+    (`PageInterleave`).
     """
 
     def __init__(self, engine: TransferEngine, pool: Any, layers: range, num_slots: int) -> None:
@@ -91,18 +91,18 @@ class Endpoint:
         self._engine.close()
 
     def peer(self) -> Peer:
-        """Return what senders are told."""
+        """Return the data that senders need."""
         return Peer(self._engine.session_id, self._layout.to_dict(), self.first_tokens.ctypes.data)
 
     def connect(self, *peers: Peer) -> None:
-        """Send to `peers` from now on, of which each has a share of the pages."""
+        """Send to `peers` from now on; each has a share of the pages."""
         self._peers = [(peer.session, peer.aux_addr) for peer in peers]
         self._peer_layouts = [KVLayout.from_dict(peer.layout) for peer in peers]
 
     def send_pages(
         self, delivery: Delivery, cp_rank: int, cp_size: int, *, is_sharded: bool = False
     ) -> Transfer:
-        """Send this rank's share of the pages: its own, or of those that all of a stage have."""
+        """Send this rank's pages, or its share of the pages that all ranks of a stage have."""
         begin = time.perf_counter()
         src, dst = (pages.astype(np.int64) for pages in (delivery.src_pages, delivery.dst_pages))
         if is_sharded:
@@ -130,7 +130,7 @@ class Endpoint:
         return Transfer(blocks, sent, planned - begin, end - begin)
 
     def send_first_tokens(self, slots: list[int]) -> None:
-        """Send what ``first_tokens`` has in `slots`: the sign that a prompt is complete."""
+        """Send `slots` of ``first_tokens``, which tell the receiver that a prompt is complete."""
         own = self.first_tokens
         buffers = KVArgs(
             aux_data_ptrs=[own.ctypes.data], aux_data_lens=[own.nbytes], aux_item_lens=[AUX_BYTES]

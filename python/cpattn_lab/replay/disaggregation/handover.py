@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handover of prompts: which pages go from the prefill pool to the decode pool, and when."""
+"""Handover of prompts: selects pages to send from the prefill pool to the decode pool."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from cpattn.scheduling.scheduler import Batch, Chunk
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt that decoding goes on from, once the batch with its last token is delivered."""
+    """Prompt to continue by decoding, once the batch with its last token is delivered."""
 
     request_index: int
     prompt_tokens: int
-    num_tokens: int  # to decode; the first one is prefill's
-    page_ids: npt.NDArray[np.int32]  # of the decode pool: the prompt's, then those to be filled
-    slot: int  # of the aux buffer: where the first token arrives
-    row: int  # of the batch: the last token of the prompt
+    num_tokens: int  # number of tokens to decode; prefill computes the first one
+    page_ids: npt.NDArray[np.int32]  # pages of the decode pool: the prompt's, then empty ones
+    slot: int  # slot of the aux buffer for the first token
+    row: int  # row of the prompt's last token in the batch
 
 
 @dataclass(frozen=True)
 class Delivery:
     """Pages and continuations that one batch adds to the decode pool."""
 
-    src_pages: npt.NDArray[np.int32]  # of the prefill pool
-    dst_pages: npt.NDArray[np.int32]  # of the decode pool
+    src_pages: npt.NDArray[np.int32]  # pages of the prefill pool
+    dst_pages: npt.NDArray[np.int32]  # pages of the decode pool
     continuations: tuple[Continuation, ...]
 
 
@@ -43,22 +43,22 @@ class _Prompt:
 
 
 class Handover:
-    """The decode pool's pages and aux slots, and what of each prompt has been sent.
+    """Pages and aux slots of the decode pool, and the number of sent tokens of each prompt.
 
-    Prompts share the pages of equal full blocks there as in the prefill pool: what the decode pool
-    has already is not sent again. The pages behind them, which decoding fills, are the prompt's
-    own.
+    Prompts share pages of equal full blocks in the decode pool, as in the prefill pool: a page that
+    it already has is not sent again. The pages after them, which decoding fills, belong to one
+    prompt.
     """
 
     def __init__(self, cache: PrefixCache, *, decode_tokens: int, num_slots: int) -> None:
-        self.cached_tokens = 0  # of all prompts: tokens that need not be sent
+        self.cached_tokens = 0  # tokens of all prompts that need not be sent
         self._cache = cache
         self._decode_tokens = decode_tokens
         self._slots = list(range(num_slots - 1, -1, -1))
         self._prompts: dict[int, _Prompt] = {}
 
     def reserve(self, chunk: Chunk) -> bool:
-        """Take pages for a prompt that begins with `chunk`; False if there are too few now."""
+        """Take pages for the prompt of `chunk`; return False if too few are free now."""
         if chunk.request_index in self._prompts:
             return True
         request, block = chunk.request, self._cache.block_tokens
@@ -76,9 +76,9 @@ class Handover:
         return True
 
     def deliver(self, batch: Batch) -> Delivery:
-        """Return what to send behind `batch`, whose prompts are all reserved.
+        """Return what to send after `batch`, whose prompts are all reserved.
 
-        Only whole pages go before the last chunk of a prompt; a partial one waits for the next.
+        Before the last chunk of a prompt only whole pages are sent; a partial one waits.
         """
         sources, destinations, continuations = [], [], []
         ends = np.cumsum(batch.extend_lens)
@@ -95,7 +95,7 @@ class Handover:
         return Delivery(np.concatenate(sources), np.concatenate(destinations), tuple(continuations))
 
     def release(self, request_index: int) -> None:
-        """A prompt's tokens are decoded: its own pages are free, the shared ones stay cached."""
+        """Free the own pages of a decoded prompt; its shared pages stay cached."""
         prompt = self._prompts.pop(request_index)
         self._cache.release(prompt.lease)
         self._slots.append(prompt.slot)
@@ -104,10 +104,10 @@ class Handover:
 def decode_pool_pages(
     num_pages: int, *, page_size: int, block_tokens: int, decode_tokens: int, max_sequences: int
 ) -> int:
-    """Pages with which the prompts of any batch fit, whose prefill needs `num_pages`.
+    """Return how many pages the prompts of any batch need; prefill needs `num_pages`.
 
-    These share full blocks there, too; behind them each has at most a partial block of its prompt
-    and its decoded tokens.
+    Prompts share full blocks in the decode pool, too; after them each has at most a partial block
+    of its own, and its decoded tokens.
     """
     own = -(-(block_tokens + decode_tokens) // page_size)
     return num_pages + max_sequences * own

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with the sparse attention of DeepSeek-V3.2 (DSA): ``kind = "dsa"``.
+"""Model with the sparse attention of DeepSeek-V3.2 (DSA): ``kind = "dsa"``.
 
-``model`` is the decoder's part of it, and where to start; ``attention`` what a rank keeps of the
-tokens, over ``pools`` or, of rows of 656 bytes, ``fp8``; ``decode`` a decode step; ``baseline``
-the same by torch; ``check`` the choice of keys and attention to them in one process. Imports torch,
-`cpattn.sparse`, and ``dense`` for what is common.
+``model`` has the decoder; start there. ``attention`` has a rank's attention over ``pools`` or, with
+rows of 656 bytes, ``fp8``; ``shards`` has it over a share of the keys, ``decode`` a decode step,
+``baseline`` attention by torch, and ``check`` the check in one process. Imports torch,
+`cpattn.sparse`, and the common parts from ``dense``.
 """

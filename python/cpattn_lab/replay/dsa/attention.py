@@ -23,9 +23,9 @@ from .pools import PlainPools, choose_positions, make_pool, row_runs
 
 
 class SplitNorm:
-    """`SparseOperators.split_norm` by the library, fused where it may be.
+    """`SparseOperators.split_norm` of the library, fused if possible.
 
-    It may not under context parallelism, which gathers the latents.
+    Context parallelism, which gathers the latents, excludes the fused form.
     """
 
     _under_cp = False
@@ -46,9 +46,9 @@ class SplitNorm:
 
 
 class RankAttention(SplitNorm):
-    """Common part of ranks that have all keys and of ranks that have a share of them."""
+    """Common part of attention in ranks with all keys and in ranks with a share of them."""
 
-    _call: tuple[SparseInputs, Tensor]  # of the batch: inputs and the output
+    _call: tuple[SparseInputs, Tensor]  # inputs and output of the batch
 
     def __init__(self, config: DsaConfig, cp: ContextParallel) -> None:
         super().__init__(config)
@@ -62,10 +62,10 @@ class RankAttention(SplitNorm):
         self._batch, self._plan, self._clock = batch, plan, clock
 
     def error_over_codes(self, rows: Any) -> None:
-        """Return None: the check reads FP8 rows as others."""
+        """Return None: the check treats FP8 rows like other rows."""
 
     def flops(self) -> dict[str, int]:
-        """Useful work of the batch on this rank, two flops for a multiplication and an addition."""
+        """Return useful flops of the batch on this rank; a multiply-add counts as two."""
         c = self._config
         lens = self._plan.metadata.query_cache_lengths.astype(np.int64)
         chosen = int(np.minimum(lens, c.topk).sum())
@@ -82,10 +82,10 @@ class RankAttention(SplitNorm):
         loads: tuple[Load, Load],
         slots: Tensor,
     ) -> float:
-        """Choose keys and attend by torch; return how far apart attention is.
+        """Choose keys and attend by torch; return the largest difference of the outputs.
 
-        queries : those of the indexer, and weights
-        loads : of the keys of the indexer, and of latent rows, at pool rows
+        queries : queries and weights of the indexer
+        loads : functions that load keys of the indexer, and latent rows, at pool rows
         slots : pool rows [rows, topk] that the library's attention reads
         """
         c, (inputs, out) = self._config, self._call
@@ -103,7 +103,7 @@ def make_pools(config: DsaConfig, pool: Any) -> PlainPools | Fp8Pools:
 
 
 class SparseAttention(RankAttention):
-    """Split, indexer, choice of keys and latent attention of one rank (`SparseOperators`)."""
+    """`SparseOperators` of one rank: split, indexer, choice of keys and latent attention."""
 
     def __init__(
         self, config: DsaConfig, cp: ContextParallel, num_pages: int, layers: range
@@ -146,7 +146,7 @@ class SparseAttention(RankAttention):
         return "gather"
 
     def baseline(self) -> tuple[dict[str, float], float]:
-        """Seconds of the same by torch, by phase, and how far apart attention is."""
+        """Return the seconds of torch by phase, and the largest difference of the outputs."""
         pools, clock = self._pools, PhaseClock()
         difference = self._difference(
             clock,

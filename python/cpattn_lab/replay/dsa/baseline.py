@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention in plain torch: scores of 16 queries at a time, topk, then row by row.
 
-These are its fastest forms: what products of more rows read and write leaves the cache, and SDPA
-over gathered keys takes twice to three times as long.
+These are torch's fastest forms: products of more rows exceed the cache, and SDPA over gathered keys
+takes twice to three times as long.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from ..dense.baseline import Segment
 
 Load: TypeAlias = Callable[[Tensor], Tensor]  # rows [n, dim] at n pool rows
-_QUERIES = 16  # whose products with all keys are in memory at once
+_QUERIES = 16  # their products with all keys are in memory at once
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, lens: Tensor) -> Tensor:
-    """Scores [n, len(k)] of queries that see the first `lens` keys, -inf for the others.
+    """Return scores [n, len(k)] of queries with their first `lens` keys, -inf for other keys.
 
-    q [n, heads, dim], k [keys, dim], weights [n, heads], all of one dtype; so are the products.
+    q [n, heads, dim], k [keys, dim] and weights [n, heads] have one dtype; so do the products.
     """
     products = (q.flatten(0, 1) @ k.T).relu_().unflatten(0, q.shape[:2])
     scores = torch.bmm(weights[:, None], products)[:, 0]
@@ -38,9 +38,9 @@ def choose_keys(
     topk: int,
     clock: Callable[[str], AbstractContextManager[None]],
 ) -> Tensor:
-    """Pool rows [rows, topk] of the keys with the largest scores, -1 in the tail.
+    """Return pool rows [rows, topk] of the keys with the largest scores, -1 in the tail.
 
-    `load_keys` gives the keys [n, dim] of the indexer at n pool rows.
+    `load_keys` returns the keys [n, dim] of the indexer at n pool rows.
     """
     slots = torch.full((len(q), topk), -1)
     for segment in segments:
@@ -69,9 +69,9 @@ def attend_chosen(
     v_dim: int,
     scale: float,
 ) -> Tensor:
-    """Attention [rows, heads, v_dim] of q [rows, heads, dim] to the pool rows in `slots`.
+    """Return attention [rows, heads, v_dim] of q [rows, heads, dim] to the pool rows in `slots`.
 
-    `load_rows` gives the latent rows [n, dim] at n pool rows; -1 in the tail of `slots` is no key.
+    `load_rows` returns the latent rows [n, dim] at n pool rows; `slots` has -1 in unused tails.
     """
     out = q.new_empty(*q.shape[:2], v_dim)
     for i, count in enumerate((slots >= 0).sum(1).tolist()):

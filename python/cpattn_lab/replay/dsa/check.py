@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a sparse model: were the right keys chosen, and attention to them right?"""
+"""Check of a sparse model: recomputes which keys to choose, and attention to the chosen ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FP8_VARIANCE = rounding_variance(torch.float8_e4m3fn)  # of codes in rows and o
 class SparseChecker(Checker):
     """Checks the keys of sampled rows against scores in float64, then attention to these keys.
 
-    Which of two keys is chosen whose scores differ by less than roundings depends on them: such a
-    key is counted in ``num_swapped``. Any other wrong key makes the error of its row infinite.
+    Rounding decides between two keys whose scores differ by less than it: such a key is counted in
+    ``num_swapped``. Any other wrong key makes the error of its row infinite.
     """
 
     def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
@@ -35,10 +35,10 @@ class SparseChecker(Checker):
 
     @staticmethod
     def tolerance_of(config: DsaConfig) -> float:
-        """Return the tolerance of hidden states, by the roundings on their way.
+        """Return the tolerance of hidden states, from the roundings on their way.
 
-        Values: norm, projection, norm, stored row, weights, output, up-projection, o_proj. Of q:
-        norm, projection, norm, projection, absorption; of k the first three and the stored row.
+        Values: norm, projection, norm, stored row, weights, output, up-projection, o_proj. Queries:
+        norm, projection, norm, projection, absorption. Keys: norm, projection, norm, stored row.
         """
         rho2, sum2 = rounding_variances(config)
         stored = _stored_variance(config)
@@ -58,7 +58,7 @@ class SparseChecker(Checker):
 
 
 class RestrictedAttention:
-    """Attention of rows at `positions` of one whole prompt to keys that were chosen elsewhere."""
+    """Attends from rows at `positions` of one whole prompt to keys that were chosen elsewhere."""
 
     def __init__(self, config: DsaConfig, positions: Array, chosen: Array) -> None:
         self._config = config
@@ -87,10 +87,10 @@ class RestrictedAttention:
         return self._restricted(inputs)
 
     def _margins(self, inputs: SparseInputs) -> Tensor:
-        """Return how much roundings may change the difference of two scores, by row.
+        """Return the bound on what rounding adds to the difference of two scores, by row.
 
         A score is a sum over heads of w relu(q.k); a relative error of variance e2 in w, q or k
-        changes a term by at most |w| |q| |k| sqrt(e2 / dim). Six deviations of the difference.
+        changes a term by at most |w| |q| |k| sqrt(e2 / dim). The bound is six deviations.
         """
         rho2, _ = rounding_variances(self._config)
         quantised = 2 * (rho2 + _FP8_VARIANCE) if self._config.kv_dtype == "fp8" else 0.0
@@ -101,7 +101,7 @@ class RestrictedAttention:
         return 6 * math.sqrt(2 * e2 / dim) * largest * terms.norm(dim=-1)
 
     def _check_keys(self, row: int, scores: Array, margin: float) -> None:
-        """Note whether the keys of a row are those with the largest scores, but for the margin."""
+        """Record whether a row's keys have the largest scores, up to the margin."""
         keys = self._chosen[row][self._chosen[row] >= 0]
         self.num_keys += len(keys)
         count = min(self._config.topk, len(scores))
@@ -117,7 +117,7 @@ class RestrictedAttention:
         )
 
     def _restricted(self, inputs: SparseInputs) -> Tensor:
-        """Dense attention, in float64, of each row to a sequence of its keys alone."""
+        """Compute dense attention, in float64, of each row to a sequence of its keys alone."""
         c = self._config
         valid = self._chosen >= 0
         width = max(int(valid.sum(axis=1).max(initial=1)), 1)
@@ -137,5 +137,5 @@ class RestrictedAttention:
 
 
 def _stored_variance(config: DsaConfig) -> float:
-    """Relative variance of the rounding of a row in the pool."""
+    """Return the relative variance of rounding a row in the pool."""
     return _FP8_VARIANCE if config.kv_dtype == "fp8" else rounding_variances(config)[0]

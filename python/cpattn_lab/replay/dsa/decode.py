@@ -17,7 +17,7 @@ from .pools import RowRuns, choose_positions
 
 
 class SparseDecodeAttention(SplitNorm):
-    """One step (`SparseOperators`): the new rows into the pool, then indexer and attention."""
+    """`SparseOperators` of one step: writes the new rows, then runs indexer and attention."""
 
     def __init__(
         self,

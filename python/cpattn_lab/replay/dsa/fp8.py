@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a sparse model in its FP8 pool, and attention over them.
 
-A Hadamard transform, which leaves products as they are, spreads outliers before queries and keys of
-the indexer are quantised.
+Before queries and keys of the indexer are quantised, a Hadamard transform spreads outliers; it does
+not change the products.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .pools import RowRuns
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of keys or queries of the indexer, and their scales."""
+    """Return codes of keys or queries of the indexer, and their scales."""
     return quantize_index(hadamard_transform(x, x.shape[-1] ** -0.5))
 
 
@@ -43,7 +43,7 @@ class Fp8Pools:
     def begin(
         self, runs: RowRuns, batch: Batch | None = None, plan: ContextParallelPlan | None = None
     ) -> None:
-        """Take up a batch, or a decode step without the last two; its calls follow."""
+        """Begin a batch, or without the last two arguments a decode step; its calls follow."""
         self._runs = runs
         method = get_topk_transform_method(
             ForwardMode.EXTEND if batch else ForwardMode.DECODE,
@@ -72,18 +72,18 @@ class Fp8Pools:
         self.pool.set_index_k_buffer(self._layer, slots, codes.contiguous(), scale)
 
     def index_queries(self, inputs: SparseInputs) -> tuple[Tensor, Tensor]:
-        """Codes of the queries, and weights with their scales."""
+        """Return codes of the queries, and weights times their scales."""
         codes, scale = quantised(inputs.index_q)
         return codes, inputs.index_weights * scale[..., 0]
 
     def indices(self, chosen: Tensor) -> Tensor:
-        """Return what `attend` takes for chosen positions: slots (PAGED), or rows of `_flatten`."""
+        """Return chosen positions as `attend` takes them: slots (PAGED) or rows of `_flatten`."""
         if self._ragged:
             return torch.where(chosen >= 0, chosen + self._offset, -1)
         return self._runs.slots(chosen)
 
     def attend(self, q: Tensor, indices: Tensor) -> Tensor:
-        """Latent outputs [rows, heads, kv_lora_rank]."""
+        """Return latent outputs [rows, heads, kv_lora_rank]."""
         c = self._config
         kv = dequantize_kv_rows(self.kv, self._flat_slots) if self._ragged else self.kv
         out: Tensor = flash_mla_sparse_fwd(q, kv, indices, c.scale, d_v=c.kv_lora_rank)[0]
@@ -92,9 +92,9 @@ class Fp8Pools:
     def _flatten(
         self, batch: Batch, plan: ContextParallelPlan
     ) -> tuple[Tensor, npt.NDArray[np.int32]]:
-        """The keys of all sequences, one after the other (RAGGED).
+        """Place the keys of all sequences one after the other (RAGGED).
 
-        Where those of the sequence of each row begin [rows, 1], and the slots of all [keys].
+        Returns the first key of the sequence of each row [rows, 1], and the slots of all [keys].
         """
         position = np.arange(max(batch.seq_lens))
         pages = plan.block_tables[:, position // plan.page_size].clip(0)
@@ -108,14 +108,14 @@ class Fp8Pools:
             req_to_token=pages * plan.page_size + position % plan.page_size,
             cp_metadata=plan.metadata,
         )
-        # As page_table_1_flattened, which is None without prefixes: the new keys are at hand then.
+        # This equals page_table_1_flattened, but also exists for a batch without prefixes.
         used = np.arange(metadata.max_seqlen_k) < metadata.cache_seqlens[:, None]
         assert metadata.page_table_1 is not None
         offset = torch.tensor(metadata.topk_indices_offset)[:, None]
         return offset, metadata.page_table_1[used]
 
     def read_kv(self, slots: Tensor) -> Tensor:
-        """Latent rows [n, latent_dim], by torch."""
+        """Return latent rows [n, latent_dim], read by torch."""
         rows = self.kv[slots, 0]
         nope, scale, rope = rows.split([512, 16, 128], -1)
         groups = nope.view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
@@ -124,7 +124,7 @@ class Fp8Pools:
         return torch.cat([latent, rope.contiguous().view(torch.bfloat16)], -1)
 
     def read_index_k(self, slots: Tensor) -> Tensor:
-        """Keys of the indexer [n, index_head_dim], by torch."""
+        """Return keys of the indexer [n, index_head_dim], read by torch."""
         dim = self._config.index_head_dim
         codes, scale = self.index_k.split([self.pool.page_size * dim, self.pool.page_size * 4], -1)
         keys = codes.unflatten(-1, (-1, dim)).flatten(0, 1)[slots].view(torch.float8_e4m3fn)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention as DeepSeek-V3.2 has it (DSA): an indexer chooses the keys of each query."""
+"""Sparse attention of DeepSeek-V3.2 (DSA): an indexer chooses the keys of each query."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ EPS = 1e-6  # of all norms
 class DsaConfig(DecoderConfig):
     """One decoder layer with latent attention (MLA) over the `topk` keys of the indexer.
 
-    More layers would only repeat it, and their check could not be exact: which of two keys with
-    nearly equal scores is chosen depends on roundings, and the next layer on the choice.
+    More layers would only repeat it, and their check could not be exact: rounding decides between
+    two keys with nearly equal scores, and the next layer depends on this choice.
     """
 
     kind = "dsa"
@@ -62,12 +62,12 @@ class DsaConfig(DecoderConfig):
 
     @property
     def latent_dim(self) -> int:
-        """Width of what the KV pool keeps of a token: the latent, then the rotated key."""
+        """Width of a token's row in the KV pool: the latent, then the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def scale(self) -> float:
-        """Scale of the scores: that of the unabsorbed heads, times the gain."""
+        """Scale of the scores: the scale of the unabsorbed heads, times the gain."""
         return self.query_gain * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
     def make_attention(self) -> nn.Module:
@@ -78,29 +78,29 @@ class SparseInputs(NamedTuple):
     """Inputs of attention in a layer: queries of `rows`, keys of all new tokens."""
 
     q: Tensor  # [rows, num_heads, latent_dim], absorbed
-    latent: Tensor  # [tokens, 1, latent_dim]: K, and in its first kv_lora_rank columns V
+    latent: Tensor  # [tokens, 1, latent_dim]: K; its first kv_lora_rank columns are V
     index_q: Tensor  # [rows, index_heads, index_head_dim]
     index_k: Tensor  # [tokens, index_head_dim]
-    index_weights: Tensor  # float32 [rows, index_heads], all factors of the score in them
+    index_weights: Tensor  # float32 [rows, index_heads], with all factors of the score
 
 
 class SparseOperators(Protocol):
-    """Operators of a layer: by the library in a rank, by plain torch in the check."""
+    """Operators of a layer: a rank has them from the library, the check from plain torch."""
 
     def split_norm(
         self, x: Tensor, q_weight: Tensor, kv_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [tokens, q_lora_rank + kv_lora_rank + rope], split; the first two parts normalised.
+        """Split x [tokens, q_lora_rank + kv_lora_rank + rope]; normalise the first two parts.
 
-        They are [tokens, q_lora_rank], [tokens, 1, kv_lora_rank] and [tokens, 1, rope].
+        The parts are [tokens, q_lora_rank], [tokens, 1, kv_lora_rank] and [tokens, 1, rope].
         """
 
     def attend(self, layer: int, inputs: SparseInputs) -> Tensor:
-        """Latent outputs [rows, num_heads, kv_lora_rank]."""
+        """Return latent outputs [rows, num_heads, kv_lora_rank]."""
 
 
 class SparseLatentAttention(nn.Module):
-    """The projections of DeepSeek-V3.2 around the indexer and absorbed latent attention."""
+    """Projections of DeepSeek-V3.2 around the indexer and absorbed latent attention."""
 
     def __init__(self, config: DsaConfig) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class SparseLatentAttention(nn.Module):
         return w_key, w_value
 
     def _queries(self, q_lora: Tensor, rotation: Rotation, w_key: Tensor) -> Tensor:
-        """Queries of all heads with the up-projection of the keys absorbed."""
+        """Return queries of all heads with the up-projection of the keys absorbed."""
         c = self.config
         q = self.q_b_proj(q_lora).unflatten(-1, (c.num_heads, -1))
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
@@ -174,6 +174,6 @@ class SparseLatentAttention(nn.Module):
         return torch.cat([absorbed, rotate(q_pe, rotation, interleaved=True)], -1)
 
     def _rotate_leading(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Indexer heads [tokens, heads, index_head_dim], whose first rope_dim elements rotate."""
+        """Rotate the first rope_dim elements of indexer heads [tokens, heads, index_head_dim]."""
         rope, rest = x.split([self.config.rope_dim, x.shape[-1] - self.config.rope_dim], -1)
         return torch.cat([rotate(rope, rotation), rest], -1)

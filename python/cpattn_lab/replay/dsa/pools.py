@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of a sparse model, and attention over those in the dtype of the model."""
+"""Pools of a sparse model, and attention over pools in the dtype of the model."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .model import DsaConfig, SparseInputs
 
 
 class RowRuns(NamedTuple):
-    """Runs of rows of the same sequence, of which a rank has up to two for each."""
+    """Runs of a rank's adjacent rows of one sequence; a sequence has up to two runs."""
 
     lens: npt.NDArray[np.int64]  # [runs]
-    tables: npt.NDArray[np.int32]  # [runs, pages]: of their sequences
-    kv_lens: npt.NDArray[np.int64]  # [runs]: of their sequences, up to the last new token
+    tables: npt.NDArray[np.int32]  # [runs, pages]: pages of their sequences
+    kv_lens: npt.NDArray[np.int64]  # [runs]: keys of their sequences, up to the last new token
     page_size: int
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Return the slots of positions [rows, topk] in the sequences of the rows; -1 stays."""
+        """Return the slots of positions [rows, topk] in the sequences of the rows; -1 stays -1."""
         return transform_index_page_table_prefill(
             torch.from_numpy(self.tables), positions, self.lens, self.page_size
         )
 
 
 def row_runs(batch: Batch, plan: ContextParallelPlan, tables: Any = None) -> RowRuns:
-    """The runs of a rank's rows, in their order; of sequences with the plan's pages, or others."""
+    """Return the runs of a rank's rows, in order; `tables` replaces the plan's block tables."""
     requests = plan.metadata.query_request_indices
     starts = np.flatnonzero(np.diff(requests, prepend=-1))
     sequences = requests[starts]
@@ -51,7 +51,7 @@ def row_runs(batch: Batch, plan: ContextParallelPlan, tables: Any = None) -> Row
 
 
 def make_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) -> Any:
-    """Make the pool of a rank with all keys, or of a process that decodes."""
+    """Make the pool of a rank with all keys, or of a decode process."""
     index_head_dim = config.index_head_dim
     if config.kv_dtype == "fp8":
         return make_nan_pool(
@@ -107,7 +107,7 @@ class PlainPools:
     def begin(
         self, runs: RowRuns, batch: Batch | None = None, plan: ContextParallelPlan | None = None
     ) -> None:
-        """Take up a batch, or a decode step without the last two; its calls follow."""
+        """Begin a batch, or without the last two arguments a decode step; its calls follow."""
         self._runs = runs
 
     def rows(self, inputs: SparseInputs) -> Tensor:
@@ -121,15 +121,15 @@ class PlainPools:
         self.pool.set_index_k_buffer(self._layer, slots, index_k)
 
     def index_queries(self, inputs: SparseInputs) -> tuple[Tensor, Tensor]:
-        """Queries and weights for the keys as they are stored."""
+        """Return queries and weights for the keys as stored."""
         return inputs.index_q, inputs.index_weights
 
     def indices(self, chosen: Tensor) -> Tensor:
-        """Return what `attend` takes for chosen positions: the positions."""
+        """Return chosen positions as `attend` takes them: unchanged."""
         return chosen
 
     def attend(self, q: Tensor, indices: Tensor) -> Tensor:
-        """Latent outputs [rows, heads, kv_lora_rank]."""
+        """Return latent outputs [rows, heads, kv_lora_rank]."""
         c, runs = self._config, self._runs
         q, q_rope = q.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
         latent, rope = self.pool.get_kv_buffer(self._layer)
@@ -146,16 +146,16 @@ class PlainPools:
             key_rope=rope,
             layout_query="TND",
             layout_kv="PA_BSND",
-            sparse_mode=0,  # nothing more to hide: the indexer chose no later position
+            sparse_mode=0,  # no mask: the indexer chose no later position
             attention_mode=2,
         )[0]
         return out
 
     def read_kv(self, slots: Tensor) -> Tensor:
-        """Latent rows with their rotary part [n, latent_dim], by torch."""
+        """Return latent rows with their rotary part [n, latent_dim], read by torch."""
         parts = self.pool.get_kv_buffer(self._layer)
         return torch.cat([part.flatten(0, 2)[slots] for part in parts], -1)
 
     def read_index_k(self, slots: Tensor) -> Tensor:
-        """Keys of the indexer [n, index_head_dim], by torch."""
+        """Return keys of the indexer [n, index_head_dim], read by torch."""
         return self.index_k.flatten(0, 2)[slots]

@@ -19,7 +19,7 @@ from .pools import choose_positions, row_runs
 
 
 class ShardedSparseAttention(RankAttention):
-    """`ContextParallel.attend_sparse` of one rank (`SparseOperators`), all of it one phase.
+    """`SparseOperators` of one rank by `ContextParallel.attend_sparse`, which is one phase.
 
     The pool has rows of latents as keys, and keys of the indexer as values.
     """
@@ -86,10 +86,10 @@ class ShardedSparseAttention(RankAttention):
 
     @property
     def chosen(self) -> Tensor:
-        """The positions [rows, topk] that the indexer chooses among all keys in one place.
+        """Positions [rows, topk] that the indexer chooses among all keys in one place.
 
-        Those that `attend` took, or the check finds attention to other keys wrong. Asked for by all
-        ranks, which gather the keys.
+        If `attend` took other keys, the check finds its output wrong. All ranks must ask for the
+        positions together, since they gather the keys.
         """
         if self._chosen is None:
             inputs, _ = self._call
@@ -105,11 +105,11 @@ class ShardedSparseAttention(RankAttention):
         return self._chosen
 
     def flops(self) -> dict[str, int]:
-        """Useful work of the batch on this rank, in its only phase."""
+        """Return useful flops of the batch on this rank, in its only phase."""
         return {"attention": sum(super().flops().values())}
 
     def baseline(self) -> tuple[dict[str, float], float]:
-        """Seconds of the same by torch, which gathers keys first, and how far apart results are."""
+        """Return the seconds of torch, gathering included, and the largest difference."""
         inputs, _ = self._call
         clock = PhaseClock()
         with clock("attention"):

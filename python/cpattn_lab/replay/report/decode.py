@@ -9,7 +9,7 @@ from ..records import DecodeReport, ReplayReport
 
 
 def summarize_decode(report: ReplayReport) -> dict[str, Any] | None:
-    """The figures of KV transfer and decoding; times in seconds."""
+    """Return the figures of KV transfer and decoding; times in seconds."""
     decode = report.decode
     if decode is None:
         return None
@@ -39,7 +39,7 @@ def summarize_decode(report: ReplayReport) -> dict[str, Any] | None:
 
 
 def _mean_way(decode: DecodeReport) -> dict[str, float]:
-    """Return the mean seconds of requests to their second token, by where the time goes."""
+    """Return mean seconds of requests to their second token: prefill, transfer and step."""
     ways = [request for request in decode.requests if len(request.tokens) > 1]
     return {
         part: sum(getattr(way, f"{part}_seconds") for way in ways) / max(len(ways), 1)
@@ -75,7 +75,7 @@ def decode_figures(report: ReplayReport) -> list[tuple[str, str]]:
 
 
 def _shares(summary: dict[str, Any], num_ranks: int) -> str:
-    """Say what ranks that decode together hold and send."""
+    """Say how much ranks that decode together hold and send."""
     if num_ranks == 1:
         return ""
     return (
@@ -85,7 +85,7 @@ def _shares(summary: dict[str, Any], num_ranks: int) -> str:
 
 
 def tokens_checked(report: ReplayReport) -> str:
-    """The part of the check's sentence on decoded tokens."""
+    """Return the part on decoded tokens of the check's sentence."""
     decode = report.decode
     if decode is None:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guide for a first replay: what it has shown, and what to try next."""
+"""Guide for a first replay: says what it has shown, and what to try next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH = 100
 
 
 def guide_lines(report: ReplayReport, width: int | None, *, has_page: bool = False) -> list[str]:
-    """Three sentences, each wrapped to `width` columns; `has_page` if --html was given."""
+    """Return three texts wrapped to `width` columns; `has_page`: whether --html was given."""
     s, options = summarize(report), report.options
     seen = (
         f"{report.num_requests} requests went through {options.num_processes} processes in "

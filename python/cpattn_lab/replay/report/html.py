@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTML report: one self-contained page of figures, plots as SVG, and the table."""
+"""HTML report: one self-contained page of figures, plots as SVG, and the table."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plots of the HTML report, as SVG text whose labels take the font of the page."""
+"""Plots of the HTML report, as SVG text whose labels take the font of the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLORS = {
     "ink": "#3c4650",
     "grid": "#e4e8ec",
 }
-# Colours that change with the page, which is dark where its reader has asked for that.
+# Colours that change with the page, which is dark if its reader prefers that.
 _OF_PAGE = {COLORS["ink"]: "var(--axis)", COLORS["grid"]: "var(--line)"}
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _STYLE: dict[Any, Any] = {
@@ -58,7 +58,7 @@ _STYLE: dict[Any, Any] = {
 
 
 class Plot:
-    """One figure with its title; `svg` is there after the with block that drew it."""
+    """One figure with its title; the with block that draws it sets `svg` at its end."""
 
     def __init__(self, name: str, title: str, note: str) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class Plot:
 
 
 def plots(report: ReplayReport) -> list[Plot]:
-    """All plots that the report has data for."""
+    """Draw all plots for which the report has data."""
     made = [_time(report), _tokens(report), _throughput(report)]
     if report.options.torch_baseline:
         made.append(_attention(report))

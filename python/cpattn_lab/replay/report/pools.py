@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report on the ranks' KV pools, and on what ranks send each other."""
+"""Report on the ranks' KV pools, and on the bytes that ranks send each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..records import ReplayReport
 
 
 def summarize_pools(report: ReplayReport) -> dict[str, Any]:
-    """Memory of the pools, and bytes of all batches; exchanges by the batches that had them."""
+    """Return memory of the pools, sent bytes, and the number of batches of each exchange."""
     sent = [b.rank_sent_bytes for b in report.batches if b.rank_sent_bytes]
     by_rank = [sum(rank) for rank in zip(*sent, strict=True)]
     return {
@@ -25,7 +25,7 @@ def summarize_pools(report: ReplayReport) -> dict[str, Any]:
 
 
 def _speedup(report: ReplayReport) -> float | None:
-    """Return the speedup over replicated pools, in passes alone."""
+    """Return the speedup of passes over replicated pools; None if these did not run."""
     other = report.replicated
     return other.run_seconds / report.run_seconds if other else None
 

@@ -22,7 +22,7 @@ from .decode import decode_figures, summarize_decode, tokens_checked
 from .pools import pool_figures, summarize_pools
 
 _MAX_LINES = 40  # batches in the table of the terminal
-# Columns that are left out, the first ones first, where a table is too wide.
+# Columns that a table leaves out, the first ones first, if it is too wide.
 _LESS_IMPORTANT = (
     *("meta", "seqs", "rest", "proj", "tok/s", "balance", "stage", "top-k", "exch", "gather"),
     *("prefix", "send", "torch", "indexer", "attn"),
@@ -38,7 +38,7 @@ _LEGEND = {
 
 
 def summarize(report: ReplayReport) -> dict[str, Any]:
-    """The figures over all batches; shared by the table, the JSON and the HTML."""
+    """Return the figures over all batches, for the table, the JSON and the HTML."""
     batches, model = report.batches, report.options.model
     phases = {
         phase: sum(batch.phases[phase] for batch in batches) for phase in report.options.phases
@@ -79,13 +79,13 @@ def summarize(report: ReplayReport) -> dict[str, Any]:
 
 
 def imbalance(per_rank: list[Any]) -> float:
-    """The most loaded rank over the mean: 1 is perfect, the number of ranks the worst."""
+    """Return the largest load over the mean: 1 is perfect, the number of ranks the worst."""
     mean = sum(per_rank) / len(per_rank)
     return float(max(per_rank) / mean) if mean else 1.0
 
 
 def print_report(report: ReplayReport, title: str, console: Console | None = None) -> None:
-    """The table and the figures below it, on stdout."""
+    """Print the table and the figures below it on stdout."""
     options = report.options
     rows = []
     for batch in report.batches[:_MAX_LINES]:
@@ -106,7 +106,7 @@ def print_report(report: ReplayReport, title: str, console: Console | None = Non
 
 
 def table_header(report: ReplayReport) -> list[str]:
-    """Names of the columns of `table_row`; times in ms, torch being attention by torch."""
+    """Return the column names of `table_row`; times are in ms, torch is attention by torch."""
     phases = [_SHORT.get(phase, phase) for phase in report.options.phases]
     header = ["#", "seqs", "new", "prefix", "tok/s", "ms", *phases, "balance"]
     if report.options.cp_size > 1:
@@ -131,7 +131,7 @@ def table_legend(report: ReplayReport, header: Sequence[str]) -> str:
 
 
 def table_row(batch: BatchRecord, report: ReplayReport) -> list[str]:
-    """One batch as text."""
+    """Return one batch as text."""
     cells = [
         str(batch.index),
         str(batch.num_sequences),
@@ -160,7 +160,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def figures(report: ReplayReport) -> list[tuple[str, str]]:
-    """The summary as (name, text) lines."""
+    """Return the summary as (name, text) lines."""
     s, options = summarize(report), report.options
     total = sum(s["phase_seconds"].values())
     shares = ", ".join(f"{p} {100 * t / total:.1f} %" for p, t in s["phase_seconds"].items())
@@ -210,7 +210,7 @@ def figures(report: ReplayReport) -> list[tuple[str, str]]:
 
 
 def _torch_line(summary: dict[str, Any]) -> str:
-    """Say how long attention takes by torch and here, by phase where it has several."""
+    """Say how long attention takes by torch and here, by phase if there are several."""
     torch_seconds, own = summary["torch_attention_seconds"], summary["phase_seconds"]
 
     def text(seconds: dict[str, float]) -> str:
@@ -222,7 +222,7 @@ def _torch_line(summary: dict[str, Any]) -> str:
 
 
 def check_line(report: ReplayReport) -> str:
-    """One sentence: were the results right?"""
+    """Say in one sentence whether the results were right."""
     if report.tolerance is None:
         return "not asked for"
     worst = max((b.max_error or 0.0 for b in report.batches), default=0.0)
@@ -258,7 +258,7 @@ def _figures(report: ReplayReport) -> Table:
 
 
 def write_json(report: ReplayReport, path: Path) -> None:
-    """Options, environment, every batch, and the summary."""
+    """Write options, environment, every batch, and the summary."""
     content = {"summary": summarize(report), **dataclasses.asdict(report)}
     for record in (content["summary"], *content["batches"], content["decode"] or {}):
         for name in ("max_error", "error_over_codes"):
