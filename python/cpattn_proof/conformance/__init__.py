@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries an operator of attention or of key selection on many batches, and names its faults.
+"""Trial of an operator, for attention or key selection, on many batches; names its faults.
 
 ``runner``       `conform`, and the report
 ``trials``       runs and judges cases; finds the smallest one with a fault

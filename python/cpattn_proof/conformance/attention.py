@@ -20,8 +20,8 @@ from .switches import RIGHT, Switches, can_matter, changed_by
 from .tolerances import ACCUMULATOR_RATIO
 from .trials import Kind, Trial
 
-_MOST_ROWS, _MOST_KEYS = 8, 48  # in a picture
-_VISIBLE_CHANGE = 0.01  # of a weight
+_MOST_ROWS, _MOST_KEYS = 8, 48  # most rows and keys in a picture
+_VISIBLE_CHANGE = 0.01  # least change of a weight that a picture shows
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ SPARE_PAGES = 3  # pages of no sequence
 class Told:
     """Dataclass of numbers that begins with two lengths, for people and programs."""
 
-    far = 0  # unless it is a field
+    far = 0  # a subclass may have it as a field
 
     def text(self) -> str:
         """Return the first two fields, and the others that differ from their defaults."""

@@ -86,7 +86,7 @@ class Child:
         with warnings.catch_warnings():
             # A child of a process with threads has no threads and takes none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
-            # Else the child does: a gloo process group would wait for threads of the parent.
+            # Otherwise the child collects, and a gloo group waits for threads of the parent.
             gc.collect()
             self._process.start()
         theirs.close()
@@ -167,7 +167,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.current_process().daemon = False  # a daemon may start no processes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.disable()  # its stack would be that of this tool, for each of many crashes
+    faulthandler.disable()  # it would print the stack of this tool for each of many crashes
     with suppress(OSError, ValueError):
         os.dup2(2, 1)  # the parent's standard output is for the report
     try:
@@ -184,7 +184,7 @@ def _serve(
         warnings.simplefilter("ignore")
         while True:
             answer = _answer(fn, signature, pipe.recv(), device)
-            if os.getpid() != own:  # a forked copy, whose answer is one too many
+            if os.getpid() != own:  # a forked copy of this process must not answer, too
                 os._exit(0)
             pipe.send(answer)
 

@@ -15,7 +15,7 @@ from .faults import FAULTS, Fault
 from .trials import Trial
 
 _SAMPLE = 16  # wrong trials; an oracle must explain one to be tried further
-_AT_ONCE = 4  # of them, the smallest first
+_AT_ONCE = 4  # trials of the sample that are tried together, the smallest first
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ def _only_far(wrong: Sequence[Trial], right: Sequence[Trial]) -> bool:
 
 
 def _of_values(wrong: list[Trial], right: list[Trial], channel: str) -> list[Diagnosis]:
-    """Find the fault that explains most, then the one that explains most of the rest, and so on."""
+    """Find the fault that explains most trials, then most of the rest, and so on."""
     kind, rest = wrong[0].kind, wrong
     found: dict[str, Diagnosis] = {}
     while rest:
@@ -133,7 +133,7 @@ def _of_values(wrong: list[Trial], right: list[Trial], channel: str) -> list[Dia
     for diagnosis in found.values():
         diagnosis.trials += [t for t in rest if any(map(t.agrees_with, both))]
     rest = [trial for trial in rest if not any(map(trial.agrees_with, both))]
-    if rest or not found:  # or no wrong oracle could be told from the right one
+    if rest or not found:  # without `found`, no wrong oracle differs from the right one
         fault = kind.faults[kind.unknown]
         unknown = Diagnosis(fault, channel, None, rest or wrong, others=[*both, *known])
         unknown.contradicted = _contradicted(rest, right)
@@ -173,7 +173,7 @@ def _sample(wrong: list[Trial]) -> Iterable[list[Trial]]:
 
 
 def _candidates(part: list[Trial], wrong: list[Trial]) -> list[_Candidate]:
-    """Return oracles that explain one trial of a part, most explaining first, then in order."""
+    """Return oracles that explain a trial of a part, sorted by the number of explained trials."""
     found: list[_Candidate] = []
     for fault in part[0].kind.faults.values() if part else ():
         for oracle in fault.variants:
@@ -184,7 +184,7 @@ def _candidates(part: list[Trial], wrong: list[Trial]) -> list[_Candidate]:
 
 
 def _equals(candidates: list[_Candidate], best: _Candidate, right: list[Trial]) -> list[str]:
-    """Return other faults that explain as much, and are contradicted as little."""
+    """Return other faults that explain as many trials and are contradicted as rarely."""
     names = {
         other.fault.name
         for other in candidates

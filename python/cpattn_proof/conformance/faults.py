@@ -363,7 +363,7 @@ _FORMS = (
     ),
 )  # fmt: skip
 
-#: By name. If several explain the same results, the first counts.
+#: Faults by name. If several explain the same results, the first counts.
 FAULTS = {
     fault.name: fault
     for fault in (*_MASKS, *_LOG_SUMS, *_SCORES, *_LENGTHS, *_MEMORY, *_MERGES, *_FORMS)

@@ -48,7 +48,7 @@ class Differences(NamedTuple):
 
 
 def differences(result: Result, expected: Attended, slack: float = 1.0) -> Differences:
-    """Compare; `slack` times the usual tolerances are allowed."""
+    """Compare a result with the oracle; `slack` times the usual tolerances are allowed."""
     case = result.case
     measures = (expected.num_keys, expected.score_size, case.head_dim, case.dtype)
     assert result.out is not None
@@ -60,8 +60,8 @@ def differences(result: Result, expected: Attended, slack: float = 1.0) -> Diffe
 
 
 def fits(result: Result, wrong: Attended, channel: str, switches: Switches) -> bool:
-    """Whether a wrong oracle gives the outputs that the operator gave; or, with channel "lse", its
-    log-sum-exps beside right outputs."""
+    """Tell whether a wrong oracle gives the operator's outputs; with channel "lse", also its
+    log-sum-exps."""
     lse = wrong.lse
     if switches.lse in ("free on empty", "any on empty") and result.lse is not None:
         any_number = np.isfinite(result.lse) | (switches.lse == "any on empty")
@@ -81,7 +81,7 @@ def _differ(actual: Array, expected: Array, allowed: Array) -> Array:
 
 
 def off_by(result: Result, expected: Attended, channel: str) -> str:
-    """Describe the largest error of an answer, or its numbers that are not finite."""
+    """Describe the largest error of an answer, or its wrong infinite or NaN numbers."""
     actual, right = (result.out, expected.out) if channel == "out" else (result.lse, expected.lse)
     if actual is None:
         return "is missing"

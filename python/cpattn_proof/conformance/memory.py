@@ -88,7 +88,7 @@ def owner_of(sequence: int, order: str, lengths: tuple[int, ...]) -> int:
 
 
 def _slots(batch: Batch, sequence: int, switches: Switches) -> Array:
-    """Return the slots read for the tokens of a sequence, up to its room."""
+    """Return the slots read for the tokens of a sequence, up to the end of its memory."""
     case, own = batch.case, batch.slots[sequence]
     if case.layout != "paged":
         return own

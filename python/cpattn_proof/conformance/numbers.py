@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of 32 and 16 bits, in NumPy arrays of more, and as text."""
+"""Numbers of 32 and 16 bits, stored in wider NumPy arrays, and as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: The spacing of each dtype at 1.
+#: Spacing of each dtype at 1.
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 #: Numbers that may be flushed to zero, smaller than any normal number.

@@ -25,9 +25,9 @@ class Attended(NamedTuple):
 
     out: Array  # [rows, heads, v_head_dim]
     lse: Array  # [rows, heads], natural logarithm; -inf for a row that sees no key
-    magnitude: Array  # sum_j w_j |v_j|, as out
-    score_size: Array  # largest |q| |k| scale of a row, as lse
-    num_keys: Array  # visible to a row, [rows, 1]
+    magnitude: Array  # sum_j w_j |v_j|, in the shape of out
+    score_size: Array  # largest |q| |k| scale of a row, in the shape of lse
+    num_keys: Array  # number of keys that a row sees, [rows, 1]
 
 
 #: Keys of each part to merge, each [keys] or [rows, keys].

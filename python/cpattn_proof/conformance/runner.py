@@ -20,7 +20,7 @@ from .signatures.signature import narrowed
 from .trials import Budget, Progress, Trial, smallest, sweep
 from .verdict import answered, check_usable, finding_of, report_of
 
-_SHARE_OF_SWEEP = 0.65  # of the time; diagnosis and shrinking take the rest
+_SHARE_OF_SWEEP = 0.65  # share of the time; diagnosis and shrinking take the rest
 
 
 def conform(

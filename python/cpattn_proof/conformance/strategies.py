@@ -12,7 +12,7 @@ from .cases import Case, Features
 
 _LENGTHS = (0, 1, 2, 3, 5, 8, 63, 64, 65, 127, 128, 129)
 _LONG = 1500
-_CHUNK, _PREFIX = 130, 140  # new tokens and cached ones, more than usual tiles of 128
+_CHUNK, _PREFIX = 130, 140  # new and cached tokens: more than usual tiles of 128
 _CAPS = (1.0, 3.0, 30.0)
 _HEADS = ((1, 1), (2, 2), (4, 2), (4, 1), (6, 2), (6, 3))
 
@@ -105,7 +105,7 @@ def _by_memory(features: Features, batch: Case) -> Iterator[Case]:
 
 
 def _long(features: Features, start: Case) -> Iterator[Case]:
-    """Return many rows after many keys; keys of which one or all count; and far pages."""
+    """Return cases with many rows after many keys, one decisive key or equal ones, or far pages."""
     behind = _PREFIX if features.prefix else 0
     chunk = replace(start, q_lens=(_CHUNK,), kv_lens=(_CHUNK + behind,))
     yield chunk
@@ -133,7 +133,7 @@ def _long(features: Features, start: Case) -> Iterator[Case]:
 def cases(draw: st.DrawFn, features: Features, like: Case | None = None) -> Case:
     """Draw any case that a signature can express; Hypothesis shrinks towards the first choices.
 
-    If it shall be like another case, prefixes may be as long as sequences of that case.
+    With `like`, prefixes may be as long as the sequences of that case.
     """
     layout = draw(st.sampled_from(features.layouts))
     page_size = draw(st.sampled_from(features.page_sizes)) if layout == "paged" else 4

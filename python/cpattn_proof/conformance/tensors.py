@@ -13,7 +13,7 @@ from .cases import FAR_ELEMENTS, FAR_PAGES, Batch, Case, make_batch
 from .forms import WrongForm
 from .numbers import Array
 
-_MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it
+_MAP_NORESERVE = 0x4000  # flag of Linux; Python has no name for it
 
 
 class Tensors:
@@ -48,8 +48,7 @@ class Tensors:
         return given
 
     def side_effect(self) -> tuple[str, str]:
-        """Return the fault and what happened to a tensor that an operator was given, or two empty
-        strings."""
+        """Return a fault of side effects and the tensor concerned, or two empty strings."""
         for given, before, after in self._given:
             shape = f"{str(given.dtype).removeprefix('torch.')} of shape {list(given.shape)}"
             if after is None and not _same(given, before):
@@ -65,7 +64,7 @@ class Tensors:
         return self.tensor(np.asarray(list(values), np.int32), "int32")
 
     def ends(self, lengths: list[int]) -> Any:
-        """Return [n + 1], from 0: begins of sequences, and the end."""
+        """Return [n + 1] from 0: begins of sequences, and the end of the last."""
         return self.indices([0, *np.cumsum(lengths, dtype=np.int64)])
 
     @property
@@ -75,12 +74,12 @@ class Tensors:
 
     @property
     def block_tables(self) -> Any:
-        """[batch, pages], int32."""
+        """Block tables [batch, pages], int32."""
         return self.tensor(self._batch.block_tables + self.first_page, "int32")
 
     @property
     def first_page(self) -> int:
-        """Number of pages before those of `caches` and `ragged`; 0 unless they are far."""
+        """Number of pages before the pages of `caches` and `ragged`; 0 unless they are far."""
         case = self.case
         stride = case.page_size * case.num_kv_heads * min(case.head_dim, case.v_head_dim)
         return {0: 0, 16: FAR_PAGES, 31: FAR_ELEMENTS // stride + 1}[case.far]

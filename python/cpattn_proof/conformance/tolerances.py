@@ -13,32 +13,32 @@ import numpy as np
 
 from .numbers import EPS, SMALLEST, Array
 
-# Rounding the output and the weights: half a unit each, and that of the sum of the weights.
+# Rounding the output, the weights, and the sum of the weights: half a unit each.
 ROUNDINGS = 1.5
 
-# A score is rounded to 16 bits after the product, after the scale, and after what caps it or adds
-# the mask: three times half a unit of the largest score. It errs alike in the weight and in the sum
-# of weights, which adds up at most.
+# A score is rounded to 16 bits after the product, after the scale, and after softcap or mask: three
+# times half a unit of the largest score. The error is in the weight and in the sum of weights; at
+# worst both add up.
 SCORE_ROUNDINGS = 3 * 0.5 * 2
 
-# Sums of float32. Rounding costs 0.21 eps, root mean square, and a sum of n terms, one after the
-# other, 0.21 eps sqrt(n / 3) of its size; bounds are six deviations.
+# Sums of float32. A rounding has 0.21 eps, root mean square; a sum of n terms, added one by one,
+# has 0.21 eps sqrt(n / 3) of its size. Bounds are six deviations.
 DEVIATIONS = 6 * 0.21
 
-# Further float32 steps of a weight: an exponential to 24 units, as fast ones are, a division, and
+# Further float32 steps of a weight: a fast exponential, accurate to 24 units, a division, and
 # tanh.
 WEIGHT_UNITS = 32
 
-# Exponentials that keep clear of subnormal numbers, which are slow, take weights for 0 that are so
-# small beside the largest one.
+# Largest weight, relative to the largest of its row, that may count as 0: some exponentials avoid
+# subnormal numbers, which are slow.
 VANISHED = 2.0**-80
 
-# A result that is held against a wrong oracle may be as far from it as from the right one, and what
-# is wrong makes some roundings larger than the magnitude tells: those of sums that cancel.
+# Factor of the tolerances when a result is compared with a wrong oracle: the fault makes roundings
+# of sums that cancel larger than the magnitude tells.
 FIT = 2.0
 
-# An accumulator of 16 bits is explained by one that adds key after key; others add in another
-# order, so that only the size of the errors is compared.
+# The oracle with a 16-bit accumulator adds key after key; operators may add in another order, so
+# only the size of the errors is compared.
 ACCUMULATOR_RATIO = 4.0
 
 
@@ -51,7 +51,7 @@ def _sum_units(num_keys: Array, score_size: Array, head_dim: int) -> Array:
 def allowed_out(
     magnitude: Array, num_keys: Array, score_size: Array, head_dim: int, dtype: str
 ) -> Array:
-    """Return the error allowed to each element [rows, heads, dim].
+    """Return the allowed error of each element [rows, heads, dim].
 
     num_keys is [rows, 1], score_size [rows, heads].
     """
@@ -63,7 +63,7 @@ def allowed_out(
 
 
 def allowed_lse(lse: Array, num_keys: Array, score_size: Array, head_dim: int, dtype: str) -> Array:
-    """Return the error allowed to each log-sum-exp in float32; scores may have been rounded."""
+    """Return the allowed error of each log-sum-exp in float32; scores may have been rounded."""
     size = np.maximum(1, np.abs(np.where(np.isfinite(lse), lse, 0)))
     units = (_sum_units(num_keys, score_size, head_dim) + size) * EPS["float32"]
     if dtype != "float32":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases tried on an operator, each beside what is right."""
+"""Cases tried on an operator, each with the correct result."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from hypothesis.strategies import SearchStrategy
 from .faults import Fault
 from .judgement import Result
 
-_MOST_LOST = {"crash": 4, "hang": 2}  # then no more cases are tried: each takes a process
+_MOST_LOST = {"crash": 4, "hang": 2}  # after so many no case is tried: each costs a process
 _SHRINKING_EXAMPLES = 60
 
 Progress = Callable[[int, int | None, str], None]
 
 
 class Kind(NamedTuple):
-    """The particulars of operators of attention, or of those that select keys.
+    """Properties of attention operators, or of operators that select keys.
 
-    An oracle is right, or wrong in known ways. Functions get trials of the kind, in sequences.
+    An oracle is right, or wrong in known ways. Functions get sequences of trials of the kind.
     """
 
-    edge_cases: Callable[[Any], Iterable[Any]]  # of features
-    cases: Callable[[Any, Any], SearchStrategy[Any]]  # of features, and like a case or None
-    judge: Callable[[Result, Any], Trial]  # of a result and the signature
-    channels: tuple[str, ...]  # verdicts of wrong answers, each of which is diagnosed by itself
-    faults: Mapping[str, Fault]  # of wrong answers
-    unknown: str  # the one of what no oracle explains
+    edge_cases: Callable[[Any], Iterable[Any]]  # edge cases for features
+    cases: Callable[[Any, Any], SearchStrategy[Any]]  # for features, and like a case or None
+    judge: Callable[[Result, Any], Trial]  # makes a trial of a result and the signature
+    channels: tuple[str, ...]  # verdicts of wrong answers; each is diagnosed separately
+    faults: Mapping[str, Fault]  # faults of wrong answers
+    unknown: str  # fault of answers that no oracle explains
     right: Any  # the right oracle
-    rule: Callable[[Any, Any], str]  # of wrong and of right ones: a fault of all of them, or ""
-    chance: int  # wrong trials that a fault may not explain, for each that it does
-    together: Callable[[Any, Any], Any]  # an oracle that is wrong in the ways of two
-    told: Callable[[Any], dict[str, Any]]  # how an oracle is wrong, for JSON
-    covers: Callable[[Any], dict[str, bool]]  # whether what was answered could break an invariant
+    rule: Callable[[Any, Any], str]  # finds a fault of all wrong trials beside right ones, or ""
+    chance: int  # most unexplained wrong trials per trial that a fault explains
+    together: Callable[[Any, Any], Any]  # makes an oracle that is wrong in the ways of two
+    told: Callable[[Any], dict[str, Any]]  # describes a wrong oracle, for JSON
+    covers: Callable[[Any], dict[str, bool]]  # whether answered cases could break each invariant
     reasons: Mapping[str, str]  # why an invariant is not checked
 
 
 @dataclass(frozen=True, eq=False)
 class Trial(ABC):
-    """An operator's result of a case, beside what is right."""
+    """Result of an operator on a case, with the correct result."""
 
     result: Result
     kind: ClassVar[Kind]
@@ -59,14 +59,14 @@ class Trial(ABC):
     @property
     @abstractmethod
     def verdict(self) -> str:
-        """ "right", a channel, a side effect, or why there is no answer."""
+        """Verdict: "right", a channel, a side effect, or why there is no answer."""
 
     @cached_property
     def _agreements(self) -> dict[Any, bool]:
         return {}
 
     def agrees_with(self, oracle: Any) -> bool:
-        """Whether an oracle gives what the operator gave."""
+        """Tell whether an oracle gives the operator's result."""
         if oracle not in self._agreements:
             self._agreements[oracle] = self._compare(oracle)
         return self._agreements[oracle]
@@ -75,28 +75,28 @@ class Trial(ABC):
     def _compare(self, oracle: Any) -> bool: ...
 
     def is_changed_by(self, oracle: Any) -> bool:
-        """Whether a wrong oracle may give something else than what is right."""
+        """Tell whether a wrong oracle may differ from the right one on this case."""
         return True
 
     def name_of_form(self, right: Sequence[Any]) -> str:
-        """The fault of what gave no answer, beside trials that came out right."""
+        """Name the fault of a case without an answer, given the right trials."""
         return {"raised": "raises"}.get(self.verdict, self.verdict)
 
     def said(self) -> str:
-        """Says why there is no answer, or how far a wrong one is off, in half a sentence."""
+        """Say why there is no answer, or how far a wrong one is off, in half a sentence."""
         return self.result.message
 
     def picture(self) -> str:
-        """Shows where it is wrong, in lines, or says why there is no answer."""
+        """Show in lines where the answer is wrong, or say why there is none."""
         return self.result.message
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits to what may be tried."""
+    """Limits on the number of cases and the time."""
 
     examples: int
-    until: float  # of the monotonic clock
+    until: float  # time of the monotonic clock
     seed: int
 
     @property
@@ -108,7 +108,7 @@ def sweep(
     attempt: Callable[[Any], Trial], edges: list[Any], others: SearchStrategy[Any],
     budget: Budget, progress: Progress,
 ) -> list[Trial]:  # fmt: skip
-    """Try every edge, then what Hypothesis makes as far as the budget goes."""
+    """Try every edge case, then cases by Hypothesis within the budget."""
     trials: dict[Any, Trial] = {}
     total = len(edges) + budget.examples
 
@@ -117,7 +117,7 @@ def sweep(
         given_up = any(lost.count(verdict) >= most for verdict, most in _MOST_LOST.items())
         if case not in trials and not given_up and (case in edges or not budget.is_over):
             trials[case] = attempt(case)
-            _ = trials[case].verdict  # compared at once, as time is counted
+            _ = trials[case].verdict  # compare now: the budget counts this time, too
             progress(len(trials), total, "trying cases")
 
     for case in edges:
@@ -136,7 +136,7 @@ def smallest(
     attempt: Callable[[Any], Trial], others: SearchStrategy[Any], known: list[Trial],
     shows: Callable[[Trial], bool], budget: Budget,
 ) -> Trial:  # fmt: skip
-    """The smallest trial that shows a fault: of those known, and of what Hypothesis shrinks to."""
+    """Return the smallest trial that shows a fault, known or found by shrinking."""
     tried: dict[Any, Trial] = {}
 
     def holds(case: Any) -> bool:
@@ -151,7 +151,7 @@ def smallest(
         phases=[Phase.generate, Phase.shrink], verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    if known[0].verdict != "hang" and not budget.is_over:  # else each takes all of the time limit
+    if known[0].verdict != "hang" and not budget.is_over:  # a hang takes the whole time limit
         with suppress(NoSuchExample):
             find(others, holds, settings=quiet)
     return min([*known, *filter(shows, tried.values())], key=lambda trial: trial.case.size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of trials: what they are about, and what they promise."""
+"""Reports of trials, with the scope of their verdict."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..findings import Finding, NotUsable, Report
 from .faults import Fault
 from .trials import Trial
 
-_LEAST_ANSWERED = 0.5  # of the cases: what answers fewer is not proved
-_MOST_TOLD, _MOST_CHARACTERS = 3, 60  # of reasons to refuse
+_LEAST_ANSWERED = 0.5  # an operator that answers a smaller part of the cases is not proved
+_MOST_TOLD, _MOST_CHARACTERS = 3, 60  # number and length of reasons to refuse
 
 
 def check_usable(subject: str, trials: Sequence[Trial]) -> None:
-    """Something must have been answered; a crash on the way is a finding by itself."""
+    """Raise NotUsable if no case was answered; crashes beside answers are findings."""
     if not answered(trials):
         first = trials[0]
         raise NotUsable(
@@ -27,14 +27,14 @@ def check_usable(subject: str, trials: Sequence[Trial]) -> None:
 
 
 def answered(trials: Sequence[Trial]) -> list[Trial]:
-    """Trials with an answer, right or wrong."""
+    """Return the trials with an answer, right or wrong."""
     return [trial for trial in trials if trial.result.status == "answered"]
 
 
 def finding_of(
     subject: str, fault: Fault, least: Trial, trials: Sequence[Trial], count: int, said: str
 ) -> Finding:
-    """A fault that some trials show, the smallest of which is `least`."""
+    """Return the finding of a fault that `count` trials show; `least` is the smallest."""
     tried = sum(trial.verdict != "refused" for trial in trials)
     what = f"{subject} {fault.means}{': ' if said else ''}{said} ({count} of {tried} cases)"
     return Finding(
@@ -47,14 +47,14 @@ def report_of(
     subject: str, trials: Sequence[Trial], findings: Sequence[Finding],
     covers: Mapping[str, bool], reasons: Mapping[str, str], facts: Mapping[str, Any],
 ) -> Report:  # fmt: skip
-    """A report that says how much its verdict is about.
+    """Return a report that says which invariants and cases its verdict covers.
 
     Parameters
     ----------
     covers : mapping
-        Whether anything was tried that could break an invariant.
+        Whether a tried case could break an invariant.
     reasons : mapping
-        Why an invariant is not checked. One that a finding breaks is.
+        Why an invariant is not checked. If a finding breaks one, it counts as checked.
     """
     broken = {finding.invariant for finding in findings}
     checked = [id for id, yes in covers.items() if yes or id in broken]
@@ -73,7 +73,7 @@ def report_of(
 
 
 def _scope(trials: Sequence[Trial], refused: Counter[str]) -> str:
-    """Cases answered, and the commonest reasons to refuse others."""
+    """Return the number of answered cases, and the most common reasons to refuse others."""
     told = [f"{count} {_short(said)}" for said, count in refused.most_common(_MOST_TOLD)]
     told += ["..."] * (len(refused) > _MOST_TOLD)
     count = f"{len(answered(trials))} of {len(trials)} cases answered"

@@ -17,8 +17,8 @@ EXTREMES = ("low", "-inf", "nan")
 _LOW = -65_600  # below any number of float16
 _HIDDEN = 0.9  # fraction of the scores that are -inf or NaN
 _SPARE_COLUMNS = 3
-_NEAR = 2.0**-18  # between scores that share the first bits
-_HIGH = 1e30  # must not be selected, but is larger than all others
+_NEAR = 2.0**-18  # distance of scores that share the first bits
+_HIGH = 1e30  # score larger than all others, which must not be selected
 _LENGTHS = (0, 1, 2, 3, 7, 8, 9, 31, 32, 33, 64, 100, 255, 257)
 _TOPKS = (1, 2, 4, 8, 32, 64)
 _LONG, _LONGEST = 5000, 20_000
@@ -84,7 +84,7 @@ class SelectionCase(Told):
 
     @property
     def size(self) -> int:
-        """A measure of how much a person has to look at."""
+        """Measure of how much a person has to look at."""
         return sum(self.lengths) + self.topk + 8 * self.extras() + 4 * len(self.lengths)
 
     @property
@@ -150,7 +150,7 @@ def edge_cases(features: SelectionFeatures) -> Iterator[SelectionCase]:
         yield replace(batch, values=values)
     yield replace(batch, topk=1)
     yield replace(batch, topk=17)
-    yield replace(batch, lengths=(40, 5, 1), topk=16)  # fewer than topk
+    yield replace(batch, lengths=(40, 5, 1), topk=16)  # some rows have fewer than topk candidates
     yield replace(batch, lengths=(16, 15, 17), topk=16)
     yield replace(batch, lengths=(5, 3, 4), topk=16)
     if features.empty:

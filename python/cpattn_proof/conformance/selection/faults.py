@@ -39,7 +39,7 @@ def _confused(row: Row, _: str) -> bool:
 
 
 def _filled(row: Row, _: str) -> bool:
-    """Test whether all candidates are there, followed by something else than -1."""
+    """Test whether all candidates are selected, followed by anything but -1."""
     if row.count == row.topk:
         return row.is_right
     whole = len(row.chosen) == row.topk and is_best(row.chosen[: row.count], row.scores)
@@ -47,7 +47,7 @@ def _filled(row: Row, _: str) -> bool:
 
 
 def _gaps(row: Row, _: str) -> bool:
-    """Test whether all candidates are there, with -1 at any place."""
+    """Test whether all candidates are selected, with -1 at any place."""
     whole = len(row.chosen) == row.topk and len(row.selected) == row.count
     return whole and is_best(row.selected, row.scores)
 
@@ -61,7 +61,7 @@ def _lost(row: Row, kinds: tuple[str, ...]) -> bool:
 
 
 def _other_count(row: Row, count: int | str) -> bool:
-    """Test whether exactly so many of the best are there, in a tensor of any width."""
+    """Test whether exactly the `count` best are selected, in a tensor of any width."""
     relative = {"one less": -1, "as many": 0, "one more": 1}
     wanted = count if isinstance(count, int) else row.topk + relative[count]
     count = min(wanted, len(row.scores))
@@ -69,14 +69,14 @@ def _other_count(row: Row, count: int | str) -> bool:
 
 
 def _twice(row: Row, _: str) -> bool:
-    """Test whether some candidates come again, which may need ties to show."""
+    """Test whether some candidates are selected twice, which may show only with ties."""
     chosen = row.selected
     inside = ((chosen >= 0) & (chosen < len(row.scores))).all() and len(chosen) <= row.count
     return row.is_right or bool(inside and len(np.unique(chosen)) < len(chosen))
 
 
 def _smallest(row: Row, nan: str) -> bool:
-    """Test whether NaN counts as the smallest, also with signs turned."""
+    """Test whether the smallest are selected; NaN may count as the smallest or the largest."""
     turned = -row.scores if nan == "NaN first" else compared(-row.columns[: len(row.scores)])
     return is_topk(row.chosen, turned, row.topk)
 
@@ -87,7 +87,7 @@ def _rounded(row: Row, dtype: str) -> bool:
 
 
 def _by_part(row: Row, parts: tuple[int, str]) -> bool:
-    """Test whether the best of each part of the keys are there, consecutive or in turn."""
+    """Test whether the best of each part of the keys are selected; parts may take keys in turn."""
     count, order = parts
     share, place, chosen = row.topk // count, np.arange(len(row.scores)), row.selected
     if not share:
@@ -112,19 +112,19 @@ def _of_another_row(row: Row, order: str) -> bool:
 
 
 def _to(row: Row, end: str) -> bool:
-    """Test whether columns after the last candidate count, with their scores."""
+    """Test whether columns after the last candidate count as candidates, with their scores."""
     last = {"last column": None, "longest row": max(map(len, row.every))}
     stop = last[end] if end in last else len(row.scores) + 1
     return is_topk(row.chosen, compared(row.columns[:stop]), row.topk)
 
 
 def _hidden(row: Row, _: str) -> bool:
-    """Test whether columns after the last candidate have a low score, above extreme ones."""
+    """Test whether columns after the last candidate count with a low score, above extreme ones."""
     beyond = row.values in EXTREMES and bool((row.chosen >= len(row.scores)).any())
     return row.is_right or beyond
 
 
-#: By name. If several explain the same rows, the first counts.
+#: Faults by name. If several explain the same rows, the first counts.
 SELECTION_FAULTS = {
     name: Fault(name, "TOPK", means, advice, oracles)
     for name, means, advice, oracles in (

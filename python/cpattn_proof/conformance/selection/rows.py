@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row with an operator's selection, and whether the selection is correct.
+"""Row with an operator's selection, and the test whether the selection is correct.
 
 Any order and any choice among equal scores is correct: a row must have -1 only at its end, and its
 selected scores must be those of its best candidates.
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def scores(self) -> Array:
-        """Scores of its candidates, -inf for NaN."""
+        """Scores of the row's candidates, -inf for NaN."""
         return self.every[self.index]
 
     @property

@@ -26,7 +26,7 @@ class SelectionTrial(Trial):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Rows of the case, for an operator that answered."""
+        """Rows of the case, if the operator answered."""
         case, indices, confused = self.case, self.result.indices, self.result.if_confused
         assert indices is not None
         scores = make_scores(case, shared=self.shared)
@@ -46,7 +46,7 @@ class SelectionTrial(Trial):
 
     @cached_property
     def verdict(self) -> str:
-        """ "right", "wrong", or why there is no answer."""
+        """Verdict: "right", "wrong", or why there is no answer."""
         if self.result.status != "answered":
             return self.result.status
         return "wrong" if self.wrong_rows else "right"
@@ -88,7 +88,7 @@ def _rule(wrong: Sequence[SelectionTrial], right: Sequence[SelectionTrial]) -> s
 
 
 def _is_crowded(case: SelectionCase) -> bool:
-    """Tell whether so many candidates are so close that a bucket may be too small for them."""
+    """Tell whether a bucket may be too small, as many candidates have close scores."""
     return case.values != "normal" and max(case.lengths) > _CROWDED
 
 

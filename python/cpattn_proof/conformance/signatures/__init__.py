@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures of attention operators, a module for each library that has one.
+"""Signatures of attention operators, with one module per library.
 
 ``signature``   their interface, for your own adapters
 """

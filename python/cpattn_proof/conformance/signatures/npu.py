@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch_npu's `npu_fused_infer_attention_score`, over blocks with TND queries.
 
-With ``sparse_mode=3`` the causal mask is aligned to the bottom right, and its template handed over.
+With ``sparse_mode=3`` the causal mask is aligned to the bottom right; a call passes its template.
 """
 
 from __future__ import annotations

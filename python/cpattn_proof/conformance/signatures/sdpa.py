@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torch.nn.functional.scaled_dot_product_attention`.
 
-Its causal mask is aligned to the top left, so that it is asked for only where both corners are one;
-all other masks are given as tensors.
+Its causal mask is aligned to the top left, so it is used only for as many queries as keys; all
+other masks are tensors.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures: how to call an operator, and what such a call can say."""
+"""Signatures: how to call an operator, and which cases such calls can express."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..trials import Kind
 
 
 class Answer(NamedTuple):
-    """Result of an operator, in the one form that is judged.
+    """Result of an operator in the form that is judged.
 
     Attributes
     ----------
     out : tensor [rows, num_heads, v_head_dim]
-        Rows of all sequences; any of padding may follow.
+        Rows of all sequences; padding rows may follow.
     lse : tensor [rows, num_heads] or None
-        Natural logarithm, -inf for a row that sees no key. Looked at where `Features.lse` is True.
+        Natural logarithm, -inf for a row that sees no key. Checked if `Features.lse` is True.
     """
 
     out: Any
@@ -37,10 +37,10 @@ class Signature:
     Attributes
     ----------
     name : str
-        Name that `conform` is given.
+        Name for `conform`.
     features : Features
     call : function of the operator and `Tensors`, which returns an `Answer`
-        Calls it by its own arguments, and brings what it returns into one form.
+        It calls the operator by its own arguments, and converts the results.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Signature:
     kind: ClassVar[Kind] = ATTENTION
 
     def answer(self, fn: Any, case: Case, device: str) -> Result:
-        """Call an operator on a case, and look at the form of what it returns."""
+        """Call an operator on a case, and check the form of its results."""
         tensors = Tensors(case, device)
         answer = self.call(fn, tensors)
         has_lse = self.features.lse and (self.features.alibi_lse or not case.alibi)
@@ -64,7 +64,7 @@ SignatureT = TypeVar("SignatureT", bound=Any)
 
 
 def narrowed(signature: SignatureT, without: Sequence[str]) -> SignatureT:
-    """The signature of an operator that does not do some of what could be said by it."""
+    """Return the signature of an operator that lacks some abilities of this one."""
     features = signature.features
     can = [field.name for field in fields(features) if getattr(features, field.name) is True]
     several = {x: field for field in ("dtypes", "layouts") for x in getattr(features, field, ())}
