@@ -13,7 +13,7 @@ import torch
 from ..findings import Finding
 from .calls import PACKAGE, Site, is_program
 
-_MOST_LINES = 12  # of the message of an assertion
+_MOST_LINES = 12  # most lines of the message of an assertion
 _CHECKS = (
     str(Path(torch.testing.__file__).parent),
     *(str(Path(sysconfig.get_path("stdlib")) / name) for name in ("unittest", "contextlib.py")),

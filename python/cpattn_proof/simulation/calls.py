@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a rank to other ranks: the tensors that it gives to each, and takes from each."""
+"""Calls of a rank to other ranks: the tensors that it gives to each and takes from each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 #: Files of this library.
 PACKAGE = str(Path(__file__).parents[2])
 _HERE = str(Path(__file__).parent)
-# Files that are not the program's: calls pass through their lines.
+# Files outside of the program; a call may pass through their lines.
 _NOT_PROGRAMS = (
     _HERE,
     str(Path(torch.__file__).parent),
@@ -29,7 +29,7 @@ Blocks = dict[int, list[torch.Tensor]]
 
 
 class Site(NamedTuple):
-    """A line of the program."""
+    """Line of the program."""
 
     file: str
     line: int
@@ -85,7 +85,7 @@ class Group:
 
 @dataclass(eq=False)
 class Call:
-    """One call of one rank.
+    """Call of a rank.
 
     Attributes
     ----------
@@ -116,16 +116,16 @@ class Call:
     op: object = None
     peer: int | None = None
     tag: int = 0
-    number: int = 0  # of this rank's calls
+    number: int = 0  # place among this rank's calls
     given: Blocks = field(default_factory=dict)  # copy of `gives` at the call
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # and each once
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # inputs and copies
     partners: dict[int, Call] = field(default_factory=dict)  # all of a collective, or the other end
-    sums: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # theirs together
-    source: int = -1  # of a message that has come
+    sums: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # shared by partners
+    source: int = -1  # sender of a received message
     written_by: Call | None = None  # another call of the rank that fills its memory meanwhile
     complete: bool = False
     delivered: bool = False
-    digest: bytes = b""  # of what was given
+    digest: bytes = b""  # digest of the given tensors
     sent_bytes: int = 0
     begin: float = 0.0  # seconds of the rank's own time
     end: float = 0.0
@@ -151,7 +151,7 @@ class Call:
         return list(tensors.values())
 
     def let_go(self) -> None:
-        """Drop tensors that no rank will take any more, as long programs make many calls."""
+        """Drop tensors that no rank needs any more, since long programs make many calls."""
         if self.partners and all(other.delivered for other in self.partners.values()):
             for call in (self, *self.partners.values()):
                 call._forget()
@@ -170,7 +170,7 @@ class Call:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it gives and takes the same for all ranks: it then fits all calls or none."""
+        """Whether the call gives and takes the same for all ranks, so it fits all calls or none."""
         return self.kind.startswith("all_reduce")
 
     def expected_from(self, source: int) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ class Step:
     digest: bytes
 
 
-Trace = list[list[Step]]  # of each rank
+Trace = list[list[Step]]  # steps of each rank
 
 
 def trace_of(history: Sequence[Sequence[Call]], results: Sequence[Any]) -> Trace:
@@ -97,6 +97,6 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Tell whether values can be compared; of others, such as sparse tensors, only metadata."""
+    """Tell whether values can be compared; of other tensors, e.g. sparse, only metadata can."""
     dense = type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_nested
     return dense and tensor.device.type == "cpu"

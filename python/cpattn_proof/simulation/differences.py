@@ -29,7 +29,7 @@ def picture_of(calls: Iterable[Call], marks: dict[int, str] | None = None) -> st
 def _finding(
     kind: str, what: str, calls: Sequence[Call], beside: Iterable[Call] = (), **marks: Any
 ) -> Finding:
-    """Return a finding of some calls, with those beside them in its picture."""
+    """Return a finding of some calls; its picture also has the calls `beside` them."""
     ordered = sorted(calls, key=lambda call: call.world_rank)
     shown = sorted({*calls, *beside}, key=lambda call: call.world_rank)
     return Finding(

@@ -20,7 +20,7 @@ _Key = tuple[int, str]
 
 @dataclass
 class Round:
-    """Matching calls of a group: the first of each rank, the second, ..."""
+    """Matching calls of a group: the first of each rank, or the second, ..."""
 
     number: int
     calls: dict[int, Call] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Round:
 
 
 class Refuted(Exception):
-    """A call and those of other ranks break an invariant together."""
+    """Error for a call that breaks an invariant together with calls of other ranks."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.what)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo  # modes import it at their first operator, at the cost of the rank
+import torch._dynamo  # otherwise modes import it at their first operator, in the rank's time
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -15,7 +15,7 @@ from ..findings import Finding
 from .calls import Call, Site, site_of_caller
 from .fabric import results_of
 
-_POISON = 0x5A  # of integers; floats get NaN
+_POISON = 0x5A  # byte for integers; floats get NaN
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # Operators that only look at a tensor's place, or wait for it themselves.
 _HARMLESS_NAMESPACES = ("_c10d_functional", "c10d", "_c10d_functional_autograd", "profiler", "prim")

@@ -11,7 +11,7 @@ from ..findings import Finding
 from .calls import Blocks, Call
 from .in_flight import is_dense, surely_overlap
 
-# gloo copies tensors of these; for all others it uses memory as is, as NCCL does for messages.
+# Calls for which gloo copies tensors; for others it uses memory as is, like NCCL for messages.
 _ANY_STRIDES = ("all_gather", "all_gather_coalesced", "gather")
 # Calls that form sums in place of their inputs.
 _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "reduce")

@@ -39,7 +39,7 @@ class _Backend:
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """Group of a rank, whose calls the simulation carries out.
+    """Group of a rank; the simulation carries out its calls.
 
     Methods have the names and arguments that `torch.distributed` and torch's functional collectives
     call; torch's stubs have more.
@@ -65,7 +65,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return False
 
     def set_timeout(self, timeout: Any) -> None:
-        """Ignore it: waits end when no rank can go on."""
+        """Ignore the timeout: waits end when no rank can go on."""
 
     def size(self) -> int:
         return len(self.group.ranks)
@@ -90,7 +90,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def meet(self) -> None:
-        """Wait for all ranks to make the group, as backends that connect them do."""
+        """Wait until all ranks make the group, like backends that connect them."""
         self._begin("new_group").wait()
 
     def shutdown(self) -> None:

@@ -150,7 +150,7 @@ def _recorded_seconds(capture: Capture) -> list[float]:
 
 
 class _NoState:
-    """Empty state: recorded ranks have nothing that a process keeps private."""
+    """Empty state: recorded ranks have no private process state."""
 
     def enter(self) -> None: ...
     def leave(self) -> None: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All operators of `torch.distributed.ReduceOp`, in the order of ranks."""
+"""Reductions by all operators of `torch.distributed.ReduceOp`, in the order of ranks."""
 
 from __future__ import annotations
 

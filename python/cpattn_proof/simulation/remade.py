@@ -15,7 +15,7 @@ from .steps import Exchange, Planned, Span, Step
 _AGREEMENT = " (agreement)"  # exchanges whose sizes do not depend on rows
 _ATTENTION = ("ContextParallel.attend", "run_attention")
 
-Batch = list[list[Step]]  # of each rank
+Batch = list[list[Step]]  # steps of each rank
 
 
 def remade_steps(

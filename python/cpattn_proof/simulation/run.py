@@ -147,7 +147,7 @@ class Run:
         del self._waiting[rank]
 
     def give_way(self) -> None:
-        """Let other ranks run, as repeated polling is a wait."""
+        """Let other ranks run, because repeated polling is a wait."""
         self._scheduler.give_way()
 
     def _wait(self, call: Call) -> None:

@@ -18,11 +18,11 @@ _AFTER_THE_END = 2.0  # seconds for a rank that is asked to end
 
 
 class Stopped(BaseException):
-    """Ends a rank when the simulation is over; `except Exception` does not catch it."""
+    """Error that ends a rank when the simulation is over; `except Exception` misses it."""
 
 
 class RankState(Protocol):
-    """Private state of a rank, although all ranks share one process."""
+    """Private state of a rank in the process that all ranks share."""
 
     def enter(self) -> None: ...
     def leave(self) -> None: ...
@@ -114,7 +114,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Check that the caller is the running rank and that the simulation goes on."""
-        if self._abandoned:  # a rank that keeps catching every exception
+        if self._abandoned:  # the rank keeps catching every exception
             threading.Event().wait()
         if not self.is_turn():
             self.stop(

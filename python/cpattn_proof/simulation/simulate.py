@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a program in one process."""
+"""Simulation of a program: runs all its ranks in one process, and reports faults."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _check_own_modules(names: Sequence[str]) -> None:
 def _is_there(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ValueError:  # of a module without a specification, which cannot be imported again
+    except ValueError:  # the module has no specification, so it cannot be imported again
         return False
 
 
@@ -346,8 +346,8 @@ def _judge_alone(program: Program, options: Options) -> Report:
 
 
 def _checked(run: Run) -> tuple[str, ...]:
-    """Return the invariants that were decided: OWN if calls cut rows for the ranks, and those
-    of results that ranks hand over."""
+    """Return the decided invariants: SEQ, OWN if calls cut rows for the ranks, and invariants of
+    results that ranks hand over."""
     ids = {"SEQ", *(finding.invariant for finding in run.findings)}
     ids.update(run.expected.decided)
     if any(call.kind in CUTS_ROWS for calls in run.fabric.history for call in calls):
@@ -372,7 +372,7 @@ def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
 def _run_once(
     program: Program, options: Options, seed: int, cuda: CudaAsCpu, *, quiet: bool
 ) -> tuple[Run, comparison.Trace]:
-    """Run one order; again with the CPU as stand-in if a rank lacks a device."""
+    """Run one order; if a rank lacks a device, run it again with the CPU as stand-in."""
     run, results = _run(program, options, seed, cuda, quiet=quiet)
     may_lack_a_device = not isinstance(run.failure, NotUsable) or isinstance(run.failure, _Exited)
     if may_lack_a_device and cuda.should_turn_on(run.failure):
@@ -419,7 +419,7 @@ def _run(
                 if ending.code:
                     raise _Exited(f"simulate: rank {rank} exits with {ending.code}") from None
             except Exception as error:
-                texts[rank] = _message_of(error)  # here, within the time limit
+                texts[rank] = _message_of(error)  # the time limit still applies here
                 raise
 
         try:

@@ -27,7 +27,7 @@ _ALIKE = {
 
 @dataclass(frozen=True)
 class Planned:
-    """Batch that all ranks must plan alike; it sends nothing."""
+    """Plan of a batch, which all ranks must make alike; it sends nothing."""
 
     KINDS: ClassVar = tuple(_ALIKE)
 
@@ -60,7 +60,7 @@ Step = Planned | Exchange | Span
 
 
 def recorded_steps(capture: Capture) -> list[list[Step]]:
-    """Return the steps of each rank by number; NotUsable if a rank is missing or comes twice."""
+    """Return the steps of each rank by number; NotUsable if a rank is missing or occurs twice."""
     by_rank: dict[int, list[Step]] = {}
     sizes = set()
     for rank in capture.ranks:

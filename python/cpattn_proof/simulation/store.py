@@ -80,4 +80,4 @@ class SimulatedStore(Store):
             self.set(key, value)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Ignore it: waits end when no rank can go on."""
+        """Ignore the timeout: waits end when no rank can go on."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles that a program holds while calls go on."""
+"""Handles of calls in flight."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SimulatedWork(dist.Work):
 
     def __init__(self, call: Call, wait: Callable[[Call], None], poll: Callable[[Call], bool]):
         super().__init__()
-        self._outputs = call.outputs  # the call itself drops them
+        self._outputs = call.outputs  # the call drops its own list
         self._call, self._wait, self._poll = call, wait, poll
 
     def wait(self, timeout: Any = None) -> bool:

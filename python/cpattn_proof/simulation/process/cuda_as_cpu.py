@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of CUDA, done by the CPU: what programs of GPUs do between their calls of communication.
+"""Calls of CUDA, done by the CPU, so that programs for GPUs can run between communication.
 
-Tensors of CUDA are tensors of the CPU that are marked; streams do at once what they are given. Each
-rank sees as many devices as there are ranks.
+Tensors of CUDA are marked tensors of the CPU; streams do their work at once. Each rank sees as many
+devices as there are ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MARK = "_cpattn_is_of_cuda"
 
 
 class Ranks(Protocol):
-    """Part of a run that the calls of CUDA ask for."""
+    """Interface of a run for the calls of CUDA."""
 
     size: int
 
@@ -53,12 +53,12 @@ class Ranks(Protocol):
 
 
 class CudaAsCpu:
-    """Whether calls of CUDA are done by the CPU in a simulation.
+    """Decides whether the CPU does calls of CUDA in a simulation.
 
     Parameters
     ----------
     wanted : bool or None
-        None: where there is no device, once a rank fails for want of one.
+        Whether the CPU does them. None: if there is no device and a rank fails for lack of one.
     """
 
     def __init__(self, wanted: bool | None) -> None:
@@ -68,13 +68,13 @@ class CudaAsCpu:
         self._asked = False
 
     def should_turn_on(self, failure: BaseException | None) -> bool:
-        """Whether a run that failed is to be repeated with calls of CUDA."""
+        """Tell whether to repeat a failed run with calls of CUDA on the CPU."""
         if self.is_on or not self._may_turn_on or failure is None:
             return False
         return self._asked or is_about_cuda(failure)
 
     def changes(self, run: Ranks) -> list[tuple[Any, str, Any]]:
-        """Owners, names and stand-ins."""
+        """Return the replacements for a run: owners, names and stand-ins."""
         if self.is_on:
             return _stand_ins(run, self)
         return [
@@ -84,7 +84,7 @@ class CudaAsCpu:
         ]
 
     def of_rank(self) -> contextlib.AbstractContextManager[Any]:
-        """Have tensors of the thread be on the CPU, whatever device is named."""
+        """Return a context in which the thread makes tensors on the CPU, for any device name."""
         return _TensorsOnCpu(self) if self.is_on else contextlib.nullcontext()
 
     def _noting(self, ask: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +96,7 @@ class CudaAsCpu:
 
 
 def is_about_cuda(error: BaseException) -> bool:
-    """Whether an error is one of torch without CUDA."""
+    """Tell whether an error is about the lack of CUDA."""
     kinds = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
     return isinstance(error, kinds) and bool(_ABOUT_CUDA.search(_text_of(error)))
 
@@ -112,7 +112,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _TensorsOnCpu(TorchFunctionMode):
-    """Mode of torch in which tensors are made on the CPU, and copied where a device would copy."""
+    """Mode of torch that makes tensors on the CPU, and copies them as a device would."""
 
     def __init__(self, cuda: CudaAsCpu) -> None:
         super().__init__()
@@ -152,14 +152,14 @@ class _TensorsOnCpu(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not _is_marked(tensor):
             return result
-        # A torch.device may be that of a tensor, which is on the CPU: then nothing moves.
+        # A torch.device may come from a tensor, which is on the CPU: then nothing moves.
         if func is torch.Tensor.cpu or any(isinstance(one, str) for one in targets):
             return tensor.clone() if result is tensor else result
         _mark(result)
         return result
 
     def _to_cuda(self, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """The result on the device: as a copy where it is still the tensor of the host."""
+        """Return the result, marked as on the device; a copy if it is the host's tensor itself."""
         self._cuda.is_used = True
         if result is tensor and not _is_marked(tensor):
             result = tensor.clone()
@@ -172,7 +172,7 @@ def _has_storage(tensor: Any) -> bool:
 
 
 def _mark(tensor: Any) -> None:
-    """Have the memory of a tensor count as that of a device; objects of storages live as long."""
+    """Mark the memory of a tensor as a device's; its storage object lives as long as the memory."""
     if _has_storage(tensor):
         setattr(tensor.untyped_storage(), _MARK, True)
 
@@ -186,7 +186,7 @@ def _any_marked(arguments: Any) -> bool:
 
 
 class Stream:
-    """A stream whose work is done when it is given."""
+    """Stream that does its work at once."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device, self.priority, self.cuda_stream = torch.device("cpu"), priority, 0
@@ -200,13 +200,13 @@ class Stream:
         return event
 
     def synchronize(self, *_: Any) -> None:
-        """All is done already."""
+        """Do nothing, as all work is done."""
 
     wait_event = wait_stream = synchronize
 
 
 class Event:
-    """A point in time of the process."""
+    """Point in time of the process."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._at = 0.0
@@ -221,7 +221,7 @@ class Event:
         return True
 
     def synchronize(self, *_: Any) -> None:
-        """All is done already."""
+        """Do nothing, as all work is done."""
 
     wait = synchronize
 
@@ -350,7 +350,7 @@ def _entering(begin: Callable[..., None], cuda: CudaAsCpu) -> Callable[..., None
 
 
 def _without_device(begin: Callable[..., Any], cuda: CudaAsCpu) -> Callable[..., Any]:
-    """`init_process_group`, whose device would have to be one of this machine."""
+    """Return `init_process_group` that ignores its device, which this machine may lack."""
 
     def begun(*arguments: Any, device_id: Any = None, **options: Any) -> Any:
         cuda.is_used = cuda.is_used or device_id is not None

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Turn(Protocol):
-    """Turns of ranks, of which one runs at a time."""
+    """Interface of the ranks' turns; one rank runs at a time."""
 
     @property
     def rank(self) -> int: ...
@@ -21,14 +21,14 @@ class Turn(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """Whether what ranks print is shown, and with the rank before each line."""
+    """Printed text of ranks: whether it is shown, and with the rank before each line."""
 
     quiet: bool = False
     prefix: bool = False
 
     @contextlib.contextmanager
     def of(self, turn: Turn, *, quiet: bool) -> Iterator[None]:
-        """Show, or not, what is printed meanwhile; `quiet` for runs that repeat an earlier one."""
+        """Show or hide text printed in the block; `quiet` hides runs that repeat an earlier one."""
         if not (self.quiet or quiet or self.prefix):
             yield
             return
@@ -43,7 +43,7 @@ class Output:
 
 
 class _Bytes(io.RawIOBase):
-    """Bytes that programs write, among the lines."""
+    """Binary stream of programs, written between the lines."""
 
     def __init__(self, lines: _Lines) -> None:
         self._lines = lines
@@ -68,7 +68,7 @@ class _Lines(io.TextIOBase):
         self.buffer = _Bytes(self)
 
     def write(self, text: str) -> int:
-        if self._is_over:  # a handler of logging keeps the stream of the first run
+        if self._is_over:  # a handler of logging keeps this stream in later runs
             following = getattr(sys, self._name)
             return int((self._stream if following is self else following).write(text))
         if not self._turn.is_rank():
@@ -91,14 +91,14 @@ class _Lines(io.TextIOBase):
         return self._stream.fileno()
 
     def reconfigure(self, **_: object) -> None:
-        """Whole lines are passed on in any case."""
+        """Ignore options, as whole lines are passed on in any case."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding
 
     def finish(self) -> None:
-        """Lines without an end; what is written later goes where output goes then."""
+        """Write unfinished lines; later text goes to the output of its time."""
         self._is_over = True
         for rank, rest in sorted(self._begun.items()):
             if rest:

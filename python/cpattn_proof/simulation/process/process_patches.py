@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of torch and Python for the while in which one process holds all ranks."""
+"""Patches of torch and Python, in place while one process holds all ranks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from . import torch_names
 
 @contextlib.contextmanager
 def installed(run: Run, others: Iterable[tuple[Any, str, Any]] = ()) -> Iterator[None]:
-    """Every group that a program makes is simulated, whatever backend it names.
+    """Simulate every group that a program makes, with any backend, within the block.
 
     Parameters
     ----------
     run : Run
-        Carries out what groups are asked for.
+        Carries out the calls of groups.
     others : iterable of (owner, name, value)
-        Further replacements for as long.
+        Further replacements within the block.
     """
     changes: list[tuple[Any, str, Any]] = [
         (c10d, "_new_process_group_helper", _group_maker(run)),
         (c10d, "rendezvous", _rendezvous(run)),
-        # Torch warns of each backend that it was built without.
+        # Torch's own function warns of each backend that torch was built without.
         (c10d, "_get_default_timeout", lambda backend: default_pg_timeout),
         (c10d, "_store_based_barrier", _store_barrier(run)),
         (BaseProcess, "start", _refusal(run, "starts processes", BaseProcess.start)),
@@ -57,7 +57,7 @@ def installed(run: Run, others: Iterable[tuple[Any, str, Any]] = ()) -> Iterator
     with contextlib.ExitStack() as stack:
         for owner, name, value in changes:
             stack.enter_context(mock.patch.object(owner, name, value))
-        torch_names.isolate_threads(True)  # each rank registers groups of the same names
+        torch_names.isolate_threads(True)  # ranks register groups with equal names
         stack.callback(torch_names.isolate_threads, False)
         yield
 
@@ -77,7 +77,7 @@ def _group_maker(run: Run) -> Callable[..., Any]:
         pg_tag: str | None = None,
         device_id: Any = None,
         group_desc: str | None = None,
-        **_: Any,  # releases add options, which are of backends
+        **_: Any,  # further options of some releases, all for backends
     ) -> Any:
         if group_name in c10d._world.pg_names.values():
             raise ValueError(f"new_group: there is a group {group_name} already")
@@ -93,7 +93,7 @@ def _group_maker(run: Run) -> Callable[..., Any]:
             )
         if run.rank not in ranks:
             return c10d.GroupMember.NON_GROUP_MEMBER, None
-        if not c10d._world.pg_names:  # all were destroyed, and torch counts from 0 again
+        if not c10d._world.pg_names:  # no group is left, so torch counts from 0 again
             generations[run.rank] += 1
         group = SimulatedGroup(
             Group(str(group_name), ranks, generations[run.rank]),
@@ -137,7 +137,7 @@ def _store_barrier(run: Run) -> Callable[..., None]:
 
 def _store_maker(run: Run, kind: str) -> Callable[..., SimulatedStore]:
     def make(*arguments: Any, **options: Any) -> SimulatedStore:
-        if kind == "HashStore":  # which nobody else can find
+        if kind == "HashStore":  # other ranks cannot find it
             return run.store_of(object())
         names = ("host_name", "port") if kind == "TCPStore" else ("file_name",)
         given = dict(zip(names, arguments, strict=False)) | options
@@ -147,7 +147,7 @@ def _store_maker(run: Run, kind: str) -> Callable[..., SimulatedStore]:
 
 
 def _signals(run: Run) -> list[tuple[Any, str, Any]]:
-    """Python lets the main thread alone handle signals: none reaches a rank, by a timer neither."""
+    """Keep signals and timers from ranks: Python lets only the main thread handle signals."""
     chosen: dict[tuple[int, int], Any] = {}
     choose, ask = signal.signal, signal.getsignal
 
@@ -188,7 +188,7 @@ def _signals(run: Run) -> list[tuple[Any, str, Any]]:
 
 
 def _one_profiler(run: Run) -> list[tuple[Any, str, Any]]:
-    """Torch has one profiler in a process, and ends this where two threads use it at a time."""
+    """Refuse a second profiling rank: if two threads profile at a time, torch ends the process."""
     owners: list[int] = []
     profiler: Any = torch.autograd.profiler
 
@@ -220,7 +220,7 @@ def _one_profiler(run: Run) -> list[tuple[Any, str, Any]]:
 
 
 def _exit_of_ranks(run: Run) -> Callable[[int], Any]:
-    """`os._exit` ends the rank that calls it: the process has the others, and the report."""
+    """Return `os._exit` that ends only the calling rank, as the process has the others."""
     outside, leave = threading.current_thread(), os._exit
 
     def end(status: int) -> Any:
@@ -239,7 +239,7 @@ def _exit_of_ranks(run: Run) -> Callable[[int], Any]:
 
 
 def _ends_of_processes(run: Run) -> list[tuple[Any, str, Any]]:
-    """Replaces what would copy or end the process of all ranks, under both of its names."""
+    """Replace functions that copy or end the process of all ranks, in `os` and `posix`."""
     leave = _exit_of_ranks(run)
     changes: list[tuple[Any, str, Any]] = [(module, "_exit", leave) for module in (os, posix)]
     kinds = {

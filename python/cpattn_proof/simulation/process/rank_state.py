@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a process that each rank has to itself, in place whenever it is the rank's turn."""
+"""Private process state of each rank, in place during the rank's turns."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-# Programs may have it by another name: it stays, and what it holds is exchanged.
+# Programs may hold a reference to this object, so it stays and its contents are exchanged.
 _ENVIRON: Any = os.environ
-# Names of torch.distributed.distributed_c10d, each with what a new process has there.
+# Names in torch.distributed.distributed_c10d, with the functions that make their first values.
 _WORLD: dict[str, Callable[[], Any]] = {
     "_world": lambda: c10d._World(),
     "_pg_map": dict,
@@ -36,7 +36,7 @@ _WORLD: dict[str, Callable[[], Any]] = {
 
 @dataclass
 class Randomness:
-    """The state of the generators that programs share without saying so."""
+    """State of the global random generators."""
 
     python: Any = field(default_factory=random.getstate)
     numpy: Any = field(default_factory=np.random.get_state)
@@ -49,10 +49,10 @@ class Randomness:
 
 
 class ProcessState:
-    """State of a process that one rank has to itself.
+    """Process state of one rank.
 
-    Environment, working folder, arguments, `sys.path`, `__main__`, groups, random numbers and own
-    modules.
+    It has environment, working folder, arguments, `sys.path`, `__main__`, groups, random numbers
+    and own modules.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class ProcessState:
         self.main = types.ModuleType("__main__")
 
     def enter(self) -> None:
-        """Put all of it in place."""
+        """Put the state in place."""
         self._outside = (_ENVIRON._data, sys.argv, sys.path, sys.modules["__main__"])
         self._outer_folder = _working_folder()
         self._outer_dtype = torch.get_default_dtype()
@@ -104,7 +104,7 @@ class ProcessState:
         torch.set_default_dtype(self._dtype)
 
     def leave(self) -> None:
-        """Take it away again; what the rank has changed of it is kept."""
+        """Restore the process, and keep the state as the rank has changed it."""
         self._randomness = Randomness()
         self._dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._outer_dtype)
@@ -136,7 +136,7 @@ class ProcessState:
 
 
 def _working_folder() -> str | None:
-    """None where it has been removed."""
+    """Return the working folder, or None if it has been removed."""
     try:
         return os.getcwd()
     except OSError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private names of torch that a simulation needs, and what differs between its releases.
+"""Private names of torch that a simulation needs, and differences between its releases.
 
-Other modules do not ask for the release. Importing this raises `NotUsable` where torch lacks a name
-for which nothing here stands in.
+Other modules do not depend on the release. Importing this module raises `NotUsable` if torch lacks
+a name without a stand-in here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEEDED = {
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.utils._pytree": ("tree_iter", "tree_leaves"),
 }  # fmt: skip
-#: A name that some of these releases have; `register` does without.
+#: Name that some of these releases have; `register` can do without it.
 OPTIONAL = {"torch.distributed.distributed_c10d": ("_register_pg_in_world",)}
 
 
@@ -55,7 +55,7 @@ _check()
 def register(
     group: Any, name: str, *, backend: str, backend_config: str, store: Any, tag: str | None
 ) -> None:
-    """Have `torch.distributed` know a group, as its own makers of groups do."""
+    """Register a group with `torch.distributed`, as its own functions do."""
     untyped: Any = c10d
     if hasattr(c10d, "_register_pg_in_world"):  # from 2.13 on
         untyped._register_pg_in_world(
@@ -80,10 +80,10 @@ def register(
 
 
 def isolate_threads(on: bool) -> None:
-    """Have each thread, or all of them together, own names in torch's registry of groups."""
+    """Give each thread its own names in torch's registry of groups, or all threads the same."""
     cast(Any, torch._C._distributed_c10d)._set_thread_isolation_mode(on)
 
 
 def without_dispatch() -> AbstractContextManager[None]:
-    """Operators within are seen by no mode."""
+    """Return a context in which no mode sees operators."""
     return torch._C._DisableTorchDispatch()
