@@ -54,7 +54,7 @@ class ZooEntry:
     invariant : str
         Id that the tool names.
     story : str
-        The bug in one sentence.
+        One sentence about the bug.
     broken, mended : callables without arguments
         Run the tool on the bug, and on the same code without it; each returns a `Report`.
     shipped : Shipped, optional

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the bugs of the zoo in all modules in the folders of the tools."""
+"""Registry of the zoo: finds the bugs in all modules in the folders of the tools."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in parts and over pages, as engines got it wrong.
+"""Bugs of engines in attention over parts and pages.
 
-Each is `cpattn.paged_attention`, put together as the engine did. Cases at the edges are enough.
+Each operator is made from `cpattn.paged_attention` as in the engine. Edge cases are enough.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def _merged_by_ratio(q: Any, k: Any, v: Any, *, mended: bool = False, **options:
 
 
 def _empty_chunk(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any) -> _Part:
-    """vllm#49294: the log-sum-exp of a chunk without keys is that of nothing but a start value."""
+    """vllm#49294: the log-sum-exp of a chunk without keys is a finite start value."""
     out, lse = _attend(q, k, v, **options)
     return out, lse if mended else lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _masked_rows(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any) -> _Part:
-    """flashinfer#4452: -5e4 stands for -inf in scores, and comes out."""
+    """flashinfer#4452: -5e4 stands for -inf in scores, and is then returned as log-sum-exp."""
     out, lse = _attend(q, k, v, **options)
     return out, lse if mended else lse.clamp(min=-5e4)
 
@@ -88,7 +88,7 @@ def _merged_base_2(q: Any, k: Any, v: Any, *, mended: bool = False, **options: A
 
 
 def _dropped_sink(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any) -> _Part:
-    """TransformerEngine#3551: the helpers of the exchange do not hand the sink on."""
+    """TransformerEngine#3551: the helpers of the exchange do not pass the sink on."""
     if not mended:
         options["sinks"] = None
     return _attend(q, k, v, **options)
@@ -97,7 +97,7 @@ def _dropped_sink(q: Any, k: Any, v: Any, *, mended: bool = False, **options: An
 def _swallowed_sink(
     q: Any, k: Any, v: Any, *, mended: bool = False, sinks: Any = None, **kwargs: Any
 ) -> _Part:
-    """prime-rl#3397: ``**kwargs`` takes the sink, and nobody asks for it."""
+    """prime-rl#3397: ``**kwargs`` takes the sink, and no code reads it."""
     return _attend(q, k, v, **kwargs, **({"sinks": sinks} if mended else {}))
 
 
@@ -112,7 +112,7 @@ def _int32_offset(q: Any, k: Any, v: Any, *, mended: bool = False, **options: An
 
 
 def _hidden_by_a_number(q: Any, k: Any, v: Any, *, mended: bool = False, **options: Any) -> _Part:
-    """onnxruntime#28904: hidden scores are -1e30, all alike in rows that see no key."""
+    """onnxruntime#28904: hidden scores are -1e30, so a row that sees no key has equal weights."""
     out, lse = _attend(q, k, v, **options)
     row = 0
     sequences = zip(options["block_tables"], options["q_lens"], options["kv_lens"], strict=True)
@@ -169,7 +169,7 @@ def _entry(
 
 
 def _named(operator: Callable[..., _Part], *, mended: bool) -> Callable[..., _Part]:
-    """The operator, as broken or mended, with a name for messages."""
+    """Return the operator, broken or mended, with a name for messages."""
 
     def attention(q: Any, k: Any, v: Any, **options: Any) -> _Part:
         return operator(q, k, v, mended=mended, **options)
@@ -181,7 +181,7 @@ ENTRIES = [
     _entry(
         "vllm-project/vllm#39148", "LSE",
         "The merge of two parts without keys gives NaN.", _merged_by_ratio,
-        without=("sinks",),  # which would count in both parts
+        without=("sinks",),  # they would count in both parts
     ),
     _entry(
         "vllm-project/vllm#49294", "LSE",

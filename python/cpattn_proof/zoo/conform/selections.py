@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selections of keys for sparse attention, as engines got them wrong."""
+"""Bugs of engines in selections of keys for sparse attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUCKET_SHIFT = 18  # leaves sign, exponent and five bits of the fraction
 
 
 def _bucket(scores: Any, lengths: Any, topk: int, *, mended: bool) -> Any:
-    """b12x#55: the bucket of the threshold has so many slots; later candidates are lost."""
+    """b12x#55: the bucket of the threshold has 4096 slots; later candidates are lost."""
     import torch
 
     out = torch.full((len(scores), topk), -1, dtype=torch.int32)
@@ -38,7 +38,7 @@ def _bucket(scores: Any, lengths: Any, topk: int, *, mended: bool) -> Any:
 def _local(
     indices: Any, *, dcp_rank: int, dcp_size: int, interleave_size: int, mended: bool
 ) -> Any:
-    """vllm#54541: what a rank has is looked up by its position in the whole sequence."""
+    """vllm#54541: keys of a rank are looked up by their positions in the whole sequence."""
     import torch
 
     owner = indices // interleave_size % dcp_size
@@ -53,7 +53,7 @@ def _local(
 def _hidden_by_float16(
     scores: Any, lengths: Any, topk: int, row_starts: Any = None, *, mended: bool
 ) -> Any:
-    """cudnn-frontend#446: columns of no candidate get the smallest number of float16."""
+    """cudnn-frontend#446: columns without a candidate get the lowest number of float16."""
     import torch
 
     from cpattn.sparse.sglang_0_5_23 import fast_topk
@@ -72,7 +72,7 @@ def _hidden_by_float16(
 def _above_threshold(
     scores: Any, lengths: Any, topk: int, row_starts: Any = None, *, mended: bool
 ) -> Any:
-    """vllm#50201: NaN is neither above a threshold nor equal to it, and nothing fills its place."""
+    """vllm#50201: NaN is neither above a threshold nor equal to it, so its place stays empty."""
     import torch
 
     from cpattn.sparse.sglang_0_5_23 import fast_topk
@@ -104,7 +104,7 @@ def _entry(
 
 
 def _named(operator: Callable[..., Any], *, mended: bool) -> Callable[..., Any]:
-    """The operator, as broken or mended, with a name for messages."""
+    """Return the operator, broken or mended, with a name for messages."""
 
     def select(*arguments: Any, **options: Any) -> Any:
         return operator(*arguments, mended=mended, **options)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs that integers refute: plans, lengths, tables, descriptors; a module for each kind."""
+"""Bugs that the linter refutes by integers, one module per kind: plans, lengths, tables, ..."""

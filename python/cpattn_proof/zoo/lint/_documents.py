@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small plans of ranks, of which the bugs here are made."""
+"""Parts of small plans of ranks, from which the bugs in this folder are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Document = dict[str, Any]
 
 
 def document(**parts: Any) -> Document:
-    """A document with these parts."""
+    """Return a document with these parts."""
     return {"schema": "cpattn-plan/1", **parts}
 
 
@@ -26,7 +26,7 @@ def entry(
     kind: str = "issues",
     shipped: Shipped | None = None,
 ) -> ZooEntry:
-    """A bug that the linter refutes; `make` gives the document, mended if told so."""
+    """Make the entry of a bug that the linter refutes; `make(mended)` returns its document."""
 
     def report(mended: bool) -> Report:
         return lint(make(mended), name=f"{bug}, {'mended' if mended else 'broken'}")
@@ -39,27 +39,27 @@ def entry(
 
 
 def rows(pieces: Iterable[Sequence[int]]) -> dict[str, list[int]]:
-    """Rows of a rank, of (request, position, count)."""
+    """Return rows of a rank from pieces (request, position, count)."""
     return columns(("request", "position", "count"), pieces)
 
 
 def columns(names: Sequence[str], lines: Iterable[Sequence[int]]) -> dict[str, list[int]]:
-    """Lines as columns."""
+    """Return the columns of lines, by name."""
     table = list(lines)
     return {name: [line[i] for line in table] for i, name in enumerate(names)}
 
 
 def local_length(tokens: int, rank: int, ranks: int, interleave: int = 1) -> int:
-    """Count the first tokens that a rank keeps, `interleave` in a row."""
+    """Count how many of the first `tokens` a rank keeps, if ranks take `interleave` in turn."""
     rounds, rest = divmod(tokens, ranks * interleave)
     return rounds * interleave + min(max(rest - rank * interleave, 0), interleave)
 
 
 def decode_rows(lens: Sequence[int], queries: int = 1) -> dict[str, list[int]]:
-    """The last tokens of each sequence, as every rank has them in decoding."""
+    """Return rows of the last tokens of each sequence, which every rank has in decoding."""
     return rows((number, length - queries, queries) for number, length in enumerate(lens))
 
 
 def decode_requests(lens: Sequence[int], queries: int = 1) -> list[dict[str, int]]:
-    """Sequences of which the last tokens are new."""
+    """Return requests whose last tokens are new."""
     return [{"prefix": length - queries, "extend": queries} for length in lens]

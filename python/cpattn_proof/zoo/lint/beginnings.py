@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five bugs of context parallelism on Ascend with which this project began."""
+"""Five bugs of context parallelism on Ascend with which this project began."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _TESTS = "tests_py/integrations/sglang/test_sglang_bugs{}.py"
 
 
 def _blocks(length: int, ranks: int) -> list[int]:
-    """The blocks of a zigzag."""
+    """Return the sizes of the blocks of a zigzag."""
     size, rest = divmod(length, 2 * ranks)
     return [size + (block < rest) for block in range(2 * ranks)]
 
 
 def _halved_rows(mended: bool) -> Document:
-    """Rows of both blocks of all sequences were halved, and the halves taken for the blocks."""
+    """A rank's rows, from two blocks of each sequence, were halved; the halves served as blocks."""
     lens, ranks = [5, 5], 2
     parts = []
     for rank in range(ranks):
@@ -39,7 +39,7 @@ def _halved_rows(mended: bool) -> Document:
 
 
 def _forgotten_prefix(mended: bool) -> Document:
-    """The indexer counted the new keys, and took so many from the begin of the sequence."""
+    """The indexer counted the new keys, and took that many from the start of the sequence."""
     prefix, extend, ranks, k = 12, 8, 2, 4
     blocks = _blocks(extend, ranks)
     scores = [(7 * key) % 23 for key in range(prefix + extend)]
@@ -59,7 +59,7 @@ def _forgotten_prefix(mended: bool) -> Document:
 
 
 def _ragged_decode(mended: bool) -> Document:
-    """Rows of a concatenation were selected in a decode step, which has tables only."""
+    """A decode step, which has only tables, selected rows of concatenated sequences."""
     lens, k = [29, 18], 4
     starts = [0, 0] if mended else [0, lens[0]]
     lines = []
@@ -73,7 +73,7 @@ def _ragged_decode(mended: bool) -> Document:
 
 
 def _token_for_page(mended: bool) -> Document:
-    """The length of a page was that of one token, where buffers are lists of tokens."""
+    """The length of a page was the length of one token, as buffers are lists of tokens."""
     page_size, num_pages, token = 8, 8, 64
     page = page_size * token
     side = memory(page_size, [(0, "k", page), (0, "v", page)]) | {"num_pages": num_pages}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Borders between ranks, chunks and windows that something was not carried over."""
+"""Bugs at borders between ranks, chunks and windows: something was not carried over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .transfers import transfer
 
 
 def _state_begins_anew(mended: bool) -> Document:
-    """Layers with a state scan the tokens of a rank; the second rank began with an empty state."""
+    """A layer with a state scans the tokens of a rank; the second rank began with empty state."""
     size, ranks = 8, 2
     parts = []
     for rank in range(ranks):
@@ -23,7 +23,7 @@ def _state_begins_anew(mended: bool) -> Document:
 
 
 def _overlap_lost(mended: bool) -> Document:
-    """Four tokens become one, which also sees the four before; decoding had one window only."""
+    """Four tokens become one unit, which also sees the previous four; decoding saw only four."""
     ratio, length = 4, 20
     last = length - 1
     first = length - 2 * ratio if mended else length - ratio
@@ -35,9 +35,9 @@ def _overlap_lost(mended: bool) -> Document:
 
 
 def _candidates_shared_out(mended: bool) -> Document:
-    """Each of P ranks kept k / P of k keys: those of one rank may be all of the best."""
+    """Each of P ranks kept k / P of k keys, but all the best keys may be on one rank."""
     keys, ranks, k = 16, 2, 4
-    scores = [key if key % ranks == 0 else -key for key in range(keys)]  # the best are of rank 0
+    scores = [key if key % ranks == 0 else -key for key in range(keys)]  # rank 0 has the best
     parts = []
     for rank in range(ranks):
         own = sorted(range(rank, keys, ranks), key=lambda key: -scores[key])[: k // ranks]
@@ -54,13 +54,13 @@ def _candidates_shared_out(mended: bool) -> Document:
 
 
 def _across_two_chunks(mended: bool) -> Document:
-    """A rank has the first and the last chunk of new tokens behind each other. A block of keys that
-    begins in the middle went over the border, in one piece."""
+    """A rank has the first and the last chunk of new tokens next to each other. A block of keys
+    that begins in the first chunk was copied in one piece, over the border between them."""
     chunk, token, block = 8, 64, 8
     buffer = {"layer": 0, "kind": "k", "nbytes": 4 * chunk * token, "item_len": chunk * token}
     source = {"page_size": chunk, "entries": [buffer | {"addr": 0}]}
     target = {"page_size": chunk, "entries": [buffer | {"addr": 1 << 16}]}
-    begin, rest = 4, 4  # tokens of the first chunk before the block, and in it
+    begin, rest = 4, 4  # tokens of the first chunk before the block, and in the block
     blocks = [(begin * token, (1 << 16) + begin * token, block * token)]
     if mended:
         blocks = [
@@ -72,7 +72,7 @@ def _across_two_chunks(mended: bool) -> Document:
 
 
 def _owner_of_the_first(mended: bool) -> Document:
-    """Decoded tokens go to ranks by pages; step 0 less one is a page of the last rank."""
+    """Decoded tokens go to ranks by pages; for step 0 the page was -1, which is the last rank's."""
     page, ranks, prompt = 4, 2, 8
     parts = []
     for rank in range(ranks):
@@ -87,7 +87,7 @@ def _owner_of_the_first(mended: bool) -> Document:
 
 
 def _tokens_of_all_ranks(mended: bool) -> Document:
-    """44 tokens of a step are of two ranks, 22 each; the rank ran with the number of both."""
+    """A step has 44 tokens, 22 on each of two ranks; a rank ran with the number of both."""
     size, ranks = 22, 2
     parts = []
     for rank in range(ranks):

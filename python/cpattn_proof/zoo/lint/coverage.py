@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COV: queries that miss keys, and TOPK: selections that do."""
+"""COV: queries that miss keys. TOPK: selections that miss keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEGMENTS = ("request", "row", "rows", "keys")
 
 
 def _verify_rows(mended: bool) -> Document:
-    """Draft tokens are verified, several rows at once: each sees one key less, but on one rank."""
+    """Each row of draft tokens sees one key less than the next, on one rank; all dropped one."""
     length, queries, ranks = 21, 3, 2
     parts = []
     for rank in range(ranks):
@@ -38,7 +38,7 @@ def _verify_rows(mended: bool) -> Document:
 
 
 def _own_key_dropped(mended: bool) -> Document:
-    """The mask of the rank that keeps a query's own key was pos < P, not pos <= P."""
+    """The rank with the key of query P masked pos < P instead of pos <= P."""
     length, interleave, ranks = 37, 4, 2
     position = length - 1
     parts = []
@@ -54,7 +54,7 @@ def _own_key_dropped(mended: bool) -> Document:
 
 
 def _divided_offsets(mended: bool) -> Document:
-    """698 tokens padded to 704 over four ranks; keys of a rank were counted as 698 // 4."""
+    """698 tokens are padded to 704 over four ranks; keys of a rank were counted as 698 // 4."""
     real, padded, ranks = 698, 704, 4
     block = padded // (2 * ranks)
     blocks = {rank: (rank, 2 * ranks - 1 - rank) for rank in range(ranks)}
@@ -70,7 +70,7 @@ def _divided_offsets(mended: bool) -> Document:
                 calls.append((0, 0, have, keys, 1, source))
             elif source < rank:  # all rows see the first block of that rank
                 calls.append((0, 0, have, min(block, keys), 0, source))
-            else:  # the second block sees all of it
+            else:  # the second block sees all keys of that rank
                 calls.append((0, block, have - block, keys, 0, source))
         segments = columns((*_SEGMENTS, "step", "from"), calls)
         parts.append({"rows": rows(held), "segments": segments})
@@ -78,7 +78,7 @@ def _divided_offsets(mended: bool) -> Document:
 
 
 def _rows_before_the_exchange(mended: bool) -> Document:
-    """A rank has all rows for some heads after an exchange; it was called for those of before."""
+    """A rank has all rows of some heads after an exchange; attention used their earlier number."""
     tokens, ranks, heads = 16, 4, 8
     each = heads // ranks
     count = tokens if mended else tokens // ranks
@@ -91,7 +91,7 @@ def _rows_before_the_exchange(mended: bool) -> Document:
 
 
 def _lost_window(mended: bool) -> Document:
-    """A mask with a window was replaced by a causal one when sequences were cut."""
+    """Cutting the sequences replaced a mask with a window by a causal one."""
     length, window, ranks = 256, 127, 2
     names = (*_SEGMENTS, "window")
     parts = []
@@ -105,7 +105,7 @@ def _lost_window(mended: bool) -> Document:
 
 
 def _global_ids(mended: bool) -> Document:
-    """Selected keys are positions of the sequence, looked up in a table of the rank's own."""
+    """Selected keys are positions in the sequence, but were looked up in the table of a rank."""
     length, k, ranks = 40, 6, 2
     chosen = [3, 8, 17, 26, 30, 39]
     parts = []
@@ -126,7 +126,7 @@ def _global_ids(mended: bool) -> Document:
 
 
 def _overfull_bucket(mended: bool) -> Document:
-    """Candidates of one bucket went into so many slots; the later ones, all better, were lost."""
+    """A bucket had slots for some candidates; later ones, which are all better, were lost."""
     count, k, slots = 600, 128, 512
     scores = list(range(count))
     candidates = range(count) if mended else range(slots)

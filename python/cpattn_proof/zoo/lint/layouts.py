@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAYOUT: bytes that one side wrote in an order in which the other does not read them."""
+"""LAYOUT: bytes that one side wrote in another order than the other side reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ._documents import Document, document, entry
 
-Axis = tuple[str, int] | tuple[str, int, int]  # with a stride where it is not that of what follows
+Axis = tuple[str, int] | tuple[str, int, int]  # with a stride if the axis is not contiguous
 
 
 def _side(by: str, *axes: Axis, itemsize: int = 1) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def _index_keys_in_rows(mended: bool) -> Document:
 
 
 def _columns_of_a_block(mended: bool) -> Document:
-    """Weights of a tile were stored in rows of a full block, and multiplied in rows as long as the
-    keys that are left."""
+    """Weights of a tile were stored in rows as long as a full block of keys, and multiplied in rows
+    as long as the remaining keys."""
     block, left = 64, 32
     width = left if mended else block
     return _layout(
@@ -59,7 +59,7 @@ def _pages_of_another_device(mended: bool) -> Document:
 
 
 def _gathered_heads(mended: bool) -> Document:
-    """Keys were gathered for all heads of a token to the place of its first head."""
+    """Keys of all heads of a token were gathered to the place of its first head."""
     tokens, heads, dim = 32, 4, 128
     step = 2 * dim if mended else 0
     return _layout(
@@ -72,7 +72,7 @@ def _gathered_heads(mended: bool) -> Document:
 
 
 def _halves_for_pairs(mended: bool) -> Document:
-    """All keys come before all values; the shape said that each block has both."""
+    """All keys come before all values, but the shape said that each block has keys and values."""
     blocks, size = 16, 4096
     halves: Sequence[Axis] = (("k or v", 2), ("block", blocks), ("byte", size))
     pairs: Sequence[Axis] = (("block", blocks), ("k or v", 2), ("byte", size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LEN: lengths and pages that are not those of the rank."""
+"""LEN: lengths and pages that do not belong to the rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEGMENTS = ("request", "row", "rows", "keys")
 
 
 def _global_pages(mended: bool) -> Document:
-    """Pages of a decode step are counted from the length of the sequence, not the rank's."""
+    """Pages of a decode step were counted from the length of the sequence, not the rank's."""
     lens, page_size, ranks = [70, 33], 16, 2
     parts = []
     for rank in range(ranks):
@@ -34,10 +34,10 @@ def _global_pages(mended: bool) -> Document:
 
 
 def _long_prefix_hit(mended: bool) -> Document:
-    """A cached block stands for block_size tokens on each of two ranks: 32 of the sequence."""
+    """A cached block has 16 tokens on each of two ranks, so 32 of the sequence, not 16."""
     block, ranks, common, length = 16, 2, 150, 550
     span = block * ranks
-    hashed = span if mended else block  # the tokens that one hash covers
+    hashed = span if mended else block  # tokens that one hash covers
     shared = common // hashed
     first = list(range(1, -(-length // span) + 1))
     second = first[:shared] + [100 + page for page in first[shared:]]
@@ -50,7 +50,7 @@ def _long_prefix_hit(mended: bool) -> Document:
 
 
 def _compact_index(mended: bool) -> Document:
-    """Lengths without the empty shards are indexed by the number of the request."""
+    """Lengths without empty shards were indexed by the number of the request."""
     lens, interleave, ranks = [256, 128, 256], 128, 2
     own = [local_length(length, 1, ranks, interleave) for length in lens]
     compact = [length for length in own if length]
@@ -68,11 +68,11 @@ def _compact_index(mended: bool) -> Document:
 
 
 def _small_chunk(mended: bool) -> Document:
-    """The last chunk of a prefill is as short as a step of decoding, and is planned as one."""
+    """The last chunk of a prefill is as short as a decode step, and was planned as one."""
     cached, chunk, drafts = 64, 3, 3
     is_decode = chunk <= drafts + 1 and not mended
     lens, total = [cached + chunk], cached + drafts + 1
-    keys = total if is_decode else cached + chunk  # decoding counts its own token and the drafts
+    keys = total if is_decode else cached + chunk  # a decode step counts its token and the drafts
     calls = columns(_SEGMENTS, [(0, 0, chunk, keys)])
     requests = [{"prefix": lens[0] - chunk, "extend": chunk}]
     return document(
@@ -81,7 +81,7 @@ def _small_chunk(mended: bool) -> Document:
 
 
 def _unaligned_chunks(mended: bool) -> Document:
-    """Context comes in chunks; of each every rank has an equal part if chunks are aligned."""
+    """Context comes in chunks; only aligned chunks have an equal part on every rank."""
     context, block, ranks = 896, 128, 4
     unit = block * ranks if mended else block
     budget = 384 if not mended else 512
@@ -92,7 +92,7 @@ def _unaligned_chunks(mended: bool) -> Document:
         total = 0
         for begin in begins:
             size = min(chunk, context - begin)
-            total += local_length(size, rank, ranks, block)  # as if each began at rank 0
+            total += local_length(size, rank, ranks, block)  # assumes that a chunk begins at rank 0
         lens.append(total)
     cache = {"page_size": block, "shards": ranks, "interleave": block}
     requests = [{"prefix": context, "extend": 0}]
@@ -100,7 +100,7 @@ def _unaligned_chunks(mended: bool) -> Document:
 
 
 def _offsets_of_positions(mended: bool) -> Document:
-    """Offsets of sequences were made of positions, which do not begin at 0 on the second rank."""
+    """Offsets of sequences were made from positions, which do not begin at 0 on rank 1."""
     size, ranks = 1024, 2
     parts = []
     for rank in range(ranks):
@@ -112,7 +112,7 @@ def _offsets_of_positions(mended: bool) -> Document:
 
 
 def _whole_warm_up(mended: bool) -> Document:
-    """Metadata of a warm-up counts the decodes of the batch; a rank has those that are its turn."""
+    """Metadata of a warm-up counted all decodes of the batch; a rank has only its share."""
     lens, ranks = [17, 9, 33, 5, 12, 21], 2
     parts = []
     for rank in range(ranks):

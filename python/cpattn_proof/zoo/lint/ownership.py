@@ -7,7 +7,7 @@ from ._documents import Document, columns, document, entry, rows
 
 
 def _gathered_by_other_groups(mended: bool) -> Document:
-    """Two data-parallel ranks of two context-parallel ones: gathered one way, scattered another."""
+    """Two data-parallel groups of two ranks gathered in one order and scattered in another."""
     tokens, outer, inner = 8, 2, 2
     each = tokens // (outer * inner)
     order = [dp * inner + cp for dp in range(outer) for cp in range(inner)]
@@ -18,7 +18,7 @@ def _gathered_by_other_groups(mended: bool) -> Document:
 
 
 def _rolled_by_unpadded_lengths(mended: bool) -> Document:
-    """Labels are tokens rolled by one within sequences; boundaries were those before padding."""
+    """Labels are tokens rolled by one within sequences; boundaries did not include padding."""
     real, padded, ranks = [5, 7], [8, 8], 2
     bounds = [0, padded[0]] if mended else [0, real[0]]
     lengths = padded if mended else [real[0], padded[0] + padded[1] - real[0]]
@@ -38,12 +38,12 @@ def _rolled_by_unpadded_lengths(mended: bool) -> Document:
 
 
 def _within(token: int, bounds: list[int]) -> int:
-    """The position of a token in the sequence that it is thought to be of."""
+    """Return the position of a token in the sequence that contains it by these bounds."""
     return token - max(bound for bound in bounds if bound <= token)
 
 
 def _padding_in_the_middle(mended: bool) -> Document:
-    """Documents 1,1,1,0,2,2,0,0: zeros are padding; lengths alone say it is at the end."""
+    """Documents are 1,1,1,0,2,2,0,0 with zeros as padding; lengths alone place it at the end."""
     ids = [1, 1, 1, 0, 2, 2, 0, 0]
     lens = [ids.count(1), ids.count(2)]
     starts = [ids.index(1), ids.index(2)] if mended else [0, lens[0]]
@@ -59,7 +59,7 @@ def _padding_in_the_middle(mended: bool) -> Document:
 
 
 def _zigzag_undone_twice(mended: bool) -> Document:
-    """Ranks hold consecutive halves; attention takes them for the blocks of a zigzag."""
+    """Ranks have consecutive halves; attention took them for the blocks of a zigzag."""
     tokens, ranks = 16, 2
     block = tokens // (2 * ranks)
     parts = []
@@ -74,7 +74,7 @@ def _zigzag_undone_twice(mended: bool) -> Document:
 
 
 def _contiguous_positions(mended: bool) -> Document:
-    """Rows go round robin; the positions of a sparse prefill were those of consecutive rows."""
+    """Rows go round robin; a sparse prefill used the positions of consecutive rows."""
     tokens, ranks = 10, 2
     parts = []
     for rank in range(ranks):
@@ -89,7 +89,7 @@ def _contiguous_positions(mended: bool) -> Document:
 
 
 def _restored_as_a_zigzag(mended: bool) -> Document:
-    """Ranks have consecutive rows; the batch was put together as if they had those of a zigzag."""
+    """Ranks have consecutive rows; the batch was put together as if they had a zigzag."""
     tokens, ranks = 8, 2
     each, block = tokens // ranks, tokens // (2 * ranks)
     parts = [{"rows": rows([(0, rank * each, each)])} for rank in range(ranks)]
@@ -100,7 +100,7 @@ def _restored_as_a_zigzag(mended: bool) -> Document:
 
 
 def _dropped_remainder(mended: bool) -> Document:
-    """Nine tokens over two ranks: four each, and one for nobody."""
+    """Nine tokens were cut for two ranks: four each, and one on no rank."""
     tokens, ranks = 9, 2
     size, rest = divmod(tokens, ranks)
     bounds = [rank * size + (min(rank, rest) if mended else 0) for rank in range(ranks + 1)]
@@ -115,12 +115,12 @@ def _heads(q: int, kv: int, shares: list[list[int]], kv_shares: list[list[int]])
 
 
 def _cut(counts: list[int]) -> list[list[int]]:
-    """Consecutive heads, so many for each rank."""
+    """Return consecutive heads for each rank, in these counts."""
     return [list(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
 
 
 def _stale_head_count(mended: bool) -> Document:
-    """Twelve heads over four ranks, with a number of KV heads left over from another layer."""
+    """Twelve heads were cut for four ranks by the number of KV heads of another layer."""
     q, ranks, stale = 12, 4, 3
     groups = ranks if mended else stale
     counts = [q // groups] * groups + [0] * (ranks - groups)
@@ -128,7 +128,7 @@ def _stale_head_count(mended: bool) -> Document:
 
 
 def _heads_padded_apart(mended: bool) -> Document:
-    """28 query heads over 7 of keys and two ranks: padded apart the ratio is 3.5."""
+    """28 query heads and 7 KV heads were padded separately for two ranks: the ratio is 3.5."""
     q, kv, ranks = 28, 7, 2
     padded_kv = -(-kv // ranks) * ranks
     padded_q = padded_kv * (q // kv) if mended else -(-q // ranks) * ranks
@@ -144,7 +144,7 @@ def _fewer_heads_than_ranks(mended: bool) -> Document:
 
 
 def _weights_of_other_ranks(mended: bool) -> Document:
-    """Heads are scattered to ranks of one grouping, projection weights were cut by another."""
+    """Heads were scattered by one grouping of ranks, projection weights by another."""
     heads, tensor, context = 8, 2, 2
     ranks, each = tensor * context, heads // (tensor * context)
     blocks = _cut([each] * ranks)
@@ -158,12 +158,12 @@ def _weights_of_other_ranks(mended: bool) -> Document:
 
 
 def _page_of_units_by_the_hash_of_its_first(mended: bool) -> Document:
-    """A page of units covers `ratio` pages of tokens; the hash was of the first of these, in which
-    two prompts agree."""
+    """A page of units covers `ratio` pages of tokens; its hash covered only the first of these,
+    which two prompts share."""
     page, ratio = 4, 4
     shared, length = page, page * ratio
     hashed = page * ratio if mended else page
-    cached = shared // hashed * hashed  # tokens of the second request
+    cached = shared // hashed * hashed  # cached tokens of the second request
     tables = [[1], [1 if cached else 2]]
     begins, units = [0, cached // ratio], length // ratio
     writes = columns(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SEQ: ranks that do not meet, and ADDR: what does not fit."""
+"""SEQ: ranks that do not meet. ADDR: buffers and products that are too small."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def _calls(ranks: list[list[dict[str, Any]]]) -> Document:
 
 
 def _draft_steps(mended: bool) -> Document:
-    """Ranks without a request make one draft step, the others as many as there are tokens."""
+    """A rank without requests makes one draft step, other ranks make three."""
     steps = {0: 3 if mended else 1, 1: 3}
     step = {"kind": "all_gather", "size": 64, "label": "draft step"}
     return _calls([[dict(step) for _ in range(steps[rank])] for rank in range(2)])
 
 
 def _free_blocks(mended: bool) -> Document:
-    """Whether to add a request is asked of all ranks, if the rank itself has a block for it."""
+    """A rank asks all ranks whether to add a request, but only if it has a block itself."""
     free, needed = [4, 3], 4
     ask = {"kind": "all_reduce", "op": "min", "size": 1, "label": "can add"}
     step = {"kind": "all_gather", "size": 128, "label": "attention"}
@@ -28,18 +28,18 @@ def _free_blocks(mended: bool) -> Document:
 
 
 def _prefetched_pages(mended: bool) -> Document:
-    """A prefetch is agreed on page by page; ranks have found different numbers of pages."""
+    """Ranks agree on a prefetch page by page, but have found different numbers of pages."""
     found = [3, 2, 3, 3]
     agree = {"kind": "all_reduce", "op": "min", "size": 1, "label": "prefetched pages"}
     return _calls([[agree] * (1 if mended else pages) for pages in found])
 
 
 def _plans_of_their_own(mended: bool) -> Document:
-    """Ranks plan an all-to-all from what each has seen: two of them share a root differently."""
+    """Ranks plan an all-to-all separately, and disagree about who sends a shared root."""
     want = [[0, 7, 5, 3], [4, 0, 6, 2], [5, 1, 0, 8], [2, 2, 2, 0]]
     seen = [list(row) for row in want]
     if not mended:
-        seen[1][2] += 3  # where rank 1 counts the root among its own rows
+        seen[1][2] += 3  # rank 1 counts the root among its own rows
     return _calls([
         [{
             "kind": "all_to_all", "sends": seen[rank],
@@ -50,7 +50,7 @@ def _plans_of_their_own(mended: bool) -> Document:
 
 
 def _tokens_of_a_batch(mended: bool) -> Document:
-    """Two groups of data parallel ranks, each of two context parallel ones, count tokens."""
+    """Tokens were counted over data-parallel ranks only, not also over context-parallel ones."""
     groups = {"data x context": [[0, 1, 2, 3]]}
     parts = []
     for rank in range(4):
@@ -61,14 +61,14 @@ def _tokens_of_a_batch(mended: bool) -> Document:
 
 
 def _ranks_without_tokens(mended: bool) -> Document:
-    """A rank that has no tokens in a step returned before it told the others so."""
+    """A rank without tokens in a step returned before it told the others."""
     tokens = [5, 0, 3, 4]
     notify = {"kind": "all_gather", "size": 4, "label": "tokens to come"}
     return _calls([[notify] if mended or count else [] for count in tokens])
 
 
 def _slots_for_drafts(mended: bool) -> Document:
-    """Slots of a step of twelve requests with five drafts each, over four ranks."""
+    """A step of twelve requests with five drafts each over four ranks needs 110 slots, not 104."""
     used = 110
     buffer = {"name": "slot_mapping", "size": used if mended else 104, "used": used}
     return document(ranks=[{"buffers": [buffer]}])

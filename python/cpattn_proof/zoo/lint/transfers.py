@@ -13,7 +13,7 @@ _TESTS = "tests_py/integrations/sglang/test_sglang_shipped_transfers.py"
 
 
 def memory(page_size: int, sizes: list[tuple[int, str, int]], **options: Any) -> dict[str, Any]:
-    """Buffers one after another, of (layer, kind, bytes of a page), all registered."""
+    """Return registered buffers one after another, from (layer, kind, bytes of a page)."""
     entries, addr = [], 4096
     for layer, kind, item_len in sizes:
         nbytes = _PAGES * item_len
@@ -29,7 +29,7 @@ def transfer(
     to: str = "decode",
     sender: str = "prefill",
 ) -> Any:
-    """Descriptors of (source, target, length); pages have the same numbers on both sides."""
+    """Return descriptors from (source, target, length); page numbers are equal on both sides."""
     src, dst, length = (list(column) for column in zip(*blocks, strict=True))
     return {
         "from": sender, "to": to, "src_pages": pages, "dst_pages": pages,
@@ -44,7 +44,7 @@ def page_of(side: dict[str, Any], place: int, page: int) -> int:
 
 
 def _scale_of_another(mended: bool) -> Document:
-    """One layer has buffers with 1 and with 8 blocks to a page; all ids were multiplied by 8."""
+    """A layer has buffers with 1 and with 8 blocks per page; all ids were multiplied by 8."""
     source = memory(16, [(0, "k", 512), (0, "index_k", 64)])
     blocks = []
     for place, item in ((0, 512), (1, 64)):
@@ -56,7 +56,7 @@ def _scale_of_another(mended: bool) -> Document:
 
 
 def _draft_layers(mended: bool) -> Document:
-    """Ids of draft layers, which begin anew, were taken for those of index keys."""
+    """Ids of draft layers, which begin at 0 again, were taken for ids of index keys."""
     sizes = [(0, "index_k", 64), (1, "index_k", 64)]
     source, target = memory(16, sizes), memory(16, sizes)
     draft = {"layer": 0, "kind": "index_k", "draft": True, "nbytes": 512, "item_len": 64}
@@ -70,7 +70,7 @@ def _draft_layers(mended: bool) -> Document:
 
 
 def _logical_blocks(mended: bool) -> Document:
-    """Blocks of 768 tokens are 12 of the kernel's; the length of all went to each of them."""
+    """A block of 768 tokens is 12 blocks of the kernel; each was sent with the length of all 12."""
     kernel, ratio = 64, 12
     item = 96 * kernel
     source = {
@@ -85,7 +85,7 @@ def _logical_blocks(mended: bool) -> Document:
 
 
 def _head_slices(mended: bool) -> Document:
-    """Two heads go to four ranks: two ranks have the same head, and none a third or fourth."""
+    """Two heads go to four ranks, so pairs of ranks share a head; a third and fourth were sent."""
     page_size, head, heads, ranks = 4, 16, 2, 4
     source = memory(page_size, [(0, "k", page_size * heads * head)], heads=[0, heads])
     source["registered"] = [[4096, _PAGES * page_size * heads * head]]
@@ -105,7 +105,7 @@ def _head_slices(mended: bool) -> Document:
 
 
 def _stages_by_ordinal(mended: bool) -> Document:
-    """The second stage has layers 2 and 3; its buffers were paired with the first of decode."""
+    """The second stage has layers 2 and 3; its buffers were paired with decode's layers 0 and 1."""
     source = memory(16, [(2, "k", 512), (3, "k", 512)])
     target = memory(16, [(layer, "k", 512) for layer in range(4)])
     places = (2, 3) if mended else (0, 1)
@@ -115,7 +115,7 @@ def _stages_by_ordinal(mended: bool) -> Document:
 
 
 def _remainder_for_drafts(mended: bool) -> Document:
-    """Stages of 7 and 8 layers: a remainder was taken for draft layers behind the last."""
+    """Stages have 7 and 8 of 15 layers; remainders of 15 by these counted as draft layers."""
     target = memory(16, [(layer, kind, 512) for kind in ("k", "v") for layer in range(15)])
     memories, transfers = {"decode": target}, []
     for layers in (range(7), range(7, 15)):
@@ -130,9 +130,9 @@ def _remainder_for_drafts(mended: bool) -> Document:
 
 
 def _tables_by_place(mended: bool) -> Document:
-    """Every stage has a table of its own layers; decode has one of all, in another composition."""
+    """A stage has a table of its layers, decode one of all layers; they were paired by place."""
     sizes = {"k": 512, "index_k": 64}
-    kinds = ["k", "index_k", "k", "k"]  # of the layers that the second stage has, from layer 4 on
+    kinds = ["k", "index_k", "k", "k"]  # kinds of the second stage's layers, from layer 4 on
     all_kinds = enumerate(["k"] * 4 + kinds)
     target = memory(16, [(layer, kind, sizes[kind]) for layer, kind in all_kinds])
     source = memory(16, [(4 + place, kind, sizes[kind]) for place, kind in enumerate(kinds)])
@@ -145,7 +145,7 @@ def _tables_by_place(mended: bool) -> Document:
 
 
 def _virtual_pages(mended: bool) -> Document:
-    """The allocator moved pages; the sender took the numbers of before for those of the pool."""
+    """The allocator moved pages; the sender used their earlier numbers."""
     source = memory(16, [(0, "k", 512)])
     moved = {0: 0, 1: 6, 2: 3}
     numbers = [moved[page] if mended else page for page in moved]
@@ -158,7 +158,7 @@ def _virtual_pages(mended: bool) -> Document:
 
 
 def _pages_of_an_aborted_request(mended: bool) -> Document:
-    """Decode gave the pages of a request away that a writer still had; both wrote into them."""
+    """Decode reused pages of an aborted request while its writer still had them; both wrote."""
     source, pages = memory(16, [(0, "k", 512)]), {"aborted": [2, 3], "next": [4, 5]}
     transfers = []
     for own in pages.values():
@@ -172,7 +172,7 @@ def _pages_of_an_aborted_request(mended: bool) -> Document:
 
 
 def _values_as_wide_as_keys(mended: bool) -> Document:
-    """Rows of values are narrower than those of keys; the pool had them as wide."""
+    """Rows of values are narrower than rows of keys; the pool had them equally wide."""
     page_size, key, value = 4, 192, 128
     sizes = [(layer, "k", page_size * key) for layer in range(2)]
     target = memory(page_size, sizes + [(i, "v", page_size * value) for i in range(2)])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs that running all ranks refutes: calls that differ, rows that nobody gets."""
+"""Bugs that the simulation of all ranks refutes: calls that differ, rows that no rank gets."""

@@ -9,11 +9,11 @@ from functools import partial
 from ...findings import Report
 from ..entry import ZooEntry
 
-# torch is imported by the programs, when somebody runs them.
+# Programs import torch only when they run.
 
 
 def _draft_steps(*, agreed: bool) -> None:
-    """Each speculative step gathers; how many there are depends on a rank's own requests."""
+    """Each speculative step gathers; a rank's own requests determine its number of steps."""
     import torch
     import torch.distributed as dist
 
@@ -26,7 +26,7 @@ def _draft_steps(*, agreed: bool) -> None:
 
 
 def _free_blocks(*, agreed: bool) -> None:
-    """Ranks with room admit a request together; one has a block less."""
+    """Ranks with room admit a request together; one rank has a block less."""
     import torch
     import torch.distributed as dist
 
@@ -38,7 +38,7 @@ def _free_blocks(*, agreed: bool) -> None:
 
 
 def _prefetch(*, agreed: bool) -> None:
-    """Ranks agree on what a host cache holds, request after request, of those that they look up."""
+    """Ranks agree on cached pages request by request, each only for requests in its own cache."""
     import torch
     import torch.distributed as dist
 
@@ -51,7 +51,7 @@ def _prefetch(*, agreed: bool) -> None:
 
 
 def _all_to_all_plan(*, agreed: bool) -> None:
-    """Every rank plans which rows it sends; roots that sequences share are counted by one alone."""
+    """Every rank plans which rows it sends; only one of two ranks counts a shared root."""
     import torch
     import torch.distributed as dist
 
