@@ -12,7 +12,7 @@ from support.cases import Case, expected_attention, make_inputs, numbers, random
 
 DEFAULT = Case()
 
-# Head dimensions by vector width and tail; query and KV heads with them.
+# Head dimensions by vector width and tail, each with query and KV heads.
 SHAPES = [
     DEFAULT.with_(head_dim=head_dim, v_head_dim=v_head_dim, num_heads=heads, num_kv_heads=kv_heads)
     for head_dim, v_head_dim, heads, kv_heads in [
@@ -21,7 +21,7 @@ SHAPES = [
         *[(576, 512, 16, 1), (64, None, 64, 1), (20, 40, 6, 2), (72, None, 3, 3)],
     ]
 ]
-# Key lengths around multiples of pages and blocks, query lengths around those of rows.
+# Key lengths around multiples of pages and blocks, query lengths around multiples of rows.
 LENGTHS = [
     DEFAULT.with_(kv_lens=kv_lens, q_lens=q_lens, page_size=page_size)
     for kv_lens, q_lens, page_size in [
@@ -48,7 +48,7 @@ OPTIONS = [
         {"sinks": torch.tensor([100.0, -100.0, 1.0, 2.0]), "softcap": 3.0},
     ]
 ]
-# Around blocks of keys, for one new token and for many.
+# Lengths around blocks of keys, for one new token and for many.
 _LENS = {"q_lens": (1, 0, 40), "kv_lens": (300, 5, 70)}
 BIASES = [
     DEFAULT.with_(**_LENS, options=options)
@@ -91,7 +91,7 @@ def plan_of(inputs, **options):
 
 
 def with_scale(case):
-    """head_dim > 256 has no default scale: absorbed MLA scales by the unabsorbed width."""
+    """Add a scale if head_dim > 256, which has no default; MLA scales by the unabsorbed width."""
     if case.head_dim <= 256 or "scale" in case.options:
         return case
     return case.with_(options=case.options | {"scale": 192**-0.5})
@@ -102,13 +102,13 @@ ALL_CASES = SHAPES + LENGTHS + OPTIONS + BIASES + WINDOWS
 
 @functools.cache
 def inputs_and_expected(index, dtype):
-    """Make each once for all instruction sets."""
+    """Make inputs and results once for all instruction sets."""
     inputs = make_inputs(with_scale(ALL_CASES[index].with_(dtype=dtype)))
     return inputs, expected_attention(inputs)
 
 
 def split_keys(inputs, splits):
-    """Attention over consecutive slices of the keys of one sequence, not causal."""
+    """Yield non-causal attention over consecutive slices of the keys of one sequence."""
     pages = inputs["block_tables"][0]
     for begin, end in pairwise(splits):
         part = inputs | {

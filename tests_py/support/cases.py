@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention batches to test with, and the comparison of a result with the oracle. Inputs are
-hostile: shuffled pages, strided tensors, -1 or huge behind a table, NaN where nothing is read."""
+"""Attention batches for tests, and the comparison of a result with the oracle. Inputs are hostile:
+shuffled pages, strided tensors, -1 or huge ids behind a table, NaN in unread places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from cpattn import reference
 from support.tolerances import Expected, assert_attended, score_size, to_float64
 
-torch.set_num_threads(1)  # it only makes inputs here, and small ones
+torch.set_num_threads(1)  # torch only makes small inputs here
 
 UNUSED_PAGES = (-1, 1 << 30)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -22,7 +22,7 @@ BIASES = {"bias", "alibi_slopes", "relative_bias"}
 
 
 class Named:
-    """A frozen dataclass of sizes whose name is what it has other than by default."""
+    """Frozen dataclass of sizes; its name lists the fields that differ from their defaults."""
 
     def __str__(self) -> str:
         default = type(self)()
@@ -32,7 +32,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Case(Named):
-    """A batch by its sizes; `kv_layout` "3-D" means slots without pages."""
+    """Sizes of a batch; `kv_layout` "3-D" means slots without pages."""
 
     q_lens: tuple[int, ...] = (5, 3)
     kv_lens: tuple[int, ...] = (37, 19)
@@ -50,7 +50,7 @@ class Case(Named):
 
 
 def strided(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A NaN tensor with gaps between its rows, none of it aligned to a vector."""
+    """Return a NaN tensor with gaps between its rows, which are not aligned to vectors."""
     whole = torch.full([n + 2 for n in shape[:-1]] + [shape[-1] + 8], torch.nan, dtype=dtype)
     return whole[tuple(slice(1, n + 1) for n in shape[:-1])][..., 1 : shape[-1] + 1]
 
@@ -60,7 +60,7 @@ def strided_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def shuffled_tables(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """A page of its own for every block of tokens, some pages more, and how many in all."""
+    """Return tables with a page for every block of tokens, and the number of pages with spares."""
     counts = [-(-n // case.page_size) for n in case.kv_lens]
     num_pages = sum(counts) + 2
     pages = rng.permutation(num_pages)
@@ -81,7 +81,7 @@ def first_visible(case: Case, sequence: int) -> int:
 def make_cache(
     case: Case, tables: np.ndarray, num_pages: int, head_dim: int, rng: np.random.Generator
 ) -> torch.Tensor:
-    """[num_pages, page_size, num_kv_heads, head_dim], NaN wherever no query looks."""
+    """Return [num_pages, page_size, num_kv_heads, head_dim] with NaN in unread places."""
     dtype = getattr(torch, case.dtype)
     cache = strided((num_pages, case.page_size, case.num_kv_heads, head_dim), dtype)
     if case.kv_layout == "HND":
@@ -99,14 +99,14 @@ def make_cache(
 
 
 def in_layout(case: Case, cache: torch.Tensor) -> torch.Tensor:
-    """The pages of make_cache() as the functions take them; no copy."""
+    """Return the pages of make_cache() in the layout of the case, without a copy."""
     if case.kv_layout == "3-D":
         return cache.flatten(0, 1)
     return cache.transpose(1, 2) if case.kv_layout == "HND" else cache
 
 
 def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
-    """Arguments of paged_attention, and of the oracle."""
+    """Return arguments of paged_attention, which are also the oracle's."""
     rng = np.random.default_rng(seed)
     tables, num_pages = shuffled_tables(case, rng)
     q = rng.standard_normal((sum(case.q_lens), case.num_heads, case.head_dim))
@@ -131,7 +131,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
 def one_after_another(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lens: Any, kv_lens: Any, **options: Any
 ) -> dict[str, Any]:
-    """Arguments of the oracle for keys and values [sum(kv_lens), heads, dim] without pages."""
+    """Return arguments of the oracle for K and V [sum(kv_lens), heads, dim] without pages."""
     starts = np.cumsum([0, *kv_lens], dtype=np.int64)[:-1, None]
     tables = starts + np.arange(max(kv_lens, default=0))
     lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables, "page_size": 1}
@@ -139,7 +139,7 @@ def one_after_another(
 
 
 def expected_attention(inputs: dict[str, Any]) -> Expected:
-    """The oracle's out and lse, and what their errors are measured in."""
+    """Return the oracle's out and lse, and the measures of their errors."""
     v = inputs["v_cache"]
     inputs = inputs | {"scale": inputs.get("scale") or inputs["q"].shape[-1] ** -0.5}
     with_magnitude = inputs | {"v_cache": torch.cat([v, v.abs()], -1)}
@@ -164,7 +164,7 @@ def bias_size(inputs: dict[str, Any]) -> float:
 
 
 def squares_of(inputs: dict[str, Any], lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`spread` and `num_keys` of Expected: of scores that are doubled the weights are squares."""
+    """Return `spread` and `num_keys` of Expected: weights of doubled scores are squares."""
     doubled = {"scale": 2 * inputs["scale"], "softcap": 2 * inputs.get("softcap", 0.0)}
     for name in BIASES & inputs.keys():
         bias = inputs[name]
@@ -190,14 +190,14 @@ def assert_attention(
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Random ones in float32, always the same."""
+    """Return random numbers in float32, always the same."""
     return torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
 
 
 def random_bias(
     q_lens: Sequence[int], kv_lens: Sequence[int], num_heads: int, dtype: str = "float32"
 ) -> list[torch.Tensor]:
-    """One for each sequence, a quarter of it -inf, and all of some rows."""
+    """Return a bias for each sequence, with -inf in a quarter of it and in some whole rows."""
     rng = np.random.default_rng(0)
     biases = []
     for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
@@ -209,10 +209,10 @@ def random_bias(
 
 
 def dense(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """`custom_mask`: the rows of all sequences."""
+    """Return `custom_mask`: the rows of all sequences."""
     return np.concatenate([mask.ravel() for mask in masks])
 
 
 def packed(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """`packed_custom_mask`: bits, every sequence from a byte of its own."""
+    """Return `packed_custom_mask`: bits, where every sequence begins at a new byte."""
     return np.concatenate([np.packbits(mask, bitorder="little") for mask in masks])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that a test starts, none of which outlives it."""
+"""Processes that a test starts; none of them outlives the test."""
 
 import contextlib
 import os
@@ -18,10 +18,10 @@ _MARK = "CPATTN_TEST_CHILDREN"
 
 
 def restore_signals() -> None:
-    """Let Ctrl-C work here and in processes started from here, whatever started us.
+    """Let Ctrl-C work here and in processes started from here.
 
-    A shell that starts a job in the background of a script has it ignore SIGINT and SIGQUIT, nohup
-    has it ignore SIGHUP, and what is ignored stays so in all that it starts.
+    A job in the background of a shell script ignores SIGINT and SIGQUIT, a job under nohup ignores
+    SIGHUP, and all processes that it starts ignore them, too.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -30,19 +30,19 @@ def restore_signals() -> None:
 
 
 def path_with(*folders: Path | str) -> str:
-    """A PYTHONPATH by which a child finds these folders first, then all that we find."""
+    """Return a PYTHONPATH by which a child finds these folders first, then this process's."""
     return os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
 
 
 class Children:
-    """Starts processes in sessions of their own; `close` ends them and all that they started."""
+    """Starts processes in new sessions; `close` ends them and all processes that they started."""
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
         self._processes: list[subprocess.Popen[Any]] = []
 
     def start(self, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process as `subprocess.Popen`: with pipes of text, and an empty stdin."""
+        """Start a process like `subprocess.Popen`, with text pipes and an empty stdin."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = (options.pop("env", None) or os.environ) | {_MARK: self._mark}
         options = {"text": True, **pipes} | options
@@ -55,7 +55,7 @@ class Children:
     def run(
         self, command: Sequence[Any], *, timeout: float = PATIENCE, **options: Any
     ) -> subprocess.CompletedProcess[Any]:
-        """Run a process as `subprocess.run`; one that takes too long is ended, and an error."""
+        """Run a process like `subprocess.run`; end it and raise an error if it takes too long."""
         process = self.start(command, **options)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -70,7 +70,7 @@ class Children:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        # Some start others in sessions of their own, as torchrun does its ranks.
+        # Some start others in new sessions, like torchrun its ranks.
         while left := leftovers.marked(f"{_MARK}={self._mark}"):
             leftovers.end(left)
         for process in self._processes:

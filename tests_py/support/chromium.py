@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real browser, driven by Playwright: what pages complain of, how wide they are, who can read."""
+"""A real browser, driven by Playwright: checks errors, width and accessibility of pages."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ import pytest
 from audit import records
 
 TELEPHONE, DESK = 400, 1280  # pixels
-# Violations of these impacts keep somebody from reading or using a page, says axe-core.
+# Impacts of violations that, by axe-core, keep somebody from reading or using a page.
 GRAVE = ("serious", "critical")
 
 
@@ -39,7 +39,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 class Screen:
-    """A window of some width, light or dark, and what went wrong in it since it was last asked."""
+    """Window of some width, light or dark, with the faults in it since the last question."""
 
     def __init__(self, browser: Any, width: int, scheme: str) -> None:
         self._context = browser.new_context(
@@ -58,7 +58,7 @@ class Screen:
             self.wrong.append(f"{message.type}: {message.text}")
 
     def _lost(self, request: Any) -> None:
-        if request.failure != "net::ERR_ABORTED":  # as the next page was asked for
+        if request.failure != "net::ERR_ABORTED":  # going to the next page aborts requests
             self.wrong.append(f"lost: {request.url}")
 
     def _asked(self, request: Any) -> None:
@@ -71,7 +71,7 @@ class Screen:
         return [*self.wrong]
 
     def sideways(self) -> list[str]:
-        """Return what sticks out, if the page as a whole scrolls sideways."""
+        """Return the elements that stick out, if the page as a whole scrolls sideways."""
         return self.page.evaluate(
             """() => {
               const room = document.documentElement.clientWidth;
@@ -83,7 +83,7 @@ class Screen:
         )
 
     def complaints_of_axe(self) -> list[str]:
-        """Grave violations of axe-core's rules, with the first elements of each."""
+        """Return grave violations of axe-core's rules, with the first elements of each."""
         from axe_playwright_python.sync_playwright import Axe
 
         found = Axe().run(self.page, options={"resultTypes": ["violations"]}).response
@@ -104,7 +104,7 @@ def started() -> Iterator[Any]:
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("no Chromium here")
-    options = ["--disable-gpu", *([] if os.geteuid() else ["--no-sandbox"])]  # which root lacks
+    options = ["--disable-gpu", *([] if os.geteuid() else ["--no-sandbox"])]  # root has no sandbox
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=options)
         with contextlib.closing(browser):
@@ -114,7 +114,7 @@ def started() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def page_of(browser: Any, path: Path) -> Iterator[Any]:
-    """A file in a page of its own; what it prints, throws or fetches elsewhere is an error."""
+    """Open a file in a new page; printed text, exceptions and remote requests are errors."""
     with contextlib.closing(Screen(browser, DESK, "light")) as screen:
         screen.show(path.as_uri())
         yield screen.page

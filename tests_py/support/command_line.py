@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cpattn` as a user starts it: a process with its streams, its signals and its terminal."""
+"""The command `cpattn` as users start it: a process with streams, signals and a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.children import Children
 from support.time_limits import PATIENCE
 
 COMMAND = [sys.executable, "-m", "cpattn"]
-# A replay of some seconds, most of which pass until torch is imported.
+# A replay of some seconds, most of them for importing torch.
 QUICK = [
     *("replay", "--requests=12", "--scale-lengths=64", "--page-size=4", "--pool-tokens=3000"),
     *("--token-budget=300", "--layers=2", "--hidden-size=64", "--heads=4", "--head-dim=16"),
@@ -33,7 +33,7 @@ QUICK = [
 
 
 class Running:
-    """A command in a session of its own, of whose streams some may be a terminal."""
+    """Command in a new session; some of its streams may be a terminal."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Running:
         **options: Any,
     ) -> None:
         self._master = None
-        env = (options.pop("env", None) or os.environ) | {"OMP_NUM_THREADS": "1"}  # more would spin
+        env = (options.pop("env", None) or os.environ) | {"OMP_NUM_THREADS": "1"}  # others spin
         if columns:
             self._master, slave = pty.openpty()
             fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -62,7 +62,7 @@ class Running:
             threading.Thread(target=self._read, name="terminal", daemon=True).start()
 
     def _read(self) -> None:
-        """A terminal takes what is written to it: else a command would wait when it is full."""
+        """Read what the command writes to its terminal, which would block the command if full."""
         while not self._ended:
             try:
                 written = os.read(self._master, 4096)
@@ -74,7 +74,7 @@ class Running:
                 self._news.notify_all()
 
     def read_until(self, text: bytes, seconds: float = PATIENCE) -> bytes:
-        """Return what it has written to its terminal since the last call, up to `text`."""
+        """Return what the command has written to its terminal since the last call, up to `text`."""
         with self._news:
             self._news.wait_for(
                 lambda: self._ended or text in self._written[self._taken :], timeout=seconds
@@ -94,7 +94,7 @@ class Running:
 
 
 class CommandLine:
-    """Starts commands; a context manager, at whose end none of their processes is left."""
+    """Starts commands; a context manager that leaves none of their processes behind."""
 
     def __init__(self, children: Children) -> None:
         self._children = children
@@ -117,13 +117,13 @@ class CommandLine:
         return self._start([*COMMAND, *arguments], columns, **options)
 
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """A command that has ended."""
+        """Run a command to its end."""
         return self._ended(self.start(*arguments, **options))
 
     def shell(
         self, text: str, *, pipefail: bool = False, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """`text` behind the command in a shell, with redirections, that has ended."""
+        """Run the command with `text` behind it, such as redirections, in a shell to its end."""
         script = f"{'set -o pipefail; ' * pipefail}{shlex.join(COMMAND)} {text}"
         return self._ended(self._start(["bash", "-c", script], None, **options))
 
@@ -134,7 +134,7 @@ class CommandLine:
 
 
 def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:
-    """The `Result` of click for a command that is run in this process."""
+    """Run a command in this process; return click's `Result`."""
     from click.testing import CliRunner
 
     from cpattn_terminal.commands import commands
@@ -143,10 +143,10 @@ def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:
 
 
 class Reached(Exception):
-    """A command that takes its time would have begun."""
+    """A command has reached the begin of its long work."""
 
 
-#: What such commands call.
+#: Functions that do the long work of commands.
 BEGINNINGS = (
     "cpattn_lab.replay.driver.replay", "cpattn_proof.simulation.simulate.simulate_script",
     "cpattn_proof.simulation.recorded.simulate_capture", "cpattn_proof.commands.zoo.visit",
@@ -155,7 +155,7 @@ BEGINNINGS = (
 
 
 def invoke_to_beginning(*arguments: str, env: dict[str, str] | None = None) -> Any:
-    """The `Result` of a command that ends where it would begin with what takes its time."""
+    """Run a command up to the begin of its long work; return click's `Result`."""
     with contextlib.ExitStack() as stack:
         for name in BEGINNINGS:
             stack.enter_context(mock.patch(name, side_effect=Reached))
@@ -163,7 +163,7 @@ def invoke_to_beginning(*arguments: str, env: dict[str, str] | None = None) -> A
 
 
 def run_on_terminal(line: CommandLine, columns: int, *arguments: str, **options: Any) -> list[str]:
-    """The lines that a command writes to a terminal which has both its streams."""
+    """Return the lines that a command writes to a terminal, which has both its streams."""
     env = {**os.environ, "TERM": "xterm", **options.pop("env", {})}
     terminal = {"streams": ("stdin", "stdout", "stderr"), "term": env["TERM"]}
     running = line.start(*arguments, columns=columns, env=env, **terminal, **options)
@@ -172,7 +172,7 @@ def run_on_terminal(line: CommandLine, columns: int, *arguments: str, **options:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The processes that a command has spawned to work for it."""
+    """Return the worker processes of a command."""
     return [x for x in leftovers.children_of(pid) if "spawn_main" in leftovers.describe(x)]
 
 
@@ -184,7 +184,7 @@ def _is_of_session(pid: int, session: int) -> bool:
 
 
 def left_of_session(session: int, seconds: float = 10) -> list[str]:
-    """Processes of a session, if some are still there after so long."""
+    """Return the processes of a session that are left after so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
         pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))

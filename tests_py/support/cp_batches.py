@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context-parallel batch with its cache, and what a rank has to compute of it."""
+"""Context-parallel batch with its cache, and the share that a rank has to compute."""
 
 import torch
 
@@ -10,7 +10,7 @@ STRATEGIES = ("zigzag", "interleave", "contiguous")
 
 
 def on_ranks(q, caches, extend_lens, kv_lens, cp_size, strategy, **options):
-    """out [tokens, heads, dim] and lse of the whole batch, from the shares of all ranks."""
+    """Return out [tokens, heads, dim] and lse of the whole batch, from the shares of all ranks."""
     ranks = cpattn.build_cp_metadata_all_ranks(
         extend_lens, kv_lens, cp_size=cp_size, strategy=strategy
     )
@@ -46,7 +46,7 @@ class Batch:
         return cpattn.do_cp_attn_fia(q, *self.flat_caches(), metadata, **given)
 
     def whole(self):
-        """out and lse of one process without context parallelism."""
+        """Return out and lse of one process without context parallelism."""
         return cpattn.paged_attention(
             **self.inputs | {"scale": self.case.head_dim**-0.5},
             batch_invariant=True,
@@ -54,7 +54,7 @@ class Batch:
         )
 
     def all_ranks(self, pad_rows=0):
-        """out and lse of the whole batch from the shares, pad rows of NaN behind each."""
+        """Return out and lse of the whole batch from the shares, each with pad rows of NaN."""
         outs, lses = [], []
         for metadata in self.metadata:
             q = metadata.shard(self.inputs["q"].flatten(1).contiguous())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the public functions: good ones, wrong and hostile arguments, and a fuzzer of them."""
+"""Calls of the public functions: good calls, wrong and hostile arguments, and a fuzzer."""

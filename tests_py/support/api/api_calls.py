@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A good call of every public callable that holds addresses or changes, made anew each time; calls
-of functions that compute are in `argument_sweep`."""
+"""A good call of every public callable that holds addresses or changes, with new arguments each
+time; calls of functions that compute are in `argument_sweep`."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -150,7 +150,7 @@ TRANSFERS: dict[str, Callable[[], Call]] = {
         sglang_0_5_23.build_transfer_entry_pairs,
         of_kind("?ints", src_layer_ids=[3, 7], dst_layer_ids=[3, 7, 11]),
         given(n_src=2, n_dst=3, allow_positional_fallback=False),
-        errors=(RuntimeError,),  # in the words of engines
+        errors=(RuntimeError,),  # engines word these errors
         prefixes=("Layer metadata", "PP-heterogeneous", "Decode peer"),
         names=("Layer metadata", "entries", "layer"),
     ),
@@ -367,7 +367,7 @@ TABLES = (
     "columns", "queries", "rows",
 )  # fmt: skip
 
-# In the words of engines, as its documentation says.
+# Engines word these errors, as the documentation says.
 ENGINES = {
     "topk_transform": {"errors": (RuntimeError,), "prefixes": ("RAGGED topk_transform requires",)}
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random calls of every public callable, mostly valid ones with something hostile in them.
 
-They return, or raise what `api_fuzz_rules` allows, with nothing of the caller's written. Calls run
-in forked children, in batches; the number of a call decides all of it.
+They return, or raise what `api_fuzz_rules` allows, and write to nothing of the caller's. Calls run
+in forked children, in batches; seed and number determine a call.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-os.environ.setdefault("MALLOC_PERTURB_", "128")  # of glibc: memory begins as 3.4e38, not as zeros
+os.environ.setdefault("MALLOC_PERTURB_", "128")  # glibc fills new memory with 3.4e38, not zeros
 
 import ml_dtypes
 import numpy as np
@@ -38,8 +38,8 @@ from support.api.api_fuzz_rules import LARGE, MOST_SCALE, Case, check_error, has
 from support.api.argument_kinds import Target, fresh, in_torch
 from support.api.hostile_values import Draw, hostile
 
-SECONDS = 10  # of a call: all of them are small
-MEMORY = 3 << 30  # of a child, beyond what it begins with
+SECONDS = 10  # limit for a call: all of them are small
+MEMORY = 3 << 30  # limit for a child, beyond its memory at the start
 BATCH = 1000
 
 
@@ -55,7 +55,7 @@ def make_case(seed: int, number: int) -> Case:
     kinds = {name: kind for name, (kind, _) in good.arguments.items()}
     values = {name: fresh(value) for name, (_, value) in good.arguments.items()}
     owned = [value for value in values.values() if isinstance(value, np.ndarray)]
-    for name, kind in kinds.items():  # as the caller might as well
+    for name, kind in kinds.items():  # a caller may pass None, too
         if kind.startswith("?") and draw.random() < 0.3:
             values[name] = None
     if draw.random() < 0.25:
@@ -81,7 +81,7 @@ def make_case(seed: int, number: int) -> Case:
 
 
 def in_another_dtype(draw: Draw, values: dict[str, Any]) -> dict[str, Any]:
-    """All float32 tensors in one other dtype."""
+    """Convert all float32 tensors to one other dtype."""
     dtype = draw.choice([np.float16, ml_dtypes.bfloat16, np.float64])
     return {
         name: value.astype(dtype)
@@ -92,7 +92,7 @@ def in_another_dtype(draw: Draw, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def overlap(draw: Draw, values: dict[str, Any], name: str) -> Any:
-    """A view of another argument's memory, in the shape and dtype of this one."""
+    """Return a view of another argument's memory in this one's shape and dtype, or None."""
     mine = values[name]
     others = [
         value
@@ -112,9 +112,9 @@ def overlap(draw: Draw, values: dict[str, Any], name: str) -> Any:
 
 
 def buffers(values: Any) -> Iterator[Any]:
-    """The memory of everything the caller owns, as bytes."""
+    """Yield the memory of everything that the caller owns."""
     for value in values:
-        with contextlib.suppress(Exception):  # of a hostile value: it owns nothing
+        with contextlib.suppress(Exception):  # a hostile value owns nothing
             if isinstance(value, torch.Tensor):
                 if value.layout is torch.strided and not value.is_meta and not value.is_nested:
                     yield torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).numpy()
@@ -130,7 +130,7 @@ def contents(values: Any) -> list[bytes]:
 
 
 def run_case(seed: int, number: int) -> tuple[Target, str | None]:
-    """Return whose call it is, and what is wrong."""
+    """Run a call; return its target, and the fault or None."""
     case = make_case(seed, number)
     values = case.arguments
     owned = [*case.owned, *values.values()]
@@ -160,7 +160,7 @@ def run_case(seed: int, number: int) -> tuple[Target, str | None]:
 
 
 def described(value: Any) -> str:
-    """A repr, of what may refuse one."""
+    """Return the repr of a value that may refuse one."""
     try:
         text = repr(value)
         if isinstance(value, np.ndarray):
@@ -173,7 +173,7 @@ def described(value: Any) -> str:
 
 
 def describe(seed: int, number: int) -> str:
-    """The call and its arguments, those marked that have been changed."""
+    """Describe the call and its arguments; changed ones are marked."""
     case = make_case(seed, number)
     lines = [f"{case.target.name}  (changed: {', '.join(case.changed) or 'nothing'})"]
     for name, value in case.arguments.items():
@@ -197,7 +197,7 @@ class Result:
 
 def run_batch(seed: int, numbers: range, cells: np.ndarray, pipe: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    faulthandler.disable()  # the parent says which call it was
+    faulthandler.disable()  # the parent reports the call
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
@@ -209,7 +209,7 @@ def run_batch(seed: int, numbers: range, cells: np.ndarray, pipe: int) -> None:
                 target, fault = run_case(seed, number)
                 name = target.name
                 cells[1 + all_targets().index(target)] += 1
-            except MemoryError:  # for the arguments themselves
+            except MemoryError:  # the arguments themselves did not fit
                 continue
             except Exception:
                 name, fault = "the fuzzer itself", traceback.format_exc()[-1500:]
@@ -219,13 +219,13 @@ def run_batch(seed: int, numbers: range, cells: np.ndarray, pipe: int) -> None:
 
 
 def run(seed: int, calls: int) -> Result:
-    """All calls of a seed: what was found, and how often each function was called."""
+    """Run all calls of a seed; return the findings, and how often each function was called."""
     cpattn.set_num_threads(1)
-    # Children tell in these which call runs, and how often each target ran.
+    # Children write here the number of the running call, and how often each target ran.
     cells = np.frombuffer(mmap.mmap(-1, 8 * (1 + len(all_targets()))), np.int64)
     findings: list[Finding] = []
     number = 0
-    with contextlib.suppress(KeyboardInterrupt):  # and say what was found until then
+    with contextlib.suppress(KeyboardInterrupt):  # then report the findings so far
         while number < calls:
             found, number = run_child(seed, range(number, min(calls, number + BATCH)), cells)
             findings += found
@@ -236,7 +236,7 @@ def run(seed: int, calls: int) -> Result:
 
 
 def run_child(seed: int, numbers: range, cells: np.ndarray) -> tuple[list[Finding], int]:
-    """Findings of these calls, and the first call that is left: behind one that ended the child."""
+    """Return findings of calls, and the next call: a call that ended the child is the last."""
     cells[0] = numbers.start
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that a call may give: which errors, and which results."""
+"""Rules for the errors and results of a call."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +9,9 @@ import torch
 
 from support.api.argument_kinds import Call, Target
 
-LARGE = 1 << 21  # bytes of an array that is not looked at
-MOST_SCALE = 1e6  # of an ordinary scale of scores
-ORDINARY = 1e30  # beyond this a result is not one of ordinary numbers
+LARGE = 1 << 21  # larger arrays, in bytes, are not checked
+MOST_SCALE = 1e6  # largest ordinary scale of scores
+ORDINARY = 1e30  # a result beyond this does not come from ordinary numbers
 
 
 @dataclass
@@ -20,13 +20,13 @@ class Case:
     good: Call
     arguments: dict[str, Any]
     changed: list[str]
-    owned: list[Any]  # arrays that the caller had before they were hidden in something else
+    owned: list[Any]  # arrays of the caller, before other objects wrap them
 
 
 ALLOWED = (TypeError, ValueError, MemoryError, BufferError)
-# Of an object that nothing has constructed, whose attributes have no function.
+# Error of an object without a constructor call; its attributes name no function.
 NO_VALUE = "this object has no value: it was never constructed"
-# Errors that Python itself makes of a call, before the function runs.
+# Words of errors that Python itself raises for a call, before the function runs.
 OF_CALLS = ("unexpected keyword", "multiple values", "required", "positional", "incompatible")
 
 
@@ -47,14 +47,14 @@ def check_error(case: Case, error: Exception) -> str | None:
         return f"does not begin with the function's name: {type(error).__name__}: {message:.300}"
     rest = message.partition(": ")[2] or message
     if message.startswith(case.good.prefixes or "\0"):
-        rest = message  # in other words than those of a function
+        rest = message  # the message does not begin with the function's name
     if not any(name in rest for name in (*case.good.arguments, *case.good.names)):
         return f"names no argument: {message:.300}"
     return None
 
 
 def ordinary(values: Any, depth: int = 0) -> bool:
-    """Return whether all numbers in it are finite and of a usual size."""
+    """Return whether all numbers in the values are finite and of a usual size."""
     if isinstance(values, torch.Tensor):
         if values.layout is not torch.strided or values.is_meta or values.is_nested:
             return False
@@ -65,7 +65,7 @@ def ordinary(values: Any, depth: int = 0) -> bool:
     if isinstance(values, np.ndarray):
         if values.size > LARGE:
             return False
-        if values.dtype == np.uint8:  # bytes of rows, which spell NaN in some formats
+        if values.dtype == np.uint8:  # bytes of rows; some mean NaN in other formats
             return not values.any()
         if values.dtype.kind not in "fV" or values.dtype.names:
             return values.dtype.kind in "biu"
@@ -82,7 +82,7 @@ def ordinary(values: Any, depth: int = 0) -> bool:
 
 
 def has_garbage(result: Any) -> bool:
-    """A NaN, or a number that cannot come from ordinary ones; -inf stands for no key."""
+    """Return whether a result has NaN or a number that is too large; -inf stands for no key."""
     if isinstance(result, (list, tuple)):
         return any(map(has_garbage, result))
     if isinstance(result, torch.Tensor) and result.is_floating_point():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with good arguments, their kinds, and what may not stand for an argument of a kind."""
+"""Calls with good arguments, the kinds of arguments, and wrong values for each kind."""
 
 import contextlib
 import inspect
@@ -13,18 +13,18 @@ import numpy as np
 import cpattn
 
 torch: Any = None
-with contextlib.suppress(ImportError):  # other interpreters run what needs NumPy alone
+with contextlib.suppress(ImportError):  # other interpreters run only what needs no torch
     import torch
 
 Arguments = dict[str, tuple[str, Any]]  # by name: (kind, value); kinds with ? take None too
-SHOWN = "shown by "  # before the kinds of `given`, until a call knows its function
+SHOWN = "shown by "  # prefix of kinds from `given`, until a call knows its function
 
 
 class Opaque:
-    __slots__ = ()  # one object is given to all calls, some of which set attributes
+    __slots__ = ()  # all calls share one object, and some set attributes
 
     def __repr__(self) -> str:
-        return "x" * 10_000  # which no message may contain
+        return "x" * 10_000  # no message may contain this
 
 
 class Nameless:
@@ -46,7 +46,7 @@ if torch is not None:
     ARRAYS.append(torch.ones(2))
     META.append(torch.ones((2, 2), dtype=torch.int64, device="meta"))
 
-# Kind: what is wrong, beside None where it is not optional.
+# Wrong values by kind; None is wrong, too, if the argument is not optional.
 WRONG: dict[str, list[Any]] = {
     "int": [*NOTHING, *ARRAYS, "16", 16.0, True, np.True_, np.float32(2), [16], 2**70],
     "float": [*NOTHING, *ARRAYS, "0.5", True, np.True_, [0.5], 10**400],
@@ -80,13 +80,13 @@ WRONG: dict[str, list[Any]] = {
     "list": [*NOTHING, *ARRAYS[1:2], 5, np.int64(5), True, memoryview(b"12")],
     "bag": [*NOTHING, 5, "x"],
 }
-# Lengths, of one sequence after the other or of a table.
+# Lengths of sequences, in a list or in the form of a table.
 WRONG["lens"] = [
     bad for bad in WRONG["ints"] if not (isinstance(bad, np.ndarray) and bad.ndim == 2)
 ]
 
 
-# What is read a number at a time, in any layout or any dtype too.
+# Arguments that may have any layout and any dtype of floats.
 ANY_FLOATS = {"antiquant_scale", "antiquant_offset"}
 LSES = {"lse", "lse_a", "lse_b", "lses"}
 STRIDED = LSES | {"bias", "k_scale", "index_k_scale", "page_table", "topk_indices"}
@@ -114,7 +114,7 @@ def kind_of(value: Any) -> str:
 
 
 def given(**values: Any) -> Arguments:
-    """Arguments of the kinds that their values show; the signature says which may be None."""
+    """Return arguments with the kinds of their values; the signature says which may be None."""
     return {name: (SHOWN + kind_of(value), value) for name, value in values.items()}
 
 
@@ -123,10 +123,10 @@ def of_kind(kind: str, **values: Any) -> Arguments:
 
 
 def known_kinds(function: Callable[..., Any], arguments: Arguments) -> Arguments:
-    """The arguments, those that `given` made with a ? if the function takes None for them."""
+    """Return the arguments; kinds from `given` get a ? if the function takes None for them."""
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # of a builtin
+    except ValueError:  # the function is a builtin
         parameters = {}
 
     def known(name: str, kind: str) -> str:
@@ -141,17 +141,17 @@ def known_kinds(function: Callable[..., Any], arguments: Arguments) -> Arguments
 
 @dataclass
 class Call:
-    """A call that succeeds."""
+    """Call that succeeds."""
 
     function: Callable[..., Any]
     arguments: Arguments
-    name: str = ""  # as errors begin
+    name: str = ""  # errors begin with it
     close: Callable[[], None] = lambda: None
-    # Errors other than TypeError, ValueError and MemoryError that its documentation has.
+    # Documented errors besides TypeError, ValueError and MemoryError.
     errors: tuple[type[Exception], ...] = ()
-    # What its messages may say instead of an argument's name.
+    # Words that messages may have instead of an argument's name.
     names: tuple[str, ...] = ()
-    # What they may begin with instead of the function's name.
+    # Beginnings that messages may have instead of the function's name.
     prefixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class Call:
         return {name: value for name, (_, value) in self.arguments.items()}
 
     def wrong(self) -> Iterator[tuple[str, Any]]:
-        """Every argument in turn, with everything that is wrong for it."""
+        """Yield every argument with each of its wrong values."""
         for name, (kind, value) in self.arguments.items():
             optional = kind.startswith("?")
             kind = kind.removeprefix("?")
@@ -190,7 +190,7 @@ class Call:
 
 @dataclass
 class Target:
-    """A public callable; `name` is what its errors begin with."""
+    """Public callable; its errors begin with `name`."""
 
     name: str
     make: Callable[[], Call]
@@ -198,7 +198,7 @@ class Target:
 
 
 def f32(*shape: int) -> np.ndarray[Any, Any]:
-    """Numbers around 1 that all differ, so that results show which of them were read."""
+    """Return different numbers around 1, so that results show which of them were read."""
     return np.random.default_rng(shape).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
@@ -209,7 +209,7 @@ def fresh(value: Any) -> Any:
 
 
 def in_torch(value: Any) -> Any:
-    """A tensor with the memory of an array, where torch has its dtype; of lists too."""
+    """Return a tensor with the memory of an array, if torch has its dtype; also in lists."""
     if isinstance(value, list):
         return [in_torch(item) for item in value]
     if not isinstance(value, np.ndarray):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A good call of every public function that computes, or plans what is computed, and of oracles."""
+"""A good call of every public function that computes or plans, and of every oracle."""
 
 from collections.abc import Callable
 from typing import Any

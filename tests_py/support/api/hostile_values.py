@@ -15,7 +15,7 @@ from support.api.argument_kinds import METADATA, NOTHING, WRONG
 
 Draw = random.Random
 
-# Numbers at which arithmetic of 32 or 64 bits turns over, and those beside them.
+# Numbers at which arithmetic of 32 or 64 bits overflows, and their neighbours.
 EDGES = [
     *range(-3, 5), 7, 8, 15, 16, 17, 31, 64, 128, 576, 577, 592, 1000, -1000, 2**16,
     *(sign * 2**power + step for power in (31, 32, 62, 63, 64) for step in (-1, 0, 1, 3)
@@ -41,7 +41,7 @@ DTYPES = [
 
 
 class Index:
-    """Stands for a number, and does something when it is asked."""
+    """Number that calls a function when it is read."""
 
     def __init__(self, value: Any, then: Callable[[], object] = lambda: None) -> None:
         self.value, self.then = value, then
@@ -64,7 +64,7 @@ class Changing:
 
 
 class Liar(list[Any]):
-    """A list that lies about its length and what it holds."""
+    """List that lies about its length and its elements."""
 
     def __len__(self) -> int:
         return 2**31
@@ -85,7 +85,7 @@ class Arrayish:
 
 
 class Exporter:
-    """Something with __dlpack__, which need not be true."""
+    """Object with __dlpack__, which may not work."""
 
     def __init__(self, array: Any, result: Any) -> None:
         self.array, self.result = array, result
@@ -103,7 +103,7 @@ def array(draw: Draw, good: Any) -> Any:
     good = np.asarray(good)
     forms = [
         lambda: converted(good, lambda x: x.astype(draw.choice(DTYPES))),
-        lambda: np.asfortranarray(good),  # transposed in memory, of the same shape
+        lambda: np.asfortranarray(good),  # transposed in memory, with the same shape
         lambda: misaligned(good),
         lambda: good[None] if draw.random() < 0.5 else good.reshape(-1),
         lambda: np.ma.array(good, mask=draw.random() < 0.5),
@@ -137,7 +137,7 @@ def array(draw: Draw, good: Any) -> Any:
 def converted(good: Any, form: Callable[[Any], Any]) -> Any:
     try:
         return form(good)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # of dates, or no buffer's dtype
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # dates, or dtypes without buffer
         return good.copy()
 
 
@@ -148,7 +148,7 @@ def with_one(draw: Draw, good: Any, values: list[Any]) -> Any:
 
 
 def resized(draw: Draw, good: Any, size: int) -> Any:
-    """An axis of this size, without memory if it is huge."""
+    """Return the array with an axis of this size, without memory if it is huge."""
     axis = draw.randrange(good.ndim)
     shape = [*good.shape[:axis], size, *good.shape[axis + 1 :]]
     if np.prod(shape, dtype=object) <= 1 << 16:
@@ -195,7 +195,7 @@ def anything(draw: Draw) -> Any:
     odd = [None, (), bytearray(8), memoryview(bytes(8)), range(3), (x for x in [1]), slice(None)]
     odd += [Ellipsis, NotImplemented, True, np.False_, Changing(), Liar()]
     odd += [Arrayish(np.ones(3, np.float32)), array(draw, np.ones((2, 3), np.float32))]
-    odd += [argument_sweep.PLAN, METADATA, kind.__new__(kind)]  # the last never constructed
+    odd += [argument_sweep.PLAN, METADATA, kind.__new__(kind)]  # the last is not constructed
     return draw.choice([*odd, *NOTHING, *map(draw.choice, (EDGES, REALS, TEXTS))])
 
 
@@ -288,7 +288,7 @@ def frame(draw: Draw, good: bytes) -> Any:
 
 
 def bag(draw: Draw, good: Any) -> Any:
-    """An object or a dict with a field of another value."""
+    """Return an object or a dict that differs in one field."""
     fields = dict(good) if isinstance(good, dict) else dict(vars(good))
     name = draw.choice(sorted(fields))
     value = fields[name]
@@ -324,7 +324,7 @@ def nested(draw: Draw, good: Any) -> Any:
 
 
 KINDS: dict[str, Callable[[Draw, Any], Any]] = {
-    # Of what is done so often: all that are taken are small.
+    # Numbers of repetitions: all valid ones are small.
     "times": lambda draw, good: draw.choice([-1, 0, 1, 2, -(2**63), None, "1", 1.5, True]),
     "int": number, "float": real,
     "flag": lambda draw, good: draw.choice([True, False, np.True_, np.False_, *WRONG["flag"]]),

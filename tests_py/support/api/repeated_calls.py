@@ -16,7 +16,7 @@ import cpattn
 from cpattn.transfer.wire import KVTransferRequest
 from support.api.api_calls import targets
 
-WARM_UP = 3000  # calls after which caches and free lists are as large as they become
+WARM_UP = 3000  # calls after which caches and free lists no longer grow
 FRAMES = KVTransferRequest(
     room=7, host="10.0.0.1", port=4000, session_id="10.0.0.1:4001",
     page_indices=np.arange(9), aux_index=7, required_count=2,
@@ -33,7 +33,7 @@ def good(name: str) -> Callable[[], object]:
 
 
 def refused_batch() -> None:
-    """Errors of the core, of its checks of arguments, and of Python above it."""
+    """Raise errors of the core, of its checks of arguments, and of Python above it."""
     sizes = {"size": 0, "page_size": 0, "num_layers": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 1}
     with suppress(ValueError):
         cpattn.sparse.sglang_0_5_23.fast_topk(np.zeros((2, 9), np.float32), [9], 4)

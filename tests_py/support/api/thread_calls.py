@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of functions of docs/how_to/threads.md that release the GIL, each as long as asked for."""
+"""Calls of functions in docs/how_to/threads.md that release the GIL, for any duration."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,7 +14,7 @@ Call = Callable[[], object]
 RNG = np.random.default_rng(0)
 
 
-@cache  # of shapes that many calls have
+@cache  # many calls have equal shapes
 def normal(*shape: int) -> Any:
     return RNG.standard_normal(shape, np.float32)
 
@@ -25,7 +25,7 @@ def repeated(count: int, width: int) -> Any:
 
 
 def rows(n: int) -> Any:
-    """[16 * n, 2048]: indices of all keys for each query."""
+    """Return [16 * n, 2048]: indices of all keys for each query."""
     return np.tile(np.arange(2048, dtype=np.int32), (16 * n, 1))
 
 
@@ -35,12 +35,12 @@ HEADS = {"num_heads": 4, "num_kv_heads": 2}
 
 
 def batch(n: int) -> dict[str, Any]:
-    """n queries behind 1024 keys, all of which they see."""
+    """Return a batch of n queries behind 1024 keys, all of which they see."""
     return {"q_lens": [n], "kv_lens": [1024], "block_tables": TABLE, "causal": False}
 
 
 def on_a_rank(n: int) -> dict[str, Any]:
-    """n new tokens behind 1024 on the only rank."""
+    """Return a batch of n new tokens behind 1024 on the only rank."""
     metadata = cpattn.build_cp_metadata([n], [1024 + n], cp_rank=0, cp_size=1)
     tables = np.arange(64 + -(-n // 16))[None] % 64
     return {"metadata": metadata, "block_tables": tables, "page_size": 16}
@@ -95,7 +95,7 @@ def norm(function: Any, n: int, **eps: float) -> Call:
 
 
 def set_rows(pool: Any, name: str, n: int, *widths: int) -> Call:
-    """Writes rows of these shapes into a pool of as many."""
+    """Return a call that writes rows of these widths into a pool of as many slots."""
     made = pool(size=256 * n, page_size=16, num_layers=1, container="numpy")
     row = normal(256 * n, *widths)
     both = (row, row) if pool is MHA_POOL else (row,)
@@ -121,7 +121,7 @@ def digested(n: int) -> Call:
 
 
 def write_blocks(n: int) -> Call:
-    """Write one megabyte n times, a kilobyte at a time: memory is no part of it."""
+    """Return a call that writes a megabyte n times by kilobytes; memory does not limit it."""
     engine = transfer.LocalEngine(num_threads=1)
     src, dst = np.zeros(1 << 20, np.uint8), np.zeros(n << 20, np.uint8)
     engine.register([src.ctypes.data, dst.ctypes.data], [src.nbytes, dst.nbytes])
@@ -130,7 +130,7 @@ def write_blocks(n: int) -> Call:
     lengths = np.full(len(starts), 1 << 10, np.uint64)
 
     def call() -> None:
-        assert src.size <= dst.size  # and so they live as long as this
+        assert src.size <= dst.size  # the closure also keeps both alive
         assert engine.write(engine.session_id, *blocks, lengths) == 0
 
     return call

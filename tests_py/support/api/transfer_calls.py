@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Good calls of KV transfer, of pools and of planners, whose arguments are made anew each time."""
+"""Good calls of KV transfer, of pools and of planners, with new arguments each time."""
 
 import copy
 from collections.abc import Callable
@@ -31,12 +31,12 @@ def merged(parts: tuple[Arguments, ...]) -> Arguments:
 
 
 def of(function: Callable[..., Any], *parts: Arguments, **about: Any) -> Callable[[], Call]:
-    """Makes a call with arguments of its own; `about` are other fields of a `Call`."""
+    """Return a function that makes a call with own arguments; `about` has other `Call` fields."""
     return lambda: Call(function, copy.deepcopy(merged(parts)), **about)
 
 
 def method(make: Callable[[], Any], name: str, *parts: Arguments, **about: Any) -> Any:
-    """Make a call as `of`, for a method of an object that is made anew, too."""
+    """Make a call as `of`, for a method of an object that is also new each time."""
     return lambda: Call(getattr(make(), name), copy.deepcopy(merged(parts)), **about)
 
 
@@ -64,7 +64,7 @@ def layout(base: int = 1 << 30, **more: Any) -> transfer.KVLayout:
 
 
 def engines() -> tuple[transfer.LocalEngine, transfer.LocalEngine, Any, Any, Callable[[], None]]:
-    """Two engines with memory of their own registered."""
+    """Return two engines with their own memory registered."""
     sender, receiver = transfer.LocalEngine(num_threads=1), transfer.LocalEngine(num_threads=1)
     src, dst = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
     sender.register([src.ctypes.data], [src.nbytes])
@@ -150,7 +150,7 @@ def links() -> Call:
     sides = of_kind("value", sources=[layout()], destinations=[layout(1 << 31)])
     pages = of_kind("value", src_pages=[[1, 2, 5]], dst_pages=[[3, 4, 6]])
     arguments = sides | pages | TOKENS | given(cp_ranks=[0])
-    # What a link refuses is in the words of its plan.
+    # Messages of links are those of their plans.
     return Call(transfer.plan_kv_links, arguments, prefixes=("plan_kv_transfer: ",), names=PAIRED)
 
 
@@ -200,8 +200,8 @@ def selected() -> Call:
 
 
 def without_group(**attributes: Any) -> Any:
-    """A `ContextParallel` that plans, for which it needs no process group."""
-    from cpattn import distributed  # which needs torch
+    """Return a `ContextParallel` that only plans, for which it needs no process group."""
+    from cpattn import distributed  # needs torch
 
     cp = object.__new__(distributed.ContextParallel)
     vars(cp).update(attributes)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libcpattn through ctypes, and the cases of the C program."""
+"""Access to libcpattn through ctypes, and the cases of the C program."""

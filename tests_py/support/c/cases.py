@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the header with results that the test in C compares with: the oracle's, in float64, of
-inputs by a rule that C has, too."""
+"""Prints the header with expected results for the test in C: the oracle's, in float64, for inputs
+by a rule that C follows, too."""
 
 import numpy as np
 import torch
@@ -16,14 +16,14 @@ SEEDS = {"plain": {}, "options": {"sinks": 4, "alibi_slopes": 5}}
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
-    """Multiples of 1/500 from -2 to 2."""
+    """Return multiples of 1/500 from -2 to 2."""
     i = np.arange(np.prod(shape), dtype=np.int64)
     values = ((i * 7919 + seed * 104729) % 2001 - 1000) / 500
     return torch.from_numpy(values.astype(np.float32).reshape(shape))
 
 
 def results(name: str) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """The oracle's results of a case, and the largest errors that they may have."""
+    """Return the oracle's results of a case, and the largest allowed errors."""
     inputs = {
         "q": numbers(1, 4, 4, 8),
         "k_cache": numbers(2, 6, 4, 2, 8),

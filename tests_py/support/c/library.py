@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libcpattn of this build as Python sees it: structs and functions as its header declares them."""
+"""Interface of Python to libcpattn of this build: structs and functions of its header."""
 
 import ctypes
 import functools
@@ -36,7 +36,7 @@ CODES = {
 
 
 def build_folder() -> Path:
-    """The folder of the build that Python runs from; a test is skipped without its libcpattn."""
+    """Return the build folder of the running package; skip the test if it has no libcpattn."""
     folder = Path(cpattn._core.__file__).parents[2] / "cpp" / "c"
     if not (folder / "libcpattn.so").exists():
         pytest.skip("this build has no libcpattn")
@@ -70,7 +70,7 @@ def load() -> ctypes.CDLL:
 
 
 class CallFailed(Exception):
-    """The message of a call, and its status."""
+    """Failure of a call, with its message and status."""
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -80,14 +80,14 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def defaults(struct: str) -> ctypes.Structure:
-    """A struct as its _init function fills it."""
+    """Return a struct filled by its _init function."""
     filled = STRUCTS[f"cpattn_{struct}"]()
     call(f"{struct}_init", ctypes.byref(filled), ctypes.c_size_t(ctypes.sizeof(filled)))
     return filled
 
 
 class Given:
-    """Arguments in the form of C; everything lives as long as this does."""
+    """Arguments in the form of C; all of them live as long as this object."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
@@ -97,7 +97,7 @@ class Given:
         return x
 
     def tensor(self, array: np.ndarray) -> int:
-        """The address of a description of the array."""
+        """Return the address of a description of the array."""
         array = self.keep(array)
         code, bits = CODES[array.dtype]
         extents = ctypes.c_int64 * array.ndim
@@ -114,7 +114,7 @@ class Given:
         return ctypes.addressof(self.keep(pointers))
 
     def options(self, struct: str, **options: Any) -> Any:
-        """A reference to a struct with these options of Python; those that it lacks are errors."""
+        """Return a reference to a struct with these options; unknown options are errors."""
         filled = self.keep(defaults(struct))
         types = dict(type(filled)._fields_)
         for name, value in options.items():

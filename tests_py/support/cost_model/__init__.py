@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches over ranks, counted by hand."""
+"""Batches over ranks, counted independently of the library."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches whose keys are kept and exchanged by hand: row by row, message by message."""
+"""Batches whose keys the tests keep and exchange row by row, message by message."""
 
 import itertools
 from collections import Counter
@@ -55,7 +55,7 @@ class Case:
         ]
 
     def owners(self):
-        """The rank that keeps each token; and, in `pages`, how many pages each rank keeps."""
+        """Return the rank that keeps each token; `pages` gets the number of pages of each rank."""
         size, page_size = self.cp_size, self.layer.page_size
         self.pages = [0] * size
         owner = {}
@@ -83,7 +83,7 @@ class Case:
         return rank // self.ranks_per_host
 
     def rail(self, rank):
-        """The ranks of other hosts that a rank exchanges with, by their hosts."""
+        """Return the ranks of other hosts that a rank exchanges with, by host."""
         step = self.ranks_per_host
         peers = range(rank % step, self.cp_size, step)
         return {self.host(peer): peer for peer in peers if peer != rank}
@@ -113,14 +113,14 @@ class Wire:
 
 
 def sizes_of(layer):
-    """Bytes of a row of keys and values, of one KV head of it, of a query, of an output."""
+    """Return bytes of a row of keys and values, of one KV head of it, a query and an output."""
     item, v_dim = ITEM[layer.dtype], layer.v_head_dim or layer.head_dim
     key = (layer.head_dim if layer.latent else layer.head_dim + v_dim) * item
     return layer.num_kv_heads * key, key, layer.head_dim * item, v_dim * item
 
 
 def blocks_of(case, new_from_pools=True):
-    """Rows that each rank brings: it computes them, or keeps them and some new token sees them."""
+    """Return the rows of each rank: it computes them, or keeps them and a new token sees them."""
     computed = case.computed()
     if case.placement not in SHARDED:
         return [len(tokens) for tokens in computed]
@@ -138,7 +138,7 @@ def blocks_of(case, new_from_pools=True):
 
 
 def count_gather(case):
-    """New rows go from where they are computed to all, also to those who keep them."""
+    """Count a gather: ranks send computed rows to all ranks, also to those that keep them."""
     wire, (row, *_) = Wire(case), sizes_of(case.layer)
     for rank, rows in enumerate(blocks_of(case, new_from_pools=False)):
         for peer in case.rail(rank).values():
@@ -147,7 +147,7 @@ def count_gather(case):
 
 
 def count_ring(case):
-    """Every rank passes on what it has, until all blocks were everywhere."""
+    """Count a ring: every rank passes on its block until all ranks have had all blocks."""
     wire, (row, *_) = Wire(case), sizes_of(case.layer)
     held, busy = blocks_of(case), 0
     for _ in range(case.num_hosts - 1):
@@ -185,7 +185,7 @@ def count_pass_q(case):
 
 
 def heads_of_hosts(case):
-    """Query heads of each host, by those that `ContextParallel` gives to ranks."""
+    """Return the query heads of each host, from the heads that `ContextParallel` gives to ranks."""
     found = [[] for _ in range(case.num_hosts)]
     shares = _core.share_heads(case.layer.num_heads, case.layer.num_kv_heads, case.cp_size)
     for rank, share in enumerate(shares):

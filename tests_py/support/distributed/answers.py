@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of all ranks: they must be the oracle's, and on every rank the same bits."""
+"""Answers of all ranks: they must agree with the oracle, and have equal bits on every rank."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,7 +15,7 @@ from support.distributed.prefill_batches import expected_of
 from support.distributed.sharded_worker import Run, equal
 from support.tolerances import Expected, assert_attended
 
-EXACT = ("gather", "all_to_all")  # those whose bits are those of one pool that holds everything
+EXACT = ("gather", "all_to_all")  # their results have the bits of one pool with all keys
 
 
 def assert_prefill(answers: list[dict[Run, dict[str, Any]]], run: Run) -> None:
@@ -36,7 +36,7 @@ def assert_prefill(answers: list[dict[Run, dict[str, Any]]], run: Run) -> None:
 
 @cache
 def expected_layer(name: str) -> tuple[Expected, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the oracle's answer, and that of one process that has all keys."""
+    """Return the answers of the oracle and of one process with all keys."""
     inputs = LAYERS[name].inputs()
     alone = cpattn.paged_attention(**inputs, batch_invariant=True, return_lse=True)
     return expected_attention(decoded(inputs)), alone
@@ -56,7 +56,7 @@ def assert_layer(
 
 
 def by_size(runs: Mapping[int, Sequence[Any]]) -> list[Any]:
-    """Parameters (size, run) of worlds; those of more than two ranks are slow."""
+    """Return parameters (size, run) of worlds; worlds of more than two ranks are marked slow."""
     return [
         pytest.param(size, run, marks=pytest.mark.slow if size > 2 else (), id=f"{run}, {size}")
         for size, of_size in runs.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that ranks tell each other, and errors if rank 1 does something else than the others."""
+"""Numbers that ranks tell each other, and errors if rank 1 differs from the other ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from support.time_limits import PATIENCE
 
 SMALL = Case("small", (5, 13), (4, 0))
 ODD_RANK = 1
-Told = dict[str, tuple[str, float]]  # by what is different: the error, and after how long
+Told = dict[str, tuple[str, float]]  # error and its seconds, by the name of the difference
 
 
 def is_usable() -> bool:
@@ -169,7 +169,7 @@ def run_sharded(rank: int) -> tuple[Told, bool]:
 
 
 def run_agreements(rank: int) -> list[dict[str, Any]]:
-    """Return numbers told and threads begun: for messages in time, for missed ones, beside rows."""
+    """Return sent numbers and started threads: for timely and late messages, and beside rows."""
     exchange = RowExchange(dist.group.WORLD)
     with exchange.agreement("topology", (0,) * 6):  # versions
         pass
@@ -180,7 +180,7 @@ def _told(exchange: RowExchange, rank: int, case: str) -> dict[str, Any]:
     begin = waiting.threading.Thread
     missed = (lambda ends: False) if case == "missed" else waiting.have_come
     with (
-        mock.patch.object(waiting, "_PATIENT", PATIENCE),  # as long as a busy machine takes
+        mock.patch.object(waiting, "_PATIENT", PATIENCE),  # enough for a busy machine
         mock.patch.object(exchanges, "have_come", missed),
         mock.patch.object(waiting.threading, "Thread", side_effect=begin) as threads,
     ):

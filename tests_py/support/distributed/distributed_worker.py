@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks, each in a process of its own, and how they are started."""
+"""Ranks in separate processes, and the functions that start them."""
 
 import multiprocessing
 import os
@@ -24,12 +24,12 @@ from support.time_limits import PATIENCE
 
 
 def forking(preload: str = __name__) -> Any:
-    """Returns a context of multiprocessing: its processes fork from a server that has `preload`.
+    """Return a multiprocessing context whose processes fork from a server with `preload`.
 
-    Importing torch takes seconds in each process otherwise. Where a server runs, it stays as it is.
-    It looks into no wheel: processes that fork from it would read one open file by turns.
+    Otherwise each process imports torch for seconds. A running server stays as it is. The server
+    opens no wheel: processes that fork from it would share one file and its position.
     """
-    assert find_spec(preload), preload  # the server passes over what is not there
+    assert find_spec(preload), preload  # the server ignores missing modules
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     folders = [path for path in sys.path if not path.endswith((".whl", ".zip"))]
@@ -42,10 +42,10 @@ def forking(preload: str = __name__) -> Any:
 def run_world(
     size: int, path: Path, program, *arguments, group_timeout=PATIENCE, preload=__name__
 ) -> list:
-    """Return what program(rank, *arguments) returns on every rank; None for one that died.
+    """Return the result of program(rank, *arguments) on every rank; None if the rank died.
 
-    Ranks live until all have answered: a rank that ended early would be an error of its own.
-    Where one fails, that is raised at once, and the others end, which may wait for it.
+    Ranks live until all have answered: a rank that ended early would cause another error. If a
+    rank fails, its error is raised at once, and the others, which may wait for it, are ended.
     """
     context = forking(preload)
     ranks = []
@@ -63,7 +63,7 @@ def run_world(
             process.kill()
         raise
     finally:
-        # What they wait for: no event, which waits for those that wait for it, killed or not.
+        # Closing pipes ends the waits of ranks; setting an event would wait for killed ranks.
         for _, ours in ranks:
             ours.close()
         for process, _ in ranks:
@@ -72,7 +72,7 @@ def run_world(
 
 
 def _answers(receivers: list[connection.Connection]) -> list:
-    """Return the answer of each rank; the first that is an error is raised."""
+    """Return the answer of each rank; raise the first error."""
     answers: dict[connection.Connection, object] = {}
     deadline = time.monotonic() + PATIENCE
     while len(answers) < len(receivers):
@@ -109,9 +109,9 @@ def _rank(rank, size, store, timeout, asker, program, *arguments):
         answer = program(rank, *arguments)
     except BaseException:
         answer = AssertionError(f"rank {rank} of {size}:\n{traceback.format_exc()}")
-    # Not `send`, by which tensors take room in /dev/shm, of which a container may have little.
+    # With `send`, tensors take room in /dev/shm, of which a container may have little.
     asker.send_bytes(pickle.dumps(answer))
-    asker.poll(PATIENCE)  # until all have answered
+    asker.poll(PATIENCE)  # wait until all have answered
 
 
 def make_plan(cp: ContextParallel, case: Case, batch: Batch, **changes) -> ContextParallelPlan:
@@ -126,7 +126,7 @@ def make_plan(cp: ContextParallel, case: Case, batch: Batch, **changes) -> Conte
 
 
 def error_of(attempt) -> tuple[str, float]:
-    """The error of a call, and after how many seconds it came."""
+    """Return the error of a call, and its seconds until then."""
     start = time.monotonic()
     try:
         attempt()

@@ -20,21 +20,21 @@ from support.distributed.prefill_batches import Batch, Case, expected_of, make_b
 from support.distributed.sharded_worker import PLACEMENTS, equal, shard_of
 from support.tolerances import Expected, assert_attended
 
-ROW_BYTES = 1 << 17  # of a gather of rows: more than sockets hold
+ROW_BYTES = 1 << 17  # bytes of a row in a gather: more than sockets hold
 LAYER = 1
-LAYERS = 3  # with cached keys of the next under way
-POOL_TOKENS = 4096  # so that each rank gives a part
+LAYERS = 3  # layers, each with cached keys of the next one in flight
+POOL_TOKENS = 4096  # tokens of a pool, enough for a part from each rank
 
 
 class Program:
-    """The calls of one rank; what was called last stands in `call`."""
+    """Calls of one rank; `call` names the last one."""
 
     def __init__(self, one: Round, rank: int, trigger: Trigger) -> None:
         self.round, self.rank, self.trigger = one, rank, trigger
         self.is_culprit = rank == one.culprit
         self.call = "topology"
-        self.at_the_end = False  # where nothing goes wrong any more
-        self.refusals: list[str] = []  # what was told while the group stayed usable
+        self.at_the_end = False  # no fault comes after this
+        self.refusals: list[str] = []  # errors after which the group stayed usable
         self.case: Case = one.batch
         self.options: dict[str, Any] = {
             "strategy": self.case.strategy,
@@ -43,7 +43,7 @@ class Program:
         }
 
     def run(self) -> None:
-        """All calls of the round, which raise what the library does."""
+        """Make all calls of the round; they raise errors of the library."""
         world, exchange = dist.group.WORLD, self.round.exchange
         plain = ContextParallel(world, **self.options)
         if self.round.transport != "tcp":
@@ -65,11 +65,11 @@ class Program:
         }
         programs.get(exchange, lambda: self._prefill(plain))()
         self.at_the_end = True
-        plan = plain.plan([8], block_tables=[range(8)])  # nobody has left until here
+        plan = plain.plan([8], block_tables=[range(8)])  # all ranks are still there
         self._called("gather", plain.gather, plan, torch.zeros(8, 4))
 
     def _called(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A call that others take part in."""
+        """Make a call in which other ranks take part; the fault may come in it."""
         self.call = name
         self.trigger.armed = self.is_culprit and not (self.trigger.fired or self.at_the_end)
         try:
@@ -78,14 +78,14 @@ class Program:
             self.trigger.armed = False
 
     def _differs(self) -> bool:
-        """Return whether this is the culprit, at the call where it does something else."""
+        """Return whether this is the culprit, which now differs; record the time."""
         if not self.is_culprit:
             return False
         self.trigger.board.value = time.monotonic()
         return True
 
     def _agreed(self, attempt: Callable[[], Any]) -> None:
-        """A call that all ranks must refuse; the group stays usable."""
+        """Make a call that all ranks must refuse; the group stays usable."""
         try:
             attempt()
         except (RuntimeError, TypeError, ValueError) as error:
@@ -94,7 +94,7 @@ class Program:
             raise AssertionError("ranks that differ went on")
 
     def _with_differences(self, write: Callable[[Any], None], plan: Any, other: Any) -> None:
-        """The call; before it, in rounds about that, one in which the culprit differs."""
+        """Make the call; in rounds of such faults, first make one in which the culprit differs."""
         fault = self.round.fault
         if fault in ("plan", "arguments") and not self.refusals:
             odd = other if fault == "plan" else "no plan"
@@ -123,7 +123,7 @@ class Program:
             try:
                 self._with_differences(write, plan, other)
             except BaseException:
-                # Of pools that are shared, rows come one by one, from all ranks.
+                # In shared pools, rows of all ranks arrive one by one.
                 assert self.round.exchange == "shared" or equal(caches, before), "half written"
                 raise
             out = self._called("attend", cp.attend, plan, rows[0], *caches)
@@ -132,7 +132,7 @@ class Program:
             assert_attended(out, None, expected_of(self.case), "float32", op)
 
     def _prefill_ahead(self, cp: ContextParallel) -> None:
-        """Layers of which each has the cached keys of the next under way, when it ends."""
+        """Attend in layers; at the end of each, the cached keys of the next are in flight."""
         batch, plan, other, (q, k, v) = self._batch(cp)
         for _ in range(self.round.repeats):
             caches = self._caches(cp, batch)
@@ -168,7 +168,7 @@ class Program:
         if any(self.rank == ranks[0] for ranks in self.round.hosts):
             for cache, rows in zip(caches, whole, strict=True):
                 cache.flatten(0, 1)[: len(rows)] = rows
-        self._called("gather", cp.gather, plan, torch.zeros(8, 4))  # until it is filled
+        self._called("gather", cp.gather, plan, torch.zeros(8, 4))  # wait until it is filled
         return list(caches)
 
     def _repeated(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of random faults, each drawn from its seed alone: what the ranks do, what goes wrong, and
-when it must be told."""
+"""Rounds of random faults, each drawn from its seed alone: the calls of ranks, the fault, and the
+time until ranks must report it."""
 
 import random
 from dataclasses import dataclass, replace
@@ -14,20 +14,20 @@ CASES = (
     Case("short ones", (1, 2, 3), strategy="interleave"),
     Case("long rows", (40, 7), (9, 0), head_dim=64, v_head_dim=64),
 )
-# Whose cached keys are more than sockets hold at once.
+# A case whose cached keys are more than sockets hold at once.
 AHEAD = Case("long prefixes", (9, 5), (700, 300), head_dim=64, v_head_dim=64)
 STEP = Step("decode", (17, 3, 30), (1, 3, 1))
-# What a round is about; all end with a gather of rows.
+# Main calls of a round; all rounds end with a gather of rows.
 EXCHANGES = ("replicated", "shared", *SHARDED, "prefetch", "decode", "rows")
-# Seconds that groups wait, where that is to end, and where not.
+# Timeouts of groups in seconds, if the timeout shall end the round, and if not.
 TIMEOUT, PATIENCE = 3.0, 60.0
-# And where bytes are under way: gloo alone does not see there that a rank has died.
+# Timeout if a rank dies: gloo alone does not notice that while bytes are in flight.
 DEATH_TIMEOUT = 5.0
 FAULTS = {
     "none": 2,
     "kill": 5,  # at one of its calls
     "kill in flight": 5,  # some microseconds later
-    "stop": 3,  # and go on beyond the timeout
+    "stop": 3,  # continues beyond the timeout
     "stop for a moment": 2,
     "stop and kill": 1,
     "late": 1,  # beyond the timeout
@@ -40,10 +40,10 @@ FAULTS = {
     "truncate": 2,
     "version": 2,
 }
-# Those that must be over, by the timeout of the group alone, or by what it takes to see them.
+# Faults that only the timeout of the group ends.
 BY_TIMEOUT = ("stop", "late")
 HARMLESS = ("none", "stop for a moment", "late for a moment")
-AGREED = ("plan", "arguments", "version", "truncate")  # nobody is lost
+AGREED = ("plan", "arguments", "version", "truncate")  # no rank is lost
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Round:
     repeats: int
     fault: str
     culprit: int
-    event: int  # of the culprit's calls, at which it happens
-    delay: float  # seconds: after that call, or of what lasts a moment
+    event: int  # number of the culprit's call at which the fault comes
+    delay: float  # seconds after that call; or duration of a fault "for a moment"
 
     def __str__(self) -> str:
         return (
@@ -68,12 +68,12 @@ class Round:
 
     @property
     def batch(self) -> Case:
-        """Batch that is attended to, but for decode steps."""
+        """Batch of the round, except in decode steps."""
         return AHEAD if self.exchange == "prefetch" else CASES[self.case]
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host; by "shm+tcp" two hosts, of which the first has two ranks."""
+        """Ranks of each host; "shm+tcp" has two hosts, the first with two ranks."""
         ranks = tuple(range(self.size))
         if self.transport != "shm+tcp":
             return (ranks,)
@@ -81,7 +81,7 @@ class Round:
 
     @property
     def timeout(self) -> float:
-        """Timeout of the group: short where it is what ends the round."""
+        """Timeout of the group, which is short if it ends the round."""
         if self.fault in BY_TIMEOUT:
             return TIMEOUT
         return DEATH_TIMEOUT if self.fault in DEATHS else PATIENCE
@@ -93,7 +93,7 @@ class Round:
             return self.timeout + 1
         if self.fault not in DEATHS or self.transport == "shm":
             return 1
-        # A rank that shares its host knows of its end, and tells those of other hosts.
+        # Ranks that share the culprit's host see its end, and tell ranks of other hosts.
         alone = (self.culprit,) in self.hosts
         seen = self.transport == "shm+tcp" and not alone and not self.fault.startswith("cut")
         return 1 if seen else self.timeout + 1
@@ -106,7 +106,7 @@ TRANSPORTS = ("shm", "shm+tcp", "tcp")
 def draw(
     seed: int, fault: str | None = None, exchange: str | None = None, transport: str | None = None
 ) -> Round:
-    """The round of a seed, with another fault, exchange or transport if it is given."""
+    """Return the round of a seed, with the fault, exchange or transport if one is given."""
     dice = random.Random(seed)
     size = dice.randint(2, 4)
     one = Round(
@@ -135,7 +135,7 @@ def draw(
     return one
 
 
-# By transport; rows that are in flight are more than sockets hold.
+# Exchanges for deaths, one for each transport; rows in flight are more than sockets hold.
 KILLS = {
     "kill": ("shared", "ring", "replicated"),
     "kill in flight": ("pass_q", "all_to_all", "rows"),
@@ -147,7 +147,7 @@ _TURNS = [(turn, name) for turn in range(3) for name in (FAULTS if turn < 2 else
 
 
 def in_turns(number: int) -> Round:
-    """Rounds of which 33 bring each fault by two transports, and a death to each exchange."""
+    """Return round `number` of 33: each fault is on two transports, a death in each exchange."""
     turn, name = _TURNS[number % len(_TURNS)]
     fault = list(FAULTS).index(name)
     transport = TRANSPORTS[(turn + fault) % len(TRANSPORTS)]

@@ -25,7 +25,7 @@ STOPS = ("stop", "stop for a moment", "stop and kill")
 
 
 class Trigger:
-    """Counts the calls of the culprit, while it is armed, and does the fault at one of them."""
+    """Counts the calls of the culprit while it is armed, and causes the fault at one of them."""
 
     def __init__(self, one: Round, board: Any) -> None:
         self.round, self.board = one, board
@@ -123,7 +123,7 @@ def sockets() -> list[int]:
             with socket.socket(fileno=os.dup(int(name))) as one:
                 one.getpeername()
             found.append(int(name))
-        except OSError:  # closed by now, or one that listens
+        except OSError:  # the socket is closed by now, or it listens
             continue
     return sorted(found)
 
@@ -136,5 +136,5 @@ def cut_cables(seed: int | None) -> None:
         with socket.socket(fileno=os.dup(fd)) as one:
             try:
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:  # of the other end's making
+            except OSError:  # the other end has closed it
                 continue

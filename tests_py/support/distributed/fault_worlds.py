@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds of forked ranks in which something goes wrong, and what each says and leaves behind; the
-process that forks has imported and computed all that it can, and has no threads."""
+"""Worlds of forked ranks with a fault, and the answers and leftovers of each rank; the process that
+forks has already imported and computed all it can, and has no threads."""
 
 import ctypes
 import gc
@@ -42,12 +42,12 @@ class Answer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Answers of a round, when its fault came (0 if it did not), and what ranks left behind."""
+    """Answers of a round, the time of its fault (0 if none came), and leftovers of ranks."""
 
     answers: list[Answer]
     fault_time: float = 0.0
     left_behind: tuple[str, ...] = ()
-    stalled: float = 0.0  # seconds for which the system did not let the looker-on run
+    stalled: float = 0.0  # seconds for which the system did not let this process run
 
 
 def run_round(one: Round) -> Outcome:
@@ -77,7 +77,7 @@ def run_round(one: Round) -> Outcome:
 def _read_all(
     one: Round, pipes: list[int], pids: list[int], board: Any
 ) -> tuple[list[bytes], float]:
-    """Read what ranks write until they end; meanwhile a stopped one goes on, or is killed."""
+    """Read the answers of ranks until they end; meanwhile continue or kill a stopped rank."""
     texts = dict.fromkeys(pipes, b"")
     deadline = time.monotonic() + 2 * PATIENCE
     stopped_at = stalled = 0.0
@@ -86,7 +86,7 @@ def _read_all(
             selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map():
             if time.monotonic() > deadline:
-                break  # those that have not answered are killed, and have said nothing
+                break  # ranks without an answer are killed
             begin = time.monotonic()
             ready = selector.select(_LOOK)
             stalled += max(0.0, time.monotonic() - begin - _LOOK - 0.001)
@@ -106,13 +106,13 @@ def _read_all(
 
 
 def _kill(pid: int) -> None:
-    """End a process that may have ended, and take it away."""
+    """Kill and reap a process, which may have ended."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 
 def _orphans() -> list[str]:
-    """Processes that ranks have left."""
+    """Return processes that ranks have left behind, and kill them."""
     found = []
     while True:
         try:
@@ -127,7 +127,7 @@ def _orphans() -> list[str]:
 
 
 def _be_rank(one: Round, rank: int, store: Path, board: Any, writer: int) -> None:
-    """The life of a forked rank; never returns."""
+    """Run a forked rank to its end; this never returns."""
     try:
         os.write(writer, pickle.dumps(_answer(one, rank, store, board)))
     finally:
@@ -146,7 +146,7 @@ def _answer(one: Round, rank: int, store: Path, board: Any) -> Answer:
             timeout=timedelta(seconds=PATIENCE),
         )  # fmt: skip
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=one.timeout))
-        dist.barrier()  # until all are there, whatever the system does first
+        dist.barrier()  # wait until all ranks are there
         if rank == one.culprit:
             trigger.install()
             if one.fault.startswith("late"):
@@ -161,12 +161,12 @@ def _answer(one: Round, rank: int, store: Path, board: Any) -> Answer:
 
 
 def resources() -> dict[str, int]:
-    """Count what a rank may leave behind: threads, connections, shared memory."""
+    """Count resources that a rank may leave behind: threads, connections, shared memory."""
     names = []
     for entry in os.listdir("/proc/self/fd"):
         try:
             names.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except OSError:  # of the list itself
+        except OSError:  # the descriptor of the list itself is closed
             continue
     maps = Path("/proc/self/maps").read_text()
     return {
@@ -180,7 +180,7 @@ def resources() -> dict[str, int]:
 
 
 def _left_behind(before: dict[str, int], patience: float) -> list[str]:
-    """List what is there now that was not before, when the group is gone."""
+    """List resources that are left when the group is gone and were not there before."""
     if dist.is_initialized():
         dist.destroy_process_group()
     deadline = time.monotonic() + patience
@@ -194,7 +194,7 @@ def _left_behind(before: dict[str, int], patience: float) -> list[str]:
 
 
 def warm_up() -> None:
-    """Make what ranks need besides modules once, before they are forked."""
+    """Make objects that ranks need, besides modules, once before the fork."""
     torch.set_num_threads(1)
     for case in (*CASES, AHEAD):
         expected_of(case)

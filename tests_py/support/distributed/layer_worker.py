@@ -32,12 +32,12 @@ TABLES = np.array(
     [[9, 4, 1, 7, 2, -1, -1, -1], [0, *[-1] * 7], [3, 5, 6, 8, 10, 11, 12, 13], [14, 15, *[-1] * 6]]
 )
 SIZES = {"q_lens": EXTENDS, "kv_lens": LENGTHS, "block_tables": TABLES, "page_size": PAGE}
-CHAINED = TABLES.copy()  # one request begins with a page that another one of the batch fills
+CHAINED = TABLES.copy()  # a request begins with a page that another one in the batch fills
 CHAINED[2, 0] = TABLES[0, 3]
 TOKENS, SLOTS, HEADS, KV_HEADS, DIM = sum(EXTENDS), 16 * PAGE, 4, 2, 32
 LATENT, ROPE, VALUE = 48, 16, 32
 NEW_SLOTS = new_slots(TABLES, PREFIXES, LENGTHS, PAGE)
-NUM_LAYERS = 3  # of a model
+NUM_LAYERS = 3  # layers of a model
 
 
 def random_masks() -> list[np.ndarray]:
@@ -59,11 +59,11 @@ class Layer:
     attend: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     q_rope: torch.Tensor | None = None
-    windows: tuple[int | None, ...] = ()  # of the layers of a model, where they differ
+    windows: tuple[int | None, ...] = ()  # windows of a model's layers, if they differ
     tables: np.ndarray = field(default_factory=lambda: TABLES)
 
     def of_model(self, number: int) -> Layer:
-        """A layer whose caches are others, row for row."""
+        """Return a layer with other caches, different in every row."""
         caches = tuple(None if x is None else x.roll(number, 0) for x in self.caches)
         window = {"window": self.windows[number]} if self.windows else {}
         return replace(self, caches=caches, attend=self.attend | window)
@@ -93,7 +93,7 @@ def _layers() -> dict[str, Layer]:
     plain = Layer(q, (k, v, None))
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
     table, slopes = tensors(5, (HEADS, 33), (len(EXTENDS), HEADS))
-    table[:, 0] = -torch.inf  # which hides what is far behind
+    table[:, 0] = -torch.inf  # this hides distant keys
     (numbers,) = tensors(6, (len(EXTENDS), HEADS, max(EXTENDS), max(LENGTHS)))
     numbers[..., ::5] = -torch.inf
     numbers[0, :, 3:6, PAGE:] = -torch.inf  # all keys but those of one page
@@ -161,7 +161,7 @@ LAYERS = _layers()
 
 @dataclass(frozen=True)
 class LayerRun:
-    """A layer, where its keys are, and how they meet queries; without a placement, everywhere."""
+    """Layer with an exchange and a placement of keys; without a placement, all ranks have them."""
 
     name: str
     exchange: str = "auto"
@@ -174,7 +174,7 @@ class LayerRun:
 
     @property
     def is_possible(self) -> bool:
-        """Scales of tokens are read where they are."""
+        """Whether the exchange supports the layer: scales of tokens do not travel."""
         return self.exchange in ("auto", "pass_q") or "scales of tokens" not in self.name
 
 
@@ -219,7 +219,7 @@ class Rank:
         return [None if pool is None else self.held(pool) for pool in pools]
 
     def own_numbers(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return a bias with the rows of this rank's tokens alone."""
+        """Return a bias with only the rows of this rank's tokens."""
         metadata = self.plan.metadata
         requests = torch.tensor(metadata.query_request_indices, dtype=torch.int64)
         ends = torch.tensor(metadata.query_cache_lengths, dtype=torch.int64)
@@ -231,7 +231,7 @@ class Rank:
     def attend(
         self, layer: Layer, *, writes: bool = False, pools: Any = None, prefetched: Any = None
     ) -> list[torch.Tensor]:
-        """out, LSE and pools of this rank, whose new rows are written before or by the call."""
+        """Return out, LSE and pools of this rank; new rows are written before or by the call."""
         pools = self.pools(layer) if pools is None else pools
         new = [None if x is None else self.rows(x[NEW_SLOTS]) for x in layer.caches]
         options = dict(layer.attend)
@@ -256,7 +256,7 @@ class Rank:
         return [*(x[own] for x in results), *(pool for pool in pools if pool is not None)]
 
     def ahead(self, *, writes: bool) -> list[torch.Tensor]:
-        """Attend in all layers of a model, whose cached keys are sent a layer ahead."""
+        """Attend in all layers of a model, with cached keys sent a layer ahead."""
         layers = [self.layer.of_model(number) for number in range(NUM_LAYERS)]
         pools = [self.pools(layer) for layer in layers]
         prefetched = self.cp.prefetch(
@@ -274,7 +274,7 @@ class Rank:
 
 
 def run_layer(run: LayerRun, group: Any = None, *, ahead: bool = True) -> dict[str, Any]:
-    """out and LSE of all tokens, and whether other ways have these bits."""
+    """Return out and LSE of all tokens, and whether other ways have the same bits."""
     rank = Rank(run, group)
     results = rank.attend(rank.layer)
     with mock.patch.multiple(rounds, **ROUNDS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""USP on the ranks of meshes of two dimensions."""
+"""Runs of USP on the ranks of two-dimensional meshes."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from support.distributed.distributed_worker import error_of
 from support.distributed.sharded_worker import PLACEMENTS, Run, run_prefill
 
 LAYER = AttentionLayer(num_heads=8, num_kv_heads=2, head_dim=32, dtype="float32", page_size=16)
-# By name: the ranks, and the names of the dimensions.
+# Ranks, and names of the dimensions, by the name of the mesh.
 MESHES: dict[str, tuple[list[list[int]], tuple[str, str]]] = {
     "2 x 2": ([[0, 1], [2, 3]], ("ring", "heads")),
     "1 x 4": ([[0, 1, 2, 3]], ("ring", "heads")),
@@ -36,7 +36,7 @@ def num_ranks(name: str) -> int:
 
 
 def run_part_of_the_world(rank: int) -> tuple[Any, list[int], float] | str:
-    """Ranks 0 and 2 of three are a mesh; rank 1 is told that it is not one of them."""
+    """Run a layer on a mesh of ranks 0 and 2 of three; rank 1 returns its error instead."""
     mesh = DeviceMesh("cpu", [[0, 2]], mesh_dim_names=("ring", "heads"))
     try:
         cp = ContextParallel(mesh, page_size=4)
@@ -51,7 +51,7 @@ def run_part_of_the_world(rank: int) -> tuple[Any, list[int], float] | str:
 
 
 def run_other_mesh(rank: int) -> tuple[str, bool]:
-    """Return what all are told where rank 3 has its mesh transposed, and whether they go on."""
+    """Return errors of ranks if rank 3 has its mesh transposed, and whether they go on."""
     meshes = [make_mesh("2 x 2"), make_mesh("columns first")]
     run = Run(replace(SMALL, name="mesh"), "pages", "usp")
     told, _ = error_of(lambda: run_prefill(run, meshes[rank == 3]))
@@ -59,7 +59,7 @@ def run_other_mesh(rank: int) -> tuple[str, bool]:
 
 
 def run_layer_bytes(rank: int, name: str, extend: int, prefix: int) -> tuple[int, int]:
-    """Return what a rank sends and receives by USP for a layer, without agreements."""
+    """Return the bytes that a rank sends and receives by USP for a layer, without agreements."""
     page, size = LAYER.page_size, num_ranks(name)
     cp = ContextParallel(
         make_mesh(name), page_size=page, exchange="usp", placement=PLACEMENTS["pages"](size, page)
@@ -70,7 +70,7 @@ def run_layer_bytes(rank: int, name: str, extend: int, prefix: int) -> tuple[int
     q = torch.zeros(plan.num_local_rows, LAYER.num_heads, LAYER.head_dim)
     k, v = torch.zeros(2, plan.num_local_rows, LAYER.num_kv_heads, LAYER.head_dim)
     moved = []
-    for _ in range(2):  # ranks compare versions, once for a group
+    for _ in range(2):  # in the first call ranks also compare versions
         cp.write_kv(plan, k, v, *shards)
         cp.attend(plan, q, *shards)
         moved.append((cp.sent_bytes, cp.received_bytes))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are alone: in a world of one, or of a group that is not there."""
+"""Ranks that are alone: in a world of one, or planning for a group that does not exist."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from support.distributed.sharded_worker import PLACEMENTS
 
 
 def first_of(size: int, page_size: int = 16, **attributes: Any) -> ContextParallel:
-    """Rank 0 of a group that is not there, of which planning needs none."""
+    """Return rank 0 of a group that does not exist, as planning needs none."""
     cp = object.__new__(ContextParallel)
     cp.cp_rank, cp.cp_size, cp.page_size = 0, size, page_size
     usual = {
@@ -29,12 +29,12 @@ def key_shares(placement: Any, tables: Any, lens: Any, page_size: int) -> KeySha
 
 
 def plan_of(cp: ContextParallel, extend: int, prefix: int) -> Any:
-    """The plan of a request whose pages are in their order."""
+    """Return the plan of a request with pages in ascending order."""
     pages = -(-(extend + prefix) // cp.page_size)
     return cp.plan([extend], [extend + prefix], block_tables=[range(pages)])
 
 
 def one_rank(**options: Any) -> ContextParallel:
-    """Make the only rank of a world, over pools that are shared out in pages of 4 tokens."""
+    """Return the only rank of a world, with pools sharded by pages of 4 tokens."""
     usual = {"page_size": 4, "placement": PLACEMENTS["pages"](1, 4)}
     return ContextParallel(dist.group.WORLD, **usual | options)

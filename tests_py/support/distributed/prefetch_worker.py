@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cached keys a layer ahead: what travels when, and what ranks are told that do not agree."""
+"""Cached keys a layer ahead: the order and bytes of messages, and errors if ranks disagree."""
 
 import gc
 import time
@@ -23,7 +23,7 @@ ATTEND = (gather_kv.HeadOutputs, "attend")
 
 
 def run_traffic(rank: int) -> dict[str, Any]:
-    """The order of posts, waits and attention in three layers, and the bytes of each call."""
+    """Return the order of posts, waits and attention in three layers, and bytes of each call."""
     cp, plan, (q, k, v), shards = traffic_rank(rank, CASE, "gather")
     before, counts = 0, []
 
@@ -51,7 +51,7 @@ def run_traffic(rank: int) -> dict[str, Any]:
 
 
 def _most_heads_at_once(rank: int, more: int) -> int:
-    """Return how many KV heads are in place, by the least scratch and that of so many more."""
+    """Return how many KV heads are computed at once with the least scratch plus `more` heads."""
     cp, plan, (q, k, v), shards = traffic_rank(rank, CASE, "gather")
     row = (CASE.head_dim + CASE.v_head_dim) * 4
     slots = plan.page_size * int((plan.block_tables >= 0).sum())
@@ -72,7 +72,7 @@ def _most_heads_at_once(rank: int, more: int) -> int:
 
 
 def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
-    """Disagree on rank 1; return what ranks are told, and whether layers are right behind."""
+    """Disagree on rank 1; return the errors of ranks, and whether later layers are right."""
     told: dict[str, str] = {}
     is_odd = rank == ODD_RANK
     cp, plan, (q, k, v), shards = traffic_rank(rank, CASE, "gather")
@@ -97,13 +97,13 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
     attempt("fewer layers", lambda: prefetch(2 if is_odd else 3))
     attempt("another window", lambda: prefetch(window=5 if is_odd else 6))
     attempt("refused", lambda: prefetch(0 if is_odd else 3))
-    # None of this was sent: what was under way from before is still that of the first layer.
+    # No attempt sent keys: those in flight still belong to the first layer.
     right = torch.equal(attend(prefixes), expected)
-    later = prefetch()  # the rest of the first is dropped
+    later = prefetch()  # this drops the rest of the first prefetch
     attempt("dropped", lambda: attend(prefixes))
     right &= torch.equal(attend(later), expected)
-    right &= torch.equal(attend(None), expected)  # without, between two
-    del prefixes, later, cp  # under way still
+    right &= torch.equal(attend(None), expected)  # a layer without prefetch between two
+    del prefixes, later, cp  # keys are still in flight
     cp, plan, (q, k, v), shards = traffic_rank(rank, CASE, "gather")
     prefixes = prefetch()
     for _ in range(NUM_LAYERS):
@@ -112,7 +112,7 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
 
 
 def late_rows(post: Callable[..., Any]) -> Callable[..., Any]:
-    """Posts rows when the other ranks have dropped those that they receive."""
+    """Return `post` that sends rows only after the other ranks have dropped theirs."""
 
     def late(call: str, *arguments: Any) -> Any:
         if "agreement" not in call:
@@ -123,7 +123,7 @@ def late_rows(post: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_dropped(rank: int) -> bool:
-    """Return whether calls are right behind rows under way for objects that are no more."""
+    """Return whether calls are right after rows in flight for deleted objects."""
     large = Case("large", (4, 4), (5000, 100), "zigzag", 4, 8, 8, 64, 64)
     cp, plan, _, shards = traffic_rank(rank, large, "gather")
     if rank == ODD_RANK:

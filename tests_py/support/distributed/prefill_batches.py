@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills of requests with cached prefixes: their inputs, and their attention in float64."""
+"""Prefill batches with cached prefixes: their inputs, and their attention in float64."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -61,18 +61,18 @@ BATCHES = [
 
 @dataclass
 class Batch:
-    """Inputs of a case, the same on all ranks. Only cached prefixes are in the pools; slots that
-    nothing may read are NaN."""
+    """Inputs of a case, equal on all ranks. Pools have only cached prefixes, and NaN in slots that
+    no call may read."""
 
-    block_tables: torch.Tensor  # with pages that do not exist after the last of each request
-    k: list[torch.Tensor]  # of each request: prefix and new tokens [seq_len, heads, dim]
+    block_tables: torch.Tensor  # with missing pages after the last one of each request
+    k: list[torch.Tensor]  # prefix and new tokens of each request [seq_len, heads, dim]
     v: list[torch.Tensor]
-    q: torch.Tensor  # of the new tokens of all requests
+    q: torch.Tensor  # queries of the new tokens of all requests
     k_cache: torch.Tensor
     v_cache: torch.Tensor
 
     def new(self, case: Case, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Rows of the new tokens, NaN for padding tokens."""
+        """Return rows of the new tokens, with NaN for padding tokens."""
         new = torch.cat([x[p:] for x, p in zip(rows, case.prefixes, strict=True)])
         return pad_rows(new, len(self.q) - len(new))
 
@@ -94,7 +94,7 @@ def make_batch(case: Case) -> Batch:
     pages = [-(-n // case.page_size) for n in case.seq_lens]
     ids = torch.randperm(sum(pages) + 2, generator=shuffled)
     tables = torch.full((len(pages), max(pages) + 1), 2**30)
-    # Padding tokens do read what follows in the pool; it has to be finite there.
+    # Padding tokens do read the next slots in the pool, which must be finite.
     unread = torch.nan if case.num_tokens is None else 3.0
     slots = len(ids) * case.page_size
     k_cache = torch.full((slots, case.num_kv_heads, case.head_dim), unread, dtype=case.dtype)
@@ -111,13 +111,13 @@ def make_batch(case: Case) -> Batch:
 
 
 def slots_of(block_tables: torch.Tensor, sequence: int, n: int, page_size: int) -> torch.Tensor:
-    """The pool rows of the first n tokens of a sequence."""
+    """Return the pool rows of the first n tokens of a sequence."""
     pages = block_tables[sequence].repeat_interleave(page_size)[:n]
     return pages * page_size + torch.arange(n) % page_size
 
 
 def new_slots(tables: Any, prefixes: Any, lens: Any, page_size: int) -> torch.Tensor:
-    """The pool rows of the tokens behind each prefix."""
+    """Return the pool rows of the tokens after each prefix."""
     tables = torch.as_tensor(tables).long()
     ends = enumerate(zip(prefixes, lens, strict=True))
     return torch.cat([slots_of(tables, s, n, page_size)[cached:] for s, (cached, n) in ends])
@@ -125,7 +125,7 @@ def new_slots(tables: Any, prefixes: Any, lens: Any, page_size: int) -> torch.Te
 
 @cache
 def expected_of(case: Case) -> Expected:
-    """Attention of every new token in float64, and what errors are measured in."""
+    """Return attention of every new token in float64, with the measures of errors."""
     batch = make_batch(case)
     q, k, v = batch.q[: sum(case.extend_lens)], torch.cat(batch.k), torch.cat(batch.v)
     return expected_attention(one_after_another(q, k, v, case.extend_lens, case.seq_lens))

@@ -58,12 +58,12 @@ def _wrong(one: Round, rank: int, answer: Answer, outcome: Outcome) -> str | Non
         culprits |= {int(name) for name in re.findall(r"of rank (\d+)", answer.error)}
     if one.culprit not in culprits and not (one.fault.startswith("cut") and culprits):
         return "does not name the culprit"
-    # Whoever has ended by its own error before another one looked has ended, too.
+    # A rank that ended by its own error before another one looked counts as ended, too.
     all_ended = answer.error.count("has ended") == len(culprits)
     others_may_be = all_ended or one.fault in (*CUTS, "version")
     if culprits != {one.culprit} and not others_may_be:
         return "also names others"
-    # A rank waits for others that wait for a processor, as the looker-on does.
+    # A rank waits for others that wait for a processor, like this process.
     busy = BUSY + one.size * outcome.stalled
     if answer.told - outcome.fault_time > one.limit + busy:
         return f"was told later than {one.limit} s"
@@ -99,7 +99,7 @@ def _wrong_culprit(one: Round, answer: Answer) -> str | None:
 
 
 def play(seed: int, options: argparse.Namespace) -> tuple[Round, list[str], bool]:
-    """One round; whether its fault came."""
+    """Play one round; return it, its faults, and whether its fault came."""
     if options.in_turns:
         one = fault_rounds.in_turns(seed)
     else:
@@ -134,7 +134,7 @@ def main() -> int:
 
 
 def _soak(options: argparse.Namespace) -> int:
-    """Rounds in worlds beside each other, each with a process that looks after it."""
+    """Play rounds in parallel worlds, each with a process that watches it."""
     begin, counts, failed = time.monotonic(), Counter(), 0
     seeds = itertools.islice(itertools.count(options.seed), options.rounds)
     running: set[Future[Any]] = set()

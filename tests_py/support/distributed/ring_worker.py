@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ring-flash-attn from PyPI on ranks of gloo: how its methods divide a batch, and their results.
-The folder CPATTN_RING_FLASH_ATTN has its wheel or the package; else an installed one is used."""
+"""Runs ring-flash-attn from PyPI on ranks of gloo: how its methods divide a batch, and results. The
+folder CPATTN_RING_FLASH_ATTN has its wheel or the package; else an installed one is used."""
 
 import os
 import sys
@@ -50,7 +50,7 @@ def load() -> types.ModuleType:
 
 
 def make_batch(case: Case) -> list[torch.Tensor]:
-    """q, k and v of all tokens, sequence after sequence; the same on all ranks."""
+    """Return q, k and v of all tokens, sequence after sequence; they are equal on all ranks."""
     random = torch.Generator().manual_seed(sum(case.lens))
     dtype = getattr(torch, case.dtype)
     return [
@@ -60,7 +60,7 @@ def make_batch(case: Case) -> list[torch.Tensor]:
 
 
 def rows_of(case: Case, rank: int, size: int) -> torch.Tensor:
-    if case.method == "llama3_varlen":  # whatever the sequences are
+    if case.method == "llama3_varlen":  # it ignores the borders of sequences
         return torch.arange(sum(case.lens)).chunk(size)[rank]
     mine = []
     for rows in torch.arange(sum(case.lens)).split(case.lens):
@@ -75,7 +75,7 @@ def rows_of(case: Case, rank: int, size: int) -> torch.Tensor:
 
 
 def run_case(package: types.ModuleType, case: Case, rank: int, size: int):
-    """out [tokens, heads, dim] and LSE [heads, tokens] of this rank's tokens."""
+    """Return out [tokens, heads, dim] and LSE [heads, tokens] of this rank's tokens."""
     rows = rows_of(case, rank, size)
     q, k, v = (x[rows] for x in make_batch(case))
     ends = torch.tensor([0, *case.lens]).cumsum(0).int()
@@ -96,6 +96,6 @@ def run_case(package: types.ModuleType, case: Case, rank: int, size: int):
 
 
 def run_cases(rank: int, cases: list[Case]) -> dict[Case, tuple[torch.Tensor, torch.Tensor]]:
-    warnings.simplefilter("ignore")  # it uses names that torch has newer ones for
+    warnings.simplefilter("ignore")  # it uses deprecated names of torch
     package = load()
     return {case: run_case(package, case, rank, dist.get_world_size()) for case in cases}

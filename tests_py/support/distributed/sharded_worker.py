@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills and decode steps on the ranks of a group, whose pools hold everything or a share."""
+"""Prefills and decode steps on the ranks of a group, with whole or sharded pools."""
 
 import contextlib
 import itertools
@@ -19,13 +19,13 @@ from support.distributed.distributed_worker import make_plan
 from support.distributed.prefill_batches import Case, make_batch, slots_of
 
 EXCHANGES = ("gather", "ring", "pass_q", "all_to_all")
-# By name: of so many ranks and pages of so many tokens.
+# Functions of the number of ranks and the page size, by name.
 PLACEMENTS: dict[str, Callable[[int, int], Any]] = {
     "pages": lambda size, page: PageInterleave(shard_size=size, page_size=page),
     "tokens": lambda size, page: TokenInterleave(shard_size=size, interleave=1),
     "halves of pages": lambda size, page: TokenInterleave(shard_size=size, interleave=page // 2),
 }
-# As many rounds as there are KV heads.
+# Settings for as many rounds as KV heads.
 ROUNDS = {"_LEAST_BYTES": 1, "_MOST_FLOPS_PER_BYTE": 1 << 60}
 
 
@@ -40,12 +40,12 @@ class Run:
 
 
 def unread(x: torch.Tensor) -> Any:
-    """Return what stands where nothing may be read."""
+    """Return the content of places that no call may read."""
     return torch.nan if x.is_floating_point() else 77
 
 
 def shard_of(placement: Any, rank: int, pool: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the part that a rank holds of a pool that holds everything."""
+    """Return a rank's part of a whole pool."""
     slots = np.arange(len(pool))
     mine = placement.owner_of(slots) == rank
     rows = placement.local_index(slots)
@@ -56,7 +56,7 @@ def shard_of(placement: Any, rank: int, pool: torch.Tensor, page_size: int) -> t
 
 
 def equal(some: Any, others: Any) -> bool:
-    """Return whether tensors are equal one by one; NaN are."""
+    """Return whether tensors are equal one by one; NaN equals NaN."""
     return all(
         torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(some, others, strict=True)
@@ -64,7 +64,7 @@ def equal(some: Any, others: Any) -> bool:
 
 
 def run_prefill(run: Run, group: Any = None) -> dict[str, Any]:
-    """Return results over shards and over whole pools, and whether pools are what they must be."""
+    """Return results over shards and over whole pools, and whether pools are correct."""
     case, batch = run.case, make_batch(run.case)
     options = {"strategy": case.strategy, "page_size": case.page_size}
     whole = ContextParallel(group or dist.group.WORLD, **options)
@@ -75,13 +75,13 @@ def run_prefill(run: Run, group: Any = None) -> dict[str, Any]:
     plan, replicated = make_plan(cp, case, batch), make_plan(whole, case, batch)
     rows = (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
     q, k, v = (cp.shard(plan, x) for x in rows)
-    for x in (q, k, v):  # rows of physical padding hold anything
+    for x in (q, k, v):  # rows of physical padding may have any values
         x[plan.num_local_rows :] = torch.nan
     caches = batch.k_cache, batch.v_cache
     shards = [shard_of(placement, rank, pool, case.page_size) for pool in caches]
     cp.write_kv(plan, k, v, *shards)
     results = cp.attend(plan, q, *shards, return_lse=True)
-    strided = q[:1, :1, :1].expand_as(q)  # flat rows of it have a stride of 0 between columns
+    strided = q[:1, :1, :1].expand_as(q)  # its flat rows have a stride of 0 between columns
     of_strides = [cp.attend(plan, x, *shards) for x in (strided, strided.clone())]
     written = [cache.clone() for cache in caches]
     for pool, new in zip(written, (batch.k, batch.v), strict=True):
@@ -116,7 +116,7 @@ def run_prefills(
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step of requests with so many keys, of which the last are new."""
+    """Decode step of requests with these numbers of keys; the last keys are new."""
 
     name: str
     kv_lens: tuple[int, ...]
@@ -127,7 +127,7 @@ class Step:
     dtype: torch.dtype = torch.float32
     latent: bool = False
     masked: bool = False
-    rope_apart: bool = False  # the last 16 of 48 dimensions of keys
+    rope_apart: bool = False  # whether the last 16 of 48 dimensions of keys are separate
     options: tuple[tuple[str, Any], ...] = ()
 
     def attend_options(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Step:
         return {name: of_heads.get(name, value) for name, value in self.options}
 
     def bias(self) -> torch.Tensor:
-        """Make numbers, of which the last query of a request has one for its first page alone."""
+        """Make a bias; the last query of a request sees only its first page."""
         shape = len(self.q_lens), self.num_heads, max(self.q_lens), max(self.kv_lens)
         numbers = torch.randn(shape, generator=torch.Generator().manual_seed(3))
         for of_request, n in zip(numbers, self.q_lens, strict=True):
@@ -180,7 +180,7 @@ class Step:
 def written_step(
     rank: int, step: Step, placement_name: str
 ) -> tuple[ContextParallel, Any, dict[str, torch.Tensor], list[torch.Tensor | None]]:
-    """A step whose new tokens are in the shards of this rank; queries, and what is apart."""
+    """Write a step's new tokens into this rank's shards; return also queries and separate parts."""
     inputs = step.inputs()
     placement = PLACEMENTS[placement_name](dist.get_world_size(), step.page_size)
     cp = ContextParallel(dist.group.WORLD, page_size=step.page_size, placement=placement)
@@ -213,7 +213,7 @@ class Event(NamedTuple):
 
     kind: str
     call: str = ""
-    num_bytes: int = 0  # that are to come
+    num_bytes: int = 0  # bytes to come
 
 
 @contextlib.contextmanager
@@ -253,7 +253,7 @@ def received_bytes(events: list[Event], call: str) -> int:
 def traffic_rank(
     rank: int, case: Case, exchange: str, group: Any = None
 ) -> tuple[ContextParallel, Any, list[torch.Tensor], list[torch.Tensor]]:
-    """A rank that holds pages: its plan, its rows of q, k, v, and its shards without new keys."""
+    """Return a rank with pages: its plan, its rows of q, k, v, and its shards without new keys."""
     batch, size = make_batch(case), dist.get_world_size()
     placement = PLACEMENTS["pages"](size, case.page_size)
     cp = ContextParallel(
@@ -271,13 +271,13 @@ def traffic_rank(
 def run_traffic(
     rank: int, case: Case, exchanges: tuple[str, ...], make_group: Callable[[], Any] = lambda: None
 ) -> dict[str, dict[str, Any]]:
-    """Return for each exchange what this rank received, and the order of events."""
+    """Return for each exchange the bytes that this rank received, and the order of events."""
     group = make_group()
     return {exchange: _traffic_of(rank, case, exchange, group) for exchange in exchanges}
 
 
 def _traffic_of(rank: int, case: Case, exchange: str, group: Any) -> dict[str, Any]:
-    """Return traffic by two calls, and the events of "gather" by one that writes."""
+    """Return the traffic of two calls, and the events of "gather" in one call that also writes."""
     cp, plan, (q, k, v), shards = traffic_rank(rank, case, exchange, group)
     sizes = {
         "num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads,
@@ -311,7 +311,7 @@ def _traffic_of(rank: int, case: Case, exchange: str, group: Any) -> dict[str, A
 
 
 STATE_EXCHANGES = ("gather", "all_to_all")
-HEADS = ("all", "own")  # of results, and of queries
+HEADS = ("all", "own")  # heads of results, and of queries
 WAYS = [("auto", "all", "all"), *itertools.product(STATE_EXCHANGES, HEADS, HEADS)]
 
 
@@ -320,7 +320,7 @@ def run_decode(rank: int, runs: list[tuple[Step, str]], traffic: Step) -> tuple[
 
 
 def run_ways(rank: int, runs: list[tuple[Step, str]]) -> dict[tuple[Step, str], dict]:
-    """out and lse of steps over placements, by every way; and the heads of this rank."""
+    """Return out and lse of steps over placements, by every way, and the heads of this rank."""
     results = {}
     for step, placement in runs:
         cp, plan, every_head, shards = written_step(rank, step, placement)
@@ -341,7 +341,7 @@ def run_ways(rank: int, runs: list[tuple[Step, str]]) -> dict[tuple[Step, str], 
 
 
 def run_received(rank: int, step: Step) -> dict[tuple[str, str], tuple[int, int, int, str]]:
-    """Return by way: bytes received, those of the choice, rounds, and what "auto" takes."""
+    """Return by way: received bytes, predicted bytes, rounds, and the choice of "auto"."""
     cp, plan, inputs, shards = written_step(rank, step, "pages")
     answer = {}
     for exchange, out_heads in itertools.product(STATE_EXCHANGES, HEADS):

@@ -47,7 +47,7 @@ def make_pool(cp: ContextParallel, case: Case, batch: Batch) -> MHATokenToKVPool
 
 @contextlib.contextmanager
 def counting_sends() -> Iterator[list[tuple[int, int]]]:
-    """Record to whom this rank sends, and how many bytes."""
+    """Record peers and bytes of this rank's sends."""
     sent: list[tuple[int, int]] = []
 
     def counting(block, rank, *arguments):
@@ -87,7 +87,7 @@ class Group:
         return error_of(lambda: self.write(**caches))[0]
 
     def written(self) -> list[float]:
-        """The values that keys of new tokens have."""
+        """Return the values of keys of new tokens."""
         return self.k.flatten(0, 1)[torch.tensor(self.plan.slots)].unique().tolist()
 
 
@@ -104,7 +104,7 @@ def run_other_caches(rank: int) -> list[str]:
 
 
 def run_slow_reader(rank: int) -> tuple[list[float], list[float]]:
-    """Return what rank 1 reads between two writes, while rank 0 has long entered the second."""
+    """Return what rank 1 reads between two writes, long after rank 0 entered the second."""
     group = Group()
     group.write(3.0)
     if rank == 1:
@@ -115,7 +115,7 @@ def run_slow_reader(rank: int) -> tuple[list[float], list[float]]:
 
 
 def run_hidden(rank: int) -> tuple[str, str]:
-    """Hide from rank 1 what its system boots as; return what ranks are told, and the transport."""
+    """Hide from rank 1 the boot id of its system; return the errors of ranks, and the transport."""
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     hidden = Path("/nonexistent") if rank == 1 else host._BOOT_ID
     with mock.patch.object(host, "_BOOT_ID", hidden):
@@ -124,10 +124,10 @@ def run_hidden(rank: int) -> tuple[str, str]:
 
 
 def answer_of_a_child(call: Callable[[], str]) -> str:
-    """Return what a call says in a forked child of this process, which ends with it."""
+    """Return the answer of a call in a forked child of this process, which then ends."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # later interpreters warn of threads
+        warnings.simplefilter("ignore")  # later interpreters warn of forks beside threads
         child = os.fork()
     if child == 0:
         try:
@@ -142,14 +142,14 @@ def answer_of_a_child(call: Callable[[], str]) -> str:
 
 
 def told_of_a_pool(memory: SharedMemory | None, size: int) -> str:
-    """Return what a rank is told that makes a pool of so many slots."""
+    """Return the error of a rank that makes a pool of `size` slots."""
     sizes = {"size": size, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 64}
     return error_of(lambda: MHATokenToKVPool(**sizes, memory=memory))[0]
 
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Files of this process are of a megabyte at most."""
+    """Limit files of this process to a megabyte."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:

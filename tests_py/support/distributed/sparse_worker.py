@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose pools hold a share of the latents and of the index keys each."""
+"""Ranks with sharded pools of latents and index keys."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class SparseRun:
     form: str = ROW_FORMS[0]
     scaled: bool = False
     kv_dtype: torch.dtype = torch.float32
-    fp8_rows: bool = False  # latents of 656 bytes
+    fp8_rows: bool = False  # latents are rows of 656 bytes
     sinks: bool = False
     max_scratch_bytes: int = 256 << 20
     num_tokens: int | None = None
@@ -61,7 +61,7 @@ class SparseRun:
         return 512 if self.fp8_rows else 32
 
     def batch(self) -> IndexerBatch:
-        """Queries and keys of the indexer: small integers, whose scores are often equal."""
+        """Return queries and keys of the indexer: small integers with many equal scores."""
         return IndexerBatch(
             self.extend_lens, self.prefix_lens, dtype=self.index_dtype, form=self.form,
             scaled=self.scaled, topk=self.topk, heads=4, page_size=self.page_size,
@@ -69,7 +69,7 @@ class SparseRun:
         )  # fmt: skip
 
     def attention(self, batch: IndexerBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries of all tokens, and latents in a pool that holds everything."""
+        """Return queries of all tokens, and latents in a whole pool."""
         draw = torch.Generator().manual_seed(7)
         slots, tokens = batch.num_pages * batch.page_size, len(batch.q)
         if self.fp8_rows:
@@ -84,7 +84,7 @@ class SparseRun:
         return {"topk": self.topk, "sm_scale": SCALE, "d_v": self.v_head_dim, "attn_sink": sinks}
 
     def alone(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer by one process whose pools hold everything."""
+        """Return the layer's result in one process with whole pools."""
         batch = self.batch()
         q, kv = self.attention(batch)
         index_q = torch.from_numpy(batch.q).to(batch.q_dtype)
@@ -96,7 +96,7 @@ class SparseRun:
         return result
 
     def selected_slots(self, batch: IndexerBatch) -> np.ndarray:
-        """[tokens, topk], by the scores in float64 of all keys."""
+        """Return selected slots [tokens, topk], by float64 scores of all keys."""
         sequence = np.repeat(np.arange(len(batch.extend_lens)), batch.extend_lens)[:, None]
         chosen = batch.expected()
         pages = batch.block_tables[sequence, np.maximum(chosen, 0) // batch.page_size]
@@ -113,7 +113,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def noted_selections(selected: list[torch.Tensor]) -> Iterator[None]:
-    """Have what the rows of this rank select, round after round; positions where queries travel."""
+    """Record the selections of this rank's rows in each round; positions if queries travel."""
 
     def noted(attend: Callable[..., Any], *arguments: Any) -> Any:
         selected.append(arguments[-1])
@@ -151,7 +151,7 @@ def layer_arguments(
     np.testing.assert_array_equal(plan.local_slots[: len(new)], slots)
 
     def sharded(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's shard without new tokens, and its rows of these."""
+        """Return this rank's shard without new tokens, and its rows of the new tokens."""
         before = _bytes(pool.clone())
         before[new] = unread(before)
         shard = shard_of(placement, rank, before, run.page_size)
@@ -171,7 +171,7 @@ def layer_arguments(
 
 
 def _run(run: SparseRun) -> dict[str, Any]:
-    """Return results of a prefill, which positions were selected, and what travelled."""
+    """Return results of a prefill, the selected positions, and the traffic."""
     cp, batch = make_cp(run), run.batch()
     plan = cp.plan(
         batch.extend_lens, batch.kv_lens, block_tables=batch.block_tables,
@@ -207,7 +207,7 @@ def run_sparse_steps(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[s
 
 
 def _step(run: SparseRun) -> dict[str, torch.Tensor]:
-    """Return results of a decode step, whose queries every rank has, and what was selected."""
+    """Return results and selections of a decode step; every rank has its queries."""
     cp, batch = make_cp(run), run.batch()
     plan = cp.plan_decode(batch.kv_lens, q_lens=batch.extend_lens, block_tables=batch.block_tables)
     arguments, options = layer_arguments(run, cp, plan, lambda x: x)

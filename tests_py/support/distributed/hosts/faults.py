@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on hosts of which one is lost, stopped or interrupted, or has no memory."""
+"""Ranks on hosts: a rank is lost, stopped or interrupted, or a host has no memory."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def seconds_to_interrupt(call: Callable[[], Any]) -> float:
 
 
 def run_interrupt_of_gather(rank: int) -> float:
-    """Return how long Ctrl-C takes to end a wait for rank 1, which does not come."""
+    """Return how long Ctrl-C takes to end a wait for rank 1, which never calls."""
     if rank == 1:
         return 0.0
     cp = ContextParallel(dist.group.WORLD, page_size=4)
@@ -49,9 +49,9 @@ def run_interrupt_of_gather(rank: int) -> float:
 
 
 def run_early_end(rank: int) -> str:
-    """Return what ranks are told of rank 0, which ends while rank 3 still waits for rank 2's keys.
+    """Return errors of ranks if rank 0 ends while rank 3 still waits for rank 2's keys.
 
-    They pass keys round, and rank 2 computes longer than anybody waits for one that has died.
+    Ranks pass keys round, and rank 2 computes longer than a rank waits for a dead one.
     """
     cp, plan, (q, *_), shards = traffic_rank(rank, SMALL, "ring")
     assert cp.topology().transport == "shm"
@@ -74,7 +74,7 @@ def group_of(layout: Layout, rank: int) -> pools.Group:
 
 
 def run_stopped_behind_a_late_one(rank: int, layout: Layout) -> str:
-    """Return what ranks are told of rank 3, which is stopped, where rank 2 awaits it late."""
+    """Return errors of ranks if rank 3 is stopped and rank 2 waits for it late."""
     group = group_of(layout, rank)
     group.write()
     if rank == 2:
@@ -87,7 +87,7 @@ def run_stopped_behind_a_late_one(rank: int, layout: Layout) -> str:
 
 
 def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
-    """Send Ctrl-C to rank 0, which waits for rank 1; return what the others are told, who come."""
+    """Send Ctrl-C to rank 0, which waits for rank 1; return the errors of the other ranks."""
     group = group_of(layout, rank)
     if rank == 0:
         return "KeyboardInterrupt", seconds_to_interrupt(group.write)
@@ -97,7 +97,7 @@ def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
 
 
 def run_without_memory(rank: int, layout: Layout) -> dict[str, Any]:
-    """Return what ranks are told of pools that some cannot have; the last host may lack memory."""
+    """Return errors of ranks about pools that some cannot make; the last host may lack memory."""
     with on_hosts(layout, rank):
         cp = ContextParallel(dist.group.WORLD, page_size=4)
         told = partial(pools.told_of_a_pool, cp.shared_memory())
@@ -150,8 +150,8 @@ CALLS = 300
 
 
 def run_two_groups_and_a_loss(rank: int) -> tuple[str, float, str]:
-    """Return what ranks of two groups that write at once are told when rank 1 is killed, and of
-    the call behind that."""
+    """Return errors of ranks in two groups that write at once when rank 1 is killed, and errors of
+    their next call."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     number = rank // 2
     cp = ContextParallel(groups[number], page_size=4, transport="shm")
@@ -165,7 +165,7 @@ def run_two_groups_and_a_loss(rank: int) -> tuple[str, float, str]:
         rows = torch.full((plan.num_local_rows, 1, 8), value).bfloat16()
         cp.write_kv(plan, rows, rows, k, v)
         assert k.flatten(0, 1)[torch.tensor(plan.slots)].unique().tolist() == [value]
-        cp.gather(plan, rows)  # over gloo; and nobody writes before all have looked
+        cp.gather(plan, rows)  # over gloo; no rank writes again before all have looked
 
     for i in range(CALLS):
         if rank == 1 and i == CALLS // 3:

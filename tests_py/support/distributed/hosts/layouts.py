@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts of a group whose ranks all run here, by what each rank takes for the boot of its host."""
+"""Hosts of a group whose ranks all run here: each rank reads a chosen boot id as its host's."""
 
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -20,8 +20,8 @@ def members_of(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def on_hosts(layout: Layout, rank: int) -> AbstractContextManager[object]:
-    """This rank is on the host of the layout that has it, for groups that find out meanwhile."""
+    """Put this rank on its host of the layout, for groups that look for hosts meanwhile."""
     number = layout.index(members_of(layout, rank))
-    # In place of the file by which a rank knows its host: ranks with equal ones share memory.
+    # Stand-in for the file by which a rank knows its host: ranks with equal ids share memory.
     boot = SimpleNamespace(read_text=lambda: f"00000000-0000-0000-0000-{number:012}\n")
     return mock.patch.object(host, "_BOOT_ID", boot)

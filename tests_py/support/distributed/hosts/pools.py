@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of hosts, each of which its ranks share."""
+"""Pools of hosts; the ranks of a host share its pool."""
 
 import contextlib
 from typing import Any
@@ -33,13 +33,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_case(case: Case) -> dict:
-    """Compare bits in hosts' pools with those in ranks' own, written before attention or by it."""
+    """Compare bits in hosts' pools and in ranks' own pools, written before attention or by it."""
     batch = make_batch(case)
     options = {"strategy": case.strategy, "page_size": case.page_size}
     tcp = ContextParallel(dist.group.WORLD, transport="tcp", **options)
     shm = ContextParallel(dist.group.WORLD, **options)
     changes = {}
-    if case.num_tokens is not None:  # padding tokens write somewhere, all to one slot
+    if case.num_tokens is not None:  # padding tokens all write to one slot
         slots = make_plan(shm, case, batch).slots.copy()
         slots[sum(case.extend_lens) :] = len(batch.k_cache) - 1
         changes["out_cache_loc"] = slots
@@ -60,7 +60,7 @@ def _run_case(case: Case) -> dict:
         with mock.patch.multiple(rounds, **how) if how else contextlib.nullcontext():
             out = shm.attend(plan, q, *caches, **new)
             alone = tcp.attend(other_plan, q, *own, **new)
-        dist.barrier()  # until all have written and nobody writes again
+        dist.barrier()  # all ranks have written, and none writes again
         both = [(out, alone), *zip(caches, own, strict=True)]
         same += [torch.equal(bits(x), bits(y)) for x, y in both]
         same += [not pool.get_key_buffer(i).count_nonzero() for i in (0, 2)]
@@ -74,7 +74,7 @@ def _run_case(case: Case) -> dict:
 
 
 def run_bytes(rank: int, layout: Layout, lengths: tuple[int, int]) -> dict:
-    """Return what one call of `write_kv` sends to whom, by shared pools and by private ones."""
+    """Return the bytes and peers of one call of `write_kv`, with shared and private pools."""
     extend, prefix = lengths
     case = Case("bytes", (extend,), (prefix,), strategy="contiguous", dtype=torch.bfloat16)
     batch = make_batch(case)
@@ -98,7 +98,7 @@ def run_bytes(rank: int, layout: Layout, lengths: tuple[int, int]) -> dict:
         }
         dist.barrier()
     before, q = cp.sent_bytes, torch.ones(plan.num_local_rows, 4, 32, dtype=case.dtype)
-    with mock.patch.multiple(rounds, **ROUNDS):  # of single heads
+    with mock.patch.multiple(rounds, **ROUNDS):  # a round for each head
         cp.attend(plan, q, *pool.get_kv_buffer(pools.LAYER), k_local=rows, v_local=rows)
     answer["by attention"] = cp.sent_bytes - before
     dist.barrier()
@@ -120,8 +120,8 @@ def run_topologies(rank: int, cases: list[tuple[Layout, str]]) -> list[dict[str,
 
 
 def _run_topology(rank: int, layout: Layout, apart: str) -> dict[str, Any]:
-    """Return what ranks find if the last claims another host, and whose writes they see."""
-    group = dist.new_group()  # which has not found out yet
+    """Return what ranks find if the last rank differs, and whose writes they see."""
+    group = dist.new_group()  # it does not know its hosts yet
     real = _core.HostBarrier.meet
     refused = PermissionError(13, "Permission denied")
     patches = {
@@ -161,7 +161,7 @@ def run_disagreements(rank: int, layout: Layout) -> tuple[dict, dict]:
     assert still
     others = len(layout[0]) * 8 * len(TERMS)
     agreed = [peer for peer, num_bytes in sent if num_bytes == others]
-    if len(layout) == 1:  # rows alone are sent, and no digests
+    if len(layout) == 1:  # only rows are sent, no digests
         assert max(num_bytes for _, num_bytes in sent) > 100
     else:
         assert len(agreed) >= len(on_shared)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose pools are shared out, on ranks of hosts that have scratch together."""
+"""Layers with sharded pools, on ranks of hosts with shared scratch."""
 
 import itertools
 from typing import Any
@@ -45,7 +45,7 @@ def _single_heads(num_kv_heads: int, *_: int) -> list[slice]:
 
 
 def _different(some: dict[LayerRun, Any], others: dict[LayerRun, Any]) -> list[str]:
-    """Runs whose results differ, or which differ by other ways."""
+    """Return runs whose results differ between these, or between their ways to compute."""
     return [
         str(run)
         for run, told in some.items()
@@ -55,10 +55,10 @@ def _different(some: dict[LayerRun, Any], others: dict[LayerRun, Any]) -> list[s
 
 
 def run_layers(rank: int, layout: Layout, exchange: str) -> dict[str, Any]:
-    """Layers over scratch of hosts, and which differ from those with as many rounds as heads.
+    """Run layers over scratch of hosts; return them, and which differ with a round per head.
 
-    "gather" must have the bits that it has without such scratch, and "ring" those of a mesh whose
-    rows are hosts.
+    "gather" must have the bits that it has without such scratch, and "ring" the bits of a mesh
+    whose rows are hosts.
     """
     runs = runs_of(exchange)
     alone = {}
@@ -85,7 +85,7 @@ def run_layers(rank: int, layout: Layout, exchange: str) -> dict[str, Any]:
 
 
 def run_padding(rank: int, layout: Layout) -> bool:
-    """Padding tokens that are written though nobody sees them: bits are those of one call each."""
+    """Write unseen padding tokens in one call; return whether bits equal those of two calls."""
     find_out(layout, rank)
     cp = sharded("gather")
     plan = cp.plan(
@@ -102,7 +102,7 @@ def run_padding(rank: int, layout: Layout) -> bool:
 
 
 def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
-    """Return what one layer sends to other hosts and to its own, and what a ring sends to whom."""
+    """Return bytes that a layer sends to other hosts and its own, and the messages of a ring."""
     find_out(layout, rank)
     size, page, extend, length = dist.get_world_size(), 4, 21, 90
     cp = sharded("gather")
@@ -112,7 +112,7 @@ def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
         cp.shard(plan, torch.randn(extend, heads, 32, generator=draw)) for heads in (4, 2, 2)
     )
     shards = [torch.randn((length // page // size + 1) * page, 2, 32) for _ in "kv"]
-    cp.attend(plan, q, *shards, k_local=k, v_local=v)  # which makes the scratch
+    cp.attend(plan, q, *shards, k_local=k, v_local=v)  # this makes the scratch
     sent, received = cp.sent_bytes, cp.received_bytes
     with counting_sends() as sends:
         cp.attend(plan, q, *shards, k_local=k, v_local=v)
@@ -127,7 +127,7 @@ def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
     plan = one.plan([20], [96], block_tables=[range(24)])
     shards = [torch.randn(96 // size, 2, 32) for _ in "kv"]
     sent, received = cp.sent_bytes - sent, cp.received_bytes - received
-    for _ in range(2):  # the first makes the scratch
+    for _ in range(2):  # the first call makes the scratch
         with counting_sends() as ring_sends:
             one.attend(plan, torch.randn(plan.num_local_rows, 4, 32), *shards)
     members = members_of(layout, rank)
@@ -143,7 +143,7 @@ def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
 
 
 def run_edges(rank: int, layout: Layout) -> dict[str, Any]:
-    """Padding that is written, a batch without a token, and a host without memory for scratch."""
+    """Run padding that is written, a batch without tokens, and a host without scratch memory."""
     padding = run_padding(rank, layout)
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     pool = MHATokenToKVPool(
