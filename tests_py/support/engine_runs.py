@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of the tests in interpreters of their own, and engines that find the plug-in there."""
+"""Runs modules of the tests in new interpreters, and engines that find the plug-in there."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from support.entry_points import write_distribution
 def run_module(
     name: str, *arguments: Any, folders: tuple[Path, ...] = (), timeout: float, **environment: str
 ) -> str:
-    """Return what a module prints; it finds these folders first, and must end well."""
+    """Return the output of a module; it finds these folders first, and must exit with 0."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", name, *arguments],
         env={**os.environ, **environment, "PYTHONPATH": path_with(*folders)},

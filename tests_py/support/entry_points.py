@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry points of the project without installing it, for processes that look for plug-ins."""
+"""Entry points of the uninstalled project, for processes that look for plug-ins."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ PYPROJECT = ROOT / "pyproject.toml"
 
 
 def write_distribution(folder: Path) -> Path:
-    """Make a .dist-info in `folder`, which goes onto PYTHONPATH: what installing would make."""
+    """Make the .dist-info of an installation in `folder`, which goes onto PYTHONPATH."""
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     distribution = folder / f"{project['name']}-{project['version']}.dist-info"
     distribution.mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number of examples that a property test tries, in proportion to Hypothesis' profile."""
+"""Number of examples of a property test, in proportion to Hypothesis' profile."""
 
 from hypothesis import settings
 

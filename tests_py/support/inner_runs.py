@@ -43,10 +43,10 @@ class InnerRuns:
         (self.folder / "allowed_skips.toml").write_text(text)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        # Not what an outer run was told: options, nor that it is a worker of xdist.
+        # Options of the outer run stay out, and that it may be a worker of xdist.
         outer = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "CPATTN_"))}
         inner = {"PYTHONPATH": path_with(TESTS)}
-        inner["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # what takes longer to import than to use
+        inner["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plug-ins take longer to import than to use
         command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", "-rsfE"]
         return self._children.run(
             [*command, "-c", os.devnull, f"--rootdir={self.folder}", *arguments],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of the documents that are run from top to bottom, as their reader would.
+"""Pages of the documents, run from top to bottom as by their reader.
 
-A fenced block is one of these, by its language and its title:
+Language and title tell the kind of a fenced block:
 
     sh                       commands in one folder, whose exports stay; "Set up" is not run
     python  title="x.py"     a file that the reader saves; in examples/, one that is there already
@@ -51,12 +51,12 @@ def blocks_in(page: Path) -> list[Block]:
 
 
 def without_numbers(text: str) -> str:
-    """The text with # for each number or time, in one line with single spaces and thin rules."""
+    """Return the text in one line with # for numbers and times, single spaces and thin rules."""
     return re.sub(r"[\s─━]+", " ", _NUMBER.sub("#", text)).strip()
 
 
 def assert_printed(expected: Block, stdout: str) -> None:
-    """Line by line; "..." in the page stands for any number of lines."""
+    """Compare line by line; "..." in the page stands for any number of lines."""
     shown, printed = expected.text, stdout
     if "figures will differ" in expected.title:
         shown, printed = without_numbers(shown), without_numbers(printed)
@@ -66,7 +66,7 @@ def assert_printed(expected: Block, stdout: str) -> None:
 
 
 def change(file: Path, diff: str) -> None:
-    """Replace the lines with "-", which the file must have once, by those with "+"."""
+    """Replace the lines with "-", which the file must have once, by the lines with "+"."""
     lines = diff.splitlines(keepends=True)
     before, after = ("".join(x[1:] for x in lines if x[0] in f" {sign}") for sign in "-+")
     text = file.read_text()
@@ -83,9 +83,9 @@ def run_page(
     sizes: Mapping[str, str] | None = None,
     timeout: float = PATIENCE,
 ) -> None:
-    """Do what the page says in a folder that has the examples, and compare what is printed.
+    """Do what the page says in a folder with the examples, and compare the output.
 
-    `sizes` has text of the page, and smaller numbers for a test.
+    `sizes` maps text of the page to smaller numbers for a test.
     """
     (folder / "examples").symlink_to(ROOT / "examples")
     environment = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses few rows of a product of parameters, so that each pair of values still meets."""
+"""Choice of few rows from a product of parameters, so that each pair of values still meets."""
 
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns rows of `product(*values)` in which each two values of two parameters meet.
+    """Return rows of `product(*values)` in which each two values of two parameters meet.
 
-    The choice is greedy and always the same. Values are told apart by their positions.
+    The choice is greedy and always the same. Positions distinguish values.
     """
     rows = list(product(*(range(len(v)) for v in values)))
     pairs = list(combinations(range(len(values)), 2))

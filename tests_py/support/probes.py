@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that shows the weight of every key, so that no wrong row of K or V can hide.
 
-The error of a result is measured in sum_j w_j |v_j|. Of random values behind thousands of keys the
+The error of a result is measured in sum_j w_j |v_j|. With random values of thousands of keys the
 sum of w_j v_j is as small as that error, and one wrong row changes it by less. Here the keys are
-dealt out to the rows of queries: each row sees its own keys, with weights that differ, and none of
-the others. Values are unit vectors and tell the keys of a row apart: an element of the result is
-the sum of the weights of the few keys that have their 1 there. A key that is lost, counted twice or
-exchanged for another changes one of them by a share that no rounding explains.
+dealt out to the rows of queries: each row sees its own keys, with different weights, and no other
+keys. Values are unit vectors and distinguish the keys of a row: an element of the result is the sum
+of the weights of the few keys that have their 1 there. A key that is lost, counted twice or
+exchanged for another changes an element by a share that no rounding explains.
 
 Scores are sums of multiples of 1/64 below 1024, exact in float32, and bring in no error.
-What should come out is computed here, in float64, from what was dealt.
+The expected result is computed here, in float64, from the dealt keys.
 """
 
 import numpy as np
 
 from support.tolerances import Expected
 
-#: The last dimensions of q and k: eight say whose key it is, one takes the score of an own key
+#: The last dimensions of q and k: eight name the owner of a key, one brings the score of an own key
 #: back to 0, one makes the weights of keys differ, by up to exp(1/2). The others are 0 in q.
 USED, OWNER, BIAS, NOISE = 16, slice(0, 8), 8, 9
 STRENGTH = 64  # the key of another row weighs exp(-2 STRENGTH), which is 0 in float32
 
 
 def codes(owners: np.ndarray) -> np.ndarray:
-    """[..., 8]: the bits of a number, as -1 and 1."""
+    """Return [..., 8]: the bits of a number, as -1 and 1."""
     return 2.0 * (owners[..., None] >> np.arange(8) & 1) - 1
 
 
 def query_rows(owners: np.ndarray, head_dim: int) -> np.ndarray:
-    """[..., head_dim]: queries that see the keys of these owners."""
+    """Return [..., head_dim]: queries that see the keys of these owners."""
     q = np.zeros((*owners.shape, head_dim), np.float32)
     used = q[..., -USED:]
     used[..., OWNER] = STRENGTH * codes(owners)
@@ -38,7 +38,7 @@ def query_rows(owners: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def key_rows(owners: np.ndarray, head_dim: int, rng: np.random.Generator) -> np.ndarray:
-    """[..., head_dim]: keys of these owners, any small numbers where queries do not look."""
+    """Return [..., head_dim]: keys of these owners, with random numbers in unread dimensions."""
     k = rng.integers(-8, 9, (*owners.shape, head_dim)).astype(np.float32)
     used = k[..., -USED:]
     used[:] = 0
@@ -49,7 +49,7 @@ def key_rows(owners: np.ndarray, head_dim: int, rng: np.random.Generator) -> np.
 
 
 def deal(num_keys: int, num_owners: int, rng: np.random.Generator) -> np.ndarray:
-    """An owner for each key; all have as many."""
+    """Return an owner for each key; all owners have equally many keys."""
     return rng.permutation(num_keys) % num_owners
 
 
@@ -63,7 +63,7 @@ def deal_columns(owners: np.ndarray, v_head_dim: int, rng: np.random.Generator) 
 
 
 def value_rows(columns: np.ndarray, v_head_dim: int) -> np.ndarray:
-    """[..., v_head_dim]: unit vectors."""
+    """Return [..., v_head_dim]: unit vectors."""
     v = np.zeros((*columns.shape, v_head_dim), np.float32)
     np.put_along_axis(v, columns[..., None], 1, axis=-1)
     return v
@@ -72,7 +72,7 @@ def value_rows(columns: np.ndarray, v_head_dim: int) -> np.ndarray:
 def weights_of(
     q: np.ndarray, k: np.ndarray, counts: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [rows, keys] of keys that count so often, [keys] or [rows, keys], and the LSE."""
+    """Return weights [rows, keys] of keys that count `counts` times, and the LSE."""
     scores = q[:, -USED:].astype(np.float64) @ k[:, -USED:].T.astype(np.float64)
     weights = np.exp(scores)  # own keys have scores around 0
     if counts is not None:
@@ -88,7 +88,7 @@ def result_of(
     v_head_dim: int,
     counts: np.ndarray | None = None,
 ) -> tuple[np.ndarray, ...]:
-    """The arrays of `expectation`, [rows, v_head_dim] and [rows]."""
+    """Return the arrays for `expectation`, [rows, v_head_dim] and [rows]."""
     weights, lse = weights_of(q, k, counts)
     out, squares = (
         np.stack([np.bincount(columns, row, v_head_dim) for row in x])
@@ -100,12 +100,12 @@ def result_of(
 def expectation(
     out: np.ndarray, lse: np.ndarray, spread: np.ndarray, num_keys: np.ndarray
 ) -> Expected:
-    """Values are not negative, so that each element is its own magnitude; scores are exact."""
+    """Return `Expected`: values are not negative, so out is its magnitude; scores are exact."""
     return Expected(out, lse, out, spread, num_keys, np.zeros(lse.shape), 0)
 
 
 def smallest_share(q: np.ndarray, k: np.ndarray, columns: np.ndarray, v_head_dim: int) -> float:
-    """Return the least share that a key has in its element of the result."""
+    """Return the least share of a key in its element of the result."""
     weights, _ = weights_of(q, k)
     out, *_ = result_of(q, k, columns, v_head_dim)
     return float((weights.max(axis=0) / out[weights.argmax(axis=0), columns]).min())

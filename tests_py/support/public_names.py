@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that users import: those of `cpattn` and of the sub-packages with operations."""
+"""Names that users import from `cpattn` and from the sub-packages with operations."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _AbsentMeta(abc.ABCMeta):
-    """Lets `Absent` be a base class, a decorator, a context, a type to subscript: anything."""
+    """Metaclass by which `Absent` can be a base class, decorator, context or subscripted type."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -53,7 +53,7 @@ class Absent(metaclass=_AbsentMeta):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> dict[str, str]:
-        """Fields of pydantic models may have such a type, too."""
+        """Return a schema, as fields of pydantic models may have such a type."""
         return {"type": "any"}
 
 
@@ -75,13 +75,13 @@ class _AbsentLoader(Loader):
 
 
 class _FileLoader(SourceLoader):
-    """A module from a folder or from within a wheel."""
+    """Loader of a module from a folder or a wheel."""
 
     def __init__(self, root: Path | zipfile.Path) -> None:
         self.root = root
 
     def get_filename(self, fullname: str) -> str:
-        """Return a name that begins with the root, lest Python mix up lines of two releases."""
+        """Return a name with the root, so that Python does not mix up lines of two releases."""
         return f"{self.root}/{fullname.replace('.', '/')}.py"
 
     def get_data(self, path: str | bytes) -> bytes:
@@ -89,7 +89,7 @@ class _FileLoader(SourceLoader):
 
 
 class PackageFinder(MetaPathFinder):
-    """Comes first: some modules of a package from their files, stand-ins for all others."""
+    """First finder: loads some modules of a package, and has stand-ins for its others."""
 
     def __init__(self, package: str, root: Path | zipfile.Path, names: Iterable[str]) -> None:
         self.package, self.root, self.names = package, root, set(names)
@@ -103,7 +103,7 @@ class PackageFinder(MetaPathFinder):
 
 
 class LackingFinder(MetaPathFinder):
-    """Comes last: what sglang asks for and nobody finds."""
+    """Last finder: has stand-ins for modules that sglang imports and no finder finds."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -116,7 +116,7 @@ class LackingFinder(MetaPathFinder):
 
 
 def _asked_for_by_sglang() -> bool:
-    """Return whether the import statement that runs now is in a module of sglang's."""
+    """Return whether the running import statement is in a module of sglang."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
         frame = frame.f_back
@@ -131,12 +131,12 @@ def stand_ins_for_what_lacks() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in finder.found:  # others must not take them for the real ones
+        for name in finder.found:  # other code must not take them for the real modules
             sys.modules.pop(name, None)
 
 
 class DevicesAreTheCpu(TorchFunctionMode):
-    """Tensors asked for on "cuda" or "npu" are on the CPU."""
+    """Mode that makes tensors for "cuda" or "npu" on the CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of waits, by `time.monotonic`: a test that asserts a promise of the library adds `BUSY`;
-one that waits for what should happen, without a promise about when, waits `PATIENCE`."""
+"""Limits of waits, by `time.monotonic`: a test that asserts a promise of the library adds `BUSY`; a
+test that waits for an event without a promised time waits `PATIENCE`."""
 
-# What a machine with several times more busy processes than processors adds to a limit: to send a
-# signal, to run the handler, to unwind and to say so.
+# Seconds that a machine with several times more busy processes than processors adds to a limit, for
+# sending a signal, running the handler, unwinding and reporting.
 BUSY = 1.0
 
-# After this many seconds what has not happened never will, on such a machine too.
+# After so many seconds an event that has not come will never come, on such a machine, too.
 PATIENCE = 120.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds on how far results may be from the oracle: the only place with such numbers.
 
-An element of attention is allowed ``TOLERANCES[op, dtype]`` units: the spacing eps of the dtype at
-1, times sum_j w_j |v_j|, which rounding errors are proportional to. The oracle is exact beside it.
+An element of attention may be off by ``TOLERANCES[op, dtype]`` units: a unit is the dtype's spacing
+eps at 1, times sum_j w_j |v_j|, to which rounding errors are proportional. The oracle is exact.
 """
 
 from typing import NamedTuple
@@ -16,70 +16,70 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 # Results below the normal numbers may be flushed to zero.
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
 
-# A ratio of exact integers, divided in two orders: two roundings each.
+# A ratio of exact integers, divided in two orders with two roundings each.
 RATIO = 4 * EPS["float64"]
-# Bounds a float64 that is stored with twelve digits, and computed again elsewhere.
+# Bound of a float64 that is stored with twelve digits and computed again elsewhere.
 STORED_DIGITS = 1e-11
 
-# Sequences of rows that are counted by a formula, of which the first and the last are cut: those of
-# a hundred items and more are off by less.
+# A formula counts sequences of rows, but the first and the last are cut: with a hundred items or
+# more it is off by less.
 SEQUENCE_ENDS = 0.01
 
-# The rounding of a result, half a unit, and a little for what comes before it.
+# Rounding a result, half a unit, and a little for earlier roundings.
 ROUNDED_ONCE = 0.55
 
 TOLERANCES = {
-    # The most that allowed_error() grants. Rounding the result: half a unit. The kernels for
-    # bfloat16 may also round the weights of many rows to bfloat16: half a unit at most of one that
-    # stands alone.
-    # Those that divide by the sum of rounded weights add the error of that sum, which may be as
+    # The most that allowed_error() grants. Rounding the result costs half a unit. Kernels for
+    # bfloat16 may also round the weights of many rows to bfloat16: at most half a unit for a single
+    # weight.
+    # Kernels that divide by the sum of rounded weights add the error of that sum, which may be as
     # large but averages out: the worst of 10^7 weights was off by 1.03 in all.
     ("attention", "bfloat16"): 1.05,
     ("attention", "float16"): ROUNDED_ONCE,
-    # For the largest scores, of 576 dimensions scaled by 1 / sqrt(192).
+    # This holds for the largest scores, of 576 dimensions scaled by 1 / sqrt(192).
     ("attention", "float32"): 40,
-    # Two weights with an exp and a division each, one sum, one rounding. In the narrow dtypes
-    # the final rounding is all there is.
+    # Two weights have an exp and a division each, then come one sum and one rounding. In the narrow
+    # dtypes only the final rounding counts.
     ("merge_state", "bfloat16"): ROUNDED_ONCE,
     ("merge_state", "float16"): ROUNDED_ONCE,
     ("merge_state", "float32"): 6,
     # Each of seven merges rounds once more.
     ("8 parts merged", "bfloat16"): 1.05 + 7 * ROUNDED_ONCE,
-    # What it adds to attention that up to five parts of it are merged in float32 and rounded once.
+    # Merging up to five parts of attention in float32 adds a rounding.
     ("ring of ranks", "bfloat16"): ROUNDED_ONCE,
     ("ring of ranks", "float16"): ROUNDED_ONCE,
     ("ring of ranks", "float32"): 4 * 6,
-    # Rounding the result; float32 below, by dimension.
+    # Rounding the result; hadamard_units() has float32, by dimension.
     ("hadamard", "bfloat16"): ROUNDED_ONCE,
     ("hadamard", "float16"): ROUNDED_ONCE,
     ("rms_norm", "bfloat16"): ROUNDED_ONCE,
     ("rms_norm", "float16"): ROUNDED_ONCE,
-    # Half a unit of each of two products and of their sum, which are in float32.
+    # Two products and their sum are in float32, with half a unit each.
     ("rotary", "bfloat16"): ROUNDED_ONCE,
     ("rotary", "float32"): 1,
-    # Two computations in float64, whose sums are ordered differently.
+    # Two computations in float64 order their sums differently.
     ("restated", "float64"): 64,
-    # Two or three layers of float32 sums in another order, each some roundings of the largest.
+    # Two or three layers have float32 sums in another order, each with some roundings.
     ("logits of a model", "float32"): 100,
     # Units of the LSE are eps of float32, times its own size or that of the largest score.
     ("attention lse", "any"): 24,
     ("merge_state lse", "any"): 4,
 }
 
-# Rounding a sum costs 0.21 eps of it, root mean square. A sum of n equal numbers, one after the
-# other, costs 0.21 eps sqrt(n / 3) in all: roundings are independent. Bounds are six deviations.
+# Rounding a sum costs 0.21 eps of it, root mean square. A sum of n equal numbers, added one by one,
+# costs 0.21 eps sqrt(n / 3) in all: roundings are independent. Bounds are six deviations.
 SUM_UNITS = 6 * 0.21
 
-# An error e of a score is the factor 1 + e of its weight. A score of d products is summed one after
-# the other. The k-th sum of independent products of size a is about a sqrt(k), so that all of them
-# cost 0.21 eps a d / sqrt(2), where a d is |q| |k| scale: `score_size` below. Of a score s that is
-# large by itself the sums grow evenly, and cost 0.21 eps s sqrt(d / 3).
+# An error e of a score is the factor 1 + e of its weight. The d products of a score are added one
+# by one. The k-th sum of independent products of size a is about a sqrt(k), so all sums cost
+# 0.21 eps a d / sqrt(2), where a d is |q| |k| scale: `score_size` below. If a score s is large by
+# itself, its sums grow evenly, and cost 0.21 eps s sqrt(d / 3).
 
-# So many keys are added up at least before their sum joins that of the row.
+# At least so many keys are added up before their sum is added to the row's.
 KEYS_AT_ONCE = 16
 
-# What else a weight goes through in float32: an exponential and a division. The exponential for
-# the narrow dtypes is good to 2.9e-6, which is 24 units.
+# Errors of further steps of a weight in float32: an exponential and a division. The exponential for
+# the narrow dtypes is accurate to 2.9e-6, which is 24 units.
 WEIGHT_UNITS = {"float32": 3, "float16": 26, "bfloat16": 26}
 
 # Weights that are rounded to bfloat16 are off by less than half a unit, independently of each other
@@ -88,38 +88,38 @@ ROUNDED_WEIGHTS = 6 / 12**0.5
 # If they are kept in two parts, the second one is rounded, which is below 2^-7 of the weight.
 REST_OF_WEIGHTS = 2.0**-7
 
-# The least share of results rounded once that equal float64 rounded: others are next to the middle
+# Least share of results, rounded once, that equal rounded float64: others are next to the middle
 # between two numbers of the dtype. It was 99.3 to 99.9 % for float32 sums and weights in two parts,
 # 60 % for rounded weights.
 SHARE_ROUNDED_ONCE = 0.99
 
-# The logarithm of the sum of weights, which is done to base 2, in units of its size.
+# Error of the logarithm of the sum of weights, computed to base 2, in units of its size.
 LOGARITHM_UNITS = 2
 
-# A capped score is s times the quotient of two polynomials in (s / c)^2, none of whose roundings
-# cancels: two of s / c and half of one of its square, which tanh passes on at most, two of each
-# sum, of the quotient and of the product one, and what the polynomials are off: 9.4 times half an
-# eps of the capped score in all. The worst of 4 * 10^7 scores is off by 3.7 eps.
+# A capped score is s times the quotient of two polynomials in (s / c)^2. No roundings cancel: two
+# of s / c and half of one of its square, which tanh passes on at most, two of each sum, one of the
+# quotient, one of the product, and the error of the polynomials: in all 9.4 times half an eps of
+# the capped score. The worst of 4 * 10^7 scores is off by 3.7 eps.
 SOFTCAP_UNITS = 4
 
-# float16 on AMX is the sum of two bfloat16 parts. The product of the second ones, each below 2^-8
-# of its number, is left out: a score is off by 2^-16 of |q| |k| scale at most, which is this many
-# units of the LSE. As the products left out have either sign, weights and their products with
-# values are off by less: 2^-6 units of float16 were seen.
+# A float16 number on AMX is the sum of two bfloat16 parts. The product of the second parts, each
+# below 2^-8 of its number, is left out: a score is off by at most 2^-16 of |q| |k| scale, which is
+# this many units of the LSE. The omitted products have either sign, so weights and their products
+# with values are off by less: 2^-6 units of float16 were seen.
 SPLIT_UNITS = 2.0**-16 / EPS["float32"]
 SPLIT_WEIGHT_UNITS = 0.05
 
-# An element of an absorbed query is rounded once. Four deviations of half a unit, which add up over
-# the elements as independent numbers do.
+# Four deviations of half a unit, for the one rounding of each element of an absorbed query; these
+# add up over the elements like independent numbers.
 ABSORBED_UNITS = 4 / 12**0.5
 
 
 def hadamard_units(dim):
     """Return the allowed error, in eps of float32 times the sum of absolute normal inputs.
 
-    At worst half a unit for each of log2(dim) steps of the sum, the scale and the result. For
-    inputs of either sign each step costs 0.21 sqrt(dim) of their size, of which the sum of absolute
-    values has 0.8 dim, and the last two half of a result of four deviations.
+    The worst case is half a unit for each of log2(dim) steps of the sum, the scale and the result.
+    For inputs of either sign each step costs 0.21 sqrt(dim) of their size, and the sum of absolute
+    values is 0.8 dim of it; the last two cost half of a result of four deviations.
     """
     steps = np.log2(dim)
     return min((steps + 2) / 2, (SUM_UNITS * np.sqrt(steps / dim) + 4 * dim**-0.5) / 0.8)
@@ -128,7 +128,7 @@ def hadamard_units(dim):
 def rms_norm_units(dim):
     """Return the allowed error in eps of float32: of products, a quotient, a root and a sum.
 
-    It is four sums at least, one after the other each, of whose error the root takes half.
+    There are at least four sequential sums, and the root halves their error.
     """
     return 3 + SUM_UNITS * np.sqrt(dim / 4 / 3) / 4**0.5 / 2
 
@@ -136,9 +136,9 @@ def rms_norm_units(dim):
 def indexer_units(heads):
     """Return the allowed error, in eps of float32 times the sum of absolute normal inputs.
 
-    A product of a query and a key errs as a score of attention does: by 0.21 a d / sqrt(2), where
-    the sum of absolute values is 0.64 a d. It is rounded twice more, by the weight and in the sum
-    over heads. What heads err by is independent; in the end there is the scale of the key.
+    A product of a query and a key errs like a score of attention: by 0.21 a d / sqrt(2), while the
+    sum of absolute values is 0.64 a d. It is rounded twice more, by the weight and in the sum over
+    heads. Errors of heads are independent; the scale of the key comes last.
     """
     return (SUM_UNITS / 2**0.5 / 0.64 + 1) / heads**0.5 + 0.5
 
@@ -158,10 +158,10 @@ def to_float64(x):
 class Expected(NamedTuple):
     out: np.ndarray  # [tokens, heads, v_head_dim]
     lse: np.ndarray  # [tokens, heads]
-    magnitude: np.ndarray  # sum_j w_j |v_j|, as out
-    spread: np.ndarray  # root of sum_j (w_j v_j)^2, as out
-    num_keys: np.ndarray  # that share the weight: 1 / sum_j w_j^2, as lse
-    score_size: np.ndarray  # |q| |k| scale of the longest key, as lse
+    magnitude: np.ndarray  # sum_j w_j |v_j|, in the shape of out
+    spread: np.ndarray  # root of sum_j (w_j v_j)^2, in the shape of out
+    num_keys: np.ndarray  # keys that share the weight: 1 / sum_j w_j^2, in the shape of lse
+    score_size: np.ndarray  # |q| |k| scale of the longest key, in the shape of lse
     head_dim: int
 
     def rows(self, index):
@@ -169,29 +169,29 @@ class Expected(NamedTuple):
 
 
 def score_size(q, k, scale):
-    """Bound the scores of q [..., heads, dim] with keys k [..., kv_heads, dim], NaN aside."""
+    """Return the bound on scores of q [..., heads, dim] with k [..., kv_heads, dim], but for NaN."""
     q, k = (np.linalg.norm(to_float64(x), axis=-1) for x in (q, k))
     longest = np.nan_to_num(k, posinf=0).reshape(-1, k.shape[-1]).max(axis=0, initial=0)
     return np.nan_to_num(q, posinf=0) * np.repeat(longest, q.shape[-1] // len(longest)) * scale
 
 
 def weight_units(expected, dtype):
-    """Return the errors of all but the scores, in eps of float32."""
+    """Return the errors of weights without their scores', in eps of float32."""
     steps = expected.num_keys / KEYS_AT_ONCE
     return WEIGHT_UNITS[dtype] + SUM_UNITS * np.sqrt(steps / 3)
 
 
 def softcap_units(expected, softcap):
-    """Return what capping adds to a score, in eps of float32: of the largest that comes out."""
+    """Return the error that capping adds to the largest score, in eps of float32."""
     if not softcap:
         return np.zeros_like(expected.score_size)
     return SOFTCAP_UNITS * softcap * np.tanh(expected.score_size / softcap)
 
 
 def allowed_error(expected, dtype, op="attention", softcap=0.0, rounds_values=False, precise=False):
-    """Return the allowed error of each element of attention's output; `rounds_values` if a code
-    times the scale of its token was rounded to dtype, which has the bound of ROUNDED_WEIGHTS;
-    `precise` if weights are not.
+    """Return the allowed error of each element of attention's output; with `rounds_values`, codes
+    times scales of tokens are rounded to dtype, with the bound of ROUNDED_WEIGHTS; with `precise`,
+    weights are not rounded.
     """
     out, magnitude = (
         np.nan_to_num(x, posinf=0, neginf=0) for x in (expected.out, expected.magnitude)
@@ -202,7 +202,7 @@ def allowed_error(expected, dtype, op="attention", softcap=0.0, rounds_values=Fa
         return allowed_error(expected, dtype, "attention", softcap) + most
     if op != "attention":
         return most + (cap if dtype == "float32" else 0)
-    # Large scores share nearly all of the weight, so that what they have in common cancels.
+    # Large scores have nearly all of the weight, so their common error cancels.
     units = weight_units(expected, dtype) + SUM_UNITS * expected.score_size / 2**0.5
     allowed = units[..., None] * EPS["float32"] * magnitude
     if dtype == "float32":
@@ -220,7 +220,7 @@ def allowed_error(expected, dtype, op="attention", softcap=0.0, rounds_values=Fa
 
 
 def allowed_lse_error(expected, dtype, softcap=0.0, score=None):
-    """Return the allowed error of each log-sum-exp, or of the largest `score` if that is given."""
+    """Return the allowed error of each log-sum-exp, or of the largest `score` if given."""
     score = np.abs(np.nan_to_num(expected.lse if score is None else score, posinf=0, neginf=0))
     size = np.maximum(1, score)
     roundings = np.hypot(expected.score_size / 2**0.5, score * (expected.head_dim / 3) ** 0.5)
@@ -235,7 +235,7 @@ def allowed_lse_error(expected, dtype, softcap=0.0, score=None):
 def assert_attended(
     out, lse, expected, dtype, op="attention", softcap=0.0, rounds_values=False, precise=False
 ):
-    """Compare attention, and its LSE unless that is None."""
+    """Compare attention with the oracle, and its LSE unless that is None."""
     allowed = allowed_error(expected, dtype, op, softcap, rounds_values, precise)
     assert_within(out, expected.out, allowed + SMALLEST[dtype], f"{op} in {dtype}")
     if lse is not None:
@@ -243,19 +243,19 @@ def assert_attended(
 
 
 def share_rounded_once(actual, expected):
-    """Return the share of elements of a tensor that are those of float64, rounded to its dtype."""
+    """Return the share of a tensor's elements that equal float64 results rounded to its dtype."""
     return float((actual == actual.new_tensor(expected)).double().mean())
 
 
 def assert_close_by_torch(actual, expected):
-    """Hold a tensor to the tolerance that torch has for its dtype, as suites of engines do."""
+    """Compare a tensor by torch's tolerance for its dtype, as suites of engines do."""
     import torch
 
     torch.testing.assert_close(actual, expected)
 
 
 def assert_close(actual, expected, magnitude, op, dtype, units=None):
-    """Compare values in units of eps times magnitude, so many as given or in TOLERANCES."""
+    """Compare values in units of eps times magnitude; TOLERANCES has the default of `units`."""
     dtype_of_unit = "float32" if dtype == "any" else dtype
     units = TOLERANCES[op, dtype] if units is None else units
     allowed = units * EPS[dtype_of_unit] * magnitude + SMALLEST[dtype_of_unit]
@@ -270,13 +270,13 @@ def assert_similar(actual, expected):
 
 
 def assert_logits_close(actual, expected):
-    """Compare what two computations of a model in float32 give, in units of the largest logit."""
+    """Compare logits of two computations of a model in float32, in units of the largest one."""
     expected = to_float64(expected)
     assert_close(actual, expected, np.abs(expected).max(), "logits of a model", "float32")
 
 
 def assert_within(actual, expected, allowed, what):
-    """Compare first where infinities and NaN are, then values."""
+    """Compare the places of infinities and NaN, then values."""
     actual = to_float64(actual)
     assert actual.shape == expected.shape
     np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))

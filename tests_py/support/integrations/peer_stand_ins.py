@@ -18,7 +18,7 @@ DONE, UNDER_WAY, FAILED = "done", "under way", "failed"
 
 
 class NotFoundError(Exception):
-    """Error without a base of NIXL's own, as theirs have none."""
+    """Error without a base class of NIXL, like NIXL's errors."""
 
 
 class OtherError(Exception):
@@ -34,7 +34,7 @@ class Descriptions(list):
 
 
 class FakeAgent:
-    """Notes calls. Peers answer at once, and writes are done, unless a test says otherwise."""
+    """Agent that records calls; peers answer and writes end at once, unless a test differs."""
 
     answers = True
     state = DONE
@@ -83,7 +83,7 @@ class FakeAgent:
 
 
 def bindings(make_agent):
-    """A module of which agents are made by a function of name and configuration."""
+    """Return a stand-in of NIXL's module; `make_agent(name, configuration)` makes its agents."""
     return SimpleNamespace(
         nixlAgent=make_agent,
         nixlAgentConfig=SimpleNamespace,
@@ -100,7 +100,7 @@ def bindings(make_agent):
 
 
 class FakeMooncake:
-    """Takes the place of Mooncake's engine: notes calls, and the settings it would read."""
+    """Stand-in for Mooncake's engine: records calls, and the settings that it would read."""
 
     code = 0
 
@@ -129,7 +129,7 @@ class FakeMooncake:
 
 
 def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces Mooncake's package; returns the engines that will have been made."""
+    """Replace Mooncake's package; return the list that receives the engines made later."""
     made: list[Any] = []
     for name in [name for name in os.environ if name.startswith("MC_")]:
         patch.delenv(name)
@@ -141,7 +141,7 @@ def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def put_nixl(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces NIXL's package; returns the agents that will have been made."""
+    """Replace NIXL's package; return the list that receives the agents made later."""
     made: list[Any] = []
     module = bindings(lambda *settings: made.append(FakeAgent(*settings)) or made[-1])
     patch.setitem(sys.modules, "nixl_cu12", SimpleNamespace())
@@ -157,7 +157,7 @@ class StandIn:
     make: Callable[..., Any]
     module: Any
     peer: str
-    #: Seconds that are the least timeout of the engine.
+    #: Least timeout of the engine in seconds.
     least: int
     put: Callable[[pytest.MonkeyPatch], list[Any]]
 
@@ -166,7 +166,7 @@ class StandIn:
         return self.make.__name__
 
     def on_write(self, patch: pytest.MonkeyPatch, act: Callable[[Any], int]) -> None:
-        """Make every write call `act` with the foreign engine; 0 of it is a success."""
+        """Make every write call `act` with the foreign engine; its result 0 means success."""
         if self.module is mooncake:
             patch.setattr(FakeMooncake, "batch_transfer_sync_write", lambda fake, *_: act(fake))
         else:
@@ -181,7 +181,7 @@ STAND_INS = {
 
 
 def ranges_of(calls: list[Any]) -> list[tuple[str, list[int]]]:
-    """Return the calls of a foreign engine that register addresses, and that end this."""
+    """Return the calls of a foreign engine that register and unregister addresses."""
     return [
         (call[0].replace("de", "un"), [x[0] if isinstance(x, tuple) else x for x in call[1]])
         for call in calls

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of each operator of torch, and what the function of the same name gives; operators of
-torch.ops.npu are called with tensors and lists, as torch_npu takes them."""
+"""A call of each torch operator, and the result of the function with its name; operators of
+torch.ops.npu get tensors and lists, as for torch_npu."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ LORA_RANK, KV_RANK, ROPE = 48, 32, 16
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of an operator, and of the function where they are others."""
+    """Arguments of an operator, and of the function if they differ."""
 
     name: str
     args: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Call:
 
     @property
     def floats(self) -> list[int]:
-        """Positions of the tensors that could require a gradient."""
+        """Return positions of the tensors that could require a gradient."""
         tensors = [(i, x) for i, x in enumerate(self.args) if isinstance(x, torch.Tensor)]
         return [i for i, x in tensors if x.is_floating_point()]
 
@@ -67,13 +67,13 @@ class Call:
         if "window_right" in kwargs:
             right = kwargs.pop("window_right")
             kwargs["window"] = (kwargs.get("window"), None if right == -1 else right)
-        for name in ("k_scale", "v_scale"):  # an operator has two arguments for what may be both
+        for name in ("k_scale", "v_scale"):  # operators have an argument for each of two types
             if f"{name}s" in kwargs:
                 kwargs[name] = kwargs.pop(f"{name}s")
         return as_tuple(PUBLIC[self.name](*self.args, **kwargs))
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Tensors to write into, whose contents are wrong."""
+        """Return tensors to write into, with wrong contents."""
         results = zip(self.results, self.function(), strict=True)
         return {name: torch.full_like(result, 3) for name, result in results}
 
@@ -87,7 +87,7 @@ def ints(*values: Any) -> torch.Tensor:
 
 
 def cp_attention_options(q, k_cache, v_cache, batch, rand) -> list[Call]:
-    """Two sequences of 9 and 8 new tokens at the end of 16 and 11."""
+    """Return calls with two sequences of 9 and 8 new tokens at the end of 16 and 11."""
     masks = rand(9 * 16 + 8 * 11) > 0
     bits = torch.from_numpy(packed([masks[: 9 * 16].numpy(), masks[9 * 16 :].numpy()]))
     options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "custom_mask": masks}
@@ -134,7 +134,7 @@ def calls() -> list[Call]:
     epsilons = {"q_eps": 1e-6, "kv_eps": 1e-5}
     attended, split = ("out", "lse"), ("q", "k_nope", "k_pe")
     sparse, with_sinks = ("out", "max_logits", "lse"), (0.2, 32, rand(HEADS), ints(3, 0, 1))
-    # torch.library.opcheck multiplies its arguments, which torch cannot for float8.
+    # torch.library.opcheck multiplies its arguments, but torch cannot multiply float8.
     codes = [x.mul(30).to(torch.int8) for x in (k_cache, v_cache)]
     raw = [x.view(torch.uint8) for x in codes]
     numbers = {"k_scale": 0.5, "v_scale": 2.0}
@@ -173,7 +173,7 @@ def calls() -> list[Call]:
     ]
 
 
-torch_npu.install().remove()  # registers them
+torch_npu.install().remove()  # this registers the operators
 
 SPARSE_CASES = [
     *(Case(), Case(layout_kv="TND"), Case(layout_query="BSND")),
@@ -212,7 +212,7 @@ def sparse_call(case: Case, lse: bool) -> Call:
 
 
 def decoding_calls() -> list[Call]:
-    """Make calls as sglang decodes: absorbed MLA, lengths in a tensor; and codes of int8."""
+    """Return calls as sglang decodes, with absorbed MLA and lengths in a tensor, and with int8."""
     name, where = "npu_fused_infer_attention_score", {"blocks": "H", "spare_rows": 0}
     latent = FiaBatch("BSND", (1, 1), (20, 33), num_kv_heads=1, rope_dim=16, **where)
     arguments = latent.arguments(antiquant_mode=0, antiquant_scale=None)
@@ -225,7 +225,7 @@ def decoding_calls() -> list[Call]:
     for side in ("key", "value"):
         codes = torch.randint(-128, 128, arguments[side].shape, generator=draw)
         arguments[side] = codes.to(torch.int8)
-    numbers = torch.rand(2, 2, 2, 32, generator=draw)  # of scales and offsets, [N, D] of both
+    numbers = torch.rand(2, 2, 2, 32, generator=draw)  # scales and offsets, [N, D] of K and V
     both = {"antiquant_scale": numbers[0], "antiquant_offset": numbers[1], "antiquant_mode": 0}
     apart = {
         f"{side}_antiquant_{kind}": numbers[i, j]

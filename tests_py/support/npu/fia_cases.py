@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for the fused inference attention operator, in any of its"""
+"""Batches for the fused inference attention operator, in any of its layouts."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ TEMPLATE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def tables_of(lens: tuple[int, ...], block_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Blocks in random order, of which one more exists than is used, [sequences, most + 1]."""
+    """Return tables [sequences, most + 1] of blocks in random order; one block is unused."""
     counts = [-(-n // block_size) for n in lens]
     tables = np.full((len(counts), max(counts) + 1), -1, np.int32)
     blocks = rng.permutation(sum(counts) + 1)
@@ -27,7 +27,7 @@ def tables_of(lens: tuple[int, ...], block_size: int, rng: np.random.Generator) 
 
 
 def padded(sequences: list[torch.Tensor], spare_rows: int, fill: float = torch.nan) -> torch.Tensor:
-    """[B, S, ...] with `fill` after each sequence."""
+    """Return [B, S, ...] with `fill` after each sequence."""
     rows = max(map(len, sequences)) + spare_rows
     shape = len(sequences), rows, *sequences[0].shape[1:]
     batch = torch.full(shape, fill).to(sequences[0].dtype)
@@ -37,7 +37,7 @@ def padded(sequences: list[torch.Tensor], spare_rows: int, fill: float = torch.n
 
 
 def blocks_of(sequences: list[torch.Tensor], tables: np.ndarray, block_size: int) -> torch.Tensor:
-    """[blocks, block_size, ...], NaN where no token is."""
+    """Return [blocks, block_size, ...] with NaN in places without a token."""
     num_blocks = int((tables >= 0).sum()) + 1
     cache = torch.full((num_blocks, block_size, *sequences[0].shape[1:]), torch.nan)
     cache = cache.to(sequences[0].dtype)
@@ -48,12 +48,12 @@ def blocks_of(sequences: list[torch.Tensor], tables: np.ndarray, block_size: int
 
 
 def ends_of(lens: tuple[int, ...], packed: bool) -> list[int]:
-    """Lengths as an operator takes them: running sums of packed sequences."""
+    """Return lengths as an operator takes them: running sums for packed sequences."""
     return [int(n) for n in (np.cumsum(lens) if packed else lens)]
 
 
 def to_axes(bsnd: torch.Tensor, axes: str) -> torch.Tensor:
-    """[B, S, N, D] in the order of `axes`, contiguous; T needs B = 1."""
+    """Return [B, S, N, D] in the order of `axes`, contiguous; T needs B = 1."""
     if axes == "BSH":
         return bsnd.flatten(2).contiguous()
     packed = "T" in axes
@@ -62,7 +62,7 @@ def to_axes(bsnd: torch.Tensor, axes: str) -> torch.Tensor:
 
 
 def from_axes(x: torch.Tensor, axes: str, num_heads: int) -> torch.Tensor:
-    """The inverse: back to [B, S, N, D]."""
+    """Return the inverse of `to_axes`: [B, S, N, D]."""
     if axes == "BSH":
         return x.unflatten(2, (num_heads, -1))
     if "T" in axes:
@@ -71,7 +71,7 @@ def from_axes(x: torch.Tensor, axes: str, num_heads: int) -> torch.Tensor:
 
 
 def visible_keys(mode, q_len, kv_len, before=None, after=None, mask=None) -> np.ndarray:
-    """Return which keys each query sees, as the operator's documentation says it."""
+    """Return which keys each query sees, by the operator's documentation."""
     i, j = np.arange(q_len)[:, None], np.arange(kv_len)[None]
     offset = kv_len - q_len if mode in (3, 4) else 0
     visible = np.ones((q_len, kv_len), bool)
@@ -89,8 +89,8 @@ def visible_keys(mode, q_len, kv_len, before=None, after=None, mask=None) -> np.
 class FiaBatch:
     """Sequences, and the arguments that present them to the operator in one layout.
 
-    Rows that must not be read are NaN: of query and key past their lengths, and of blocks
-    that nobody owns. `blocks` is None, "H" for [blocks, block_size, H] or "N" for
+    Rows that must not be read are NaN: queries and keys past their lengths, and blocks of no
+    sequence. `blocks` is None, "H" for [blocks, block_size, H] or "N" for
     [blocks, N, block_size, D].
     """
 
@@ -105,7 +105,7 @@ class FiaBatch:
     dtype: str = "float32"
     blocks: str | None = None
     block_size: int = 16
-    spare_rows: int = 2  # S1 and S2 beyond the longest sequence
+    spare_rows: int = 2  # rows of S1 and S2 beyond the longest sequence
     scale: float = 0.25
     queries: list[torch.Tensor] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
@@ -133,7 +133,7 @@ class FiaBatch:
         return "T" in self.layout
 
     def _batch(self, sequences: list[torch.Tensor]) -> torch.Tensor:
-        """[B, S, N, D] with NaN after each sequence, or, packed, one after the other."""
+        """Return [B, S, N, D] with NaN after each sequence, or packed sequences."""
         if self.packed:
             return torch.cat(sequences)[None]
         return padded(sequences, self.spare_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of sparse flash attention, in all its fia_cases."""
+"""Batches of the indexer and of sparse flash attention, in all their layouts."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ BLOCK_SIZE, HEADS, DIM, TOPK = 16, 3, 32, 6
 
 
 class Operator:
-    """A batch in the layouts of a call, NaN wherever it must not read."""
+    """Batch of the indexer in the layouts of a call, with NaN in places that it must not read."""
 
     def __init__(self, form, q_lens=Q_LENS, k_lens=K_LENS, dtype=torch.float32, seed=0):
         rng = np.random.default_rng(seed)
@@ -51,7 +51,7 @@ class Operator:
         return arguments | changes
 
     def expected(self, mode):
-        """Indices and values, laid out; nothing but -1 and -inf in spare rows."""
+        """Return indices and values, laid out, with -1 and -inf in spare rows."""
         tops, values = [], []
         for q, weights, k in zip(self.q, self.weights, self.k, strict=True):
             tops.append(np.full((len(q), 1, TOPK), -1, np.int32))
@@ -92,7 +92,7 @@ class Case(Named):
 
 
 def join(sequences, layout):
-    """[T, ...] for TND, or [B, S, ...] padded with NaN (indices: with 0)."""
+    """Return [T, ...] for TND, or [B, S, ...] padded with NaN (indices: with 0)."""
     if layout == "TND":
         return torch.cat(sequences)
     return fia_cases.padded(sequences, 1, torch.nan if sequences[0].is_floating_point() else 0)
@@ -118,13 +118,13 @@ class Batch:
         self.tables = fia_cases.tables_of(case.kv_lens, case.page_size, self.rng)
 
     def named_blocks(self, q_len, kv_len):
-        """Rows of distinct blocks, some beyond the sequence, that end at different entries."""
+        """Return rows of distinct blocks, some beyond the sequence, with different lengths."""
         blocks = -(-kv_len // self.case.block) + 2
         rows = np.full((q_len, 1, blocks), -1)
         for row in rows:
             count = self.rng.integers(blocks + 1)
             row[0, :count] = self.rng.permutation(blocks)[:count]
-            row[0, count + 1 :] = 0  # behind the entry that ends the row
+            row[0, count + 1 :] = 0  # entries behind the -1 that ends the row
         return torch.from_numpy(rows).to(torch.int32)
 
     def arguments(self, **changes):
@@ -159,7 +159,7 @@ class Batch:
         return arguments | changes
 
     def seen_keys(self, sequence, i):
-        """The definition: positions of the named blocks, up to the query's own in mode 3."""
+        """Return, by definition, positions of the named blocks, up to the query's own in mode 3."""
         case = self.case
         kv_len = case.kv_lens[sequence]
         end = kv_len - case.q_lens[sequence] + i + 1 if case.mode == 3 else kv_len
@@ -171,7 +171,7 @@ class Batch:
         return [position for position in seen if position < min(end, kv_len)]
 
     def expected(self):
-        """Indices and values, laid out; nothing but -1 and -inf in spare rows."""
+        """Yield the place, the oracle's result and the largest score of each query."""
         row = 0
         for b, queries in enumerate(self.queries):
             for i in range(len(queries)):
@@ -191,7 +191,7 @@ class Batch:
 
 
 def assert_query(out, softmax_max, softmax_sum, attended, largest):
-    """Check one query: out [heads, dim], and what is left of its softmax, [heads]."""
+    """Check one query: out [heads, dim], and maximum and sum of its softmax, [heads]."""
     dtype = str(out.dtype).removeprefix("torch.")
     softmax_max = softmax_max.reshape(1, -1)
     lse = softmax_max + softmax_sum.log().reshape(1, -1)

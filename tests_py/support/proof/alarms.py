@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command that counts the false alarms of a tool on random things that are right."""
+"""Command that counts the false alarms of a tool on random correct things."""
 
 import argparse
 import time

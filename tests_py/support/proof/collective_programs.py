@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs of collectives and messages, the same for gloo and for the simulator: sums are of
-integers, whose order is nobody's business, all else is compared bit for bit."""
+"""Random programs of collectives and messages, equal for gloo and the simulator: sums are of
+integers, whose order does not matter; all other results are compared bit for bit."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32
 
 
 class Step:
-    """Choices of a program's step: the same on all ranks, but for `data`."""
+    """Choices of a program's step, equal on all ranks except for `data`."""
 
     def __init__(self, chance: random.Random, group: dist.ProcessGroup | None) -> None:
         self.chance, self.group = chance, group
@@ -32,19 +32,19 @@ class Step:
         return torch.randint(0, 100, (n,), generator=made).to(dtype or self.dtype)
 
     def neighbours(self, distance: int = 1) -> tuple[int, int]:
-        """The ranks so far behind this one and before it."""
+        """Return the ranks at a distance behind this one and before it."""
         behind, before = (self.rank + distance) % self.size, (self.rank - distance) % self.size
         return self.ranks[behind], self.ranks[before]
 
     def operator(self) -> tuple[dist.ReduceOp, torch.dtype]:
-        """One, and a dtype for which the order of ranks makes no difference."""
+        """Return an operator, and a dtype for which the order of ranks makes no difference."""
         if self.chance.random() < 0.5:
             return self.chance.choice(_EXACT), torch.int64
         return self.chance.choice(_ORDERED), self.dtype
 
 
 def _take(kind: str, step: Step) -> list[torch.Tensor]:
-    """One step of a kind; what the rank has after it."""
+    """Take one step of a kind; return the rank's tensors after it."""
     x, group, n = step.data(step.n), step.group, step.n
     is_root = dist.get_rank() == step.root
     blocks = [torch.empty_like(x) for _ in range(step.size)]
@@ -114,7 +114,7 @@ STEPS: tuple[Callable[[Step], list[torch.Tensor]], ...] = tuple(partial(_take, x
 
 
 def run_program(seed: int, num_steps: int) -> list[torch.Tensor]:
-    """Return what a rank has after all steps, which are drawn by the seed."""
+    """Return a rank's tensors after all steps, which the seed draws."""
     chance = random.Random(seed)
     size = dist.get_world_size()
     halves = [list(range(size // 2)), list(range(size // 2, size))]

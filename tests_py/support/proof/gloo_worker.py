@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of ranks of gloo: they are held against simulated ones, or record their own calls."""
+"""Programs of gloo ranks, to compare with simulated ranks or to record their calls."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def _numbers(*shape: int) -> torch.Tensor:
 def prefill(
     strategy: str, transport: str = "auto", leaver: int | None = None
 ) -> tuple[torch.Tensor | None, ContextParallel]:
-    """Outputs of all tokens behind cached ones; a rank that leaves goes before the attention."""
+    """Return outputs of all new tokens; the rank `leaver` ends before attention."""
     cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=16, transport=transport)
     plan = cp.plan(_EXTEND, _WHOLE, block_tables=_TABLES)
     q, k, v = _numbers(63, 4, 32), _numbers(63, 2, 32), _numbers(63, 2, 32) * 2
@@ -38,7 +38,7 @@ def prefill(
 
 
 def prefills(rank: int, isa: str, strategies: Sequence[str]) -> list[torch.Tensor | None]:
-    _core.set_isa(isa)  # bits are those of an instruction set
+    _core.set_isa(isa)  # bits depend on the instruction set
     return [prefill(strategy, "tcp")[0] for strategy in strategies]
 
 
@@ -48,7 +48,7 @@ def run_ring(rank: int, isa: str, cases: list[Case]) -> dict[Case, tuple[torch.T
 
 
 def record_layer(rank: int, folder: Path, strategy: str = "zigzag") -> list[int]:
-    """Two batches; what the rank has sent after each of them."""
+    """Record two batches; return the bytes that the rank has sent after each."""
     sent = []
     with capture(folder / "run{rank}.cpcap"):
         cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=4, transport="tcp")
@@ -64,7 +64,7 @@ def record_layer(rank: int, folder: Path, strategy: str = "zigzag") -> list[int]
 
 
 def record_shares(rank: int, folder: Path) -> None:
-    """Plans of a batch and of a decode step, over pools that share out pages and runs of tokens."""
+    """Record plans of a batch and of a decode step, over pools sharded by pages and by tokens."""
     ranks = {"shard_size": dist.get_world_size()}
     for placement in (PageInterleave(**ranks, page_size=4), TokenInterleave(**ranks, interleave=2)):
         with capture(folder / f"{type(placement).__name__}{{rank}}.cpcap"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of right plans, whole, for tests to damage."""
+"""Complete documents of correct plans, for tests to damage."""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ PAGE_SIZE = 4
 
 
 def document_of(extend, prefix, cp_size, strategy="zigzag", **options: Any) -> dict[str, Any]:
-    """A plan of cpattn as a document; options are those of `from_metadata`."""
+    """Return a plan of cpattn as a document, with the options of `from_metadata`."""
     seq_lens = [cached + new for cached, new in zip(prefix, extend, strict=True)]
     plans = cpattn.build_cp_metadata_all_ranks(extend, seq_lens, cp_size=cp_size, strategy=strategy)
     return from_metadata(plans, extend, prefix, **options)
 
 
 def with_cache(document: dict[str, Any]) -> dict[str, Any]:
-    """The plan with pages of its own for each request, and every rank's writes to them."""
+    """Return the plan with own pages for each request, and every rank's writes to them."""
     tables, page = [], 1
     for request in document["requests"]:
         count = -(-(request["prefix"] + request["extend"]) // PAGE_SIZE)
@@ -42,7 +42,7 @@ def with_cache(document: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def batches(draw, most_tokens: int = 40) -> tuple[list[int], list[int], int, str]:
-    """New tokens, cached tokens, ranks and strategy: uneven, empty and short ones among them."""
+    """Draw new tokens, cached tokens, ranks and strategy, with uneven, empty and short batches."""
     size = draw(st.integers(1, 4))
     extend = draw(st.lists(st.integers(0, most_tokens), min_size=size, max_size=size))
     prefix = draw(st.lists(st.integers(0, most_tokens), min_size=size, max_size=size))
@@ -54,7 +54,7 @@ def kinds(document: dict[str, Any]) -> set[str]:
 
 
 def segments_of_vllm(ranks: Any) -> list[list[SimpleNamespace]]:
-    """Segments of ranks as objects with the fields of vLLM's."""
+    """Return segments of ranks as objects with vLLM's fields."""
     return [
         [
             SimpleNamespace(

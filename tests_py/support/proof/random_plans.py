@@ -37,7 +37,7 @@ Lens = list[int]
 
 
 def _batch(chance: Chance) -> tuple[Lens, Lens]:
-    """New and cached tokens: short and long ones, some empty, not all."""
+    """Return new and cached tokens: short and long sequences, some of them empty, but not all."""
     most, count = chance.choice((3, 30, 120)), chance.randint(1, 5)
     extend = [chance.randint(0, most) for _ in range(count)]
     extend[chance.randrange(count)] += 1
@@ -45,7 +45,7 @@ def _batch(chance: Chance) -> tuple[Lens, Lens]:
 
 
 def _metadata(chance: Chance, extend: Lens, prefix: Lens, page_size: int) -> Any:
-    """Cuts by each strategy, by weights, and where pages begin."""
+    """Return cuts by each strategy, by weights, and at pages."""
     lens = [new + cached for new, cached in zip(extend, prefix, strict=True)]
     size, strategy = chance.randint(1, 6), chance.choice(STRATEGIES)
     options: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def _metadata(chance: Chance, extend: Lens, prefix: Lens, page_size: int) -> Any
 
 
 def _seen(chance: Chance, padding: int = 0) -> dict[str, Any]:
-    """A causal mask, or none where there is no padding, and a window, of one or of both sides."""
+    """Return a causal mask, or perhaps none without padding, and a window with one or two sides."""
     sides = [chance.choice((None, chance.randint(0, 12))) for _ in range(2)]
     causal = padding > 0 or chance.random() < 0.7
     return {"causal": causal, "window": chance.choice((None, sides[0], tuple(sides)))}
@@ -81,7 +81,7 @@ def _plans(chance: Chance, page_size: int) -> tuple[list[Any], int]:
     extend, prefix = _batch(chance)
     metadata = _metadata(chance, extend, prefix, page_size)
     lens = [new + cached for new, cached in zip(extend, prefix, strict=True)]
-    lens[-1] += chance.choice((0, metadata[0].total_seq_lens - sum(extend)))  # for padding, too
+    lens[-1] += chance.choice((0, metadata[0].total_seq_lens - sum(extend)))  # with padding
     tables, num_pages = _tables(chance, lens, page_size)
     given: dict[str, Any] = {"block_tables": tables, "out_cache_loc": None, "page_size": page_size}
     return [make_plan(one, extend, pad_to_physical=False, **given) for one in metadata], num_pages
@@ -100,7 +100,7 @@ def _of_cuts(chance: Chance) -> Any:
 
 
 def _of_objects(chance: Chance) -> Any:
-    """Cuts as an engine's objects have them, of plain lists."""
+    """Return cuts as objects of an engine with plain lists."""
     extend, prefix = _batch(chance)
     plans = _metadata(chance, extend, prefix, 4)
     objects = [SimpleNamespace(**plan.to_dict()) for plan in plans]
@@ -121,7 +121,7 @@ def _shared(chance: Chance) -> tuple[list[Any], int]:
 
 
 def _of_captures(chance: Chance) -> Any:
-    """Plans as ranks record them."""
+    """Return plans as ranks record them."""
     plans, _ = chance.choice((_shared(chance), _plans(chance, 4)))
     calls = []
     for rank, plan in enumerate(plans):
@@ -151,7 +151,7 @@ def _of_decodes(chance: Chance) -> Any:
 
 
 def _layout(chance: Chance) -> tuple[Lens, Lens, Any]:
-    """Segments of vLLM's PCP, also with DCP, decodes shared out or on all ranks."""
+    """Return segments of vLLM's PCP, also with DCP; decodes are shared out or on all ranks."""
     extend, prefix = _batch(chance)
     size = chance.randint(1, 5)
     options: dict[str, Any] = {"pcp_size": size, "dcp_size": chance.choice((1, 2, size))}
@@ -178,7 +178,7 @@ def _of_layouts(chance: Chance) -> Any:
 
 
 def _of_local_lens(chance: Chance) -> Any:
-    """Decode context parallelism, one new token of each request or several."""
+    """Return lengths of decode context parallelism, with one or several new tokens per request."""
     size, interleave = chance.randint(1, 6), chance.choice((1, 2, 4, 16))
     block_size = interleave * chance.randint(1, 3)
     new = np.array([chance.choice((1, chance.randint(1, 4))) for _ in range(chance.randint(1, 5))])
@@ -207,7 +207,7 @@ def _of_halos(chance: Chance) -> Any:
 
 
 def _of_units(chance: Chance) -> Any:
-    """Compressed units in the slots of all ranks, or of those that keep them."""
+    """Return writes of compressed units into the slots of all ranks or of the owners."""
     ratio, page_size = chance.randint(1, 5), chance.choice((1, 2, 4))
     if chance.random() < 0.4:
         extend, prefix, layout = _layout(chance)
@@ -215,7 +215,7 @@ def _of_units(chance: Chance) -> Any:
     else:
         extend, prefix = _batch(chance)
         ranks = [{"metadata": plan} for plan in _metadata(chance, extend, prefix, 4)]
-        extend[-1] += ranks[0]["metadata"].total_seq_lens - sum(extend)  # units of padding, too
+        extend[-1] += ranks[0]["metadata"].total_seq_lens - sum(extend)  # padding has units, too
     placement = chance.choice((None, _placement(chance, len(ranks), page_size)))
     lens = [-(-(new + old) // ratio) + 3 for new, old in zip(extend, prefix, strict=True)]
     tables, num_pages = _tables(chance, lens, page_size)
@@ -240,7 +240,7 @@ def _of_relayouts(chance: Chance) -> Any:
 
 
 def _of_blocks(chance: Chance) -> Any:
-    """Blocks that queries select, of one rank's keys or merged over ranks, ties among them."""
+    """Return selected blocks from one rank's keys or merged over ranks, with ties."""
     block, topk, size = chance.choice((2, 4)), chance.randint(1, 5), chance.randint(1, 3)
     lens = [chance.randint(1, 60) for _ in range(chance.randint(1, 4))]
     draw = torch.Generator().manual_seed(chance.randrange(1 << 30))
@@ -259,7 +259,7 @@ def _of_blocks(chance: Chance) -> Any:
     blocks = cpattn.sparse.merge_blocks(*gathered, topk).blocks
     count = max(-(-max(lens) // block), topk)
     every = cpattn.sparse.select_blocks(score, topk=count, **options).block_scores
-    every[every == torch.inf] = 99.0  # of those that are always selected
+    every[every == torch.inf] = 99.0  # blocks that are always selected
     local = [
         cpattn.sparse.dcp_local_indices(blocks, dcp_rank=rank, dcp_size=size)
         for rank in range(size)
@@ -272,7 +272,7 @@ def _of_blocks(chance: Chance) -> Any:
     )  # fmt: skip
 
 
-#: What draws a right plan, by a name, and the invariants that most such plans decide.
+#: Functions that draw right plans, by name, and the invariants that most such plans decide.
 KINDS: dict[str, tuple[Callable[[Chance], Any], set[str]]] = {
     "cuts": (_of_cuts, {"OWN", "COV", "LEN"}),
     "objects": (_of_objects, {"OWN"}),
@@ -290,7 +290,7 @@ KINDS: dict[str, tuple[Callable[[Chance], Any], set[str]]] = {
 
 
 def alarm_of(seed: int, number: int) -> str | None:
-    """Return what is found in a plan, or that it is not judged, if so."""
+    """Return findings in a plan, or that it is not judged; else None."""
     chance = random.Random(f"{seed} {number}")
     name, (draw, decided) = list(KINDS.items())[number % len(KINDS)]
     try:

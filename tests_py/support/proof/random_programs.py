@@ -27,10 +27,10 @@ _MOST_RANKS = 8
 
 
 def _works(step: Step) -> list[torch.Tensor]:
-    """Collectives and messages that go on together, and are waited for in an order of the rank."""
+    """Begin several collectives and messages, and wait for them in the rank's own order."""
     own = random.Random(f"{step.seed} {dist.get_rank()}")
     begun = [_begin(step, salt) for salt in range(step.chance.randint(2, 5))]
-    aside = torch.arange(8.0)  # what is in flight is left alone
+    aside = torch.arange(8.0)  # tensors in flight stay untouched
     results: list[torch.Tensor] = []
     own.shuffle(begun)
     for works, outputs in begun:
@@ -44,7 +44,7 @@ def _works(step: Step) -> list[torch.Tensor]:
 
 
 def _begin(step: Step, salt: int) -> tuple[list[dist.Work], list[torch.Tensor]]:
-    """A call that goes on: its works, and what it fills."""
+    """Begin a call; return its works and outputs."""
     x = step.data(step.n, salt, torch.int64)
     match step.chance.randrange(4):
         case 0:
@@ -65,7 +65,7 @@ def _begin(step: Step, salt: int) -> tuple[list[dist.Work], list[torch.Tensor]]:
 
 
 def _ring(step: Step) -> list[torch.Tensor]:
-    """Blocks go around, one way or the other, while the last one is worked on."""
+    """Pass blocks round a ring, one way or the other, while computing with the last one."""
     behind, before = step.neighbours(step.chance.choice((1, -1)))
     block = step.data(step.n, dtype=torch.int64)
     total = torch.zeros(step.n, dtype=torch.int64)
@@ -96,7 +96,7 @@ def _blocking_ring(step: Step) -> list[torch.Tensor]:
 
 
 def _to_all(step: Step) -> list[torch.Tensor]:
-    """Messages to all ranks, also to itself, as NCCL lets a rank within a batch."""
+    """Send messages to all ranks and itself, which NCCL allows within a batch."""
     taken = [torch.empty(step.n, dtype=step.dtype) for _ in step.ranks]
     x = step.data(step.n)
     operations = [dist.P2POp(dist.isend, x, peer, step.group) for peer in step.ranks]
@@ -111,9 +111,9 @@ def _to_all(step: Step) -> list[torch.Tensor]:
 
 
 def _from_any(step: Step) -> list[torch.Tensor]:
-    """A sum of integers, to which it makes no difference who comes first.
+    """Sum integers from any ranks; their order makes no difference.
 
-    The tag is of this step: a rank that has sent may be in the next one already.
+    The tag belongs to this step, since a rank that has sent may already be in the next one.
     """
     tag = 10 + step.seed
     total = torch.zeros(step.n, dtype=torch.int64)
@@ -154,7 +154,7 @@ def _context_parallel(step: Step) -> list[torch.Tensor]:
 
 
 def _layout_options(step: Step) -> dict[str, Any]:
-    """Equal ranks or others, and pools that have all keys, or pages or runs of tokens of them."""
+    """Choose equal or weighted ranks, and whole pools or pools sharded by pages or tokens."""
     chance = step.chance
     options: dict[str, Any] = {"strategy": chance.choice(("zigzag", "interleave", "contiguous"))}
     if options["strategy"] != "interleave" and chance.random() < 0.5:
@@ -168,7 +168,7 @@ def _layout_options(step: Step) -> dict[str, Any]:
 
 
 def _moved_rows(step: Step) -> list[torch.Tensor]:
-    """Rows of a batch from one layout to another, and rows of the rank before, to the next."""
+    """Move rows of a batch from one layout to another, and rows of a halo between ranks."""
     lens = [step.chance.randint(1, 30) for _ in range(step.chance.randint(1, 3))]
     cuts = [
         build_cp_metadata(lens, cp_rank=step.rank, cp_size=step.size, strategy=strategy)
@@ -201,7 +201,7 @@ def _new_groups(chance: random.Random) -> tuple[list[list[int]], list[Any]]:
 
 
 def run(seed: int, number: int) -> list[torch.Tensor]:
-    """Make groups, perhaps twice: their names come again then, for other ranks."""
+    """Run steps on random groups, made perhaps twice: then their names stand for other ranks."""
     chance = random.Random(f"{seed} {number} steps")
     members, groups = _new_groups(chance)
     if chance.random() < 0.5:
@@ -219,7 +219,7 @@ def run(seed: int, number: int) -> list[torch.Tensor]:
 
 
 def alarm_of(seed: int, number: int) -> str | None:
-    """Return what is found in a program in two orders, if anything is."""
+    """Return findings in a program in two orders, or that it is not judged; else None."""
     chance = random.Random(f"{seed} {number}")
     size, seeds = chance.randint(2, _MOST_RANKS), (0, chance.randint(1, 1 << 20))
     options = {"seeds": seeds, "buffered_sends": chance.random() < 0.3, "time_limit": 600}
@@ -227,7 +227,7 @@ def alarm_of(seed: int, number: int) -> str | None:
         report = simulate(partial(run, seed, number), size, **options)
     except NotUsable as error:
         return f"cannot be judged: {error}"
-    if set(report.not_checked) != {"results"}:  # which programs without assertions say nothing of
+    if set(report.not_checked) != {"results"}:  # programs without assertions do not check results
         return f"not checked: {dict(report.not_checked)}"
     return None if report.proved else report.text()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the tools say now of the code of releases what the zoo says of it."""
+"""Checks that the tools' findings in code of releases are still those in the zoo."""
 
 from cpattn_proof import Report
 from cpattn_proof.zoo import ZooEntry, all_entries
@@ -12,7 +12,7 @@ def shipped_entry(bug: str, tool: str) -> ZooEntry:
 
 
 def assert_refuted_as_written(report: Report, entry: ZooEntry) -> None:
-    """The first finding is of the entry's invariant, and begins as the zoo has it."""
+    """Check that the first finding has the entry's invariant, and begins as in the zoo."""
     assert entry.shipped is not None
     found = report.findings[0]
     assert found.invariant == entry.invariant

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own tests of process groups, of the installed release, on simulated ranks: ``python -m
-support.proof.torch_tests OUT.json`` writes what came of each."""
+"""Runs the installed torch's own tests of process groups on simulated ranks: ``python -m
+support.proof.torch_tests OUT.json`` writes the outcome of each."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from typing import Any
 from cpattn_proof import NotUsable, simulate
 
 SIZE, SMALL_SIZE = 8, 4
-#: What cannot run here: names of tests, what they end with, why.
+#: Tests that cannot run here: pattern of names, pattern of the error, reason.
 LEFT_OUT: tuple[tuple[str, str, str], ...] = (
     ("^test_DistributedDataParallelCPU|^test_accumulate_gradients|^test_ddp_|^test_grads_same|"
      "^test_static_graph_api_cpu", "Could not find backend type",
@@ -32,7 +32,7 @@ LEFT_OUT: tuple[tuple[str, str, str], ...] = (
     ("^test_SyncBatchNorm_process_group$", "torchvision", "needs torchvision"),
     ("^test_sparse_all_reduce_sum$", "sparse_coo", "sparse tensors"),
 )  # fmt: skip
-#: Rows of the table: names of tests, and what they try.
+#: Rows of the table: pattern of names, and what the tests try.
 FAMILIES: tuple[tuple[str, str], ...] = (
     ("^test_(ddp|DistributedData|SyncBatch|static_graph|accumulate|grads_same)",
      "`DistributedDataParallel`"),
@@ -53,14 +53,14 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 
 
 def load() -> types.ModuleType:
-    """The tests, which read the environment when they are imported."""
+    """Import the tests, which read the environment meanwhile."""
     folder = tempfile.mkdtemp()
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(SMALL_SIZE), TEMP_DIR=folder)
     for name in ("barrier", "test_dir"):
         (Path(folder) / name).mkdir()
     try:
         import expecttest  # noqa: F401 - which torch's TestCase derives from
-    except ImportError:  # these tests use nothing of it
+    except ImportError:  # these tests do not use it
         stand_in: Any = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stand_in
@@ -70,7 +70,7 @@ def load() -> types.ModuleType:
 
 
 def case_of(tests: types.ModuleType) -> type[unittest.TestCase]:
-    """The tests as a class whose ranks are those of the simulation."""
+    """Return the tests as a class with the ranks of the simulation."""
     import torch.distributed as dist
     from torch.testing._internal.common_utils import TestCase
 
@@ -79,10 +79,10 @@ def case_of(tests: types.ModuleType) -> type[unittest.TestCase]:
         world_size = property(lambda self: dist.get_world_size())
 
         def _barrier(self, *_: Any, **__: Any) -> None:
-            """Meet the other ranks, for which torch uses files of processes."""
+            """Meet the other ranks; torch's own function uses files of processes."""
             dist.barrier()
 
-        def call_dist_op(  # in torch under a profiler, of which a process has one
+        def call_dist_op(  # torch's own uses the profiler, but a process has only one
             self, title: str, is_async: bool, op: Callable[..., Any], *args: Any,
             secondary_op_call: Any = None, expect_event: Any = None, profile_cuda: Any = None,
             tensor_shapes: Any = None, **kwargs: Any,
@@ -97,7 +97,7 @@ def case_of(tests: types.ModuleType) -> type[unittest.TestCase]:
 
 
 def outcome_of(case: type[unittest.TestCase], name: str, skips: Mapping[int, str]) -> str:
-    """ "passed", "skipped: why" by torch's own decorators, or "failed: why"."""
+    """Return "passed", "skipped: why" by torch's own decorators, or "failed: why"."""
     for size in (SMALL_SIZE, SIZE):
         said = _on_ranks(case, name, size)
         why = said.removeprefix("exit ")
@@ -143,7 +143,7 @@ def reason_of(name: str, outcome: str) -> str | None:
 
 
 def rows_of(outcomes: Mapping[str, str]) -> list[str]:
-    """The table of the documents: by family what passed, what torch skips here, what cannot run."""
+    """Return the table of the documents: passed, skipped and impossible tests of each family."""
     families: dict[str, list[str]] = {what: [] for _, what in FAMILIES}
     for name in outcomes:
         families[next(what for names, what in FAMILIES if re.search(names, name))].append(name)

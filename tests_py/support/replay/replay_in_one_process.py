@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disaggregated replay without its processes."""
+"""Disaggregated replay without separate processes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def one_rank() -> Iterator[Any]:
 
 
 class InOneProcess(contextlib.ExitStack):
-    """Stages one after the other and a decode rank, with engines that copy within the process.
+    """Runs stages one after the other and a decode rank; engines copy within the process.
 
-    Each stage computes once, as one rank; the ranks of its group only share out what is sent.
+    Each stage computes once, as one rank; the ranks of its group only share out the sent pages.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class InOneProcess(contextlib.ExitStack):
         harm: Callable[[InOneProcess], None] = lambda _: None,
         spoil: Callable[[Batch, Any], None] = lambda batch, attention: None,
     ) -> None:
-        """Prefills and decodes; `harm` is called before decoding, `spoil` before each prefill."""
+        """Prefill and decode; `harm` is called before decoding, `spoil` before each prefill."""
         kinds = {"block_tokens": BLOCK, "vocab_size": self.config.vocab_size, "seed": 0}
         for batch in prefill_batches(requests, self.cache, token_budget=120):
             for chunk in batch.chunks:

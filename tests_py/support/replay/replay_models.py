@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and options of replays that are small enough for tests, and reports that nobody ran."""
+"""Models and options of replays that are small enough for tests, and invented reports."""
 
 from dataclasses import replace
 

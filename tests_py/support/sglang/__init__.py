@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of sglang, of its package or its wheels, run on a CPU."""
+"""Parts of sglang, from its package or its wheels, run on a CPU."""

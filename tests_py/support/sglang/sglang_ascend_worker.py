@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that runs sglang's own context-parallel attention of Ascend: of this library there are
-the operators of the NPU, and in a second run the metadata of the plug-in."""
+"""Rank that runs sglang's own context-parallel attention of Ascend: this library provides the
+operators of the NPU and, in a second run, the metadata of the plug-in."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ def run_cases(rank: int, size: int, cases: list[Case], unsplit: dict[str, Case])
 
 
 def begin(case: Case) -> tuple[Batch, Any, Any, Any]:
-    """A batch, a backend whose pool has the cached prefixes, a forward pass and a layer."""
+    """Return a batch, a backend with the cached prefixes, a forward pass and a layer."""
     batch = make_batch(case)
     backend, forward_batch = (
         make_backend(case, batch),
@@ -41,7 +41,7 @@ def begin(case: Case) -> tuple[Batch, Any, Any, Any]:
 
 @torch.inference_mode()
 def run_unsplit(case: Case, mode: str) -> dict:
-    """A forward pass that sglang does not split over ranks: each of them computes all of it."""
+    """Run a forward pass that sglang does not split: each rank computes all of it."""
     batch, backend, forward_batch, layer = begin(case)
     forward_batch.forward_mode = SGLANG.batch.ForwardMode[mode]
     forward_batch.global_num_token_non_padded_cpu = len(batch.q)
@@ -55,7 +55,7 @@ def run_unsplit(case: Case, mode: str) -> dict:
 
 @torch.inference_mode()
 def run_case(case: Case) -> dict:
-    """One layer of one prefill, as sglang's model runner runs it; what came out on this rank."""
+    """Run one layer of a prefill like sglang's model runner; return the results of this rank."""
     batch, backend, forward_batch, layer = begin(case)
     with SGLANG.context.forward_context(SGLANG.context.ForwardContext(backend)):
         SGLANG.cp.prepare_cp_forward(forward_batch)
@@ -96,7 +96,7 @@ def make_backend(case: Case, batch: Batch) -> Any:
     sizes = {"page_size": case.page_size, "layer_num": NUM_LAYERS, "head_num": case.num_kv_heads}
     sizes |= {"head_dim": case.head_dim, "v_head_dim": case.v_head_dim}
     where = {"dtype": case.dtype, "device": "cpu", "enable_memory_saver": False}
-    num_tokens = (num_pages - 1) * case.page_size  # a page for padding comes on top
+    num_tokens = (num_pages - 1) * case.page_size  # the pool adds a page for padding
     pool = SGLANG.npu_pools.NPUMHATokenToKVPool(size=num_tokens, **sizes, **where)
     model = {
         "attention_arch": SGLANG.models.AttentionArch.MHA,

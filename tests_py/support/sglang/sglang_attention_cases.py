@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with the attention backend on pools of sglang's, without an engine.
+"""Process with the attention backend on pools of sglang, without an engine.
 
 It saves {"layers": results and arguments of the oracle, "encoders": results of this library and of
 sglang, and arguments of the oracle, "refused": messages and words that they must have, "plans": how
@@ -36,7 +36,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 
 def count_plans() -> int:
-    """Count plans of six layers in a pass, three with a window, then of one in the next pass."""
+    """Count plans of a pass with six layers, three with a window, and of a layer in the next."""
     step = Step(EXTENDS, 16, torch.float32, windows=False)
     runner = make_runner(make_pool(16, torch.float32, windows=False), torch.float32)
     backend, batch = step.begin(runner, decodes=False)
@@ -52,7 +52,7 @@ def count_plans() -> int:
 
 
 def error_of_zero_scale() -> str:
-    """Return the error of a checkpoint with a scale of zero, which is not a missing one."""
+    """Return the error of a checkpoint with a scale of zero, which is not a missing scale."""
     try:
         attend(code=torch.float8_e4m3fn, code_scales=(0.0, 1.0))
     except ValueError as error:
@@ -65,7 +65,7 @@ def published(**configuration: Any) -> Any:
 
 
 def refusals() -> list[tuple[str, str]]:
-    """Return each error of what cannot be served, with the words that it must contain."""
+    """Return the errors of unsupported cases, with the words that they must contain."""
     messages = []
 
     def refused(

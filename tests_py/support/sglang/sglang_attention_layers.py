@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  stand-ins come before what imports them
-"""The attention backend on pools of sglang's, without an engine."""
+"""Attention backend on pools of sglang, without an engine."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 from cpattn.integrations.sglang import cpu_engine
 
-cpu_engine.install()  # before anything of sglang is imported
+cpu_engine.install()  # must come before any import of sglang
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import (
     KVWriteLoc,
@@ -25,17 +25,17 @@ from cpattn.integrations.sglang.attention import CpattnAttnBackend
 from support.cases import one_after_another
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 20
-# A chunk behind a cached prefix, a whole prompt, three tokens being decoded; and all decoded.
+# A chunk behind a cached prefix, a whole prompt, and three decoded tokens; or only decoded tokens.
 EXTENDS = ([40, 70, 1, 1, 1], [100, 70, 64, 33, 1])
 DECODES = ([1, 1, 1], [100, 17, 64])
-PROMPTS = ([40, 70, 1], [40, 70, 64])  # whole ones, and a token being decoded
+PROMPTS = ([40, 70, 1], [40, 70, 64])  # whole prompts, and a decoded token
 FULL, SWA = 0, 1  # layers
 CODE_SCALES = (0.5, 2.0)
 SIZE, SWA_SIZE = 1280, 640  # tokens of pools
 
 
 def make_pool(page_size: int, dtype: torch.dtype, windows: bool, **changes: Any) -> Any:
-    """NaN where nobody has written; with a smaller one for layers with windows."""
+    """Make a pool with NaN in unwritten slots; with `windows`, also a smaller one for windows."""
     common = {"page_size": page_size, "dtype": dtype, "head_num": KV_HEADS, "head_dim": DIM}
     common |= {"size": SIZE, "device": "cpu", "enable_memory_saver": False, **changes}
     if windows:
@@ -71,7 +71,7 @@ def make_layer(layer_id: int = FULL, head_dim: int = DIM, **options: Any) -> Rad
 
 
 def shuffled_slots(page_size: int, num_pages: int, lens: list[int], seed: int) -> list[Any]:
-    """Slots of each request, in pages of its own; page 0 is nobody's, as in sglang."""
+    """Return slots of each request in its own pages; page 0 belongs to no request, as in sglang."""
     pages = iter((np.random.default_rng(seed).permutation(num_pages) + 1).tolist())
     slots = []
     for n in lens:
@@ -98,14 +98,14 @@ class Step:
         self.new = torch.tensor([row for rows in new for row in rows])
 
     def first_kept(self, s: int) -> int:
-        """Return the first token kept: pages before the windows of new tokens were given back."""
+        """Return the first kept token: pages before the windows of new tokens are freed."""
         return max(0, self.kv_lens[s] - self.q_lens[s] - WINDOW) // self.page_size * self.page_size
 
     def kept_lens(self) -> list[int]:
         return [n - self.first_kept(s) for s, n in enumerate(self.kv_lens)]
 
     def mapping(self) -> torch.Tensor:
-        """Map slots to those of the pool for windows; 0 where there is none."""
+        """Map slots to slots of the pool for windows, or 0."""
         to_swa = torch.zeros(SIZE + self.page_size + 1, dtype=torch.int64)
         to_swa[-1] = -1
         for s, slots in enumerate(self.slots):
@@ -141,7 +141,7 @@ class Step:
         pool.set_kv_buffer(layer, where, self.k[rows].clone(), self.v[rows].clone(), **scales)
 
     def same_chunk(self, size: int) -> torch.Tensor:
-        """Return a mask that shows keys of the chunk that a token is in."""
+        """Return a mask that shows the keys in the chunk of a token."""
         masks = []
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
             tokens, keys = torch.arange(kv_len - q_len, kv_len), torch.arange(kv_len)
@@ -166,7 +166,7 @@ def attend(
     chunk_size: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The answer of one layer, and what the oracle is to be asked."""
+    """Return the answer of one layer, and the arguments of the oracle."""
     step = Step(lens, page_size, dtype, windows, head_dim)
     pool = make_pool(page_size, code or dtype, windows, head_dim=head_dim)
     runner, layer = make_runner(pool, dtype), make_layer(layer_id, head_dim, **options)
@@ -196,7 +196,7 @@ def attend(
 
 
 def attend_latents(lens: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Answer as `attend` does for absorbed MLA: keys of 80 numbers, the first 64 being values."""
+    """Return answer and arguments for absorbed MLA: the first 64 of 80 key numbers are values."""
     step = Step(lens, 16, torch.float32, windows=False)
     step.k = torch.randn(len(step.k), 1, 80)
     step.q = torch.randn(len(step.q), HEADS * 80)

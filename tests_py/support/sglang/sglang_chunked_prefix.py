@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's attention of DeepSeek models to a cached prefix, chunk by chunk, as an operator: the
-installed sglang's, with its Triton kernels for indices and for the merge (see `Kernel`).
+"""Attention of DeepSeek models to a cached prefix, chunk by chunk, as an operator: the code of the
+installed sglang, with its Triton kernels for indices and for the merge (see `Kernel`).
 
-Not sglang's are the matrices, which are the identity: a latent is the keys and values of all heads.
-In place of FlashInfer, whose kernels need a GPU, is this library's paged prefill over pages of one
-token, with its names and its log-sum-exp, which FlashInfer's documents say is to base 2.
+All matrices are the identity, unlike sglang's: a latent is the keys and values of all heads.
+FlashInfer's kernels need a GPU, so this library's paged prefill over pages of one token stands in,
+with the names and the log-sum-exp of FlashInfer, which its documents say is to base 2.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load() -> SimpleNamespace:
 
 
 class RaggedWrapper:
-    """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper`, as sglang calls it."""
+    """Stand-in for FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` as sglang calls it."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         self._layout, self._planned = layout, {}
@@ -87,10 +87,10 @@ SIGNATURE = Signature(
 
 
 def attention(tensors: Any, *, mended: bool) -> Answer:
-    """A prefill over pages, of which all but the new tokens are a cached prefix.
+    """Attend by a prefill over pages; all but the new tokens are a cached prefix.
 
-    Mended, the log-sum-exp of FlashInfer becomes one to base e where the runner gets it, as in
-    sglang's pull request 35045.
+    If `mended`, the runner converts the log-sum-exp of FlashInfer to base e, as in sglang's pull
+    request 35045.
     """
     sglang, case = load(), tensors.case
     prefixes = [kv - q for q, kv in zip(tensors.q_lens, tensors.kv_lens, strict=True)]
@@ -117,7 +117,7 @@ def attention(tensors: Any, *, mended: bool) -> Answer:
 
 
 def _token_slots(tensors: Any) -> torch.Tensor:
-    """``req_to_token``: the slot of each token of each request."""
+    """Return ``req_to_token``: the slot of each token of each request."""
     size, tables = tensors.case.page_size, tensors.block_tables.long()
     within = torch.arange(tables.shape[1] * size)
     return (tables[:, within // size] * size + within % size).int()
@@ -132,7 +132,7 @@ def _recording(function: Any, results: list[Any]) -> Any:
 
 
 def _runner_forward(sglang: SimpleNamespace, mended: bool) -> tuple[type, str, Any]:
-    """Return the arguments of `mock.patch.object`."""
+    """Return the arguments of `mock.patch.object` for the runner."""
     runner = sglang.backend.FlashInferMhaChunkKVRunner
     shipped = runner.forward
 
@@ -144,7 +144,7 @@ def _runner_forward(sglang: SimpleNamespace, mended: bool) -> tuple[type, str, A
 
 
 def _make_backend(sglang: SimpleNamespace, case: Any, rows: list[Any], slots: Any) -> Any:
-    """A `FlashInferMLAAttnBackend` without its buffers for graphs and decoding, over a pool."""
+    """Make a `FlashInferMLAAttnBackend` over a pool, without buffers for graphs and decoding."""
     latents = torch.cat(rows, dim=-1).flatten(1)[:, None]
     pool = sglang.pools.MLATokenToKVPool(
         size=len(latents), page_size=1, dtype=latents.dtype, kv_lora_rank=latents.shape[-1],
@@ -179,7 +179,7 @@ def _make_backend(sglang: SimpleNamespace, case: Any, rows: list[Any], slots: An
 
 
 def _make_layer(sglang: SimpleNamespace, case: Any) -> Any:
-    """An attention layer of DeepSeek models whose matrices are the identity."""
+    """Make an attention layer of DeepSeek models whose matrices are the identity."""
     layer = sglang.mha.DeepseekMHAForwardMixin()
     vars(layer).update(
         attn_mha=sglang.radix.RadixAttention(
@@ -209,12 +209,12 @@ def _make_forward_batch(sglang: SimpleNamespace, tensors: Any, prefixes: list[in
     return sglang.batch.ForwardBatch(**options, **lens)
 
 
-# Kernels for Triton, run program by program on CPU tensors: what one loads, computes and stores is
-# done by torch, one element type and one rounding at a time, without a compiler.
+# Kernels for Triton, run program by program on CPU tensors: torch loads, computes and stores, with
+# the kernel's element types and roundings, without a compiler.
 
 
 class Pointer:
-    """Elements of a tensor, by their offsets."""
+    """Pointer to elements of a tensor by their offsets."""
 
     def __init__(self, tensor: torch.Tensor, offset: Any = 0) -> None:
         if not tensor.is_contiguous():
@@ -225,7 +225,7 @@ class Pointer:
         return Pointer(self.elements, self.offset + offset)
 
     def seen(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Offsets, 0 where the mask hides them, and the mask."""
+        """Return offsets, which are 0 if hidden, and the mask."""
         shown = torch.ones_like(self.offset, dtype=torch.bool) if mask is None else mask
         at = torch.where(shown, self.offset, 0)
         if ((at < 0) | (at >= max(len(self.elements), 1)))[shown].any():
@@ -234,7 +234,7 @@ class Pointer:
 
 
 class Language:
-    """Names of ``triton.language``, in the program that runs."""
+    """Names of ``triton.language`` for the running program."""
 
     int32 = torch.int32
     arange = staticmethod(torch.arange)
@@ -263,7 +263,7 @@ class Kernel:
     """Stand-in for ``@triton.jit`` of a function: ``kernel[grid](...)`` runs all programs."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self.function = getattr(function, "fn", function)  # of Triton's own, where it is installed
+        self.function = getattr(function, "fn", function)  # an installed Triton has wrapped it
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:

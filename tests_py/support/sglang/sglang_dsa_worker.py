@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that runs sglang's own indexer, caches and sparse attention of Ascend under context
-parallelism. The latents of a `Case` are its K, the keys' rotary part its V."""
+"""Rank that runs sglang's own indexer, caches and sparse attention of Ascend under context
+parallelism. The latents of a `Case` are its K, the rotary part of keys is its V."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -98,7 +98,7 @@ def make_inputs(case: Case) -> SimpleNamespace:
 
 
 def make_indexer(max_position: int) -> Any:
-    """sglang's `Indexer` with matrices of -1, 0 and 1, each product of which bfloat16 holds."""
+    """Make sglang's `Indexer` with matrices of -1, 0 and 1, so that bfloat16 holds all products."""
     options = {"hidden_size": HIDDEN, "index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM}
     options |= {"rope_head_dim": ROPE_DIM, "index_topk": TOPK, "q_lora_rank": Q_LORA}
     options |= {"max_position_embeddings": max_position, "rope_theta": 10000, "layer_id": LAYER_ID}
@@ -124,7 +124,7 @@ def index_vectors(indexer: Any, case: Case, inputs: SimpleNamespace) -> list[tup
 
 
 def rotate(indexer: Any, x: torch.Tensor) -> torch.Tensor:
-    """x [n, heads, dim] of tokens 0 to n - 1, its first ROPE_DIM dimensions rotated."""
+    """Rotate the first ROPE_DIM dimensions of x [n, heads, dim] of tokens 0 to n - 1."""
     cos, sin = indexer.rotary_emb.cos_sin_cache[: len(x)].chunk(2, -1)
     cos, sin = (angles.repeat(1, 2)[:, None] for angles in (cos, sin))
     turned = SGLANG.npu_indexer.torch_npu.npu_rotary_mul(x[..., :ROPE_DIM], cos, sin)

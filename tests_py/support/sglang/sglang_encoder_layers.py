@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of models that have an encoder beside their decoder, by this library and by sglang.
+"""Layers of models with an encoder and a decoder, by this library and by sglang.
 
-The keys of an encoder have the first slots of a request. Those of a request with a whole prompt are
-new; others are in the cache.
+The keys of an encoder have the first slots of a request. They are new if the request has a whole
+prompt; otherwise they are in the cache.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from support.sglang.sglang_attention_layers import (
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-# A chunk behind a cached prefix, a whole prompt, a token being decoded; and all decoded.
+# A chunk behind a cached prefix, a whole prompt, and a decoded token; or only decoded tokens.
 EXTENDS = ([20, 30, 1], [50, 30, 27])
 DECODES = ([1, 1, 1], [50, 17, 64])
 WHOLE_PAGES, ODD, NONE_OF_ONE = [48, 32, 64], [37, 20, 1], [37, 20, 0]
@@ -34,7 +34,7 @@ def attend(
     crosses: bool, lens: Any = EXTENDS, encoder_lens: Any = WHOLE_PAGES, page_size: int = 16,
     masked: bool = False, dtype: torch.dtype = torch.float32,
 ) -> Answer:  # fmt: skip
-    """Answers of this library and of sglang, where it has one, and what the oracle is asked."""
+    """Return this library's answer, sglang's if it has one, and arguments of the oracle."""
     q_lens, own_lens = (torch.tensor(x) for x in lens)
     before = torch.tensor(encoder_lens)
     step = Step((lens[0], (before + own_lens).tolist()), page_size, dtype, windows=False)
@@ -70,8 +70,8 @@ def attend(
     lens_of = {"q_lens": step.q_lens, "kv_lens": kv_lens.tolist()}
     step.q_lens, step.kv_lens = lens_of.values()
     step.k, step.v = step.k[seen], step.v[seen]
-    # sglang's own backend looks at no mask; torch rounds weights to bfloat16, and has no answer
-    # for rows without keys.
+    # sglang's own backend ignores masks; torch rounds weights to bfloat16, and has no answer for
+    # rows without keys.
     has_native = not masked and dtype == torch.float32 and bool(kv_lens.all())
     return ours, native if has_native else None, step.oracle_inputs(**asked)
 

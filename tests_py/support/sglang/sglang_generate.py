@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs sglang engines one after the other: RUNS is JSON, a list of {"engine": arguments of Engine,
-"rounds": lists of prompts that are asked for together, "sampling"}; RESULTS gets the answers."""
+"rounds": lists of prompts for one call each, "sampling"}; RESULTS gets the answers."""
 
 import json
 import os

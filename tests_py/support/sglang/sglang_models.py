@@ -12,18 +12,18 @@ import transformers
 
 from support.vllm.vllm_models import VOCABULARY
 
-# A process of its own may set these before sglang is imported.
+# Settings that a new process may make before it imports sglang.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # oneDNN takes AMX for granted where the machine shows it, and dies where the tiles are off.
+    # oneDNN uses AMX if the machine shows it, and dies if its tiles are off.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
-    # sglang has torch compile a function of Gemma 3, which takes longer than all the rest.
+    # sglang lets torch compile a function of Gemma 3, which takes longer than all the rest.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Words w0, w1, ... for the tokens of a model of `vllm_models`."""
+    """Write a tokenizer with words w0, w1, ... for the tokens of a model of `vllm_models`."""
     words = {f"w{token}": token for token in range(VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -31,7 +31,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def eager_answers(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """The tokens that a model continues each prompt with, in float32."""
+    """Return the tokens with which a model continues each prompt, in float32."""
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     greedy = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
@@ -44,26 +44,26 @@ def eager_answers(folder: Path, prompts: list[list[int]], num_tokens: int) -> li
 
 
 def leave_nothing(pid: int) -> None:
-    """Remove the shared memory that a process of sglang and those below it have mapped: at its end
-    it kills the process of Python's that would do it, like all others."""
+    """Remove the shared memory that an engine process and its children have mapped: at its end it
+    kills all processes, also Python's, which would otherwise remove the memory."""
     process = psutil.Process(pid)
     unlink(mapped_by([process, *process.children(recursive=True)]))
 
 
 def mapped_by(processes: Iterable[psutil.Process]) -> set[int]:
-    """The inodes of shared memory that processes have mapped; one that has ended has none."""
+    """Return inodes of shared memory that processes have mapped; ended ones have none."""
     mapped = set()
     for each in processes:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines():
                 _, _, _, _, inode, *name = line.split()
-                if name and name[0].startswith("/dev/shm/"):  # of semaphores a name of before
+                if name and name[0].startswith("/dev/shm/"):  # for semaphores an earlier name
                     mapped.add(int(inode))
     return mapped
 
 
 def shared_memory() -> set[int]:
-    """The inodes of all that is there."""
+    """Return the inodes of all shared memory."""
     return {path.stat().st_ino for path in Path("/dev/shm").iterdir()}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the installed sglang that plan, imported where there is no accelerator."""
+"""Planning parts of the installed sglang, imported without an accelerator."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from support.stand_ins import stand_ins_for_what_lacks
 
 
 def srt_modules(*rows: str) -> dict[str, str]:
-    """Names of modules below sglang.srt by keys, of rows of "key=name" with spaces between."""
+    """Return names of modules below sglang.srt by keys, from rows of "key=name key=name"."""
     pairs = (pair.split("=") for row in rows for pair in row.split())
     return {key: f"sglang.srt.{name}" for key, name in pairs}
 
@@ -35,10 +35,10 @@ MODULES = srt_modules(
 
 @functools.cache
 def load() -> SimpleNamespace:
-    """The modules under the keys of `MODULES`.
+    """Import the modules under the keys of `MODULES`.
 
-    They hold stand-ins for what is missing here, above all triton, but nobody else gets to see
-    these: torch and transformers decide before what they have.
+    They have stand-ins for missing modules, above all triton, but no others see these: torch and
+    transformers check earlier which modules there are.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,27 +50,27 @@ def load() -> SimpleNamespace:
 
 
 def make_strategy(sglang: SimpleNamespace, name: str, rank: int, size: int) -> Any:
-    """sglang's own, whose rank is not that of a process group."""
+    """Make sglang's own strategy, with a rank that needs no process group."""
     zigzag, interleave = sglang.zigzag.ZigzagCPStrategy, sglang.interleave.InterleaveCPStrategy
     base = {"zigzag": zigzag, "interleave": interleave}[name]
     return type("Strategy", (base,), {"cp_rank": rank})(size)
 
 
 def kv_list(layers: range, groups: str, drafts: int = 0) -> list[str]:
-    """List what the buffers of a server hold, in its order."""
+    """List the contents of a server's buffers, in its order."""
     target = [f"{group}{layer}" for group in groups for layer in layers]
     return target + [f"d{group}{layer}" for group in groups for layer in range(drafts)]
 
 
 def random_stage(rng: np.random.Generator) -> tuple[int, range]:
-    """A model's number of layers, and those that one pipeline stage has."""
+    """Return a model's number of layers, and the layers of one pipeline stage."""
     num_layers = int(rng.integers(1, 24))
     start = int(rng.integers(0, num_layers))
     return num_layers, range(start, int(rng.integers(start, num_layers)) + 1)
 
 
 def assert_same(ours: Any, theirs: Any, case: Any = None) -> None:
-    """Two metadata have the same fields: types, devices and values."""
+    """Check that two metadata have equal fields, with types, devices and values."""
     assert type(ours) is type(theirs)
     assert vars(ours).keys() == vars(theirs).keys()
     for field in dataclasses.fields(theirs):

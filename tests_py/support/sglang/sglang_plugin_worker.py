@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of sglang that loads its plug-ins, several times over, and says who plans then."""
+"""Process of sglang that loads its plug-ins several times, and reports who plans then."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def make_metadata(kind: str) -> Any:
     from sglang.srt.layers.cp import interleave, zigzag
 
     modules = SimpleNamespace(interleave=interleave, zigzag=zigzag)
-    # sglang adds up tokens of any type, cpattn refuses what is below 0.
+    # sglang adds up any numbers of tokens, cpattn refuses negative ones.
     return make_strategy(modules, kind, 0, 2).build_metadata(5, None, [-1, 6])
 
 
@@ -65,7 +65,7 @@ def match_buffers() -> Any:
 
 
 def who_plans() -> list[str]:
-    """The jobs that cpattn does: each is given what it refuses and sglang takes."""
+    """Return the jobs that cpattn does, by arguments that cpattn refuses and sglang takes."""
     jobs = {"zigzag": lambda: make_metadata("zigzag")}
     jobs |= {"interleave": lambda: make_metadata("interleave"), "topk": choose_topk}
     jobs |= {"kv": group_pages, "shards": filter_pages, "strict_kv": match_buffers}
@@ -81,7 +81,7 @@ def who_plans() -> list[str]:
 
 
 def is_backend_known() -> bool:
-    """Return whether sglang takes ``--attention-backend cpattn``, and then finds it."""
+    """Return whether sglang accepts ``--attention-backend cpattn``, and then finds it."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single files of released sglang, run without installing anything: of wheels that `pip download
+"""Single files of released sglang, run without installation: from wheels that `pip download
 --no-deps --only-binary :all: --python-version 3.11` puts into the folder CPATTN_SGLANG_WHEELS."""
 
 import contextlib
@@ -22,14 +22,14 @@ from support.stand_ins import Absent, DevicesAreTheCpu, PackageFinder, stand_ins
 
 @contextlib.contextmanager
 def release(version: str, **names: str) -> Iterator[SimpleNamespace]:
-    """The modules sglang.srt.<name> of a release under the keys given, while the context lasts.
+    """Yield the modules sglang.srt.<name> of a release under their keys, within the context.
 
-    Other modules of sglang are stand-ins, torch_npu is this library's, and every device the CPU.
+    Other modules of sglang are stand-ins, torch_npu is this library's, and all devices are the CPU.
     """
     names = {key: f"sglang.srt.{name}" for key, name in names.items()}
     wheel = _wheel(version)
     note("engine", "sglang, files of a release", version)
-    # Metrics are registered once per process: those of another release must stay out.
+    # Metrics are registered once per process: metrics of another release must stay out.
     finders = [
         PackageFinder("sglang", wheel, names.values()),
         PackageFinder("prometheus_client", wheel, []),
@@ -38,11 +38,11 @@ def release(version: str, **names: str) -> Iterator[SimpleNamespace]:
     sys.meta_path[:0] = finders
     try:
         with torch_npu.install(), stand_ins_for_what_lacks(), DevicesAreTheCpu():
-            # Nothing is compiled when it is imported: for that torch would want a real triton.
+            # Imports must compile nothing, for which torch would need a real triton.
             with warnings.catch_warnings(), mock.patch.object(torch, "compile", Absent):
                 warnings.simplefilter("ignore")
                 modules = {key: importlib.import_module(name) for key, name in names.items()}
-            for module in modules.values():  # which import it only where there is an NPU
+            for module in modules.values():  # they import it only if there is an NPU
                 vars(module).setdefault("torch_npu", sys.modules["torch_npu"])
             yield SimpleNamespace(**modules)
     finally:

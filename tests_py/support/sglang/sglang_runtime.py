@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed sglang, unmodified, on a machine without an NPU: its Ascend attention on CPU, for
-processes of their own, with stand-ins for what this machine lacks."""
+"""The installed, unmodified sglang on a machine without an NPU: its Ascend attention on CPU, in a
+separate process, with stand-ins for missing modules."""
 
 import contextlib
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 
 os.environ["ASCEND_USE_FIA"] = "1"  # read when a pool or a backend is made
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # sglang compiles functions when imported, for triton
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # else the groups ask the dispatcher for an accelerator
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # else groups ask the dispatcher for an accelerator
 
 import torch
 from transformers import AutoProcessor  # noqa: F401  before there is a stand-in of triton
@@ -41,7 +41,7 @@ def _load() -> SimpleNamespace:
         warnings.simplefilter("ignore")
         modules = {key: importlib.import_module(name) for key, name in MODULES.items()}
     sglang = SimpleNamespace(**modules)
-    # Modules that found no NPU have not imported it.
+    # Modules that found no NPU have not imported torch_npu.
     sglang.npu_pools.torch_npu = sglang.npu_indexer.torch_npu = sys.modules["torch_npu"]
     torch.npu = SimpleNamespace(is_available=lambda: False, current_stream=lambda: None)
     return sglang
@@ -52,8 +52,8 @@ SGLANG = _load()
 
 @contextlib.contextmanager
 def context_parallel(rank: int, size: int, strategy: str, **configuration: Any) -> Iterator[None]:
-    """A published configuration of sglang's, and its process groups as sglang makes them: all
-    ranks are one group of context parallelism. `torch.distributed` is initialized already."""
+    """Publish a configuration of sglang and make its process groups as sglang does: all ranks are
+    one group of context parallelism. `torch.distributed` is initialized already."""
     runtime, groups = SGLANG.runtime, SGLANG.groups
     split = {"tp_size": size, "attn_cp_size": size, "cp_strategy": strategy}
     context = runtime.get_context()
@@ -65,12 +65,12 @@ def context_parallel(rank: int, size: int, strategy: str, **configuration: Any) 
         ranks = {"attn_cp_rank": rank, "attn_tp_rank": 0, "attn_dcp_rank": 0}
         runtime.get_parallel().override_permanently(**ranks)
         yield
-        runtime.get_parallel().tp_group.destroy()  # the one with shared memory
+        runtime.get_parallel().tp_group.destroy()  # this group has shared memory
 
 
 def make_ascend_backend(case: Case, batch: Batch, pool: Any, model: dict[str, Any]) -> Any:
-    """An `AscendAttnBackend` over a pool of KV pages, of a model runner that has no more than the
-    backend asks for."""
+    """Make an `AscendAttnBackend` over a pool of KV pages, with a model runner that has only what
+    the backend asks for."""
     sizes = len(case.extend_lens), max(case.seq_lens)
     requests = SGLANG.pools.ReqToTokenPool(*sizes, "cpu", enable_memory_saver=False)
     for s, n in enumerate(case.seq_lens):
@@ -91,7 +91,7 @@ def make_ascend_backend(case: Case, batch: Batch, pool: Any, model: dict[str, An
 
 
 def write_prefixes(pool: Any, layer: Any, case: Case, batch: Batch) -> list[torch.Tensor]:
-    """Write prefixes where NaN is else; return the slots of each request's prefix."""
+    """Write prefixes into a pool of NaN; return the slots of each request's prefix."""
     for buffer in pool.get_kv_buffer(layer.layer_id):
         buffer.fill_(torch.nan)
     all_slots = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's Triton kernels of attention, for prefill and for decode, as `conform` calls them."""
+"""Triton kernels of sglang for attention in prefill and decode, as `conform` calls them."""
 
 import torch
 from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
@@ -7,11 +7,11 @@ from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
 from cpattn_proof.conformance import Answer, Features, Signature
 
-SPLITS = 8  # of the keys of a sequence, as the backend has them by default
+SPLITS = 8  # parts of the keys of a sequence, as by default in the backend
 
 
 def _slots(tensors, lengths):
-    """Return where sequences begin among the slots, and the slots of their first tokens."""
+    """Return the begins of sequences among the slots, and the slots of their first tokens."""
     size, tables = tensors.case.page_size, tensors.block_tables.long()
     within = torch.arange(size, device=tables.device)
     slots = (tables[:, :, None] * size + within).flatten(1)
@@ -44,7 +44,7 @@ def _extend(fn, tensors):
 
 
 def decode(q, caches, starts, slots, *, case, sinks):
-    """Attend with one token a sequence, in `SPLITS` parts of its keys."""
+    """Attend with one token per sequence, in `SPLITS` parts of its keys."""
     shape = (len(q), case.num_heads, SPLITS)
     out = q.new_full((len(q), case.num_heads, case.v_head_dim), torch.nan)
     parts = q.new_full((*shape, case.v_head_dim), torch.nan, dtype=torch.float32)
@@ -58,7 +58,7 @@ def decode(q, caches, starts, slots, *, case, sinks):
 
 
 def _decode(fn, tensors):
-    """Each new token becomes a sequence of its own, which ends with it."""
+    """Decode each new token as a separate sequence, which ends with it."""
     case, device = tensors.case, tensors.q.device
     starts, slots = _slots(tensors, tensors.kv_lens)
     begins, ends = starts.tolist()[:-1], []
@@ -77,7 +77,7 @@ def _decode(fn, tensors):
     )  # fmt: skip
 
 
-#: An engine has no sequence without keys, and none with fewer keys than queries.
+#: Engines have no sequences without keys or with fewer keys than queries.
 EXTEND = Signature(
     "sglang_extend",
     Features(empty=False, window=True, softcap=True, sinks=True, v_head_dim=True, lse=True,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV-transfer code of sglang itself, run without what it imports: of a wheel of 0.5.23 or the
-package in the folder CPATTN_SGLANG, else an installed one.
+"""KV-transfer code of sglang itself, run without its imports: from a wheel of 0.5.23 or the package
+in the folder CPATTN_SGLANG, else from an installed one.
 
-`MODULES` are the real files. Every other module of sglang, and what these files import and this
-environment lacks, becomes a stand-in whose attributes are all the empty class `Absent`.
+`MODULES` are the real files. Every other module of sglang, and every module missing here, becomes a
+stand-in whose attributes are all the empty class `Absent`.
 """
 
 import functools
@@ -45,7 +45,7 @@ def _find_files() -> Path | zipfile.Path | None:
 
 
 def load() -> SimpleNamespace | None:
-    """The modules under the keys of `MODULES`; None where sglang is not to be found."""
+    """Return the modules under the keys of `MODULES`; None if sglang is missing."""
     root = _find_files()
     if root is None:
         return None
@@ -61,7 +61,7 @@ def load_or_skip() -> SimpleNamespace:
 
 
 def _version(root: Path | zipfile.Path) -> str:
-    """Read the version from the wheel's name, or from what pip wrote beside the package."""
+    """Read the version from the wheel's name, or from pip's files beside the package."""
     names = [root.root.filename] if isinstance(root, zipfile.Path) else map(str, root.iterdir())
     found = [match[1] for name in names if (match := re.search(r"\bsglang-([\d.]+\d)", str(name)))]
     return found[0] if found else "of unknown version"
@@ -79,7 +79,7 @@ def _load(root: Path | zipfile.Path) -> SimpleNamespace:
 
 
 def _supply_what_they_call(upstream: SimpleNamespace) -> None:
-    """The few functions outside `MODULES` whose results matter."""
+    """Supply the few functions outside of `MODULES` whose results matter."""
     upstream.parallel = SimpleNamespace(
         pp_group=SimpleNamespace(is_last_rank=False), attn_dcp_size=1, attn_dcp_rank=0
     )
@@ -105,7 +105,7 @@ def _reshape_and_cache(
 
 
 class RecordingEngine:
-    """Takes the place of the transfer engine: remembers the blocks of all calls."""
+    """Stand-in for the transfer engine: records the blocks of all calls."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[int, int, int]] = []
@@ -116,7 +116,7 @@ class RecordingEngine:
 
 
 class ImmediateExecutor:
-    """Runs what is submitted at once, so that blocks come in order."""
+    """Executor that runs functions at once, so that blocks come in order."""
 
     def submit(self, function: Any, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -125,7 +125,7 @@ class ImmediateExecutor:
 
 
 def make_manager(upstream: SimpleNamespace, kind: str = "ascend", **attributes: Any) -> Any:
-    """A KV manager of sglang's with no more than a sender needs, and a recording engine."""
+    """Make a KV manager of sglang with only what a sender needs, and a recording engine."""
     ascend, mooncake = upstream.ascend.AscendKVManager, upstream.mooncake.MooncakeKVManager
     base = {"ascend": ascend, "mooncake": mooncake}[kind]
     manager = object.__new__(base)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's allocators and pools over ranks that stripe pages, made small and without a device."""
+"""Small allocators and pools of sglang over ranks that stripe pages, without a device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +22,16 @@ def make_allocator(sglang: SimpleNamespace, size: int, sizes: Any, need_sort: bo
 
 
 def extend_arguments(prefix_lens: list[int], seq_lens: list[int]) -> tuple[Any, ...]:
-    """Make the arguments of `alloc_extend`, without the bases."""
+    """Return the arguments of `alloc_extend`, without the bases."""
     prefixes, lens = torch.tensor(prefix_lens), torch.tensor(seq_lens)
-    last_loc = torch.zeros_like(prefixes)  # read in its debug mode only
+    last_loc = torch.zeros_like(prefixes)  # only its debug mode reads this
     return prefixes, prefixes, lens, lens, last_loc, sum(seq_lens) - sum(prefix_lens)
 
 
 def random_extend(
     rng: np.random.Generator, page_size: int
 ) -> tuple[list[int], list[int], list[int | None]]:
-    """Prefixes, lengths and rotation bases of a batch."""
+    """Return prefixes, lengths and rotation bases of a batch."""
     bs = int(rng.integers(1, 4))
     prefixes = (rng.integers(0, 5, bs) * page_size).tolist()
     lens = [prefix + int(rng.integers(1, 4 * page_size + 1)) for prefix in prefixes]
@@ -40,7 +40,7 @@ def random_extend(
 
 
 def make_pool(sglang: SimpleNamespace, rank: int, sizes: Any, scratch: Any, size: int) -> Any:
-    """Make what sglang's pools share, without buffers and without the gather itself."""
+    """Make the common part of sglang's pools, without buffers and without the gather itself."""
     pool = object.__new__(sglang.striped_pools.PageInterleaveKVPoolMixin)
     page_size, shard_size = sizes["page_size"], sizes["shard_size"]
     spec = SimpleNamespace(shard_rank=rank, **sizes, **scratch)
@@ -66,7 +66,7 @@ def random_scratch(rng: np.random.Generator, sizes: Any) -> dict[str, int]:
 def random_table(
     rng: np.random.Generator, allocator: StripedAllocator
 ) -> tuple[np.ndarray, list[int], list[int]]:
-    """Slots of requests that share prefixes and go on from them."""
+    """Return slots of requests that share prefixes and continue differently."""
     page_size = allocator.page_size
     trees = [allocator.alloc_cyclic(int(rng.integers(9)), 6 * page_size) for _ in range(3)]
     allocator.free(trees.pop(0))

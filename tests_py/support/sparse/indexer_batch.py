@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for the indexer whose scores are exact in float32, and their top-k in float64: of small
-integers and powers of two every product and sum is exact, and many are equal."""
+"""Batches for the indexer whose scores are exact in float32, and their top-k in float64: products
+and sums of small integers and powers of two are exact, and many are equal."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ PACKED_FORMS = ("[pages, bytes]", "[pages, page, D + 4]", "[pages, page, 1, D + 
 
 
 def scores_of(q, weights, keys):
-    """sum_h weights[h] * relu(q[h] . k) of one query, for every key."""
+    """Return sum_h weights[h] * relu(q[h] . k) of one query, for every key."""
     return weights.astype(np.float64) @ np.maximum(q.astype(np.float64) @ keys.T, 0)
 
 
@@ -28,7 +28,7 @@ def integers(rng, shape, low=-2, high=2):
 
 
 def in_form(rows, scales, form, page_size, is_packed):
-    """Rows [..., dim] and scales [..., 1] of all slots as a cache of this form, and its scales."""
+    """Return rows [..., dim] and scales [..., 1] of all slots as a cache in a form, and scales."""
     shapes = ((-1, page_size), (-1, page_size, 1), (-1, 1))
     if not is_packed:
         shape = shapes[ROW_FORMS.index(form)]
@@ -84,7 +84,7 @@ class IndexerBatch:
         return cache, k_scale if scaled else None
 
     def expected(self):
-        """[tokens, topk] in the order of the whole batch, without context parallelism."""
+        """Return [tokens, topk] in the order of the whole batch, without context parallelism."""
         tops, row = np.empty((len(self.q), self.topk), np.int32), 0
         for keys, scales, extend, prefix in zip(
             self.keys, self.scales, self.extend_lens, self.prefix_lens, strict=True
@@ -97,7 +97,7 @@ class IndexerBatch:
         return tops
 
     def shard(self, metadata, pad_rows=0):
-        """The rank's q and weights, with rows of NaN behind them (int8 has none)."""
+        """Return the rank's q and weights, followed by rows of NaN (of -77 in int8)."""
         local = metadata.local_q_indices
         q, weights = torch.from_numpy(self.q[local]), torch.from_numpy(self.weights[local])
         fill = -77.0 if self.dtype == "int8" else torch.nan
@@ -117,7 +117,7 @@ class IndexerBatch:
         return cpattn.sparse.cp_indexer_topk(q, cache, weights, metadata, **defaults | options)
 
     def check(self, pad_rows=0, **options):
-        """Every row of every rank is that of the whole batch, and pad rows are empty."""
+        """Check that rows of every rank equal rows of the whole batch, and pad rows are empty."""
         expected = self.expected()
         for metadata in self.metadata:
             local = metadata.local_q_indices
@@ -127,11 +127,11 @@ class IndexerBatch:
             assert np.all(out[len(local) :] == -1)
 
 
-# Inputs of the indexer without a batch, and what it must make of them.
+# Inputs of the indexer without a batch, and their expected results.
 
 
 def values(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
-    """Random numbers of a dtype in a window of a larger tensor; int8 takes its whole range."""
+    """Return random numbers of a dtype in a part of a larger tensor; int8 has its whole range."""
     rng = np.random.default_rng(seed)
     if dtype == "int8":
         return torch.from_numpy(rng.integers(-128, 128, [*shape[:-1], shape[-1] + 3], np.int8))[
@@ -153,7 +153,7 @@ def make_inputs(
     scales: bool = True,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments by name, with ranges of all lengths, empty and inverted ones among them."""
+    """Return arguments by name, with ranges of all lengths, also empty and inverted ones."""
     rng = np.random.default_rng(seed)
     ks, ke = rng.integers(0, num_keys + 1, (2, num_queries))
     ks[:1], ke[:1] = 0, num_keys
@@ -170,7 +170,7 @@ def make_inputs(
 
 
 def expected_logits(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The oracle's, and their magnitudes: the same scores with all products positive."""
+    """Return the oracle's logits, and their magnitudes: logits with all products positive."""
     exact = inputs | {name: to_float64(inputs[name]) for name in ("q", "k", "weights")}
     positive = exact | {name: np.abs(exact[name]) for name in ("q", "k", "weights")}
     magnitude = reference.indexer_logits(**positive)

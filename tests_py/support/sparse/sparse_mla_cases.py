@@ -20,12 +20,12 @@ from support.tolerances import (
     to_float64,
 )
 
-NO_KEYS = (-1, -(2**31), 2**31 - 1)  # and the number of rows
+NO_KEYS = (-1, -(2**31), 2**31 - 1)  # indices of no key, like the number of rows
 
 
 @dataclass(frozen=True)
 class Case(Named):
-    """`counts` are the valid indices of each token; the rest of a row names no key."""
+    """Batch with `counts` valid indices of each token; the rest of a row names no key."""
 
     counts: tuple[int, ...] = (40, 0, 64, 7)
     topk: int = 64
@@ -44,7 +44,7 @@ class Case(Named):
 
 
 def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
-    """Arguments of flash_mla_sparse_fwd: rows that nobody names are NaN."""
+    """Return arguments of flash_mla_sparse_fwd, with NaN in rows without an index."""
     rng = np.random.default_rng(seed)
     dtype = getattr(torch, case.dtype)
     used = rng.permutation(case.num_rows)[: case.num_rows * 2 // 3]
@@ -60,7 +60,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
             lengths[token] = rng.integers(count, case.topk + 1)
             indices[token, 0, lengths[token] :] = rng.choice(unused, case.topk - lengths[token])
         places = rng.permutation(lengths[token])[:count]
-        indices[token, 0, places] = rng.choice(used, count)  # some of them more than once
+        indices[token, 0, places] = rng.choice(used, count)  # some rows occur more than once
     inputs = {
         "q": strided_copy(torch.from_numpy(q).to(dtype)),
         "kv": strided_copy(kv),
@@ -79,7 +79,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def errors_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what errors are measured in: the last fields of Expected."""
+    """Return the measures of errors: the last fields of Expected."""
     kv, scale, d_v = (
         to_float64(inputs["kv"]).reshape(-1, inputs["kv"].shape[-1]),
         inputs["sm_scale"],
@@ -103,7 +103,7 @@ def errors_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def expected_result(inputs: dict[str, Any]) -> tuple[Expected, np.ndarray]:
-    """The oracle's out and lse, and max_logits."""
+    """Return the oracle's out, lse and max_logits."""
     out, max_logits, lse = reference.flash_mla_sparse_fwd(**inputs)
     return Expected(out, lse, *errors_of(inputs)), max_logits
 
@@ -118,7 +118,7 @@ def assert_result(result, inputs, expected=None) -> None:
 
 
 def fp8_rows(num_rows: int) -> torch.Tensor:
-    """Rows of 512 codes, 4 float32 scales and 64 bfloat16 numbers, uint8 [num_rows, 1, 656]."""
+    """Return uint8 [num_rows, 1, 656]: 512 codes, 4 float32 scales, 64 bfloat16 numbers each."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (num_rows, 1, 656), dtype=torch.uint8, generator=generator)
     codes = rows[..., :512]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of scores, top-k by a sort that is obviously right, and the kinds of its transform."""
+"""Rows of scores, top-k by an obviously correct sort, and the kinds of its transform."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ PAGED = {"fp8_kv_cache": False, "prefill_impl": "flashmla_sparse"}
 
 
 def expected_topk(score, lengths, topk, row_starts=None, *, sorted=True):
-    """[B, topk] by a stable sort of each row: ties keep the order of their indices."""
+    """Return [B, topk] by a stable sort of each row: ties keep the order of their indices."""
     out = np.full((len(lengths), topk), -1, np.int32)
     for i, length in enumerate(lengths):
         start = 0 if row_starts is None else row_starts[i]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines between processes, and what tests have to know of how they differ."""
+"""Engines between processes, and their differences that tests have to know."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Engine:
     import_package: Callable[[], Any]
     #: Regular expression for its sessions on 127.0.0.1.
     session: str
-    #: A session of the right form that nobody has.
+    #: Session of the right form without a process.
     nobody: str
     #: Whether a write needs its sources registered.
     registers_sources: bool
-    #: Whether a batch with a block that is refused may be written in part.
+    #: Whether a batch with a refused block may be written in part.
     fails_in_part: bool
-    #: Whether a peer that was given up fails the next write without another timeout.
+    #: Whether the next write to a peer after a timeout fails without another timeout.
     remembers_silence: bool
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode fleets with real bytes: every head of every token is known by its content."""
+"""Prefill and decode fleets with real bytes, which identify every head of every token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ Key = tuple[bool, int, str]  # draft, layer, kind
 
 @dataclass(frozen=True)
 class Model:
-    """`head_bytes` by kind: an MLA latent is one head."""
+    """Sizes of a model; `head_bytes` by kind, where an MLA latent is one head."""
 
-    ids: tuple[int, ...]  # layers with KV, of the whole model
+    ids: tuple[int, ...]  # layers with KV in the whole model
     head_bytes: dict[str, int]
     num_heads: int = 1
     num_tokens: int = 24
@@ -26,7 +26,7 @@ class Model:
 
     @cached_property
     def content(self) -> dict[Key, np.ndarray]:
-        """uint8 [num_tokens, heads, head_bytes] of each buffer."""
+        """Content uint8 [num_tokens, heads, head_bytes] of each buffer."""
         rng = np.random.default_rng(7)
         keys = [(False, layer) for layer in self.ids]
         keys += [(True, layer) for layer in range(self.max_draft)]
@@ -41,25 +41,25 @@ class Model:
 
 @dataclass(frozen=True)
 class Side:
-    """A fleet: pipeline stages by their borders, ranks within each stage."""
+    """Fleet with pipeline stages by their borders, and ranks within each stage."""
 
     page_size: int
     borders: tuple[int, ...] = ()  # first layers of the second stage and on
     tp_size: int = 1
-    draft: int = 0  # layers, with the last stage
-    start: int = 0  # the token with which page lists begin
+    draft: int = 0  # draft layers, in the last stage
+    start: int = 0  # first token of page lists
     cp_size: int = 1
     dcp_size: int = 1
     dcp_interleave: int = 1
     shard_size: int = 1  # ranks that stripe pages
-    in_order: bool = False  # buffers in the order of engines, groups of layers and then of drafts
+    in_order: bool = False  # buffers are in the order of engines, groups of layers, then of drafts
     kv_layout: str = "NHD"
-    interleaved: bool = False  # a page has those of all buffers
+    interleaved: bool = False  # a page has the pages of all buffers
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two fleets, and what one sends: tokens from `first` on, in chunks that end with pages."""
+    """Two fleets; one sends tokens from `first` on, in chunks that end with pages."""
 
     model: Model
     src: Side
@@ -77,7 +77,7 @@ class Case:
         return chunks or [(self.first, self.model.num_tokens)]
 
     def sends_whole_pages(self) -> bool:
-        """Return whether the last chunk carries what is behind the last token of its page."""
+        """Return whether the last chunk also sends the rows after the last token of its page."""
         src, dst = self.src, self.dst
         src_heads, dst_heads = (max(1, self.model.num_heads // x.tp_size) for x in (src, dst))
         return (
@@ -91,7 +91,7 @@ class Case:
 
 @dataclass
 class Server:
-    """A process: its memory, with canaries wherever nothing is written, and its page table."""
+    """Process with its memory, which has canaries in unwritten places, and its page table."""
 
     model: Model
     side: Side
@@ -102,7 +102,7 @@ class Server:
     cp_rank: int = 0
     dcp_rank: int = 0
     shard_rank: int = 0
-    shard_seed: int = 0  # of the pages that a group stripes
+    shard_seed: int = 0  # seed of the pages that a group stripes
     entries: list[KVEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class Server:
         )  # fmt: skip
 
     def cells(self, memory: np.ndarray, entry: KVEntry) -> np.ndarray:
-        """The bytes of a buffer as [pages, page_size, heads, head_bytes], as a view."""
+        """Return a view of the bytes of a buffer, [pages, page_size, heads, head_bytes]."""
         head, page_size = self.model.head_bytes[entry.kind], self.side.page_size
         num_heads = self.row_bytes(entry.kind) // head
         strides = (num_heads * head, head) if entry.kv_layout == "NHD" else (head, page_size * head)
@@ -182,7 +182,7 @@ class Server:
         )  # fmt: skip
 
     def fill(self, memory: np.ndarray, first: int, end: int, *, keys: set[Key]) -> None:
-        """Writes what tokens [first, end) have in these buffers."""
+        """Write the content of tokens [first, end) into these buffers."""
         chosen = (self.tokens >= first) & (self.tokens < end)
         tokens, slots = self.tokens[chosen], self.slots[chosen]
         for entry in self.entries:
@@ -192,7 +192,7 @@ class Server:
                 self.cells(memory, entry)[divmod(slots, self.side.page_size)] = content
 
     def forget_tail(self, memory: np.ndarray, end: int) -> None:
-        """Zeroes rows behind token `end - 1` in its page."""
+        """Zero the rows after token `end - 1` in its page."""
         index, row = divmod(int((self.listed < end).sum()), self.side.page_size)
         if row == 0 or self.pages[index] % self.side.shard_size != self.shard_rank:
             return
@@ -218,7 +218,7 @@ def servers(model: Model, side: Side, seed: int) -> list[Server]:
 
 
 class Receiver:
-    """A fleet whose memory peers of an engine may write, and what has to be there in the end."""
+    """Fleet whose memory peers of an engine may write, and the expected content at the end."""
 
     def __init__(self, engine: Any, case: Case) -> None:
         self.engine, self.case = engine, case
@@ -230,7 +230,7 @@ class Receiver:
         return [(server.layout.to_dict(), server.pages) for server in self.servers]
 
     def wrong(self, *, whole_pages: bool | None = None) -> list[str]:
-        """Ends the registration, and says where memory is not as it should be."""
+        """End the registration, and describe wrong memory."""
         assert self.engine.unregister(self.registered) == 0
         if whole_pages is None:
             whole_pages = self.case.sends_whole_pages()
@@ -238,7 +238,7 @@ class Receiver:
         for i, (server, memory) in enumerate(zip(self.servers, self.expected, strict=True)):
             keys = {key for key in server.buffers() if not key[0] or self.case.src.draft}
             server.fill(memory, self.case.first, end, keys=keys)
-            if whole_pages:  # what comes behind the last token is nobody's
+            if whole_pages:  # rows after the last token do not count
                 server.forget_tail(memory, end)
                 server.forget_tail(server.memory, end)
             differ = np.flatnonzero(memory != server.memory)
@@ -247,7 +247,7 @@ class Receiver:
 
 
 def register(engine: Any, fleet: Sequence[Server]) -> list[int]:
-    """Returns the addresses that `unregister` takes."""
+    """Register memory; return the addresses for `unregister`."""
     held = [server for server in fleet if server.memory.size]
     addrs = [server.base for server in held]
     assert engine.register(addrs, [server.memory.nbytes for server in held]) == 0
@@ -276,9 +276,9 @@ def plan_case(case: Case, sources: Sequence[Server], peers: Any) -> list[Any]:
 
 
 def check_fleets(model: Model, src: Side, dst: Side, **options: Any) -> Any:
-    """Sends over all links within this process, and compares every byte of every destination.
+    """Send over all links within this process, and compare every byte of every destination.
 
-    Returns the links of the last chunk.
+    Return the links of the last chunk.
     """
     case = Case(model, src, dst, **options)
     with LocalEngine(num_threads=1) as engine, LocalEngine() as peer:

@@ -5,6 +5,6 @@ from typing import Any
 
 
 def blocks(plan: Any) -> list[tuple[int, int, int]]:
-    """(source address, destination address, bytes) of every block."""
+    """Return (source address, destination address, bytes) of every block."""
     arrays = (plan.src_addrs, plan.dst_addrs, plan.lengths)
     return list(zip(*(array.tolist() for array in arrays), strict=True))

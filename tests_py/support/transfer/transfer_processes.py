@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes with transfer engines: a call names a function of a module, which a peer runs with its
-`State` first. One that takes too long is an error, and a process ends with its block."""
+`State` first. A call that takes too long is an error, and a process ends with its block."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def requires_mooncake() -> None:
 
 
 class State(SimpleNamespace):
-    """Values that the functions of a peer keep between calls, the engine first."""
+    """Values that functions of a peer keep between calls, such as the engine."""
 
     engine: TransferEngine
 
 
 class Peer:
-    """A spawned process with an engine of its own, in a network namespace of its own if allowed.
+    """Spawned process with its own engine and, if allowed, its own network namespace.
 
-    `network_of` shares the namespace of a process that is alive; `make_engine` is called in the
-    process with `settings`.
+    `network_of` shares the namespace of a living process; `make_engine` is called in the process
+    with `settings`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Peer:
         return self.process.pid
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> Any:
-        """The result of ``function(state, *arguments)`` in the process; its exceptions, too."""
+        """Return ``function(state, *arguments)`` of the process, or raise its error."""
         self.start(function, *arguments)
         return self.result(timeout)
 
@@ -90,7 +90,7 @@ class Peer:
         return value
 
     def stop(self) -> None:
-        """Freeze the process with all its threads; `resume` lets it go on."""
+        """Freeze the process with all its threads; `resume` continues it."""
         os.kill(self.pid, signal.SIGSTOP)
         for thread in Path(f"/proc/{self.pid}/task").iterdir():
             while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
@@ -133,16 +133,16 @@ def _serve(connection: Connection, network: int | None, make_engine: Any, settin
                 except Exception as error:
                     connection.send((None, error, traceback.format_exc()))
     except EOFError:
-        pass  # the test has gone
+        pass  # the test has ended
     except Exception as error:
         connection.send((None, error, traceback.format_exc()))
 
 
 def enter_network(pid: int | None) -> None:
-    """A new network namespace with the loopback device up, or that of a process.
+    """Enter a new network namespace with the loopback device up, or the namespace of a process.
 
-    Engines listen on all interfaces, so this keeps them to themselves. Needs root; without it the
-    processes share the network of the machine.
+    Engines listen on all interfaces, so this separates them. It needs root; otherwise the processes
+    share the network of the machine.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if pid is not None:
@@ -159,7 +159,7 @@ def enter_network(pid: int | None) -> None:
 
 
 def allocate(state: State, name: str, nbytes: int, value: int, register: bool = True) -> int:
-    """Make memory full of a value, let peers write to it, and say where it is.
+    """Make memory full of a value, let peers write to it, and return its address.
 
     Zeros take no memory before they are written.
     """
@@ -176,7 +176,7 @@ def contents(state: State, name: str, begin: int = 0, end: int | None = None) ->
 
 
 def write(state: State, session: str, name: str, blocks: Any) -> tuple[int, float]:
-    """Write blocks (offset in a buffer, address at the peer, bytes): the code, and seconds."""
+    """Write blocks (offset in a buffer, address at the peer, bytes); return code and seconds."""
     base = getattr(state, name).ctypes.data
     offsets, addresses, lengths = map(list, zip(*blocks, strict=True)) if blocks else ([], [], [])
     begin = time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model over ranks of which one dies, stops, is late or fails in the middle of a pass."""
+"""Model over ranks; one of them dies, stops, is late or fails in the middle of a pass."""
 
 import os
 import signal
@@ -17,9 +17,9 @@ from support.transformers.over_ranks import GREEDY, PROMPTS, engine_of
 from support.transformers.tiny_transformers import make_model
 
 Case = tuple[str, str]
-TIMEOUT = 5.0  # seconds of a group
+TIMEOUT = 5.0  # seconds until a group gives up
 CULPRIT = 1
-#: Faults and placements: of a rank that is lost, with its group; and of one that raises an error.
+#: Faults and placements: a lost rank ends its group; a rank with an OWN error keeps it.
 LOSSES = (("late", "replicated"), ("stop", "page_interleave"))
 OWN = (
     ("model", "replicated"), ("model", "page_interleave"), ("processor", "shared"),
@@ -33,7 +33,7 @@ class Told(NamedTuple):
     seconds: float
     requests: int
     cached_pages: int
-    again: list[list[int]] | None  # tokens of the next call, where there may be one
+    again: list[list[int]] | None  # tokens of the next call, if one is possible
 
 
 def late() -> None:
@@ -61,7 +61,7 @@ class Failing:
 
 def generate(engine: ContextParallelModel, fault: str, is_culprit: bool) -> list[list[int]]:
     """Generate tokens behind several prompts, in chunks; the fault is in the third MLP."""
-    if fault == "processor":  # called on the rank that has the last token of the prompt
+    if fault == "processor":  # the rank with the last token of the prompt calls it
         return engine.generate(PROMPTS[:1], **GREEDY, logits_processor=[fail])
     if fault == "streamer":
         return engine.generate(PROMPTS[:1], **GREEDY, streamer=Failing() if is_culprit else None)
@@ -80,13 +80,13 @@ def generate(engine: ContextParallelModel, fault: str, is_culprit: bool) -> list
 
 
 def run_faults(rank: int, cases: Sequence[Case]) -> dict[Case, Told]:
-    """Faults, each in a group of its own."""
+    """Run faults, each in a new group."""
     model, found = make_model("llama"), {}
     for case in cases:
         fault, placement = case
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
         engine = engine_of(model, group=group, placement=placement, token_budget=24)
-        engine.generate(PROMPTS[4:], **GREEDY)  # which stay in the pools
+        engine.generate(PROMPTS[4:], **GREEDY)  # these prompts stay in the pools
         error, seconds = error_of(lambda: generate(engine, fault, rank == CULPRIT))  # noqa: B023
         again, kept = None, engine.cache.num_idle_pages
         if case in OWN:

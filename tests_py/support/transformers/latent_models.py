@@ -25,7 +25,7 @@ SIZES |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "pad_token_id
 SIZES |= {"bos_token_id": None, "eos_token_id": None}
 SIZES |= {"initializer_range": 0.15}  # so that greedy tokens vary
 ODD_HEADS = {"qk_nope_head_dim": 24, "v_head_dim": 20}
-# With fewer heads there are queries whose weights are all negative: they choose among zeros.
+# With fewer heads some queries have only negative weights, and choose among zeros.
 INDEXER = {"index_topk": TOPK, "index_head_dim": 32, "index_n_heads": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
 YARN |= {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -47,7 +47,7 @@ DSA_CONFIGS = {
 CONFIGS = MLA_CONFIGS | DSA_CONFIGS
 
 LENGTH = 50
-#: Lengths of the chunks, and how many tokens of each sequence are padding on the left.
+#: Lengths of the chunks, and number of padding tokens at the left of each sequence.
 RUNS = {"prefill": ([LENGTH], [0]), "chunks": ([11, 19, 1, 19], [0])}
 RUNS |= {"left padded": ([LENGTH], [0, 13, 47]), "left padded chunks": ([48, 1, 1], [0, 13, 47])}
 
@@ -59,7 +59,7 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 FORMS = {"heads": [], "latents": [absorb_mla], "heads, indexer": [use_indexer]}
 FORMS |= {"latents, indexer": [absorb_mla, use_indexer]}
-#: Each model in each form that it has.
+#: Each model in each of its forms.
 IN_FORMS = [
     (name, form) for name in CONFIGS for form in FORMS if name in DSA_CONFIGS or "," not in form
 ]
@@ -98,10 +98,10 @@ def logits(model: Any, run: str, implementation: str) -> Tensor:
 
 @contextmanager
 def checked_attention(attend: Callable[..., Any], name: str = "checked") -> Iterator[list[int]]:
-    """An attention function of this name that compares `attend` with float64 in every layer.
+    """Register an attention function that compares `attend` with float64 in every layer.
 
-    The model goes on with the right result, so that one layer's roundings, which choose other keys
-    and other experts, are not the next one's. Yields the list of the layers that were compared.
+    The model continues with the right result, so that roundings of a layer do not choose other keys
+    and experts in the next. Yields the list of compared layers.
     """
     layers = []
 
@@ -124,9 +124,9 @@ def checked_attention(attend: Callable[..., Any], name: str = "checked") -> Iter
 def in_float64(
     module: Any, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention [batch, queries, heads, v_head_dim], and how far it may be off in bfloat16.
+    """Return attention [batch, queries, heads, v_head_dim], and its allowed error in bfloat16.
 
-    key and value are of heads, or the latents and the rotated keys of all of them.
+    key and value belong to heads, or they are the latents and the rotated keys of all heads.
     """
     eps, units = SPACINGS["bfloat16"], TOLERANCES["attention", "bfloat16"]
     query, key, value = query.double(), key.double(), value.double()
@@ -134,17 +134,17 @@ def in_float64(
     if key.shape[-1] != query.shape[-1]:
         weight = module.kv_b_proj.weight.double().unflatten(0, (query.shape[1], -1))
         w_key, w_value = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)
-        # Each element of an absorbed query is rounded, by up to half a unit. Over the elements that
-        # adds up to e in a score, and to exp(2 e) in a weight.
+        # Each element of an absorbed query is rounded by up to half a unit, which adds up to e in a
+        # score, and to exp(2 e) in a weight.
         absorbed = torch.einsum("bhsn,hnc->bhsc", query[..., : w_key.shape[1]], w_key)
         e = (absorbed.square() @ key.square().mT).masked_fill(~visible, 0).amax(-1).sqrt()
         e *= ABSORBED_UNITS * eps * scaling
-        # Attention rounds what it returns, and the projection does so once more.
+        # Attention rounds its result, and so does the projection.
         units = torch.expm1(2 * e).mT[..., None] / eps + units + ROUNDED_ONCE
         rope, latent = value.expand(-1, query.shape[1], -1, -1), key
         key = torch.cat([torch.einsum("bztc,hnc->bhtn", latent, w_key), rope], -1)
         value = torch.einsum("bztc,hvc->bhtv", latent, w_value)
         magnitudes = torch.einsum("bztc,hvc->bhtv", latent.abs(), w_value.abs())
     scores = (scaling * query @ key.mT).masked_fill(~visible, -torch.inf)
-    weights = scores.softmax(-1).nan_to_num()  # rows of padding see nothing
+    weights = scores.softmax(-1).nan_to_num()  # padding rows see no key
     return (weights @ value).transpose(1, 2), eps * units * (weights @ magnitudes).transpose(1, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of ranks that have a small model together, and what one process generates of it."""
+"""Programs of ranks that share a small model, and the tokens that one process generates."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -47,7 +47,7 @@ class Streamer:
 
 
 def run_core(rank: int) -> dict[str, Any]:
-    """The calls of a server and of a user, over two ranks."""
+    """Make the calls of a server and of a user, over two ranks."""
     model, found = make_model("llama"), {}
     engine = engine_of(model, token_budget=24)
     found["tokens"], found["logprobs"] = engine.generate(PROMPTS, **GREEDY, return_logprobs=True)
@@ -99,7 +99,7 @@ def mixed(engine: ContextParallelModel) -> dict[str, Any]:
     tokens: dict[int, list[int]] = {}
 
     def step() -> bool:
-        """Whether there were tokens."""
+        """Take a step; return whether there were tokens."""
         found = engine.step()
         for new in found:
             tokens.setdefault(new.request, []).append(new.token)
@@ -112,7 +112,7 @@ def mixed(engine: ContextParallelModel) -> dict[str, Any]:
     later = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[2:4]]
     step()
     progress = engine.progress()[left]
-    engine.free([left])  # in the middle of its prompt
+    engine.free([left])  # its prompt is not finished
     while step():
         pass
     kept = [tokens[number] for number in (first, *later)]
@@ -120,7 +120,7 @@ def mixed(engine: ContextParallelModel) -> dict[str, Any]:
 
 
 def run_model(rank: int, name: str, placements: Sequence[str]) -> list[Any]:
-    """First tokens for each placement: in one batch; in chunks, from the pools, and alone."""
+    """Return first tokens for each placement: in a batch, in chunks, from the pools, and alone."""
     model, found = make_model(name), []
     few = GREEDY | {"max_new_tokens": NEW_TOKENS // 2}
     for placement in placements:
@@ -132,7 +132,7 @@ def run_model(rank: int, name: str, placements: Sequence[str]) -> list[Any]:
 
 
 def run_exchanges(rank: int, exchanges: Sequence[str], strategies: Sequence[str]) -> list[Any]:
-    """Tokens over pages of all ranks, for each exchange and strategy, and by weights of ranks."""
+    """Return tokens over sharded pages, for each exchange and strategy, and for weighted ranks."""
     model, found = make_model("llama"), []
     for exchange, strategy in product(exchanges, strategies):
         options = {"placement": "page_interleave", "exchange": exchange, "strategy": strategy}

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-#: What a model calls its cache: `past_key_values` before transformers 5.24.
+#: Name of a model's cache: `past_key_values` before transformers 5.24.
 CACHE = "cache"
 if CACHE not in signature(transformers.LlamaForCausalLM.forward).parameters:
     CACHE = "past_key_values"
@@ -19,7 +19,7 @@ SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 SIZES |= {"head_dim": 16, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": None}
 SIZES |= {"eos_token_id": None}
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-# Expanded by transformers to keys of 24 + 16 and values of 20.
+# Transformers expands these to keys of 24 + 16 and values of 20.
 LATENT = {"num_key_value_heads": 4, "head_dim": 16, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16}
 LATENT |= {"v_head_dim": 20, "kv_lora_rank": 32, "q_lora_rank": None, "first_k_dense_replace": 2}
 SOFTCAPPED = {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
@@ -33,7 +33,7 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, **SLIDING, **EXPERTS),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES | LATENT),
 }
-#: Others that run over ranks, as they are of these sizes.
+#: Further models that run over ranks, in these sizes.
 MORE_CONFIGS = {
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
@@ -81,7 +81,7 @@ def make_encoder(name: str, kind: Any = transformers.AutoModel) -> Any:
     torch.manual_seed(3)
     model = kind.from_config(ENCODERS[name]()).eval()
     for parameter, value in model.named_parameters():
-        if "relative_attention_bias" in parameter:  # by default it hardly matters
+        if "relative_attention_bias" in parameter:  # its default hardly matters
             torch.nn.init.normal_(value)
     return model
 
@@ -94,7 +94,7 @@ def make_tokens(*shape: int, seed: int = 5) -> Tensor:
 def generate(
     model: Any, implementation: str, tokens: Tensor, new_tokens: int, **options: Any
 ) -> Any:
-    """Generate greedy tokens of each row; return them and the logits they were chosen by."""
+    """Generate greedy tokens of each row; return them and their logits."""
     model.set_attn_implementation(implementation)
     with torch.inference_mode():
         given = {"max_new_tokens": new_tokens, "do_sample": False, "output_logits": True}

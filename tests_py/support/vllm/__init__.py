@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine and server, with small models."""
+"""Engine and server of vLLM, with small models."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that runs vLLM engines one after the other: ``python vllm_generate.py RUNS RESULTS``.
+"""Process that runs vLLM engines one after the other: ``python vllm_generate.py RUNS RESULTS``.
 
-RUNS is a JSON file with a list of {"engine": arguments of LLM, "prompts", "sampling", "codes"}; the
-last is about caches of FP8: "rounded" has vLLM's own kernels round to the nearest code, as cpattn
-does, where they cut off else; "left" has cpattn leave such layers to vLLM.
+RUNS is a JSON file with a list of {"engine": arguments of LLM, "prompts", "sampling", "codes"}.
+"codes" is for FP8 caches: with "rounded" vLLM's own kernels round to the nearest code, like cpattn,
+instead of cutting off; with "left" cpattn leaves such layers to vLLM.
 """
 
 import json
@@ -21,9 +21,9 @@ from support.sglang.sglang_models import leave_nothing
 
 
 def rounded_update(layer_impl: Any, layer: Any, key: Any, value: Any, *rest: Any) -> None:
-    """do_kv_cache_update on rows of numbers that are codes, times the scale of 1 of these models.
+    """Call do_kv_cache_update with rows rounded to codes, times the scale of these models, 1.
 
-    Cutting off changes no such number.
+    Cutting off does not change such numbers.
     """
     code = cache.CODES.get(layer_impl.kv_cache_dtype)
     if code is not None:
@@ -42,7 +42,7 @@ def changed(codes: str | None) -> Any:
 
 
 def generate(run: dict[str, Any]) -> dict[str, Any]:
-    """Prompts in two turns, the second in reverse order, when all of them are cached."""
+    """Generate in two turns, the second in reverse order, when all prompts are cached."""
     options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024}
     options |= {"max_num_batched_tokens": 128, "max_num_seqs": 4, "block_size": 32}
     options |= {"disable_log_stats": True}
@@ -55,7 +55,7 @@ def generate(run: dict[str, Any]) -> dict[str, Any]:
     results += llm.generate(prompts[::-1], sampling, use_tqdm=False)
     leave_nothing(os.getpid())  # ranks share memory, and are killed
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    impls = [layer.impl for layer in layers if hasattr(layer, "impl")]  # not those of experts
+    impls = [layer.impl for layer in layers if hasattr(layer, "impl")]  # experts have none
     scored = [(x.prompt_logprobs, x.prompt_token_ids) for x in results if x.prompt_logprobs]
     return {
         "layers": [type(impl).__name__ for impl in impls],

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention on CPU as an operator that `conform` can try, over a cache that its own operator
-writes: the kernels choose in which order they have the keys of a page."""
+"""Attention of vLLM on CPU as an operator for `conform`, over a cache that vLLM's own operator
+writes: the kernels choose the order of keys in a page."""
 
 import warnings
 
 import torch
 
-with warnings.catch_warnings():  # of what vLLM imports
+with warnings.catch_warnings():  # modules that vLLM imports warn
     warnings.simplefilter("ignore")
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
@@ -22,8 +22,8 @@ def attention(q, k, v, *, slots, shape, starts, kv_lens, block_table, causal, wi
               scale, sinks):  # fmt: skip
     """Write keys and values [n, num_kv_heads, head_dim] to slots of a cache, then attend.
 
-    `shape` is that of the cache, [pages, num_kv_heads, page_size, 2 * head_dim]; `window` as
-    vLLM has it, with a token's own key, or -1.
+    `shape` is the cache's, [pages, num_kv_heads, page_size, 2 * head_dim]; `window` is vLLM's,
+    including a token's own key, or -1.
     """
     pages, num_kv_heads, page_size, width = shape
     isa = _get_attn_isa(q.dtype, page_size, width // 2, "auto")
@@ -45,7 +45,7 @@ def attention(q, k, v, *, slots, shape, starts, kv_lens, block_table, causal, wi
 
 def _call(fn, tensors):
     case = tensors.case
-    k, v = tensors.ragged()  # the slots of all pages, in order
+    k, v = tensors.ragged()  # slots of all pages, in order
     first = tensors.first_page
     pages = first + len(k) // case.page_size
     out = fn(
@@ -60,7 +60,7 @@ def _call(fn, tensors):
     return Answer(out)
 
 
-#: An engine has no sequence without keys, and none with fewer keys than queries.
+#: Engines have no sequences without keys or with fewer keys than queries.
 SIGNATURE = Signature(
     "vllm_cpu",
     Features(

@@ -12,14 +12,14 @@ from cpattn.integrations.vllm import backend
 from support.cases import one_after_another
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 32
-# A chunk of a prompt behind a cached prefix, a whole prompt, three tokens being decoded.
+# A chunk of a prompt behind a cached prefix, a whole prompt, and three decoded tokens.
 Q_LENS, KV_LENS = [40, 70, 1, 1, 1], [100, 70, 64, 33, 1]
 BLOCKS = [[9, 2, 14, 5], [1, 12, 7], [4, 10], [13, 3], [8]]
 NUM_BLOCKS = 16
 
 
 def prepare(monkeypatch):
-    """Prepare what layers find in an engine: its configuration, which is returned, and kernels."""
+    """Prepare an engine's configuration, which is returned, and its kernels for layers."""
     torch.manual_seed(0)
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.float32), kv_transfer_config=None
@@ -31,7 +31,7 @@ def prepare(monkeypatch):
 
 
 def attributes(k_scale=1.0, v_scale=1.0):
-    """Return what vLLM's kernels read of the layer itself."""
+    """Return the attributes of the layer that vLLM's kernels read."""
     return SimpleNamespace(isa="vec", _k_scale_float=k_scale, _v_scale_float=v_scale)
 
 
@@ -39,13 +39,13 @@ LAYER = attributes()
 
 
 def make_layer(impl=backend.CpattnImpl, **options):
-    """A layer with the arguments that vLLM gives by position, and those it gives by name."""
+    """Make a layer with arguments by position and by name, as in vLLM."""
     given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **options}
     return impl(HEADS, DIM, DIM**-0.5, KV_HEADS, **given)
 
 
 def make_cache(dtype="float32", shape=(KV_HEADS, BLOCK, 2 * DIM)):
-    """Every other block of a larger tensor; NaN shows where anything unwritten is read."""
+    """Make a cache from every other block of a larger tensor; unwritten places are NaN."""
     return torch.full((NUM_BLOCKS, 2, *shape), torch.nan, dtype=getattr(torch, dtype))[:, 1]
 
 
@@ -56,7 +56,7 @@ def slots(sequence, first, last):
 
 
 def make_metadata(**options):
-    tables = np.full((len(BLOCKS), 6), NUM_BLOCKS + 99, np.int32)  # vLLM's are wider than needed
+    tables = np.full((len(BLOCKS), 6), NUM_BLOCKS + 99, np.int32)  # vLLM's have spare columns
     for row, blocks in zip(tables, BLOCKS, strict=True):
         row[: len(blocks)] = blocks
     pairs = enumerate(zip(Q_LENS, KV_LENS, strict=True))
@@ -87,7 +87,7 @@ def make_stock_metadata(kv_cache_dtype="auto", causal=True):
 class Batch:
     def __init__(self, dtype, pad=0):
         rows, width = sum(Q_LENS) + pad, (HEADS + 2 * KV_HEADS) * DIM
-        fused = torch.randn(rows, width).to(getattr(torch, dtype))  # as models project them
+        fused = torch.randn(rows, width).to(getattr(torch, dtype))  # models project them together
         parts = fused.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=1)
         self.query, self.key, self.value = (x.unflatten(1, (-1, DIM)) for x in parts)
         self.prefixes = [

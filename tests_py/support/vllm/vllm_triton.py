@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Triton kernel of attention, whole and split over the keys, as `conform` calls it."""
+"""Triton kernel of vLLM for attention, whole and split over the keys, as `conform` calls it."""
 
 import torch
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
 from cpattn_proof.conformance import Answer, Features, Signature
 
-SEGMENTS = 16  # of the keys of a sequence, as the backend has them
+SEGMENTS = 16  # parts of the keys of a sequence, as in the backend
 
 
 def attention(q, k_cache, v_cache, starts, kv_lens, block_table, *, longest, case, sinks):
@@ -35,7 +35,7 @@ def _whole(fn, tensors):
 
 
 def _split(fn, tensors):
-    """Each new token becomes a sequence of its own, which ends with it."""
+    """Attend to split keys with each new token as a separate sequence, which ends with it."""
     case = tensors.case
     lens = [
         kv_len - q_len + row + 1
@@ -52,7 +52,7 @@ def _split(fn, tensors):
     )  # fmt: skip
 
 
-#: An engine has no sequence without keys, and none with fewer keys than queries.
+#: Engines have no sequences without keys or with fewer keys than queries.
 _FEATURES = {
     "page_sizes": (16, 64, 128), "head_dims": (32, 80, 64, 128), "empty": False, "window": True,
     "softcap": True, "sinks": True, "far": True,

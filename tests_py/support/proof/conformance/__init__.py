@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators for the conformance runner, and its settings for edge cases only."""
 
-# Every edge is tried all the same, no case is made smaller: findings do not depend on the clock.
+# Every edge case is tried and none is made smaller, so findings do not depend on the clock.
 AT_EDGES = {"examples": 0, "seconds": 0.001}
-SECONDS_TO_SHRINK = 300.0  # never reached where the machine has time for the test
+SECONDS_TO_SHRINK = 300.0  # never reached if the machine has time for the test

@@ -18,7 +18,7 @@ attention = cpattn.paged_attention
 
 
 def attend_where(sees, q, k, v, *, q_lens, kv_lens, **options):
-    """Query i of a sequence sees key j where ``sees(i, j, q_len, kv_len)``."""
+    """Attend; query i of a sequence sees key j if ``sees(i, j, q_len, kv_len)``."""
     parts = [
         [sees(i, j, q_len, kv_len) for i in range(q_len) for j in range(kv_len)]
         for q_len, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -31,7 +31,7 @@ def attend_where(sees, q, k, v, *, q_lens, kv_lens, **options):
 
 
 def sides(window):
-    """Return the keys before and after a query's own that it sees; None for all."""
+    """Return how many keys before and after its own a query sees; None for all."""
     return window if isinstance(window, tuple) else (window, None)
 
 
@@ -66,7 +66,7 @@ def in_parts(q, k, v, *, causal, window=None, **options):
 
 
 def tokens_of(memory, pages, kv_len, kv_layout="NHD"):
-    """Keys or values of one sequence, [kv_len, heads, dim]."""
+    """Return keys or values of one sequence, [kv_len, heads, dim]."""
     pages = memory[pages.long()]
     if kv_layout == "HND":
         pages = pages.transpose(1, 2)
@@ -77,7 +77,7 @@ def plain_weights(
     s, q, k, v, *, kv_lens, block_tables, scale, causal, kv_layout="NHD", window=None, softcap=0.0,
     alibi_slopes=None, sinks=None, **_,
 ):  # fmt: skip
-    """The weights of a sequence's keys in float32, [rows, heads, keys], and its values by head."""
+    """Return float32 weights of a sequence's keys, [rows, heads, keys], and its values by head."""
     kv_len, group = kv_lens[s], q.shape[1] // k.shape[2 if kv_layout == "NHD" else 1]
     own_k, own_v = (tokens_of(x, block_tables[s], kv_len, kv_layout) for x in (k, v))
     own_k, own_v = (x.float().repeat_interleave(group, 1) for x in (own_k, own_v))
@@ -101,12 +101,12 @@ def plain_weights(
 
 
 def returning(change):
-    """An operator that returns what `change` makes of the right output and log-sum-exp."""
+    """Return an operator that applies `change` to the right output and log-sum-exp."""
     return lambda *tensors, **options: change(*attention(*tensors, **options))
 
 
 def operator_of(fault):
-    """The operator with a fault, by its name; rows of padding are of `flash_attn_varlen_func`."""
+    """Return the operator with a fault, by name; padding rows are for `flash_attn_varlen_func`."""
     others = {"pad-rows-read": pad_rows_read, "new-keys-unwritten": new_keys_unwritten}
     return others.get(fault, partial(_wrong, fault))
 
@@ -129,13 +129,13 @@ def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
 
 
 def sdpa_without_is_causal(q, k, v, *, is_causal=False, **options):
-    """Attend by torch's operator, which has masks only if they are tensors."""
+    """Attend by torch's operator, with masks only if they are tensors."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
 
 def multiplies_hidden_values(q, k, v, *, kv_layout="NHD", **options):
-    """Rows of the second half of a sequence's queries take all values of its last page times 0."""
-    far = k.numel() > 2**31  # of which nothing is NaN, and a copy has no room
+    """Attend; the second half of a sequence's rows multiplies values after its end by 0, too."""
+    far = k.numel() > 2**31  # such a cache has no NaN, and there is no room for a copy
     clean = (k, v) if far else tuple(x.nan_to_num() for x in (k, v))
     out, lse = attention(q, *clean, kv_layout=kv_layout, **options)
     page_size, row = k.shape[1 if kv_layout == "NHD" else 2], 0
@@ -164,7 +164,7 @@ def accumulates_in_16_bits(q, k, v, **options):
 
 
 def hide_by_a_number(k, v, out, lse, *, q_lens, kv_lens, block_tables, **options):
-    """Scores of -1e30 where keys are hidden: all of them weigh alike in rows that see none."""
+    """Change results as if hidden scores were -1e30: a row without keys has equal weights."""
     row = 0
     for pages, q_len, kv_len in zip(block_tables, q_lens, kv_lens, strict=True):
         empty = lse[row : row + q_len] == -torch.inf

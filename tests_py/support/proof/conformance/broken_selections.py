@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that select keys, each wrong in one way; those of scores have the signature of
+"""Operators that select keys, each wrong in one way; operators on scores have the signature of
 `cpattn.sparse.sglang_0_5_23.fast_topk`."""
 
 import os
@@ -37,15 +37,15 @@ def _wrong(fault, scores, lengths, topk, row_starts=None):
             scores = scores.bfloat16().float()
         case "topk-beyond-length":  # all columns of the tensor are candidates
             lengths = scores.shape[1] - starts
-        case "topk-per-part" if topk > 1:  # half of them from each half of the keys
+        case "topk-per-part" if topk > 1:  # half of the selection is from each half of the keys
             first, share = (lengths + 1) // 2, max(topk // 2, 1)
             second = fast_topk(scores, lengths - first, share, starts + first)
             second = _where_valid(second, second + first[:, None])
             return in_front(torch.cat([fast_topk(scores, first, share, starts), second], 1), topk)
-        case "topk-row-order":  # rows are sorted by length, and come back so
+        case "topk-row-order":  # rows are sorted by length, and returned in that order
             order = lengths.argsort(descending=True, stable=True)
             scores, lengths, starts = scores[order].contiguous(), lengths[order], starts[order]
-        case "topk-unknown":  # the second to the one behind the last
+        case "topk-unknown":  # the second best to one after the last
             chosen = fast_topk(scores, lengths, topk + 1, starts)
             more = (lengths > topk)[:, None]
             return torch.where(more, chosen[:, 1:], chosen[:, :-1]).contiguous()
@@ -61,7 +61,7 @@ def _wrong(fault, scores, lengths, topk, row_starts=None):
                 row[:] = in_front(kept[None], topk)[0]
         case "topk-k-ignored":
             chosen = torch.nn.functional.pad(chosen, (0, max(topk - 32, 0)), value=-1)
-        case "topk-twice":  # ties at the threshold are filled up from the first, which was taken
+        case "topk-twice":  # a tie at the threshold takes the same key again
             for row, own in zip(chosen, _rows_of(scores, lengths, starts), strict=True):
                 if 1 < topk < len(own) and own[row[-1]] == own[row[-2]]:
                     row[-1] = row[-2]
@@ -73,7 +73,7 @@ def _wrong(fault, scores, lengths, topk, row_starts=None):
 
 
 def _rows_of(scores, lengths, starts):
-    """The candidates of each row."""
+    """Return the candidates of each row."""
     ends = (starts + lengths).tolist()
     return [row[s:end] for row, s, end in zip(scores, starts.tolist(), ends, strict=True)]
 
@@ -83,7 +83,7 @@ def _where_valid(chosen, moved):
 
 
 def in_front(chosen, topk):
-    """Each row without the -1 between, `topk` wide."""
+    """Return each row `topk` wide, with -1 only at its end."""
     wide = torch.full((len(chosen), max(topk, chosen.shape[1])), -1, dtype=torch.int32)
     for row, own in zip(wide, chosen, strict=True):
         valid = own[own >= 0]
@@ -92,7 +92,7 @@ def in_front(chosen, topk):
 
 
 def _from_buckets(scores, lengths, topk, starts):
-    """A pass over the first bits, whose bucket at the threshold has room for so many."""
+    """Select by first bits; the bucket at the threshold has only BUCKET_SLOTS slots."""
     out = torch.full((len(scores), topk), -1, dtype=torch.int32)
     for row, own in zip(out, _rows_of(scores, lengths, starts), strict=True):
         count = min(topk, len(own))
@@ -108,13 +108,13 @@ def _from_buckets(scores, lengths, topk, starts):
 
 
 def indexer_without_starts(q, k, weights, ks, ke, *, topk):
-    """Columns, not positions of the sequence."""
+    """Return columns instead of positions in the sequence."""
     chosen = indexer_topk(q, k, weights, ks, ke, topk=topk)
     return _where_valid(chosen, chosen + ks[:, None])
 
 
 def global_ids(indices, *, dcp_rank, dcp_size, interleave_size):
-    """Return what the rank has, by positions of the sequence."""
+    """Return the rank's indices as positions of the sequence, not of the rank."""
     owner = indices // interleave_size % dcp_size
     own = torch.where((indices >= 0) & (owner == dcp_rank), indices, -1)
     return in_front(own, indices.shape[1])

@@ -18,11 +18,11 @@ from .gpu_operators import GPU
 from .right_operators import ATTENTION, SELECTIONS, VLLM, RightOperator
 
 ROUND = 250  # cases besides those at the edges
-SECONDS_OF_A_CALL = 120.0  # of a busy machine
+SECONDS_OF_A_CALL = 120.0  # enough for a busy machine
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 if nothing was found, 1 if something was."""
+    """Return the exit code: 0 without findings, 1 with false alarms."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=600, help="of each operator, beside edges")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     if not chosen:
         parser.error(f"--only must be in one of {', '.join(known)}, got {options.only!r}")
-    # The process that forks an operator's has not used the device, and has one thread.
+    # The process that forks the operator's process has not used the device and has one thread.
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         each = map if options.jobs == 1 else pool.map
         counts, alarms = zip(*each(partial(tried, options=options), chosen.items()), strict=True)
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tried(named: tuple[str, RightOperator], options: argparse.Namespace) -> tuple[int, int]:
-    """Cases that an operator answered, and how many rounds had a finding."""
+    """Return how many cases an operator answered, and how many rounds had a false alarm."""
     (name, operator), count, alarms = named, 0, 0
     for seed, begin in enumerate(range(0, options.cases, ROUND), options.seed):
         try:
@@ -64,7 +64,7 @@ def tried(named: tuple[str, RightOperator], options: argparse.Namespace) -> tupl
             break
         answered = report.facts["answered"]
         count += max(1, answered - (report.facts["edges"] if count else 0))
-        kinds = {finding.kind for finding in report.findings}  # that it refuses is none
+        kinds = {finding.kind for finding in report.findings}  # refusals are no findings
         if kinds:
             are_known = kinds <= {*operator.known}
             alarms += not are_known
@@ -75,7 +75,7 @@ def tried(named: tuple[str, RightOperator], options: argparse.Namespace) -> tupl
 
 
 def release(package: str) -> str:
-    """Return a distribution's version; this library need not be installed to have one."""
+    """Return a distribution's version; this library has one even if it is not installed."""
     try:
         if package == "cpattn":
             return str(import_module(package).__version__)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of CUDA devices with their signatures; without cpattn's core, so that a machine with a
-GPU runs them from the sources as they are."""
+"""Operators of CUDA devices with their signatures; they need no core of cpattn, so a machine with a
+GPU runs them from the sources."""
 
 from dataclasses import replace
 from functools import cache
@@ -22,7 +22,7 @@ sdpa_efficient, sdpa_cudnn = sdpa_by("EFFICIENT_ATTENTION"), sdpa_by("CUDNN_ATTE
 def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = 1000  # else it computes all products after eight forms
+    torch._dynamo.config.recompile_limit = 1000  # by default it is unfused after eight forms
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -40,7 +40,7 @@ def flex(q, k, v, *, scale, attn_mask=None, is_causal=False, enable_gqa=False):
 
 def varlen(q, k, v, q_starts, kv_starts, longest_q, longest_kv, *, return_attn_probs,
            softmax_scale, causal, window_size=(-1, -1)):  # fmt: skip
-    """Call `varlen_attn`, which has causal masks as windows without a right side."""
+    """Call `varlen_attn`, whose causal masks are windows without a right side."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     if causal:
@@ -52,7 +52,7 @@ def varlen(q, k, v, q_starts, kv_starts, longest_q, longest_kv, *, return_attn_p
     )  # fmt: skip
 
 
-#: The part of the signature that FlashInfer's kernels have for all of their options.
+#: Part of the signature that FlashInfer's kernels support with all options.
 FLASHINFER = replace(
     SIGNATURES["flashinfer"],
     features=Features(

