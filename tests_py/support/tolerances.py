@@ -169,7 +169,7 @@ class Expected(NamedTuple):
 
 
 def score_size(q, k, scale):
-    """Return the bound on scores of q [..., heads, dim] with k [..., kv_heads, dim], but for NaN."""
+    """Bound scores of q [..., heads, dim] with keys k [..., kv_heads, dim]; NaN does not count."""
     q, k = (np.linalg.norm(to_float64(x), axis=-1) for x in (q, k))
     longest = np.nan_to_num(k, posinf=0).reshape(-1, k.shape[-1]).max(axis=0, initial=0)
     return np.nan_to_num(q, posinf=0) * np.repeat(longest, q.shape[-1] // len(longest)) * scale
