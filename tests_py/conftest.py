@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparations of all tests: torch made safe before anything imports it, a header, fixtures."""
+"""Preparations for all tests: makes torch safe before its first import; header; fixtures."""
 
 import contextlib
 import gc
@@ -18,17 +18,17 @@ from support.inner_runs import InnerRuns
 
 TORCH_GUARD = torch_guard.prepare()
 restore_signals()
-with contextlib.suppress(ImportError):  # not in every environment of an engine
+with contextlib.suppress(ImportError):  # some environments of engines lack it
     from hypothesis import HealthCheck, settings
 
-    # No example fails for the time it takes: a busy machine and a sanitizer take any.
+    # Examples have no time limit: on a busy machine or with a sanitizer they take any time.
     unhurried = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     settings.register_profile("cpattn", max_examples=50, **unhurried)
     settings.register_profile("quick", settings.get_profile("cpattn"), max_examples=10)
     settings.register_profile("thorough", settings.get_profile("cpattn"), max_examples=1000)
     settings.load_profile("cpattn")
 
-# Those that are missing here are skipped where all can see it.
+# Instruction sets that this machine lacks are listed, too, so that their skips are visible.
 ISAS = [
     *supported_isas(),
     *(isa for isa in machine.INSTRUCTION_SETS if isa not in supported_isas()),
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def version_of(package: str) -> str:
     try:
         return f"{package} {version(package)}"
-    except PackageNotFoundError:  # an environment for what needs none of it
+    except PackageNotFoundError:  # some environments do without it
         return f"no {package}"
 
 
@@ -59,13 +59,13 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: what collects garbage often need not look at them."""
+    """Freeze modules and tests, which stay to the end, so that garbage collections skip them."""
     gc.freeze()
 
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this processor family in turn, forced for the length of the test."""
+    """Run the test with every instruction set of this processor family in turn."""
     if request.param not in supported_isas():
         pytest.skip(f"no {request.param} kernels here")
     records.note("instruction set", request.param)
@@ -77,7 +77,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def children() -> Iterator[Children]:
-    """Starts processes that end with the test."""
+    """Start processes that end with the test."""
     with contextlib.closing(Children()) as started:
         yield started
 
@@ -91,7 +91,7 @@ def module_children() -> Iterator[Children]:
 
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Iterator[None]:
-    """Threads of torch would wait for each other longer than small operators take."""
+    """Limit torch to one thread: several wait for each other longer than small operators take."""
     import torch
 
     num_threads = torch.get_num_threads()
@@ -102,7 +102,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def two_hosts(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Two network namespaces, with a cable between, of a rate in Gbit/s if it is asked for."""
+    """Make two network namespaces with a cable between them, of a rate in Gbit/s if given."""
     from cpattn_lab.processes.hosts import Hosts, HostsError
 
     hosts = Hosts(2, link_gbps=getattr(request, "param", None))
@@ -116,12 +116,12 @@ def two_hosts(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def inner_runs(tmp_path: Path, children: Children) -> InnerRuns:
-    """Runs of pytest that are tested."""
+    """Run pytest on files of the test."""
     return InnerRuns(tmp_path, children)
 
 
 @pytest.fixture
 def command_line(children: Children) -> Iterator[CommandLine]:
-    """Starts `cpattn`; all its processes are gone when the test ends."""
+    """Start `cpattn`; all its processes end with the test."""
     with CommandLine(children) as line:
         yield line

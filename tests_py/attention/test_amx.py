@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AMX path: how exact it is, what float16 in two parts needs, and its twin.
+"""The AMX path and its twin: accuracy, also of float16 in two parts.
 
-Everything is asked for batch-invariant, so that rows take the tiles however few they are.
+All calls are batch-invariant, so that even few rows use the tiles.
 """
 
 import math
@@ -40,7 +40,7 @@ def on(isa, inputs):
 
 
 def one_page(q, k, v, **options):
-    """Queries [tokens, heads, dim] behind all of the keys [keys, heads, dim] of one sequence."""
+    """Attend with queries [tokens, heads, dim] behind all keys [keys, heads, dim] of a sequence."""
     lens = {"q_lens": [len(q)], "kv_lens": [len(k)], "block_tables": [[0]]}
     return {"q": q, "k_cache": k[None], "v_cache": v[None], "causal": False, **lens, **options}
 
@@ -49,9 +49,9 @@ DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
 def test_weights_are_as_exact_as_rounded_exponentials(amx):
-    """Weights themselves come out where V is the identity; compare their mean squared error.
+    """Results are the weights if V is the identity; compare their mean squared error.
 
-    The yardstick has an exact exponential, rounded to bfloat16 like the operands of the product,
+    The reference has an exact exponential, rounded to bfloat16 like the operands of the product,
     and an exact sum.
     """
     rng = np.random.default_rng(0)
@@ -73,7 +73,7 @@ def test_weights_are_as_exact_as_rounded_exponentials(amx):
 
 @DTYPES
 def test_outputs_do_not_depend_on_whether_the_lse_is_wanted(amx, dtype):
-    """The LSE is that of exact exponentials; P V has rounded ones, and divides by their sum."""
+    """The LSE sums exact exponentials; P V has rounded ones, and divides by their sum."""
     inputs = make_inputs(Case(q_lens=(150,), kv_lens=(700,), num_heads=6, dtype=dtype))
     assert torch.equal(run(inputs)[0], cpattn.paged_attention(**inputs, batch_invariant=True))
 
@@ -81,7 +81,7 @@ def test_outputs_do_not_depend_on_whether_the_lse_is_wanted(amx, dtype):
 @DTYPES
 @pytest.mark.parametrize("options", [{}, {"window": 1100}])
 def test_more_keys_than_are_packed_at_a_time(amx, options, dtype):
-    """Values that are not finite, in several blocks, spoil the rows that see them only."""
+    """Infinite values in several blocks spoil only the rows that see them."""
     inputs = make_inputs(
         Case(q_lens=(150,), kv_lens=(2300,), num_kv_heads=1, dtype=dtype, options=options)
     )
@@ -103,7 +103,7 @@ def test_float16_is_as_exact_as_in_float32(amx):
 
 
 def random_float16(rng, shape, bits=11):
-    """Integers of so many bits, both signs."""
+    """Return integers of so many bits, with both signs."""
     limit = 2**bits
     return torch.from_numpy(rng.integers(1 - limit, limit, shape)).half()
 
@@ -150,7 +150,7 @@ def test_float16_scores_may_outgrow_earlier_ones(amx, start):
     assert_attention(*run(inputs), inputs)
 
 
-# With the second part positive, negative and zero.
+# The second part is positive, negative and zero.
 @pytest.mark.parametrize("query", [1 + 2.0**-10, 1 - 2.0**-11, 1.0])
 def test_float16_keys_of_minus_infinity_have_no_weight(amx, query):
     generator = torch.Generator().manual_seed(0)
@@ -170,7 +170,7 @@ def test_float16_keys_of_minus_infinity_have_no_weight(amx, query):
 
 @pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 2), ("float16", 16)])
 def test_few_rows_take_the_vector_units(amx, dtype, rows):
-    """A KV head may have so many rows, where bits may depend on the batch."""
+    """A KV head with up to so many rows uses vector units if bits may depend on the batch."""
     for tokens, by_vectors in [(rows // 2, True), (rows // 2 + 1, False)]:
         case = Case(q_lens=(tokens,), kv_lens=(300,), num_heads=2, num_kv_heads=1, dtype=dtype)
         inputs = make_inputs(case)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values stored as codes of 8 bits: against the oracle on what the codes stand for."""
+"""Keys and values stored as 8-bit codes, against the oracle on the numbers of the codes."""
 
 import functools
 import itertools
@@ -24,13 +24,13 @@ CASES = [
     DECODE.with_(num_heads=2, num_kv_heads=1, head_dim=576, v_head_dim=512, options={"scale": 0.1}),
     DECODE.with_(head_dim=20, v_head_dim=72),
     DECODE.with_(q_lens=(5, 1, 2), options={"window": 520, "softcap": 5.0}),
-    DECODE.with_(q_lens=(14, 3, 2), num_heads=4),  # 28 rows: in parts, but not in place
+    DECODE.with_(q_lens=(14, 3, 2), num_heads=4),  # 28 rows: split, but not read in place
     Case(q_lens=(130, 3), kv_lens=(700, 40), num_heads=4, num_kv_heads=2, head_dim=48),
     Case(q_lens=(70,), kv_lens=(333,), num_kv_heads=1, head_dim=72, v_head_dim=40),
     Case(q_lens=(70,), kv_lens=(333,), page_size=1, options={"window": 50, "softcap": 3.0}),
     Case(q_lens=(33,), kv_lens=(90,), options={"causal": False, "sinks": torch.zeros(4)}),
 ]
-UNITS = {"float8_e4m3fn": 0.3, "float8_e5m2": 0.3, "int8": 1 / 30}  # of numbers of size 1
+UNITS = {"float8_e4m3fn": 0.3, "float8_e5m2": 0.3, "int8": 1 / 30}  # scales for numbers of size 1
 
 
 def quantize(x, code, unit):
@@ -39,7 +39,7 @@ def quantize(x, code, unit):
 
 
 def scale_of(kind, cache, layout, seed, unit, dtype=torch.float32):
-    """A scale of a cache, and the same in the shape of the cache."""
+    """Return a scale of a cache, and its float64 factors in the axes of the cache."""
     generator = torch.Generator().manual_seed(seed)
     head_axis = 1 if layout == "HND" or cache.ndim == 3 else 2
     heads = cache.shape[head_axis]
@@ -58,7 +58,7 @@ def scale_of(kind, cache, layout, seed, unit, dtype=torch.float32):
 
 
 def coded(inputs, code, kind, token_dtype=torch.float32):
-    """The arguments with caches of codes, and with what these stand for, in float64."""
+    """Return the arguments with caches of codes, and with the numbers of codes in float64."""
     given, meant = dict(inputs), dict(inputs)
     for seed, name in enumerate(("k", "v")):
         unit = 1.0 if kind == "one" else UNITS[code]
@@ -77,7 +77,7 @@ COMBINATIONS = pairwise(range(len(CASES)), CODES_IN_DTYPES, SCALES)
 
 @functools.cache
 def given_and_expected(index, code, dtype, kind, token_dtype=torch.float32):
-    """Make each once for all instruction sets."""
+    """Make inputs and results once for all instruction sets."""
     given, meant = coded(make_inputs(CASES[index].with_(dtype=dtype)), code, kind, token_dtype)
     return given, meant, expected_attention(meant)
 
@@ -130,7 +130,7 @@ def test_a_row_does_not_depend_on_its_batch(isa, dtype, kind):
 @pytest.mark.parametrize("q_len", [1, 40])
 @pytest.mark.parametrize("code", CODES)
 def test_what_is_not_seen_does_not_matter(isa, code, q_len):
-    """NaN and the largest of all codes and scales stand where nobody looks."""
+    """Unread places have NaN and the largest of all codes and scales."""
     case = Case(q_lens=(q_len,), kv_lens=(300,), page_size=16, options={"window": 70})
     given, _ = coded(make_inputs(case), code, "tokens")
     wanted = run(given)
@@ -174,7 +174,7 @@ def test_every_code_is_what_torch_says(isa):
 
 
 def test_scales_without_codes():
-    """Per tensor and per head they are factors of any cache."""
+    """Scales per tensor and per head are factors of any cache."""
     inputs = make_inputs(DECODE.with_(dtype="bfloat16"))
     for kind in ("tensor", "heads"):
         given, meant = dict(inputs), dict(inputs)
@@ -235,7 +235,7 @@ def of_flash_attn(q, k, v, k_scale=None, v_scale=None):
     [(of_flashinfer, "Wrapper.run: {}_scale"), (of_flash_attn, "flash_attn_func: {}_descale")],
 )
 def test_int8_needs_both_scales_in_other_faces(face, named):
-    """Codes up to 127 for numbers of size 1: without scales softmax is of one key, silently."""
+    """Codes go up to 127 for numbers of size 1; without scales one key would get all weight."""
     q, k, v = torch.ones(2, 2, 16), *torch.ones(2, 1, 2, 1, 16, dtype=torch.int8)
     for missing, scale in (("k", {"v_scale": 0.1}), ("v", {"k_scale": 0.1}), ("k", {})):
         message = f"{named.format(missing)} must be given for a cache of int8"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few new tokens behind many keys: read in place, divided along the keys, merged."""
+"""Few new tokens behind many keys: keys are read in place, and split parts are merged."""
 
 import functools
 
@@ -13,7 +13,7 @@ from support.cases import DTYPES, Case, assert_attention, expected_attention, ma
 pytestmark = pytest.mark.slow
 
 
-# Three parts of 512 keys, then one, then none.
+# The sequences have three parts of up to 512 keys, one, and none.
 LONG = Case(q_lens=(1, 3, 0), kv_lens=(1200, 70, 5), num_heads=8, num_kv_heads=2, page_size=64)
 CASES = [
     LONG,
@@ -22,11 +22,11 @@ CASES = [
     LONG.with_(num_heads=6, num_kv_heads=6, head_dim=80, v_head_dim=48),
     LONG.with_(num_heads=40, num_kv_heads=8, head_dim=192, v_head_dim=128),  # two runs of heads
     LONG.with_(num_heads=7, num_kv_heads=1, head_dim=112),
-    LONG.with_(q_lens=(16, 2, 4), num_heads=9, num_kv_heads=3),  # 48 rows: packed, in parts
+    LONG.with_(q_lens=(16, 2, 4), num_heads=9, num_kv_heads=3),  # 48 rows: packed and split
     LONG.with_(num_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, options={"scale": 0.1}),
     LONG.with_(num_heads=6, num_kv_heads=1, head_dim=576, v_head_dim=512, options={"scale": 0.1}),
     LONG.with_(num_heads=64, num_kv_heads=1),
-    LONG.with_(options={"window": 600}),  # sees two parts of three
+    LONG.with_(options={"window": 600}),  # two of three parts are visible
     LONG.with_(q_lens=(9, 1, 1), options={"window": 520, "softcap": 5.0}),
     LONG.with_(options={"causal": False, "sinks": torch.linspace(-3, 9, 8)}),
     LONG.with_(q_lens=(3, 9, 2), kv_lens=(1026, 4, 0)),  # the last part has two keys; empty rows
@@ -35,7 +35,7 @@ CASES = [
 
 @functools.cache
 def inputs_and_expected(index, dtype):
-    """Make each once for all instruction sets."""
+    """Make inputs and results once for all instruction sets."""
     inputs = make_inputs(CASES[index].with_(dtype=dtype))
     return inputs, expected_attention(inputs)
 
@@ -59,7 +59,7 @@ def test_custom_masks_across_parts(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_that_are_read_together_have_the_bits_of_each_alone(isa, dtype):
-    """An item of a large batch takes several KV heads, one of a single sequence takes one."""
+    """An item of a large batch has several KV heads, an item of a single sequence has one."""
     kv_lens = tuple(33 + 5 * i for i in range(48))
     case = Case(
         q_lens=(1, 2, 3) * 16, kv_lens=kv_lens, num_heads=8, num_kv_heads=4, dtype=dtype,
@@ -81,7 +81,7 @@ def test_heads_that_are_read_together_have_the_bits_of_each_alone(isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_pages(isa, dtype):
-    """Keys are loaded where they are, or copied together before."""
+    """Keys are loaded in place, or first copied together."""
     case = Case(
         q_lens=(3, 1), kv_lens=(701, 45), num_heads=8, num_kv_heads=2, page_size=16, dtype=dtype,
         options={"window": 600},

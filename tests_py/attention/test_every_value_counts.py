@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No wrong row of K or V can hide behind thousands of keys: the weight of each key comes out.
+"""No wrong row of K or V can hide behind thousands of keys: results show the weight of each key.
 
-See `probes` for how. Every instruction set, up to 131,079 keys.
+`probes` explains the method. Tests run with every instruction set, up to 131,079 keys.
 """
 
 import functools
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Size:
-    """Few rows of queries behind many keys, and which path takes them."""
+    """Few rows of queries behind many keys, and the path that computes them."""
 
     kv_len: int
     tokens: int
@@ -41,13 +41,13 @@ DECODE = [Size(2051, 1, 16, 2, 128, 1), Size(131079, 1, 16, 1, 512, 256)]
 
 
 class Probe:
-    """Keys and values in shuffled pages, queries at their end, and what comes out."""
+    """Keys and values in shuffled pages, queries at their end, and expected results."""
 
     def __init__(self, size: Size) -> None:
         self.size, rng = size, np.random.default_rng(size.kv_len)
         rows, n = size.tokens * size.group, size.kv_len
         owners = np.stack([probes.deal(n, rows, rng) for _ in range(size.kv_heads)], 1)
-        # The last keys are seen by the last token alone.
+        # Only the last token sees the last key.
         last = slice(n - size.tokens, n)
         owners[last] = rows - size.group + owners[last] % size.group
         self.k = probes.key_rows(owners, size.head_dim, rng)
@@ -61,7 +61,7 @@ class Probe:
 
     @functools.cached_property
     def expected(self) -> Expected:
-        """Results of the tokens, in float64."""
+        """Return results of the tokens, in float64."""
         size, parts = self.size, []
         for head in range(size.kv_heads):
             q, k, columns, counts = *self.of(head), self.visible
@@ -70,13 +70,13 @@ class Probe:
         return probes.expectation(*(np.concatenate(x, 1) for x in zip(*parts, strict=True)))
 
     def of(self, head: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Queries [rows, head_dim], keys and columns of one KV head."""
+        """Return queries [rows, head_dim], keys and columns of one KV head."""
         size = self.size
         q = self.q.reshape(size.tokens, size.kv_heads, size.group, -1)[:, head]
         return q.reshape(-1, size.head_dim), self.k[:, head], self.columns[:, head]
 
     def inputs(self, dtype: str) -> dict[str, object]:
-        """Arguments of paged_attention."""
+        """Return arguments of paged_attention."""
         size = self.size
         v = probes.value_rows(self.columns, size.v_head_dim)
         token = np.arange(size.kv_len)
@@ -116,13 +116,13 @@ def dtype(request):
 
 @pytest.fixture(scope="module")
 def made(size, dtype):
-    """Inputs and what comes of them, once for all instruction sets and ways to attend."""
+    """Make inputs and results once for all instruction sets and ways to attend."""
     probe = probe_of(size)
     return probe.inputs(dtype), probe.expected
 
 
 def test_paged_attention(made, size, dtype, isa):
-    """Keys are packed, or in place where rows are few; they are divided, or in one piece."""
+    """Keys are packed, or read in place for few rows; they are split or whole."""
     inputs, expected = made
     assert_attended(*run(inputs), expected, dtype)
     assert np.any(plan_of(inputs).items[:, 5] > 0)

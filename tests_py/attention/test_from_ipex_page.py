@@ -17,7 +17,7 @@ def test_the_program(tmp_path, children):
 
 
 def test_calls_of_the_table():
-    """All that is named in the right column is an argument, and in the order of the function."""
+    """All names in the right column are arguments, in the order of the function."""
     calls = re.findall(r"`cpattn\.([\w.]+)\(([^`]*)\)` \|", PAGE.read_text())
     assert [name for name, _ in calls] == ["kv.write_pages", "paged_attention", "paged_attention"]
     for name, arguments in calls:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of any dimension: with the bits that they have with zeros behind, which are in no row."""
+"""Heads of any dimension have the bits of heads padded with zeros."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ from support.cases import DTYPES, Case, assert_attention, make_inputs
 SHORT = Case(q_lens=(1, 3, 0), kv_lens=(1200, 70, 5), num_heads=6, num_kv_heads=2, page_size=64)
 LONG = Case(q_lens=(130, 3), kv_lens=(700, 40), num_heads=4, num_kv_heads=2)
 DIMS = [(20, 20), (24, 40), (1, 1), (8, 130), (72, 64), (64, 72), (575, 511)]
-#: Whose prompts are attended to by other kernels where rows are whole.
+#: Instruction sets with other kernels for prompts if rows need no padding.
 AMX = ("amx", "amx-twin")
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
-    """x, filled up with zeros to a multiple of 16."""
+    """Return x, padded with zeros to a multiple of 16."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % 16))
 
 

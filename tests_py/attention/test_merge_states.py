@@ -19,7 +19,7 @@ INF = math.inf
 
 
 def make_parts(num_parts, shape=(7, 3, 80), dtype="float32", seed=0, empty=0.0):
-    """Outputs and LSE, of which a share is -inf beside NaN."""
+    """Return outputs and LSE; the share `empty` has LSE -inf and output NaN."""
     generator = torch.Generator().manual_seed(seed)
     outs, lses = [], []
     for _ in range(num_parts):
@@ -33,13 +33,13 @@ def make_parts(num_parts, shape=(7, 3, 80), dtype="float32", seed=0, empty=0.0):
 
 
 def two_parts(dtype, shape=(7, 3, 80)):
-    """The arguments of merge_state."""
+    """Return the arguments of merge_state."""
     outs, lses = make_parts(2, shape, dtype)
     return [outs[0], lses[0], outs[1], lses[1]]
 
 
 def assert_merged(result, parts, dtype):
-    """`parts` as they were before the call."""
+    """Compare with the oracle; `parts` are copies from before the call."""
     expected_out, expected_lse = reference.merge_state(*parts)
     magnitude, _ = reference.merge_state(parts[0].abs(), parts[1], parts[2].abs(), parts[3])
     assert_close(result[0], expected_out, magnitude, "merge_state", dtype)
@@ -65,7 +65,7 @@ def stacked(outs, lses):
 
 
 def by_pairs(outs, lses, sinks=None):
-    """Merges of two at a time in float32, rounded once."""
+    """Merge two parts at a time in float32, and round once."""
     out, lse = outs[0].float().clone(), lses[0].clone()
     out[lse == -INF] = 0
     for other, other_lse in zip(outs[1:], lses[1:], strict=True):

@@ -64,7 +64,7 @@ def test_what_masks_and_biases_hide_never_matters(isa, dtype, value):
         inputs = make_inputs(case) | hidden
         spoil(inputs, 40, value)
         assert_attention(*run(inputs), inputs)
-    for q_len in (1, 3, 20):  # one head does not see the token, nor the last row of another
+    for q_len in (1, 3, 20):  # one head and the last row of another do not see the token
         of_heads = np.zeros((1, 4, q_len, 50), np.float32)
         of_heads[0, 0, :, 40] = of_heads[0, 1, -1, 40] = -np.inf
         some = make_inputs(case.with_(q_lens=(q_len,))) | {"bias": of_heads}
@@ -74,7 +74,7 @@ def test_what_masks_and_biases_hide_never_matters(isa, dtype, value):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_that_a_bias_hides_change_no_bit(isa, dtype):
-    """A row has the bits that it has where a row nearby sees them."""
+    """A row has equal bits if only a row nearby sees these blocks."""
     inputs = make_inputs(DEFAULT.with_(q_lens=(48,), kv_lens=(1100,), dtype=dtype))
     bias = np.full((1, 1, 48, 1100), -np.inf, np.float32)
     bias[..., 560:590] = 0
@@ -90,13 +90,13 @@ def test_blocks_that_a_bias_hides_change_no_bit(isa, dtype):
 
 @functools.cache
 def hidden_by(number, kept):
-    """Keys without the number take all weight from those that have it; alone, all have the same."""
+    """Keys with the lower bias get no weight; if all keys have it, their weights are equal."""
     inputs = make_inputs(DEFAULT.with_(q_lens=(9,), kv_lens=(1100,))) | {"causal": False}
     bias = np.full((1, 1, 1, 1100), number, np.float32)
     bias[..., :kept] = 0 if number < 0 else -number
     shown = np.arange(1100) < kept if number < 0 and kept else np.arange(1100) >= kept
     same = inputs | {"custom_mask": np.tile(shown, 9)}
-    if number > 0 or not kept:  # scores beside such a number are all alike
+    if number > 0 or not kept:  # added to such a number, all scores are equal
         same |= {"q": torch.zeros_like(inputs["q"])}
     return inputs | {"bias": bias}, same, expected_attention(same)
 
@@ -136,7 +136,7 @@ def cases(draw):
     )
 
 
-# Its scores are rounded as badly as the cap allows.
+# Scores whose rounding is as bad as the cap allows.
 CAPPED = Case(
     q_lens=(0, 0, 0, 2),
     kv_lens=(0, 0, 2, 1),

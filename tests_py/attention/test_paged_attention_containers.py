@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""paged_attention's tensors, tables and masks: what holds them, and in which forms they come."""
+"""Tensors, tables and masks of paged_attention in different containers and forms."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_csr_tables_say_the_same():
 
 
 class ExportsCopies:
-    """Lives on its own: what it exports through DLPack is gone with the export."""
+    """Exports copies through DLPack, which live only as long as the export."""
 
     def __init__(self, array):
         self.array = array
@@ -36,7 +36,7 @@ class ExportsCopies:
 
 def test_exported_arrays_are_held_during_the_call():
     q, cache = np.ones((2, 1, 16), np.float32), np.ones((4, 8, 1, 16), np.float32)
-    # So large that its memory goes back to the system at once: reading it later would crash.
+    # This is so large that its memory returns to the system at once: later reads would crash.
     block_tables = ExportsCopies(np.full((2, 1_000_000), 3))
     lens = {"q_lens": ExportsCopies(np.array([1, 1])), "kv_lens": ExportsCopies(np.array([5, 5]))}
     out = cpattn.paged_attention(q, cache, cache, block_tables=block_tables, **lens)
@@ -74,7 +74,7 @@ def random_masks(seed: int) -> list[np.ndarray]:
 
 
 def inputs_of(case=CASE):
-    """Make inputs without NaN in caches, as what a mask hides may be read."""
+    """Make inputs without NaN in caches, since keys behind a mask may be read."""
     inputs = make_inputs(case)
     return inputs | {name: inputs[name].nan_to_num() for name in ("k_cache", "v_cache")}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of paged_attention, in which words, and that nothing is written then."""
+"""Refusals of paged_attention: their messages, and that nothing is written."""
 
 import math
 
@@ -14,7 +14,7 @@ CASE = Case(q_lens=(2, 3), kv_lens=(20, 33), num_heads=4, num_kv_heads=2, head_d
 
 
 def plain_inputs():
-    """Arguments without gaps, to change one at a time: 7 pages of 16."""
+    """Return contiguous arguments with 7 pages of 16, to change one at a time."""
     inputs = make_inputs(CASE)
     for name in ("q", "k_cache", "v_cache"):
         inputs[name] = inputs[name].contiguous()
@@ -168,7 +168,7 @@ def test_outputs_that_overlap_inputs_are_refused(output, name):
         cpattn.paged_attention(**inputs, **{output: result}, return_lse=True)
 
 
-SHARED = torch.zeros(641)  # of an output and an LSE, which have elements in common
+SHARED = torch.zeros(641)  # memory of an output and an LSE that overlap
 
 
 @pytest.mark.parametrize(

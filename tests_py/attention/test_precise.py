@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results in bfloat16 are rounded once: those of few rows, and all others if that is asked."""
+"""Results in bfloat16 are rounded once for few rows, and for all rows with `precise`."""
 
 import itertools
 
@@ -21,7 +21,7 @@ from support.tolerances import (
 
 LENS = {"q_lens": (1, 1, 0), "kv_lens": (700, 41, 5), "page_size": 64, "dtype": "bfloat16"}
 GQA = Case(num_heads=8, num_kv_heads=2, head_dim=128, **LENS)
-# The shape is that of vLLM's test of decoding MLA, whose tolerance is torch's; it is compute-bound.
+# The shape of vLLM's test of decoding MLA, which has torch's tolerance; it is compute-bound.
 MLA = Case(
     q_lens=(1,) * 4, kv_lens=(256, 131, 300, 17), page_size=16, num_heads=16, num_kv_heads=1,
     head_dim=576, v_head_dim=512, dtype="bfloat16", options={"scale": 0.0625},

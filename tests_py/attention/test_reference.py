@@ -20,7 +20,7 @@ def assert_same(actual, expected):
 
 
 def single_page(x):
-    """[tokens, heads, dim] as a cache of one page."""
+    """Return [tokens, heads, dim] as a cache of one page."""
     return np.ascontiguousarray(x)[None]
 
 
@@ -37,7 +37,7 @@ def attend(q, k, v, **options):
 
 
 def scores_to_qk(scores):
-    """q and k of one token, one head and dimension 1 whose products are `scores`."""
+    """Return q and k of one token, one head and dimension 1 with the products `scores`."""
     return np.ones((1, 1, 1)), np.reshape(np.array(scores, float), (-1, 1, 1))
 
 
@@ -275,7 +275,7 @@ def test_every_code_by_two_other_libraries(code):
 @pytest.mark.parametrize("layout", ["NHD", "HND", "3-D"])
 @pytest.mark.parametrize("code", CODES)
 def test_scales_multiply_what_codes_stand_for(code, layout):
-    """A code times a float32 is exact in float64, so that results are the same bits."""
+    """A code times a float32 is exact in float64, so results have equal bits."""
     rng = np.random.default_rng(0)
     numpy_dtype = CODES[code][1]
     shape = {"NHD": (3, 4, 2, 6), "HND": (3, 2, 4, 6), "3-D": (12, 2, 6)}[layout]

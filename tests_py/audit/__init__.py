@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audit of a run of the tests: what it did, what it left out, and what it left behind."""
+"""Audit of a run of the tests: passed tests, skips, and leftovers."""
 
 import pytest
 

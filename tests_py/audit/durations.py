@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: prints how many seconds each folder of tests took in all processes, which files
-took long, and the seconds of parts of make that scripts/timed.sh wrote down."""
+"""Hooks of pytest: prints the seconds of each folder of tests in all processes, slow files, and the
+seconds of parts of make that scripts/timed.sh recorded."""
 
 import os
 import time
@@ -42,7 +42,7 @@ class Durations:
 
 
 def lines(seconds: Counter[str], tests: Counter[str]) -> list[str]:
-    """Returns a line for each folder, the longest first, of the seconds and tests of its files."""
+    """Return a line for each folder, the longest first, with seconds and tests of its files."""
     by_folder: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for path in seconds:
@@ -52,7 +52,7 @@ def lines(seconds: Counter[str], tests: Counter[str]) -> list[str]:
 
 
 def parts_of_make() -> list[tuple[str, int]]:
-    """Returns what scripts/timed.sh wrote down, and forgets it."""
+    """Return the records of scripts/timed.sh, and remove them."""
     path = Path(os.environ.get("MAKE_TIMES") or os.devnull)
     if not path.is_file():
         return []
@@ -62,7 +62,7 @@ def parts_of_make() -> list[tuple[str, int]]:
 
 
 def folder_of(path: str) -> str:
-    """Returns the folder below tests_py that a file is in: proof of proof/lint/test_x.py."""
+    """Return the folder of a file below tests_py, such as proof for proof/lint/test_x.py."""
     parts = PurePath(path).parts
     return parts[1] if len(parts) > 2 else parts[0]
 

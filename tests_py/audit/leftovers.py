@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: no test, and no run, leaves a process or shared memory behind. Processes carry
-a mark of their run in their environment, by which orphans are found at its end."""
+"""Hooks of pytest: no test and no run may leave processes or shared memory behind. Processes have
+a mark of their run in their environment, by which its end finds orphans."""
 
 import contextlib
 import os
@@ -18,13 +18,13 @@ from audit import fail_run
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 _MARK = "CPATTN_TEST_RUN"
-PATIENCE = 10.0  # seconds for what is about to end
-# They serve all tests of a process, and end when it does.
+PATIENCE = 10.0  # seconds for processes that are about to end
+# Servants of all tests of a process, which end with it.
 _SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def children_of(pid: int) -> set[int]:
-    """Return the children of all its threads, and the dead ones that nobody has waited for."""
+    """Return the children of all threads of a process, also dead ones that are not reaped."""
     found: set[int] = set()
     for path in PROC.glob(f"{pid}/task/*/children"):
         with contextlib.suppress(OSError):
@@ -33,7 +33,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def state_of(pid: int) -> str:
-    """Return the state in /proc/PID/stat; "Z" for the dead, even those nobody knows any more."""
+    """Return the state in /proc/PID/stat; "Z" for dead and for unknown processes."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -43,7 +43,7 @@ def state_of(pid: int) -> str:
 def _strings(pid: int, name: str) -> list[str]:
     try:
         return (PROC / str(pid) / name).read_text(errors="replace").rstrip("\0").split("\0")
-    except OSError:  # gone, or another user's
+    except OSError:  # it has ended, or belongs to another user
         return []
 
 
@@ -52,7 +52,7 @@ def _is_servant(pid: int) -> bool:
 
 
 def marked(mark: str) -> set[int]:
-    """The processes with a string such as "NAME=value" in the environment they started with."""
+    """Return the processes that started with a string such as "NAME=value" in the environment."""
     pids = {int(path.name) for path in PROC.glob("[0-9]*")} - {os.getpid()}
     return {pid for pid in pids if mark in _strings(pid, "environ") and state_of(pid) != "Z"}
 
@@ -70,18 +70,18 @@ def end(pids: set[int]) -> None:
 
 
 def segments() -> set[Path]:
-    """Shared memory with a name, by whichever process."""
+    """Return named shared memory of all processes."""
     return set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
 
 
 def used_by_others(path: Path, mark: str) -> bool:
-    """Return whether a process that is not of this run has mapped it, under whichever name."""
+    """Return whether a process outside of this run has mapped the file, under any name."""
     try:
         file = path.stat()
     except FileNotFoundError:
-        return True  # it was theirs, and is gone
+        return True  # another process has removed it
     if file.st_uid != os.geteuid():
-        return True  # of another user, whose processes do not show what they have mapped
+        return True  # processes of other users do not show their maps
     device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
     where = re.compile(rf" {device} {file.st_ino}\s", re.MULTILINE)
     own = marked(mark) | {os.getpid()}
@@ -100,7 +100,7 @@ class Leftovers:
         self._segments = segments()
 
     def processes(self) -> set[int]:
-        """Return the living processes of this run, but for those that end with us."""
+        """Return the living processes of this run, without servants."""
         mine = children_of(os.getpid())
         servants = {pid for pid in mine if _is_servant(pid)}
         return {p for p in mine | marked(self._mark) if state_of(p) != "Z"} - servants
@@ -109,10 +109,10 @@ class Leftovers:
         new = segments() - self._segments
         return {path for path in new if not used_by_others(path, self._mark)}
 
-    @pytest.hookimpl(trylast=True)  # when fixtures and the workers of xdist have ended
+    @pytest.hookimpl(trylast=True)  # fixtures and workers of xdist must have ended
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         deadline = time.monotonic() + PATIENCE
-        unused = self.new_segments()  # of others are those that somebody maps in the meantime
+        unused = self.new_segments()  # segments that others map meanwhile are not this run's
         while ((left := self.processes()) or unused) and time.monotonic() < deadline:
             time.sleep(0.05)
             unused &= self.new_segments()
@@ -127,7 +127,7 @@ _before = pytest.StashKey[set[int]]()
 
 
 class Tests:
-    """Around every test: what it started has ended when its own fixtures have."""
+    """Plug-in around every test: its processes must have ended when its own fixtures have."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of this machine, found without the library: its wrong answer must not excuse a skip."""
+"""Parts of this machine, found without the library, whose wrong answer must not excuse a skip."""
 
 import ctypes
 import functools
@@ -18,7 +18,7 @@ from pathlib import Path
 from audit import trace
 from support.places import ROOT
 
-# The instruction sets of each architecture with the flags of /proc/cpuinfo that they need.
+# Instruction sets of each architecture, with the flags of /proc/cpuinfo that they need.
 _V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _BF16 = f"{_V4} avx512_bf16 avx512_vnni"
@@ -43,7 +43,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def class_of_machine() -> str:
-    """Returns processor and number of CPUs: machines of one class take about the same time."""
+    """Return processor and number of CPUs: machines of one class take about the same time."""
     said = dict(
         (part.strip() for part in line.split(":", 1))
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -56,14 +56,14 @@ def class_of_machine() -> str:
 
 @functools.cache
 def sanitizer() -> str:
-    """The sanitizer whose library this process has loaded, or nothing."""
-    maps = Path("/proc/self/maps").read_text()  # ubsan may be there beside another
+    """Return the sanitizer whose library this process has loaded, or "" for none."""
+    maps = Path("/proc/self/maps").read_text()  # ubsan may be loaded beside another
     return next((name for name in ("asan", "tsan", "ubsan") if f"/lib{name}.so" in maps), "")
 
 
 def has_instruction_set(name: str) -> bool:
     if name not in INSTRUCTION_SETS or (name == "amx" and sanitizer()):
-        return False  # builds with sanitizers have the twin in its place
+        return False  # builds with sanitizers have the twin instead
     return set(INSTRUCTION_SETS[name].split()) <= cpu_flags()
 
 
@@ -77,9 +77,9 @@ def has_library(name: str) -> bool:
 
 @functools.cache
 def interpreter(version: str) -> str | None:
-    """The command of a CPython such as 3.12, or 3.13t without the GIL: on the path, or of pyenv.
+    """Return the command of a CPython such as 3.12, or 3.13t without the GIL, with its headers.
 
-    It has its headers.
+    It comes from pyenv or the path.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     installed = sorted(pyenv.glob(f"versions/{version.removesuffix('t')}.*/bin/python"))
@@ -90,7 +90,7 @@ def interpreter(version: str) -> str | None:
 
 
 def _is_cpython(command: str, version: str) -> bool:
-    """Return whether a command is neither a shim that fails, nor lacks headers or venv."""
+    """Return whether a command works (a shim may fail), and has headers and venv."""
     code = (
         "import ensurepip, os, sys, sysconfig, venv\n"
         "assert os.path.exists(sysconfig.get_path('include') + '/Python.h')\n"
@@ -101,7 +101,7 @@ def _is_cpython(command: str, version: str) -> bool:
 
 
 def _has_network_namespaces() -> bool:
-    """Return whether cables can connect them, which a container may lack even as root."""
+    """Return whether cables can connect namespaces; a container may forbid it even to root."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"cpattn-probe-{os.getpid()}"
@@ -115,12 +115,12 @@ def _has_network_namespaces() -> bool:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-# The mmap module has no name for it before Python 3.13.
+# The mmap module has no name for this flag before Python 3.13.
 MAP_NORESERVE = 0x4000
 
 
 def _has_address_space(size: str) -> bool:
-    """Return whether so many GiB can be had that are never touched, whatever the memory."""
+    """Return whether so many GiB can be reserved that are never touched, with any memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
         mmap.mmap(-1, int(size.removesuffix(" GiB")) << 30, flags=flags).close()
@@ -133,7 +133,7 @@ def has_release(requirement: str) -> bool:
     """Return whether a release of a distribution is installed, such as "torch==2.13.0"."""
     name, _, wanted = requirement.partition("==")
     try:
-        return version(name).partition("+")[0] == wanted  # of 2.13.0+cpu
+        return version(name).partition("+")[0] == wanted  # 2.13.0+cpu counts as 2.13.0
     except PackageNotFoundError:
         return False
 
@@ -156,7 +156,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
     "interpreter": lambda version: interpreter(version) is not None,
     "library": has_library,
     "machine": lambda name: platform.machine() == name,
-    "never": lambda _: False,  # what the run itself lacks, on every machine
+    "never": lambda _: False,  # the run itself lacks it, on every machine
     "network": lambda _: _has_network_namespaces(),
     "package": lambda name: importlib.util.find_spec(name) is not None,
     "python below": lambda version: sys.version_info < tuple(map(int, version.split("."))),
@@ -169,7 +169,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
 
 @functools.cache
 def has(need: str) -> bool:
-    """Return whether this machine has what the list of skips calls "<kind>: <name>"."""
+    """Return whether this machine meets the need that the list of skips calls "<kind>: <name>"."""
     kind, colon, name = need.partition(": ")
     if not colon or kind not in _KINDS:
         raise ValueError(f"{need!r} is not '<kind>: <name>' with a kind of {sorted(_KINDS)}")

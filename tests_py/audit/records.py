@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: with --records=FOLDER a run appends JSON lines to a file there, how many tests
-passed on what a test names by `note` or by the marker `engine("name of the distribution")`."""
+"""Hooks of pytest: with --records=FOLDER a run appends JSON lines to a file there, with the number
+of passed tests by `note` or by the marker `engine("name of the distribution")`."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class Record:
 
 
 def note(kind: str, name: str, version: str = "") -> None:
-    """The test that runs now runs with this. In a fixture: the test that it is set up for."""
+    """Note that the running test, or the test of the running fixture, uses this."""
     _notes.append((kind, name, version))
 
 

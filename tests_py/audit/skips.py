@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: a run tells which skips allowed_skips.toml does not allow; with --strict-skips
-those are failures."""
+"""Hooks of pytest: a run reports skips that allowed_skips.toml does not allow; with --strict-skips
+they are failures."""
 
 import fnmatch
 import re
@@ -37,7 +37,7 @@ class AllowedSkip:
         return matches and re.search(self.reason, reason) is not None
 
     def needs_for(self, reason: str) -> list[str]:
-        """Return the needs, with what the regular expression found in place of braces."""
+        """Return the needs, with matches of the regular expression in place of braces."""
         found = re.search(self.reason, reason)
         return [need.format(**found.groupdict()) for need in self.needs] if found else []
 
@@ -48,7 +48,7 @@ def read(text: str | None = None) -> list[AllowedSkip]:
 
 
 def complaint_about(test: str, reason: str, entries: list[AllowedSkip]) -> str:
-    """Return why this skip is not allowed; nothing if it is."""
+    """Return why this skip is not allowed, or "" if it is."""
     about = [entry for entry in entries if entry.is_about(test, reason)]
     if not about:
         return f"{LIST.name} has no entry for it"

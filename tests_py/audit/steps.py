@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seconds of each step of .ci/run, which writes when they began into the folder of --records,
-beside those stored for this class of machine; `python -m audit.steps FOLDER` prints an entry."""
+"""Seconds of each step of .ci/run, which writes their begins into the folder of --records, beside
+stored seconds for this class of machine; `python -m audit.steps FOLDER` prints an entry."""
 
 import sys
 import time
@@ -10,19 +10,19 @@ from pathlib import Path
 from audit import machine, skips
 
 LIST = Path(__file__).with_name("step_seconds.toml")
-SLOWER = 1.3  # times what is stored is worth a warning
-_NOISE = 10.0  # seconds more are not
+SLOWER = 1.3  # factor of the stored seconds that is worth a warning
+_NOISE = 10.0  # so many more seconds are not
 
 
 @dataclass(frozen=True)
 class Steps:
-    """One run of .ci/run: `seconds` by step, in order, and the key of what is stored about it."""
+    """One run of .ci/run: `seconds` by step, in order, and the key of its stored seconds."""
 
     key: str
     seconds: dict[str, float]
 
     def lines(self, stored: dict[str, float]) -> list[str]:
-        """Returns a line for each step, and one for all, with a warning where it became slower."""
+        """Return a line for each step and one for all, with warnings of slower steps."""
         rows = [("step", "seconds", "stored", "")]
         for name, seconds in (self.seconds | {"all": sum(self.seconds.values())}).items():
             before = stored.get(name) if name != "all" else sum(stored.values())

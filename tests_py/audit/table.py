@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of pytest: --closing-table prints what the runs in the folder of --records did, of
-GoogleTest's files too, and the steps of .ci/run; parts that nobody ran and unallowed skips of C++
-are errors."""
+"""Hooks of pytest: --closing-table prints the runs in the folder of --records, also from files of
+GoogleTest, and the steps of .ci/run; parts that did not run and unallowed skips of C++ are
+errors."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ import pytest
 from audit import fail_run, machine, skips, steps
 from audit.records import Record, read
 
-# In names of C++ tests, where a hyphen is an underscore.
+# Instruction set in names of C++ tests, with an underscore for a hyphen.
 _ISA = re.compile(
     r"(?<![a-z0-9])(portable|avx2|avx512bf16|avx512|amx_twin|amx|neonbf16|neon)(?![a-z0-9])"
 )
@@ -41,7 +41,7 @@ def parts(text: str | None = None) -> list[Part]:
 
 
 def from_googletest(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
-    """Return what ran of the C++ tests in a file; and the skipped ones, with what was said.
+    """Return records of the C++ tests in a file, and the skipped tests with their reasons.
 
     The file is named after the run, or after the run and its share of the tests: asan.3.xml.
     """
@@ -61,7 +61,7 @@ def from_googletest(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
 
 
 def lines(records: list[Record]) -> list[str]:
-    """Aligned columns: kind, name and version, tests passed by run."""
+    """Return aligned columns: kind, name and version, passed tests by run."""
     rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for r in records:
         rows[r.kind, f"{r.name} {r.version}".strip()][r.run] += r.passed
@@ -125,7 +125,7 @@ def configure(config: pytest.Config) -> None:
 
 
 def main(folder: str) -> int:
-    """Print in which engines tests passed, in which environment, for ``make test-engines``."""
+    """Print the engines and environments in which tests passed, for ``make test-engines``."""
     engines = [record for record in read(Path(folder)) if record.kind == "engine"]
     print("\n".join(["What ran, and how many tests passed:", *lines(engines)]))
     return 0 if engines else f"audit.table: no test in {folder} ran in an engine"

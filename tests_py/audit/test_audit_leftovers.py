@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test that leaves a process is an error, and so is a run that leaves one, or shared memory."""
+"""A test that leaves a process is an error, and so is a run that leaves a process or memory."""
 
 import signal
 import subprocess
@@ -47,7 +47,7 @@ WORKERS = pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdis
 
 @pytest.fixture
 def seconds():
-    """Return how long the processes sleep: a number that no others have in their command."""
+    """Return the seconds that processes sleep: a number that no other command has."""
     return f"60.{uuid.uuid4().int % 10**12}"
 
 
@@ -101,7 +101,7 @@ def test_shared_memory_of_others_is_theirs(children):
 
 
 def test_children_end_with_their_fixture_however_they_were_started(children, seconds):
-    """A session of its own saves no child, nor does deafness to what can be ignored."""
+    """A new session does not save a child, nor does ignoring signals."""
     script = f"trap '' INT TERM HUP; setsid sleep {seconds} & echo ready; wait"
     process = children.start(["sh", "-c", script])
     assert process.stdout.readline() == "ready\n"

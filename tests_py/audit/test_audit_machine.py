@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of this machine are found without the library, which must agree."""
+"""Parts of this machine are found without the library; it must agree."""
 
 import pytest
 

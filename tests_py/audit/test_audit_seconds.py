@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of folders, of parts of make, and of steps of .ci/run beside what is stored."""
+"""Seconds of folders, of parts of make, and of steps of .ci/run beside stored ones."""
 
 from audit import steps
 from support.places import ROOT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skips: allowed are those of the list, where what they lack is lacking; others fail."""
+"""Skips in the list are allowed if the machine lacks their need; other skips fail."""
 
 import pytest
 

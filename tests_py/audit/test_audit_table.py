@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that ran are written down, printed in one table, and missed where they should have run."""
+"""Tests that ran are recorded and printed in one table; tests that should have run are missed."""
 
 import json
 import platform

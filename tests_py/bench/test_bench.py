@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench/ that a wrong benchmark would come from, and the tables of its results."""
+"""Parts of bench/ whose faults would make benchmarks wrong, and the tables of their results."""
 
 import ast
 import json
@@ -45,7 +45,7 @@ def test_a_subject_knows_itself_and_the_harness():
     assert known["harness"] == {"harness"}
     assert known.keys() > {"attention", "sparse", "transfer"}
     for folder, parts in known.items():
-        known_to = {"models": {"serving"}}.get(folder, set())  # whose prompts and answers it takes
+        known_to = {"models": {"serving"}}.get(folder, set())  # it takes their prompts and answers
         assert parts <= {folder, "harness"} | known_to, folder
 
 
@@ -115,7 +115,7 @@ def test_samples_beside_a_fallen_peak_are_dropped():
     assert (row["samples"], row["dropped"], row["median"], row["noisy"]) == (2, 2, 1.5, False)
     row = sampling.measured(lane, [QUIET, NOISY, NOISY, NOISY, NOISY], None)
     assert (row["samples"], row["dropped"], row["noisy"]) == (4, 0, True)
-    assert "percent_of_peak" not in row  # without work
+    assert "percent_of_peak" not in row  # the row has no work
 
 
 def test_rows_of_parts_that_were_not_measured_and_of_stopped_runs_stay(tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_rows_of_parts_that_were_not_measured_and_of_stopped_runs_stay(tmp_path,
     assert found("b.jsonl.part") == [("steps", "stopped")]
 
 
-# What fits into a page beside its navigation.
+# Columns that fit into a page beside its navigation.
 WIDEST = 100
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of bench_models.py that a wrong benchmark would come from, and the table of its page."""
+"""Parts of bench_models.py whose faults would make it wrong, and the table of its page."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ ONE, TWO, _, HOSTS = ENGINES
 
 
 class Answering:
-    """A peer that says so many seconds, and one token."""
+    """Peer that answers with these seconds and one token."""
 
     def __init__(self, name, seconds, logprob=-0.5):
         self.name, self.seconds, self.logprob, self.asked = name, seconds, logprob, []
@@ -64,12 +64,12 @@ def test_a_prompt_is_predicted_batch_by_batch():
     alone, shared_out = (forecasts.attention(PROMPT, Ranks(size)) for size in (1, 2))
     assert (found[ONE], found[TWO]) == (0.75 + alone, 0.75 + shared_out)
     assert alone / 2 < shared_out < alone
-    assert found[HOSTS] > found[TWO]  # for the link
+    assert found[HOSTS] > found[TWO]  # the link takes time
 
 
 @pytest.mark.parametrize("title", ["Prefill", "Decode"])
 def test_what_the_page_predicts_is_what_its_command_says(title):
-    """The cells of a table, but for the first of each line, are in one line of the output."""
+    """All cells of a table line, except for the first, are in one line of the output."""
     page = (ROOT / "docs/figures/models.md").read_text(encoding="utf-8")
     command, rest = re.search(rf'```sh title="{title}"\n(.*?)```(.*)', page, re.DOTALL).groups()
     table = re.search(r"^\| [^|]+\|.*?\n\n", rest, re.DOTALL | re.MULTILINE)[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of bench_sglang_engine.py and bench_vllm.py that a wrong benchmark would come from."""
+"""Parts of bench_sglang_engine.py and bench_vllm.py whose faults would make them wrong."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def answer(token, logprob):
 
 
 class Answering:
-    """An engine with the times that it will say, after one that warms it up."""
+    """Engine that answers with these times, after one for the warm-up."""
 
     version = "1"
 
@@ -39,7 +39,7 @@ def test_rows_have_the_medians_and_the_bar():
     assert (theirs["implementation"], theirs["median"]) == ("torch_native", 7.0)
     [bar] = ours["bars"]
     assert (bar["value"], bar["met"]) == (3.5, False)
-    assert ours["ns_per_item"] == 1e9  # of each of two sequences a token
+    assert ours["ns_per_item"] == 1e9  # an item is a token of one of two sequences
     assert engines[0].asked[1] == ("decode", {"batch": 2, "length": 100, "steps": 4})
 
 
@@ -57,7 +57,7 @@ def test_equal_tokens_of_other_probabilities_are_found(off):
 
 
 class Pooling(Answering):
-    """An encoder that gives this vector, at first to be compared."""
+    """Encoder that returns this vector, the first time for a comparison."""
 
     def ask(self, do, **what):
         return super().ask(do, **what) | {"pooled": self.first}
@@ -79,7 +79,7 @@ def test_another_vector_is_found(vector):
 
 
 def answer_ahead(*tokens, gap):
-    """Each token is ahead of 9 by `gap`, and of nobody else."""
+    """Return an answer in which each token is ahead of token 9 by `gap`."""
     best = [{str(token): -1.0, "9": -1.0 - gap} for token in tokens]
     return {"tokens": list(tokens), "best": best}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench/sparse that a wrong benchmark would come from."""
+"""Parts of bench/sparse whose faults would make benchmarks wrong."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def compared(**functions):
     case = {"job": "test", "threads": 1}
     comparison = Comparison("test", case, functions, check, (1.0, "Gthing"), (1, "thing"), bars)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "peak_of", lambda comparison: lambda: 1.0)  # not to be measured
+        patch.setattr(runner, "peak_of", lambda comparison: lambda: 1.0)  # no measurement
         return runner.run(comparison, budget=0.01)
 
 

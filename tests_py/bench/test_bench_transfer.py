@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench/transfer and bench/context_parallel that a wrong benchmark would come from."""
+"""Parts of bench/transfer and bench/context_parallel whose faults would make benchmarks wrong."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_a_wrong_plan_or_write_is_found():
 
 @pytest.fixture
 def loopback(monkeypatch):
-    """Memory of this process in the place of another's; what is written there."""
+    """Use memory of this process instead of another's; return it."""
     memory = np.zeros(engine.SIZE, np.uint8)
     to = Receiver(cpattn.transfer.LocalEngine(), "", memory.ctypes.data, memory)
     both = [memory, engine.source()]
@@ -55,9 +55,9 @@ def test_a_stray_byte_is_found(name, loopback):
     comparison = next(engine.comparisons(quick=True))
     send = comparison.implementations[name]
     comparison.check(name, send())
-    assert not loopback.any()  # for the next one to write
+    assert not loopback.any()  # cleared for the next send
     code = send()
-    loopback[-1] = 1  # of a page that nobody sends
+    loopback[-1] = 1  # a byte of a page that is not sent
     with pytest.raises(Wrong, match="bytes"):
         comparison.check(name, code)
     with pytest.raises(Wrong, match="code -1"):
@@ -88,7 +88,7 @@ SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
 BY_NAME = {way.name: way for way in WAYS}
 RATES = Rates(gflops=100, gather_gb_per_s=1, store_gb_per_s=4)
 ROW = 2 * 8 * 128 * 2  # bytes of keys and values of a token
-#: Bytes that each of two ranks receives of 1,024 new tokens behind 3,072, in pages of 128.
+#: Bytes that each of two ranks receives for 1,024 new tokens behind 3,072, in pages of 128.
 RECEIVED = {
     "replicated": 512 * ROW,
     "gather": (1536 + 512) * ROW,
@@ -113,7 +113,7 @@ def test_the_link_is_busy_for_the_bytes_that_cross_it(name):
     ],
 )
 def test_ranks_of_a_host_share_cpus_and_the_link(size, cpus, exchange, slower, share):
-    """Each of 2 ranks sends 2 of its 3 messages over the link: as 3 would at 3/4 of the rate."""
+    """Each of 2 ranks sends 2 of its 3 messages over the link, like 3 at 3/4 of the rate."""
     rates = rates_of(RATES, BY_NAME[exchange], size, cpus, 2e9)
     assert rates.gflops == RATES.gflops / slower
     assert rates.store_gb_per_s == RATES.store_gb_per_s / slower

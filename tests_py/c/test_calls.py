@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls through C give the bits that Python's give, and are refused in the same words."""
+"""Calls through C give the bits of Python's calls, and errors have the same words."""
 
 import ctypes
 import threading
@@ -178,7 +178,7 @@ REFUSED = {
     "uint16": {"q": np.zeros((4, 4, 32), np.uint16)},
     "negative stride": {"relative_bias": numbers(4, 9)[::-1]},
 }
-#: What a caller of Python can do about it is not a caller's of C.
+#: Begin of the advice in errors, which differs between Python and C.
 OTHER_ADVICE = {"uint16": "; if these are", "negative stride": " ("}
 
 
@@ -271,7 +271,7 @@ def test_writes_into_pages(kv_layout):
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_digests_of_buffers(kv_layout):
     shape = (9, 2, 4, 2, 8) if kv_layout == "NHD" else (9, 2, 2, 4, 8)
-    caches = numbers(*shape)  # keys and values by turns: pages lie apart
+    caches = numbers(*shape)  # keys and values alternate, so pages have gaps
     pages = {"pages": [7, 2, 5], "start": 8, "first_token": 10, "num_tokens": 7, "block_tokens": 4}
     ranks = {"tp_rank": 1, "tp_size": 2, "total_kv_heads": 4}
     entry = KVEntry.from_tensor(3, "v", caches[:, 1], kv_layout=kv_layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of C has what Python has, with the same defaults, and the library nothing else."""
+"""The C header has Python's functions and options, with equal defaults; the library has no more."""
 
 import ctypes
 import inspect
@@ -49,7 +49,7 @@ ONLY_IN_C = {
         "arguments of KVLayout",
     ),
 }
-#: The structs that have the options of a Python function, and results that it returns.
+#: Structs with the options of a Python function, and fields for its results.
 FACES = [
     (cpattn.paged_attention, ("batch", "layer"), ()),
     (cpattn.plan_attention, ("batch", "attention_shape"), ()),
@@ -96,7 +96,7 @@ def test_a_struct_of_another_size_is_refused():
 
 
 def test_the_library_exports_what_the_header_declares():
-    """The list in the tree has them, too: a symbol that is gone is noticed by it."""
+    """The list in the tree has them, too, so that a removed symbol is noticed."""
     library = c_library.build_folder() / "libcpattn.so"
     listed = re.findall(r"^    (cpattn_\w+);", (c_library.FOLDER / "cpattn.map").read_text(), re.M)
     assert sorted(listed) == FUNCTIONS
@@ -116,7 +116,7 @@ def test_versions_agree():
 
 
 def test_stored_results_are_those_of_the_oracle():
-    """Its last digits may differ between processors."""
+    """The oracle's last digits may differ between processors."""
     number = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
     stored, made = cases.HEADER.read_text(), cases.header()
     assert number.sub("#", stored) == number.sub("#", made)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of docs/how_to/from_c.md against libcpattn, as its build and as it is installed."""
+"""The programs of docs/how_to/from_c.md with libcpattn, both from its build and installed."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ AGAINST_BUILD = [f"-I{c_library.HEADER.parent}"]
 
 
 def printed_by(program: str) -> str:
-    """The output that the page shows after the program."""
+    """Return the output that the page shows after the program."""
     at = next(i for i, block in enumerate(BLOCKS) if block.title == program)
     return next(block.text for block in BLOCKS[at:] if block.is_output)
 
@@ -44,7 +44,7 @@ def run(folder, children):
 
 @pytest.fixture
 def library():
-    """The folder of the library, with its path for the loader; no sanitizer is in it."""
+    """Return the folder of the library, built without sanitizer, and its path for the loader."""
     folder = c_library.build_folder()
     if machine.sanitizer():
         pytest.skip("programs without sanitizers cannot load a library with one")
@@ -121,9 +121,9 @@ def test_installed(run, library, prefix, how):
 @pytest.mark.slow
 @pytest.mark.timeout(20 * PATIENCE)
 def test_it_is_built_without_python(children):
-    """CMake finds no interpreter, nor Eigen, which comes with Python.
+    """CMake finds no interpreter, and no Eigen, which comes with Python.
 
-    The folder stays: what was compiled there is not compiled again, and ccache knows the rest.
+    The folder stays, so that compiled files are not compiled again; ccache has the rest.
     """
     folder = ROOT / "build" / "c-alone"
     options = [f"-DCPATTN_{name}=OFF" for name in ("PYTHON", "TESTS", "AMX_TWIN")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line as a user meets it: a process, its output, its exit code, its signals."""
+"""The command line as users see it: a process, its output, its exit code, its signals."""
 
 import contextlib
 import importlib
@@ -23,7 +23,7 @@ PROGRESS = re.compile(r"cpattn (replay|plan): \d+ s: .*\n")  # a line every ten 
 
 
 def shared_memory() -> set[str]:
-    """Segments of shared memory, but for those that a live process of any user maps."""
+    """Return segments of shared memory that no live process of any user maps."""
     segments = {path.name for path in Path("/dev/shm").iterdir()}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def wait_for_batch(running: Running) -> list[int]:
 
 
 def end_of(running: Running, code: int) -> bytes:
-    """Returns the terminal's text after a command, which has left no process behind."""
+    """Return the terminal's text after a command, which must leave no process behind."""
     output, _ = running.process.communicate(timeout=60)
     said = running.read_until(b"\0", 5)
     assert (running.process.returncode, output) == (code, "")
@@ -103,7 +103,7 @@ LONG = ("replay", "--requests", "3000", "--no-check")
     [
         (LONG, wait_for_workers),
         (LONG, wait_for_batch),
-        (("plan", "--calibrate", "--threads=1"), wait_for_workers),  # of the exchange, the last
+        (("plan", "--calibrate", "--threads=1"), wait_for_workers),  # for the exchange, at the end
     ],
 )
 def test_ctrl_c_ends_all_processes_with_one_line(command_line, arguments, wait):
@@ -124,7 +124,7 @@ def test_other_signals_leave_nothing_behind(command_line, tmp_path, number):
     running = command_line.start(*LONG, env=env)
     wait_for_workers(running)
     assert list(tmp_path.glob("cpattn-replay-*"))
-    running.process.send_signal(number)  # to the command alone, as `timeout` does
+    running.process.send_signal(number)  # only the command gets it, as from `timeout`
     output, said = running.process.communicate(timeout=60)
     assert (running.process.returncode, output) == (128 + number, "")
     assert PROGRESS.sub("", said) == ""
@@ -149,7 +149,7 @@ def test_help_tells_the_defaults_of_models_and_settings(module):
     kind = getattr(importlib.import_module(f"cpattn_lab.replay.{name}"), config)
     told = {option.name: option.show_default for option in commands.commands["replay"].params}
     sizes = {f.name: f.default for f in fields(kind) if isinstance(told.get(f.name), str)}
-    assert sizes.pop("kv_dtype") == "bf16"  # the type of the models, which the help calls auto
+    assert sizes.pop("kv_dtype") == "bf16"  # the dtype of the models; the help says auto
     assert told["kv_dtype"] == "auto"
     assert len(sizes) > 5
     for size, default in sizes.items():

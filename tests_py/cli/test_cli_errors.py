@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of the command line, in one line that names option, rule and value."""
+"""Refusals of the command line: one line that names option, rule and value."""
 
 import json
 import re
@@ -24,7 +24,7 @@ ENOUGH = {
     "plan": ("--cp-size", "2"),
     "conform": ("my_kernels:attention", "--signature", "sdpa"),
 }
-# Whose names may be absurd: of files, and of what others have.
+# Options whose names may be absurd: names of files, and of other software.
 FILES = ("--trace", "--json", "--html")
 NAMES = (
     *FILES, "--capture", "--shrink-to", "--signature", "--without", "--device",
@@ -38,7 +38,7 @@ OPTIONS = [
     and (option := max(parameter.opts, key=len)).startswith("--")
     and option not in NAMES
 ]
-# Choices that are names of the library, too; messages have no other ones of it.
+# Choices that are also names in the library; messages have no other names of it.
 CHOICES = (
     *("flashmla_kv", "flashmla_sparse", "page_interleave", "token_interleave"),
     *("pass_q", "all_to_all"),
@@ -71,7 +71,7 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name, option)
     assert refused > 5
 
 
-#: Arguments, and what the line on stderr says.
+#: Arguments, and the line on stderr.
 WRONG = r"""
 explain --lens 1,x => must be a comma-.* list of integers from 0 to 2147483647, got 'x' in '1,x'
 explain --lens 3,4 --prefix 1 => --prefix must have as many elements as --lens, 2, got 1
@@ -201,7 +201,7 @@ def test_what_a_machine_cannot_do_is_said_before(monkeypatch):
     monkeypatch.setattr(command, "memory", lambda: (1 << 20, 1 << 20))
     with pytest.raises(ValueError, match=r"take 0\.\d GiB, this machine has 0.0 GiB: choose a"):
         check_room(requests, ReplayOptions())
-    monkeypatch.setattr(command, "memory", lambda: (0, 0))  # nobody knows
+    monkeypatch.setattr(command, "memory", lambda: (0, 0))  # unknown
     assert check_room(requests, ReplayOptions()) is None
 
 

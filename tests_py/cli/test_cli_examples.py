@@ -37,7 +37,7 @@ def help_of(*arguments: str) -> str:
 
 
 def examples_in(text: str) -> list[str]:
-    """Lines that begin with the command, or a variable before it; continued ones joined."""
+    """Return lines that begin with the command, or a variable before it; join continued lines."""
     joined = re.sub(r"\\\n\s+", "", text)
     return re.findall(
         r"^ *(?:\$ )?((?:[A-Z_]+=\S+ )?cpattn [a-z]+ *(?!.*COMMAND).*?) *$", joined, re.M
@@ -112,7 +112,7 @@ def test_the_page_shows_what_comes_out(name):
 
 
 def tables_of_names(title: str) -> set[str]:
-    """Names in the first column of the table below a sentence of the page."""
+    """Return names in the first column of the table below a sentence of the page."""
     _, _, rest = PAGE.read_text("utf-8").partition(title)
     return set(
         re.findall(r"^\| `(CPATTN_\w+)` \|", rest.partition("\n\n## ")[0].split(":\n\n")[1], re.M)
@@ -139,7 +139,7 @@ def test_the_page_has_all_variables_and_options():
     of_tests = names_in(r"""environ[^\n"']*["'](CPATTN_[A-Z_]+)""", *SOURCES)
     of_tests |= names_in(r"""VARIABLE = ["'](CPATTN_[A-Z_]+)""", *SOURCES)
     of_tests |= names_in(r"\$\{?(CPATTN_[A-Z_]+)", ".ci/run", "scripts/*.sh")
-    # By these the processes of a test tell each other; nobody sets them by hand.
+    # Processes of a test pass these to each other; users do not set them.
     private = {name for name in of_tests if name.startswith(("CPATTN_TEST_", "CPATTN_NONSENSE"))}
     told = tables_of_names("Tests and benchmarks of the project read these")
     assert told == of_tests - read - private
@@ -160,7 +160,7 @@ def test_the_page_has_every_command_and_its_options():
 
 
 def completed(folder: Path, *lines: str) -> list[list[str]]:
-    """Bash completes the last words of lines by the code that the page puts into ~/.bashrc."""
+    """Return bash's completions of lines, by the code that the page puts into ~/.bashrc."""
     command = folder / "cpattn"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m cpattn "$@"\n')
     command.chmod(0o755)

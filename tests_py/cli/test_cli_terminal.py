@@ -25,14 +25,14 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def visible(lines: list[str]) -> list[str]:
-    """Return what stays on the screen of lines with control sequences."""
-    # A line of the bar is erased where the next one begins.
+    """Return the text of lines with control sequences that stays on the screen."""
+    # The next line of a bar erases the previous one.
     return [CONTROL.sub("", line.split("\x1b[2K")[-1]).rstrip() for line in lines]
 
 
 @pytest.mark.parametrize("command", [(), EXPLAIN, pytest.param(REPLAY, marks=pytest.mark.slow)])
 def test_a_terminal_is_not_too_narrow(command_line, command):
-    """Output fits into 60 columns; a replay also shows its progress there, in colours."""
+    """Output fits into 60 columns; a replay also shows its progress in colours."""
     written = run_on_terminal(command_line, 60, *command)
     lines = visible(written)
     assert not any("Traceback" in line or "…" in line for line in lines)
@@ -50,7 +50,7 @@ def test_columns_are_those_of_the_environment(command, columns):
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if not line.startswith("assumed: ")]
     if columns in ("40", "80", "120"):
-        least = 45 if command == PLAN else 60  # what is left of the tables at least
+        least = 45 if command == PLAN else 60  # least width of the tables
         assert max(map(len, lines)) <= max(int(columns), least)
         assert columns == "40" or any(HEADERS[command[0]] in line.split() for line in lines)
 
@@ -85,7 +85,7 @@ def test_ascii_is_enough(command_line, command, environment):
     [(ASCII, "träce.jsonl", r"tr\xe4ce.jsonl"), (C_LOCALE, "trace.jsonl", "trace.jsonl")],
 )
 def test_a_replay_without_colours_in_ascii(command_line, tmp_path, environment, name, shown):
-    """Its files are in UTF-8, and a name that ASCII has not is written in another way."""
+    """Its files are in UTF-8; a name outside of ASCII is printed in another way."""
     trace, paths = tmp_path / name, (tmp_path / "r.json", tmp_path / "r.html")
     trace.write_text('{"timestamp":0,"input_length":640,"output_length":1,"hash_ids":[0,1]}\n')
     files = ("--trace", str(trace), "--json", str(paths[0]), "--html", str(paths[1]))
@@ -151,7 +151,7 @@ def test_a_table_leaves_out_what_matters_least():
 def test_pace_and_time_left():
     pace = _progress.Pace()
     assert pace.rate(0.0) is None
-    pace.note(0, 10.0)  # five seconds until processes have started
+    pace.note(0, 10.0)  # processes took five seconds to start
     pace.note(0, 15.0)
     assert pace.seconds_left(1000, 16.0) is None
     pace.note(100, 17.0)
@@ -159,7 +159,7 @@ def test_pace_and_time_left():
     assert pace.seconds_left(1000, 17.0) == pytest.approx(18)
     assert pace.seconds_left(None, 17.0) is None
     assert pace.rate(25.0) == pytest.approx(10), "it slows down while nothing is told"
-    for second in range(18, 200):  # faster from here on: the first minute is forgotten
+    for second in range(18, 200):  # progress is faster now, and the first minute is forgotten
         pace.note(100 + 10 * (second - 17), float(second))
     assert 9.5 < pace.rate(199.0) < 10.5
     pace.note(0, 300.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cpattn doctor`: every line with its condition on made-up machines, and one run in a process."""
+"""`cpattn doctor`: every line with its condition on invented machines, and a run in a process."""
 
 import json
 import os
@@ -36,7 +36,7 @@ MACHINES = {
 
 
 def fake(folder: Path, name: str, version: str, points: str = "") -> None:
-    """A distribution that is installed as far as metadata go."""
+    """Write the metadata of an installed distribution."""
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -61,7 +61,7 @@ def of_environment(**environ: str) -> dict[str, Finding]:
 
 @pytest.fixture
 def machine_of(packages, tmp_path, monkeypatch):
-    """All findings on a machine that is described by the arguments, by their names."""
+    """Return all findings, by name, on a machine described by the arguments."""
     usual = {"isas": ("portable",), "active": "", "amx": "none", "cpus": 2, "threads": 0}
     usual |= {"shared": 4 << 30, "folder": "/usr/lib", "files": {}, "environ": {}}
 
@@ -131,7 +131,7 @@ def test_text_json_and_exit_code_are_those_of_the_findings(machine_of, packages,
 
 
 def test_builds_of_python_that_were_not_tried(packages, monkeypatch):
-    """Builds with musl, and those without the GIL, have tried releases of their own."""
+    """Builds with musl and builds without the GIL have their own tried releases."""
     variables: dict[str, str | int] = {}
     monkeypatch.setattr(sysconfig, "get_config_var", variables.get)
     monkeypatch.setattr(platform, "python_version", lambda: "3.13.5")
@@ -147,7 +147,7 @@ def test_builds_of_python_that_were_not_tried(packages, monkeypatch):
 
 
 def test_engines_are_imported_before_all_is_said_to_work(packages, tmp_path):
-    """vLLM's metadata are whole where torchvision of another build breaks its import."""
+    """The metadata of vLLM are complete even if torchvision of another build breaks its import."""
     modules = tmp_path / "modules"
     (modules / "vllm").mkdir(parents=True)
     (modules / "vllm" / "__init__.py").write_text(
@@ -189,7 +189,7 @@ def test_a_release_that_an_engine_demands_is_no_warning(packages, requirement, s
 
 
 def test_a_process_needs_numpy_and_click_only():
-    """Exit code 1 says that something is broken, whatever the machine is."""
+    """Exit code 1 means that something is broken, on any machine."""
     others = ("rich", "torch", "matplotlib", "jinja2", "vllm", "sglang", "transformers")
     program = (
         f"import sys\nfor name in {others}: sys.modules[name] = None\n"

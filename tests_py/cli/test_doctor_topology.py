@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets and nodes as `cpattn doctor` tells them, by trees of files as Linux has them."""
+"""Sockets and nodes in `cpattn doctor`, from trees of files as in Linux."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ SECOND = {4, 5, 6, 7, 12, 13, 14, 15}
 
 
 def write_tree(root, node_cpus, cores_of_socket, num_cores):
-    """Writes what Linux tells of cores: core c has the CPUs c and c + `num_cores`."""
+    """Write Linux's files about cores: core c has the CPUs c and c + `num_cores`."""
     files = {"proc/meminfo": "MemTotal:       67108864 kB\nMemFree:         1234 kB\n"}
     files["sys/devices/system/node/possible"] = f"0-{len(node_cpus) - 1}\n"
     for node, cpus in enumerate(node_cpus):
@@ -37,7 +37,7 @@ def two_sockets(tmp_path):
 
 @pytest.fixture
 def many_nodes(tmp_path):
-    """Two sockets of 32 cores, each in two nodes, and twelve nodes on: one without CPUs."""
+    """Make two sockets of 32 cores in two nodes each, and twelve nodes later one without CPUs."""
     cpus = ["0-15,64-79", "16-31,80-95", "32-47,96-111", "48-63,112-127", *[""] * 8]
     return write_tree(tmp_path, cpus, 32, 64)
 

@@ -113,13 +113,13 @@ def test_arrays_cannot_be_written():
             array[0] = 1
         with pytest.raises(ValueError, match="WRITEABLE"):
             array.flags.writeable = True
-    plan.split_list.append(1)  # a list of the caller's own
+    plan.split_list.append(1)  # the list belongs to the caller
     assert plan.split_list == [4, 3, 3, 3]
     with pytest.raises(AttributeError):
         plan.bs = 2
 
 
-# All arrays of a plan in one, as an engine copies them to a device.
+# Fields of all arrays of a plan, which are in one array for a copy to a device.
 FIELDS = [
     f"{family}_{half}_tensor" for family in HALF_FIELDS for half in ("prev", "next", "combined")
 ]
@@ -139,7 +139,7 @@ def test_packed_tensors(bs, alignment):
     parts = np.split(packed, ends[:-1])[::step]
     for name, part in zip(FIELDS, parts, strict=True):
         np.testing.assert_array_equal(part, getattr(plan, name))
-    packed[:] = -1  # a copy: the plan stays what it is
+    packed[:] = -1  # it is a copy: the plan does not change
     assert plan.kv_len_prev_tensor.min() > 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ForwardMode, the gates in front of context parallelism, and what metadata refuses."""
+"""ForwardMode, the gates of context parallelism, and arguments that metadata refuse."""
 
 import re
 

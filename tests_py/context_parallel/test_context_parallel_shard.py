@@ -65,7 +65,7 @@ def test_shard_takes_the_local_rows_and_zeroes_the_padding(strategy):
 
 
 def test_scenario_21_22_tokens_padded_after_planning():
-    """Rows beyond the plan are refused unless they are to be cut; NaN in them goes nowhere."""
+    """Rows beyond the plan are refused unless a call asks to cut them; their NaN has no effect."""
     plans = make_plans("zigzag")
     x = np.concatenate([np.arange(TOTAL, dtype=np.float32), np.full(5, np.nan, np.float32)])
     with pytest.raises(ValueError, match=r"shard: x must have total_seq_lens = 27 rows .* got 32"):
@@ -93,7 +93,7 @@ def test_shard_keeps_the_gradient():
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64])
 def test_the_head_tail_balancer_of_torch_is_zigzag(size, chunk):
-    """All blocks are equal, because it takes multiples of twice the ranks alone."""
+    """All blocks are equal, because the balancer takes only multiples of twice the ranks."""
     length = 2 * size * chunk
     theirs = balancer._HeadTailLoadBalancer(length, size, "cpu")._generate_indices()
     plans = build_cp_metadata_all_ranks([length], cp_size=size, strategy="head_tail")
@@ -115,7 +115,7 @@ def test_unshard_refuses_other_parts():
     plan = build_cp_metadata([5], cp_rank=0, cp_size=2)
     with pytest.raises(ValueError, match="unshard: parts must hold cp_size = 2 tensors, got 1"):
         plan.unshard([np.zeros(3)])
-    rows = np.broadcast_to(np.float32(1), (2**40, 1))  # too many to be made a list of
+    rows = np.broadcast_to(np.float32(1), (2**40, 1))  # too many for a list
     with pytest.raises(
         ValueError, match="unshard: parts must hold cp_size = 2 tensors, got 109951"
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of codes of 8 bits over ranks: the bits of one process, for every kind of scale."""
+"""Caches of 8-bit codes over ranks have the bits of one process, with every kind of scale."""
 
 import numpy as np
 import pytest

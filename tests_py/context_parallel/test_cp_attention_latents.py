@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Absorbed MLA over ranks: rope stored apart or not, and values that are the start of keys."""
+"""Absorbed MLA over ranks: rope is stored apart or not, and values are the start of keys."""
 
 import math
 
@@ -29,7 +29,7 @@ class Latents:
         self.tables, self.page_size = inputs["block_tables"], case.page_size
 
     def whole(self, **options):
-        """One process without context parallelism, on a cache that has keys and ropes in one."""
+        """Attend in one process without context parallelism, with keys and ropes in one cache."""
         inputs = {"q": self.q, "k_cache": self.cache, "v_cache": self.cache[..., : self.value]}
         inputs |= {"q_lens": EXTENDS, "kv_lens": KV_LENS, "block_tables": self.tables}
         inputs |= {"scale": 0.1, **options}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows, softcap, sinks and masks over any number of ranks: the bits of one process."""
+"""Windows, softcap, sinks and masks have the bits of one process over any number of ranks."""
 
 import itertools
 
@@ -26,7 +26,7 @@ CP_SIZES = (1, 2, 3, 8, 16)
 
 
 def random_masks(seed: int = 0, shown: float = 0.4, lens=LENS) -> list[np.ndarray]:
-    """One for each sequence; some rows of it show nothing."""
+    """Return a mask for each sequence; some rows show no key."""
     rng = np.random.default_rng(seed)
     masks = [rng.random((new, cached + new)) < shown for new, cached in lens]
     for mask in masks:
@@ -83,7 +83,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(name):
 def test_ragged_batches(
     lens, cp_size, strategy, window, softcap, with_sinks, with_mask, causal, page_size, dtype, seed
 ):
-    """Ranks may have work by weights, rows of padding, and masks whose rows begin within a byte."""
+    """Ranks may have weights, padding rows, and masks whose rows begin within a byte."""
     options = {"softcap": softcap, "causal": causal}
     options["window"] = window[0] if causal else window
     if with_sinks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that windows and masks hide from a rank are not read: their pages may be out of reach."""
+"""Keys that windows and masks hide from a rank are not read: their pages may be unreadable."""
 
 import ctypes
 import mmap
@@ -17,7 +17,7 @@ STRATEGIES = ("zigzag", "interleave", "contiguous")
 
 
 class Cache:
-    """Pages of a cache, each of which can be put out of reach: reading it ends the process."""
+    """Pages of a cache; each can be made unreadable, so that a read ends the process."""
 
     def __init__(self):
         self.page_bytes = PAGE * HEADS * DIM * 4

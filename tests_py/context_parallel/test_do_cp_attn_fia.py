@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a rank takes rows of padding and caches that are views, and says what it refuses."""
+"""Attention of a rank takes padding rows and views as caches, and names refused arguments."""
 
 import pytest
 import torch

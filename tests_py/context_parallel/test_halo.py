@@ -24,7 +24,7 @@ def metadata_of(batch, **options):
 
 
 def ranks_of(batch, cp_size, options):
-    """Return what plans are made of on each rank, and its rows, each as (request, position)."""
+    """Return the arguments of plans on each rank, and its rows, each as (request, position)."""
     extends, prefixes = zip(*batch, strict=True)
     rows = [(r, old + i) for r, (new, old) in enumerate(batch) for i in range(new)]
     rows = np.array(rows, int).reshape(-1, 2)
@@ -42,7 +42,7 @@ def ranks_of(batch, cp_size, options):
 
 
 def exchanged(plans, rows):
-    """Return what each rank receives, in the order of ranks, as all_to_all_single gives it."""
+    """Return the rows that each rank receives from all_to_all_single, in rank order."""
     parts = [
         np.split(own[plan.send_indices], np.cumsum(plan.send_counts)[:-1])
         for plan, own in zip(plans, rows, strict=True)
@@ -93,7 +93,7 @@ def test_every_unit_is_computed_once_of_all_its_rows(batch, cp_size, ratio, more
 
 
 def test_no_row_is_sent_that_no_unit_needs():
-    """Ranks need what is before the end of their first unit of 128 rows, and nothing behind."""
+    """Ranks need rows before the end of their first unit of 128 rows, and none after it."""
     (*_, metadata) = metadata_of([(1000, 0)], cp_size=4, strategy="contiguous")
     plans = [plan_halo(one, window=128, ratio=128) for one in metadata]
     assert [sum(plan.recv_counts) for plan in plans] == [0, 250 - 128, 500 - 384, 750 - 640]
@@ -130,7 +130,7 @@ def test_any_change_of_the_layout(batch, cp_size, before, after, weighted, paddi
     st.lists(st.integers(0, 9), min_size=2, max_size=2), st.data(),
 )  # fmt: skip
 def test_the_next_step_finds_its_cached_rows(batch, cp_size, ratio, more, steps, data):
-    """The state after two steps has all rows that the third one's halos read of a cache."""
+    """The state after two steps has all cached rows that halos of the third step read."""
     kinds = [{"strategy": name} for name in STRATEGIES]
     options = data.draw(st.sampled_from([*kinds, {"pcp_size": cp_size, "shard_decode": False}]))
     window, states = ratio + more, [{} for _ in range(cp_size)]
@@ -170,7 +170,7 @@ def test_errors_of_halos(options, message):
 
 
 def test_each_rank_computes_all_units_of_a_request_that_it_has_whole():
-    layout = build_pcp_layout([3, 16], [5, 0], pcp_size=2, dcp_size=2)  # three fill no four chunks
+    layout = build_pcp_layout([3, 16], [5, 0], pcp_size=2, dcp_size=2)  # three tokens, four chunks
     for rank in range(2):
         plan = plan_halo(layout, window=4, ratio=4, rank=rank)
         mine = plan.unit_request == 0

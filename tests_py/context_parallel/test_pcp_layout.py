@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of prefill context parallelism as vLLM has them: one of them, and tensors.
+"""Layouts of prefill context parallelism in vLLM: one layout, and tensors.
 
-`tests_cpp/context_parallel/pcp_layout_test.cc` has the rule, and the linter proves any batch.
+`tests_cpp/context_parallel/pcp_layout_test.cc` tests the rule, and the linter proves any batch.
 """
 
 import pickle
@@ -13,7 +13,7 @@ from cpattn.context_parallel.vllm_0_32 import RankSegments, build_pcp_layout, pc
 
 
 def test_a_layout_and_the_way_to_its_rows_and_back():
-    """A prefill of five tokens in chunks of two, then a decode of the first rank, padded."""
+    """The batch has a prefill of five tokens in chunks of two, then a decode of rank 0, padded."""
     extend, prefix = [5, 1], [3, 4]
     segments = pcp_segments(extend, prefix, pcp_size=2)
     assert all(isinstance(rank, RankSegments) for rank in segments)

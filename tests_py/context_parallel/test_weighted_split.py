@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits in proportion to weights of ranks, cut where pages begin."""
+"""Splits in proportion to weights of ranks, cut at pages."""
 
 import re
 

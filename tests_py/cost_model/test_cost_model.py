@@ -29,7 +29,7 @@ def plans_of(batch, strategy, cp_size):
 
 
 def last_rows(plan, cp_size, strategy):
-    """The rows of a plan after which another block of rows begins that fit into one item."""
+    """Return a bool for each row of a plan: whether it ends a block of rows for one item."""
     lengths, requests = plan.query_cache_lengths, plan.query_request_indices
     step = cp_size if strategy == "interleave" else 1
     goes_on = (np.diff(requests) == 0) & (np.diff(lengths) == step)
@@ -81,20 +81,20 @@ def test_items_are_those_of_attention_plans(batch, cp_size, layer):
         plan = cpattn.plan_attention(**lens, **sizes, **options)
         pairs = work.pairs[rank] * layer.num_heads
         packing = PACKING_ROWS * work.packed_keys[rank] * layer.num_kv_heads
-        # Of each item, which begins and ends at a whole token.
+        # The bound is one key of each item, which begins and ends at a whole token.
         one_key = PACKING_ROWS * len(plan.items) * (1 if layer.window is None else 2)
         assert pairs + packing == pytest.approx(int(plan.item_costs.sum()), abs=one_key)
         longest = max(plan.item_costs.tolist(), default=0)
-        # Pieces of n tokens differ by one token, which has so many keys in so many heads.
+        # Pieces differ by one token, with its keys in each head of an item.
         token = max(kv_lens) * max(plan.items[:, 4].tolist(), default=0)
         assert work.longest_item[rank] == pytest.approx(longest, abs=token + PACKING_ROWS)
 
 
 def test_time_is_the_sum_of_its_terms():
-    """Two ranks have two pieces of two tokens of one sequence each; by hand, rows 0, 1, 6 and 7
-    (or 2 to 5) see the keys up to their own."""
+    """Each of two ranks has two pieces of two tokens of a sequence: rows 0, 1, 6 and 7, or 2 to 5,
+    which see the keys up to their own."""
     layer = AttentionLayer(num_heads=2, num_kv_heads=1, head_dim=16, dtype="float32", num_layers=3)
-    rates = Rates(  # 1000 flops a second
+    rates = Rates(  # 1000 flops per second
         gflops=1e-6, pack_rows=5, row_keys=7, call_us=2e6, gather_gb_per_s=1e-6, latency_us=3e6,
         message_us=1e6, store_gb_per_s=2e-6,
     )  # fmt: skip
@@ -137,14 +137,14 @@ def test_batches_add_up_and_wait_for_the_slowest_rank_of_each(ways):
 
 
 def test_threads_without_an_item_are_idle():
-    """One token in one head is one item, whatever the threads."""
+    """One token in one head is one item for any number of threads."""
     layer = AttentionLayer(num_heads=1, num_kv_heads=1)
     one, many = (
         predict([([1], [4097])], layer, Rates(gflops=10 * n, threads=n, call_us=0), cp_size=1)
         for n in (1, 64)
     )
     ratio = one.attention_seconds[0] / many.attention_seconds[0]
-    assert 1 <= ratio < 3  # packing of the longest item is counted at PACKING_ROWS
+    assert 1 <= ratio < 3  # packing of the longest item counts PACKING_ROWS
 
 
 def test_fit_finds_the_rates_behind_timings():
@@ -159,7 +159,7 @@ def test_fit_finds_the_rates_behind_timings():
     rates = fit(samples)
     assert rates == pytest.approx({"gflops": 400, "pack_rows": 20, "row_keys": 60, "call_us": 5})
     halved = [sample._replace(seconds=(sample.seconds + call) / 2) for sample in samples]
-    assert _gflops(halved, rates) == pytest.approx(800)  # by two threads; calls take as long
+    assert _gflops(halved, rates) == pytest.approx(800)  # for two threads; calls take as long
     slower = [sample._replace(seconds=1.5 * sample.seconds) for sample in samples]
     assert lse_share(samples, slower) == pytest.approx(0.5)
     assert lse_share(slower, samples) == 0  # noise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of decoding: keys of each rank and bytes one by one, seconds by hand."""
+"""Prediction of a decode step: keys and bytes are counted one by one, seconds by hand."""
 
 from collections import Counter
 
@@ -48,16 +48,16 @@ def test_keys_and_bytes_are_those_counted_one_by_one(
     assert step.imbalance == pytest.approx(max(keys.values()) * size / sum(keys.values()))
     heads = [6 * (rank + 1) // size - 6 * rank // size for rank in range(size)]
     sent, received = Counter(), Counter()
-    for source in range(size):  # merged within its host, to the same place in others
+    for source in range(size):  # sends its host's merged states to its place on other hosts
         for target in range(source % ranks_per_host, size, ranks_per_host):
             if target == source:
                 continue
-            place = source % ranks_per_host  # which by gather has as many heads of all
+            place = source % ranks_per_host  # with gather it sends its share of all heads
             rail = 6 * (place + 1) // ranks_per_host - 6 * place // ranks_per_host
             by_heads = exchange == "all_to_all"
             nbytes = (heads[target] if by_heads else rail) * (16 * state[1] + 4)
             if by_heads and out_heads == "all":
-                nbytes += heads[source] * (16 * 2 + 4)  # merged, in bfloat16
+                nbytes += heads[source] * (16 * 2 + 4)  # merged results in bfloat16
             sent[source] += len(lengths) * nbytes
             received[target] += len(lengths) * nbytes
     assert step.sent_bytes.tolist() == [sent[rank] for rank in range(size)]
@@ -78,7 +78,7 @@ def test_seconds_are_the_sum_of_their_terms():
     attention = 2 + ((1.5 * 24 + 7 * 2) * 4 + 5 * 24 * 2) * flops / 1000
     assert step.attention_seconds == pytest.approx(attention)
     state = 2 * 2 * (16 * 4 + 4)  # two heads of two sequences
-    merge = 2 * 2 * 2 * 16 / 1000  # these, of each rank
+    merge = 2 * 2 * 2 * 16 / 1000  # these heads, from each of two ranks
     assert step.exchange_seconds == pytest.approx(2 * (3 + 1) + state / 1000 + merge)
     assert step.store_seconds == 2 * row / 2000  # both new tokens end a page of rank 1
     whole = attention + step.exchange_seconds[0] + step.store_seconds
@@ -96,7 +96,7 @@ def test_a_round_for_the_heads_of_all_has_seconds_of_its_own():
     rates = Rates(gflops=1, gather_gb_per_s=1e-6, latency_us=3e6, message_us=1e6)
     asked = {"cp_size": 4, "state_dtype": "float32"}
     step = predict_decode([32, 16], layer, rates, **asked, out_heads="all")
-    states, merged = 2 * 3 * (16 * 4 + 4), 2 * 3 * (16 * 2 + 4)  # of a head for three ranks
+    states, merged = 2 * 3 * (16 * 4 + 4), 2 * 3 * (16 * 2 + 4)  # a head for three ranks
     assert step.exchange_seconds.tolist() == pytest.approx([3 * 6 + (states + merged) / 1000] * 4)
     gathered = predict_decode([32, 16], layer, rates, **asked, out_heads="all", exchange="gather")
     assert gathered.exchange_seconds.tolist() == pytest.approx([2 * 6 + 4 * states / 1000] * 4)
@@ -122,7 +122,7 @@ def test_one_rank_and_ranks_of_one_host_send_nothing():
     for ranks in (1, 4):
         step = predict_decode(lengths, layer, RATES, cp_size=ranks, ranks_per_host=ranks)
         assert not step.sent_bytes.any()
-        parts = 0 if ranks == 1 else ranks  # that each rank merges, of its share of the heads
+        parts = 0 if ranks == 1 else ranks  # each rank merges so many, for its share of the heads
         merged = 3 * 32 * 128 * parts / ranks
         assert step.exchange_seconds == pytest.approx(1e-9 * RATES.merge_ns * merged)
         assert step.num_sequences == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and where they are kept, and bytes of every exchange, against counting one by one."""
+"""Keys, their ranks, and bytes of every exchange, against counting one by one."""
 
 from collections import Counter
 
@@ -43,11 +43,11 @@ def test_bytes_and_rows_are_those_of_messages_counted_one_by_one(case, exchange)
     assert work.wire_bytes[1].tolist() == busy
     assert work.wire_bytes[2].tolist() == (back.by_host() if back else [0] * case.num_hosts)
     assert work.sent_bytes.dtype == work.received_bytes.dtype == np.int64
-    merged = Counter()  # partial results, where keys were apart
+    merged = Counter()  # partial results of separate keys
     for rank, tokens in enumerate(case.computed()):
         if exchange in ("ring", "pass_q") and case.num_hosts > 1:
             merged[rank] += case.num_hosts * len(tokens)
-        if exchange == "pass_q" and case.ranks_per_host > 1:  # of a host, for all of the rail
+        if exchange == "pass_q" and case.ranks_per_host > 1:  # a host's ranks merge for the rail
             for peer in range(rank % case.ranks_per_host, case.cp_size, case.ranks_per_host):
                 merged[peer] += case.ranks_per_host * len(tokens)
     expected = [case.layer.num_heads * merged[rank] for rank in range(case.cp_size)]
@@ -56,7 +56,7 @@ def test_bytes_and_rows_are_those_of_messages_counted_one_by_one(case, exchange)
 
 @given(case=cases(SHARDED))
 def test_the_rank_that_keeps_a_key_attends_to_it_for_all_tokens(case):
-    """Every new row gets into one pool, and every way computes the same pairs."""
+    """Every new row is written to one pool, and every exchange computes the same pairs."""
     work = case.work("pass_q")
     owner, pairs, arriving = case.owners(), Counter(), Counter()
     for rank, tokens in enumerate(case.computed()):
@@ -183,7 +183,7 @@ def keys_of(size, placement, length):
 
 
 def packed_keys(shares, size, rows, item):
-    """Keys that the items of work of calls to all shares pack."""
+    """Return the number of keys that items of work pack, in calls to all shares."""
     packed = 0.0
     for share in range(size):
         pages = ring_pages(shares, share)
@@ -208,7 +208,7 @@ def test_pages_of_runs_are_those_that_the_first_rank_fills(interleave):
     "placement", ["page_interleave", "token_interleave", "token_interleave:16"]
 )
 def test_a_ring_packs_keys_for_each_of_its_sequences(placement):
-    """Every rank's rows, by zigzag: items of 96 tokens, but where sequences are shorter."""
+    """Each rank has zigzag rows in items of 96 tokens, or fewer if sequences are shorter."""
     size, new, length = 2, 376 * PAGE, 512 * PAGE
     layer = AttentionLayer(num_heads=4, num_kv_heads=1, head_dim=128, page_size=PAGE)
     work = exchange_work(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of every exchange by hand: alone, behind attention, over hosts and crowded CPUs; and what
-docs/how_to/placing_keys.md shows and says."""
+"""Seconds of every exchange by hand: alone, behind attention, over hosts and crowded CPUs; and the
+figures and words of docs/how_to/placing_keys.md."""
 
 import re
 import shlex
@@ -23,20 +23,20 @@ LAYER = AttentionLayer(
 )
 BATCH = [16], [32]
 ROW = 4 * 32 * 4  # bytes of keys and values of four heads
-QUERY, STATE = 16 * 16 * 4, 16 * (16 * 4 + 4)  # of a token, in all heads
+QUERY, STATE = 16 * 16 * 4, 16 * (16 * 4 + 4)  # bytes of a token, in all heads
 PAIR = 2 * 32 / 1000  # seconds of a query with a key, in one head
-PAIRS = sum(range(17, 33)) // 4  # of each of four ranks
+PAIRS = sum(range(17, 33)) // 4  # query-key pairs of each of four ranks
 MERGED = 16 * 16 / 1000  # seconds of merging a token of a part, in all heads
 EXCHANGE = 3 + 3 * 1  # seconds of messages among four ranks: a latency, three peers
 
 
 def moved_rows(rank):
-    """New rows that a rank computes by zigzag, of blocks of two, and another one keeps."""
+    """Count new rows that a rank computes by zigzag, in blocks of two, and another rank keeps."""
     computed = [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
     return sum((16 + token) % 4 != rank for token in computed)
 
 
-#: Every rank sends and receives as many.
+#: Seconds of moving new rows; every rank sends and receives equally many.
 MOVED = EXCHANGE + moved_rows(0) * ROW / 1000
 
 
@@ -48,10 +48,10 @@ def placed(exchange, overlap="none", **options):
 def test_a_gather_of_shards_brings_cached_rows_too():
     forecast = placed("gather")
     assert [moved_rows(rank) for rank in range(4)] == [3] * 4
-    seconds = EXCHANGE + EXCHANGE + 3 * (4 + 4) * ROW / 1000  # new rows once, with cached ones
+    seconds = EXCHANGE + EXCHANGE + 3 * (4 + 4) * ROW / 1000  # new rows go once, with cached ones
     assert forecast.gather_seconds == pytest.approx(seconds)
     assert forecast.attention_seconds == pytest.approx(2 + PAIRS * 16 * PAIR)
-    assert forecast.store_seconds == (4 + 32) * ROW / 2000  # 4 of its own, and all into scratch
+    assert forecast.store_seconds == (4 + 32) * ROW / 2000  # its own 4 rows, and all into scratch
     assert forecast.scratch_bytes == 32 * ROW
     assert forecast.pool_bytes == 4 * 2 * ROW * 3  # 8 tokens in pages of 2, in 3 layers
 
@@ -61,13 +61,13 @@ def test_a_ring_takes_turns_with_its_blocks():
     step = 3 + 1 + 8 * ROW / 1000
     assert forecast.gather_seconds == pytest.approx(EXCHANGE + MOVED + 3 * step)
     whole = 4 * 2 + 1.5 * PAIRS * 16 * PAIR  # a call for each block, with LSE
-    merge = 4 * 4 * MERGED  # its 4 tokens, of each block
+    merge = 4 * 4 * MERGED  # its 4 tokens, for each block
     assert forecast.attention_seconds == pytest.approx(whole + merge)
     assert forecast.store_seconds == 4 * ROW / 2000
     assert forecast.scratch_bytes == 2 * 8 * ROW
     hidden = placed("ring", "full")
     part = (whole + 12 * 2) / 16  # a call for each of four KV heads, too
-    new = EXCHANGE + (MOVED - EXCHANGE) / 4  # of one head
+    new = EXCHANGE + (MOVED - EXCHANGE) / 4  # new rows of one head
     steps = 3 * step + 3 * 3  # a message for each head
     turns = max(new + 16 * part, MOVED + steps + part) + merge
     assert hidden.layer_seconds == pytest.approx(EXCHANGE + turns)
@@ -99,28 +99,28 @@ def test_heads_are_exchanged_in_parts():
     half = 8 * (QUERY + ROW) // 2  # queries, keys and values of the other's heads, for 8 tokens
     back = 8 * 8 * 16 * 4
     assert forecast.gather_seconds == pytest.approx(3 * one + (half + back) / 1000)
-    attention = 2 + sum(range(17, 33)) * 8 * PAIR  # in its eight heads
+    attention = 2 + sum(range(17, 33)) * 8 * PAIR  # a rank has eight heads
     assert forecast.attention_seconds == pytest.approx(attention)
     assert forecast.store_seconds == 16 * ROW / 2 / 2000
     assert forecast.pool_bytes == 32 * ROW * 3 // 2
-    # Two KV heads for each rank: one is exchanged while the other is attended to.
+    # Each rank has two KV heads: one is exchanged while the other is attended to.
     hidden = placed("all_to_all", "full", placement="replicated", cp_size=2)
     a, b, c = (attention + 2) / 2, one + half / 2000, one + back / 2000
     assert hidden.layer_seconds == pytest.approx(one + b + max(a, b + c) + a + c)
 
 
 def test_a_mesh_swaps_heads_in_its_rows_and_passes_keys_round():
-    """Two rows of two ranks, each with half of the heads; keys of 16 tokens in each row."""
+    """A mesh has two rows of two ranks, each with half of the heads; a row has 16 tokens' keys."""
     forecast = placed("usp", mesh=(2, 2))
-    one = 3 + 1  # a latency, one peer: of a row, and on the ring
+    one = 3 + 1  # a latency, one peer, both in a row and on the ring
     swap = 4 * QUERY // 2 + 8 * ROW // 2  # its 4 tokens, and 8 keys, in the heads of the other
     step = 16 * ROW // 2  # keys of a row
     back = 4 * (QUERY // 2 + 8 * 4)  # results and their LSE
     assert forecast.sent_bytes.tolist() == [3 * ROW + swap + step + back] * 4
     seconds = EXCHANGE + MOVED + 4 * one + (swap + step + back) / 1000
     assert forecast.gather_seconds == pytest.approx(seconds)
-    attention = 2 * 2 + 1.5 * 2 * PAIRS * 8 * PAIR  # a call for each row, of half the heads
-    merge = 2 * 8 * MERGED / 2  # 8 tokens of its row, of each row
+    attention = 2 * 2 + 1.5 * 2 * PAIRS * 8 * PAIR  # a call for each row, with half of the heads
+    merge = 2 * 8 * MERGED / 2  # 8 tokens of its row, for each row
     assert forecast.attention_seconds == pytest.approx(attention + merge)
     assert forecast.store_seconds == (4 * ROW + 16 * ROW // 2) / 2000
     hidden = placed("usp", "full", mesh=(2, 2))
@@ -197,7 +197,7 @@ def test_auto_is_what_context_parallel_takes_for_each_batch(placement, taken, ov
 
 
 def test_what_auto_says_is_what_saves():
-    """Few queries to many cached keys: moving the keys is what a gather would spend."""
+    """A gather spends its time on moving keys if there are few queries and many cached keys."""
     rates = Rates(gflops=5000, gather_gb_per_s=1)
     options = {"cp_size": 8, "placement": "page_interleave", "exchange": "auto"}
     chosen = predict([([64], [1 << 17])], AttentionLayer(), rates, **options)
@@ -208,12 +208,12 @@ def test_what_auto_says_is_what_saves():
 
 
 def test_hosts_share_memory_within_and_a_wire_between():
-    """Two hosts of two ranks: a row crosses once, and the wire of a host is that of both."""
+    """A row crosses once between two hosts of two ranks, which share the wire of their host."""
     forecast = predict([BATCH], LAYER, RATES, cp_size=4, ranks_per_host=2)
     assert forecast.num_hosts == 2
     assert forecast.sent_bytes.tolist() == [4 * ROW] * 4
     assert forecast.gather_seconds.tolist() == [2 * (3 + 1) + 8 * ROW / 1000] * 4
-    assert forecast.store_seconds == 8 * ROW / 2000  # its own, and those of its rail
+    assert forecast.store_seconds == 8 * ROW / 2000  # its own rows, and rows of its rail
     assert forecast.pool_bytes == 32 * ROW * 3 // 2  # half of the pool of its host
     together = predict([BATCH], LAYER, RATES, cp_size=4, ranks_per_host=4)
     assert not together.sent_bytes.any()
@@ -240,7 +240,7 @@ def test_ranks_that_share_cpus_compute_longer():
 
 
 def test_cached_keys_a_layer_ahead():
-    """Times by hand: 2 ranks, 68 pages of 16 cached, 32 new tokens; 1 byte a ns, 10 us a call."""
+    """Times are by hand: 2 ranks, 68 cached pages of 16, 32 new tokens; 1 byte/ns, 10 us a call."""
     layer = AttentionLayer(page_size=16, num_kv_heads=1, num_heads=8)
     row, latency = layer.kv_row_bytes, 10e-6
     rates = Rates(gflops=2e4, gather_gb_per_s=1.0, latency_us=10, message_us=0, store_gb_per_s=1e9)
@@ -293,7 +293,7 @@ def test_commands_print_what_the_page_shows(command, shown):
 
 
 def test_the_prediction_of_the_published_system_is_in_the_table():
-    """The page's example prints it, as package/test_package.py has seen."""
+    """The page's example prints it, as package/test_package.py checks."""
     (shown,) = OUTPUT.findall(PAGE)
     cells = [line.split("|")[2].strip() for line in PAGE.splitlines() if "new |" in line]
     differences = re.findall(r"pass_q +([-+]\d+) ms", shown)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cpattn plan` as a user meets it: the table, the JSON, its options and errors."""
+"""`cpattn plan` as users see it: the table, the JSON, its options and errors."""
 
 import json
 import os
@@ -159,7 +159,7 @@ def test_numbers_of_ranks():
 
 
 def test_the_same_question_has_the_same_answer(tmp_path, monkeypatch):
-    """Whatever the machine does, and whichever it is: nothing is measured."""
+    """The command measures nothing, so the answer does not depend on the machine or its load."""
     first = report(tmp_path / "a.json", "--cp-size=8..32")
     peaks = mock.Mock(side_effect=AssertionError("measured"))
     monkeypatch.setattr(cpattn._core, "measure_peak", peaks)
@@ -218,7 +218,7 @@ PLACED = "--hosts=8,256 --ranks-per-host=4 --placement=token_interleave"
 def test_tables_fit_their_columns(columns, arguments, kept):
     lines = plan(*arguments.split(), env={"COLUMNS": str(columns)}).stdout.splitlines()
     assert not any("…" in line for line in lines)
-    others = [line for line in lines if not line.startswith("assumed: ")]  # to be copied whole
+    others = [line for line in lines if not line.startswith("assumed: ")]  # to copy whole
     assert max(map(len, others)) <= columns
     header = set(next(line for line in lines if line.lstrip().startswith("ranks ")).split())
     assert {"ranks", *kept.split()} <= header

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
-    """The group of a world whose only rank is this process."""
+    """Make the group of a world whose only rank is this process."""
     dist = pytest.importorskip("torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
@@ -19,7 +19,7 @@ def world() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def answers_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Answers of the ranks of a world, by its size and what it runs, which is run once."""
+    """Return the answers of ranks by size and program of a world; each world runs once."""
     from support.distributed.distributed_worker import run_world
 
     @cache

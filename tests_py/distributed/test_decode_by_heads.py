@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps, whose partial results travel by heads with the bits of those where all travel."""
+"""Decode steps with partial results by heads have the bits of steps in which all travel."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ TRAFFIC = Step("traffic", (90, 40), (3, 5), num_heads=12)
     scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format
 )
 def answers(request, tmp_path_factory):
-    """Results by every way, and what travels, of each rank."""
+    """Return results by every way, and the traffic, of each rank."""
     path = tmp_path_factory.mktemp("world")
     return [*zip(*run_world(request.param, path, worker.run_decode, RUNS, TRAFFIC), strict=True)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/how_to/deployment.md, on two hosts: network namespaces, a cable between."""
+"""The commands of docs/how_to/deployment.md on two hosts: network namespaces with a cable."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from support.children import Children, path_with
 from support.time_limits import PATIENCE
 
 PAGE = ROOT / "docs" / "how_to" / "deployment.md"
-ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in any folder
+ENVIRONMENT = os.environ | {  # torchrun and the package are found from any folder
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     "PYTHONPATH": path_with(),
     "GLOO_SOCKET_IFNAME": "lo",
@@ -38,7 +38,7 @@ ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in 
 def start(
     two_hosts: Hosts, tmp_path: Path, children: Children
 ) -> Callable[..., subprocess.Popen[str]]:
-    """Runs a shell script on a host."""
+    """Return a function that runs a shell script on a host."""
 
     def run(host: int, script: str) -> subprocess.Popen[str]:
         command = ["nsenter", f"--net={two_hosts.path(host)}", "sh", "-c", script]
@@ -49,7 +49,7 @@ def start(
 
 
 def documented(word: str) -> str:
-    """The one block of shell commands of the page that has the word."""
+    """Return the only block of shell commands of the page with the word."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (block,) = [block for block in blocks if word in block]
     return block.rstrip()
@@ -89,7 +89,7 @@ def test_a_pulled_cable_is_an_error_that_names_the_rank(two_hosts: Hosts, start:
     script = on_two_hosts(two_hosts).replace("--nproc-per-node 2", "--nproc-per-node 1")
     runs = [start(host, f"{script} --timeout {patience} --repeats 100000") for host in range(2)]
     deadline = time.monotonic() + PATIENCE
-    while two_hosts.received_bytes()[0] < 10 << 20:  # in the middle of exchanges of KV
+    while two_hosts.received_bytes()[0] < 10 << 20:  # wait until KV is exchanged
         assert time.monotonic() < deadline
         assert [run.poll() for run in runs] == [None, None]
         time.sleep(0.1)
@@ -107,7 +107,7 @@ def test_a_pulled_cable_is_an_error_that_names_the_rank(two_hosts: Hosts, start:
 
 @pytest.mark.slow
 def test_each_rank_binds_itself(tmp_path: Path, children: Children) -> None:
-    """The documented command runs with a `cpattn` that writes down what it is asked for."""
+    """The documented command runs with a `cpattn` that records its arguments."""
     shim = tmp_path / "cpattn"
     shim.write_text(f'#!/bin/sh\necho "$* of $LOCAL_WORLD_SIZE" > "{tmp_path}/rank $LOCAL_RANK"\n')
     shim.chmod(0o755)
@@ -118,7 +118,7 @@ def test_each_rank_binds_itself(tmp_path: Path, children: Children) -> None:
     assert asked == ["bind -- python -m cpattn_lab.check of 2\n"] * 2
 
 
-# Checks one after the other: without torchrun, of a rank alone, of wrong rows, into a full disk.
+# Successive checks: without torchrun, with one rank, with wrong rows, with a full disk.
 CHECKS = """
 import os
 import sys
@@ -221,7 +221,7 @@ def test_a_number_that_cannot_be_is_named(option: str, value: str, capsys, monke
 
 @pytest.mark.slow
 def test_ctrl_c_while_ranks_are_awaited(children: Children) -> None:
-    """A wait within torch would end with the timeout only."""
+    """A wait within torch would end only with the timeout."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that differ, or of which one refuses: all are told, and nothing is sent; some rows are."""
+"""Ranks that differ, or one that refuses: all get an error and nothing is sent, except for rows."""
 
 import re
 
@@ -16,12 +16,12 @@ from support.time_limits import BUSY
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Returns the errors of each rank, over whole pools and over shares."""
+    """Return the errors of each rank, over whole pools and over shares."""
     found = [{} for _ in range(3)]
     for program in (worker.run_replicated, worker.run_sharded):
         ranks = run_world(3, tmp_path_factory.mktemp("world"), program)
         for told, (more, usable) in zip(found, ranks, strict=True):
-            assert usable  # behind disagreements
+            assert usable  # the group still works after disagreements
             told |= more
     return found
 

@@ -17,7 +17,7 @@ RUNS_OF = {2: RUNS[::2], 3: RUNS}
 
 @pytest.mark.parametrize(("size", "run"), by_size(RUNS_OF))
 def test_layer_is_that_of_the_oracle_by_every_way(answers_of, size, run):
-    """One call that writes is right, and cached keys sent a layer ahead are, too."""
+    """A call that also writes is right, and so are cached keys sent a layer ahead."""
     assert_layer(answers_of(size, worker.run_layers, RUNS_OF[size]), run)
 
 
@@ -39,7 +39,7 @@ def test_sparse_layers_over_whole_pools_are_those_without_a_group(world):
 
 
 def test_heads_of_one_dimension_with_gaps_are_queries(world):
-    """Their last axis has one element, whatever its stride, so that they count as contiguous."""
+    """Their last axis has one element, so they count as contiguous with any stride."""
     cp = ContextParallel(world, page_size=4)
     plan = cp.plan([3], [5], block_tables=[[2, 0]])
     wide, keys, values = worker.tensors(7, (3, 2, 13), (12, 2, 1), (12, 2, 1))

@@ -51,7 +51,7 @@ def test_pairs_are_counted_up_to_each_tokens_own_key(cp):
 
 def test_a_pool_must_have_the_last_row_of_a_shard():
     batch = first_of(2, 4).plan(*LENS, block_tables=TABLES).batch
-    for rank, rows in ((0, 8), (1, 20)):  # of pages 2, and 5, 3, 9 and 7
+    for rank, rows in ((0, 8), (1, 20)):  # pages 2, and 5, 3, 9 and 7
         batch.check_pool("attend", rank, rows)
         rule = f"^ContextParallel.attend: the shard of rank {rank} must have the {rows} rows "
         with pytest.raises(ValueError, match=rule):
@@ -67,7 +67,7 @@ def test_out_receives_the_result(cp):
     assert result.data_ptr() == out.data_ptr()
     assert torch.equal(out, cp.attend(plan, q, k_cache, v_cache, scale=0.5))
     assert not torch.equal(out, cp.attend(plan, q, k_cache, v_cache))
-    wide = torch.empty(20, 2, 16)[::2]  # rows apart from each other
+    wide = torch.empty(20, 2, 16)[::2]  # gaps between rows
     assert torch.equal(cp.attend(plan, q, k_cache, v_cache, scale=0.5, out=wide), out)
     assert torch.equal(wide, out)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ContextParallel` chooses an exchange and its rounds of heads; one rank alone has all keys."""
+"""`ContextParallel` chooses an exchange and its rounds of heads; a single rank has all keys."""
 
 from types import SimpleNamespace
 
@@ -51,7 +51,7 @@ def test_rows_without_keys_are_zero_behind_a_sink_without_weight(world, exchange
 
 
 def test_a_decoded_result_outlives_the_next_step(world):
-    """Partial results arrive in a buffer that is kept; what is returned must not lie in it."""
+    """Partial results arrive in a kept buffer, which returned results must not use."""
     cp = one_rank()
     plan = cp.plan_decode([9, 6], block_tables=TABLES)
     q, k, v = tensors()
@@ -86,10 +86,10 @@ def test_auto_is_the_exchange_of_the_fewest_bytes(extend, prefix, expected):
     st.none() | st.integers(0, 200),
 )
 def test_plans_and_predictions_count_and_choose_alike(lens, mesh, heads, window):
-    """Pages are allocated as the cost model has them: each sequence where the fewest pages are.
+    """Pages are allocated as in the cost model: each sequence begins on the rank with fewest pages.
 
-    Neither counts keys that no query sees, but for what goes round a ring: there all keys do, and
-    the model leaves these out.
+    Plans and model do not count keys that no query sees, except that a real ring passes all keys,
+    which the model leaves out.
     """
     assume(any(new for new, _ in lens))
     extends = [new for new, _ in lens]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that ranks hold, and what rows see of them, against a list of all pairs."""
+"""Keys that ranks hold, and the keys that rows see, against a list of all pairs."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from support.distributed.sharded_worker import PLACEMENTS
 
 
 class Unnamed:
-    """A placement that says no more than it must: tokens are dealt out one by one."""
+    """Placement with only the required attributes, which deals out tokens one by one."""
 
     def __init__(self, size: int) -> None:
         self.shard_size = size
@@ -30,7 +30,7 @@ class Unnamed:
 
 
 class Misnamed(Unnamed):
-    """Deals out single tokens, and has other objects' attributes and always the same name."""
+    """Placement of single tokens with misleading attributes and always the same name."""
 
     page_size = interleave = 4
 
@@ -39,7 +39,7 @@ class Misnamed(Unnamed):
 
 
 class Shifted(Unnamed):
-    """Deals out pairs, as lists, to rows that do not begin at multiples of a pair."""
+    """Placement of pairs, as lists, to rows that do not begin at multiples of a pair."""
 
     def owner_of(self, slots):
         return (slots // 2 % self.shard_size).tolist()
@@ -49,13 +49,13 @@ class Shifted(Unnamed):
 
 
 class Derived(PageInterleave):
-    """Deals out single tokens, though its base deals out pages."""
+    """Placement of single tokens, although its base class places pages."""
 
     owner_of, local_index = Unnamed.owner_of, Unnamed.local_index
 
 
 class Pages(Unnamed):
-    """Deals out pages, which it does not say."""
+    """Placement of pages without an attribute that says so."""
 
     def __init__(self, size: int, page: int) -> None:
         pages = PageInterleave(shard_size=size, page_size=page)
@@ -75,7 +75,7 @@ PLACEMENTS_AND_OTHERS = PLACEMENTS | {
 
 @st.composite
 def batches(draw):
-    """Placement, block tables, lengths, and the rows that attend."""
+    """Draw a placement, block tables, lengths, and the rows that attend."""
     size = draw(st.integers(1, 5))
     page = draw(st.sampled_from([2, 4, 6, 8, 32]))
     name = draw(st.sampled_from(sorted(PLACEMENTS_AND_OTHERS)))
@@ -144,7 +144,7 @@ def test_calls_show_each_row_what_it_sees_and_nothing_else(batch, causal, window
 
 
 def visible_rows(call):
-    """Yield what `paged_attention` shows each row of a call: (row, rows of the pool)."""
+    """Yield the keys that `paged_attention` shows each row of a call: (row, rows of the pool)."""
     begin, byte = 0, 0
     for i, n in enumerate(call.q_lens):
         ids = call.kv_indices[call.kv_indptr[i] : call.kv_indptr[i + 1]]
@@ -177,7 +177,7 @@ def test_in_a_ring_every_rank_has_every_share_from_its_neighbour(size):
 
 
 def test_placements_of_others_are_compared_by_where_they_put_a_batch():
-    """Each rank has an object of its own, whose name may be its address, or be that of another."""
+    """Each rank has its own object, whose repr may be an address, or equal that of another."""
 
     def terms_of(placement):
         cp = first_of(2, 4, placement=placement)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads along one dimension of a mesh of ranks, keys round a ring along the other."""
+"""Meshes of ranks: heads are split along one dimension, keys go round a ring along the other."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -33,13 +33,13 @@ LAYER_MATRIX = [
     if (run := LayerRun(name, "usp", placement)).is_possible
 ]
 PROGRAMS = {run_prefills: MATRIX, run_layers: LAYER_MATRIX}
-# Exchanges of one dimension that do the same.
+# Equivalent exchanges of one dimension.
 SAME = {"4 x 1": "ring", "1 x 4": "all_to_all"}
 
 
 @pytest.fixture(scope="module")
 def answers_of(tmp_path_factory):
-    """The answers of a mesh to its runs by a program."""
+    """Return a function that gives the answers of a mesh to its runs by a program."""
 
     @cache
     def answers(mesh, program):
@@ -65,7 +65,7 @@ def test_prefill_is_that_of_the_oracle(answers_of, mesh, run):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "run"), LAYER_MATRIX, ids=str)
 def test_layer_is_that_of_the_oracle(answers_of, mesh, run):
-    """Sinks take their weight at the merge."""
+    """Sinks get their weight at the merge."""
     assert_layer(
         answers_of(mesh, run_layers), run, exact=mesh == "1 x 4" and "sinks" not in run.name
     )
@@ -73,7 +73,7 @@ def test_layer_is_that_of_the_oracle(answers_of, mesh, run):
 
 @pytest.mark.slow
 def test_what_travels_is_what_the_choice_goes_by(tmp_path):
-    """The prefix has whole pages of the ring, so that no rests travel."""
+    """The prefix has whole pages on all ranks of the ring, so no rests travel."""
     case = Case("traffic", (13, 51), (115, 77), page_size=16, num_heads=8, num_kv_heads=2)
     make_mesh = partial(worker.make_mesh, "2 x 2")
     answers = [of["usp"] for of in run_world(4, tmp_path, run_traffic, case, ("usp",), make_mesh)]
@@ -90,7 +90,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("1 x 4", "4 x 
 
 @pytest.mark.parametrize("name", ["2 x 2", *OTHERS])
 def test_bytes_are_those_of_the_cost_model(name, tmp_path):
-    """Bytes are equal where every rank of a row holds whole blocks of what goes round."""
+    """Bytes are equal if every rank of a row has whole blocks of the ring's keys."""
     size, extend, prefix = worker.num_ranks(name), 96, 288
     work = exchange_work(
         [extend], [extend + prefix], cp_size=size, layer=worker.LAYER, placement="page_interleave",
@@ -125,13 +125,13 @@ def test_a_mesh_of_one_dimension_is_its_group(world):
 
 
 def test_meshes_of_one_ring_have_one_group_of_all_ranks(world, monkeypatch):
-    """A group of all ranks is kept for as long as that of a mesh's first dimension."""
+    """A group of all ranks is kept as long as the group of a mesh's first dimension."""
     ring, *others = (dist.new_group([0]) for _ in range(3))
     meshes = [
         DeviceMesh.from_group([ring, heads], "cpu", [[0]], mesh_dim_names=("ring", "heads"))
         for heads in others
     ]
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)  # as if they were a part of it
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)  # now the mesh is a part of the world
     (first, _), (second, _) = map(group_and_mesh, meshes)
     assert first is second
     assert first is not world
@@ -160,7 +160,7 @@ def test_auto_knows_the_mesh():
     choice = cp.choose_exchange(plan_of(cp, 8192, 65536), **layer)
     assert choice.exchange == "usp"
     assert f"at most {choice.received_bytes['usp']} bytes" in choice.reason
-    merged = 4 * (2 * 1024) * 6 * 128  # a partial result of each of four rows of the mesh
+    merged = 4 * (2 * 1024) * 6 * 128  # a partial result from each of four rows of the mesh
     assert f"usp {3 * merged}" in choice.reason
     layer |= {"num_heads": 33, "num_kv_heads": 3}
     uneven = cp.choose_exchange(plan_of(cp, 4096, 16384), **layer)

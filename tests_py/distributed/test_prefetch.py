@@ -30,7 +30,7 @@ def test_cached_keys_travel_once_and_new_ones_alone_in_their_layer(traffic):
     for answer in traffic:
         ahead, *layers = answer["received"]
         assert layers[0] == layers[1]
-        # All but the agreements is cached keys of the next layer.
+        # Apart from the agreements, the difference is cached keys of the next layer.
         assert ahead - (layers[0] - layers[2]) < 1024
     cached = sum(answer["received"][1] - answer["received"][3] for answer in traffic)
     assert cached == sum(worker.CASE.prefixes) * row
@@ -46,7 +46,7 @@ def test_buffers_are_two_of_the_stated_size_and_heads_fit_into_the_rest(traffic)
 def test_a_rank_that_does_otherwise_is_named(tmp_path):
     refused = "RuntimeError: ContextParallel.{}: rank 1 refused its arguments; nothing was sent"
     for rank, (told, right) in enumerate(run_world(3, tmp_path, worker.run_disagreements)):
-        assert right  # layers behind what was refused or dropped
+        assert right  # layers after refused or dropped calls
         assert told.pop("dropped").endswith("the last one of this object, got one before it")
         own = {name: told.pop(name) for name in ("other caches", "refused")}
         if rank == worker.ODD_RANK:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults at any call, by any exchange: what all ranks are told; a soak has many more rounds."""
+"""Errors of all ranks after faults at any call, by any exchange; a soak has many more rounds."""
 
 import os
 import re

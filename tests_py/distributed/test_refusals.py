@@ -35,7 +35,7 @@ TENSORS = [name for name, x in SPARSE.items() if isinstance(x, tuple)]
 
 
 def sparse(num_rows: int) -> dict[str, Any]:
-    """Arguments of sparse attention of so many rows."""
+    """Return arguments of sparse attention with so many rows."""
     rows = ("q", "index_q", "weights")
     return {
         name: z(*([num_rows] if name in rows else []), *x) if isinstance(x, tuple) else x
@@ -47,7 +47,7 @@ NEW = {"k_local": torch.ones(10, 2, 32), "v_local": torch.ones(10, 2, 32)}
 KV = {"k_cache": z(40, 2, 32), "v_cache": z(40, 2, 32)}
 POOLS = z(40, 2, 32), z(40, 2, 32)
 SHARDS = {"k_shard": z(40, 2, 32), "v_shard": z(40, 2, 32)}
-# By call: its usual arguments besides the plan.
+# Usual arguments besides the plan, by call.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plan_decode": STEP,
     "write_kv": NEW | KV,
@@ -152,7 +152,7 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("prefetch", {"layers": [POOLS], "cp": {"exchange": "ring"}}, "gather or auto, got ring"),
     ("prefetch", {"layers": [POOLS], "cp": {"max_scratch_bytes": 2047}}, "at least .* got 2047"),
 ]
-# Of pools that hold everything.
+# Refusals on whole pools.
 REPLICATED: list[tuple[str, dict[str, Any], str]] = [
     ("attend", {"q_rope": z(10, 32), "k_rope": z(40, 2, 32)}, r"q_rope must be \[num_rows, num_he"),
     ("attend", {"v_cache": None}, "v_head_dim must be given without v_cache"),
@@ -174,7 +174,7 @@ REPLICATED: list[tuple[str, dict[str, Any], str]] = [
         for a, b in ((41, 41), (40, 44), (40, 80))
     ),
 ]
-# Of both, by attention that writes.
+# Refusals on whole and sharded pools, of attention that also writes.
 WRITING: list[tuple[dict[str, Any], str]] = [
     ({"k_local": None}, "v_local must come with k_local, got none"),
     ({"v_local": None}, "v_local and v_(cache|shard) must be given together, got no v_local"),
@@ -209,7 +209,7 @@ TYPES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gather", {"x_local": z(10, 4, device="meta")}, "x_local must be on the CPU, got meta"),
 ]
-# Which refuse arguments of theirs by names of their own.
+# Functions that refuse their own arguments by their own names.
 CORE = ("paged_attention: ", "cp_sparse_mla: ", "do_cp_attn_fia: ")
 PADDED = {"causal": False, "plan": {"num_tokens": 12}, "q_local": z(12, 4, 32)}
 ALL = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that others name as lost, what they tell each other of versions, and waits."""
+"""Ranks that others name as lost, versions that ranks tell each other, and waits."""
 
 import threading
 import time
@@ -44,7 +44,7 @@ def test_words_that_are_too_long_are_cut():
 
 @pytest.fixture
 def roll_call(world):
-    """Rank 0's of four ranks, of which nobody else is here."""
+    """Return rank 0's roll call of four ranks, without the others."""
     one = RollCall(world, {})
     one._words = one._words.new_zeros(4, one._words.shape[1])
     one._view = one._words.numpy()
@@ -59,7 +59,7 @@ MISSED = "it has left as it missed this rank: closed"
     ("said", "missing", "named"),
     [
         ({}, {2: "closed"}, {2: "closed"}),
-        # Whom others miss is named in their place.
+        # If a missing rank missed another one, that one is named instead.
         (
             {1: Words((2,), "closed"), 2: Words((3,), "timed out", True)},
             GONE,
@@ -71,10 +71,10 @@ MISSED = "it has left as it missed this rank: closed"
             GONE,
             {2: "it has left by an error: MemoryError: none"},
         ),
-        # A rank that missed this one is named where nobody else is.
+        # A rank that missed this one is named if there is no other.
         ({1: Words((0,), "closed")}, GONE, {1: MISSED}),
         ({1: Words((0,), "closed")}, GONE | {3: "no rows came"}, {3: "no rows came"}),
-        # Ranks that miss each other are named for want of others.
+        # Ranks that miss each other are named if there are no others.
         ({1: Words((2,), "closed"), 2: Words((1,), "closed")}, GONE, GONE),
     ],
 )
@@ -86,7 +86,7 @@ def test_who_is_named(roll_call, said, missing, named):
 
 
 class Ended:
-    """A host on which ranks have ended; they are named for others, if there are any."""
+    """Host on which ranks have ended, with the ranks of its and other hosts."""
 
     def __init__(self, ranks: list[int], hosts: tuple[tuple[int, ...], ...]) -> None:
         self.ranks = ranks
@@ -97,7 +97,7 @@ class Ended:
 
 
 def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(world, roll_call, monkeypatch):
-    """Rows that it had sent get time, from when it is waited for."""
+    """Rows that it had sent get some time, counted from the begin of the wait for it."""
     monkeypatch.setitem(HOSTS, world, Ended([1, 2], ((0, 1, 2, 3),)))
     watch = Watch(world, roll_call, time.monotonic())
     end = time.monotonic() + 2 * LAST_WORDS_OF_THE_WAITING
@@ -111,7 +111,7 @@ def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(world, roll_cal
 
 
 def test_ranks_of_other_hosts_are_told_of_any_that_has_ended(world, roll_call, monkeypatch):
-    """They may wait for it, and cannot see its process."""
+    """They may wait for it, but cannot see its process."""
     monkeypatch.setitem(HOSTS, world, Ended([1], ((0, 1), (2, 3))))
     watch = Watch(world, roll_call, time.monotonic())
     assert watch.losses(2) == ({}, False)
@@ -151,7 +151,7 @@ def test_versions_of_other_layouts_are_named(ranks, said):
 
 
 class Work:
-    """Takes so long, or until its time is over, and may fail; notes where it was waited for."""
+    """Work that takes so long, or its timeout, and may fail; records the waiting thread."""
 
     def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
         self.seconds, self.error, self.thread = seconds, error, None
@@ -197,7 +197,7 @@ def test_an_agreement_needs_a_thread_only_for_who_is_late_and_beside_rows(worlds
             assert case["told"] == wanted
         assert first["threads"] == last["threads"] == 0
         assert missed["threads"] == 5
-        assert beside["threads"] == 6  # and the rows themselves
+        assert beside["threads"] == 6  # one more, for the rows themselves
         assert beside["ahead"] == [list(range(size))]
 
 
@@ -211,7 +211,7 @@ def test_what_is_over_soon_is_awaited_in_the_calling_thread(over_soon):
     assert list(posted.failures) == [1]
     threads = [work.thread for _, work in works]
     assert (threads[1] is threading.current_thread()) is over_soon
-    assert threads[2] is None  # of a rank that has failed
+    assert threads[2] is None  # this rank has failed
 
 
 def test_messages_are_looked_for_by_their_last_numbers():

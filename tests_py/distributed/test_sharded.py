@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills over whole pools and over shares of them, by each exchange, on ranks of this host."""
+"""Prefills over whole and sharded pools, by each exchange, on ranks of this host."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ CHOSEN = [
 
 
 def with_pass_q(chosen):
-    """Runs, and each ring again by the exchange that has its bits."""
+    """Return runs, and each ring again by pass_q, which has its bits."""
     rings = [replace(run, exchange="pass_q") for run in chosen if run.exchange == "ring"]
     return tuple(dict.fromkeys(chosen + rings))
 
@@ -35,7 +35,7 @@ RUNS_OF = {2: with_pass_q(CHOSEN[::2]), 3: with_pass_q(CHOSEN)}
 
 @pytest.mark.parametrize(("size", "run"), by_size(RUNS_OF))
 def test_prefill_is_that_of_the_oracle(answers_of, size, run):
-    """Whether queries or keys travel, partial results are merged in the order of the shares."""
+    """Partial results are merged in the order of the shares, with traveling queries or keys."""
     prefills, case = answers_of(size, worker.run_prefills, RUNS_OF[size]), run.case
     assert_prefill(prefills, run)
     plans = cpattn.build_cp_metadata_all_ranks(
@@ -62,7 +62,7 @@ def traffic(tmp_path_factory):
 
 
 def test_new_rows_travel_to_their_owners_only(traffic):
-    row_bytes = 2 * 6 * 32 * 4  # of keys and values
+    row_bytes = 2 * 6 * 32 * 4  # keys and values
     for answer in traffic:
         by_queries = answer["pass_q"]
         assert by_queries["received"][0] == by_queries["rows to write"] * row_bytes
@@ -71,11 +71,11 @@ def test_new_rows_travel_to_their_owners_only(traffic):
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_what_travels_is_what_the_choice_goes_by_and_is_counted(traffic, exchange):
     answers = [answer[exchange] for answer in traffic]
-    if exchange != "ring":  # which sends the rest of a rank's last block, too
+    if exchange != "ring":  # a ring also sends the rest of a rank's last block
         most = max(answer["received"][1] for answer in answers)
         assert most == answers[0]["choice"][exchange]
-    agreements = 2 * 2 * 8 * len(TERMS)  # of write_kv and attend, from two others
-    if exchange == EXCHANGES[0]:  # the first on the group, so that ranks tell their versions
+    agreements = 2 * 2 * 8 * len(TERMS)  # for write_kv and attend, from two others
+    if exchange == EXCHANGES[0]:  # the first on the group also compares versions
         agreements += 2 * 8 * len(own_values(0))
     for answer in answers:
         assert answer["all bytes"][1] == sum(answer["received"]) + agreements
@@ -84,7 +84,7 @@ def test_what_travels_is_what_the_choice_goes_by_and_is_counted(traffic, exchang
 
 
 def test_one_call_receives_what_its_choice_says_head_after_head(traffic):
-    """A round is posted before the last one is waited for; new rows travel once."""
+    """A round is posted before the wait for the previous one; new rows travel once."""
     for answer in traffic:
         events = answer["gather"]["events of one call"]
         assert events == ["post", *["post", "finish"] * 5, "finish"]

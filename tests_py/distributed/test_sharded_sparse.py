@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention over pools that are shared out: the global top-k, whatever travels."""
+"""Sparse attention over sharded pools selects the global top-k with every exchange."""
 
 from dataclasses import replace
 from functools import cache
@@ -77,7 +77,7 @@ def alone(run: SparseRun) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def oracle(run: SparseRun) -> tuple[Expected, np.ndarray]:
-    """Attention in float64 to the keys of the best scores in float64, and which these are."""
+    """Return float64 attention to the keys with the best float64 scores, and their positions."""
     batch = run.batch()
     q, kv = run.attention(batch)
     if run.fp8_rows:
@@ -90,13 +90,13 @@ def oracle(run: SparseRun) -> tuple[Expected, np.ndarray]:
 
 
 def assert_right(answers: list[dict], run: SparseRun) -> None:
-    """The union over shards is the global top-k, and results are the oracle's on every rank."""
+    """Check that shards together select the global top-k, and results equal the oracle's."""
     mine = answers[0][run]
     expected, positions = oracle(replace(run, placement="", exchange="", strategy=""))
     dtype = str(mine["out"].dtype).removeprefix("torch.")
     assert_attended(mine["out"], mine["lse"], expected, dtype, op="ring of ranks")
     for told in (answer[run] for answer in answers):
-        if run.exchange == "pass_q" or "choice" not in told:  # else keys travel, or may
+        if run.exchange == "pass_q" or "choice" not in told:  # otherwise keys may travel
             np.testing.assert_array_equal(told["positions"], positions)
         assert equal([told["out"], told["lse"]], [mine["out"], mine["lse"]])
 
@@ -118,7 +118,7 @@ def test_what_travels_is_what_the_choice_goes_by_and_bounded_at_once(answers, ex
     most = max(answer[run]["received"] for answer in answers)
     if exchange == "pass_q":
         assert most == expected
-    else:  # tokens may select the same keys; rows of bits are of whole 16 bytes
+    else:  # tokens may select the same keys; rows of bits have whole 16 bytes
         assert expected / 2 <= most < expected + 16 * len(answers)
     few, some, least = (
         answers[0][replace(run, exchange=exchange)]["rounds"] for run in (PLAIN, *BATCHES[-2:])
@@ -159,13 +159,13 @@ def test_decode_selects_the_global_topk_and_has_the_same_bits_on_every_rank(answ
 
 
 DIM = 16
-# Each is the score of a key: what float32 orders, what it does not, and many equal ones.
+# Scores of keys: ordered numbers of float32, NaN and zeros of both signs, and many equal ones.
 SCORES = [np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, 1.0, 2.0, -1.0, 3e38, -3e38, 1e-45]
 
 
 @st.composite
 def batches(draw):
-    """Placement, block tables, lengths, the scores of all keys, and rows that see some of them."""
+    """Draw a placement, block tables, lengths, scores of all keys, and rows that see some keys."""
     size = draw(st.integers(1, 4))
     page = draw(st.sampled_from([2, 4, 8]))
     placement = PLACEMENTS[draw(st.sampled_from(sorted(PLACEMENTS)))](size, page)
@@ -183,7 +183,7 @@ def batches(draw):
 
 
 def inputs_of(pool_scores, page, topk):
-    """Queries and keys whose product is 1, so that the scale of a key is its score."""
+    """Return queries and keys whose product is 1, so that the scale of a key is its score."""
     one = torch.eye(1, DIM)
     slots = len(pool_scores)
     return SparseInputs(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools that the ranks of a host share, and how their memory is divided."""
+"""Pools that the ranks of a host share, and the division of their memory."""
 
 import itertools
 import mmap
@@ -105,8 +105,8 @@ def test_ranges_cover_a_buffer_and_share_it_evenly(shapes, num_ranks):
     ("shape", "num_bytes"),
     [
         (BufferShape(5000, 4096, 64, "int8"), 316 << 10),  # very many layers
-        (BufferShape(2, 1024, 1024, "bfloat16"), 1 << 20),  # one for each layer and rank
-        (BufferShape(32, 1 << 14, 1024, "bfloat16"), LARGE_PAGE),  # eight for each
+        (BufferShape(2, 1024, 1024, "bfloat16"), 1 << 20),  # one part for each layer and rank
+        (BufferShape(32, 1 << 14, 1024, "bfloat16"), LARGE_PAGE),  # eight parts for each
         (BufferShape(32, 1 << 20, 1024, "bfloat16"), 16 << 20),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are killed, stopped or interrupted where hosts share memory, and hosts without any."""
+"""Ranks that are killed, stopped or interrupted on hosts with shared memory; hosts without it."""
 
 import re
 
@@ -15,7 +15,7 @@ ONE, TWO = ((0, 1, 2),), ((0, 1), (2, 3))
 
 @pytest.mark.slow
 def test_who_waits_for_the_lost_rank_at_its_host_is_not_taken_for_it(tmp_path):
-    """Rank 0 waits for rank 2 longer than that for rank 3: it asks, and rank 2 looks up."""
+    """Rank 0 waits for rank 2 longer than rank 2 for rank 3: it asks, and rank 2 answers."""
     world = (worker.run_stopped_behind_a_late_one, TWO)
     *others, stopped = run_world(4, tmp_path, *world, group_timeout=3)
     for message in others:
@@ -25,7 +25,7 @@ def test_who_waits_for_the_lost_rank_at_its_host_is_not_taken_for_it(tmp_path):
 
 @pytest.mark.parametrize("layout", [((0, 1),), pytest.param(TWO, marks=pytest.mark.slow)])
 def test_ctrl_c_at_the_meeting_of_a_host_is_told_to_all(tmp_path, layout):
-    """Rank 0 waits for rank 1, which has not come; ranks of another host wait for rows of both."""
+    """Rank 0 waits for rank 1, which is late; ranks of another host wait for rows of both."""
     size = size_of(layout)
     interrupted, *others = run_world(size, tmp_path, worker.run_interrupt, layout)
     assert interrupted[0] == "KeyboardInterrupt"
@@ -58,7 +58,7 @@ def test_memory_that_is_not_there_is_an_error_of_all_ranks(tmp_path, layout):
             "rank 0; nothing was sent"
         )
         assert told["at last"] == "no error"
-        assert told["left behind"] == []  # the pool is gone
+        assert told["left behind"] == []  # the pool is freed
 
 
 @pytest.mark.parametrize("layout", [ONE, pytest.param(TWO, marks=pytest.mark.slow)])
@@ -70,7 +70,7 @@ def test_a_forked_child_is_not_the_rank_and_says_nothing_to_anybody(tmp_path, la
 
 
 def test_a_rank_that_ends_well_is_not_missed(tmp_path):
-    """Its process has ended, but all has come that the others wait for."""
+    """Its process has ended, but everything that others wait for has come."""
     said = run_world(4, tmp_path, worker.run_early_end)
     assert said == [None, *["no error"] * 3]
 
@@ -81,7 +81,7 @@ def test_interrupt_ends_a_wait(tmp_path):
 
 
 def test_two_groups_on_a_host_of_which_one_loses_a_rank(tmp_path):
-    """Ranks 0, 1 and 2, 3 have pools of their own: the second pair never notices."""
+    """Ranks 0 and 1 share a pool, ranks 2 and 3 another: the second pair never notices."""
     (told, seconds, later), killed, *others = run_world(
         4, tmp_path, worker.run_two_groups_and_a_loss
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools that are shared out, in scratch that the ranks of a host have together."""
+"""Sharded pools with scratch that the ranks of a host share."""
 
 import re
 
@@ -27,7 +27,7 @@ def test_layers_have_the_bits_that_they_have_without_and_in_rounds(tmp_path, lay
 
 def test_keys_cross_the_wire_once_for_each_pair_of_hosts_as_predicted(tmp_path):
     """Each rank of a ring sends its part of a host to the same place on the next host."""
-    head_bytes = 2 * 32 * 4  # of keys and values, half of what its host holds, in two heads
+    head_bytes = 2 * 32 * 4  # keys and values: half of its host's, in two heads
     for rank, answer in enumerate(run_world(4, tmp_path, worker.run_bytes, TWO)):
         assert answer["by ring"] == [((rank + 2) % 4, 96 // 2 // 2 * 2 * head_bytes)]
         assert answer["sent"] == answer["predicted sent"] > 0
@@ -37,7 +37,7 @@ def test_keys_cross_the_wire_once_for_each_pair_of_hosts_as_predicted(tmp_path):
 
 def test_padding_nothing_and_no_memory(tmp_path):
     for told in run_world(4, tmp_path, worker.run_edges, TWO):
-        assert told["padding"]  # may be written
+        assert told["padding"]  # it may be written
         assert (told["rows"], told["written"]) == (0, False)
         assert re.fullmatch(
             r"MemoryError: ContextParallel\.attend: the host of rank 2, 3 has no [\d.e-]+ GiB for "

@@ -61,11 +61,11 @@ def test_rows_cross_the_wire_once_for_each_pair_of_hosts_as_predicted(tmp_path, 
     answers = run_world(size_of(layout), tmp_path, worker.run_bytes, layout, lengths)
     others = len(layout) - 1
     for rank, answer in enumerate(answers):
-        told = others * len(layout[0]) * answer["terms"]  # what ranks here agree to, to others
+        told = others * len(layout[0]) * answer["terms"]  # terms of ranks here, sent to others
         shared, private = answer["shared"], answer["private"]
         assert shared["sent"] == answer["by attention"] == answer["predicted sent"] + told
         assert shared["received"] == answer["predicted received"] + told
-        # Nothing is sent within a host, and rows to the same place on each other host.
+        # Nothing is sent within a host; rows go to the same place on each other host.
         rail = {ranks[rank % 2] for ranks in layout} - {rank}
         assert {peer for peer, _ in shared["by peer"]} == rail
         assert answer["predicted sent"] == others * answer["rows"]
@@ -105,7 +105,7 @@ def assert_topology(answer, rank, layout, apart, transport, reason):
     assert len(topology.hosts) == len(layout)
     assert repr(topology).startswith(f"Topology({transport}, because {reason}; ")
     shared = transport != "tcp"
-    # Each sees what the first of its own host wrote there, and nothing of another.
+    # Each rank sees only what the first rank of its own host wrote.
     assert answer["seen"] == [1.0 + (members[0] if shared else rank)]
     of = f"rank {', '.join(map(str, members))}"
     assert answer["memory"] == (f"SharedMemory(rank {rank} of {of})" if shared else "None")
