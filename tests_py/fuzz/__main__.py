@@ -9,7 +9,7 @@ import atheris
 
 def main() -> None:
     name = sys.argv.pop(1)
-    # Instrumented before anything else of the package imports them.
+    # Atheris must instrument these before other parts of the package import them.
     modules = ["cpattn.transfer", "cpattn_lab.traffic.trace", f"fuzz.{name}"]
     with atheris.instrument_imports(include=modules):
         target = importlib.import_module(f"fuzz.{name}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVLayout.from_dict` of what a peer may send."""
+"""Target of the fuzzer: `KVLayout.from_dict` with any data of a peer."""
 
 import copy
 import json
@@ -76,7 +76,7 @@ def run(data: bytes) -> None:
     assert repr(layout).startswith("KVLayout(")
     assert [list(entry) for entry in layout.entries] == written["entries"]
     for entry in layout.entries:
-        if entry.item_len == 0:  # left out
+        if entry.item_len == 0:  # it was left out
             assert entry.nbytes == 0
             assert entry.kind in ("index_k", "state")
         else:

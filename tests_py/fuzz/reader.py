@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values out of the bytes of a fuzzer, as tests_cpp/fuzz/reader.h has them in C++."""
+"""Reader of values from the bytes of a fuzzer, like tests_cpp/fuzz/reader.h in C++."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -15,14 +15,14 @@ def check_refusal(error: Exception, begin: str) -> None:
 
 
 class Reader:
-    """Bytes in their order; zeros when they are used up."""
+    """Reads bytes in their order, then zeros."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.next = 0
 
     def take(self, size: int) -> bytes:
-        """Take at most so many bytes as they are."""
+        """Return at most so many bytes unchanged."""
         part = self.data[self.next : self.next + size]
         self.next += size
         return part
@@ -38,20 +38,20 @@ class Reader:
         return self.bits(1) & 1 == 1
 
     def rarely(self, chances: int = 32) -> bool:
-        """Return True once in `chances`, never when the bytes are used up."""
+        """Return True once in `chances` calls, and False after the last byte."""
         return self.bits(1) > 255 - 256 // chances
 
     def one_of(self, values: Sequence[T]) -> T:
         return values[self.between(0, len(values) - 1)]
 
     def any(self) -> int:
-        """Any integer, often one beside a border."""
+        """Return any integer, often one near a border."""
         if self.flag():
             return self.bits(8) - 2**63
         return self.one_of(BORDERS) + self.between(0, 4) - 2
 
     def mostly(self, value: Any, chances: int = 64) -> Any:
-        """Return mostly the value; else its neighbour, any integer, or what is none."""
+        """Return mostly the value; else its neighbour, any integer, or no integer."""
         if not self.rarely(chances):
             return value
         other = (None, True, 1.5, "1", b"1", [], (1, 2), {}, float("nan"), 10**30)

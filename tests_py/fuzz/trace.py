@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of requests: any bytes, and lines of JSON that are nearly right."""
+"""Target of the fuzzer: files of requests with any bytes, or nearly correct lines of JSON."""
 
 import dataclasses
 import gzip

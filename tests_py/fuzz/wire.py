@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of peers: frames of any bytes, and frames that were nearly right."""
+"""Target of the fuzzer: messages of peers in frames with any bytes, or nearly correct frames."""
 
 import struct
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attn_with_kvcache: rotary tables and padding on the left, against the oracle."""
+"""Tests of flash_attn_with_kvcache against the oracle: rotary tables and padding on the left."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def turned(x, angles, positions, interleaved):
 
 
 def caches(layout):
-    """Keys and values, and what they are views of; a padded row begins with NaN."""
+    """Return keys and values as views of one memory in a layout."""
     shape = {"apart": (2, 3, CAPACITY), "beside": (3, 2, CAPACITY), "within": (3, CAPACITY, 2)}
     memory = torch.randn(*shape[layout], KV_HEADS, DIM)
     return memory.unbind({"apart": 0, "beside": 1, "within": 2}[layout])
@@ -81,7 +81,7 @@ def test_a_step(layout, padded, rotary_dim, interleaved, causal, window_size, ne
     for s, (row, n, pad) in enumerate(zip(rows, LENGTHS, padding, strict=True)):
         at = torch.arange(n, n + new)
         kept[0][row, at], kept[1][row, at] = turned(k[s], angles, at, interleaved), v[s]
-        # The docstring: at cache_seqlens alone, "if not causal and not local".
+        # By flash-attn's docstring all are at cache_seqlens "if not causal and not local".
         steps = torch.arange(tokens) * (causal or window_size != (-1, -1))
         queries.append(turned(q[s], angles, n + steps, interleaved))
         keys.append(kept[0][row, pad : n + new])

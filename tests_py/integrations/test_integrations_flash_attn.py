@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of flash-attn, on numbers and on codes of 8 bits, against the oracle."""
+"""Functions of flash-attn, on numbers and on 8-bit codes, against the oracle."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ def normal(*shape, dtype="float32"):
 
 
 def documented_biases(alibi_slopes, q_lens, kv_lens):
-    """The docstring of flash_attn_func: "A bias of (-alibi_slope * |i + seqlen_k - seqlen_q - j|)
+    """Follow the docs of flash_attn_func: "A bias of (-alibi_slope * |i + seqlen_k - seqlen_q - j|)
     is added to the attention score of query i and key j"."""
     slopes = alibi_slopes.expand(len(q_lens), -1)[:, :, None, None]
     distances = [
@@ -56,7 +56,7 @@ def test_equal_lengths(lens, window_size, causal):
     q_len, kv_len = lens
     q = normal(2, q_len, HEADS, DIM)
     k, v = normal(2, kv_len, KV_HEADS, DIM), normal(2, kv_len, KV_HEADS, DIM)
-    options = {"causal": causal, "window_size": torch.tensor(window_size)}  # as its own tests do
+    options = {"causal": causal, "window_size": torch.tensor(window_size)}  # as in its tests
     sinks, slopes = normal(HEADS), normal(2, HEADS)
     asked = {**options, "s_aux": sinks, "alibi_slopes": slopes, "return_attn_probs": True}
     out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, **asked)
@@ -80,14 +80,14 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("causal", "window_size", "rows"), BY_HAND)
 def test_windows_by_hand(causal, window_size, rows):
-    """The documented mask judges the functions in the other tests."""
+    """Other tests judge the functions by the documented mask."""
     mask = documented_masks.mask_of(documented_masks.flash_attn, [3], [5], causal, window_size)
     assert "".join(str(int(x)) for x in mask) == rows.replace(" ", "")
 
 
 RAGGED = [
     *(((5, 3, 1), (5, 3, 1)), ((3, 70), (40, 1))),
-    ((4, 0, 6, 2), (9, 3, 0, 33)),  # no new token, no key
+    ((4, 0, 6, 2), (9, 3, 0, 33)),  # a sequence without new tokens, one without keys
     ((0, 9, 4), (0, 2, 0)),  # fewer keys than queries, the last sequence without keys
 ]
 
@@ -115,7 +115,7 @@ def test_keys_of_no_sequence_are_not_read():
     k[11:], v[11:] = torch.nan, torch.nan
     out, lse = run_varlen(q, k, v, (1, 3), (4, 7), causal=True)
     assert_flash_attn(out, lse, in_flash_attn(q, k, v, (1, 3), (4, 7), causal=True))
-    q, k = normal(3, HEADS, DIM), normal(0, KV_HEADS, DIM)  # nothing at all
+    q, k = normal(3, HEADS, DIM), normal(0, KV_HEADS, DIM)  # no keys at all
     for out, lse in (
         run_varlen(q, k, k, (1, 2), (0, 0), causal=True),
         flash_attn.flash_attn_func(q[None], k[None], k[None], return_attn_probs=True)[:2],
@@ -277,7 +277,7 @@ def test_ragged_codes(dtype, kinds):
     q = normal(10, HEADS, DIM)
     k, v = coded(24, KV_HEADS, DIM, dtype=dtype), coded(24, KV_HEADS, DIM, dtype=dtype)
     options = {"causal": True, "k_descale": descales[0], "v_descale": descales[1]}
-    slopes = normal(3, HEADS)  # where sequences have factors of their own, these go with them
+    slopes = normal(3, HEADS)  # separate slopes for each sequence, like its factors
     out, lse = run_varlen(q, k, v, q_lens, kv_lens, alibi_slopes=slopes, **options)
     factors = (by_sequence(descale, kv_lens) for descale in descales)
     k, v = (x.double() * factor for x, factor in zip((k, v), factors, strict=True))

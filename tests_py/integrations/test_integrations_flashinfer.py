@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's names: plans, caches in one or two tensors, base-2 LSE, against the oracle."""
+"""Functions with FlashInfer's names: plans, caches in one or two tensors, base-2 LSE, oracle."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def plan_prefill(case, inputs, **options):
 
 
 def documented(case, inputs, causal, window_left=-1, custom_mask=True):
-    """The oracle's arguments: a mask decides alone, in place of what the case says."""
+    """Return arguments of the oracle, in which only a mask decides, not options of the case."""
     mask = documented_masks.mask_of(
         documented_masks.flashinfer, case.q_lens, case.kv_lens, causal, window_left
     )
@@ -57,7 +57,7 @@ def test_prefill(kv_layout, causal, dtype):
     wrapper, cache = plan_prefill(case, inputs, causal=causal)
     out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
     assert_attention(out, lse * LN2, documented(case, inputs, causal))
-    assert torch.equal(wrapper.run(inputs["q"], cache), out)  # once more with the same plan
+    assert torch.equal(wrapper.run(inputs["q"], cache), out)  # a second run with the plan
     one = torch.stack(cache, 1)
     for run in (wrapper.run, wrapper.run_return_lse):
         again = run(inputs["q"], one, return_lse=True)
@@ -150,7 +150,7 @@ def test_decode_of_codes():
 def test_slopes_of_alibi_by_hand():
     halves = [2.0**-n for n in range(1, 9)]
     assert slopes_of(8).tolist() == halves
-    between = torch.tensor([0.5, 1.5, 2.5, 3.5])  # of a head that is no power of two
+    between = torch.tensor([0.5, 1.5, 2.5, 3.5])  # for numbers of heads that are no power of two
     assert_similar(slopes_of(12), torch.cat([torch.tensor(halves), 2**-between]))
     assert slopes_of(1).tolist() == [2.0**-8]
 
@@ -168,7 +168,7 @@ def test_alibi(num_heads, sees):
     )
     out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
     expected = documented(case, inputs, sees == "causal", left, mask if given else True)
-    # Its kernels: logits * sm_scale + slope * (kv_idx - qo_idx), the latter of the new tokens.
+    # FlashInfer's kernels add slope * (kv_idx - qo_idx) to logits * sm_scale, for new tokens.
     expected["bias"] = [
         slopes_of(num_heads)[:, None, None] * (torch.arange(kv) - torch.arange(q)[:, None])
         for q, kv in zip(case.q_lens, case.kv_lens, strict=True)
@@ -229,7 +229,7 @@ def make_states(dtype, *shape):
     random = torch.Generator().manual_seed(0)
     v = torch.randn(shape, generator=random).to(getattr(torch, dtype))
     s = 5 * torch.randn(shape[:-1], generator=random)
-    s[0, ..., 0] = -torch.inf  # without keys
+    s[0, ..., 0] = -torch.inf  # a state without keys
     return v, s
 
 
@@ -270,7 +270,7 @@ CODES = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
     ("kv_layout", "dtype"), [("NHD", CODES[0]), ("HND", CODES[1]), ("NHD", CODES[2])]
 )
 def test_codes(kv_layout, dtype):
-    """Caches of codes have their dtype, or uint8 with the dtype that was planned."""
+    """Caches of codes have their dtype, or uint8 with the planned dtype."""
     case = CASE.with_(kv_layout=kv_layout)
     inputs = make_inputs(case)
     codes = [(inputs[name] * 20).nan_to_num().to(dtype) for name in ("k_cache", "v_cache")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of torch: what torch asks of operators, and equality with the functions."""
+"""Operators for torch fulfil torch's requirements, and equal the functions."""
 
 import itertools
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from support.integrations.torch_op_calls import (
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """Forget compiled functions, which count by their code; tests with parameters share that."""
+    """Forget compiled functions, which torch counts by code; parametrized tests share code."""
     torch.compiler.reset()
 
 
@@ -65,14 +65,14 @@ def test_equals_the_function(call, mode):
         outputs = call.outputs()
         assert call.out(*call.args, **call.kwargs, **outputs) is None
     assert_same(tuple(outputs.values()), expected)
-    # A tensor of inference mode is as good outside of it.
+    # A tensor from inference mode can be used outside of it.
     call.out(*call.args, **call.kwargs, **outputs)
     assert_same(tuple(outputs.values()), expected)
 
 
 @every_call
 def test_opcheck(call):
-    """Fake results have the shapes, dtypes and strides of real ones, without numbers."""
+    """Fake results have the shapes, dtypes and strides of real ones, but no numbers."""
     utilities = ("test_schema", "test_faketensor")
     torch.library.opcheck(call.operator, call.args, call.kwargs, test_utils=utilities)
 
@@ -111,7 +111,7 @@ def test_merging_and_in_one_graph():
 
 
 def test_one_graph_serves_all_lengths():
-    """Lengths and tables are data; numbers of tokens and of sequences are symbols."""
+    """Lengths and tables are data; the numbers of tokens and of sequences are symbols."""
     call, backend = CALLS[0], CompileCounter()
     _, k_cache, v_cache = call.args
 
@@ -170,7 +170,7 @@ def test_autograd_sees_what_was_overwritten_and_negated_views_are_plain():
     OPERATORS.hadamard_transform(torch.ones(64), out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
-    # They are not what their memory says; torch makes plain tensors of them.
+    # Negated views differ from their memory; torch makes plain tensors of them.
     x = torch.complex(torch.zeros(64), torch.randn(64)).conj().imag
     assert x.is_neg()
     expected = cpattn.sparse.hadamard_transform(x.resolve_neg())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of Mooncake and NIXL: what both do, over stand-ins for their packages."""
+"""Common behaviour of the engines of Mooncake and NIXL, over stand-ins for their packages."""
 
 import contextlib
 import copy
@@ -59,7 +59,7 @@ def test_lists_are_checked_before_the_foreign_engine_reads_them(kind, fake):
             with pytest.raises(error, match=rf"^{kind.name}\.{method}: {message}"):
                 getattr(engine, method)(*arguments)
         assert len(fake[0].calls) == 1
-        # At a nanosecond for each byte, these take longer than a thread can be told to wait.
+        # At a nanosecond per byte, this takes longer than the longest possible wait of a thread.
         assert engine.write(kind.peer, [8], [8], [2**64 - 1]) == 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines, each between real processes: what works, and every way to fail."""
+"""Real engines between real processes: successes, and every way to fail."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 SIZE = 1 << 20
 CANARY = 0xA5
-LIMIT = 25.0  # seconds within which a failure is reported, on a busy machine
+LIMIT = 25.0  # seconds until a failure is reported, on a busy machine
 LARGE = 1 << 31  # takes a second, and memory as it arrives
 BLOCK = 1 << 26
 
@@ -61,7 +61,7 @@ def another(start) -> Peer:
 
 @pytest.fixture
 def target(receiver) -> Iterator[int]:
-    """Canaries at the receiver; at the end the memory is released."""
+    """Make memory of canaries at the receiver, and release it at the end."""
     address = receiver.call(allocate, "target", SIZE, CANARY)
     yield address
     assert receiver.call(unregister, address) == 0
@@ -118,7 +118,7 @@ def test_writes_to_nobody_and_to_nowhere(engine, sender, receiver, target):
 
 
 def test_bad_block_fails_its_batch_only_inside_the_target(engine, sender, receiver, target):
-    """The good blocks are there or not, if the engine looks at each by itself; nothing else is."""
+    """Good blocks may arrive if the engine checks each block separately; nothing else arrives."""
     blocks = [(0, target, 64), (64, target + SIZE - 1, 64), (128, target + 128, 64)]
     assert sender.call(write, receiver.session_id, "source", blocks)[0] == -1
     source, memory = sender.call(contents, "source"), receiver.call(contents, "target")
@@ -145,7 +145,7 @@ def test_codes_of_registration(sender, receiver, target):
     assert receiver.call(register, [target + 8], [8]) == -7
     assert receiver.call(register, [target + SIZE], [0]) == -1
     assert receiver.call(unregister, target + 8) == -3
-    # A refused call changes nothing: neither of its ranges is registered, and the old one still is.
+    # A refused call changes nothing: its ranges are not registered, and the old range still is.
     assert receiver.call(register, [target + SIZE, target], [64, 64]) == -7
     assert receiver.call(unregister, target + SIZE) == -3
     assert sender.call(write, receiver.session_id, "source", [(0, target, 64)])[0] == 0
@@ -178,7 +178,7 @@ def execute(state, session, name, address, nbytes):
 
 
 def test_receiver_killed_in_the_middle_of_a_batch(engine, sender, receiver, another):
-    """An error says how far the transfer came: bytes have moved, and most have not."""
+    """The error says how far the transfer came: some bytes have moved, most have not."""
     source = sender.call(allocate, "large", LARGE, 0, engine.registers_sources)
     sender.call(set_first, "large", 1)
     address = another.call(allocate, "large", LARGE, 0)
@@ -232,7 +232,7 @@ def test_write_to_a_frozen_receiver_ends_by_timeout(engine, sender, receiver, an
 def close(state, session):
     name = type(state.engine).__name__
     state.engine.close()
-    state.engine.close()  # the second one does nothing
+    state.engine.close()  # the second call does nothing
     with pytest.raises(RuntimeError, match=rf"^{name}: {session} is closed$"):
         state.engine.write("127.0.0.1:1", [], [], [])
 
@@ -248,7 +248,7 @@ NUM_THREADS = 8
 
 
 def write_on_threads(state, session, name, address):
-    """The first half of a buffer, each thread a part; every other one by `write_async`."""
+    """Write the first half of a buffer in parts by threads; every other part by `write_async`."""
     base, size = getattr(state, name).ctypes.data, SIZE // 2 // NUM_THREADS
     parts = [([base + i * size], [address + i * size], [size]) for i in range(NUM_THREADS)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -259,7 +259,7 @@ def write_on_threads(state, session, name, address):
 
 @pytest.fixture
 def stopped(another) -> Iterator[tuple[Peer, int]]:
-    """A process that nobody has met, stopped, and the address of its memory."""
+    """Make a stopped process that no peer has met, and return it and its memory's address."""
     address = another.call(allocate, "target", 4096, CANARY)
     another.stop()
     yield another, address
@@ -267,7 +267,7 @@ def stopped(another) -> Iterator[tuple[Peer, int]]:
 
 
 def test_a_peer_stopped_before_it_was_met(engine, start, receiver, stopped):
-    """The peer is given up after the timeout, holds up nobody else, and can be written to later."""
+    """The peer is given up after the timeout, delays no other peer, and can be written to later."""
     sender, (peer, address) = start(), stopped
     sender.call(allocate, "source", 4096, 1, engine.registers_sources)
     error, seconds = sender.call(execute, peer.session_id, "source", address, 64, timeout=2 * 60)
@@ -286,7 +286,7 @@ def test_a_peer_stopped_before_it_was_met(engine, start, receiver, stopped):
     assert receiver.call(contents, "own", 0, 65) == 64 * b"\1" + b"\xa5"
 
     peer.resume()
-    time.sleep(1)  # for what might be on its way, although it was given up
+    time.sleep(1)  # abandoned writes might still arrive
     assert peer.call(contents, "target") == 4096 * b"\xa5"
     deadline = time.monotonic() + LIMIT
     while sender.call(write, peer.session_id, "source", blocks)[0]:
@@ -327,7 +327,7 @@ def test_an_engine_and_its_process_end_while_a_peer_does_not_answer(engine, stop
         finally:
             script.kill()
     assert (script.returncode, "code -1" in printed) == (0, True)
-    assert time.monotonic() - begin < LIMIT + 10  # seconds to start it
+    assert time.monotonic() - begin < LIMIT + 10  # 10 seconds for its start
 
 
 CTRL_C = """
@@ -352,11 +352,11 @@ def test_ctrl_c_ends_the_wait_for_a_write(engine):
     with popen(engine, CTRL_C) as script:
         try:
             assert script.stdout.readline() == "ready\n"
-            time.sleep(0.3)  # into the write
+            time.sleep(0.3)  # wait until it writes
             begin = time.monotonic()
             script.send_signal(signal.SIGINT)
             assert script.stdout.readline() == "interrupted\n"
-            assert time.monotonic() - begin < 5  # of the 30 that the write would take
+            assert time.monotonic() - begin < 5  # the write would take 30
             assert script.wait(20) == 0
         finally:
             script.kill()

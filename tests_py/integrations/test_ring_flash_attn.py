@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ring-flash-attn, unmodified, on our kernels: ranks of gloo against one process in float64."""
+"""The unmodified ring-flash-attn on our kernels: gloo ranks against one process in float64."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.engine("ring-flash-attn"),
 ]
 
-EQUAL, RAGGED, UNEVEN = (48, 48), (16, 40, 8), (13, 30, 1, 20)  # divisible as each method needs
+EQUAL, RAGGED, UNEVEN = (48, 48), (16, 40, 8), (13, 30, 1, 20)  # each method divides one
 METHODS = [
     *(("zigzag", EQUAL, True), ("zigzag_varlen", RAGGED, True), ("stripe", EQUAL, True)),
     *(("ring", EQUAL, True), ("ring", EQUAL, False)),

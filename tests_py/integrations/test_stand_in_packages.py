@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for flash-attn, FlashInfer and torch_npu: put in place, taken away, hiding nothing."""
+"""Stand-ins for flash-attn, FlashInfer and torch_npu are installed and removed, hiding nothing."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,7 @@ import pytest
 
 from cpattn.integrations import flash_attn, flashinfer, torch_npu
 
-# Of each its package, one of the modules, and what that has.
+# Package, one of its modules, and a name in that, of each stand-in.
 PACKAGES = [
     (flash_attn, "flash_attn.flash_attn_interface", "flash_attn_varlen_func"),
     (flashinfer, "flashinfer.prefill", "BatchPrefillWithPagedKVCacheWrapper"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch guard: which machines need it, and what it does to the environment."""
+"""The torch guard: the machines that need it, and its changes of the environment."""
 
 import os
 import platform

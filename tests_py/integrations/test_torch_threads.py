@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on the threads of torch's OpenMP: as many, where those are, with the same bits."""
+"""Calls on the threads of torch's OpenMP have their number and places, and equal bits."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from cpattn.integrations import _torch_threads  # noqa: E402
 from cpattn.integrations.torch_threads import set_thread_pool  # noqa: E402
 
-OWN = "cpattn worker\n"  # what the system calls those of the pool
+OWN = "cpattn worker\n"  # the system's name for threads of the pool
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_results_have_the_same_bits(of_torch, threads):
 
 
 def reaches(threads: int, most: int) -> bool:
-    """Return whether so many threads work in one of 50 calls; more never do."""
+    """Return whether `most` threads work in one of 50 calls; no call may have more."""
     for _ in range(50):
         with cpattn.profile() as profile:
             attention(threads)

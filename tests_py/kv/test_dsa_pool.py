@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of FP8 rows: its bytes, and its transfer."""
+"""Pool of FP8 rows: its bytes, and its transfer."""
 
 import ctypes
 
@@ -79,7 +79,7 @@ def test_buffers():
     assert bare.index_k_buffer is None
     assert bare.get_state_buf_infos() == ([], [], [])
     bare.set_kv_buffer(4, np.array([3]), np.ones((1, 576), np.float32))
-    assert bare.get_key_buffer(4)[0, 3, 0, 0] == 0x7E  # 448, times the scale
+    assert bare.get_key_buffer(4)[0, 3, 0, 0] == 0x7E  # code of 448
 
 
 def test_transfer_of_rows_and_whole_pages():

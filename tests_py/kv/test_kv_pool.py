@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV pools: shapes, what engines are told of their memory, and what they refuse."""
+"""KV pools: shapes, descriptions of their memory for engines, and refused arguments."""
 
 import copy
 import gc
@@ -21,14 +21,14 @@ POOL_DTYPES = (*DTYPES, FP8)
 
 
 def golden(use_fia=False, **options):
-    """Nine pages of 8 tokens with 2 heads of 8 numbers, two layers."""
+    """Make a pool of nine pages of 8 tokens with 2 heads of 8 numbers, and two layers."""
     sizes = {"size": 64, "page_size": 8, "num_layers": 2, "num_kv_heads": 2, "head_dim": 8}
     options = {"dtype": "float32", "use_fia": use_fia} | options
     return cpattn.kv.MHATokenToKVPool(**sizes, **options)
 
 
 def raw(tensor):
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     if isinstance(tensor, torch.Tensor):
         tensor = tensor.contiguous().view(torch.uint8).numpy()
     return np.ascontiguousarray(tensor).view(np.uint8).reshape(-1)
@@ -40,7 +40,7 @@ def address(tensor):
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_the_container_is_torch_where_it_is_installed(installed, monkeypatch):
-    """Here torch has been imported, which does not matter."""
+    """The process has imported torch, which does not matter."""
     monkeypatch.setattr("cpattn.kv.buffers.find_spec", lambda name: installed or None)
     assert isinstance(golden().k_buffer, torch.Tensor if installed else np.ndarray)
 
@@ -119,7 +119,7 @@ def test_item_length_times_pages_is_the_length_of_every_buffer(data):
     assert sizes == [page * pool.num_pages for page in page_sizes]
     assert pool.get_kv_size_bytes() == tuple(layers * size for size in sizes[::layers])
     assert pool.nbytes == sum(sizes)
-    for start in range(0, len(addrs), layers):  # layers of a kind lie one behind the other
+    for start in range(0, len(addrs), layers):  # layers of a kind are adjacent
         step = sizes[start]
         assert addrs[start : start + layers] == [addrs[start] + i * step for i in range(layers)]
     assert address(pool.get_value_buffer(pool.end_layer - 1)) == addrs[2 * layers - 1]

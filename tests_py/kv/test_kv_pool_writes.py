@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows written to KV pools: where they land, which codes they become, and what is refused."""
+"""Rows written to KV pools: their places, their codes, and refused rows."""
 
 import ml_dtypes
 import numpy as np
@@ -32,9 +32,9 @@ def mla_pool(**options):
 
 
 def make_rows(tokens, dim, dtype="float32", seed=0, *, special=False):
-    """Numbers of all sizes, so that casts round, overflow and underflow.
+    """Return numbers of all sizes, so that casts round, overflow and underflow.
 
-    Where they are special, some heads are of zeros, some have NaN or an infinity.
+    With `special`, some heads have only zeros, and some have NaN or an infinity.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, HEADS, dim, generator=generator)
@@ -45,20 +45,20 @@ def make_rows(tokens, dim, dtype="float32", seed=0, *, special=False):
 
 
 def bits(x):
-    """Return the bits of every element, any NaN being as good as another."""
+    """Return the bits of every element, with equal bits for all NaN."""
     nan = x.float().isnan()
     unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize]
     return x.contiguous().view(unsigned).masked_fill(nan, -1 if x.itemsize > 1 else 0x7F)
 
 
 def stored(rows, dtype, scale):
-    """Convert rows as a pool does: the definition in torch."""
+    """Convert rows like a pool, by the definition in torch."""
     dtype = getattr(torch, dtype)
     return rows if rows.dtype == dtype else (rows.float() / float(scale or 1)).to(dtype)
 
 
 def snapshot(pool):
-    """The bytes of all buffers, [buffer, slot, byte of the row]."""
+    """Return the bytes of all buffers, [buffer, slot, byte of the row]."""
     return [
         layer.contiguous().view(torch.uint8).reshape(pool.num_pages * PAGE, -1).clone()
         for kind in pool.kinds
@@ -168,7 +168,7 @@ SCALES = ("float32", "float16", "bfloat16")
 
 
 def codes_of(x, scale, dtype):
-    """The definition in torch: saturating, NaN kept, infinities where there are any."""
+    """Return codes by definition: saturated, with NaN, and with infinities if the dtype has any."""
     x = x.float() / scale
     limit = LARGEST[dtype]
     if dtype == "int8":
@@ -178,7 +178,7 @@ def codes_of(x, scale, dtype):
 
 
 def scales_of(x, dtype, scale_dtype):
-    """The scale of each token and head [tokens, heads], as it is kept."""
+    """Return the stored scale of each token and head [tokens, heads]."""
     scale_type = getattr(torch, scale_dtype)
     scale = (x.float().abs().amax(-1) / LARGEST[dtype]).clamp(max=torch.finfo(scale_type).max)
     scale[scale < SMALLEST["float32"]] = 0
@@ -194,12 +194,12 @@ def scaled_codes_of(x, scale, dtype):
 
 
 def same(a, b):
-    """Return whether all numbers are equal, NaN where NaN is."""
+    """Return whether all numbers are equal, with NaN in equal places."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def raw(x):
-    """Codes as bytes, a NaN of either sign as 0x7f."""
+    """Return codes as bytes, with 0x7f for a NaN of either sign."""
     codes = x.contiguous().view(torch.uint8)
     return codes if x.dtype == torch.int8 else codes.masked_fill(x.float().isnan(), 0x7F)
 
@@ -250,7 +250,7 @@ def test_a_scale_for_each_token_and_head(isa, given_as, dtype, scale_dtype):
 @pytest.mark.parametrize("scale_dtype", SCALES)
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_codes_are_copied_with_their_scales(dtype, scale_dtype):
-    """Rows read from one pool and written to the next, as between ranks, keep their scales."""
+    """Rows keep their scales when read from a pool and written to another, as between ranks."""
     first, second = make_pool(dtype, scale_dtype), make_pool(dtype, scale_dtype, use_fia=True)
     slots = [9, 8, 61, 20, 21, 30]
     first.set_kv_buffer(

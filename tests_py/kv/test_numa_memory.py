@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools on chosen NUMA nodes, as Linux tells where their pages are."""
+"""Pools on chosen NUMA nodes; Linux tells the nodes of their pages."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def errno_of_mbind():
-    """Return what the system says to a call that changes nothing."""
+    """Return the system's error number for a call that changes nothing."""
     libc = ctypes.CDLL(None, use_errno=True)
     done = libc.syscall(MBIND[platform.machine()], *map(ctypes.c_long, (0, 0, 0, 0, 0, 0)))
     return 0 if done == 0 else ctypes.get_errno()
@@ -31,7 +31,7 @@ def errno_of_mbind():
 
 @pytest.fixture
 def two_nodes(tmp_path, monkeypatch):
-    """Files of a system with two nodes of 1 GiB, of which this process may use both."""
+    """Write files of a system with two nodes of 1 GiB, both usable by this process."""
     files = {"proc/self/status": "Name: x\nMems_allowed:\t3\nMems_allowed_list:\t0-1\n"}
     for node in (0, 1):
         folder = f"sys/devices/system/node/node{node}"
@@ -49,18 +49,18 @@ def mha_pool(memory, **options):
 
 
 def policy_of(buffer):
-    """Return the policy of a buffer's memory, and the nodes that its pages are on."""
+    """Return the policy of a buffer's memory, and the nodes of its pages."""
     begin, policy, last = 0, "", []
     for line in Path("/proc/self/numa_maps").read_text().splitlines():
         address, name, *parts = line.split()
-        if begin < int(address, 16) <= buffer.ctypes.data:  # addresses are not of equal lengths
+        if begin < int(address, 16) <= buffer.ctypes.data:  # addresses differ in length
             begin, policy, last = int(address, 16), name, parts
     return policy, {int(part[1:].split("=")[0]) for part in last if part.startswith("N")}
 
 
 @contextmanager
 def as_the_system_allows():
-    """Expects an error of the body where the system places no memory, and nothing behind it."""
+    """Expect an error of the body if the system places no memory."""
     if not errno_of_mbind():
         yield
         return
@@ -99,7 +99,7 @@ def test_nodes_are_those_of_the_cpus(two_nodes, monkeypatch, cpus, nodes):
 
 
 def test_a_node_that_the_system_refuses(two_nodes):
-    """Another process may take it away after this one has read the files."""
+    """A node may be removed after this process has read the files."""
     (two_nodes / "proc/self/status").write_text("Mems_allowed_list:\t0,900\n")
     meminfo = two_nodes / "sys/devices/system/node/node900/meminfo"
     meminfo.parent.mkdir()
@@ -160,7 +160,7 @@ except RuntimeError as error:
 
 
 def test_a_container_that_refuses(children):
-    """A filter of system calls, as containers have one, refuses mbind with EPERM."""
+    """A filter of system calls, as in containers, refuses mbind with EPERM."""
     number = MBIND[platform.machine()]
     program = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]
     filters = b"".join(struct.pack("=HBBI", *line) for line in program).hex()

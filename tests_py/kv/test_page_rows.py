@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes into pages that others keep: an engine, or a pool of another library."""
+"""Writes into pages of an engine, or of a pool of another library."""
 
 import itertools
 import math
@@ -27,13 +27,13 @@ DTYPES = {
 
 
 def make_pages(dtype, dim):
-    """[pages, heads, page_size, dim], every other page and slot of a larger array."""
+    """Return [pages, heads, page_size, dim]: every other page and slot of a larger array."""
     whole = np.zeros((2 * PAGES, HEADS, 2 * PAGE_SIZE, dim + 16), DTYPES[dtype])
     return whole[::2, :, PAGE_SIZE:, 8 : dim + 8]
 
 
 def make_rows(count, dtype, seed=0):
-    """Keys and values, side by side in a larger array."""
+    """Return keys and values, side by side in a larger array."""
     rng = np.random.default_rng(seed)
     fused = rng.standard_normal((count, 5 + HEADS * (K_DIM + V_DIM))).astype(DTYPES[dtype])
     k, v = np.split(fused[:, 5:], [HEADS * K_DIM], axis=1)
@@ -48,7 +48,7 @@ def nearest(rows, dtype, scale):
 FORMATS = [(a, b) for a, b in product([*DTYPES][:3], DTYPES) if a == b or "8" in b]
 
 
-#: Views of pages [pages, heads, page_size, dim], and the layout that they are in.
+#: Views of pages [pages, heads, page_size, dim] in each layout.
 LAYOUTS = {"HND": lambda pages: pages, "NHD": lambda pages: pages.swapaxes(1, 2)}
 
 
@@ -134,8 +134,8 @@ def test_slots_without_pages():
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_rows_move_all_at_once(pairs, crowded, kv_layout):
-    """Chains, cycles and rows that go to several slots: as if all had been read first."""
-    if crowded:  # few slots, so that nearly all moves depend on others
+    """Results of chains, cycles and rows to several slots are as if all rows were read first."""
+    if crowded:  # with few slots nearly all moves depend on others
         pairs = [(source % 8, target % 8) for source, target in pairs]
     pairs = [*{target: (source, target) for source, target in pairs}.values()]
     sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -182,7 +182,7 @@ def test_moves_that_cannot_be_are_refused(changes, message):
 def test_keys_and_values_of_one_allocation_are_moved():
     for pair in (np.ones((0, 1, 2)), np.ones((4, 1, 0))):
         move_rows([], [], [pair, pair.copy()])
-    for axis in range(4):  # of [pages, tokens, heads, dim], in front of which K and V lie by turns
+    for axis in range(4):  # place of the axis of K and V among [pages, tokens, heads, dim]
         both = np.arange(2.0 * 3 * 4 * 5 * 6).reshape(*(3, 4, 5, 6)[:axis], 2, *(3, 4, 5, 6)[axis:])
         keys, values = np.moveaxis(both, axis, 0)
         before = keys.copy(), values.copy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel attention that writes KV pools and reads them, in both of their layouts."""
+"""Context-parallel attention that writes and reads KV pools, in both layouts."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements, gathers and the allocator of sharded pools: values, results, and what they refuse.
+"""Placements, gathers and the allocator of sharded pools: values, results, and refusals.
 
 `tests_cpp/kv` has places of all sizes, plans of any batches, and calls in any order.
 """
@@ -44,7 +44,7 @@ def test_rows_of_pools_are_whole_pages():
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_places_of_indices(make):
-    """Indices may be in any order, far, or padding, in runs of four over two ranks."""
+    """Indices may be in any order, large, or padding, in runs of four over two ranks."""
     placement = make(2, 4)
     indices = [0, 3, 4, 9, -1, 13, 2**40 + 5]
     owners, local = placement.owner_of(indices), placement.local_index(indices)
@@ -113,7 +113,7 @@ NO_PLACES = [
 
 
 def plan_of(table: Any, prefix_lens: Any, seq_lens: Any, **changes: Any) -> ShardGatherPlan:
-    """Plan for pages of 4 tokens over two ranks, where nothing else is said."""
+    """Plan for pages of 4 tokens over two ranks, unless `changes` differ."""
     sizes: dict[str, Any] = {
         "placement": PageInterleave(shard_size=2, page_size=4), "size": 16,
         "max_prefix_tokens": 32, "chunk_tokens": 16, "req_pool_indices": None,
@@ -163,7 +163,7 @@ def test_plans_are_values():
 
 
 def refused(message, slots=SLOTS, prefix=8, seq=14, **changes):
-    """A row of the table: a plan of one request, or of lists of them, that is refused."""
+    """Return a row of the table: a refused plan of one request, or of tuples of them."""
     rows, prefixes, lens = (x if isinstance(x, tuple) else (x,) for x in (slots, prefix, seq))
     return lambda: plan_of(
         [*rows], [*prefixes], [*lens], **changes
@@ -248,7 +248,7 @@ def test_an_allocator_says_what_it_is():
 
 
 def test_memory_is_that_of_the_pages_in_use():
-    """The pool may be as large as slots can be numbered."""
+    """The size of the pool may be the largest number of a slot."""
     allocator = StripedAllocator(2**60, page_size=1, shard_size=2)
     assert allocator.available_size() == 2**61
     allocator.free(allocator.alloc_cyclic(0, 10))

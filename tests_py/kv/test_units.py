@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed units in the pools of ranks: damaged plans are refuted; random right ones are proved
-where `support.proof.random_plans` are linted."""
+"""Compressed units in the pools of ranks: damaged plans are refuted; tests that lint plans of
+`support.proof.random_plans` prove random correct ones."""
 
 from functools import partial
 

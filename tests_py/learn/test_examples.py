@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of examples/, run as their docstrings say."""
+"""Programs of examples/, run as their docstrings say."""
 
 import ast
 import os
@@ -13,7 +13,7 @@ from support.children import path_with
 from support.places import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-#: What the last line of each says when all was as it should be.
+#: Last line of each successful program.
 LAST = {
     "move_kv": r"checksums: prefill (\w{8}), decode \1",
     "own_engine": r"prompt of \d+: \[\d.*\], as the oracle has it",
@@ -26,16 +26,16 @@ def commands_of(example: Path) -> list[str]:
     return [line.split(" # ")[0].strip() for line in text.splitlines() if " examples/" in line]
 
 
-OF_TUTORIALS = {"context_parallel_prefill"}  # whose tests run it
-#: Half of a server is its face: what it reads, refuses and streams, and clients that leave. It has
-#: a file of tests of its own.
+OF_TUTORIALS = {"context_parallel_prefill"}  # tests of tutorials run it
+#: Longer examples: half of the server handles reading, refusing, streaming and leaving clients. It
+#: has a separate file of tests.
 LONGEST = {"serve_over_ranks": 250}
 NEEDS_CUDA = {"gpu_ring": "gpu_ring.py: needs a CUDA device, and torch has none here"}
 
 
 @pytest.mark.parametrize("name", LAST)
 def test_an_example_runs(name, tmp_path, children):
-    """The first form runs here; the tutorials run the others."""
+    """The first form runs here; the tutorials run other forms."""
     run = example(name, tmp_path, children)
     assert run.returncode == 0, run.stderr
     assert re.fullmatch(LAST[name], run.stdout.splitlines()[-1])

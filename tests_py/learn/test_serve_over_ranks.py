@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of examples/, over two ranks: ten clients at once, of whom one goes away."""
+"""The server of examples/, over two ranks: ten clients at once, and one of them leaves."""
 
 import http.client
 import json

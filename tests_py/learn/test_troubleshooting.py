@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every message that docs/troubleshooting.md quotes is printed by what it is about."""
+"""Every message that docs/troubleshooting.md quotes is really printed."""
 
 import ctypes
 import os
@@ -41,7 +41,7 @@ def attend(q=Q, cache=CACHE, **changes):
 
 
 class OnDevice:
-    """A tensor that says it is one of a GPU."""
+    """Tensor that claims to be on a GPU."""
 
     device = "cuda:0"
 
@@ -61,7 +61,7 @@ def requiring_gradients() -> str:
 
 
 def guarded() -> str:
-    """A machine with half-exposed AMX, asked before and after torch is imported."""
+    """Return the messages on a machine with half-exposed AMX, before and after importing torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "amx_usable", lambda: True)
         patch.setattr(_core, "amx_palette_missing", lambda: True)
@@ -135,7 +135,7 @@ def in_package(name: str) -> str:
 
 
 def asserted_in(test: str) -> str:
-    """A test that sees the message for real."""
+    """Return the text of a test that sees the message for real."""
     return (TESTS / test).read_text()
 
 
@@ -143,7 +143,7 @@ POOL = cpattn.kv.MHATokenToKVPool(
     size=64, page_size=16, num_layers=1, num_kv_heads=2, head_dim=64, dtype="float32"
 )
 
-#: By heading, what gives the messages of that section; "two_ranks" is a fixture.
+#: Functions that give the messages of a section, by its heading; "two_ranks" is a fixture.
 SOURCES: dict[str, list[Callable[[], str]]] = {
     "torch dies with an illegal instruction in bfloat16": [
         lambda: str(signal.strsignal(signal.SIGILL)),

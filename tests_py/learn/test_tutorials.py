@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorials, done as their readers do them; those in engines are in integrations."""
+"""The tutorials, followed like by readers; integrations has the tutorials in engines."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def test_what_a_page_says_otherwise_is_noticed(tmp_path, children):
 
 
 def test_a_tutorial_has_all_that_it_promises():
-    """Time and needs come first; every command is a block that is run."""
+    """Time and needs come first; every command is in a block that is run."""
     links = re.findall(r"\]\((\w+\.md)\)", (FOLDER / "index.md").read_text())
     assert sorted(set(links)) == [page.name for page in TUTORIALS]
     for page in TUTORIALS:
@@ -50,13 +50,13 @@ def test_a_tutorial_has_all_that_it_promises():
         assert all(block.is_output for block in texts)
 
 
-#: What pages need beyond NumPy; those of engines are in integrations.
+#: Packages that pages need beyond NumPy; integrations has the pages of engines.
 NEEDS = {
     "prove_your_own": ("torch", "click", "hypothesis", "jsonschema"),
     "check_your_own": (),
     "context_parallel": ("torch",),
     "model_over_ranks": ("torch", "transformers"),
-    "profiling": ("torch",),  # which comes with what draws
+    "profiling": ("torch",),  # it comes with the packages for plots
     "move_kv": (),
 }
 
@@ -83,7 +83,7 @@ PAGES = [
 
 
 def names_in(text: str) -> set[str]:
-    """Dotted names of the package, but for those that an error message says are gone."""
+    """Return dotted names of the package, without those that an error message calls removed."""
     prose = re.sub(r'^```text title="Message".*?^```$', "", text, flags=re.M | re.S)
     return set(re.findall(r"\bcpattn(?:\.[a-z_]\w*)+", prose, re.IGNORECASE)) - {"cpattn.git"}
 
@@ -104,6 +104,6 @@ def test_names_resolve():
 
 
 def test_environment_variables_are_those_of_the_command_line_page():
-    known = (ROOT / "docs" / "command_line.md").read_text()  # whose tests find them in sources
+    known = (ROOT / "docs" / "command_line.md").read_text()  # its tests find them in sources
     for page in PAGES:
         assert all(f"`{name}`" in known for name in re.findall(r"CPATTN_[A-Z_]+", page.read_text()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool that changes sources and runs the tests, on sources whose mutants are known."""
+"""The tool that changes sources and runs the tests, on sources with known mutants."""
 
 import json
 import os
@@ -78,7 +78,7 @@ class Project:
         self.test = self.write("tests_py/test_clip.py", TEST)
         self.write("python/cpattn/__init__.py", "")
         self.write("python/cpattn/clip.py", CLIPPED)
-        self.write("python/cpattn_tool.py", "ANSWER = 2")  # of a package without mutants
+        self.write("python/cpattn_tool.py", "ANSWER = 2")  # a package without mutants
 
     def write(self, name: str, text: str) -> Path:
         path = self.root / name
@@ -87,7 +87,7 @@ class Project:
         return path
 
     def run(self, code: int = 1) -> tuple[list[str], subprocess.CompletedProcess[str]]:
-        """Returns the outcomes that a run adds, and what it says."""
+        """Return the outcomes that a run adds, and the finished process."""
         before = self.journal.read_text().splitlines() if self.journal.exists() else []
         command = [sys.executable, "-m", "mutate", f"--root={self.root}", "--tests=test_*.py"]
         environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
@@ -112,7 +112,7 @@ def test_runs_on_a_project_whose_mutants_are_known(tmp_path: Path) -> None:
     assert last_row(done.stdout) == ["2", "1", "1", "0", "50.0", "%"]
     assert "value > limit  ->  value >= limit" in done.stdout.splitlines()[-1]
     made = project.root / "build" / "mutation" / "python" / "cpattn" / extension.name
-    assert made.resolve() == extension  # Python alone runs on that of the release build
+    assert made.resolve() == extension  # mutants of Python use the core of the release build
     assert project.run()[0] == []
     project.write("tests_py/test_more.py", TEST)
     assert project.run()[0] == ["survived"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""npu_fused_infer_attention_score: layouts, modes, lengths and masks against the oracle."""
+"""Layouts, modes, lengths and masks of npu_fused_infer_attention_score against the oracle."""
 
 import inspect
 import itertools
@@ -19,7 +19,7 @@ from support.npu.fia_cases import LAYOUTS, TEMPLATE, FiaBatch
 from support.pairwise import pairwise
 
 Q_LENS, KV_LENS = (5, 1, 7), (20, 17, 7)
-# Blocks by head need a query with the heads before the tokens, or packed sequences.
+# Blocks by head need queries with heads before tokens, or packed sequences.
 FORMS = [
     (layout, blocks)
     for layout in LAYOUTS
@@ -109,7 +109,7 @@ def test_mask_shapes(shape, mask_dtype):
 
 
 def test_masks_of_single_queries_and_template_shapes():
-    """Masks may be as wide as the table of blocks; what the template holds does not matter."""
+    """Masks may be as wide as the table of blocks; the template's contents do not matter."""
     batch = FiaBatch("BNSD", (1, 1, 1), KV_LENS, spare_rows=0, blocks="H")
     mask = np.random.default_rng(3).random((3, 1, 40)) < 0.4
     for shape in ((3, 40), (3, 1, 40), (3, 1, 1, 40)):
@@ -144,7 +144,7 @@ def test_rope_parts_apart(layout, sizes, dtype):
 
 
 def test_defaults():
-    """The layout is BSH, with one head and scale 1: not 1 / sqrt(D)."""
+    """Defaults are the layout BSH, one head and the scale 1, not 1 / sqrt(D)."""
     batch = FiaBatch("BSH", (4,), (6,), num_heads=1, num_kv_heads=1, spare_rows=0, scale=1.0)
     query, key, value = (batch.arguments()[name] for name in ("query", "key", "value"))
     batch.check(fia(query, key, value, softmax_lse_flag=True))
@@ -175,7 +175,7 @@ def test_empty_tensors():
 
 
 def test_strided_inputs():
-    """Views are taken as they are: a [B, S, N, D] buffer seen as BNSD, and a part of a row."""
+    """Views need no copy: a [B, S, N, D] buffer viewed as BNSD, and a part of a row."""
     batch = FiaBatch("BNSD", (5, 3), (20, 17))
     arguments = batch.arguments(softmax_lse_flag=True)
     for name in ("query", "key", "value"):
@@ -188,7 +188,7 @@ def test_strided_inputs():
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_ragged_batches(data):
-    """Some have no keys or queries; the band is ignored without a mask."""
+    """Some sequences have no keys or queries; the band is ignored without a mask."""
     layout, blocks = data.draw(st.sampled_from(FORMS))
     lens = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 70)), min_size=1, max_size=4)
     q_lens, kv_lens = zip(*data.draw(lens), strict=True)

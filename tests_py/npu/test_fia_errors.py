@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of npu_fused_infer_attention_score, in which words."""
+"""Refusals of npu_fused_infer_attention_score, with their messages."""
 
 import pytest
 import torch

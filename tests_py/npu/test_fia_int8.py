@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""npu_fused_infer_attention_score on keys and values of int8: every mode against the oracle."""
+"""Every mode of npu_fused_infer_attention_score on int8 keys and values, against the oracle."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ MODES |= {"slot": 4, "slot of head": 5}
 
 
 class Int8Batch:
-    """A batch whose keys and values are codes, and the same with what these stand for."""
+    """Batch with codes as keys and values, and the batch with their numbers."""
 
     def __init__(self, layout: str = "BSND", dtype: str = "float32", **changes: Any) -> None:
         self.meant = FiaBatch(layout, Q_LENS, KV_LENS, dtype=dtype, **changes)
@@ -37,7 +37,7 @@ class Int8Batch:
             setattr(self.codes, name, [x.to(self.meant.torch_dtype) for x in codes])
 
     def numbers(self, kind: str, dim: int, low: float, high: float) -> torch.Tensor:
-        """Scales or offsets, of a shape that the mode of `kind` takes."""
+        """Return scales or offsets in a shape for the mode of `kind`."""
         batch, heads, dtype = self.meant, self.meant.num_kv_heads, self.meant.torch_dtype
         tokens = max(batch.kv_lens) + batch.spare_rows + 3
         blocks = int((batch.tables >= 0).sum()) + 1
@@ -49,7 +49,7 @@ class Int8Batch:
         return torch.from_numpy(self.rng.uniform(low, high, shape)).to(dtype)
 
     def of_sequence(self, numbers: torch.Tensor, kind: str, b: int, dim: int) -> torch.Tensor:
-        """The numbers of a sequence, such that they broadcast to [tokens, N, D]."""
+        """Return the numbers of a sequence, which broadcast to [tokens, N, D]."""
         batch, heads = self.meant, self.meant.num_kv_heads
         token = np.arange(batch.kv_lens[b])
         block, slot = batch.tables[b, token // batch.block_size], token % batch.block_size
@@ -67,8 +67,8 @@ class Int8Batch:
         return numbers[block, :, slot][..., None]
 
     def quantize(self, key_kind: str, value_kind: str, offsets: bool) -> dict[str, Any]:
-        """Arguments of antiquant; what keys and values stand for is rounded to the query's dtype
-        where they are written out in it."""
+        """Return arguments of antiquant; numbers of codes are rounded to the query's dtype if the
+        operator writes them out in it."""
         in_place = {"one", "head", "slot", "slot of head"}
         in_place |= set() if self.meant.blocks else {"token", "token of head"}
         expands = offsets or not {key_kind, value_kind} <= in_place
@@ -94,7 +94,7 @@ class Int8Batch:
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
         arguments = self.codes.arguments(softmax_lse_flag=True)
-        for name in ("key", "value"):  # rows that must not be read are the lowest code
+        for name in ("key", "value"):  # rows that must not be read have the lowest code
             arguments[name] = arguments[name].float().nan_to_num(-128).to(torch.int8)
         return arguments | changes
 
@@ -126,7 +126,7 @@ def test_modes(isa, blocks, offsets):
     ("kind", "axes"), [("one", 0), ("NxD", 2), ("N1D", 3), ("H", 1), ("token", 2)]
 )
 def test_one_tensor_for_keys_and_values(kind, axes, offsets):
-    """A tensor for keys or values alone takes precedence."""
+    """A separate tensor for keys or values takes precedence."""
     batch = Int8Batch(dtype="bfloat16")
     given = batch.quantize(kind, kind, offsets)
     both = {"antiquant_mode": MODES[kind]}
@@ -142,7 +142,7 @@ def test_one_tensor_for_keys_and_values(kind, axes, offsets):
 
 
 def test_factors_that_are_not_positive():
-    """Such factors are numbers like any other: the codes are written out with them."""
+    """Such factors are ordinary numbers: the codes are written out with them."""
     for factor in (0.0, -0.01):
         batch = Int8Batch()
         given = batch.quantize("one", "one", False)

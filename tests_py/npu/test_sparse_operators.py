@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""npu_lightning_indexer and npu_sparse_flash_attention in all their layouts and modes."""
+"""All layouts and modes of npu_lightning_indexer and npu_sparse_flash_attention."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ def test_layouts(form, dtype):
 
 
 def test_defaults():
-    """Lengths are those of the tensors; all else is as the operator has it."""
+    """Lengths default to the tensors'; other defaults are the operator's."""
     operator = Operator(("BSND", "BSND"), (4, 4), (11, 11))
     arguments = operator.arguments(actual_seq_lengths_query=None, actual_seq_lengths_key=None)
     for name in ("query", "key", "weights"):
@@ -43,7 +43,7 @@ def test_defaults():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_strided_tensors(form):
-    """Heads and blocks may have gaps; the tokens of a batch stay one stride apart."""
+    """Heads and blocks may have gaps; tokens of a batch have a constant stride."""
     operator = Operator(form)
     arguments = operator.arguments()
     query = arguments["query"]
@@ -53,7 +53,7 @@ def test_strided_tensors(form):
 
 
 def test_sequences_that_share_blocks():
-    """Sequences have a cached prefix or whole tables in common, and lengths shrink."""
+    """Sequences share a cached prefix or whole tables, and lengths shrink."""
     rng = np.random.default_rng(0)
     pool = torch.from_numpy(integers(rng, (5, 4, 1, DIM)))
     tables = [[0, 1, -1], [0, 1, -1], [0, 1, 2], [0, 3, -1], [0, -1, -1], [-1, -1, -1], [4, 1, 0]]
@@ -88,7 +88,7 @@ NOTHING += [((0,), (5,), torch.Tensor.numpy)]
 def test_no_keys_or_no_queries(form, q_lens, k_lens, container):
     operator = Operator(form, q_lens, k_lens)
     arguments = operator.arguments()
-    if form[1] != "PA_BSND":  # nor room for them
+    if form[1] != "PA_BSND":  # there is no room for keys, either
         token_axis = 0 if form[1] == "TND" else 1
         arguments["key"] = arguments["key"].narrow(token_axis, 0, sum(k_lens))
     arguments |= {name: container(arguments[name]) for name in ("query", "key", "weights")}
@@ -151,14 +151,14 @@ CASES = [
     *(Case(layout_kv="TND"), Case(layout_query="BSND")),
     Case("BSND", "BSND", block=3),
     Case("BSND", "BSND", q_lens=(5, 5), kv_lens=(30, 30), rope_dim=0),
-    Case(q_lens=(9,), kv_lens=(4,)),  # the first queries stand before all keys
+    Case(q_lens=(9,), kv_lens=(4,)),  # the first queries are before all keys
     Case(q_lens=(2, 2), kv_lens=(600, 550), head_dim=512, v_head_dim=512, rope_dim=64),
 ]
 
 
 @functools.cache
 def arguments_and_expected(index, dtype):
-    """Make each once for all instruction sets."""
+    """Make arguments and results once for all instruction sets."""
     batch = Batch(CASES[index], getattr(torch, dtype))
     return batch.arguments(), list(batch.expected())
 
@@ -207,7 +207,7 @@ def test_lengths_default_to_the_whole_batch():
 
 @pytest.mark.parametrize("size", [2**20, 2**62, 2**63 - 1])
 def test_a_block_longer_than_the_sequence(size):
-    """Such a block is the sequence: block 0 names all keys, and there is no other."""
+    """Such a block is the whole sequence: block 0 names all keys, and no other block exists."""
     kv = torch.randn(1, 5, 1, 32)
     arguments = {"layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 0}
     query, indices = torch.randn(1, 2, 3, 32), torch.tensor([[[[0, 3]], [[3, 1]]]])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Archives of sources from PyPI whose tests are suites, and not in wheels: fetched into
-build/outside by `python -m outside.archive`, and read there."""
+"""Archives of sources from PyPI with suites that wheels lack: `python -m outside.archive` fetches
+them into build/outside, where they are read."""
 
 import hashlib
 import sys
@@ -34,7 +34,7 @@ def name(entry: Mapping[str, Any]) -> str:
 
 
 def release(entry: Mapping[str, Any]) -> str:
-    """Return the release of a suite as pip has it, which the name of an archive has as well."""
+    """Return the release of a suite in pip's form, which is also in the name of an archive."""
     if not is_archive(entry):
         return entry["needs"][0]
     return "==".join(Path(name(entry)).name.removesuffix(".tar.gz").rsplit("-", 1))
@@ -45,7 +45,7 @@ def read(entry: Mapping[str, Any], *members: str) -> dict[str, str]:
     wanted = {f"{path.name.removesuffix('.tar.gz')}/{member}": member for member in members}
     found = {}
     with tarfile.open(path) as opened:
-        for info in opened:  # which ends before the archive does, as unpacking all takes a while
+        for info in opened:  # ends early, as unpacking the whole archive takes a while
             if info.name in wanted:
                 found[wanted[info.name]] = opened.extractfile(info).read().decode()
             if len(found) == len(wanted):
@@ -61,7 +61,7 @@ def fetch(entry: Mapping[str, Any]) -> None:
         raise OSError(f"the hash is {found}, not that of {EXPECTED.name}")
     path = ROOT / name(entry)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The archive appears whole or not at all, whenever this ends.
+    # The archive appears complete or not at all, even if this is interrupted.
     part = path.with_suffix(".part")
     part.write_bytes(content)
     part.replace(path)

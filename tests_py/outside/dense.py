@@ -21,12 +21,12 @@ def attend(
     mask: Any = None,
     **options: Any,
 ) -> Any:
-    """Attend to all keys of dense batches, or to those of a window that stands where it is told.
+    """Attend to all keys of dense batches, or to keys in a window at given positions.
 
     Keys of a sequence are one page of a cache, with heads before tokens; tensors are [batch, heads,
-    tokens, dim]. Row i of sequence s stands at position ``first[s] + i``, and sees `left` keys
-    before its position and `right` behind it, None for all; `right` is 0 for causal attention. A
-    mask broadcasts to [batch, heads, rows, keys]: bools, True for a key that is seen, or numbers.
+    tokens, dim]. Row i of sequence s is at position ``first[s] + i``, and sees `left` keys before
+    its position and `right` after it, None for all; `right` is 0 for causal attention. A mask
+    broadcasts to [batch, heads, rows, keys]: bools, True for a visible key, or numbers.
     """
     batch, num_heads, rows, _ = q.shape
     keys = [k.shape[2]] * batch if kv_lens is None else list(kv_lens)
@@ -42,7 +42,7 @@ def attend(
 
 
 def masking(mask: Any, rows: int, keys: Sequence[int]) -> dict[str, Any]:
-    """Return a mask of bools if one for all heads is enough, else a bias that hides keys."""
+    """Return a bool mask if one for all heads is enough, else a bias that hides keys."""
     if str(mask.dtype).removeprefix("torch.") != "bool":
         return {"bias": mask}
     hidden = ~np.asarray(mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash-attention's tests of its own functions, on `cpattn.integrations.flash_attn` and the CPU;
+"""Tests of flash-attention for its own functions, on `cpattn.integrations.flash_attn` and the CPU;
 gradients are zeros. Lengths above 217 are left out: references in 16 bits are slow on CPUs."""
 
 import re
@@ -17,7 +17,7 @@ from outside.suite import Case, InexpressibleError, Sample
 TESTS, PADDING = "tests/test_flash_attn.py", "flash_attn/bert_padding.py"
 ROTARY = "flash_attn/layers/rotary.py"
 SAMPLED = True
-#: Those that compare results; others are about gradients alone.
+#: Tests that compare results; other tests are only about gradients.
 NAMES = (
     "output", "varlen_output", "causal", "varlen_causal", "splitkv", "kvcache", "qkvpacked",
     "varlen_qkvpacked",
@@ -52,7 +52,7 @@ def short(parameters: Mapping[str, Any]) -> bool:
 
 
 class Remembered:
-    """The reference, whose results hold for all instruction sets: a case seeds its own numbers."""
+    """Reference that remembers results for all instruction sets, as a case seeds its numbers."""
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
@@ -89,7 +89,7 @@ def rotary(
     seqlen_offsets: torch.Tensor,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Turn tokens as the kernel of flash-attention does, which rounds its result alone."""
+    """Rotate tokens like the kernel of flash-attention, which rounds only its result."""
     positions = seqlen_offsets[:, None] + torch.arange(x.shape[1])
     angles = (table[positions].float() for table in (cos, sin))
     return turn(x.float(), *angles, interleaved).to(x.dtype)

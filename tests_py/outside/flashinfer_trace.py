@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's trace templates: its own inputs, reference in torch and check of each operation,
-with cpattn in place of the kernel."""
+"""Trace templates of FlashInfer: their inputs, torch reference and check of each operation, with
+cpattn instead of the kernel."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from outside import archive, pytest_cases, suite
 from outside.suite import Case
 
 FOLDER = "flashinfer/trace"
-#: In the order in which they import each other.
+#: Modules in the order of their imports.
 MODULES = "template", "templates._init_helpers", "templates.attention", "templates.cascade"
 Inputs = dict[str, Any]
 Call = Callable[[Inputs], tuple[Inputs, Any]]
@@ -52,7 +52,7 @@ def check(module: ModuleType, name: str, call: Call, size: Mapping[str, int]) ->
 
 
 def in_two_parts(inputs: Inputs) -> tuple[Inputs, float]:
-    """The inputs of a reference whose kernel has a plan; and the scale, which it may have."""
+    """Return the inputs of the reference of a kernel with a plan, and the scale."""
     plan, run = inputs["plan"], dict(inputs["run"])
     scale = plan.get("sm_scale", plan.get("head_dim", plan.get("head_dim_qk", 1)) ** -0.5)
     if "paged_kv_cache" in run:
@@ -99,13 +99,13 @@ def latent(inputs: Inputs) -> tuple[Inputs, Any]:
         last_page_len=(plan["kv_len_arr"] - 1) % page_size + 1, causal=plan["causal"],
         scale=scale, return_lse=True,
     )  # fmt: skip
-    if not plan["causal"]:  # the reference of decoding has a token of each sequence
+    if not plan["causal"]:  # the reference of decoding has one token per sequence
         asked.pop("qo_indptr")
     return asked, to_base_2(*found)
 
 
 def single(inputs: Inputs) -> tuple[Inputs, Any]:
-    """Call it in float16, for which the check is."""
+    """Call the function in float16, for which the check is meant."""
     asked = {name: x.half() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     q, k, v = asked["q"], asked["k"].unsqueeze(0), asked["v"].unsqueeze(0)
     rows = q if q.ndim == 3 else q.unsqueeze(0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node tests of the operator `Attention` of ONNX. Its mask is added after softcap, as a bias;
-rows stand behind the past keys, or at the end of `nonpad_kv_seqlen`, or at key 0."""
+"""Node tests of the operator `Attention` of ONNX. Its mask is added after softcap, as a bias; rows
+begin after the past keys, or at the end of `nonpad_kv_seqlen`, or at key 0."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from outside.dense import attend
 from outside.suite import Case
 
 Array = Any
-#: Attributes of the node that `compute` reads, or need not.
+#: Attributes of the node that `compute` reads or may ignore.
 ATTRIBUTES = {
     "is_causal", "kv_num_heads", "left_window_size", "q_num_heads", "qk_matmul_output_mode",
     "right_window_size", "scale", "softcap", "softmax_precision",
@@ -25,7 +25,7 @@ def cases() -> Iterator[Case]:
 
 
 def compute(attributes: Mapping[str, Any], inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """Return all outputs of the node but the scores, by the names that ONNX gives them."""
+    """Return all outputs of the node except the scores, by their names in ONNX."""
     q = heads_first(inputs["Q"], attributes.get("q_num_heads"))
     k, v = (heads_first(inputs[name], attributes.get("kv_num_heads")) for name in "KV")
     batch, rows = q.shape[0], q.shape[2]
@@ -37,7 +37,7 @@ def compute(attributes: Mapping[str, Any], inputs: Mapping[str, Array]) -> dict[
         first = [int(n) - rows for n in lens]
     mask = inputs.get("attn_mask")
     if mask is not None and mask.shape[-1] < k.shape[2]:
-        # Keys behind the end of a mask are hidden.
+        # Keys after the end of a mask are hidden.
         fill = False if mask.dtype == bool else -np.inf
         width = [(0, 0)] * (mask.ndim - 1) + [(0, k.shape[2] - mask.shape[-1])]
         mask = np.pad(mask, width, constant_values=fill)
@@ -56,14 +56,14 @@ def compute(attributes: Mapping[str, Any], inputs: Mapping[str, Array]) -> dict[
 
 
 def heads_first(x: Array, num_heads: int | None) -> Array:
-    """Return [batch, heads, tokens, dim] of that, or of [batch, tokens, heads * dim]."""
+    """Return [batch, heads, tokens, dim], also from [batch, tokens, heads * dim]."""
     if x.ndim == 4:
         return x
     return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
 
 
 def appended(past_k: Array, k: Array, past_v: Array, v: Array) -> tuple[Array, Array]:
-    """Return pages with the past keys and values of each sequence, and the new ones behind them."""
+    """Return pages with the past keys and values of each sequence, then the new ones."""
     batch, _, new, _ = k.shape
     past = past_k.shape[2]
     pages = [np.pad(x, [(0, 0), (0, 0), (0, new), (0, 0)]) for x in (past_k, past_v)]

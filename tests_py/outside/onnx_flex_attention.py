@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node tests of the operator `FlexAttention` of ONNX, whose graph changes scores: what its
-evaluator makes of zeros is a bias, and a softcap is told by its operators."""
+"""Node tests of the operator `FlexAttention` of ONNX, whose graph changes scores: its result for
+zeros is a bias, and its operators show a softcap."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def compute(attributes: Mapping[str, Any], inputs: Mapping[str, Array]) -> dict[
 
 
 def changed(graph: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return what a graph does to scores of a shape, as options of `paged_attention`."""
+    """Return a graph's change of scores of a shape, as options of `paged_attention`."""
     from onnx import numpy_helper
     from onnx.reference import ReferenceEvaluator
 

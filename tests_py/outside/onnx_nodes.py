@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Node tests of ONNX: inputs, and outputs of its reference, compared by its own runner with the
-tolerances of each case."""
+"""Node tests of ONNX: its own runner compares outputs with its reference's, by the tolerances of
+each case."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,12 +10,12 @@ from typing import Any
 from outside.suite import Case, InexpressibleError
 
 Array = Any
-#: From attributes and inputs of a node to its outputs, by the names that ONNX gives them.
+#: Function from attributes and inputs of a node to its outputs, by their names in ONNX.
 Compute = Callable[[Mapping[str, Any], Mapping[str, Array]], dict[str, Array]]
 
 
 def cases(module: str, operator: str, attributes: set[str], compute: Compute) -> Iterator[Case]:
-    """Yield the cases of an operator, with the attributes that `compute` reads, or need not."""
+    """Yield the cases of an operator with attributes that `compute` reads or may ignore."""
     import_module(f"onnx.backend.test.case.node.{module}")
     from onnx.backend.test.case.node import _NodeTestCases
 
@@ -33,7 +33,7 @@ def check(case: Any, known: set[str], compute: Compute) -> str | None:
     attributes = {a.name: get_attribute_value(a) for a in node.attribute}
     if unknown := sorted(set(attributes) - known):
         raise InexpressibleError(f"attributes {', '.join(unknown)}")
-    # Optional inputs and outputs that are not there have an empty name, and no array.
+    # Missing optional inputs and outputs have an empty name, and no array.
     results = compute(attributes, dict(zip(filter(None, node.input), inputs, strict=True)))
     expected = dict(zip(filter(None, node.output), outputs, strict=True))
     compared = [name for name in expected if name in results]

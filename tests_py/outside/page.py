@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of suites, in a terminal and on docs/proof/outside.md."""
+"""Table of suites, in a terminal and on docs/proof/outside.md."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests for pytest of other projects, called without pytest: a module's text, and its cases."""
+"""Cases of other projects' pytest tests, called without pytest from the text of a module."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from outside.suite import Case, InexpressibleError, Sample
 
 
 def stand_in(attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put modules with these attributes, and the packages above them, where imports find them."""
+    """Install modules with these attributes, and their packages, so that imports find them."""
     for name, members in attributes.items():
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
@@ -29,7 +29,7 @@ def stand_in(attributes: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def load(name: str, text: str, **names: Any) -> ModuleType:
-    """Return a module of a text, in which further names stand for others than they would."""
+    """Return a module from its text, in which `names` replace other objects."""
     module = ModuleType(name)
     vars(module).update(names)
     exec(compile(text, name, "exec"), vars(module))
@@ -42,10 +42,10 @@ def cases(
     sample: Sample,
     keep: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> Iterator[Case]:
-    """Yield the cases of tests by their names, or of each a sample, always the same for a seed.
+    """Yield the cases of tests by name, or a sample of each, which depends only on the seed.
 
-    A test with a condition for skipping that holds here has none, and `keep` says of the parameters
-    of others whether they are a case.
+    A test that would be skipped here has no cases; for other tests `keep` tells whether parameters
+    are a case.
     """
     for name, test in tests.items():
         marks = getattr(getattr(module, name), "pytestmark", [])
@@ -53,7 +53,7 @@ def cases(
             continue
         grid = [choices(*mark.args) for mark in marks if mark.name == "parametrize"]
         numbers: Sequence[int] = range(math.prod(map(len, grid)))
-        if sample.size:  # more than are wanted, as some are no case
+        if sample.size:  # draw more than needed, as some are no case
             chance = random.Random(f"{name}{sample.seed or ''}")
             numbers = chance.sample(numbers, min(len(numbers), 50 * sample.size))
         kept = filter(keep, (point(grid, number) for number in numbers))
@@ -63,7 +63,7 @@ def cases(
 
 
 def point(grid: Sequence[Sequence[dict[str, Any]]], number: int) -> dict[str, Any]:
-    """Return the parameters with this number: grids of some tests are too large to be listed."""
+    """Return the parameters with this number, as some grids are too large for a list."""
     parameters: dict[str, Any] = {}
     for axis in grid:
         number, index = divmod(number, len(axis))
@@ -72,7 +72,7 @@ def point(grid: Sequence[Sequence[dict[str, Any]]], number: int) -> dict[str, An
 
 
 def choices(names: str | Sequence[str], values: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return what `parametrize` gives its arguments, which may be several at once."""
+    """Return the arguments from `parametrize`, which may set several at once."""
     keys = [key.strip() for key in names.split(",")] if isinstance(names, str) else list(names)
     made = type(pytest.param())
     rows = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A suite of another project: what it needs, its cases, what came out, and what was expected."""
+"""Suite of another project: its needs, its cases, its results, and the expected ones."""
 
 import hashlib
 from collections import Counter
@@ -18,11 +18,11 @@ from support.places import ROOT
 
 
 class InexpressibleError(Exception):
-    """Says why no call of cpattn is the one that a case makes."""
+    """Error that says why cpattn has no call for a case."""
 
 
 class Case(NamedTuple):
-    """`check` raises AssertionError for a wrong result, and returns which outputs it left out."""
+    """Case whose `check` returns unchecked outputs, or raises AssertionError for a wrong result."""
 
     name: str
     check: Callable[[], str | None]
@@ -40,7 +40,7 @@ COUNTED = Sample()
 
 @dataclass
 class Result:
-    """Cases of a suite by what came out; reasons are counted, and failures have their names."""
+    """Cases of a suite by outcome; reasons are counted, and failures have names."""
 
     passed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Result:
     not_compared: Counter[str] = field(default_factory=Counter)
 
     def counts(self) -> dict[str, Any]:
-        """Return what `expected.toml` has under the name of the suite, besides its origin."""
+        """Return the suite's entry in `expected.toml` without its origin."""
         return {
             "passed": self.passed,
             "failed": len(self.failed),
@@ -63,7 +63,7 @@ def read_expected() -> dict[str, dict[str, Any]]:
 
 
 def missing(entry: dict[str, Any]) -> list[str]:
-    """Return why a suite cannot run here: what pip has to install, an archive to be fetched."""
+    """Return why a suite cannot run here: missing packages, or an archive to fetch."""
     absent = [needed for needed in entry["needs"] if not machine.has_release(needed)]
     reasons = [f"{needed} is not installed" for needed in absent]
     if archive.is_archive(entry) and not machine.has_file(archive.name(entry)):
@@ -72,7 +72,7 @@ def missing(entry: dict[str, Any]) -> list[str]:
 
 
 def check_source(entry: dict[str, Any]) -> None:
-    """Refuse cases that are not those that were counted, though their release is."""
+    """Refuse cases that differ from the counted ones, even in the same release."""
     if archive.is_archive(entry):
         path = ROOT / archive.name(entry)
     else:
@@ -94,7 +94,7 @@ def on_every_instruction_set() -> Iterator[str]:
 
 
 def run(cases: Iterable[Case]) -> Result:
-    """Check each case with all kernels of this machine: it passes if it does so with each."""
+    """Check each case with all kernels of this machine; it passes if it passes with each."""
     result = Result()
     for case in cases:
         left_out = None
@@ -106,7 +106,7 @@ def run(cases: Iterable[Case]) -> Result:
                     raise AssertionError(f"{isa}: {error}") from error
         except InexpressibleError as error:
             result.not_expressible[str(error)] += 1
-        except Exception as error:  # what cpattn refuses is a failure as a wrong number is
+        except Exception as error:  # a refusal of cpattn is a failure like a wrong number
             result.failed[case.name] = f"{type(error).__name__}: {error}"
         else:
             result.passed += 1
@@ -116,7 +116,7 @@ def run(cases: Iterable[Case]) -> Result:
 
 
 def run_suite(name: str, entry: dict[str, Any], sample: Sample = COUNTED) -> Result:
-    """Run the cases of a suite; the sample is for those that have one."""
+    """Run the cases of a suite, or a sample if the suite has one."""
     check_source(entry)
     adapter = import_module(f"outside.{name}")
     sampled = getattr(adapter, "SAMPLED", False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suites of other projects come out as `expected.toml` says, and so does their page."""
+"""Suites of other projects, and their page, have the results in `expected.toml`."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from support.children import path_with
 from support.places import ROOT, TESTS
 
 EXPECTED = suite.read_expected()
-#: Suites of kernels take seconds, those of a specification none.
+#: Suites of kernels take seconds, suites of a specification almost no time.
 BY_TIME = [
     pytest.param(name, marks=() if "onnx" in name else pytest.mark.slow) for name in EXPECTED
 ]
@@ -27,7 +27,7 @@ def test_as_many_cases_pass_as_are_expected(children, name):
     for absent in suite.missing(EXPECTED[name]):
         pytest.skip(absent)
     records.note("suite", name, archive.release(EXPECTED[name]))
-    # Suites change flags of torch and of warnings, so that each has a process of its own.
+    # Suites change flags of torch and of warnings, so each has its own process.
     command = [sys.executable, "-m", "outside", name]
     done = children.run(command, env=os.environ | {"PYTHONPATH": path_with(TESTS)})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `scaled_dot_product_attention` with which torch tests its own operators.
+"""Samples of `scaled_dot_product_attention` with which torch tests its own operators.
 
-Results are close to the operator's by the tolerance of its entry, or nearer to float64 than it is;
-kernels that round weights to bfloat16 may miss both, and are held to cpattn's own bounds.
+Results must be close to the operator's by the tolerance of its entry, or closer to float64 than it;
+kernels that round weights to bfloat16 may miss both, and must keep cpattn's own bounds.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def tolerance(operator: Any, dtype: torch.dtype) -> tuple[float, float]:
 
     for decorator in operator.decorators:
         for change in getattr(decorator, "decorators", ()):
-            if dtype in getattr(change, "d", {}):  # of a toleranceOverride
+            if dtype in getattr(change, "d", {}):  # the change is a toleranceOverride
                 return change.d[dtype].rtol, change.d[dtype].atol
     return default_tolerances(dtype)
 
@@ -85,7 +85,7 @@ def compute(
     rank = max(x.ndim for x in (q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
     q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
-    if rank == 3:  # without heads
+    if rank == 3:  # there is no axis of heads
         q, k, v = (x[:, None] for x in (q, k, v))
     right = 0 if is_causal else None
     out = attend(q, k, v, first=[0] * q.shape[0], right=right, mask=attn_mask)

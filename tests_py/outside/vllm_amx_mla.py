@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's tests of its kernels of MLA for AMX: decoding, extending and writing latents.
+"""Tests of vLLM's MLA kernels for AMX: decoding, extending and writing latents.
 
 Tests of products of matrices, and of the class that calls the kernels, are left out.
 """

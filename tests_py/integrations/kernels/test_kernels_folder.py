@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder for the library `kernels`, loaded as that does it, beside the package."""
+"""The folder for the library `kernels`, loaded as by that library, beside the package."""
 
 import importlib.util
 import json
@@ -77,7 +77,7 @@ def test_its_functions_are_those_of_the_package(kernel, causal):
 
 
 def test_graphs_hold_its_operators(kernel):
-    """opcheck also compares the shapes that are traced with those of the kernels."""
+    """The function opcheck also compares traced shapes with shapes from the kernels."""
     namespace = getattr(torch.ops, kernel.__name__)
     q, ends = normal(6, 4, 32), torch.tensor([0, 2, 6])
     batch = q[None].contiguous()

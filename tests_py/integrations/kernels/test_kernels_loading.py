@@ -74,5 +74,5 @@ def test_the_page(tmp_path, children):
 
 
 def test_tokens_of_transformers(folder):
-    """float32; the second model has windows and sinks, which sdpa has not."""
+    """Models are in float32; the second one has windows and sinks, which sdpa lacks."""
     assert run(MODEL, folder) == ["LlamaForCausalLM True", "GptOssForCausalLM True"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's engine as it is found, started and closed, with a stand-in for its package."""
+"""Finding, starting and closing Mooncake's engine, with a stand-in for its package."""
 
 import os
 import sys
@@ -100,7 +100,7 @@ class Hanging(FakeMooncake):
 
 @pytest.fixture
 def hanging(fake, monkeypatch):
-    """Starts an engine that hangs in a method, for which a second is enough."""
+    """Return a function that starts an engine with a hanging method and a limit of a second."""
     monkeypatch.setattr(mooncake.MooncakeEngine, "_min_timeout", 1)
     monkeypatch.setattr(mooncake, "_GRACE", 0)
     engines = []
@@ -132,13 +132,13 @@ def test_peers_are_asked_for_a_sign_of_life_once_and_after_failures(hanging):
 
 @pytest.mark.parametrize("method", ["probe", "write"])
 def test_a_call_that_hangs_is_given_up(hanging, method):
-    """A write can hang, too: a peer may be stopped between its sign of life and the write."""
+    """A write can hang, too, if a peer is stopped between its sign of life and the write."""
     foreign, engine = hanging(method)
     blocks = [8], [8], [8]
     assert engine.write("peer", *blocks) == -1
     calls = list(foreign.calls)
     assert engine.write("peer", *blocks) == -1
-    assert foreign.calls == calls  # the engine was not asked again
+    assert foreign.calls == calls  # the engine got no further call
     assert engine.write_async("peer", *blocks).result(PATIENCE) == -1
     engine.close()
     assert not foreign.let_go.is_set()
@@ -152,5 +152,5 @@ def test_a_peer_that_answers_again_is_written_to(hanging):
     foreign.let_go.set()
     while engine.write("peer", *blocks):
         pass
-    assert foreign.calls.count("write") == 1  # that which was given up has not been sent later
+    assert foreign.calls.count("write") == 1  # the abandoned write is not sent later
     engine.close()

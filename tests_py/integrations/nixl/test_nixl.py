@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behaviour of the real NIXL by itself, as the docstring of its module tells it."""
+"""Behaviour of the real NIXL itself, as described in the docstring of our module."""
 
 import re
 import time
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 SIZE = 4096
 CANARY = 0xA5
 LARGE = 1 << 29  # more than sockets hold
-LIMIT = 20.0  # seconds for what has a timeout of 5, on a busy machine
+LIMIT = 20.0  # seconds for a timeout of 5 on a busy machine
 
 
 def settings(**more):
@@ -86,7 +86,7 @@ def test_an_engine_writes_to_itself(sender):
 
 
 def test_a_session_is_of_one_process(receiver, sender):
-    """Another one that has its port now is not written to."""
+    """A write does not reach another process that now has its port."""
     address = receiver.call(allocate, "target", SIZE, CANARY)
     session = re.sub(r"/.*", "/0123456789abcdef", receiver.session_id)
     code, seconds = sender.call(write, session, "source", [(0, address, 64)])
@@ -130,7 +130,7 @@ def test_a_write_that_timed_out_goes_on(receiver, another):
 
 
 def test_shared_memory_needs_no_doing_of_the_peer(receiver):
-    """Memory is shared between processes of a machine where both may."""
+    """Processes of a machine share memory if both may."""
     shared = settings(recheck=False, transports="tcp,sm", network_of=receiver)
     with Peer(**shared) as target, Peer(**shared) as source:
         address = target.call(allocate, "target", 1 << 20, CANARY)

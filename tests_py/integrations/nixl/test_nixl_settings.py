@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL's agent as it is found, started and closed, with a stand-in for its package."""
+"""Finding, starting and closing NIXL's agent, with a stand-in for its package."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def test_a_port_that_was_taken_meanwhile(fake, monkeypatch):
 def test_missing_package_says_what_to_install(monkeypatch):
     for name in ("nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, name, None)
-        # Where another test has loaded them, they would be found without their package.
+        # If another test has loaded them, they would be found without their package.
         monkeypatch.setitem(sys.modules, f"{name}._bindings", None)
     message = r"^NixlEngine: .*pip install --no-deps nixl-cu12==1.5.1$"
     with pytest.raises(ImportError, match=message):
@@ -114,7 +114,7 @@ def test_sessions_of_another_form_are_nobodys(fake):
 
 
 def test_what_does_not_end_is_given_up(fake, monkeypatch):
-    """A peer may not answer, or a write not end; those that wait behind it are given up, too."""
+    """A peer may not answer, or a write not end; calls that wait for it are given up, too."""
     monkeypatch.setattr(nixl.NixlEngine, "_min_timeout", 0.1)
     with monkeypatch.context() as patch, nixl.NixlEngine(timeout=0.1) as engine:
         patch.setattr(FakeAgent, "answers", False)
@@ -130,7 +130,7 @@ def test_what_does_not_end_is_given_up(fake, monkeypatch):
 
 @pytest.mark.parametrize(("error", "passes"), [(NotFoundError, False), (ValueError, True)])
 def test_errors_of_a_write(fake, monkeypatch, error, passes):
-    """NIXL has errors for what can go wrong, which is -1, and for misuse, which passes through."""
+    """NIXL's errors of failures become -1; its errors of misuse pass through."""
 
     def fail(self, *arguments):
         raise error("no")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed sglang for tests that call it in their own process, or in ranks."""
+"""Fixtures of the installed sglang for tests that call it in their own process, or in ranks."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def sglang() -> SimpleNamespace:
-    """The parts of it that plan."""
+    """Import the planning parts of sglang."""
     from support.sglang import sglang_planning  # needs torch and sglang
 
     return sglang_planning.load()
@@ -19,7 +19,7 @@ def sglang() -> SimpleNamespace:
 
 @pytest.fixture
 def switch(sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The plug-in's module of hooks, all of which pass through again afterwards."""
+    """Yield the plug-in's module of hooks; afterwards all hooks pass through again."""
     for variable in ("CPATTN_PLUGINS", "CPATTN_SGLANG_PARTS"):
         monkeypatch.delenv(variable, raising=False)
     plugin = import_module("cpattn.integrations.sglang.plugin")
@@ -33,7 +33,7 @@ def run_cases(rank: int, worker: str, *arguments: Any) -> Any:
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Answers of each rank: those of the worker that a module names, to its cases."""
+    """Return the answers of each rank: the worker that a test module names runs its cases."""
     from support.distributed.distributed_worker import run_world
 
     size, (worker, *cases) = request.param, request.module.WORLD

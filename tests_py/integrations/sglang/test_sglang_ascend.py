@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's `AscendAttnBackend`, unmodified, over gloo ranks, in float64: of this library there
-is the operator alone."""
+"""The unmodified `AscendAttnBackend` of sglang over gloo ranks, in float64: only the operator is
+from this library."""
 
 from dataclasses import replace
 

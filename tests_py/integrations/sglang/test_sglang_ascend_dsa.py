@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's DSA path on Ascend, unmodified, over gloo ranks, in float64: of this library
-there are the operators of the indexer and of sparse attention."""
+"""The unmodified DSA path of sglang on Ascend over gloo ranks, in float64: the operators of the
+indexer and of sparse attention are from this library."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def new_tokens(case: Case):
 
 
 def scores_of(answer, s, length):
-    """The scores of the keys that a token sees, and by how much rounding may move them."""
+    """Return the scores of the keys that a token sees, and their largest rounding error."""
     q, k, weights = (x.double() for x in answer["index_vectors"][s])
     q, k, weights = q[length - 1], k[:length], weights[length - 1]
     largest = (weights.abs() @ (q.abs() @ k.abs().T)).max()
@@ -86,7 +86,7 @@ def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
 
 
 def scores_with_rounding(answer, s, length, row):
-    """Return scores of keys that a token sees, those selected raised by what rounding allows."""
+    """Return scores of the keys that a token sees, with selected ones raised by rounding."""
     scores, rounding = scores_of(answer, s, length)
     chosen = answer["topk_indices"][row]
     scores[chosen[chosen >= 0].long()] += 2 * rounding

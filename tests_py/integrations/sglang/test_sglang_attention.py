@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend on sglang's own KV pools, without an engine, against the oracle."""
+"""Attention backend on sglang's own KV pools, without an engine, against the oracle."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ BESIDE_ENCODERS = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Return answers of a process with stand-ins of cpu_engine, which must not be seen here."""
+    """Return answers of a process with stand-ins of cpu_engine, which must not leak into this."""
     path = tmp_path_factory.mktemp("layers") / "found.pt"
     run_module("support.sglang.sglang_attention_cases", path, timeout=3 * PATIENCE)
     return torch.load(path, weights_only=False)
@@ -39,12 +39,12 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("case", LAYERS)
 def test_a_batch_of_all_kinds(found, case):
     out, inputs = found["layers"][case]
-    assert_attention(out, None, inputs)  # sglang asks for no LSE
+    assert_attention(out, None, inputs)  # sglang needs no LSE
 
 
 @pytest.mark.parametrize("case", BESIDE_ENCODERS)
 def test_layers_of_a_decoder_with_an_encoder(found, case):
-    """sglang's own backend gives the same, so slots and lengths mean what they mean there."""
+    """The own backend of sglang gives equal results, so slots and lengths mean the same there."""
     out, native, inputs = found["encoders"][case]
     assert_attention(out, None, inputs)
     if native is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs of attention, pools and transfer in sglang, in files of the releases that had them."""
+"""Bugs of attention, pools and transfer in sglang, in files of the releases with these bugs."""
 
 import contextlib
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from support.tolerances import assert_attended
 
 CP_SIZE = 2
 
-# Attention of Ascend with more than one request, and with rows of physical padding.
+# Attention of Ascend with several requests, and with rows of physical padding.
 
 TWO = Case("two requests", (17, 30), (5, 40), page_size=16)
 ONE = Case("one request", (29,), (11,), page_size=16)
@@ -70,14 +70,14 @@ KNOWN = [
 
 @pytest.mark.parametrize(("version", "case", "pad_rows", "refused"), KNOWN)
 def test_26705_attention_knew_one_request_and_no_pad_rows(version, case, pad_rows, refused):
-    """0.5.12 tells the operator of one request, and halves its rows; up to 0.5.22 pad rows, which
-    belong to none, reach the operator."""
+    """Release 0.5.12 passes the operator one request, and halves its rows; up to 0.5.22 pad rows
+    of no request reach the operator."""
     with pytest.raises(ValueError, match=refused) if refused else contextlib.nullcontext():
         theirs = attention_by_release(version, case, pad_rows)
         assert_attended(theirs, None, expected_of(case), "float32")
 
 
-# MLA buffers sent from one pipeline stage to a decode server that has all layers.
+# Transfer of MLA buffers from a pipeline stage to a decode server with all layers.
 
 
 def memory_of(names: list[str], layers: dict[str, tuple[int, str]]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def sent_by_release(version: str, src: list[str], dst: list[str], **kv_args) -> 
     ids=["0.5.11: three groups halved", "0.5.18: drafts of the stage"],
 )
 def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, num_drafts):
-    """0.5.11 takes any list for one of K and one of V; up to 0.5.19 a stage has no drafts."""
+    """Release 0.5.11 takes any list for K and then V; up to 0.5.19 a stage has no drafts."""
     stage = kv_list(range(2, 4), groups, num_drafts)
     decode = kv_list(range(4), groups, num_drafts)
     kv_args = {"prefill_start_layer": 2, "kv_buf_groups": len(groups), "total_kv_layers": 4}
@@ -146,7 +146,7 @@ def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, 
 
 
 def test_15852_a_page_was_as_long_as_a_token(monkeypatch):
-    """A transfer moved one token of each page in 0.5.9. 0.5.10 has the factor."""
+    """A transfer moved one token of each page in 0.5.9; release 0.5.10 has the factor."""
     monkeypatch.setenv("ASCEND_USE_FIA", "1")
     sizes = {"size": 64, "page_size": 8, "head_dim": 16}
     theirs, reports = {}, {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs of sparse attention in sglang, in files of the releases that had them."""
+"""Bugs of sparse attention in sglang, in files of the releases with these bugs."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def all_scores() -> torch.Tensor:
 
 
 def best_positions() -> torch.Tensor:
-    """The TOPK best of the keys that each new token sees, ascending."""
+    """Return the TOPK best positions among the keys that each new token sees, ascending."""
     (prefix,) = PREFIXED.prefixes
     best = partial(torch.argsort, descending=True, stable=True)
     rows = enumerate(all_scores(), start=prefix + 1)
@@ -46,7 +46,7 @@ def slots_of_request(num_tokens: int) -> torch.Tensor:
 
 
 class IndexKPool:
-    """Pages [pages, page_size, 1, dim] that hold the prefix, and NaN elsewhere."""
+    """Pages [pages, page_size, 1, dim] with the prefix, and NaN elsewhere."""
 
     def __init__(self) -> None:
         num_pages = len(make_batch(PREFIXED).k_cache) // PREFIXED.page_size
@@ -69,7 +69,7 @@ def positions_by_release(sglang: SimpleNamespace, build_metadata) -> torch.Tenso
         ours = cpattn.build_cp_metadata([new], [total], cp_rank=rank, cp_size=CP_SIZE)
         metadata = build_metadata(new, rank, CP_SIZE, [total])
         for name in ("kv_len_prev", "kv_len_next", "actual_seq_q_prev", "actual_seq_q_next"):
-            lengths = getattr(metadata, f"{name}_tensor")  # without a dimension in 0.5.10
+            lengths = getattr(metadata, f"{name}_tensor")  # a scalar in 0.5.10
             setattr(metadata, f"{name}_tensor", lengths.view(1))
         planned = SimpleNamespace(
             seq_lens_cpu_int=torch.tensor([total]),
@@ -101,7 +101,7 @@ EXTEND = SimpleNamespace(**YES, **NO)
 
 
 def make_indexer(upstream: type) -> SimpleNamespace:
-    """Make what `forward_npu` reads of its object: hidden states are k next to weights, q_lora is
+    """Make the attributes that `forward_npu` reads: hidden states are k next to weights, q_lora is
     q, and all rotations are by the angle 0."""
     angles = torch.ones(PREFIXED.seq_lens[0], ROPE_DIM)
     angles[:, ROPE_DIM // 2 :] = 0
@@ -118,7 +118,7 @@ def make_indexer(upstream: type) -> SimpleNamespace:
 
 
 def test_23268_queries_saw_the_start_of_the_prefix_and_no_more(monkeypatch):
-    """Queries of 0.5.10 do. Later releases add the prefix, for batches of one."""
+    """Queries of 0.5.10 see no more; later releases add the prefix, for batches of one."""
     monkeypatch.setattr(torch, "npu", SimpleNamespace(current_stream=lambda: None), raising=False)
     expected = best_positions()
     with release(

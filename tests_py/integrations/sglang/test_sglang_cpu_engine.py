@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-ins for what sglang imports on a CPU: nothing of them computes anything."""
+"""Stand-ins for modules that sglang imports on a CPU compute nothing."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's whole engine on a CPU with the attention backend cpattn, found as an installed plug-in
-is: the tokens of eager attention, alone, batched and from the radix cache."""
+"""The whole engine of sglang on a CPU with the attention backend cpattn, found like an installed
+plug-in, gives the tokens of eager attention, alone, batched and from the radix cache."""
 
 import importlib.util
 import json
@@ -27,10 +27,10 @@ from support.vllm.vllm_models import random_prompts, write_model
 TIMEOUT = 900.0  # seconds, of engines one after the other
 pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(TIMEOUT + 60)]
 
-# More of them than places in a batch; what they share is more than a page of 64.
+# There are more prompts than places in a batch; their shared prefix is more than a page of 64.
 PROMPTS = random_prompts([150, 77, 300, 84, 91, 101], shared=70)
 NUM_TOKENS = 12
-# Chunks, steps that mix prefill and decode, windows, softcap; grouped heads in each.
+# Runs have chunks, mixed steps of prefill and decode, windows, softcap; all have grouped heads.
 RUNS = {
     "llama": {"page_size": 16, "chunked_prefill_size": 64, "enable_mixed_chunk": True},
     "gemma2": {"page_size": 64},
@@ -46,14 +46,14 @@ SPLIT = {"tp_size": 2, "attn_cp_size": 2, "enable_prefill_cp": True, "cp_strateg
 # Models are configured so that the second layer has experts.
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 EXPERTS |= {"first_k_dense_replace": 1, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1}
-# Names of before transformers 5 that sglang reads.
+# Names from before transformers 5 that sglang reads.
 EXPERTS |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 CHANGES = {"deepseek_v3": EXPERTS}
 CHANGES["gemma3_text"] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def bound_to_cpus():
-    """Two ranks on CPUs of their own, with the part that splits prompts over ranks."""
+    """Return settings of two ranks on separate CPUs, with the part that splits prompts."""
     cpus = sorted(os.sched_getaffinity(0))
     return {
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
@@ -62,7 +62,7 @@ def bound_to_cpus():
 
 
 def answers_of(runs, folder, **environment):
-    """Return for each model the answers of sglang and of eager attention; and sglang's log."""
+    """Return the answers of sglang and of eager attention for each model, and sglang's log."""
     for name in runs:
         write_model(folder / name, name, **CHANGES.get(name, {}))
     common = {"dtype": "float32", "attention_backend": "cpattn"}
@@ -118,7 +118,7 @@ def test_tokens_of_eager_attention_slow(slow_answers, kind):
 
 @pytest.mark.slow
 def test_tokens_of_eager_attention_over_ranks(tmp_path):
-    """Each rank says once that prompts are split."""
+    """Each rank logs once that prompts are split."""
     answers, log = answers_of({"qwen3": {"page_size": 1, **SPLIT}}, tmp_path, **bound_to_cpus())
     assert_tokens(*answers["qwen3"])
     assert log.count("cpattn has sglang prefill in context parallel on this CPU") == 2
@@ -171,7 +171,7 @@ def test_the_server_of_the_documents(tmp_path, children):
     answer = ask(port, "/v1/completions", asked)
     if server.poll() is None:
         leave_nothing(server.pid)
-    server.terminate()  # and it ends those that it started
+    server.terminate()  # it also ends the processes that it started
     server.wait(timeout=TIMEOUT / 4)
     log = (tmp_path / "log").read_text()
     assert answer is not None, log[-4000:]

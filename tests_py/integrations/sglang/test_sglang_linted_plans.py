@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that sglang's own code makes, of all ranks, proved by the linter."""
+"""Plans of all ranks by sglang's own code, proved by the linter."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ def test_metadata_of_all_ranks(sglang, name):
         with_rows = sglang_padded(sglang, made, size)
         assert lint(from_metadata(with_rows, extend, prefix)).findings == ()
     assert checked >= {"OWN"}
-    assert ("COV" in checked) == (name == "zigzag")  # interleaved metadata says no keys
+    assert ("COV" in checked) == (name == "zigzag")  # interleaved metadata has no keys
 
 
 def sglang_padded(sglang: SimpleNamespace, made: list[Any], size: int) -> list[Any]:
@@ -57,7 +57,7 @@ def sglang_padded(sglang: SimpleNamespace, made: list[Any], size: int) -> list[A
 
 
 def striped_batch(sglang: SimpleNamespace, rng: np.random.Generator) -> tuple[Any, ...]:
-    """Prefixes that sglang's allocator gave earlier, their extension, and what ranks write."""
+    """Return prefixes from sglang's allocator, their extension, and the rows that ranks write."""
     sizes = pools.random_sizes(rng)
     page_size, shard_size = sizes["page_size"], sizes["shard_size"]
     pages, pool_size = 40, 40 * page_size
@@ -88,7 +88,7 @@ def striped_batch(sglang: SimpleNamespace, rng: np.random.Generator) -> tuple[An
 
 
 def test_striped_pools(sglang):
-    """`PageInterleavePoolAllocator` names the slots, `_get_write_plan` what each rank writes."""
+    """`PageInterleavePoolAllocator` gives the slots, `_get_write_plan` the rows of each rank."""
     rng = np.random.default_rng(9)
     for _ in range(60):
         arguments, options = striped_batch(sglang, rng)

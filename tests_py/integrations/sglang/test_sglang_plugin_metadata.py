@@ -38,7 +38,7 @@ def test_random_batches(sglang, name):
     for _ in range(1500):
         rank, size, arguments = random_batch(rng)
         if arguments[0] < 0 and not (arguments[1] or arguments[2]):
-            continue  # one sequence of fewer than no tokens
+            continue  # a sequence with a negative number of tokens
         strategy = make_strategy(sglang, name, rank, size)
         theirs = strategy.build_metadata(*arguments)
         assert_same(plugin.build_metadata(strategy, *arguments), theirs, (rank, size, arguments))
@@ -64,7 +64,7 @@ def test_kinds_of_integers(sglang, name, kind):
     for num_tokens in (138, np.int64(141), torch.tensor(150)):
 
         def arguments(num_tokens: Any = num_tokens) -> dict[str, Any]:
-            """Make fresh arguments: sglang pads the last element of a tensor in place."""
+            """Make new arguments, as sglang pads the last element of a tensor in place."""
             extend, seqs = CONVERSIONS[kind]([40, 41, 57]), CONVERSIONS[kind]([140, 41, 99])
             return {"num_tokens": num_tokens, "seqs_len": seqs, "extend_seqs_len": extend}
 
@@ -84,7 +84,7 @@ def test_physical_padding_writes_into_the_result(sglang, name):
             sglang.padding.pad_logical_token_to_physical(metadata)
     assert ours.per_rank_logical_token is not None
     assert_same(ours, theirs)
-    assert arguments == (101, [60, 80], [40, 60])  # left alone
+    assert arguments == (101, [60, 80], [40, 60])  # unchanged
 
 
 def tensors_of(metadata: Any) -> dict[str, torch.Tensor]:
@@ -92,7 +92,7 @@ def tensors_of(metadata: Any) -> dict[str, torch.Tensor]:
 
 
 def test_tensors_on_sglangs_device_are_aligned(sglang, monkeypatch):
-    """The device "meta" has shapes and offsets, as one with memory of its own has."""
+    """The device "meta" has shapes and offsets, like a device with its own memory."""
     device = SimpleNamespace(device="meta:0")
     engine = plugin_metadata._engine()._replace(get_device=lambda: device)
     monkeypatch.setattr(plugin_metadata, "_engine", lambda: engine)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-in's smaller parts against sglang's own functions, its switch and how it is loaded; what
-it takes as it is from `cpattn.transfer` has tests in tests_py/transfer/sglang_0_5_23."""
+"""The plug-in's smaller parts against sglang's own functions, its switch and its loading; functions
+that it takes from `cpattn.transfer` have tests in tests_py/transfer/sglang_0_5_23."""
 
 import importlib
 import itertools
@@ -26,7 +26,7 @@ pytestmark = MARKS
 def test_every_topk_choice(sglang):
     method = sglang.topk.TopkTransformMethod
     upstream = sglang.dsa.DeepseekSparseAttnBackend.get_topk_transform_method
-    # What ``--dsa-prefill-backend`` may be.
+    # Values of ``--dsa-prefill-backend``.
     hints = get_type_hints(sglang.options.ExecKernel, include_extras=True)
     implementations = hints["dsa_prefill_backend"].__metadata__[0].choices
     assert "flashmla_sparse_q8" in implementations
@@ -69,7 +69,7 @@ def test_strict_mla_gives_groups_to_those_of_the_same_layers(sglang, monkeypatch
     assert upstream(manager, stage, without)[1] != stage
     with pytest.raises(ValueError, match="get_mla_kv_ptrs_with_pp: "):
         planners.strict_mla_kv_ptrs(original, manager, stage, without)
-    parallel.pp_group.is_last_rank = False  # which has no drafts
+    parallel.pp_group.is_last_rank = False  # such a rank has no drafts
     with pytest.raises(ValueError, match="get_mla_kv_ptrs_with_pp: "):
         planners.strict_mla_kv_ptrs(original, manager, stage, decode)
 
@@ -118,7 +118,7 @@ def test_switching_at_run_time(sglang, switch):
     for _ in range(2):
         plugin.install("strict_kv", "kv")
         assert manager.get_mha_kv_ptrs_with_pp(src, dst)[3] == src[7:]
-        plugin.install()  # what the entry point does changes nothing
+        plugin.install()  # the entry point's call changes nothing
         assert manager.get_mha_kv_ptrs_with_pp(src, dst)[3] == src[7:]
         plugin.install("metadata")
         assert manager.get_mha_kv_ptrs_with_pp(src, dst)[3] == wrong
@@ -138,8 +138,8 @@ def test_an_unknown_part_is_refused(switch, monkeypatch):
 
 @pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
 def test_what_a_release_lacks_is_left_alone(sglang, switch, monkeypatch, caplog, error):
-    """The rest is hooked all the same, and no more is claimed: not of a module that fails, nor of
-    one without the class."""
+    """The rest is hooked and reported, but no part of a module that fails to import or that lacks
+    the class."""
 
     def import_module(name: str) -> Any:
         if name.endswith(".dsa_backend"):

@@ -29,7 +29,7 @@ def switched_on(switch) -> None:
 
 
 def by_sglang(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call sglang's own function, in the middle of what the plug-in does."""
+    """Call sglang's own function while the plug-in is active."""
     plugin.uninstall()
     try:
         return call(*arguments, **options)
@@ -74,7 +74,7 @@ def test_allocator(sglang, rng, switched_on, need_sort):
             by_sglang(theirs.free, torch.from_numpy(freed))
             used = used[~np.isin(used // page_size, freed // page_size)]
             assert_same_lists(ours, theirs)
-            if rng.random() < 0.2:  # whoever goes on, finds the same
+            if rng.random() < 0.2:  # either one can continue with the state of the other
                 ours, theirs = theirs, ours
     assert num_refused > 50
 
@@ -93,7 +93,7 @@ def test_cyclic_runs_deferred_frees_and_debug_mode(sglang, switched_on):
     assert ours.available_size() == 64
     by_sglang(theirs.free, slots)
     assert_same_lists(ours, theirs)
-    ours.debug_mode = True  # which is sglang's own
+    ours.debug_mode = True  # the debug mode of sglang
     slots = ours.alloc_extend(*pools.extend_arguments([0], [9]), rotation_bases=[None])
     ours.free(slots)
     with pytest.raises(AssertionError, match="double free"):
@@ -183,7 +183,7 @@ def test_a_warm_up_batch_is_left_to_sglang(sglang, switched_on):
 
 
 def test_prefixes_that_are_not_on_the_ranks_in_turn_are_refused(sglang, switched_on):
-    """sglang lets two ranks mean different rows, unless it runs in its debug mode."""
+    """The ranks of sglang may then mean different rows, which only its debug mode refuses."""
     pool, table = pool_and_table(sglang)
     table[0, :12] = torch.tensor([*range(8, 12), *range(16, 20), *range(12, 16)])
     before = pool._page_pos.clone()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The merge of prefix chunks in sglang 0.5.23 as it is published: refuted by the conformance
-runner, and proved once mended. `sglang_chunked_prefix` says what of it is sglang's own."""
+"""The conformance runner refutes the merge of prefix chunks in the published sglang 0.5.23, and
+proves it once mended. `sglang_chunked_prefix` says which parts are sglang's own."""
 
 from functools import partial
 
@@ -36,6 +36,6 @@ def test_35045_parts_are_merged_to_another_base():
 def test_35045_with_base_e_parts_are_the_whole(monkeypatch):
     entry = shipped_entry(*ENTRY)
     assert_proved(tried(mended=True), entry)
-    # Chunks of a few tokens; 500 partial results that are rounded to 16 bits are not the whole.
+    # Chunks have a few tokens each; merging 500 results rounded to 16 bits would be inaccurate.
     monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "9")
     assert_proved(tried("float16", "bfloat16", mended=True), entry)

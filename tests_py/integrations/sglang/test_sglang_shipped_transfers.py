@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV transfers of sglang 0.5.23 as it is published, pools and descriptors of its own: refuted by
-the linter, and proved once mended."""
+"""The linter refutes KV transfers of the published sglang 0.5.23, with its own pools and
+descriptors, and proves them once mended."""
 
 import importlib
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def configurator_of(
     fields = {"device": "cpu", "kv_cache_dtype": torch.bfloat16, "kv_cache_dtype_str": "auto"}
     fields |= {"is_draft_worker": False, "post_capture_kv_active": False, "kv_shard_rank": None}
     for name, value in {**fields, "model_config": model, "layer_info": numbers}.items():
-        setattr(made, name, value)  # which has slots
+        setattr(made, name, value)  # the class has slots
     return made
 
 
@@ -82,7 +82,7 @@ def sent(
     dst_pages: Any,
     **options: Any,
 ) -> list[list[int]]:
-    """Addresses and lengths of what `AscendKVManager.send_kvcache` hands to its engine."""
+    """Return addresses and lengths that `AscendKVManager.send_kvcache` passes to its engine."""
     layers = {"prefill_start_layer": source.start_layer, "total_kv_layers": target.layer_num}
     kv_args = SimpleNamespace(**layers)
     names = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
@@ -98,7 +98,7 @@ def sent(
 def document_of(
     sglang: SimpleNamespace, source: Any, target: Any, name: str, **options: Any
 ) -> dict[str, Any]:
-    """The pages of a sequence, from a server called so to the one that decodes."""
+    """Return the document of a sequence's pages sent from server `name` to the decode server."""
     src_pages, dst_pages = [1, 2, 5], [3, 4, 1]
     blocks = sent(sglang, source, target, src_pages, dst_pages, **options)
     memories = memory_of_pool(source), memory_of_pool(target)
@@ -113,7 +113,7 @@ def two_stages(sglang: SimpleNamespace) -> dict[str, Any]:
 
 
 def test_27740_values_of_a_stage_go_to_keys_of_other_layers(sglang):
-    """`get_mha_kv_ptrs_with_pp`, mended by the plug-in's part ``strict_kv``."""
+    """The fault is in `get_mha_kv_ptrs_with_pp`; the plug-in's part ``strict_kv`` mends it."""
     entry = shipped_entry("sgl-project/sglang#27740", "lint")
     report = lint(two_stages(sglang))
     assert_refuted_as_written(report, entry)
@@ -124,7 +124,7 @@ def test_27740_values_of_a_stage_go_to_keys_of_other_layers(sglang):
 
 
 def narrow_values(sglang: SimpleNamespace, make_decode: Any) -> dict[str, Any]:
-    """A model whose values are narrower than its keys, prefilled on Ascend."""
+    """Return the transfer of a model with values narrower than keys, prefilled on Ascend."""
     prefill = ascend_pool(sglang, range(2), **NARROW)
     return document_of(sglang, prefill, make_decode(sglang, range(2), **NARROW), "prefill")
 
@@ -132,7 +132,7 @@ def narrow_values(sglang: SimpleNamespace, make_decode: Any) -> dict[str, Any]:
 def test_39058_pages_of_values_are_as_long_as_those_of_keys(sglang, monkeypatch):
     """`_build_ascend_mha_kv_pool` leaves out `v_head_dim`; `_build_mha_kv_pool` beside it has it.
 
-    Two servers on Ascend are wrong alike, and what they send each other fits.
+    Two servers on Ascend have the same fault, so their transfers fit.
     """
     entry = shipped_entry("sgl-project/sglang#39058", "lint")
     prefill = ascend_pool(sglang, range(2), **NARROW)

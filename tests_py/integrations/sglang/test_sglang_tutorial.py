@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorial about two ranks of sglang, done as its readers do it, and the part that it needs."""
+"""The tutorial about two ranks of sglang, followed like by a reader, and the part that it needs."""
 
 import re
 import sys
@@ -33,7 +33,7 @@ def test_the_commands_of_the_tutorial(tmp_path, children):
     environment = {**ENVIRONMENT, "PYTHONPATH": path_with(tmp_path / "site")}  # as installed
     run_page(PAGE, tmp_path, children, environment, timeout=START)
     in_use = mapped_by(psutil.process_iter())
-    unlink(shared_memory() - before - in_use)  # sglang kills who would do it
+    unlink(shared_memory() - before - in_use)  # sglang kills the process that would do it
 
 
 def test_it_is_installed_as_the_page_about_sglang_says():
@@ -46,7 +46,7 @@ def test_it_is_installed_as_the_page_about_sglang_says():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_stream_is_that_of_the_cpu_on_a_cpu_alone(device):
-    """Its function is back when sglang's ends, as it may by an error."""
+    """The original function is restored when sglang's call ends, even by an error."""
 
     def original(runner, batch):
         asked.append(torch.cuda.current_stream)

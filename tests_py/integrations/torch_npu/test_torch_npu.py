@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-in for torch_npu, and its operators beside attention; what torch asks of every operator
-of attention is in test_integrations_torch_ops.py."""
+"""The stand-in for torch_npu, and its operators beside attention; test_integrations_torch_ops.py
+has torch's requirements of attention operators."""
 
 import importlib
 import inspect
@@ -37,7 +37,7 @@ def nothing_compiled() -> None:
 
 @pytest.mark.parametrize("lse", [False, True])
 def test_writing_into_tensors(torch_npu, lse):
-    """Graphs do so, with a workspace; without the LSE its tensor may have any dtype."""
+    """Graphs write into tensors, with a workspace; an unused LSE tensor may have any dtype."""
     batch = FiaBatch("TND", (5, 1, 7), (20, 17, 33), blocks="H")
     arguments = batch.arguments(sparse_mode=3, atten_mask=TEMPLATE, softmax_lse_flag=lse)
     for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
@@ -115,7 +115,7 @@ def test_what_scatter_refuses(torch_npu, arguments, error, message):
 
 
 def test_rows_are_not_written_into_a_copy_of_a_cache(torch_npu):
-    """Slots of these caches have no common stride: keys and values lie side by side."""
+    """Slots of these caches have no common stride: keys and values are side by side."""
     wide = torch.zeros(4, 2, 8, KV_HEADS, DIM)
     rows = torch.ones(1, KV_HEADS, DIM)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
@@ -193,7 +193,7 @@ def test_names(torch_npu):
         assert callable(getattr(torch_npu, name))
         if not name.startswith("_"):
             assert getattr(torch_npu, name) is getattr(torch.ops.npu, name)
-    assert not hasattr(torch, "npu")  # which programs take for a device
+    assert not hasattr(torch, "npu")  # programs would take it for a device
     message = "torch_npu is cpattn's stand-in for CPUs and has no npu_rms_norm; it supplies .*"
     with pytest.raises(AttributeError, match=message + "npu_sparse_flash_attention"):
         torch_npu.npu_rms_norm  # noqa: B018
@@ -204,7 +204,7 @@ def test_names(torch_npu):
         importlib.import_module("torch_npu.contrib")
 
 
-# Libraries can register operators without the module; then nothing of ours is registered.
+# Libraries can register operators without the module; then none of ours are registered.
 REGISTERED_ALREADY = """
 import sys, torch
 from cpattn.integrations import torch_npu
@@ -227,7 +227,7 @@ def test_operators_of_the_real_package_are_not_replaced():
 
 
 def test_the_module_compiles(torch_npu):
-    """A model calls ``torch_npu.x``; lengths in lists become symbols once they have changed."""
+    """A model calls ``torch_npu.x``; lengths in lists become symbols after they change."""
     backend = CompileCounter()
 
     def run(query, **options):
@@ -240,7 +240,7 @@ def test_the_module_compiles(torch_npu):
         arguments = batch.arguments(sparse_mode=3, atten_mask=TEMPLATE)
         call = make_call("npu_fused_infer_attention_score", "query", arguments)
         assert torch.equal(compiled(*call.args, **call.kwargs), call.function()[0])
-    assert backend.frame_count <= 3  # not one for each batch
+    assert backend.frame_count <= 3  # fewer than batches
 
 
 FIRST_OF_EACH = list({call.name: call for call in reversed(npu_calls())}.values())
@@ -248,7 +248,7 @@ FIRST_OF_EACH = list({call.name: call for call in reversed(npu_calls())}.values(
 
 @pytest.mark.parametrize("call", FIRST_OF_EACH, ids=str)
 def test_arguments_are_those_of_the_functions(call):
-    """Their order and defaults are those that torch_npu documents."""
+    """Their order and defaults are as torch_npu documents them."""
     parameters = inspect.signature(getattr(cpattn.npu, call.name)).parameters.values()
     for parameter, argument in zip(parameters, call.operator._schema.arguments, strict=True):
         assert argument.name == parameter.name

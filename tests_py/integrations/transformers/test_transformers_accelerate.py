@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelerate's device maps with our attention: modules with hooks, weights that lie on disk."""
+"""Device maps of accelerate with our attention: modules with hooks, and weights on disk."""
 
 from pathlib import Path
 from typing import Any

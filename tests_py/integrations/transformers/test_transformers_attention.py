@@ -31,7 +31,7 @@ from support.transformers.tiny_transformers import (  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 LENGTH = 30
-PADDING = torch.tensor([0, 7, 28])  # tokens in front of each row
+PADDING = torch.tensor([0, 7, 28])  # padding tokens before each row
 
 integration.register()
 
@@ -63,7 +63,7 @@ CHUNKS = (11, 8, 1, 10)
 def run(
     model: Any, implementation: str, mask: Tensor, chunks: Any = (LENGTH,), cache: str = "dynamic"
 ) -> tuple[Tensor, Any]:
-    """Logits of all tokens that are not padding, [n, vocabulary], and the cache."""
+    """Return logits of all tokens that are not padding, [n, vocabulary], and the cache."""
     model.set_attn_implementation(implementation)
     tokens, used = make_tokens(*mask.shape), CACHES[cache](model)
     logits, begin = [], 0
@@ -107,7 +107,7 @@ def test_caches_are_used_in_place_and_masks_are_numbers(
     assert len(storages) == 4 * 4
     last = [x for layer in used.layers for x in (layer.keys, layer.values)]
     whole = [x.untyped_storage().data_ptr() for x in last]
-    # A static sliding window keeps a copy of what it has returned.
+    # A static sliding window keeps a copy of the tensors that it returns.
     assert storages[-4:][2:] == whole[2:]
     assert storages[-4:] == whole or (name != "llama" and cache == "static")
 
@@ -129,7 +129,7 @@ def test_masks_of_the_caller(llama: Any, as_float: bool) -> None:
 
 
 def test_packed_sequences(llama: Any) -> None:
-    """Three sequences in one row are told by their positions: neither sees another."""
+    """Positions separate three sequences in one row: none sees another."""
     positions = torch.cat([torch.arange(n) for n in (5, 14, 11)])[None]
     given = {"position_ids": positions, "use_cache": False}
     expected = logits_of(llama, "eager", 1, **given)
@@ -137,7 +137,7 @@ def test_packed_sequences(llama: Any) -> None:
 
 
 def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of Gemma within PaliGemma are causal nevertheless."""
+    """Chunks of Gemma within PaliGemma are still causal."""
     config = transformers.GemmaConfig(**SIZES, use_bidirectional_attention=True)
     monkeypatch.setitem(CONFIGS, "gemma", lambda: config)
     assert_logits_close(*both(make_model("gemma"), torch.ones(2, LENGTH).long(), CHUNKS))

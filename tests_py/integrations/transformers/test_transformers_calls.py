@@ -58,7 +58,7 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
 
 
 def heads_last(batch: int, heads: int, queries: int, keys: int) -> Any:
-    """A bias in the order in which T5 looks it up."""
+    """Return a bias with the memory order of T5."""
     return torch.randn(batch, queries, keys, heads).permute(0, 3, 1, 2)
 
 
@@ -66,7 +66,7 @@ def heads_last(batch: int, heads: int, queries: int, keys: int) -> Any:
 @pytest.mark.parametrize("shape", [(2, 4, 3, 5), (1, 4, 1, 5), (2, 1, 3, 5), (1, 1, 3, 5)])
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_mask_of_numbers_is_a_bias(shape: Any, beside: bool, dtype: str) -> None:
-    """The lowest one hides a key, as -inf does, and a row without others sees nothing."""
+    """The lowest number hides a key like -inf, and a row with no other number sees no key."""
     torch.manual_seed(8)
     kind = getattr(torch, dtype)
     tensors = {"query": (2, 4, 3, 16), "key": (2, 2, 5, 16), "value": (2, 2, 5, 16)}
@@ -107,7 +107,7 @@ def test_padding_in_any_layout(keys: str, values: str) -> None:
     arguments = {"key": LAYOUTS[keys](), "value": LAYOUTS[values]()}
     arguments |= {"query": torch.randn(3, 4, 5, 16), "position_bias": heads_last(1, 4, 5, 9)}
     actual, _ = call(**arguments, attention_mask=mask)
-    expected, _ = call(**arguments, attention_mask=mask.clone())  # without its band
+    expected, _ = call(**arguments, attention_mask=mask.clone())  # a clone has no band
     assert_similar(actual, expected)
 
 
@@ -120,7 +120,7 @@ def test_one_row_of_a_mask_for_all_queries() -> None:
 
 @pytest.mark.parametrize("config", [BloomConfig, MptConfig])
 def test_a_model_that_calls_no_attention_function(config: Any) -> None:
-    """Such a model takes the name, and would take None for a mask and see all keys."""
+    """Such a model accepts the name, and would see all keys with None as its mask."""
     sizes = {"vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_layers": 1}
     small = config(**sizes, n_head=4, n_heads=4)
     model = AutoModel.from_config(small, attn_implementation="cpattn")

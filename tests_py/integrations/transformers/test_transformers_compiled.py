@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models of transformers compiled and exported, with our attention in their graphs."""
+"""Whole models of transformers, compiled and exported, have our attention in their graphs."""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -59,7 +59,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("name", "call"), [*zip(CONFIGS, cycle(CALLS), strict=False)])
 def test_one_graph_with_the_bits_of_the_model(name: str, call: str, monkeypatch: Any) -> None:
-    """Masks are numbers; else the layers would go through a byte for each query and key."""
+    """Masks are a few numbers, so layers need not read a byte for each query and key."""
     model, backend = model_of(name), AotEagerAndRecordGraphs()
     monkeypatch.setattr(masks, "visible_keys", None)
     assert_compiled_alike(model, backend, **CALLS[call])
@@ -70,7 +70,7 @@ def test_one_graph_with_the_bits_of_the_model(name: str, call: str, monkeypatch:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # which it calls itself
 def test_the_default_backend() -> None:
-    """The rest of the model is computed in another order, so that bits differ."""
+    """The rest of the model is computed in another order, so bits differ."""
     model = model_of("llama")
     model.config.num_hidden_layers = 1  # compiling takes most of the time
     expected = model(TOKENS, attention_mask=PADDED).logits
@@ -79,7 +79,7 @@ def test_the_default_backend() -> None:
 
 
 def assert_compiled_alike(model: Any, backend: Any = "aot_eager", **options: Any) -> Any:
-    """One graph gives the bits of the model; returns what is compiled, and the result."""
+    """Check that one graph gives the bits of the model; return the compiled model and result."""
     expected = model(TOKENS, **options)[0]
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     assert torch.equal(compiled(TOKENS, **options)[0], expected)
@@ -105,7 +105,7 @@ def test_one_graph_for_all_lengths() -> None:
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generating_with_a_compiled_forward(cache: str | None) -> None:
-    """transformers makes masks for static caches outside of the graph, for others inside."""
+    """Masks for static caches are made outside of the graph, masks for other caches inside."""
     options = {"attention_mask": PADDED, "cache_implementation": cache}
     expected = generate(make_model("qwen3"), "cpattn", TOKENS, 8, **options).sequences
     model = make_model("qwen3")
@@ -121,13 +121,13 @@ def test_latents_in_one_graph() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_an_encoder_in_one_graph(name: str) -> None:
-    """T5 has position biases."""
+    """The encoder of T5 has position biases."""
     model = make_encoder(name, AutoModelForTextEncoding)
     model.set_attn_implementation("cpattn")
     assert_compiled_alike(model, attention_mask=PADDED)
 
 
-# transformers has a list of outputs to collect, which tracing changes and changes back.
+# Tracing changes transformers' list of collected outputs, and changes it back.
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported_models(strict: bool, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_exported_models(strict: bool, tmp_path: Path) -> None:
     exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=strict)
     called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
     assert called.count(attend) == 2
-    assert called.count(bands_of) == 2  # of the full and of the sliding layers
+    assert called.count(bands_of) == 2  # for full and for sliding layers
     torch.export.save(exported, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2")
     for rows, columns in ((2, LENGTH), (2, 12), (5, 17)):

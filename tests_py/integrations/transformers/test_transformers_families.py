@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    for name in ("attention", "paged_attention_forward"):  # brought back at the end
+    for name in ("attention", "paged_attention_forward"):  # restored at the end
         monkeypatch.setattr(integration, name, getattr(integration, name))
     yield Calls()
     monkeypatch.undo()
@@ -32,11 +32,11 @@ def test_models_of_many_families_are_right(calls, model_type):
 
 
 def test_outcomes_of_single_models(calls):
-    """DeepSeek-V4 adds columns of 0 and -inf, which hide nothing in a mask that is bool."""
+    """DeepSeek-V4 adds columns of 0 and -inf, which would hide nothing in a bool mask."""
     outcomes = try_model("deepseek_v4", calls)
     assert [outcomes[part].word for part in ("prompt", "padding", "generate")] == ["yes"] * 3
-    assert try_model("bloom", calls)["prompt"] == Outcome("own")  # it does not ask
-    for name in ("doge", "inkling_text"):  # with biases of each head and query
+    assert try_model("bloom", calls)["prompt"] == Outcome("own")  # it calls no function
+    for name in ("doge", "inkling_text"):  # they have biases of each head and query
         outcomes = try_model(name, calls)
         assert [outcomes[part].word for part in PARTS] == ["yes"] * len(PARTS)
     outcome = try_model("hy_v4", calls)["prompt"]

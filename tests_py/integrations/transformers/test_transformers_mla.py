@@ -36,7 +36,7 @@ def registered() -> None:
 
 
 models = functools.cache(make_model)
-# One run has all of chunks, single tokens and padding.
+# One run has chunks, single tokens and padding together.
 each_run = pytest.mark.parametrize(
     "run",
     [x if x == "left padded chunks" else pytest.param(x, marks=pytest.mark.slow) for x in RUNS],
@@ -102,7 +102,7 @@ def test_other_implementations_and_removal_see_the_models_own_method(deepseek: A
     absorbed.remove()
     assert not any("expand_kv" in vars(layer) for layer in layers)
     with absorb_mla(deepseek):
-        absorbed.remove()  # again: what others replaced since stays
+        absorbed.remove()  # a second call keeps later replacements by others
         assert all("expand_kv" in vars(layer) for layer in layers)
 
 
@@ -119,7 +119,7 @@ def test_models_that_are_refused(deepseek: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_adapter_that_comes_later(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Adapted(torch.nn.Linear):
-        """Layer whose weight is that of the base alone, as with adapters of peft."""
+        """Layer whose weight is only the base's, as with adapters of peft."""
 
     modules = deepseek.model.layers[1].self_attn._modules
     out_features, in_features = modules["kv_b_proj"].weight.shape
@@ -150,7 +150,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @contextmanager
 def watched_indexers(model: Any, see: Callable[..., None]) -> Iterator[None]:
-    """`see(indexer, args, kwargs, chosen)` for every call of an indexer."""
+    """Call `see(indexer, args, kwargs, chosen)` for every call of an indexer."""
     handles = [
         layer.self_attn.indexer.register_forward_hook(see, with_kwargs=True)
         for layer in model.model.layers
@@ -168,7 +168,7 @@ def test_the_indexer_chooses_the_same_keys(model: Any, run: str) -> None:
     def see(indexer: Any, args: Any, kwargs: Any, theirs: Tensor) -> None:
         nonlocal rows
         mask, cache = args[3], kwargs[CACHE]
-        # The keys of this call are in the cache already.
+        # The cache already has the keys of this call.
         seen = SimpleNamespace(update_indexer=lambda _, layer: cache.layers[layer].indexer_keys)
         model.config._attn_implementation = "cpattn"
         ours = indexer.forward(*args, **{CACHE: seen})
@@ -185,7 +185,7 @@ def test_the_indexer_chooses_the_same_keys(model: Any, run: str) -> None:
 
 
 def visible_keys(indices: Tensor, mask: Tensor) -> Tensor:
-    """The chosen keys that the mask shows, ascending, then -1."""
+    """Return the chosen keys that the mask shows, ascending, then -1."""
     visible = mask.gather(-1, indices.clamp(min=0).long()) & (indices >= 0)
     last = mask.shape[-1]
     ascending = indices.where(visible, last).sort(-1).values
@@ -193,7 +193,7 @@ def visible_keys(indices: Tensor, mask: Tensor) -> Tensor:
 
 
 def layer_inputs(model: Any, latents: bool) -> tuple[Any, ...]:
-    """A layer and query, key, value, mask and indices for it, of two sequences, one padded."""
+    """Return a layer, and its query, key, value, mask and indices of two sequences, one padded."""
     layer = model.model.layers[0].self_attn
     generator = torch.Generator().manual_seed(11)
     heads, keys, queries = layer.num_heads, 40, 6
@@ -231,13 +231,13 @@ def test_only_chosen_visible_keys_are_read(model: Any, latents: bool) -> None:
         value[unread[:, None].expand(-1, value.shape[1], -1)] = torch.nan
         out, _ = dsa.dsa_attention(layer, query, key, value, mask, scaling=0.2, indices=indices)
     scores = (0.2 * query @ expanded[0].mT).masked_fill(~chosen[:, None], -torch.inf)
-    weights = scores.softmax(-1).nan_to_num()  # a row that sees nothing gives zeros
+    weights = scores.softmax(-1).nan_to_num()  # a row without keys gives zeros
     assert not out[1, 0].any()
     expected, magnitude = (
         to_float64((weights @ values).transpose(1, 2))
         for values in (expanded[1], expanded[1].abs())
     )
-    # Of the largest one: what latents are expanded to has sums in another order.
+    # The unit is the largest magnitude, as expanded latents have sums in another order.
     assert_close(out, expected, magnitude.max(), "attention", "float32")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of transformers over ranks: the tokens that one process generates."""
+"""A model of transformers over ranks generates the tokens of one process."""
 
 import pytest
 
@@ -68,21 +68,19 @@ def test_tokens_are_those_of_one_process(answers, expected):
 
 
 def test_prefixes_are_skipped(answers):
-    """Prompts share two pages, and the one that comes twice has two more."""
+    """Prompts share two pages, and a prompt that occurs twice has two more."""
     in_one_call = 3 * 16 + 32
     full_pages = sum(min(len(prompt) // 8 * 8, len(prompt) - 1) for prompt in PROMPTS)
     for found in answers:
         assert found["hits"] == (in_one_call, full_pages)
-        assert (
-            found["hits of what was generated"] == 32
-        )  # of 25 tokens and 12, of which 11 are kept
+        assert found["hits of what was generated"] == 32  # 25 tokens and 12, of which 11 are kept
 
 
 def test_drawn_tokens_are_the_same_on_every_rank(answers):
     first, second = (found["drawn"] for found in answers)
     assert first == second
     assert first[0] == first[1] != first[2]
-    assert first[0][1] != first[0][6]  # of one prompt at two places
+    assert first[0][1] != first[0][6]  # one prompt at two places
 
 
 def test_logits_are_those_of_the_model(answers, expected):
@@ -165,7 +163,7 @@ def test_training_and_shared_out_weights_are_refused():
         layer_shapes(model)
 
 
-# Models with an attention of their own meet each placement, and each of both two sizes; others one.
+# Each kind of attention has all placements, at two sizes; further models have one placement each.
 WORLDS = [("llama", 1, EVERY_PLACEMENT[:1])]
 WORLDS += [
     (name, size, EVERY_PLACEMENT[(size + number) % 2 :: 2])
@@ -204,7 +202,7 @@ def faults(tmp_path_factory):
 
 
 def assert_all_dropped(told):
-    """Requests and cached pages are gone, of which another rank might have others."""
+    """Check that requests and cached pages are dropped, since ranks might differ in them."""
     assert (told.requests, told.cached_pages) == (0, 0)
 
 
@@ -243,7 +241,7 @@ def test_an_error_of_one_rank_is_told_at_once_and_all_go_on(faults, expected, ca
     assert sum(own) == 1
     rank = own.index(True)
     for one, is_own in zip(told, own, strict=True):
-        if case[0] == "streamer":  # of which the others need not know
+        if case[0] == "streamer":  # other ranks need not know of it
             assert is_own or one.error == "no error"
         else:
             named = f"rank {rank} refused its arguments; nothing was sent: MemoryError"

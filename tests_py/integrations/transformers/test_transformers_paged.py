@@ -57,7 +57,7 @@ def one_by_one(model: Any, prompt: list[int]) -> list[int]:
 
 
 def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens of continuous batching, in batches of up to 24: long prompts come in chunks."""
+    """Return the tokens of continuous batching, up to 24 at once: long prompts come in chunks."""
     sizes = {"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 24}
     config = ContinuousBatchingConfig(**sizes)
     greedy = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
@@ -110,8 +110,8 @@ def test_full_attention_copies_nothing_and_shares_the_pages_of_a_prefix(calls: A
     model = make_model("llama")
     assert batched(model, PROMPTS) == [one_by_one(model, prompt) for prompt in PROMPTS]
     assert calls.copies == 0
-    assert len(calls.memory) == 1  # that of the cache
-    assert len({id(plan) for plan in calls.plans}) == len(calls.plans) / 2  # one for both layers
+    assert len(calls.memory) == 1  # the memory of the cache
+    assert len({id(plan) for plan in calls.plans}) == len(calls.plans) / 2  # two layers share one
     first_pages = [plan.page_ids[plan.page_indptr[:-1]].tolist() for plan in calls.plans]
     assert any(len(set(pages)) < len(pages) for pages in first_pages)
 
@@ -126,7 +126,7 @@ def test_a_sliding_window_decodes_in_place(calls: Any) -> None:
 
 
 def test_no_kernel_of_the_hub_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers puts one in the place of `cpattn` alone, where there is one."""
+    """Transformers replaces only `cpattn` by a kernel of the hub, if it has one."""
     model, asked = make_model("llama"), []
     expected = [one_by_one(model, prompt) for prompt in PROMPTS[4:]]
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
@@ -141,7 +141,7 @@ def test_no_kernel_of_the_hub_takes_its_place(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_keys_that_transformers_has_read(window: int | None) -> None:
-    """5.24 hands over those of all sequences, one after another, with padding behind them."""
+    """Release 5.24 passes keys of all sequences, one after another, with padding at the end."""
     q_lens, kv_lens, padding = [3, 1, 20], [15, 33, 20], 4
     torch.manual_seed(0)
     q = torch.randn(sum(q_lens) + padding, 4, 16)
@@ -162,7 +162,7 @@ def test_keys_that_transformers_has_read(window: int | None) -> None:
 
 
 def test_a_mask_of_a_layer_is_refused() -> None:
-    """Doge makes one: it says what keys weigh, or that some are hidden."""
+    """Doge makes such a mask, which has weights of keys, or hides some."""
     tensors, options = [torch.zeros(1, 1, 3, 16)] * 3, {"cache": object()}
     with pytest.raises(ValueError, match="attention_mask must be None in continuous batching"):
         paged.paged_attention_forward(None, *tensors, torch.zeros(1, 1, 3, 3), **options)

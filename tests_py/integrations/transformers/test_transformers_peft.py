@@ -18,7 +18,7 @@ from support.transformers.tiny_transformers import make_model, make_tokens  # no
 
 pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
-    # Of PEFT 0.21: transformers brings positions, and has given a property another name.
+    # PEFT 0.21 warns: transformers passes positions, and has renamed a property.
     pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
@@ -70,7 +70,7 @@ def test_the_tokens_of_eager(kind: str) -> None:
     base.set_attn_implementation("cpattn")
     with adapter.disable_adapter():
         assert torch.equal(logits(adapter), logits(base))
-    assert (expected - logits(base)).abs().max() > 0.1  # or the adapter does nothing
+    assert (expected - logits(base)).abs().max() > 0.1  # else the adapter does nothing
 
 
 def test_merged_and_loaded_adapters(tmp_path: Path) -> None:

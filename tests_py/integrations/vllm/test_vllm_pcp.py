@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill context parallelism of vLLM: its layouts are cpattn's, and the linter proves them, made
-here or recorded."""
+"""Prefill context parallelism of vLLM: its layouts equal cpattn's, and the linter proves layouts
+made here or recorded."""
 
 import warnings
 from dataclasses import replace
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-with warnings.catch_warnings():  # of what vLLM imports
+with warnings.catch_warnings():  # modules that vLLM imports warn
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vllm is not installed")
     from vllm.config import CUDAGraphMode
@@ -67,7 +67,7 @@ def check_layout(batch, shard_decode):
     size, dcp, extend, _ = batch
     manager, segments, counts, prefix, prefill = arrays_of(batch, shard_decode)
     options = {"pcp_size": size, "is_prefill": prefill, "dcp_size": dcp}
-    options["shard_decode"] = shard_decode or dcp > 1  # which makes no difference then
+    options["shard_decode"] = shard_decode or dcp > 1  # with dcp > 1 it makes no difference
     ours = pcp_segments(extend, prefix, **options)
     for mine, theirs in zip(ours, segments, strict=True):
         expected = [
@@ -111,7 +111,7 @@ def test_drawn_layouts(seed):
 
 @pytest.mark.parametrize(("size", "dcp"), [(2, 1), (2, 2), (4, 2)])
 def test_local_batches_see_what_the_layout_says(size, dcp):
-    """Positions, lengths and shares of DCP of the rank-local batch, through `partition_batch`."""
+    """Check positions, lengths and DCP shares of rank-local batches from `partition_batch`."""
     extend, prefix, prefill = [40, 1, 5], [16, 24, 0], [True, False, True]
     layout = build_pcp_layout(extend, prefix, pcp_size=size, is_prefill=prefill, dcp_size=dcp)
     shown = []
@@ -147,7 +147,7 @@ def local_batch(rank, size, dcp, batch):
 
 @pytest.mark.parametrize("interleave", [1, 4])
 def test_local_lengths_of_several_new_tokens(interleave):
-    """Shares of each row, two dimensions at once, and what the linter says of masks of them."""
+    """Check shares of each row, in two dimensions at once, and the linter on wrong masks."""
     seq_lens, steps, ranks = np.array([9, 40, 4]), 4, 3
     positions = seq_lens[:, None] + np.arange(-steps, 0)
     placement = TokenInterleave(shard_size=ranks, interleave=interleave)
@@ -162,16 +162,16 @@ def test_local_lengths_of_several_new_tokens(interleave):
     assert lint(from_local_lens(seq_lens, local, row_lens=rows, **options)).proved
     causal = [lens[:, None] + np.arange(1 - steps, 1) for lens in local]
     report = lint(from_local_lens(seq_lens, local, row_lens=np.maximum(causal, 0), **options))
-    assert report.findings[0].invariant == "COV"  # the mask of a sequence is none of a share
+    assert report.findings[0].invariant == "COV"  # a sequence's mask does not fit a share
 
 
-# New tokens, cached ones, whether they are prefills.
+# New tokens, cached tokens, and whether sequences are prefills.
 BATCHES = [([40, 1, 5], [16, 24, 0], [1, 0, 1]), ([1, 1, 1], [40, 8, 3], [0, 0, 0])]
 
 
 @pytest.fixture
 def announced(monkeypatch):
-    """Classes as the plug-in leaves them in a process that is recorded; undone in the end."""
+    """Change classes like the plug-in in a recorded process, and restore them at the end."""
     manager = pcp_manager.PCPManager
     names = {manager: ["_build_batch_layout"], BlockTables: ["__init__", "append_block_ids"]}
     for owner, name in [(o, n) for o, each in names.items() for n in each] + [
@@ -180,7 +180,7 @@ def announced(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     own = manager._build_batch_layout
     plugin.announce_layouts()
-    plugin.announce_layouts()  # as often as vLLM loads plug-ins
+    plugin.announce_layouts()  # vLLM loads plug-ins several times
     assert manager._build_batch_layout.__wrapped__ is own
 
 
@@ -197,7 +197,7 @@ def record(folder, monkeypatch, process, rank):
 
 @pytest.mark.usefixtures("announced")
 def test_batches_of_all_ranks_are_proved(tmp_path, monkeypatch):
-    """Two ranks of tensor parallelism for each of context parallelism, in vLLM's order."""
+    """Each rank of context parallelism has two of tensor parallelism, in vLLM's order."""
     paths = [record(tmp_path, monkeypatch, i, rank) for i, rank in enumerate([0, 0, 1, 1])]
     documents = from_capture(read_captures(paths))
     assert [document["name"] for document in documents] == [f"batch {i}" for i in range(4)]
@@ -208,9 +208,9 @@ def test_batches_of_all_ranks_are_proved(tmp_path, monkeypatch):
 
 
 def record_steps(folder, monkeypatch, process, interleave):
-    """A worker of DCP over two ranks: a chunk and a short prompt, then a step of both."""
+    """Record a worker of DCP over two ranks: a chunk and a short prompt, then a step of both."""
     monkeypatch.setenv("RANK", str(process))
-    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)  # which a CPU is without
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)  # a CPU lacks it
     for name in ("gather_block_tables", "compute_slot_mappings"):  # kernels
         monkeypatch.setattr(BlockTables, name, lambda *_, **__: ())
     share = {"cp_size": 2, "cp_rank": process % 2, "cp_interleave": interleave}
@@ -238,7 +238,7 @@ def record_steps(folder, monkeypatch, process, interleave):
 def test_steps_of_dcp_are_proved_and_ranks_of_another_interleave_refuted(tmp_path, monkeypatch):
     paths = [record_steps(tmp_path, monkeypatch, process, 2) for process in range(4)]
     documents = from_capture(read_captures(paths))
-    assert len(documents) == 4  # two steps of two groups, in the cache that is shared out
+    assert len(documents) == 4  # two steps of two groups, in the sharded cache
     for document in documents:
         report = lint(document)
         assert report.proved, report.text()

