@@ -74,7 +74,7 @@ def test_a_stale_picture_is_found_and_a_missing_one_written(script, capsys, monk
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-#: What makes the work of a test smaller.
+#: These options make the work of a test smaller.
 SMALLER = {
     "compare_strategies": {
         "generate_trace(400)": "generate_trace(60)",

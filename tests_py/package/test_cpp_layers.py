@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ sources include what cpp/layers.toml allows them, and each folder says what is in it."""
+"""C++ sources include only what cpp/layers.toml allows, and each folder says what is in it."""
 
 import re
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ except ModuleNotFoundError:  # Python 3.10
 CPP = ROOT / "cpp"
 HEADERS = CPP / "include" / "cpattn"
 LIBRARIES = {"Eigen", "pybind11"}
-# All that a file built with special -m flags may see: headers without inline functions.
+# A file built with special -m flags may include these alone: they have no inline functions.
 KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h"}
-MOST_FILES = 21  # of sources in a folder
+MOST_FILES = 21  # sources in a folder
 
 FILES = sorted(path for path in CPP.rglob("*") if path.suffix in {".h", ".cc"})
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The table; paths are those of #include lines."""
+    """The table of cpp/layers.toml; paths are written as in #include lines."""
 
     table: dict[str, Any]
 
@@ -47,7 +47,7 @@ class Layers:
         return next(floor for floor in self.table["floor"] if floor["name"] == path.split("/")[0])
 
     def complaints(self, path: str, text: str) -> list[str]:
-        """List what the file at a path below cpp includes and may not."""
+        """List what the file at a path below cpp includes although it may not."""
         includes = re.findall(r'#include "([^"]+)"', text)
         libraries = LIBRARIES & {
             name.split("/")[0] for name in re.findall(r"#include <([^>]+)>", text)
@@ -76,7 +76,7 @@ class Layers:
         if path.startswith("kernels/"):
             rooms = self.table["kernel_rooms"]
         elif own not in rooms or included.startswith("kernels/") or other not in rooms:
-            return True  # a floor without rooms, or what its own floor shares
+            return True  # the floor has no rooms, or its rooms share the included file
         return other == own or other == "base" or other in rooms[own]
 
 
@@ -133,7 +133,7 @@ def test_every_folder_has_a_line():
 
 def test_rooms_have_no_circles():
     for rooms in ("rooms", "kernel_rooms"):
-        TopologicalSorter(LAYERS.table[rooms]).prepare()  # CycleError, which names them
+        TopologicalSorter(LAYERS.table[rooms]).prepare()  # raises CycleError, which names them
 
 
 def test_a_folder_is_small_and_says_what_is_in_it():
@@ -174,7 +174,7 @@ def test_a_break_is_found(path, line):
 
 
 def test_each_type_has_a_name_of_its_own():
-    """The linker takes two of one name in one namespace for one, and their destructors, too."""
+    """The linker takes two types of one name in one namespace for one, and mixes destructors."""
     names = [
         name
         for floor in ("include", "base", "meta", "ops", "reference")

@@ -26,7 +26,7 @@ ROOMS = [
     )),
     "cpattn.distributed", "cpattn_lab.cost_model", "cpattn_lab.traffic", "cpattn_proof",
 ]  # fmt: skip
-# First words of summaries that are no verb.
+# These first words of summaries are no verbs.
 NO_VERBS = {
     "A", "An", "As", "How", "One", "The", "What", "When", "Where", "Whether", "Which", "Who"
 }  # fmt: skip
@@ -57,7 +57,7 @@ def sections(doc: str) -> dict[str, str]:
 def parameters_of(call: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(call).parameters
-    except ValueError:  # of the core, which pybind11 gives no signature
+    except ValueError:  # functions of the core have no signature from pybind11
         return []
     return [
         name
@@ -68,7 +68,7 @@ def parameters_of(call: Callable[..., Any]) -> list[str]:
 
 
 def described(section: str) -> set[str]:
-    """The names at the left of a Parameters section."""
+    """Return the names at the left of a Parameters section."""
     names: set[str] = set()
     for line in section.splitlines():
         if line and not line.startswith(" "):
@@ -135,6 +135,6 @@ def test_all_rooms_are_looked_at():
     "name", [name for name, value in PUBLIC.items() if name.startswith("cpattn._core.")]
 )
 def test_examples_of_the_core_run(name):
-    """Examples of Python are run by their modules."""
+    """The modules of the Python sources run their own examples."""
     test = doctest.DocTestParser().get_doctest(doc_of(PUBLIC[name]), {}, name, None, None)
     assert doctest.DocTestRunner().run(test).failed == 0

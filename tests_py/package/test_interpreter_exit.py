@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter ends while daemon threads are inside of calls; a sub-interpreter is refused."""
+"""The interpreter ends while daemon threads are inside calls; a sub-interpreter is refused."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports that modules may have, read from the sources; folders and files of tests are small."""
+"""Modules import only what they may, as the sources show; folders and files of tests are small."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from support.places import ROOT, TESTS
 PYTHON = ROOT / "python"
 PACKAGES = ("cpattn", "cpattn_lab", "cpattn_proof", "cpattn_terminal")
 
-# Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
-# of the package is asked for. Everything else is imported inside the function that needs it.
+# Modules may import these packages at their top, which is when `import cpattn` runs or a part of
+# the package is asked for. Everything else is imported inside the function that needs it.
 MAY_IMPORT = {
     "cpattn/distributed": {"numpy", "torch"},
     "cpattn/doctor/command": {"click"},
@@ -30,27 +30,27 @@ MAY_IMPORT = {
     "cpattn_lab/replay": {"jinja2", "matplotlib", "numpy", "rich", "torch"},
     "cpattn_proof/commands": {"click"},
     "cpattn_proof/conformance/selection/cases": {"hypothesis", "numpy"},
-    "cpattn_proof/conformance/strategies": {"hypothesis"},  # of which modules here are made
+    "cpattn_proof/conformance/strategies": {"hypothesis"},  # strategies are built from it
     "cpattn_proof/conformance/trials": {"hypothesis", "numpy"},
     "cpattn_proof/page/html": {"jinja2"},
-    # Derives from process groups, works and modes of torch.
+    # Its classes derive from process groups, works and modes of torch.
     "cpattn_proof/simulation": {"numpy", "torch"},
     "cpattn_terminal": {"click", "rich"},
 }
 
-# Other packages that modules may know, by prefixes of the modules; `cpattn_lab` may know all.
+# Modules with these prefixes may know these other packages; `cpattn_lab` may know all.
 MAY_KNOW = {
     "cpattn.__main__": {"cpattn_terminal"},
     "cpattn.doctor.command": {"cpattn_terminal"},
     "cpattn.doctor.bind_command": {"cpattn_terminal"},
     "cpattn_proof": {"cpattn_terminal"},
-    # Plans that `cpattn` makes again, and operators that are put together of its own.
+    # Two have `cpattn` make plans again, and one builds operators from those of `cpattn`.
     "cpattn_proof.captures.remade": {"cpattn"},
     "cpattn_proof.simulation.remade": {"cpattn"},
     "cpattn_proof.zoo.conform": {"cpattn"},
 }
 
-# Rooms of the ranks' calls, each with what it may know besides itself.
+# Each room of the ranks' calls may know these rooms besides itself.
 DISTRIBUTED = {
     "transport": set(),
     "plans": {"transport"},
@@ -60,7 +60,7 @@ DISTRIBUTED = {
 
 
 def imports_at_top(tree: ast.Module) -> Iterator[str]:
-    """Absolute modules imported when the module is, conditional imports included."""
+    """Yield absolute names that importing the module imports, conditional imports included."""
     pending: list[ast.stmt] = list(tree.body)
     while pending:
         match pending.pop():
@@ -83,13 +83,13 @@ def test_python_imports():
         tops = {name.split(".")[0] for name in imports_at_top(ast.parse(path.read_text()))}
         rooms = [str(module), *map(str, module.parents)]
         allowed = next((MAY_IMPORT[room] for room in rooms if room in MAY_IMPORT), {"numpy"})
-        allowed = allowed | set(PACKAGES)  # test_packages_know_what_is_below_them
+        allowed = allowed | set(PACKAGES)  # test_packages_know_what_is_below_them checks these
         wrong[str(module)] = tops - set(sys.stdlib_module_names) - allowed
     assert {module: names for module, names in wrong.items() if names} == {}
 
 
 def imported_names(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
-    """All that a file of a package imports, anywhere in it, relative names resolved."""
+    """Yield all that a file of a package imports anywhere in it, relative names resolved."""
     parts = path.relative_to(root).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         yield from names_in(node, parts)
@@ -98,8 +98,8 @@ def imported_names(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
 def imports_of_modules(root: Path) -> dict[str, set[str]]:
     """Return for every module of the packages in a folder the others that it names.
 
-    Imports inside functions and those for type checkers are among them: what needs them knows the
-    other module just as well. Packages around a module run first whatever it imports; they are not.
+    Imports inside functions and those for type checkers count, as the module knows the other one
+    just as well. Packages around a module do not count: they run first, whatever it imports.
     """
     modules = {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
@@ -107,7 +107,7 @@ def imports_of_modules(root: Path) -> dict[str, set[str]]:
     }
     graph: dict[str, set[str]] = {"cpattn._core": set(), **{module: set() for module in modules}}
     for module, path in modules.items():
-        for name in imported_names(path, root):  # of a module, or of something in one
+        for name in imported_names(path, root):  # names a module, or something in one
             known = [n for n in (".".join(name), ".".join(name[:-1])) if n in graph]
             graph[module].update(known[:1])
     return graph
@@ -119,7 +119,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_rooms_of_ranks_stand_on_each_other(graph):
-    """Modules beside the rooms may know all of them, and none knows those."""
+    """Modules beside the rooms may know all of the rooms, and no room knows such a module."""
     room_of = {
         module: module.split(".")[2] if module.count(".") > 2 else ""
         for module in graph
@@ -141,7 +141,7 @@ def upward_imports(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def circle_in(graph: dict[str, set[str]]) -> tuple[str, ...]:
-    """Modules that import each other in turn; none if they can be put in an order."""
+    """Return modules that import each other in turn, or none if an order of them exists."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -150,14 +150,14 @@ def circle_in(graph: dict[str, set[str]]) -> tuple[str, ...]:
 
 
 def test_no_import_runs_back_up_or_in_a_circle(graph):
-    """A package imports what is in it; the other way round, names would come half-made."""
+    """A package imports its modules; if these imported it, its names would be half-made."""
     assert upward_imports(graph) == set()
     assert circle_in(graph) == ()
 
 
 @pytest.fixture
 def small_package(tmp_path):
-    """Writes modules of a package, by their paths; returns what they import."""
+    """Return a function that writes modules of a package, and returns what they import."""
 
     def write(**modules: str) -> dict[str, set[str]]:
         for name, text in modules.items():
@@ -192,7 +192,7 @@ def test_an_import_that_runs_back_up_or_in_a_circle_is_found(small_package):
 
 
 def strangers(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """Return imports of modules in packages that the own package, or module, may not know."""
+    """Return imports from packages that the importing module may not know."""
 
     def is_in(module: str, prefix: str) -> bool:
         return module == prefix or module.startswith(f"{prefix}.")
@@ -215,7 +215,7 @@ def test_packages_know_what_is_below_them(graph):
 
 
 def test_integrations_do_not_know_each_other(graph):
-    """They may know what several share, whose name is private."""
+    """They may know a part that several share, whose name is private."""
     prefix = "cpattn.integrations."
     part_of = {x: x.removeprefix(prefix).split(".")[0] for x in graph if x.startswith(prefix)}
     for module, part in part_of.items():
@@ -225,7 +225,7 @@ def test_integrations_do_not_know_each_other(graph):
 
 
 MOST_FILES = 20
-MOST_LINES = 400  # as test_cpp_layers.py has it for C++
+MOST_LINES = 400  # test_cpp_layers.py has the limit for C++
 
 FILES = [path for path in TESTS.rglob("*.py") if "corpus" not in path.parts]
 FOLDERS = sorted({path.parent for path in FILES})

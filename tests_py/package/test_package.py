@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as its users get it: imports, versions, stubs' exports, documents."""
+"""The package has the imports, versions, exports of stubs and documents that users expect."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_lint_needs_neither_the_library_nor_linux():
     run = subprocess.run(
         [sys.executable, "-c", PROOF_ALONE], capture_output=True, text=True, check=True
     )
-    assert run.stdout.split() == ["cpattn"]  # hidden
+    assert run.stdout.split() == ["cpattn"]  # all others are hidden
 
 
 def source_of(name: str) -> str:
@@ -94,7 +94,7 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
-    """Examples of all the source run, also of classes that say they are of a package around it."""
+    """All examples of the sources run, also of classes that name a package around them."""
     module, source, finder = importlib.import_module(name), source_of(name), doctest.DocTestFinder()
     tests = finder.find(module)
     for kind in vars(module).values():
@@ -110,7 +110,7 @@ def test_docstring_examples_run(name):
 
 
 def anchors(document: Path) -> set[str]:
-    """Return what GitHub makes of the headings."""
+    """Return the anchors that GitHub makes from the headings."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -138,14 +138,14 @@ EXAMPLE = re.compile(
 OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
 
 
-# Of PEFT 0.21, which asks transformers 5.23 for a property by its former name.
+# PEFT 0.21 asks transformers 5.23 for a property by its former name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(
             str(path.relative_to(ROOT)),
-            marks=pytest.mark.slow if "transformers" in path.stem else (),  # takes long to import
+            marks=pytest.mark.slow if "transformers" in path.stem else (),  # a slow import
         )
         for path in DOCUMENTS
         if path.stem not in OF_ENGINES and "```python\n" in path.read_text()
@@ -160,7 +160,7 @@ def test_examples_of_documents_print_what_these_show(name, monkeypatch, tmp_path
             printed = capsys.readouterr().out
             assert not shown or printed == shown
     finally:
-        sys.modules.pop("torch_npu", None)  # which one of them installs for good
+        sys.modules.pop("torch_npu", None)  # one example installs it for good
 
 
 def test_the_readme_shows_what_its_examples_print(capsys):
@@ -205,7 +205,7 @@ def test_blocks_with_names_of_the_reader_are_run_here():
 
 
 def test_the_ranks_of_the_document_on_deployment(request):
-    """One rank of gloo has the names; what comes out is attention."""
+    """One rank of gloo has the names of the reader, and the block computes right attention."""
     import torch
     import torch.distributed as dist
 
@@ -224,7 +224,7 @@ def test_the_ranks_of_the_document_on_deployment(request):
     names |= {name: torch.randn(214, 2, 32) for name in ("k", "v")}
     names |= {name: torch.full((4 * 128, 2, 32), torch.nan) for name in ("k_cache", "v_cache")}
     before = dict(names)
-    block, _, shared = blocks_of("docs/how_to/deployment.md", "py")  # _: kv/test_numa_memory.py
+    block, _, shared = blocks_of("docs/how_to/deployment.md", "py")  # kv/test_numa_memory.py runs _
     exec(block, names)
     assert torch.equal(names["hidden"], before["hidden"])
     slots = torch.cat([3 * 128 + torch.arange(128), 128 + torch.arange(72), 256 + torch.arange(14)])
@@ -246,7 +246,7 @@ def test_the_ranks_of_the_document_on_deployment(request):
 
 
 def test_the_servers_of_the_document_on_kv_transfer():
-    """Source and target are in this process, with an engine of it."""
+    """Source and target are in this process, and so is their engine."""
     source, target = (
         cpattn.kv.MHATokenToKVPool(size=64, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32)
         for _ in range(2)
@@ -274,7 +274,7 @@ def test_the_servers_of_the_document_on_kv_transfer():
 
 
 def test_documents_install_cpattn_from_its_folder():
-    """No index has it: extras of an installed one are all that its name can bring."""
+    """No index has cpattn: its name can only bring extras of one that is installed."""
     texts = [*DOCUMENTS, *(ROOT / "python").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]
     commands = [
         (path.name, re.split(r" #| in the folder", command)[0])
@@ -295,7 +295,7 @@ def test_the_public_face_is_small():
     assert set(dir(cpattn)) == {*cpattn.__all__, *SUB_PACKAGES}
     assert len(cpattn.__all__) == len(set(cpattn.__all__)) <= 23
     assert not SUB_PACKAGES & set(cpattn.__all__)  # `import *` brings no torch
-    (block,) = (  # which type checkers see
+    (block,) = (  # only type checkers see it
         node
         for node in ast.parse(source_of("cpattn")).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -318,7 +318,7 @@ for name in {SUB_PACKAGES}:
 
 @pytest.mark.parametrize(("package", "name"), [("cpattn", "captures"), ("cpattn_proof", "lint")])
 def test_what_cannot_be_imported_says_why(package, name, monkeypatch):
-    """Import statements turn an AttributeError within into "cannot import name"."""
+    """An import statement turns an AttributeError within it into "cannot import name"."""
 
     def fail(*_):
         raise AttributeError("module 'torch' has no attribute '_x'")

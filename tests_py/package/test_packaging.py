@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sdist has what builds it and nothing else, and the compiler of wheels knows its options.
 
-make asks for nobody's root: what the system lacks is one line, and `make system` runs it. Image,
-conda recipe and citation are read as the tools that take them would.
+make asks for no root: one line installs what the system lacks, and `make system` runs it. The
+tests read image, conda recipe and citation as the tools that take them would.
 """
 
 import json
@@ -57,7 +57,7 @@ def test_names_that_do_not_belong_there_or_are_missing():
 @pytest.mark.slow
 @pytest.mark.parametrize("isas", ["all", "here", "best"])
 def test_cmake_finds_all_sources_in_it(sdist, tmp_path, isas):
-    """No checkout surrounds it. CMake refuses a list with a file that is not there, and asks the
+    """No checkout surrounds the sdist. CMake refuses a list that names a missing file. It asks the
     machine for its sets where `make test` (here) and `make demo` (best) want these alone."""
     source = build_sdist.unpack(sdist, tmp_path)
     done = subprocess.run(
@@ -106,7 +106,7 @@ def test_names_of_processors(tmp_path, option, translated):
 
 
 def test_every_processor_of_the_build_is_translated(tmp_path):
-    """CMake would leave out the kernels, or end, for a name that zig refuses."""
+    """CMake would leave out the kernels, or end, if zig refused a name."""
     text = (ROOT / "cpp" / "CMakeLists.txt").read_text(encoding="utf-8")
     names = set(re.findall(r"-march=[\w.+-]+", text))
     assert len(names) >= 5
@@ -120,7 +120,7 @@ INSTALL = "apt-get install -y --no-install-recommends"
 
 @pytest.fixture
 def system_packages(tmp_path):
-    """Runs the script for a user, where apt-get and sudo only note that they were called."""
+    """Return a function that runs the script; apt-get and sudo only note that they were called."""
     log = tmp_path / "calls"
 
     def run(*arguments, user):
@@ -173,7 +173,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def instructions():
-    """Lines of the Dockerfile, continued ones joined, as an instruction and the rest."""
+    """Return lines of the Dockerfile, continued ones joined, as an instruction and the rest."""
     text = (PACKAGING / "Dockerfile").read_text()
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]
@@ -231,7 +231,7 @@ def test_the_conda_recipe():
     project = PYPROJECT["project"]
     assert recipe["package"] == {"name": "cpattn", "version": project["version"]}
     assert (folder / recipe["source"]["path"]).resolve() == ROOT
-    # PyPI's requirements, but for how Eigen is called.
+    # The recipe needs what PyPI's package needs, except that Eigen has another name.
     host = {line.replace(" ", "") for line in recipe["requirements"]["host"]}
     wanted = {x.replace("cmeel-eigen", "eigen") for x in PYPROJECT["build-system"]["requires"]}
     assert wanted <= host

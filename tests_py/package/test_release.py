@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of scripts/check_release.py to a release that is ready, and to each mistake."""
+"""scripts/check_release.py accepts a release that is ready, and names each mistake."""
 
 import subprocess
 import zipfile
@@ -140,8 +140,8 @@ def test_wrong_wheels(dist, content, complaint):
     ("program", "num_complaints"),
     [
         ('echo "tag: \\"manylinux_2_17_x\\", \\"musllinux_1_2_x\\""', 0),
-        ('echo "tag: \\"manylinux_2_17_x86_64\\""', 2),  # of auditwheel, for musl
-        ('echo "tag: \\"manylinux_2_34_x86_64\\""', 7),  # for each wheel
+        ('echo "tag: \\"manylinux_2_17_x86_64\\""', 2),  # auditwheel complains of the musl wheels
+        ('echo "tag: \\"manylinux_2_34_x86_64\\""', 7),  # every wheel has a complaint
         ("echo wrong; exit 1", 8),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases that cpattn names as tried, against those of the tests and what pip is told."""
+"""Releases that cpattn names as tried are those that the tests use and pip is told."""
 
 import re
 import sys
@@ -99,7 +99,7 @@ def test_plugins_know_the_same_releases():
 
 @pytest.mark.parametrize("release", ["0.5.22", "0.5.24", "0.5.23rc1", "0.6.0"])
 def test_no_function_of_another_sglang_is_replaced(release, monkeypatch, caplog):
-    """Hooks would need sglang's registry, which is not there: nothing asks for it."""
+    """Hooks would need sglang's registry, which is missing here, so nothing may ask for it."""
     for name in ("CPATTN_PLUGINS", "CPATTN_SGLANG_PARTS"):
         monkeypatch.delenv(name, raising=False)
     version = ModuleType("sglang.version")

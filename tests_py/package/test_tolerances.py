@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of results are in one place: tolerances.py, and accuracy.py in bench."""
+"""Bounds of results are in tolerances.py alone, and for bench in accuracy.py."""
 
 import ast
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ FILES = sorted({*(ROOT / "tests_py").rglob("*.py"), *(ROOT / "bench").rglob("*.p
 
 COMPARISONS = {"allclose", "approx", "assert_allclose", "assert_close", "isclose"}
 KEYWORDS = {"abs", "abs_tol", "atol", "rel", "rel_tol", "rtol"}
-POSITIONAL = {"allclose", "assert_allclose", "isclose"}  # rtol and atol may be the next arguments
-LIBRARIES = {"testing", "np", "torch"}  # which have tolerances of their own
+POSITIONAL = {"allclose", "assert_allclose", "isclose"}  # they may take rtol and atol by position
+LIBRARIES = {"testing", "np", "torch"}  # they have tolerances of their own
 SPACINGS = {"EPS", "SPACINGS", "eps"}
 LIMITS = ("allowed", "bound", "rounding", "tolerance", "tolerances")
-SMALL = 0.02  # of the numbers that others are compared with, these are tolerances
+SMALL = 0.02  # a number up to this is a tolerance where others are compared with it
 
 
 def literal_tolerances(source: str) -> list[int]:
@@ -42,7 +42,7 @@ def is_tolerance(node: ast.AST) -> bool:
 
 
 def upper_limits(node: ast.Compare) -> Iterator[ast.expr]:
-    """Yield what is larger in `x <= limit` or `limit > x`."""
+    """Yield the larger side of `x <= limit` or `limit > x`."""
     sides = [node.left, *node.comparators]
     for left, op, right in zip(sides, node.ops, sides[1:], strict=False):
         if isinstance(op, (ast.Lt, ast.LtE)):
@@ -52,7 +52,7 @@ def upper_limits(node: ast.Compare) -> Iterator[ast.expr]:
 
 
 def numbers(node: ast.AST) -> Iterator[float]:
-    """Yield the numbers of an expression: powers are one number, arguments of calls none."""
+    """Yield the numbers of an expression: a power is one number, arguments of calls are none."""
     match node:
         case ast.Constant(value=bool()):
             return
@@ -78,7 +78,7 @@ def is_small(node: ast.AST) -> bool:
 
 
 def counts_spacings(node: ast.AST) -> bool:
-    """A number times or beside the spacing of a dtype."""
+    """Return whether a number is multiplied by the spacing of a dtype, or stands beside it."""
     parts = [part for part in parts_of(node) if not isinstance(part, ast.Constant)]
     return any(numbers(node)) and any(name_of(part) in SPACINGS for part in parts)
 

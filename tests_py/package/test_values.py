@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans and metadata as values: equal, hashed, pickled, copied, and made by functions only."""
+"""Plans and metadata are values: compared, hashed, pickled, copied, and made by functions only."""
 
 import copy
 import pickle
@@ -147,7 +147,7 @@ ODD = [
 
 @pytest.mark.parametrize("name", VALUES)
 def test_corrupt_states_are_refused_or_states_of_values(name):
-    """Every field in turn is replaced by everything, other values' fields among it."""
+    """Each field in turn is replaced by odd objects and by the fields of other values."""
     value = VALUES[name]
     restore = RESTORE[type(value)]
     others = [other._state() for other in VALUES.values() if type(other) is type(value)]
@@ -191,7 +191,7 @@ def use(value: Any, name: str) -> None:
 
 @pytest.mark.parametrize("made", BOUND, ids=lambda made: made.__name__)
 def test_objects_that_were_never_constructed_have_no_uses(made):
-    empty = made.__base__.__new__(made)  # what cls.__new__(cls) is where there is a constructor
+    empty = made.__base__.__new__(made)  # like cls.__new__(cls) of a class with a constructor
     tried = 0
     for name in dir(made):
         if name.startswith("__") and name not in ("__eq__", "__hash__", "__len__", "__enter__"):
@@ -201,7 +201,7 @@ def test_objects_that_were_never_constructed_have_no_uses(made):
         tried += 1
         with pytest.raises(TypeError):
             use(empty, name)
-    assert tried or made is _core.PoolMemory  # a buffer, and nothing else
+    assert tried or made is _core.PoolMemory  # it is a buffer and has no methods
     with pytest.raises(TypeError):
         cpattn.run_attention(empty, np.ones((3, 2, 16), np.float32), None, None, scale=1.0)
 

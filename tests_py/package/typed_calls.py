@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls as users write them: `make lint` fails where mypy refuses a right one or takes a wrong one.
+"""`make lint` fails where mypy refuses a right call of a user, or takes a wrong one.
 
-A wrong one names its kind of error, and a comment that excuses nothing is an error itself.
+The comment at a wrong call names its kind of error; one that excuses nothing is an error itself.
 """
 
 import numpy as np

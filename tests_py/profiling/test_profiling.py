@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles: what is recorded, how it is summed up, and the files made of it."""
+"""Profiles record calls, sum them up, and write them to files."""
 
 import json
 import sys
@@ -53,7 +53,7 @@ def test_flops_are_those_of_the_visible_scores(isa):
     row = {row.scope: row for row in trace.summary()}
     scores = visible_scores(CASE)
     assert row["total"].flops == 2 * scores * (CASE.head_dim + CASE.v_head_dim)
-    # Whole granules of keys are multiplied, so more than what is visible, but not much more.
+    # Whole granules of keys are multiplied, so a little more than the visible keys.
     assert 2 * scores * CASE.head_dim <= row["qk"].flops <= 3 * scores * CASE.head_dim
     assert row["pv"].flops * CASE.head_dim == row["qk"].flops * CASE.v_head_dim
     assert {_core.dtype_name(dtype) for dtype in trace.peaks} == {"bfloat16"}
@@ -79,7 +79,7 @@ def test_events_lie_within_their_items_and_calls():
 
 
 def test_plans_merges_and_gathers_are_recorded():
-    """The results are those without a profile."""
+    """The results are those that calls without a profile have."""
     out, lse = np.ones((4, 2, 16), np.float32), np.zeros((4, 2), np.float32)
     ranks = cpattn.build_cp_metadata_all_ranks([8], cp_size=2)
     inputs = make_inputs(CASE)
@@ -135,7 +135,7 @@ def test_no_memory_for_events_is_an_error(monkeypatch):
     with pytest.raises(MemoryError, match="profile: no memory for max_events = 1048576"):
         cpattn.profile().__enter__()
     monkeypatch.undo()
-    assert profiled().calls == 1  # none is running
+    assert profiled().calls == 1  # no profile is running any more
     with pytest.raises(ValueError, match="max_events must be <= 67108864, got 1099511627776"):
         cpattn.profile(max_events=2**40)
 
@@ -178,14 +178,14 @@ def test_what_does_not_fit_is_counted_and_said():
 
 
 def test_the_summary_adds_up():
-    # On one thread a call of 10 with 7 in scopes, then nothing for 90; on another a wait of 4.
+    # One thread has a call of 10 with 7 in scopes, then idles for 90; another waits for 4.
     trace = made_up([(0, 10, TraceScope.call), (2, 6, TraceScope.wait), (1, 8, TraceScope.qk)], 2)
     rows = {row.scope: row for row in trace.summary()}
     assert list(rows) == ["qk", "wait", "other", "total"]
     assert rows["total"].seconds == pytest.approx(14e-9)
     assert rows["other"].seconds == pytest.approx(3e-9)
     assert rows["qk"].share == pytest.approx(0.5)
-    assert rows["qk"].peak is None  # no flops, no peak
+    assert rows["qk"].peak is None  # rows without flops have no peak
     assert sum(row.share for row in trace.summary()[:-1]) == pytest.approx(1)
 
 
@@ -221,7 +221,7 @@ def test_steps_of_the_timeline_show_how_much_of_them_is_covered(tmp_path):
     trace = made_up([(i * 10, i * 10 + 9, scopes[i % 3]) for i in range(20_000)], threads=4)
     figure = trace.timeline()
     (axes,) = figure.axes
-    assert len(axes.collections) == 4 * len(scopes)  # lanes times scopes, however many events
+    assert len(axes.collections) == 4 * len(scopes)  # lanes times scopes, for any number of events
     assert "[ms]" in axes.get_xlabel()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["qk", "softmax", "pv"]
     assert len(axes.get_yticklabels()) == 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of what calls planned and exchanged, made meanwhile and read again; its commands."""
+"""Captures record what calls planned and exchanged, and are read again; commands use them."""
 
 import json
 import os
@@ -46,9 +46,9 @@ def test_batches_come_back_in_their_order(path):
     lens = np.array([10, 14])
     with capture(path):
         plan(lens, [15, 14], cp_rank=1)
-        lens[:] = 5  # buffers are filled again
+        lens[:] = 5  # callers fill their buffers again
         cpattn.build_cp_metadata_all_ranks([3, 0], cp_size=4, strategy="interleave")
-    plan([1])  # recorded no more
+    plan([1])  # no longer recorded
     first, second = read_captures([path]).batches
     assert (first.extend_lens, first.seq_lens) == ([10, 14], [15, 14])
     assert (second.extend_lens, second.seq_lens) == ([3, 0], [3, 0])
@@ -60,7 +60,7 @@ def test_batches_come_back_in_their_order(path):
 
 
 def test_plans_within_others_are_no_batches_of_their_own():
-    """Time alone decides, as threads may plan meanwhile: each plan in one pair of a list's many."""
+    """Time alone decides which plan lies within another one, as threads may plan meanwhile."""
     random = np.random.default_rng(0)
     for _ in range(50):
         spans = random.integers(0, 30, (40, 2)).tolist()
@@ -91,7 +91,7 @@ def test_attention_is_recorded_by_plan_and_never_by_element(path):
     (first, _) = run.of("plan_attention")
     assert first.fields["page_ids"].tolist() == [2, 0, 1]
     assert all(call.seconds >= 0 and call.at >= 0 for call in run.calls)
-    assert path.stat().st_size < 4000  # the rows alone have more
+    assert path.stat().st_size < 4000  # the rows alone would be larger
 
 
 def test_plans_are_made_again_and_compared(path):
@@ -199,7 +199,7 @@ def test_the_environment_records_a_process_for_its_life(tmp_path):
 
 
 CALL = b'{"call":"x","at":0,"seconds":0,"a":{%s}}'
-#: Of two int32.
+#: The bytes are two int32.
 TWO = b'"zlib":"eJxjYIAAAAAIAAE=","dtype":"int32","shape":'
 NO_HEADER = (
     b"\n"
@@ -274,7 +274,7 @@ def test_files_that_cannot_be_read_together_are_named(recorded, tmp_path):
     other.write_bytes(recorded.read_bytes())
     with pytest.raises(NotUsable, match=r"another rank, got ranks \[0, 0\]"):
         read_captures([recorded, other])
-    other.write_bytes(recorded.read_bytes().splitlines(keepends=True)[0])  # starts others alone
+    other.write_bytes(recorded.read_bytes().splitlines(keepends=True)[0])  # only the header
     assert len(read_captures([recorded, other]).calls) == 1
     with pytest.raises(NotUsable, match="Is a directory"):
         read_captures([tmp_path])
@@ -303,7 +303,7 @@ def test_arrays_come_back_with_dtype_and_shape():
         to_line({"a": {1}})
 
 
-# `cpattn replay --capture` and `cpattn plan --capture`, as a user meets them.
+# Users call `cpattn replay --capture` and `cpattn plan --capture`.
 
 
 def run(*arguments, status=0):

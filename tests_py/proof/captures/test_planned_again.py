@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded batches and decode steps over shared-out pools: judged, and planned for other ranks."""
+"""Recorded batches and decode steps over shared pools are judged, and planned for other ranks."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def captures(folder):
 
 
 def plain(capture):
-    """Fields of plans but for digests, which are not read."""
+    """Return the fields of plans but digests, which are not read."""
     plans = capture.of("ContextParallel.plan", "ContextParallel.plan_decode")
     return [
         (
@@ -67,7 +67,7 @@ def test_plans_of_other_ranks_hold(captures, ranks, other):
 
 
 def test_ranks_that_were_started_otherwise_are_refuted(captures):
-    """Two ranks, each with another placement: tokens that both hold, or neither."""
+    """Two ranks have different placements, so that both hold some tokens, and neither others."""
     parts = [[c for c in run.calls if c.rank == rank] for rank, run in enumerate(captures)]
     mixed = replace(captures[0], calls=(*parts[0], *parts[1]))
     for document in from_capture(mixed):

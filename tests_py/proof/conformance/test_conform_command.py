@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command and its process: what cannot be judged is said in a line, nothing is left running.
+"""The command says in a line what it cannot judge, and its process leaves nothing running.
 
-What operators do to their process is neither their fault where it is none, nor hides one. The pages
-about conformance do what they show; tables have every name, CI passes and fails.
+An operator that acts on its process is not blamed for that, and hides no fault by it. Commands on
+pages about conformance print what is shown; tables have every name, and CI passes and fails.
 """
 
 import json
@@ -70,8 +70,8 @@ usual = SIGNATURES["cpattn"]
     "aborts": "import os\nos.abort()\n",
     "fails": "raise RuntimeError('no driver\\nfound')\n",
 }
-UNNAMED_SIGNAL = 35  # of those for real time, of which Python names the first and the last
-LITTLE_MEMORY = 12 << 30  # address space that has no room for pages so far away
+UNNAMED_SIGNAL = 35  # a real-time signal; Python names only the first and the last of these
+LITTLE_MEMORY = 12 << 30  # this address space has no room for pages so far away
 FEW = ("--examples", "0", "--seconds", "0.1")
 raises = broken.operator_of("raises")
 
@@ -160,9 +160,9 @@ def test_what_cannot_be_judged_is_2_and_one_line(folder, operator, message):
     assert ran.exit_code == 2, ran.stdout
     assert message in ran.stderr
     said = [line for line in ran.stderr.splitlines() if not line.startswith("cpattn conform: ")]
-    assert len(said) == 1  # beside how far it is, where that takes seconds
+    assert len(said) == 1  # apart from lines on progress where it takes seconds
     assert not ran.stdout
-    if operator == "mine:dies":  # what it started ended with it
+    if operator == "mine:dies":  # the process that it started ended with it
         process = (folder / "started").read_text()
         deadline = time.monotonic() + PATIENCE
         while is_running(process):
@@ -201,7 +201,7 @@ def test_a_line_makes_a_test_that_fails_with_the_report_unless_the_kind_is_allow
 
 
 def tried(act, **options):
-    """The report of an operator that does something in the case with a softcap."""
+    """Return the report of an operator that calls `act` in cases with a softcap."""
 
     def operator(q, k, v, *, softcap=0.0, **options):
         if softcap:
@@ -219,7 +219,7 @@ def starts_a_process():
 
 @pytest.mark.parametrize("act", [os.fork, pytest.param(starts_a_process, marks=pytest.mark.slow)])
 def test_an_operator_may_start_processes(act):
-    """A copy of it that returns answers nothing."""
+    """A forked copy of the operator that returns does not count as an answer."""
     report = tried(act)
     assert report.proved, report.text()
     assert report.facts["answered"] == report.facts["cases"] == report.facts["edges"]
@@ -262,7 +262,7 @@ def test_without_torch_that_is_said(monkeypatch):
 
 
 PAGE, CI_PAGE = (ROOT / "docs" / "proof" / name for name in ("conform.md", "ci.md"))
-CASES = ("--examples 2000 --seconds 600", "--examples 5 --seconds 3")  # of cases, in a test
+CASES = ("--examples 2000 --seconds 600", "--examples 5 --seconds 3")  # fewer in a test
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ def test_the_workflow_is_one():
 
 @pytest.mark.slow
 def test_the_page_about_ci_shows_what_comes_out_and_its_last_step_passes(tmp_path, children):
-    run_page(CI_PAGE, tmp_path, children)  # with the step that tests operators
+    run_page(CI_PAGE, tmp_path, children)  # runs the step that tests operators, too
     installed = tmp_path / "bin" / "cpattn"
     installed.parent.mkdir()
     installed.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cpattn_terminal "$@"\n')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators with one fault each are diagnosed by its name, and by no other; forms, too."""
+"""Operators with one fault each are diagnosed by its name alone; wrong forms are, too."""
 
 import re
 
@@ -46,15 +46,15 @@ def test_a_fault_is_named(name):
     assert report.exit_code == 1
     report.to_json()  # all details are JSON
     if name == "crash":
-        assert finding.details["only_when"]["window"] == 3  # what failing cases share
+        assert finding.details["only_when"]["window"] == 3  # failing cases share it
         assert "SIGSEGV" in finding.what
-    if name == "mask-off-by-one":  # values of few keys tell the weights: its own key is hidden
+    if name == "mask-off-by-one":  # few keys show weights: a row's own key is hidden
         assert re.search(r"^row +\d+ keys [+.]*-", finding.picture, re.M)
     if name == "unknown":
         assert re.match(r"row \d+, head \d: out\[\d+\] is \S+, not \S+\n", finding.picture)
         wrong = r"^wrong: .*rows?\b.*, .*heads?\b.*, \d+ of \d+ in all$"
         assert re.search(wrong, finding.picture, re.M)
-        assert re.search(r"^row +\d+ keys [+.-]*\+", finding.picture, re.M)  # half as much again
+        assert re.search(r"^row +\d+ keys [+.-]*\+", finding.picture, re.M)  # 1.5 times the weight
 
 
 def mask_ignored_in_groups(q, k, v, *, causal, **options):
@@ -67,7 +67,7 @@ def mask_ignored_in_groups(q, k, v, *, causal, **options):
     [(mask_ignored_in_groups, "cpattn"), (broken.sdpa_without_is_causal, "sdpa")],
 )
 def test_a_name_that_right_results_contradict_is_told_and_not_given(operator, signature):
-    """One path of these operators has no causal mask; a flag beside masks that are tensors."""
+    """One path of the first operator has no causal mask; the other ignores the flag alone."""
     finding = the_finding(report_of(operator, signature), "unknown")
     ((name, count),) = finding.details["contradicted"].items()
     assert (name, count > 10) == ("mask-ignored", True)
@@ -75,14 +75,14 @@ def test_a_name_that_right_results_contradict_is_told_and_not_given(operator, si
 
 
 def test_hidden_values_that_some_rows_multiply_are_read_beyond_the_length():
-    """No oracle has rows that read a page beside others that skip it; NaN alone tells."""
+    """No oracle has some rows read a page that others skip, so NaN alone shows the fault."""
     finding = the_finding(report_of(broken.multiplies_hidden_values), "reads-beyond-length")
     assert "is NaN" in finding.what
     assert finding.details["only_when"]["poison"] is True
 
 
 def test_an_invariant_that_a_finding_breaks_is_checked():
-    """Outputs show merges where there is no log-sum-exp."""
+    """Outputs alone show wrong merges if the operator returns no log-sum-exp."""
     report = report_of(broken.operator_of("merge-swapped"), without=["lse", "sinks", "far"])
     assert the_finding(report, "merge-swapped").invariant == "LSE"
     assert "LSE" in report.checked
@@ -90,14 +90,14 @@ def test_an_invariant_that_a_finding_breaks_is_checked():
 
 
 def both(change):
-    """An operator that ignores windows, and has one more fault."""
+    """Return an operator that ignores windows, and has one more fault."""
     return lambda *tensors, window=None, **options: change(*tensors, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("second", ["lse-base-2", "softcap-ignored", "overflow-32-bit"])
 def test_two_faults_have_two_names_and_cases_of_their_own(second):
-    """The log-sum-exp is diagnosed by itself where the output is right."""
+    """The log-sum-exp is diagnosed alone if the output is right."""
     report = report_of(both(broken.operator_of(second)))
     found = {finding.kind: finding.details for finding in report.findings}
     assert set(found) == {"window-ignored", second}, report.text()
@@ -117,7 +117,7 @@ def test_two_faults_have_two_names_and_cases_of_their_own(second):
             "nan-on-empty",
             "the log-sum-exp is NaN",
         ),
-        (broken.infinite, "unknown", "keys ?"),  # and nothing warns
+        (broken.infinite, "unknown", "keys ?"),  # no warning is raised
     ],
 )
 def test_what_is_no_number_is_shown(change, kind, says):
@@ -133,11 +133,11 @@ def test_a_case_is_made_smaller():
     assert finding.details["oracle"] == {"lse_factor": 1 / broken.LN2}
 
 
-# What is not of the form of a signature is a finding, and no refusal of the operator.
+# An answer of another form than the signature's is a finding, and no refusal of the operator.
 
 
 def without_mask(change):
-    """Returns what `change` makes of the right results where there is no causal mask."""
+    """Return an operator that changes the right results where there is no causal mask."""
 
     def operator(q, k, v, *, causal, **options):
         answer = attention(q, k, v, causal=causal, **options)
@@ -208,7 +208,7 @@ FIRST = {form[1]: form for form in reversed(FORMS)}.values()
 def test_a_wrong_form_is_named(operator, signature, message):
     report = report_of(operator, signature)
     assert re.search(message, the_finding(report, "wrong-form").what)
-    # Rows of padding are what cpattn's flash_attn_varlen_func refuses.
+    # cpattn's flash_attn_varlen_func refuses rows of padding.
     assert all("sum(q_lens) = #" in said for said in report.facts["refused"])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that are right raise no finding: of this library, torch and transformers."""
+"""Right operators of this library, torch and transformers raise no finding."""
 
 from importlib import import_module
 
@@ -22,7 +22,7 @@ def tried(operator, **options):
     return conform(operator.path, **given, time_limit=PATIENCE, **options)
 
 
-# One of each signature where time is short.
+# One operator of each signature is enough where time is short.
 QUICK = {operator.signature: name for name, operator in reversed(ATTENTION.items())}.values()
 
 
@@ -41,7 +41,7 @@ def test_what_is_right_raises_no_finding(name):
     features = SIGNATURES[ATTENTION[name].signature].features
     assert ("LSE" in report.checked) == (features.lse or features.sinks)
     assert ("ADDR" in report.checked) == features.far
-    assert report.facts["answered"] >= report.facts["cases"] / 2  # flash has no kernels for some
+    assert report.facts["answered"] >= report.facts["cases"] / 2  # flash lacks kernels for some
 
 
 def test_false_alarms_are_told_and_counted(capsys, monkeypatch):
@@ -63,7 +63,7 @@ def test_false_alarms_are_told_and_counted(capsys, monkeypatch):
 
 
 def test_an_operator_of_a_device_begins_anew(tmp_path, monkeypatch):
-    """A module that has used a device before a fork cannot use it behind one."""
+    """A module that has used a device before a fork cannot use it after the fork."""
     (tmp_path / "used.py").write_text(
         "import cpattn\n"
         "used = []\n"
@@ -100,7 +100,7 @@ def test_what_a_signature_cannot_say_cannot_be_left_out():
 
 
 def test_what_is_not_claimed_is_no_finding_and_what_is_refused_is_counted():
-    swallows = broken.operator_of("softcap-ignored")  # a finding, as test_conform_faults.py has it
+    swallows = broken.operator_of("softcap-ignored")  # test_conform_faults.py finds it
     assert conform(swallows, signature="cpattn", without=["softcap"], **AT_EDGES).proved
     report = conform(refuses, signature="cpattn", **AT_EDGES)
     assert report.proved

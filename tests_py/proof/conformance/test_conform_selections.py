@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that select keys: right ones raise nothing, and each fault is named."""
+"""Right operators that select keys raise no finding, and each fault is named."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_what_is_right_raises_no_finding(name):
 
 @pytest.mark.parametrize("name", SELECTION_FAULTS)
 def test_a_fault_is_named(name):
-    """The smallest case of a bucket that overflows to a key has one key more than slots."""
+    """A bucket that overflows is shown by its smallest case: one key more than it has slots."""
     crowded = name == "topk-bucket-overflow"
     options = {"seconds": SECONDS_TO_SHRINK, "without": ["low", "nan"]} if crowded else {}
     report = report_of(broken.operator_of(name), **options)
@@ -58,7 +58,7 @@ def test_a_fault_is_named(name):
     ],
 )
 def test_other_faults_are_named(operator, signature, kind, invariant):
-    """Lack of an answer is named, and so are global ids for local ones."""
+    """A missing answer is named, and so are global ids in place of local ones."""
     found = report_of(operator, signature).findings
     assert [(finding.kind, finding.invariant) for finding in found] == [(kind, invariant)]
 
