@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings as people and programs read them, `--html` of the commands that prove, and their ends.
+"""People and programs can read findings, and the commands that prove write them with `--html`.
 
-Whatever a program or a document has, a judging command ends by its verdict, or with 2.
+A judging command exits by its verdict, or with 2, whatever a program or a document has.
 """
 
 import json
@@ -37,7 +37,7 @@ def lint(tmp_path):
 def test_a_plan_on_a_page(lint):
     page = lint(PLAN)
     assert "position 2 of request 0 is on no rank, not 1" in page
-    assert 'fill="var(--bar)"' in page  # its bars are drawn
+    assert 'fill="var(--bar)"' in page  # the page draws the bars
     page = lint({}, status=2)
     assert "Proved" not in page
     assert "<title>cpattn: nothing was judged</title>" in page
@@ -51,12 +51,12 @@ def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path):
 
 
 def test_halves_of_characters_are_shown_by_their_numbers(lint):
-    """The name of a file may have some; strings within a plan are printable."""
+    """The name of a file may have lone surrogates; strings within a plan are printable."""
     assert "plan\\udcff.json" in lint(PLAN, options=["--json"], name="plan\udcff.json")
 
 
 def test_a_page_of_many_tokens_is_small(lint):
-    """Ranks that take turns have as many ranges as tokens."""
+    """Ranks that take turns have as many ranges as tokens, but the page lists only some."""
     rows = [{"request": [0], "position": [r], "count": [9000 - r], "step": [2]} for r in (0, 1)]
     document = {"schema": "cpattn-plan/1", "requests": [{"extend": 18000}]}
     page = lint(document | {"ranks": [{"rows": part} for part in rows]})
@@ -114,7 +114,7 @@ def test_a_report_ends_with_its_verdict():
 
 
 def test_what_is_required_has_to_be_checked():
-    """A fault counts all the same; and a report without anything checked proves nothing."""
+    """A fault refutes in any case, and a report that has checked nothing proves nothing."""
     some = Report("lint", "plan.json", checked=("OWN", "LEN"), not_checked={"COV": "no calls"})
     assert require(some, "OWN,LEN").exit_code == 0
     lacking = require(require(some, "OWN"), ("COV", "LSE"))
@@ -190,7 +190,7 @@ def test_a_fault_of_a_command_is_no_verdict(children, tmp_path, error, said):
 
 @pytest.fixture
 def by_environment(monkeypatch):
-    """Records this process as plug-ins do, into a file; ends with the test."""
+    """Return a function that records this process into a file, as plug-ins do, until the end."""
     ends = []
     monkeypatch.setattr(recorder.atexit, "register", lambda end, *none: ends.append((end, none)))
     monkeypatch.setattr(recorder, "_by_environment", {})

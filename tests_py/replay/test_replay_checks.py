@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of replays of sparse attention, and of dense models whose caches have 8 bits."""
+"""Replays of sparse attention, and of dense models with caches of 8 bits, are checked."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 def checked(
     config: DsaConfig, spoil: Callable[[Batch, Any], None] = lambda batch, attention: None
 ) -> SparseChecker:
-    """Twelve requests of generated traffic on one rank; `spoil` may change what it keeps."""
+    """Replay twelve generated requests on one rank, whose caches `spoil` may change."""
     with InOneProcess(config, rows_per_chunk=8) as system:
         system.run(scale_lengths(generate_trace(12, seed=1), 64), spoil=spoil)
     return system.checker
@@ -62,7 +62,7 @@ def test_errors_are_roundings(config):
     ],
 )
 def test_the_check_sees_a_spoiled_page(config, buffer, is_written):
-    """A spoiled page has what was written to another one, or nothing."""
+    """A spoiled page has the rows of another page, or none."""
 
     def spoil(batch: Batch, attention: Any) -> None:
         pages = attrgetter(buffer)(attention._pools).view(NUM_PAGES, -1)
@@ -89,7 +89,7 @@ def inputs_of(config: DsaConfig, tokens: int, seed: int = 0) -> SparseInputs:
 
 
 def best_keys(inputs: SparseInputs, topk: int) -> Any:
-    """int32 [tokens, topk], ascending, -1 in the tail."""
+    """Return the best keys, int32 [tokens, topk], ascending, with -1 in the tail."""
     products = torch.einsum("thd,jd->thj", inputs.index_q.double(), inputs.index_k.double())
     scores = torch.einsum("th,thj->tj", inputs.index_weights.double(), products.relu())
     return expected_topk(scores, range(1, len(scores) + 1), topk, sorted=False)
@@ -115,14 +115,14 @@ WIDE = replace(SMALL, head_dim=32, vocab_size=256)
 
 @pytest.mark.parametrize("kv_dtype", CODES)
 def test_the_oracle_on_codes_sees_what_is_wrong(kv_dtype):
-    """A page changed after attention, which the tolerance for codes might swallow."""
+    """A page that changes after attention is seen, although the tolerance for codes is large."""
     config = replace(WIDE, kv_dtype=kv_dtype)
     pool = make_pool(config, 8, 4, range(1))
     assert all(x.isnan().all() for x in numbers_of(pool, 0)), "nobody wrote these slots"
     generator = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 32, 2, 32, generator=generator).unbind()
     q = torch.randn(3, 4, 32, generator=generator)
-    v[:, :, 3] = 0  # of which not even a rounding is explained
+    v[:, :, 3] = 0  # here not even a rounding is allowed
     pool.set_kv_buffer(0, list(range(4, 36)), k, v)
     tables = np.arange(1, 9, dtype=np.int32)[None].repeat(3, 0)
     lens = np.array([30, 5, 32])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill in some processes, decoding in another one: the tokens are those of one process. At the
-end are the pages that go to the decode pool, and when."""
+"""Prefill in some processes and decoding in another give the tokens of one process. The last tests
+check which pages go to the decode pool, and when."""
 
 import contextlib
 import multiprocessing
@@ -80,7 +80,7 @@ def page_bytes(model: Any) -> int:
     ],
 )
 def test_tokens_are_those_of_one_process(model, token_bytes, sizes):
-    """All parts of rows arrive, and each token's keys are right: of sparse models, and of codes."""
+    """All parts of rows arrive, and each token has the right keys, also in sparse models."""
     pp_size, cp_size, page_size = sizes
     system = run(model, pp_size=pp_size, cp_size=cp_size, page_size=page_size)
     checker = system.checker
@@ -107,7 +107,7 @@ def test_tokens_are_those_of_one_process(model, token_bytes, sizes):
     ],
 )
 def test_the_check_sees_a_page_of_another_prompt(model, kind):
-    """The other prompt is written before, so that no NaN gives it away."""
+    """The other prompt's page has been written before, so no NaN shows the fault."""
 
     def harm(system: InOneProcess) -> None:
         pool = system.decode._pool
@@ -200,7 +200,7 @@ def test_tokens_of_shards_are_those_of_one_process(
     for transfer in decode.transfers:
         assert transfer.num_bytes == transfer.num_pages * page_bytes(model)
         assert 0 < transfer.plan_seconds < transfer.seconds
-    share = decode_pages(options) // decode_ranks + 1  # and page 0
+    share = decode_pages(options) // decode_ranks + 1  # page 0 counts, too
     assert decode.pool_bytes == [share * page_bytes(model)] * decode_ranks
     assert (decode.sent_bytes > 0) == (decode_ranks > 1)
     assert summarize(report)["decode"]["pool_bytes"] == sum(decode.pool_bytes)
@@ -241,7 +241,7 @@ KINDS = {"block_tokens": BLOCK, "vocab_size": 1 << 40, "seed": 0}
 
 
 class Pools:
-    """Pools of both sides as tokens, and the rule that decodes everything one batch later."""
+    """Pools of both sides hold tokens in place of rows; each prompt decodes one batch later."""
 
     def __init__(
         self, requests: list[Request], *, num_pages: int, budget: int, decode: int
@@ -264,7 +264,7 @@ class Pools:
         )
 
     def steps(self) -> Iterator[tuple[Batch, Delivery]]:
-        """Each batch, once its pages have been written and sent."""
+        """Yield each batch after its pages have been written and sent."""
         for batch in self._batches:
             for chunk in batch.chunks:
                 if not self.handover.reserve(chunk):
@@ -312,7 +312,7 @@ def test_every_prompt_is_there_when_its_decoding_begins(seed, budget, decode, sp
             assert np.cumsum(batch.extend_lens)[-1] > c.row
             own += c.page_ids[c.prompt_tokens // BLOCK * (BLOCK // PAGE) :].tolist()
             done.append(c.request_index)
-        assert len(set(own)) == len(own)  # nobody decodes into the page of another one
+        assert len(set(own)) == len(own)  # no two decode into one page
         slots = [c.slot for c in delivery.continuations]
         assert len(set(slots)) == len(slots)
     assert done == list(range(len(requests)))

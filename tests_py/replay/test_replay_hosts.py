@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on hosts of their own: network namespaces with cables, of which nothing is left behind."""
+"""Ranks run on hosts, which are network namespaces with cables; none of these stay behind."""
 
 import os
 import re
@@ -28,7 +28,7 @@ ON_HOSTS = replace(OPTIONS, cp_size=4, hosts=2)
 
 @pytest.fixture(autouse=True)
 def forked_workers() -> None:
-    """A worker ends with its parent: none from a server, as other replays have it."""
+    """Fork no workers from a server, as other replays do: here a worker ends with its parent."""
 
 
 def on_host(path: str, function: Callable[[], Any]) -> threading.Thread:
@@ -88,7 +88,7 @@ def test_a_replay_over_two_hosts(two_hosts, placement):
     assert report.passed
     assert len(report.link_bytes) == 2
     sent = sum(sum(batch.rank_sent_bytes) for batch in report.batches)
-    # Of what a rank sends to three others two parts in three cross to the other host.
+    # A rank sends to three others, and two of these are on the other host.
     assert sum(report.link_bytes) > sent * 0.6
     (line,) = (text for name, text in figures(report) if name == "hosts")
     assert line.startswith("2 network namespaces of 2 ranks, links of 1 Gbit/s; ")
@@ -142,10 +142,10 @@ def test_what_is_missing_is_said(monkeypatch):
 
 @pytest.mark.slow
 def test_without_the_rights_it_says_which(children):
-    """An error in a line comes before any process starts, and no replay on one host instead."""
+    """One line names the error before any process starts; it does not fall back to one host."""
     dropped = "-sys_admin,-net_admin"
     bare = ["setpriv", f"--bounding-set={dropped}", f"--inh-caps={dropped}"]
-    as_others = bare if os.geteuid() == 0 else []  # who have none of these rights
+    as_others = bare if os.geteuid() == 0 else []  # they lack these rights anyway
     result = children.run([*as_others, *COMMAND, *QUICK, "--cp-size=2", "--hosts=2"])
     assert result.returncode == 1
     assert result.stdout == ""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and names that would do nothing, or something else, are refused where they are given;
-others by the command line, in cli/test_cli_errors.py."""
+"""Numbers and names that would do nothing, or something else, are refused where they are given.
+The command line refuses others; see cli/test_cli_errors.py."""
 
 import math
 from dataclasses import fields, replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole replay over several processes, and what it says when one fails."""
+"""The whole replay runs over several processes, and says why when one of them fails."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_every_batch_is_right(strategy, cp_size, pp_size, model, ways):
     for batch in report.batches:
         assert sum(batch.rank_rows) == batch.new_tokens * pp_size
         pairs = sum(batch.rank_pairs) // pp_size
-        if is_sparse and not ways:  # over shared pools it is within attention
+        if is_sparse and not ways:  # with shared pools, attention includes it
             per_pair = 2 * model.index_heads * model.index_head_dim
             assert batch.flops["indexer"] == pairs * per_pair
         elif not is_sparse:
@@ -104,12 +104,12 @@ def test_every_batch_is_right(strategy, cp_size, pp_size, model, ways):
         assert 0 < summary["error_over_codes"] <= 1
         plain = Checker.tolerance_of(replace(model, kv_dtype="bf16"))
         assert report.tolerance > plain
-        if model.dtype == "float32":  # whose roundings are nothing beside those of the codes
+        if model.dtype == "float32":  # its roundings are tiny beside those of codes
             assert summary["max_error"] > plain
         assert "allow against the oracle on the same codes" in check_line(report)
 
 
-# Tokens at 1/64 of the length, by the blocks of the prompt.
+# The blocks of a prompt map to its number of tokens at 1/64 of the length.
 LENGTHS = {(0,): 1, (1,): 2, (2,): 5, (3, 4): 9}
 REQUESTS = [Request(0, 64 * length, 128, ids) for ids, length in LENGTHS.items()]
 
@@ -127,7 +127,7 @@ REQUESTS = [Request(0, 64 * length, 128, ids) for ids, length in LENGTHS.items()
     ],
 )
 def test_a_rank_may_have_nothing_to_do(model, cp_size, pp_size, strategy, budget, decode_tokens):
-    """A rank without a row of a batch takes part, and computes nothing."""
+    """A rank that has no row of a batch takes part, but computes nothing."""
     if decode_tokens:
         requires_mooncake()
     sizes = {"cp_size": cp_size, "pp_size": pp_size, "strategy": strategy, "model": model}
@@ -148,7 +148,7 @@ def test_ranks_have_rows_in_proportion_to_their_weights():
 def test_a_failing_worker_says_why():
     lease = Lease(blocks=(), cached_tokens=0)
     chunk = Chunk(0, Request(0, 3, 1, (0,)), lease, begin=0, end=3)
-    pages = np.array([[11]], dtype=np.int32)  # one more than there are
+    pages = np.array([[11]], dtype=np.int32)  # the pool ends at page 10
     batch = Batch(0, (chunk,), [3], [0], pages, slots=np.arange(44, 47))
     config = WorkerConfig(
         model=SMALL, cp_size=2, strategy="zigzag", page_size=4, num_pages=10, num_threads=1,

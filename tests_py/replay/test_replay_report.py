@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of made-up replays: the cases that a good run does not show."""
+"""Reports of made-up replays show the cases that a good run does not have."""
 
 import io
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays over pools of which each rank holds a share: right, smaller, and sending what is said."""
+"""Replays in which each rank holds a share of the pool are right; they hold less, and send more."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def run(**changes: Any) -> ReplayReport:
 
 
 def shares(report: ReplayReport) -> list[int]:
-    """Tokens that the pool of each rank holds, its page 0 among them."""
+    """Return how many tokens the pool of each rank holds, its page 0 included."""
     token = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 4
     assert all(size % token == 0 for size in report.pool_bytes)
     return [size // token for size in report.pool_bytes]
@@ -61,18 +61,18 @@ def test_each_rank_holds_its_share_and_the_batches_are_the_same():
             assert batch.rank_pairs == other.rank_pairs
 
 
-# One prompt of 64 tokens over two ranks, no prefix: rows of keys and values are 2 x 2 x 16 float32.
+# One prompt has 64 tokens over two ranks, no prefix; its rows of K and V are 2 x 2 x 16 float32.
 PROMPT = [Request(0, 64 * 64, 1, tuple(range(8)))]
 AGREEMENT = 8 * len(TERMS)
-VERSIONS = 8 * len(own_values(0))  # compared before the first exchange
+VERSIONS = 8 * len(own_values(0))  # ranks compare them before the first exchange
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "attended"),
     [
-        # 32 keys of this rank; of 32 queries in, of 32 states out, each of 4 heads with an LSE;
-        # 32 queries of the 2 heads of the other, 32 keys of its KV head, and results of 2 heads.
+        # "gather" sends 32 keys; "pass_q" 32 queries, and 32 states of 4 heads, each with an LSE;
+        # "all_to_all" 32 queries of the other's 2 heads, 32 keys of its head, and 32 results.
         ("gather", 32 * 256),
         ("pass_q", 32 * 256 + 32 * (256 + 16)),
         ("all_to_all", 32 * 128 + 32 * 128 + 32 * 128),
@@ -85,8 +85,8 @@ def test_bytes_are_those_of_the_exchange(exchange, attended):
     report = replay(PROMPT, replace(OPTIONS, **(ways if is_sharded else {})))
     assert report.passed
     (batch,) = report.batches
-    # A zigzag rank has tokens 0-15 and 48-63, or those between; of these every second page is of
-    # the other rank. Rows go to their owners, attention exchanges, hidden states are gathered.
+    # A zigzag rank has tokens 0-15 and 48-63, or those between; the other rank owns every second
+    # page of them. Rows go to their owners, attention exchanges, hidden states are gathered.
     layer = AGREEMENT + attended + (AGREEMENT + 16 * 256) * is_sharded
     assert batch.rank_sent_bytes == [VERSIONS + 2 * layer + AGREEMENT + 32 * 256] * 2
     assert summarize(report)["exchanges"] == {exchange if is_sharded else "gather": 1}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the replay against those of transformers, which others wrote, on equal weights."""
+"""Models of the replay agree with those of transformers, written by others, on equal weights."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ DENSE = DenseConfig(num_layers=3, hidden_size=96, num_heads=6, num_kv_heads=2, h
 SPARSE = replace(SMALL_DSA, topk=12)
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LENGTH = 70
-FLOAT32_EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm without another one
+FLOAT32_EPS = torch.finfo(torch.float32).eps  # F.rms_norm uses it by default
 
 
 def common(config: DecoderConfig) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def shared_weights(ours: Decoder) -> dict[str, Tensor]:
 
 
 def qwen3(ours: Decoder, config: DenseConfig) -> Any:
-    """Llama with normalised queries and keys, which is what the dense model is."""
+    """Make a Llama with normalised queries and keys; the dense model is one, too."""
     heads = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
     theirs = transformers.Qwen3Model(transformers.Qwen3Config(**common(config), **heads)).eval()
     weights = shared_weights(ours)
@@ -123,7 +123,7 @@ def tokens_of(config: DecoderConfig) -> Tensor:
 
 
 def randomised(config: DecoderConfig) -> Decoder:
-    """Make a model with weights of norms other than one, and biases, lest one be left out."""
+    """Make a model with random weights and biases of norms, so that leaving one out is seen."""
     ours = Decoder(config)
     generator = torch.Generator().manual_seed(7)
     for weight in ours.parameters():
@@ -142,7 +142,7 @@ def test_the_dense_model_is_a_llama_with_normalised_queries_and_keys():
 
 
 def choice_of(theirs: Any, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Return final states, and keys that the indexer chose, -1 for those not seen."""
+    """Return final states, and the keys that the indexer chose, or -1 for keys not seen."""
     chosen: list[Tensor] = []
     indexer = theirs.layers[0].self_attn.indexer
     indexer.register_forward_hook(lambda module, inputs, output: chosen.append(output[0]))
@@ -153,7 +153,7 @@ def choice_of(theirs: Any, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
 
 @torch.inference_mode()
 def test_the_sparse_model_is_a_layer_of_deepseek_v32():
-    """The keys that theirs has chosen are the best ones by ours, too."""
+    """Their model chooses the keys that are the best ones by ours."""
     ours, tokens = randomised(SPARSE), tokens_of(SPARSE)
     expected, keys = choice_of(deepseek_v32(ours, SPARSE), tokens)
     operators = RestrictedAttention(SPARSE, np.arange(LENGTH), keys)
@@ -161,7 +161,7 @@ def test_the_sparse_model_is_a_layer_of_deepseek_v32():
     assert not operators.wrong_rows.any()
     assert operators.num_keys == np.minimum(np.arange(LENGTH) + 1, SPARSE.topk).sum()
     assert (states - expected).abs().max() <= SparseChecker.tolerance_of(SPARSE)
-    for name in ("index_q_proj", "index_k_proj", "index_weights_proj"):  # another indexer is seen
+    for name in ("index_q_proj", "index_k_proj", "index_weights_proj"):  # a change is seen
         weight = getattr(ours.layers["0"].attention, name).weight
         weight.neg_()
         operators = RestrictedAttention(SPARSE, np.arange(LENGTH), keys)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computations of the check: several at once, each on its share of the CPUs, and of which rows;
-beside them stages and head of the decoder that they run."""
+"""The check computes several prompts at once, each on its share of the CPUs, and samples rows.
+Other tests are about the stages and the head of the decoder that it runs."""
 
 import threading
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_items_share_the_cpus(sizes, at_once, workers):
     seen: set[int] = set()
 
     def compute(item: int) -> tuple[int, int, int]:
-        if threading.get_ident() not in seen:  # the first of each thread waits for the others'
+        if threading.get_ident() not in seen:  # each thread first waits for the others
             seen.add(threading.get_ident())
             together.wait(timeout=60)
         return item, torch.get_num_threads(), _core.default_num_threads()
@@ -101,7 +101,7 @@ def test_a_check_that_was_stopped_ends_at_the_next_layer():
 
 
 def _prompts() -> list[check.Prompt]:
-    """Make prompts of which the first and the last row were sampled."""
+    """Make prompts with their first and last rows sampled."""
     requests = scale_lengths(generate_trace(6, seed=1), 64)
     ends = [np.array([0, request.input_length - 1]) for request in requests]
     rows = np.empty((2, 32)), np.empty((2, 0), np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of plans of engines: right ones are proved, damaged ones refuted."""
+"""Right documents from plans of engines are proved, and damaged ones refuted."""
 
 import re
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_pages_of_another_sequence_are_found_and_verified_rows_judged_by_their_l
     report = lint(from_local_lens([9], [[5], [4]], block_size=4, query_lens=[3]))
     assert report.proved
     assert "COV" not in report.checked
-    seen = [[4, 4, 5], [3, 4, 4]]  # of 7, 8, 9 tokens
+    seen = [[4, 4, 5], [3, 4, 4]]  # these rows see 7, 8 and 9 tokens
     for change, found in ((0, set()), (1, {"cov-shard"})):
         seen[1][0] += change
         options = {"block_size": 4, "query_lens": [3], "row_lens": seen}
@@ -156,7 +156,7 @@ def test_a_descriptor_too_few_and_a_sequence_longer_than_its_pages_are_refuted()
     document["transfers"][0]["tokens"] = 25
     (found,) = lint(document).findings
     assert found.what == "25 tokens are sent, of which 3 pages of source can hold 24"
-    document = transferred()  # descriptors of nothing may be anywhere
+    document = transferred()  # a descriptor without bytes may point anywhere
     for name, value in {"src": 0, "dst": 1 << 50, "length": 0}.items():
         document["transfers"][0][name].insert(0, value)
     assert lint(document).checked == ("XFER",)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals in one line of what is no plan; no numbers make the linter fail; command and page."""
+"""One line refuses what is no plan, and no numbers make the linter fail; command and page."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def whole_document():
 
 
 def places(value, path=()):
-    """Paths of all integers of a document."""
+    """Yield the paths of all integers of a document."""
     if isinstance(value, bool):
         return
     if isinstance(value, int):
@@ -71,7 +71,7 @@ def places(value, path=()):
 
 @given(st.data())
 def test_no_numbers_make_it_fail(data):
-    """A wrong number is a finding, or makes the document none; it never ends otherwise."""
+    """The linter reports a wrong number as a finding, or refuses the document; it never fails."""
     document = whole_document()
     all_places = list(places(document))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -93,7 +93,7 @@ def test_no_numbers_make_it_fail(data):
 def test_every_part_may_be_left_out(part):
     document = whole_document()
     del document[part]
-    if part in ("requests", "ranks", "memories"):  # others name what is in them
+    if part in ("requests", "ranks", "memories"):  # other parts refer to these
         with pytest.raises(NotUsable, match="must "):
             lint(document)
     else:
@@ -141,7 +141,7 @@ ONE = {"requests": [{"extend": 1}]}
 MANY = {"ranks": [{"tables": [[]] * 2**17, "key_lens": []}, {"tables": [[]] * 2**17}]}
 SHARING = {"requests": [*ONE["requests"], {"extend": 1, "shares": {"request": 1, "tokens": 1}}]}
 NOTHING_SENT = {name: [] for name in ("src_pages", "dst_pages", "src", "dst", "length")}
-HUGE = int("1" + "0" * 400)  # beyond float64
+HUGE = int("1" + "0" * 400)  # larger than any float64
 BAD = {
     "schema must be 'cpattn-plan/1', got 'cpattn-plan/2'": {"schema": "cpattn-plan/2"},
     "requests[0].extend: must be at least 0, got -1": {"requests": [{"extend": -1}]},
@@ -220,7 +220,7 @@ def test_files_that_are_no_plans(tmp_path, text, message):
 
 
 def test_files_that_are_not_there_or_have_lists_in_lists(tmp_path):
-    """Lists may be so deep that they can be read and not be shown."""
+    """Lists may be so deep that Python can read them but not show them."""
     with pytest.raises(NotUsable, match="No such file"):
         lint(tmp_path / "none.json")
     path = tmp_path / "plan.json"
@@ -235,7 +235,7 @@ PAGE = (ROOT / "docs" / "proof" / "lint.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the command in a folder with a right plan, a wrong one, and a file that is none."""
+    """Return the command, in a folder with a right plan, a wrong one, and a file that is none."""
     monkeypatch.chdir(tmp_path)
     right, wrong = (document_of([13, 40], [0, 64], 4) for _ in range(2))
     wrong["ranks"][1]["rows"]["count"][0] -= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAYOUT: the orders of two sides, against where they put every element, and names of orders."""
+"""LAYOUT compares the orders of two sides by where every element lies, and names the orders."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ def lint_of(writer, reader):
 
 
 def places(one):
-    """The byte of every element, by its index along each axis in alphabetical order."""
+    """Return the byte of every element by its index along the axes in alphabetical order."""
     pieces, step = [], one.get("itemsize", 1)
     for piece in reversed(one["axes"]):
         stride = piece.get("stride", step)
@@ -37,7 +37,7 @@ def places(one):
 
 
 def random_side(rng):
-    """Four tokens, two heads and six dims in some order and tiling."""
+    """Return a side with four tokens, two heads and six dims in some order and tiling."""
     pieces = [("head", 2)]
     pieces += rng.choice([[("token", 4)], [("token", 2), ("token", 2)]])
     pieces += rng.choice([[("dim", 6)], [("dim", 3), ("dim", 2)]])

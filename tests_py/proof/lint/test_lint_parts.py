@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small plans by hand, of every part: what fits is proved, what does not is named."""
+"""Small plans by hand have every part of a plan; right ones are proved, and faults are named."""
 
 from copy import deepcopy
 
@@ -45,7 +45,7 @@ def test_ranks_that_do_not_meet_are_refuted(other, kind):
 
 
 def test_groups_entered_in_another_order_are_refuted():
-    """Rank 0 waits for rank 1 in one group, which waits for it in the other."""
+    """Rank 0 waits for rank 1 in one group, and rank 1 waits for rank 0 in the other."""
     one, two = call("all_reduce", group=[0, 1]), call("all_gather", group=[0, 1, 2])
     (found,) = of_calls([one, two], [two, one], [two])
     assert found.kind == "seq-order"
@@ -65,8 +65,8 @@ def test_sizes_of_an_all_to_all_are_for_all_ranks_of_the_group_and_fit():
 
     pair = exchange([1, 1], [1, 1])
     assert what(exchange([1, 2], [1, 3]), exchange([3, 4], [2, 4])) == []
-    assert what(pair, exchange(size=2)) == []  # in equal parts
-    turned = exchange([4, 3], [4, 2], group=[1, 0])  # of itself first
+    assert what(pair, exchange(size=2)) == []  # one size stands for equal parts
+    turned = exchange([4, 3], [4, 2], group=[1, 0])  # its own part comes first
     assert what(exchange([1, 2], [1, 3], group=[0, 1]), turned) == []
     two, three = (
         f"sends rank {peer} {n} elements, which expects 1" for peer, n in ((1, 2), (0, 3))
@@ -79,7 +79,7 @@ def test_sizes_of_an_all_to_all_are_for_all_ranks_of_the_group_and_fit():
 
 
 def test_calls_are_made_by_the_group_that_they_are_for():
-    """Each group agrees within itself, of whatever ranks it is."""
+    """Each group agrees within itself, whatever ranks it has."""
     meant = {"dp": [[0, 2], [1, 3]], "dp x cp": [[3, 2, 1, 0]]}
 
     def of_group(over, *groups, **call):
@@ -133,7 +133,7 @@ def test_merges_of_many_requests_are_judged():
     document = deepcopy(MERGED) | {"requests": [{"extend": 1}, *[{"extend": 2}] * many]}
     document["cache"]["shards"] = 4
     document["ranks"] = [{}] * 4
-    assert findings(**document) == ()  # the other shards have nothing yet
+    assert findings(**document) == ()  # the other shards are still empty
     document["requests"][many] = {"extend": 3}
     (found,) = findings(**document)
     assert found.what == f"rank 2 keeps 1 keys of request {many}, and takes no part"
@@ -172,7 +172,7 @@ NAMES = ("request", "position", "key", "index")
 
 
 def selected(index=(0, 1), key=(0, 2)):
-    """Two keys of a query on rank 0, and one on rank 1, of three."""
+    """Return a plan whose query selects two of its three keys on rank 0, and one on rank 1."""
     lines = [[(0, 5, key[i], index[i]) for i in range(2)], [(0, 5, 3, 1)]]
     ranks = [
         {"selections": {name: [line[i] for line in own] for i, name in enumerate(NAMES)}}
@@ -216,7 +216,7 @@ def test_scores_decide_what_is_selected():
     assert found.details["key"] == 4
     del document["topk"]["scores"]
     document["ranks"] = [{"selections": {name: [] for name in NAMES}}] * 2
-    assert findings(**document) == ()  # there may be no query
+    assert findings(**document) == ()  # a plan without queries is right
     document["topk"]["scores"] = scored(*[1.0] * 6)
     (found,) = findings(**document)
     assert found.what == "query 5 of request 0 selects no keys on any rank, not 3"
@@ -224,7 +224,7 @@ def test_scores_decide_what_is_selected():
 
 
 def of_writes(*runs, pad=0, **cache):
-    """One rank that writes runs of (request, position, count, slot) for four new tokens."""
+    """Return a plan whose rank writes runs (request, position, count, slot) of four new tokens."""
     columns = zip(("request", "position", "count", "slot"), zip(*runs, strict=True), strict=True)
     return {
         "schema": "cpattn-plan/1",
@@ -235,8 +235,8 @@ def of_writes(*runs, pad=0, **cache):
 
 
 def test_padding_may_be_written_nowhere_and_tokens_somewhere():
-    """Slot -1 is none, whether a row of padding is of no request or behind one. Tokens are written
-    to no slot below 0, even if nobody says how many there are, and not where padding goes."""
+    """Padding may have slot -1, whether its row belongs to no request or lies behind one. Tokens
+    need a slot from 0 on, even if the number of slots is unknown, and not one for padding."""
     tokens, sizes = (0, 0, 4, 4), {"pad": 4, "num_pages": 4}
     for row in ((-1, 0, 1, -1), (0, 4, 1, -1), (0, 6, 1, -1)):
         assert kinds(of_writes(tokens, row, **sizes)) == set()
@@ -253,7 +253,7 @@ def test_padding_may_be_written_nowhere_and_tokens_somewhere():
 
 
 def test_pages_are_shared_with_the_request_that_begins_alike():
-    """The longest common prefix is with request 0; with others it is as long as theirs with it."""
+    """Requests may have pages in common up to their common prefix, also by way of a third one."""
 
     def of_tables(*tables, **shares):
         requests = [{"extend": 32} for _ in tables]
@@ -268,7 +268,7 @@ def test_pages_are_shared_with_the_request_that_begins_alike():
     assert kinds(of_tables(first, [1, 4], [1, 5], r1=(0, 16), r2=(0, 31))) == set()
     assert kinds(of_tables(first, [1, 4], [6, 4], r1=(0, 16), r2=(0, 31))) == {"len-pages"}
     assert kinds(of_tables(first, first, [1, 5], r1=(0, 32), r2=(1, 16))) == set()
-    many = 1100  # each like the one before it; more than Python calls go deep
+    many = 1100  # a chain of sharing, longer than Python's stack
     tables = [[1, 2 + number] for number in range(many)]
     tables[1:-1] = [[many + 2 * number, 2 + number] for number in range(1, many - 1)]
     chain = of_tables(*tables, **{f"r{number}": (number - 1, 16) for number in range(1, many)})
@@ -292,7 +292,7 @@ def test_bars_mark_every_cell_that_a_range_touches():
 
 
 def test_query_heads_meet_their_own_heads_of_keys():
-    """Kernels take them in turn: it is not enough that a rank has both."""
+    """Kernels pair heads in their order, so it is not enough that a rank has the right ones."""
     nobody = {"schema": "cpattn-plan/1", "heads": {"q": 8, "kv": 2}}
 
     def of_heads(*ranks):
@@ -308,7 +308,7 @@ def test_query_heads_meet_their_own_heads_of_keys():
 
 
 def test_what_would_not_fit_into_memory_is_left_undecided():
-    """Calls may take all runs of a rank, and one long table stand among many short ones."""
+    """Calls may take all runs of a rank, and one long table may stand among many short ones."""
     many = 4000
     rows = {"request": [0] * many, "position": list(range(many)), "count": [1] * many}
     calls = {"request": [0], "row": [0], "rows": [many], "keys": [many]}
@@ -323,7 +323,7 @@ def test_what_would_not_fit_into_memory_is_left_undecided():
     steps = document | {"ranks": ranks, "heads": {"q": 1}, "queries": "all", "requests": requests}
     report = lint(steps)
     assert "8,388,609 tokens in steps on 2 ranks" in report.not_checked["OWN"]
-    assert "OWN" not in report.checked  # though heads are right
+    assert "OWN" not in report.checked  # the heads are right, all the same
     whole = {"position": [0], "count": [2**23]}
     ranks = [{"positions": whole, "rows": whole | {"request": [-1]}}] * 3
     report = lint(document | {"ranks": ranks, "requests": []})

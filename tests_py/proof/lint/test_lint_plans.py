@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right plans of cpattn are proved, also smaller ones; damage is refuted by its invariant."""
+"""Right plans of cpattn are proved, also when cut; each damage is refuted by its invariant."""
 
 from types import SimpleNamespace
 
@@ -39,27 +39,27 @@ def damage(document, statement):
 
 DAMAGE = {
     "rows[1].count[0] -= 1": "own-token",
-    "rows[1].count[0] += 1": "own-token",  # is on two ranks
+    "rows[1].count[0] += 1": "own-token",  # two ranks have the token
     "swap(rows[0].position, 0, rows[1].position, 0)": "own-restore",
-    "swap(rows[0].position, 1, rows[1].position, 0)": "own-token",  # of other sizes
+    "swap(rows[0].position, 1, rows[1].position, 0)": "own-token",  # the sizes differ
     "ranks[2]['positions'] = later(rows[2])": "own-position",
     "for column in restore.values(): column[:2] = column[1::-1]": "own-restore",
-    "restore['row'][-1] += 100": "own-restore",  # rows that are not there
-    "segments[0].request[0] = 1": "own-rows",  # of another request
+    "restore['row'][-1] += 100": "own-restore",  # these rows do not exist
+    "segments[0].request[0] = 1": "own-rows",  # these belong to another request
     "segments[3].keys[1] -= 1": "cov-pair",
-    "segments[3].keys[0] += 1": "cov-pair",  # later keys
+    "segments[3].keys[0] += 1": "cov-pair",  # a row sees a later key
     "for column in ranks[0]['segments'].values(): column.append(column[0])": "cov-pair",
-    "segments[0].keys[3] += 1": "len-keys",  # beyond the sequence
-    "segments[0].rows[-1] += 1": "len-rows",  # rows that are not there
+    "segments[0].keys[3] += 1": "len-keys",  # the sequence is shorter
+    "segments[0].rows[-1] += 1": "len-rows",  # this row does not exist
     "cache['tables'][1].pop()": "len-pages",
     "cache['tables'][1][2] = cache['num_pages']": "len-pages",
-    "cache['tables'][1][20] = cache['tables'][0][0]": "len-pages",  # shares a page
+    "cache['tables'][1][20] = cache['tables'][0][0]": "len-pages",  # two requests have one page
     "writes[1].slot[:2] = writes[1].slot[1::-1]": "own-slot",
-    "writes[1].slot[0] = writes[1].slot[1]": "own-slot",  # twice to a slot
-    "for column in ranks[2]['writes'].values(): column.pop()": "own-slot",  # forgets to write
+    "writes[1].slot[0] = writes[1].slot[1]": "own-slot",  # a slot is written twice
+    "for column in ranks[2]['writes'].values(): column.pop()": "own-slot",  # a write is missing
     "writes[2].slot[0] = 10_000": "addr-slot",
     "list(map(list.append, ranks[2]['writes'].values(), (-1, 0, 1, 9)))": "pad-slot",
-    "rows[0].request[-1] = -1": "pad-rows",  # computes padding
+    "rows[0].request[-1] = -1": "pad-rows",  # a rank computes padding
 }
 
 
@@ -102,7 +102,7 @@ def test_a_finding_says_where_and_draws_it():
     (found,) = (one for one in lint(document).findings if one.invariant == "COV")
     assert found.where.startswith("request 1, query 79, key")
     assert found.ranks == (3,)
-    assert "rank 3 sees" in found.picture  # what it does
+    assert "rank 3 sees" in found.picture  # the picture shows its fault
 
 
 @given(batches(), st.data())
@@ -122,7 +122,7 @@ def test_a_right_plan_is_right_without_some_requests_and_with_shorter_ones(batch
 
 def test_parts_that_cannot_be_cut_are_left_whole():
     document = document_of([8], [0], 2)
-    assert cut(document, 0, 4) is None  # how rows are put together would change
+    assert cut(document, 0, 4) is None  # the cut would change how rows are restored
     document.pop("restore")
     assert cut(with_cache(document), 0, 4) is None
     assert cut(document, 0, 4) is not None
@@ -144,7 +144,7 @@ def test_the_seconds_of_a_report_are_those_of_all_that_it_took(monkeypatch):
 
 
 def test_large_documents_are_made_smaller_in_few_tries(monkeypatch):
-    """The number of tries is bounded by what there is to judge, before one is made."""
+    """The work to judge a document bounds the number of tries before one is made."""
     made = []
     real = shrinking.without
     monkeypatch.setattr(shrinking, "without", lambda *args: made.append(args) or real(*args))
@@ -160,7 +160,7 @@ def test_large_documents_are_made_smaller_in_few_tries(monkeypatch):
 
 
 def test_smaller_documents_are_of_the_schema():
-    """Ranks are absent where there were none."""
+    """A smaller document has no ranks if the document has none."""
     merge = {"base": "e", "parts": [{"rank": 0, "base": "2"}]}
     requests = [{"extend": 1}, {"extend": 1}]
     (found,) = lint({"schema": "cpattn-plan/1", "requests": requests, "merges": [merge]}).findings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans over pools that ranks share, and what their queries select: refuted where damaged."""
+"""Plans over pools that ranks share, and their selections of keys, are refuted if damaged."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def plans_of(placement, strategy="zigzag"):
 
 
 def replicated(change=lambda ranks: None):
-    """Four ranks in decoding: two share out the keys of some heads, two those of others."""
+    """Judge four decoding ranks: two share out the keys of some heads, two those of others."""
     ranks = []
     for rank in range(4):
         writes = {"request": [0], "position": [4 + rank % 2], "count": [1], "slot": [2]}
@@ -74,7 +74,7 @@ def test_ranks_of_one_shard_have_other_heads():
 
 @pytest.mark.parametrize("places", ["positions", "heads"])
 def test_decodes_may_be_on_every_rank_beside_a_prefill_that_is_split(places):
-    """Each rank has all keys of them, for heads of its own, or some of the keys."""
+    """Each rank has all keys of the decodes for its own heads, or some of the keys."""
     ranks = []
     for rank in range(2):
         rows = {"request": [0, 1], "position": [4 * rank, 5], "count": [4, 1]}
@@ -102,7 +102,7 @@ def test_decodes_may_be_on_every_rank_beside_a_prefill_that_is_split(places):
 @pytest.mark.parametrize("strategy", ["zigzag", "decode"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_rank_that_takes_another_placement_is_found(placement, strategy):
-    """Such a rank writes rows that are others', or reads them."""
+    """Such a rank writes or reads rows that belong to others."""
     other = TokenInterleave(shard_size=2, interleave=4 if placement != "page_interleave" else 1)
     plans = plans_of(placement, strategy)
     plans[1] = replace(plans[1], placement=other)
@@ -113,7 +113,7 @@ def test_pages_that_attention_reads_are_looked_at():
     plans = plans_of("page_interleave")
     assert kinds(from_sharded_plans(plans, NUM_PAGES)) == set()
     (call, *_) = plans[0].batch.calls(1, plans[0].local_rows, causal=True, window=None)
-    call.kv_indices[0] += 1  # of the pool of the other rank; calls are made once
+    call.kv_indices[0] += 1  # the other rank's pool; calls are made once
     assert "cov-pair" in kinds(from_sharded_plans(plans, NUM_PAGES))
     masked = replace(plans[0], batch=replace(plans[0].batch, mask=np.ones(4, bool)))
     with pytest.raises(NotUsable, match="plans must have no masks"):
@@ -130,9 +130,9 @@ def test_striped_writes():
     assert report.findings == ()
     assert set(report.checked) >= {"OWN", "LEN", "ADDR"}
     for damage in (
-        lambda tokens, rows: (tokens[1:], rows[1:]),  # a token on no rank
-        lambda tokens, rows: (tokens, rows + 1),  # at rows of others
-        lambda tokens, rows: (np.append(tokens, 0), np.append(rows, rows[0])),  # on two
+        lambda tokens, rows: (tokens[1:], rows[1:]),  # no rank has the token
+        lambda tokens, rows: (tokens, rows + 1),  # these rows belong to others
+        lambda tokens, rows: (np.append(tokens, 0), np.append(rows, rows[0])),  # on two ranks
     ):
         broken = [writes[0], damage(*writes[1])]
         assert kinds(from_striped_writes(*arguments, broken, placement, **options)) == {"own-slot"}
@@ -175,7 +175,7 @@ def test_what_ranks_select_together_is_the_topk_of_all_keys(placement):
 
 
 def test_a_placement_that_cannot_tell_slots_of_rows_is_refused():
-    """`ContextParallel` plans with it; the linter has to go back from rows to slots."""
+    """`ContextParallel` can plan with it, but the linter has to find slots from rows."""
     placement = object()
     with pytest.raises(NotUsable, match="must have a method global_index, got object"):
         from_striped_writes([1], [0], [[2]], [([0], [8])], placement, page_size=4, num_pages=3)

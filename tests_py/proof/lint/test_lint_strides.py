@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages between each other's and heads before tokens: plans proved, faults refuted."""
+"""Plans over interleaved pages, and over heads before tokens, are proved; faults are refuted."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ PAGES, HEADS, DIM = 9, 4, 8
 
 
 def layout(page_size, kv_layout, interleaved, begin, tp_rank=0, tp_size=1):
-    """K and V of two layers, in one cache [pages, layers, 2, ...] if they are interleaved."""
+    """Describe K and V of two layers, in one cache [pages, layers, 2, ...] if interleaved."""
     item = page_size * HEADS // tp_size * DIM
     stride, nbytes = (4 * item, (4 * PAGES - 3) * item) if interleaved else (None, PAGES * item)
     step = item if interleaved else nbytes
@@ -64,7 +64,7 @@ SIDES = st.tuples(st.sampled_from(["NHD", "HND"]), st.booleans(), st.sampled_fro
 def test_plans_over_all_orders_and_strides_are_proved(
     page_size, src, dst, src_pages, dst_pages, num_tokens, data
 ):
-    """Addresses may be those of devices, of which some have all 64 bits."""
+    """Addresses may be those of devices, and some of these have all 64 bits."""
     begin = data.draw(st.sampled_from([1 << 30, (1 << 63) - 8192, 0xFFFF81AB54E01000]))
     sources, targets = fleet(page_size, *src, 4096), fleet(page_size, *dst, begin)
     pages = [some[: -(-num_tokens // page_size)] for some in (src_pages, dst_pages)]
@@ -84,7 +84,7 @@ def small(kv_layout="HND", interleaved=True):
 
 
 def test_a_memory_that_is_said_in_another_order_is_refuted():
-    """Heads of whole pages of one order may not go into pages of the other."""
+    """Heads of whole pages in one order may not go into pages in the other order."""
     plans = small()
     assert kinds(plans) == set()
     for entry in plans["memories"]["target 0"]["entries"]:
@@ -96,7 +96,7 @@ def test_a_memory_that_is_said_in_another_order_is_refuted():
 
 
 def test_one_descriptor_may_have_pages_of_several_buffers():
-    """All buffers of a block, and nothing of what is between the blocks."""
+    """A descriptor may span all buffers of a block, but nothing between the blocks."""
     plans = small("NHD")
     (transfer,) = plans["transfers"]
     begins = [plans["memories"][name]["entries"][0]["addr"] for name in ("source 0", "target 0")]

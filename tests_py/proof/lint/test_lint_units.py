@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of halos and of prefill context parallelism: right ones are proved, damaged refuted."""
+"""Right documents of halos and prefill context parallelism are proved; damaged ones refuted."""
 
 from types import SimpleNamespace
 
@@ -33,13 +33,13 @@ def test_halos_of_a_layout_are_proved_on_all_ranks_that_have_a_request():
     document = from_halos(layout, halos, [3, *EXTEND], [5, *PREFIX], **RULE)
     assert lint(document).proved
     for column in document["ranks"][1]["units"].values():
-        del column[0]  # of the first request, which all ranks have
+        del column[0]  # a unit of the first request, which all ranks have
     (found,) = lint(document).findings
     assert found.what == "unit 1 of request 0 is computed by 2 ranks, not 3"
 
 
 def test_a_rank_that_sends_other_rows_is_found():
-    """Units are refuted where their rows are received, by what lies there."""
+    """The unit that receives the rows is refuted, by the rows that it gets."""
     plans, halos = planned(strategy="contiguous")
     halos[0] = halos[0]._replace(send_indices=halos[0].send_indices - 1)
     (found,) = lint(document_of(plans, halos)).findings
@@ -50,7 +50,7 @@ def test_a_rank_that_sends_other_rows_is_found():
 
 
 def test_an_overlap_that_is_lost_is_found():
-    """A compressor that begins with the rows of its own rank alone, as an engine's did."""
+    """A compressor that begins with the rows of its own rank alone is wrong; an engine's was."""
     plans, halos = planned(strategy="contiguous")
     short = [halo._replace(unit_lens=halo.unit_lens.clip(max=4)) for halo in halos]
     assert kinds(document_of(plans, short)) == {"cov-unit"}
@@ -111,7 +111,7 @@ def test_objects_of_an_engine_are_the_same_document():
 def test_faults_of_replicated_requests(options):
     layout = build_pcp_layout(NEW, CACHED, pcp_size=2, **options)
     keys = [lens.copy() for lens in layout.seq_lens]
-    keys[1][0] -= 1  # of the decode, on the other rank
+    keys[1][0] -= 1  # a key of the decode, on the other rank
     assert kinds(from_segments(layout.segments, NEW, CACHED, seq_lens=keys)) == {"cov-pair"}
     segments = list(layout.segments)
     segments[1] = [column[1:] for column in segments[1]]
@@ -123,7 +123,7 @@ def test_faults_of_replicated_requests(options):
 def test_faults_of_what_is_gathered():
     layout = build_pcp_layout(NEW, CACHED, pcp_size=2, shard_decode=False)
     given = gathered(layout)
-    second = given | {"gathered_slots": layout.padded_gather_idx + 7}  # without the mask
+    second = given | {"gathered_slots": layout.padded_gather_idx + 7}  # ignores the mask
     assert kinds(from_segments(layout.segments, NEW, CACHED, **second)) == {"own-slot"}
     swapped = given | {"hidden_restore_idx": given["hidden_restore_idx"][::-1]}
     assert kinds(from_segments(layout.segments, NEW, CACHED, **swapped)) == {"own-restore"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows: what calls show is held literally against what queries may see."""
+"""Windows are judged pair by pair: the keys that calls show are those that queries may see."""
 
 from collections import Counter
 from copy import deepcopy
@@ -37,7 +37,7 @@ def calls_of(rank):
 
 
 def is_covered(document):
-    """Return whether every pair is counted once, query by query, by the schema's words."""
+    """Return whether every pair is counted once; this follows the words of the schema."""
     seen = Counter()
     of_ranks = [rows_of(rank) for rank in document["ranks"]]
     for rank, rows in zip(document["ranks"], of_ranks, strict=True):
@@ -66,7 +66,7 @@ def is_covered(document):
 
 @st.composite
 def windowed(draw):
-    """A right plan with windows on one side or both, over a cache or in a ring."""
+    """Draw a right plan with windows on one side or both, over a cache or in a ring."""
     extend = draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))
     ring = draw(st.booleans())
     prefix = [0 if ring else draw(st.integers(0, 9)) for _ in extend]
@@ -87,7 +87,7 @@ def windowed(draw):
 
 
 def row_by_row(document, rows, held):
-    """A call for each row, and in a ring for each rank whose keys it sees."""
+    """Make a call for each row, and in a ring for each rank whose keys the row sees."""
     calls = []
     for number, (request, position) in enumerate(rows):
         wanted = allowed(document, request, position)
@@ -104,7 +104,7 @@ def row_by_row(document, rows, held):
 
 
 def assert_judged_as_counted(document, data, names):
-    """Right plans are proved; with one number changed they have the verdict of counting pairs."""
+    """Check that a right plan is proved, and that one changed number gets the right verdict."""
     assert is_covered(document)
     report = lint(document, shrink=False)
     assert report.findings == ()
@@ -130,7 +130,7 @@ def test_what_calls_show_is_what_queries_may_see(document, data):
 
 
 def plan_of(*ranks, window=1, **parts):
-    """Two ranks of a sequence of eight tokens; calls are (row, rows, first, keys, from)."""
+    """Plan two ranks of a sequence of eight tokens; calls are (row, rows, first, keys, from)."""
     columns = ("row", "rows", "first", "keys", "from")
     parts |= {"schema": "cpattn-plan/1", "requests": [{"extend": 8}]}
     parts["ranks"] = [
@@ -175,7 +175,7 @@ def test_the_balance_is_of_pairs_within_the_window():
 @pytest.mark.parametrize("null", [-1, 0])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pages_before_the_window_need_not_exist(null, shards):
-    """Engines free them and have the table name page 0, or none, once for every freed page."""
+    """Engines free them; the table then names page 0, or no page, in place of each."""
     length = 48 * shards
     document = from_local_lens(
         [length], [[48]] * shards, [[[null, null, 4]]] * shards, block_size=16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that go astray between layers of two kinds; right plans are among the random ones."""
+"""Rows that go astray between layers of two kinds are found; random plans test right ones."""
 
 import numpy as np
 import pytest

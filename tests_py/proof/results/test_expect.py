@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of rings, right and wrong in known ways, put together and held against float64."""
+"""Results of rings, right or wrong in known ways, are joined and compared with float64."""
 
 import math
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated programs have the results of processes of gloo, bit for bit, and no findings."""
+"""Simulated programs have no findings, and the same bits as processes that use gloo."""
 
 import warnings
 
@@ -97,7 +97,7 @@ def test_calls_that_few_programs_make():
 
 
 def test_transposed_tensors_are_taken_as_they_lie():
-    """Rows and columns are right, as over gloo, where they lie alike on all ranks."""
+    """Rows and columns are right only if tensors lie alike on all ranks, as over gloo."""
 
     def program():
         x = torch.arange(6.0).view(2, 3)
@@ -127,7 +127,7 @@ def test_meshes_and_subgroups():
         local = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         dist.barrier(own)
         dist.barrier(local)
-        alone = dist.new_group([dist.get_rank()])  # all have one name, and nobody meets anybody
+        alone = dist.new_group([dist.get_rank()])  # all groups have one name, but no common rank
         dist.barrier(alone)
 
     proved(program, 4)
@@ -147,5 +147,5 @@ def test_gradients_come_through_functional_collectives():
 @pytest.mark.parametrize("number", range(6))
 def test_right_programs_are_proved(number, one_torch_thread):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says it of names that it has newer ones for
+        warnings.simplefilter("ignore")  # torch warns of names that have newer ones
         assert alarm_of(3, number) is None

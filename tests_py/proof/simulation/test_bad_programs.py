@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that cannot be judged: one clear message, and nothing left running."""
+"""Programs that cannot be judged get one clear message, and leave nothing running."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ from cpattn_proof.simulation import scheduler
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """Threads, groups and what the process had before are as they were."""
+    """Check that threads, groups and the rest of the process are as they were before a test."""
     before, main = _process(), sys.modules["__main__"]
     yield
     assert _process() == before
@@ -140,7 +140,7 @@ def starts_a_process():
     ],
 )
 def test_what_cannot_be_judged_says_why(program, message, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of the helper that is stopped
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the stopped helper raises
     with pytest.raises(NotUsable, match=message) as raised:
         simulate(program, ranks=2, time_limit=2 if program in NEVER_END else 60)
     if program is raises:
@@ -161,7 +161,7 @@ def test_what_cannot_be_judged_says_why(program, message, monkeypatch):
     ],
 )
 def test_an_assertion_that_fails_refutes_by_its_line(check, message):
-    """`sgl-project/sglang#33353`: heads were swapped over 4 ranks, not 2, and no call differs."""
+    """`sgl-project/sglang#33353` swapped heads over 4 ranks, not 2, and no call differed."""
 
     def program():
         x = torch.ones(2)
@@ -181,7 +181,7 @@ def test_an_assertion_that_fails_refutes_by_its_line(check, message):
 def test_assertions_of_libraries_and_of_torch_cannot_be_judged():
     def program():
         dist.barrier()
-        torch.nn.Linear(2, 2).cuda()  # asserts that torch was compiled with CUDA
+        torch.nn.Linear(2, 2).cuda()  # it asserts that torch was compiled with CUDA
 
     with pytest.raises(NotUsable, match="raised AssertionError: Torch not compiled"):
         simulate(program, ranks=2, cuda_as_cpu=False)
@@ -229,7 +229,7 @@ def test_one_rank_may_profile():
 
 
 def test_a_rank_that_cannot_be_ended_leaves_nothing_in_place(monkeypatch):
-    """The rank is in nobody's way until it returns from C, and after that."""
+    """The rank disturbs nobody while it is still in C, nor after it returns from there."""
     monkeypatch.setattr(scheduler, "_AFTER_THE_END", 0.05)
     held, begun = threading.Lock(), threading.Event()
     held.acquire()
@@ -240,7 +240,7 @@ def test_a_rank_that_cannot_be_ended_leaves_nothing_in_place(monkeypatch):
         sys.argv = ["of a rank"]
         dist.barrier()
         begun.set()
-        held.acquire()  # no error of Python comes through
+        held.acquire()  # an exception cannot end this wait
 
     before = _process()
     with pytest.raises(NotUsable, match="not over after"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs whose ranks disagree, each refuted by its kind and at its lines."""
+"""Programs whose ranks disagree are refuted, each by its kind and at its lines."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def groups_crosswise():
 
 
 def other_end(call, waits=True):
-    """The first rank calls something of two ranks, and nobody else does."""
+    """Return a program whose first rank makes a call that takes two ranks, and no other does."""
 
     def program():
         if is_first():
@@ -88,7 +88,7 @@ def scatter_from_what_is_filled():
 
 
 def with_gaps(call):
-    """gloo reduces the elements between, fills rows that are not meant, or raises, as NCCL does."""
+    """Make a call on a tensor with gaps; gloo reduces these, fills other rows, or raises."""
     return lambda: call(torch.zeros(3, 4)[:, 1:3])
 
 
@@ -125,7 +125,7 @@ MAX, SUM, DOUBLE, SINGLE = ReduceOp.MAX, ReduceOp.SUM, torch.float64, torch.floa
         ("send-not-received", other_end(lambda x: dist.isend(x, 1)), ""),
         ("receive-not-sent", other_end(lambda x: dist.irecv(x, 1)), ""),
         ("not-joined", other_end(lambda x: dist.all_reduce(x, async_op=True), waits=False), ""),
-        ("given-and-filled", exchange_in_place, ""),  # others get what has come already, or not
+        ("given-and-filled", exchange_in_place, ""),  # others may get rows that came before
         ("given-and-filled", gather_to_the_wrong_place, ""),
         ("given-and-filled", scatter_from_what_is_filled, ""),
         ("not-contiguous", with_gaps(dist.all_reduce), GAPS),
@@ -152,7 +152,7 @@ def test_a_program_is_refuted_by_its_kind_and_at_its_lines(kind, program, says):
     waiting = finding.details.get("waiting", [])
     for call in [*finding.details.get("calls", []), *waiting] if "key" not in says else ():
         assert call["file"] == __file__
-        if program.__name__ != "program":  # which calls another
+        if program.__name__ != "program":  # that one calls another function
             assert call["line"] in lines_of(program)
             place = f"{__file__}:{call['line']} in {program.__name__}"
             assert f"rank {call['rank']}  {place}" in finding.picture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are used between a call and its wait, and results that depend on who comes first."""
+"""Uses of tensors between a call and its wait, and results by order of arrival, are found."""
 
 import time
 import weakref
@@ -58,7 +58,7 @@ def test_a_call_that_fills_what_another_one_gives_is_named(receives_first):
 
 
 def test_what_is_read_before_its_wait_is_not_there():
-    """Reads that torch does not see, too, cannot be right by accident."""
+    """Even reads that torch does not see cannot be right by accident, as they find NaN."""
     seen = []
 
     def program():
@@ -99,7 +99,7 @@ def test_what_is_not_in_flight_is_free(program):
 
 
 def test_tensors_of_calls_that_are_over_are_let_go():
-    """All of a long program would be more than memory has."""
+    """The tensors of a long program would otherwise fill the memory."""
     left = []
 
     def program():
@@ -173,7 +173,7 @@ def test_rows_may_be_given_with_any_strides():
 
 
 def test_an_order_that_hangs_is_named():
-    """Rank 0 takes the first message for that of rank 2."""
+    """Rank 0 assumes that the first message is that of rank 2, so some orders hang."""
 
     def program():
         if dist.get_rank() == 0:

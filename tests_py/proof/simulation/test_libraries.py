@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries as they are on simulated ranks: this one, ring-flash-attn, yunchang and DeepSpeed.
+"""Unchanged libraries run on simulated ranks: this one, ring-flash-attn, yunchang and DeepSpeed.
 
 yunchang is read from its wheel, DeepSpeed from a folder that pip fills:
 
     pip download --no-deps yunchang==0.6.4 -d DIR
     pip install --no-deps --no-build-isolation -t DIR deepspeed==0.19.8 einops hjson py-cpuinfo
 
-with DIR in CPATTN_YUNCHANG and CPATTN_DEEPSPEED. Without the variables installed ones are used.
-DeepSpeed compiles a part of itself when it first meets a process group, which takes a minute.
+CPATTN_YUNCHANG and CPATTN_DEEPSPEED name DIR. If they are not set, installed packages are used.
+DeepSpeed compiles a part of itself when it first meets a process group; that takes a minute.
 """
 
 import os
@@ -50,7 +50,7 @@ def is_there(package: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """Degrees of Ulysses and ring, which layout, and whether Ulysses has ranks side by side."""
+    """Degrees of Ulysses and ring, a layout, and whether Ulysses takes ranks side by side."""
 
     ulysses: int
     ring: int
@@ -64,7 +64,7 @@ class Case:
         return self.ulysses * self.ring
 
 
-#: Outputs by rank, and which tokens they are of.
+#: Each rank has its outputs and the numbers of their tokens.
 Answers = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -85,7 +85,7 @@ def expected_of(kv_heads: int, causal: bool = True) -> Expected:
 
 
 def by_yunchang(case: Case, answers: Answers) -> Callable[[], torch.Tensor]:
-    """A program: tokens as the package itself hands them out, and its hybrid attention."""
+    """Return a program in which yunchang hands out tokens and computes its hybrid attention."""
 
     def program() -> torch.Tensor:
         import yunchang
@@ -105,7 +105,7 @@ def by_yunchang(case: Case, answers: Answers) -> Callable[[], torch.Tensor]:
 
 
 def by_deepspeed(kv_heads: int, answers: Answers) -> Callable[[], torch.Tensor]:
-    """A program: a block of tokens for each rank, and DeepSpeed's attention over all of them."""
+    """Return a program in which ranks have blocks of tokens and use DeepSpeed's attention."""
 
     def program() -> torch.Tensor:
         import deepspeed.comm
@@ -151,14 +151,14 @@ CASES = [
 
 @pytest.fixture
 def on_kernels():
-    """``import flash_attn`` finds our functions."""
+    """Make ``import flash_attn`` find our functions."""
     with flash_attn.install(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they use names that torch has newer ones for
+        warnings.simplefilter("ignore")  # they use old names of torch
         yield
 
 
 def assert_answers(answers: Answers, expected: Expected) -> None:
-    """All tokens are there once, each with what one process in float64 has."""
+    """Check that each token is there once, with the output of one process in float64."""
     for out, rows in answers.values():
         assert_attended(out, None, expected.rows(rows.numpy()), "float32", "ring of ranks")
     rows = torch.cat([rows for _, rows in answers.values()])
@@ -186,9 +186,9 @@ def test_yunchang_gives_what_one_process_does(case, on_kernels):
 @needs_yunchang
 @pytest.mark.parametrize("layout", ["basic", "strip"])
 def test_yunchang_with_rings_low_hands_out_other_tokens_than_it_attends_to(layout, on_kernels):
-    """No rank waits or differs, and values are wrong, as `docs/proof/simulate.md` says.
+    """No rank waits or differs, but values are wrong, as `docs/proof/simulate.md` says.
 
-    Where this fails, the release has mended it, and the page has to say so.
+    When this fails, a release has mended the fault, and the page has to say so.
     """
     case, answers = Case(2, 2, layout, ulysses_low=False), {}
     simulated(by_yunchang(case, answers), 4, seeds=(0,), own_modules=("yunchang",))
@@ -217,7 +217,7 @@ def test_deepspeed_gives_what_one_process_does(size, kv_heads, on_kernels):
 @pytest.mark.engine("deepspeed")
 @needs_deepspeed
 def test_deepspeed_with_heads_that_its_group_does_not_divide_is_refuted(on_kernels):
-    """deepspeed shares out uneven heads by the rank of its own group, not of the given one."""
+    """DeepSpeed shares out uneven heads by the rank in its own group, not in the given one."""
     (finding,) = simulate(by_deepspeed(HEADS, {}), ranks=3, time_limit=600).findings
     assert finding.kind == "other-size"
     assert "all_to_all_single" in finding.what
@@ -245,7 +245,7 @@ def test_context_parallel_gives_what_it_gives_over_gloo(size, tmp_path):
 
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_ranks_send_the_same_bytes_in_every_run(exchange):
-    """Bytes that align parts of a row are sent, too, and are not those that were in memory."""
+    """Padding between parts of a row is sent, too, and may not be what lay in memory before."""
 
     def decode():
         placement = TokenInterleave(shard_size=2, interleave=1)
@@ -277,7 +277,7 @@ needs_ring_flash_attn = pytest.mark.skipif(
 def test_ring_flash_attn_gives_what_it_gives_over_gloo(size, tmp_path):
     expected = run_world(size, tmp_path, run_ring, active_isa(), RINGS) if size < 16 else []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it uses names that torch has newer ones for
+        warnings.simplefilter("ignore")  # it uses old names of torch
         package = ring_worker.load()
         for case in RINGS:
             results = {}

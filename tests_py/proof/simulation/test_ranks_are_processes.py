@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks share one process, and each has to itself what a process has."""
+"""Ranks share one process, but each has its own copy of all that a process has."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ def meet():
 
 
 def what_is_shared():
-    """Return what a process has before and after, that ranks have of their own."""
+    """Return the state of the process that each rank has a copy of and must not change."""
     environment = {n: v for n, v in os.environ.items() if n != "PYTEST_CURRENT_TEST"}
     handler, dtype = signal.getsignal(signal.SIGTERM), torch.get_default_dtype()
     return environment, os.getcwd(), sys.path, list(sys.path), handler, dtype
@@ -40,7 +40,7 @@ def environment_is_of_the_rank():
 def folder_and_path_are_of_the_rank():
     folder, before = os.getcwd(), list(sys.path)
     meet()
-    os.chdir("inner")  # of the others it was no folder then
+    os.chdir("inner")  # it would fail if ranks shared a folder
     sys.path = [str(dist.get_rank()), *sys.path]
     meet()
     assert os.getcwd() == os.path.join(folder, "inner")
@@ -61,7 +61,7 @@ def signals_are_handled_by_each_rank():
     meet()
     assert signal.getsignal(signal.SIGTERM) == own
     signal.signal(signal.SIGALRM, own)
-    assert signal.alarm(1) == 0  # which would end all ranks
+    assert signal.alarm(1) == 0  # a real alarm would end all ranks
     assert signal.setitimer(signal.ITIMER_REAL, 0.01) == (0.0, 0.0)
     time.sleep(0.1)
 
@@ -152,7 +152,7 @@ def test_packages_are_imported_by_each_rank_where_asked(is_own, tmp_path, monkey
     (tmp_path / "of_ranks" / "__init__.py").write_text("from .state import RANKS\n")
     (tmp_path / "of_ranks" / "state.py").write_text("RANKS = []\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import of_ranks as outside  # must not be taken by ranks that import it themselves
+    import of_ranks as outside  # ranks must import their own instead
 
     outside.RANKS.append("outside")
     seen = {}

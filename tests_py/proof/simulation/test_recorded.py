@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of ranks that exchange rows over gloo: judged, and issued again, also on other ranks.
+"""Captures of ranks that exchange rows over gloo are judged, and issued again on other ranks.
 
-At the end are records of how an engine shared out batches over ranks: they come from anywhere.
+The last tests have records of batches that an engine shared out; they may come from anywhere.
 """
 
 import json
@@ -56,7 +56,7 @@ def test_what_was_sent_is_sent_again(recorded):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategy"), [(4, "zigzag"), (3, "interleave")])
 def test_other_ranks_send_what_they_would_have_sent(capture, size, strategy, tmp_path):
-    """Ranks of that number that really ran send the same bytes."""
+    """A real run on that number of ranks sends the same bytes."""
     sent = run_world(size, tmp_path, gloo_worker.record_layer, tmp_path, strategy)
     report = simulate_capture(capture, ranks=size, strategy=strategy)
     assert report.proved, report.text()
@@ -92,7 +92,7 @@ def test_messages_that_do_not_meet_are_named_by_the_lines_of_the_files(capture):
     (finding,) = simulate_capture(other).findings
     assert finding.kind == "other-size"
     assert f"run0.cpcap:{post.line} in write_kv" in finding.picture
-    last = [call for call in posts if call.rank == 1][-1]  # not sent, for which rank 0 waits
+    last = [call for call in posts if call.rank == 1][-1]  # left out, so rank 0 waits for it
     other = replace(capture, calls=tuple(call for call in capture.calls if call is not last))
     (finding,) = simulate_capture(other).findings
     assert (finding.kind, finding.ranks) == ("rank-returned", (0,))
@@ -127,7 +127,7 @@ def test_captures_of_some_ranks_alone_cannot_be_judged(capture):
 
 
 def made_up(size=2, tokens=64, width=1_000_000, **other):
-    """A batch of one sequence: 1 s of attention on each rank, after its rows went to the others."""
+    """Capture one sequence: each rank sends its rows to the others, then attends for 1 s."""
     plans = build_cp_metadata_all_ranks([tokens], [tokens], cp_size=size)
     rows = [len(plan.local_q_indices) for plan in plans]
     lens = np.array([tokens])
@@ -145,7 +145,7 @@ def made_up(size=2, tokens=64, width=1_000_000, **other):
         post = {"cp_rank": rank, "exchange": "write_kv", "sends": sends, "receives": receives}
         calls += [
             RecordedCall("ContextParallel.plan", rank, 0.0, 0.25, plan),
-            RecordedCall("build_cp_metadata", rank, 0.1, 0.1, {}),  # within the one before
+            RecordedCall("build_cp_metadata", rank, 0.1, 0.1, {}),  # within the plan before it
             RecordedCall("ContextParallel.write_kv", rank, 0.5, 0.5, {}),
             RecordedCall("RowExchange.post", rank, 0.6, 0.1, post),
             RecordedCall("ContextParallel.attend", rank, 1.0, 1.0, {}),
@@ -154,7 +154,7 @@ def made_up(size=2, tokens=64, width=1_000_000, **other):
 
 
 def test_predicted_times_are_those_that_a_person_counts():
-    """A quarter of a second to plan, two messages of 1 s and 1 s of bytes each, 1 s to attend."""
+    """Planning takes 0.25 s, each of two messages 1 s and 1 s for its bytes, attention 1 s."""
     facts = simulate_capture(made_up(), latency_us=1e6, gbps=32 * 1e6 * 8 / 1e9).facts
     assert facts["predicted_seconds_by_rank"] == pytest.approx([0.25 + 2 * 2 + 1] * 2)
     assert facts["recorded_seconds_by_rank"] == [2.0, 2.0]
@@ -162,7 +162,7 @@ def test_predicted_times_are_those_that_a_person_counts():
 
 
 def test_attention_takes_its_time_per_pair():
-    """64 tokens have 2,080 pairs: of 2 ranks each 1,040 in 1 s; of 4, 520 of them."""
+    """64 tokens have 2,080 pairs: each of 2 ranks takes 1 s for 1,040, each of 4 has 520."""
     fast = {"latency_us": 0, "gbps": 1e6}
     facts = simulate_capture(made_up(width=1), ranks=4, **fast).facts
     assert facts["predicted_seconds_by_rank"] == pytest.approx([0.25 + 0.5] * 4)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cpattn simulate` as people use it, bytes and times as they count them, and the page.
+"""`cpattn simulate` works as people use it; bytes, times and its page are what they count.
 
-Scripts for GPUs come last, on a machine that has none: the CPU does what they ask of CUDA.
+Scripts for GPUs come last; there is no GPU, so the CPU does what they ask of CUDA.
 """
 
 import json
@@ -80,7 +80,7 @@ def test_what_is_required_has_to_be_checked(simulate, tmp_path):
     assert "script.py on 2 ranks: not judged, RES not checked (" in run.output
     page = (tmp_path / "report.html").read_text()
     assert "Not judged</span></h1>" in page
-    assert "rank 1: barrier" in page  # of its timeline
+    assert "rank 1: barrier" in page  # the timeline says it
     run = simulate(f"{BARRIER}assert dist.get_rank() < 1\n", "--require", "RES", "--json")
     assert run.exit_code == 1
     assert json.loads(run.stdout)["checked"] == ["SEQ", "RES"]
@@ -148,14 +148,14 @@ def test_bytes_are_those_that_leave_a_rank():
 
 
 def test_messages_take_their_latency_and_their_bytes():
-    """Three messages one after the other take three times one."""
+    """Three messages one after the other take three times as long as one."""
     slow = {"latency_us": 1e6, "gbps": MESSAGE * 8 / 1e9}
     facts = cpattn_proof.simulate(ring, ranks=2, seeds=(0,), **slow).facts
     assert facts["calls_by_rank"]["send"] == [3, 3]
     seconds = facts["predicted_seconds_by_rank"][0]
     computed = cpattn_proof.simulate(ring, ranks=2, seeds=(0,), latency_us=0, gbps=1e6).facts
-    # Both directions share a link of a rank: 2 messages of 1 s and 1 s of bytes in each round.
-    # What is beyond is the CPU time of the program, which the fast links show as well.
+    # Both directions share a rank's link: each round has 2 messages of 1 s and 1 s of bytes.
+    # The rest is the CPU time of the program, which the fast links show as well.
     assert seconds >= 3 * 2 * 2
     assert computed["predicted_seconds_by_rank"][0] < 3 * 2 * 2
 
@@ -189,7 +189,7 @@ torch.cuda.set_device(local_rank)
 device = torch.device("cuda", local_rank)
 dist.init_process_group("nccl", device_id=device)
 """
-#: Of the shape that training and serving scripts have.
+#: The script has the shape of training and serving scripts.
 USUAL = f"""{GPU}
 rank, size = dist.get_rank(), dist.get_world_size()
 assert torch.cuda.is_available() and torch.cuda.device_count() == size
@@ -235,7 +235,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def no_device(monkeypatch):
-    """A machine without a CUDA device, on which a test leaves no stand-in behind."""
+    """Hide CUDA devices, and check that the test leaves no stand-in behind."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = dict(vars(torch.cuda))
     yield
@@ -277,7 +277,7 @@ def test_verdicts_on_scripts_for_gpus(script, options, code, message, simulate):
 
 @pytest.mark.usefixtures("no_device")
 def test_programs_that_do_without_a_device_run_as_they_are():
-    """Neither a failure of their own nor a question has them run on devices."""
+    """A program that asks for a device and does without one runs on no stand-in."""
     seen = []
 
     def program():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own tests of process groups pass on simulated ranks, but for those that say why not.
+"""torch's own tests of process groups pass on simulated ranks, except those with a reason.
 
-Names of torch that a simulation needs are in all released wheels, or stood in for.
+All released wheels have the names of torch that a simulation needs, or it does without them.
 """
 
 import json
@@ -27,7 +27,7 @@ from support.time_limits import PATIENCE
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, module_children):
-    """Return each test's outcome, of a new process: torch reads the environment on import."""
+    """Return each test's outcome in a new process, as torch reads the environment on import."""
     path = tmp_path_factory.mktemp("torch") / "found.json"
     own = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "support.proof.torch_tests", str(path)]
@@ -63,7 +63,7 @@ def test_the_page_has_the_table(found):
 
 TABLE = tomllib.loads(Path(__file__).with_name("torch_releases.toml").read_text())
 LOOKED_FOR = TABLE.pop("looked_for")
-# Methods of groups that backends in C++, or what nobody simulates, are asked for.
+# These methods of groups are for backends in C++, or for parts that are not simulated.
 NOT_SIMULATED = {
     "_add_ephemeral_timeout", "_end_coalescing", "_register_backend", "_set_default_backend",
     "_set_group_desc", "_set_group_name", "_start_coalescing", "_wait_for_pending_works",
@@ -89,7 +89,7 @@ def test_the_table_has_the_releases_that_are_said_to_work():
 
 
 def uses_groups():
-    """A group with a tag, one without, and all destroyed and made again."""
+    """Use a group with a tag and one without, destroy all groups, and make them again."""
     size = dist.get_world_size()
     for _ in range(2):
         groups = [dist.new_group(), c10d._new_group_with_tag(list(range(size)), pg_tag="mine")]
@@ -134,7 +134,7 @@ def test_a_later_release_may_gather_into_one_tensor_and_add_options():
 
 
 def test_a_release_that_lacks_a_name_is_refused_in_a_line(monkeypatch, tmp_path):
-    """The line says nothing of the program, which has no part in it."""
+    """The line does not mention the program, which is not to blame."""
     for name in [name for name in sys.modules if name.startswith("cpattn_proof.simulation")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(c10d, "_find_pg_by_ranks_and_tag")

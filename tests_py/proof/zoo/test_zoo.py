@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every bug of the zoo is refuted by its invariant, and proved once mended; people see that."""
+"""Every bug of the zoo is refuted by its invariant, proved once mended, and shown to people."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ ENTRIES = [
 
 @cache
 def visited(entry):
-    """Return what the tool says of an entry, and its report of what is broken; once for all."""
+    """Return the outcome of an entry, and its report of the broken form; each is made once."""
     reports = []
 
     def broken():
@@ -51,7 +51,7 @@ def test_a_bug_is_refuted_and_its_mended_form_proved(entry):
 
 def test_pages_name_all_of_them():
     page = (ROOT / "docs" / "how_to" / "sglang_ascend.md").read_text()
-    five = page.partition("## Five bugs")[2]  # with which this project began
+    five = page.partition("## Five bugs")[2]  # this project began with them
     named = {f"sgl-project/sglang#{number}" for number in re.findall(r"\(#(\d+)\)", five)}
     assert {entry.bug for entry in beginnings.ENTRIES} == named
     entries, bugs = len(all_entries()), len({entry.bug for entry in all_entries()})
@@ -100,7 +100,7 @@ def shown(monkeypatch):
 
 
 def test_what_is_refuted_and_mended_holds(shown):
-    """A bug for two tools is one bug."""
+    """A bug with entries for two tools counts as one bug."""
     status, text = shown(entries=[entry(), entry("foo/bar#2"), entry(tool="simulate")])
     assert status == 0
     assert "foo/bar#1" in text
@@ -129,7 +129,7 @@ def test_programs_read_json(shown):
     status, text = shown("--json", "--only", "#2", entries=[entry(), entry("foo/bar#2")])
     assert status == 0
     both = Report("lint", "plan", (Finding("LEN", "first"), Finding("OWN", "second")))
-    assert visit(entry(broken=both)).says == "second"  # that of its invariant
+    assert visit(entry(broken=both)).says == "second"  # the finding of its invariant
     (outcome,) = json.loads(text)
     assert outcome["bug"] == "foo/bar#2"
     assert outcome["refuted"]
