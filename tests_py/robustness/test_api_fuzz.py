@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of the whole public interface; the fuzzer would see what is wrong. Inputs that
-fuzzing of parsers kept are read once each: nothing but their own errors is raised."""
+"""Random calls of the whole public interface find no fault, and the fuzzer sees planted ones.
+Parsers read each input that fuzzing has kept, and raise nothing but their own errors."""
 
 import importlib
 import inspect
@@ -23,12 +23,12 @@ from support.public_names import PUBLIC, PUBLIC_MODULES
 
 CALLS = 10_000
 
-# Public names that are no calls of their own, and why.
-VALUES = {  # made by functions alone
+# These public names are no targets, for these reasons.
+VALUES = {  # only functions make them
     "AttentionPlan", "ContextParallelMetadata", "DsaMetadata", "PCPLayout", "Registration",
     "ShardGatherPlan",
 }  # fmt: skip
-RECORDS = {  # hold what they are given, and check nothing
+RECORDS = {  # they hold their arguments, and check nothing
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
     "HaloPlan", "KVSendIndices", "PullTargets", "RankSegments", "RelayoutPlan", "SelectedBlocks",
     "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "KVRegistration", "KVTransferRequest",
@@ -37,10 +37,10 @@ RECORDS = {  # hold what they are given, and check nothing
 }  # fmt: skip
 ENUMS = {"ForwardMode", "TopkTransformMethod", "TraceScope"}
 PROTOCOLS = {"Placement", "TransferEngine"}
-# Of torch.distributed; the planner is among the targets.
+# They need a group of torch.distributed; the planner is among the targets.
 NEEDS_A_GROUP = {"ContextParallel", "Prefetch", "SharedMemory"}
 WITHOUT_ARGUMENTS = {"active_isa", "supported_isas"}
-REFUSES_LATER = {"num_threads"}  # when it is entered
+REFUSES_LATER = {"num_threads"}  # it refuses when entered
 EXEMPT = VALUES | RECORDS | ENUMS | PROTOCOLS | NEEDS_A_GROUP | WITHOUT_ARGUMENTS | REFUSES_LATER
 
 
@@ -82,7 +82,7 @@ def test_good_calls_succeed() -> None:
 
 @pytest.mark.slow
 def test_random_calls() -> None:
-    """The seed is that of the day of a release; another one by CPATTN_FUZZ_SEED."""
+    """The seed is 1, or the value of CPATTN_FUZZ_SEED."""
     seed = int(os.environ.get("CPATTN_FUZZ_SEED", "1"))
     result = subprocess.run(
         [sys.executable, "-m", api_fuzz.__name__, "--calls", str(CALLS), "--seed", str(seed)],
@@ -96,7 +96,7 @@ def test_random_calls() -> None:
 
 
 def findings(monkeypatch: pytest.MonkeyPatch, function: Any, calls: int = 30) -> set[str]:
-    """Return what the fuzzer says of a function with an argument `x`."""
+    """Return the faults that the fuzzer finds in a function with an argument `x`."""
 
     def make() -> Call:
         return Call(function, {"x": ("tensor", np.ones(4, np.float32))})

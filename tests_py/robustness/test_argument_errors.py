@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is wrong with an argument: an error that names function and argument, and no write."""
+"""Any wrong argument gives an error that names function and argument, and nothing is written."""
 
 import inspect
 import operator
@@ -16,15 +16,15 @@ from support.api.api_fuzz_rules import Case, check_error
 from support.api.argument_kinds import NOTHING, Call, Target, fresh, in_torch
 from support.api.argument_sweep import CALLS
 
-LONGEST = 400  # characters of a message
+LONGEST = 400  # characters in a message
 NAME = operator.attrgetter("name")
 
 
 def test_every_argument_is_swept():
-    """All calls of a function sweep its arguments together."""
+    """The calls of a function together sweep all of its arguments."""
     swept = {}
     for call in CALLS:
-        if call.name != "set_num_threads":  # a builtin, without a signature
+        if call.name != "set_num_threads":  # a builtin has no signature
             swept.setdefault(call.function, set()).update(call.arguments)
     for function, named in swept.items():
         assert named == {*inspect.signature(function).parameters}
@@ -49,7 +49,7 @@ def described(bad: object) -> str:
 
 
 def faults(call: Call) -> Iterator[str]:
-    """Yield what is wrong with how a function treats what is wrong."""
+    """Yield the faults of a function in its treatment of wrong arguments."""
     for argument, bad in call.wrong():
         values = copied(call) | {argument: bad}
         before = contents(values)
@@ -69,35 +69,35 @@ def faults(call: Call) -> Iterator[str]:
             yield f"{argument} = {described(bad)}: written before it was refused"
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about what is no tensor as usual
+@pytest.mark.filterwarnings("ignore")  # torch warns of unusual tensors
 @pytest.mark.parametrize("call", CALLS, ids=NAME)
 def test_wrong_arguments_are_refused_by_name(call):
     num_threads = cpattn._core.default_num_threads()
     try:
-        call.function(**copied(call))  # which is good
+        call.function(**copied(call))  # good arguments are taken
         assert list(faults(call)) == []
     finally:
         cpattn.set_num_threads(num_threads)
 
 
-# Arguments of transfers, pools and plans that take some of what is wrong for others of their kind.
+# These arguments of transfers, pools and plans take some values that are wrong for their kind.
 LENIENT = {
-    "fill_kv_args": ("kv_args",),  # anything with attributes
+    "fill_kv_args": ("kv_args",),  # they may be anything with attributes
     "setup_state_kv_args": ("kv_args", "pool"),
-    "TransferPlan": ("parts",),  # no parts, and no entries
+    "TransferPlan": ("parts",),  # a plan may have none
     "KVLayout": ("entries",),
-    # Empty lists, and the rank in a group of one.
+    # Lists may be empty, and the rank of a group of one is ignored.
     "plan_send_state": ("dst_state_item_lens", "dst_state_layer_ids", "kv_shard_rank"),
     "pack_int_lists": ("lists",),
-    "LocalEngine.write": ("session",),  # a peer that is not there
-    "set_kv_buffer": ("k_scale", "v_scale"),  # of rows that are kept as they are
+    "LocalEngine.write": ("session",),  # a peer may be absent
+    "set_kv_buffer": ("k_scale", "v_scale"),  # rows without codes need none
     "ContextParallel.plan": ("block_tables", "custom_mask"),
     "ContextParallel.plan_decode": ("kv_lens", "block_tables", "q_lens", "custom_mask"),
 }
 
 
 def is_of_another_type(kind: str, bad: Any) -> bool:
-    """Return whether it is the type that is wrong for an argument of this kind, not the value."""
+    """Return whether the type, not the value, is wrong for an argument of this kind."""
     kind = kind.removeprefix("?")
     if any(bad is value for value in NOTHING):
         return kind != "value"
@@ -107,7 +107,7 @@ def is_of_another_type(kind: str, bad: Any) -> bool:
 
 
 def fault_of(target: Target, argument: str, bad: Any) -> str | None:
-    """Return what is wrong with how a call that is made anew treats what is wrong."""
+    """Return the fault of a new call in its treatment of a wrong argument."""
     call = target.make()
     values = copied(call) | {argument: bad}
     before = contents(values)
@@ -124,10 +124,10 @@ def fault_of(target: Target, argument: str, bad: Any) -> str | None:
     return None if argument in LENIENT.get(target.name, ()) else "accepted"
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about what is no tensor as usual
+@pytest.mark.filterwarnings("ignore")  # torch warns of unusual tensors
 @pytest.mark.parametrize("name", TRANSFERS)
 def test_wrong_arguments_of_transfers_pools_and_plans_are_refused_by_name(name):
-    """A value of another type is a TypeError."""
+    """A value of another type raises a TypeError."""
     target = Target(name.partition("#")[0], TRANSFERS[name])
     good = target.make()
     wrong = [(argument, bad, fault_of(target, argument, bad)) for argument, bad in good.wrong()]
@@ -152,7 +152,7 @@ PLANS_OF_ROWS = ("plan_halo", "plan_pending", "plan_relayout", "plan_units")
 
 @pytest.mark.parametrize("call", [c for c in CALLS if c.name != "set_num_threads"], ids=NAME)
 def test_results_are_in_the_container_of_the_tensors(call):
-    """NumPy and torch have the same bytes, or `out` has them; oracles and halos give arrays."""
+    """NumPy and torch give the same bytes, also in `out`; oracles and halos give arrays."""
     values = copied(call)
     arrays = parts_of(call.function(**values))
     assert "out" not in values or arrays[0] is values["out"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that may hang, waited for only so long."""
+"""Calls that may hang are waited for only so long."""
 
 import gc
 import threading
@@ -14,7 +14,7 @@ LONG = 60.0
 
 
 class Result:
-    """Something that is let go."""
+    """An object whose release can be seen."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def raise_(error):
 def test_threads_are_used_again(calls):
     threads = {calls.run("a", LONG, threading.current_thread) for _ in range(50)}
     assert len(threads) < 10
-    assert all(thread.daemon for thread in threads)  # the process can end meanwhile
+    assert all(thread.daemon for thread in threads)  # they do not keep the process alive
 
 
 def eventually(condition):
@@ -55,7 +55,7 @@ def eventually(condition):
 
 
 def returns(calls):
-    """Return whether a call with the key "a" does, or an earlier one still hangs."""
+    """Return whether a call with the key "a" returns, or False while an earlier one hangs."""
     try:
         return calls.run("a", LONG, int) == 0
     except CallHangs:
@@ -68,7 +68,7 @@ def test_close_ends_the_threads_and_later_calls_have_others(calls):
     eventually(lambda: not first.is_alive())
     second = calls.run("a", LONG, threading.current_thread)
     assert second is not first
-    eventually(lambda: not second.is_alive())  # nobody would end it
+    eventually(lambda: not second.is_alive())  # it must end by itself
 
 
 def test_arguments_and_results_are_let_go(calls):
@@ -76,7 +76,7 @@ def test_arguments_and_results_are_let_go(calls):
     watched = weakref.ref(memory), weakref.ref(calls.run("a", LONG, Result))
     calls.run("a", LONG, id, memory)
     del memory
-    eventually(lambda: all(one() is None for one in watched))  # its thread may be on its way back
+    eventually(lambda: all(one() is None for one in watched))  # its thread may still return
 
     class Wrong(ValueError):
         pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, offsets and shapes far outside of what a batch has are refused before they are used."""
+"""Sizes, offsets and shapes far outside a batch are refused before they are used."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ HUGE = 2**63 - 1
 
 
 def one_page(**changes):
-    """A token on one page, float32, as arguments of paged_attention."""
+    """Return arguments of paged_attention for a token on one page, in float32."""
     cache = torch.ones(1, 16, 1, 16)
     batch = {"q_lens": [1], "kv_lens": [5], "block_tables": [[0]]}
     return {"q": torch.ones(1, 1, 16), "k_cache": cache, "v_cache": cache, **batch, **changes}
@@ -39,7 +39,7 @@ def test_more_queries_than_keys_have_to_be_meant():
         cpattn.plan_attention(q_lens=[7], kv_lens=[5], block_tables=[[0]], **sizes)
 
 
-# Caches of 64 pages of 16 tokens, 2 KV heads of 64.
+# The caches have 64 pages of 16 tokens, and 2 KV heads of 64.
 @pytest.mark.parametrize(
     ("shape", "fits"),
     [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are not what they seem, and lists that change while they are read."""
+"""Tensors that are not what they seem are refused; lists may change while they are read."""
 
 import ctypes
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class DLManagedTensor(ctypes.Structure):
 
 
 class Exported:
-    """Sixteen floats in a row of a DLPack capsule, with some fields of its description changed."""
+    """A DLPack capsule of sixteen floats in a row, with some fields of its description changed."""
 
     def __init__(
         self, shape: tuple[int, ...] | None = (1, 16), strides: Any = None, **fields: Any
@@ -164,7 +164,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about nested and quantised tensors
+@pytest.mark.filterwarnings("ignore")  # torch warns of nested and quantised tensors
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_of_other_kinds(kind):
     make, message = KINDS[kind]
@@ -182,7 +182,7 @@ def test_masked_arrays_are_refused_as_indices():
 
 def test_a_list_is_read_as_it_was_when_its_first_number_was_read():
     lens: list[Any] = [5, Index(6, lambda: lens.clear())]
-    lens += [10**6 + i for i in range(1000)]  # objects of their own, which clear() frees
+    lens += [10**6 + i for i in range(1000)]  # clear() frees these objects
     wanted = [5, 6, *lens[2:]]
     metadata = cpattn.build_cp_metadata(lens, cp_rank=0, cp_size=1)
     assert lens == []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in which rows lie more than 2^31 and 2^32 elements apart, of which a few pages are
-touched: a product of 32 bits would lead to zeros, not to the bits of a small cache."""
+"""Rows of caches may lie more than 2^31 and 2^32 elements apart. Only a few pages are written, so
+a product of 32 bits would find zeros, not the bits of a small cache."""
 
 import mmap
 from typing import Any
@@ -14,7 +14,7 @@ from audit import machine
 
 RNG = np.random.default_rng(5)
 BOUNDARIES = (1 << 31, 1 << 32)
-NUM_TOKENS = 110  # on five pages of 24
+NUM_TOKENS = 110  # they lie on five pages of 24
 PAGE_SIZE, HEADS, DIM = 24, 3, 80  # a boundary is in the middle of a page
 
 pytestmark = pytest.mark.skipif(
@@ -23,20 +23,20 @@ pytestmark = pytest.mark.skipif(
 
 
 def untouched(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Zeros that take no memory before they are written."""
+    """Return zeros that take no memory before they are written."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | machine.MAP_NORESERVE
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype).reshape(shape)
 
 
 def far_pages(page_elements: int) -> list[int]:
-    """Pages with elements right before, at and behind the boundaries, and one near."""
+    """Return pages with elements right before, at and after the boundaries, and one near."""
     two, four = (boundary // page_elements for boundary in BOUNDARIES)
     return [four, two + 1, 1, four + 1, two]
 
 
 def spread(small: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Put these pages far apart in a huge array; return it, and where they are."""
+    """Put these pages far apart in a huge array; return it, and their numbers."""
     pages = far_pages(int(np.prod(small.shape[1:])))[: len(small)]
     huge = untouched((max(pages) + 1, *small.shape[1:]), small.dtype)
     huge[pages] = small
@@ -48,7 +48,7 @@ def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 def codes(*shape: int) -> np.ndarray:
-    return RNG.integers(0, 120, shape, np.uint8)  # of FP8, none of them NaN
+    return RNG.integers(0, 120, shape, np.uint8)  # no code of FP8 here is NaN
 
 
 def assert_same(results, expected):
@@ -84,7 +84,7 @@ def fused(layout: str):
 
 
 def fused_int8(*names: str):
-    """Codes that are written out: only those of the sequence, as all would be 16 GiB."""
+    """Make a case of codes; only the sequence's are expanded, as all would take 16 GiB."""
     numbers = {
         f"{side}_antiquant_{name}": RNG.random((HEADS, DIM), np.float32) / 50
         for side in ("key", "value")
@@ -116,7 +116,7 @@ def sparse_flash():
 
 
 def paged_indexer(keys: str):
-    """Keys of 128 on pages; those of uint8 with their scales behind them."""
+    """Make a case with keys of 128 on pages; uint8 pages have scales after the keys."""
     q, small, weights = normal(20, 4, 128), normal(5, PAGE_SIZE, 128), normal(20, 4)
     if keys == "uint8":
         q, small = q.astype(ml_dtypes.float8_e4m3fn), codes(5, PAGE_SIZE * 132)
@@ -214,7 +214,7 @@ def test_keys_of_the_indexer_are_written_and_read():
 
 @pytest.mark.parametrize("use_fia", [False, True])
 def test_a_pool_is_written(use_fia):
-    """Its own memory is committed as it is written, too."""
+    """The pool's own memory takes space only as it is written, too."""
     row = HEADS * DIM
     slots = np.array([boundary // row + i for boundary in BOUNDARIES for i in (0, 1)] + [7])
     pool = cpattn.kv.MHATokenToKVPool(

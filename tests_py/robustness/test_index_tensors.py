@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and lists of indices in every layout, and indices that fit no 32 bits, for each argument
-of the good calls of the whole interface that holds integers."""
+"""Each argument of the whole interface that holds integers takes them in every layout. Indices that
+do not fit into 32 bits are refused, or read in full."""
 
 import re
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ import cpattn
 from support.api.api_calls import targets
 from support.api.argument_kinds import Call, Target, torch
 
-BUFFERS = ("k_buffer", "v_buffer", "index_k_buffer")  # of pools
-JUNK = 0x7FFF_FFF7  # in the gaps: no layout read wrongly goes unseen
+BUFFERS = ("k_buffer", "v_buffer", "index_k_buffer")  # pools have these
+JUNK = 0x7FFF_FFF7  # it fills gaps, so that a layout read wrongly is seen
 
 
 def plain(result: Any) -> Any:
-    """Numbers of arrays with their shapes; other results compare by themselves."""
+    """Return arrays as shapes and bytes; other results compare by themselves."""
     if isinstance(result, (tuple, list)):
         return [plain(part) for part in result]
     if isinstance(result, np.ndarray):
@@ -34,7 +34,7 @@ def plain(result: Any) -> Any:
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument that holds indices, of a call that is made anew each time."""
+    """An argument that holds indices; its call is made anew each time."""
 
     target: Target
     name: str
@@ -44,7 +44,7 @@ class Argument:
         return f"{self.target.name}-{self.name}"
 
     def outcome(self, value: Any) -> Any:
-        """The result and what was written, or what was raised; either compares by ==."""
+        """Return the result and the written buffers, or the error; either compares by ==."""
         call: Call = self.target.make()
         values = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in call.values().items()}
         pool = getattr(call.function, "__self__", None)
@@ -65,13 +65,13 @@ def arguments() -> list[Argument]:
     for target in targets():
         try:
             call = target.make()
-        except ImportError:  # without torch
+        except ImportError:  # torch is missing
             continue
         for name, (kind, value) in call.arguments.items():
             if kind.removeprefix("?") not in ("ints", "table", "tensor") or value is None:
                 continue
             array = np.asarray(value)
-            selects = target.name == "KVSendIndices.select"  # returns a view of what it is given
+            selects = target.name == "KVSendIndices.select"  # it returns a view of its argument
             if array.size and array.dtype in (np.int32, np.int64) and not selects:
                 found.append(Argument(target, name, array.astype(np.int64)))
         call.close()
@@ -91,7 +91,7 @@ def filled(view: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def by_two(x: np.ndarray) -> np.ndarray:
-    """A stride of two elements in the last dimension."""
+    """Copy `x` with a stride of two elements in the last dimension."""
     return filled(gaps((*x.shape[:-1], 2 * x.shape[-1] + 1), x.dtype)[..., 1::2], x)
 
 
@@ -152,10 +152,10 @@ def test_negative_strides_are_refused(argument: Argument) -> None:
     every = (slice(None, None, -1),) * argument.array.ndim
     outcome = argument.outcome(filled(inner(argument.array.shape, np.int64)[every], argument.array))
     if not isinstance(outcome, str):
-        assert argument.target.name.startswith("ContextParallel.")  # which reads them in Python
+        assert argument.target.name.startswith("ContextParallel.")  # it reads them in Python
         assert outcome == argument.outcome(argument.array)
         return
-    # What is a table of pages to the caller are the source's indices to the message.
+    # Some messages name an argument otherwise than the caller does.
     said = {"src_pages": "(src|source)", "dst_pages": "(dst|destination)", "loc": "(loc|slots)"}
     name = said.get(argument.name, argument.name)
     refusal = rf"ValueError: .*{name}.* has a negative stride \(-\d+ bytes in dimension 0\), which"
@@ -164,16 +164,16 @@ def test_negative_strides_are_refused(argument: Argument) -> None:
 
 @ARGUMENTS
 def test_no_index_is_cut_to_32_bits(argument: Argument) -> None:
-    """Numbers far out of range are refused, or count as they are or as the last of 32 bits."""
+    """Numbers far out of range are refused, used as they are, or clipped to 32 bits."""
     if argument.target.name.startswith(("PageInterleave.", "TokenInterleave.", "dcp_local")):
-        return  # distances of 2^32 change no owner
+        return  # steps of 2^32 change no owner
     right, noticed = argument.outcome(argument.array), 0
     for where in np.ndindex(argument.array.shape):
         if argument.array[where] < 0:
-            continue  # no index
+            continue  # it is no index
         for distance in (1 << 32, -(1 << 32), 1 << 62):
             changed = argument.array.copy()
-            changed[where] += distance  # cut to 32 bits it would be what it was
+            changed[where] += distance  # cutting it to 32 bits would undo this
             outcome = argument.outcome(changed)
             if isinstance(outcome, str):
                 assert outcome.startswith(("ValueError: ", "RuntimeError: ")), outcome
@@ -182,4 +182,4 @@ def test_no_index_is_cut_to_32_bits(argument: Argument) -> None:
                 continue
             changed[where] = np.clip(changed[where], -(1 << 31), (1 << 31) - 1)
             assert outcome == argument.outcome(changed), (where, changed[where])
-    assert noticed or argument.target.name == "topk_transform"  # which needs one table of two
+    assert noticed or argument.target.name == "topk_transform"  # it needs only one of two tables

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls from a signal handler in the middle of a call on the same thread, which looks for signals
-about every 50 ms; what Ctrl-C ends is in test_threads.py. Those in the middle of attention are in
-tests_cpp/attention/kernel_calls_test.cc."""
+"""A signal handler may make calls in the middle of a call on the same thread, which looks for
+signals about every 50 ms. test_threads.py tests Ctrl-C, and
+tests_cpp/attention/kernel_calls_test.cc calls in the middle of attention."""
 
 import signal
 import time
@@ -18,11 +18,11 @@ from support.cases import Case, make_inputs
 pytestmark = pytest.mark.slow
 
 
-LONG_ENOUGH = 0.15  # seconds of a call, so that it looks at signals
+LONG_ENOUGH = 0.15  # a call of so many seconds looks for signals
 
 
 def long_indexer(dtype):
-    """A call of the indexer with so many rows that it takes long enough; and its result."""
+    """Return a call of the indexer with enough rows to take that long, and its result."""
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(4096, 128, generator=generator).to(dtype)
     rows, seconds = 2, 0.0
@@ -38,7 +38,7 @@ def long_indexer(dtype):
 
 @pytest.fixture
 def timer():
-    """timer(call): calls it from a signal handler all the time; its value is how often."""
+    """Return a function that calls its argument from signals, and returns the count of calls."""
     count = [0]
 
     def start(call):
@@ -48,7 +48,7 @@ def timer():
             arm()
 
         def arm():
-            """Count from the end of a call, so that the outer one goes on however slow it is."""
+            """Start the timer when a call ends, so that even a slow outer call goes on."""
             signal.setitimer(signal.ITIMER_REAL, 0.03)
 
         signal.signal(signal.SIGALRM, handler)
@@ -92,7 +92,7 @@ def test_calls_from_a_signal_handler_disturb_nothing(isa, timer, dtype):
 
 def test_an_error_of_a_handler_is_not_taken_for_a_lack_of_memory():
     class Interrupted:
-        def __index__(self):  # as a handler that runs while a result is allocated
+        def __index__(self):  # stands for a handler during an allocation
             raise RuntimeError("too deep")
 
     with pytest.raises(RuntimeError, match=r"^too deep$"):

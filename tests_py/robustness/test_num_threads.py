@@ -26,7 +26,7 @@ def _default_of_the_process():
 
 
 def threads_that_worked() -> int:
-    """Count the threads of a call that a pool divides: enough scores for several."""
+    """Count the threads of a call that has enough scores for several."""
     score = np.random.default_rng(0).standard_normal((64, 40_000), np.float32)
     with cpattn.profile() as profile:
         cpattn.sparse.sglang_0_5_23.fast_topk(score, [score.shape[1]] * len(score), 2048)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core, handed two tensors in one block of memory, writes no result over what it still reads
-nor over another one; buffers that are used again show nothing of what they held before."""
+"""The core refuses tensors in one block of memory if it would write a result over inputs or over
+another result. Plans do not change when the caller uses its buffers again."""
 
 import threading
 
@@ -23,7 +23,7 @@ def own(*shape, dtype=torch.float32):
 
 
 def shared(like, at):
-    """A tensor such as this in the block of memory, from byte `at` on."""
+    """Return a tensor like this one in the block of memory, from byte `at` on."""
     return MEMORY[at : at + like.nbytes].view(like.dtype).view(like.shape)
 
 
@@ -66,7 +66,7 @@ FLASH = {"query": own(1, 2, 4, 32), "key": own(1, 8, 1, 32), "value": own(1, 8, 
 FLASH |= {"query_rope": own(1, 2, 4, 16), "key_rope": own(1, 8, 1, 16)}
 FLASH |= {"sparse_indices": own(1, 2, 1, 4, dtype=I32)}
 FLASHED = {"out": own(1, 2, 4, 32), "softmax_max": own(1, 2, 4), "softmax_sum": own(1, 2, 4)}
-# By name: the function, all its tensors, and two of them that may not overlap.
+# Each name has the function, all its tensors, and pairs of them that may not overlap.
 CALLS = {
     "hadamard_transform": (
         lambda **tensors: _core.hadamard_transform(**tensors, scale=1.0),
@@ -125,10 +125,10 @@ OVERLAPS = [(name, pair) for name, (_, _, pairs) in CALLS.items() for pair in pa
 
 @pytest.mark.parametrize(("name", "pair"), OVERLAPS)
 def test_memory_is_shared_by_nothing_that_is_written(name, pair):
-    """Two begin together, or one begins in the last bytes of the other."""
+    """Two tensors begin together, or one begins in the last bytes of the other."""
     call, tensors, _ = CALLS[name]
     first, second = pair.split()
-    call(**tensors)  # right without
+    call(**tensors)  # this is right without overlaps
     for at in (0, tensors[first].nbytes - 4):
         overlapping = {first: shared(tensors[first], 0), second: shared(tensors[second], at)}
         with pytest.raises(ValueError, match="must not overlap"):
@@ -137,7 +137,7 @@ def test_memory_is_shared_by_nothing_that_is_written(name, pair):
 
 
 def test_indices_that_change_during_the_call_read_no_other_memory():
-    """They are read once: what was checked is what is used."""
+    """Indices are read once, so those that were checked are those that are used."""
     indices = torch.zeros(64, 512, dtype=torch.int32)
     q, kv = torch.ones(64, 16, 32), torch.ones(16, 1, 32)
     stop = threading.Event()
@@ -153,7 +153,7 @@ def test_indices_that_change_during_the_call_read_no_other_memory():
     try:
         for _ in range(100):
             out, _, _ = cpattn.sparse.flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32)
-            assert torch.all((out == 0) | ((out - 1).abs() <= rounding))  # of ones
+            assert torch.all((out == 0) | ((out - 1).abs() <= rounding))  # all values are ones
     finally:
         stop.set()
         thread.join()

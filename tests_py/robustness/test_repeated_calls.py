@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 
 
 TIMES = 70_000
-# What a process may grow by over all of them: less than the smallest object or block, 16 bytes, of
-# each call. Python's own count, over a tenth of the calls, is free of what the allocator keeps.
+# A process may grow by this over all calls, which is less than 16 bytes, the smallest block, for
+# each call. Python's own count, over a tenth of the calls, leaves out what the allocator keeps.
 RESIDENT_BYTES = 1 << 20
 TRACED_BYTES = 1 << 14
 

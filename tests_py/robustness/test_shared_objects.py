@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that share arguments and objects: each has the results that it would have alone.
+"""Threads that share arguments and objects each get the results that they would get alone.
 
-On a CPython without the GIL they are within the bindings at once, too.
+On a CPython without the GIL, several threads are within the bindings at once, too.
 """
 
 import threading
@@ -27,7 +27,7 @@ ROUNDS = 50
 
 
 def together(*work: Callable[[], None]) -> None:
-    """Run each on a thread of its own; all begin at once. Raises what one of them raised."""
+    """Run each on a thread of its own, all at once, and raise the first error of any."""
     begin, errors = threading.Barrier(len(work)), []
 
     def one(run: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ def together(*work: Callable[[], None]) -> None:
 
 
 def calls() -> list[Callable[[], object]]:
-    """Calls of all kinds, on the same arguments each time."""
+    """Return calls of all kinds, which have the same arguments each time."""
     rng = np.random.default_rng(0)
     k_cache, v_cache = (rng.standard_normal((20, 16, 2, 64), np.float32) for _ in range(2))
     q = rng.standard_normal((38, 8, 64), np.float32)
@@ -85,8 +85,8 @@ def test_shared_arguments():
 
 
 def test_a_list_that_another_thread_changes():
-    """A call sees a list as it was at one moment."""
-    whole = list(range(1 << 20, (1 << 20) + 64))  # of ints that are freed with the list
+    """A call reads a list as it is at one moment."""
+    whole = list(range(1 << 20, (1 << 20) + 64))  # its ints are freed with the list
     slots, ended = [*whole], threading.Event()
 
     def change() -> None:
@@ -127,7 +127,7 @@ def test_one_allocator():
 
 
 def test_one_engine():
-    """Memory that a thread registers is held until it lets go."""
+    """Memory that a thread registers is held until the thread lets go."""
     with LocalEngine() as sender, LocalEngine() as receiver:
 
         def work() -> None:

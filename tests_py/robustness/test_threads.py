@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/how_to/threads.md, line by line: who leaves the GIL to others, and whom Ctrl-C ends."""
+"""docs/how_to/threads.md says rightly which calls leave the GIL to others or end by Ctrl-C."""
 
 import re
 import signal
@@ -29,7 +29,7 @@ KEEP = [name for name, (gil, _) in TABLE.items() if gil == "no"]
 STOP = [name for name, (_, interrupt) in TABLE.items() if interrupt == "yes"]
 GO_ON = [name for name, (_, interrupt) in TABLE.items() if interrupt != "yes"]
 
-# Public names that loop over nothing that could grow, or only describe something.
+# These public names loop over nothing that could grow, or only describe something.
 CONSTANT = {
     "active_isa", "supported_isas", "set_num_threads", "profile", "can_apply_cp",
     "can_dsa_prefill_cp_interleave", "can_fuse_split_qk_norm", "dsa_use_prefill_cp",
@@ -37,7 +37,7 @@ CONSTANT = {
     "kv_start_layer", "fill_kv_args", "setup_state_kv_args", "get_layer_owner",
     "get_layer_shard_range", "pull_targets",
 }  # fmt: skip
-# Lists of buffers, of which a server has some hundred.
+# These loop over buffers, and a server has only some hundred of them.
 BUFFERS = {
     "build_transfer_entry_pairs", "get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp",
     "is_elided_entry", "pack_int_lists", "plan_send_aux", "plan_send_state", "register",
@@ -47,7 +47,7 @@ BUFFERS = {
 
 def test_every_function_that_computes_is_in_the_table():
     functions = {
-        value.__name__ if name == "attend_rank" else name  # its other name
+        value.__name__ if name == "attend_rank" else name  # attend_rank is its other name
         for name, value in PUBLIC.items()
         if callable(value) and not isinstance(value, type)
     }
@@ -85,7 +85,7 @@ class Watcher:
             time.sleep(1e-5)
 
     def counts_within(self, call: Callable[[], object], wanted: int, calls: int) -> int:
-        """Count over at most so many calls."""
+        """Count until `wanted`, over at most `calls` calls."""
         self.count = 0
         for _ in range(calls):
             self.within = True
@@ -98,7 +98,7 @@ class Watcher:
 
 @pytest.fixture
 def watcher() -> Iterator[Watcher]:
-    """Python itself lets no other thread in: the switch interval is longer than any test."""
+    """Start a watcher, with a switch interval so long that Python itself lets no thread in."""
     interval, watcher = sys.getswitchinterval(), Watcher()
     watcher.thread.start()
     sys.setswitchinterval(1000)
@@ -117,7 +117,7 @@ has_gil = pytest.mark.skipif(
 @pytest.mark.parametrize("name", RELEASE)
 def test_other_threads_run_within_calls(watcher, name):
     call = MAKERS[name](64)
-    assert watcher.counts_within(call, wanted=5, calls=200_000) >= 5  # a busy machine needs many
+    assert watcher.counts_within(call, wanted=5, calls=200_000) >= 5  # busy machines need many
 
 
 def test_a_call_that_keeps_the_gil_would_be_seen(watcher):
@@ -126,7 +126,7 @@ def test_a_call_that_keeps_the_gil_would_be_seen(watcher):
 
 
 class Alarm:
-    """A signal every 10 ms, and how often its handler ran; from `last` on it raises."""
+    """A handler of signals every 10 ms that counts them, and raises from `last` on."""
 
     def __init__(self) -> None:
         self.count, self.last = 0, sys.maxsize
@@ -156,7 +156,7 @@ def alarm() -> Iterator[Alarm]:
     signal.signal(signal.SIGALRM, before)
 
 
-# Python runs a handler before and behind the call of the core at most: more is from within.
+# Python runs a handler at most before and after the call of the core; more runs are within it.
 OUTSIDE = 2
 LARGEST = 1 << 17
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/concepts: pages are short, and their pictures are what the library says."""
+"""Pages of docs/concepts are short, and their pictures show what the library does."""
 
 import re
 from xml.etree import ElementTree
@@ -31,10 +31,10 @@ def test_a_page_is_short_and_has_its_picture(page):
         assert "```python\n" in text
         assert text.count("```text") == text.count(
             '```\n\n```text title="Output"'
-        )  # what it prints
+        )  # every text is an output
         assert f"](../images/concepts/{page}.svg)" in text
         assert re.search(r"\]\(\.\./(how_to|reference|tutorials|architecture)", text)
-    assert all(len(words) > 20 for words in re.findall(r"!\[(.*?)\]", text))  # for who cannot see
+    assert all(len(words) > 20 for words in re.findall(r"!\[(.*?)\]", text))  # the blind read them
 
 
 def test_every_page_is_listed_and_every_picture_shown():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/explorer in a real browser: its numbers are the library's, and anyone can use it."""
+"""docs/explorer, in a real browser, has the library's numbers, and anyone can use it."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def page():
 
 
 def show(page, address=""):
-    """The page as one gets it with such a part behind #."""
+    """Open the page with this address, which begins with #."""
     page.goto("about:blank")
     page.goto(PAGE.as_uri() + address)
 
@@ -159,7 +159,7 @@ def test_what_one_takes_along_runs(page):
 
 
 def focused(page):
-    """The name of what the keyboard is at, whose frame has to be visible."""
+    """Return the name of the element with the keyboard; its frame must be visible."""
     outline = "const s = getComputedStyle(e); return [s.outlineStyle, parseFloat(s.outlineWidth)]"
     style, width = page.evaluate(f"(() => {{ const e = document.activeElement; {outline} }})()")
     assert style == "solid"
@@ -240,7 +240,7 @@ def test_bad_input_names_the_field_and_the_rule(page, given):
     ],
 )
 def test_nothing_is_wider_than_400_pixels(page, address, wrong):
-    """The page as it begins is among those of the site."""
+    """The page is full here; the tests of the site have it as it begins."""
     page.set_viewport_size({"width": 400, "height": 800})
     show(page, address)
     if page.locator("details").is_visible():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of proofs and of `cpattn replay`: what is on them, and how a browser shows them."""
+"""Pages of proofs and of `cpattn replay` have the reports, and a browser shows them well."""
 
 import re
 
@@ -54,7 +54,7 @@ def test_a_page_has_what_the_reports_have(tmp_path):
     ):
         assert text in page
     assert "Timeline" not in page
-    assert not re.search(r"(src|href)=|url\(|@import", page)  # nothing comes from elsewhere
+    assert not re.search(r"(src|href)=|url\(|@import", page)  # the page loads nothing
 
 
 def test_a_page_of_what_is_proved(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site, shown by a browser; `mkdocs build --strict` refuses broken links and anchors."""
+"""A browser shows the site well; `mkdocs build --strict` refuses broken links and anchors."""
 
 import fcntl
 import importlib
@@ -18,12 +18,12 @@ pytest.importorskip("mkdocs", reason="mkdocs is not installed")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-# A page of every kind: both schemes on all pages would take minutes, most of them for the contrast
-# of the thousands of coloured words of code in the reference. Every second one is also tried dark.
+# One page of every kind is enough: all pages in both schemes would take minutes, most of them for
+# the contrast of coloured code in the reference. Every second page is also tried dark.
 KINDS = ("index", "404", "how_to/vllm", "how_to/deployment", "reference/kv", "reference/index")
 KINDS += ("figures/attention", "figures/index", "explorer/index", "reference/headers")
 KINDS += ("notebooks/compare_strategies", "concepts/strategies", "architecture")
-# Rooms with public names, and the pages of the reference that have them.
+# Each room with public names has its page of the reference.
 ROOMS = {
     room: page.stem
     for page in sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -35,7 +35,7 @@ ROOMS = {
 def site(tmp_path_factory):
     """Return the site of `make docs` at CPATTN_SITE, or build one for these tests.
 
-    Processes of xdist share it: the first one builds, others wait.
+    Processes of xdist share it: the first one builds it, and others wait.
     """
     if os.environ.get("CPATTN_SITE"):
         return Path(os.environ["CPATTN_SITE"])
@@ -77,11 +77,11 @@ def test_the_reference_has_every_public_name(room, site):
     places = set(re.findall(r'\bid="([^"]+)"', page.read_text(encoding="utf-8")))
     try:
         names = getattr(importlib.import_module(room), "__all__", [])
-    except ModuleNotFoundError:  # of an engine that is not here; the reference reads its source
+    except ModuleNotFoundError:  # its engine is missing; the reference reads the source
         names = []
     missing = {name for name in names if f"{room}.{name}" not in places}
     if room == "cpattn":
-        missing.remove("reference")  # a package, with a page of its own
+        missing.remove("reference")  # this package has a page of its own
     assert missing == set()
     assert len(ROOMS) > 25
     assert any(place.startswith(f"{room}") for place in places)

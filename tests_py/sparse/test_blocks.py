@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of keys: those that the indexer of MiniMax-M3 selects, on one rank and on two."""
+"""Blocks of keys are those that the indexer of MiniMax-M3 selects, on one rank and on two."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def indexed():
 
 
 def in_order(blocks):
-    """Sort the blocks of each query; -1, which is for none, stays behind."""
+    """Sort the blocks of each query; -1, which stands for none, stays at the end."""
     beyond = torch.where(blocks < 0, LENGTH, blocks).sort(dim=1).values
     return torch.where(beyond == LENGTH, -1, beyond)
 

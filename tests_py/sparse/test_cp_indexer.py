@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cp_indexer_topk: ranks against the whole batch, and caches of every form."""
+"""cp_indexer_topk gives ranks the rows of the whole batch, from caches of every form."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_forms_of_rows(form, scaled, dtype, page_size):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("form", PACKED_FORMS)
 def test_packed_forms(form, page_size, dim):
-    """A token has 132 bytes at dimension 128: the keys of a page, then their scales."""
+    """A token has 132 bytes at dimension 128; a page has all keys, then their scales."""
     batch = IndexerBatch(
         (6, 3), (20, 0), 2, form=form, dtype="uint8", scaled=True, page_size=page_size, dim=dim
     )
@@ -102,7 +102,7 @@ def test_ragged_batches(lens, cp_size, strategy, convention, page_size, topk, pa
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_prefix_counts_once(strategy):
-    """Bare metadata with prefix_lens and baked metadata without are the same thing."""
+    """Bare metadata with prefix_lens give the result of baked metadata without them."""
     batches = {c: IndexerBatch((10, 14), (5, 30), 2, strategy, c) for c in ("baked", "bare")}
     for baked, bare in zip(*(b.metadata for b in batches.values()), strict=True):
         assert torch.equal(

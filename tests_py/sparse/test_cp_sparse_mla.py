@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rank's rows against one process, the two steps, and the oracle."""
+"""Every rank's rows agree with one process, with the two steps, and with the oracle."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ class Batch(IndexerBatch):
         return [self.metadata[0].unshard(list(part)) for part in zip(*parts, strict=True)]
 
     def slots(self):
-        """[tokens, 1, topk]: what the indexer of one process selects."""
+        """Return the slots [tokens, 1, topk] that the indexer of one process selects."""
         sequence = np.repeat(np.arange(len(self.extend_lens)), self.extend_lens)[:, None]
         chosen = self.expected()
         pages = self.block_tables[sequence, np.maximum(chosen, 0) // self.page_size]
@@ -64,7 +64,7 @@ class Batch(IndexerBatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("topk", [1, 8, 200])  # all keys of all sequences, in the end
+@pytest.mark.parametrize("topk", [1, 8, 200])  # the last one selects all keys
 def test_every_number_of_ranks_gives_the_bits_of_one_process(topk, strategy):
     for cp_size in (1, 3, 16):
         batch = Batch(EXTENDS, PREFIXES, cp_size, strategy, topk=topk)

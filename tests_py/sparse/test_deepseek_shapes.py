@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention at the sizes of DeepSeek-V3.2, on every instruction set.
+"""Sparse attention is right at the sizes of DeepSeek-V3.2, on every instruction set.
 
-128 heads of 576 and 512 dimensions to 2048 chosen keys: sizes at which sums are longest, tiles
-full, and rows spread over the whole pool.
+128 heads of 576 and 512 dimensions attend to 2048 chosen keys. Sums are longest at these sizes,
+tiles are full, and rows lie all over the pool.
 """
 
 import functools
@@ -25,7 +25,7 @@ NUM_ROWS = 131079
 
 @functools.cache
 def dealt():
-    """Keys of 16 owners, where queries look, and the columns of their values; see `probes`."""
+    """Return the keys of 16 owners, and the columns of their values; see `probes`."""
     rng = np.random.default_rng(0)
     owners = probes.deal(NUM_ROWS, 16, rng)
     return probes.key_rows(owners, probes.USED, rng), probes.deal_columns(owners, V_HEAD_DIM, rng)
@@ -33,7 +33,7 @@ def dealt():
 
 @pytest.fixture(scope="module", params=[*DTYPES, "fp8"])
 def pool(request):
-    """A pool of unit vectors, and the dtype of queries and results."""
+    """Return a pool of unit vectors, and the dtype of queries and results."""
     keys, columns = dealt()
     dtype = "bfloat16" if request.param == "fp8" else request.param
     kv = torch.full((NUM_ROWS, 1, HEAD_DIM), 3.0, dtype=getattr(torch, dtype))
@@ -46,7 +46,7 @@ def pool(request):
 
 
 class Tokens:
-    """Queries that see a key in 16, and the rows that they name, the first and the last too."""
+    """Queries that see one key in 16 of those that they name, the first and last row included."""
 
     def __init__(self, num_heads, topk, tokens):
         rng = np.random.default_rng(topk)

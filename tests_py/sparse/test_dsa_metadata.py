@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""build_dsa_metadata against a restatement in plain Python, and what it refuses."""
+"""build_dsa_metadata agrees with a restatement in plain Python, and refuses bad arguments."""
 
 import re
 
@@ -16,7 +16,7 @@ SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
 
 
 def slots_of(bs, width, page_size):
-    """req_to_token [bs, width]: pages in a random order."""
+    """Return req_to_token [bs, width], with pages in a random order."""
     pages = -(-width // page_size)
     first = np.random.default_rng(0).permutation(bs * pages).reshape(bs, pages) * page_size
     slots = first[:, :, None] + np.arange(page_size)
@@ -24,7 +24,7 @@ def slots_of(bs, width, page_size):
 
 
 def restated(extend_lens, seq_lens, topk, ragged, table, page_size, cp=None):
-    """Return the fields of DsaMetadata, token by token."""
+    """Compute the fields of DsaMetadata token by token."""
     requests, lengths = [], []
     for s, (extend, seq) in enumerate(zip(extend_lens, seq_lens, strict=True)):
         requests += [s] * extend

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hadamard transform, quantisation and the cache of the indexer's keys."""
+"""The Hadamard transform, quantisation and the cache of the indexer's keys are right."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_hadamard_of_rows_does_not_depend_on_their_number_or_on_threads(isa):
 
 
 def expected_codes(x, dtype, scale_fmt):
-    """The definition in torch, for finite numbers."""
+    """Compute the definition in torch, for finite numbers."""
     groups = x.float().unflatten(-1, (-1, 128))
     scale = groups.abs().amax(-1).clamp(min=1e-4) / (127 if dtype == "int8" else 448)
     if scale_fmt == "ue8m0":
@@ -74,7 +74,7 @@ FORMATS = [("float8_e4m3fn", None), ("float8_e4m3fn", "ue8m0"), ("int8", None)]
 def test_codes_are_those_of_the_definition(isa, shape, dtype, code, scale_fmt):
     x = make(shape, dtype)
     if len(x):
-        x[..., :128].select(0, 0).mul_(0)  # counts as 1e-4
+        x[..., :128].select(0, 0).mul_(0)  # zeros count as 1e-4
     codes, scale = sparse.quantize_index(x, dtype=code, scale_fmt=scale_fmt)
     expected, expected_scale = expected_codes(x, code, scale_fmt)
     assert codes.dtype == getattr(torch, code)

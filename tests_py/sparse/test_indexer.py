@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""indexer_logits against the oracle, indexer_topk against a sort of its scores; threads, memory,
-and what both refuse."""
+"""indexer_logits agrees with the oracle, and indexer_topk with a sort of its scores, with any
+threads and in little memory; both refuse bad arguments."""
 
 import numpy as np
 import pytest
@@ -152,7 +152,7 @@ def test_nothing_to_do():
 
 @pytest.mark.parametrize("num_queries", [1, 20, 100])
 def test_the_result_does_not_depend_on_the_number_of_threads(isa, num_queries):
-    """Several threads take a part of the keys each where queries are few."""
+    """Several threads each take a part of the keys if queries are few."""
     inputs = make_inputs(num_queries, 20000, heads=1, dim=32)
     inputs["k"][3000:17000] = inputs["k"][3000]  # ties among parts
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 cache of 656-byte rows, bit for bit."""
+"""The FP8 cache of 656-byte rows is right, bit for bit."""
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ GROUPS = (4, 128)
 
 
 def make_parts(tokens, dtype="bfloat16", seed=0):
-    """Elements of very different sizes, and groups, too."""
+    """Make elements, and groups of them, of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     nope = torch.randn(tokens, 512, generator=generator)
     nope *= torch.exp2(torch.randint(-9, 9, (tokens, 512), generator=generator))
@@ -29,7 +29,7 @@ def make_parts(tokens, dtype="bfloat16", seed=0):
 
 
 def expected_rows(nope, rope):
-    """The definition in torch, for finite numbers that are not all zero."""
+    """Compute the definition in torch, for finite numbers that are not all zero."""
     groups = nope.float().unflatten(-1, GROUPS)
     scale = groups.abs().amax(-1) / 448
     codes = (groups * (1 / scale).unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -38,7 +38,7 @@ def expected_rows(nope, rope):
 
 
 def assert_same_numbers(actual, expected):
-    """Compare bits, any NaN being as good as another."""
+    """Compare bits; any NaN equals any other."""
     assert torch.equal(actual.isnan(), expected.isnan())
     bits = [x.nan_to_num(0).contiguous().view(torch.int16) for x in (actual, expected)]
     assert torch.equal(*bits)
@@ -66,7 +66,7 @@ def test_rounding_is_to_nearest_even_at_every_tie(isa):
     below, above = (c.view(ml_dtypes.float8_e4m3fn).astype(np.float32) for c in (codes, codes + 1))
     ties = (below + above) / 2
     nope = np.zeros((3, 4, 128), np.float32)
-    nope[..., 127] = 448  # makes the scale 1
+    nope[..., 127] = 448  # the scale is then 1
     for row, direction in enumerate([0, 1, 1000]):
         nope[row, :, :126] = np.nextafter(ties, np.float32(direction)) if row != 1 else ties
     nope[:, 1::2] *= -1

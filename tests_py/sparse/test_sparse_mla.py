@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_mla_sparse_fwd against the oracle, and what its results must not depend on."""
+"""flash_mla_sparse_fwd agrees with the oracle, and does not depend on what must not matter."""
 
 import functools
 
@@ -55,7 +55,7 @@ def test_against_the_oracle(isa, index, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_logit_is_exact(isa, dtype):
-    """Products of small integers are exact: so is the score, whatever it was summed in."""
+    """Products of small integers are exact, and so are their sums in any precision."""
     rng = np.random.default_rng(0)
     kv = torch.from_numpy(rng.integers(-3, 4, (600, 1, 32))).to(getattr(torch, dtype))
     q = torch.from_numpy(rng.integers(-3, 4, (2, 70, 32))).to(kv.dtype)
@@ -69,7 +69,7 @@ def test_the_largest_logit_is_exact(isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_that_grow_and_shrink(isa, dtype):
-    """References are raised again and again; the largest logit stays in the middle."""
+    """The running maximum rises again and again; the largest logit is in the middle."""
     size = np.concatenate([np.arange(1, 300), np.arange(300, 0, -1)])
     kv = torch.from_numpy(size[:, None, None] * np.ones((1, 1, 16))).to(getattr(torch, dtype))
     inputs = {
@@ -101,7 +101,7 @@ def test_not_a_number_stays_in_its_row(isa):
 
 @pytest.mark.parametrize("num_heads", [1, 16, 100])
 def test_bits_do_not_depend_on_threads_or_other_tokens(isa, num_heads):
-    """Context parallelism deals the tokens out: each rank gets what one rank alone does."""
+    """Context parallelism deals tokens out, and each rank gets the bits that one rank gets."""
     inputs = make_inputs(DEFAULT.with_(num_heads=num_heads, dtype="bfloat16", lengths=True))
     expected = cpattn.sparse.flash_mla_sparse_fwd(**inputs, num_threads=1)
     for threads in (2, 7, 64):
@@ -119,7 +119,7 @@ def test_bits_do_not_depend_on_threads_or_other_tokens(isa, num_heads):
 @pytest.mark.parametrize("num_heads", [1, 20, 128])
 def test_fp8_rows_give_the_bits_of_expanded_ones(isa, num_heads):
     rows = fp8_rows(90)
-    rows[80:, 0, 300] = 127  # NaN in rows that nobody names
+    rows[80:, 0, 300] = 127  # no query names these rows of NaN
     generator = torch.Generator().manual_seed(1)
     arguments = {
         "q": torch.randn(3, num_heads, 576, generator=generator).to(torch.bfloat16),

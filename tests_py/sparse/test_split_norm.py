@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split and RMS norm, fused and not."""
+"""Split and RMS norm are right, fused or not."""
 
 import itertools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fast_topk and its fused transforms against a stable sort.
+"""fast_topk and its fused transforms agree with a stable sort.
 
 `tests_cpp/sparse/topk_kernel_test.cc` has rows that mislead guesses, of all lengths around topk.
 """
@@ -52,7 +52,7 @@ def test_rows_may_be_parts_of_wider_ones():
 
 
 def paged_case(page_size):
-    """Three sequences with a table row each, and 2, 0 and 3 queries of them."""
+    """Return three sequences with a table row each, and with 2, 0 and 3 queries."""
     width = -(-200 // page_size)
     table = np.random.default_rng(1).permutation(3 * width).reshape(3, width).astype(np.int32)
     return random_scores(5, 200), [200, 37, 0, 150, 64], table, [0, 2, 2, 5], [0, 0, 2, 2, 2]

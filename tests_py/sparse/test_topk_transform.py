@@ -28,7 +28,7 @@ PREFILL_IMPLS = (
     "aiter", "fa3", "flashinfer_sparse_mla", "flashmla_auto", "flashmla_kv", "flashmla_sparse",
     "flashmla_sparse_q8", "intel_xpu", "tilelang", "triton", "triton_sparse_mla", "trtllm",
 )  # fmt: skip
-# Of a plain extend, with caches of FP8 or not; all other modes are PAGED.
+# A plain extend is RAGGED for these implementations, with or without FP8; all else is PAGED.
 RAGGED_EXTENDS = {
     *[("flashmla_sparse", True), ("triton_sparse_mla", True)],
     *[("flashmla_sparse_q8", True), ("flashmla_sparse_q8", False)],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: reading, generating, scaling, and the tokens they stand for."""
+"""Traces are read, generated and scaled, and stand for tokens."""
 
 import gzip
 import json
@@ -140,7 +140,7 @@ def real():
 
 
 def assert_hashes_of_prefixes(trace: list[Request]) -> None:
-    """Check what replays take for granted of any trace.
+    """Check what replays assume about any trace.
 
     Requests arrive in order. A hash id stands for its block and all before it: it has one position
     and one predecessor, so requests share ids up to some block and none behind it. A last block
@@ -158,12 +158,12 @@ def assert_hashes_of_prefixes(trace: list[Request]) -> None:
             assert block not in lengths or block == ids[-1]
         if request.input_length % 512:
             assert lengths.setdefault(ids[-1], request.input_length) == request.input_length
-    # Counted from 0 in the order in which they are first seen.
+    # Ids count from 0 in the order in which they are first seen.
     assert list(before) == list(range(len(before)))
 
 
 def test_the_real_trace_is_read_to_the_last_request(real):
-    # Counted by other programs, once.
+    # Other programs counted these numbers once.
     assert len(real) == 4_000
     assert sum(request.input_length for request in real) == 53_249_359
     assert sum(request.output_length for request in real) == 1_388_321

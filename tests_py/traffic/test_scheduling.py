@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache against a slow model, and batches of requests that come and go: K/V are written
-before they are read, and blocks named when they are known."""
+"""The prefix cache agrees with a slow model. In batches of requests that come and go, K/V are
+written before they are read, and blocks are named when they are known."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from support.examples import examples
 BLOCK = 4
 
 
-# Few hashes and short prompts: prefixes collide often, also behind different parents.
+# Hashes are few and prompts short, so prefixes often collide, also after different parents.
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5).flatmap(
     lambda ids: st.tuples(
         st.just(tuple(ids)), st.integers((len(ids) - 1) * BLOCK + 1, len(ids) * BLOCK)
@@ -29,17 +29,17 @@ steps = st.lists(st.one_of(prompts, st.integers(0, 5)), max_size=60)
 
 @dataclass
 class Entry:
-    """One cached block, its first page on rank `rank`."""
+    """A cached block whose first page is on rank `rank`."""
 
-    ids: tuple[int, ...]  # the hashes up to it
-    size: int  # tokens
+    ids: tuple[int, ...]  # hashes up to this block
+    size: int  # number of tokens
     rank: int
     users: int = 0
-    idle_since: tuple[int, int] = (0, 0)  # (release, -depth): of one the deepest is the oldest
+    idle_since: tuple[int, int] = (0, 0)  # (release, -depth): the deepest of a release is oldest
 
 
 class SlowCache:
-    """LRU over blocks of two pages over `size` ranks, each with `each` pages, by searching."""
+    """LRU that searches, over blocks of two pages on `size` ranks, which have `each` pages."""
 
     def __init__(self, size: int, each: int) -> None:
         self.size, self.each = size, each
@@ -88,7 +88,7 @@ class SlowCache:
 
 
 @settings(max_examples=examples(300), deadline=None)
-@example(  # the last one fits as long as not all that is idle has been given back
+@example(  # the last prompt fits before all idle blocks have been given back
     steps=[((0,), 2), 0, ((0,), 1), ((1, 0), 5), ((0,), 1), ((0,), 1), ((2, 0, 0, 0, 0), 17), 0, 0,
            ((0,), 1), ((1, 0, 0), 9), ((0, 0, 0), 11)],
     size=4,
@@ -102,7 +102,7 @@ def test_behaves_as_the_slow_model(steps, size, each):
         SlowCache(size, each),
     )
     leases: list[tuple[Lease, list[Entry]]] = []
-    content: dict[int, object] = {}  # page -> what was last written to it
+    content: dict[int, object] = {}  # page -> the key last written to it
     for step in steps:
         if isinstance(step, int):
             if leases:
@@ -117,7 +117,7 @@ def test_behaves_as_the_slow_model(steps, size, each):
                 assert lease.cached_tokens == cached
                 assert lease.page_ids[0] % size == entries[0].rank
                 turns = (lease.page_ids - np.arange(len(lease.page_ids))) % size
-                assert len(set(turns.tolist())) == 1  # the ranks in turn
+                assert len(set(turns.tolist())) == 1  # pages lie on the ranks in turn
                 for page, key in zip(lease.page_ids.tolist(), keys(entries), strict=True):
                     assert content.get(page) == key or key[0] * 2 >= cached, "still what it wrote"
                     content[page] = key
@@ -134,7 +134,7 @@ def test_behaves_as_the_slow_model(steps, size, each):
 
 
 def keys(entries: list[Entry]) -> list[Any]:
-    """List what the pages of these blocks hold: where in the prompt, and of which prefix."""
+    """List the content of each page of these blocks: its place in the prompt, and the prefix."""
     pages = [(e.ids, e.size, page) for e in entries for page in range(-(-e.size // 2))]
     return [(i, *page) for i, page in enumerate(pages)]
 
@@ -190,7 +190,7 @@ def test_what_was_generated_is_found_by_the_next_prompt():
         assert (batch.extend_lens, batch.prefix_lens) == ([1], [length])
     whole = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     scheduler.end(0, written=9, hash_ids=hash_blocks(whole[:8], BLOCK))
-    assert (cache.num_idle_pages, cache.num_free_pages) == (2, 6)  # the rest is nobody's
+    assert (cache.num_idle_pages, cache.num_free_pages) == (2, 6)  # all others are free
     scheduler.add(1, request_of([*whole, 10]))
     assert scheduler.next_batch().prefix_lens == [8]
 
@@ -200,14 +200,14 @@ def test_what_was_not_written_is_not_found():
     scheduler = Scheduler(cache, token_budget=6)
     tokens = list(range(16))
     scheduler.add(0, request_of(tokens))
-    scheduler.add(1, request_of(tokens))  # waits, until the first is whole
+    scheduler.add(1, request_of(tokens))  # it waits until the first is whole
     assert scheduler.next_batch().extend_lens == [6]
     scheduler.end(0, written=6)  # its client has left
     batch = scheduler.next_batch()
     assert (batch.prefix_lens, batch.extend_lens) == ([4], [6])
     scheduler.end(1, written=10)
     assert cache.num_idle_pages + cache.num_free_pages == cache.num_pages
-    scheduler.end(1)  # is gone
+    scheduler.end(1)  # it has gone already
 
 
 def test_the_same_tokens_twice_are_kept_once():
@@ -252,7 +252,7 @@ def test_every_token_is_computed_once_behind_all_before_it(
     scheduler = Scheduler(cache, token_budget=budget, max_sequences=max_sequences)
     for i, prompt in enumerate(prompts):
         scheduler.add(i, request_of(prompt), reserve=more)
-    pool: dict[int, list[int]] = {}  # of each slot the tokens up to it
+    pool: dict[int, list[int]] = {}  # slot -> the tokens up to it
     computed = dict.fromkeys(range(len(prompts)), 0)
     tokens = [[*prompt, *[2 + i] * more] for i, prompt in enumerate(prompts)]
     left = set(computed)
