@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of KV between sides of other shapes, and transfers that are compared afterwards."""
+"""Digests of KV compare sides of different shapes, and transfers after they are done."""
 
 import json
 import pickle
@@ -26,7 +26,7 @@ KINDS = ("k", "v")
 
 
 class Side:
-    """Caches of all layers with pages of their own numbers, empty or with the rows of a prompt."""
+    """Caches of all layers that number pages in their own way; they may have a prompt's rows."""
 
     def __init__(self, page_size, rows=None, *, kv_layout="NHD", heads=(0, HEADS), seed=0, **more):
         num_pages = -(-TOKENS // page_size)
@@ -163,7 +163,7 @@ def test_a_transfer_that_wrote_something_else_is_named(rows):
     plan = plan_kv_transfer(source.layout, target.layout, source.pages, target.pages)
 
     class Tearing(LocalEngine):
-        """Loses a byte of page 2 of the sequence, values of layer 1."""
+        """An engine that changes a byte in values of layer 1, page 2 of the sequence."""
 
         def write(self, session, src_addrs, dst_addrs, lengths):
             code = super().write(session, src_addrs, dst_addrs, lengths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handshakes: which fields have to be the same, and how they are named."""
+"""Handshakes name the fields that have to be the same but differ."""
 
 import json
 import pickle
@@ -22,7 +22,7 @@ def layout(*, page_size=8, row=64, dtype="bfloat16", kinds=("k", "v"), layers=ra
 
 
 def told(here, there, mine=None, theirs=None):
-    """Differences of two sides, there over the wire."""
+    """Return the differences of two sides; the other one's message goes over the wire."""
     message = json.loads(json.dumps(KVHandshake(there, theirs or {}).to_dict()))
     found = KVHandshake(here, mine or {}).differences(KVHandshake.from_dict(message))
     return [str(one) for one in found]

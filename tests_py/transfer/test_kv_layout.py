@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVLayout: what a side has, from entries, pools and an engine's arguments."""
+"""KVLayout describes a side, from entries, from pools, or from an engine's arguments."""
 
 import json
 import pickle
@@ -58,7 +58,7 @@ def test_refused(entry, placement, message):
 
 
 class Pool:
-    """Pool with what a layout asks of one."""
+    """A pool with only the attributes that a layout asks for."""
 
     def __init__(self, kinds, start_layer, num_layers, item_lens, num_kv_heads=1, base=0):
         self.kinds, self.start_layer, self.num_layers = kinds, start_layer, num_layers
@@ -103,7 +103,7 @@ def test_from_pool_places_it_as_told():
         assert repr(layout).endswith("shard_rank=1, shard_size=3)")
         assert KVLayout.from_dict(layout.to_dict()) == layout
         assert layout != KVLayout.from_dict(layout.to_dict() | {"shard_rank": 2})
-    pool.kv_lora_rank = None  # as of a pool that may be of latents, and is not
+    pool.kv_lora_rank = None  # this pool could hold latents, but does not
     assert KVLayout.from_pool(pool).total_kv_heads == 2
     for name, message in (("dtypes", "a dict of the dtype"), ("whole_page_kinds", "a list of k")):
         misnamed = Pool(("k", "v"), 4, 2, (64, 64), num_kv_heads=2)
@@ -149,7 +149,7 @@ LENGTHS = {"K": 512, "V": 128, "I": 64}
 
 
 def kv_args(names, start=0, **fields):
-    """Buffers named as in "K0 K1 V0 V1 dK0 dV0"; the address tells the name."""
+    """Make buffers named as in "K0 K1 V0 V1 dK0 dV0"; the address tells the name."""
     names = names.split()
     lens = [LENGTHS[name.removeprefix("d")[0]] for name in names]
     return SimpleNamespace(
@@ -163,13 +163,13 @@ def kv_args(names, start=0, **fields):
 
 
 def names(count, groups="KV", draft=0, start=0):
-    """K0 K1 ... V0 V1 ..., then those of draft layers."""
+    """Return K0 K1 ... V0 V1 ..., then the names of draft layers."""
     target = [f"{group}{layer}" for group in groups for layer in range(start, start + count)]
     return " ".join(target + [f"d{group}{layer}" for group in groups for layer in range(draft)])
 
 
 def received(src_names, src, dst_names, dst):
-    """Names of destination buffers, in the order of the source's that write them."""
+    """Return the name of the destination buffer that each source buffer is written to."""
     plan = plan_kv_transfer(src, dst, [0], [1])
     by_addr = {
         entry.addr + entry.item_len: name
@@ -183,12 +183,12 @@ def received(src_names, src, dst_names, dst):
 
 
 def args_layout(buffers, start=0, *, is_mla=True, options=(), **fields):
-    """The layout of `kv_args` of these buffers."""
+    """Return the layout of `kv_args` of these buffers."""
     return KVLayout.from_kv_args(kv_args(buffers, start, **fields), is_mla=is_mla, **dict(options))
 
 
 def assert_paired(src_names, src, dst_names, dst):
-    """Each buffer arrives in that of its name, where the destination has one."""
+    """Check that each buffer arrives in the one of its name, if the destination has it."""
     sent = [name for name in src_names.split() if name in dst_names.split()]
     assert received(src_names, src, dst_names, dst) == {name: name for name in sent}
 
@@ -197,7 +197,7 @@ def assert_paired(src_names, src, dst_names, dst):
     ("total", "draft", "start", "end"), [(15, 0, 0, 7), (5, 0, 3, 5), (4, 2, 2, 4), (4, 4, 0, 4)]
 )
 def test_every_stage_of_mha_is_right(total, draft, start, end):
-    """Scenarios 53 and 54 for MHA: the decode side has draft layers, the prefill side has not."""
+    """Scenarios 53 and 54 for MHA have draft layers on the decode side, none for prefill."""
     dst_names, src_names = names(total, draft=draft), names(end - start, start=start)
     known = {"total_layers": total}
     dst = args_layout(dst_names, is_mla=False, options=known | {"draft_layers": draft})
@@ -206,7 +206,7 @@ def test_every_stage_of_mha_is_right(total, draft, start, end):
 
 
 MLA = {
-    # case: groups, source, its first layer, draft layers there, destination, its first, of these
+    # A case has groups; source, its first layer and drafts; destination, its first and drafts.
     "A": ("KVI", names(2, "KVI", start=2), 2, 0, names(4, "KVI"), 0, 0),
     "B": ("KV", names(2), 0, 0, names(4, draft=1), 0, 1),
     "B, last, and C": ("KV", names(2, start=2), 2, 0, names(4, draft=1), 0, 1),
@@ -220,7 +220,7 @@ MLA = {
 
 @pytest.mark.parametrize("case", MLA)
 def test_every_case_of_mla_is_right(case):
-    """Cases C, with the number of hidden layers stated, and E are, too: scenario 54 for MLA."""
+    """Scenario 54 for MLA has C, with the number of hidden layers stated, and E right, too."""
     groups, src_names, start, src_draft, dst_names, dst_start, dst_draft = MLA[case]
     common = {"kv_buf_groups": len(groups), "hidden_kv_layers": 4}
     src = args_layout(src_names, start, draft_kv_layers=src_draft, **common)
@@ -230,7 +230,7 @@ def test_every_case_of_mla_is_right(case):
 
 
 def lists(buffers, start=0, groups=None, hidden=None, end=None, ids=None, total=None):
-    """Arguments of which those are absent that are None."""
+    """Make arguments of an engine, without those that are None."""
     fields = {
         "kv_buf_groups": groups, "hidden_kv_layers": hidden, "prefill_end_layer": end,
         "kv_layer_ids": ids, "total_kv_layers": total,
@@ -246,15 +246,15 @@ HOLD, EQUAL = "kv_data_ptrs must hold ", " of target layers must be equal, got [
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        # C: neither the number of layers nor that of draft layers is known
+        # C: the numbers of layers and of draft layers are both unknown
         (lists(names(4, draft=1), 0, 2), "total_layers must be given: hidden_kv"),
         (lists(names(4, draft=1), 0, 2, 4, 4), HOLD + "2 group(s) of layers [0, 4) and of 0 draft"),
-        # G: groups left at one
+        # G: the number of groups is left at one
         (lists(names(2, start=2), 2, None, 4, 4), HOLD + "1 group(s) of layers [2, 4) and of 0 dr"),
         (lists(names(4), 0, None, 8), f"kv_item_lens of group k{EQUAL}512, 512, 512, 128, "),
-        # H: a stage beyond the model
+        # H: the stage ends beyond the model
         (lists(names(2, start=2), 2, 2, 3), "layers [2, 4) must lie within the model's 3"),
-        # thin stages, whose groups were computed with the draft buffers among the layers'
+        # These thin stages counted draft buffers among those of layers, so groups are wrong.
         (lists(names(3, "KVI", 1), 0, 4, 3), "kv_buf_groups must be 1, 2 or 3, got 4"),
         (lists(names(2, draft=1), 0, 3, 2), f"kv_item_lens of group index_k{EQUAL}128]"),
         (lists("K0", ids=[0], total=1), "layers must be given with kv_layer_ids: prefill_end_laye"),
@@ -279,7 +279,7 @@ def test_case_h_the_destination_lacks_layers():
 
 
 def test_ids_pair_hybrid_subsets_whatever_their_order():
-    """One layer in four has KV; ids repeat for K and V, and drafts count from a million."""
+    """One layer in four has KV; K and V have the same ids, and drafts count from a million."""
     src_names, dst_names = "K11 K7 V7 V11 dK0 dV0", "K3 K7 K11 V3 V7 V11 dK0 dV0"
     src_ids = [11, 7, 7, 11, 1_000_000, 1_000_000]
     dst_ids = [3, 7, 11, 3, 7, 11, 1_000_000, 1_000_000]
@@ -311,7 +311,7 @@ def test_pools_and_their_arguments_say_the_same():
     of_args = KVLayout.from_kv_args(args, is_mla=True, tp_size=2)
     of_pool = KVLayout.from_pool(pool, draft, layers=(3, 5), tp_rank=1, tp_size=2)
     assert {entry.dtype for entry in of_pool.entries} == {"bfloat16"}
-    fields = of_pool.to_dict()  # with the dtype, which engines do not say
+    fields = of_pool.to_dict()  # it has the dtype, which engines do not say
     fields["entries"] = [entry._replace(dtype="") for entry in of_pool.entries]
     assert of_args == KVLayout.from_dict(fields)
     assert all(entry.nbytes == 9 * entry.item_len for entry in of_args.entries)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries with a stride between pages, and with heads before tokens: described, sent, refused."""
+"""Entries with a stride between pages, or heads before tokens, are described, sent or refused."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ENTRY = KVEntry(0, "k", False, 1 << 40, 4 * 512 + 64, 64, page_stride=512)
 
 
 def cache_of(kv_layout, seed=0):
-    """float16 [pages, K and V, ...] of numbers that differ."""
+    """Return float16 [pages, K and V, ...], whose numbers are shuffled."""
     rng = np.random.default_rng(seed)
     return rng.permuted(np.arange(PAGES * 2 * PAGE * HEADS * DIM)).astype(np.float16).reshape(
         PAGES, 2, *SHAPES[kv_layout]
@@ -33,7 +33,7 @@ def layout_of(views, kv_layout="NHD", **placement):
 
 
 def in_tokens(cache, kv_layout):
-    """A view [pages, K and V, tokens, heads, dim]."""
+    """Return a view [pages, K and V, tokens, heads, dim]."""
     return cache if kv_layout == "NHD" else cache.swapaxes(2, 3)
 
 
@@ -54,13 +54,13 @@ def test_views_of_a_cache_are_sent_into_views_of_another(src_layout, dst_layout,
     ):  # fmt: skip
         assert (held.addrs, held.sizes) == ((source.ctypes.data,), (source.nbytes,))
         plan.execute(engine, peer.session_id)
-    if src_layout == dst_layout:  # whole pages go
+    if src_layout == dst_layout:  # whole pages are sent
         dst[0] = src[4]
     np.testing.assert_array_equal(target, expected)
 
 
 def test_a_head_of_a_page_is_one_block():
-    """Rank 1 of 2 gets its head from pages of both; rows would go token by token."""
+    """Rank 1 of 2 gets its head from pages with both heads; rows would go token by token."""
     src = KVLayout([KVEntry(0, "k", False, 4096, 512, 128, kv_layout="HND")], 4, total_kv_heads=2)
     dst = KVLayout([KVEntry(0, "k", False, 8192, 4 * 96 + 64, 64, page_stride=96, kv_layout="HND")],
                    4, tp_rank=1, tp_size=2, total_kv_heads=2)  # fmt: skip
@@ -89,7 +89,7 @@ def test_layouts_travel_with_stride_and_order():
     assert [entry.kv_layout for entry in layout.entries] == ["HND", "HND"]
     assert KVLayout.from_dict(json.loads(json.dumps(layout.to_dict()))).entries == layout.entries
     fields = layout.to_dict()
-    fields["entries"] = [entry[:8] for entry in fields["entries"]]  # of a peer that has neither
+    fields["entries"] = [entry[:8] for entry in fields["entries"]]  # an older peer sends neither
     fields["entries"][0][4] = fields["entries"][1][4] = 128
     assert KVLayout.from_dict(fields).entries[0][8:] == (None, "NHD", "")
     for change in ({"page_stride": 512}, {"kv_layout": "NHD"}):
@@ -100,7 +100,7 @@ def test_layouts_travel_with_stride_and_order():
 
 
 def test_from_tensor_takes_the_order_of_the_memory():
-    """Engines show tensors in one order whose memory has the other."""
+    """Engines show tensors in one order, but their memory has the other."""
     torch = pytest.importorskip("torch")
     cache = torch.zeros(PAGES, 2, HEADS, PAGE, DIM, dtype=torch.bfloat16)
     entry = KVEntry.from_tensor(7, "v", cache[:, 1].permute(0, 2, 1, 3), is_draft=True)
@@ -109,7 +109,7 @@ def test_from_tensor_takes_the_order_of_the_memory():
         page_stride=256, kv_layout="HND",
     )  # fmt: skip
     assert KVEntry.from_tensor(7, "v", cache[:, 1], kv_layout="HND", is_draft=True) == entry
-    dense = KVEntry.from_tensor(0, "k", cache[1])  # as pages of their own
+    dense = KVEntry.from_tensor(0, "k", cache[1])  # its K and V count as two pages
     assert (dense.item_len, dense.page_stride, dense.nbytes) == (128, None, 256)
     latents = torch.zeros(PAGES, PAGE, DIM, dtype=torch.uint8)
     assert KVEntry.from_tensor(0, "k", latents)[3:] == (
@@ -196,8 +196,8 @@ def test_pairs_that_do_not_fit_are_refused():
         (63, {}, False), (449, {}, False), (0, {}, False), (3 * 512, {}, False),
         (64, {"page_stride": 1024, "nbytes": 1024 + 64}, True),
         (512, {"page_stride": 1024, "nbytes": 1024 + 64}, False),
-        (96, {"page_stride": 768, "nbytes": 768 + 64}, True),  # 256 divides both
-        (256, {"page_stride": 768, "nbytes": 768 + 64}, False),  # though they happen to miss
+        (96, {"page_stride": 768, "nbytes": 768 + 64}, True),  # 256 divides both strides
+        (256, {"page_stride": 768, "nbytes": 768 + 64}, False),  # they miss only by chance
         (700, {"page_stride": None, "nbytes": 64}, True), (1000, {"nbytes": 64}, False),
         (4 * 512 + 64, {}, True),
     ],
@@ -223,7 +223,7 @@ def test_more_pieces_than_a_plan_may_have_are_refused():
 
 
 def pool_of(v_bytes, **told):
-    """A pool of a layer that says more than it must."""
+    """Return a pool of one layer that may tell more than it must."""
     return SimpleNamespace(
         kinds=("k", "v"), start_layer=3, num_layers=1, num_kv_heads=HEADS, page_size=PAGE,
         get_contiguous_buf_infos=lambda: ([4096, 1 << 20], [640, v_bytes], [128, 128]), **told,

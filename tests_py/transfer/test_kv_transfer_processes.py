@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV from a prefill to a decode fleet over engines, byte for byte, in chunks of the prompt.
+"""KV goes from a prefill to a decode fleet over engines, byte for byte, in chunks of the prompt.
 
 Plans over layouts go from one process to another over Mooncake; `test_plan_kv_links` sends more of
-them within a process. What the functions of engines plan goes over the engine within this process.
+them within a process. Plans by functions of engines go over the engine within this process.
 """
 
 import random
@@ -37,7 +37,7 @@ MHA, MLA, DSA = {"k": 4, "v": 4}, {"k": 8, "v": 2}, {"k": 8, "v": 2, "index_k": 
 
 
 def random_case(seed: int) -> Case:
-    """Any fleets that fit together."""
+    """Draw any fleets that fit together."""
     draw = random.Random(seed)
     ids = tuple(draw.sample(range(12), draw.randint(2, 5)))
     kinds = draw.choice([MHA, {"k": 6, "v": 1}, MLA, DSA])
@@ -80,7 +80,7 @@ def kv_args(case, source):
 
 
 def plans_of_engines(case, sources, destinations, compat):
-    """Yield what each rank sends to each of its peers; buffers are known by their position."""
+    """Yield the plan of each rank for each of its peers; positions tell the buffers apart."""
     src, dst, num_tokens = case.src, case.dst, case.model.num_tokens
     for source, to in product(sources, destinations):
         sizes = {"prefill_tp_size": src.tp_size, "decode_tp_size": dst.tp_size}
@@ -111,7 +111,7 @@ def plans_of_engines(case, sources, destinations, compat):
 
 
 LISTED = [
-    # heads, first layers of stages, drafts of both sides, ranks of both, compat
+    # A row has a stage's first layers, drafts of both sides, ranks of both sides, and compat.
     *((MHA, 4, *row) for row in [
         ((), (2, 2), (1, 1), False), ((3,), (0, 2), (1, 1), False), ((2,), (0, 0), (1, 1), True),
         ((2,), (0, 0), (1, 2), False), ((3,), (0, 0), (4, 1), False), ((2,), (0, 0), (2, 8), False),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine within a process."""
+"""The engine within a process registers memory, and copies blocks."""
 
 import threading
 
@@ -18,7 +18,7 @@ def engines():
 
 
 def memory(engine, values):
-    """Register memory with these bytes; return it and its address."""
+    """Register new memory with these bytes; return it and its address."""
     array = np.array(values, np.uint8)
     assert engine.register([array.ctypes.data], [array.nbytes]) == 0
     return array, array.ctypes.data
@@ -29,10 +29,10 @@ def test_local_engine_writes_nothing_unless_all_is_registered(engines):
     src, src_addr = memory(sender, range(100))
     dst, dst_addr = memory(receiver, 100 * [0xA5])
     for blocks in [
-        ([src_addr, src_addr], [dst_addr, dst_addr + 99], [2, 2]),  # beyond the target's end
+        ([src_addr, src_addr], [dst_addr, dst_addr + 99], [2, 2]),  # it ends beyond the target
         ([src_addr, src_addr], [dst_addr, dst_addr - 1], [2, 2]),
         ([src_addr, src_addr + 99], [dst_addr, dst_addr], [2, 2]),
-        ([dst_addr], [dst_addr], [2]),  # a source of the peer
+        ([dst_addr], [dst_addr], [2]),  # the source is the peer's
         ([src_addr], [dst_addr], [2**64 - 1]),
     ]:
         assert sender.write(receiver.session_id, *blocks) == -1, blocks
@@ -57,11 +57,11 @@ def test_local_engine_codes_of_registration(engines):
     assert engine.register([], []) == engine.unregister([]) == 0
     assert register((1000, 100), (2000, 100)) == 0
     assert register((1099, 1)) == -7
-    assert register((3000, 100), (3050, 1)) == -7  # within one call
+    assert register((3000, 100), (3050, 1)) == -7  # both are in one call
     assert register((4000, 100), (5000, 0)) == -1
     for refused in ((3000,), (4000,), (1000, 1001), (1000, 1000)):
-        assert unregister(*refused) == -3  # nothing of a refused call stays
-    assert register((1100, 900), (900, 100)) == 0  # fills the gaps; 1000 is still there
+        assert unregister(*refused) == -3  # a refused call leaves nothing
+    assert register((1100, 900), (900, 100)) == 0  # it fills the gaps; 1000 is still there
     assert unregister(1000, 2000, 1100, 900) == 0
     assert register((900, 5000)) == 0
 
@@ -102,7 +102,7 @@ def test_local_engine_refuses(engines, call, message):
 
 
 def test_local_engine_interrupted_before_the_copy_can_be_closed(engines, monkeypatch):
-    """Ctrl-C when the write is noted but has not begun must not leave it in flight."""
+    """Ctrl-C after a write is noted, but before it begins, must not leave it in flight."""
     sender, receiver = engines
     _, addr = memory(sender, range(8))
 
@@ -150,7 +150,7 @@ def test_local_engines_of_both_sides_wait_for_a_write(engines, monkeypatch, side
 
 
 def test_more_bytes_than_a_copy_counts():
-    """Every block lies within registered memory, but together they would wrap."""
+    """Every block lies within registered memory, but the sum of their lengths would wrap."""
     pool = MHATokenToKVPool(
         size=0, page_size=1, num_layers=1, num_kv_heads=2**30, head_dim=2**10, dtype="float32"
     )

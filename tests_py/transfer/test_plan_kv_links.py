@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan_kv_links and plan_kv_transfer between fleets of any shape, by the bytes that arrive."""
+"""plan_kv_links and plan_kv_transfer bring the right bytes between fleets of any shape."""
 
 import re
 
@@ -62,7 +62,7 @@ def test_every_byte_arrives_once_and_no_other_is_touched(data, cp_share, seed):
 
 
 def assert_ascending_and_joined(plan, whole_rows):
-    """Check that blocks of an entry ascend in the destination, and no two could be one."""
+    """Check that no block is empty and, for whole rows, that no two neighbours could be one."""
     src_end = dst_end = 0
     for src, dst, length in blocks(plan):
         assert length > 0
@@ -111,12 +111,12 @@ def test_scenario_61_ranks_share_pages_or_layers(share):
         sent = [0] * cp_size
         for source, _, plan in check_fleets(FLAT, Side(4, cp_size=cp_size), dst, cp_share=share):
             sent[source] += plan.total_bytes
-        unit = 7 * 4 * 3 if share == "pages" else 7 * 32  # all layers of a page, or a layer
+        unit = 7 * 4 * 3 if share == "pages" else 7 * 32  # a page's layers, or a layer
         assert max(sent) - min(sent) <= unit
 
 
 def with_left_out(server, layers):
-    """The layout of a server that keeps no index keys for these layers."""
+    """Return the layout of a server that keeps no index keys for these layers."""
     fields = server.layout.to_dict()
     fields["entries"] = [
         entry._replace(addr=0, nbytes=0, item_len=0)
@@ -133,7 +133,7 @@ def with_left_out(server, layers):
     st.sampled_from(["pages", "layers"]),
 )  # fmt: skip
 def test_index_keys_that_a_side_left_out(src_without, dst_without, is_striped, cp_share):
-    """All other buffers are sent as without them, and nothing into what is left out."""
+    """All other buffers are sent as if nothing was left out, and no index keys where none are."""
     model = Model((0, 1, 2, 3), MLA)
     side = Side(4, shard_size=2) if is_striped else Side(4, borders=(2,), cp_size=2)
     sources, (to,) = servers(model, side, 3), servers(model, Side(4), 4)
@@ -196,7 +196,7 @@ def test_striped_pages_that_nobody_or_two_send_are_refused():
     message = "tokens [8, 12), must be sent by one source, got "
     assert_refused(message + "no source", sources[:1], destinations)
     assert_refused(message + "sources 1 and 2", [*sources, sources[1]], destinations)
-    sources[1].pages[:] = [0, 2, 1, 4, 5, 3]  # ranks that do not mean the same pages
+    sources[1].pages[:] = [0, 2, 1, 4, 5, 3]  # ranks mean different pages
     assert_refused("tokens [16, 20), must be sent by one source", sources, destinations)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan_kv_transfer on small cases that can be read."""
+"""plan_kv_transfer is right in small cases that can be read."""
 
 import re
 
@@ -14,7 +14,7 @@ PAGES = 64
 
 def layout(base, *, ids=range(2), kinds=("k", "v"), lengths=(512, 128), draft=0, page_size=16,
            **placement):  # fmt: skip
-    """Groups of layers, then groups of draft layers, 1 MiB apart."""
+    """Lay out groups of layers, then groups of draft layers, 1 MiB apart."""
     entries = []
     for is_draft, layers in ((False, ids), (True, range(draft))):
         for kind, length in zip(kinds, lengths, strict=False):
@@ -28,7 +28,7 @@ SRC, DST = 1 << 48, 1 << 49
 
 
 def test_entry_major_blocks_of_the_fewest_runs():
-    """Runs join across the order of the request where both sides are consecutive."""
+    """Runs join, out of the order of the request, if both sides are consecutive."""
     pages = np.array([[7, 2, 3, 8], [41, 20, 21, 42]], np.int32)
     plan = plan_kv_transfer(layout(SRC), layout(DST), *pages)
     assert plan == plan_kv_transfer(layout(SRC), layout(DST), *pages.astype(np.int64).tolist())
@@ -48,7 +48,7 @@ OF_BOTH = "num_tokens must be given where the pages of both sides do not end at 
 INDEXED = {"kinds": ["k", "v", "index_k"], "lengths": [512, 128, 32]}
 DCP = {"dcp_size": 2, "dcp_interleave": 4}
 REFUSALS = [
-    # changes of the destination, pages, arguments, message
+    # A row has changes of the destination, pages, arguments and a message.
     ({"ids": [0]}, [1], [2], {}, "source has k of layer 1 (item_len 512), which destination has n"),
     ({"ids": [0, 1, 2]}, [1], [2], {}, "destination has k of layer 2 (item_len 512), which sourc"),
     ({"kinds": ["k"]}, [1], [2], {}, "source has v of layer 0 (item_len 128), which destination h"),
@@ -56,8 +56,8 @@ REFUSALS = [
     ({"lengths": [512, 64]}, [1], [2], {}, "v of layer 0 must have the same bytes for each token"),
     ({}, [1], [2, 3], {}, OF_BOTH + "1 of 16 at the source, ending at 16, and 2 of 16 at the dest"),
     ({}, [1, 2], [3, 3], {}, NOT_DISTINCT),
-    ({}, [1, 2], [3, 3], {"first_token": 16}, NOT_DISTINCT),  # over the prefix
-    # rows of a page that the other part leaves alone, and the other rank's
+    ({}, [1, 2], [3, 3], {"first_token": 16}, NOT_DISTINCT),  # the prefix would be overwritten
+    # A page is refused even if its parts write different rows, or come from different ranks.
     ({}, [1, 2], [3, 3], {"first_token": 12, "num_tokens": 8}, NOT_DISTINCT),
     ({}, [1, 2], [3, 3], {"cp_size": 2}, NOT_DISTINCT),
     ({}, [1, -1], [3, 4], {}, "source pages must be in [0, 64) for k of layer 0, got -1 at"),
@@ -84,12 +84,12 @@ def test_refused(changes, src, dst, arguments, message):
 
 
 def entry_layouts(*addrs):
-    """A layer of 512 bytes at each address."""
+    """Lay out a layer of 512 bytes at each address."""
     return KVLayout([KVEntry(i, "k", False, addr, 512, 512) for i, addr in enumerate(addrs)], 16)
 
 
 def test_refused_links():
-    """A link is refused that no other could repair."""
+    """A link is refused if no other link could repair it."""
     for src, dst, message in [
         (entry_layouts(SRC, SRC + 512), entry_layouts(DST, DST + 511),
          "destination buffers must not overlap, got k of layer 0"),
@@ -102,7 +102,7 @@ def test_refused_links():
 
 
 def test_pages_that_are_not_written_may_repeat():
-    """The dummy page stands for pages outside an attention window, and behind the end."""
+    """The dummy page stands for pages outside an attention window, and after the end."""
     pages = [1, 2, 3, 4, 5]
     plan = plan_kv_transfer(
         layout(SRC), layout(DST), pages, [0, 0, 7, 0, 0], first_token=32, num_tokens=16
@@ -131,7 +131,7 @@ def test_layers_of_other_links_are_left_out():
 
 
 def packed(base, **placement):
-    """Pages that are not rows of tokens: 64 keys of 128 bytes, then 64 scales of 4 bytes."""
+    """Lay out pages without rows of tokens: 64 keys of 128 bytes, then 64 scales of 4 bytes."""
     entry = KVEntry(0, "index_k", False, base, 10 * 8448, 8448, token_rows=False)
     return KVLayout([entry], **({"page_size": 64} | placement))
 
@@ -144,10 +144,10 @@ def test_packed_pages_go_whole():
     ]
     tail = plan_kv_transfer(packed(SRC), packed(DST), [3, 4], [1, 2], first_token=64)
     assert blocks(tail) == [(SRC + 4 * 8448, DST + 2 * 8448, 8448)]
-    for rank in range(2):  # a latent that both have: each sends to its own
+    for rank in range(2):  # both have the latent, and each sends to its own
         ranks = {"tp_rank": rank, "tp_size": 2, "total_kv_heads": 1}
         assert len(plan_kv_transfer(packed(SRC, **ranks), packed(DST, **ranks), [3], [1])) == 1
-    for rank in range(2):  # of interleaved pages
+    for rank in range(2):  # pages are interleaved
         dcp = {"dcp_rank": rank, "dcp_size": 2, "dcp_interleave": 128}
         plan = plan_kv_transfer(
             packed(SRC), packed(DST, **dcp), [0, 1, 2, 3], [5, 6], num_tokens=256

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV transfer of caches of 8 bits: scales go along, and what does not fit is refused by name."""
+"""Scales go along with caches of 8 bits, and formats that do not fit are refused by name."""
 
 import ctypes
 from itertools import product
@@ -27,7 +27,7 @@ def make_pool(dtype, scale_dtype=None, heads=HEADS, page_size=PAGE, **options):
 
 
 def rows(pool, kind, layer):
-    """[slots, heads, ...] as bytes."""
+    """Return the rows [slots, heads, ...] as bytes."""
     x = pool._layers[kind][layer].contiguous()
     return x.view(torch.uint8).reshape(pool.num_pages * pool.page_size, pool.num_kv_heads, -1)
 
@@ -37,7 +37,7 @@ def rows(pool, kind, layer):
     pairwise(FORMATS, [(1, 1), (1, 2), (4, 1), (2, 4), (1, 8)], [(False, False), (True, False)]),
 )
 def test_codes_and_scales_arrive(formats, sizes, use_fia):
-    """Tokens 3 to 20 go to other heads and pages; scenario 57: pools of either layout (#15852)."""
+    """Tokens 3 to 20 go to other heads and pages; in scenario 57 over both layouts (#15852)."""
     (dtype, scale_dtype), (src_tp, dst_tp) = formats, sizes
 
     def side(tp_size, page_size, fia):
@@ -99,7 +99,7 @@ def test_layouts_say_what_the_bytes_are():
     ]  # fmt: skip
     assert KVLayout.from_dict(layout.to_dict()) == layout
     other = layout_of(make_pool("int8", "float16"))
-    assert layout != other  # other memory
+    assert layout != other  # it lies elsewhere
 
 
 ONE = "of layer 0 must have one dtype on both sides, got"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans and other values of transfers: what they say, and copies, which are whole or refused."""
+"""Plans and other values of transfers describe themselves; copies of them are whole or refused."""
 
 import copy
 import json
@@ -90,7 +90,7 @@ def test_parts_of_a_plan_made_by_hand():
     assert [name for name, *_ in PLAN.parts] == ["k", "draft k", "v", "draft v"]
     plan = TransferPlan([1, 2], [3, 4], [5, 6], parts=[["k", 1, 1], ("index", 1, 1)])
     assert plan.parts == [("k", 1, 1), ("index", 1, 1)]
-    assert plan == TransferPlan([1, 2], [3, 4], [5, 6])  # the blocks are what counts
+    assert plan == TransferPlan([1, 2], [3, 4], [5, 6])  # only the blocks count
 
 
 def test_an_engine_stays_in_its_process():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans executed over engines: codes become errors, and what is no code is refused."""
+"""Plans are executed over engines; codes become errors, and other answers are refused."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from cpattn.transfer import TransferError, TransferPlan, TransferStatus, execute
 
 
 class ScriptedEngine:
-    """Notes every write, and answers with codes or exceptions in turn, then with 0."""
+    """An engine that notes every write, and answers with these in turn, then with 0."""
 
     def __init__(self, *answers, max_blocks=4):
         self.max_blocks = max_blocks
@@ -29,7 +29,7 @@ class ScriptedEngine:
 
 
 def plan_of(num_blocks):
-    """Blocks of 1, 2, ... bytes at addresses beyond 2**48."""
+    """Plan blocks of 1, 2, ... bytes at addresses from 2**48 on."""
     offsets = 4096 * np.arange(num_blocks, dtype=np.uint64)
     lengths = list(range(1, num_blocks + 1))
     return TransferPlan(offsets + np.uint64(1 << 48), offsets + np.uint64(1 << 49), lengths)
@@ -57,7 +57,7 @@ def test_exceptions_pass_through_and_say_where(error):
     assert caught.value is error
     status = error.transfer_status
     assert (status.first_failed_batch, status.blocks_done, status.bytes_done) == (2, 8, 36)
-    assert status == -1  # no code of the engine
+    assert status == -1  # the engine gave no code
     if hasattr(error, "add_note"):
         assert error.__notes__ == ["after 2 of 3 batches, 8 blocks and 36 bytes"]
 
@@ -176,7 +176,7 @@ def test_codes_of_numpy_are_codes():
     assert type(int(PLAN.execute(answering(*np.zeros(3, np.int32)), "peer"))) is int
     with pytest.raises(TransferError, match="code -3 "):
         PLAN.execute(answering(np.int64(-3)), "peer")
-    assert TransferPlan([], [], []).execute(answering(), "peer") == 0  # which asks nobody
+    assert TransferPlan([], [], []).execute(answering(), "peer") == 0  # no engine is asked
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that engines may touch: registered whole or refused, held as long; regions of lists."""
+"""Registered memory is whole or refused, and held as long; lists of buffers give its regions."""
 
 import copy
 import gc
@@ -51,7 +51,7 @@ def engine():
 
 
 class ForeignEngine:
-    """Somebody else's, which answers with codes and notes what it is asked."""
+    """An engine of somebody else that answers with codes, and notes the calls."""
 
     session_id, max_blocks = "foreign", 8
 
@@ -112,11 +112,11 @@ def test_codes_of_registration_are_errors():
     with pytest.raises(TransferError, match=r"refused to give back .* with code -3$") as caught:
         registration.close()
     assert caught.value.status == -3
-    registration.close()  # which asks again
+    registration.close()  # it asks again
     registration.close()
     assert [call[0] for call in foreign.calls] == ["register", "unregister", "unregister"]
     assert register(foreign, np.empty(0)).addrs == ()
-    assert len(foreign.calls) == 3  # nothing to register asks nobody
+    assert len(foreign.calls) == 3  # no memory, no call
     for answer in (None, False, 0.0):
         message = f"register must return an integer code, .*got {type(answer).__name__}$"
         with pytest.raises(TypeError, match=message):
@@ -124,10 +124,10 @@ def test_codes_of_registration_are_errors():
     watched = weakref.ref(array)
     del array, caught, registration, foreign
     gc.collect()
-    assert watched() is None  # what an engine refuses is not held
+    assert watched() is None  # refused memory is not held
 
 
-# The first function that is registered is the last that is called.
+# atexit calls last the function that was registered first.
 AT_EXIT = """
 import atexit, weakref
 atexit.register(lambda: print("held" if watched() is not None else "gone"))
@@ -173,7 +173,7 @@ def test_ranges_that_are_no_memory_are_refused(engine, tmp_path):
             engine.register(addrs, sizes)
     with pytest.raises(ValueError, match=r"^LocalEngine.register: addrs \+ sizes must not pass"):
         engine.register([2**64 - 1], [2])
-    assert engine.register([addr], [64]) == 0  # nothing of a refused call stays
+    assert engine.register([addr], [64]) == 0  # a refused call leaves nothing
 
 
 def addresses(pool):
@@ -219,7 +219,7 @@ def test_tensors_are_held_until_the_end_of_the_registration_or_the_engine():
     watched = [weakref.ref(array) for array in arrays]
     foreign = ForeignEngine()
     registration = register(foreign, arrays[0])
-    register(foreign, arrays[1])  # which nobody keeps
+    register(foreign, arrays[1])  # nobody keeps this registration
     local = LocalEngine()
     register(local, arrays[2])
     arrays.clear()
@@ -243,15 +243,15 @@ def test_registrations_end_once_whoever_ends_them(engine):
     for thread in threads:
         thread.join()
     assert engine.register([array.ctypes.data], [64]) == 0
-    registration.close()  # is not about the new one
+    registration.close()  # it does not end the new one
     assert engine.unregister([array.ctypes.data]) == 0
     registration = register(engine, array)
     engine.close()
-    registration.close()  # has ended with its engine
+    registration.close()  # it ended with its engine
 
 
 def test_a_write_in_flight_keeps_what_is_unregistered_meanwhile(engine, monkeypatch):
-    """Ctrl-C may end the wait of `unregister`, but not the copy that it waits for."""
+    """Ctrl-C may end the wait in `unregister`, but not the copy that this waits for."""
     source, target = make_pool(), make_pool()
     for pool in (source, target):
         assert engine.register(*addresses(pool)) == 0
@@ -299,7 +299,7 @@ def test_placeholders_and_repetitions_are_left_out():
 
 def test_ranges_that_meet_once_rounded_become_one():
     ptrs = [9 * MiB, 2 * MiB + 64, 2 * MiB + 512, 5 * MiB]
-    lens = [64, 128, 64, 64]  # rounded: [8, 10), [2, 4), [2, 4), [4, 6)
+    lens = [64, 128, 64, 64]  # in MiB they round to [8, 10), [2, 4), [2, 4), [4, 6)
     merged = registration_regions(ptrs, lens, alignment=2 * MiB)
     assert merged == ([2 * MiB + 64, 9 * MiB], [3 * MiB, 64])
     assert registration_regions([100, 110], [100, 10], alignment=2) == ([100], [100])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of other types than the transfer functions take, and lists that change meanwhile."""
+"""Transfer functions refuse arguments of other types; lists may change during a call."""
 
 import re
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ def test_frames_may_be_views_of_buffers():
 
 
 def test_a_list_of_slots_that_changes_while_it_is_sent():
-    """A mamba state has one slot; more must not slip in between the check and the plan."""
+    """A mamba state has one slot; no more may slip in between the check and the plan."""
 
     class Growing:
         def __index__(self):
@@ -67,11 +67,11 @@ def test_a_list_of_slots_that_changes_while_it_is_sent():
     assert plan_send_state(args, [[8192]], [slots], [[1]]).src_addrs.tolist() == [4096 + 2 * 64]
 
 
-# Lists of addresses are read once: it is harmless to change them later, or meanwhile.
+# Lists of addresses are read once, so changing them later or during a call is harmless.
 
 
 class Shifty:
-    """An integer that is another one each time it is read."""
+    """An integer with another value each time that it is read."""
 
     def __init__(self, *values):
         self.values = list(values)
@@ -81,7 +81,7 @@ class Shifty:
 
 
 class Emptying:
-    """An integer that empties the list which it is read from."""
+    """An integer that empties its list when it is read."""
 
     def __init__(self, value):
         self.value = value
@@ -105,7 +105,7 @@ def test_a_write_copies_the_blocks_that_it_has_checked(engine, which):
     registered = memory[:2].nbytes
     base = memory.ctypes.data
     engine.register([base], [registered])
-    outside = base + registered  # the third row, which nobody registered
+    outside = base + registered  # nobody registered the third row
     block = {"source": base, "destination": base + 64, "length": 32}
     later = {"source": outside, "destination": outside, "length": 128}
     block[which] = Shifty(block[which], later[which])
@@ -117,7 +117,7 @@ def test_a_write_copies_the_blocks_that_it_has_checked(engine, which):
 
 def test_a_list_emptied_by_an_element_of_it():
     first = Emptying(7)
-    first.holder = lengths = [first, *range(10**12, 10**12 + 500)]  # ints that only the list holds
+    first.holder = lengths = [first, *range(10**12, 10**12 + 500)]  # only the list holds these ints
     plan = TransferPlan([0] * 501, [0] * 501, lengths)
     assert lengths == []
     assert plan.lengths.tolist() == [7, *range(10**12, 10**12 + 500)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang's own functions, where its wheel is at hand."""
+"""Fixtures give sglang's own functions if its wheel is at hand."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def sglang() -> SimpleNamespace:
-    from support.sglang import sglang_upstream  # needs torch, as not all tests of this folder do
+    from support.sglang import sglang_upstream  # only some tests here need torch
 
     return sglang_upstream.load_or_skip()
 

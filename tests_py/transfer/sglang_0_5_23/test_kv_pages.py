@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages, groups and chunks of a prompt; what a server says of its pools, and entries that pair."""
+"""Pages, groups and chunks of a prompt are right, and so is the description of a server's pools."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def test_pages_of_slots(pages, page_size, data):
 
 
 def test_groups_go_on_where_both_sides_do():
-    """The rule is in tests_cpp/transfer/kv_pages_test.cc."""
+    """tests_cpp/transfer/kv_pages_test.cc tests the rule itself."""
     for src, dst in (([2, 3, 7], (20, 21, 40)), (np.array([2, 3, 7]), [20, 21, 40])):
         assert group_concurrent_contiguous(src, dst) == ([[2, 3], [7]], [[20, 21], [40]])
         assert group_concurrent_contiguous(src, []) == ([], [])
@@ -75,7 +75,7 @@ EQUAL = "group_concurrent_contiguous requires equal-length src/dst index arrays,
         (lambda: cursor().advance(-5), "KVSendCursor.advance: num_computed must be >= 0, got -5"),
         (lambda: cursor().advance(8, end=9), "end must be within the 8 tokens, got 9"),
         (lambda: cursor().advance(8, end=-1), "end must be >= 0, got -1"),
-        # Slices end where lists do: as many pages on both sides are not yet all of them.
+        # Slices end where lists do, so equally many pages on both sides need not be all of them.
         (lambda: WHOLE.select([*range(12)], [5, 6]), SHORT.format(3)),
         (lambda: WHOLE.select(list(range(8)), [5, 6]), SHORT.format(2)),
     ],
@@ -86,7 +86,7 @@ def test_refused(call, message):
 
 
 def test_compat_goes_on_as_engines_do():
-    """A destination may be short of pages; a prefix may end in a page, whose rest is never sent."""
+    """A destination may be short of pages; a prefix may end in a page, and a tail is not sent."""
     src, dst = cursor(12, compat=True).advance(12, last_chunk=True).select([*range(12)], [5, 6])
     assert (src.tolist(), dst) == ([0, 1], [5, 6])
     chunk = cursor(10, decode_prefix_len=2, compat=True).advance(10, last_chunk=True)
@@ -100,7 +100,7 @@ def test_compat_goes_on_as_engines_do():
     data=st.data(),
 )
 def test_chunks_send_every_page_once(num_pages, tail, page_size, data):
-    """Pages of all chunks one after the other are the request's, prefix excluded."""
+    """The pages of all chunks, one after the other, are those of the request after its prefix."""
     num_tokens = num_pages * page_size + tail % page_size
     prefix = data.draw(st.integers(0, num_tokens // page_size)) * page_size
     computed = sorted(data.draw(st.lists(st.integers(0, num_tokens), max_size=6)))
@@ -133,14 +133,14 @@ def test_a_partial_page_waits():
     assert cursor.advance(63) is None
     first = cursor.advance(100)
     assert (first.token_start, first.token_end, first.page_start, first.page_end) == (0, 64, 0, 1)
-    last = cursor.advance(500, last_chunk=True)  # tokens already generated are not the prompt's
+    last = cursor.advance(500, last_chunk=True)  # generated tokens do not count
     assert (last.token_start, last.token_end, last.page_start, last.page_end) == (64, 130, 1, 3)
     cursor = KVSendCursor(16, 4)
     assert cursor.advance(16, end=9).token_end == 8
     assert cursor.advance(16, end=4) is None
     assert cursor.advance(16, end=16).token_end == 16
     all_cached = KVSendCursor(8, 4, decode_prefix_len=8).advance(8, last_chunk=True)
-    assert all_cached.is_last  # carries the metadata
+    assert all_cached.is_last  # it carries the metadata
     assert all_cached.page_start == all_cached.page_end == 0
     assert KVSendCursor(0, 1).advance(0) is None
     assert KVSendCursor(0, 1).advance(0, last_chunk=True).is_last
@@ -179,7 +179,7 @@ def test_draft_buffers_come_last():
     infos = zip(pool.get_contiguous_buf_infos(), draft.get_contiguous_buf_infos(), strict=True)
     lists = [[*own, *extra] for own, extra in infos]
     assert [args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens] == lists
-    # K0 K1 V0 V1 I0 I1 dK dV dI, of pages of 8 tokens in bfloat16
+    # K0 K1 V0 V1 I0 I1 dK dV dI have pages of 8 tokens in bfloat16
     assert args.kv_item_lens == [512, 512, 256, 256, 128, 128, 512, 256, 128]
     assert (args.page_size, args.prefill_start_layer, args.prefill_end_layer) == (8, 5, 7)
     assert not hasattr(args, "total_kv_layers")
@@ -191,7 +191,7 @@ def test_draft_buffers_come_last():
 @pytest.mark.parametrize("index_head_dim", [None, 8])
 @pytest.mark.parametrize(("layers", "drafts"), [(3, 1), (2, 1), (4, 1), (1, 3), (2, 0), (0, 1)])
 def test_drafts_of_thin_stages_are_no_groups(layers, drafts, index_head_dim):
-    """Buffers divided by layers would count 4 groups for 3 layers of 3 groups and a draft."""
+    """3 layers of 3 groups and a draft would have 4 groups if buffers were divided by layers."""
     pool = SimpleNamespace(
         index_head_dim=index_head_dim, layer_num=layers, get_state_buf_infos=lambda: ([], [], [])
     )

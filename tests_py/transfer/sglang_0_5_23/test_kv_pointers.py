@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that meet: the tables of what engines do, right and wrong, and every geometry."""
+"""Buffers meet as in tables of what engines do, right or wrong, and in every geometry."""
 
 from itertools import chain, product
 
@@ -13,13 +13,13 @@ from cpattn.transfer.sglang_0_5_23 import get_mha_kv_ptrs_with_pp, get_mla_kv_pt
 
 
 def names(groups, layers, drafts=0):
-    """The list a server registers: per group its layers, then per group the drafts."""
+    """Return the list that a server registers: layers of each group, then drafts of each group."""
     return [f"{g}{i}" for g in groups for i in layers] + [
         f"d{g}{k}" for g in groups for k in range(drafts)
     ]
 
 
-# layers, drafts, first, end, what compat takes for V
+# A row has layers, drafts, first, end, and the buffers that compat takes for V.
 MHA_TABLE = [
     (15, 0, 0, 7, "K14 V0 V1 V2 V3 V4 V5"),
     (15, 0, 7, 15, "V0 V1 V2 V3 V4 V5 V6 V7"),
@@ -41,7 +41,7 @@ def test_mha_table(layers, drafts, first, end, dst_v):
     assert found == (src_k, src_v, src_k, src_v, n)
     found = get_mha_kv_ptrs_with_pp(stage, decode, **where, compat=True)
     assert found == (src_k, src_v, src_k, dst_v.split(), n)
-    for compat in (False, True):  # equal lists need no total
+    for compat in (False, True):  # lists that are equal need no total
         found = get_mha_kv_ptrs_with_pp(decode, decode, prefill_start_layer=0, compat=compat)
         assert found[2:] == (*found[:2], layers + drafts)
     for unknown in ({}, {"total_kv_layers": None}):
@@ -84,7 +84,7 @@ DRAFTED = names(MLA, range(4), 1)
         (names(MLA, [2, 3], 1), names(MLA, range(4), 2), {}, "as many drafts.* got 2"),
         (names(MLA, [2, 3], 1), names(MLA, range(4)), {}, "as many drafts.* got 0"),
         (names(MLA, [1, 2], 1), DRAFTED, {"prefill_start_layer": 1}, "the stage with drafts must"),
-        # As many entries on both sides, but K2 of the source is not the fourth of the destination.
+        # Both sides have equally many entries, but K2 is not the destination's fourth.
         (names(MLA, range(3), 1), DECODE, {"prefill_start_layer": 0}, ".* must end at layer 4"),
         (
             names(MLA, [3], 1),
@@ -117,7 +117,7 @@ def test_an_unknown_number_of_layers(total):
 
 
 def test_pointers_in_arrays():
-    """A list extended by a slice of an array is no longer a list."""
+    """Pointers may be arrays or tensors on either side."""
     stage, decode = np.array([7, 8], np.uint64), torch.tensor([1, 2, 3, 4])
     where = {"prefill_start_layer": 1, "total_kv_layers": 2}
     for src, dst in ((stage, decode), (decode[:2] + 6, stage.tolist() * 2), ((7, 8), decode)):
@@ -145,7 +145,7 @@ small = st.integers(0, 9)
 
 @given(small, st.integers(0, 30), small, st.integers(1, 3), small)
 def test_compat_is_the_rule_with_slices_of_python(num_src, num_dst, first, groups, total):
-    """Later rules are those of plan_send_kvcache in test_upstream_kv_send.py."""
+    """test_upstream_kv_send.py tests the later rules, those of plan_send_kvcache."""
     src, dst = list(range(num_src)), list(range(100, 100 + num_dst))
     stage = {"prefill_start_layer": first, "kv_buf_groups": groups, "total_kv_layers": total}
     found = get_mla_kv_ptrs_with_pp(src, dst, **stage, compat=True)
@@ -153,11 +153,11 @@ def test_compat_is_the_rule_with_slices_of_python(num_src, num_dst, first, group
 
 
 def test_strict_is_right_or_refuses():
-    """Layouts are all small ones of both sides, drafts on either, whatever is known of the model.
+    """All small layouts of both sides are tried, with drafts and with more or less knowledge.
 
-    The destination has the whole model or the source's stage, and then not so many drafts that
-    it is as long; the source says honestly what it knows. Wrong buffers never come out, and with
-    all known the whole model always answers.
+    The destination has the whole model, or the source's stage with too few drafts to look like
+    the whole model; the source tells the truth. Wrong buffers never come out, and if all is known
+    and drafts fit, a destination with the whole model is always answered.
     """
     answered = refused = 0
     for layers, groups, own, other in product(range(1, 5), ("X", MLA, NSA), range(3), range(3)):
@@ -188,7 +188,7 @@ def test_strict_is_right_or_refuses():
     assert answered > refused / 2
 
 
-# Lists with one entry for each layer, and drafts at their end.
+# These lists have one entry for each layer, and drafts at their end.
 FLAT = {"prefill_start_layer": 2, "num_draft_entries": 1}
 
 

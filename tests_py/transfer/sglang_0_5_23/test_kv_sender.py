@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters that apply to a rank, where its pages go, and from whom a decode rank pulls."""
+"""Filters that apply to a rank, places of its pages, and peers of a decode rank are right."""
 
 from collections import Counter
 from itertools import product
@@ -58,7 +58,7 @@ def test_too_few_pages_of_the_destination():
         message = f"^KVSendIndices.select: dst_kv_indices must have {rule}, got 2 pages"
         with pytest.raises(ValueError, match=message):
             planned.select([1, 2])
-        # As engines do: one ends their thread, the other leaves pages unsent.
+        # Engines fail in two ways: one ends their thread, the other leaves pages unsent.
         planned = plan_send_indices(sender, [5, 6, 7], curr_idx=0, num_kv_indices=3, compat=True)
         if sender is WHOLE:
             assert planned.select([1, 2]) == ([5, 6], [1, 2])
@@ -202,7 +202,7 @@ def test_refused(call, arguments, rule, error):
 
 
 def senders(found, is_mla):
-    """The ranks with data for this decode rank."""
+    """Return the ranks that have data for this decode rank."""
     tp_ranks = found.target_tp_ranks
     if is_mla and found.target_tp_rank is not None:
         tp_ranks = [found.target_tp_rank]

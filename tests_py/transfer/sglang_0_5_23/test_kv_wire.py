@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between servers: their bytes, what older servers send, and what is refused."""
+"""Messages between servers have the right bytes, also from older servers; others are refused."""
 
 import struct
 
@@ -12,7 +12,7 @@ from cpattn.transfer.wire import KVRegistration, KVTransferRequest, pack_int_lis
 
 LIMITS = {"I": (0, 2**32 - 1), "i": (-(2**31), 2**31 - 1), "Q": (0, 2**64 - 1)}
 PEER = {"host": "10.0.0.1", "port": 4000, "session_id": "10.0.0.1:4001"}
-NUM_OLD_FRAMES = 10  # of a registration, before layer ids and DCP
+NUM_OLD_FRAMES = 10  # a registration had so many before layer ids and DCP
 
 
 def registration(**changes):
@@ -48,7 +48,7 @@ def test_lists_that_are_refused():
         unpack_int_lists(pack_int_lists([[1]], "I"), "Q")
     with pytest.raises(ValueError, match=r"must end at byte 8 .* got 8 bytes in a frame of 1"):
         unpack_int_lists(b"\1", "I")
-    with pytest.raises(ValueError, match="of 4294967295 lists"):  # allocates nothing
+    with pytest.raises(ValueError, match="of 4294967295 lists"):  # nothing is allocated
         unpack_int_lists(b"\xff" * 16, "I")
     with pytest.raises(ValueError, match="fmt must be one of I, i, Q, got 'L'"):
         pack_int_lists([], "L")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that senders of engines would send, against plain restatements of their rules; heads
-between ranks of unequal tensor parallelism, which fleets send token by token."""
+"""Senders send the blocks of engines, by plain restatements of their rules. Heads go between ranks
+of unequal tensor parallelism; fleets send them token by token."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ BASE = 1 << 48
 
 
 def server(groups, first, end, drafts, *, base, **fields):
-    """Arguments of a server with items of another length per group, and the name of each entry."""
+    """Return arguments of a server whose groups differ in item length, and the entries' names."""
     names = [f"{g}{i}" for g in groups for i in range(first, end)]
     names += [f"d{g}{k}" for g in groups for k in range(drafts)]
     items = [32 << groups.index(name.lstrip("d")[0]) for name in names]
@@ -119,7 +119,7 @@ def test_a_stage_must_say_where_it_begins(compat):
 
 
 def test_compat_takes_the_item_length_of_the_source():
-    """The length holds for both sides, without a check."""
+    """The source's length is used for both sides, without a check."""
     send = KVArgs(**ARGS), [2 * BASE, 3 * BASE], [0], [0]
     plan = plan_send_kvcache(*send, pp_size=1, is_mla=True, compat=True, **OTHER)
     assert blocks(plan)[1] == (BASE + 0x10000, 3 * BASE, 200)
@@ -139,14 +139,14 @@ def sender(ids, base=SRC) -> KVArgs:
 
 
 def entries_of(plan) -> list[tuple[int, int]]:
-    """The entries that a plan of one page joins, of source and destination."""
+    """Return the pairs of source and destination entries that a plan of one page joins."""
     pairs = [((src - SRC) // STEP, (dst - DST) // STEP) for src, dst, _ in blocks(plan)]
     return list(dict.fromkeys(pairs))
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True), st.data(), st.booleans())
 def test_stages_of_hybrid_models_reach_their_layers(layers, data, compat):
-    """#32270: stages of layers that attend, counted by ordinal, met those of another stage."""
+    """#32270 counted layers that attend by ordinal, so a stage met the layers of another one."""
     own = data.draw(st.lists(st.sampled_from(layers), min_size=1, unique=True))
     src_ids = own * 2  # K, then V
     dst_ids = data.draw(st.permutations(layers)) * 2
@@ -174,7 +174,7 @@ def send(src, dst, *, src_lens=None, groups=1, pp_size=2, is_mla=False, ptrs=Non
 
 
 PAIRED = [
-    # ids of both sides, options, pairs of entries
+    # A row has the ids of both sides, options, and pairs of entries.
     ([4, 7], [7, 4], {"src_lens": [64, 96], "dst_item_lens": [96, 64]}, [(0, 1), (1, 0)]),
     # Engines send half a layer alone, and leave out entries without a length.
     ([0, 1], [0, 1, 0, 1], {"compat": True}, [(0, 0), (1, 1)]),
@@ -239,9 +239,9 @@ def slice_args(num_entries, item_len, **attributes):
 @pytest.mark.parametrize(
     ("attributes", "item", "dst_item", "at", "length"),
     [
-        ({"kv_head_num": 3}, 24, 48, 24, 24),  # heads of a rank, times ranks
+        ({"kv_head_num": 3}, 24, 48, 24, 24),  # heads of a rank times ranks
         *(({"kv_head_num": 3, "total_kv_head_num": n}, 24, 48, 24, 24) for n in (None, 0, -1)),
-        ({"kv_head_num": 1, "total_kv_head_num": 1}, 64, 64, 0, 64),  # which every rank holds
+        ({"kv_head_num": 1, "total_kv_head_num": 1}, 64, 64, 0, 64),  # every rank holds it
         ({"total_kv_head_num": 2, "dst_tp_rank": 1, "dst_attn_tp_size": 2}, 64, 64, 0, 64),
     ],
 )
@@ -261,7 +261,7 @@ HALVES = {"engine_rank": 0, "page_size": 4, "kv_head_num": 2, "prefill_start_lay
     [
         ([128, 128], {}, {"dst_kv_item_len": 128}, "source item lengths must be 64 for 2 heads wh"),
         ([128, 128], {}, {"dst_kv_item_len": 250}, "a whole number of bytes for each of 4 tokens"),
-        ([128, 64], {}, {}, r"must be 128 .* got 64 of entry 1"),  # V narrower than K
+        ([128, 64], {}, {}, r"must be 128 .* got 64 of entry 1"),  # V is narrower than K
         ([128, 128], {}, {"attn_tp_size": 0}, "slice: attn_tp_size must be >= 1, got 0"),
         ([128, 128], {}, {"dst_attn_tp_size": 0}, "slice: dst_attn_tp_size must be >= 1, got 0"),
         ([128, 128], {"page_size": 2**62}, {"compat": True}, "page_size must fit into int32, got"),
@@ -285,7 +285,7 @@ def test_ranks_outside_of_the_destination_are_refused(rank):
 
 @pytest.mark.parametrize(("pp_size", "compat"), [(1, True), (2, True), (3, True), (2, False)])
 def test_slices_of_a_stage_go_to_its_layers(pp_size, compat):
-    """The stage is the second of three layers; with compat one stage will do, as in engines."""
+    """The stage has the second of three layers; with compat pp_size may be 1, as in engines."""
     args = slice_args(
         2, 32, total_kv_head_num=2, prefill_start_layer=1, total_kv_layers=3, kv_buf_groups=1
     )

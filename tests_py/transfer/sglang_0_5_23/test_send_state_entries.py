@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata and states: which entries pair, which a side left out, which pages a rank has."""
+"""Entries of metadata and states pair; a side may leave some out, and a rank have some pages."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SRC, DST = 1 << 40, 1 << 41
 
 
 def send(src_lens, dst_lens, *, src=(1,), dst=(2,), kind="dsa", ids=(None, None), args=(), **more):
-    """One component; buffer i of a side begins at i * 4096 behind its base."""
+    """Plan one component; buffer i of a side begins i * 4096 bytes after its base."""
     src_ptrs, dst_ptrs = (
         [base + 4096 * i for i in range(len(lens))]
         for base, lens in ((SRC, src_lens), (DST, dst_lens))
@@ -27,7 +27,7 @@ def send(src_lens, dst_lens, *, src=(1,), dst=(2,), kind="dsa", ids=(None, None)
 
 
 def pairs(plan, src_lens):
-    """(source entry, destination entry) of plans of page 1 to page 2."""
+    """Return pairs (source entry, destination entry) of a plan from page 1 to page 2."""
     found = []
     for src, dst, length in blocks(plan):
         entry = (src - SRC) // 4096
@@ -41,7 +41,7 @@ lengths = st.sampled_from([0, 8, 8, 16])
 
 @given(st.data(), st.integers(1, 4), st.booleans())
 def test_stages_and_layer_splits_cover_the_layers_of_the_model(data, num_ranks, compat):
-    """Each rank publishes what it keeps; some layers keep no index keys, drafts are on the last."""
+    """Each rank publishes what it keeps; some layers have no index keys, the last rank drafts."""
     num_layers, num_drafts = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 2))
     lens = [data.draw(lengths) for _ in range(num_layers)] + [8] * num_drafts
     cuts = sorted(data.draw(st.integers(0, num_layers)) for _ in range(num_ranks - 1))
@@ -74,7 +74,7 @@ def test_striped_pages_of_state():
     for compat in (False, True):
         with pytest.raises(ValueError, match=r"striped state pages must be as many .* got 2 .* 1 "):
             send([8], [8], src=[1, 2], dst=[1], **shard, compat=compat)
-    # Of what a rank has nothing, nothing is looked at.
+    # A rank that has no page of a component does not look at its lengths.
     assert len(send([8], [99], src=[2], dst=[1], **shard)) == 0
     with pytest.raises(ValueError, match=r"item lengths must be equal"):
         send([8], [99], src=[1], dst=[1], **shard)
@@ -107,7 +107,7 @@ REFUSALS = [
     ([8, 8], [8], {"ids": ([5, 6], None)}, RuntimeError, BOTH),
     ([8], [8], {"ids": ([7], [5])}, RuntimeError, "missing a transfer entry for model layer 7"),
     ([8, 8], [8, 8], {"ids": ([5], [5, 6])}, RuntimeError, "src metadata=1 entries=2, dst metadat"),
-    # Also where a rank has nothing to send.
+    # The next ones are refused even if a rank has nothing to send.
     ([8], [8], {"kv_shard_size": 0}, ValueError, "kv_shard_size must be >= 1, got 0"),
     ([8], [8], {"dst_state_layer_ids": [["a"]]}, TypeError, "dst_state_layer_ids"),
     ([8], [8], {"dst_state_item_lens": [[8]] * 2}, ValueError, "components must be as many .*: 2"),

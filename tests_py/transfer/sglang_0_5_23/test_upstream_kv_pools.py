@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools against those of sglang: their buffers, and what writes leave in them."""
+"""Pools have the buffers of sglang's pools, and writes leave the same in them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +61,7 @@ def test_pool_buffers(sglang, rng, use_fia):
                 theirs, ours = getattr(upstream, name)(layer), getattr(pool, name)(layer)
                 assert tuple(ours.shape) == tuple(theirs.shape)
                 assert ours.dtype == theirs.dtype
-        for i in range(0, len(ptrs), pool.num_layers):  # one allocation for the layers of a kind
+        for i in range(0, len(ptrs), pool.num_layers):  # layers of a kind are one allocation
             kind, our_kind = ptrs[i : i + pool.num_layers], our_ptrs[i : i + pool.num_layers]
             assert [p - our_kind[0] for p in our_kind] == [p - kind[0] for p in kind]
 

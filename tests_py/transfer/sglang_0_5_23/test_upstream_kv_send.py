@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends against sglang, over thousands of random cases."""
+"""Sends agree with sglang, over thousands of random cases."""
 
 from types import SimpleNamespace
 
@@ -13,13 +13,13 @@ from support.transfer.plan_blocks import blocks
 
 
 def unique_pages(rng: np.random.Generator, num_pages: int, total: int) -> np.ndarray:
-    """Draw different pages of a pool but page 0, half of the time in ascending order."""
+    """Draw different pages of a pool except page 0, half of the time in ascending order."""
     pages = 1 + rng.permutation(total - 1)[:num_pages]
     return (np.sort(pages) if rng.random() < 0.5 else pages).astype(np.int32)
 
 
 def random_kv_args(rng: np.random.Generator, *, is_mla: bool) -> tuple[SimpleNamespace, list[int]]:
-    """Return what a prefill stage registers, and the addresses of a decode server's buffers."""
+    """Return the KVArgs of a prefill stage, and the addresses of a decode server's buffers."""
     num_layers, stage = random_stage(rng)
     groups = str(rng.choice(["KV", "KVI"])) if is_mla else "KV"
     page_bytes = {"K": 512, "V": 512 if rng.random() < 0.5 else 96, "I": 64}
@@ -123,7 +123,7 @@ def test_plan_send_kvcache_slice(sglang, rng):
 
 
 def random_buffers(rng: np.random.Generator, num_buffers: int) -> tuple[list[int], list[int]]:
-    """Addresses, and bytes of an item."""
+    """Return addresses of buffers, and the bytes of an item in each."""
     addrs = 2**48 + 2**24 * (1 + rng.permutation(1000)[:num_buffers].astype(np.int64))
     return addrs.tolist(), rng.choice([64, 512, 4096], num_buffers).tolist()
 

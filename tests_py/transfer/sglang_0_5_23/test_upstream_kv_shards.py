@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of pages and layers, their senders and receivers, against sglang's own functions."""
+"""Shards of pages and layers, their senders and receivers agree with sglang's own functions."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def shards(sglang):
 
 
 def listed(found):
-    """Pages and where they go, as plain values."""
+    """Return pages and their places as plain values."""
     pages, where = found
     return [int(page) for page in pages], where if isinstance(where, slice) else [*map(int, where)]
 
@@ -87,7 +87,7 @@ def test_pull_targets(sglang, rng):
         pp_size = int(rng.choice([1, 2]))
         decode = SimpleNamespace(
             is_mla_backend=bool(rng.integers(2)), attn_tp_size=int(rng.choice([1, 2, 4, 8])),
-            is_hybrid_mla_backend=True,  # which only spares a warning
+            is_hybrid_mla_backend=True,  # it only spares a warning
             attn_cp_size=int(rng.choice([1, 1, 1, 2])), attn_cp_rank=0, pp_size=pp_size,
             pp_rank=int(rng.integers(pp_size)),
             enable_all_cp_ranks_for_transfer=bool(rng.integers(2)),
@@ -128,12 +128,12 @@ def test_get_mla_kv_ptrs_with_pp_of_flat_lists_compat(sglang, rng):
 
 
 def random_state(rng):
-    """Item lengths and layer ids of a DSA component on both sides, and the stage."""
+    """Draw item lengths and layer ids of a DSA component on both sides, and its first layer."""
     num_layers = int(rng.integers(1, 9))
     start = int(rng.integers(0, num_layers))
     src = rng.choice([0, 64, 64, 512], rng.integers(1, num_layers - start + 1)).tolist()
     dst = rng.choice([0, 64], num_layers).tolist()
-    if rng.random() < 0.8:  # mostly what fits
+    if rng.random() < 0.8:  # most cases fit
         for i, item_len in enumerate(src):
             dst[start + i] = item_len if rng.random() < 0.9 else 0
     if rng.random() < 0.3:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of servers and what they register, against sglang's own code, at random.
+"""Random messages and registrations of servers agree with sglang's own code.
 
-Runs where a wheel of sglang 0.5.23 is at hand (see `sglang_upstream`).
+The tests run where a wheel of sglang 0.5.23 is at hand (see `sglang_upstream`).
 """
 
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def random_registration(rng: np.random.Generator) -> wire.KVRegistration:
 
 
 def upstream_fields(message: wire.KVRegistration) -> dict[str, Any]:
-    """A registration by the names of sglang's parser."""
+    """Return a registration by the names of sglang's parser."""
     differ = {
         "host": "endpoint", "port": "dst_port", "session_id": "mooncake_session_id",
         "kv_data_ptrs": "dst_kv_ptrs", "aux_data_ptrs": "dst_aux_ptrs",
@@ -95,7 +95,7 @@ def test_registrations_are_written_as_upstream_writes_them(sglang, rng):
         manager = wire_manager(
             sglang,
             message,
-            kv_args=message,  # whose names are those of KVArgs
+            kv_args=message,  # its names are those of KVArgs
             attn_tp_size=message.attn_tp_size,
             dcp_size=message.dcp_size,
             dcp_rank=message.dcp_rank,
