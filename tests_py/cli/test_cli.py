@@ -103,7 +103,7 @@ LONG = ("replay", "--requests", "3000", "--no-check")
     [
         (LONG, wait_for_workers),
         (LONG, wait_for_batch),
-        (("plan", "--calibrate", "--threads=1"), wait_for_workers),  # for the exchange, at the end
+        (("plan", "--calibrate", "--threads=1"), wait_for_workers),  # the exchange has workers
     ],
 )
 def test_ctrl_c_ends_all_processes_with_one_line(command_line, arguments, wait):

@@ -393,7 +393,7 @@ def test_cpu_name(monkeypatch, tmp_path):
     file = tmp_path / "cpuinfo"
     monkeypatch.setattr(_machine, "_CPUINFO", file)
     assert _machine.cpu_name() == platform.machine()  # no such file
-    file.write_text("processor : 0\nCPU implementer : 0x41\n")  # as on Arm
+    file.write_text("processor : 0\nCPU implementer : 0x41\n")  # Arm has such a file
     assert _machine.cpu_name() == platform.machine()
     file.write_text("processor : 0\nmodel name\t: A CPU @ 2 GHz\n\nmodel name\t: another\n")
     assert _machine.cpu_name() == "A CPU @ 2 GHz"

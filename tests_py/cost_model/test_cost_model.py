@@ -159,7 +159,7 @@ def test_fit_finds_the_rates_behind_timings():
     rates = fit(samples)
     assert rates == pytest.approx({"gflops": 400, "pack_rows": 20, "row_keys": 60, "call_us": 5})
     halved = [sample._replace(seconds=(sample.seconds + call) / 2) for sample in samples]
-    assert _gflops(halved, rates) == pytest.approx(800)  # for two threads; calls take as long
+    assert _gflops(halved, rates) == pytest.approx(800)  # two threads; calls take as long
     slower = [sample._replace(seconds=1.5 * sample.seconds) for sample in samples]
     assert lse_share(samples, slower) == pytest.approx(0.5)
     assert lse_share(slower, samples) == 0  # noise

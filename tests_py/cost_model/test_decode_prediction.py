@@ -52,7 +52,7 @@ def test_keys_and_bytes_are_those_counted_one_by_one(
         for target in range(source % ranks_per_host, size, ranks_per_host):
             if target == source:
                 continue
-            place = source % ranks_per_host  # with gather it sends its share of all heads
+            place = source % ranks_per_host  # gather sends its share of all heads
             rail = 6 * (place + 1) // ranks_per_host - 6 * place // ranks_per_host
             by_heads = exchange == "all_to_all"
             nbytes = (heads[target] if by_heads else rail) * (16 * state[1] + 4)

@@ -32,7 +32,7 @@ def report(path: Path, *arguments: str) -> dict[str, Any]:
 def test_a_thousand_ranks_from_the_command_line_without_torch(command_line, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     env = os.environ | {"PYTHONPATH": path_with(tmp_path)}
-    env.pop("COLUMNS", None)  # which pytest-xdist sets
+    env.pop("COLUMNS", None)  # pytest-xdist sets it
     done = command_line.run("plan", "--cp-size", "8..1024", env=env)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -218,7 +218,7 @@ PLACED = "--hosts=8,256 --ranks-per-host=4 --placement=token_interleave"
 def test_tables_fit_their_columns(columns, arguments, kept):
     lines = plan(*arguments.split(), env={"COLUMNS": str(columns)}).stdout.splitlines()
     assert not any("…" in line for line in lines)
-    others = [line for line in lines if not line.startswith("assumed: ")]  # to copy whole
+    others = [line for line in lines if not line.startswith("assumed: ")]  # users copy that whole
     assert max(map(len, others)) <= columns
     header = set(next(line for line in lines if line.lstrip().startswith("ranks ")).split())
     assert {"ranks", *kept.split()} <= header
@@ -248,7 +248,7 @@ def test_placing_is_told_to_the_library(tmp_path):
 
 
 def test_hosts_times_ranks_are_the_ranks(tmp_path, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     hosts = ("--hosts=1..4", "--ranks-per-host=3", "--strategy=zigzag", "--cpus=6", *RATES)
     records = report(tmp_path / "h.json", *hosts)["predictions"]
     assert [record["cp_size"] for record in records] == [3, 6, 12]
@@ -272,7 +272,7 @@ def test_ranks_of_a_mesh(tmp_path):
 
 
 def test_a_step_of_decoding(tmp_path, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     arguments = ("--cp-size=4,8", "--decode=3", "--prefix-lens=4000,9,700", "--threads=4")
     told = report(tmp_path / "d.json", *arguments, "--gflops=900")
     for record, size in zip(told["predictions"], (4, 8), strict=True):

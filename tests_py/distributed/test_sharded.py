@@ -74,7 +74,7 @@ def test_what_travels_is_what_the_choice_goes_by_and_is_counted(traffic, exchang
     if exchange != "ring":  # a ring also sends the rest of a rank's last block
         most = max(answer["received"][1] for answer in answers)
         assert most == answers[0]["choice"][exchange]
-    agreements = 2 * 2 * 8 * len(TERMS)  # for write_kv and attend, from two others
+    agreements = 2 * 2 * 8 * len(TERMS)  # write_kv and attend, two others
     if exchange == EXCHANGES[0]:  # the first on the group also compares versions
         agreements += 2 * 8 * len(own_values(0))
     for answer in answers:

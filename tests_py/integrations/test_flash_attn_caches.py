@@ -81,7 +81,7 @@ def test_a_step(layout, padded, rotary_dim, interleaved, causal, window_size, ne
     for s, (row, n, pad) in enumerate(zip(rows, LENGTHS, padding, strict=True)):
         at = torch.arange(n, n + new)
         kept[0][row, at], kept[1][row, at] = turned(k[s], angles, at, interleaved), v[s]
-        # By flash-attn's docstring all are at cache_seqlens "if not causal and not local".
+        # flash-attn's docstring puts all at cache_seqlens "if not causal and not local".
         steps = torch.arange(tokens) * (causal or window_size != (-1, -1))
         queries.append(turned(q[s], angles, n + steps, interleaved))
         keys.append(kept[0][row, pad : n + new])

@@ -56,7 +56,7 @@ def test_equal_lengths(lens, window_size, causal):
     q_len, kv_len = lens
     q = normal(2, q_len, HEADS, DIM)
     k, v = normal(2, kv_len, KV_HEADS, DIM), normal(2, kv_len, KV_HEADS, DIM)
-    options = {"causal": causal, "window_size": torch.tensor(window_size)}  # as in its tests
+    options = {"causal": causal, "window_size": torch.tensor(window_size)}  # its tests use this
     sinks, slopes = normal(HEADS), normal(2, HEADS)
     asked = {**options, "s_aux": sinks, "alibi_slopes": slopes, "return_attn_probs": True}
     out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, **asked)

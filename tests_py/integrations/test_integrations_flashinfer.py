@@ -150,7 +150,7 @@ def test_decode_of_codes():
 def test_slopes_of_alibi_by_hand():
     halves = [2.0**-n for n in range(1, 9)]
     assert slopes_of(8).tolist() == halves
-    between = torch.tensor([0.5, 1.5, 2.5, 3.5])  # for numbers of heads that are no power of two
+    between = torch.tensor([0.5, 1.5, 2.5, 3.5])  # 12 heads are no power of two
     assert_similar(slopes_of(12), torch.cat([torch.tensor(halves), 2**-between]))
     assert slopes_of(1).tolist() == [2.0**-8]
 

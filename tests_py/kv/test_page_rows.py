@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes into pages of an engine, or of a pool of another library."""
+"""Rows are written into pages of an engine, or of a pool of another library."""
 
 import itertools
 import math
@@ -135,7 +135,7 @@ def test_slots_without_pages():
 @settings(max_examples=examples(60), deadline=None)
 def test_rows_move_all_at_once(pairs, crowded, kv_layout):
     """Results of chains, cycles and rows to several slots are as if all rows were read first."""
-    if crowded:  # with few slots nearly all moves depend on others
+    if crowded:  # few slots make nearly all moves depend on others
         pairs = [(source % 8, target % 8) for source, target in pairs]
     pairs = [*{target: (source, target) for source, target in pairs}.values()]
     sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))

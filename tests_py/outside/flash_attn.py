@@ -34,7 +34,7 @@ def cases(sample: Sample) -> Iterator[Case]:
         {
             "flash_attn": functions(),
             "flash_attn.bert_padding": vars(padding),
-            "flash_attn.flash_attn_interface": {"_get_block_size_n": None},  # for dropout
+            "flash_attn.flash_attn_interface": {"_get_block_size_n": None},  # dropout needs it
             "flash_attn.layers.rotary": {"apply_rotary_emb": partial(rotary, turn)},
         }
     )

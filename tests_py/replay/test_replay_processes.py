@@ -73,7 +73,7 @@ def test_every_batch_is_right(strategy, cp_size, pp_size, model, ways):
     for batch in report.batches:
         assert sum(batch.rank_rows) == batch.new_tokens * pp_size
         pairs = sum(batch.rank_pairs) // pp_size
-        if is_sparse and not ways:  # with shared pools, attention includes it
+        if is_sparse and not ways:  # attention over shared pools includes it
             per_pair = 2 * model.index_heads * model.index_head_dim
             assert batch.flops["indexer"] == pairs * per_pair
         elif not is_sparse:

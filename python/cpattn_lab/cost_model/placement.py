@@ -102,7 +102,7 @@ def pages_per_rank(placement: str, seq_lens: Ints, cp_size: int, page_size: int)
         return around.count_below(pages).sum(1)
     run = stripe_size(placement, page_size)
     turn = run * (1 if placement == REPLICATED else cp_size)
-    kept = seq_lens // turn * run + np.minimum(seq_lens % turn, run)  # of rank 0, which has most
+    kept = seq_lens // turn * run + np.minimum(seq_lens % turn, run)  # rank 0 keeps most
     return np.full(cp_size, (-(-kept // page_size)).sum(), np.int64)
 
 
@@ -119,7 +119,7 @@ def pairs_by_owner(extends: Ints, seq_lens: Ints, layer: AttentionLayer, laid: S
     """
     prefix, most = seq_lens - extends, layer.most_keys
     begin = first_seen(extends, seq_lens, most)
-    capped = np.clip(seq_lens - most, begin, seq_lens)  # from here on the sequence ends first
+    capped = np.clip(seq_lens - most, begin, seq_lens)  # the sequence ends first from here on
     middle = np.clip(prefix + layer.keys_behind, begin, seq_lens)
     count_begin, count_end = laid.count_below(begin), laid.count_below(seq_lens)
     count_capped, sum_begin = laid.count_below(capped), laid.sum_below(begin)

@@ -168,7 +168,7 @@ def attention_seconds(
     query `heads`, `packed` are keys of all its KV heads. With `lse`, pairs and the longest item
     count ``1 + lse_share`` times. 0 for a rank without rows.
     """
-    per_pair = 2 * layer.dims / (1e9 * rates.gflops)  # on all threads
+    per_pair = 2 * layer.dims / (1e9 * rates.gflops)  # the rate is of all threads
     summed = 1 + rates.lse_share * lse
     products = (summed * pairs + rates.row_keys * rows) * heads
     shared = np.maximum(products + rates.pack_rows * packed, summed * longest * rates.threads)

@@ -260,7 +260,7 @@ def _items(
     if shares is not None:
         pieces = np.maximum(pieces, shares.pieces(rows, step, item_tokens))
     size = rows / pieces
-    apart = np.maximum(step * size, 1e-9)  # from one piece to the next
+    apart = np.maximum(step * size, 1e-9)  # distance of two pieces
     packed = _sum_up_to(last, first - step + apart + layer.keys_behind, apart, pieces)
     packed = packed - _hidden_before(layer.most_keys, first, step * size, pieces)
     # The last piece sees most, or an earlier one whose window does not end with the sequence.

@@ -22,7 +22,7 @@ from shutil import which
 from types import TracebackType
 from typing import TypeVar
 
-INTERFACE = "eth0"  # of each host, beside its loopback
+INTERFACE = "eth0"  # each host has it beside its loopback
 MAX_HOSTS = 64
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "switch"

@@ -36,11 +36,11 @@ class Role:
     calls. If it has a ``tell``, that becomes ``tell(what, share)``: what it is doing, and which
     part of the call is done."""
 
-    name: str  # in messages
+    name: str  # messages use it
     target: str  # module.name
     rank: int
     config: Any
-    namespace: str | None = None  # of its host, from `Hosts.path`; None: here
+    namespace: str | None = None  # path from `Hosts.path` to its host; None: this host
 
 
 class WorkerError(RuntimeError):

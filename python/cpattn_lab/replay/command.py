@@ -20,7 +20,7 @@ from .model import DecoderConfig
 from .records import ReplayOptions
 
 CHECK_ROWS, DECODE_TOKENS = 16, 8
-MAX_THREADS = 1024  # of all processes together, or four per CPU if that is more
+MAX_THREADS = 1024  # limit of all processes together, or four per CPU if that is more
 _START_SECONDS = 4.0  # CPU time until a process has imported torch and made its part of the model
 _PAGES = [2**i for i in range(10)]
 

@@ -15,7 +15,7 @@ from .dsa.model import DsaConfig
 from .model import DecoderConfig, DecoderLayer
 from .records import ReplayOptions
 
-_PROCESS_BYTES = 160 << 20  # of a process with torch imported, without shared memory
+_PROCESS_BYTES = 160 << 20  # a process that has imported torch, without shared memory
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Footprint:
     """Bytes of all processes together."""
 
     arrays: int  # pools and weights, allocated at the start
-    total: int  # with the processes themselves, and the memory of a batch
+    total: int  # arrays, the processes themselves, and the memory of a batch
 
 
 def footprint(options: ReplayOptions, batch_tokens: int) -> Footprint:

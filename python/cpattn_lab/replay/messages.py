@@ -38,7 +38,7 @@ class WorkerConfig:
     timeout_seconds: float
     pp_size: int = 1
     num_slots: int = 0  # slots for first tokens of a decode process; 0: there is none
-    placement: Placement | None = None  # which rank's pool has which keys; None: all have all
+    placement: Placement | None = None  # tells which rank has which keys; None: all have all
     exchange: str = "auto"
     weights: tuple[int, ...] | None = None  # speeds of ranks; None: equal ones
     address: str = "127.0.0.1"  # address of this rank's host
@@ -63,7 +63,7 @@ class Work:
 class RankResult:
     """Result of one rank for one batch; times in seconds."""
 
-    seconds: dict[str, float]  # by phase; their sum is the time of the pass
+    seconds: dict[str, float]  # seconds by phase; their sum is the time of the pass
     flops: dict[str, int]  # useful work of the phases that attention consists of
     num_rows: int  # query rows of this rank
     num_pairs: int  # query-key pairs of this rank, in one head of one layer
@@ -72,12 +72,12 @@ class RankResult:
     chosen: npt.NDArray[Any] | None  # int32 [wanted rows, topk], of a sparse model, from that rank
     torch_seconds: dict[str, float] | None  # attention of all layers by the baseline, by phase
     torch_difference: float | None  # largest |attention - baseline|
-    transfer: Transfer | None  # to the decode process, if there is one
+    transfer: Transfer | None  # transfer to the decode process, if there is one
     # Largest error of attention over codes, in the wanted rows of this rank, against the oracle on
     # the same codes; in units of expected rounding.
     error_over_codes: float | None = None
-    sent_bytes: int = 0  # to other ranks of the stage, in the pass
-    pool_bytes: int = 0  # of the KV pool
+    sent_bytes: int = 0  # bytes to other ranks of the stage, in the pass
+    pool_bytes: int = 0  # size of the KV pool
     exchange: str = "gather"  # exchange of queries and keys
 
 

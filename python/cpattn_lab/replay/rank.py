@@ -27,7 +27,7 @@ from .model import Decoder, Head, stage_layers
 from .phases import PhaseClock
 
 _PASS_SHARE = 0.4  # share of the pass in the time of a batch; the rest is the torch baseline
-_ATTENTION: dict[tuple[str, bool], Any] = {  # by kind of model, and whether pools are sharded
+_ATTENTION: dict[tuple[str, bool], Any] = {  # keys: kind of model, and whether pools are sharded
     ("dense", False): DenseAttention,
     ("dense", True): DenseAttention,
     ("dsa", False): SparseAttention,

@@ -255,8 +255,8 @@ class RequestRecord:
 
     index: int
     tokens: list[int]  # the first one is prefill's
-    prefill_seconds: float  # of all batches with tokens of the prompt
-    transfer_seconds: float  # of the transfers after these batches
+    prefill_seconds: float  # time of all batches with tokens of the prompt
+    transfer_seconds: float  # time of the transfers after these batches
     step_seconds: float  # 0 if prefill computes the only token
 
 
@@ -264,18 +264,18 @@ class RequestRecord:
 class DecodeReport:
     """Measures of KV transfer and decoding."""
 
-    transfers: list[TransferRecord] = field(default_factory=list)  # by batch
+    transfers: list[TransferRecord] = field(default_factory=list)  # one for each batch
     requests: list[RequestRecord] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens that the decode pool already had; they are not sent
     num_steps: int = 0
-    step_seconds: float = 0.0  # of all steps
-    peak_bytes: int = 0  # of the process with most
-    pool_bytes: list[int] = field(default_factory=list)  # by decode rank
+    step_seconds: float = 0.0  # time of all steps
+    peak_bytes: int = 0  # peak of the process with most
+    pool_bytes: list[int] = field(default_factory=list)  # size on each decode rank
     sent_bytes: int = 0  # sum over all decode ranks, between them
     checked_tokens: int = 0
     wrong_tokens: int = 0
     near_ties: int = 0  # tokens as good as the check's, up to rounding
-    max_error: float = 0.0  # of hidden states of decoded tokens
+    max_error: float = 0.0  # largest in hidden states of decoded tokens
 
     @property
     def num_tokens(self) -> int:
@@ -291,7 +291,7 @@ class ReplicatedRecord:
     new_tokens: int
     pool_bytes: int
     peak_bytes: int
-    sent_bytes: int  # by all ranks
+    sent_bytes: int  # sum over all ranks
     compared_rows: int
     difference: float  # largest difference of their hidden states
 
@@ -312,13 +312,13 @@ class ReplayReport:
     checked_rows: int = 0
     checked_keys: int = 0  # keys that the indexer of a sparse model chose in these rows
     swapped_keys: int = 0  # keys among them that the check did not choose, equal up to rounding
-    peak_bytes: list[int] = field(default_factory=list)  # by rank
-    pool_bytes: list[int] = field(default_factory=list)  # by rank: of the KV pool of its layers
-    link_bytes: list[int] = field(default_factory=list)  # by host: received over its cable
-    check_peak_bytes: int = 0  # of the parent, which runs the check
+    peak_bytes: list[int] = field(default_factory=list)  # peak of each rank
+    pool_bytes: list[int] = field(default_factory=list)  # each rank's KV pool of its layers
+    link_bytes: list[int] = field(default_factory=list)  # bytes that each host's cable brought
+    check_peak_bytes: int = 0  # peak of the parent, which runs the check
     check_seconds: float = 0.0
-    wall_seconds: float = 0.0  # of the whole replay, with set-up
-    decode: DecodeReport | None = None  # of disaggregated serving
+    wall_seconds: float = 0.0  # time of the whole replay, with set-up
+    decode: DecodeReport | None = None  # None unless prefill and decoding are apart
     replicated: ReplicatedRecord | None = None  # the replay compared with this one
 
     @property

@@ -48,7 +48,7 @@ def side_by_side(
         with num_threads(share):
             return function(item)
 
-    # With OpenMP, torch sets the number for this thread, and for new ones.
+    # torch with OpenMP sets the number for this thread, and for new ones.
     pool = ThreadPoolExecutor(workers, "cpattn check", lambda: torch.set_num_threads(share))
     try:
         order = sorted(range(len(items)), key=lambda i: -sizes[i])

@@ -74,7 +74,7 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
 def _parse(line: str, where: str) -> Request:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also limits of Python on valid JSON
+    except (ValueError, RecursionError) as error:  # Python limits valid JSON, too
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {line.strip()[:40]}")

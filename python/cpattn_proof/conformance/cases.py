@@ -16,8 +16,8 @@ import numpy as np
 
 from .numbers import Array, rounded
 
-FAR_ELEMENTS = 2**31  # beyond signed 32-bit offsets
-FAR_PAGES = 2**16  # beyond unsigned 16-bit page ids
+FAR_ELEMENTS = 2**31  # too many for signed 32-bit offsets
+FAR_PAGES = 2**16  # too many for unsigned 16-bit page ids
 SPARE_PAGES = 3  # pages of no sequence
 
 

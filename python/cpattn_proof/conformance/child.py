@@ -94,7 +94,7 @@ class Child:
             message = self._first_words()
             if message:
                 raise NotUsable(message)
-        except BaseException:  # also Ctrl-C during the import
+        except BaseException:  # Ctrl-C during the import, too
             self._end()
             raise
 

@@ -133,7 +133,7 @@ def _of_values(wrong: list[Trial], right: list[Trial], channel: str) -> list[Dia
     for diagnosis in found.values():
         diagnosis.trials += [t for t in rest if any(map(t.agrees_with, both))]
     rest = [trial for trial in rest if not any(map(trial.agrees_with, both))]
-    if rest or not found:  # without `found`, no wrong oracle differs from the right one
+    if rest or not found:  # if not `found`, no wrong oracle differs from the right one
         fault = kind.faults[kind.unknown]
         unknown = Diagnosis(fault, channel, None, rest or wrong, others=[*both, *known])
         unknown.contradicted = _contradicted(rest, right)

@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     """
 
     edge_cases: Callable[[Any], Iterable[Any]]  # edge cases for features
-    cases: Callable[[Any, Any], SearchStrategy[Any]]  # for features, and like a case or None
+    cases: Callable[[Any, Any], SearchStrategy[Any]]  # takes features, and a similar case or None
     judge: Callable[[Result, Any], Trial]  # makes a trial of a result and the signature
     channels: tuple[str, ...]  # verdicts of wrong answers; each is diagnosed separately
     faults: Mapping[str, Fault]  # faults of wrong answers

@@ -64,7 +64,7 @@ def test_only_senders_know_what_a_peer_has_unregistered(receiver, sender, trusti
     assert sender.call(write, receiver.session_id, "source", blocks)[0] == -1
     assert receiver.call(contents, "released", 64, 128) == 64 * bytes([CANARY])
     assert trusting.call(write, receiver.session_id, "source", blocks)[0] == 0
-    assert receiver.call(contents, "released", 64, 128) == 64 * b"\1"  # as its docstring warns
+    assert receiver.call(contents, "released", 64, 128) == 64 * b"\1"  # its docstring warns of this
 
 
 def test_sources_have_to_be_registered(receiver, sender):

@@ -30,7 +30,7 @@ def test_the_commands_of_the_tutorial(tmp_path, children):
     before = shared_memory()
     (tmp_path / "site").mkdir()
     write_distribution(tmp_path / "site")
-    environment = {**ENVIRONMENT, "PYTHONPATH": path_with(tmp_path / "site")}  # as installed
+    environment = {**ENVIRONMENT, "PYTHONPATH": path_with(tmp_path / "site")}  # it seems installed
     run_page(PAGE, tmp_path, children, environment, timeout=START)
     in_use = mapped_by(psutil.process_iter())
     unlink(shared_memory() - before - in_use)  # sglang kills the process that would do it

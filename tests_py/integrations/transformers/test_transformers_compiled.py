@@ -68,7 +68,7 @@ def test_one_graph_with_the_bits_of_the_model(name: str, call: str, monkeypatch:
     assert called.count(torch.ops.cpattn_transformers.attend) == model.config.num_hidden_layers
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # which it calls itself
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch calls it
 def test_the_default_backend() -> None:
     """The rest of the model is computed in another order, so bits differ."""
     model = model_of("llama")
@@ -139,7 +139,7 @@ def test_exported_models(strict: bool, tmp_path: Path) -> None:
     exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=strict)
     called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
     assert called.count(attend) == 2
-    assert called.count(bands_of) == 2  # for full and for sliding layers
+    assert called.count(bands_of) == 2  # full and sliding layers have one each
     torch.export.save(exported, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2")
     for rows, columns in ((2, LENGTH), (2, 12), (5, 17)):

@@ -44,7 +44,7 @@ CODES_NEED_AVX512 = pytest.mark.skipif(
     not machine.has_instruction_set("avx512"), reason="vLLM's kernels for FP8 need AVX-512"
 )
 WITH_CODES = [name for name, (*_, codes) in RUNS.items() if codes]
-if CODES_NEED_AVX512.args[0]:  # without it vLLM alone refuses these
+if CODES_NEED_AVX512.args[0]:  # vLLM alone refuses these without it
     RUNS, WITH_CODES = {name: RUNS[name] for name in RUNS if name not in WITH_CODES}, []
 #: Sizes of a model that vLLM's own kernels need.
 CHANGES = {"deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
@@ -128,7 +128,7 @@ def test_logprobs_in_bfloat16(results):
     error = np.abs(found - expected)
     logit_spacing = 2.0**-5  # bfloat16 from 4 to 8, the range of logits of the prompts' tokens
     assert error.mean() < logit_spacing
-    # Without instructions for bfloat16 vLLM rounds elsewhere: 6.4 on a Xeon with AVX-512.
+    # vLLM rounds elsewhere without instructions for bfloat16: 6.4 on a Xeon with AVX-512.
     assert error.max() < 8 * logit_spacing
 
 

@@ -67,7 +67,7 @@ def check_layout(batch, shard_decode):
     size, dcp, extend, _ = batch
     manager, segments, counts, prefix, prefill = arrays_of(batch, shard_decode)
     options = {"pcp_size": size, "is_prefill": prefill, "dcp_size": dcp}
-    options["shard_decode"] = shard_decode or dcp > 1  # with dcp > 1 it makes no difference
+    options["shard_decode"] = shard_decode or dcp > 1  # no difference if dcp > 1
     ours = pcp_segments(extend, prefix, **options)
     for mine, theirs in zip(ours, segments, strict=True):
         expected = [

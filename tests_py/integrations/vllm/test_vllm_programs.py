@@ -48,9 +48,9 @@ def test_the_commands_of_the_tutorial(tmp_path, children):
     # One process is enough: each one that vLLM starts takes half a minute to import it.
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = path_with(tmp_path / "site")  # as installed
+    environment["PYTHONPATH"] = path_with(tmp_path / "site")  # it seems installed
     sizes = {"PROMPT_TOKENS, ROUNDS = 6000, 3": "PROMPT_TOKENS, ROUNDS = 600, 1"}
-    sizes |= {"=8192,": "=1024,", "hidden_size=1024": "hidden_size=256"}  # for a small batch
+    sizes |= {"=8192,": "=1024,", "hidden_size=1024": "hidden_size=256"}  # the batch is small
     run_page(PAGE, tmp_path, children, environment, sizes=sizes, timeout=START)
 
 

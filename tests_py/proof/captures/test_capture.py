@@ -214,7 +214,7 @@ NO_RECORD = [
     CALL % b'"zlib":7,"dtype":"int32"',
     *(CALL % (TWO + shape) for shape in (b"null", b"[1,-1]", b"[1000000000000]", b"[3]")),
     b'{"call":7,"at":0,"seconds":0}', b'{"call":"x","at":NaN,"seconds":0}',
-    b'{"call":"x","at":1%s,"seconds":0}' % (b"0" * 400),  # beyond float64
+    b'{"call":"x","at":1%s,"seconds":0}' % (b"0" * 400),  # no float64 is so large
     b'{"call":"x","at":0,"seconds":-1}', b'{"call":"x","call":"y","at":0,"seconds":0}',
 ]  # fmt: skip
 

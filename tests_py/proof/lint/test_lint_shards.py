@@ -132,7 +132,7 @@ def test_striped_writes():
     for damage in (
         lambda tokens, rows: (tokens[1:], rows[1:]),  # no rank has the token
         lambda tokens, rows: (tokens, rows + 1),  # these rows belong to others
-        lambda tokens, rows: (np.append(tokens, 0), np.append(rows, rows[0])),  # on two ranks
+        lambda tokens, rows: (np.append(tokens, 0), np.append(rows, rows[0])),  # two have it
     ):
         broken = [writes[0], damage(*writes[1])]
         assert kinds(from_striped_writes(*arguments, broken, placement, **options)) == {"own-slot"}

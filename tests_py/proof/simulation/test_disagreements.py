@@ -152,7 +152,7 @@ def test_a_program_is_refuted_by_its_kind_and_at_its_lines(kind, program, says):
     waiting = finding.details.get("waiting", [])
     for call in [*finding.details.get("calls", []), *waiting] if "key" not in says else ():
         assert call["file"] == __file__
-        if program.__name__ != "program":  # that one calls another function
+        if program.__name__ != "program":  # "program" calls another function
             assert call["line"] in lines_of(program)
             place = f"{__file__}:{call['line']} in {program.__name__}"
             assert f"rank {call['rank']}  {place}" in finding.picture

@@ -104,7 +104,7 @@ def test_messages_that_do_not_meet_are_named_by_the_lines_of_the_files(capture):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("slots", np.arange(13) + 11),  # in the pool, but not where the tables say
+        ("slots", np.arange(13) + 11),  # they lie in the pool, but not where tables say
         ("local_q_indices", np.arange(7)),
     ],
 )
@@ -145,7 +145,7 @@ def made_up(size=2, tokens=64, width=1_000_000, **other):
         post = {"cp_rank": rank, "exchange": "write_kv", "sends": sends, "receives": receives}
         calls += [
             RecordedCall("ContextParallel.plan", rank, 0.0, 0.25, plan),
-            RecordedCall("build_cp_metadata", rank, 0.1, 0.1, {}),  # within the plan before it
+            RecordedCall("build_cp_metadata", rank, 0.1, 0.1, {}),  # the plan above made it
             RecordedCall("ContextParallel.write_kv", rank, 0.5, 0.5, {}),
             RecordedCall("RowExchange.post", rank, 0.6, 0.1, post),
             RecordedCall("ContextParallel.attend", rank, 1.0, 1.0, {}),

@@ -154,7 +154,7 @@ def test_messages_take_their_latency_and_their_bytes():
     assert facts["calls_by_rank"]["send"] == [3, 3]
     seconds = facts["predicted_seconds_by_rank"][0]
     computed = cpattn_proof.simulate(ring, ranks=2, seeds=(0,), latency_us=0, gbps=1e6).facts
-    # Both directions share a rank's link: each round has 2 messages of 1 s and 1 s of bytes.
+    # A rank's link serves two directions: each round has 2 messages of 1 s and 1 s of bytes.
     # The rest is the CPU time of the program, which the fast links show as well.
     assert seconds >= 3 * 2 * 2
     assert computed["predicted_seconds_by_rank"][0] < 3 * 2 * 2

@@ -371,7 +371,7 @@ TABLES = (
 ENGINES = {
     "topk_transform": {"errors": (RuntimeError,), "prefixes": ("RAGGED topk_transform requires",)}
 }
-# For float16 the fuzzer's scales are too large: results beyond 65504 are infinite. Scores of blocks
+# The fuzzer's scales are too large for float16: results above 65504 are infinite. Scores of blocks
 # that are always selected are infinite, too.
 UNJUDGED = {"hadamard_transform", "select_blocks"}
 

@@ -135,7 +135,7 @@ def run_case(seed: int, number: int) -> tuple[Target, str | None]:
     values = case.arguments
     owned = [*case.owned, *values.values()]
     before = contents(owned)
-    # With a scale of millions the last bits of float32 scores decide between weights 0 and 1.
+    # The last bits of float32 scores decide between weights 0 and 1 if the scale is in millions.
     huge = any(
         name.endswith("scale") and isinstance(value, (int, float)) and abs(value) > MOST_SCALE
         for name, value in values.items()

@@ -16,7 +16,7 @@ torch: Any = None
 with contextlib.suppress(ImportError):  # other interpreters run only what needs no torch
     import torch
 
-Arguments = dict[str, tuple[str, Any]]  # by name: (kind, value); kinds with ? take None too
+Arguments = dict[str, tuple[str, Any]]  # name -> (kind, value); kinds with ? take None, too
 SHOWN = "shown by "  # prefix of kinds from `given`, until a call knows its function
 
 

@@ -109,7 +109,7 @@ def _rank(rank, size, store, timeout, asker, program, *arguments):
         answer = program(rank, *arguments)
     except BaseException:
         answer = AssertionError(f"rank {rank} of {size}:\n{traceback.format_exc()}")
-    # With `send`, tensors take room in /dev/shm, of which a container may have little.
+    # `send` would put tensors into /dev/shm, and a container may have little of it.
     asker.send_bytes(pickle.dumps(answer))
     asker.poll(PATIENCE)  # wait until all have answered
 

@@ -123,7 +123,7 @@ class Program:
             try:
                 self._with_differences(write, plan, other)
             except BaseException:
-                # In shared pools, rows of all ranks arrive one by one.
+                # Shared pools receive the rows of all ranks one by one.
                 assert self.round.exchange == "shared" or equal(caches, before), "half written"
                 raise
             out = self._called("attend", cp.attend, plan, rows[0], *caches)

@@ -25,12 +25,12 @@ TIMEOUT, PATIENCE = 3.0, 60.0
 DEATH_TIMEOUT = 5.0
 FAULTS = {
     "none": 2,
-    "kill": 5,  # at one of its calls
+    "kill": 5,  # the culprit dies at one of its calls
     "kill in flight": 5,  # some microseconds later
     "stop": 3,  # continues beyond the timeout
     "stop for a moment": 2,
     "stop and kill": 1,
-    "late": 1,  # beyond the timeout
+    "late": 1,  # it lasts longer than the timeout
     "late for a moment": 1,
     "plan": 2,
     "arguments": 2,

@@ -70,7 +70,7 @@ def run_layer_bytes(rank: int, name: str, extend: int, prefix: int) -> tuple[int
     q = torch.zeros(plan.num_local_rows, LAYER.num_heads, LAYER.head_dim)
     k, v = torch.zeros(2, plan.num_local_rows, LAYER.num_kv_heads, LAYER.head_dim)
     moved = []
-    for _ in range(2):  # in the first call ranks also compare versions
+    for _ in range(2):  # ranks also compare versions in the first call
         cp.write_kv(plan, k, v, *shards)
         cp.attend(plan, q, *shards)
         moved.append((cp.sent_bytes, cp.received_bytes))

@@ -57,7 +57,7 @@ def mapped_by(processes: Iterable[psutil.Process]) -> set[int]:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines():
                 _, _, _, _, inode, *name = line.split()
-                if name and name[0].startswith("/dev/shm/"):  # for semaphores an earlier name
+                if name and name[0].startswith("/dev/shm/"):  # semaphores show an earlier name
                     mapped.add(int(inode))
     return mapped
 

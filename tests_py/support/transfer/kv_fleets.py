@@ -117,7 +117,7 @@ class Server:
         pages = self.pages[rows // page_size]
         held = pages % size == self.shard_rank
         self.tokens = self.listed[held]
-        self.slots = (pages // size * page_size + rows % page_size)[held]  # of `tokens`
+        self.slots = (pages // size * page_size + rows % page_size)[held]  # slots of `tokens`
         keys, gap = self.buffers(), 5  # canaries between buffers
         item_lens = [self.row_bytes(kind) * page_size for _, _, kind in keys]
         widths = [item + gap for item in item_lens]

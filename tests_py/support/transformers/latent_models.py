@@ -25,7 +25,7 @@ SIZES |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "pad_token_id
 SIZES |= {"bos_token_id": None, "eos_token_id": None}
 SIZES |= {"initializer_range": 0.15}  # so that greedy tokens vary
 ODD_HEADS = {"qk_nope_head_dim": 24, "v_head_dim": 20}
-# With fewer heads some queries have only negative weights, and choose among zeros.
+# If there were fewer heads, some queries had only negative weights, and chose among zeros.
 INDEXER = {"index_topk": TOPK, "index_head_dim": 32, "index_n_heads": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
 YARN |= {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}

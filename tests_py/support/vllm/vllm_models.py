@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,  # the model has no other form
     },
     "gemma3_text": {**_DECODER, **_WINDOW, **_GEMMA3},
-    "deepseek_v3": {  # without experts
+    "deepseek_v3": {  # it has no experts
         **{name: value for name, value in _DECODER.items() if name != "head_dim"},
         **_LATENT,
         "rope_parameters": _YARN,
@@ -79,7 +79,7 @@ def write_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
         elif kind.startswith("gemma") and "post_" in name:
             parameter.data.fill_(8)  # else a token's own embedding, tied to the output, repeats it
         elif name.endswith("word_embeddings_layernorm.weight"):  # a layer of Bloom
-            parameter.data.fill_(1 / 32)  # for the same reason
+            parameter.data.fill_(1 / 32)  # the reason is the same
     model.save_pretrained(folder)
     return folder
 

@@ -59,7 +59,7 @@ class DenseAttention:
     def begin(self, batch: Batch, plan: ContextParallelPlan, clock: PhaseClock) -> None:
         """Begin a batch; its calls follow, one per layer."""
         self._batch, self._plan, self._clock = batch, plan, clock
-        self._calls: list[tuple[Tensor, Tensor]] = []  # of each layer q and the output
+        self._calls: list[tuple[Tensor, Tensor]] = []  # q and output of each layer
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         caches = self.pool.get_kv_buffer(layer)

@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 Pending = list[tuple[int, Array, Array, Array]]
 # Prompt with all its chunks: its number, the request, and the results of its chunks.
 Prompt = tuple[int, Request, Pending]
-_TOKENS_AT_ONCE = 32768  # of prompts computed at the same time; their memory is in GiB
+_TOKENS_AT_ONCE = 32768  # limit for prompts computed at once, whose memory is in GiB
 
 
 class Checker:
@@ -56,8 +56,8 @@ class Checker:
         self._model = Decoder(config).float()  # the weights as the replay rounded them
         for layer in self._model.layers.values():
             layer.register_forward_hook(self._layer_done)
-        self._share = self._layer_share = 0.0  # of a comparison: done, and what a layer adds
-        self._pending: dict[int, Pending] = defaultdict(list)  # by request
+        self._share = self._layer_share = 0.0  # part of a comparison done, and a layer's
+        self._pending: dict[int, Pending] = defaultdict(list)  # chunks by request
         self._lock = threading.Lock()  # guards counts while prompts are computed
         self._stopped = False
 

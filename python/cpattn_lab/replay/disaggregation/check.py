@@ -39,7 +39,7 @@ class DecodeChecker(Checker):
         self.num_tokens = 0
         self.num_wrong = 0
         self.num_near_ties = 0
-        self.decode_error = 0.0  # of the hidden states of decoded tokens, as in `errors`
+        self.decode_error = 0.0  # error of hidden states of decoded tokens, as in `errors`
         # A difference of two logits has sqrt(2) times the deviation of a hidden state's error: the
         # rows of the head have unit length.
         self.margin = math.sqrt(2) * self.tolerance

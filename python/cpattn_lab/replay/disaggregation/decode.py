@@ -65,7 +65,7 @@ class DecodeResult:
     step_seconds: list[float]
     peak_bytes: int
     pool_bytes: int
-    sent_bytes: int  # to other ranks that decode
+    sent_bytes: int  # bytes to other ranks that decode
 
 
 class DecodeRank:

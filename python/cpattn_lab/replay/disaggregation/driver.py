@@ -59,7 +59,7 @@ class Disaggregation:
             num_slots=num_slots(options),
         )
         self._running: tuple[Continuation, ...] = ()
-        self._prefill_seconds: dict[int, float] = defaultdict(float)  # by request
+        self._prefill_seconds: dict[int, float] = defaultdict(float)  # seconds by request
         self._transfer_seconds: dict[int, float] = defaultdict(float)
         self.report = DecodeReport()
         workers.call(self._decode, "peer")
@@ -76,7 +76,7 @@ class Disaggregation:
         return self._handover.deliver(batch)
 
     def hand_over(self, batch: Batch, delivery: Delivery, results: Sequence[RankResult]) -> None:
-        """Have the complete prompts of `batch` decoded, which has run and is delivered."""
+        """Have the complete prompts of `batch`, which has run and is delivered, decoded."""
         transfers = [result.transfer for result in results if result.transfer]
         record = TransferRecord(
             num_pages=len(delivery.src_pages),

@@ -18,7 +18,7 @@ from ..dense.check import Checker, error_bound, rounding_variance, rounding_vari
 from .model import EPS, DsaConfig, SparseInputs
 
 Array = npt.NDArray[Any]
-_FP8_VARIANCE = rounding_variance(torch.float8_e4m3fn)  # of codes in rows and of the indexer
+_FP8_VARIANCE = rounding_variance(torch.float8_e4m3fn)  # variance of codes in rows and the indexer
 
 
 class SparseChecker(Checker):
@@ -63,7 +63,7 @@ class RestrictedAttention:
     def __init__(self, config: DsaConfig, positions: Array, chosen: Array) -> None:
         self._config = config
         self._positions = positions
-        self._chosen = np.sort(chosen, axis=1)  # by position, -1 first
+        self._chosen = np.sort(chosen, axis=1)  # sorted by position, -1 first
         self.wrong_rows = np.zeros(len(positions), bool)
         self.num_keys = 0
         self.num_swapped = 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..model import DecoderConfig, Rotation, rotate
 
-EPS = 1e-6  # of all norms
+EPS = 1e-6  # epsilon of all norms
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def register(
 ) -> None:
     """Register a group with `torch.distributed`, as its own functions do."""
     untyped: Any = c10d
-    if hasattr(c10d, "_register_pg_in_world"):  # from 2.13 on
+    if hasattr(c10d, "_register_pg_in_world"):  # torch 2.13 and later
         untyped._register_pg_in_world(
             group,
             backend_name=backend,

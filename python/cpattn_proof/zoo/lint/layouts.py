@@ -8,7 +8,7 @@ from typing import Any
 
 from ._documents import Document, document, entry
 
-Axis = tuple[str, int] | tuple[str, int, int]  # with a stride if the axis is not contiguous
+Axis = tuple[str, int] | tuple[str, int, int]  # the third is a stride if the axis is not contiguous
 
 
 def _side(by: str, *axes: Axis, itemsize: int = 1) -> dict[str, Any]:

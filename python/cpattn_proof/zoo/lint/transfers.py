@@ -180,7 +180,7 @@ def _values_as_wide_as_keys(mended: bool) -> Document:
     source = memory(page_size, sizes + [(i, "v", page_size * width) for i in range(2)])
     blocks = []
     for place, buffer in enumerate(source["entries"]):
-        begin = target["entries"][place]["addr"] + 5 * buffer["item_len"]  # by the sender's length
+        begin = target["entries"][place]["addr"] + 5 * buffer["item_len"]  # the sender's length
         blocks.append((page_of(source, place, 5), begin, buffer["item_len"]))
     memories = {"prefill": source, "decode": target}
     return document(memories=memories, transfers=[transfer(blocks, [5])])

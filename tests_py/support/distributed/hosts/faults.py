@@ -165,7 +165,7 @@ def run_two_groups_and_a_loss(rank: int) -> tuple[str, float, str]:
         rows = torch.full((plan.num_local_rows, 1, 8), value).bfloat16()
         cp.write_kv(plan, rows, rows, k, v)
         assert k.flatten(0, 1)[torch.tensor(plan.slots)].unique().tolist() == [value]
-        cp.gather(plan, rows)  # over gloo; no rank writes again before all have looked
+        cp.gather(plan, rows)  # gloo; no rank writes again before all have looked
 
     for i in range(CALLS):
         if rank == 1 and i == CALLS // 3:

@@ -47,7 +47,7 @@ def _run_case(case: Case) -> dict:
     rows = (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
     q, k, v = (shm.shard(plan, x) for x in rows)
     sent, same = [], []
-    for how in (None, ROUNDS, {}):  # by calls of their own, head by head, all at once
+    for how in (None, ROUNDS, {}):  # own calls, head by head, all at once
         pool = pools.make_pool(shm, case, batch)
         caches = pool.get_kv_buffer(pools.LAYER)
         own = [batch.k_cache.clone(), batch.v_cache.clone()]

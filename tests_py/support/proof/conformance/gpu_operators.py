@@ -22,7 +22,7 @@ sdpa_efficient, sdpa_cudnn = sdpa_by("EFFICIENT_ATTENTION"), sdpa_by("CUDNN_ATTE
 def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = 1000  # by default it is unfused after eight forms
+    torch._dynamo.config.recompile_limit = 1000  # the default unfuses it after eight forms
     return torch.compile(flex_attention, dynamic=True)
 
 
