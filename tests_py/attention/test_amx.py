@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AMX path and its twin: accuracy, also of float16 in two parts.
+"""The AMX path and its twin are accurate, also with float16 in two parts.
 
 All calls are batch-invariant, so that even few rows use the tiles.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values stored as 8-bit codes, against the oracle on the numbers of the codes."""
+"""Keys and values stored as 8-bit codes give what the oracle gives on their numbers."""
 
 import functools
 import itertools

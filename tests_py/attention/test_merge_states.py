@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""merge_state and merge_states against the oracle, each other, and unsplit attention."""
+"""merge_state and merge_states agree with the oracle, each other, and unsplit attention."""
 
 import math
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""paged_attention against the oracle: every instruction set, dtype, layout and option."""
+"""paged_attention agrees with the oracle in each instruction set, dtype, layout and option."""
 
 import functools
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors, tables and masks of paged_attention in different containers and forms."""
+"""paged_attention takes tensors, tables and masks in different containers and forms."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_csr_tables_say_the_same():
 
 
 class ExportsCopies:
-    """Exports copies through DLPack, which live only as long as the export."""
+    """An array that exports copies through DLPack; each lives only as long as its export."""
 
     def __init__(self, array):
         self.array = array

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle against hand-computed values and torch's float64 attention."""
+"""The oracle agrees with hand-computed values and torch's float64 attention."""
 
 import math
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks of commands: on terminals of any width, without one, without colours, in ASCII."""
+"""Commands look well on terminals of any width, without one, without colours, in ASCII."""
 
 import io
 import os

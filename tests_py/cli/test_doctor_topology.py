@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets and nodes in `cpattn doctor`, from trees of files as in Linux."""
+"""`cpattn doctor` finds sockets and nodes in trees of files like those of Linux."""
 
 import os
 import subprocess

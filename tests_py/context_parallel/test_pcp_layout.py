@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of prefill context parallelism in vLLM: one layout, and tensors.
+"""A layout of prefill context parallelism in vLLM has the right rows, also as tensors.
 
 `tests_cpp/context_parallel/pcp_layout_test.cc` tests the rule, and the linter proves any batch.
 """

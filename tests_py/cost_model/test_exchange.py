@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys, their ranks, and bytes of every exchange, against counting one by one."""
+"""Keys, their ranks, and bytes of every exchange agree with counting one by one."""
 
 from collections import Counter
 

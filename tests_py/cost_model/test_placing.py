@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of every exchange by hand: alone, behind attention, over hosts and crowded CPUs; and the
-figures and words of docs/how_to/placing_keys.md."""
+"""Seconds of every exchange agree with counts by hand: alone, behind attention, over hosts and on
+crowded CPUs. So do figures and words of docs/how_to/placing_keys.md."""
 
 import re
 import shlex

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/how_to/deployment.md on two hosts: network namespaces with a cable."""
+"""The commands of docs/how_to/deployment.md work on two hosts, namespaces with a cable."""
 
 import json
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with masks, windows, codes and latents, by each exchange and every way of writing keys."""
+"""Layers with masks, windows, codes and latents are right by each exchange and way of writing."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans and refusals of ContextParallel, in a world of one rank."""
+"""ContextParallel plans rightly, and refuses wrong arguments, in a world of one rank."""
 
 import numpy as np
 import pytest

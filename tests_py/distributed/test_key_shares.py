@@ -17,7 +17,7 @@ from support.distributed.sharded_worker import PLACEMENTS
 
 
 class Unnamed:
-    """Placement with only the required attributes, which deals out tokens one by one."""
+    """A placement with only the required attributes; it deals out tokens one by one."""
 
     def __init__(self, size: int) -> None:
         self.shard_size = size
@@ -49,7 +49,7 @@ class Shifted(Unnamed):
 
 
 class Derived(PageInterleave):
-    """Placement of single tokens, although its base class places pages."""
+    """A placement that places single tokens, although its base class places pages."""
 
     owner_of, local_index = Unnamed.owner_of, Unnamed.local_index
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ContextParallel.prefetch`: cached keys of layers ahead, with the bits of layers without."""
+"""`ContextParallel.prefetch` gets cached keys ahead, and layers have the same bits as without."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills over whole and sharded pools, by each exchange, on ranks of this host."""
+"""Prefills over whole and sharded pools are right by each exchange, on ranks of this host."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of flash_attn_with_kvcache against the oracle: rotary tables and padding on the left."""
+"""flash_attn_with_kvcache agrees with the oracle for rotary tables and padding on the left."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of flash-attn, on numbers and on 8-bit codes, against the oracle."""
+"""Functions of flash-attn agree with the oracle, on numbers and on 8-bit codes."""
 
 import itertools
 import math

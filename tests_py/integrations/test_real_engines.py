@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines between real processes: successes, and every way to fail."""
+"""Real engines write between real processes, and fail in every way as they should."""
 
 import os
 import signal

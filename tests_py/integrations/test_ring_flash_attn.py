@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unmodified ring-flash-attn on our kernels: gloo ranks against one process in float64."""
+"""The unmodified ring-flash-attn is right on our kernels: ranks agree with float64."""
 
 from functools import cache
 

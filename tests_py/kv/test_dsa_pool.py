@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pool of FP8 rows: its bytes, and its transfer."""
+"""A pool of FP8 rows has the right bytes, and can be transferred."""
 
 import ctypes
 

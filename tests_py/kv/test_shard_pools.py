@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements, gathers and the allocator of sharded pools: values, results, and refusals.
+"""Placements, gathers and the allocator of sharded pools are right, and refuse what is not.
 
 `tests_cpp/kv` has places of all sizes, plans of any batches, and calls in any order.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts, modes, lengths and masks of npu_fused_infer_attention_score against the oracle."""
+"""npu_fused_infer_attention_score agrees with the oracle in layouts, modes, lengths and masks."""
 
 import inspect
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of npu_fused_infer_attention_score, with their messages."""
+"""npu_fused_infer_attention_score refuses wrong arguments, with clear messages."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mode of npu_fused_infer_attention_score on int8 keys and values, against the oracle."""
+"""npu_fused_infer_attention_score agrees with the oracle in every mode of int8 keys and values."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ MODES |= {"slot": 4, "slot of head": 5}
 
 
 class Int8Batch:
-    """Batch with codes as keys and values, and the batch with their numbers."""
+    """A batch with codes as keys and values, and the same batch with their numbers."""
 
     def __init__(self, layout: str = "BSND", dtype: str = "float32", **changes: Any) -> None:
         self.meant = FiaBatch(layout, Q_LENS, KV_LENS, dtype=dtype, **changes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All layouts and modes of npu_lightning_indexer and npu_sparse_flash_attention."""
+"""npu_lightning_indexer and npu_sparse_flash_attention work in all layouts and modes."""
 
 import functools
 import itertools

@@ -52,7 +52,7 @@ def short(parameters: Mapping[str, Any]) -> bool:
 
 
 class Remembered:
-    """Reference that remembers results for all instruction sets, as a case seeds its numbers."""
+    """A reference that remembers results for all instruction sets, as a case seeds its numbers."""
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute

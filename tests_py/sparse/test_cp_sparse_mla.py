@@ -16,7 +16,7 @@ SCALE = 0.2
 
 
 class Batch(IndexerBatch):
-    """Batch with latents in the pages of the index keys."""
+    """A batch with latents in the pages of the index keys."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, dtype="float32", **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the transform method, topk_transform, and the unfused transforms."""
+"""topk_transform, the choice of its method, and the unfused transforms are right."""
 
 import itertools
 import re

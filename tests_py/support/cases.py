@@ -32,7 +32,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Case(Named):
-    """Sizes of a batch; `kv_layout` "3-D" means slots without pages."""
+    """The sizes of a batch; `kv_layout` "3-D" means slots without pages."""
 
     q_lens: tuple[int, ...] = (5, 3)
     kv_lens: tuple[int, ...] = (37, 19)

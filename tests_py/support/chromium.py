@@ -39,7 +39,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 class Screen:
-    """Window of some width, light or dark, with the faults in it since the last question."""
+    """A window of some width, light or dark, and the faults in it since they were last asked."""
 
     def __init__(self, browser: Any, width: int, scheme: str) -> None:
         self._context = browser.new_context(

@@ -75,7 +75,7 @@ class _AbsentLoader(Loader):
 
 
 class _FileLoader(SourceLoader):
-    """Loader of a module from a folder or a wheel."""
+    """A loader that reads a module from a folder or a wheel."""
 
     def __init__(self, root: Path | zipfile.Path) -> None:
         self.root = root

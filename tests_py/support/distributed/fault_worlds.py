@@ -31,7 +31,7 @@ _LOOK = 0.005  # seconds between two looks at the ranks
 
 
 class Answer(NamedTuple):
-    """Answer of a rank; `died` if it gave none."""
+    """The answer of a rank; `died` is set if it gave none."""
 
     died: bool = False
     error: str | None = None
