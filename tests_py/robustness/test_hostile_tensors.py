@@ -172,6 +172,29 @@ def test_tensors_of_other_kinds(kind):
         transformed(make(torch.ones(2, 16)))
 
 
+class BeforeTorch210:
+    """A tensor of a torch without the exchange API, which exports negated views as they are."""
+
+    requires_grad = False
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.is_neg = tensor.is_neg
+
+    def __dlpack__(self) -> Any:
+        return self._tensor.resolve_neg().__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def test_negated_views_of_any_torch_are_refused():
+    ones = torch.ones(2, 16)
+    assert transformed(BeforeTorch210(ones)).tolist() == transformed(ones).tolist()
+    with pytest.raises(TypeError, match="^hadamard_transform: x is a negated view; pass x.resolve"):
+        transformed(BeforeTorch210(torch.complex(ones, ones).conj().imag))
+
+
 def test_masked_arrays_are_refused_as_indices():
     for lens in (np.ma.array([4, 4], mask=[False, True]), [np.ma.masked, 4]):
         with pytest.raises(TypeError, match=r"^build_cp_metadata: extend_lens "):

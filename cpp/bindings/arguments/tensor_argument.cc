@@ -65,7 +65,10 @@ void check_torch_state(py::handle object, const ArgumentName& name) {
     );
   }
   PyObject* neg = PyObject_CallMethodNoArgs(object.ptr(), is_neg);
-  if (neg == nullptr) refuse_for_python_error(concat(name, " must be a tensor of torch"));
+  if (neg == nullptr) {
+    PyErr_Clear();  // another library's tensor that has gradients, too
+    return;
+  }
   const bool negated = neg == Py_True;
   Py_DECREF(neg);
   if (negated) {
@@ -199,6 +202,7 @@ void TensorArgument::from_capsule(const Source& source) {
   PyCapsule_SetName(capsule.ptr(), "used_dltensor");
   owner_ = managed;
   try {
+    check_torch_state(source.object, name);  // torch before 2.10 exports negated views as they are
     from_dlpack(source, managed->tensor);
   } catch (...) {
     // The destructor does not run for a half-constructed object.
