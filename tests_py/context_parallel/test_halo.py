@@ -196,9 +196,10 @@ def test_layouts_of_a_change_are_of_one_batch_and_rank():
     message = "plan_relayout: target must be of rank 0 of 2, as source, got 1 of 2"
     with pytest.raises(ValueError, match=message):
         plan_relayout(source, other)
-    message = "plan_relayout: target must have the lengths of source, got others"
-    with pytest.raises(ValueError, match=message):
-        plan_relayout(source, cpattn.build_cp_metadata([9], cp_rank=0, cp_size=2))
+    message = "plan_relayout: target must have the lengths and prefixes of source, got others"
+    for lens in ([[9]], [[8], [13]]):
+        with pytest.raises(ValueError, match=message):
+            plan_relayout(source, cpattn.build_cp_metadata(*lens, cp_rank=0, cp_size=2))
     for function in (lambda: plan_halo(3, window=2), lambda: plan_relayout(source, None)):
         with pytest.raises(TypeError, match="must be of type ContextParallelMetadata, got"):
             function()

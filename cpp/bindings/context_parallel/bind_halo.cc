@@ -38,8 +38,9 @@ py::tuple relayout_of(py::handle source, py::handle target) {
       to.cp_rank, " of ", to.cp_size
   );
   check(
-      std::ranges::equal(from.extend_lens, to.extend_lens), read.function(),
-      ": target must have the lengths of source, got others"
+      std::ranges::equal(from.extend_lens, to.extend_lens) &&
+          std::ranges::equal(from.prefix_lens, to.prefix_lens),
+      read.function(), ": target must have the lengths and prefixes of source, got others"
   );
   return relayout_fields(plan_relayout(rank_rows(from), rank_rows(to), from.cp_rank));
 }
