@@ -157,6 +157,8 @@ def test_rows_move_all_at_once(pairs, crowded, kv_layout):
 
 
 CACHE = np.arange(8, dtype=np.float32).reshape(4, 1, 2)
+#: Rows and pages have gaps, and a step of a page is no multiple of that of a row.
+PADDED = np.zeros((8, 135), np.float32)[:, :120].reshape(8, 4, 1, 30)[..., :10]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,7 @@ CACHE = np.arange(8, dtype=np.float32).reshape(4, 1, 2)
         ({"sources": [0, 1], "targets": [2, 2]}, "targets must differ, got 2 again at index 1"),
         ({"caches": [CACHE, CACHE]}, r"caches\[1\] must not have rows of caches\[0\]"),
         ({"caches": [CACHE, CACHE[1:]]}, r"caches\[1\] must not have rows of caches\[0\]"),
+        ({"caches": [PADDED, PADDED[1:]]}, r"caches\[1\] must not have rows of caches\[0\]"),
         ({"caches": [CACHE, CACHE[:2].copy()]}, r"sources must be in \[-1, 2\), got 3"),
         ({"caches": [CACHE[0]]}, r"caches\[0\] must have 4 dimensions"),
     ],

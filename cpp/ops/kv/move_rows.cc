@@ -90,15 +90,22 @@ bool may_share_rows(const TensorView& a, const TensorView& b) {
   for (int axis = 0; axis < a.rank; ++axis) {
     if (a.stride(axis) != b.stride(axis) || a.dtype != b.dtype) return true;
   }
+  const auto is_axis = [&](int axis) { return a.dim(axis) > 1 || b.dim(axis) > 1; };
   for (int outer = 0; outer < a.rank; ++outer) {
+    if (!is_axis(outer)) continue;
     int64_t inner_a = 1, inner_b = 1;  // elements within one step of the axis
+    bool divides = true;               // the steps of the axes around it
     for (int axis = 0; axis < a.rank; ++axis) {
-      if (axis == outer || a.stride(axis) >= a.stride(outer)) continue;
+      if (axis == outer || !is_axis(axis)) continue;
+      if (a.stride(axis) >= a.stride(outer)) {
+        divides = divides && a.stride(outer) > 0 && a.stride(axis) % a.stride(outer) == 0;
+        continue;
+      }
       inner_a += (low.dim(axis) - 1) * low.stride(axis);
       inner_b += (high.dim(axis) - 1) * high.stride(axis);
     }
     const int64_t step = a.stride(outer) * size, rest = step > 0 ? apart % step : 0;
-    if (rest >= inner_a * size && rest + inner_b * size <= step) return false;
+    if (divides && rest >= inner_a * size && rest + inner_b * size <= step) return false;
   }
   return true;
 }
