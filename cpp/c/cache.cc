@@ -33,10 +33,14 @@ cpattn_status cpattn_write_pages(const cpattn_page_writes* writes) {
         cpattn::parse_kv_layout(call.function(), call.text(given.kv_layout, "kv_layout"));
     const cpattn::PageRows parts[] = {
         {.name = "k",
+         .pages_name = "k_pages",
+         .scale_name = "k_scale",
          .rows = call.tensor(given.k, "k"),
          .pages = cpattn::heads_first(call.output(given.k_pages, "k_pages"), order),
          .scale = given.k_scale},
         {.name = "v",
+         .pages_name = "v_pages",
+         .scale_name = "v_scale",
          .rows = call.tensor(given.v, "v"),
          .pages = cpattn::heads_first(call.output(given.v_pages, "v_pages"), order),
          .scale = given.v_scale},
@@ -58,6 +62,7 @@ cpattn_status cpattn_write_slots(
     );
     const cpattn::PageRows part{
         .name = "rows",
+        .pages_name = "cache",
         .rows = call.tensor(rows, "rows"),
         .pages = cpattn::heads_first(to, cpattn::KVAxisOrder::nhd),
         .scale = scale,

@@ -43,6 +43,7 @@ TEST_P(PageRowsOf, AreThoseOfPools) {
     auto page_slots = slots;
     const PageRows own{
         .name = "k",
+        .pages_name = "k_pages",
         .rows = view(rows, DType::float32, {2 * kSlotCount, kHeadCount, kRowDim}),
         .pages = view(pages, dtype, {kPageCount, kHeadCount, kSlotsOfPage, kRowDim}),
         .scale = 0.7,
@@ -67,6 +68,7 @@ TEST(PageRows, SlotsOutsideOfThePagesAreRefused) {
   std::vector<float> rows(kRowElements), pages(kSlotCount * kRowElements);
   const PageRows part{
       .name = "k",
+      .pages_name = "k_pages",
       .rows = view(rows, DType::float32, {1, kHeadCount, kRowDim}),
       .pages = view(pages, DType::float32, {kPageCount, kHeadCount, kSlotsOfPage, kRowDim}),
   };

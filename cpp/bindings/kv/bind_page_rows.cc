@@ -30,10 +30,14 @@ void run_write_pages(
   const KVAxisOrder order = read.kv_layout(kv_layout);
   const PageRows parts[] = {
       {.name = "k",
+       .pages_name = "k_pages",
+       .scale_name = "k_scale",
        .rows = *k_view,
        .pages = heads_first(*k_out, order),
        .scale = read.real(k_scale, "k_scale")},
       {.name = "v",
+       .pages_name = "v_pages",
+       .scale_name = "v_scale",
        .rows = *v_view,
        .pages = heads_first(*v_out, order),
        .scale = read.real(v_scale, "v_scale")},
@@ -47,7 +51,7 @@ void run_write_slot_rows(py::handle slots, py::handle rows, py::handle pages) {
   const Arguments read("write_slot_rows");
   auto slot_list = read.ints(slots, "slots");
   const TensorArgument view = read.tensor(rows, "rows"), out = read.output(pages, "pages");
-  const PageRows part{.name = "rows", .rows = *view, .pages = *out};
+  const PageRows part{.name = "rows", .pages_name = "pages", .rows = *view, .pages = *out};
   const Computation computation;
   write_page_rows(read.function(), slot_list, {&part, 1});
 }

@@ -21,22 +21,15 @@ namespace {
 class PageWriter {
  public:
   PageWriter(const char* function, int64_t num_rows, const PageRows& part)
-      : cast_(row_cast(
-            function,
-            part.name,
-            part.rows.dtype,
-            concat(part.name, "_pages").c_str(),
-            part.pages.dtype
-        )),
+      : cast_(row_cast(function, part.name, part.rows.dtype, part.pages_name, part.pages.dtype)),
         scale_(static_cast<float>(part.scale)),
         rows_(part.rows),
         pages_(part.pages),
         from_bytes_(element_size(rows_.dtype)),
         to_bytes_(element_size(pages_.dtype)) {
-    const std::string pages = concat(part.name, "_pages");
-    check_tensor(function, pages.c_str(), pages_, 4);
+    check_tensor(function, part.pages_name, pages_, 4);
     check_rows(function, part.name, rows_, {num_rows, pages_.dim(1), pages_.dim(3)});
-    check_scale(function, concat(part.name, "_scale").c_str(), part.scale);
+    check_scale(function, part.scale_name, part.scale);
   }
 
   /// Bytes written and read for a row.
@@ -91,14 +84,12 @@ void write_page_rows(
   for (const PageRows& part : parts) {
     traffic += writers.emplace_back(function, num_rows, part).traffic();
     for (const PageRows& read : parts) {
-      check_no_overlap(
-          function, concat(part.name, "_pages").c_str(), part.pages, read.name, read.rows
-      );
+      check_no_overlap(function, part.pages_name, part.pages, read.name, read.rows);
     }
     check(
         part.pages.dim(0) == parts[0].pages.dim(0) && part.pages.dim(2) == parts[0].pages.dim(2),
-        function, ": ", part.name, "_pages must have as many pages and slots in each as ",
-        parts[0].name, "_pages, ", parts[0].pages.dim(0), " of ", parts[0].pages.dim(2), ", got ",
+        function, ": ", part.pages_name, " must have as many pages and slots in each as ",
+        parts[0].pages_name, ", ", parts[0].pages.dim(0), " of ", parts[0].pages.dim(2), ", got ",
         part.pages.dim(0), " of ", part.pages.dim(2)
     );
   }

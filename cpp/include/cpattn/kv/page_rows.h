@@ -16,7 +16,9 @@ TensorView heads_first(TensorView pages, KVAxisOrder order);
 /// Rows of one kind on their way into pages outside a KVBuffer. The last dimension of rows and
 /// pages is contiguous, other strides are free.
 struct PageRows {
-  const char* name;  // of the argument, for messages
+  const char* name;  // of the arguments, for messages
+  const char* pages_name;
+  const char* scale_name = "scale";
   TensorView rows;   // [num_rows, num_heads, dim]
   TensorView pages;  // [num_pages, num_heads, page_size, dim]
   double scale = 1;  // divides rows of another dtype
