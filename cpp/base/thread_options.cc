@@ -15,6 +15,7 @@
 namespace cpattn {
 namespace {
 
+constexpr int kMostThreads = 65536;
 constexpr int kUsualSpin = 50;
 constexpr int kLongestSpin = 1000000;  // the longest spin of a worker after its last job
 
@@ -32,7 +33,8 @@ int number_of(const char* variable, const char* text, long least, long most) {
 
 std::atomic<int>& configured_num_threads() {
   static std::atomic<int> num_threads{[] {
-    const int chosen = number_of("CPATTN_NUM_THREADS", std::getenv("CPATTN_NUM_THREADS"), 1, 65536);
+    const int chosen =
+        number_of("CPATTN_NUM_THREADS", std::getenv("CPATTN_NUM_THREADS"), 1, kMostThreads);
     return chosen < 0 ? usable_cpus() : chosen;
   }()};
   return num_threads;
@@ -70,6 +72,10 @@ int exchange_thread_default(int num_threads) {
 
 int check_num_threads(const char* function, int num_threads) {
   check(num_threads >= 1, function, ": num_threads must be >= 1, got ", num_threads);
+  check(
+      num_threads <= kMostThreads, function, ": num_threads must be at most ", kMostThreads,
+      ", got ", num_threads
+  );
   return num_threads;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "c/call.h"
 
+#include <algorithm>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -178,7 +179,11 @@ std::vector<uint8_t> Call::flags(const cpattn_tensor* given, const char* argumen
       view.rank == 1 && view.is_contiguous(), name,
       " must be contiguous and have 1 dimension, got shape ", ShapeOf{view}
   );
-  return {view.as<uint8_t>(), view.as<uint8_t>() + view.num_elements()};
+  std::vector<uint8_t> flags(view.num_elements());
+  std::transform(view.as<uint8_t>(), view.as<uint8_t>() + flags.size(), flags.begin(), [](auto x) {
+    return x != 0 ? 1 : 0;
+  });
+  return flags;
 }
 
 bool Call::flag(int64_t given, const char* argument) const {

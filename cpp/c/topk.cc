@@ -48,6 +48,10 @@ cpattn_status cpattn_topk_transform(const cpattn_topk_options* options) {
           .batch_idx_list = rows,
       };
     }
+    cpattn::check(
+        given.method != CPATTN_TOPK_RAGGED || offsets, call.function(),
+        ": topk_indices_offset must be given for CPATTN_TOPK_RAGGED"
+    );
     const cpattn::TopkArguments arguments{
         .function = call.function(),
         .score = call.tensor(given.logits, "logits"),

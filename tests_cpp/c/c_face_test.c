@@ -196,6 +196,10 @@ static void test_writes_and_merges(void) {
   flat = cpattn_tensor_of(c.k_data, CPATTN_FLOAT32, 3, slot_shape);
   EXPECT_OK(cpattn_write_slots(&slots, &k, &flat, 1));
   EXPECT(have_the_same_bits(c.k_data, k_data + 64, 16 * sizeof(float)));
+  EXPECT_REFUSED(
+      cpattn_write_slots(&slots, &k, &flat, -1),
+      "write_slots: scale must be a positive number, got -1"
+  );
 
   for (i = 0; i < 16; ++i) minus_infinity[i] = -HUGE_VALF;
   no_keys = c.lse;
@@ -275,7 +279,10 @@ static void test_topk_transform(void) {
   EXPECT_OK(cpattn_topk_transform(&options));
   EXPECT(out_data[0] == 12 && out_data[1] == 40);
   options.method = CPATTN_TOPK_RAGGED;
-  EXPECT(cpattn_topk_transform(&options) == CPATTN_RUNTIME_ERROR);
+  EXPECT_REFUSED(
+      cpattn_topk_transform(&options),
+      "topk_transform: topk_indices_offset must be given for CPATTN_TOPK_RAGGED"
+  );
 }
 
 static void test_errors(void) {
@@ -332,6 +339,10 @@ static void test_the_machine(void) {
   EXPECT_OK(cpattn_get_num_threads(&now));
   EXPECT(now == before + 1);
   EXPECT_REFUSED(cpattn_set_num_threads(0), "set_num_threads: num_threads must be >= 1, got 0");
+  EXPECT_REFUSED(
+      cpattn_set_num_threads(65537),
+      "set_num_threads: num_threads must be at most 65536, got 65537"
+  );
   EXPECT_OK(cpattn_active_isa(&isa));
   EXPECT(isa != NULL && strlen(isa) > 2);
 }

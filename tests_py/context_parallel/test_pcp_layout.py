@@ -47,6 +47,14 @@ def test_rows_of_two_dimensions_in_either_container():
     assert parts[0].shape == (3, 3)
 
 
+def test_any_byte_but_0_is_true():
+    flags = np.array([2, 0], np.uint8).view(bool)
+    layouts = [
+        build_pcp_layout([7, 1], [0, 5], pcp_size=2, is_prefill=f) for f in (flags, [True, False])
+    ]
+    assert layouts[0] == layouts[1]
+
+
 def test_batches_that_are_refused():
     for function in (pcp_segments, build_pcp_layout):
         message = rf"^{function.__name__}: pcp_size must be in \[1, 32768\], got 0"

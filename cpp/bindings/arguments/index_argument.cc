@@ -83,7 +83,11 @@ std::vector<uint8_t> flag_list(py::handle object, const ArgumentName& name) {
       tensor->rank == 1 && tensor->is_contiguous(), name,
       " must be contiguous and have 1 dimension, got shape ", ShapeOf{*tensor}
   );
-  return {tensor->as<uint8_t>(), tensor->as<uint8_t>() + tensor->num_elements()};
+  // A bool that is a view of another byte may be more than 1.
+  for (int64_t i = 0; i < tensor->num_elements(); ++i) {
+    flags.push_back(tensor->as<uint8_t>()[i] != 0 ? 1 : 0);
+  }
+  return flags;
 }
 
 std::vector<double> real_list(py::handle object, const ArgumentName& name) {

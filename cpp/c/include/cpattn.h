@@ -6,7 +6,8 @@
  * documentation says more about each option.
  *
  * Every function that can fail returns a cpattn_status; cpattn_last_error() then has the message.
- * Arguments are checked first: after CPATTN_INVALID_ARGUMENT no result has been written. No pointer
+ * Arguments are checked first: after CPATTN_INVALID_ARGUMENT no result has been written, but for
+ * cpattn_topk_transform, which finds pages that a table lacks while it writes. No pointer
  * to the caller's memory outlives a call. Functions may be called from several threads at once,
  * also with the same plan or metadata; a handle is destroyed by one thread, after its last use.
  * The only other state is the library's threads and the number that cpattn_set_num_threads() sets.
@@ -293,6 +294,7 @@ typedef struct cpattn_topk_options {
 } cpattn_topk_options;
 
 CPATTN_API cpattn_status cpattn_topk_options_init(cpattn_topk_options* options, size_t struct_size);
+/* If the table has no page for a selected key, some rows of `out` may have been written. */
 CPATTN_API cpattn_status cpattn_topk_transform(const cpattn_topk_options* options);
 
 /* --- transfers of caches --------------------------------------------------------------------- */
