@@ -153,6 +153,19 @@ TEST_P(Indexer, ValuesStandBesideTheirIndices) {
   }
 }
 
+/// An empty tensor may have the address of another one: no key overlaps the result there.
+TEST_P(Indexer, NoKeysTakeNoMemory) {
+  std::vector<int32_t> indices(6 * 3, 7);
+  const IndexKeys keys =
+      flat_index_keys("test", view(indices, DType::float8_e4m3fn, {0, kDim}), std::nullopt);
+  const PageTable one{.indptr = {0, 1}, .page_ids = {0}};
+  const IndexerRow row{.query = 2, .begin = 0, .end = 0};
+  indexer_topk(
+      arguments(keys, one, {&row, 1}), {.topk = 3, .indices = view(indices, DType::int32, {6, 3})}
+  );
+  EXPECT_EQ(indices, std::vector<int32_t>(6 * 3, -1));
+}
+
 /// Integers: products of the largest codes, and sums that float32 holds.
 TEST_P(Indexer, ScoresOfInt8AreExact) {
   std::mt19937 generator(6);

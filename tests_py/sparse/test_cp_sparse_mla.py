@@ -101,7 +101,8 @@ def test_bare_metadata_with_its_prefixes():
     ("change", "message"),
     [
         ({"q": torch.zeros(3, HEADS, DIM)}, r"q must have the 31 rows of index_q"),
-        ({"topk": 0}, r"topk must be in \[1, .*, got 0"),
+        ({"topk": 0}, r"topk must be 1 to 1048576 for 31 rows, got 0"),
+        ({"topk": 1 << 33}, r"topk must be 1 to 1048576 for 31 rows, got 8589934592"),
         ({"kv": torch.zeros(16, 1, DIM)}, "kv must have .*slots of block_tables, got 16 for slot"),
         ({"kv": torch.zeros(480, 1, 16)}, "kv must have shape"),
         ({"d_v": 0}, "d_v must be"),

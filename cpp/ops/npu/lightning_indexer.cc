@@ -81,7 +81,8 @@ IndexKeys keys_of(const LightningIndexerArguments& arguments, int64_t page_size)
     pages.shape = {1, key.shape[0], 1, dim};
     pages.strides = {key.shape[0] * key.strides[0], key.strides[0], key.strides[1], 1};
   }
-  if (pages.shape[1] == 0) {  // one token that is never read
+  if (pages.shape[1] == 0) {  // no page is read, wherever an empty tensor may be
+    pages.shape[0] = 0;
     pages.shape[1] = page_size;
     pages.strides[3] = 1;  // which means nothing in an empty tensor
   }

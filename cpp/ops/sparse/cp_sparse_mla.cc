@@ -63,9 +63,9 @@ void cp_sparse_mla(const ContextParallelMetadata& metadata, const CpSparseMlaArg
       attention.q.shape[0]
   );
   constexpr int64_t kMostIndices = int64_t{1} << 40;  // far above any memory
+  const int64_t most = std::min(kMaxIndexerTopk, kMostIndices / std::max<int64_t>(rows, 1));
   require(
-      indexer.topk >= 1 && indexer.topk <= kMostIndices / std::max<int64_t>(rows, 1),
-      "topk must be in [1, ", kMostIndices / std::max<int64_t>(rows, 1), "] for ", rows,
+      indexer.topk >= 1 && indexer.topk <= most, "topk must be 1 to ", most, " for ", rows,
       " rows, got ", indexer.topk
   );
   Selection selection(rows, indexer.topk);

@@ -17,7 +17,6 @@
 namespace cpattn {
 namespace {
 
-constexpr int64_t kMaxTopk = int64_t{1} << 20;
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 
 float weight_at(const TensorView& weights, int64_t query, int64_t head) {
@@ -237,8 +236,8 @@ void indexer_topk(const IndexerArguments& arguments, const IndexerTopk& topk) {
   const char* function = arguments.function;
   check_indexer_arguments(arguments);
   check(
-      topk.topk >= 1 && topk.topk <= kMaxTopk, function, ": topk must be 1 to ", kMaxTopk, ", got ",
-      topk.topk
+      topk.topk >= 1 && topk.topk <= kMaxIndexerTopk, function, ": topk must be 1 to ",
+      kMaxIndexerTopk, ", got ", topk.topk
   );
   const auto k = static_cast<int32_t>(topk.topk);
   for (const IndexerRow& row : arguments.rows) {

@@ -141,7 +141,7 @@ IndexKeys flat_index_keys(
       .data = k.data,
       .dtype = k.dtype,
       .dim = k.shape[1],
-      .num_pages = 1,
+      .num_pages = k.shape[0] > 0 ? 1 : 0,
       .page_size = std::max<int64_t>(1, k.shape[0]),
       .row_bytes = k.strides[0] * bytes,
   };

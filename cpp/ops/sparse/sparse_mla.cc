@@ -137,7 +137,7 @@ void flash_mla_sparse_fwd(const SparseMlaArguments& arguments) {
   check_scale(function, "sm_scale", arguments.scale);
   SelectedAttention attention{.function = function, .q = as_batch(q)};
   const int64_t num_rows =
-      narrow_to_int32(read_kv(arguments.kv, attention), "flash_mla_sparse_fwd: rows of kv");
+      narrow_to_int32(read_kv(arguments.kv, attention), concat(function, ": rows of kv").c_str());
   const IndexTable indices = read_indices(function, arguments.indices, q.shape[0]);
   if (arguments.topk_length)
     check_lengths(function, *arguments.topk_length, q.shape[0], indices.columns);

@@ -73,9 +73,11 @@ std::vector<IndexerRow> flat_indexer_rows(
 /// outside [begin, end) and for queries without an IndexerRow.
 void indexer_logits(const IndexerArguments& arguments, const TensorView& logits);
 
+constexpr int64_t kMaxIndexerTopk = int64_t{1} << 20;
+
 /// The number of keys that indexer_topk selects, and the tensors that it writes.
 struct IndexerTopk {
-  int64_t topk = 0;                  // 1 to 2^20
+  int64_t topk = 0;                  // 1 .. kMaxIndexerTopk
   bool sorted = true;                // by score, descending; else by index
   TensorView indices;                // int32 [T, topk], relative to a row's `begin`
   std::optional<TensorView> values;  // float32 [T, topk]: their scores, -inf beside -1
