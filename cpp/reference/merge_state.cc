@@ -56,7 +56,7 @@ void merge_state(
       lse.as<double>()[index] = max + std::log(sum);
     }
   };
-  parallel_for(out.num_elements() == 0 ? 0 : rows, 1, merge_row);
+  parallel_for(lse.num_elements() == 0 ? 0 : rows, 1, merge_row);
 }
 
 }  // namespace cpattn::reference

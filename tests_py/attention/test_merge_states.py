@@ -202,6 +202,16 @@ def test_errors_of_two_parts(change, message):
         cpattn.merge_state(*parts)
 
 
+def test_the_first_part_may_have_other_strides_of_one_token():
+    parts = np.ones((2, 3, 4), np.float32)
+    lses = np.zeros((2, 1, 3), np.float32)
+    first = parts[:1]  # the stride of its one token is that of a part
+    own = np.lib.stride_tricks.as_strided(first, first.shape, (4, 16, 4))
+    out, _ = cpattn.merge_states([first, 3 * first], list(lses), out=own)
+    assert out is own
+    assert (parts[0] == 2).all()
+
+
 def test_overlapping_parts_are_refused():
     buffer, lse = torch.zeros(3, 3, 4), torch.zeros(2, 3)
     with pytest.raises(ValueError, match="merge_state: out_a must not overlap out_b in memory"):

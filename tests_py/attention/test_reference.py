@@ -167,6 +167,9 @@ def test_merge_state_ignores_empty_parts():
     out, lse = reference.merge_state(nan, none, nan, none)
     assert out.tolist() == [[[0, 0, 0]]]
     assert lse.item() == -math.inf
+    out, lse = reference.merge_state(nan[..., :0], some, nan[..., :0], some)
+    assert out.shape == (1, 1, 0)
+    assert lse.item() == pytest.approx(1.5 + math.log(2))
 
 
 @pytest.mark.parametrize(
