@@ -87,8 +87,19 @@ inline void add_biases_of_neighbours(
 inline void add_biases(
     const AttentionTile& tile, int64_t token, int64_t head, int64_t key, int n, float* sums
 ) {
+  const TileBias& bias = tile.bias;
+  if (bias.key_positions != nullptr && !bias_may_hide(tile)) {
+    // Slopes alone do not need keys that follow each other.
+    const float slope = bias.alibi_slopes[head];
+    const int32_t position = bias.token_positions[token];
+    const int32_t* columns = bias.key_positions + key;
+    for (int j = 0; j < n; ++j) {
+      sums[j] -= slope * __builtin_fabsf(static_cast<float>(columns[j] - position));
+    }
+    return;
+  }
   for (int begin = 0; begin < n;) {
-    const int count = count_neighbours(tile.bias, key + begin, n - begin);
+    const int count = count_neighbours(bias, key + begin, n - begin);
     add_biases_of_neighbours(tile, token, head, key + begin, count, sums + begin);
     begin += count;
   }
