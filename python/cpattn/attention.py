@@ -168,7 +168,6 @@ def paged_attention(
         Position of each sequence's first query among its keys. The default aligns the last query
         with the last key (bottom right, as in flash-attn); zeros align top left, as torch's
         ``is_causal`` does. A query may stand before the first key or behind the last.
-        ``is_causal``, top left. A query may stand before the first key or behind the last.
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
     kv_indptr, kv_indices, last_page_len : ints [batch + 1], [pages of all], [batch]
