@@ -397,3 +397,5 @@ def test_cpu_name(monkeypatch, tmp_path):
     assert _machine.cpu_name() == platform.machine()
     file.write_text("processor : 0\nmodel name\t: A CPU @ 2 GHz\n\nmodel name\t: another\n")
     assert _machine.cpu_name() == "A CPU @ 2 GHz"
+    file.write_text("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n" * 2)
+    assert _machine.cpu_name() == "AMD EPYC family 25 model 17"
