@@ -172,8 +172,36 @@ def test_a_batch_ends_where_the_pool_does():
 def test_what_can_never_run_is_refused_before_anything_runs():
     cache = PrefixCache(2, page_size=4, block_tokens=BLOCK)
     requests = [request([1], 4), request([1, 2, 3], 9)]
-    with pytest.raises(ValueError, match="request 1 has 9 tokens, the pool 8"):
+    message = "^prefill_batches: request 1: a prompt of 9 tokens needs 3 pages of 4, the pool has 2"
+    with pytest.raises(ValueError, match=message):
         next(prefill_batches(requests, cache, token_budget=4))
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_tokens", "reserve", "message"),
+    [
+        ([1, 2, 3], 9, 0, "a prompt of 9 tokens needs 3 pages of 4, the pool has 2"),
+        ([1, 2], 8, 1, "a prompt of 8 tokens and 1 behind it needs 3 pages of 4, the pool has 2"),
+        ([1], 5, 2, "hash_ids must be 2 for a prompt of 5 tokens in blocks of 4, got 1"),
+        ([], 0, 1, "input_length must be >= 1, got 0"),
+        ([1], 4, -1, "reserve must be >= 0, got -1"),
+    ],
+)
+def test_a_refused_request_leaves_the_others_alone(ids, num_tokens, reserve, message):
+    scheduler = Scheduler(PrefixCache(2, page_size=4, block_tokens=BLOCK), token_budget=16)
+    scheduler.add(0, request([1], 4))
+    with pytest.raises(ValueError, match=f"^Scheduler: request 1: {message}"):
+        scheduler.add(1, request(ids, num_tokens), reserve=reserve)
+    assert scheduler.next_batch().extend_lens == [4]
+
+
+def test_prompts_that_wait_for_leases_of_others_are_told_last():
+    cache = PrefixCache(2, page_size=4, block_tokens=BLOCK)
+    assert cache.acquire([9], 4)
+    batches = prefill_batches([request([1], 4), request([2, 3], 8)], cache, token_budget=16)
+    assert next(batches).extend_lens == [4]
+    with pytest.raises(ValueError, match=r"^prefill_batches: request 1 waits for pages"):
+        next(batches)
 
 
 def request_of(tokens: list[int]) -> Request:

@@ -169,18 +169,7 @@ class PrefixCache:
         None if other leases hold too many pages: try again after a release. ValueError tells that
         even an empty pool is too small, or that ids and blocks differ in number.
         """
-        if self.pages_needed(num_tokens) > self.num_pages:
-            raise ValueError(
-                f"PrefixCache: a prompt of {num_tokens} tokens needs "
-                f"{self.pages_needed(num_tokens)} pages of {self.page_size}, "
-                f"the pool has {self.num_pages}"
-            )
-        num_blocks = -(-num_tokens // self.block_tokens)
-        if len(hash_ids) != num_blocks:
-            raise ValueError(
-                f"PrefixCache: hash_ids must be {num_blocks} for a prompt of {num_tokens} tokens "
-                f"in blocks of {self.block_tokens}, got {len(hash_ids)}"
-            )
+        self._check("PrefixCache", hash_ids, num_tokens)
         cached = list(self._match(hash_ids, num_tokens))
         cached_tokens = sum(block.key[2] for block in cached)
         first, missing = len(pages_of(cached)), self.pages_needed(num_tokens - cached_tokens)
@@ -227,6 +216,24 @@ class PrefixCache:
                     self._pages.give_back(block.page_ids)
                 else:
                     self._idle[block.key] = block
+
+    def _check(
+        self, where: str, hash_ids: Sequence[int | None], num_tokens: int, reserve: int = 0
+    ) -> None:
+        """Refuse a prompt that never fits with its reserve, or whose ids are too few or many."""
+        needed = self.pages_needed(num_tokens + reserve)
+        if needed > self.num_pages:
+            behind = f" and {reserve} behind it" if reserve else ""
+            raise ValueError(
+                f"{where}: a prompt of {num_tokens} tokens{behind} needs {needed} pages of "
+                f"{self.page_size}, the pool has {self.num_pages}"
+            )
+        num_blocks = -(-num_tokens // self.block_tokens)
+        if len(hash_ids) != num_blocks:
+            raise ValueError(
+                f"{where}: hash_ids must be {num_blocks} for a prompt of {num_tokens} tokens "
+                f"in blocks of {self.block_tokens}, got {len(hash_ids)}"
+            )
 
     def _match(self, hash_ids: Sequence[int | None], num_tokens: int) -> Iterator[Block]:
         parent = 0

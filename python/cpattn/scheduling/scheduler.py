@@ -151,8 +151,9 @@ def prefill_batches(
     TypeError
         If `requests` has no Requests, `cache` is no PrefixCache, or a number is no integer.
     ValueError
-        If a number is below 1, or a prompt has more tokens than the pool. Asking for the first
-        batch raises it.
+        If a number is below 1, a prompt has more tokens than the pool, or its hashes are not one
+        for each block: asking for the first batch raises it. Also if a prompt waits for pages that
+        leases of others hold.
 
     Examples
     --------
@@ -167,17 +168,17 @@ def prefill_batches(
         cache, token_budget=token_budget, max_sequences=max_sequences, function="prefill_batches"
     )
     for i, request in enumerate(checked_requests("prefill_batches", requests)):
-        if cache.pages_needed(request.input_length) > cache.num_pages:
-            raise ValueError(
-                f"prefill_batches: request {i} has {request.input_length} tokens, the pool "
-                f"{cache.num_pages * cache.page_size}"
-            )
         scheduler.add(i, request)
     while batch := scheduler.next_batch():
         yield batch
         for chunk in batch.chunks:
             if chunk.is_last:
                 scheduler.end(chunk.request_index)
+    if scheduler._waiting:
+        raise ValueError(
+            f"prefill_batches: request {scheduler._waiting[0][0]} waits for pages that other "
+            "leases of the cache hold: release some"
+        )
 
 
 class Scheduler:
@@ -236,6 +237,7 @@ class Scheduler:
         self.cache = cache
         self.token_budget = token_budget
         self.max_sequences = min(max_sequences, token_budget)
+        self._function = function
         self._waiting: deque[tuple[int, Request, int]] = deque()
         self._begun: dict[int, Chunk] = {}  # last chunk of each request, in order of beginning
         self._num_batches = 0
@@ -252,7 +254,17 @@ class Scheduler:
         reserve : int
             Tokens after the prompt whose K/V will be written. With a reserve, no other prompt
             shares the last block of the prompt unless the prompt fills it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the prompt has no tokens, does not have a hash for each block, or does not fit into
+            the pool with its reserve.
         """
+        where = f"{self._function}: request {index}"
+        check_integer(where, "input_length", request.input_length)
+        check_integer(where, "reserve", reserve, 0)
+        self.cache._check(where, request.hash_ids, request.input_length, reserve)
         self._waiting.append((index, request, reserve))
 
     def end(self, index: int, *, written: int | None = None, hash_ids: Sequence[int] = ()) -> None:
