@@ -322,3 +322,5 @@ def test_wrong_numbers_are_refused():
         Scheduler(None, token_budget=1)
     with pytest.raises(ValueError, match="hash_blocks: block_tokens"):
         hash_blocks([1], 0)
+    with pytest.raises(TypeError, match="hash_blocks: token_ids must be integers, got float64"):
+        hash_blocks([1.2], 1)

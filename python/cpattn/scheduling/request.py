@@ -63,7 +63,7 @@ def hash_blocks(token_ids: Any, block_tokens: int) -> tuple[int, ...]:
     Raises
     ------
     TypeError, ValueError
-        If a number is no integer or below 1.
+        If a number is no integer, or `block_tokens` below 1.
 
     Examples
     --------
@@ -72,7 +72,10 @@ def hash_blocks(token_ids: Any, block_tokens: int) -> tuple[int, ...]:
     (2, True)
     """
     check_integer("hash_blocks", "block_tokens", block_tokens)
-    ids = np.ascontiguousarray(token_ids, dtype=np.int64)
+    ids = np.asarray(token_ids)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"hash_blocks: token_ids must be integers, got {ids.dtype}")
+    ids = np.ascontiguousarray(ids, dtype=np.int64)
     return tuple(
         int.from_bytes(blake2b(ids[i : i + block_tokens].data, digest_size=16).digest(), "little")
         for i in range(0, len(ids), block_tokens)
