@@ -119,6 +119,32 @@ def test_close_waits_for_writes_of_other_threads(kind, fake, monkeypatch):
     assert ranges_of(fake[0].calls)[1:] == [("register", ["written"]), ("unregister", address)]
 
 
+def test_close_does_not_wait_for_a_write_whose_thread_did_not_start(kind, fake, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    engine = kind.make()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            engine.write_async(kind.peer, [1], [2], [3])
+    closer = threading.Thread(target=engine.close, daemon=True)
+    closer.start()
+    closer.join(PATIENCE)
+    assert not closer.is_alive()
+
+
+def test_a_write_cannot_be_cancelled(kind, fake, monkeypatch):
+    go_on = threading.Event()
+    kind.on_write(monkeypatch, lambda _: 0 if go_on.wait(PATIENCE) else -1)
+    with kind.make() as engine:
+        write = engine.write_async(kind.peer, [1], [2], [3])
+        was_cancelled = write.cancel()
+        go_on.set()
+        assert not was_cancelled
+        assert write.result(PATIENCE) == 0
+
+
 def is_held(addr):
     return bool(_core.ranges_to_register("test", [addr], [1], False)[2][0])
 

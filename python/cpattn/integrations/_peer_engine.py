@@ -76,6 +76,7 @@ class PeerEngine:
         """
         blocks = self._begin(session, (src_addrs, dst_addrs, lengths))
         future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # no write can be cancelled
 
         def write() -> None:
             try:
@@ -87,7 +88,11 @@ class PeerEngine:
             finally:
                 self._end()
 
-        threading.Thread(target=write, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=write, name=self._name, daemon=True).start()
+        except Exception:  # not Ctrl-C, which ends only the wait for a thread that has started
+            self._end()
+            raise
         return future
 
     def _begin(self, session: Any, lists: Sequence[Any]) -> _core.Blocks:
