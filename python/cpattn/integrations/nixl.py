@@ -218,7 +218,8 @@ class NixlEngine(PeerEngine):
         deadline = time.monotonic() + self._timeout + blocks.num_bytes * 1e-9
         with self._changed:
             turn = self._turns.setdefault(session, threading.Lock())
-        if not turn.acquire(timeout=min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
+        left = max(0.0, deadline - time.monotonic())
+        if not turn.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
             return _FAILED
         try:
             return self._transfer(session, blocks, deadline)

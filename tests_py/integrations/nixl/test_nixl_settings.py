@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding, starting and closing NIXL's agent, with a stand-in for its package."""
 
+import itertools
 import os
 import re
 import sys
+import threading
+import time
 from importlib import metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,6 +130,15 @@ def test_what_does_not_end_is_given_up(fake, monkeypatch):
         assert fake[1].calls[-2:] == ["release", "forget"]
         writes = [engine.write_async(PEER, [8], [8], [8]) for _ in range(3)]
         assert [write.result(PATIENCE) for write in writes] == [-1, -1, -1]
+
+
+def test_a_write_that_gets_its_turn_too_late_is_given_up(fake, monkeypatch):
+    clock = itertools.count(0.0, 100.0)  # each look at it takes longer than the timeout
+    monkeypatch.setattr(
+        nixl, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep)
+    )
+    with nixl.NixlEngine() as engine, engine._turns.setdefault(PEER, threading.Lock()):
+        assert engine.write(PEER, [8], [8], [8]) == -1
 
 
 @pytest.mark.parametrize(("error", "passes"), [(NotFoundError, False), (ValueError, True)])
