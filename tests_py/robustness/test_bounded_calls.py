@@ -116,6 +116,16 @@ def test_what_hangs_keeps_its_key_and_no_other(calls, let_go):
     eventually(lambda: returns(calls))
 
 
+def test_close_does_not_wait_for_a_thread_that_did_not_start(calls, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: raise_(RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            calls.run("a", LONG, int)
+    begin = time.monotonic()
+    calls.close()
+    assert time.monotonic() - begin < LONG / 2
+
+
 def test_close_waits_until_the_limit(calls, let_go):
     begun, limit = threading.Event(), 0.2
 

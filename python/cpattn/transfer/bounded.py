@@ -52,8 +52,8 @@ class BoundedCalls:
             if hanging is not None and not hanging.done():
                 raise CallHangs(f"{self._name}: an earlier call for {key} still hangs")
             self._hanging.pop(key, None)
-            self._deadlines[future] = time.monotonic() + seconds
             thread = self._free.pop() if self._free else self._start()
+            self._deadlines[future] = time.monotonic() + seconds
         thread.put(work)
         try:
             return future.result(seconds)  # Ctrl-C ends this wait
