@@ -189,16 +189,20 @@ def test_alibi(num_heads, sees):
         ({"paged_kv_indptr": [0, 3]}, "paged_kv_indptr must start at 0"),
         ({"seq_lens": torch.tensor([10])}, r"seq_lens must be what the pages say, \[11\]"),
         ({"paged_kv_last_page_len": [9]}, r"must be 1 numbers in \[1, 8\], got \[9\]"),
+        ({"head_dim_qk": 320}, "scale must be given for head_dim > 256, got head_dim 320"),
     ],
 )
 def test_what_a_plan_refuses(change, message):
+    """A refused plan leaves the earlier one."""
     pages = {"paged_kv_indptr": [0, 2], "paged_kv_indices": [0, 1], "paged_kv_last_page_len": [3]}
     sizes = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim_qk": 16, "page_size": 8}
     arguments = {"qo_indptr": [0, 1], **pages, **sizes}
     wrapper = BatchPrefillWithPagedKVCacheWrapper()
+    wrapper.plan(**arguments)
     with pytest.raises(ValueError, match=f"KVCacheWrapper.plan: .*{message}"):
         wrapper.plan(**arguments | change)
-    wrapper.plan(**arguments)
+    q, cache = torch.ones(1, 1, 16), torch.ones(2, 8, 1, 16)
+    assert torch.equal(wrapper.run(q, (cache, cache)), q)
 
 
 def test_what_a_run_refuses():

@@ -110,7 +110,7 @@ class PagedWrapper:
             raise ValueError(
                 f"{function}: logits_soft_cap must be 0 with ALIBI, got {logits_soft_cap}"
             )
-        self._plan = attention.plan_attention(
+        plan = attention.plan_attention(
             q_lens=q_lens,
             kv_lens=kv_lens,
             block_tables=table,
@@ -119,8 +119,8 @@ class PagedWrapper:
             **options,
         )
         if sm_scale is None:
-            sm_scale = attention.default_scale(function, self._plan.head_dim)
-        self._sm_scale = sm_scale
+            sm_scale = attention.default_scale(function, plan.head_dim)
+        self._plan, self._sm_scale = plan, sm_scale
         self._window_left = window_left
         self._softcap = logits_soft_cap or 0.0
         self._out_dtype = o_data_type
@@ -129,7 +129,7 @@ class PagedWrapper:
         self._missing_lse: AnyTensor | None = None
         if has_alibi:
             self._biases, self._missing_lse = alibi(
-                self._plan.num_heads, q_lens, kv_lens, sees_ahead=sees_ahead
+                plan.num_heads, q_lens, kv_lens, sees_ahead=sees_ahead
             )
 
     def run(
