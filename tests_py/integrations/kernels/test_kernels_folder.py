@@ -76,6 +76,18 @@ def test_its_functions_are_those_of_the_package(kernel, causal):
     )
 
 
+def test_factors_are_numbers_under_any_default_dtype(kernel):
+    q, k = normal(1, 5, 4, 32), normal(1, 9, 2, 32)
+    factors = {"k_descale": 1, "v_descale": 0.3}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        out = kernel.flash_attn_func(q, k, k, **factors)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(out, flash_attn.flash_attn_func(q, k, k, **factors))
+
+
 def test_graphs_hold_its_operators(kernel):
     """The function opcheck also compares traced shapes with shapes from the kernels."""
     namespace = getattr(torch.ops, kernel.__name__)

@@ -85,7 +85,9 @@ def _operator(
     def tensor(name: str, value: Any) -> Any:
         if name not in _NUMBERS or not isinstance(value, (int, float)):
             return value
-        return torch.tensor(value) if name == "cache_seqlens" else torch.tensor([value])
+        if name == "cache_seqlens":
+            return torch.tensor(value)
+        return torch.tensor([value], dtype=torch.float32)  # whatever the default dtype is
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
