@@ -3,6 +3,7 @@
 
 import re
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from support.entry_points import write_distribution
 from support.pages import blocks_in, run_page
 from support.places import ROOT
 from support.sglang.sglang_models import ENVIRONMENT, mapped_by, shared_memory, unlink
+from support.time_limits import PATIENCE
 
 START = 400.0  # seconds, of an engine of two ranks on a busy machine
 pytestmark = pytest.mark.engine("sglang")
@@ -57,6 +59,29 @@ def test_the_stream_is_that_of_the_cpu_on_a_cpu_alone(device):
     with pytest.raises(ValueError, match="a batch"):
         cp_cpu.execute_extend_cp(original, runner, "a batch")
     assert asked == [torch.cpu.current_stream if device == "cpu" else before]
+    assert torch.cuda.current_stream is before
+
+
+def test_the_stream_is_that_of_the_cpu_until_calls_on_all_threads_return(monkeypatch):
+    before = torch.cuda.current_stream
+    monkeypatch.setattr(torch.cuda, "current_stream", before)  # restored even if the test fails
+    runner = SimpleNamespace(model_runner=SimpleNamespace(device="cpu"))
+    begun, go_on, asked = threading.Event(), threading.Event(), []
+
+    def first(runner):
+        begun.set()
+        assert go_on.wait(PATIENCE)
+
+    def second(runner):
+        go_on.set()
+        other.join()
+        asked.append(torch.cuda.current_stream)
+
+    other = threading.Thread(target=cp_cpu.execute_extend_cp, args=[first, runner])
+    other.start()
+    assert begun.wait(PATIENCE)
+    cp_cpu.execute_extend_cp(second, runner)
+    assert asked == [torch.cpu.current_stream]
     assert torch.cuda.current_stream is before
 
 
