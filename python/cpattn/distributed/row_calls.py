@@ -161,8 +161,7 @@ class RowCalls:
     @property
     def _connection(self) -> Connection:
         # No cached_property: in CPython 3.11 ranks that are threads of one process would all wait
-        # for
-        # its single lock, which the first rank holds while it waits for the others.
+        # for its single lock, which the first rank holds while it waits for the others.
         if self._connected is None:
             known = None if self.transport == "tcp" else known_connection(self.group)
             self._connected = known or connect(self.group, self._exchange, self.transport)

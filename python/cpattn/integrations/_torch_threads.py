@@ -108,8 +108,7 @@ def _gomp_parallel() -> int:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if "ATen parallel backend: OpenMP" in torch.__config__.parallel_info():
         # The loader's search order for torch: libraries loaded globally, as by LD_PRELOAD, come
-        # before
-        # torch's own.
+        # before torch's own.
         for name in (None, str(library)):
             start = getattr(ctypes.CDLL(name), "GOMP_parallel", None)
             if start is not None:

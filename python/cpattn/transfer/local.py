@@ -61,8 +61,7 @@ class LocalEngine:
         self._num_threads = num_threads
         self._memory = _core.MemoryRanges()
         # Owners of registered memory of pools, by address. The dict is replaced, never changed: a
-        # write
-        # in flight holds the dict of its begin.
+        # write in flight holds the dict of its begin.
         self._owners: dict[int, list[_core.PoolMemory]] = {}
         self._writes: set[_Write] = set()  # in flight, from or to this engine
         with _changed:

@@ -78,7 +78,6 @@ def flash_attn_func(
     s_aux : tensor of floats, shape [heads], optional
         Logits of attention sinks, under the name of flash-attn 3 for vLLM: each adds exp(s_aux) to
         the denominators of its head. The LSE does not include them.
-        denominators of its head. The LSE is without them.
 
     Returns
     -------

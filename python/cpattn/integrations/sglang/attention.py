@@ -199,8 +199,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         slots = table[forward_batch.req_pool_indices[:, None], columns]
         if kind.in_window_pool:
             # Pages before the window may have been freed: their slots are 0, where there are no
-            # keys, and
-            # are not visible.
+            # keys, and are not visible.
             slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
         split = forward_batch.attn_cp_metadata
         if split is not None:  # the first shares of all requests, then the second shares

@@ -65,7 +65,6 @@ class ContextParallelModel(Requests):
     token_budget, max_sequences : int
         Most tokens of one batch, and most requests in progress; longer prompts are computed in
         chunks.
-        prompts are computed in chunks.
 
     Attributes
     ----------
