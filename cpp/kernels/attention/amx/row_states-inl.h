@@ -57,7 +57,10 @@ struct RowStates {
   /// The softmax of these rows in a block of keys; `scale` is that of their head. The caller sets
   /// what depends on the block.
   SoftmaxGroup<T> group(
-      const AttentionTile& tile, float scale, float* output, Bfloat16* probabilities
+      const AttentionTile& tile,
+      float scale,
+      float* output,  // NOLINT(readability-non-const-parameter): the group writes there
+      Bfloat16* probabilities
   ) const {
     return {
         .factor = tile.softcap > 0 ? kLog2E : scale * kLog2E,
