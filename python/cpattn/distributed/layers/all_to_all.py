@@ -140,8 +140,7 @@ def _begin_own_heads(
     rows = scratch.sent_rows[exchange.rank]
     mine = part[exchange.rank]
     received = [
-        torch.empty(len(scratch.slots), mine.num_kv_heads, dim, dtype=inputs.k.dtype)
-        for dim in inputs.kv_dims
+        inputs.k.new_empty(len(scratch.slots), mine.num_kv_heads, dim) for dim in inputs.kv_dims
     ]
     sends = [inputs.take(rows, share.kv) for share in part]
     posted = [
@@ -165,7 +164,7 @@ def _attend_tokens(
     values = inputs.values_of(taken)
     if not mine.num_heads:
         empty = [q.new_empty(len(q), 0, values.shape[2])]
-        return [*empty, torch.empty(len(q), 0, 1)] if return_lse else empty
+        return [*empty, q.new_empty(len(q), 0, 1, dtype=torch.float32)] if return_lse else empty
     request = plan.batch.rows.request
     q_lens = np.bincount(request, minlength=len(plan.block_tables))
     result: Any = paged_attention(

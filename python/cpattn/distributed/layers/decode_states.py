@@ -67,7 +67,7 @@ def _by_heads(
     outs, lses = exchange.routed_rows(
         "decode",
         [_heads_first(out), _heads_first(lse)],
-        [torch.arange(share.start, share.stop) for share in heads],
+        [torch.arange(share.start, share.stop, device="cpu") for share in heads],
         [parts[1]] * exchange.size,
     )
     of_ranks = outs.unflatten(0, parts).unflatten(2, (num_tokens, v_head_dim)).transpose(1, 2)

@@ -167,7 +167,7 @@ class _SharedGather:
 
 def _scratch_of(host: HostGroup, layer: _Gather, rounds: Sequence[slice]) -> list[torch.Tensor]:
     """Return memory for the keys of two rounds."""
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     num_bytes = max(_keys_in(nothing, layer, heads)[1] for heads in rounds)
     return shared_scratch(layer.exchange, host, num_bytes)
 

@@ -30,7 +30,8 @@ class HeadOutputs:
             self._q = q.new_zeros(num_rows, *q.shape[1:])
             self._q[: len(q)] = q
         self._out = q.new_empty(num_rows, q.shape[1], inputs.v.shape[2])
-        self._lse = torch.empty(num_rows, q.shape[1]) if layer.return_lse else None
+        lse = q.new_empty(num_rows, q.shape[1], dtype=torch.float32)
+        self._lse = lse if layer.return_lse else None
 
     def attend(
         self, heads: slice, block_tables: NDArray[np.int32], caches: Sequence[torch.Tensor]

@@ -73,7 +73,7 @@ class KeyScratch:
     @cached_property
     def unfilled(self) -> torch.Tensor:
         """Slots that receive no row."""
-        free = torch.ones(self.num_slots, dtype=torch.bool)
+        free = torch.ones(self.num_slots, dtype=torch.bool, device="cpu")
         free[self.slots] = False
         return torch.nonzero(free).view(-1)
 

@@ -75,7 +75,7 @@ def filled_outputs(
     out[: len(rows)], out[len(rows) :] = rows, 0
     if not return_lse or rows_lse is None:
         return out
-    lse = torch.full(q.shape[:2], -torch.inf)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     lse[: len(rows)] = rows_lse
     return out, lse
 

@@ -144,7 +144,7 @@ class ShardInputs(ShardKeys):
 def _numbers(scale: Any) -> tuple[float, ...] | None:
     if scale is None:
         return None
-    return tuple(torch.as_tensor(scale, dtype=torch.float32).flatten().tolist())
+    return tuple(torch.as_tensor(scale, dtype=torch.float32, device="cpu").flatten().tolist())
 
 
 def _tensors_of(bias: Any) -> Sequence[Any]:
@@ -216,13 +216,13 @@ def checked_inputs(
     _core.check_bias(biases, q.shape[1], *tokens.padded_lens)
     zeros = np.zeros(1, np.int64)
     nothing = SequenceCall(
-        rows=torch.empty(0, dtype=torch.int64), q_lens=zeros,
+        rows=torch.from_numpy(zeros[:0]), q_lens=zeros,
         kv_indptr=np.zeros(2, np.int64), kv_indices=zeros[:0], last_page_len=zeros,
         requests=zeros, first_key=zeros, page_size=1, causal=options.causal,
     )  # fmt: skip
     paged_rows(nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks)
     tensors: dict[str, Any] = {
-        name: torch.as_tensor(x)
+        name: torch.as_tensor(x, device="cpu")
         for name in ("sinks", "alibi_slopes", "relative_bias")
         if (x := getattr(options, name)) is not None
     }
@@ -247,7 +247,7 @@ def _check_axes(call: str, name: str, q: torch.Tensor) -> None:
 def no_state(num_rows: int, q: torch.Tensor, v: torch.Tensor) -> State:
     """Return the state of rows without keys: zeros, and LSE -inf."""
     out = q.new_zeros(num_rows, q.shape[1], v.shape[-1])
-    return State(out, torch.full((num_rows, q.shape[1]), -torch.inf))
+    return State(out, q.new_full(out.shape[:2], -torch.inf, dtype=torch.float32))
 
 
 def attend_part(
@@ -292,7 +292,8 @@ def paged_rows(
 ) -> State:
     """Run `paged_attention` on the rows of one call, with keys in one pool or in two."""
     split = q.shape[-1] - (0 if k_rope is None else k_rope.shape[-1])
-    out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[:2])
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     o = options
     scale = default_scale("paged_attention", q.shape[-1]) if o.scale is None else o.scale
     _core.paged_attention(

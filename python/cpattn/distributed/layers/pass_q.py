@@ -41,7 +41,7 @@ class _PassQ:
     def __init__(self, layer: RankLayer[ShardedPlan]) -> None:
         self._layer = layer
         self._exchange, self._plan, self._inputs = layer.exchange, layer.plan, layer.inputs
-        tokens = torch.arange(layer.plan.num_tokens)
+        tokens = torch.arange(layer.plan.num_tokens, device="cpu")
         self._rows = tokens.split(list(layer.plan.rows_per_rank))  # of each rank
 
     def rounds(self, num_heads: int) -> list[slice]:
@@ -108,7 +108,8 @@ class _PassQ:
             exchange.finish(coming[step])
             begin, num_rows = sum(plan.rows_per_rank[:source]), len(asked[step])
             parts = self._attend(slice(begin, begin + num_rows), asked[step], slice(0, 1))
-            rows_for = [torch.arange(num_rows if r == source else 0) for r in range(size)]
+            every = torch.arange(num_rows, device="cpu")
+            rows_for = [every if r == source else every[:0] for r in range(size)]
             rows_from = [len(own) if r == answering else 0 for r in range(size)]
             returning[answering] = exchange.begin_routed("attend", parts, rows_for, rows_from)
         states = []

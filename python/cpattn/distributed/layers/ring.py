@@ -107,7 +107,7 @@ class Ring:
 
     def room(self, step: int, heads: slice) -> torch.Tensor:
         """Make room for some heads of the share of a step."""
-        return torch.empty(self.block_bytes(step, heads), dtype=torch.uint8)
+        return torch.empty(self.block_bytes(step, heads), dtype=torch.uint8, device="cpu")
 
     def messages(self, block: torch.Tensor, following: torch.Tensor) -> tuple[Blocks, Blocks]:
         """Return the tensors that this rank sends of a block, and receives of the next, by rank."""

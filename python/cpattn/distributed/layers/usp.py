@@ -84,11 +84,12 @@ class _RowRing(Ring):
     def nothing(self) -> State:
         """Return the empty result of a rank without heads."""
         q, dim = self.inputs.q, self.inputs.v.shape[2]
-        return State(q.new_empty(len(q), 0, dim), torch.empty(len(q), 0))
+        lse = q.new_empty(len(q), 0, dtype=torch.float32)
+        return State(q.new_empty(len(q), 0, dim), lse)
 
     def own_block(self, heads: slice) -> torch.Tensor:
         """Return some of this rank's heads of its row's keys, as bytes; called once."""
-        block = torch.empty(self.block_bytes(0, heads), dtype=torch.uint8)
+        block = torch.empty(self.block_bytes(0, heads), dtype=torch.uint8, device="cpu")
         parts = block_tensors(block, self.inputs, self.pages[self.own], heads.stop - heads.start)
         for part, keys in zip(parts, self._keys, strict=True):
             part.view(torch.uint8).copy_(keys[:, heads].view(torch.uint8))
@@ -122,7 +123,7 @@ class _RowRing(Ring):
         for i, sent in enumerate(sends[place.column]):
             num_bytes = sent.shape[2] * sent.element_size()
             shape = len(pages.ids) * pages.page_size, sent.shape[1], num_bytes
-            whole = torch.zeros(shape, dtype=torch.uint8).view(sent.dtype)
+            whole = sent.new_zeros(shape, dtype=torch.uint8).view(sent.dtype)
             received = whole.new_empty(sum(map(len, slots)), *whole.shape[1:])
             parts = received.split([len(x) for x in slots])
             _swap(self.exchange, place, [x[i] for x in sends], parts)

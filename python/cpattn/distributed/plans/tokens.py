@@ -66,7 +66,7 @@ class NewTokens:
     def gathered_rows(self) -> torch.Tensor:
         """Row of each token."""
         if self.metadata is None:
-            return torch.arange(len(self.slots))
+            return torch.arange(len(self.slots), device="cpu")
         return torch.from_numpy(self.metadata._gathered_row_indices().astype(np.int64))
 
     @cached_property

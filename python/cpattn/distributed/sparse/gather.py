@@ -76,7 +76,7 @@ def attend(
     else:
         positions = all_positions(own_visible, inputs.topk)
     out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.d_v)
-    lse = torch.empty(inputs.q.shape[:2])
+    lse = out.new_empty(out.shape[:2], dtype=torch.float32)
     rounds = _num_rounds(plan, inputs, len(keys.place))
     for i in range(rounds):
         part = slice(len(out) * i // rounds, len(out) * (i + 1) // rounds)
@@ -101,7 +101,7 @@ def _select(
     """Return the positions [rows, topk] of the best keys of each row."""
     codes, scale = inputs.take_index(torch.from_numpy(keys.rows[exchange.rank]))
     received = exchange.all_rows(_CALL, keys.counts, [codes] if scale is None else [codes, scale])
-    by_request = [torch.empty(x.shape, dtype=x.dtype) for x in received]
+    by_request = [x.new_empty(x.shape) for x in received]
     for whole, of_ranks in zip(by_request, received, strict=True):
         put_rows(whole, torch.from_numpy(keys.place), of_ranks)
     return indexer_topk(
@@ -129,8 +129,10 @@ def _attend(
     own = wanted[exchange.rank]
     rows_from = [int(own[keys.of_rank(rank)].sum()) for rank in range(exchange.size)]
     (latents,) = exchange.routed_rows(_CALL, [inputs.latents], rows_for, rows_from)
-    where = torch.full((len(keys.place) + 1,), -1, dtype=torch.int32)  # the last one of no key
-    where[torch.from_numpy(keys.place[own])] = torch.arange(len(latents), dtype=torch.int32)
+    where = places.new_full((len(keys.place) + 1,), -1, dtype=torch.int32)  # the last one of no key
+    where[torch.from_numpy(keys.place[own])] = torch.arange(
+        len(latents), dtype=torch.int32, device="cpu"
+    )
     out, _, lse = flash_mla_sparse_fwd(
         q,
         latents.view(inputs.kv.dtype)[:, None],

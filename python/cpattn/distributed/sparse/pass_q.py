@@ -47,7 +47,7 @@ def attend(
     """Return attention and LSE of this rank's rows."""
     shares = plan.batch.shares
     out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.d_v)
-    lse = torch.empty(inputs.q.shape[:2])
+    lse = out.new_empty(out.shape[:2], dtype=torch.float32)
     index = None
     for part in _rounds(plan, inputs):
         searching = part.visible > inputs.topk
@@ -114,7 +114,7 @@ def _search(
     found = index.candidates(
         queries.unflatten(1, inputs.index_q.shape[1:]), weights, request, visible, width
     )
-    rows_for = list(torch.arange(len(found)).split(counts))
+    rows_for = list(torch.arange(len(found), device="cpu").split(counts))
     num_rows = counts[exchange.rank]
     (received,) = exchange.routed_rows(_CALL, [found], rows_for, [num_rows] * exchange.size)
     of_ranks = received.unflatten(0, (exchange.size, num_rows))
@@ -138,7 +138,7 @@ def _attend(
         inputs.sm_scale,
         inputs.d_v,
     )
-    rows_for = list(torch.arange(len(out)).split(part.counts))
+    rows_for = list(torch.arange(len(out), device="cpu").split(part.counts))
     num_rows = [part.counts[exchange.rank]] * exchange.size
     outs, lses = exchange.routed_rows(_CALL, [out.flatten(1), lse], rows_for, num_rows)
     return merged_columns(outs, lses, exchange.size, inputs.attn_sink)

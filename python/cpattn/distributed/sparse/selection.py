@@ -36,14 +36,14 @@ class LocalIndex:
         """Return each row's best keys among those before `visible`: int64 [rows, width]."""
         begin = self._begin[request]
         count = self._shares.count_below(self._rank, request, visible)
-        indices = torch.empty(len(q), width, dtype=torch.int32)
-        scores = torch.empty(len(q), width)
+        indices = q.new_empty(len(q), width, dtype=torch.int32)
+        scores = q.new_empty(len(q), width, dtype=torch.float32)
         _core.indexer_topk(
             q, self._keys, weights, begin, begin + count, self._scale, False, indices, scores
         )
         missing = indices < 0
         if not len(self._position):
-            return torch.full(indices.shape, _NONE)
+            return indices.new_full(indices.shape, _NONE, dtype=torch.int64)
         where = (indices + torch.from_numpy(begin)[:, None]).masked_fill_(missing, 0)
         return _packed(scores, self._position[where]).masked_fill_(missing, _NONE)
 
@@ -70,7 +70,7 @@ def best_positions(candidates: torch.Tensor, topk: int) -> torch.Tensor:
 
 def all_positions(visible: Array, topk: int) -> torch.Tensor:
     """Return positions [rows, topk] of rows that select all visible keys, ascending, then -1."""
-    positions = torch.arange(topk, dtype=torch.int32).expand(len(visible), topk)
+    positions = torch.arange(topk, dtype=torch.int32, device="cpu").expand(len(visible), topk)
     return positions.masked_fill(positions >= torch.from_numpy(visible)[:, None], -1)
 
 

@@ -21,7 +21,7 @@ from .row_bytes import ArrivingRows, Parts, RoutedRows, columns_of, new_rows, ro
 from .terms import CALLS, OPTIONS, REASON, TERMS, layout, ranks_text, refuse_difference, term
 from .waiting import NOT_YET, Posted, Wait, have_come
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _SLICE = 0.02  # seconds of a wait, until the next look around
 
 
@@ -132,7 +132,7 @@ class RowExchange:
         total = num_rows * row_bytes(parts)
         storage = self._buffers.pop(buffer, _EMPTY)  # dropped if rows might still arrive in it
         if storage.numel() < total:
-            storage = torch.zeros(total, dtype=torch.uint8)  # padding bytes are sent, too
+            storage = torch.zeros(total, dtype=torch.uint8, device="cpu")  # padding is sent, too
         rows = storage[:total].view(num_rows, row_bytes(parts))
         columns = columns_of(rows, parts)
         begin = sum(rows_per_rank[: self.rank])
@@ -188,7 +188,7 @@ class RowExchange:
         rows_from: Sequence[int],
     ) -> RoutedRows:
         """Begin `routed_rows`; `routed` waits for it."""
-        received = torch.empty(sum(rows_from), row_bytes(parts), dtype=torch.uint8)
+        received = torch.empty(sum(rows_from), row_bytes(parts), dtype=torch.uint8, device="cpu")
         blocks = received.split(list(rows_from))
         sends = {}
         for rank, rows in enumerate(rows_for):
@@ -350,11 +350,11 @@ class RowExchange:
         if host is None:
             return self.all_values(call, values)
         rails = host.rails
-        here = torch.tensor(self.meet_host(call, values), dtype=torch.int64)
+        here = torch.tensor(self.meet_host(call, values), dtype=torch.int64, device="cpu")
         if not rails.others:
             return here.tolist()
         others = [rank for ranks in rails.others for rank in ranks]
-        arriving = torch.full((len(others), len(values)), NOT_YET)
+        arriving = here.new_full((len(others), len(values)), NOT_YET)
         blocks = arriving.split([len(ranks) for ranks in rails.others])
         # Rows of a source come here, so this rank asks for the values of the source's host.
         posted = self.post(
@@ -365,7 +365,7 @@ class RowExchange:
         if sorted(rails.destinations) == list(rails.sources):
             posted.ends = arriving.numpy()[:, -1]
         self.finish(posted)
-        rows = torch.empty(self.size, len(values), dtype=here.dtype)
+        rows = here.new_empty(self.size, len(values))
         rows[list(rails.members)], rows[others] = here, arriving
         return rows.tolist()
 

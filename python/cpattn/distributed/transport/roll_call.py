@@ -97,7 +97,7 @@ class RollCall:
         # If gloo ends a wait, it closes all connections silently: our waits must end before.
         self.longest_wait = self.timeout + BEHIND_TIMEOUT if self._by_gloo else None
         size = 1 + max(peers, default=0)
-        self._words = torch.zeros(size, _WORD_BYTES, dtype=torch.uint8)
+        self._words = torch.zeros(size, _WORD_BYTES, dtype=torch.uint8, device="cpu")
         self._view = self._words.numpy()
         self._works: list[Any] = []
         if self._by_gloo:
@@ -149,7 +149,7 @@ class RollCall:
     def hang_up(self, group: dist.ProcessGroup) -> None:
         """Close all connections of the group, as gloo does when a wait takes too long."""
         if self._by_gloo:
-            for work in self._posted(dist.irecv, torch.zeros(1), group, _CLOSING_TAG):
+            for work in self._posted(dist.irecv, torch.zeros(1, device="cpu"), group, _CLOSING_TAG):
                 with contextlib.suppress(RuntimeError):
                     work.wait(_AT_ONCE)
 

@@ -50,7 +50,8 @@ def row_bytes(parts: Sequence[torch.Tensor]) -> int:
 def new_rows(num_rows: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Make rows of bytes to fill; gaps between parts are 0, as gaps are sent, too."""
     size, filled = row_bytes(parts), sum(part.shape[1] * part.element_size() for part in parts)
-    return (torch.empty if size == filled else torch.zeros)(num_rows, size, dtype=torch.uint8)
+    make = torch.empty if size == filled else torch.zeros
+    return make(num_rows, size, dtype=torch.uint8, device="cpu")
 
 
 def columns_of(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
