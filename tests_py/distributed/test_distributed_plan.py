@@ -11,7 +11,7 @@ import cpattn
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.plans.plan import make_plan
 from support.cases import dense, packed
-from support.distributed.planning import first_of
+from support.distributed.planning import first_of, plan_of
 
 TABLES = np.array([[5, 3, 9], [2, 7, 0]])  # page_size 4: 9 and 6 tokens use 3 and 2 pages
 LENS = ([4, 6], [9, 6])
@@ -184,3 +184,6 @@ def test_plans_of_others_are_refused(cp):
     )  # fmt: skip
     with pytest.raises(ValueError, match="plan must be of rank 0 of 1, got rank 1 of 2"):
         cp.gather(stranger, torch.zeros(10, 4))
+    sharded = plan_of(first_of(2, 4), 10, 0)
+    with pytest.raises(ValueError, match="write_kv: plan must be of rank 0 of 1, got rank 0 of 2"):
+        cp.write_kv(sharded, torch.zeros(10, 1, 8), None, torch.zeros(12, 1, 8), None)

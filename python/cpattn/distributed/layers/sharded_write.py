@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..plans.sharded_plan import DecodePlan, ShardedPlan
+from ..plans.sharded_plan import DecodePlan, ShardedPlan, check_rank
 from ..transport.exchange import RowExchange
 from ..transport.row_bytes import RoutedRows
 from .rows import NewRows, new_rows
@@ -27,6 +27,7 @@ def write_shards(
 ) -> None:
     """Send each new row to the rank that holds its slot, and write the rows that arrive."""
     with exchange.agreement("write_kv", plan.terms) as parts:
+        check_rank("write_kv", exchange, plan)
         new = shard_rows("write_kv", plan, (k_local, v_local), (k_shard, v_shard))
         parts += new.rows
     with exchange.without_return():
