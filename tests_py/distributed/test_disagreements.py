@@ -119,6 +119,13 @@ def program(rank):
     found["values"] = error_of(lambda: agree(model="a", prompts=(1, rank)))[0]
     found["names"] = error_of(lambda: agree(**{"x" if rank else "y": 1}))[0]
     found["refused"] = error_of(fail)[0]
+    found["kinds"] = error_of(lambda: agree(x=True if rank else 1))[0]
+    for name in ("call", "sequence"):
+        found[name] = error_of(lambda name=name: agree(**{name: rank}))[0]
+    cp.topology()  # from now on the ranks agree in the memory that they share
+    many = {f"value {i}": i for i in range(70)}
+    agree(**many)
+    found["value 65"] = error_of(lambda: agree(**many | {"value 65": rank}))[0]
     agree()
     return found
 
@@ -134,5 +141,8 @@ def test_rows_of_some_tokens_and_values_that_differ(tmp_path):
         assert "tokens must be in [0, 15), got 15 to 15" in found["beyond"]
         assert found["values"].endswith(f"agreement: prompts {differs}")
         assert found["names"].endswith(f"agreement: options {differs}")
+        for name in ("call", "sequence", "value 65"):
+            assert found[name].endswith(f"agreement: {name} {differs}")
+        assert found["kinds"].endswith(f"agreement: x {differs}")
         assert found["refused"].endswith("a prompt is too long")
         assert rank or "rank 1 refused its arguments" in found["refused"]

@@ -18,7 +18,7 @@ from .plans.tokens import index_array
 from .transport.exchange import RowExchange
 from .transport.host import Connection, connect, known_connection
 from .transport.shared_memory import SharedMemory
-from .transport.terms import NO_TERMS, digest, refuse_difference, term
+from .transport.terms import MOST_VALUES, NO_TERMS, digest, refuse_difference, term
 from .transport.topology import Topology
 
 
@@ -114,9 +114,10 @@ class RowCalls:
             yield values
             terms["options"] = term(tuple(values))
             digests = [term(value) for value in values.values()]
-        if digests:
-            told = self._exchange.told("agreement", digests)
-            refuse_difference("agreement", list(zip(*told, strict=True)), tuple(values))
+        for begin in range(0, len(digests), MOST_VALUES):
+            part = slice(begin, begin + MOST_VALUES)
+            told = self._exchange.told("agreement", digests[part])
+            refuse_difference("agreement", list(zip(*told, strict=True)), tuple(values)[part])
 
     def topology(self) -> Topology:
         """Find out which ranks share a host, and whether they share memory there.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -25,7 +24,8 @@ TERMS = (
 )  # fmt: skip
 # Options that checks may add to the terms, besides rows and plans.
 OPTIONS = ("prefetch", "exchange", "options")
-REASON = struct.Struct("<32q")  # UTF-8 bytes of the reason for a refusal
+MOST_VALUES = 32  # that ranks tell each other at a time, through shared memory
+REASON = struct.Struct(f"<{MOST_VALUES}q")  # UTF-8 bytes of the reason for a refusal
 # Ranks with other names here cannot read each other's messages.
 _LAYOUT_NAMES = (versions.PROTOCOL, CALLS, TERMS, ROW_ALIGNMENT)
 
@@ -38,9 +38,9 @@ def digest(*values: Any) -> int:
     return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
-@lru_cache(1024)
 def term(value: Hashable) -> int:
     """Return 64 bits that digest a value of numbers, names and dtypes."""
+    hash(value)  # this refuses arrays, whose repr leaves elements out
     return digest(repr(value).encode())
 
 
@@ -59,10 +59,10 @@ def refuse_difference(
         if odd:
             first = values.index(usual)
             reason = f"{name} of {ranks_text(odd)} differs from rank {first}"
-            if name == "call":
+            if names is TERMS and name == "call":
                 made = [f"rank {rank} calls {CALLS[values[rank]]}" for rank in (first, *odd)]
                 reason += f" ({', '.join(made)})"
-            elif name == "sequence":
+            elif names is TERMS and name == "sequence":
                 made = [f"rank {rank} makes call {values[rank]}" for rank in (first, *odd)]
                 reason += f" ({', '.join(made)} of its group)"
             raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
