@@ -4,6 +4,7 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +79,7 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("attend", {"k_cache": z(40, 64)}, r"k_shard must be contiguous, \[num_slots, num_kv_heads"),
     ("attend", {"v_cache": None}, "v_head_dim must be given without v_shard, from 1 to the 32 el"),
     ("attend", {"out": z(10, 4, 16)}, r"out must be \[10, 4, 32\] of torch.float32, got"),
+    ("attend", {"out": z(10, 4, 1).expand(10, 4, 32)}, r"out must not be a .* \[4, 1, 0\]"),
     ("attend", {"k_rope": z(40, 2, 16)}, "q_rope and k_rope must be given together"),
     ("attend", ropes(10, 4, 32), r"q_rope must be \[10, 4, 16\] of torch.float32, as queries and"),
     ("attend", {"q_rope": z(10, 4, 16), "k_rope": z(32, 2, 16)}, ROWS),
@@ -193,6 +195,10 @@ TYPES: list[tuple[str, dict[str, Any], str]] = [
     ("attend", {"step": True}, r"plan must be one of ContextParallel\.plan, got D"),
     ("write_kv", {"k_local": None, "v_local": None, "v_cache": None}, "k_.* must be a tensor, got"),
     ("attend_sparse", {"kv": [1.0]}, r"kv must be a torch\.Tensor, got list"),
+    *(
+        ("attend_sparse", {name: np.ones(2)}, rf"{name} must be a torch\.Tensor, got ndarray")
+        for name in ("attn_sink", "index_k_scale")
+    ),
     ("attend_sparse", {"return_lse": 1}, "return_lse must be a bool"),
     ("choose_sparse_exchange", {"num_heads": 1.0}, "num_heads must be an integer"),
     ("head_range", {"num_heads": "4"}, "num_heads must be an integer"),
@@ -203,11 +209,26 @@ TYPES: list[tuple[str, dict[str, Any], str]] = [
             ([POOLS[0]], r"layers\[0\] must be LayerCaches, or a tuple like it, got Tens"),
             ([()], r"layers\[0\] must be LayerCaches"),
             ([(None, POOLS[0])], "k_cache must be a tensor on the CPU, got NoneType"),
-            ([(z(40, 2, 32, device="meta"),)], "must be a tensor on the CPU, got meta"),
+            ([(z(40, 2, 32, device="meta"),)], "k_cache must be on the CPU, got meta"),
+            ([(z(40, 2, 32, requires_grad=True),)], r"layers\[0\].k_cache requires a gradient"),
             ([(*POOLS, None, 1.5)], "window must be an int"),
         )
     ),
-    ("gather", {"x_local": z(10, 4, device="meta")}, "x_local must be on the CPU, got meta"),
+    *(
+        (call, {name: z(*shape, **kind), **more}, f"{told} {message}")
+        for kind, message in (
+            ({"device": "meta"}, "must be on the CPU, got meta"),
+            ({"requires_grad": True}, "requires a gradient, which cpattn does not compute"),
+        )
+        for call, name, told, shape, more in (
+            ("gather", "x_local", "x_local", (10, 4), {}),
+            ("write_kv", "k_local", "k_local", (10, 2, 32), {}),
+            ("write_kv", "k_cache", "k_shard", (40, 2, 32), {}),
+            ("write_kv", "v_cache", "v_cache", (40, 2, 32), {"cp": WHOLE}),
+            ("attend", "out", "out", (10, 4, 32), {}),
+            ("decode", "q", "q", (2, 4, 32), {"num_heads": 4}),
+        )
+    ),
 ]
 # Functions that refuse their own arguments by their own names.
 CORE = ("paged_attention: ", "cp_sparse_mla: ", "do_cp_attn_fia: ")
@@ -247,7 +268,8 @@ def test_refused(call, changes, message, error):
     said = str(raised.value)
     assert said.startswith((f"ContextParallel.{call}: ", *CORE))
     for name in ("k_cache", "v_cache"):
-        assert not isinstance(arguments.get(name), torch.Tensor) or not arguments[name].any()
+        x = arguments.get(name)
+        assert not isinstance(x, torch.Tensor) or x.is_meta or not x.any()
 
 
 @pytest.mark.parametrize(

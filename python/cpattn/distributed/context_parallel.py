@@ -328,7 +328,7 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
         Raises
         ------
         TypeError
-            If the rows are not on the CPU.
+            If rows or caches are not on the CPU, or require a gradient in grad mode.
         ValueError
             If there are too few rows, values without a cache or a cache without values, the plan is
             of another rank, or caches are not contiguous, too small for the slots, or of another

@@ -56,7 +56,7 @@ class RowCalls:
         Raises
         ------
         TypeError
-            If rows are not on the CPU, or `tokens` has no integers.
+            If rows are not on the CPU or require a gradient, or `tokens` has no integers.
         ValueError
             If there are too few rows, the plan is of another rank, or a token is outside the batch
             or comes twice.

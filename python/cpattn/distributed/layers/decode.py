@@ -16,6 +16,7 @@ from ..transport.terms import NO_TERMS, digest
 from .choice import choose_state_exchange
 from .decode_states import OUT_HEADS, STATE_EXCHANGES, gather_queries, heads_of_ranks, merge_states
 from .partials import AttentionOptions, ShardInputs, attend_part, checked_inputs
+from .rows import check_tensor
 
 _CALL = "ContextParallel.decode"
 
@@ -84,6 +85,7 @@ def _all_heads(exchange: RowExchange, name: str, q: torch.Tensor, num_heads: int
             f"{exchange.rank}, for {number} heads on {exchange.size} ranks, got shape "
             f"{list(q.shape)}"
         )
+    check_tensor("decode", name, q)
     return q.new_empty(0, number, q.shape[2])
 
 

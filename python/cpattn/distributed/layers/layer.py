@@ -14,7 +14,7 @@ from ..plans.sharded_plan import ShardedPlan, check_rank
 from ..transport.exchange import RowExchange
 from .partials import AttentionOptions, ShardInputs, checked_inputs
 from .prefetch import Prefetch
-from .rows import NewRows, plan_rows
+from .rows import NewRows, check_tensor, plan_rows
 from .sharded_write import shard_rows
 
 PlanT = TypeVar("PlanT", bound=ContextParallelPlan)
@@ -132,11 +132,19 @@ def _check_pool(plan: ContextParallelPlan, inputs: ShardInputs) -> None:
 
 def check_out(call: str, q: torch.Tensor, out: torch.Tensor | None, dim: int) -> None:
     """Refuse outputs without a row of `dim` elements in every head for each row of q."""
+    if out is None:
+        return
     shape = (*q.shape[:2], dim)
-    if out is not None and (out.shape != shape or out.dtype != q.dtype):
+    if out.shape != shape or out.dtype != q.dtype:
         raise ValueError(
             f"ContextParallel.{call}: out must be {list(shape)} of {q.dtype}, got "
             f"{list(out.shape)} of {out.dtype}"
+        )
+    check_tensor(call, "out", out)
+    if out.numel() and any(n > 1 and not step for n, step in zip(shape, out.stride(), strict=True)):
+        raise ValueError(
+            f"ContextParallel.{call}: out must not be a broadcast view, got strides "
+            f"{list(out.stride())}"
         )
 
 

@@ -15,6 +15,7 @@ from ..transport.exchange import RowExchange
 from ..transport.terms import NO_TERMS, digest, term
 from .key_scratch import CACHED, KeyScratch, key_scratch
 from .partials import ShardInputs
+from .rows import check_tensor
 from .shard_keys import ShardKeys, slots_of
 
 _CALL = "ContextParallel.prefetch"
@@ -215,9 +216,10 @@ def _checked(plan: ShardedPlan, number: int, layer: Any) -> _Layer:
     for field in ("k_cache", "v_cache", "k_rope"):
         if (pool := getattr(caches, field)) is None and field != "k_cache":
             continue
-        if not isinstance(pool, torch.Tensor) or pool.device.type != "cpu":
-            what = pool.device if isinstance(pool, torch.Tensor) else type(pool).__name__
+        if not isinstance(pool, torch.Tensor):
+            what = type(pool).__name__
             raise TypeError(f"{_CALL}: {name}.{field} must be a tensor on the CPU, got {what}")
+        check_tensor("prefetch", f"{name}.{field}", pool)
         pools[field] = slots_of("prefetch", f"{name}.{field}", pool)
         if pools[field].shape[1] != pools["k_cache"].shape[1]:
             raise ValueError(

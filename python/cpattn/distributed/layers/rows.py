@@ -19,10 +19,20 @@ def local_rows(call: str, plan: ContextParallelPlan, name: str, x: torch.Tensor)
     return rows_of(call, plan.num_local_rows, plan.cp_rank, name, x)
 
 
-def rows_of(call: str, num_rows: int, cp_rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the first rows of x, as [num_rows, width]."""
+def check_tensor(call: str, name: str, x: torch.Tensor) -> None:
+    """Refuse a tensor that is not on the CPU, or that requires a gradient in grad mode."""
     if x.device.type != "cpu":
         raise TypeError(f"ContextParallel.{call}: {name} must be on the CPU, got {x.device}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"ContextParallel.{call}: {name} requires a gradient, which cpattn does not compute; "
+            f"call it under torch.no_grad() or pass {name}.detach()"
+        )
+
+
+def rows_of(call: str, num_rows: int, cp_rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return the first rows of x, as [num_rows, width]."""
+    check_tensor(call, name, x)
     if len(x) < num_rows:
         raise ValueError(
             f"ContextParallel.{call}: {name} must have at least the {num_rows} rows of "
@@ -62,6 +72,7 @@ def pool_rows(
             f"ContextParallel.{call}: {name} must be contiguous {local.dtype}, "
             f"got {cache.dtype} of strides {list(cache.stride())}"
         )
+    check_tensor(call, name, cache)
     pool = cache.view(-1, prod(cache.shape[-2:]))
     if len(slots) and slots.max() >= len(pool):
         i = int(slots.argmax())

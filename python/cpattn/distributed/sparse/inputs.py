@@ -126,6 +126,8 @@ def checked_sparse_inputs(
 ) -> SparseInputs:
     """Return checked inputs of a layer; the core checks most, by sparse attention of no rows."""
     tensors = {"q": q, "kv": kv, "index_q": index_q, "index_k": index_k, "weights": weights}
+    optional = {"attn_sink": attn_sink, "index_k_scale": index_k_scale}
+    tensors |= {name: x for name, x in optional.items() if x is not None}
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(
