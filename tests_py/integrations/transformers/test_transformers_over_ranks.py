@@ -23,6 +23,7 @@ from support.transformers.faults_over_ranks import (  # noqa: E402
 )
 from support.transformers.over_ranks import NEW_TOKENS, PAGES, PROMPTS, alone  # noqa: E402
 from support.transformers.tiny_transformers import (  # noqa: E402
+    BART,
     CONFIGS,
     MORE_CONFIGS,
     SIZES,
@@ -132,6 +133,11 @@ REFUSED = {
     "state in some layers": (lambda: transformers.Qwen3NextConfig(**SIZES, **HYBRID), "linear_att"),
     "images": (lambda: transformers.Gemma3Config(**IMAGES), "than text (vision_config)"),
     "own attention": (lambda: transformers.BloomConfig(vocab_size=64), "BloomForCausalLM"),
+    "positions of its own": (lambda: transformers.BartConfig(**BART), "BartForCausalLM: layer 0"),
+    "all logits": (
+        lambda: transformers.WhisperConfig(**BART, pad_token_id=0),
+        "2 rows of logits for 1",
+    ),
     "rope of the longest": (lambda: transformers.LlamaConfig(**SIZES, **ROPE), "rope (dynamic)"),
 }
 

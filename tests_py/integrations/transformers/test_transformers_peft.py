@@ -13,6 +13,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 import peft  # noqa: E402
 
 import cpattn.integrations.transformers as integration  # noqa: E402
+from cpattn.integrations.transformers.context_parallel.layers import layer_shapes  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
 from support.transformers.tiny_transformers import make_model, make_tokens  # noqa: E402
 
@@ -71,6 +72,12 @@ def test_the_tokens_of_eager(kind: str) -> None:
     with adapter.disable_adapter():
         assert torch.equal(logits(adapter), logits(base))
     assert (expected - logits(base)).abs().max() > 0.1  # else the adapter does nothing
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt"])
+def test_rows_of_no_token_are_refused_over_ranks(kind: str) -> None:
+    with pytest.raises(ValueError, match="layer 0 does not make each token's query and key"):
+        layer_shapes(adapted(kind)[0])
 
 
 def test_merged_and_loaded_adapters(tmp_path: Path) -> None:

@@ -110,11 +110,13 @@ class RunningModel:
                 config._attn_implementation = name
             _RUNNING.reset(token)
         logits: Tensor = out.logits[0]
+        if len(logits) != len(keep):
+            raise ValueError(f"it returns {len(logits)} rows of logits for {len(keep)} to keep")
         return logits
 
 
 class _Probe:
-    """Pass that records what layers request."""
+    """Pass of one token twice, at one position, that records what layers request."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -125,6 +127,11 @@ class _Probe:
     ) -> Tensor:
         if layer in self.shapes:
             raise ValueError(f"layer {layer} attends twice")
+        if not (_twice_the_same(q) and _twice_the_same(k)):
+            raise ValueError(
+                f"layer {layer} does not make each token's query and key from the token and its "
+                "position_ids alone"
+            )
         self.shapes[layer] = LayerShape(
             k.shape[1], k.shape[2], 0 if v is None else v.shape[2], k.dtype
         )
@@ -132,8 +139,16 @@ class _Probe:
         return q.new_zeros(*q.shape[:2], options["v_head_dim"] if v is None else v.shape[2])
 
 
+def _twice_the_same(rows: Tensor) -> bool:
+    """Return whether there are two rows, equal but for rounding."""
+    if len(rows) != 2:
+        return False
+    first, second = rows.float()
+    return not torch.dist(first, second) > 0.01 * first.norm()
+
+
 def layer_shapes(model: Any) -> dict[int, LayerShape]:
-    """Run one token through a model; return the shape of the rows that each layer keeps.
+    """Run a token twice through a model; return the shape of the rows that each layer keeps.
 
     ValueError names a model that cannot run over ranks.
     """
@@ -143,9 +158,11 @@ def layer_shapes(model: Any) -> dict[int, LayerShape]:
     if reason := _refusal(model):
         raise _refused(model, reason)
     probe, text = _Probe(), model.config.get_text_config()
-    one = torch.zeros(1, dtype=torch.int64)
+    same = torch.ones(2, dtype=torch.int64)
+    # No padding, which some models skip as they count positions.
+    ids = torch.full((2,), 0 if getattr(text, "pad_token_id", None) else 1)
     try:
-        RunningModel(model).logits(probe, one, one, one)
+        RunningModel(model).logits(probe, ids, same, same[:1])
     except (KeyError, TypeError, ValueError) as error:
         raise _refused(model, str(error)) from error
     kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
