@@ -21,7 +21,14 @@ from support.transformers.faults_over_ranks import (  # noqa: E402
     TIMEOUT,
     run_faults,
 )
-from support.transformers.over_ranks import NEW_TOKENS, PAGES, PROMPTS, alone  # noqa: E402
+from support.transformers.over_ranks import (  # noqa: E402
+    NEW_TOKENS,
+    PAGES,
+    PENALTIES,
+    POSITIONS,
+    PROMPTS,
+    alone,
+)
 from support.transformers.tiny_transformers import (  # noqa: E402
     BART,
     CONFIGS,
@@ -52,15 +59,20 @@ def answers(tmp_path_factory):
     return run_world(2, tmp_path_factory.mktemp("world"), worker.run_core, **WORLD)
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
 def test_tokens_are_those_of_one_process(answers, expected):
     model = make_model("llama")
     longer = alone(model, PROMPTS[0] + expected[0])
-    penalised = {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2}
+    limited = make_model("llama")
+    limited.config.max_position_embeddings = POSITIONS
+    of_no_length = [alone(limited, prompt, new_tokens=None) for prompt in PROMPTS[::3]]
     for found in answers:
         assert found["tokens"] == found["again"] == expected
         assert found["longer"] == [longer]
         assert found["after"] == expected[:1]
-        assert found["penalised"] == [alone(model, p, **penalised) for p in PROMPTS[:2]]
+        assert found["penalised"] == [alone(model, p, **PENALTIES) for p in PROMPTS[:2]]
+        assert [len(tokens) for tokens in found["of no length"]] == [20, 12, 20]
+        assert found["of no length"] == of_no_length
         end = expected[1].index(expected[1][3]) + 1
         assert found["stopped"][1] == expected[1][:end]
         assert [len(x) for x in found["logprobs"]] == [NEW_TOKENS] * len(PROMPTS)
@@ -114,6 +126,7 @@ def test_what_cannot_be_is_told_to_all_ranks(answers):
         assert "need 101 pages of 8, and of 96 are 96 there: 5 pages are missing" in errors["long"]
         assert "give ContextParallelModel num_pages=101" in errors["long"]
         assert "num_beams is not supported, got 2" in errors["beams"]
+        assert "token_healing is not supported, got True" in errors["healing"]
         assert "tokens of prompts[0] must be in [0, 64), got 64 to 64" in errors["vocabulary"]
         assert "prompts[0] must be a list of at least one token" in errors["empty"]
         assert "4 pages are missing" in errors["prefill"]

@@ -22,7 +22,10 @@ PROMPTS = [
 PROMPTS.append(PROMPTS[1])
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 DRAWN = {"max_new_tokens": 6, "do_sample": True, "temperature": 3.0, "top_k": 20}
-PENALISED = {**GREEDY, "repetition_penalty": 1.8, "no_repeat_ngram_size": 2}
+PENALTIES = {
+    "repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "encoder_repetition_penalty": 0.5
+}  # fmt: skip
+POSITIONS = len(PROMPTS[3]) + NEW_TOKENS
 
 
 def engine_of(model: Any, **options: Any) -> ContextParallelModel:
@@ -61,7 +64,11 @@ def run_core(rank: int) -> dict[str, Any]:
     found["hits of what was generated"] = engine.hit_tokens - hits
     found["streamed"] = streamer and streamer.got
     found["drawn"] = [engine.generate(PROMPTS, seed=seed, **DRAWN) for seed in (3, 3, 4)]
-    found["penalised"] = engine.generate(PROMPTS[:2], **PENALISED)
+    found["penalised"] = engine.generate(PROMPTS[:2], **GREEDY, **PENALTIES)
+    model.config.max_position_embeddings = POSITIONS
+    found["of no length"] = engine.generate(
+        PROMPTS[::3], logits_processor=None, stopping_criteria=None
+    )
     stop = GenerationConfig(**GREEDY, eos_token_id=found["tokens"][1][3])
     found["stopped"] = engine.generate(PROMPTS[:2], stop)
     requests, logits = engine.prefill(PROMPTS[:3], max_new_tokens=3)
@@ -78,6 +85,7 @@ def run_core(rank: int) -> dict[str, Any]:
         "prompts": error_of(lambda: engine.generate([[1, 2 + rank]], **GREEDY))[0],
         "long": error_of(lambda: engine.generate([[1] * 800], max_new_tokens=9))[0],
         "beams": error_of(lambda: engine.generate([[1]], num_beams=2))[0],
+        "healing": error_of(lambda: engine.generate([[1]], token_healing=True))[0],
         "vocabulary": error_of(lambda: engine.generate([[64]]))[0],
         "empty": error_of(lambda: engine.generate([[]]))[0],
         "prefill": error_of(lambda: engine.prefill([[1] * 400, [2] * 400]))[0],

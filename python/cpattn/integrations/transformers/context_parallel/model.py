@@ -165,8 +165,8 @@ class ContextParallelModel(Requests):
         generation_config: Any = None,
         *,
         streamer: Any = None,
-        logits_processor: SequenceOf[Any] = (),
-        stopping_criteria: SequenceOf[Any] = (),
+        logits_processor: SequenceOf[Any] | None = None,
+        stopping_criteria: SequenceOf[Any] | None = None,
         tokenizer: Any = None,
         seed: int = 0,
         return_logprobs: bool = False,
@@ -257,8 +257,8 @@ class ContextParallelModel(Requests):
         prompt: Any,
         generation_config: Any = None,
         *,
-        logits_processor: SequenceOf[Any] = (),
-        stopping_criteria: SequenceOf[Any] = (),
+        logits_processor: SequenceOf[Any] | None = None,
+        stopping_criteria: SequenceOf[Any] | None = None,
         tokenizer: Any = None,
         seed: int = 0,
         **options: Any,
@@ -374,7 +374,7 @@ class ContextParallelModel(Requests):
 
     def _sequence(self, call: str, prompt: Any, config: Any, seed: str, *extras: Any) -> Sequence:
         """Return a sequence with its own sampling, for a prompt that fits."""
-        number = new_tokens(config, prompt)
+        number = new_tokens(self.model, config, prompt)
         if number < 1:
             raise ValueError(
                 f"{ENGINE}.{call}: max_new_tokens must be positive, got {number} behind a prompt "

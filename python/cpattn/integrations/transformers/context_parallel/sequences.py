@@ -21,8 +21,9 @@ Tokens = NDArray[np.int64]
 _MORE = {
     "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "penalty_alpha": 0,
     "prompt_lookup_num_tokens": 0, "assistant_early_exit": 0, "dola_layers": 0, "max_time": 0,
-    "use_mtp": False, "constraints": 0, "force_words_ids": 0,
+    "use_mtp": False, "constraints": 0, "force_words_ids": 0, "token_healing": False,
 }  # fmt: skip
+_DEFAULT_LENGTH = 20  # new tokens in ``model.generate`` if no length was ever set
 
 
 class NewToken(NamedTuple):
@@ -81,8 +82,8 @@ class Chooser:
         prompt: Tokens,
         max_new_tokens: int,
         seed: str,
-        processors: SequenceOf[Any],
-        criteria: SequenceOf[Any],
+        processors: SequenceOf[Any] | None,
+        criteria: SequenceOf[Any] | None,
         tokenizer: Any,
     ) -> None:
         from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -93,12 +94,13 @@ class Chooser:
         self._processors = model._get_logits_processor(
             config,
             input_ids_seq_length=len(prompt),
-            logits_processor=LogitsProcessorList(processors),
+            encoder_input_ids=torch.from_numpy(prompt)[None],
+            logits_processor=LogitsProcessorList(processors or ()),
             device="cpu",
             model_kwargs={},
         )
         self._criteria = model._get_stopping_criteria(
-            config, StoppingCriteriaList(criteria), tokenizer
+            config, StoppingCriteriaList(criteria or ()), tokenizer
         )
 
     def choose(self, tokens: Tokens, logits: Tensor) -> tuple[int, float, bool]:
@@ -192,7 +194,10 @@ def checked_prompts(call: str, prompts: Any, vocab_size: int) -> list[Tokens]:
 
 
 def checked_config(model: Any, call: str, given: Any, options: dict[str, Any]) -> Any:
-    """Return the `GenerationConfig` of a call, made from its arguments as in ``model.generate``."""
+    """Return the `GenerationConfig` of a call, made from its arguments as in ``model.generate``.
+
+    Its `max_length` is None if it was never set.
+    """
     config, unknown = model._prepare_generation_config(given, **options)
     for name in ("output_attentions", "output_hidden_states"):
         unknown.pop(name, None)
@@ -202,11 +207,17 @@ def checked_config(model: Any, call: str, given: Any, options: dict[str, Any]) -
         value = getattr(config, name, None)
         if value is not None and value != none and value:
             raise ValueError(f"{ENGINE}.{call}: {name} is not supported, got {value!r:.40}")
+    lengths = [getattr(one, "max_length", None) for one in (given, model.generation_config)]
+    if [*lengths, options.get("max_length")] == [None] * 3:
+        config.max_length = None
     return config
 
 
-def new_tokens(config: Any, prompt: Tokens) -> int:
-    """Return how many tokens may follow a prompt, by the lengths of a config."""
+def new_tokens(model: Any, config: Any, prompt: Tokens) -> int:
+    """Return how many tokens may follow a prompt, by the lengths of a checked config."""
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
-    return int(config.max_length) - len(prompt)
+    if config.max_length is not None:
+        return int(config.max_length) - len(prompt)
+    most = getattr(model.config, "max_position_embeddings", None)
+    return _DEFAULT_LENGTH if most is None else min(_DEFAULT_LENGTH, most - len(prompt))
