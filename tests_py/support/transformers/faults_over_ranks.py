@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 from cpattn.integrations.transformers import ContextParallelModel
 from support.distributed.distributed_worker import error_of
-from support.transformers.over_ranks import GREEDY, PROMPTS, engine_of
+from support.transformers.over_ranks import GREEDY, PROMPTS, engine_of, fail
 from support.transformers.tiny_transformers import make_model
 
 Case = tuple[str, str]
@@ -23,7 +24,7 @@ CULPRIT = 1
 LOSSES = (("late", "replicated"), ("stop", "page_interleave"))
 OWN = (
     ("model", "replicated"), ("model", "page_interleave"), ("processor", "shared"),
-    ("streamer", "shared"),
+    ("streamer", "shared"), ("plan", "replicated"), ("write_kv", "page_interleave"),
 )  # fmt: skip
 DEATH = ("die", "page_interleave")
 
@@ -46,10 +47,6 @@ def stop() -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-def fail(*arguments: Any) -> Any:
-    raise MemoryError("no room for this token")
-
-
 FAULTS: dict[str, Callable[[], None]] = {
     "late": late, "stop": stop, "model": fail, "die": lambda: os._exit(1),
 }  # fmt: skip
@@ -65,6 +62,10 @@ def generate(engine: ContextParallelModel, fault: str, is_culprit: bool) -> list
         return engine.generate(PROMPTS[:1], **GREEDY, logits_processor=[fail])
     if fault == "streamer":
         return engine.generate(PROMPTS[:1], **GREEDY, streamer=Failing() if is_culprit else None)
+    if fault in ("plan", "write_kv"):
+        call = fail if is_culprit else getattr(engine.cp, fault)
+        with patch.object(engine.cp, fault, call):
+            return engine.generate(PROMPTS[:4], **GREEDY)
     calls = iter(range(1 << 30))
 
     def hook(*arguments: Any) -> None:

@@ -4,11 +4,13 @@
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import GenerationConfig
 
 from cpattn.integrations.transformers import ContextParallelModel
+from cpattn.integrations.transformers.context_parallel import pools
 from support.distributed.distributed_worker import error_of
 from support.transformers.tiny_transformers import generate, make_model, make_tokens
 
@@ -90,6 +92,8 @@ def run_core(rank: int) -> dict[str, Any]:
         "empty": error_of(lambda: engine.generate([[]]))[0],
         "prefill": error_of(lambda: engine.prefill([[1] * 400, [2] * 400]))[0],
     }
+    with patch.object(pools, "Pools", fail if rank else pools.Pools):
+        found["errors"]["pools"] = error_of(lambda: engine_of(model))[0]
     other = make_model("llama")
     if rank:
         with torch.no_grad():
@@ -101,6 +105,10 @@ def run_core(rank: int) -> dict[str, Any]:
     found["errors"]["arguments"] = error_of(lambda: engine_of(model, num_pages=64 + rank))[0]
     found["after"] = engine.generate(PROMPTS[:1], **GREEDY)
     return found
+
+
+def fail(*arguments: Any, **options: Any) -> Any:
+    raise MemoryError("no room for this token")
 
 
 def mixed(engine: ContextParallelModel) -> dict[str, Any]:

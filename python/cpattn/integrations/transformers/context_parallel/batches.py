@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,15 @@ class Batches:
 
     def logits(self, batch: Batch, sequences: SequenceOf[Sequence]) -> Logits:
         """Run a batch with chunks of `sequences`."""
+        with self._telling():
+            attention, inputs, logits = self._planned(batch, sequences)
+        with self._telling(attention):
+            return logits(self.model.logits(attention, *inputs))
+
+    def _planned(
+        self, batch: Batch, sequences: SequenceOf[Sequence]
+    ) -> tuple[OverRanks | OnEveryRank, tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Logits]]:
+        """Return a pass for a batch, inputs of the model, and what its result becomes. Local."""
         known = [s.tokens[c.begin : c.end] for s, c in zip(sequences, batch.chunks, strict=True)]
         ids, positions = torch.from_numpy(np.concatenate(known)), torch.from_numpy(batch.positions)
         has_next = [chunk.has_next for chunk in batch.chunks]
@@ -69,9 +79,7 @@ class Batches:
                 attention = OnEveryRank(self.pools, batch)
             else:
                 attention = OverShards(self.cp, self.pools, batch)
-        with self._telling(attention):
-            rows = self.model.logits(attention, ids, positions, keep)
-        return Logits(plan, tokens, mine.tolist(), rows)
+        return attention, (ids, positions, keep), partial(Logits, plan, tokens, mine.tolist())
 
     def all_rows(self, logits: Logits) -> Tensor:
         """Exchange logits; return a row for each of `Logits.tokens`."""

@@ -144,7 +144,7 @@ class ContextParallelModel(Requests):
             }
             self._scheduler_options = {"token_budget": token_budget, "max_sequences": max_sequences}
             self._begin()
-        use_torch_threads()
+            use_torch_threads()
         self._pools = make_pools(
             cp, shapes, named.rank_pages(pages, size, page_size), shared=placement == SHARED
         )

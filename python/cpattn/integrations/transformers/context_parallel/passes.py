@@ -86,11 +86,16 @@ class OverShards(OverRanks):
         self._cp, self._pools = cp, pools
         self._plan = cp.plan_decode(batch.seq_lens, block_tables=batch.block_tables)
 
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Write this rank's rows of a layer, alone, and attend to the rows of all ranks."""
+        self._cp.write_kv(self._plan, k, v, *self._pools.caches(layer))
+        return super().attend(layer, q, k, v, options)
+
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """Write this rank's rows of a layer, and attend to the rows of all ranks."""
-        caches = self._pools.caches(layer)
-        self._cp.write_kv(self._plan, k, v, *caches)
-        out: Tensor = self._cp.decode(self._plan, q, *caches, **options)
+        """Attend for a layer, whose rows are written."""
+        out: Tensor = self._cp.decode(self._plan, q, *self._pools.caches(layer), **options)
         return out

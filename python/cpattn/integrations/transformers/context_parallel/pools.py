@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,7 @@ class Pools:
 def make_pools(
     cp: ContextParallel, shapes: dict[int, LayerShape], num_pages: int, *, shared: bool
 ) -> Pools:
-    """Make the pools of this rank; shared ones by all ranks at once."""
-    with torch.inference_mode(False):
-        return Pools(shapes, num_pages, cp.page_size, cp.shared_memory() if shared else None)
+    """Make the pools of this rank; all ranks make them at once, and learn of an error in one."""
+    memory = cp.shared_memory() if shared else None
+    with torch.inference_mode(False), cp.agreement() if memory is None else nullcontext():
+        return Pools(shapes, num_pages, cp.page_size, memory)
