@@ -130,6 +130,7 @@ def test_what_cannot_be_is_told_to_all_ranks(answers):
         assert "tokens of prompts[0] must be in [0, 64), got 64 to 64" in errors["vocabulary"]
         assert "prompts[0] must be a list of at least one token" in errors["empty"]
         assert "4 pages are missing" in errors["prefill"]
+        assert "prefill: requests of prefill hold the pages" in errors["stripes"]
         assert "MemoryError: no room for this token" in errors["pools"]
         assert f"weights {differs}" in errors["weights"], rank
         assert f"config of the model {differs}" in errors["config"]

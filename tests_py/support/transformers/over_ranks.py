@@ -91,6 +91,7 @@ def run_core(rank: int) -> dict[str, Any]:
         "vocabulary": error_of(lambda: engine.generate([[64]]))[0],
         "empty": error_of(lambda: engine.generate([[]]))[0],
         "prefill": error_of(lambda: engine.prefill([[1] * 400, [2] * 400]))[0],
+        "stripes": error_of(lambda: prefill_between(model))[0],
     }
     with patch.object(pools, "Pools", fail if rank else pools.Pools):
         found["errors"]["pools"] = error_of(lambda: engine_of(model))[0]
@@ -105,6 +106,14 @@ def run_core(rank: int) -> dict[str, Any]:
     found["errors"]["arguments"] = error_of(lambda: engine_of(model, num_pages=64 + rank))[0]
     found["after"] = engine.generate(PROMPTS[:1], **GREEDY)
     return found
+
+
+def prefill_between(model: Any) -> Any:
+    """Prefill a prompt of two pages for which no page of one of the stripes is free."""
+    engine = engine_of(model, num_pages=4, placement="page_interleave")
+    requests, _ = engine.prefill([[1], [2], [3], [4]])
+    engine.free(requests[::2])
+    return engine.prefill([[5] * 2 * PAGE])
 
 
 def fail(*arguments: Any, **options: Any) -> Any:

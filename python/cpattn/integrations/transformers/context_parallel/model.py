@@ -305,7 +305,8 @@ class ContextParallelModel(Requests):
         Raises
         ------
         ValueError, RuntimeError
-            As for ``generate``; also if requests of ``submit`` are in progress.
+            As for ``generate``; also if requests of ``submit`` are in progress, or other requests
+            hold pages that the prompts need.
         """
         with self.cp.agreement() as values:
             found = checked_prompts("prefill", prompts, self._vocab_size)
@@ -325,8 +326,8 @@ class ContextParallelModel(Requests):
         logits: dict[int, Tensor] = {}
         try:
             while len(logits) < len(requests):
-                batch = self._scheduler.next_batch()
-                assert batch is not None, "pages were checked"
+                if (batch := self._scheduler.next_batch()) is None:
+                    raise self._others_hold("prefill")
                 logits |= self._compute(batch)[1]
         except BaseException:
             self.free(requests)

@@ -49,10 +49,7 @@ class Requests:
         batch = self._scheduler.next_batch(n for n in ready if self._sequences[n].chooser)
         if batch is None:
             if any(s.chooser for s in self._sequences.values()):
-                raise ValueError(
-                    f"{ENGINE}.step: requests of prefill hold the pages or places that others wait "
-                    "for; free some, or give more num_pages or max_sequences"
-                )
+                raise self._others_hold("step")
             return []
         return self._compute(batch)[0]
 
@@ -95,6 +92,12 @@ class Requests:
                 f"{self.cache.num_pages - held} there: {missing} pages are missing; give "
                 f"{ENGINE} num_pages={needed + held}, or shorter prompts or max_new_tokens"
             )
+
+    def _others_hold(self, call: str) -> ValueError:
+        return ValueError(
+            f"{ENGINE}.{call}: requests of prefill hold the pages or places that others wait for; "
+            "free some, or give more num_pages or max_sequences"
+        )
 
     def _refuse_others(self, call: str) -> None:
         if any(sequence.chooser for sequence in self._sequences.values()):
