@@ -106,6 +106,8 @@ def test_logits_are_those_of_the_model(answers, expected):
                 for ours, theirs in zip(found["logits"], logits, strict=True):
                     assert_logits_close(ours[i], theirs)
             assert "room for another of its max_new_tokens" in found["full"]
+            assert "decode: tokens[43] must be an integer, got float" in found["real"]
+            assert found["none"] == [[0, 64], [0, 64]]
 
 
 def test_requests_come_and_go(answers, expected):

@@ -75,12 +75,14 @@ def run_core(rank: int) -> dict[str, Any]:
     found["stopped"] = engine.generate(PROMPTS[:2], stop)
     requests, logits = engine.prefill(PROMPTS[:3], max_new_tokens=3)
     found["logits"] = [logits.numpy()]
+    found["real"] = error_of(lambda: engine.decode({requests[0]: 3.7}))[0]
     for _ in range(3):
         chosen = logits.argmax(-1).tolist()
         logits = engine.decode(dict(zip(requests, chosen, strict=True)))
         found["logits"].append(logits.numpy())
     found["full"] = error_of(lambda: engine.decode({requests[0]: 1}))[0]
     engine.free(requests)
+    found["none"] = [list(x.shape) for x in (engine.prefill([]).logits, engine.decode({}))]
     found["mixed"] = mixed(engine)
     found["free"] = engine.cache.num_free_pages + engine.cache.num_idle_pages
     found["errors"] = {

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...._arguments import at_least
+from ...._arguments import at_least, integer
 from ....context_parallel.placement_name import BY_PAGES, REPLICATED, PlacementName
 from ....distributed import ContextParallel
 from ....scheduling import hash_blocks
@@ -332,7 +332,7 @@ class ContextParallelModel(Requests):
         except BaseException:
             self.free(requests)
             raise
-        return Prefilled(requests, torch.stack([logits[number] for number in requests]))
+        return Prefilled(requests, self._rows(logits, requests))
 
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
         """Compute one more token of requests of ``prefill``.
@@ -349,6 +349,8 @@ class ContextParallelModel(Requests):
 
         Raises
         ------
+        TypeError
+            If a token is no integer.
         ValueError
             If a number is no request of ``prefill``, the model lacks a token, or `max_new_tokens`
             of ``prefill`` is exceeded.
@@ -363,7 +365,7 @@ class ContextParallelModel(Requests):
                     f"{ENGINE}.decode: requests must be of prefill, with room for another of its "
                     f"max_new_tokens, got {number}"
                 )
-            if not 0 <= token < self._vocab_size:
+            if not 0 <= integer(token, f"{ENGINE}.decode", f"tokens[{number}]") < self._vocab_size:
                 raise ValueError(
                     f"{ENGINE}.decode: tokens must be in [0, {self._vocab_size}), got {token}"
                 )
@@ -371,7 +373,7 @@ class ContextParallelModel(Requests):
             self._sequences[number].append(token)
         batch = self._scheduler.next_batch(tokens)
         logits = self._compute(batch)[1] if batch else {}
-        return torch.stack([logits[number] for number in tokens])
+        return self._rows(logits, tokens)
 
     def _sequence(self, call: str, prompt: Any, config: Any, seed: str, *extras: Any) -> Sequence:
         """Return a sequence with its own sampling, for a prompt that fits."""

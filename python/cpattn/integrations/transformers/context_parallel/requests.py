@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....distributed import ContextParallel
@@ -114,6 +115,13 @@ class Requests:
         hashes = hash_blocks(sequence.tokens, self.cp.page_size)
         self._scheduler.add(number, Request(0, count, reserve, hashes), reserve=reserve)
         return number
+
+    def _rows(self, logits: dict[int, Tensor], numbers: Iterable[int]) -> Tensor:
+        """Return logits of requests, a row for each; float [requests, vocab_size]."""
+        rows = [logits[number] for number in numbers]
+        return (
+            torch.stack(rows) if rows else torch.empty(0, self._vocab_size, dtype=self.model.dtype)
+        )
 
     def _compute(self, batch: Batch) -> tuple[list[NewToken], dict[int, Tensor]]:
         """Run a batch; return the chosen tokens, or the logits for the caller."""
