@@ -149,8 +149,8 @@ def paged_attention(
 
     **Results.** Sums are in float32, and the result is rounded once. For bfloat16, the instruction
     sets avx512bf16, amx and neonbf16 also round each weight ``exp(score[j] - maximum)`` to
-    bfloat16. They do not with `precise`, or for sequences with few rows: up to 16 new tokens and,
-    over all heads of a KV head, up to 16 rows (8 if head_dim is above 256).
+    bfloat16. They do not with `precise`, or for sequences with few rows: new tokens that make, over
+    all heads of a KV head, up to 4 rows.
 
     Parameters
     ----------

@@ -151,7 +151,8 @@ TEST(AttentionSplit, PartsHoldEveryVisibleKeyOnce) {
     for (const AttentionItem& item : plan.items) {
       const AttentionSegment& segment = plan.batch.segments[item.segment];
       EXPECT_EQ(item.may_read_in_place, may_read_in_place(plan.batch.shape, segment));
-      EXPECT_EQ(item.precise, item.may_read_in_place);
+      const bool few_rows = segment.q_len * group_of(plan.batch.shape) <= 4;
+      EXPECT_EQ(item.precise, item.may_read_in_place && few_rows);
       if (is_short(segment)) groups[{item.segment, item.first_head}].push_back(item);
     }
     int64_t partial_rows = 0;

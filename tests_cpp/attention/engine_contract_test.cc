@@ -253,7 +253,7 @@ TEST(EngineContract, APlainEngineComputesAttention) {
 
 TEST(EngineContract, APlainEngineDecodes) {
   Problem problem;
-  EXPECT_TRUE((problem.run<kernels::InPlaceLoop<float, kernels::CellEngine, 6>>()));
+  EXPECT_TRUE((problem.run<kernels::InPlaceLoop<float, kernels::CellEngine, 6, 1>>()));
   problem.expect_the_oracles_result();
 }
 

@@ -23,8 +23,9 @@ constexpr int kFetchLocality = 2;
 /// The fewest keys that are fetched ahead: as many as are multiplied at once.
 constexpr int kMinKeysAhead = 8;
 
-/// Q is of type T, K and V are of type Stored.
-template <class T, class Engine, int kExp2Degree, class Stored = T>
+/// Q is of type T, K and V are of type Stored. Weights have kParts parts: 1, which rounds them to
+/// operands, or kWeightParts.
+template <class T, class Engine, int kExp2Degree, int kParts, class Stored = T>
 class InPlaceLoop {
   static_assert(MatrixEngine<Engine, T> && InPlaceEngine<Engine, Stored>);
   using Operand = typename Engine::Operand;
@@ -33,12 +34,11 @@ class InPlaceLoop {
   static constexpr bool kCodes = sizeof(Stored) == 1;
   static constexpr int kStoredBytes = sizeof(Stored);
   static constexpr int kQuad = 4 * Engine::kDepthStep;
-  static constexpr int kParts = kWeightParts<Engine>;
 
  public:
   static int64_t scratch_bytes(const AttentionTile* tile) {
     const int64_t rows = round_up(tile->num_tokens * tile->group, kQueryTile);
-    return InPlaceWorkspace<Engine>(
+    return InPlaceWorkspace<Engine, kParts>(
                nullptr, rows * tile->num_kv_heads, tile->nope_dim + tile->rope_dim,
                tile->v_head_dim, padded_bytes(*tile)
     )
@@ -372,7 +372,9 @@ class InPlaceLoop {
       for_row_tiles(rows, [&]<int kRows>(int i) {
         const Operand* p = weights_of(slot + i) + key;
         float* o = work_.output + (slot + i) * v_dim_ + d;
-        add_vectors<Stored, Engine, kRows>(vectors, p, kInPlaceKeys, values, count, d, o, v_dim_);
+        add_vectors<Stored, Engine, kParts, kRows>(
+            vectors, p, kInPlaceKeys, values, count, d, o, v_dim_
+        );
       });
     }
   }
@@ -382,7 +384,7 @@ class InPlaceLoop {
   const int padded_rows_;  // padded to whole tiles of queries
   const int qk_dim_;
   const int v_dim_;
-  const InPlaceWorkspace<Engine> work_;
+  const InPlaceWorkspace<Engine, kParts> work_;
   const PaddedRows k_, k_rope_, v_;
   int first_head_, end_head_;  // at work
   int ahead_;                  // prefetch distance in keys

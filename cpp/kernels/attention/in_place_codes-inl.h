@@ -14,7 +14,7 @@ namespace {
 template <class T, class Code>
 class InPlaceCodes {
   /// The loop computes in float32, with its exponential.
-  using Loop = InPlaceLoop<float, Float32Engine, 6, Code>;
+  using Loop = InPlaceLoop<float, Float32Engine, 6, 1, Code>;
 
   struct Workspace {
     float* q;        // [tokens][heads][nope_dim]

@@ -18,8 +18,9 @@ constexpr int kQueryTile = 4;
 constexpr int kTileVectors = 4 * kQueryTile / kLanes;
 constexpr int kKeyTile = kTileVectors == 1 ? 8 : 4;
 
-/// Buffers of one tile. The rows of a head are padded to whole tiles.
-template <class Engine>
+/// Buffers of one tile. The rows of a head are padded to whole tiles, and weights have kParts
+/// parts.
+template <class Engine, int kParts>
 struct InPlaceWorkspace {
   using Operand = typename Engine::Operand;
   Operand* queries;        // [tiles of rows][quads of qk_dim][kQueryTile][quad]
@@ -43,7 +44,7 @@ struct InPlaceWorkspace {
     carver.take(padded_keys, int64_t{kKeyTile} * qk_dim * padded_bytes);
     carver.take(padded_values, int64_t{kInPlaceKeys} * v_head_dim * padded_bytes);
     carver.take(scores, rows * kInPlaceKeys);
-    carver.take(probabilities, rows * kWeightParts<Engine> * kInPlaceKeys);
+    carver.take(probabilities, rows * kParts * kInPlaceKeys);
     carver.take(output, rows * v_head_dim);
     carver.take(zeros, v_head_dim);
     carver.take(states, rows);

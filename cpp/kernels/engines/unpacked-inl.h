@@ -51,7 +51,7 @@ struct InPlace<T, Float32Engine> {
 
 /// o += p v for kRows rows, kVectors vectors of columns from d on, and n values. The parts of p are
 /// ldp apart, its rows ldp times the number of parts. values[n] is readable too.
-template <class T, class Engine, int kRows, int kVectors>
+template <class T, class Engine, int kParts, int kRows, int kVectors>
 void add_columns(
     const typename Engine::Operand* p,
     int64_t ldp,
@@ -71,11 +71,11 @@ void add_columns(
     typename Engine::Pack columns[kVectors];
     InPlace<T, Engine>::template load_values<kVectors>(values + key, d, columns);
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows * kWeightParts<Engine>; ++i) {
+    for (int i = 0; i < kRows * kParts; ++i) {
       const auto weight = Engine::splat_row(p + i * ldp + key);
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) {
-        Vector& sum = sums[i / kWeightParts<Engine>][j];
+        Vector& sum = sums[i / kParts][j];
         sum = Engine::multiply_add(weight, columns[j], sum);
       }
     }
@@ -88,7 +88,7 @@ void add_columns(
 }
 
 /// add_columns() for 1 to kPanelVectors vectors.
-template <class T, class Engine, int kRows>
+template <class T, class Engine, int kParts, int kRows>
 [[gnu::always_inline]] inline void add_vectors(
     int vectors,
     const typename Engine::Operand* p,
@@ -101,13 +101,13 @@ template <class T, class Engine, int kRows>
 ) {
   switch (vectors) {
     case 1:
-      return add_columns<T, Engine, kRows, 1>(p, ldp, values, n, d, o, ldo);
+      return add_columns<T, Engine, kParts, kRows, 1>(p, ldp, values, n, d, o, ldo);
     case 2:
-      return add_columns<T, Engine, kRows, 2>(p, ldp, values, n, d, o, ldo);
+      return add_columns<T, Engine, kParts, kRows, 2>(p, ldp, values, n, d, o, ldo);
     case 3:
-      return add_columns<T, Engine, kRows, 3>(p, ldp, values, n, d, o, ldo);
+      return add_columns<T, Engine, kParts, kRows, 3>(p, ldp, values, n, d, o, ldo);
     default:
-      return add_columns<T, Engine, kRows, kPanelVectors>(p, ldp, values, n, d, o, ldo);
+      return add_columns<T, Engine, kParts, kRows, kPanelVectors>(p, ldp, values, n, d, o, ldo);
   }
 }
 

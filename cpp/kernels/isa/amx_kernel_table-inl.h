@@ -28,9 +28,10 @@ struct TileLoops {
 
   static int64_t scratch_bytes(AttentionLoop loop, const AttentionTile* tile) {
     if (loop != kInPlaceTiles) return scratch_bytes_of_others(loop, tile);
+    const AttentionTile other = precisely(tile);
     return larger(
         AmxInPlace<Bfloat16>::scratch_bytes(*tile),
-        scratch_bytes_of_others(without_in_place(tile), tile)
+        scratch_bytes_of_others(without_in_place(tile), &other)
     );
   }
 
@@ -42,6 +43,13 @@ struct TileLoops {
   }
 
  private:
+  /// The tile for a loop that stands in for kInPlaceTiles, which rounds no weights.
+  static AttentionTile precisely(const AttentionTile* tile) {
+    AttentionTile other = *tile;
+    other.precise = true;
+    return other;
+  }
+
   /// The loop for tiles whose results are not finite in kInPlaceTiles.
   static AttentionLoop without_in_place(const AttentionTile* tile) {
     LoopLimits limits = kLimits;
@@ -100,7 +108,8 @@ struct TileLoops {
   static bool attempt(const AttentionTile* tile, char* scratch) {
     AmxInPlace<Stored> attempt(*tile, scratch);
     if (!attempt.run()) return false;
-    return attempt.finite() || run_others(without_in_place(tile), tile, scratch);
+    const AttentionTile other = precisely(tile);
+    return attempt.finite() || run_others(without_in_place(tile), &other, scratch);
   }
 };
 

@@ -65,7 +65,8 @@ bool may_read_in_place(const AttentionBatch& batch, const AttentionSegment& segm
 }
 
 bool is_precise(const AttentionBatch& batch, const AttentionSegment& segment) {
-  return batch.precise || may_read_in_place(batch, segment);
+  const int64_t rows = segment.q_len * (batch.shape.num_heads / batch.shape.num_kv_heads);
+  return batch.precise || (may_read_in_place(batch, segment) && rows <= kPreciseRows);
 }
 
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {

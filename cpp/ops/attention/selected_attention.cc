@@ -61,7 +61,7 @@ kernels::AttentionTile make_tile(
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
       // All heads of the call decide, so that bits do not depend on the sharing between threads.
-      .precise = q.shape[2] <= read_bound_rows(q.shape[3]),
+      .precise = q.shape[2] <= kPreciseRows,
       .seen = {.kv_len = num_keys, .left = kUnboundedKeys, .right = kUnboundedKeys},
       .scale = static_cast<float>(attention.scale),
       .sinks = attention.sinks == nullptr ? nullptr : attention.sinks + first_head,
