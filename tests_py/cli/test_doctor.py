@@ -24,8 +24,7 @@ from support.command_line import invoke
 from support.entry_points import write_distribution
 
 DEEP = "/a-home-folder" + "/a-folder-with-a-long-name" * 5
-#: Arguments of `machine_of`.
-MACHINES = {
+MACHINES = {  # arguments of `machine_of`
     "every instruction set": {"isas": tuple(INSTRUCTION_SETS), "amx": "whole", "cpus": 128},
     "portable only": {"cpus": 1},
     "half-exposed AMX": {"isas": ("portable", "avx2", "amx"), "amx": "half"},
@@ -390,12 +389,12 @@ def test_attention_differs_from_its_oracle(monkeypatch):
 
 
 def test_cpu_name(monkeypatch, tmp_path):
-    file = tmp_path / "cpuinfo"
-    monkeypatch.setattr(_machine, "_CPUINFO", file)
+    monkeypatch.setattr(_machine, "_CPUINFO", tmp_path / "cpuinfo")
     assert _machine.cpu_name() == platform.machine()  # no such file
-    file.write_text("processor : 0\nCPU implementer : 0x41\n")  # Arm has such a file
-    assert _machine.cpu_name() == platform.machine()
-    file.write_text("processor : 0\nmodel name\t: A CPU @ 2 GHz\n\nmodel name\t: another\n")
-    assert _machine.cpu_name() == "A CPU @ 2 GHz"
-    file.write_text("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n" * 2)
-    assert _machine.cpu_name() == "AMD EPYC family 25 model 17"
+    for text, name in (
+        ("CPU implementer : 0x41\n", platform.machine()),  # Arm has such a file
+        ("model name\t: A CPU @ 2 GHz\n\nmodel name\t: another\n", "A CPU @ 2 GHz"),
+        ("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: A\n", "A family 25 model 17"),
+    ):
+        _machine._CPUINFO.write_text(text)
+        assert _machine.cpu_name() == name

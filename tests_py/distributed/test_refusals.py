@@ -122,7 +122,7 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("attend_sparse", {"index_k": z(36, 1, 16)}, ROWS),
     ("attend_sparse", {"kv": z(40, 2, 32)[:, :1]}, "kv must be contiguous, got strides"),
     ("attend_sparse", {"out": z(10, 2, 32)}, r"out must be \[10, 2, 16\] of torch.float32, got"),
-    ("attend_sparse", {"topk": 0}, "cp_sparse_mla: topk must be in"),
+    ("attend_sparse", {"topk": 0}, "cp_sparse_mla: topk must be 1 to"),
     ("attend_sparse", {"d_v": 0}, r"cp_sparse_mla: d_v must be in \[1, 576\]"),
     ("attend_sparse", {"index_k": z(40, 16)}, "cp_sparse_mla: index_k_cache must be"),
     ("attend_sparse", {"weights": z(10, 3)}, "cp_sparse_mla: weights must"),
