@@ -221,7 +221,7 @@ HEADLINES = (
 
 
 def headlines() -> Iterator[str]:
-    lines, dates = [], []
+    lines, dates, rows_on = [], [], dict[str, list[int]]()
     for name, pattern, words in HEADLINES:
         found = [f for f in figures_of(read(name)) if re.search(pattern, f.label({}))]
         figure = found[0]
@@ -231,11 +231,16 @@ def headlines() -> Iterator[str]:
         peer = f"{name_of(figure.peer).split()[0]}, {duration(figure.peer['median'])}"
         lines.append([words, time, peer, f"{ratio:.2g} ×" if ratio < 10 else f"{ratio:.0f} ×"])
         dates.append(figure.row["date"])
+        rows_on.setdefault(figure.row["machine"], []).append(len(lines))
     row = read("attention")[0]
+    machines = " and ".join(
+        f"{name} (rows {rows[0]} to {rows[-1]})" if len(rows_on) > 1 else name
+        for name, rows in rows_on.items()
+    )
     yield table([["what", "cpattn", "best named peer", "ratio"], *lines], 3)
     yield (
-        f"{row['machine']}, {row['num_threads']} threads, `{row['isa']}`, bfloat16, {min(dates)} "
-        f"and {max(dates)};\nmedians, `{DOUBTFUL}` where one sample at most was undisturbed."
+        f"{machines},\n{row['num_threads']} threads, `{row['isa']}`, bfloat16, {min(dates)} to "
+        f"{max(dates)}; medians, `{DOUBTFUL}` where one sample at most was undisturbed."
     )
 
 
