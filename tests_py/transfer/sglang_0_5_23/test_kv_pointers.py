@@ -84,7 +84,7 @@ DRAFTED = names(MLA, range(4), 1)
         (names(MLA, [2, 3], 1), names(MLA, range(4), 2), {}, "as many drafts.* got 2"),
         (names(MLA, [2, 3], 1), names(MLA, range(4)), {}, "as many drafts.* got 0"),
         (names(MLA, [1, 2], 1), DRAFTED, {"prefill_start_layer": 1}, "the stage with drafts must"),
-        # Both sides have equally many entries, but K2 is not the destination's fourth.
+        # The sides have equally many entries, but K2 is not the destination's fourth.
         (names(MLA, range(3), 1), DECODE, {"prefill_start_layer": 0}, ".* must end at layer 4"),
         (
             names(MLA, [3], 1),
