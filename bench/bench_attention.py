@@ -35,7 +35,7 @@ from bench.attention.report import print_case, print_summary
 from bench.attention.workloads import Case
 from bench.harness import command
 from bench.harness.contender import Contender
-from bench.harness.environment import RESULTS, environment
+from bench.harness.environment import environment, results_file
 from bench.harness.figures import Row
 from bench.harness.worker import ROOT
 from cpattn import _core
@@ -63,9 +63,7 @@ class Run:
         self.arguments = arguments
         self.kept = not (arguments.quick or arguments.only or arguments.peers)
         self.environment = environment()
-        # AMX has another peak and other bars: results with and without it are kept.
-        amx = "-amx" if self.environment["isa"] == "amx" else ""
-        self.results = RESULTS / f"attention{amx}.jsonl"
+        self.results = results_file("attention", self.environment)
         self.unfinished = self.results.with_suffix(".jsonl.part")
         self.rows: list[Row] = []
         if self.kept and arguments.resume and self.unfinished.exists():
@@ -74,7 +72,6 @@ class Run:
         self.threads = _core.default_num_threads()
         self._file = None
         if self.kept:
-            RESULTS.mkdir(exist_ok=True)
             self._file = self.unfinished.open("a" if self.rows else "w")
 
     def cases(self) -> list[Case]:

@@ -41,7 +41,7 @@ from bench.context_parallel.exchanges import (
     run_world,
 )
 from bench.harness import command, two_hosts
-from bench.harness.environment import RESULTS, environment
+from bench.harness.environment import environment, results_file
 from bench.harness.report import console
 from cpattn import torch_guard
 from cpattn_lab.cost_model import Rates
@@ -153,8 +153,7 @@ def main() -> int:
                 rows += [row | about for row in found]
     print_choices(rows)
     if not arguments.quick:
-        kept = RESULTS / "exchanges.jsonl"
-        kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        results_file("exchanges", about).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0
 
 

@@ -167,8 +167,7 @@ def bar_cells(figure: Figure, bar: Row) -> list[str]:
     if "name" not in bar:  # of attention: percent of the peak
         return [f"{figure.row['percent_of_peak']:.1f} %", f"≥ {bar['limit']:g} %"]
     sign = "≥" if bar["at_least"] else "≤"
-    name = short(bar["name"]) if bar["name"].startswith("longer than") else bar["name"]
-    return [f"{name}: {bar['value']:.3g}", f"{sign} {bar['limit']:g}"]
+    return [f"{short(bar['name'])}: {bar['value']:.3g}", f"{sign} {bar['limit']:g}"]
 
 
 def reason(figure: Figure) -> str:

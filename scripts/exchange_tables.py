@@ -66,7 +66,7 @@ def exchanges(rows: list[Row]) -> Iterator[str]:
             milliseconds(next(row for row in of if row["case"]["link"] == link)["compute"])
             for link in links
         ]
-        yield f"### {ranks} ranks, {shape}"
+        yield f"## {ranks} ranks, {shape}"
         lines = [["attention alone", *compute]]
         for name in dict.fromkeys(row["implementation"] for row in of):
             line = [name]
@@ -76,7 +76,7 @@ def exchanges(rows: list[Row]) -> Iterator[str]:
                 line.append(cell(mine[0] if mine else None, cells))
             lines.append(line)
         yield table([["ms", *links], *lines], len(links))
-    yield "### What holds"
+    yield "## What holds"
     yield "\n".join(f"- {line}" for line in verdicts(rows))
 
 

@@ -56,10 +56,23 @@ def plot(name: str, text: str) -> str:
     return f"![{text}](../../bench/results/{name}.png)"
 
 
+def on_both(name: str, tables: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
+    """The tables of two machines, without and with AMX."""
+    for file in (name, f"{name}-amx"):
+        rows = read(file)
+        yield f"## {rows[0]['machine']}, `{rows[0]['isa']}`"
+        yield f"Measured on: {machine(rows[0])}"
+        yield from (f"#{text}" if text.startswith("#") else text for text in tables(rows))
+
+
 def parts(name: str, titles: dict[str, str]) -> Iterator[str]:
     """A benchmark whose rows have parts, a table for each."""
     rows = read(name)
     yield f"Measured on: {machine(rows[0])}"
+    yield from tables_of_parts(rows, titles)
+
+
+def tables_of_parts(rows: list[Row], titles: dict[str, str]) -> Iterator[str]:
     for part, title in titles.items():
         of_part = [row for row in rows if row["part"] == part]
         for text in compared(of_part, title):
@@ -80,14 +93,12 @@ def is_decode(row: Row) -> bool:
 
 
 def attention(wanted: Callable[[Row], bool]) -> Iterator[str]:
-    """Both machines, one after the other."""
-    for name in ("attention", "attention-amx"):
-        rows = read(name)
-        yield f"## {rows[0]['machine']}, `{rows[0]['isa']}`"
-        yield f"Measured on: {machine(rows[0])}"
+    def tables(rows: list[Row]) -> Iterator[str]:
         rows = [row for row in rows if wanted(row)]
         yield from compared(rows)
         yield from missed(rows)
+
+    return on_both("attention", tables)
 
 
 def decode() -> Iterator[str]:
@@ -150,28 +161,27 @@ def metadata() -> Iterator[str]:
 
 
 def extends() -> Iterator[str]:
-    rows = read("extends")
-    yield f"Measured on: {machine(rows[0])}"
-    grid, same = ([r for r in rows if r["part"] == p] for p in ("extends", "batch_invariant"))
-    reason_of = lambda row: reason(Figure(row["case"], "", row, None))  # noqa: E731
-    yield from figure_tables.extends(grid, reason_of)
+    def tables(rows: list[Row]) -> Iterator[str]:
+        grid, same = ([r for r in rows if r["part"] == p] for p in ("extends", "batch_invariant"))
+        yield from figure_tables.extends(grid, lambda r: reason(Figure(r["case"], "", r, None)))
+        yield from compared(same, "The same bits in any batch")
+        yield from missed(same)
+
+    yield from on_both("extends", tables)
+    yield "## Plot"
     yield plot("extends", "percent of the roofline over new tokens, behind 8,192 cached")
-    yield from compared(same, "The same bits in any batch")
-    yield from missed(same)
 
 
 def kv_dtypes() -> Iterator[str]:
-    yield from parts("kv_dtypes", {"decode": "Decode", "prefill": "Prefill"})
-    yield from figure_tables.all_bars(read("kv_dtypes"))
+    def tables(rows: list[Row]) -> Iterator[str]:
+        yield from tables_of_parts(rows, {"decode": "Decode", "prefill": "Prefill"})
+        yield from figure_tables.all_bars(rows)
+
+    return on_both("kv_dtypes", tables)
 
 
 def exchanges() -> Iterator[str]:
-    """Both machines, one after the other."""
-    for name in ("exchanges", "exchanges-amx"):
-        rows = read(name)
-        yield f"## {rows[0]['machine']}, `{rows[0]['isa']}`"
-        yield f"Measured on: {machine(rows[0])}"
-        yield from exchange_tables.exchanges(rows)
+    return on_both("exchanges", exchange_tables.exchanges)
 
 
 def models() -> Iterator[str]:

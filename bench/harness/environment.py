@@ -8,6 +8,7 @@ import platform
 import subprocess
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import cpattn
@@ -16,6 +17,8 @@ from cpattn import _core
 from cpattn._machine import cpu_name
 
 RESULTS = ROOT / "bench" / "results"
+#: Benchmarks whose results with and without AMX are kept: AMX has another peak and other bars.
+ON_BOTH = ("attention", "exchanges", "extends", "kv_dtypes")
 
 
 def environment() -> dict[str, Any]:
@@ -33,6 +36,12 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def results_file(bench: str, about: dict[str, Any]) -> Path:
+    """The file that keeps results of a benchmark, in the environment `about`."""
+    amx = "-amx" if bench in ON_BOTH and about["isa"] == "amx" else ""
+    return RESULTS / f"{bench}{amx}.jsonl"
 
 
 def _commit() -> str | None:

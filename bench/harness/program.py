@@ -15,7 +15,7 @@ import torch
 import cpattn
 from bench.harness import command, report, runner
 from bench.harness.comparison import Comparison
-from bench.harness.environment import RESULTS, environment
+from bench.harness.environment import environment, results_file
 from bench.harness.figures import Row, case_label
 
 
@@ -62,11 +62,10 @@ def measure(
     """
     begin, rows = time.monotonic(), []
     about = {"bench": bench} | environment()
-    path = RESULTS / f"{bench}.jsonl"
+    path = results_file(bench, about)
     unfinished = path.with_suffix(".jsonl.part")  # a run that is stopped leaves its rows there
     is_kept = not arguments.quick and not arguments.only
     if is_kept:
-        RESULTS.mkdir(exist_ok=True)
         unfinished.write_text("")
     budget = 0.01 if arguments.quick else arguments.budget
     for case in chain((run(comparison, budget) for comparison in compared), others):

@@ -16,7 +16,7 @@ from bench.attention import kv_dtypes, race, workloads
 from bench.attention.peers import inputs
 from bench.attention.turns import Entrant, check, spots
 from bench.attention.workloads import Workload
-from bench.harness import program, sampling
+from bench.harness import environment, program, sampling
 from bench.harness.contender import Contender, Failed
 from bench.torch_ops import functions, npu
 from support.cases import one_after_another
@@ -119,7 +119,7 @@ def test_samples_beside_a_fallen_peak_are_dropped():
 
 
 def test_rows_of_parts_that_were_not_measured_and_of_stopped_runs_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "RESULTS", tmp_path)
+    monkeypatch.setattr(environment, "RESULTS", tmp_path)
     options = Namespace(quick=False, only="", budget=0.0)
     row = {"case": {}, "implementation": "us", "status": "absent", "reason": ""}
 
