@@ -17,6 +17,7 @@ import cpattn
 from bench.harness import accuracy
 from bench.harness.comparison import Bar, Comparison, Wrong, equal, microseconds
 from cpattn.distributed.plans.plan import make_plan
+from cpattn.distributed.plans.sequence_call import SequenceCall
 from cpattn.distributed.plans.sharded_plan import ShardedPlan, make_decode_plan, shard_plan
 from cpattn.kv import TokenInterleave
 
@@ -44,7 +45,7 @@ def of_decode(sequences: int, keys: int, page_size: int) -> Comparison:
             lens, q_lens=None, block_tables=tables, page_size=page_size, placement=PLACEMENT,
             cp_rank=0, custom_mask=None, packed_custom_mask=None,
         )  # fmt: skip
-        return plan.batch.calls(0, slice(0, sequences), causal=True, window=None)
+        return plan.batch.call(0, slice(0, sequences), causal=True, window=None)
 
     case = {"plan": "decode", "keys": keys, "page": page_size, "batch": sequences, "cp": RANKS}
     return planned(case, ours, tables, lens, page_size, microseconds(OURS, 150))
@@ -128,9 +129,8 @@ def assert_same_rows(result: Any, expected: list[Ints]) -> None:
     if isinstance(result, ShardedPlan):
         keys = result.batch.shares.local_keys(0)
         result = [keys.row[keys.request == i] for i in range(len(expected))]
-    elif not isinstance(result[0], np.ndarray):
-        (call,) = result
-        ends = call.kv_indptr[1:]
+    elif isinstance(result, SequenceCall):
+        call, ends = result, result.kv_indptr[1:]
         pages = np.split(call.kv_indices, ends[:-1])
         counts = (np.diff(call.kv_indptr) - 1) * call.page_size + call.last_page_len
         result = [

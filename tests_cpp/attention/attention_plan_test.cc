@@ -320,6 +320,28 @@ TEST(PlanAttention, CostsAreVisiblePairsPlusPacking) {
   }
 }
 
+TEST(PlanAttention, RangesOfKeysAscendWithinTheirSequence) {
+  AttentionBatch batch = batch_of({2, 1}, {10, 5});
+  const auto refusal = [&](const std::vector<int64_t>& ranges) {
+    return message_of([&] { set_key_ranges("test", ranges, batch); });
+  };
+  EXPECT_EQ(
+      refusal({0, 3, 1}),
+      "test: key_ranges must have a begin and an end for each of 3 tokens, got 3 ints"
+  );
+  for (const auto& [ranges, where] : std::vector<std::pair<std::vector<int64_t>, std::string>>{
+           {{1, 3, 0, 4, 0, 5}, "10] and ascend within a sequence, got 0 to 4 for token 1 after 1"},
+           {{0, 3, 0, 2, 0, 5}, "10] and ascend within a sequence, got 0 to 2 for token 1 after 0"},
+           {{0, 3, 4, 3, 0, 5}, "10] and ascend within a sequence, got 4 to 3 for token 1 after 0"},
+           {{0, 3, 0, 4, 0, 6}, "5] and ascend within a sequence, got 0 to 6 for token 2 after 0"},
+       }) {
+    EXPECT_EQ(refusal(ranges).find("test: key_ranges must lie in [0, kv_len = " + where), 0U);
+  }
+  EXPECT_TRUE(batch.key_ranges.empty());
+  set_key_ranges("test", std::vector<int64_t>{2, 3, 2, 10, 0, 5}, batch);
+  EXPECT_EQ(batch.key_ranges, (std::vector<int32_t>{2, 3, 2, 10, 0, 5}));
+}
+
 TEST(PlanAttention, IsAValue) {
   const AttentionBatch batch = batch_of({10, 20}, {10, 50});
   EXPECT_EQ(plan_attention("test", batch, 2), plan_attention("test", batch, 2));

@@ -15,17 +15,22 @@
 namespace cpattn {
 namespace {
 
-bool sees(const AttentionSegment& segment, int64_t token, int64_t key) {
+bool sees(
+    const AttentionBatch& batch, const AttentionSegment& segment, int64_t token, int64_t key
+) {
   const int64_t position = segment.first_position + token * segment.position_step;
-  return position - segment.left <= key && key <= position + segment.right;
+  if (key < position - segment.left || key > position + segment.right) return false;
+  if (batch.key_ranges.empty()) return true;
+  const int32_t* range = &batch.key_ranges[2 * (segment.q_begin + token)];
+  return range[0] <= key && key < range[1];
 }
 
 /// The keys from the first to the last that a token of the segment sees, half-open.
-std::pair<int64_t, int64_t> span_of(const AttentionSegment& segment) {
+std::pair<int64_t, int64_t> span_of(const AttentionBatch& batch, const AttentionSegment& segment) {
   int64_t begin = segment.kv_len, end = 0;
   for (int64_t token = 0; token < segment.q_len; ++token) {
     for (int64_t key = 0; key < segment.kv_len; ++key) {
-      if (!sees(segment, token, key)) continue;
+      if (!sees(batch, segment, token, key)) continue;
       begin = std::min(begin, key);
       end = std::max(end, key + 1);
     }
@@ -76,6 +81,22 @@ AttentionBatch random_batch(std::mt19937& random) {
     });
     batch.num_rows += q_len;
   }
+  if (random() % 3 == 0) {
+    for (AttentionSegment& segment : batch.segments) {
+      int64_t begin = 0, end = 0;
+      segment.first_position = 0;
+      segment.position_step = 0;
+      segment.right = segment.left = kUnboundedKeys;
+      for (int64_t token = 0; token < segment.q_len; ++token) {
+        const auto more = static_cast<int64_t>(random() % (segment.kv_len - end + 1));
+        end = std::min(std::max<int64_t>(1, end + more), segment.kv_len);
+        begin += end == 0 ? 0 : static_cast<int64_t>(random() % (end - begin));
+        batch.key_ranges.insert(
+            batch.key_ranges.end(), {static_cast<int32_t>(begin), static_cast<int32_t>(end)}
+        );
+      }
+    }
+  }
   return batch;
 }
 
@@ -84,7 +105,7 @@ int64_t count_pairs(const AttentionBatch& batch, const AttentionItem& item) {
   int64_t pairs = 0;
   for (int64_t t = item.first_token; t < item.first_token + item.num_tokens; ++t) {
     for (int64_t key = item.kv_begin; key < item.kv_end; ++key) {
-      pairs += sees(segment, t, key);
+      pairs += sees(batch, segment, t, key);
     }
   }
   return pairs * item.num_heads;
@@ -96,7 +117,7 @@ void expect_parts(
 ) {
   const AttentionItem& first = items.front();
   const AttentionSegment& segment = plan.batch.segments[first.segment];
-  const auto [begin, end] = span_of(segment);
+  const auto [begin, end] = span_of(plan.batch, segment);
   EXPECT_EQ(first.num_tokens, segment.q_len);
   if (end - begin <= plan.part_keys) {
     ASSERT_EQ(items.size(), 1U);
@@ -129,7 +150,7 @@ void expect_costs(const AttentionPlan& plan) {
     const AttentionItem& item = plan.items[i];
     const AttentionSegment& segment = plan.batch.segments[item.segment];
     if (!is_short(segment)) continue;
-    const auto [begin, end] = span_of(segment);
+    const auto [begin, end] = span_of(plan.batch, segment);
     const int64_t group = group_of(plan.batch.shape);
     const int64_t kv_heads = (item.num_heads + group - 1) / group;
     const int64_t read = std::min(item.kv_end, end) - std::max(item.kv_begin, begin);

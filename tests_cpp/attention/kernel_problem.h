@@ -76,6 +76,7 @@ struct KernelProblem {
   int blocks = 1 << 30;           // after which to stop
   Marks* marks = nullptr;         // filled by run(), unless null
   std::vector<uint8_t> mask;      // empty, or [tokens][kv_len / 32 + 1][4]
+  std::vector<int32_t> ranges;    // empty, or [tokens][2]: begin and end of the keys
   std::vector<uint16_t> q, k, v;  // k and v as [key][dim]
 
   void fill() {
@@ -89,6 +90,7 @@ struct KernelProblem {
   bool sees(int token, int64_t key) const {
     const int64_t position = first_position + token * position_step;
     if (key < position - left || key > position + right) return false;
+    if (!ranges.empty() && (key < ranges[2 * token] || key >= ranges[2 * token + 1])) return false;
     return mask.empty() || (mask[token * mask_stride() + key / 8] >> key % 8 & 1) != 0;
   }
 
@@ -138,6 +140,7 @@ struct KernelProblem {
              .position_step = position_step,
              .left = left,
              .right = right,
+             .key_ranges = ranges.empty() ? nullptr : ranges.data() + 2 * first_token,
              .mask = mask.empty() ? nullptr : mask.data() + first_token * mask_stride(),
              .mask_stride = mask_stride()},
         .scale = scale,
@@ -274,16 +277,21 @@ class AttentionKernelTest : public ::testing::TestWithParam<KernelParameters> {
       problem.mask.push_back(static_cast<uint8_t>(static_cast<int>(x * 1000)));
     }
   }
-  /// Many rows against more than two blocks: plain, through a window, behind
-  /// strides of the position, masked, capped.
+  /// Many rows against more than two blocks: plain, through a window, behind strides of the
+  /// position, capped, with all keys, masked, and with ranges of pages, some of no key.
   static std::vector<KernelProblem> many_rows() {
     const KernelProblem plain = {.tokens = 67, .group = 3, .kv_len = 1400, .first_position = 1330};
-    std::vector<KernelProblem> problems(6, plain);
+    std::vector<KernelProblem> problems(7, plain);
     problems[1].left = 40;
     problems[2].first_position = -20;
     problems[2].position_step = 19;
     problems[3].softcap = 2;
     problems[4].right = kUnboundedKeys;
+    problems[6].right = kUnboundedKeys;
+    for (int token = 0; token < plain.tokens; ++token) {
+      const int page = token / 6;
+      problems[6].ranges.insert(problems[6].ranges.end(), {page * 90, page * 127});
+    }
     for (KernelProblem& problem : problems) problem.fill();
     randomize_mask(problems[5]);
     return problems;

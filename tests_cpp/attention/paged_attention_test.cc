@@ -75,6 +75,9 @@ class Attention {
         .allow_short_kv = true,
     };
     batch.block_tables = table();
+    if (by_ranges_) {
+      batch.visibility = {.causal = false, .key_ranges = ranges()};
+    }
     AttentionArguments arguments{
         .q = q_view(),
         .k = paged_cache("test", "k", k_view(), KVAxisOrder::nhd, std::nullopt),
@@ -138,6 +141,9 @@ class Attention {
     found.keys = view(key_positions_, DType::int32, {num_keys});
   }
 
+  /// Says of each row which keys causality and the window show it, instead of these.
+  void rule_by_ranges() { by_ranges_ = true; }
+
   /// Overwrites K and V of a sequence from a position on.
   void poison_from(int64_t sequence, int64_t position, float value) {
     for (int64_t t = position; t < case_.kv_lens[sequence]; ++t) {
@@ -152,6 +158,18 @@ class Attention {
     const int64_t v_row = case_.shape.num_kv_heads * case_.shape.v_head_dim;
     std::fill_n(k_.begin() + slot * k_row, k_row, value);
     std::fill_n(v_.begin() + slot * v_row, v_row, value);
+  }
+
+  std::vector<int64_t> ranges() const {
+    std::vector<int64_t> ranges;
+    const int64_t left = case_.window && case_.window->left ? *case_.window->left : kUnboundedKeys;
+    for (std::size_t i = 0; i < case_.q_lens.size(); ++i) {
+      for (int64_t t = case_.kv_lens[i] - case_.q_lens[i]; t < case_.kv_lens[i]; ++t) {
+        const int64_t begin = std::max<int64_t>(0, t - left);
+        ranges.insert(ranges.end(), {begin, case_.causal ? t + 1 : case_.kv_lens[i]});
+      }
+    }
+    return ranges;
   }
 
   ScoreBias bias() {
@@ -231,6 +249,7 @@ class Attention {
   static constexpr int64_t kTableColumns = 41;
   int64_t most_queries_ = 0, most_keys_ = 0;
   std::vector<float> numbers_, slopes_, table_;
+  bool by_ranges_ = false;
   std::vector<int32_t> token_positions_, key_positions_;
   std::optional<BiasPositions> positions_;
 };
@@ -367,6 +386,21 @@ TEST_P(PagedAttention, PositionsOfNeighboursChangeNoBit) {
       attention.place();
       EXPECT_EQ(attention.run(placed_lse, 2, 64), out);
       EXPECT_EQ(placed_lse, lse);
+    }
+  }
+}
+
+TEST_P(PagedAttention, RangesOfTheSameKeysChangeNoBit) {
+  for (const std::optional<int64_t> left : {std::optional<int64_t>(), {100}}) {
+    for (const bool batch_invariant : {true, false}) {
+      for (const std::vector<int64_t>& q_lens : {std::vector<int64_t>{300, 40}, {1, 3}}) {
+        Attention attention({{4, 2, 64, 64}, 16, q_lens, {2700, 40}, true, {{left, {}}}, 0, !left});
+        std::vector<float> lse, ranged_lse;
+        const auto out = attention.run(lse, 2, 1 << 30, batch_invariant);
+        attention.rule_by_ranges();
+        EXPECT_EQ(attention.run(ranged_lse, 2, 1 << 30, batch_invariant), out);
+        EXPECT_EQ(ranged_lse, lse);
+      }
     }
   }
 }

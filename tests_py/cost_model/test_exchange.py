@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from cpattn.distributed.layers.ring import ring_pages
-from cpattn.distributed.plans.sequence_calls import Visibility, sequence_calls
+from cpattn.distributed.plans.sequence_call import Visibility, sequence_call
 from cpattn.distributed.plans.tokens import Rows
 from cpattn.kv import PageInterleave, TokenInterleave
 from cpattn_lab.cost_model import AttentionLayer, Rates, exchange_work, predict, rank_work
@@ -184,15 +184,13 @@ def keys_of(size, placement, length):
 
 def packed_keys(shares, size, rows, item):
     """Return the number of keys that items of work pack, in calls to all shares."""
-    packed = 0.0
+    packed = 0
     for share in range(size):
         pages = ring_pages(shares, share)
-        for call in sequence_calls(shares, share, pages, rows, Visibility(True, None, None)):
-            items = -(-np.asarray(call.q_lens) // item)
-            keys = (np.diff(call.kv_indptr) - 1) * call.page_size + call.last_page_len
-            # Items of causal rows pack the keys up to their last row.
-            hidden = np.asarray(call.q_lens) * (items - 1) / 2 if call.causal else 0 * items
-            packed += float((items * keys - hidden).sum())
+        call = sequence_call(shares, share, pages, rows, Visibility(True, None, None))
+        ends = call.key_ranges[1::2]
+        pieces = -(-len(ends) // item)
+        packed += ends[len(ends) * np.arange(1, pieces + 1) // pieces - 1].sum()
     return packed
 
 
@@ -207,9 +205,9 @@ def test_pages_of_runs_are_those_that_the_first_rank_fills(interleave):
 @pytest.mark.parametrize(
     "placement", ["page_interleave", "token_interleave", "token_interleave:16"]
 )
-def test_a_ring_packs_keys_for_each_of_its_sequences(placement):
-    """Each rank has zigzag rows in items of 96 tokens, or fewer if sequences are shorter."""
-    size, new, length = 2, 376 * PAGE, 512 * PAGE
+def test_a_ring_packs_the_keys_of_all_shares_for_each_item(placement):
+    """Each rank has zigzag rows in items of 510 tokens."""
+    size, new, length = 2, 3400 * PAGE, 4096 * PAGE
     layer = AttentionLayer(num_heads=4, num_kv_heads=1, head_dim=128, page_size=PAGE)
     work = exchange_work(
         [new], [length], cp_size=size, layer=layer, placement=placement, exchange="ring"
@@ -219,5 +217,5 @@ def test_a_ring_packs_keys_for_each_of_its_sequences(placement):
     for rank, plan in enumerate(plans):
         positions = np.asarray(plan.query_cache_lengths, np.int64) - 1
         rows = Rows(np.zeros(len(positions), np.int64), positions)
-        packed = packed_keys(shares, size, rows, item=96)
+        packed = packed_keys(shares, size, rows, item=510)
         assert work.packed_keys[rank] == pytest.approx(packed, rel=SEQUENCE_ENDS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from cpattn.distributed.layers.ring import ring_schedule
-from cpattn.distributed.plans.sequence_calls import RowMask, Visibility, sequence_calls
+from cpattn.distributed.plans.sequence_call import RowMask, Visibility, sequence_call
 from cpattn.distributed.plans.tokens import Rows
 from cpattn.kv import PageInterleave, TokenInterleave
 from support.distributed.planning import first_of, key_shares
@@ -135,10 +135,10 @@ def test_calls_show_each_row_what_it_sees_and_nothing_else(batch, causal, window
         seen = [set() for _ in expected]
         times = np.zeros(len(expected), int)
         pages = shares.local_pages(rank)
-        for call in sequence_calls(shares, rank, pages, rows, Visibility(causal, window, mask)):
-            for row, visible in visible_rows(call):
-                seen[row] |= visible
-                times[row] += 1
+        call = sequence_call(shares, rank, pages, rows, Visibility(causal, window, mask))
+        for row, visible in visible_rows(call) if call else ():
+            seen[row] |= visible
+            times[row] += 1
         assert seen == expected
         assert times.max(initial=0) <= 1
 
@@ -150,16 +150,14 @@ def visible_rows(call):
         ids = call.kv_indices[call.kv_indptr[i] : call.kv_indptr[i + 1]]
         length = (len(ids) - 1) * call.page_size + int(call.last_page_len[i])
         slots = (ids[:, None] * call.page_size + np.arange(call.page_size)).ravel()[:length]
-        visible = np.ones((n, length), bool)
-        if call.causal:
-            assert n <= length
-            visible = np.tri(n, length, length - n, dtype=bool)
-        if call.packed_custom_mask is not None:
+        if call.packed_custom_mask is None:
+            first, last = call.key_ranges.reshape(-1, 2)[begin : begin + n].T[:, :, None]
+            visible = (first <= np.arange(length)) & (np.arange(length) < last)
+        else:
             num_bytes = -(-n * length // 8)
             bits = call.packed_custom_mask[byte : byte + num_bytes]
-            visible &= (
-                np.unpackbits(bits, count=n * length, bitorder="little").reshape(n, length) > 0
-            )
+            visible = np.unpackbits(bits, count=n * length, bitorder="little") > 0
+            visible = visible.reshape(n, length)
             byte += num_bytes
         for j in range(n):
             yield int(call.rows[begin + j]), set(slots[visible[j]].tolist())

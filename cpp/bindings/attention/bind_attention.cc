@@ -231,7 +231,8 @@ void plan_and_run(
     py::handle out,
     py::handle lse,
     py::handle q_rope,
-    py::handle k_rope
+    py::handle k_rope,
+    py::handle key_ranges
 ) {
   const Arguments read("paged_attention");
   LayerCallArguments layer(
@@ -247,6 +248,7 @@ void plan_and_run(
       read, q_lens, kv_lens, first_positions, block_tables, causal, window, custom_mask,
       packed_custom_mask, allow_short_kv, batch_invariant, precise
   );
+  given.batch.visibility.key_ranges = read.optional_ints(key_ranges, "key_ranges");
   given.batch.csr = csr_pages(
       read.function(), !kv_lens.is_none(), read.optional_ints(kv_indptr, "kv_indptr"),
       read.optional_ints(kv_indices, "kv_indices"),
@@ -326,7 +328,7 @@ void register_attention(py::module_& module) {
       "page_size"_a, "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a,
       "window"_a, "softcap"_a, "score_bias"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a,
       "allow_short_kv"_a, "batch_invariant"_a, "precise"_a, "num_threads"_a, "out"_a, "lse"_a,
-      "q_rope"_a = py::none(), "k_rope"_a = py::none()
+      "q_rope"_a = py::none(), "k_rope"_a = py::none(), "key_ranges"_a = py::none()
   );
   module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);
   module.def("merge_states", &merge_parts, "outs"_a, "lses"_a, "sinks"_a, "out"_a, "lse"_a);

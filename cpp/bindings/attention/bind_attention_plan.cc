@@ -71,10 +71,10 @@ py::tuple python_state(const Plan& plan) {
       py::make_tuple(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim),
       array_of(state.q_lens), array_of(state.kv_lens), array_of(state.page_ids), state.page_size,
       state.num_pages, array_of(state.first_positions), array_of(state.left), array_of(state.right),
-      mask_bits, state.batch_invariant, state.num_threads, state.precise
+      mask_bits, state.batch_invariant, state.num_threads, state.precise, array_of(state.key_ranges)
   );
 }
-constexpr std::size_t kStateFields = 13;
+constexpr std::size_t kStateFields = 14;
 
 Plan restore(const py::tuple& fields) {
   constexpr Arguments read("AttentionPlan");
@@ -96,6 +96,7 @@ Plan restore(const py::tuple& fields) {
       .num_pages = read.integer(fields[5], "num_pages"),
       .has_mask = !fields[9].is_none(),
       .mask_bits = {},
+      .key_ranges = read.ints(fields[13], "key_ranges"),
       .batch_invariant = read.flag(fields[10], "batch_invariant"),
       .precise = read.flag(fields[12], "precise"),
       .num_threads = read.integer<int32_t>(fields[11], "num_threads"),

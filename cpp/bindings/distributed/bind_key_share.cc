@@ -15,7 +15,7 @@
 #include "cpattn/distributed/held_rows.h"
 #include "cpattn/distributed/key_scratch.h"
 #include "cpattn/distributed/key_share.h"
-#include "cpattn/distributed/sequence_calls.h"
+#include "cpattn/distributed/sequence_call.h"
 
 namespace py = pybind11;
 
@@ -233,12 +233,13 @@ std::optional<MaskArgument> read_mask(const Arguments& read, py::handle mask) {
   const TensorView& bits = *argument.bits;
   check(
       bits.rank == 1 && bits.dtype == DType::uint8 && (bits.strides[0] == 1 || bits.shape[0] == 0),
-      "sequence_calls: bits must be contiguous uint8 in one dimension"
+      "sequence_call: bits must be contiguous uint8 in one dimension"
   );
   return argument;
 }
 
-py::list calls(
+/// The fields of a SequenceCall, or None.
+py::object call(
     const KeyShare& self,
     const LocalPages& pages,
     py::handle request,
@@ -247,28 +248,25 @@ py::list calls(
     py::handle window,
     py::handle mask
 ) {
-  const Arguments read("sequence_calls");
+  const Arguments read("sequence_call");
   const std::vector<int64_t> requests = read.ints(request, "request");
   const std::vector<int64_t> positions = read.ints(position, "position");
   const std::optional<MaskArgument> shown = read_mask(read, mask);
   RowVisibility visibility{.causal = read.flag(causal, "causal"), .window = {}, .mask = {}};
   visibility.window = read.window(window, visibility.causal);
   if (shown) visibility.mask = **shown;
-  py::list made;
   const QueryRows rows{.request = requests, .position = positions};
-  for (SequenceCall& call : sequence_calls(self, pages, rows, visibility)) {
-    py::object bits = py::none();
-    if (call.mask) bits = int_array(std::move(*call.mask));
-    made.append(
-        py::make_tuple(
-            own_array(std::move(call.rows)), own_array(std::move(call.q_lens)),
-            own_array(std::move(call.kv_indptr)), own_array(std::move(call.kv_indices)),
-            own_array(std::move(call.last_page_len)), own_array(std::move(call.requests)),
-            own_array(std::move(call.first_key)), pages.page_size, call.causal, bits
-        )
-    );
-  }
-  return made;
+  std::optional<SequenceCall> made = sequence_call(self, pages, rows, visibility);
+  if (!made) return py::none();
+  py::object ranges = py::none(), bits = py::none();
+  if (made->key_ranges) ranges = own_array(std::move(*made->key_ranges));
+  if (made->mask) bits = int_array(std::move(*made->mask));
+  return py::make_tuple(
+      own_array(std::move(made->rows)), own_array(std::move(made->q_lens)),
+      own_array(std::move(made->kv_indptr)), own_array(std::move(made->kv_indices)),
+      own_array(std::move(made->last_page_len)), own_array(std::move(made->requests)),
+      own_array(std::move(made->first_key)), pages.page_size, ranges, bits
+  );
 }
 
 }  // namespace
@@ -301,7 +299,7 @@ void register_key_share(py::module_& module) {
       .def("local_keys", &local_keys)
       .def("local_pages", &KeyShare::local_pages)
       .def("rows_of", &rows_of)
-      .def("calls", &calls);
+      .def("call", &call);
 }
 
 }  // namespace cpattn::bindings

@@ -79,15 +79,16 @@ struct HeadRows {
 
 /// The keys that the tokens of a tile see. Token t stands at key position
 /// p = first_position + t * position_step and sees the keys j with p - left <= j <= p + right,
-/// kv_begin <= j < kv_len, whose bit is set in its row of `mask`, if there is one. Keys that only
-/// the mask hides may be read but do not count; other hidden keys are not read. p may lie outside
-/// [0, kv_len).
+/// kv_begin <= j < kv_len, and key_ranges[2 * t] <= j < key_ranges[2 * t + 1] if there are ranges,
+/// whose bit is set in its row of `mask`, if there is one. Keys that only the mask hides may be
+/// read but do not count; other hidden keys are not read. p may lie outside [0, kv_len).
 struct TileVisibility {
   int64_t kv_begin = 0;  // a multiple of kInPlaceGranule
   int64_t kv_len = 0;
   int64_t first_position = 0, position_step = 0;
-  int64_t left = 0, right = 0;    // >= 0; kUnboundedKeys for no bound
-  const uint8_t* mask = nullptr;  // null, or bits of row t from mask + t * mask_stride,
+  int64_t left = 0, right = 0;          // >= 0; kUnboundedKeys for no bound
+  const int32_t* key_ranges = nullptr;  // null, or ranges whose begins and ends both ascend
+  const uint8_t* mask = nullptr;        // null, or bits of row t from mask + t * mask_stride,
   int64_t mask_stride =
       0;  // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
 };

@@ -19,10 +19,15 @@ inline int64_t position_of(const TileVisibility& seen, int64_t token) {
 
 inline KeyRange visible_keys(const TileVisibility& seen, int64_t token) {
   const int64_t position = position_of(seen, token);
-  return {
+  KeyRange keys = {
       larger(seen.kv_begin, position - seen.left),
       larger(0, smaller(seen.kv_len, position + seen.right + 1))
   };
+  if (seen.key_ranges != nullptr) {
+    keys.begin = larger(keys.begin, seen.key_ranges[2 * token]);
+    keys.end = smaller(keys.end, seen.key_ranges[2 * token + 1]);
+  }
+  return keys;
 }
 
 /// The keys that tokens of a tile see: the first one of the first token to the last of the last.

@@ -10,6 +10,16 @@ namespace cpattn {
 /// Packing K and V costs about as much as this many rows of arithmetic.
 constexpr int64_t kPackingRows = 12;
 
+/// Keys [begin, end); none if end <= begin.
+struct VisibleKeys {
+  int64_t begin, end;
+};
+
+/// The keys that a token of a segment sees, but for a mask. Both bounds ascend with the token.
+VisibleKeys visible_keys(
+    const AttentionBatch& batch, const AttentionSegment& segment, int64_t token
+);
+
 /// Counts of keys that a mask and the window let tokens see.
 struct ShownKeys {
   int64_t pairs = 0;  // (token, key) pairs

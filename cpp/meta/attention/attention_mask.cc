@@ -68,9 +68,8 @@ ShownKeys shown_by_mask(
   std::vector<uint32_t> seen((kv_end + kWordKeys - 1) / kWordKeys - first_word);
   ShownKeys shown;
   for (int64_t token = first; token < first + count; ++token) {
-    const int64_t position = segment.first_position + token * segment.position_step;
-    const int64_t begin = std::max(kv_begin, position - segment.left);
-    const int64_t end = std::min(kv_end, position + segment.right + 1);
+    const VisibleKeys keys = visible_keys(batch, segment, token);
+    const int64_t begin = std::max(kv_begin, keys.begin), end = std::min(kv_end, keys.end);
     for (int64_t word = begin / kWordKeys; word * kWordKeys < end; ++word) {
       const uint32_t bits = word_of(rows + token * batch.mask.row_bytes[index], word, begin, end);
       shown.pairs += std::popcount(bits);

@@ -64,6 +64,14 @@ int64_t visible_pairs(
     int64_t kv_end
 ) {
   if (!batch.mask.empty()) return shown_by_mask(batch, segment, first, count, 0, kv_end).pairs;
+  if (!batch.key_ranges.empty()) {
+    int64_t pairs = 0;
+    for (int64_t token = first; token < first + count; ++token) {
+      const VisibleKeys keys = visible_keys(batch, segment, token);
+      pairs += std::max<int64_t>(0, std::min(keys.end, kv_end) - keys.begin);
+    }
+    return pairs;
+  }
   const int64_t position = segment.first_position + first * segment.position_step;
   const int64_t step = segment.position_step;
   return sum_clamped(position + segment.right + 1, step, count, kv_end) -
@@ -77,10 +85,8 @@ int64_t packed_keys(
   if (!batch.mask.empty()) {
     return shown_by_mask(batch, segment, begin, end - begin, 0, segment.kv_len).keys;
   }
-  const int64_t first = segment.first_position + begin * segment.position_step;
-  const int64_t last = segment.first_position + (end - 1) * segment.position_step;
-  const int64_t from = std::clamp<int64_t>(first - segment.left, 0, segment.kv_len);
-  return std::clamp<int64_t>(last + segment.right + 1, from, segment.kv_len) - from;
+  const int64_t from = std::min(visible_keys(batch, segment, begin).begin, segment.kv_len);
+  return std::max(visible_keys(batch, segment, end - 1).end, from) - from;
 }
 
 void check_num_items(const char* function, int64_t num_items) {
@@ -183,6 +189,21 @@ void check_head_parts(const char* function, int64_t nope_dim, int64_t rope_dim) 
   );
 }
 
+VisibleKeys visible_keys(
+    const AttentionBatch& batch, const AttentionSegment& segment, int64_t token
+) {
+  const int64_t position = segment.first_position + token * segment.position_step;
+  VisibleKeys keys = {
+      std::max<int64_t>(0, position - segment.left),
+      std::min(segment.kv_len, position + segment.right + 1)
+  };
+  if (!batch.key_ranges.empty()) {
+    const int32_t* range = &batch.key_ranges[2 * (segment.q_begin + token)];
+    keys = {std::max<int64_t>(keys.begin, range[0]), std::min<int64_t>(keys.end, range[1])};
+  }
+  return keys;
+}
+
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads) {
   const TraceSpan span(TraceScope::plan);
   const AttentionShape& shape = batch.shape;
@@ -278,6 +299,29 @@ void set_first_positions(
     );
     segments[i].first_position = positions[i];
   }
+}
+
+void set_key_ranges(const char* function, std::span<const int64_t> ranges, AttentionBatch& batch) {
+  check(
+      std::ssize(ranges) == 2 * batch.num_rows, function,
+      ": key_ranges must have a begin and an end for each of ", batch.num_rows, " tokens, got ",
+      ranges.size(), " ints"
+  );
+  for (const AttentionSegment& segment : batch.segments) {
+    int64_t least_begin = 0, least_end = 0;
+    for (int64_t row = segment.q_begin; row < segment.q_begin + segment.q_len; ++row) {
+      const int64_t begin = ranges[2 * row], end = ranges[2 * row + 1];
+      check(
+          least_begin <= begin && begin <= end && least_end <= end && end <= segment.kv_len,
+          function, ": key_ranges must lie in [0, kv_len = ", segment.kv_len,
+          "] and ascend within a sequence, got ", begin, " to ", end, " for token ", row, " after ",
+          least_begin, " to ", least_end
+      );
+      least_begin = begin;
+      least_end = end;
+    }
+  }
+  batch.key_ranges.assign(ranges.begin(), ranges.end());
 }
 
 }  // namespace cpattn

@@ -59,6 +59,7 @@ AttentionPlanState state_of(const AttentionPlan& plan) {
       .num_pages = batch.num_pages,
       .has_mask = !batch.mask.empty(),
       .mask_bits = batch.mask.bits,
+      .key_ranges = {batch.key_ranges.begin(), batch.key_ranges.end()},
       .batch_invariant = batch.batch_invariant,
       .precise = batch.precise,
       .num_threads = plan.num_threads,
@@ -103,6 +104,7 @@ AttentionPlan plan_of(const AttentionPlanState& state) {
     batch.segments[s].right = state.right[s];
   }
   check(state.has_mask || state.mask_bits.empty(), kName, ": mask_bits must be those of a mask");
+  if (!state.key_ranges.empty()) set_key_ranges(kName, state.key_ranges, batch);
   if (state.has_mask) batch.mask = mask_of(state.mask_bits, batch.segments);
   return plan_attention(kName, std::move(batch), state.num_threads);
 }

@@ -17,16 +17,10 @@ constexpr int64_t kWantedWholeRuns = 64;
 /// Parts that a batch should have: enough for many threads.
 constexpr int64_t kWantedParts = 256;
 
-struct VisibleKeys {
-  int64_t begin, end;
-};
-
 /// The keys that the tokens of a segment see.
-VisibleKeys keys_of(const AttentionSegment& segment) {
-  const int64_t last = segment.first_position + (segment.q_len - 1) * segment.position_step;
-  const int64_t begin = std::max<int64_t>(0, segment.first_position - segment.left);
-  const int64_t end = std::min(segment.kv_len, last + segment.right + 1);
-  return {begin, std::max(begin, end)};
+VisibleKeys keys_of(const AttentionBatch& batch, const AttentionSegment& segment) {
+  const int64_t begin = visible_keys(batch, segment, 0).begin;
+  return {begin, std::max(begin, visible_keys(batch, segment, segment.q_len - 1).end)};
 }
 
 }  // namespace
@@ -41,7 +35,7 @@ int64_t part_keys(const AttentionBatch& batch) {
   int64_t granule = kInPlaceGranule;  // shorter parts are not worth their merge
   for (const AttentionSegment& segment : batch.segments) {
     if (!is_short(batch, segment)) continue;
-    const VisibleKeys range = keys_of(segment);
+    const VisibleKeys range = keys_of(batch, segment);
     keys += range.end - range.begin;
     rows = std::max(rows, segment.q_len * batch.shape.num_heads);
     if (!may_read_in_place(batch, segment)) granule = kMaxBlockKeys;
@@ -73,7 +67,7 @@ int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {
   int64_t parts = 0;
   for (const AttentionSegment& segment : batch.segments) {
     if (!is_read_bound(batch, segment)) continue;
-    const VisibleKeys range = keys_of(segment);
+    const VisibleKeys range = keys_of(batch, segment);
     parts +=
         batch.batch_invariant ? 1 : std::max<int64_t>(1, (range.end - range.begin) / part_keys);
   }
@@ -110,7 +104,7 @@ void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan
   const AttentionSegment& segment = batch.segments[item.segment];
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
   const int64_t kv_heads = (item.num_heads + group - 1) / group;
-  const VisibleKeys keys = keys_of(segment);
+  const VisibleKeys keys = keys_of(batch, segment);
   const int64_t first = keys.begin / plan.part_keys;
   const bool whole = !is_short(batch, segment) || keys.end - keys.begin <= plan.part_keys;
   const int64_t parts = whole ? 1 : (keys.end + plan.part_keys - 1) / plan.part_keys - first;

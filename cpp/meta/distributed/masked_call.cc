@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-#include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "meta/distributed/seen_rows.h"
 
@@ -13,27 +12,13 @@ constexpr std::size_t kBlockRows = 64;
 /// of keys begin, so that the bits of a row do not depend on the rows that share its block.
 constexpr int64_t kBlockKeys = 1024;
 
-/// Sets `count` bits from `begin` on.
-void set_bits(std::span<uint8_t> bits, int64_t begin, int64_t count) {
-  if (count <= 0) return;
-  const int64_t end = begin + count, first = begin / 8, last = end / 8;
-  const int low = 0xFF << begin % 8, high = (1 << end % 8) - 1;
-  if (first == last) {
-    bits[first] |= static_cast<uint8_t>(low & high);
-    return;
-  }
-  bits[first] |= static_cast<uint8_t>(low);
-  std::memset(bits.data() + first + 1, 0xFF, last - first - 1);
-  if (high != 0) bits[last] |= static_cast<uint8_t>(high);
-}
-
 /// Keys of a share that a mask shows.
 class MaskedKeys {
  public:
   MaskedKeys(const KeyShare& share, const RowMask& mask)
       : lens_(share.keys().pages().kv_lens), mask_(mask), position_(share.local_keys().position) {
     const std::size_t bs = lens_.size();
-    check_calls(
+    check_call(
         mask.first_byte.size() == bs && mask.row_bits.size() == bs &&
             mask.first_position.size() == bs,
         "mask must be of ", bs, " requests"
@@ -50,7 +35,7 @@ class MaskedKeys {
     const int64_t token = row.position - mask_.first_position[row.request];
     const int64_t first_bit = token * mask_.row_bits[row.request];
     const int64_t first_byte = mask_.first_byte[row.request];
-    check_calls(
+    check_call(
         token >= 0 && lens_[row.request] <= mask_.row_bits[row.request] && first_byte >= 0 &&
             first_byte + (first_bit + lens_[row.request] + 7) / 8 <=
                 static_cast<int64_t>(mask_.bits.size()),
@@ -73,49 +58,38 @@ class MaskedKeys {
 
 }  // namespace
 
-void add_masked_call(
+SequenceCall masked_call(
     const KeyShare& share,
     const LocalPages& pages,
     const std::vector<SeenRow>& rows,
-    const std::optional<RowMask>& mask,
-    std::vector<SequenceCall>& calls
+    const RowMask& mask
 ) {
   const int64_t step = std::lcm(kBlockKeys, pages.page_size);
-  const auto begin_of = [step](const SeenRow& row) { return row.first - row.first % step; };
-  std::vector<SeenRow> chosen;
-  chosen.reserve(rows.size());
-  std::copy_if(rows.begin(), rows.end(), std::back_inserter(chosen), [&](const SeenRow& row) {
-    return row.last > begin_of(row);
-  });
-  std::optional<MaskedKeys> masked;
-  if (mask) masked.emplace(share, *mask);
-  CallBuilder call(pages, /*causal=*/false);
+  const MaskedKeys masked(share, mask);
+  CallBuilder call(pages);
   std::vector<uint8_t> bits;
-  for (std::size_t begin = 0, end = 0; begin < chosen.size(); begin = end) {
-    const int64_t request = chosen[begin].request;
-    int64_t low = begin_of(chosen[begin]), high = 0;
-    for (; end < chosen.size() && end < begin + kBlockRows && chosen[end].request == request;
-         ++end) {
-      low = std::min(low, begin_of(chosen[end]));
-      high = std::max(high, chosen[end].last);
+  for (std::size_t begin = 0, end = 0; begin < rows.size(); begin = end) {
+    const int64_t request = rows[begin].request;
+    // Both bounds ascend with the rows of a request.
+    const int64_t low = rows[begin].first - rows[begin].first % step;
+    int64_t high = 0;
+    for (; end < rows.size() && end < begin + kBlockRows && rows[end].request == request; ++end) {
+      high = rows[end].last;
     }
     const std::size_t first_byte = bits.size();
     const auto num_bits = static_cast<int64_t>(end - begin) * (high - low);
     bits.resize(first_byte + (num_bits + 7) / 8);
     const std::span<uint8_t> block = std::span(bits).subspan(first_byte);
     for (std::size_t i = begin; i < end; ++i) {
-      const SeenRow& row = chosen[i];
-      const int64_t bit = static_cast<int64_t>(i - begin) * (high - low) + (row.first - low);
-      if (masked) {
-        masked->show(row, block, bit);
-      } else {
-        set_bits(block, bit, row.last - row.first);
-      }
-      call.add_row(row);
+      const auto row = static_cast<int64_t>(i - begin);
+      masked.show(rows[i], block, row * (high - low) + (rows[i].first - low));
+      call.add_row(rows[i]);
     }
     call.end_sequence(request, low, high);
   }
-  call.finish(calls, std::move(bits));
+  SequenceCall made = call.finish();
+  made.mask = std::move(bits);
+  return made;
 }
 
 }  // namespace cpattn

@@ -106,6 +106,7 @@ void set_visibility(
                         ? 0
                         : std::min(right.value_or(kUnboundedKeys), kUnboundedKeys);
   }
+  if (visibility.key_ranges) set_key_ranges(function, *visibility.key_ranges, batch);
   if (custom_mask) batch.mask = pack(function, *custom_mask, sequences, batch.segments);
   if (packed_custom_mask) {
     batch.mask = repack(function, *packed_custom_mask, sequences, batch.segments);

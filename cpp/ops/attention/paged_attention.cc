@@ -224,7 +224,7 @@ kernels::HeadRows<Data> rows_of_item(
   return {static_cast<Data*>(data), tensor.strides[0], tensor.strides[1]};
 }
 
-/// Adds the optional parts of a call to a tile: rope, mask and lse.
+/// Adds the optional parts of a call to a tile: rope, mask, key ranges and lse.
 void add_options(
     const AttentionPlan& plan,
     const AttentionItem& item,
@@ -241,6 +241,10 @@ void add_options(
     tile.seen.mask_stride = batch.mask.row_bytes[item.segment];
     tile.seen.mask = batch.mask.bits.data() + batch.mask.offsets[item.segment] +
                      item.first_token * tile.seen.mask_stride;
+  }
+  if (!batch.key_ranges.empty()) {
+    const int64_t row = batch.segments[item.segment].q_begin + item.first_token;
+    tile.seen.key_ranges = batch.key_ranges.data() + 2 * row;
   }
   if (arguments.lse) tile.results.lse = rows_of_item<float>(plan, item, *arguments.lse);
 }

@@ -246,7 +246,7 @@ class KeyShare(_Bound):
     def local_keys(self) -> tuple[_Ints, _Ints, _Ints]: ...
     def local_pages(self) -> LocalPages: ...
     def rows_of(self, request: _Indices, positions: _Indices, /) -> NDArray[np.int32]: ...
-    def calls(
+    def call(
         self,
         pages: LocalPages,
         request: _Indices,
@@ -255,7 +255,7 @@ class KeyShare(_Bound):
         window: _Window,
         mask: tuple[Any, ...] | None,
         /,
-    ) -> list[tuple[Any, ...]]: ...
+    ) -> tuple[Any, ...] | None: ...
 
 def plan_striped_draw(
     pages: Interleave,
@@ -912,6 +912,7 @@ def paged_attention(
     lse: _Tensor | None,
     q_rope: _Tensor | None = None,
     k_rope: _Tensor | None = None,
+    key_ranges: _Indices | None = None,
 ) -> None: ...
 def do_cp_attn_fia(
     q: _Tensor,

@@ -14,8 +14,8 @@ from cpattn.context_parallel.metadata import ContextParallelMetadata, build_cp_m
 from cpattn.context_parallel.placement_name import PlacementName
 
 from .layer import ITEM_BYTES, AttentionLayer, Ints
-from .placement import Shards, pairs_by_owner, shards, stripe_size, stripes
-from .work import RankWork, Shares, checked_batch, work_of_plans
+from .placement import Shards, pairs_by_owner, shards, stripes
+from .work import RankWork, checked_batch, work_of_plans
 
 Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which split the heads
 
@@ -122,29 +122,12 @@ class BatchCounts:
 
     @cached_property
     def own(self) -> RankWork:
-        """Work of a gather: each rank attends with its own tokens to all keys."""
+        """Work of ranks that attend with their own tokens to all keys, at once or by shares."""
         return work_of_plans(self.plans, self.layer)
 
     @cached_property
-    def own_by_host(self) -> RankWork:
-        """Work of ranks that attend with their own tokens to the keys of each host in turn."""
-        return work_of_plans(self.plans, self.layer, self._shares(self.ranks_per_host))
-
-    @cached_property
-    def alone_by_rank(self) -> RankWork:
-        """Work of one rank that attends with all tokens to the keys of each rank in turn."""
-        return work_of_plans(self._plan_alone, self.layer, self._shares(1))
-
-    def _shares(self, ranks: int) -> Shares | None:
-        """Return the keys as shares of so many ranks each; None if every pool has all keys."""
-        if not self.sharded:
-            return None
-        size = stripe_size(self.placement, self.layer.page_size)
-        return Shares(size * ranks, self.cp_size // ranks)
-
-    @cached_property
     def alone(self) -> RankWork:
-        """Work of one rank that attends with all tokens to all keys."""
+        """Work of one rank that attends with all tokens to all keys, at once or by shares."""
         return work_of_plans(self._plan_alone, self.layer)
 
     def alone_with(self, num_heads: int, num_kv_heads: int) -> RankWork:

@@ -186,15 +186,12 @@ def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
         if counts.sharded and hosts > 1:
             rows = counts.by_host(shards.seen_cached_rows).sum(0)
             cached_scratch = int(rows.max()) * layer.kv_row_bytes
-    attended = counts.own_by_host if ring else own
     calls = hosts if ring else 1
     parts = calls if calls > 1 else 0  # partial results of each row
     return exchanged(
         counts,
         "ring" if ring else "gather",
         rows=own.tokens * calls,
-        packed_keys=attended.packed_keys * layer.num_kv_heads,
-        longest_item=attended.longest_item,
         calls=calls,
         parts=(hosts if ring else 1) * layer.num_kv_heads,
         merged_rows=own.tokens * layer.num_heads * parts,
@@ -229,7 +226,7 @@ def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
         lambda rail: _core.send_queries(rail, query, state), tokens
     )
     total = int(own.tokens.sum())
-    attended = counts.alone_by_rank
+    attended = counts.alone
     share = counts.owner_pairs / max(int(counts.owner_pairs.sum()), 1)
     within = counts.ranks_per_host if counts.ranks_per_host > 1 else 0  # parts of a host
     between = hosts if hosts > 1 else 0

@@ -14,8 +14,7 @@ from cpattn.context_parallel.exchanges import LSE_BYTES
 from .counts import BatchCounts, Mesh
 from .exchanged import ExchangeWork, along_rails, bytes_of, exchanged, heads_of
 from .layer import Ints
-from .placement import stripe_size
-from .work import Shares, work_of_plans
+from .work import work_of_plans
 
 
 def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
@@ -80,12 +79,11 @@ def _of_rows(values: Any, mesh: Mesh) -> Any:
 
 def _attended(counts: BatchCounts, mesh: Mesh) -> tuple[Any, Any]:
     """Return [cp_size]: packed keys of a KV head, and the longest item, of the rank's row."""
-    ring, columns = mesh
+    columns = mesh[1]
     heads, kv_heads = heads_of(counts.layer.num_heads, counts.layer.num_kv_heads, columns)
     most_kv_heads = int(kv_heads.max())
     group = -(-int(heads.max()) // most_kv_heads)
     layer = replace(counts.layer, num_heads=most_kv_heads * group, num_kv_heads=most_kv_heads)
-    stripe = stripe_size(counts.placement, counts.layer.page_size)
-    attended = work_of_plans(counts.plans, layer, Shares(stripe * columns, ring))
+    attended = work_of_plans(counts.plans, layer)
     longest = attended.longest_item.reshape(mesh).max(1)
     return _of_rows(attended.packed_keys, mesh), np.repeat(longest, columns)

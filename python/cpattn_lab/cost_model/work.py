@@ -21,38 +21,8 @@ PACKING_ROWS = 12  # cost of packing a key, in rows of arithmetic
 _MAX_ITEM_ROWS, _MIN_ITEM_ROWS, _ROW_GRANULE = 2048, 384, 24
 _BALANCED_ITEMS = 64
 _ITEM_BYTES = 4 << 20
-_MASKED_ROWS = 64  # most rows of an item if there is a window and ranks share out the keys
 
 Numbers = Any  # an array of whole or of real numbers
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Keys in stripes over ranks; attention runs on each share separately.
-
-    It then cuts rows into sequences: a sequence has rows of the share's own tokens, each of which
-    sees one key more than the previous, or rows between two stripes, which see the same keys. With
-    stripes of one token, every `number`-th row sees one key more.
-    """
-
-    stripe: int  # tokens
-    number: int
-
-    def pieces(self, rows: Ints, step: int, item_tokens: Ints) -> Numbers:
-        """Return the number of pieces of rows `step` tokens apart, averaged over shares."""
-        if self.number == 1:
-            return -(-rows // item_tokens)
-        if self.stripe == 1:
-            sequences = np.clip(-(-rows // self.number), 1, self.number if step == 1 else 1)
-            return sequences * -(-rows // (sequences * item_tokens))
-        within = max(self.stripe // step, 1)  # rows of a stripe
-        between = within * (self.number - 1)
-        rounds = rows / (within * self.number)
-        # Each separate row sees several more keys of its stripe than the previous row.
-        own = rounds * within
-        if step == 1:  # few rows meet few of the shares
-            own = np.minimum(rounds, 1) * -(-rows // (self.number * item_tokens))
-        return own + rounds * -(-np.minimum(between, rows) // item_tokens)
 
 
 @dataclass(frozen=True)
@@ -160,16 +130,17 @@ def rank_work(
     return work_of_plans(plans, layer)
 
 
-def work_of_plans(
-    plans: Sequence[ContextParallelMetadata], layer: AttentionLayer, shares: Shares | None = None
-) -> RankWork:
-    """Count work for all ranks' `plans`; attention runs on each of `shares` separately."""
+def work_of_plans(plans: Sequence[ContextParallelMetadata], layer: AttentionLayer) -> RankWork:
+    """Count work for all ranks' `plans`.
+
+    The work is the same if attention runs on each rank's share of the keys separately.
+    """
     cp_size = len(plans)
     rows, first, step = _segments(plans)
     tokens = rows.sum(1)
     last = _last_keys(plans, rows, layer)
     pairs = _pairs(layer, last, first, step, rows)
-    packed, longest = _items(rows, first, step, last, layer, shares)
+    packed, longest = _items(rows, first, step, last, layer)
     return RankWork(
         tokens=tokens,
         pairs=pairs.sum(1),
@@ -239,12 +210,7 @@ def _hidden_before(limit: int, first: Ints, step: Numbers, pieces: Ints) -> Numb
 
 
 def _items(
-    rows: Ints,
-    first: Ints,
-    step: int,
-    last: Numbers,
-    layer: AttentionLayer,
-    shares: Shares | None,
+    rows: Ints, first: Ints, step: int, last: Numbers, layer: AttentionLayer
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the packed keys of each rank, and its most expensive item."""
     share = np.clip(
@@ -254,11 +220,7 @@ def _items(
     group = layer.num_heads // layer.num_kv_heads
     heads = np.minimum(group, max_rows)
     item_tokens = np.maximum(max_rows // heads, 1)[:, None]
-    if shares is not None and layer.window is not None:
-        item_tokens = np.minimum(item_tokens, _MASKED_ROWS)
     pieces = np.maximum(-(-rows // item_tokens), 1)
-    if shares is not None:
-        pieces = np.maximum(pieces, shares.pieces(rows, step, item_tokens))
     size = rows / pieces
     apart = np.maximum(step * size, 1e-9)  # distance of two pieces
     packed = _sum_up_to(last, first - step + apart + layer.keys_behind, apart, pieces)

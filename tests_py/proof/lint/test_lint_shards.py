@@ -112,7 +112,7 @@ def test_a_rank_that_takes_another_placement_is_found(placement, strategy):
 def test_pages_that_attention_reads_are_looked_at():
     plans = plans_of("page_interleave")
     assert kinds(from_sharded_plans(plans, NUM_PAGES)) == set()
-    (call, *_) = plans[0].batch.calls(1, plans[0].local_rows, causal=True, window=None)
+    call = plans[0].batch.call(1, plans[0].local_rows, causal=True, window=None)
     call.kv_indices[0] += 1  # the other rank's pool; calls are made once
     assert "cov-pair" in kinds(from_sharded_plans(plans, NUM_PAGES))
     masked = replace(plans[0], batch=replace(plans[0].batch, mask=np.ones(4, bool)))

@@ -105,6 +105,9 @@ struct AttentionBatch {
   std::vector<AttentionSegment> segments;
   PageTable pages;
   MaskBits mask;
+  /// Empty, or for each row of q the first key that it may see and the one after the last, in
+  /// [0, kv_len]. Both ascend within a segment.
+  std::vector<int32_t> key_ranges;
   bool batch_invariant = false;  // see AttentionPlan
   bool precise = false;          // see AttentionPlan
   bool operator==(const AttentionBatch&) const = default;
@@ -178,5 +181,9 @@ std::vector<AttentionSegment> sequence_segments(
 void set_first_positions(
     const char* function, std::span<const int64_t> positions, std::span<AttentionSegment> segments
 );
+
+/// Lets each row see only the keys from ranges[2 * row] up to ranges[2 * row + 1]. Throws unless
+/// there are two numbers for each row, within the keys of its segment, and both ascend within it.
+void set_key_ranges(const char* function, std::span<const int64_t> ranges, AttentionBatch& batch);
 
 }  // namespace cpattn

@@ -17,7 +17,8 @@ struct AttentionPlanState {
   int64_t page_size = 0;
   int64_t num_pages = 0;
   bool has_mask = false;
-  std::vector<uint8_t> mask_bits;  // MaskBits::bits
+  std::vector<uint8_t> mask_bits;   // MaskBits::bits
+  std::vector<int64_t> key_ranges;  // AttentionBatch::key_ranges
   bool batch_invariant = false;
   bool precise = false;
   int num_threads = 0;

@@ -26,9 +26,12 @@ struct KeyVisibility {
   bool causal = true;                                  // j <= p
   std::optional<std::vector<uint8_t>> causal_of_each;  // overrides causal for each sequence
   std::optional<KeyWindow> window;                     // p - left <= j <= p + right
-  std::optional<TensorView> custom_mask;               // bool [sum(q_len * kv_len)], contiguous
-  std::optional<TensorView> packed_custom_mask;        // uint8 [sum(ceil(q_len * kv_len / 8))],
-                                                       // contiguous
+  /// begin <= j < end, for the begin and end of each new token: [sum(q_lens)][2], within
+  /// [0, kv_len]. Both ascend within a sequence, so that rows share the keys that they read.
+  std::optional<std::vector<int64_t>> key_ranges;
+  std::optional<TensorView> custom_mask;         // bool [sum(q_len * kv_len)], contiguous
+  std::optional<TensorView> packed_custom_mask;  // uint8 [sum(ceil(q_len * kv_len / 8))],
+                                                 // contiguous
 
   bool is_causal(int64_t sequence) const {
     return causal_of_each ? (*causal_of_each)[sequence] != 0 : causal;

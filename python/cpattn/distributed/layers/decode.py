@@ -68,9 +68,9 @@ def decode(
         if num_heads is not None:
             own = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
             queries = gather_queries(exchange, own, inputs.q.shape[1])
-        calls = plan.batch.calls(exchange.rank, rows, causal=options.causal, window=options.window)
+        call = plan.batch.call(exchange.rank, rows, causal=options.causal, window=options.window)
         positions = partial(plan.batch.positions, exchange.rank, rows)
-        state = attend_part(calls, queries, inputs.k, inputs.v, options, positions, inputs.k_rope)
+        state = attend_part(call, queries, inputs.k, inputs.v, options, positions, inputs.k_rope)
         result = merge_states(exchange, state, options.sinks, name, arguments.out_heads)
     return result if return_lse else result[0]
 

@@ -16,7 +16,7 @@ from ..._containers import need_scales
 from ..._types import ScoreBias, Window
 from ...attention import default_scale
 from ...merge import merge_states
-from ..plans.sequence_calls import Positions, SequenceCall
+from ..plans.sequence_call import Positions, SequenceCall
 from ..plans.tokens import NewTokens
 from ..transport.terms import digest, term
 from .shard_keys import ShardKeys, slots_of
@@ -218,9 +218,12 @@ def checked_inputs(
     nothing = SequenceCall(
         rows=torch.from_numpy(zeros[:0]), q_lens=zeros,
         kv_indptr=np.zeros(2, np.int64), kv_indices=zeros[:0], last_page_len=zeros,
-        requests=zeros, first_key=zeros, page_size=1, causal=options.causal,
+        requests=zeros, first_key=zeros, page_size=1,
     )  # fmt: skip
-    paged_rows(nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks)
+    paged_rows(
+        nothing, q[:0], k, v, rope, options, causal=options.causal, window=options.window,
+        sinks=options.sinks,
+    )  # fmt: skip
     tensors: dict[str, Any] = {
         name: torch.as_tensor(x, device="cpu")
         for name in ("sinks", "alibi_slopes", "relative_bias")
@@ -251,7 +254,7 @@ def no_state(num_rows: int, q: torch.Tensor, v: torch.Tensor) -> State:
 
 
 def attend_part(
-    calls: Sequence[SequenceCall],
+    call: SequenceCall | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -264,18 +267,18 @@ def attend_part(
 
     The last dimensions of keys may be separate, in `k_rope`; queries are always whole.
     """
-    out, lse = no_state(len(q), q, v) if state is None else state
-    for call in calls:
-        whole = len(k) // call.page_size * call.page_size
-        rope = None if k_rope is None else k_rope[:whole]
-        rows = q.index_select(0, call.rows)
-        part, part_lse = paged_rows(
-            call, rows, k[:whole], v[:whole], rope, options.of_slots(whole),
-            biases=options.biases(call, positions),
-        )  # fmt: skip
-        out.index_copy_(0, call.rows, part)
-        lse.index_copy_(0, call.rows, part_lse)
-    return State(out, lse)
+    state = no_state(len(q), q, v) if state is None else state
+    if call is None:
+        return state
+    whole = len(k) // call.page_size * call.page_size
+    part, lse = paged_rows(
+        call, q.index_select(0, call.rows), k[:whole], v[:whole],
+        None if k_rope is None else k_rope[:whole], options.of_slots(whole),
+        biases=options.biases(call, positions),
+    )  # fmt: skip
+    state.out.index_copy_(0, call.rows, part)
+    state.lse.index_copy_(0, call.rows, lse)
+    return state
 
 
 def paged_rows(
@@ -286,6 +289,7 @@ def paged_rows(
     k_rope: torch.Tensor | None,
     options: AttentionOptions,
     *,
+    causal: bool = False,
     window: Window = None,
     sinks: torch.Tensor | None = None,
     biases: tuple[Any, ...] | None = None,
@@ -299,9 +303,9 @@ def paged_rows(
     _core.paged_attention(
         q[..., :split], k, v, call.q_lens, None, None, None, call.kv_indptr, call.kv_indices,
         call.last_page_len, call.page_size, "NHD", o.k_scale, o.v_scale, o.kv_dtype, scale,
-        call.causal, window, o.softcap, biases, sinks, None, call.packed_custom_mask, False,
+        causal, window, o.softcap, biases, sinks, None, call.packed_custom_mask, False,
         o.batch_invariant, False, None, out, lse, None if k_rope is None else q[..., split:],
-        k_rope,
+        k_rope, call.key_ranges,
     )  # fmt: skip
     return State(out, lse)
 

@@ -121,12 +121,12 @@ class _PassQ:
     def _attend(self, rows: slice, queries: torch.Tensor, heads: slice) -> list[torch.Tensor]:
         """Return partial results of some rows and heads, as flat rows, and their LSE."""
         inputs, options = self._inputs, self._inputs.options
-        calls = self._plan.batch.calls(
+        call = self._plan.batch.call(
             self._exchange.rank, rows, causal=options.causal, window=options.window
         )
         rope = None if inputs.k_rope is None else inputs.k_rope[:, heads]
         out, lse = attend_part(
-            calls, queries, inputs.k[:, heads], inputs.v[:, heads],
+            call, queries, inputs.k[:, heads], inputs.v[:, heads],
             options.of_heads(heads, inputs.q_heads(heads)),
             partial(self._plan.batch.positions, self._exchange.rank, rows), rope,
         )  # fmt: skip

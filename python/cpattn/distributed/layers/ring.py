@@ -22,7 +22,7 @@ import torch
 
 from ... import _core
 from ..plans.key_shares import Array, KeyShares
-from ..plans.sequence_calls import Positions, SequenceCall, Visibility, sequence_calls
+from ..plans.sequence_call import Positions, SequenceCall, Visibility, sequence_call
 from ..plans.sharded_plan import ShardedPlan
 from ..plans.tokens import Rows
 from ..transport.host import HostGroup
@@ -128,7 +128,7 @@ class Ring:
         q_heads = inputs.q_heads(heads)
         out, lse = self._parts[share]
         attend_part(
-            self._calls(share), inputs.q[:, q_heads], taken[0], inputs.values_of(taken),
+            self._call(share), inputs.q[:, q_heads], taken[0], inputs.values_of(taken),
             inputs.options.of_heads(heads, q_heads), partial(self._positions, share),
             state=State(out[:, q_heads], lse[:, q_heads]),
         )  # fmt: skip
@@ -143,15 +143,15 @@ class Ring:
         tokens = batch.rows.position[self.rows()].astype(np.int32)
         return Positions(tokens, *self.shares.positions(share), batch.tokens.first_positions)
 
-    def _calls(self, share: int) -> list[SequenceCall]:
-        """Return the calls with which queries see the keys of a share, made once for all layers."""
+    def _call(self, share: int) -> SequenceCall | None:
+        """Return the call with which queries see the keys of a share, made once for all layers."""
         options, batch = self.inputs.options, self.plan.batch
 
-        def make() -> list[SequenceCall]:
+        def make() -> SequenceCall | None:
             own = self.rows()
             rows = Rows(batch.rows.request[own], batch.rows.position[own])
             visibility = Visibility(options.causal, options.window, batch.mask)
-            return sequence_calls(self.shares, share, self.pages[share], rows, visibility)
+            return sequence_call(self.shares, share, self.pages[share], rows, visibility)
 
         return batch.once((type(self), self._share_of, share, options.causal, options.window), make)
 

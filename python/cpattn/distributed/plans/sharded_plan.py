@@ -19,7 +19,7 @@ from .key_shares import Array, KeyShares
 from .mesh import Mesh
 from .placed import has_telling_name, located
 from .plan import ContextParallelPlan, planned_pages
-from .sequence_calls import Positions, RowMask, SequenceCall, Sides, Visibility, sequence_calls
+from .sequence_call import Positions, RowMask, SequenceCall, Sides, Visibility, sequence_call
 from .tokens import NewTokens, Rows, index_array
 
 Made = TypeVar("Made")
@@ -85,14 +85,14 @@ class ShardedBatch:
                 f"{num_slots}"
             )
 
-    def calls(self, rank: int, rows: slice, *, causal: bool, window: Sides) -> list[SequenceCall]:
-        """Return the calls with which rows see the keys in a rank's pool.
+    def call(self, rank: int, rows: slice, *, causal: bool, window: Sides) -> SequenceCall | None:
+        """Return the call with which rows see the keys in a rank's pool; None if they see none.
 
-        All layers with this visibility share them.
+        All layers with this visibility share it.
         """
         return self.once(
             (rank, rows.start, rows.stop, causal, window),
-            lambda: sequence_calls(
+            lambda: sequence_call(
                 self.shares,
                 rank,
                 self.shares.local_pages(rank),

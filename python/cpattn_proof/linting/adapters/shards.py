@@ -163,7 +163,7 @@ def from_sharded_plans(
         calls = [
             (source, call)
             for source in sources
-            for call in plan.batch.calls(source, mine, causal=causal, window=sides)
+            if (call := plan.batch.call(source, mine, causal=causal, window=sides))
         ]
         request, position = whole.rows.request[mine], whole.rows.position[mine]
         real = position < lengths[request]
@@ -310,13 +310,16 @@ def _segments(
             pairs += len(rows) * size
             if pairs > MOST_PAIRS:
                 raise NotUsable(f"from_sharded_plans: rows see more than {MOST_PAIRS:,} keys")
-            behind = np.arange(len(rows))[::-1] if call.causal else np.zeros(len(rows), np.int64)
-            visible = np.arange(size) < size - behind[:, None]
-            if call.packed_custom_mask is not None:
+            if call.packed_custom_mask is None:
+                ranges = call.key_ranges.reshape(-1, 2)[q_begin[number] : q_begin[number + 1]]
+                begin, end = ranges.T[:, :, None]
+                visible = (begin <= np.arange(size)) & (np.arange(size) < end)
+            else:
+                count = len(rows) * size
                 bits = call.packed_custom_mask[first_byte:]
-                visible = np.unpackbits(bits, count=visible.size, bitorder="little")
-                visible = visible.reshape(len(rows), size).astype(bool)
-                first_byte += -(-visible.size // 8)
+                visible = np.unpackbits(bits, count=count, bitorder="little").astype(bool)
+                visible = visible.reshape(len(rows), size)
+                first_byte += -(-count // 8)
             for row, sees in zip(rows[real[rows]], visible[real[rows]], strict=True):
                 lines += _runs_of(int(request[row]), int(row), read[sees])
     names = ("request", "row", "first", "keys")

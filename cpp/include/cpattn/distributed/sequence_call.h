@@ -33,28 +33,28 @@ struct RowVisibility {
   std::optional<RowMask> mask;
 };
 
-/// One call of attention: sequences of q_lens[i] rows over the keys in the pages of kv_indptr.
+/// A call of attention: sequences of q_lens[i] rows over the keys in the pages of kv_indptr.
 struct SequenceCall {
   std::vector<int64_t> rows;  // indices of the queries, sequence after sequence
   std::vector<int64_t> q_lens, kv_indptr, kv_indices, last_page_len;
   std::vector<int64_t> requests, first_key;  // of each sequence; the first key among its request's
-  bool causal = false;                       // the last row of a sequence sees all its keys
-  std::optional<std::vector<uint8_t>>
-      mask;  // flags of rows and keys; each sequence begins at a new byte
+  /// The keys of its sequence that each row sees, as KeyVisibility has them; none with a mask.
+  std::optional<std::vector<int64_t>> key_ranges;
+  /// Flags of rows and keys; each sequence begins at a new byte.
+  std::optional<std::vector<uint8_t>> mask;
 };
 
-/// The calls that compute rows over the keys of a share, which `pages` hold in order. A row is in
-/// one call, or in none if it sees no key.
+/// The call that computes rows over the keys of a share, which `pages` hold in order; none if no
+/// row sees a key. A row that sees no key is left out.
 ///
-/// Positions of a share's keys ascend, but need not be consecutive; so a causal row sees the first
-/// c keys. Rows that each see one key more than the previous row are a causal sequence, whatever
-/// rank computes them; rows that see the same keys are a sequence that is not causal. Rows of
-/// either kind read only keys that they see. Windows and masks have no such form: their rows go in
-/// blocks, with a mask of the keys from the first to the last that a row of the block sees.
+/// Positions of a share's keys ascend, but need not be consecutive; so causality and a window show
+/// a row a range of keys. The rows of a request are a sequence, in the order of their positions,
+/// whatever rank computes them: the kernels then pack the keys once for many rows. Rows with a mask
+/// go in blocks, with flags of the keys from the first to the last that a row of the block sees.
 ///
 /// Throws std::invalid_argument for rows of no request or below position 0, a window below 0, and
 /// pages or a mask that lack keys which the rows see.
-std::vector<SequenceCall> sequence_calls(
+std::optional<SequenceCall> sequence_call(
     const KeyShare& share,
     const LocalPages& pages,
     const QueryRows& rows,

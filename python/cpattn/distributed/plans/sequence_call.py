@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of `paged_attention` calls for rows over the keys of one rank.
+"""Call of `paged_attention` for rows over the keys of one rank.
 
-`cpp/include/cpattn/distributed/sequence_calls.h` states the rule that cuts rows into sequences.
+`cpp/include/cpattn/distributed/sequence_call.h` states the rule that cuts rows into sequences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceCall:
-    """One call of `paged_attention`."""
+    """Arguments of `paged_attention`: each row sees a range of its sequence's keys, or a mask."""
 
     rows: torch.Tensor  # which rows of the queries, sequence after sequence
     q_lens: Array
@@ -61,20 +61,20 @@ class SequenceCall:
     requests: Array  # of each sequence
     first_key: Array  # among those that the rank has of its request
     page_size: int
-    causal: bool
+    key_ranges: Array | None = None  # begin and end for each row
     packed_custom_mask: NDArray[np.uint8] | None = None
 
 
-def sequence_calls(
+def sequence_call(
     shares: KeyShares, rank: int, pages: _core.LocalPages, rows: Rows, visibility: Visibility
-) -> list[SequenceCall]:
-    """Return the calls that compute rows over the keys of a rank, stored in `pages`.
+) -> SequenceCall | None:
+    """Return the call that computes rows over the keys of a rank, stored in `pages`.
 
-    Rows without a key are in no call.
+    The call leaves out rows without a key; None if it has no other.
     """
     mask = visibility.mask
-    calls = shares.share(rank).calls(
+    call = shares.share(rank).call(
         pages, rows.request, rows.position, visibility.causal, visibility.window,
         None if mask is None else (mask.bits, mask.first_byte, mask.row_bits, mask.first_position),
     )  # fmt: skip
-    return [SequenceCall(torch.from_numpy(chosen), *others) for chosen, *others in calls]
+    return None if call is None else SequenceCall(torch.from_numpy(call[0]), *call[1:])
