@@ -123,6 +123,9 @@ struct CellEngine {
 template <class T>
 struct InPlace<T, CellEngine> {
   static constexpr bool kWidens = true;
+  static void widen(const T* row, int dim, Cell* operands) {
+    CellEngine::pack_query(row, dim, operands);
+  }
   static CellEngine::Pack load_quad(const Cell* p) {
     CellEngine::Pack pack;
     for (int lane = 0; lane < kLanes; ++lane) {

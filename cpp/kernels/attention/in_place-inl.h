@@ -195,7 +195,7 @@ class InPlaceLoop {
           work_.states[slot], work_.output + slot * v_dim_, v_dim_
       );
       if constexpr (kCodes) {
-        if (has_factors(tile_.codes.v_factors)) multiply_probabilities(p, v_factors, padded);
+        if (has_factors(tile_.codes.v_factors)) multiply_weights(p, v_factors, padded);
       }
     }
   }
@@ -211,12 +211,17 @@ class InPlaceLoop {
     if (has_factors(source)) read_factors(tile_, source, head, first, n, hidden, factors);
   }
 
-  /// Probabilities of keys that a row does not see stay zero for any factor.
-  static void multiply_probabilities(float* p, const float* factors, int n) {
-    for (int i = 0; i < n; i += kLanes) {
-      const Vector x = load(p + i);
-      const uint32_t seen = greater(x, splat(0.0F));
-      store(p + i, select(seen, mul(x, load(factors + i)), splat(0.0F)));
+  /// Multiplies the weights of a row. Those of keys that it does not see stay zero for any factor.
+  static void multiply_weights(Operand* p, const float* factors, int n) {
+    const auto weights = weights_at<kParts>(p, kInPlaceKeys, kRoomAbove);
+    const auto multiplied = [&](int i) {
+      Vector x = load(p + i);
+      if constexpr (kParts == 2) x = add(x, load(p + kInPlaceKeys + i));
+      return select(greater(x, splat(0.0F)), mul(x, load(factors + i)), splat(0.0F));
+    };
+    for (int i = 0; i < n; i += 2 * kLanes) {
+      const Vector a = multiplied(i), b = multiplied(i + kLanes);
+      store_probabilities(weights + i, a, b);
     }
   }
 
@@ -265,7 +270,7 @@ class InPlaceLoop {
   /// A row of keys as operands: itself, or widened to `wide`.
   static const Operand* operands(const char* row, int dim, Operand* wide) {
     if constexpr (!Loads::kWidens) return reinterpret_cast<const Operand*>(row);
-    Engine::pack_query(reinterpret_cast<const Stored*>(row), dim, wide);
+    Loads::widen(reinterpret_cast<const Stored*>(row), dim, wide);
     return wide;
   }
 

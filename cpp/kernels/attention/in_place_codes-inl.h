@@ -9,8 +9,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Reads K and V that are codes, with queries of type T: in float32, so that there is one loop for
-/// each type of codes. It writes the results of a part, which merge_parts() turns into T.
+/// Reads K and V that are codes, with queries of type T, in float32. It writes the results of a
+/// part, which merge_parts() turns into T.
 template <class T, class Code>
 class InPlaceCodes {
   /// The loop computes in float32, with its exponential.
@@ -66,24 +66,43 @@ class InPlaceCodes {
   }
 };
 
-/// Runs the loop for the type of K and V: Loop if they are no codes.
-template <class T, class Loop>
-bool run_in_place(const AttentionTile* tile, void* scratch) {
-  if (tile->codes.expand == nullptr) return Loop::run(tile, scratch);
-  switch (tile->codes.type) {
-    case kFloat8E4M3:
-      return InPlaceCodes<T, Float8>::run(tile, scratch);
-    case kFloat8E5M2:
-      return InPlaceCodes<T, Float8E5M2>::run(tile, scratch);
-    default:
-      return InPlaceCodes<T, int8_t>::run(tile, scratch);
+/// Runs the loop for K and V of codes: with operands of 16 bits, if Loops has them, or in float32.
+template <class Loops, int kParts, class Code>
+bool run_in_place_codes(const AttentionTile* tile, void* scratch) {
+  if constexpr (Loops::kShortOperands) {
+    // Weights that were rounded are not multiplied by factors, which would round them again.
+    return has_factors(tile->codes.v_factors)
+               ? Loops::template InPlace<Loops::kPreciseParts, Code>::run(tile, scratch)
+               : Loops::template InPlace<kParts, Code>::run(tile, scratch);
+  } else {
+    return InPlaceCodes<typename Loops::Element, Code>::run(tile, scratch);
   }
 }
 
-template <class T, class Loop>
+/// Runs the loop for the type of K and V.
+template <class Loops, int kParts>
+bool run_in_place(const AttentionTile* tile, void* scratch) {
+  using T = typename Loops::Element;
+  if (tile->codes.expand == nullptr) {
+    return Loops::template InPlace<kParts, T>::run(tile, scratch);
+  }
+  switch (tile->codes.type) {
+    case kFloat8E4M3:
+      return run_in_place_codes<Loops, kParts, Float8>(tile, scratch);
+    case kFloat8E5M2:
+      return run_in_place_codes<Loops, kParts, Float8E5M2>(tile, scratch);
+    default:
+      return run_in_place_codes<Loops, kParts, int8_t>(tile, scratch);
+  }
+}
+
+/// Scratch of the loop for the type of K and V, with most parts.
+template <class Loops>
 int64_t in_place_scratch_bytes(const AttentionTile* tile) {
-  return tile->codes.expand == nullptr ? Loop::scratch_bytes(tile)
-                                       : InPlaceCodes<T, int8_t>::scratch_bytes(tile);
+  using T = typename Loops::Element;
+  return tile->codes.expand == nullptr || Loops::kShortOperands
+             ? Loops::template InPlace<Loops::kPreciseParts, T>::scratch_bytes(tile)
+             : InPlaceCodes<T, int8_t>::scratch_bytes(tile);
 }
 
 }  // namespace

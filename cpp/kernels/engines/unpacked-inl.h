@@ -13,8 +13,8 @@ namespace {
 /// neighbouring dimensions: a key's quad, repeated in a vector, meets the quads of four queries.
 /// P V works on values in memory order.
 ///
-///   kWidens             whether keys have to become operands, by pack_query(), before they are
-///                       used. If not, T is the engine's Operand.
+///   kWidens             whether keys have to become operands before they are used: by
+///                       widen(row, dim, operands). If not, T is the engine's Operand.
 ///   load_quad(p)        the 4 * kDepthStep operands from p on, in every four lanes
 ///   load_values<kVectors>(rows, d, columns)
 ///       kVectors * kLanes columns, from dimension d on, of the kDepthStep values whose
@@ -36,6 +36,9 @@ concept InPlaceEngine = requires(const char* const* rows, int d, typename Engine
 template <class T>
 struct InPlace<T, Float32Engine> {
   static constexpr bool kWidens = sizeof(T) != sizeof(float);
+  static void widen(const T* row, int dim, float* operands) {
+    Float32Engine::pack_query(row, dim, operands);
+  }
   static Vector load_quad(const float* p) { return kernels::load_quad(p); }
 
   template <int kVectors>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Unpacked bfloat16 keys and values for vdpbf16ps. Needs the vector layer
+// Unpacked keys and values of bfloat16, or of codes, for vdpbf16ps. Needs the vector layer
 // included first.
 #include "kernels/engines/gemm_bf16-inl.h"
 #include "kernels/engines/unpacked-inl.h"
@@ -9,9 +9,34 @@
 namespace cpattn::kernels {
 namespace {
 
-template <>
-struct InPlace<Bfloat16, Bfloat16Engine> {
-  static constexpr bool kWidens = false;
+/// 32 numbers from p on, or 16, as bfloat16, which holds every number of an 8-bit format.
+template <class Code>
+__m512i load_numbers(const Code* p) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(load(p + kLanes), load(p)));
+}
+template <class Code>
+__m512i load_half(const Code* p) {
+  return _mm512_zextsi256_si512(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(load(p))));
+}
+inline __m512i load_numbers(const Float8* p) {
+  return expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline __m512i load_half(const Float8* p) {
+  return expand(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline __m512i load_numbers(const Bfloat16* p) { return _mm512_loadu_si512(p); }
+inline __m512i load_half(const Bfloat16* p) { return _mm512_maskz_loadu_epi32(0x00ff, p); }
+
+template <class T>
+struct InPlace<T, Bfloat16Engine> {
+  static constexpr bool kWidens = sizeof(T) == 1;
+  static void widen(const T* row, int dim, Bfloat16* operands) {
+    int d = 0;
+    for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+      _mm512_storeu_si512(operands + d, load_numbers(row + d));
+    }
+    if (d < dim) _mm512_mask_storeu_epi32(operands + d, 0x00ff, load_half(row + d));
+  }
   static __m512bh load_quad(const Bfloat16* p) {
     return reinterpret_cast<__m512bh>(kernels::load_quad(reinterpret_cast<const float*>(p)));
   }
@@ -20,18 +45,18 @@ struct InPlace<Bfloat16, Bfloat16Engine> {
   /// half a load is readable.
   template <int kVectors>
   static void load_values(const char* const* rows, int d, __m512bh* columns) {
+    const T* even = reinterpret_cast<const T*>(rows[0]) + d;
+    const T* odd = reinterpret_cast<const T*>(rows[1]) + d;
 #pragma GCC unroll 2
     for (int j = 0; j + 2 <= kVectors; j += 2) {
-      const __m512i even = _mm512_loadu_si512(rows[0] + (d + j * kLanes) * 2);
-      const __m512i odd = _mm512_loadu_si512(rows[1] + (d + j * kLanes) * 2);
-      columns[j] = pairs(even, odd, 0);
-      columns[j + 1] = pairs(even, odd, kLanes);
+      const __m512i first = load_numbers(even + j * kLanes);
+      const __m512i second = load_numbers(odd + j * kLanes);
+      columns[j] = pairs(first, second, 0);
+      columns[j + 1] = pairs(first, second, kLanes);
     }
     if constexpr (kVectors % 2 == 1) {
-      const char* last = rows[0] + (d + (kVectors - 1) * kLanes) * 2;
-      const char* next = rows[1] + (d + (kVectors - 1) * kLanes) * 2;
-      columns[kVectors - 1] =
-          pairs(_mm512_maskz_loadu_epi32(0x00ff, last), _mm512_maskz_loadu_epi32(0x00ff, next), 0);
+      constexpr int kLast = (kVectors - 1) * kLanes;
+      columns[kVectors - 1] = pairs(load_half(even + kLast), load_half(odd + kLast), 0);
     }
   }
 

@@ -18,19 +18,20 @@ struct VectorLoops {
   using Element = T;
   using Packed = PackedLoop<T, Engine, kExp2Degree>;
   using PrecisePacked = PackedLoop<T, Engine, kExp2Degree, kWeightParts<Engine>>;
-  template <int kParts>
-  using InPlace = InPlaceLoop<T, UnpackedEngine, kExp2Degree, kParts>;
-  using PreciseInPlace = InPlace<kWeightParts<UnpackedEngine>>;
+  template <int kParts, class Stored>
+  using InPlace = InPlaceLoop<T, UnpackedEngine, kExp2Degree, kParts, Stored>;
+  static constexpr int kPreciseParts = kWeightParts<UnpackedEngine>;
+  static constexpr bool kShortOperands = kPreciseParts > 1;
   static constexpr LoopLimits kLimits{};
 
   static int64_t scratch_bytes(AttentionLoop loop, const AttentionTile* tile) {
-    return loop == kInPlace ? in_place_scratch_bytes<T, PreciseInPlace>(tile)
+    return loop == kInPlace ? in_place_scratch_bytes<VectorLoops>(tile)
                             : PrecisePacked::scratch_bytes(tile);
   }
   static bool run(AttentionLoop loop, const AttentionTile* tile, void* scratch) {
     if (loop == kInPlace) {
-      return tile->precise ? run_in_place<T, PreciseInPlace>(tile, scratch)
-                           : run_in_place<T, InPlace<1>>(tile, scratch);
+      return tile->precise ? run_in_place<VectorLoops, kPreciseParts>(tile, scratch)
+                           : run_in_place<VectorLoops, 1>(tile, scratch);
     }
     return tile->precise ? PrecisePacked::run(tile, scratch) : Packed::run(tile, scratch);
   }
