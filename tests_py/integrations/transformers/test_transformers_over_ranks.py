@@ -99,7 +99,7 @@ def test_drawn_tokens_are_the_same_on_every_rank(answers):
 def test_logits_are_those_of_the_model(answers, expected):
     with torch.inference_mode():
         model = make_model("llama")
-        for found in answers:
+        for rank, found in enumerate(answers):
             for i, prompt in enumerate(PROMPTS[:3]):
                 whole = torch.tensor([prompt + expected[i][:3]])
                 logits = model(whole).logits[0, len(prompt) - 1 :].numpy()
@@ -107,6 +107,8 @@ def test_logits_are_those_of_the_model(answers, expected):
                     assert_logits_close(ours[i], theirs)
             assert "room for another of its max_new_tokens" in found["full"]
             assert "decode: tokens[43] must be an integer, got float" in found["real"]
+            assert rank or "rank 1 refused its arguments; nothing was sent" in found["real"]
+            assert "tokens of rank 1 differs from rank 0; nothing was sent" in found["other"]
             assert found["none"] == [[0, 64], [0, 64]]
 
 

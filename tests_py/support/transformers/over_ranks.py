@@ -75,7 +75,8 @@ def run_core(rank: int) -> dict[str, Any]:
     found["stopped"] = engine.generate(PROMPTS[:2], stop)
     requests, logits = engine.prefill(PROMPTS[:3], max_new_tokens=3)
     found["logits"] = [logits.numpy()]
-    found["real"] = error_of(lambda: engine.decode({requests[0]: 3.7}))[0]
+    found["real"] = error_of(lambda: engine.decode({requests[0]: 3.7 if rank else 3}))[0]
+    found["other"] = error_of(lambda: engine.decode({requests[0]: rank}))[0]
     for _ in range(3):
         chosen = logits.argmax(-1).tolist()
         logits = engine.decode(dict(zip(requests, chosen, strict=True)))

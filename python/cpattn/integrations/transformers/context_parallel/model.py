@@ -355,25 +355,29 @@ class ContextParallelModel(Requests):
             If a number is no request of ``prefill``, the model lacks a token, or `max_new_tokens`
             of ``prefill`` is exceeded.
         RuntimeError
-            See ``step``.
+            As for ``step``; also if ranks have different tokens.
         """
-        self._refuse_others("decode")
-        for number, token in tokens.items():
-            sequence = self._sequences.get(number)
-            if sequence is None or sequence.chooser or sequence.is_full:
-                raise ValueError(
-                    f"{ENGINE}.decode: requests must be of prefill, with room for another of its "
-                    f"max_new_tokens, got {number}"
-                )
-            if not 0 <= integer(token, f"{ENGINE}.decode", f"tokens[{number}]") < self._vocab_size:
-                raise ValueError(
-                    f"{ENGINE}.decode: tokens must be in [0, {self._vocab_size}), got {token}"
-                )
-        for number, token in tokens.items():
+        with self.cp.agreement() as values:
+            self._refuse_others("decode")
+            found = {}
+            for number, token in tokens.items():
+                sequence = self._sequences.get(number)
+                if sequence is None or sequence.chooser or sequence.is_full:
+                    raise ValueError(
+                        f"{ENGINE}.decode: requests must be of prefill, with room for another of "
+                        f"its max_new_tokens, got {number}"
+                    )
+                found[number] = integer(token, f"{ENGINE}.decode", f"tokens[{number}]")
+                if not 0 <= found[number] < self._vocab_size:
+                    raise ValueError(
+                        f"{ENGINE}.decode: tokens must be in [0, {self._vocab_size}), got {token}"
+                    )
+            values["tokens"] = tuple(found.items())
+        for number, token in found.items():
             self._sequences[number].append(token)
-        batch = self._scheduler.next_batch(tokens)
+        batch = self._scheduler.next_batch(found)
         logits = self._compute(batch)[1] if batch else {}
-        return self._rows(logits, tokens)
+        return self._rows(logits, found)
 
     def _sequence(self, call: str, prompt: Any, config: Any, seed: str, *extras: Any) -> Sequence:
         """Return a sequence with its own sampling, for a prompt that fits."""
