@@ -18,6 +18,11 @@ def z(*shape: int, **options: Any) -> torch.Tensor:
     return torch.zeros(shape, **options)
 
 
+@torch.inference_mode()
+def of_inference(*shape: int) -> torch.Tensor:
+    return z(*shape)
+
+
 def ropes(num_rows: int, heads: int, dim: int = 16, **options: Any) -> dict[str, Any]:
     return {"q_rope": z(num_rows, heads, dim), "k_rope": z(40, 2, 16), **options}
 
@@ -229,6 +234,16 @@ TYPES: list[tuple[str, dict[str, Any], str]] = [
             ("decode", "q", "q", (2, 4, 32), {"num_heads": 4}),
         )
     ),
+    *(
+        (call, {name: of_inference(*shape), **more}, f"{told} must not be an inference tensor")
+        for call, name, told, shape, more in (
+            ("attend", "out", "out", (10, 4, 32), {}),
+            ("attend", "out", "out", (10, 4, 32), {"cp": WHOLE, **NEW}),
+            ("attend_sparse", "out", "out", (10, 2, 16), {}),
+            ("write_kv", "k_cache", "k_shard", (40, 2, 32), {}),
+            ("write_kv", "v_cache", "v_cache", (40, 2, 32), {"cp": WHOLE}),
+        )
+    ),
 ]
 # Functions that refuse their own arguments by their own names.
 CORE = ("paged_attention: ", "cp_sparse_mla: ", "do_cp_attn_fia: ")
@@ -253,7 +268,9 @@ ALL = [
 )
 def test_refused(call, changes, message, error):
     arguments = {
-        name: x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x
+        name: x.clone()
+        if isinstance(x, torch.Tensor) and x.is_contiguous() and not x.is_inference()
+        else x
         for name, x in (ARGUMENTS[call] | changes).items()
     }
     cp = one_rank(**arguments.pop("cp", {}))

@@ -123,7 +123,9 @@ class RankAttention:
         Raises
         ------
         TypeError
-            If the plan is of `plan_decode`, `scale` is no number, or a flag is no bool.
+            If the plan is of `plan_decode`, `scale` is no number, or a flag is no bool. Also if
+            `out`, or a cache that is written, was made under ``torch.inference_mode()`` and the
+            call is outside.
         ValueError
             If there are fewer rows than tokens of this rank, page ids exceed the caches, shapes or
             dtypes do not fit, padding tokens meet ``causal=False`` without a mask (others would see

@@ -328,7 +328,8 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
         Raises
         ------
         TypeError
-            If rows or caches are not on the CPU, or require a gradient in grad mode.
+            If rows or caches are not on the CPU, or require a gradient in grad mode, or caches were
+            made under ``torch.inference_mode()`` and the call is outside.
         ValueError
             If there are too few rows, values without a cache or a cache without values, the plan is
             of another rank, or caches are not contiguous, too small for the slots, or of another

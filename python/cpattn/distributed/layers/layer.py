@@ -14,7 +14,7 @@ from ..plans.sharded_plan import ShardedPlan, check_rank
 from ..transport.exchange import RowExchange
 from .partials import AttentionOptions, ShardInputs, checked_inputs
 from .prefetch import Prefetch
-from .rows import NewRows, check_tensor, plan_rows
+from .rows import NewRows, check_written, plan_rows
 from .sharded_write import shard_rows
 
 PlanT = TypeVar("PlanT", bound=ContextParallelPlan)
@@ -140,7 +140,7 @@ def check_out(call: str, q: torch.Tensor, out: torch.Tensor | None, dim: int) ->
             f"ContextParallel.{call}: out must be {list(shape)} of {q.dtype}, got "
             f"{list(out.shape)} of {out.dtype}"
         )
-    check_tensor(call, "out", out)
+    check_written(call, "out", out)
     if out.numel() and any(n > 1 and not step for n, step in zip(shape, out.stride(), strict=True)):
         raise ValueError(
             f"ContextParallel.{call}: out must not be a broadcast view, got strides "

@@ -30,6 +30,16 @@ def check_tensor(call: str, name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_written(call: str, name: str, x: torch.Tensor) -> None:
+    """Refuse what `check_tensor` refuses, and a tensor in which torch would not write rows."""
+    check_tensor(call, name, x)
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise TypeError(
+            f"ContextParallel.{call}: {name} must not be an inference tensor outside "
+            f"torch.inference_mode(), where torch does not write it, got one of {list(x.shape)}"
+        )
+
+
 def rows_of(call: str, num_rows: int, cp_rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
     """Return the first rows of x, as [num_rows, width]."""
     check_tensor(call, name, x)
@@ -72,7 +82,7 @@ def pool_rows(
             f"ContextParallel.{call}: {name} must be contiguous {local.dtype}, "
             f"got {cache.dtype} of strides {list(cache.stride())}"
         )
-    check_tensor(call, name, cache)
+    check_written(call, name, cache)
     pool = cache.view(-1, prod(cache.shape[-2:]))
     if len(slots) and slots.max() >= len(pool):
         i = int(slots.argmax())
