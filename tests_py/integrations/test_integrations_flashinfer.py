@@ -185,7 +185,10 @@ def test_alibi(num_heads, sees):
         ({"packed_custom_mask": torch.zeros(1).byte(), "window_left": 3}, r"must be uint8 \["),
         ({"prefix_len_ptr": torch.zeros(1)}, "prefix_len_ptr is not supported"),
         ({"token_pos_in_items_len": 3}, "token_pos_in_items_len is not supported"),
-        ({"qo_indptr": [0, 1, 2]}, "qo_indptr must have 2 elements"),
+        *(
+            ({"qo_indptr": ends}, "qo_indptr must have 2 elements .*, start at 0 and not decrease")
+            for ends in ([0, 1, 2], [0], [[0, 1]], [1, 2], [0, -1])
+        ),
         ({"paged_kv_indptr": [0, 3]}, "paged_kv_indptr must start at 0"),
         ({"seq_lens": torch.tensor([10])}, r"seq_lens must be what the pages say, \[11\]"),
         ({"paged_kv_last_page_len": [9]}, r"must be 1 numbers in \[1, 8\], got \[9\]"),

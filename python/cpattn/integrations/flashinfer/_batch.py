@@ -136,11 +136,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             function, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens
         )
         ends: Lengths = np.asarray(qo_indptr, np.int64)
-        q_lens = ends[1:] - ends[:-1]
-        if len(q_lens) != len(kv_lens):
+        q_lens = np.diff(ends)
+        if q_lens.shape != kv_lens.shape or ends[0] != 0 or np.any(q_lens < 0):
             raise ValueError(
                 f"{function}: qo_indptr must have {len(kv_lens) + 1} elements as paged_kv_indptr, "
-                f"got {len(q_lens) + 1}"
+                f"start at 0 and not decrease, got {ends}"
             )
         has_mask = custom_mask is not None or packed_custom_mask is not None
         visible = visibility(window_left, 0 if causal and not has_mask else -1)
