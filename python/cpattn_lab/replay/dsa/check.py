@@ -37,8 +37,11 @@ class SparseChecker(Checker):
     def tolerance_of(config: DsaConfig) -> float:
         """Return the tolerance of hidden states, from the roundings on their way.
 
-        Values: norm, projection, norm, stored row, weights, output, up-projection, o_proj. Queries:
-        norm, projection, norm, projection, absorption. Keys: norm, projection, norm, stored row.
+        Values pass norm, projection, norm, stored row, weights, output, up-projection and o_proj;
+        queries pass norm, projection, norm, projection, and absorption or rotation; keys pass norm,
+        projection, norm or rotation, and stored row. The tolerance is a little larger: keys count
+        as many roundings as queries, besides the stored row, and both values and scores count the
+        float32 sums over hidden_size, q_lora_rank and kv_lora_rank.
         """
         rho2, sum2 = rounding_variances(config)
         stored = _stored_variance(config)
