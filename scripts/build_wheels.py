@@ -23,14 +23,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from requirements import extra, tomllib
+from requirements import extra, pyproject
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests_py"))
 
 from audit import machine  # noqa: E402
 
-CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONFIG = pyproject("cpattn")
 BUILD_PACKAGES = CONFIG["build-system"]["requires"]
 WORK = ROOT / "build" / "wheels"
 TOOLS = WORK / "tools"
@@ -252,7 +252,8 @@ def build_musl(architecture: str, dist: Path) -> None:
     """Build a wheel for a CPython with musl, which is compiled from sources once."""
     root, name = WORK / f"{architecture}-musl-root", f"python{MUSL_PYTHON}"
     say(f"{architecture}, musl: CPython {MUSL_PYTHON}, compiled")
-    command = [ROOT / "scripts" / "musl_python.sh", MUSL_PYTHON, architecture, root]
+    command: list[str | Path] = [ROOT / "scripts" / "musl_python.sh"]
+    command += [MUSL_PYTHON, architecture, root]
     if architecture != platform.machine():
         command.append(WORK / "x86_64-musl-root" / "bin" / name)
     run(*command, **compiler(f"{architecture} musl"))
@@ -291,7 +292,8 @@ def build_foreign(python: Path, include: Path, architecture: str, libc: str, dis
 
 def try_foreign(wheel: Path, python: Path, version: str, architecture: str, libc: str) -> None:
     """Try a wheel, its packages in a folder of their own, under qemu-user for another processor."""
-    home, emulator = python.parents[1], ()
+    home = python.parents[1]
+    emulator: tuple[str | Path, ...] = ()
     tests: list[Path] = []
     tools: list[str] = []
     wanted = [*INSTRUCTION_SETS[architecture]]
@@ -311,7 +313,9 @@ def try_foreign(wheel: Path, python: Path, version: str, architecture: str, libc
         *(builder, "-m", "pip", "install", "-q", "--disable-pip-version-check"),
         *("--only-binary", ":all:", "--python-version", version, "--target", packages),
         *(flag for name in PLATFORMS[libc] for flag in ("--platform", f"{name}_{architecture}")),
-        *(wheel, "numpy", *tools),
+        wheel,
+        "numpy",
+        *tools,
     )
     variables = {"PYTHONHOME": str(home), "PYTHONPATH": str(packages)}
     run(*emulator, python, ROOT / "scripts" / "try_wheel.py", ",".join(wanted), **variables)

@@ -27,9 +27,9 @@ FILES = {
 }
 
 
-def project(name: str) -> dict[str, Any]:
-    """Return the metadata of a distribution."""
-    return tomllib.loads(FILES[name].read_text(encoding="utf-8"))["project"]
+def pyproject(name: str) -> dict[str, Any]:
+    """Return the pyproject.toml of a distribution."""
+    return tomllib.loads(FILES[name].read_text(encoding="utf-8"))
 
 
 def resolved(requirement: str) -> Iterator[str]:
@@ -38,7 +38,7 @@ def resolved(requirement: str) -> Iterator[str]:
     if match is None or match[1] not in FILES:
         yield requirement
         return
-    metadata = project(match[1])
+    metadata = pyproject(match[1])["project"]
     lists = [metadata["dependencies"]]
     lists += [
         metadata["optional-dependencies"][name] for name in (match[2] or "").split(",") if name
@@ -53,7 +53,7 @@ def extra(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    config = tomllib.loads(FILES["cpattn"].read_text(encoding="utf-8"))
+    config = pyproject("cpattn")
     names = [name if name in FILES else f"cpattn[{name}]" for name in sys.argv[1:]]
     found = [line for name in ["cpattn", *names] for line in resolved(name)]
     print(*dict.fromkeys([*config["build-system"]["requires"], *found]), sep="\n")
