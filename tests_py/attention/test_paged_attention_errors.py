@@ -27,6 +27,10 @@ def changed_table(row, column, value):
     return tables
 
 
+CSR = {
+    "block_tables": None, "kv_lens": None,
+    "kv_indptr": [0, 2, 5], "kv_indices": [0, 1, 2, 3, 4], "last_page_len": [4, 1],
+}  # fmt: skip
 VALUE_ERRORS = {
     "q rows": ({"q": torch.zeros(6, 4, 32)}, r"q must have .*new token, sum\(q_lens\) = 5, got 6"),
     "q heads": ({"q": torch.zeros(5, 3, 32)}, r"num_heads must be a positive multiple of .*got 3"),
@@ -125,6 +129,11 @@ VALUE_ERRORS = {
     "mask size": ({"custom_mask": torch.ones(138, dtype=torch.bool)}, "custom_mask .*got 138"),
     "num_threads": ({"num_threads": 0}, "num_threads must be >= 1, got 0"),
     "no tables": ({"block_tables": None}, "give either block_tables with kv_lens, or kv_indptr"),
+    "q_lens of CSR": (CSR | {"q_lens": [5]}, r"q_lens must .* of kv_indptr \(2\), got 1"),
+    "short CSR": (
+        CSR | {"kv_indptr": [0, 1, 3], "kv_indices": [0, 1, 2], "last_page_len": [1, 1]},
+        "kv_indptr and last_page_len must count the new tokens .* got kv_len 1 for q_len 2",
+    ),
     "half of CSR": ({"kv_indptr": [0, 1]}, "kv_indptr, kv_indices and last_page_len must be given"),
 }
 

@@ -25,8 +25,8 @@ int64_t checked_rows(
     check(
         !batch.visibility.is_causal(static_cast<int64_t>(i)) || may_be_short ||
             segment.q_len <= segment.kv_len,
-        function,
-        ": kv_lens must count the new tokens too, so be at least q_lens, under causal; got kv_len ",
+        function, ": ", batch.csr ? "kv_indptr and last_page_len" : "kv_lens",
+        " must count the new tokens too, so be at least q_lens, under causal; got kv_len ",
         segment.kv_len, " for q_len ", segment.q_len, " at index ", i,
         "; allow_short_kv=True lets the first queries see nothing"
     );
@@ -54,6 +54,11 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
     planned.pages = page_table_from_csr(
         function, batch.csr->kv_indptr, batch.csr->kv_indices, batch.csr->last_page_len,
         batch.page_size, batch.num_pages, kv_lens
+    );
+    check(
+        kv_lens.size() == batch.q_lens.size(), function,
+        ": q_lens must have one entry per sequence of kv_indptr (", kv_lens.size(), "), got ",
+        batch.q_lens.size()
     );
   }
   planned.segments = sequence_segments(function, batch.q_lens, kv_lens);
