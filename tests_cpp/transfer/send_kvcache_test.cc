@@ -245,8 +245,9 @@ TEST(SliceHeads, AreThoseThatBothRanksHold) {
 
 TEST(SliceHeads, RefusesWhatIsNoRank) {
   constexpr char kRule[] = "slice_heads: heads and ranks must be >= 1, got ";
-  const auto message = [](int64_t heads, int64_t src_size, int64_t src, int64_t dst_size) {
-    return message_of([&] { slice_heads(heads, src_size, src, dst_size, 0, false); });
+  const auto message = [](int64_t heads, int64_t src_size, int64_t src, int64_t dst_size,
+                          int64_t dst = 0) {
+    return message_of([&] { slice_heads(heads, src_size, src, dst_size, dst, false); });
   };
   EXPECT_EQ(message(1, 1, 0, 1), "no error");
   EXPECT_EQ(message(0, 1, 0, 1), kRule + std::string("0, 1 and 1"));
@@ -254,6 +255,9 @@ TEST(SliceHeads, RefusesWhatIsNoRank) {
   EXPECT_EQ(message(1, 1, 0, 0), kRule + std::string("1, 1 and 0"));
   EXPECT_NE(message(1, 1, 1, 1), "no error");
   EXPECT_NE(message(1, 1, -1, 1), "no error");
+  const std::string within = "slice_heads: destination rank must be within its 2 ranks, got ";
+  EXPECT_EQ(message(2, 1, 0, 2, 2), within + "2");
+  EXPECT_EQ(message(2, 1, 0, 2, -1), within + "-1");
   EXPECT_NE(message(4, 3, 0, 1), "no error") << "heads in equal shares";
   EXPECT_NE(message(6, 2, 0, 3), "no error") << "one size divides the other";
 }
