@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a rank takes padding rows and views as caches, and names refused arguments."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,13 @@ def rank_zero(batch):
     return batch.metadata[0], batch.metadata[0].shard(batch.inputs["q"].flatten(1).contiguous())
 
 
+NEW, OLD = (10, 14), (5, 12)
+BITS = 10 * 15 + 14 * 26
+# Five pages of 16 tokens have rotary parts of 16 dimensions.
+ROPES = {"q_rope": torch.zeros(24, 4 * 16), "k_rope": torch.zeros(5, 16, 2 * 16)}
+TOGETHER = "q_rope and k_rope must be given together"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -47,23 +55,49 @@ def rank_zero(batch):
         ({"num_heads": 3}, r"q must have a multiple of num_heads \(3\) columns, got 256"),
         ({"num_heads": 0}, r"num_heads must be in \[1, 65536\], got 0"),
         ({"num_kv_heads": 0}, r"num_kv_heads must be in \[1, 65536\], got 0"),
+        ({"q": torch.zeros(23, 256)}, "q must have"),
         ({"block_tables": [[0]]}, r"block_tables must have one row per sequence \(2\), got 1"),
         ({"block_tables": [[0], [1]]}, r"block_tables must have .*for sequence 1 \(kv_len 26"),
         ({"block_tables": [[0, 1], [2, 99]]}, r"page ids must be in .*, got 99 at position 1"),
+        ({"window": -1}, r"window must be >= 0 \(0: a token sees itself\), got -1"),
+        ({"softcap": -1.0}, "softcap must be .*, got -1"),
+        ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),
+        (
+            {"custom_mask": np.ones(BITS - 1, bool)},
+            rf"custom_mask must have sum\(q_len \* kv_len\) = {BITS} elements, got {BITS - 1}",
+        ),
+        (
+            {"packed_custom_mask": np.ones(9, np.uint8), "custom_mask": np.ones(BITS, bool)},
+            "give either .* got both",
+        ),
+        ({"v_head_dim": 16}, "v_head_dim must not .*v_cache, which has it in its size, got 16"),
+        ({"v_cache": None, "v_head_dim": 0}, r"v_head_dim must be in \[1, 576\], got 0"),
+        ({"q_rope": ROPES["q_rope"]}, TOGETHER),
+        ({"k_rope": ROPES["k_rope"]}, TOGETHER),
+        (ROPES | {"q_rope": torch.zeros(24, 66)}, r"q_rope must have .*of num_heads \(4\) columns"),
+        (
+            ROPES | {"q_rope": torch.zeros(24, 0)},
+            r"the dimension of q_rope must be in \[1, 576\], got 0",
+        ),
+        (ROPES | {"q_rope": torch.zeros(23, 64)}, r"q_rope must have shape \[24, 4, 16\]"),
+        (ROPES | {"k_rope": torch.zeros(5)}, "k_rope must hold a multiple of num_pages"),
+        ({"kv_dtype": "int4"}, "kv_dtype must be 'float8_e4m3fn', 'float8_e5m2' or 'int8'"),
+        ({"kv_dtype": "float8_e5m2"}, "k_cache must be .*as kv_dtype says, or its bytes"),
+        ({"k_scale": torch.ones(3)}, "k_scale must"),
+        ({"v_scale": -1.0}, "v_scale must"),
+        (
+            {"v_cache": None, "v_head_dim": 16, "v_scale": 2.0},
+            "v_scale must not be given without v_cache",
+        ),
     ],
 )
 def test_value_errors(change, message):
-    batch = Batch((10, 14), (5, 12), 1, "zigzag")
-    with pytest.raises(ValueError, match=message) as error:
-        batch.run(*rank_zero(batch), **change)
-    assert str(error.value).startswith("do_cp_attn_fia: ")
-
-
-def test_fewer_rows_than_the_metadata_has_are_refused():
-    batch = Batch((10, 14), (5, 0), 2, "zigzag")
+    batch = Batch(NEW, OLD, 1, "zigzag")
     metadata, q = rank_zero(batch)
-    with pytest.raises(ValueError, match="do_cp_attn_fia: q must have"):
-        batch.run(metadata, q[:-1])
+    out = torch.full_like(q, torch.nan)
+    with pytest.raises(ValueError, match=f"^do_cp_attn_fia: {message}"):
+        batch.run(metadata, **{"q": q, "out": out} | change)
+    assert torch.all(torch.isnan(out))
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -9,16 +9,17 @@ from support.cases import Case, make_inputs
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 
 
-def on_ranks(q, caches, extend_lens, kv_lens, cp_size, strategy, **options):
+def on_ranks(q, caches, extend_lens, kv_lens, cp_size, strategy, q_rope=None, **options):
     """Return out [tokens, heads, dim] and lse of the whole batch, from the shares of all ranks."""
     ranks = cpattn.build_cp_metadata_all_ranks(
         extend_lens, kv_lens, cp_size=cp_size, strategy=strategy
     )
     rows, options = q.flatten(1).contiguous(), options | {"num_heads": q.shape[1]}
-    parts = [
-        cpattn.do_cp_attn_fia(rank.shard(rows), *caches, rank, return_lse=True, **options)
-        for rank in ranks
-    ]
+    parts = []
+    for rank in ranks:
+        ropes = {} if q_rope is None else {"q_rope": rank.shard(q_rope)}
+        own = rank.shard(rows), *caches, rank
+        parts.append(cpattn.do_cp_attn_fia(*own, return_lse=True, **ropes, **options))
     out, lse = (ranks[0].unshard(list(part)) for part in zip(*parts, strict=True))
     return out.unflatten(1, (q.shape[1], -1)), lse
 
@@ -40,10 +41,11 @@ class Batch:
 
     def run(self, metadata, q, **options):
         case = self.case
-        given = {"block_tables": self.inputs["block_tables"], "scale": case.head_dim**-0.5}
+        given = dict(zip(("k_cache", "v_cache"), self.flat_caches(), strict=True)) | {"q": q}
+        given |= {"block_tables": self.inputs["block_tables"], "scale": case.head_dim**-0.5}
         given |= {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads}
         given |= {"page_size": case.page_size, **case.options, **options}
-        return cpattn.do_cp_attn_fia(q, *self.flat_caches(), metadata, **given)
+        return cpattn.do_cp_attn_fia(metadata=metadata, **given)
 
     def whole(self):
         """Return out and lse of one process without context parallelism."""
