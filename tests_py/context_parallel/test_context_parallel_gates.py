@@ -97,6 +97,10 @@ INT32_MAX = 2**31 - 1
     [
         ({"extend_lens": [3, -1]}, "extend_lens must be ... and fit into int32, got -1 at index 1"),
         ({"extend_lens": []}, "extend_lens must hold at least one sequence, got none"),
+        (
+            {"extend_lens": np.ones((2, 2), np.int32)},
+            "extend_lens must have 1 dimension(s), got shape [2, 2]",
+        ),
         ({"extend_lens": None}, "extend_lens must be given unless compat is true"),
         ({"extend_lens": None, "compat": True}, "one of extend_lens, ... num_tokens must be given"),
         ({"seq_lens": [3, INT32_MAX + 1]}, "prefix + extend ... int32, got 2147483648 at index 1"),
@@ -115,11 +119,6 @@ def test_value_errors(arguments, message):
         build_cp_metadata(**arguments, cp_rank=0)
     with pytest.raises(ValueError, match=f"build_cp_metadata_all_ranks: {message}"):
         build_cp_metadata_all_ranks(**arguments)
-
-
-def test_index_arrays_have_one_dimension():
-    with pytest.raises(ValueError, match=r"extend_lens must have 1 dimension\(s\), got shape"):
-        build_cp_metadata(np.ones((2, 2), dtype=np.int32), cp_rank=0, cp_size=2)
 
 
 def test_the_largest_lengths_pass():
