@@ -187,6 +187,7 @@ def test_merge_state_ignores_empty_parts():
         ({"sinks": np.zeros(3)}, r"sinks must be \[1\]"),
         ({"custom_mask": np.ones(9, bool)}, "custom_mask must be 10 contiguous bools"),
         ({"k_cache": np.ones((3, 4, 1, 2), np.int32)}, "must be a floating-point type, got int32"),
+        (dict.fromkeys(("k_cache", "v_cache"), np.ones((12, 1, 2))), "a 3-D cache needs page_size"),
     ],
 )
 def test_errors_name_argument_rule_and_value(change, message):
@@ -200,14 +201,6 @@ def test_errors_name_argument_rule_and_value(change, message):
     } | change
     with pytest.raises(ValueError, match=message):
         reference.paged_attention(**arguments)
-
-
-def test_a_3d_cache_needs_its_page_size():
-    cache = np.ones((4, 1, 2))
-    with pytest.raises(ValueError, match="a 3-D cache needs page_size"):
-        reference.paged_attention(
-            np.ones((1, 1, 2)), cache, cache, q_lens=[1], kv_lens=[1], block_tables=[[0]]
-        )
 
 
 def test_merge_state_refuses_unequal_shapes():

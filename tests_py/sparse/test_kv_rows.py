@@ -124,47 +124,39 @@ def test_rows_are_gathered_from_flat_and_paged_buffers(data):
             assert torch.equal(cpattn.sparse.dequantize_kv_rows(buffer, given_as), whole[indices])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda rows, x: cpattn.sparse.quantize_kv_rows(x, x[:, :64], out=rows[:1]),
-         r"quantize_kv_rows: out must have shape \[2, 1, 656\], got \[1, 1, 656\]"),
-        (lambda rows, x: cpattn.sparse.quantize_kv_rows(
-            x, x[:, :64], out=x.view(torch.uint8)[:, None, :656]),
-         "quantize_kv_rows: out must not overlap nope in memory"),
-        (lambda rows, x: cpattn.sparse.dequantize_kv_rows(rows, out=x[:, None].bfloat16()),
-         r"dequantize_kv_rows: out must have shape \[2, 1, 576\], got \[2, 1, 512\]"),
-    ],
-)  # fmt: skip
-def test_results_that_do_not_fit_are_refused(call, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        call(torch.zeros(2, 1, 656).byte(), torch.zeros(2, 512))
+X, ROWS = torch.zeros(2, 512), torch.zeros(2, 1, 656).byte()
+OVER_X = X.view(torch.uint8)[:, None, :656]
+QUANTIZE, DEQUANTIZE = cpattn.sparse.quantize_kv_rows, cpattn.sparse.dequantize_kv_rows
+PARTS = [
+    ({"nope": X[:, :511]}, r"nope must be \[num_tokens, 512\] or .* got \[2, 511\]"),
+    ({"nope": torch.zeros(2, 3, 512)}, r"nope must be \[num_tokens, 512\] .* got \[2, 3,"),
+    ({"rope": X[:, :63]}, r"rope must be \[num_tokens, 64\] .* got \[2, 63\]"),
+    ({"rope": torch.zeros(3, 64)}, "rope must have the 2 tokens of nope, got 3"),
+]
+OUTS = [
+    ({"out": ROWS[:1]}, r"out must have shape \[2, 1, 656\], got \[1, 1, 656\]"),
+    ({"out": OVER_X}, "out must not overlap nope in memory"),
+]
+READ = [
+    ({"out": X[:, None].bfloat16()}, r"out must have shape \[2, 1, 576\], got \[2, 1, 512\]"),
+    ({"rows": ROWS[..., :655]}, r"rows must be 656 bytes wide, got shape \[2, 1"),
+    (
+        {"rows": torch.zeros(2, 3, 1, 656).byte(), "indices": [0, 5, 6]},
+        r"indices must be in \[0, 6\), got 6 at",
+    ),
+    ({"indices": [-1]}, r"indices must be in \[0, 2\), got -1 at index 0"),
+]
 
 
-@pytest.mark.parametrize("function", ["quantize_kv_rows", "quantize_kv_rows_separate"])
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("function", "change", "message"),
     [
-        ({"nope": torch.zeros(2, 511)}, r"nope must be \[num_tokens, 512\] or .* got \[2, 511\]"),
-        ({"nope": torch.zeros(2, 3, 512)}, r"nope must be \[num_tokens, 512\] .* got \[2, 3,"),
-        ({"rope": torch.zeros(2, 63)}, r"rope must be \[num_tokens, 64\] .* got \[2, 63\]"),
-        ({"rope": torch.zeros(3, 64)}, "rope must have the 2 tokens of nope, got 3"),
+        *((QUANTIZE, *row) for row in PARTS + OUTS),
+        *((cpattn.sparse.quantize_kv_rows_separate, *row) for row in PARTS),
+        *((DEQUANTIZE, *row) for row in READ),
     ],
 )
-def test_errors_of_quantising(function, change, message):
-    parts = {"nope": torch.zeros(2, 512), "rope": torch.zeros(2, 64)} | change
-    with pytest.raises(ValueError, match=f"^{function}: {message}"):
-        getattr(cpattn.sparse, function)(**parts)
-
-
-@pytest.mark.parametrize(
-    ("rows", "indices", "message"),
-    [
-        (torch.zeros(2, 1, 655).byte(), None, r"rows must be 656 bytes wide, got shape \[2, 1"),
-        (torch.zeros(2, 3, 1, 656).byte(), [0, 5, 6], r"indices must be in \[0, 6\), got 6 at"),
-        (torch.zeros(2, 656).byte(), [-1], r"indices must be in \[0, 2\), got -1 at index 0"),
-    ],
-)  # fmt: skip
-def test_errors_of_reading(rows, indices, message):
-    with pytest.raises(ValueError, match=f"^dequantize_kv_rows: {message}"):
-        cpattn.sparse.dequantize_kv_rows(rows, indices)
+def test_what_does_not_fit_is_refused(function, change, message):
+    good = {"rows": ROWS} if function is DEQUANTIZE else {"nope": X, "rope": X[:, :64]}
+    with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
+        function(**good | change)

@@ -205,6 +205,7 @@ ONE_ROW = np.zeros((1, 4), np.int32)
         (transform_index_page_table_prefill, (TABLE, ONE_ROW, [0, 2, -1]), "extend_lens_cpu ... 1"),
         (page_table_to_topk, (TABLE, [1, 2], 4), "lengths must have ... of page_table, 3, got 2"),
         (page_table_to_topk, (TABLE, [1, 2, 101], 400), "got 100 for its row 2"),
+        (page_table_to_topk, (TABLE, [1, 2, 3], 0), "topk must be >= 1, got 0"),
     ],
 )
 def test_errors_of_unfused_transforms(function, arguments, message):
@@ -214,12 +215,10 @@ def test_errors_of_unfused_transforms(function, arguments, message):
 
 
 def test_whole_sequences_need_a_row_each():
-    with pytest.raises(ValueError, match="num_rows must be at least that of page_table, 3, got 2"):
-        page_table_to_topk(TABLE, [1, 2, 3], 4, num_rows=2)
-    with pytest.raises(ValueError, match="num_rows must be at least that of page_table, 3, got -3"):
-        page_table_to_topk(TABLE, [1, 2, 3], 4, num_rows=-3)
+    for few in (2, -3):
+        message = f"page_table_to_topk: num_rows must be at least that of page_table, 3, got {few}"
+        with pytest.raises(ValueError, match=message):
+            page_table_to_topk(TABLE, [1, 2, 3], 4, num_rows=few)
     nothing = torch.zeros(0, 2, dtype=torch.int32)
     with pytest.raises(MemoryError, match="page_table_to_topk: no memory for a result of shape"):
         page_table_to_topk(nothing, [], 2**62)
-    with pytest.raises(ValueError, match="page_table_to_topk: topk must be >= 1, got 0"):
-        page_table_to_topk(TABLE, [1, 2, 3], 0)
