@@ -6,6 +6,7 @@ On a CPython without the GIL, several threads are within the bindings at once, t
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from operator import eq
 
 import numpy as np
@@ -27,23 +28,15 @@ ROUNDS = 50
 
 
 def together(*work: Callable[[], None]) -> None:
-    """Run each on a thread of its own, all at once, and raise the first error of any."""
-    begin, errors = threading.Barrier(len(work)), []
+    """Run each on a thread of its own, all at once, and raise an error of any."""
+    begin = threading.Barrier(len(work))
 
     def one(run: Callable[[], None]) -> None:
-        try:
-            begin.wait(60)
-            run()
-        except BaseException as error:
-            errors.append(error)
+        begin.wait(60)
+        run()
 
-    threads = [threading.Thread(target=one, args=(run,)) for run in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(work)) as pool:
+        list(pool.map(one, work))
 
 
 def calls() -> list[Callable[[], object]]:
