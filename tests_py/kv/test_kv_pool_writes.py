@@ -44,6 +44,10 @@ def make_rows(tokens, dim, dtype="float32", seed=0, *, special=False):
     return strided_copy(x.to(getattr(torch, dtype)))
 
 
+def special_rows(tokens, dtype="float32"):
+    return [make_rows(tokens, *of, special=True) for of in ((DIM, dtype), (V_DIM, dtype, 1))]
+
+
 def bits(x):
     """Return the bits of every element, with equal bits for all NaN."""
     nan = x.float().isnan()
@@ -209,10 +213,7 @@ def raw(x):
 )
 def test_a_scale_for_all_or_for_each_head(isa, given_as, dtype, use_fia):
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:37]
-    k, v = (
-        make_rows(37, DIM, given_as, special=True),
-        make_rows(37, V_DIM, given_as, 1, special=True),
-    )
+    k, v = special_rows(37, given_as)
     of_heads = torch.tensor([0.5, 3.0, 0.017])
     for k_scale, v_scale in [(None, 0.37), (of_heads, torch.tensor([2.0])), (3, of_heads.numpy())]:
         pool = make_pool(dtype, use_fia=use_fia)
@@ -227,10 +228,7 @@ def test_a_scale_for_all_or_for_each_head(isa, given_as, dtype, use_fia):
 @pytest.mark.parametrize(("given_as", "dtype", "scale_dtype"), pairwise(DTYPES, [*LARGEST], SCALES))
 def test_a_scale_for_each_token_and_head(isa, given_as, dtype, scale_dtype):
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:37]
-    k, v = (
-        make_rows(37, DIM, given_as, special=True),
-        make_rows(37, V_DIM, given_as, 1, special=True),
-    )
+    k, v = special_rows(37, given_as)
     pool = make_pool(dtype, scale_dtype, use_fia=False)
     pool.set_kv_buffer(1, slots, k, v)
     scales = pool.get_key_scale_buffer(1), pool.get_value_scale_buffer(1)
@@ -253,9 +251,7 @@ def test_codes_are_copied_with_their_scales(dtype, scale_dtype):
     """Rows keep their scales when read from a pool and written to another, as between ranks."""
     first, second = make_pool(dtype, scale_dtype), make_pool(dtype, scale_dtype, use_fia=True)
     slots = [9, 8, 61, 20, 21, 30]
-    first.set_kv_buffer(
-        1, slots, make_rows(6, DIM, special=True), make_rows(6, V_DIM, seed=1, special=True)
-    )
+    first.set_kv_buffer(1, slots, *special_rows(6))
     tensors = [
         tensor.reshape(64, HEADS, *tensor.shape[3:])[slots]
         for tensor in (*first.get_kv_buffer(1), first.get_key_scale_buffer(1),
