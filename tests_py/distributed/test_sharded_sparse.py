@@ -84,7 +84,7 @@ def oracle(run: SparseRun) -> tuple[Expected, np.ndarray]:
         kv = cpattn.sparse.dequantize_kv_rows(kv.view(-1, 656)).view(len(kv), 1, 576)
     options = run.attend_options()
     del options["topk"]
-    inputs = {"q": q, "kv": kv, "indices": torch.from_numpy(run.selected_slots(batch)), **options}
+    inputs = {"q": q, "kv": kv, "indices": torch.from_numpy(batch.slots()), **options}
     out, _, lse = reference.flash_mla_sparse_fwd(**inputs)
     return Expected(out, lse, *errors_of(inputs)), batch.expected()
 

@@ -95,13 +95,6 @@ class SparseRun:
         )  # fmt: skip
         return result
 
-    def selected_slots(self, batch: IndexerBatch) -> np.ndarray:
-        """Return selected slots [tokens, topk], by float64 scores of all keys."""
-        sequence = np.repeat(np.arange(len(batch.extend_lens)), batch.extend_lens)[:, None]
-        chosen = batch.expected()
-        pages = batch.block_tables[sequence, np.maximum(chosen, 0) // batch.page_size]
-        return np.where(chosen < 0, -1, pages * batch.page_size + chosen % batch.page_size)
-
 
 def run_sparse_layers(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[str, Any]]:
     return {run: _run(run) for run in runs}

@@ -96,6 +96,14 @@ class IndexerBatch:
                 row += 1
         return tops
 
+    def slots(self):
+        """Return the slots [tokens, topk] that the indexer of one process selects."""
+        sequence = np.repeat(np.arange(len(self.extend_lens)), self.extend_lens)[:, None]
+        chosen = self.expected()
+        pages = self.block_tables[sequence, np.maximum(chosen, 0) // self.page_size]
+        slots = pages * self.page_size + chosen % self.page_size
+        return np.where(chosen < 0, -1, slots).astype(np.int32)
+
     def shard(self, metadata, pad_rows=0):
         """Return the rank's q and weights, followed by rows of NaN (of -77 in int8)."""
         local = metadata.local_q_indices
