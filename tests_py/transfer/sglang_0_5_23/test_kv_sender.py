@@ -68,34 +68,6 @@ def test_too_few_pages_of_the_destination():
     assert KVSendIndices([5], slice(0, 1), True, True).select([]) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "rule"),
-    [
-        ({"attn_cp_rank": 2, "attn_cp_size": 2}, r"attn_cp_rank must be in \[0, 2\) ."),
-        ({"kv_shard_rank": 1}, r"kv_shard_rank must be in \[0, 1\) .* got 1"),
-        ({"attn_cp_size": 0}, "attn_cp_size must be >= 1, got 0"),
-        ({"kv_shard_rank": -1}, "kv_shard_rank must be >= 0, got -1"),
-    ],
-)
-def test_senders_refused(arguments, rule):
-    with pytest.raises(ValueError, match=f"^KVSender: {rule}"):
-        KVSender(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"num_kv_indices": 2}, "must end within the 2 pages .* got 2 from page 1 on"),
-        ({"curr_idx": -1}, "curr_idx must be >= 0, got -1"),
-        ({"num_kv_indices": -1}, "num_kv_indices must be >= 0, got -1"),
-    ],
-)
-def test_chunks_refused(changes, rule):
-    arguments = {"sender": WHOLE, "kv_indices": [1, 2], "curr_idx": 1, "num_kv_indices": 3}
-    with pytest.raises(ValueError, match=f"^plan_send_indices: .*{rule}"):
-        plan_send_indices(**arguments | changes)
-
-
 def test_a_manager_of_an_engine_will_do():
     manager = SimpleNamespace(
         kv_shard_size=1, is_dummy_cp_rank=True, enable_all_cp_ranks_for_transfer=False,
@@ -163,44 +135,6 @@ def test_elided_entries(may_elide):
     assert elided(8, np.array([8, 0]), 1) is may_elide
 
 
-SECOND = KVSender(1, 2)
-
-
-def share(*arguments, kv_mgr=SECOND):
-    return filter_kv_indices_for_cp_rank(kv_mgr, *arguments)
-
-
-def share_of_group(rank, size):
-    return share([1], slice(0, 1), kv_mgr=SimpleNamespace(attn_cp_rank=rank, attn_cp_size=size))
-
-
-REFUSALS = [
-    (shard, ([1], slice(0, 1, 2)), "index_slice must have no step, got 2"),
-    (share, ([1], slice(0, 1, 3), 9), "index_slice must have no step, got 3"),
-    (share_of_group, (0, 0), "attn_cp_size must be >= 1, got 0"),
-    (get_layer_shard_range, (3, 3, 7), r"rank must be in \[0, 3\)"),
-    (is_elided_entry, (-1, [], 0), "src_len must be >= 0, got -1"),
-    (is_elided_entry, (1, [0], -1), "dst_index must be >= 0, got -1"),
-    (is_elided_entry, (1, [0, -2], 0), "dst_lens must be >= 0, got -2 at index 1"),
-]
-TYPES = [
-    (shard, ([1], slice(None, 1)), "index_slice.start must be an integer, got NoneType"),
-    (shard, ([1], slice(0, None)), "index_slice.stop must be an integer, got NoneType"),
-    (shard, ([1], slice(0, 1, "1")), "index_slice.step must be an integer, got str"),
-    (share_of_group, ("0", 2), "attn_cp_rank must be an integer, got str"),
-    (share_of_group, (0, None), "attn_cp_size must be an integer, got NoneType"),
-]
-
-
-@pytest.mark.parametrize(
-    ("call", "arguments", "rule", "error"),
-    [(*row, error) for rows, error in ((REFUSALS, ValueError), (TYPES, TypeError)) for row in rows],
-)
-def test_refused(call, arguments, rule, error):
-    with pytest.raises(error, match=rf"^(filter_kv_indices_for|get_layer|is_elided)_\w+: .*{rule}"):
-        call(*arguments)
-
-
 def senders(found, is_mla):
     """Return the ranks that have data for this decode rank."""
     tp_ranks = found.target_tp_ranks
@@ -234,23 +168,77 @@ def test_every_sender_answers_once_and_waits_for_all():
         assert {tp for tp, _, _ in registered} == set(range(prefill_tp))
 
 
+PAGES = {"kv_indices": [1], "index_slice": slice(0, 1)}
+# Arguments that are taken, by function.
+TAKEN = {
+    KVSender: {},
+    plan_send_indices: {"sender": WHOLE, "kv_indices": [1, 2], "curr_idx": 1, "num_kv_indices": 3},
+    filter_kv_indices_for_shard_rank: PAGES | {"shard_rank": 1, "shard_size": 2},
+    filter_kv_indices_for_cp_rank: PAGES | {"kv_mgr": KVSender(1, 2)},
+    get_layer_shard_range: {"rank": 0, "shard_size": 3, "total_layers": 7},
+    is_elided_entry: {"src_len": 1, "dst_lens": [0], "dst_index": 0},
+    pull_targets: {"engine_rank": 0, "prefill_tp_size": 2, "decode_tp_size": 2, "is_mla": True},
+}
 BY_PAGES, DCP = {"enable_kv_cache_sharding": True}, {"decode_dcp_size": 2}
-NO_TARGETS = [
-    ({"engine_rank": -1}, "engine_rank must be >= 0, got -1"),
-    ({"prefill_tp_size": 3}, "one of .* must divide the other, got 3 and 2"),
-    ({"decode_tp_size": 0}, "decode_tp_size must be >= 1, got 0"),
-    (BY_PAGES | {"prefill_tp_size": 4}, "decode_tp_size must be prefill_tp_size 4 where .*, got 2"),
-    ({"decode_cp_size": 2}, "decode_cp_size must be 1, got 2"),
-    ({"prefill_cp_size": 0}, "prefill_cp_size must be >= 1, got 0"),
-    ({"prefill_pp_size": 3, "decode_pp_size": 2}, "decode_pp_size must be 1 or .* 3, got 2"),
-    ({"pp_rank": 1}, r"pp_rank must be in \[0, 1\), got 1"),
-    (DCP | {"prefill_cp_size": 2}, "prefill_cp_size must be 1 with decode_dcp_size 2, got 2"),
-    (DCP | BY_PAGES, "enable_kv_cache_sharding must be False with decode_dcp_size 2, got True"),
-]
 
 
-@pytest.mark.parametrize(("changes", "rule"), NO_TARGETS)
-def test_pull_targets_refuse(changes, rule):
-    arguments = {"engine_rank": 0, "prefill_tp_size": 2, "decode_tp_size": 2, "is_mla": True}
-    with pytest.raises(ValueError, match=f"^pull_targets: .*{rule}"):
-        pull_targets(**arguments | changes)
+def group(rank, size):
+    return {"kv_mgr": SimpleNamespace(attn_cp_rank=rank, attn_cp_size=size)}
+
+
+REFUSED = {
+    KVSender: [
+        ({"attn_cp_rank": 2, "attn_cp_size": 2}, r"attn_cp_rank must be in \[0, 2\) ."),
+        ({"kv_shard_rank": 1}, r"kv_shard_rank must be in \[0, 1\) .* got 1"),
+        ({"attn_cp_size": 0}, "attn_cp_size must be >= 1, got 0"),
+        ({"kv_shard_rank": -1}, "kv_shard_rank must be >= 0, got -1"),
+    ],
+    plan_send_indices: [
+        ({"num_kv_indices": 2}, ".* must end within the 2 pages .* got 2 from page 1 on"),
+        ({"curr_idx": -1}, "curr_idx must be >= 0, got -1"),
+        ({"num_kv_indices": -1}, "num_kv_indices must be >= 0, got -1"),
+    ],
+    filter_kv_indices_for_shard_rank: [
+        ({"index_slice": slice(0, 1, 2)}, "index_slice must have no step, got 2"),
+        ({"index_slice": slice(None, 1)}, "index_slice.start must be an integer, got NoneType"),
+        ({"index_slice": slice(0, None)}, "index_slice.stop must be an integer, got NoneType"),
+        ({"index_slice": slice(0, 1, "1")}, "index_slice.step must be an integer, got str"),
+    ],
+    filter_kv_indices_for_cp_rank: [
+        ({"index_slice": slice(0, 1, 3), "total_pages": 9}, "index_slice must have no step, got 3"),
+        (group(0, 0), "attn_cp_size must be >= 1, got 0"),
+        (group("0", 2), "attn_cp_rank must be an integer, got str"),
+        (group(0, None), "attn_cp_size must be an integer, got NoneType"),
+    ],
+    get_layer_shard_range: [({"rank": 3}, r"rank must be in \[0, 3\)")],
+    is_elided_entry: [
+        ({"src_len": -1}, "src_len must be >= 0, got -1"),
+        ({"dst_index": -1}, "dst_index must be >= 0, got -1"),
+        ({"dst_lens": [0, -2]}, "dst_lens must be >= 0, got -2 at index 1"),
+    ],
+    pull_targets: [
+        ({"engine_rank": -1}, "engine_rank must be >= 0, got -1"),
+        ({"prefill_tp_size": 3}, "one of .* must divide the other, got 3 and 2"),
+        ({"decode_tp_size": 0}, "decode_tp_size must be >= 1, got 0"),
+        (
+            BY_PAGES | {"prefill_tp_size": 4},
+            "decode_tp_size must be prefill_tp_size 4 where .*, got 2",
+        ),
+        ({"decode_cp_size": 2}, "decode_cp_size must be 1, got 2"),
+        ({"prefill_cp_size": 0}, "prefill_cp_size must be >= 1, got 0"),
+        ({"prefill_pp_size": 3, "decode_pp_size": 2}, "decode_pp_size must be 1 or .* 3, got 2"),
+        ({"pp_rank": 1}, r"pp_rank must be in \[0, 1\), got 1"),
+        (DCP | {"prefill_cp_size": 2}, "prefill_cp_size must be 1 with decode_dcp_size 2, got 2"),
+        (DCP | BY_PAGES, "enable_kv_cache_sharding must be False with decode_dcp_size 2, got True"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "rule"),
+    [(function, *row) for function, rows in REFUSED.items() for row in rows],
+)
+def test_refused(function, changes, rule):
+    error = TypeError if "must be an integer" in rule else ValueError
+    with pytest.raises(error, match=f"^{function.__name__}: {rule}"):
+        function(**TAKEN[function] | changes)
