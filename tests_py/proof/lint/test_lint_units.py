@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right documents of halos and prefill context parallelism are proved; damaged ones refuted."""
+"""Right documents of halos, relayouts and prefill context parallelism are proved; damaged ones
+refuted."""
 
 from types import SimpleNamespace
 
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 
 import cpattn
-from cpattn.context_parallel.halo import plan_halo
+from cpattn.context_parallel.halo import plan_halo, plan_relayout
 from cpattn.context_parallel.vllm_0_32 import build_pcp_layout
 from cpattn_proof import NotUsable, lint
 from cpattn_proof.linting.adapters.pcp import from_segments
+from cpattn_proof.linting.adapters.relayouts import from_relayouts
 from cpattn_proof.linting.adapters.units import from_halos
 from support.proof.plans import kinds, segments_of_vllm
 
@@ -83,6 +85,25 @@ def test_units_of_other_code_need_the_fields_alone():
     plans, halos = planned()
     objects = [SimpleNamespace(**halo._asdict()) for halo in halos]
     assert document_of(plans, objects) == document_of(plans, halos)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ({"send_indices": [1, 0, *range(2, 7)]}, "cov-pair"),
+        ({"send_counts": [3, 4]}, "seq-size"),
+        ({"recv_indices": [0, 0, *range(2, 7)]}, "own-token"),
+    ],
+)
+def test_rows_that_go_astray_are_found(fault, kind):
+    source, target = (
+        cpattn.build_cp_metadata_all_ranks([14], [17], cp_size=2, strategy=strategy)
+        for strategy in ("contiguous", "zigzag")
+    )
+    plans = [plan_relayout(*pair) for pair in zip(source, target, strict=True)]
+    plans[0] = plans[0]._replace(**{name: np.array(value) for name, value in fault.items()})
+    found = lint(from_relayouts(plans, source, target, [14], [3])).findings
+    assert kind in [one.kind for one in found], found
 
 
 NEW, CACHED = [9, 1, 3], [0, 5, 2]  # a prefill, a decode, a short prefill
