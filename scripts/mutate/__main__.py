@@ -43,7 +43,6 @@ TESTS = [
     "test_mesh.py",
     "test_paged_attention_errors.py",
     "test_plan_kv_*.py",
-    "test_pool_attention.py",
     "test_send_*.py",
     "test_shard_*.py",
     "test_topk_transform.py",

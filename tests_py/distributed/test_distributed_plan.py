@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import cpattn
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.plans.plan import make_plan
-from support.cases import dense, packed
+from cpattn.kv import MHATokenToKVPool
+from support.cases import assert_attention, dense, packed
 from support.distributed.planning import first_of, plan_of
 
 TABLES = np.array([[5, 3, 9], [2, 7, 0]])  # page_size 4: 9 and 6 tokens use 3 and 2 pages
@@ -70,6 +71,27 @@ def test_out_receives_the_result(cp):
     wide = torch.empty(20, 2, 16)[::2]  # gaps between rows
     assert torch.equal(cp.attend(plan, q, k_cache, v_cache, scale=0.5, out=wide), out)
     assert torch.equal(wide, out)
+
+
+@pytest.mark.parametrize("use_fia", [False, True])
+def test_a_pool_of_either_layout_is_written_and_read(cp, use_fia):
+    pool = MHATokenToKVPool(
+        size=40, page_size=4, num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32",
+        start_layer=7, use_fia=use_fia,
+    )  # fmt: skip
+    caches = pool.get_key_buffer(8), pool.get_value_buffer(8)
+    for buffer in caches:
+        buffer.fill_(torch.nan)
+    lens, tables = [14, 6], np.array([[5, 2, 7, 1], [3, 6, -1, -1]], np.int32)
+    plan = cp.plan(lens, block_tables=tables)
+    k, v, q = torch.randn(3, 20, 2, 16, generator=torch.Generator().manual_seed(1))
+    cp.write_kv(plan, *(cp.shard(plan, x) for x in (k, v)), *caches)
+    out = cp.gather(plan, cp.attend(plan, cp.shard(plan, q), *caches))
+    k_cache, v_cache = (cache.reshape(-1, 4, 2, 16) for cache in caches)
+    assert torch.equal(k_cache.flatten(0, 1)[plan.slots.tolist()], k)
+    assert torch.count_nonzero(k_cache.isnan()) == (44 - 20) * 2 * 16
+    inputs = {"q_lens": lens, "kv_lens": lens, "block_tables": tables}
+    assert_attention(out, None, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **inputs})
 
 
 @given(
