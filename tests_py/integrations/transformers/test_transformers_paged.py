@@ -20,23 +20,17 @@ from transformers.generation.continuous_batching.cache_allocators import (  # no
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import paged  # noqa: E402
 from support.cases import assert_attention, one_after_another  # noqa: E402
+from support.transformers.over_ranks import NEW_TOKENS, PAGE, PROMPTS, alone  # noqa: E402
 from support.transformers.tiny_transformers import (  # noqa: E402
     CACHE,
     WINDOW,
-    generate,
     make_model,
     make_tokens,
 )
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-PAGE = 8
 in_place = pytest.mark.skipif(CACHE == "cache", reason="transformers reads the cache itself")
-NEW_TOKENS = 12
-PREFIX = make_tokens(20, seed=1).tolist()  # two pages and a half
-PROMPTS = [
-    *(PREFIX + make_tokens(n, seed=n).tolist() for n in (5, 13, 1, 30)),
-    *(make_tokens(n, seed=n).tolist() for n in (2, 1)),
-]
+SHORT = PROMPTS[4:6]
 
 
 @pytest.fixture(
@@ -48,12 +42,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [one_by_one(model, prompt) for prompt in PROMPTS]
-
-
-def one_by_one(model: Any, prompt: list[int]) -> list[int]:
-    result = generate(model, "eager", torch.tensor([prompt]), NEW_TOKENS)
-    return result.sequences[0, len(prompt) :].tolist()
+    return [alone(model, prompt) for prompt in PROMPTS]
 
 
 def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -108,7 +97,7 @@ def test_the_tokens_of_one_prompt_at_a_time(
 @in_place
 def test_full_attention_copies_nothing_and_shares_the_pages_of_a_prefix(calls: Any) -> None:
     model = make_model("llama")
-    assert batched(model, PROMPTS) == [one_by_one(model, prompt) for prompt in PROMPTS]
+    assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
     assert calls.copies == 0
     assert len(calls.memory) == 1  # the memory of the cache
     assert len({id(plan) for plan in calls.plans}) == len(calls.plans) / 2  # two layers share one
@@ -119,7 +108,7 @@ def test_full_attention_copies_nothing_and_shares_the_pages_of_a_prefix(calls: A
 @in_place
 @pytest.mark.slow
 def test_a_sliding_window_decodes_in_place(calls: Any) -> None:
-    batched(make_model("qwen3"), PROMPTS[4:])
+    batched(make_model("qwen3"), SHORT)
     assert NEW_TOKENS > WINDOW
     assert calls.copies == 0
     assert len(calls.memory) == 1
@@ -128,10 +117,10 @@ def test_a_sliding_window_decodes_in_place(calls: Any) -> None:
 def test_no_kernel_of_the_hub_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers replaces only `cpattn` by a kernel of the hub, if it has one."""
     model, asked = make_model("llama"), []
-    expected = [one_by_one(model, prompt) for prompt in PROMPTS[4:]]
+    expected = [alone(model, prompt) for prompt in SHORT]
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
     monkeypatch.setattr(model, "set_attn_implementation", asked.append)
-    assert batched(model, PROMPTS[4:]) == expected
+    assert batched(model, SHORT) == expected
     assert not asked
     model.config._attn_implementation = "cpattn"
     manager = SimpleNamespace()
