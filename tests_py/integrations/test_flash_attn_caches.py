@@ -136,6 +136,7 @@ TABLE = torch.ones(10, 8)
 FAR_PAGES = {"block_table": torch.tensor([[9, 0], [9, 1]]), "cache_seqlens": 14}
 FAR_PAGES |= dict.fromkeys(("rotary_cos", "rotary_sin"))
 PADDED = {"cache_leftpad": torch.tensor([0, 1])}
+BOTH = dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int())
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,16 @@ PADDED = {"cache_leftpad": torch.tensor([0, 1])}
         (PADDED | {"block_table": torch.zeros(2, 1).int()}, "not be given with block_table"),
         (PADDED | {"v_cache": torch.zeros(2, 20, 2, DIM)}, "k_cache and v_cache must have as many"),
         (PADDED | {"cache_batch_idx": torch.tensor([0, 2])}, r"must be in \[0, 2\)"),
+        ({"k_cache": torch.zeros(8)}, r"k_cache must be \[num_pages, page_size, kv_heads, dim\], "),
+        ({"q": torch.zeros(2, 64)}, r"q must be \[batch, tokens, heads, dim\], got shape"),
+        ({"v": None}, "k and v must be given together"),
+        ({"cache_seqlens": torch.tensor([1, 2, 3])}, "must be 2 numbers"),
+        (dict.fromkeys("kv", torch.zeros(2, 1, 1, DIM)), "k must have shape"),
+        (
+            dict.fromkeys("kv", torch.zeros(2, 8, KV_HEADS, DIM)),
+            "needs room for 13 tokens, the cac",
+        ),
+        (BOTH, "cache_batch_idx must not be given with block_table"),
     ],
 )
 def test_what_is_refused_has_written_nothing(change, message):

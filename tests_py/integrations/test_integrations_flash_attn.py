@@ -226,29 +226,6 @@ def test_a_forward_pass_alone_may_have_inputs_that_require_gradients():
         flash_attn.flash_attn_func(*[q.detach().numpy()] * 3)
 
 
-BOTH = dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k_cache": torch.zeros(8)}, r"k_cache must be \[num_pages, page_size, kv_heads, dim\], "),
-        ({"q": torch.zeros(2, 64)}, r"q must be \[batch, tokens, heads, dim\], got shape"),
-        ({"k": torch.zeros(2, 1, KV_HEADS, DIM)}, "k and v must be given together"),
-        ({"cache_seqlens": torch.tensor([1, 2, 3])}, "must be 2 numbers"),
-        ({"k": torch.zeros(2, 1, 1, DIM), "v": torch.zeros(2, 1, 1, DIM)}, "k must have shape"),
-        (dict.fromkeys("kv", torch.zeros(2, 4, KV_HEADS, DIM)), "needs room for 9 tokens, the cac"),
-        (BOTH, "cache_batch_idx must not be given with block_table"),
-    ],
-)
-def test_what_a_cache_refuses(change, message):
-    k_cache, v_cache = (torch.zeros(2, 8, KV_HEADS, DIM) for _ in "kv")
-    arguments = {"q": normal(2, 1, HEADS, DIM), "k_cache": k_cache, "v_cache": v_cache}
-    with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: .*{message}"):
-        flash_attn.flash_attn_with_kvcache(**arguments | {"cache_seqlens": 5} | change)
-    assert not k_cache.any()
-
-
 DESCALES = {
     "number": 0.02,
     "one": torch.tensor([0.02]),
