@@ -7,8 +7,6 @@ from typing import Any
 
 from . import _core
 
-__all__ = ["at_least", "flag", "has", "integer", "items", "key_window", "part", "real", "shown"]
-
 MAX_SHOWN = 4  # most elements of a list that a repr shows
 
 integer = _core.integer

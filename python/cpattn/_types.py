@@ -6,18 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar
 
-__all__ = [
-    "AnyTensor",
-    "Flags",
-    "IndexTable",
-    "Indices",
-    "KVScale",
-    "ScoreBias",
-    "Tensor",
-    "TensorT",
-    "Window",
-]
-
 
 class Tensor(Protocol):
     """Tensor that the core can read: a torch CPU tensor, a NumPy array, or another with DLPack.

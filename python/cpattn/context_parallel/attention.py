@@ -12,8 +12,6 @@ from .._core import ContextParallelMetadata
 from .._types import IndexTable, KVScale, ScoreBias, Tensor, TensorT, Window
 from ..attention import default_scale
 
-__all__ = ["attend_rank", "do_cp_attn_fia"]
-
 
 # fmt: off
 @overload

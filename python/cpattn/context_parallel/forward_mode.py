@@ -7,8 +7,6 @@ from enum import IntEnum
 
 from .. import _core
 
-__all__ = ["ForwardMode"]
-
 
 class ForwardMode(IntEnum):
     """Mode of a forward pass, with the names and numbers of serving engines.

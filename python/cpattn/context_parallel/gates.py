@@ -7,8 +7,6 @@ from .. import _core
 from .._types import Indices
 from .forward_mode import ForwardMode
 
-__all__ = ["can_apply_cp"]
-
 
 def can_apply_cp(
     extend_lens: Indices,

@@ -38,8 +38,6 @@ from .._types import Indices, Reals
 from ..profiling.calls import announced
 from .shard import shard, unshard
 
-__all__ = ["ContextParallelMetadata", "build_cp_metadata", "build_cp_metadata_all_ranks"]
-
 
 @announced("build_cp_metadata")
 def build_cp_metadata(

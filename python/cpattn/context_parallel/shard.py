@@ -13,8 +13,6 @@ from .._containers import tensor_of, torch_of
 from .._core import ContextParallelMetadata
 from .._types import AnyTensor, TensorT
 
-__all__ = ["shard", "unshard"]
-
 # Rows to take, as many as tokens: made only after the tensor has been checked.
 _Rows: TypeAlias = Callable[[], np.ndarray[Any, Any]]
 

@@ -9,8 +9,6 @@ from typing import SupportsFloat
 from .. import _core
 from .._types import Indices, Tensor
 
-__all__ = ["move_rows", "write_pages"]
-
 
 def write_pages(
     slots: Indices,

@@ -15,8 +15,6 @@ from .._arguments import at_least
 from .._containers import torch_of
 from .._types import Indices
 
-__all__ = ["PageInterleave", "Placement", "TokenInterleave"]
-
 Ints = NDArray[np.int64]
 
 

@@ -8,8 +8,6 @@ from .._core import ShardGatherPlan as ShardGatherPlan
 from .._types import IndexTable, Indices
 from .placement import PageInterleave
 
-__all__ = ["ShardGatherPlan", "plan_shard_gather"]
-
 ShardGatherPlan.__module__ = "cpattn.kv"
 ShardGatherPlan.__doc__ = """Places of the keys and values of a batch in the scratch of a layer.
 

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from .. import _core
 from .._types import Indices
 
-__all__ = ["StripedAllocator"]
-
 
 class StripedAllocator:
     """Allocator of pages of a pool that is striped by pages, with the rules of sglang 0.5.23.

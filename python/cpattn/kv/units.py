@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..context_parallel.metadata import ContextParallelMetadata
     from ..context_parallel.vllm_0_32 import PCPLayout
 
-__all__ = ["plan_units"]
-
 
 def plan_units(
     metadata: ContextParallelMetadata | PCPLayout,

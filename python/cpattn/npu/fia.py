@@ -7,8 +7,6 @@ from .. import _core
 from .._containers import empty
 from .._types import IndexTable, Indices, Tensor, TensorT
 
-__all__ = ["npu_fused_infer_attention_score"]
-
 INT32_MAX = 2147483647
 
 

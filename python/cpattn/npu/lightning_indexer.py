@@ -7,8 +7,6 @@ from .. import _core
 from .._containers import empty, numpy_dtype, torch_of
 from .._types import IndexTable, Indices, Tensor, TensorT
 
-__all__ = ["npu_lightning_indexer"]
-
 INT64_MAX = 2**63 - 1
 
 

@@ -7,8 +7,6 @@ from .. import _core
 from .._containers import empty
 from .._types import IndexTable, Indices, Tensor, TensorT
 
-__all__ = ["npu_sparse_flash_attention"]
-
 NO_LIMIT = 2**63 - 1
 
 

@@ -9,8 +9,6 @@ from .. import _core
 from .._containers import empty
 from .._types import Indices, Tensor
 
-__all__ = ["SelectedBlocks", "merge_blocks", "select_blocks"]
-
 
 class SelectedBlocks(NamedTuple):
     """Key blocks that queries attend to.

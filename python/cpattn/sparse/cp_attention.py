@@ -9,8 +9,6 @@ from .. import _core
 from .._containers import empty
 from .._types import IndexTable, Indices, Tensor, TensorT
 
-__all__ = ["cp_sparse_mla"]
-
 
 # fmt: off
 @overload

@@ -7,8 +7,6 @@ from .. import _core
 from .._containers import empty
 from .._types import IndexTable, Indices, Tensor, TensorT
 
-__all__ = ["cp_indexer_topk", "dcp_local_indices"]
-
 
 def cp_indexer_topk(
     q: TensorT,

@@ -10,8 +10,6 @@ from .._types import Indices
 from ..context_parallel.forward_mode import ForwardMode
 from .topk import TopkTransformMethod
 
-__all__ = ["DsaMetadata", "build_dsa_metadata"]
-
 
 def build_dsa_metadata(
     extend_lens: Indices | None,

@@ -7,8 +7,6 @@ from .. import _core
 from .._types import Indices
 from ..context_parallel.forward_mode import ForwardMode
 
-__all__ = ["can_dsa_prefill_cp_interleave", "dsa_use_prefill_cp"]
-
 
 def can_dsa_prefill_cp_interleave(
     extend_lens: Indices, *, cp_size: int, strategy: str, forward_mode: ForwardMode | None

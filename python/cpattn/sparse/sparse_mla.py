@@ -7,8 +7,6 @@ from .. import _core
 from .._containers import empty
 from .._types import Indices, Tensor, TensorT
 
-__all__ = ["flash_mla_sparse_fwd"]
-
 
 def flash_mla_sparse_fwd(
     q: TensorT,

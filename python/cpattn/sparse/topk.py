@@ -20,8 +20,6 @@ from .._containers import empty
 from .._types import IndexTable, Indices, TensorT
 from ..context_parallel.forward_mode import ForwardMode
 
-__all__ = ["TopkTransformMethod", "get_topk_transform_method", "topk_transform"]
-
 
 class TopkTransformMethod(IntEnum):
     """Unit of transformed top-k indices."""

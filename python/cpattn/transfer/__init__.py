@@ -17,8 +17,9 @@ and ``regions`` manage memory that engines may touch. ``wire`` has the messages 
 from . import sglang_0_5_23 as sglang_0_5_23
 from .digests import KVDigest, KVMismatch, digest
 from .engine import TransferEngine, TransferError, TransferStatus
+from .entry import KVEntry
 from .handshake import KVHandshake, KVHandshakeError
-from .layout import KVEntry, KVLayout
+from .layout import KVLayout
 from .local import LocalEngine
 from .plan import TransferPlan
 from .planner import KVLink, KVLinks, plan_kv_links, plan_kv_transfer

@@ -15,8 +15,6 @@ from .._arguments import at_least
 from .._types import Indices
 from .layout import KVLayout
 
-__all__ = ["KVDigest", "KVMismatch", "digest"]
-
 SCHEMA = "cpattn-kv-digest/1"
 
 

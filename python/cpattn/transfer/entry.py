@@ -13,8 +13,6 @@ from .._arguments import flag, integer
 from .._containers import torch_of
 from .._types import AnyTensor
 
-__all__ = ["KVEntry"]
-
 
 class KVEntry(NamedTuple):
     """Registered buffer with the pages of one kind of one layer.

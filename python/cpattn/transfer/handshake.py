@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from .layout import KVLayout
 
-__all__ = ["KVHandshake", "KVHandshakeError"]
-
 SCHEMA = "cpattn-kv-handshake/1"
 
 Fact: TypeAlias = str | int | float | bool

@@ -11,8 +11,6 @@ from .._arguments import at_least, flag, integer, items, part
 from .entry import KVEntry
 from .layout_sources import args_entries, check_pool, fields_of, number, pool_entries, stage_of
 
-__all__ = ["KVEntry", "KVLayout"]
-
 
 class KVLayout(_core.KVLayout):
     """Buffers of one side of a transfer; made once per server and comparable by value.

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from .. import _core
 from .execute import execute
 
-__all__ = ["TransferPlan"]
-
 HEADER = ("part", "layers", "blocks", "bytes", "mean block")
 
 

@@ -13,8 +13,6 @@ from ..profiling.calls import announced
 from .layout import KVLayout
 from .plan import TransferPlan, cells, rows_of, table
 
-__all__ = ["KVLink", "KVLinks", "plan_kv_links", "plan_kv_transfer"]
-
 
 @announced("plan_kv_transfer")
 def plan_kv_transfer(

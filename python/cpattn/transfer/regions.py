@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from .. import _core
 from .._arguments import at_least
 
-__all__ = ["registration_regions"]
-
 
 def registration_regions(
     ptrs: Sequence[int], lens: Sequence[int], *, alignment: int = 1

@@ -17,8 +17,6 @@ from .engine import TransferEngine, TransferError, TransferStatus, checked_code
 from .layout import KVLayout, count
 from .regions import registration_regions
 
-__all__ = ["Registration", "register"]
-
 # Owners of registered memory, by engine and registration. An ended engine has no entry.
 _held: dict[int, dict[int, tuple[object, ...]]] = {}
 _numbers = itertools.count(1)

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from .._arguments import items, shown
 from .._types import AnyTensor
 
-__all__ = ["KVRegistration", "KVTransferRequest", "pack_int_lists", "unpack_int_lists"]
-
 WIDTHS = {"I": 4, "i": 4, "Q": 8}
 NO_PAGES = partial(np.empty, 0, np.int32)
 

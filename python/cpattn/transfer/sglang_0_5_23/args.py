@@ -8,8 +8,6 @@ from typing import Any
 
 from ..._arguments import has, integer, items, part, shown
 
-__all__ = ["KVArgs", "fill_kv_args", "setup_state_kv_args"]
-
 
 class KVArgs(SimpleNamespace):
     """Buffers and ranks of a server: a set of attributes that engines fill in.

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "KVChunk",
-    "KVSendCursor",
-    "group_concurrent_contiguous",
-    "kv_to_page_indices",
-    "kv_to_page_num",
-]
-
 
 def kv_to_page_num(num_tokens: int, page_size: int) -> int:
     """Return the number of pages for `num_tokens` tokens: ``ceil(num_tokens / page_size)``.

@@ -21,15 +21,6 @@ import numpy as np
 from ... import _core
 from ..._arguments import has
 
-__all__ = [
-    "DecodeTargets",
-    "build_transfer_entry_pairs",
-    "decode_targets",
-    "get_mha_kv_ptrs_with_pp",
-    "get_mla_kv_ptrs_with_pp",
-    "kv_start_layer",
-]
-
 
 def get_mha_kv_ptrs_with_pp(
     src_kv_ptrs: Sequence[int],

@@ -17,8 +17,6 @@ from ..._arguments import at_least, flag, integer, part
 from ..._types import Indices
 from ..plan import TransferPlan
 
-__all__ = ["HeadSlice", "plan_send_kvcache", "plan_send_kvcache_slice", "slice_heads"]
-
 Lengths = Sequence[int] | None
 
 

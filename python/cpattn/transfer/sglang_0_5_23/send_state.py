@@ -16,8 +16,6 @@ from ..plan import TransferPlan
 from .send import Lengths, as_now
 from .shards import filter_kv_indices_for_shard_rank
 
-__all__ = ["plan_send_aux", "plan_send_state"]
-
 PAGED_STATES = ("swa", "nsa", "dsa")
 INDEX_KEYS = ("nsa", "dsa")
 

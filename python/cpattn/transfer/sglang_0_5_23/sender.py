@@ -18,8 +18,6 @@ from ..._types import Indices
 from .pages import as_listed
 from .shards import filter_kv_indices_for_cp_rank, filter_kv_indices_for_shard_rank
 
-__all__ = ["KVSendIndices", "KVSender", "plan_send_indices"]
-
 
 @dataclass(frozen=True)
 class KVSender:

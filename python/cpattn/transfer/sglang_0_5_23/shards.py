@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "filter_kv_indices_for_cp_rank",
-    "filter_kv_indices_for_shard_rank",
-    "get_layer_owner",
-    "get_layer_shard_range",
-    "is_elided_entry",
-]
-
 
 def filter_kv_indices_for_shard_rank(
     *, kv_indices: Indices, index_slice: slice, shard_rank: int, shard_size: int

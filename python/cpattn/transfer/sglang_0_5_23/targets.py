@@ -8,8 +8,6 @@ from typing import NamedTuple
 from ..._arguments import at_least, flag
 from .pointers import decode_targets
 
-__all__ = ["PullTargets", "pull_targets"]
-
 
 class PullTargets(NamedTuple):
     """Prefill ranks from which a decode rank pulls, and the expected messages on both sides.
