@@ -114,17 +114,9 @@ def build_cp_metadata(
     ([864, 136], [373680, 126820], 1.014)
     """
     return _core.build_cp_metadata(
-        extend_lens,
-        seq_lens,
-        cp_rank,
-        cp_size,
-        strategy,
-        num_tokens,
-        kv_len_convention,
-        compat,
-        weights,
-        page_size,
-    )
+        extend_lens, seq_lens, cp_rank, cp_size, strategy, num_tokens, kv_len_convention, compat,
+        weights, page_size,
+    )  # fmt: skip
 
 
 @announced("build_cp_metadata_all_ranks")
@@ -168,16 +160,9 @@ page_size
     [12, 12]
     """
     return _core.build_cp_metadata_all_ranks(
-        extend_lens,
-        seq_lens,
-        cp_size,
-        strategy,
-        num_tokens,
-        kv_len_convention,
-        compat,
-        weights,
+        extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat, weights,
         page_size,
-    )
+    )  # fmt: skip
 
 
 # No subclass like `KVLayout`: the core makes these values and would have to know the subclass.

@@ -162,22 +162,14 @@ class RankAttention:
         check_plan("attend", plan)
         check_padding(plan, causal=causal)
         result: Any = do_cp_attn_fia(
-            flat_rows(q_local),
-            k_cache,
-            v_cache,
-            plan.metadata,
-            block_tables=plan.block_tables,
-            page_size=plan.page_size,
-            num_heads=q_local.shape[1],
-            num_kv_heads=k_cache.shape[-2],
+            flat_rows(q_local), k_cache, v_cache, plan.metadata, block_tables=plan.block_tables,
+            page_size=plan.page_size, num_heads=q_local.shape[1], num_kv_heads=k_cache.shape[-2],
             packed_custom_mask=plan.packed_custom_mask,
-            q_rope=None if q_rope is None else flat_rows(q_rope),
-            k_rope=k_rope,
+            q_rope=None if q_rope is None else flat_rows(q_rope), k_rope=k_rope,
             v_head_dim=v_head_dim,
             out=None if out is None else out.view(len(out), out.shape[1] * out.shape[2]),
-            return_lse=return_lse,
-            **options.keywords(),
-        )
+            return_lse=return_lse, **options.keywords(),
+        )  # fmt: skip
         v_dim = v_head_dim if v_cache is None else v_cache.shape[-1]
         shape = (*q_local.shape[:2], v_dim)
         if return_lse:
@@ -263,22 +255,11 @@ class RankAttention:
             )  # fmt: skip
         refuse_mask("attend_sparse", plan.packed_custom_mask)
         return cp_sparse_mla(
-            q_local,
-            kv_cache,
-            index_q_local,
-            index_k_cache,
-            weights_local,
-            plan.metadata,
-            block_tables=plan.block_tables,
-            page_size=plan.page_size,
-            topk=topk,
-            sm_scale=sm_scale,
-            d_v=d_v,
-            attn_sink=attn_sink,
-            index_k_scale=index_k_scale,
-            out=out,
+            q_local, kv_cache, index_q_local, index_k_cache, weights_local, plan.metadata,
+            block_tables=plan.block_tables, page_size=plan.page_size, topk=topk, sm_scale=sm_scale,
+            d_v=d_v, attn_sink=attn_sink, index_k_scale=index_k_scale, out=out,
             return_lse=return_lse,
-        )
+        )  # fmt: skip
 
 
 def _check_three_axes(name: str, x: torch.Tensor, last: str) -> None:

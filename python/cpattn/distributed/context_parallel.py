@@ -240,34 +240,22 @@ class ContextParallel(RankAttention, ShardedAttention, DecodeCalls, RowCalls):
         if isinstance(extend_lens, list):
             extend_lens = tuple(extend_lens)  # it is read twice, and its elements may change it
         metadata = build_cp_metadata(
-            extend_lens,
-            seq_lens,
-            cp_rank=self.cp_rank,
-            cp_size=self.cp_size,
-            strategy=self.strategy,
-            num_tokens=num_tokens,
-            weights=self.weights,
+            extend_lens, seq_lens, cp_rank=self.cp_rank, cp_size=self.cp_size,
+            strategy=self.strategy, num_tokens=num_tokens, weights=self.weights,
             page_size=self.page_size if self.whole_pages else None,
-        )
+        )  # fmt: skip
         plan = make_plan(
-            metadata,
-            extend_lens,
-            block_tables=block_tables,
-            out_cache_loc=out_cache_loc,
+            metadata, extend_lens, block_tables=block_tables, out_cache_loc=out_cache_loc,
             page_size=self.page_size,
             pad_to_physical=flag(pad_to_physical, "ContextParallel.plan", "pad_to_physical"),
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
-        )
+            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask,
+        )  # fmt: skip
         if self.placement is None:
             return plan
         return shard_plan(
-            plan,
-            placement=self.placement,
-            exchange=self.exchange,
-            max_scratch_bytes=self.max_scratch_bytes,
-            mesh=self.mesh,
-        )
+            plan, placement=self.placement, exchange=self.exchange,
+            max_scratch_bytes=self.max_scratch_bytes, mesh=self.mesh,
+        )  # fmt: skip
 
     def shard(self, plan: ContextParallelPlan, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Take the rows of this rank, without communication.

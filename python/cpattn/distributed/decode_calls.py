@@ -68,15 +68,10 @@ class DecodeCalls:
         if self.placement is None:
             raise ValueError("ContextParallel.plan_decode: needs a placement of the pools")
         return make_decode_plan(
-            kv_lens,
-            q_lens=q_lens,
-            block_tables=block_tables,
-            page_size=self.page_size,
-            placement=self.placement,
-            cp_rank=self.cp_rank,
-            custom_mask=custom_mask,
+            kv_lens, q_lens=q_lens, block_tables=block_tables, page_size=self.page_size,
+            placement=self.placement, cp_rank=self.cp_rank, custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
-        )
+        )  # fmt: skip
 
     @announced("ContextParallel.decode")
     def decode(

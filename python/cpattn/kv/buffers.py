@@ -227,18 +227,11 @@ class KVPool:
         layer = layer_id if layer_id_override is None else layer_id_override
         k_scales, v_scales = self._buffers.get("k_scale"), self._buffers.get("v_scale")
         _core.set_kv_buffer(
-            self._layer_index("set_kv_buffer", layer),
-            loc,
-            self.num_kv_heads,
-            self._buffers["k"],
-            k_scales,
-            k,
-            scale_argument("k_scale", k_scale, k_scales is not None),
-            self._buffers["v"],
-            v_scales,
-            v,
+            self._layer_index("set_kv_buffer", layer), loc, self.num_kv_heads, self._buffers["k"],
+            k_scales, k, scale_argument("k_scale", k_scale, k_scales is not None),
+            self._buffers["v"], v_scales, v,
             scale_argument("v_scale", v_scale, v_scales is not None),
-        )
+        )  # fmt: skip
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

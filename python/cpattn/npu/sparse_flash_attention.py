@@ -110,25 +110,13 @@ def npu_sparse_flash_attention(
     softmax_max = empty(function, query, rows, "float32")
     softmax_sum = empty(function, query, rows, "float32")
     _core.npu_sparse_flash_attention(
-        query,
-        key,
-        value,
-        sparse_indices,
-        scale_value,
-        block_table=block_table,
+        query, key, value, sparse_indices, scale_value, block_table=block_table,
         actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_kv=actual_seq_lengths_kv,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        sparse_block_size=sparse_block_size,
-        layout_query=layout_query,
-        layout_kv=layout_kv,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        attention_mode=attention_mode,
-        out=out,
+        actual_seq_lengths_kv=actual_seq_lengths_kv, query_rope=query_rope, key_rope=key_rope,
+        sparse_block_size=sparse_block_size, layout_query=layout_query, layout_kv=layout_kv,
+        sparse_mode=sparse_mode, pre_tokens=pre_tokens, next_tokens=next_tokens,
+        attention_mode=attention_mode, out=out,
         softmax_max=softmax_max if return_softmax_lse else None,
         softmax_sum=softmax_sum if return_softmax_lse else None,
-    )
+    )  # fmt: skip
     return out, softmax_max, softmax_sum

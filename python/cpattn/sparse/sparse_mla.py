@@ -88,16 +88,7 @@ def flash_mla_sparse_fwd(
     max_logits = empty(function, q, (num_tokens, num_heads), "float32")
     lse = empty(function, q, (num_tokens, num_heads), "float32")
     _core.flash_mla_sparse_fwd(
-        q,
-        kv,
-        indices,
-        sm_scale=sm_scale,
-        d_v=d_v,
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        num_threads=num_threads,
-        out=out,
-        max_logits=max_logits,
-        lse=lse,
-    )
+        q, kv, indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
+        num_threads=num_threads, out=out, max_logits=max_logits, lse=lse,
+    )  # fmt: skip
     return out, max_logits, lse

@@ -155,18 +155,10 @@ class KVLayout(_core.KVLayout):
         if draft_pool is not None:
             entries += pool_entries(draft_pool, is_draft=True)
         layout = cls(
-            entries,
-            pool.page_size,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            total_kv_heads=total_kv_heads,
-            layers=layers,
-            dcp_rank=dcp_rank,
-            dcp_size=dcp_size,
-            dcp_interleave=dcp_interleave,
-            shard_rank=shard_rank,
-            shard_size=shard_size,
-        )
+            entries, pool.page_size, tp_rank=tp_rank, tp_size=tp_size,
+            total_kv_heads=total_kv_heads, layers=layers, dcp_rank=dcp_rank, dcp_size=dcp_size,
+            dcp_interleave=dcp_interleave, shard_rank=shard_rank, shard_size=shard_size,
+        )  # fmt: skip
         layout._pools = pool, draft_pool
         if (heads := max(1, (total_kv_heads or 0) // tp_size)) != pool.num_kv_heads:
             raise ValueError(
@@ -249,16 +241,12 @@ class KVLayout(_core.KVLayout):
         return cls(
             args_entries(kv_args, num_groups, stage),
             part(kv_args, "page_size", function, "kv_args"),
-            tp_rank=(number(kv_args, "engine_rank") or 0) % tp_size,
-            tp_size=tp_size,
+            tp_rank=(number(kv_args, "engine_rank") or 0) % tp_size, tp_size=tp_size,
             total_kv_heads=1 if is_mla else number(kv_args, "total_kv_head_num") or None,
-            layers=stage.layers,
-            dcp_rank=number(kv_args, "dcp_rank") or 0,
-            dcp_size=number(kv_args, "dcp_size") or 1,
-            dcp_interleave=dcp_interleave,
-            shard_rank=shard_rank,
-            shard_size=shard_size,
-        )
+            layers=stage.layers, dcp_rank=number(kv_args, "dcp_rank") or 0,
+            dcp_size=number(kv_args, "dcp_size") or 1, dcp_interleave=dcp_interleave,
+            shard_rank=shard_rank, shard_size=shard_size,
+        )  # fmt: skip
 
     @property
     def entries(self) -> tuple[KVEntry, ...]:

@@ -85,18 +85,10 @@ def plan_kv_transfer(
     ([512, 1024], [3584, 1024])
     """
     return _core.plan_kv_transfer(
-        src,
-        dst,
-        src_pages,
-        dst_pages,
-        num_tokens=num_tokens,
-        first_token=first_token,
-        src_start=src_start,
-        dst_start=dst_start,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
+        src, dst, src_pages, dst_pages, num_tokens=num_tokens, first_token=first_token,
+        src_start=src_start, dst_start=dst_start, cp_rank=cp_rank, cp_size=cp_size,
         cp_share=cp_share,
-    )
+    )  # fmt: skip
 
 
 class KVLink(NamedTuple):

@@ -168,18 +168,11 @@ def _attend_tokens(
     request = plan.batch.rows.request
     q_lens = np.bincount(request, minlength=len(plan.block_tables))
     result: Any = paged_attention(
-        q,
-        taken[0],
-        values,
-        q_lens=q_lens,
-        kv_lens=q_lens + np.asarray(plan.metadata.prefix_lens),
-        block_tables=key_scratch(plan, options.left).block_tables,
-        page_size=plan.page_size,
-        packed_custom_mask=plan.packed_custom_mask,
-        batch_invariant=options.batch_invariant,
-        return_lse=return_lse,
-        **options.keywords(),
-    )
+        q, taken[0], values, q_lens=q_lens, kv_lens=q_lens + np.asarray(plan.metadata.prefix_lens),
+        block_tables=key_scratch(plan, options.left).block_tables, page_size=plan.page_size,
+        packed_custom_mask=plan.packed_custom_mask, batch_invariant=options.batch_invariant,
+        return_lse=return_lse, **options.keywords(),
+    )  # fmt: skip
     return [result[0], result[1][..., None]] if return_lse else [result]
 
 

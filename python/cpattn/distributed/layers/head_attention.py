@@ -44,20 +44,14 @@ class HeadOutputs:
         q_heads = inputs.q_heads(heads)
         options = inputs.options.of_heads(heads, q_heads)
         result = do_cp_attn_fia(
-            _columns(self._q, q_heads),
-            caches[0],
-            None if inputs.shares_values else caches[1],
-            plan.metadata,
-            block_tables=block_tables,
-            page_size=plan.page_size,
-            num_heads=q_heads.stop - q_heads.start,
-            num_kv_heads=heads.stop - heads.start,
+            _columns(self._q, q_heads), caches[0], None if inputs.shares_values else caches[1],
+            plan.metadata, block_tables=block_tables, page_size=plan.page_size,
+            num_heads=q_heads.stop - q_heads.start, num_kv_heads=heads.stop - heads.start,
             packed_custom_mask=plan.packed_custom_mask,
             v_head_dim=inputs.v.shape[-1] if inputs.shares_values else None,
-            out=_columns(self._out, q_heads),
-            return_lse=self._lse is not None,
+            out=_columns(self._out, q_heads), return_lse=self._lse is not None,
             **options.keywords(),
-        )
+        )  # fmt: skip
         if self._lse is not None:
             self._lse[:, q_heads] = result[1]
 

@@ -183,13 +183,6 @@ def plan_rows(
 ) -> NewRows:
     """Return rows of keys and values for caches that hold all tokens."""
     return new_rows(
-        call,
-        ("k_cache", "v_cache"),
-        plan.num_local_rows,
-        plan.cp_rank,
-        plan.page_size,
-        plan.slots,
-        plan.gathered_rows,
-        local,
-        caches,
-    )
+        call, ("k_cache", "v_cache"), plan.num_local_rows, plan.cp_rank, plan.page_size, plan.slots,
+        plan.gathered_rows, local, caches,
+    )  # fmt: skip

@@ -99,13 +99,7 @@ def shard_rows(
     """Return rows of keys and values, and those of all ranks that this rank's shards receive."""
     held = np.flatnonzero(plan.batch.owner == plan.cp_rank)
     return new_rows(
-        call,
-        ("k_shard", "v_shard"),
-        plan.num_tokens if isinstance(plan, DecodePlan) else plan.num_local_rows,
-        plan.cp_rank,
-        plan.page_size,
-        plan.batch.local_slots[held],
-        torch.from_numpy(held),
-        local,
-        shards,
-    )
+        call, ("k_shard", "v_shard"),
+        plan.num_tokens if isinstance(plan, DecodePlan) else plan.num_local_rows, plan.cp_rank,
+        plan.page_size, plan.batch.local_slots[held], torch.from_numpy(held), local, shards,
+    )  # fmt: skip

@@ -70,13 +70,9 @@ class _RowRing(Ring):
         kv = mine.kv
         rope, options = inputs.k_rope, inputs.options
         own = replace(
-            inputs,
-            q=q,
-            k=inputs.k[:, kv],
-            v=inputs.v[:, kv],
-            k_rope=None if rope is None else rope[:, kv],
-            options=options.of_heads(kv, mine.q),
-        )
+            inputs, q=q, k=inputs.k[:, kv], v=inputs.v[:, kv],
+            k_rope=None if rope is None else rope[:, kv], options=options.of_heads(kv, mine.q),
+        )  # fmt: skip
         super().__init__(replace(layer, inputs=own, new=None), tuple(row_of))
         self.groups = self.size
         self._keys = self._keys_of_row(inputs, shares)

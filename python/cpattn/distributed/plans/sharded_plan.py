@@ -280,13 +280,9 @@ def shard_plan(
     values: dict[str, Any] = {item.name: getattr(plan, item.name) for item in fields(plan)}
     values["terms"] = (*plan.terms[:-1], _placement_digest(placement, batch))
     return ShardedPlan(
-        **values,
-        placement=placement,
-        exchange=exchange,
-        max_scratch_bytes=max_scratch_bytes,
-        batch=batch,
-        mesh=mesh,
-    )
+        **values, placement=placement, exchange=exchange, max_scratch_bytes=max_scratch_bytes,
+        batch=batch, mesh=mesh,
+    )  # fmt: skip
 
 
 def make_decode_plan(

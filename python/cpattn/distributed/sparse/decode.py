@@ -58,12 +58,9 @@ def decode(
     if len(searching):
         positions[torch.from_numpy(searching)] = _search(exchange, plan, inputs, searching)
     out, _, lse = flash_mla_sparse_fwd(
-        inputs.q,
-        inputs.kv,
-        rows_of_rank(shares, exchange.rank, request, positions),
-        inputs.sm_scale,
-        inputs.d_v,
-    )
+        inputs.q, inputs.kv, rows_of_rank(shares, exchange.rank, request, positions),
+        inputs.sm_scale, inputs.d_v,
+    )  # fmt: skip
     num_rows = [plan.num_tokens] * exchange.size
     outs, lses = exchange.all_rows(_CALL, num_rows, [out.flatten(1), lse])
     return merged_columns(outs, lses, exchange.size, inputs.attn_sink)

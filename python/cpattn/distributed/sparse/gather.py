@@ -105,14 +105,9 @@ def _select(
     for whole, of_ranks in zip(by_request, received, strict=True):
         put_rows(whole, torch.from_numpy(keys.place), of_ranks)
     return indexer_topk(
-        inputs.index_q,
-        by_request[0],
-        inputs.weights,
-        begin,
-        begin + visible,
-        topk=inputs.topk,
+        inputs.index_q, by_request[0], inputs.weights, begin, begin + visible, topk=inputs.topk,
         k_scale=None if scale is None else by_request[1],
-    )
+    )  # fmt: skip
 
 
 def _attend(
@@ -134,13 +129,9 @@ def _attend(
         len(latents), dtype=torch.int32, device="cpu"
     )
     out, _, lse = flash_mla_sparse_fwd(
-        q,
-        latents.view(inputs.kv.dtype)[:, None],
-        where[places],
-        inputs.sm_scale,
-        inputs.d_v,
+        q, latents.view(inputs.kv.dtype)[:, None], where[places], inputs.sm_scale, inputs.d_v,
         inputs.attn_sink,
-    )
+    )  # fmt: skip
     return out, lse
 
 

@@ -132,12 +132,9 @@ def _attend(
     rows = [positions, inputs.q[part.own].flatten(1)]
     selected, q = exchange.all_rows(_CALL, part.counts, rows)
     out, _, lse = flash_mla_sparse_fwd(
-        q.unflatten(1, inputs.q.shape[1:]),
-        inputs.kv,
-        rows_of_rank(shares, exchange.rank, part.request, selected),
-        inputs.sm_scale,
-        inputs.d_v,
-    )
+        q.unflatten(1, inputs.q.shape[1:]), inputs.kv,
+        rows_of_rank(shares, exchange.rank, part.request, selected), inputs.sm_scale, inputs.d_v,
+    )  # fmt: skip
     rows_for = list(torch.arange(len(out), device="cpu").split(part.counts))
     num_rows = [part.counts[exchange.rank]] * exchange.size
     outs, lses = exchange.routed_rows(_CALL, [out.flatten(1), lse], rows_for, num_rows)

@@ -93,15 +93,9 @@ class _Announcement(NamedTuple):
     def of_this_process(cls, page: _Page, transport: str) -> _Announcement:
         boot_id = struct.unpack("qq", UUID(_BOOT_ID.read_text().strip()).bytes)
         return cls(
-            boot_id,
-            _PID_NAMESPACE.stat().st_ino,
-            os.getpid(),
-            page.fd,
-            page.nonce,
-            page.error,
-            TRANSPORTS.index(transport),
-            socket.gethostname(),
-        )
+            boot_id, _PID_NAMESPACE.stat().st_ino, os.getpid(), page.fd, page.nonce, page.error,
+            TRANSPORTS.index(transport), socket.gethostname(),
+        )  # fmt: skip
 
     def values(self) -> list[int]:
         name = self.host.encode()[: 8 * _NAME_WORDS].ljust(8 * _NAME_WORDS, b"\0")

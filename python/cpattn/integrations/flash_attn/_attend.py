@@ -139,22 +139,12 @@ def attend(
         return out, lse
     left, right = window_of(function, window_size)
     out = paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        block_tables=block_table,
-        k_scale=scales[0],
-        v_scale=scales[1],
+        q, k_pages, v_pages, q_lens=q_lens, kv_lens=kv_lens, block_tables=block_table,
+        k_scale=scales[0], v_scale=scales[1],
         scale=default_scale(function, q.shape[2]) if softmax_scale is None else softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=None if s_aux is None else s_aux.float(),
-        batch_invariant=batch_invariant,
-        lse=lse.T,
-        **visibility(left, 0 if causal else right),
-    )
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=None if s_aux is None else s_aux.float(),
+        batch_invariant=batch_invariant, lse=lse.T, **visibility(left, 0 if causal else right),
+    )  # fmt: skip
     return out, lse.masked_fill_(lse == -np.inf, np.inf)
 
 

@@ -141,16 +141,12 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             result[num_tokens:] = 0
             q, out = q[:num_tokens], out[:num_tokens]
         run_attention(
-            self._plan(layer, forward_batch),
-            q.reshape(-1, num_heads, layer.qk_head_dim),
+            self._plan(layer, forward_batch), q.reshape(-1, num_heads, layer.qk_head_dim),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            **scales,
-            scale=layer.scaling,
-            softcap=layer.logit_cap or 0.0,
-            sinks=None if sinks is None else sinks.float(),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id), **scales, scale=layer.scaling,
+            softcap=layer.logit_cap or 0.0, sinks=None if sinks is None else sinks.float(),
             out=out.view(-1, num_heads, v_head_dim),
-        )
+        )  # fmt: skip
         return result
 
     def _scales(self, layer: Any) -> dict[str, Any]:
@@ -214,19 +210,12 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             )
         num_slots = len(self.token_to_kv_pool.get_key_buffer(layer.layer_id))
         return plan_attention(
-            q_lens=q_lens,
-            kv_lens=kv_lens,
-            block_tables=tables,
-            page_size=page_size,
-            num_pages=num_slots // page_size,
-            num_heads=kind.num_heads,
-            num_kv_heads=kind.num_kv_heads,
-            head_dim=kind.head_dim,
-            v_head_dim=kind.v_head_dim,
-            causal=kind.causal,
-            window=kind.window,
+            q_lens=q_lens, kv_lens=kv_lens, block_tables=tables, page_size=page_size,
+            num_pages=num_slots // page_size, num_heads=kind.num_heads,
+            num_kv_heads=kind.num_kv_heads, head_dim=kind.head_dim, v_head_dim=kind.v_head_dim,
+            causal=kind.causal, window=kind.window,
             custom_mask=None if mask is None else mask.bool(),
-        )
+        )  # fmt: skip
 
 
 def _reads_encoder(layer: Any, forward_batch: Any) -> bool:

@@ -122,12 +122,9 @@ def _plan(
     strategy: Any, num_tokens: Any, seqs_len: Any, extend_seqs_len: Any
 ) -> _core.ContextParallelMetadata:
     make = functools.partial(
-        build_cp_metadata,
-        cp_rank=strategy.cp_rank,
-        cp_size=strategy.cp_size,
-        strategy=strategy.name,
-        compat=True,
-    )
+        build_cp_metadata, cp_rank=strategy.cp_rank, cp_size=strategy.cp_size,
+        strategy=strategy.name, compat=True,
+    )  # fmt: skip
     try:
         return make(extend_seqs_len, seqs_len, num_tokens=num_tokens)
     except (TypeError, ValueError):  # what only sglang takes, or nobody

@@ -110,21 +110,15 @@ def strict_mla_kv_ptrs(
         return original(self, src_kv_ptrs, dst_kv_ptrs, state_type)
     if groups == 1 and drafts and len(src_kv_ptrs) != len(dst_kv_ptrs):
         return get_mla_kv_ptrs_with_pp(
-            src_kv_ptrs,
-            dst_kv_ptrs,
-            prefill_start_layer=kv_args.prefill_start_layer,
-            total_kv_layers=getattr(kv_args, "total_kv_layers", 0),
-            num_draft_entries=drafts,
-        )
+            src_kv_ptrs, dst_kv_ptrs, prefill_start_layer=kv_args.prefill_start_layer,
+            total_kv_layers=getattr(kv_args, "total_kv_layers", 0), num_draft_entries=drafts,
+        )  # fmt: skip
     if groups == 1 or not hidden:
         return original(self, src_kv_ptrs, dst_kv_ptrs, state_type)
     parallel = _from_sglang("runtime_context", "get_parallel")()
     return get_mla_kv_ptrs_with_pp(
-        src_kv_ptrs,
-        dst_kv_ptrs,
-        prefill_start_layer=kv_args.prefill_start_layer,
-        kv_buf_groups=groups,
-        hidden_kv_layers=hidden,
+        src_kv_ptrs, dst_kv_ptrs, prefill_start_layer=kv_args.prefill_start_layer,
+        kv_buf_groups=groups, hidden_kv_layers=hidden,
         draft_kv_layers=getattr(kv_args, "draft_kv_layers", 0),
         is_last_rank=parallel.pp_group.is_last_rank,
-    )
+    )  # fmt: skip

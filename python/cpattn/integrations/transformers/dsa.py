@@ -110,18 +110,12 @@ def _attend_heads(
     for b in range(batch):
         seen = visible[b].sum(-1)
         paged_attention(
-            query[b].transpose(0, 1),
-            key[b].transpose(0, 1).unsqueeze(2),
-            value[b].transpose(0, 1).unsqueeze(2),
-            kv_layout="HND",
-            q_lens=[1] * queries,
+            query[b].transpose(0, 1), key[b].transpose(0, 1).unsqueeze(2),
+            value[b].transpose(0, 1).unsqueeze(2), kv_layout="HND", q_lens=[1] * queries,
             kv_indptr=torch.nn.functional.pad(seen.cumsum(0), (1, 0)),
-            kv_indices=indices[b][visible[b]],
-            last_page_len=(seen > 0).int(),
-            causal=False,
-            scale=scaling,
-            out=out[b],
-        )
+            kv_indices=indices[b][visible[b]], last_page_len=(seen > 0).int(), causal=False,
+            scale=scaling, out=out[b],
+        )  # fmt: skip
     return out
 
 

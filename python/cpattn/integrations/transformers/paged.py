@@ -51,17 +51,11 @@ class _Batch:
             kv_lens = np.diff(ends)
             pages = RaggedPages(ends[:-1], kv_lens, len(key))
             plan = plan_attention(
-                q_lens=self.q_lens,
-                kv_lens=kv_lens,
-                block_tables=pages.block_tables,
-                page_size=pages.page_size,
-                num_pages=pages.num_pages,
-                num_heads=num_heads,
-                num_kv_heads=key.shape[1],
-                head_dim=key.shape[2],
-                v_head_dim=value.shape[2],
+                q_lens=self.q_lens, kv_lens=kv_lens, block_tables=pages.block_tables,
+                page_size=pages.page_size, num_pages=pages.num_pages, num_heads=num_heads,
+                num_kv_heads=key.shape[1], head_dim=key.shape[2], v_head_dim=value.shape[2],
                 window=None if window is None else window - 1,
-            )
+            )  # fmt: skip
             self._read[window] = plan, pages
         return self._read[window]
 
@@ -103,16 +97,10 @@ class _Batch:
             table = rows[np.minimum(table, len(rows) - 1)] // page_size
             num_pages = int(table.max()) + 1
         plan = plan_attention(
-            q_lens=self.q_lens,
-            kv_lens=kv_lens,
-            block_tables=table,
-            page_size=page_size,
-            num_pages=num_pages,
-            num_heads=num_heads,
-            num_kv_heads=allocator.num_key_value_heads,
-            head_dim=allocator.head_dim,
-            window=None if in_place or window is None else window - 1,
-        )
+            q_lens=self.q_lens, kv_lens=kv_lens, block_tables=table, page_size=page_size,
+            num_pages=num_pages, num_heads=num_heads, num_kv_heads=allocator.num_key_value_heads,
+            head_dim=allocator.head_dim, window=None if in_place or window is None else window - 1,
+        )  # fmt: skip
         return _Kind(plan, in_place)
 
 
@@ -207,13 +195,8 @@ def paged_attention_forward(
     q = query[0].transpose(0, 1)
     out = q.new_zeros(q.shape) if batch.rows < len(q) else q.new_empty(q.shape)
     run_attention(
-        plan,
-        q[: batch.rows],
-        k_pages,
-        v_pages,
+        plan, q[: batch.rows], k_pages, v_pages,
         scale=default_scale(FUNCTION, query.shape[-1]) if scaling is None else scaling,
-        softcap=softcap or 0.0,
-        sinks=float_sinks(s_aux),
-        out=out[: batch.rows],
-    )
+        softcap=softcap or 0.0, sinks=float_sinks(s_aux), out=out[: batch.rows],
+    )  # fmt: skip
     return out[None], None

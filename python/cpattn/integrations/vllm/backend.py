@@ -106,16 +106,10 @@ class CpattnMetadata(CPUAttentionMetadata):
             else:
                 kv_lens = q_lens if keys == "batch" else self.seq_lens.numpy()
             self.plans[key] = plan_attention(
-                q_lens=q_lens,
-                kv_lens=kv_lens,
-                block_tables=block_tables,
-                page_size=page_size,
-                num_pages=num_pages,
-                num_heads=num_heads,
-                num_kv_heads=impl.num_kv_heads,
-                head_dim=impl.head_size,
-                **options,
-            )
+                q_lens=q_lens, kv_lens=kv_lens, block_tables=block_tables, page_size=page_size,
+                num_pages=num_pages, num_heads=num_heads, num_kv_heads=impl.num_kv_heads,
+                head_dim=impl.head_size, **options,
+            )  # fmt: skip
         return self.plans[key]
 
     def biases(self, impl: CpattnImpl) -> dict[str, Any]:
@@ -165,18 +159,13 @@ class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
             return CpattnMetadata(**vars(super().build(common_prefix_len, batch, fast_build)))
         dynamic_causal = batch.causal if isinstance(batch.causal, torch.Tensor) else None
         return CpattnMetadata(
-            num_actual_tokens=batch.num_actual_tokens,
-            max_query_len=batch.max_query_len,
-            query_start_loc=batch.query_start_loc,
-            max_seq_len=batch.max_seq_len,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table_tensor,
-            slot_mapping=batch.slot_mapping,
-            scheduler_metadata=None,
+            num_actual_tokens=batch.num_actual_tokens, max_query_len=batch.max_query_len,
+            query_start_loc=batch.query_start_loc, max_seq_len=batch.max_seq_len,
+            seq_lens=batch.seq_lens, block_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping, scheduler_metadata=None,
             causal=batch.causal is True and not self.is_cross_attention,
-            dynamic_causal=dynamic_causal,
-            interleave=self.interleave,
-        )
+            dynamic_causal=dynamic_causal, interleave=self.interleave,
+        )  # fmt: skip
 
 
 def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
@@ -269,18 +258,11 @@ class CpattnImpl(CPUAttentionBackendImpl):
             options = {"kv_layout": "HND", **self._scales(layer)}
         rows = plan.num_rows  # the tensors may be padded
         result = run_attention(
-            plan,
-            query[:rows],
-            keys,
-            values,
-            **options,
-            scale=self.scale,
-            softcap=self.logits_soft_cap,
-            **attn_metadata.biases(self),
-            sinks=None if self.sinks is None else self.sinks.float(),
-            out=output[:rows],
+            plan, query[:rows], keys, values, **options, scale=self.scale,
+            softcap=self.logits_soft_cap, **attn_metadata.biases(self),
+            sinks=None if self.sinks is None else self.sinks.float(), out=output[:rows],
             return_lse=self.is_shared,
-        )
+        )  # fmt: skip
         if isinstance(result, tuple) and attn_metadata.has_cached:
             self._merge_shares(query[:rows], kv_cache, attn_metadata, *result)
         return output
@@ -296,15 +278,9 @@ class CpattnImpl(CPUAttentionBackendImpl):
         """Merge the results of the ranks' cache shares into those of the new tokens, in place."""
         cache = self._cache_of(kv_cache)
         share, share_lse = run_attention(
-            attn_metadata.share_plan(self, cache.k),
-            gather_heads(query),
-            cache.k,
-            cache.v,
-            kv_layout="HND",
-            scale=self.scale,
-            softcap=self.logits_soft_cap,
-            return_lse=True,
-        )
+            attn_metadata.share_plan(self, cache.k), gather_heads(query), cache.k, cache.v,
+            kv_layout="HND", scale=self.scale, softcap=self.logits_soft_cap, return_lse=True,
+        )  # fmt: skip
         outs, lses = swap_parts(share), swap_parts(share_lse)
         merge_states([out, *outs], [lse, *lses], out=out, lse=lse)
 

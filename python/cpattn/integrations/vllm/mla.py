@@ -70,16 +70,11 @@ class CpattnMLAMetadata(MLACommonMetadata):
         if impl.num_heads not in self.decode_plans:
             num_pages, page_size, head_dim = cache.shape
             self.decode_plans[impl.num_heads] = plan_attention(
-                q_lens=[1] * self.num_decodes,
-                kv_lens=self.decode.seq_lens,
-                block_tables=self.decode.block_table,
-                page_size=page_size,
-                num_pages=num_pages,
-                num_heads=impl.num_heads,
-                num_kv_heads=1,
-                head_dim=head_dim,
+                q_lens=[1] * self.num_decodes, kv_lens=self.decode.seq_lens,
+                block_tables=self.decode.block_table, page_size=page_size, num_pages=num_pages,
+                num_heads=impl.num_heads, num_kv_heads=1, head_dim=head_dim,
                 v_head_dim=impl.kv_lora_rank,
-            )
+            )  # fmt: skip
         return self.decode_plans[impl.num_heads]
 
     def prompts_of(self, impl: CpattnMLAImpl) -> Prompts:
@@ -88,16 +83,10 @@ class CpattnMLAMetadata(MLACommonMetadata):
             lens = np.diff(ends)
             pages = RaggedPages(ends[:-1], lens, int(ends[-1]))
             plan = plan_attention(
-                q_lens=lens,
-                kv_lens=lens,
-                block_tables=pages.block_tables,
-                page_size=pages.page_size,
-                num_pages=pages.num_pages,
-                num_heads=impl.num_heads,
-                num_kv_heads=impl.num_heads,
-                head_dim=impl.qk_head_dim,
-                v_head_dim=impl.v_head_dim,
-            )
+                q_lens=lens, kv_lens=lens, block_tables=pages.block_tables,
+                page_size=pages.page_size, num_pages=pages.num_pages, num_heads=impl.num_heads,
+                num_kv_heads=impl.num_heads, head_dim=impl.qk_head_dim, v_head_dim=impl.v_head_dim,
+            )  # fmt: skip
             self.prompts[impl.num_heads] = Prompts(pages, plan)
         return self.prompts[impl.num_heads]
 
@@ -156,12 +145,9 @@ class CpattnMLAImpl(CPUMLAImpl):
             q = torch.cat(q, dim=-1)
         cache = kv_c_and_k_pe_cache.unsqueeze(2)  # one KV head
         out = run_attention(
-            attn_metadata.decode_plan(self, kv_c_and_k_pe_cache),
-            q,
-            cache,
-            cache[..., : self.kv_lora_rank],
-            scale=self.scale,
-        )
+            attn_metadata.decode_plan(self, kv_c_and_k_pe_cache), q, cache,
+            cache[..., : self.kv_lora_rank], scale=self.scale,
+        )  # fmt: skip
         return out, None
 
     def forward_mha(
@@ -185,10 +171,6 @@ class CpattnMLAImpl(CPUMLAImpl):
         k = self._concat_k_nope_k_pe(k_nope, k_pe)
         prompts = attn_metadata.prompts_of(self)
         run_attention(
-            prompts.plan,
-            q,
-            prompts.pages.of(k),
-            prompts.pages.of(v),
-            scale=self.scale,
+            prompts.plan, q, prompts.pages.of(k), prompts.pages.of(v), scale=self.scale,
             out=output.unflatten(-1, (self.num_heads, self.v_head_dim)),
-        )
+        )  # fmt: skip

@@ -73,12 +73,9 @@ def get_mha_kv_ptrs_with_pp(
     src = listed(src_kv_ptrs, function, "src_kv_ptrs")
     dst = listed(dst_kv_ptrs, function, "dst_kv_ptrs")
     (*ranges, num_layers) = _core.mha_kv_entries(
-        len(src),
-        len(dst),
-        prefill_start_layer,
-        0 if total_kv_layers is None else total_kv_layers,
+        len(src), len(dst), prefill_start_layer, 0 if total_kv_layers is None else total_kv_layers,
         compat,
-    )
+    )  # fmt: skip
     src_k, src_v, dst_k, dst_v = (slice(*entries) for entries in ranges)
     return src[src_k], src[src_v], dst[dst_k], dst[dst_v], num_layers
 
@@ -153,17 +150,10 @@ def get_mla_kv_ptrs_with_pp(
     src = listed(src_kv_ptrs, function, "src_kv_ptrs")
     dst = listed(dst_kv_ptrs, function, "dst_kv_ptrs")
     ranges = _core.mla_kv_entries(
-        len(src),
-        len(dst),
-        prefill_start_layer,
-        kv_buf_groups,
-        0 if total_kv_layers is None else total_kv_layers,
-        hidden_kv_layers,
-        draft_kv_layers,
-        is_last_rank,
-        num_draft_entries,
-        compat,
-    )
+        len(src), len(dst), prefill_start_layer, kv_buf_groups,
+        0 if total_kv_layers is None else total_kv_layers, hidden_kv_layers, draft_kv_layers,
+        is_last_rank, num_draft_entries, compat,
+    )  # fmt: skip
     return src, [ptr for entries in ranges for ptr in dst[slice(*entries)]], len(src)
 
 

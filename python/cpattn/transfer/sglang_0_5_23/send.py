@@ -252,26 +252,17 @@ def plan_send_kvcache_slice(
         own_heads = part(kv_args, "kv_head_num", function, "kv_args")
         total_kv_heads = integer(own_heads, function, "kv_head_num") * attn_tp_size
     heads = slice_heads(
-        total_kv_heads,
-        prefill_tp_size=attn_tp_size,
-        prefill_rank=engine_rank % attn_tp_size,
-        decode_tp_size=dst_attn_tp_size,
-        decode_rank=dst_tp_rank % dst_attn_tp_size,
-        compat=compat,
-    )
+        total_kv_heads, prefill_tp_size=attn_tp_size, prefill_rank=engine_rank % attn_tp_size,
+        decode_tp_size=dst_attn_tp_size, decode_rank=dst_tp_rank % dst_attn_tp_size, compat=compat,
+    )  # fmt: skip
     lists = kv_buffers(function, kv_args, dst_ptrs, [dst_kv_item_len], dst_layer_ids)
     has_ids = has_layer_ids(lists)
     pp_size = integer(pp_size, function, "pp_size")
     stages = max(pp_size, 2) if compat and not has_ids else pp_size
     return _core.plan_send_kvcache_slice(
-        lists,
-        src_pages,
-        dst_pages,
-        page_size,
-        heads,
-        stage_fields(function, kv_args, is_last_rank, stages, False, has_ids),
-        compat,
-    )
+        lists, src_pages, dst_pages, page_size, heads,
+        stage_fields(function, kv_args, is_last_rank, stages, False, has_ids), compat,
+    )  # fmt: skip
 
 
 def kv_buffers(

@@ -92,13 +92,10 @@ class Chooser:
         config.max_length = len(prompt) + max_new_tokens
         self._sample, self._seed = bool(config.do_sample), seed
         self._processors = model._get_logits_processor(
-            config,
-            input_ids_seq_length=len(prompt),
+            config, input_ids_seq_length=len(prompt),
             encoder_input_ids=torch.from_numpy(prompt)[None],
-            logits_processor=LogitsProcessorList(processors or ()),
-            device="cpu",
-            model_kwargs={},
-        )
+            logits_processor=LogitsProcessorList(processors or ()), device="cpu", model_kwargs={},
+        )  # fmt: skip
         self._criteria = model._get_stopping_criteria(
             config, StoppingCriteriaList(criteria or ()), tokenizer
         )
