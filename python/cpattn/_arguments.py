@@ -23,6 +23,10 @@ def at_least(minimum: int, value: Any, function: str, argument: str) -> int:
     return number
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def has(owner: Any, name: str) -> bool:
     """Return whether an object has an attribute; False if the object raises instead."""
     try:

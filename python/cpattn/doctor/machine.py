@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import _core, torch_guard
+from .._arguments import count
 from .._machine import cpu_name
-from .._numa import ranges
+from .._numa import ranges, read
 from . import topology
 from .finding import Finding
-from .topology import count, size
+from .topology import size
 
 _SECTION = "machine"
 _SMALL_SHARED = 1 << 30  # containers have 64 MiB of /dev/shm by default
@@ -99,24 +100,17 @@ def _threads(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 def cgroup_cpus(root: Path) -> float | None:
     """Return the CPU time that a container may use, in CPUs; None without a limit."""
     folder = root / "sys/fs/cgroup"
-    with suppress(OSError, ValueError):
-        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-        return None if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError):  # cgroup version 1
-        quota, period = (
-            (folder / "cpu" / name).read_text(encoding="ascii").strip()
-            for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        )
-        return int(quota) / int(period) if int(quota) > 0 else None
+    files = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")  # of version 1
+    text = read(folder / "cpu.max") or " ".join(read(folder / name) for name in files)
+    with suppress(ValueError):  # "max" is no number
+        quota, period = map(int, text.split())
+        return quota / period if quota > 0 else None
     return None
 
 
 def _huge_pages(root: Path) -> Finding:
     """Report on huge pages, which KV pools ask for; without them, small pages serve."""
-    text = ""
-    with suppress(OSError):
-        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
-    chosen = re.search(r"\[(\w+)\]", text)
+    chosen = re.search(r"\[(\w+)\]", read(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     if chosen and chosen[1] != "never":
         return Finding(_SECTION, "huge pages", f"{chosen[1]}: KV pools get them")
     why = "never" if chosen else "the system does not say"

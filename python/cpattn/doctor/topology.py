@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from .._arguments import count
 from .._numa import nodes_of, numbers_of, ranges, read
 from .finding import Finding
 
@@ -30,10 +31,6 @@ def findings(
         if re.match(r"\d", environ.get(variable, "")):  # not a word such as auto
             yield _engine_cpus(root, usable, engine, environ[variable])
     yield _memory(root)
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def size(number: int) -> str:

@@ -18,13 +18,6 @@ class TransferEngine(Protocol):
     are the engine's own and are not translated; 0 is success. ``TransferPlan.execute`` and
     `cpattn.transfer.register` raise `TransferError` for any other code. Exceptions of an engine
     pass through.
-
-    Attributes
-    ----------
-    session_id : str
-        Name by which peers address their writes.
-    max_blocks : int
-        Most blocks that one write safely carries.
     """
 
     @property

@@ -138,7 +138,13 @@ def execute(
         _annotate(error, status(-1), done)
         raise
     if code and check:
-        raise TransferError(_failure(session, status(code)), status(code))
+        failed = status(code)
+        raise TransferError(
+            f"{_FUNCTION}: batch {done} of {num_batches}, counted from 0, to session "
+            f"{session!r:.100} failed with code {code} of the engine, after {failed.blocks_done} "
+            f"blocks and {failed.bytes_done} bytes",
+            failed,
+        )
     if differing is not None and not code:
         blocks = differing(session, self.src_addrs, self.dst_addrs, self.lengths)
         if blocks:
@@ -151,14 +157,6 @@ def _seconds(timeout: float) -> float:
     if not seconds >= 0:  # also refuses nan, which would never pass
         raise ValueError(f"{_FUNCTION}: timeout must be >= 0, got {timeout}")
     return seconds
-
-
-def _failure(session: str, status: TransferStatus) -> str:
-    return (
-        f"{_FUNCTION}: batch {status.first_failed_batch} of {status.num_batches}, counted from 0, "
-        f"to session {session!r:.100} failed with code {int(status)} of the engine, after "
-        f"{status.blocks_done} blocks and {status.bytes_done} bytes"
-    )
 
 
 def _batch_bounds(ends: NDArray[np.uint64], max_blocks: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import _core
-from .._arguments import at_least, flag, integer, items, part
+from .._arguments import at_least, count, flag, integer, items, part
 from .entry import KVEntry
 from .layout_sources import args_entries, check_pool, fields_of, number, pool_entries, stage_of
 
@@ -144,7 +144,7 @@ class KVLayout(_core.KVLayout):
             total_kv_heads = integer(total_kv_heads, function, "total_kv_heads")
         if draft_pool is not None and draft_pool.page_size != pool.page_size:
             raise ValueError(
-                f"KVLayout.from_pool: page_size must be that of the draft pool, "
+                f"{function}: page_size must be that of the draft pool, "
                 f"got {pool.page_size} and {draft_pool.page_size}"
             )
         if isinstance(getattr(pool, "kv_lora_rank", None), int):
@@ -162,8 +162,8 @@ class KVLayout(_core.KVLayout):
         layout._pools = pool, draft_pool
         if (heads := max(1, (total_kv_heads or 0) // tp_size)) != pool.num_kv_heads:
             raise ValueError(
-                f"KVLayout.from_pool: total_kv_heads {total_kv_heads} over tp_size {tp_size} must "
-                f"be the {pool.num_kv_heads} of the pool, got {heads}"
+                f"{function}: total_kv_heads {total_kv_heads} over tp_size {tp_size} must be the "
+                f"{pool.num_kv_heads} of the pool, got {heads}"
             )
         return layout
 
@@ -293,21 +293,5 @@ class KVLayout(_core.KVLayout):
         return self
 
 
-DEFAULTS: dict[str, Any] = {
-    "tp_rank": 0,
-    "tp_size": 1,
-    "total_kv_heads": None,
-    "layers": None,
-    "dcp_rank": 0,
-    "dcp_size": 1,
-    "dcp_interleave": 1,
-    "shard_rank": 0,
-    "shard_size": 1,
-}
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
+DEFAULTS: dict[str, Any] = KVLayout.__init__.__kwdefaults__ or {}
 KVLayout.__module__ = "cpattn.transfer"

@@ -136,7 +136,6 @@ class KVLinks(tuple[KVLink, ...]):
     @property
     def total_bytes(self) -> int:
         """Total bytes of all plans."""
-
         return sum(link.plan.total_bytes for link in self)
 
     def summary(self) -> str:
@@ -222,17 +221,11 @@ def plan_kv_links(
         if _core.integer(cp_size, function, "cp_size") != 1:
             raise ValueError(f"{function}: cp_ranks must be given with cp_size {cp_size}")
         cp_ranks = [0] * len(peers)
+    # `items` makes copies, which no other thread can change while the plans are made.
     links = _core.plan_kv_links(
-        peers,  # a copy that no other thread can change while the plans are made
-        items(destinations, function, "destinations"),
-        items(src_pages, function, "src_pages"),
-        items(dst_pages, function, "dst_pages"),
-        cp_ranks,
-        num_tokens=num_tokens,
-        first_token=first_token,
-        src_start=src_start,
-        dst_start=dst_start,
-        cp_size=cp_size,
-        cp_share=cp_share,
-    )
+        peers, items(destinations, function, "destinations"),
+        items(src_pages, function, "src_pages"), items(dst_pages, function, "dst_pages"), cp_ranks,
+        num_tokens=num_tokens, first_token=first_token, src_start=src_start, dst_start=dst_start,
+        cp_size=cp_size, cp_share=cp_share,
+    )  # fmt: skip
     return KVLinks(KVLink(*link) for link in links)

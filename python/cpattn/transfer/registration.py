@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from .._arguments import has, part
+from .._arguments import count, has, part
 from .._containers import torch_of
 from .engine import TransferEngine, TransferError, TransferStatus, checked_code
-from .layout import KVLayout, count
+from .layout import KVLayout
 from .regions import registration_regions
 
 # Owners of registered memory, by engine and registration. An ended engine has no entry.
