@@ -10,7 +10,7 @@ from .. import _core
 from .._types import Indices
 
 
-class StripedAllocator:
+class StripedAllocator(_core.StripedAllocator):
     """Allocator of pages of a pool that is striped by pages, with the rules of sglang 0.5.23.
 
     Slots count in the whole group, as in `PageInterleave`. Every rank has its own allocator and
@@ -37,6 +37,11 @@ class StripedAllocator:
     need_sort : bool
         Whether freed pages wait, as in sglang servers that send KV to other servers.
 
+    Attributes
+    ----------
+    size, page_size, shard_size, need_sort
+        As given.
+
     Raises
     ------
     TypeError
@@ -61,27 +66,7 @@ class StripedAllocator:
     def __init__(
         self, size: int, *, page_size: int, shard_size: int, need_sort: bool = False
     ) -> None:
-        self._allocator = _core.StripedAllocator(size, page_size, shard_size, need_sort)
-
-    @property
-    def size(self) -> int:
-        """Slots of each rank, without its reserved page."""
-        return self._allocator.size
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-        return self._allocator.page_size
-
-    @property
-    def shard_size(self) -> int:
-        """Number of ranks that share the pool."""
-        return self._allocator.shard_size
-
-    @property
-    def need_sort(self) -> bool:
-        """Whether freed pages wait in a second list."""
-        return self._allocator.need_sort
+        super().__init__(size, page_size, shard_size, need_sort)
 
     def __repr__(self) -> str:
         return (
@@ -112,14 +97,14 @@ class StripedAllocator:
             Slots of all new tokens by request and position. The rest of a request's last page stays
             unused. None if pages of some class do not suffice; the free pages are then unchanged.
         """
-        return self._allocator.alloc_extend(prefix_lens, seq_lens, rotation_bases)
+        return super().alloc_extend(prefix_lens, seq_lens, rotation_bases)
 
     def alloc_cyclic(self, start_class: int, num_slots: int) -> NDArray[np.int64] | None:
         """Allocate `num_slots` slots on whole pages, whose classes follow from `start_class` on.
 
         Equals `alloc_extend` for one request without prefix and base `start_class` (any integer).
         """
-        return self._allocator.alloc_cyclic(start_class, num_slots)
+        return super().alloc_cyclic(start_class, num_slots)
 
     def free(self, slots: Indices) -> None:
         """Free the pages of these slots, each whole: one slot of a page is enough.
@@ -127,26 +112,26 @@ class StripedAllocator:
         A slot that is free already, reserved (the first ``shard_size`` pages) or outside the pool
         raises ValueError, and nothing is freed.
         """
-        self._allocator.free(slots)
+        super().free(slots)
 
     def class_free_page_counts(self) -> list[int]:
         """Return the number of free pages of each class."""
-        return self._allocator.class_free_page_counts()
+        return super().class_free_page_counts()
 
     def least_full_class(self) -> int:
         """Return the class with the most free pages, the lowest on a tie, for new sequences."""
-        return self._allocator.least_full_class()
+        return super().least_full_class()
 
     def available_size(self) -> int:
         """Return the slots that one sequence can certainly get, for any base.
 
         The result is ``shard_size * page_size`` times the smallest number of free pages of a class.
         """
-        return self._allocator.available_size()
+        return super().available_size()
 
     def aggregate_free_size(self) -> int:
         """Return the number of slots in all free pages."""
-        return self._allocator.aggregate_free_size()
+        return super().aggregate_free_size()
 
 
 StripedAllocator.__module__ = "cpattn.kv"
