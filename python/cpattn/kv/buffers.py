@@ -185,12 +185,15 @@ class KVPool:
             )
         return layer - self.start_layer
 
-    def _of_layer(self, function: str, kind: str, layer_id: Any) -> AnyTensor:
-        """Return the tensor of a layer, of a kind that other pools may lack."""
+    def _index_of(self, function: str, kind: str, layer_id: Any) -> int:
+        """Return the index of a layer, for a kind that other pools may lack."""
         index = self._layer_index(function, layer_id)
         if kind not in self.kinds:
             raise ValueError(f"{function}: the pool has no {kind}, it has {', '.join(self.kinds)}")
-        return self._layers[kind][index]
+        return index
+
+    def _of_layer(self, function: str, kind: str, layer_id: Any) -> AnyTensor:
+        return self._layers[kind][self._index_of(function, kind, layer_id)]
 
     @property
     def k_buffer(self) -> AnyTensor:
@@ -238,6 +241,23 @@ class KVPool:
             f"{type(self).__name__}: a pool cannot be pickled or copied, for it is memory of this "
             "process; KVLayout.from_pool tells others where it is"
         )
+
+
+class IndexedKVPool(KVPool):
+    """Pool that may have index keys beside its keys."""
+
+    @property
+    def index_k_buffer(self) -> AnyTensor | None:
+        """All index keys as stored, or None."""
+        return self._stored.get("index_k")
+
+    def get_index_k_buffer(self, layer_id: Any) -> AnyTensor:
+        """Return the index keys of a layer as `dtype`, or as pages of codes and scales."""
+        return self._of_layer("get_index_k_buffer", "index_k", layer_id)
+
+    def get_state_buf_infos(self) -> BufInfos:
+        """Return `get_contiguous_buf_infos` of the index keys; empty lists without an indexer."""
+        return self._buf_infos(("index_k",) if "index_k" in self.kinds else ())
 
 
 def fia_layout(function: str, use_fia: Any) -> bool:

@@ -11,14 +11,14 @@ from .._containers import tensor_of
 from .._types import AnyTensor, Indices, Tensor
 from ..sparse.index_k import write_index_k_cache
 from ..sparse.kv_rows import ROW_BYTES, quantize_kv_rows
-from .buffers import BufInfos, KVPool, Memory, Rows
+from .buffers import IndexedKVPool, Memory, Rows
 
 LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
 INDEX_BYTES = INDEX_DIM + 4  # codes of a key, and its scale
 FORMAT = "fp8_ds_mla"
 
 
-class DSATokenToKVPool(KVPool):
+class DSATokenToKVPool(IndexedKVPool):
     """KV pool with latent keys as rows of 656 bytes, and index keys as pages of codes and scales.
 
     Sparse attention reads both in place. Rows are those of `cpattn.sparse.quantize_kv_rows`: 512
@@ -31,7 +31,7 @@ class DSATokenToKVPool(KVPool):
     size, page_size, num_layers : int
         The arguments of `MHATokenToKVPool`.
     index_head_dim : int, optional
-        128 for a pool with index keys.
+        128 for a pool with index keys, uint8 [num_layers, P, page_size * 132].
     start_layer, container, memory
         See `MHATokenToKVPool`.
 
@@ -86,19 +86,6 @@ class DSATokenToKVPool(KVPool):
         super().__init__(
             rows, size, page_size, num_layers, FORMAT, start_layer, False, container, memory
         )
-
-    @property
-    def index_k_buffer(self) -> AnyTensor | None:
-        """Index keys of all layers, [L, P, page_size * 132], or None."""
-        return self._stored.get("index_k")
-
-    def get_index_k_buffer(self, layer_id: Any) -> AnyTensor:
-        """Return the index keys of a layer, uint8 [P, page_size * 132]."""
-        return self._of_layer("get_index_k_buffer", "index_k", layer_id)
-
-    def get_state_buf_infos(self) -> BufInfos:
-        """Return `get_contiguous_buf_infos` of the index keys; empty lists without an indexer."""
-        return self._buf_infos(("index_k",) if "index_k" in self.kinds else ())
 
     def set_kv_buffer(
         self,

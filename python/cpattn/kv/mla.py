@@ -7,11 +7,11 @@ from typing import Any
 
 from .. import _core
 from .._arguments import at_least
-from .._types import AnyTensor, Indices, Tensor
-from .buffers import CODES, NUMBERS, BufInfos, KVPool, Memory, Rows, dtype_name, fia_layout
+from .._types import Indices, Tensor
+from .buffers import CODES, NUMBERS, IndexedKVPool, Memory, Rows, dtype_name, fia_layout
 
 
-class MLATokenToKVPool(KVPool):
+class MLATokenToKVPool(IndexedKVPool):
     """KV pool with latent keys of multi-head latent attention, their rotary part, and index keys.
 
     It works like `MHATokenToKVPool`, with one layout: [num_layers, P, page_size, 1, width].
@@ -83,21 +83,6 @@ class MLATokenToKVPool(KVPool):
             rows, size, page_size, num_layers, dtype, start_layer, False, container, memory
         )
 
-    @property
-    def index_k_buffer(self) -> AnyTensor | None:
-        """All index keys as stored, or None."""
-        return self._stored.get("index_k")
-
-    def get_index_k_buffer(self, layer_id: Any) -> AnyTensor:
-        """Return the index keys of a layer as `dtype`."""
-        index = self._layer_index("get_index_k_buffer", layer_id)
-        self._check_index("get_index_k_buffer")
-        return self._layers["index_k"][index]
-
-    def get_state_buf_infos(self) -> BufInfos:
-        """Return `get_contiguous_buf_infos` of the index keys; empty lists without an indexer."""
-        return self._buf_infos(("index_k",) if "index_k" in self.kinds else ())
-
     def set_kv_buffer(
         self,
         layer_id: Any,
@@ -116,10 +101,5 @@ class MLATokenToKVPool(KVPool):
 
     def set_index_k_buffer(self, layer_id: Any, loc: Indices, index_k: Tensor) -> None:
         """Write index keys, num_tokens * index_head_dim elements, as `set_kv_buffer` does."""
-        index = self._layer_index("set_index_k_buffer", layer_id)
-        self._check_index("set_index_k_buffer")
+        index = self._index_of("set_index_k_buffer", "index_k", layer_id)
         _core.set_index_k_buffer(index, loc, self._buffers["index_k"], index_k)
-
-    def _check_index(self, function: str) -> None:
-        if self.index_head_dim is None:
-            raise ValueError(f"{function}: the pool was made without index_head_dim")
